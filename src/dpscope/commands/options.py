@@ -1,0 +1,153 @@
+"""Options that mean the same in every subcommand, spelled once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from dpscope.errors import UserError
+from dpscope.runner.spec import DEVICES, DTYPES, OPTIMIZER_NAMES
+from dpscope.workloads.configs import ATTENTIONS, NORMS, PRESETS, WorkloadConfig, make_config
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class CommaList(click.ParamType):
+    """`8,16`: values of one type, separated by commas."""
+
+    def __init__(self, item: type) -> None:
+        self.item = item
+        self.name = "LIST"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[Any]:
+        if not isinstance(value, str):
+            return list(value)
+        parts = [part.strip() for part in value.split(",")]
+        if not all(parts):
+            self.fail(
+                f"{value!r} has an empty part: separate values by single commas, as in 8,16", param, ctx
+            )
+        try:
+            return [self.item(part) for part in parts]
+        except ValueError:
+            self.fail(f"{value!r} is not a list of whole numbers such as 8,16", param, ctx)
+
+
+MODEL_SIZES = (
+    "vocab_size",
+    "hidden_dim",
+    "num_layers",
+    "num_heads",
+    "max_seq_len",
+    "image_size",
+    "num_classes",
+)
+
+
+def _apply(function: F, options: list[Callable[[F], F]]) -> F:
+    for option in reversed(options):
+        function = option(function)
+    return function
+
+
+def workload_options(function: F) -> F:
+    """--model and every dimension of it."""
+    sizes = [
+        click.option(
+            f"--{name.replace('_', '-')}", type=int, help=f"{name.replace('_', ' ')} instead of the preset's."
+        )
+        for name in MODEL_SIZES
+    ]
+    return _apply(
+        function,
+        [
+            click.option("--model", default="tiny", show_default=True, help=f"{', '.join(PRESETS)}."),
+            *sizes,
+            click.option(
+                "--attention",
+                type=click.Choice(ATTENTIONS),
+                help="sdpa: four Linears and scaled_dot_product_attention; opacus: DPMultiheadAttention.",
+            ),
+            click.option("--norm", type=click.Choice(NORMS), help="Normalisation of the cnn."),
+        ],
+    )
+
+
+def step_options(function: F) -> F:
+    """What a step is: number format, optimizer, privacy, seed, device."""
+    return _apply(
+        function,
+        [
+            click.option(
+                "--dtype", default="fp32", show_default=True, help=f"{'|'.join(DTYPES)} (bf16: autocast)."
+            ),
+            click.option(
+                "--optimizer", default="adamw", show_default=True, help="|".join(OPTIMIZER_NAMES) + "."
+            ),
+            click.option("--learning-rate", type=float, default=1e-4, show_default=True, help="Step size."),
+            click.option(
+                "--noise-multiplier", type=float, default=1.0, show_default=True, help="Noise per clip norm."
+            ),
+            click.option("--max-grad-norm", type=float, default=1.0, show_default=True, help="Clip norm."),
+            click.option(
+                "--seed", type=int, default=0, show_default=True, help="Of weights, data and noise."
+            ),
+            click.option("--device", default="auto", show_default=True, help="|".join(DEVICES) + "."),
+        ],
+    )
+
+
+def sweep_options(function: F) -> F:
+    """How a sweep runs and where its results go."""
+    return _apply(
+        function,
+        [
+            click.option(
+                "--warmup", type=int, default=3, show_default=True, help="Steps before the timed ones."
+            ),
+            click.option("--steps", type=int, default=10, show_default=True, help="Timed steps."),
+            click.option(
+                "--out", type=click.Path(path_type=Path), help="Folder for results [default: a new one]."
+            ),
+            click.option("--resume", is_flag=True, help="Keep finished rows in --out and measure the rest."),
+            click.option("--overwrite", is_flag=True, help="Replace the results in --out."),
+            click.option(
+                "--timeout", type=float, default=1800.0, show_default=True, help="Seconds a row may take."
+            ),
+            click.option("--memory-limit", type=float, help="GiB a row may allocate on the CPU."),
+        ],
+    )
+
+
+def workload_from(options: dict[str, Any]) -> WorkloadConfig:
+    """Take the workload's options out of a command's keyword arguments."""
+    names = ("attention", "norm", *MODEL_SIZES)
+    overrides = {name: options.pop(name) for name in names}
+    return make_config(options.pop("model"), **overrides)
+
+
+def resolve_device(device: str) -> str:
+    """`auto` to what is there; `cuda` only if it is."""
+    if device not in DEVICES:
+        raise UserError(f"unknown device {device!r}: choose one of {', '.join(DEVICES)}")
+    if device == "cpu":
+        return device
+    import torch
+
+    if torch.cuda.is_available():
+        return "cuda"
+    if device == "cuda":
+        raise UserError(
+            "--device cuda, but torch sees no CUDA device here: run `dpscope doctor`, or use --device cpu"
+        )
+    return "cpu"
+
+
+def output_folder(out: Path | None, *, resume: bool, command: str) -> Path:
+    if out is None and resume:
+        raise UserError("--resume needs --out DIR: the folder of the sweep to finish")
+    return out or Path("dpscope-results") / f"{command}-{time.strftime('%Y%m%d-%H%M%S')}"

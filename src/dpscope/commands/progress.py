@@ -1,0 +1,72 @@
+"""A sweep as it happens: a live bar on a terminal, one plain line a row elsewhere."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from dpscope.results.schema import Result
+from dpscope.runner.spec import RunSpec
+from dpscope.units import format_bytes, format_duration, format_ms
+
+
+class SweepProgress:
+    """Observes a sweep. Use as a context manager."""
+
+    def __init__(self, console: Console, rows: int) -> None:
+        self._console = console
+        self._rows = rows
+        self._measured: list[float] = []  # seconds of the rows measured so far
+        self._started = 0.0
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[note]}"),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._all = self._bar.add_task("sweep", total=rows, note="")
+        self._row = self._bar.add_task("", total=None, note="")
+
+    def __enter__(self) -> SweepProgress:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def row_started(self, row: int, spec: RunSpec) -> None:
+        self._started = time.monotonic()
+        self._bar.reset(self._row, description=escape(spec.label), total=None, note="starting")
+
+    def row_progress(self, row: int, stage: str, done: int, total: int) -> None:
+        self._bar.update(self._row, completed=done, total=total, note=stage)
+
+    def row_finished(self, row: int, result: Result, *, kept: bool) -> None:
+        if not kept:
+            self._measured.append(time.monotonic() - self._started)
+        left = self._rows - row - 1
+        if self._measured and left:
+            mean = sum(self._measured) / len(self._measured)
+            self._bar.update(self._all, note=f"about {format_duration(mean * left)} left")
+        self._bar.advance(self._all)
+        self._console.print(self._line(row, result, kept=kept), highlight=False)
+
+    def _line(self, row: int, result: Result, *, kept: bool) -> str:
+        spec = RunSpec.from_dict(result.spec)
+        if result.ok:
+            median, peak = result.timing["median_ms"], result.memory["peak_bytes"]
+            figures = f"{format_ms(median)} a step, peak {format_bytes(peak)}"
+        else:
+            figures = f"{result.status}: {result.reason}"
+        note = " (kept)" if kept else ""
+        return escape(f"[{row + 1}/{self._rows}] {spec.label}: {figures}{note}")

@@ -1,0 +1,50 @@
+"""`dpscope selftest`: does every trainer work here?"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import click
+
+
+@click.command(name="selftest")
+def command() -> None:
+    """One CPU step of every trainer on a model of about 1M parameters; says what passed."""
+    sys.exit(0 if run_local_test() else 1)
+
+
+def run_local_test(say: Callable[[str], object] = click.echo) -> bool:
+    """One step of every method; True if all passed."""
+    from dpscope.trainers.registry import methods
+
+    passed = True
+    for method in methods().values():
+        try:
+            name, loss = _one_step(method.name)
+        except Exception as error:
+            passed = False
+            say(f"[TEST FAILED] {method.name}: {type(error).__name__}: {error}")
+        else:
+            say(f"[TEST OK] {name} passed local test. (loss {loss:.4f})")
+    return passed
+
+
+def _one_step(method: str) -> tuple[str, float]:
+    import math
+
+    from dpscope.runner.measure import make_trainer
+    from dpscope.runner.spec import RunSpec
+    from dpscope.workloads.configs import make_config
+
+    trainer, batch = make_trainer(
+        RunSpec(workload=make_config("tiny"), method=method, batch_size=2, seq_len=64, device="cpu")
+    )
+    before = [p.detach().clone() for p in trainer.model.parameters()]
+    loss = trainer.train_step(batch).item()
+    if not math.isfinite(loss):
+        raise RuntimeError(f"the loss is {loss}")
+    moved = (not bool((a == b).all()) for a, b in zip(before, trainer.model.parameters(), strict=True))
+    if not all(moved):
+        raise RuntimeError("some parameters did not move")
+    return type(trainer).__name__, loss

@@ -1,0 +1,100 @@
+"""The time instrument: how long a step takes.
+
+On CUDA, events are recorded around every step and read after one final synchronisation, so that steps follow each
+other as they would in training. On the CPU a monotonic clock is read around each step.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+Step = Callable[[], object]
+Progress = Callable[[str, int, int], None]  # (stage, done, total)
+
+
+class StepClock(Protocol):
+    """Marks moments while steps run, and turns them into milliseconds afterwards."""
+
+    def mark(self) -> None: ...
+
+    def intervals_ms(self) -> list[float]: ...
+
+
+class CpuClock:
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
+        self._marks: list[float] = []
+
+    def mark(self) -> None:
+        self._marks.append(self._now())
+
+    def intervals_ms(self) -> list[float]:
+        return [1e3 * (b - a) for a, b in zip(self._marks, self._marks[1:], strict=False)]
+
+
+class CudaClock:
+    def __init__(self) -> None:
+        import torch
+
+        self._cuda = torch.cuda
+        self._marks: list[torch.cuda.Event] = []
+        torch.cuda.synchronize()
+
+    def mark(self) -> None:
+        event = self._cuda.Event(enable_timing=True)
+        event.record()
+        self._marks.append(event)
+
+    def intervals_ms(self) -> list[float]:
+        self._cuda.synchronize()
+        return [a.elapsed_time(b) for a, b in zip(self._marks, self._marks[1:], strict=False)]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Every step's time in milliseconds and what to say of them."""
+
+    step_ms: list[float]
+
+    @property
+    def median_ms(self) -> float:
+        return statistics.median(self.step_ms)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "step_ms": self.step_ms,
+            "median_ms": self.median_ms,
+            "p10_ms": percentile(self.step_ms, 10),
+            "p90_ms": percentile(self.step_ms, 90),
+            "mean_ms": statistics.fmean(self.step_ms),
+        }
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Linear interpolation between the two nearest order statistics."""
+    ordered = sorted(values)
+    position = (len(ordered) - 1) * percent / 100
+    low = math.floor(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+
+def time_steps(
+    step: Step, *, device: str, warmup: int, steps: int, progress: Progress = lambda stage, done, total: None
+) -> Timing:
+    """Run `warmup` steps that are not counted, then `steps` that are."""
+    for done in range(warmup):
+        step()
+        progress("warm-up", done + 1, warmup)
+    clock: StepClock = CudaClock() if device == "cuda" else CpuClock()
+    clock.mark()
+    for done in range(steps):
+        step()
+        clock.mark()
+        progress("step", done + 1, steps)
+    return Timing(clock.intervals_ms())

@@ -1,0 +1,1 @@
+"""Pure functions of results. No torch here, and nothing is measured."""

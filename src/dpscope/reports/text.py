@@ -1,0 +1,165 @@
+"""The table and the sentences a person reads, on a terminal and in summary.txt alike."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from dpscope.reports.tables import STANDARD, Row, compare_results, group_by_size, varying_columns
+from dpscope.results.schema import Result
+from dpscope.results.store import Skipped
+from dpscope.units import GIB, MISSING, format_bytes, format_ms, format_ratio
+
+SUMMARY_WIDTH = 110
+
+MEMORY_NOTES = {
+    "cuda_allocator": "Peak memory: the CUDA allocator's peak of allocated bytes over the whole run.",
+    "cpu_allocator": (
+        "Peak memory: live tensors at their peak during one step, from torch's CPU allocator (a step after the "
+        "timed ones)."
+    ),
+}
+
+
+def summary(results: Sequence[Result], skipped: Sequence[Skipped] = ()) -> RenderableType:
+    """Everything there is to say about a set of results."""
+    rows = compare_results(results)
+    parts: list[RenderableType] = [Text(line, style="bold") for line in _headline(results)]
+    parts += ["", _table(rows)]
+    parts += [Text(line) for line in _troubles(rows)]
+    if sentences := verdict(rows):
+        parts += ["", *(Text(sentence) for sentence in sentences)]
+    parts += ["", *(Text(note, style="dim") for note in _notes(results))]
+    parts += [Text(f"Left out: {item.path.name}: {item.reason}", style="yellow") for item in skipped]
+    return Group(*parts)
+
+
+def render_plain(renderable: RenderableType, width: int = SUMMARY_WIDTH) -> str:
+    """The same without colours or terminal control, for files and pipes."""
+    console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False)
+    console.print(renderable)
+    assert isinstance(console.file, io.StringIO)
+    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()) + "\n"
+
+
+def _headline(results: Sequence[Result]) -> list[str]:
+    lines = ["What privacy costs: each method next to ordinary training (standard) of the same model"]
+    lines += list(dict.fromkeys(_describe(result.spec) for result in results))
+    environments = [r.environment for r in results if r.environment]
+    lines += list(dict.fromkeys(_describe_environment(environment) for environment in environments))
+    return lines
+
+
+def _describe(spec: dict[str, Any]) -> str:
+    workload = spec["workload"]
+    sizes = ", ".join(
+        f"{name.replace('_', ' ')} {value}"
+        for name, value in workload.items()
+        if name not in ("kind", "name")
+    )
+    return (
+        f"Model {workload['name']} ({sizes}); {spec['dtype']}, {spec['optimizer']}, "
+        f"noise multiplier {spec['noise_multiplier']:g}, max grad norm {spec['max_grad_norm']:g}; "
+        f"{spec['warmup']} warm-up and {spec['steps']} timed steps"
+    )
+
+
+def _describe_environment(environment: dict[str, Any]) -> str:
+    if environment.get("gpu"):
+        memory = environment["gpu_memory_bytes"] / GIB
+        where = f"{environment['gpu']} ({memory:.0f} GiB), CUDA {environment['cuda']}"
+    else:
+        where = f"{environment['cpu']}, {environment['threads']} threads"
+    return (
+        f"On {where}; torch {environment['torch']}, opacus {environment['opacus']}, "
+        f"dpscope {environment['dpscope']}"
+    )
+
+
+def _table(rows: Sequence[Row]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    extra = [name for name in varying_columns(rows, ("dtype", "optimizer")) if name]
+    several_models = len({row.result.spec["workload"]["name"] for row in rows}) > 1
+    sequences = any(row.result.spec["seq_len"] is not None for row in rows)
+    if several_models:
+        table.add_column("model")
+    table.add_column("method", no_wrap=True)
+    table.add_column("batch", justify="right")
+    if sequences:
+        table.add_column("seq", justify="right")
+    for name in extra:
+        table.add_column(name)
+    for heading in ("time/step", "p10–p90", "×", "peak memory", "×"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("status")
+    groups = group_by_size(rows)
+    for group in groups:
+        for row in group:
+            spec = row.result.spec
+            cells = [spec["workload"]["name"]] if several_models else []
+            cells += [row.method, str(spec["batch_size"])]
+            cells += [str(spec["seq_len"] or MISSING)] if sequences else []
+            cells += [str(spec[name]) for name in extra]
+            cells += [
+                format_ms(row.median_ms),
+                _spread(row),
+                format_ratio(row.time_ratio),
+                format_bytes(row.peak_bytes),
+                format_ratio(row.memory_ratio),
+            ]
+            status = Text(row.result.status, style="green" if row.result.ok else "bold red")
+            table.add_row(*cells, status, end_section=row is group[-1])
+    return table
+
+
+def _spread(row: Row) -> str:
+    if row.spread_ms is None:
+        return MISSING
+    low, high = row.spread_ms
+    return f"{low:.1f}–{high:.1f}"
+
+
+def _troubles(rows: Sequence[Row]) -> list[str]:
+    """One line for each row without figures: which, and what to do."""
+    lines = []
+    for row in rows:
+        if not row.result.ok:
+            spec = row.result.spec
+            size = f"batch {spec['batch_size']}" + (
+                f", sequence {spec['seq_len']}" if spec["seq_len"] else ""
+            )
+            lines.append(f"{row.result.status}: {row.method} at {size}: {row.result.reason}")
+    return ["", *lines] if lines else []
+
+
+def verdict(rows: Sequence[Row]) -> list[str]:
+    """What the figures say, a sentence for each size."""
+    sentences = []
+    for group in group_by_size(rows):
+        costs = [
+            f"{row.method} takes {format_ratio(row.time_ratio)} the time and "
+            f"{format_ratio(row.memory_ratio)} the memory"
+            for row in group
+            if row.method != STANDARD and row.time_ratio is not None
+        ]
+        if costs:
+            spec = group[0].result.spec
+            length = f", sequence {spec['seq_len']}" if spec["seq_len"] else ""
+            sentences.append(f"Batch {spec['batch_size']}{length}: {'; '.join(costs)}.")
+    return sentences
+
+
+def _notes(results: Sequence[Result]) -> list[str]:
+    notes = ["× is the ratio to standard. Time: median over the timed steps, with 10th and 90th percentile."]
+    notes += dict.fromkeys(MEMORY_NOTES[r.memory["source"]] for r in results if r.memory)
+    return notes
+
+
+def files_written(paths: Sequence[Path]) -> str:
+    return "\n".join(["Written:", *(f"  {path}" for path in paths)])

@@ -1,0 +1,76 @@
+"""The result file: what one measurement gave.
+
+The first keys (`experiment` … `snapshots`) are those that existing consumers of the memory-profiling JSON read;
+beside them stand the run spec, the environment and what each instrument adds. 1 MB = 2^20 bytes in `_mb` keys.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from dpscope.errors import UserError
+
+SCHEMA_VERSION = 1
+
+OK, OOM, FAILED, TIMEOUT, SKIPPED = STATUSES = ("ok", "oom", "failed", "timeout", "skipped")
+
+
+class UnreadableResult(UserError):
+    """A file that is not a result this version of dpscope can read, and why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    experiment: str
+    config: dict[str, Any]
+    spec: dict[str, Any]
+    status: str = OK
+    reason: str | None = None  # for every status but ok: a sentence a person can act on
+    avg_time_ms: float | None = None
+    peak_memory_mb: float | None = None
+    breakdown: dict[str, float] = field(default_factory=dict)
+    snapshots: list[dict[str, Any]] = field(default_factory=list)
+    timing: dict[str, Any] = field(default_factory=dict)
+    memory: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
+    details: str | None = None  # traceback or last lines of the child, for whoever has to mend it
+    schema_version: int = SCHEMA_VERSION
+
+    @property
+    def ok(self) -> bool:
+        return self.status == OK
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+
+def result_for(spec: dict[str, Any], **values: Any) -> Result:
+    """A result of a spec (as a dict), with the keys that older consumers read filled in from it."""
+    workload = {name: value for name, value in spec["workload"].items() if name not in ("kind", "name")}
+    config = {**workload, "model": spec["workload"]["name"]}
+    config |= {
+        name: value for name, value in spec.items() if name not in ("workload", "method", "instrument")
+    }
+    return Result(experiment=spec["method"], config=config, spec=spec, **values)
+
+
+def parse_result(text: str) -> Result:
+    """The result in a file's text, or `UnreadableResult` with a sentence."""
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UnreadableResult(f"not complete JSON ({error.msg} at line {error.lineno})") from None
+    if not isinstance(data, dict) or "schema_version" not in data or "experiment" not in data:
+        raise UnreadableResult("not a dpscope result")
+    if data["schema_version"] != SCHEMA_VERSION:
+        raise UnreadableResult(
+            f"written with result schema {data['schema_version']!r}, this dpscope reads {SCHEMA_VERSION}: "
+            "measure again, or read it with the version that wrote it"
+        )
+    known = {f.name for f in fields(Result)}
+    missing = {"config", "spec", "status"} - set(data)
+    if missing or data["status"] not in STATUSES:
+        raise UnreadableResult(f"a damaged dpscope result ({', '.join(sorted(missing)) or 'unknown status'})")
+    return Result(**{name: value for name, value in data.items() if name in known})

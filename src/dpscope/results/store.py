@@ -1,0 +1,132 @@
+"""A folder of results: written atomically, read with suspicion, never overwritten by accident.
+
+DIR/results/*.json   one file a run spec
+DIR/logs/*.log       what each child printed
+DIR/summary.txt      the table
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from dpscope.errors import UserError
+from dpscope.results.schema import Result, UnreadableResult, parse_result
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A file in the folder that is not one of its results."""
+
+    path: Path
+    reason: str
+
+
+class ResultStore:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.results = folder / "results"
+        self.logs = folder / "logs"
+        self.summary = folder / "summary.txt"
+
+    def create(self) -> None:
+        """Make the folder, or say why it cannot be written."""
+        try:
+            self.results.mkdir(parents=True, exist_ok=True)
+            self.logs.mkdir(exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.results):
+                pass
+        except OSError as error:
+            raise UserError(
+                f"cannot write to {self.folder}: {error.strerror}; choose another folder with --out"
+            ) from None
+
+    def holds_results(self) -> bool:
+        return any(self.results.glob("*.json"))
+
+    def remove_results(self) -> None:
+        """Remove what dpscope wrote here, and nothing else."""
+        ours, _ = self.read_all()
+        for path in [*ours, *self.logs.glob("*.log"), self.summary]:
+            path.unlink(missing_ok=True)
+
+    def path_of(self, file_name: str) -> Path:
+        return self.results / file_name
+
+    def log_of(self, file_name: str) -> Path:
+        return (self.logs / file_name).with_suffix(".log")
+
+    def make_way(self, file_name: str) -> None:
+        """Free a row's place: a result is replaced, but a file that is none of ours is put aside, not lost."""
+        path = self.path_of(file_name)
+        try:
+            read_result(path)
+        except UnreadableResult:
+            if path.exists():
+                path.rename(_unused(path.with_suffix(".json.unreadable")))
+        else:
+            path.unlink()
+
+    def write(self, file_name: str, result: Result) -> Path:
+        path = self.path_of(file_name)
+        write_atomically(path, result.to_json())
+        return path
+
+    def read_all(self) -> tuple[dict[Path, Result], list[Skipped]]:
+        """Every result, and every file that is none with the reason. Also reads a bare folder of results."""
+        folder = self.results if self.results.is_dir() else self.folder
+        results: dict[Path, Result] = {}
+        skipped: list[Skipped] = []
+        for path in sorted(folder.glob("*.json")):
+            try:
+                results[path] = read_result(path)
+            except UnreadableResult as error:
+                skipped.append(Skipped(path, str(error)))
+        return results, skipped
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep a second sweep out of the folder; the lock dies with the process that holds it."""
+        import fcntl
+
+        with (self.folder / ".lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise UserError(
+                    f"another dpscope is measuring into {self.folder}: wait for it, or choose another --out"
+                ) from None
+            yield
+
+
+def _unused(path: Path) -> Path:
+    candidates = (path, *(path.with_name(f"{path.name}-{number}") for number in range(1, 1000)))
+    return next(candidate for candidate in candidates if not candidate.exists())
+
+
+def read_result(path: Path) -> Result:
+    try:
+        return parse_result(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UnreadableResult(f"cannot be read ({error})") from None
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Readers see the old file or the whole new one, whatever moment this process dies at."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)  # noqa: PTH101  (mkstemp makes files for their owner alone)
+        os.replace(temporary, path)  # noqa: PTH105
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)  # noqa: PTH108
+        raise

@@ -1,0 +1,140 @@
+"""The parent's side of one measurement: start a child, follow it, and turn however it ends into a result."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from dpscope.results.schema import TIMEOUT, Result, UnreadableResult, result_for
+from dpscope.results.store import ResultStore, read_result
+from dpscope.runner.outcome import outcome_of_exit
+from dpscope.runner.spec import RunSpec
+from dpscope.units import format_duration
+
+WORKER = (sys.executable, "-m", "dpscope.runner.worker")
+
+ProgressListener = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a child may use before it is ended."""
+
+    timeout: float | None = None  # seconds
+    memory: int | None = None  # bytes of data (CPU)
+
+
+def launch(
+    spec: RunSpec,
+    store: ResultStore,
+    *,
+    limits: Limits,
+    on_progress: ProgressListener,
+    worker: tuple[str, ...] = WORKER,
+) -> Result:
+    """Measure one spec in a process of its own. Never raises because of what the child does."""
+    store.make_way(spec.file_name)
+    output = store.path_of(spec.file_name)
+    log = store.log_of(spec.file_name)
+    kills_before = _oom_kills()
+    with log.open("w", encoding="utf-8") as log_file:
+        # A session of its own: Ctrl-C reaches the parent alone, and the whole group can be ended at once.
+        child = subprocess.Popen(
+            worker,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log_file,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            timed_out = _follow(child, spec, output, limits, on_progress)
+        finally:
+            _end(child)
+    if timed_out:
+        limit = format_duration(limits.timeout or 0)
+        result = result_for(
+            spec.to_dict(),
+            status=TIMEOUT,
+            reason=f"no result within {limit}: raise --timeout or use a smaller size",
+        )
+    else:
+        try:
+            return read_result(output)
+        except UnreadableResult:
+            last_words = _tail(log)
+            status, reason = outcome_of_exit(
+                child.returncode, last_words, oom_killed=_oom_kills() > kills_before
+            )
+            result = result_for(spec.to_dict(), status=status, reason=reason, details=last_words)
+    store.write(spec.file_name, result)
+    return result
+
+
+def _follow(
+    child: subprocess.Popen[str], spec: RunSpec, output: Path, limits: Limits, on_progress: ProgressListener
+) -> bool:
+    """Hand the child its request and wait for its end; True if it took too long."""
+    request = {"spec": spec.to_dict(), "output": str(output.resolve()), "memory_limit": limits.memory}
+    assert child.stdin is not None
+    assert child.stdout is not None
+    try:
+        child.stdin.write(json.dumps(request) + "\n")
+        child.stdin.flush()
+    except BrokenPipeError:
+        pass  # it died already: its exit code tells
+    reader = threading.Thread(target=_relay_progress, args=(child.stdout, on_progress), daemon=True)
+    reader.start()
+    try:
+        child.wait(limits.timeout)
+    except subprocess.TimeoutExpired:
+        return True
+    reader.join(timeout=1)
+    return False
+
+
+def _relay_progress(events: IO[str], on_progress: ProgressListener) -> None:
+    for line in events:
+        try:
+            event = json.loads(line)
+        except json.JSONDecodeError:
+            continue  # the line was cut short by the child's death
+        on_progress(event["stage"], event["done"], event["total"])
+
+
+def _end(child: subprocess.Popen[str]) -> None:
+    """Leave no process of the child's group behind."""
+    try:
+        os.killpg(child.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    child.wait()
+    for pipe in (child.stdin, child.stdout):
+        if pipe is not None:
+            try:
+                pipe.close()
+            except BrokenPipeError:
+                pass
+
+
+def _oom_kills() -> int:
+    """How often the kernel has killed for memory since boot; 0 where it does not say."""
+    try:
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    except OSError:
+        pass
+    return 0
+
+
+def _tail(path: Path, lines: int = 20) -> str:
+    return "\n".join(path.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])

@@ -1,0 +1,50 @@
+"""From how a child ended to a status and a sentence that a person can act on."""
+
+from __future__ import annotations
+
+import re
+import signal
+
+from dpscope.errors import UserError
+from dpscope.results.schema import FAILED, OOM, SKIPPED
+
+SMALLER = "try a smaller --batch-size or --seq-len, or --dtype bf16"
+
+# What torch's CPU allocator and the C++ runtime say when memory runs out.
+_OUT_OF_MEMORY = re.compile(
+    r"can't allocate memory|not enough memory|std::bad_alloc|Cannot allocate memory|MemoryError"
+)
+
+
+def outcome_of_exception(error: BaseException) -> tuple[str, str]:
+    import torch
+
+    if isinstance(error, torch.OutOfMemoryError):
+        return OOM, f"out of GPU memory ({_first_sentence(str(error))}): {SMALLER}"
+    if isinstance(error, MemoryError) or _OUT_OF_MEMORY.search(str(error)):
+        return OOM, f"out of memory on the CPU: {SMALLER}"
+    if isinstance(error, UserError):
+        return SKIPPED, str(error)
+    if isinstance(error, ModuleNotFoundError):
+        return SKIPPED, f"the Python package {error.name!r} is not installed: pip install {error.name}"
+    return FAILED, f"{type(error).__name__}: {_first_sentence(str(error))}"
+
+
+def outcome_of_exit(returncode: int, last_words: str, *, oom_killed: bool) -> tuple[str, str]:
+    """A child that ended without writing its result."""
+    if oom_killed and returncode == -signal.SIGKILL:
+        return OOM, f"killed by the kernel because the machine ran out of memory: {SMALLER}"
+    if _OUT_OF_MEMORY.search(last_words):
+        return OOM, f"out of memory on the CPU: {SMALLER}"
+    if returncode < 0:
+        name = signal.Signals(-returncode).name
+        return FAILED, f"the process was ended by {name}; its log says what it printed last"
+    return (
+        FAILED,
+        f"the process exited with code {returncode} without a result; its log says what it printed last",
+    )
+
+
+def _first_sentence(text: str) -> str:
+    line = next((line.strip() for line in text.splitlines() if line.strip()), "no message")
+    return line if len(line) <= 200 else line[:199] + "…"

@@ -1,0 +1,34 @@
+"""Which finished rows of an interrupted sweep still hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from dpscope.results.schema import OK, OOM, SKIPPED, Result
+from dpscope.results.store import ResultStore
+from dpscope.runner.environment import collect_in_child, same_environment
+from dpscope.runner.spec import RunSpec
+
+# These would come out the same again. A failure or a time-out may have been mended since: it is measured again.
+LASTING = (OK, OOM, SKIPPED)
+
+
+def still_valid(result: Result, spec: RunSpec, environment: dict[str, Any]) -> bool:
+    """The same spec, measured by this version in this environment (the schema was checked on reading)."""
+    return (
+        result.status in LASTING
+        and result.spec == spec.to_dict()
+        and same_environment(result.environment, environment)
+    )
+
+
+def finished_rows(store: ResultStore, specs: Iterable[RunSpec]) -> dict[RunSpec, Result]:
+    """The rows of `specs` that need not be measured again."""
+    found, _ = store.read_all()
+    candidates = {spec: found[path] for spec in specs if (path := store.path_of(spec.file_name)) in found}
+    if not candidates:
+        return {}
+    device = next(iter(candidates)).device
+    environment = collect_in_child(device)
+    return {spec: result for spec, result in candidates.items() if still_valid(result, spec, environment)}

@@ -1,0 +1,117 @@
+"""The run spec: one frozen, validated, hashable description of one measurement."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from dpscope.errors import UserError
+from dpscope.trainers.registry import resolve_method
+from dpscope.workloads.configs import WorkloadConfig, config_from_dict, config_to_dict
+
+DTYPES = ("fp32", "tf32", "bf16")
+OPTIMIZER_NAMES = ("sgd", "adam", "adamw")
+DEVICES = ("auto", "cpu", "cuda")
+INSTRUMENTS = ("time",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSpec:
+    """Everything that decides what a measurement measures, and nothing else."""
+
+    workload: WorkloadConfig
+    method: str
+    batch_size: int
+    seq_len: int | None = None
+    dtype: str = "fp32"
+    optimizer: str = "adamw"
+    learning_rate: float = 1e-4
+    noise_multiplier: float = 1.0
+    max_grad_norm: float = 1.0
+    warmup: int = 3
+    steps: int = 10
+    seed: int = 0
+    device: str = "cpu"
+    instrument: str = "time"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "method", resolve_method(self.method).name)
+        if self.seq_len is not None:
+            _at_least("sequence length", self.seq_len, 1)
+        object.__setattr__(self, "seq_len", self.workload.resolve_seq_len(self.seq_len))
+        _at_least("batch size", self.batch_size, 1)
+        _at_least("warm-up steps", self.warmup, 0)
+        _at_least("steps", self.steps, 1)
+        _at_least("seed", self.seed, 0)
+        _one_of("dtype", self.dtype, DTYPES)
+        _one_of("optimizer", self.optimizer, OPTIMIZER_NAMES)
+        _one_of("device", self.device, ("cpu", "cuda"))
+        _one_of("instrument", self.instrument, INSTRUMENTS)
+        _finite("learning rate", self.learning_rate, above=0.0)
+        _finite("max grad norm", self.max_grad_norm, above=0.0)
+        if not (math.isfinite(self.noise_multiplier) and self.noise_multiplier >= 0):
+            raise UserError(f"noise multiplier must be zero or more, not {self.noise_multiplier}")
+        if self.dtype == "tf32" and self.device == "cpu":
+            raise UserError("dtype tf32 is a CUDA number format: use fp32 or bf16 on the CPU")
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "workload": config_to_dict(self.workload)}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> RunSpec:
+        known = {field.name for field in fields(cls)}
+        values = {name: value for name, value in data.items() if name in known}
+        return cls(**{**values, "workload": config_from_dict(data["workload"])})
+
+    @property
+    def digest(self) -> str:
+        """Sixteen hexadecimal digits that are the same for equal specs on every machine."""
+        canonical = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+    @property
+    def label(self) -> str:
+        """What a person calls this run: `ghost tiny bs4 seq128 fp32`."""
+        length = "" if self.seq_len is None else f" seq{self.seq_len}"
+        return f"{self.method} {self.workload.name} bs{self.batch_size}{length} {self.dtype}"
+
+    @property
+    def file_name(self) -> str:
+        return f"{self.label.replace(' ', '_')}-{self.instrument}-{self.digest[:8]}.json"
+
+
+def make_sweep(
+    workload: WorkloadConfig,
+    *,
+    methods: Iterable[str],
+    batch_sizes: Iterable[int],
+    seq_lens: Iterable[int | None],
+    **common: Any,
+) -> list[RunSpec]:
+    """Every method at every size; rows that are compared with each other stand together."""
+    specs = [
+        RunSpec(workload=workload, method=method, batch_size=batch_size, seq_len=seq_len, **common)
+        for batch_size in batch_sizes
+        for seq_len in seq_lens
+        for method in methods
+    ]
+    return list(dict.fromkeys(specs))
+
+
+def _at_least(what: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise UserError(f"{what} must be a whole number of at least {least}, not {value!r}")
+
+
+def _one_of(what: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise UserError(f"unknown {what} {value!r}: choose one of {', '.join(allowed)}")
+
+
+def _finite(what: str, value: float, *, above: float) -> None:
+    if not (math.isfinite(value) and value > above):
+        raise UserError(f"{what} must be a number above {above:g}, not {value}")

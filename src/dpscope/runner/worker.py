@@ -1,0 +1,77 @@
+"""The child process: one spec in, one result file out. Run as `python -m dpscope.runner.worker`.
+
+It reads one JSON line from standard input: the spec, where to write the result, and an optional memory limit. The
+pipe then stays open as a lifeline: when the parent dies, however it dies, the pipe closes and the child ends, so
+that no orphan competes with the next measurement. Progress goes to standard output as JSON lines; anything the
+workload prints goes to standard error, which the parent keeps as the log.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import traceback
+from pathlib import Path
+from typing import Any, TextIO
+
+ORPHANED = 3
+
+
+def main() -> None:
+    events = _claim_stdout()
+    request = json.loads(sys.stdin.readline())
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    if request.get("memory_limit") is not None:
+        _limit_memory(request["memory_limit"])
+
+    def progress(stage: str, done: int, total: int) -> None:
+        print(json.dumps({"stage": stage, "done": done, "total": total}), file=events, flush=True)
+
+    progress("loading", 0, 1)
+    result = _measure(request["spec"], progress)
+    from dpscope.results.store import write_atomically
+
+    write_atomically(Path(request["output"]), result.to_json())
+
+
+def _measure(spec_data: dict[str, Any], progress: Any) -> Any:
+    from dpscope.results.schema import FAILED, result_for
+    from dpscope.runner import environment
+    from dpscope.runner.measure import measure
+    from dpscope.runner.outcome import outcome_of_exception
+    from dpscope.runner.spec import RunSpec
+
+    spec = RunSpec.from_dict(spec_data)
+    try:
+        return measure(spec, progress)
+    except Exception as error:
+        traceback.print_exc()
+        status, reason = outcome_of_exception(error)
+        details = traceback.format_exc() if status == FAILED else None
+    # Outside the handler, so that the frames holding the memory that ran out are gone.
+    where = environment.collect(spec.device)
+    return result_for(spec_data, status=status, reason=reason, details=details, environment=where)
+
+
+def _claim_stdout() -> TextIO:
+    """Keep the real standard output for events and send everybody else's prints to the log."""
+    events = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    return events
+
+
+def _end_with_parent() -> None:
+    sys.stdin.read()
+    os._exit(ORPHANED)
+
+
+def _limit_memory(limit: int) -> None:
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+
+if __name__ == "__main__":
+    main()

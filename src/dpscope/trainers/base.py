@@ -1,0 +1,103 @@
+"""What every trainer has in common: a model, a loss, an optimizer, and a step in named phases."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dpscope.errors import UserError
+from dpscope.instruments.phases import FORWARD, phase
+from dpscope.workloads.workload import Batch
+
+LossFunction = Callable[[nn.Module, Batch], Tensor]  # -> one loss per sample, (B,)
+
+OPTIMIZERS: dict[str, type[Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerSettings:
+    """How a step is made, whatever the method."""
+
+    batch_size: int  # expected samples in a step: what the noisy sum is divided by
+    dtype: str = "fp32"  # fp32, tf32, or bf16 (autocast)
+    optimizer: str = "adamw"
+    learning_rate: float = 1e-4
+    noise_multiplier: float = 1.0
+    max_grad_norm: float = 1.0
+    seed: int = 0
+
+
+class TrainerBase(ABC):
+    """Owns a model and a method, and does `train_step(batch)`.
+
+    A subclass says how the model and the optimizer are prepared, what a backward pass is, and what an update is.
+    After a step `model.parameters()` carry in `.grad` what the optimizer applied.
+    """
+
+    def __init__(self, model: nn.Module, loss: LossFunction, settings: TrainerSettings) -> None:
+        self.loss = loss
+        self.settings = settings
+        self.device = next(model.parameters()).device
+        # "high" is what lets CUDA matrix products use TF32; fp32 means fp32.
+        torch.set_float32_matmul_precision("high" if settings.dtype == "tf32" else "highest")
+        self.model = self.prepare_model(model)
+        self.optimizer = self.prepare_optimizer(self._plain_optimizer(model))
+
+    def train_step(self, batch: Batch) -> Tensor:
+        """One step on one batch; the batch's mean loss, detached and not waited for."""
+        self.optimizer.zero_grad(set_to_none=True)
+        with phase(FORWARD), self._autocast():
+            losses = self.loss(self.model, batch)
+        _require_loss_per_sample(losses)
+        self.backward(losses)
+        self.update()
+        return losses.detach().mean()
+
+    @abstractmethod
+    def prepare_model(self, model: nn.Module) -> nn.Module:
+        """The model as this method trains it."""
+
+    @abstractmethod
+    def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """The optimizer as this method uses it."""
+
+    @abstractmethod
+    def backward(self, losses: Tensor) -> None:
+        """Gradients from one loss per sample, (B,)."""
+
+    @abstractmethod
+    def update(self) -> None:
+        """One optimizer step from those gradients."""
+
+    def noise_generator(self) -> torch.Generator:
+        return torch.Generator(device=self.device).manual_seed(self.settings.seed)
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        if self.settings.dtype == "bf16":
+            return torch.autocast(self.device.type, dtype=torch.bfloat16)
+        return nullcontext()
+
+    def _plain_optimizer(self, model: nn.Module) -> Optimizer:
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        # The fused CUDA implementations are what ordinary training would use: an honest denominator.
+        options = {"fused": True} if self.device.type == "cuda" else {}
+        return OPTIMIZERS[self.settings.optimizer](parameters, lr=self.settings.learning_rate, **options)  # type: ignore[call-arg]
+
+
+def _require_loss_per_sample(losses: object) -> None:
+    if not isinstance(losses, Tensor) or losses.dim() != 1:
+        got = f"a tensor of shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else repr(losses)
+        raise UserError(
+            f"the workload's loss must return one loss per sample, shape (batch,), but it returned {got}: "
+            "use reduction='none' and average over everything but the first dimension"
+        )

@@ -1,0 +1,82 @@
+"""Private training as Opacus does it: flat clipping of per-sample gradients, and ghost clipping."""
+
+from __future__ import annotations
+
+from opacus.grad_sample import GradSampleModule
+from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import (
+    GradSampleModuleFastGradientClipping,
+)
+from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
+from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dpscope.instruments.phases import BACKWARD, CLIP, NOISE, OPTIMIZER, in_phase, phase
+from dpscope.trainers.base import TrainerBase
+from dpscope.trainers.privacy_rules import require_private_trainable
+
+
+class _OpacusTrainer(TrainerBase):
+    """What flat and ghost share: an Opacus optimizer that makes the gradient private before the step."""
+
+    optimizer: DPOptimizer
+    optimizer_class: type[DPOptimizer]
+
+    def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        private = self.optimizer_class(
+            optimizer,
+            noise_multiplier=self.settings.noise_multiplier,
+            max_grad_norm=self.settings.max_grad_norm,
+            expected_batch_size=self.settings.batch_size,
+            loss_reduction="mean",
+            generator=self.noise_generator(),
+        )
+        private.add_noise = in_phase(NOISE, private.add_noise)
+        return private
+
+    def update(self) -> None:
+        # DPOptimizer.step, with its two halves told apart: make the gradient private, then step.
+        if self.optimizer.pre_step():
+            with phase(OPTIMIZER):
+                self.optimizer.original_optimizer.step()
+
+
+class DPSGDTrainer(_OpacusTrainer):
+    """Flat clipping: Opacus hooks keep every sample's gradient of every parameter."""
+
+    optimizer_class = DPOptimizer
+
+    def prepare_model(self, model: nn.Module) -> nn.Module:
+        require_private_trainable(model)
+        return GradSampleModule(model, batch_first=True, loss_reduction="mean")
+
+    def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        private = super().prepare_optimizer(optimizer)
+        private.clip_and_accumulate = in_phase(CLIP, private.clip_and_accumulate)
+        return private
+
+    def backward(self, losses: Tensor) -> None:
+        with phase(BACKWARD):
+            losses.mean().backward()
+
+
+class DPGhostClippingTrainer(_OpacusTrainer):
+    """Ghost clipping: one backward pass for per-sample norms, a second for the gradient of the clipped loss."""
+
+    optimizer_class = DPOptimizerFastGradientClipping
+
+    def prepare_model(self, model: nn.Module) -> nn.Module:
+        require_private_trainable(model)
+        wrapped = GradSampleModuleFastGradientClipping(
+            model,
+            batch_first=True,
+            loss_reduction="mean",
+            max_grad_norm=self.settings.max_grad_norm,
+            use_ghost_clipping=True,
+        )
+        wrapped.get_clipping_coef = in_phase(CLIP, wrapped.get_clipping_coef)
+        return wrapped
+
+    def backward(self, losses: Tensor) -> None:
+        with phase(BACKWARD):
+            DPTensorFastGradientClipping(self.model, self.optimizer, losses, "mean").backward()

@@ -1,0 +1,34 @@
+"""Which layers cannot be trained privately, and what to use instead."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from dpscope.errors import UserError
+
+
+class NotPrivateError(UserError):
+    """The model mixes samples, so that a single sample has no gradient of its own."""
+
+
+def require_private_trainable(model: nn.Module) -> None:
+    """Raise `NotPrivateError` naming every layer that mixes samples and its replacement."""
+    mixing = [
+        f"{name or 'the model'} ({type(module).__name__}: use {_replacement(module)})"
+        for name, module in model.named_modules()
+        if _replacement(module)
+    ]
+    if mixing:
+        raise NotPrivateError(
+            f"cannot be trained privately, these layers mix the samples of a batch: {'; '.join(mixing)}"
+        )
+
+
+def _replacement(module: nn.Module) -> str | None:
+    if isinstance(module, _BatchNorm):
+        groups = next(g for g in (32, 16, 8, 4, 2, 1) if module.num_features % g == 0)
+        return f"nn.GroupNorm({groups}, {module.num_features})"
+    if isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats:
+        return "track_running_stats=False"
+    return None

@@ -1,0 +1,25 @@
+"""Ordinary training: the denominator of every comparison."""
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dpscope.instruments.phases import BACKWARD, OPTIMIZER, phase
+from dpscope.trainers.base import TrainerBase
+
+
+class StandardTrainer(TrainerBase):
+    """One backward pass, one optimizer step, no privacy."""
+
+    def prepare_model(self, model: nn.Module) -> nn.Module:
+        return model
+
+    def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        return optimizer
+
+    def backward(self, losses: Tensor) -> None:
+        with phase(BACKWARD):
+            losses.mean().backward()
+
+    def update(self) -> None:
+        with phase(OPTIMIZER):
+            self.optimizer.step()
