@@ -44,9 +44,7 @@ class LazyGroup(click.Group):
             sys.exit(2)
 
 
-@click.group(
-    cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}
-)
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__, prog_name="dpscope")
 def main() -> None:
     """See what differentially private training costs, then stop paying it.

@@ -38,12 +38,8 @@ from dpscope.units import GIB
     help="What to compare; standard is the denominator.",
 )
 @workload_options
-@click.option(
-    "--batch-size", type=CommaList(int), default="8", show_default=True, help="Samples in a batch, as 8,16."
-)
-@click.option(
-    "--seq-len", type=CommaList(int), help="Sequence lengths, as 256,1024 [default: 256 or the model's]."
-)
+@click.option("--batch-size", type=CommaList(int), default="8", show_default=True, help="Samples in a batch, as 8,16.")
+@click.option("--seq-len", type=CommaList(int), help="Sequence lengths, as 256,1024 [default: 256 or the model's].")
 @step_options
 @sweep_options
 def command(
@@ -85,9 +81,7 @@ def command(
         with SweepProgress(console, len(specs)) as progress:
             results = run_sweep(specs, store, resume=resume, limits=limits, observer=progress)
     except KeyboardInterrupt:
-        console.print(
-            f"Interrupted. Finished rows are in {store.results}; go on with the same command and --resume."
-        )
+        console.print(f"Interrupted. Finished rows are in {store.results}; go on with the same command and --resume.")
         sys.exit(130)
 
     story = summary(results)

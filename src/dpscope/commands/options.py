@@ -16,7 +16,7 @@ from dpscope.workloads.configs import ATTENTIONS, NORMS, PRESETS, WorkloadConfig
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class CommaList(click.ParamType):
+class CommaList(click.ParamType):  # type: ignore[type-arg]  # generic only in newer versions of click
     """`8,16`: values of one type, separated by commas."""
 
     def __init__(self, item: type) -> None:
@@ -28,9 +28,7 @@ class CommaList(click.ParamType):
             return list(value)
         parts = [part.strip() for part in value.split(",")]
         if not all(parts):
-            self.fail(
-                f"{value!r} has an empty part: separate values by single commas, as in 8,16", param, ctx
-            )
+            self.fail(f"{value!r} has an empty part: separate values by single commas, as in 8,16", param, ctx)
         try:
             return [self.item(part) for part in parts]
         except ValueError:
@@ -57,9 +55,7 @@ def _apply(function: F, options: list[Callable[[F], F]]) -> F:
 def workload_options(function: F) -> F:
     """--model and every dimension of it."""
     sizes = [
-        click.option(
-            f"--{name.replace('_', '-')}", type=int, help=f"{name.replace('_', ' ')} instead of the preset's."
-        )
+        click.option(f"--{name.replace('_', '-')}", type=int, help=f"{name.replace('_', ' ')} instead of the preset's.")
         for name in MODEL_SIZES
     ]
     return _apply(
@@ -82,20 +78,12 @@ def step_options(function: F) -> F:
     return _apply(
         function,
         [
-            click.option(
-                "--dtype", default="fp32", show_default=True, help=f"{'|'.join(DTYPES)} (bf16: autocast)."
-            ),
-            click.option(
-                "--optimizer", default="adamw", show_default=True, help="|".join(OPTIMIZER_NAMES) + "."
-            ),
+            click.option("--dtype", default="fp32", show_default=True, help=f"{'|'.join(DTYPES)} (bf16: autocast)."),
+            click.option("--optimizer", default="adamw", show_default=True, help="|".join(OPTIMIZER_NAMES) + "."),
             click.option("--learning-rate", type=float, default=1e-4, show_default=True, help="Step size."),
-            click.option(
-                "--noise-multiplier", type=float, default=1.0, show_default=True, help="Noise per clip norm."
-            ),
+            click.option("--noise-multiplier", type=float, default=1.0, show_default=True, help="Noise per clip norm."),
             click.option("--max-grad-norm", type=float, default=1.0, show_default=True, help="Clip norm."),
-            click.option(
-                "--seed", type=int, default=0, show_default=True, help="Of weights, data and noise."
-            ),
+            click.option("--seed", type=int, default=0, show_default=True, help="Of weights, data and noise."),
             click.option("--device", default="auto", show_default=True, help="|".join(DEVICES) + "."),
         ],
     )
@@ -106,18 +94,12 @@ def sweep_options(function: F) -> F:
     return _apply(
         function,
         [
-            click.option(
-                "--warmup", type=int, default=3, show_default=True, help="Steps before the timed ones."
-            ),
+            click.option("--warmup", type=int, default=3, show_default=True, help="Steps before the timed ones."),
             click.option("--steps", type=int, default=10, show_default=True, help="Timed steps."),
-            click.option(
-                "--out", type=click.Path(path_type=Path), help="Folder for results [default: a new one]."
-            ),
+            click.option("--out", type=click.Path(path_type=Path), help="Folder for results [default: a new one]."),
             click.option("--resume", is_flag=True, help="Keep finished rows in --out and measure the rest."),
             click.option("--overwrite", is_flag=True, help="Replace the results in --out."),
-            click.option(
-                "--timeout", type=float, default=1800.0, show_default=True, help="Seconds a row may take."
-            ),
+            click.option("--timeout", type=float, default=1800.0, show_default=True, help="Seconds a row may take."),
             click.option("--memory-limit", type=float, help="GiB a row may allocate on the CPU."),
         ],
     )
@@ -141,9 +123,7 @@ def resolve_device(device: str) -> str:
     if torch.cuda.is_available():
         return "cuda"
     if device == "cuda":
-        raise UserError(
-            "--device cuda, but torch sees no CUDA device here: run `dpscope doctor`, or use --device cpu"
-        )
+        raise UserError("--device cuda, but torch sees no CUDA device here: run `dpscope doctor`, or use --device cpu")
     return "cpu"
 
 

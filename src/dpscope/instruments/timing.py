@@ -46,7 +46,7 @@ class CudaClock:
         torch.cuda.synchronize()
 
     def mark(self) -> None:
-        event = self._cuda.Event(enable_timing=True)
+        event = self._cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         self._marks.append(event)
 

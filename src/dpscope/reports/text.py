@@ -59,9 +59,7 @@ def _headline(results: Sequence[Result]) -> list[str]:
 def _describe(spec: dict[str, Any]) -> str:
     workload = spec["workload"]
     sizes = ", ".join(
-        f"{name.replace('_', ' ')} {value}"
-        for name, value in workload.items()
-        if name not in ("kind", "name")
+        f"{name.replace('_', ' ')} {value}" for name, value in workload.items() if name not in ("kind", "name")
     )
     return (
         f"Model {workload['name']} ({sizes}); {spec['dtype']}, {spec['optimizer']}, "
@@ -76,10 +74,7 @@ def _describe_environment(environment: dict[str, Any]) -> str:
         where = f"{environment['gpu']} ({memory:.0f} GiB), CUDA {environment['cuda']}"
     else:
         where = f"{environment['cpu']}, {environment['threads']} threads"
-    return (
-        f"On {where}; torch {environment['torch']}, opacus {environment['opacus']}, "
-        f"dpscope {environment['dpscope']}"
-    )
+    return f"On {where}; torch {environment['torch']}, opacus {environment['opacus']}, dpscope {environment['dpscope']}"
 
 
 def _table(rows: Sequence[Row]) -> Table:
@@ -131,9 +126,7 @@ def _troubles(rows: Sequence[Row]) -> list[str]:
     for row in rows:
         if not row.result.ok:
             spec = row.result.spec
-            size = f"batch {spec['batch_size']}" + (
-                f", sequence {spec['seq_len']}" if spec["seq_len"] else ""
-            )
+            size = f"batch {spec['batch_size']}" + (f", sequence {spec['seq_len']}" if spec["seq_len"] else "")
             lines.append(f"{row.result.status}: {row.method} at {size}: {row.result.reason}")
     return ["", *lines] if lines else []
 

@@ -50,9 +50,7 @@ def result_for(spec: dict[str, Any], **values: Any) -> Result:
     """A result of a spec (as a dict), with the keys that older consumers read filled in from it."""
     workload = {name: value for name, value in spec["workload"].items() if name not in ("kind", "name")}
     config = {**workload, "model": spec["workload"]["name"]}
-    config |= {
-        name: value for name, value in spec.items() if name not in ("workload", "method", "instrument")
-    }
+    config |= {name: value for name, value in spec.items() if name not in ("workload", "method", "instrument")}
     return Result(experiment=spec["method"], config=config, spec=spec, **values)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -71,9 +72,7 @@ def launch(
             return read_result(output)
         except UnreadableResult:
             last_words = _tail(log)
-            status, reason = outcome_of_exit(
-                child.returncode, last_words, oom_killed=_oom_kills() > kills_before
-            )
+            status, reason = outcome_of_exit(child.returncode, last_words, oom_killed=_oom_kills() > kills_before)
             result = result_for(spec.to_dict(), status=status, reason=reason, details=last_words)
     store.write(spec.file_name, result)
     return result
@@ -112,17 +111,13 @@ def _relay_progress(events: IO[str], on_progress: ProgressListener) -> None:
 
 def _end(child: subprocess.Popen[str]) -> None:
     """Leave no process of the child's group behind."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     child.wait()
     for pipe in (child.stdin, child.stdout):
         if pipe is not None:
-            try:
+            with contextlib.suppress(BrokenPipeError):
                 pipe.close()
-            except BrokenPipeError:
-                pass
 
 
 def _oom_kills() -> int:

@@ -28,6 +28,4 @@ def require_measurable(specs: Sequence[RunSpec]) -> None:
     try:
         require_private_trainable(model)
     except NotPrivateError as error:
-        raise UserError(
-            f"model {private.workload.name!r} {error}. Or compare --methods standard alone"
-        ) from None
+        raise UserError(f"model {private.workload.name!r} {error}. Or compare --methods standard alone") from None

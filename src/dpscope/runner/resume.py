@@ -17,9 +17,7 @@ LASTING = (OK, OOM, SKIPPED)
 def still_valid(result: Result, spec: RunSpec, environment: dict[str, Any]) -> bool:
     """The same spec, measured by this version in this environment (the schema was checked on reading)."""
     return (
-        result.status in LASTING
-        and result.spec == spec.to_dict()
-        and same_environment(result.environment, environment)
+        result.status in LASTING and result.spec == spec.to_dict() and same_environment(result.environment, environment)
     )
 
 

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from dpscope.workloads.workload import Batch
 
 LossFunction = Callable[[nn.Module, Batch], Tensor]  # -> one loss per sample, (B,)
 
-OPTIMIZERS: dict[str, type[Optimizer]] = {
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "sgd": torch.optim.SGD,
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
@@ -90,8 +91,9 @@ class TrainerBase(ABC):
     def _plain_optimizer(self, model: nn.Module) -> Optimizer:
         parameters = [p for p in model.parameters() if p.requires_grad]
         # The fused CUDA implementations are what ordinary training would use: an honest denominator.
-        options = {"fused": True} if self.device.type == "cuda" else {}
-        return OPTIMIZERS[self.settings.optimizer](parameters, lr=self.settings.learning_rate, **options)  # type: ignore[call-arg]
+        options: dict[str, Any] = {"fused": True} if self.device.type == "cuda" else {}
+        make = OPTIMIZERS[self.settings.optimizer]
+        return make(parameters, lr=self.settings.learning_rate, **options)
 
 
 def _require_loss_per_sample(losses: object) -> None:

@@ -22,8 +22,8 @@ class _OpacusTrainer(TrainerBase):
     optimizer: DPOptimizer
     optimizer_class: type[DPOptimizer]
 
-    def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        private = self.optimizer_class(
+    def prepare_optimizer(self, optimizer: Optimizer) -> DPOptimizer:
+        private: DPOptimizer = self.optimizer_class(
             optimizer,
             noise_multiplier=self.settings.noise_multiplier,
             max_grad_norm=self.settings.max_grad_norm,
@@ -46,18 +46,18 @@ class DPSGDTrainer(_OpacusTrainer):
 
     optimizer_class = DPOptimizer
 
-    def prepare_model(self, model: nn.Module) -> nn.Module:
+    def prepare_model(self, model: nn.Module) -> GradSampleModule:
         require_private_trainable(model)
         return GradSampleModule(model, batch_first=True, loss_reduction="mean")
 
-    def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
+    def prepare_optimizer(self, optimizer: Optimizer) -> DPOptimizer:
         private = super().prepare_optimizer(optimizer)
         private.clip_and_accumulate = in_phase(CLIP, private.clip_and_accumulate)
         return private
 
     def backward(self, losses: Tensor) -> None:
         with phase(BACKWARD):
-            losses.mean().backward()
+            losses.mean().backward()  # type: ignore[no-untyped-call]
 
 
 class DPGhostClippingTrainer(_OpacusTrainer):
@@ -65,7 +65,7 @@ class DPGhostClippingTrainer(_OpacusTrainer):
 
     optimizer_class = DPOptimizerFastGradientClipping
 
-    def prepare_model(self, model: nn.Module) -> nn.Module:
+    def prepare_model(self, model: nn.Module) -> GradSampleModuleFastGradientClipping:
         require_private_trainable(model)
         wrapped = GradSampleModuleFastGradientClipping(
             model,

@@ -42,9 +42,7 @@ class Method:
 BUILT_IN = (
     Method(STANDARD, "dpscope.trainers.standard:StandardTrainer", "not private", ("vanilla",), private=False),
     Method("flat", "dpscope.trainers.opacus:DPSGDTrainer", "Opacus per-sample gradients", ("dpsgd",)),
-    Method(
-        "ghost", "dpscope.trainers.opacus:DPGhostClippingTrainer", "Opacus ghost clipping", ("dpsgd_ghost",)
-    ),
+    Method("ghost", "dpscope.trainers.opacus:DPGhostClippingTrainer", "Opacus ghost clipping", ("dpsgd_ghost",)),
 )
 
 

@@ -18,7 +18,7 @@ class StandardTrainer(TrainerBase):
 
     def backward(self, losses: Tensor) -> None:
         with phase(BACKWARD):
-            losses.mean().backward()
+            losses.mean().backward()  # type: ignore[no-untyped-call]
 
     def update(self) -> None:
         with phase(OPTIMIZER):

@@ -80,9 +80,7 @@ class CNNConfig:
 
     def resolve_seq_len(self, seq_len: int | None) -> None:
         if seq_len is not None:
-            raise UserError(
-                f"model {self.name!r} takes images and has no sequence length: leave out --seq-len"
-            )
+            raise UserError(f"model {self.name!r} takes images and has no sequence length: leave out --seq-len")
 
 
 WorkloadConfig = TransformerConfig | CNNConfig
@@ -91,17 +89,11 @@ PRESETS: dict[str, WorkloadConfig] = {
     preset.name: preset
     for preset in (
         # about 1.1M parameters: a step takes milliseconds on a CPU
-        TransformerConfig(
-            name="tiny", vocab_size=1000, hidden_dim=128, num_layers=4, num_heads=4, max_seq_len=512
-        ),
+        TransformerConfig(name="tiny", vocab_size=1000, hidden_dim=128, num_layers=4, num_heads=4, max_seq_len=512),
         # about 35M parameters
-        TransformerConfig(
-            name="small", vocab_size=8192, hidden_dim=512, num_layers=8, num_heads=8, max_seq_len=2048
-        ),
+        TransformerConfig(name="small", vocab_size=8192, hidden_dim=512, num_layers=8, num_heads=8, max_seq_len=2048),
         # about 1.17B parameters, 33.5M of them positions
-        TransformerConfig(
-            name="1b", vocab_size=32000, hidden_dim=2048, num_layers=20, num_heads=16, max_seq_len=16384
-        ),
+        TransformerConfig(name="1b", vocab_size=32000, hidden_dim=2048, num_layers=20, num_heads=16, max_seq_len=16384),
         CNNConfig(name="cnn"),
     )
 }
