@@ -17,6 +17,10 @@ Step = Callable[[], object]
 Progress = Callable[[str, int, int], None]  # (stage, done, total)
 
 
+def no_progress(stage: str, done: int, total: int) -> None:
+    """For whoever does not watch."""
+
+
 class StepClock(Protocol):
     """Marks moments while steps run, and turns them into milliseconds afterwards."""
 
@@ -84,9 +88,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
-def time_steps(
-    step: Step, *, device: str, warmup: int, steps: int, progress: Progress = lambda stage, done, total: None
-) -> Timing:
+def time_steps(step: Step, *, device: str, warmup: int, steps: int, progress: Progress = no_progress) -> Timing:
     """Run `warmup` steps that are not counted, then `steps` that are."""
     for done in range(warmup):
         step()

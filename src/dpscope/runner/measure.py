@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import traceback
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 from dpscope.instruments.peaks import cpu_peak, cuda_peak
-from dpscope.instruments.timing import Progress, time_steps
-from dpscope.results.schema import Result, result_for
+from dpscope.instruments.timing import Progress, no_progress, time_steps
+from dpscope.results.schema import FAILED, Result, result_for
 from dpscope.runner import environment
+from dpscope.runner.outcome import outcome_of_exception
 from dpscope.runner.spec import RunSpec
 from dpscope.trainers.base import TrainerBase, TrainerSettings
 from dpscope.trainers.registry import resolve_method
@@ -66,5 +68,18 @@ def _cpu_peak(trainer: TrainerBase, batch: Batch) -> dict[str, Any]:
 MEASUREMENTS = {"time": measure_time}
 
 
-def measure(spec: RunSpec, progress: Progress = lambda stage, done, total: None) -> Result:
+def measure(spec: RunSpec, progress: Progress = no_progress) -> Result:
     return MEASUREMENTS[spec.instrument](spec, progress)
+
+
+def measure_or_explain(spec: RunSpec, progress: Progress = no_progress) -> Result:
+    """The measurement, or a result that says why there is none. The traceback goes to standard error."""
+    try:
+        return measure(spec, progress)
+    except Exception as error:
+        traceback.print_exc()
+        status, reason = outcome_of_exception(error)
+        details = traceback.format_exc() if status == FAILED else None
+    # Outside the handler, so that the frames holding the memory that ran out are gone.
+    where = environment.collect(spec.device)
+    return result_for(spec.to_dict(), status=status, reason=reason, details=details, environment=where)

@@ -12,9 +12,8 @@ import json
 import os
 import sys
 import threading
-import traceback
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 ORPHANED = 3
 
@@ -30,29 +29,12 @@ def main() -> None:
         print(json.dumps({"stage": stage, "done": done, "total": total}), file=events, flush=True)
 
     progress("loading", 0, 1)
-    result = _measure(request["spec"], progress)
     from dpscope.results.store import write_atomically
-
-    write_atomically(Path(request["output"]), result.to_json())
-
-
-def _measure(spec_data: dict[str, Any], progress: Any) -> Any:
-    from dpscope.results.schema import FAILED, result_for
-    from dpscope.runner import environment
-    from dpscope.runner.measure import measure
-    from dpscope.runner.outcome import outcome_of_exception
+    from dpscope.runner.measure import measure_or_explain
     from dpscope.runner.spec import RunSpec
 
-    spec = RunSpec.from_dict(spec_data)
-    try:
-        return measure(spec, progress)
-    except Exception as error:
-        traceback.print_exc()
-        status, reason = outcome_of_exception(error)
-        details = traceback.format_exc() if status == FAILED else None
-    # Outside the handler, so that the frames holding the memory that ran out are gone.
-    where = environment.collect(spec.device)
-    return result_for(spec_data, status=status, reason=reason, details=details, environment=where)
+    result = measure_or_explain(RunSpec.from_dict(request["spec"]), progress)
+    write_atomically(Path(request["output"]), result.to_json())
 
 
 def _claim_stdout() -> TextIO:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 from opacus.grad_sample import GradSampleModule
 from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import (
     GradSampleModuleFastGradientClipping,
@@ -14,6 +16,10 @@ from torch.optim import Optimizer
 from dpscope.instruments.phases import BACKWARD, CLIP, NOISE, OPTIMIZER, in_phase, phase
 from dpscope.trainers.base import TrainerBase
 from dpscope.trainers.privacy_rules import require_private_trainable
+
+
+# Opacus's hooks fire for the first layer too, whose input needs no gradient: that is meant, and is said every time.
+warnings.filterwarnings("ignore", message="Full backward hook is firing", category=UserWarning)
 
 
 class _OpacusTrainer(TrainerBase):

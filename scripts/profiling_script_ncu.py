@@ -1,0 +1,66 @@
+#!/usr/bin/env python3
+"""One configuration a process, to be run under Nsight Compute: 3 warm-up and 5 active steps, no torch.profiler.
+
+python scripts/profiling_script_ncu.py --mode=test
+python scripts/profiling_script_ncu.py --trainer=dpsgd --batch_size=8 --seq_len=256
+"""
+
+import argparse
+import sys
+
+from dpscope.commands.options import resolve_device
+from dpscope.commands.selftest import run_local_test
+from dpscope.errors import UserError
+from dpscope.runner.spec import DTYPES, RunSpec
+from dpscope.workloads.configs import PRESETS, make_config
+
+WARMUP_STEPS, ACTIVE_STEPS = 3, 5
+
+
+def run_gpu_profile_step(model: str, trainer_name: str, batch_size: int, seq_len: int, dtype: str) -> None:
+    """What ncu looks at: a trainer of the ~1B-parameter model on the GPU."""
+    spec = RunSpec(
+        workload=make_config(model),
+        method=trainer_name,
+        batch_size=batch_size,
+        seq_len=seq_len,
+        dtype=dtype,
+        device=resolve_device("cuda"),
+    )
+    import torch
+
+    from dpscope.runner.measure import make_trainer
+
+    trainer, batch = make_trainer(spec)
+    print(f"Running {WARMUP_STEPS} warm-up steps of {spec.label} ...", flush=True)
+    for _ in range(WARMUP_STEPS):
+        trainer.train_step(batch)
+    torch.cuda.synchronize()
+    print(f"Running {ACTIVE_STEPS} profiled steps ...", flush=True)
+    for _ in range(ACTIVE_STEPS):
+        trainer.train_step(batch)
+    torch.cuda.synchronize()
+    print("Profiled steps finished.")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mode", choices=["test", "profile"], default="profile")
+    parser.add_argument("--trainer", default="standard", help="standard, dpsgd, dpsgd_ghost, or any dpscope method")
+    parser.add_argument("--batch_size", type=int, default=8)
+    parser.add_argument("--seq_len", type=int, default=256)
+    parser.add_argument("--model", choices=list(PRESETS), default="1b")
+    parser.add_argument("--dtype", choices=DTYPES, default="fp32")
+    args = parser.parse_args()
+    if args.mode == "test":
+        return 0 if run_local_test() else 1
+    try:
+        run_gpu_profile_step(args.model, args.trainer, args.batch_size, args.seq_len, args.dtype)
+    except UserError as error:
+        print(f"Error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+#!/usr/bin/env python3
+"""One memory experiment in this process, its result as one JSON file.
+
+python scripts/single_experiment.py --experiment vanilla --output vanilla_result.json --seq-len 16384 --batch-size 1
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from dpscope.commands.options import resolve_device
+from dpscope.errors import UserError
+from dpscope.results.store import write_atomically
+from dpscope.runner.spec import DEVICES, DTYPES, RunSpec
+from dpscope.workloads.configs import TransformerConfig
+
+# Flag -> the default of the large experiment.
+SIZES = {"vocab-size": 32000, "hidden-dim": 2048, "num-layers": 20, "num-heads": 16}
+RUN = {"seq-len": 16384, "batch-size": 1, "num-iter": 3, "warmup-iter": 2}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--experiment", required=True, help="vanilla, ghost, flash_clip, or any dpscope method")
+    parser.add_argument("--output", type=Path, required=True, help="the JSON file to write")
+    for flag, default in {**SIZES, **RUN}.items():
+        parser.add_argument(f"--{flag}", type=int, default=default, help=f"default {default}")
+    parser.add_argument("--dtype", choices=DTYPES, default="fp32")
+    parser.add_argument("--optimizer", default="adam")
+    parser.add_argument("--device", choices=DEVICES, default="auto")
+    args = parser.parse_args()
+    try:
+        sizes = {flag.replace("-", "_"): getattr(args, flag.replace("-", "_")) for flag in SIZES}
+        spec = RunSpec(
+            workload=TransformerConfig(name="custom", max_seq_len=args.seq_len, **sizes),
+            method=args.experiment,
+            batch_size=args.batch_size,
+            seq_len=args.seq_len,
+            steps=args.num_iter,
+            warmup=args.warmup_iter,
+            dtype=args.dtype,
+            optimizer=args.optimizer,
+            device=resolve_device(args.device),
+        )
+    except UserError as error:
+        print(f"Error: {error}", file=sys.stderr)
+        return 2
+    from dpscope.runner.measure import measure_or_explain
+
+    result = measure_or_explain(spec)
+    write_atomically(args.output, result.to_json())
+    if not result.ok:
+        print(f"{result.status}: {result.reason}", file=sys.stderr)
+        return 1
+    print(f"{spec.label}: {result.timing['median_ms']:.1f} ms a step, peak {result.peak_memory_mb:.1f} MiB")
+    print(f"Written: {args.output}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,200 @@
+"""`dpscope doctor`: what works on this machine, what does not, and how to mend it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import click
+from rich.table import Table
+from rich.text import Text
+
+from dpscope.commands.console import make_console
+from dpscope.units import GIB
+
+OK, MISSING, BROKEN = "ok", "missing", "broken"
+STYLES = {OK: "green", MISSING: "yellow", BROKEN: "bold red"}
+
+MIN_PYTHON, MIN_TORCH = (3, 10), (2, 6)
+COUNTERS_REMEDY = (
+    "performance counters are for administrators only here: run as root, or load the driver with "
+    "NVreg_RestrictProfilingToAdminUsers=0 (options nvidia NVreg_RestrictProfilingToAdminUsers=0 in "
+    "/etc/modprobe.d/, then reboot); on a rented GPU ask the provider"
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at. What is `required` and not ok makes the doctor exit with 1."""
+
+    name: str
+    status: str
+    found: str
+    remedy: str = ""
+    required: bool = False
+
+
+@click.command(name="doctor")
+def command() -> None:
+    """Check Python, torch, CUDA, Opacus, Triton, Nsight and disk; say how to mend what is missing."""
+    findings = [finding for check in CHECKS for finding in check()]
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("what", "status", "found"):
+        table.add_column(heading, overflow="fold")
+    for finding in findings:
+        found = finding.found if finding.status == OK else f"{finding.found}. To mend: {finding.remedy}"
+        table.add_row(finding.name, Text(finding.status, style=STYLES[finding.status]), found)
+    console = make_console()
+    console.print(table)
+    blocked = [finding.name for finding in findings if finding.required and finding.status != OK]
+    if blocked:
+        console.print(f"\nNothing can be measured before this is mended: {', '.join(blocked)}.")
+        sys.exit(1)
+    console.print("\nReady: try `dpscope compare`.")
+
+
+def check_python() -> list[Finding]:
+    enough = sys.version_info[:2] >= MIN_PYTHON
+    remedy = f"install Python {MIN_PYTHON[0]}.{MIN_PYTHON[1]} or newer"
+    return [Finding("Python", OK if enough else BROKEN, platform.python_version(), remedy, required=True)]
+
+
+def check_torch() -> list[Finding]:
+    try:
+        import torch
+    except ImportError as error:
+        return [Finding("torch", MISSING, f"cannot be imported ({error})", "pip install torch", required=True)]
+    numbers = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
+    remedy = f"pip install 'torch>={MIN_TORCH[0]}.{MIN_TORCH[1]}'"
+    status = OK if numbers >= MIN_TORCH else BROKEN
+    return [Finding("torch", status, torch.__version__, remedy, required=True), *_check_cuda()]
+
+
+def _check_cuda() -> list[Finding]:
+    import torch
+
+    if not torch.cuda.is_available():
+        built = f"torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch is a CPU build"
+        driver = "an NVIDIA driver is here" if shutil.which("nvidia-smi") else "no NVIDIA driver was found"
+        remedy = "for GPU figures install the NVIDIA driver and a CUDA build of torch; --device cpu works without"
+        return [Finding("CUDA", MISSING, f"{built}, {driver}", remedy)]
+    properties = torch.cuda.get_device_properties(0)
+    free, total = torch.cuda.mem_get_info()
+    found = f"{properties.name}, compute capability {properties.major}.{properties.minor}"
+    memory = f"{free / GIB:.1f} of {total / GIB:.1f} GiB free"
+    busy = free < 0.9 * total
+    return [
+        Finding("CUDA", OK, f"{torch.version.cuda}; {found}"),
+        Finding(
+            "GPU memory",
+            BROKEN if busy else OK,
+            memory,
+            "another process holds memory and will disturb the figures: `nvidia-smi` says which",
+        ),
+    ]
+
+
+def check_opacus() -> list[Finding]:
+    try:
+        import opacus  # noqa: F401
+    except ImportError as error:
+        remedy = "pip install opacus (without it only `standard` can be measured)"
+        return [Finding("Opacus", MISSING, f"cannot be imported ({error})", remedy)]
+    return [Finding("Opacus", OK, _version("opacus"))]
+
+
+def check_triton() -> list[Finding]:
+    found = _version("triton")
+    if found:
+        return [Finding("Triton", OK, found)]
+    remedy = "CUDA builds of torch bring it; otherwise pip install 'dpscope[triton]'"
+    return [Finding("Triton", MISSING, "not installed: kernels fall back to plain torch", remedy)]
+
+
+def check_ncu() -> list[Finding]:
+    path = shutil.which("ncu")
+    if path is None:
+        remedy = "install NVIDIA Nsight Compute and put `ncu` on the PATH"
+        return [Finding("Nsight Compute", MISSING, "no `ncu` on the PATH", remedy)]
+    return [Finding("Nsight Compute", OK, _tool_version(path)), _check_counters(path)]
+
+
+def _check_counters(ncu: str) -> Finding:
+    """Profile one small kernel: the only sure way to know whether counters may be read."""
+    name = "GPU counters"
+    try:
+        import torch
+    except ImportError:
+        return Finding(name, MISSING, "not tried without torch", "install torch")
+    if not torch.cuda.is_available():
+        return Finding(name, MISSING, "not tried without a GPU", "run on a machine with an NVIDIA GPU")
+    script = "import torch; torch.ones(1 << 20, device='cuda').mul_(2); torch.cuda.synchronize()"
+    profiler = [ncu, "--metrics", "dram__bytes_read.sum", "--launch-count", "1", "--clock-control", "none"]
+    output = _output([*profiler, sys.executable, "-c", script], timeout=120)
+    if "ERR_NVGPUCTRPERM" in output:
+        return Finding(name, BROKEN, "ncu may not read them (ERR_NVGPUCTRPERM)", COUNTERS_REMEDY)
+    if "dram__bytes_read.sum" in output:
+        return Finding(name, OK, "ncu read the DRAM counters of a kernel")
+    last = next((line for line in reversed(output.splitlines()) if line.strip()), "no output")
+    return Finding(
+        name, BROKEN, f"ncu gave no figures ({last.strip()})", f"run `{' '.join(profiler)} python …` by hand"
+    )
+
+
+def check_nsys() -> list[Finding]:
+    path = shutil.which("nsys")
+    if path is None:
+        remedy = "install NVIDIA Nsight Systems and put `nsys` on the PATH"
+        return [Finding("Nsight Systems", MISSING, "no `nsys` on the PATH", remedy)]
+    return [Finding("Nsight Systems", OK, _tool_version(path))]
+
+
+def check_disk() -> list[Finding]:
+    free = shutil.disk_usage(Path.cwd()).free / GIB
+    writable = os.access(Path.cwd(), os.W_OK)
+    if not writable:
+        return [Finding("Disk", BROKEN, "this folder cannot be written", "change folder, or use --out DIR")]
+    status = OK if free >= 1 else BROKEN
+    return [
+        Finding("Disk", status, f"{free:.1f} GiB free here", "free some space: traces and reports need about 1 GiB")
+    ]
+
+
+CHECKS: tuple[Callable[[], list[Finding]], ...] = (
+    check_python,
+    check_torch,
+    check_opacus,
+    check_triton,
+    check_ncu,
+    check_nsys,
+    check_disk,
+)
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _tool_version(path: str) -> str:
+    output = _output([path, "--version"], timeout=30)
+    match = re.search(r"[Vv]ersion\s+(\S+)", output)
+    return match.group(1) if match else "version unknown"
+
+
+def _output(command_line: list[str], timeout: float) -> str:
+    try:
+        done = subprocess.run(command_line, capture_output=True, text=True, timeout=timeout, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    return done.stdout + done.stderr
