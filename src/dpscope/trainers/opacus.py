@@ -17,7 +17,6 @@ from dpscope.instruments.phases import BACKWARD, CLIP, NOISE, OPTIMIZER, in_phas
 from dpscope.trainers.base import TrainerBase
 from dpscope.trainers.privacy_rules import require_private_trainable
 
-
 # Opacus's hooks fire for the first layer too, whose input needs no gradient: that is meant, and is said every time.
 warnings.filterwarnings("ignore", message="Full backward hook is firing", category=UserWarning)
 
