@@ -1,0 +1,49 @@
+"""Flash clipping: exact per-sample gradient clipping in one backward pass.
+
+Names are loaded when they are asked for; importing this package imports neither torch nor Opacus.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dpscope.flash.engine import FlashEngine
+    from dpscope.flash.explanation import Explanation
+    from dpscope.flash.layers import register_layer
+    from dpscope.flash.oracle import OracleResult, run_oracle
+    from dpscope.flash.paths import Decision, choose_path
+    from dpscope.flash.taps import LayerTap
+
+_HOME = {
+    "Decision": "paths",
+    "Explanation": "explanation",
+    "FlashEngine": "engine",
+    "LayerTap": "taps",
+    "OracleResult": "oracle",
+    "choose_path": "paths",
+    "run_oracle": "oracle",
+    "register_layer": "layers",
+}
+
+__all__ = [
+    "Decision",
+    "Explanation",
+    "FlashEngine",
+    "LayerTap",
+    "OracleResult",
+    "choose_path",
+    "register_layer",
+    "run_oracle",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

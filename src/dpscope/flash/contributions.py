@@ -1,0 +1,274 @@
+"""What a backward pass leaves behind for a parameter: the pieces of its per-sample gradients.
+
+A parameter's gradient for sample b is a sum of contributions, one for each use of the parameter:
+
+    Kept    values: (B, *shape)                  the per-sample gradient itself
+    Outer   x: (B, T, d), g: (B, T, p)           Σ_t g_t x_tᵀ, shape (p, d)
+    Lookup  ids: (B, T), g: (B, T, d)            row ids_t receives g_t, shape (rows, d)
+    Patches x, g of a convolution                Outer over unfolded patches, made again when needed (layers/conv.py)
+
+x and g are the very tensors of the backward pass, not copies. They are read again when the factors are known, so each
+contribution remembers their version counters: a tensor changed in place meanwhile is an error, never a wrong norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import reduce
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dpscope.errors import UserError
+from dpscope.flash.kernels.scaled_sum import scaled_sum
+
+# Room for per-sample gradients that are made, squared and thrown away (`direct`) and for gathered rows.
+SCRATCH_BYTES = 64 * 2**20
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Sums and squares are taken in float32, those of float64 tensors in float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def row_norms_squared(values: Tensor) -> Tensor:
+    """(B, ...) -> (B,), ||values_b||². Rows first, then their squares in float64: no long float32 sum."""
+    rows = values.reshape(values.shape[0], 1, -1) if values.dim() < 3 else values.flatten(2)
+    norms: Tensor = torch.linalg.vector_norm(rows, dim=-1, dtype=wide(values.dtype))
+    return norms.double().square().sum(1)
+
+
+def sample_chunks(batch: int, bytes_each: int) -> Iterator[slice]:
+    """Slices over samples such that each slice's scratch stays within `SCRATCH_BYTES` (one sample at least)."""
+    step = max(1, SCRATCH_BYTES // max(1, bytes_each))
+    for start in range(0, batch, step):
+        yield slice(start, min(batch, start + step))
+
+
+class Contribution(Protocol):
+    @property
+    def batch_size(self) -> int: ...
+
+    def check_unchanged(self, name: str) -> None: ...
+
+    def materialise(self) -> Tensor:
+        """(B, *shape): the per-sample gradients."""
+
+    def norms_squared(self) -> Tensor:
+        """(B,): without keeping per-sample gradients."""
+
+    def clipped_sum(self, scale: Tensor, out: Tensor | None) -> Tensor:
+        """Σ_b scale_b v_b, added into `out` where given. A sample with scale 0 is left out, be it NaN."""
+
+
+class Kept:
+    """Per-sample gradients at hand. `owned`: nobody else holds the storage, it may be overwritten."""
+
+    __slots__ = ("owned", "values")
+
+    def __init__(self, values: Tensor, *, owned: bool = True) -> None:
+        self.values = values
+        self.owned = owned
+
+    @property
+    def batch_size(self) -> int:
+        return self.values.shape[0]
+
+    def check_unchanged(self, name: str) -> None:
+        pass
+
+    def materialise(self) -> Tensor:
+        return self.values
+
+    def norms_squared(self) -> Tensor:
+        return row_norms_squared(self.values)
+
+    def finite_values(self) -> Tensor:
+        """The values with the entries of samples that are left out made finite, so that 0 times them is 0."""
+        if not self.owned:
+            self.values, self.owned = self.values.clone(), True
+        return self.values.nan_to_num_(0.0, 0.0, 0.0)
+
+    def clipped_sum(self, scale: Tensor, out: Tensor | None) -> Tensor:
+        values = self.finite_values()
+        if out is None and values.shape[0] == 1:
+            return values[0].mul_(scale[0])
+        if out is None:
+            out = values.new_zeros(values.shape[1:], dtype=wide(values.dtype))
+        factors = scale.to(wide(values.dtype))
+        for b in range(values.shape[0]):
+            # Wide arithmetic inside: the factor is never rounded to the values' dtype.
+            out.add_(values[b].to(factors.dtype) * factors[b])
+        return out
+
+
+class _Saved:
+    """Tensors of the backward pass, watched for in-place changes until they are summed."""
+
+    __slots__ = ("first", "second", "versions")
+
+    def __init__(self, first: Tensor, second: Tensor) -> None:
+        self.first = first
+        self.second = second
+        self.versions = (first._version, second._version)
+
+    @property
+    def batch_size(self) -> int:
+        return self.second.shape[0]
+
+    def check_unchanged(self, name: str) -> None:
+        if self.versions != (self.first._version, self.second._version):
+            raise UserError(
+                f"the input or output gradient of the layer that owns {name} was changed in place between backward "
+                "and the optimizer step, where flash clipping still needs it; copy the batch into fresh tensors, or "
+                "call engine.finish() right after loss.backward()"
+            )
+
+
+class Outer(_Saved):
+    """Σ_t g_t x_tᵀ for each sample. `x`: (B, T, d), `g`: (B, T, p)."""
+
+    __slots__ = ()
+
+    @property
+    def x(self) -> Tensor:
+        return self.first
+
+    @property
+    def g(self) -> Tensor:
+        return self.second
+
+    def materialise(self) -> Tensor:
+        return torch.bmm(self.g.transpose(1, 2), self.x)
+
+    def norms_squared(self) -> Tensor:
+        """The direct path: per-sample gradients in slices of the batch, squared, thrown away."""
+        each = self.x.shape[-1] * self.g.shape[-1] * self.g.element_size()
+        norms = [
+            row_norms_squared(torch.bmm(self.g[part].transpose(1, 2), self.x[part]))
+            for part in sample_chunks(self.batch_size, each)
+        ]
+        return torch.cat(norms)
+
+    def rank1_norms_squared(self) -> Tensor:
+        """T = 1: ||g xᵀ||² = ||x||²||g||²."""
+        return row_norms_squared(self.x) * row_norms_squared(self.g)
+
+    def clipped_sum(self, scale: Tensor, out: Tensor | None) -> Tensor:
+        dtype = wide(torch.promote_types(self.g.dtype, self.x.dtype))
+        if out is not None and out.dtype != dtype:  # a half-precision parameter's gradient
+            return out.add_(scaled_sum(self.g, self.x, scale.to(dtype)))
+        return scaled_sum(self.g, self.x, scale.to(dtype), out=out, accumulate=out is not None)
+
+
+class Lookup(_Saved):
+    """Row `ids[b, t]` of the table receives `g[b, t]`; `padding_idx` receives nothing."""
+
+    __slots__ = ("padding_idx", "rows")
+
+    def __init__(self, ids: Tensor, g: Tensor, rows: int, padding_idx: int | None) -> None:
+        super().__init__(ids, g)
+        self.rows = rows
+        self.padding_idx = padding_idx
+
+    @property
+    def ids(self) -> Tensor:
+        return self.first
+
+    @property
+    def g(self) -> Tensor:
+        return self.second
+
+    def _table(self, g: Tensor, ids: Tensor, rows: int) -> Tensor:
+        return torch.ops.aten.embedding_dense_backward(g, ids, rows, -1, False)  # type: ignore[no-any-return]
+
+    def _without_padding(self, g: Tensor) -> Tensor:
+        return g if self.padding_idx is None else g.masked_fill((self.ids == self.padding_idx).unsqueeze(-1), 0)
+
+    def materialise(self) -> Tensor:
+        batch = self.batch_size
+        first_row = torch.arange(batch, device=self.ids.device).unsqueeze(1) * self.rows
+        table = self._table(self._without_padding(self.g), self.ids + first_row, batch * self.rows)
+        return table.view(batch, self.rows, -1)
+
+    def norms_squared(self) -> Tensor:
+        raise NotImplementedError("lookups are normed with the Gram units")
+
+    def clipped_sum(self, scale: Tensor, out: Tensor | None) -> Tensor:
+        factors = scale.to(wide(self.g.dtype)).view(-1, 1, 1)
+        scaled = torch.where(factors != 0, self._without_padding(self.g) * factors, 0)
+        table = self._table(scaled, self.ids, self.rows)
+        return table if out is None else out.add_(table)
+
+
+def cross_terms(lookup: Lookup, outer: Outer) -> Tensor:
+    """(B,): Σ_{t,s} G'[s, id_t]·(g_t·x'_s), the inner product of an embedding's and a tied head's gradients.
+
+    `lookup`: ids and g of the embedding; `outer`: x', G' of the head, G': (B, S, rows). Taken over slices of t, so
+    that the (B, S, slice) scratch stays bounded.
+    """
+    ids, g = lookup.ids, lookup._without_padding(lookup.g)
+    x, head = outer.x, outer.g
+    dtype = wide(g.dtype)
+    batch, length = ids.shape
+    step = max(1, SCRATCH_BYTES // max(1, batch * head.shape[1] * 8))
+    total = torch.zeros(batch, dtype=torch.float64, device=g.device)
+    for start in range(0, length, step):
+        part = slice(start, start + step)
+        picked = head.gather(2, ids[:, None, part].expand(-1, head.shape[1], -1).to(torch.int64))  # (B, S, t)
+        products = torch.bmm(x.to(dtype), g[:, part].to(dtype).transpose(1, 2))  # (B, S, t)
+        total += (picked.to(dtype) * products).sum((1, 2)).double()
+    return total
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
+
+
+def _merge_outers(outers: list[Outer]) -> Outer:
+    """Σ_i Σ_t g_t x_tᵀ: uses of the same x add their g; others stand one after the other along T."""
+    merged: list[tuple[Tensor, Tensor]] = []
+    for outer in outers:
+        for index, (x, g) in enumerate(merged):
+            if _same(x, outer.x):
+                merged[index] = (x, g + outer.g)
+                break
+        else:
+            merged.append((outer.x, outer.g))
+    if len(merged) == 1:
+        return Outer(*merged[0])
+    dtype = reduce(torch.promote_types, (x.dtype for x, _ in merged))
+    return Outer(torch.cat([x.to(dtype) for x, _ in merged], 1), torch.cat([g.to(dtype) for _, g in merged], 1))
+
+
+def _merge_lookups(lookups: list[Lookup]) -> Lookup:
+    first = lookups[0]
+    ids = torch.cat([lookup.ids.to(torch.int64) for lookup in lookups], 1)
+    g = torch.cat([lookup._without_padding(lookup.g) for lookup in lookups], 1)
+    return Lookup(ids, g, first.rows, None)
+
+
+def combine(parts: list[Contribution], dtype: torch.dtype) -> tuple[Contribution, ...]:
+    """All uses of one parameter, as few pieces: one, or a Lookup beside an Outer (an embedding tied to the head).
+
+    Nothing else is left in pieces: what has no closed form for its cross terms is materialised (in the parameter's
+    `dtype`) and added, for the norm is that of the sum.
+    """
+    if len(parts) == 1:
+        return (parts[0],)
+    outers = [part for part in parts if isinstance(part, Outer)]
+    lookups = [part for part in parts if isinstance(part, Lookup)]
+    if len(outers) + len(lookups) == len(parts):
+        merged: list[Contribution] = []
+        if lookups:
+            merged.append(lookups[0] if len(lookups) == 1 else _merge_lookups(lookups))
+        if outers:
+            merged.append(outers[0] if len(outers) == 1 else _merge_outers(outers))
+        return tuple(merged)
+    total: Tensor | None = None
+    while parts:
+        values = parts.pop().materialise()
+        total = values.to(dtype, copy=True) if total is None else total.add_(values)
+    assert total is not None
+    return (Kept(total),)

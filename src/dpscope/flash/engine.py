@@ -1,0 +1,321 @@
+"""FlashEngine: exact per-sample clipping (flat, over all layers) with one ordinary loss.backward().
+
+    engine = FlashEngine(model, max_grad_norm=1.0, loss_reduction="mean")
+    loss_fn(model(x), y).backward()
+    engine.finish()          # p.grad += Σ_b min(1, C / ||v_b||) v_b, for every trainable parameter
+
+Guarantee: with C = `max_grad_norm`, every sample's share of p.grad, over all parameters together, has a norm of at most
+C up to rounding; a sample whose gradient is not finite has no share. No noise is added and nothing is divided here.
+
+A micro-batch is everything between two closings: all forward passes before a backward, and all backward passes until
+the next forward with gradients enabled (or `finish()`). Row b of each of those forward passes is the same sample b.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
+
+from dpscope.errors import UserError
+from dpscope.flash import layers
+from dpscope.flash.contributions import Contribution
+from dpscope.flash.explanation import Explanation, explain_slots
+from dpscope.flash.microbatch import FactoredSum, MicroBatch
+from dpscope.flash.paths import FORCEABLE, Decision, choose_path
+from dpscope.flash.taps import KEEP_BATCH_FIRST, InstanceMethod, LayerTap, RootTap, SharedCast, Slot, ZeroGradTap
+
+LOSS_REDUCTIONS = ("mean", "sum")
+
+
+class FlashEngine:
+    """Attached to `model` from construction until `detach()` or the end of a `with` block.
+
+    loss_reduction   how the loss joins samples: their mean or their sum
+    path             forces "gram", "direct" or "keep" for every layer (tests); None lets the cost model choose
+    memory_allowance how much more memory than x and g the kept per-sample gradients of a layer may take
+    batch_size_of    (args, kwargs) of the root's forward -> number of samples, if not dim 0 of the first tensor
+    loss_scale       what the loss was multiplied by before backward (a GradScaler's scale): a number, a 0-dimensional
+                     tensor, or a callable that gives one
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        max_grad_norm: float,
+        loss_reduction: str = "mean",
+        path: str | None = None,
+        memory_allowance: float = 1.0,
+        batch_size_of: Callable[[tuple[Any, ...], dict[str, Any]], int] | None = None,
+        loss_scale: float | Tensor | Callable[[], float | Tensor] = 1.0,
+    ) -> None:
+        if loss_reduction not in LOSS_REDUCTIONS:
+            raise UserError(f"loss_reduction must be one of {', '.join(LOSS_REDUCTIONS)}, not {loss_reduction!r}")
+        if path is not None and path not in FORCEABLE:
+            raise UserError(f"path must be one of {', '.join(FORCEABLE)} or None, not {path!r}")
+        self.model = model
+        self.max_grad_norm = max_grad_norm
+        self.loss_reduction = loss_reduction
+        self.path = path
+        self.memory_allowance = memory_allowance
+        self.batch_size_of = batch_size_of
+        self.loss_scale = loss_scale
+
+        self.batch_size: int | None = None  # of the micro-batch that is open
+        self.pending = False  # a backward pass has left contributions
+        self.generation = 0  # counts closings
+        self.cast = SharedCast()
+        self.samples = 0
+        self.norms: Tensor | None = None
+        self.factors: Tensor | None = None
+        self.nonfinite_samples: Tensor | None = None
+        self._root_inputs: list[Tensor] = []
+        self._touched: list[Slot] = []
+        self._attach()
+        # Stands in for the parameters where autograd asks whether a layer's output requires a gradient.
+        self.anchor = torch.zeros((), requires_grad=True)
+
+    @property
+    def max_grad_norm(self) -> float:
+        """C. May be changed between steps."""
+        return self._max_grad_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: float) -> None:
+        if not (math.isfinite(value) and value > 0):
+            raise UserError(f"max_grad_norm must be a finite number above 0, not {value}")
+        self._max_grad_norm = float(value)
+
+    # -- attaching ---------------------------------------------------------------------------------------------------
+
+    def _attach(self) -> None:
+        model = self.model
+        if any(isinstance(vars(module).get("forward"), InstanceMethod) for module in model.modules()):
+            raise UserError("the model already has a FlashEngine attached; call its detach() first")
+        self._slots: dict[nn.Parameter, Slot] = {}
+        for name, parameter in model.named_parameters():
+            self._slots[parameter] = Slot(name, parameter, name.rpartition(".")[0])
+        units = layers.plan(model)
+        self._taps: list[InstanceMethod] = []
+        self._hooks: list[RemovableHandle] = []
+        try:
+            for unit in units:
+                self._install(unit.make(self, unit.name, unit.module))
+            self._install(RootTap(self, model))
+            self._install(ZeroGradTap(self, model))
+            for slot in self._slots.values():
+                self._guard(slot)
+        except BaseException:
+            self.detach()
+            raise
+
+    def _install(self, tap: InstanceMethod) -> None:
+        tap.install()
+        self._taps.append(tap)
+
+    def _guard(self, slot: Slot) -> None:
+        """An ordinary gradient that reaches a parameter has gone round the taps: it is thrown away, loudly."""
+
+        def refuse(parameter: Tensor) -> None:
+            parameter.grad = None
+            raise UserError(
+                f"{slot.name} received an ordinary, unclipped gradient: it is used outside the forward of the module "
+                "that owns it (through torch.nn.functional, or in the loss); call the module instead, or give the "
+                "parameter to a module of its own"
+            )
+
+        parameter, trainable = slot.parameter, slot.parameter.requires_grad
+        parameter.requires_grad_(True)  # hooks can be registered only so; it may be switched on later
+        self._hooks.append(parameter.register_post_accumulate_grad_hook(refuse))  # type: ignore[no-untyped-call]
+        parameter.requires_grad_(trainable)
+
+    def detach(self) -> None:
+        """Gives the model back as it was. Contributions that were not summed are dropped; gradients stay."""
+        for tap in reversed(self._taps):
+            tap.restore()
+        for hook in self._hooks:
+            hook.remove()
+        self._taps, self._hooks = [], []
+        self._drop()
+
+    def __enter__(self) -> FlashEngine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.detach()
+
+    # -- what taps ask -----------------------------------------------------------------------------------------------
+
+    def slot(self, parameter: Tensor | None) -> Slot:
+        assert isinstance(parameter, nn.Parameter)
+        return self._slots[parameter]
+
+    def decide(self, batch: int, length: int, d: int, p: int, *, itemsize: int) -> Decision:
+        return choose_path(
+            batch, length, d, p, itemsize=itemsize, forced=self.path, memory_allowance=self.memory_allowance
+        )
+
+    def add(self, slot: Slot, contribution: Contribution) -> None:
+        if not slot.contributions:
+            self._touched.append(slot)
+        slot.contributions.append(contribution)
+        self.pending = True
+
+    def open(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The root's forward begins, gradients enabled."""
+        self._close_if_left()
+        if self.batch_size_of is not None:
+            self.batch_size = self.batch_size_of(args, kwargs)
+        self._root_inputs = [
+            leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim()
+        ]
+        if self.batch_size_of is None:
+            self.batch_size = self._root_inputs[0].shape[0] if self._root_inputs else None
+
+    def _close_if_left(self) -> None:
+        """A forward outside of backward (checkpointing runs some inside) begins a new micro-batch."""
+        if self.pending and torch._C._current_graph_task_id() == -1:
+            self.finish()
+
+    def admit(self, tap: LayerTap, x: Tensor) -> Tensor:
+        """The rare cases at a layer's door: a new micro-batch, a broadcast input, a wrong shape."""
+        self._close_if_left()
+        tap.admit(x)
+        size = x.shape[0]
+        if self.batch_size is None:
+            self.batch_size = size
+        if size == self.batch_size:
+            return x
+        if size == 1:
+            return x.expand(self.batch_size, *x.shape[1:])
+        raise UserError(
+            f"{tap.name} was given a tensor of shape {tuple(x.shape)} in a batch of {self.batch_size} samples: "
+            f"{KEEP_BATCH_FIRST}"
+        )
+
+    def is_ambiguous(self, ids: Tensor) -> bool:
+        """Whether one-dimensional ids, one for each sample by their number, may as well be something else."""
+        size = ids.shape[0]
+        for x in self._root_inputs:
+            if x.shape[0] == size and x.untyped_storage().data_ptr() == ids.untyped_storage().data_ptr():
+                return False
+        return any(size in x.shape[1:] for x in self._root_inputs)
+
+    def refuse_parameter(self, module: str, key: str) -> None:
+        raise UserError(
+            f"{module}.{key} was replaced after the engine was attached; detach the engine and attach a new one"
+        )
+
+    def refuse_backward(self, module: str, generation: int) -> None:
+        if generation != self.generation:
+            raise UserError(
+                f"backward reached {module} through a forward pass whose samples are already clipped and summed; call "
+                "backward for all losses of a forward pass before the next forward pass and before the step"
+            )
+        raise UserError("backward(create_graph=True) is not supported: per-sample gradients of gradients are not taken")
+
+    # -- closing -----------------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Closes the micro-batch: its clipped sums are added into p.grad. Every trainable parameter has one after."""
+        for parameter, total, _ in self._factored_sums(into_grad=True):
+            if parameter.grad is None:
+                parameter.grad = total
+
+    def clipped_sums(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Closes the micro-batch and gives (parameter, Σ_b c_b v_b) one at a time, without touching p.grad.
+
+        Every trainable parameter comes once. Norms and factors are ready when this returns; a layer's x and g are
+        freed as its sum is handed out, so the whole gradient need never exist.
+        """
+        return (
+            (parameter, total if factor is None else torch.where(factor != 0, total * factor, 0).to(total.dtype))
+            for parameter, total, factor in self.factored_sums()
+        )
+
+    def factored_sums(self) -> Iterator[FactoredSum]:
+        """As `clipped_sums`, with the factor of a lone sample left to the caller: see `MicroBatch.factored_sums`."""
+        return self._factored_sums(into_grad=False)
+
+    def _factored_sums(self, *, into_grad: bool) -> Iterator[FactoredSum]:
+        slots = self._drop(keep_contributions=True)
+        device_types = {slot.parameter.device.type for slot in slots}
+        if not slots:
+            return self._zeros(set(), into_grad)
+        if any(torch.is_autocast_enabled(device) for device in device_types):
+            with torch.autocast(next(iter(device_types)), enabled=False):
+                micro = self._norm(slots)
+        else:
+            micro = self._norm(slots)
+        return self._iterate(micro, into_grad)
+
+    @torch.no_grad()
+    def _norm(self, slots: list[Slot]) -> MicroBatch:
+        scale = self.loss_scale() if callable(self.loss_scale) else self.loss_scale
+        micro = MicroBatch(
+            slots,
+            decide=self.decide,
+            max_grad_norm=self.max_grad_norm,
+            mean=self.loss_reduction == "mean",
+            loss_scale=scale,
+        )
+        self.norms, self.factors = micro.clipping.norms, micro.clipping.factors
+        self.samples += micro.size
+        dropped = (~micro.clipping.finite).sum()
+        self.nonfinite_samples = dropped if self.nonfinite_samples is None else self.nonfinite_samples + dropped
+        return micro
+
+    def _iterate(self, micro: MicroBatch, into_grad: bool) -> Iterator[FactoredSum]:
+        done = set(micro.parameters)
+        device = micro.parameters[0].device.type
+        sums = micro.factored_sums(into_grad=into_grad)
+        del micro
+        while True:
+            # Entered anew for each parameter: a generator must not leave its caller in another mode.
+            with torch.no_grad(), torch.autocast(device, enabled=False):
+                item = next(sums, None)
+            if item is None:
+                break
+            yield item
+            del item
+        yield from self._zeros(done, into_grad)
+
+    def _zeros(self, done: set[nn.Parameter], into_grad: bool) -> Iterator[FactoredSum]:
+        """Trainable parameters that nothing reached."""
+        for parameter in self._slots:
+            if parameter.requires_grad and parameter not in done:
+                existing = parameter.grad if into_grad else None
+                yield parameter, torch.zeros_like(parameter) if existing is None else existing, None
+
+    def _drop(self, *, keep_contributions: bool = False) -> list[Slot]:
+        """Forgets the open micro-batch; graphs made during it can no longer be run backward."""
+        slots, self._touched = self._touched, []
+        if not keep_contributions:
+            for slot in slots:
+                slot.contributions = []
+        if self.pending:
+            self.generation += 1
+        self.pending = False
+        self.batch_size = None
+        self._root_inputs = []
+        return slots
+
+    def discard(self) -> None:
+        """Drops what backward has left and was not summed, and begins to count samples anew. For zero_grad()."""
+        self._drop()
+        self.samples = 0
+
+    # -- looking -----------------------------------------------------------------------------------------------------
+
+    def explain(self) -> Explanation:
+        """One row a trainable parameter: which module, what was seen last, which path its norms take, and why."""
+        return explain_slots(slot for slot in self._slots.values() if slot.parameter.requires_grad)

@@ -1,0 +1,116 @@
+"""Layer families, one file each, and the table that says which module belongs to which."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.utils import parametrize
+
+from dpscope.errors import UserError
+from dpscope.flash.layers.embedding import EmbeddingTap
+from dpscope.flash.layers.linear import LinearTap
+from dpscope.flash.layers.norm import GroupNormTap, LayerNormTap, RMSNormTap
+from dpscope.flash.taps import InstanceMethod, LayerTap
+
+if TYPE_CHECKING:
+    from dpscope.flash.engine import FlashEngine
+
+MakeTap = Callable[["FlashEngine", str, nn.Module], InstanceMethod]
+
+_FAMILIES: dict[type[nn.Module], type[LayerTap]] = {
+    nn.Linear: LinearTap,
+    nn.Embedding: EmbeddingTap,
+    nn.LayerNorm: LayerNormTap,
+    nn.RMSNorm: RMSNormTap,
+    nn.GroupNorm: GroupNormTap,
+    nn.InstanceNorm1d: GroupNormTap,
+    nn.InstanceNorm2d: GroupNormTap,
+    nn.InstanceNorm3d: GroupNormTap,
+}
+
+
+def register_layer(cls: type[nn.Module], handler: type[LayerTap]) -> None:
+    """Teaches the engine a module class: `handler` says how its forward and backward run (see `LayerTap`)."""
+    _FAMILIES[cls] = handler
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A module that is tapped, under its qualified name."""
+
+    name: str
+    module: nn.Module
+    make: MakeTap
+
+
+def family_of(module: nn.Module) -> type[LayerTap] | None:
+    """The family whose forward this very module runs: a subclass with a forward of its own belongs to none."""
+    if "forward" in vars(module) or parametrize.is_parametrized(module):
+        return None
+    for cls, handler in _FAMILIES.items():
+        if isinstance(module, cls) and type(module).forward is cls.forward and handler.accepts(module):
+            return handler
+    return None
+
+
+_MIXES_SAMPLES = "mixes the samples of a batch, so no sample has a gradient of its own; use"
+
+_REFUSED: tuple[tuple[type[Any], Callable[[Any], bool], str], ...] = (
+    (
+        nn.modules.batchnorm._BatchNorm,
+        lambda module: True,
+        f"{_MIXES_SAMPLES} nn.GroupNorm (opacus.validators.ModuleValidator.fix(model) replaces it)",
+    ),
+    (
+        nn.modules.instancenorm._InstanceNorm,
+        lambda module: bool(module.track_running_stats),
+        "keeps running statistics of the batch; make it with track_running_stats=False",
+    ),
+    (nn.EmbeddingBag, lambda module: True, "is not supported; use nn.Embedding and a sum over its output"),
+    (
+        nn.RNNBase,
+        lambda module: not module.batch_first,
+        "has its samples in dimension 1; make it with batch_first=True",
+    ),
+    (
+        nn.MultiheadAttention,
+        lambda module: not module.batch_first,
+        "has its samples in dimension 1; make it with batch_first=True",
+    ),
+    (
+        LazyModuleMixin,
+        lambda module: module.has_uninitialized_params(),
+        "has parameters without a shape; run one batch through the model first",
+    ),
+)
+
+
+def _refuse(name: str, module: nn.Module) -> None:
+    for cls, applies, sentence in _REFUSED:
+        if isinstance(module, cls) and applies(module):
+            raise UserError(f"{name or 'the model'} ({type(module).__name__}) {sentence}")
+
+
+def plan(model: nn.Module) -> list[Unit]:
+    """Which modules are tapped, and how. Raises UserError for what cannot be made private."""
+    for name, module in model.named_modules():
+        _refuse(name, module)
+    return list(_units(model, "", set()))
+
+
+def _units(module: nn.Module, name: str, seen: set[nn.Module]) -> Iterator[Unit]:
+    if module in seen:
+        return
+    seen.add(module)
+    if any(parameter is not None for parameter in module._parameters.values()) or parametrize.is_parametrized(module):
+        family = family_of(module)
+        if family is None:
+            raise NotImplementedError
+            return
+        yield Unit(name, module, family)
+    for key, child in module.named_children():
+        yield from _units(child, f"{name}.{key}" if name else key, seen)

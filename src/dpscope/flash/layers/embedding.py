@@ -1,0 +1,53 @@
+"""Embedding: y = W[ids], ids: (B, *). Row i of a sample's gradient is Σ_{t: ids_t = i} g_t; padding_idx gets none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dpscope.errors import UserError
+from dpscope.flash.contributions import Kept, Lookup
+from dpscope.flash.taps import KEEP_BATCH_FIRST, LayerTap
+
+
+class EmbeddingTap(LayerTap):
+    names = ("weight",)
+
+    def __init__(self, engine: Any, name: str, module: nn.Module) -> None:
+        assert isinstance(module, nn.Embedding)
+        for option in ("scale_grad_by_freq", "sparse", "max_norm"):
+            if getattr(module, option) not in (None, False):
+                raise UserError(
+                    f"{name}: nn.Embedding({option}=...) is not supported by flash clipping; make it without {option}"
+                )
+        super().__init__(engine, name, module)
+        self.padding_idx = module.padding_idx
+
+    def admit(self, x: Tensor) -> None:
+        """One-dimensional ids are a batch of single ids, or positions shared by all samples: told apart, or refused."""
+        if x.dim() == 0 or (x.dim() == 1 and self.engine.is_ambiguous(x)):
+            raise UserError(
+                f"{self.name} was given ids of shape {tuple(x.shape)}, which may be positions rather than samples: "
+                f"{KEEP_BATCH_FIRST}; for positions give ids.unsqueeze(0)"
+            )
+
+    def forward(self, ctx: Any, x: Tensor) -> Tensor:
+        weight = self.parameters["weight"]
+        assert weight is not None
+        ctx.save_for_backward(x)
+        return F.embedding(x, weight, self.padding_idx)
+
+    def backward(self, ctx: Any, g: Tensor) -> None:
+        (ids,) = ctx.saved_tensors
+        slot = self.slots[0]
+        assert slot is not None
+        batch, (rows, width) = ids.shape[0], slot.parameter.shape
+        if not slot.kind:
+            slot.describe("lookup", f"ids {tuple(ids.shape)}, g {tuple(g.shape)}", "rows that repeat add up first")
+        lookup = Lookup(ids.reshape(batch, -1), g.reshape(batch, -1, width), rows, self.padding_idx)
+        if batch == 1 and self.engine.path is None:
+            self.engine.add(slot, Kept(lookup.materialise().to(slot.parameter.dtype)))
+        else:
+            self.engine.add(slot, lookup)

@@ -1,0 +1,96 @@
+"""Linear, and Hugging Face's Conv1D (a Linear whose weight is stored transposed).
+
+y = x Wᵀ + b with x: (B, *, d), W: (p, d). Backward gives x its gradient g W; the weight's GEMM is not run: (x, g) are
+handed to the engine as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dpscope.flash.contributions import Kept, Outer
+from dpscope.flash.paths import KEEP
+from dpscope.flash.products import bias_sums
+from dpscope.flash.taps import LayerTap, Slot, autocast_dtype
+
+
+def as_sequences(x: Tensor) -> Tensor:
+    """(B, *, d) -> (B, T, d), a view wherever strides allow; (B, d) -> (B, 1, d)."""
+    if x.dim() == 3:
+        return x
+    return x.unsqueeze(1) if x.dim() == 2 else x.reshape(x.shape[0], -1, x.shape[-1])
+
+
+def keep_or_defer(tap: LayerTap, slot: Slot, x: Tensor, g: Tensor) -> None:
+    """Σ_t g_t x_tᵀ: as per-sample gradients now (and x, g are free), or as x and g until the norms are taken."""
+    batch, length, d = x.shape
+    p = g.shape[-1]
+    shape = (batch, length, d, p)
+    decision = tap.decisions.get(shape)
+    if decision is None:
+        decision = tap.decisions[shape] = tap.engine.decide(*shape, itemsize=g.element_size())
+        slot.describe("outer", f"x {tuple(x.shape)}, g {tuple(g.shape)}", decision.reason)
+    slot.decision = decision
+    if decision.path == KEEP and batch:
+        tap.engine.add(slot, Kept(per_sample_gradients(x, g, slot.parameter.dtype)))
+    else:
+        tap.engine.add(slot, Outer(x, g))
+
+
+def per_sample_gradients(x: Tensor, g: Tensor, dtype: torch.dtype) -> Tensor:
+    """(B, p, d). One sample alone is stored in the parameter's dtype, as ordinary training would."""
+    if x.shape[0] > 1:
+        return torch.bmm(g.transpose(1, 2), x)
+    left, right = g[0].t(), x[0]
+    if dtype == torch.float32 and left.is_cuda and left.dtype in (torch.bfloat16, torch.float16) and _MM_OUT_DTYPE:
+        return torch.mm(left, right, out_dtype=torch.float32).unsqueeze(0)
+    return torch.mm(left, right).to(dtype).unsqueeze(0)
+
+
+# torch 2.8 and later write the float32 product of half-precision matrices themselves.
+_MM_OUT_DTYPE: bool = "dtype" in torch.ops.aten.mm.overloads()  # type: ignore[no-untyped-call]
+
+
+class LinearTap(LayerTap):
+    transposed = False
+
+    def forward(self, ctx: Any, x: Tensor) -> Tensor:
+        weight: Tensor | None = self.parameters["weight"]
+        bias: Tensor | None = self.parameters["bias"]
+        assert weight is not None
+        dtype = autocast_dtype(x)
+        if dtype is not None and weight.dtype != torch.float64:
+            x = self.engine.cast(x, dtype)
+            weight = weight.to(dtype)
+            bias = None if bias is None else bias.to(dtype)
+        ctx.save_for_backward(x if ctx.live[0] else None, weight if ctx.needs_input_grad[1] else None)
+        return F.linear(x, weight.t() if self.transposed else weight, bias)
+
+    def backward(self, ctx: Any, g: Tensor) -> Tensor | None:
+        x, weight = ctx.saved_tensors
+        weight_slot, bias_slot = self.slots
+        sequences = as_sequences(g)
+        if ctx.live[1]:
+            assert bias_slot is not None
+            if not bias_slot.kind:
+                bias_slot.describe("kept", f"g {tuple(g.shape)}", "bias: sums over positions, taken in backward")
+            self.engine.add(bias_slot, Kept(bias_sums(sequences)))
+        if ctx.live[0]:
+            assert weight_slot is not None
+            left, right = as_sequences(x), sequences
+            if self.transposed:
+                left, right = right, left
+            keep_or_defer(self, weight_slot, left, right)
+        if not ctx.needs_input_grad[1]:
+            return None
+        return g @ (weight.t() if self.transposed else weight)  # type: ignore[no-any-return]
+
+
+class TransposedLinearTap(LinearTap):
+    """y = x W + b with W: (d, p)."""
+
+    transposed = True

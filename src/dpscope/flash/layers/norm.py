@@ -1,0 +1,178 @@
+"""LayerNorm and RMSNorm; GroupNorm and InstanceNorm.
+
+y = x̂ w + b. A sample's gradients are Σ_t g_t x̂_t for w and Σ_t g_t for b: small, (B, d), taken in one pass in backward
+and kept. The gradient of x comes from torch's own kernels.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dpscope.flash.contributions import Kept, wide
+from dpscope.flash.products import layer_norm_sums, rms_norm_sums
+from dpscope.flash.taps import LayerTap, autocast_dtype, autocast_output_dtype
+
+
+class _NormTap(LayerTap):
+    def keep(self, index: int, sums: Tensor) -> None:
+        """`sums`: (B, ...) per-sample gradients of the parameter `names[index]`."""
+        slot = self.slots[index]
+        assert slot is not None
+        if not slot.kind:
+            slot.describe("kept", str(tuple(sums.shape)), "per-sample sums over positions, taken in backward")
+        self.engine.add(slot, Kept(sums.view(-1, *slot.parameter.shape)))
+
+
+def _probe_layer_norm(x: Tensor) -> Tensor:
+    return F.layer_norm(x, (2,))
+
+
+def _probe_group_norm(x: Tensor) -> Tensor:
+    return F.group_norm(x, 1)
+
+
+def _probe_instance_norm(x: Tensor) -> Tensor:
+    return F.instance_norm(x)
+
+
+# Dimensions of the input, batch and channels included.
+_INSTANCE_NORM_DIMS = {nn.InstanceNorm1d: 3, nn.InstanceNorm2d: 4, nn.InstanceNorm3d: 5}
+
+
+class LayerNormTap(_NormTap):
+    def __init__(self, engine: Any, name: str, module: nn.Module) -> None:
+        assert isinstance(module, nn.LayerNorm)
+        super().__init__(engine, name, module)
+        self.shape = list(module.normalized_shape)
+        self.min_dim = len(self.shape) + 1
+        self.eps = module.eps
+
+    def forward(self, ctx: Any, x: Tensor) -> Tensor:
+        weight: Tensor | None = self.parameters["weight"]
+        bias: Tensor | None = self.parameters["bias"]
+        dtype = autocast_dtype(x)
+        if dtype is not None and x.dtype != torch.float64:
+            x = x.to(autocast_output_dtype(_probe_layer_norm, x, dtype))
+            if x.dtype == torch.float32:
+                weight = None if weight is None else weight.float()
+                bias = None if bias is None else bias.float()
+        output, mean, rstd = torch.native_layer_norm(x, self.shape, weight, bias, self.eps)
+        ctx.save_for_backward(x, weight, bias, mean, rstd)
+        return output
+
+    def backward(self, ctx: Any, g: Tensor) -> Tensor | None:
+        x, weight, bias, mean, rstd = ctx.saved_tensors
+        needs_x, (needs_weight, needs_bias) = ctx.needs_input_grad[1], ctx.live
+        batch = g.shape[0]
+        if needs_weight or needs_bias:
+            width = weight.numel()
+            weight_sums, bias_sums = layer_norm_sums(
+                g.reshape(batch, -1, width),
+                x.reshape(batch, -1, width),
+                mean.reshape(batch, -1),
+                rstd.reshape(batch, -1),
+            )
+            if needs_weight:
+                self.keep(0, weight_sums)
+            if needs_bias:
+                self.keep(1, bias_sums)
+        if not needs_x:
+            return None
+        mask = [True, False, False]
+        backward = torch.ops.aten.native_layer_norm_backward
+        return backward(g, x, self.shape, mean, rstd, weight, bias, mask)[0]  # type: ignore[no-any-return]
+
+
+class RMSNormTap(_NormTap):
+    """x̂ = x / sqrt(mean(x²) + eps)."""
+
+    names = ("weight",)
+
+    def __init__(self, engine: Any, name: str, module: nn.Module) -> None:
+        assert isinstance(module, nn.RMSNorm)
+        super().__init__(engine, name, module)
+        self.shape = list(module.normalized_shape)
+        self.min_dim = len(self.shape) + 1
+        self.eps = module.eps
+
+    def forward(self, ctx: Any, x: Tensor) -> Tensor:
+        weight = self.parameters["weight"]
+        ctx.save_for_backward(x, weight)
+        return F.rms_norm(x, self.shape, weight, self.eps)
+
+    def backward(self, ctx: Any, g: Tensor) -> Tensor | None:
+        x, weight = ctx.saved_tensors
+        batch, width = g.shape[0], weight.numel()
+        dtype = wide(x.dtype)
+        eps = torch.finfo(dtype if x.dtype.itemsize < 4 else x.dtype).eps if self.eps is None else self.eps
+        rows = x.reshape(batch, -1, width)
+        rstd = (torch.linalg.vector_norm(rows, dim=-1, dtype=dtype).square() / width + eps).rsqrt()
+        if ctx.live[0]:
+            self.keep(0, rms_norm_sums(g.reshape(batch, -1, width), rows, rstd))
+        if not ctx.needs_input_grad[1]:
+            return None
+        normed = rows.to(dtype) * rstd.unsqueeze(-1)
+        scaled = g.reshape(batch, -1, width).to(dtype) * weight.reshape(width).to(dtype)
+        dx: Tensor = (scaled - normed * (scaled * normed).mean(-1, keepdim=True)) * rstd.unsqueeze(-1)
+        return dx.to(x.dtype).view(x.shape)
+
+
+class GroupNormTap(_NormTap):
+    """Folding the batch into the channels makes torch's own kernel give per-sample sums for w and b.
+
+    x: (B, C, *) seen as (1, B·C, *) with B·G groups is the same normalisation, and its weight gradient, one number a
+    channel, is then (B·C): Σ over positions for each sample apart.
+    """
+
+    def __init__(self, engine: Any, name: str, module: nn.Module) -> None:
+        super().__init__(engine, name, module)
+        if isinstance(module, nn.GroupNorm):
+            self.groups, self.eps, self.probe = module.num_groups, module.eps, _probe_group_norm
+        else:
+            assert isinstance(module, nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d)
+            self.groups, self.eps, self.probe = module.num_features, module.eps, _probe_instance_norm
+            self.min_dim = next(dim for cls, dim in _INSTANCE_NORM_DIMS.items() if isinstance(module, cls))
+
+    def forward(self, ctx: Any, x: Tensor) -> Tensor:
+        weight: Tensor | None = self.parameters["weight"]
+        bias: Tensor | None = self.parameters["bias"]
+        dtype = autocast_dtype(x)
+        if dtype is not None and x.dtype != torch.float64:
+            x = x.to(autocast_output_dtype(self.probe, x, dtype))
+            if x.dtype == torch.float32:
+                weight = None if weight is None else weight.float()
+                bias = None if bias is None else bias.float()
+        x = x.contiguous()
+        batch, channels = x.shape[:2]
+        positions = x[0, 0].numel() if batch else 1
+        output, mean, rstd = torch.native_group_norm(x, weight, bias, batch, channels, positions, self.groups, self.eps)
+        ctx.save_for_backward(x, weight, mean, rstd)
+        return output
+
+    def backward(self, ctx: Any, g: Tensor) -> Tensor | None:
+        x, weight, mean, rstd = ctx.saved_tensors
+        needs_x, (needs_weight, needs_bias) = ctx.needs_input_grad[1], ctx.live
+        batch, channels = x.shape[:2]
+        if batch == 0:
+            return torch.zeros_like(x) if needs_x else None
+        dx, weight_sums, bias_sums = torch.ops.aten.native_group_norm_backward(
+            g.to(x.dtype).reshape(1, batch * channels, -1),
+            x.view(1, batch * channels, -1),
+            mean.reshape(1, -1),
+            rstd.reshape(1, -1),
+            None if weight is None else weight.repeat(batch),
+            1,
+            batch * channels,
+            x[0, 0].numel(),
+            batch * self.groups,
+            [needs_x, needs_weight or needs_bias, needs_weight or needs_bias],
+        )
+        if needs_weight:
+            self.keep(0, weight_sums)
+        if needs_bias:
+            self.keep(1, bias_sums)
+        return dx.view(x.shape) if needs_x else None

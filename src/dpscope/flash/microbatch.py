@@ -1,0 +1,101 @@
+"""A closed micro-batch: contributions in, norms and factors, clipped sums out, one parameter at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from dpscope.errors import UserError
+from dpscope.flash.contributions import Contribution, Kept, combine, wide
+from dpscope.flash.norms import Decide, Factors, NormSum, SmallRows, clip_factors, gather_small
+from dpscope.flash.taps import Slot
+
+FactoredSum = tuple[nn.Parameter, Tensor, Tensor | None]
+
+
+class MicroBatch:
+    """Takes the contributions out of `slots`; on construction norms and factors are computed, sums are not yet."""
+
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        *,
+        decide: Decide,
+        max_grad_norm: float,
+        mean: bool,
+        loss_scale: float | Tensor,
+    ) -> None:
+        self.size = _common_batch_size(slots)
+        self.parameters = [slot.parameter for slot in slots]
+        self._parts: list[tuple[Contribution, ...]] = []
+        for slot in slots:
+            for contribution in slot.contributions:
+                contribution.check_unchanged(slot.name)
+            contributions, slot.contributions = slot.contributions, []
+            self._parts.append(combine(contributions, slot.parameter.dtype) if self.size else ())
+        device = self.parameters[0].device
+        self._small: SmallRows | None = None
+        norm_sum = NormSum(self.size, device, decide)
+        if self.size:
+            self._small = gather_small(self._parts)
+            self._count(norm_sum)
+        multiplier = (self.size if mean else 1) / loss_scale
+        self.clipping: Factors = clip_factors(norm_sum.result(), max_grad_norm, multiplier)
+
+    def _count(self, norm_sum: NormSum) -> None:
+        small = self._small
+        if small is not None:
+            norm_sum.add(Kept(small.values).norms_squared())
+        for index, parts in enumerate(self._parts):
+            if small is not None and index in small.columns:
+                self._parts[index] = ()  # its values live on in `small`
+            else:
+                self._parts[index] = norm_sum.add_parts(parts)
+
+    def factored_sums(self, *, into_grad: bool) -> Iterator[FactoredSum]:
+        """(parameter, tensor, factor): the clipped sum is factor·tensor, or the tensor itself where factor is None.
+
+        A factor (0-dimensional) comes with a lone sample's gradient, so that a fused update may apply it on its own;
+        where it is 0 the tensor is to be ignored, for it may hold NaN. What a parameter was made of is freed before
+        the next one is asked for. `into_grad`: sums are added into gradients that exist.
+        """
+        scale = self.clipping.scale
+        small_sum = self._sum_small(scale)
+        for index, parameter in enumerate(self.parameters):
+            parts, self._parts[index] = self._parts[index], ()
+            out = parameter.grad if into_grad else None
+            if self._small is not None and index in self._small.columns:
+                start, stop = self._small.columns[index]
+                assert small_sum is not None
+                total = small_sum[start:stop].view(parameter.shape)
+                yield parameter, total.to(parameter.dtype) if out is None else out.add_(total), None
+            elif not parts:  # an empty batch
+                yield parameter, torch.zeros_like(parameter) if out is None else out, None
+            elif not into_grad and len(parts) == 1 and isinstance(parts[0], Kept) and self.size == 1:
+                yield parameter, parts[0].values[0], scale[0]
+            else:
+                for part in parts:
+                    out = part.clipped_sum(scale, out)
+                assert out is not None
+                total, out = out, None
+                del parts
+                yield parameter, total.to(parameter.dtype), None
+
+    def _sum_small(self, scale: Tensor) -> Tensor | None:
+        if self._small is None:
+            return None
+        values = self._small.values.nan_to_num_(0.0, 0.0, 0.0)
+        return torch.mv(values.t(), scale.to(wide(values.dtype)))
+
+
+def _common_batch_size(slots: Sequence[Slot]) -> int:
+    sizes = {part.batch_size for slot in slots for part in slot.contributions}
+    if len(sizes) > 1:
+        raise UserError(
+            f"one backward pass holds micro-batches of {sorted(sizes)} samples; flash clipping takes the forward "
+            "passes that share a backward pass to be about the same samples: call backward on each before the next "
+            "forward, or give them equal batches"
+        )
+    return sizes.pop()

@@ -1,0 +1,139 @@
+"""Per-sample squared norms over all parameters of a closed micro-batch, and the factors that follow from them.
+
+Everything that still holds x and g is normed here together, not layer by layer: one call for all Gram units, in which
+layers that read the same x (q, k, v) share a unit; one concatenation for all small kept gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dpscope.flash.contributions import Contribution, Kept, Lookup, Outer, cross_terms
+from dpscope.flash.kernels.gram_norms import GramUnit, gram_norms_squared
+from dpscope.flash.paths import DIRECT, KEEP, RANK1, Decision
+
+# Kept gradients of at most this many elements a sample are normed and summed in one go, side by side.
+SMALL = 1 << 16
+
+Decide = Callable[..., Decision]
+
+
+@dataclass(frozen=True)
+class SmallRows:
+    """The small kept gradients side by side: values (B, Σ widths), and where each parameter's columns begin."""
+
+    values: Tensor
+    columns: dict[int, tuple[int, int]]
+
+
+def gather_small(parts: Sequence[tuple[Contribution, ...]]) -> SmallRows | None:
+    """`parts[i]`: what parameter i is made of. Columns are keyed by i."""
+    rows: list[Tensor] = []
+    columns: dict[int, tuple[int, int]] = {}
+    start = 0
+    for index, part in enumerate(parts):
+        if len(part) == 1 and isinstance(part[0], Kept) and part[0].values[0].numel() <= SMALL:
+            flat = part[0].values.flatten(1)
+            rows.append(flat)
+            columns[index] = (start, start + flat.shape[1])
+            start += flat.shape[1]
+    return SmallRows(torch.cat(rows, 1), columns) if rows else None
+
+
+class NormSum:
+    """Adds up squared norms; Gram units wait until all are known."""
+
+    def __init__(self, batch: int, device: torch.device, decide: Decide) -> None:
+        # float64 for this handful of numbers costs nothing; MPS has none.
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        self.total = torch.zeros(batch, dtype=dtype, device=device)
+        self.decide = decide
+        self._sharing: dict[tuple[object, ...], tuple[Tensor, list[Tensor]]] = {}
+        self._lookups: list[GramUnit] = []
+        self._single: list[Tensor] = []
+
+    def add(self, norms_squared: Tensor) -> None:
+        self.total += norms_squared.to(self.total)
+
+    def add_parts(self, parts: tuple[Contribution, ...]) -> tuple[Contribution, ...]:
+        """Counts one parameter's contributions; returns them, with what is to be kept from now on in their place."""
+        if len(parts) == 1:
+            return (self._add_one(parts[0]),)
+        lookup, outer = parts
+        assert isinstance(lookup, Lookup) and isinstance(outer, Outer)
+        if self._path(outer) == KEEP:
+            values = outer.materialise()
+            kept = Kept(values + lookup.materialise().to(values.dtype))
+            self.add(kept.norms_squared())
+            return (kept,)
+        self._add_one(lookup)
+        self._add_one(outer)
+        self.add(2 * cross_terms(lookup, outer))
+        return parts
+
+    def _path(self, outer: Outer) -> str:
+        return self.decide(*outer.x.shape, outer.g.shape[-1], itemsize=outer.g.element_size()).path
+
+    def _add_one(self, part: Contribution) -> Contribution:
+        if isinstance(part, Lookup):
+            self._lookups.append(GramUnit(gs=(part.g,), ids=part.ids, padding_idx=part.padding_idx))
+        elif isinstance(part, Outer):
+            return self._add_outer(part)
+        elif isinstance(part, Kept) and part.batch_size == 1 and part.values.is_cuda:
+            self._single.append(part.values)
+        else:
+            self.add(part.norms_squared())
+        return part
+
+    def _add_outer(self, part: Outer) -> Contribution:
+        x, g = part.x, part.g
+        path = self._path(part)
+        if path == RANK1:
+            self.add(part.rank1_norms_squared())
+        elif path == DIRECT:
+            self.add(part.norms_squared())
+        elif path == KEEP:
+            kept = Kept(part.materialise())
+            self.add(kept.norms_squared())
+            return kept
+        else:
+            key = (x.data_ptr(), x.shape, x.stride(), x.dtype, g.dtype)
+            self._sharing.setdefault(key, (x, []))[1].append(g)
+        return part
+
+    def result(self) -> Tensor:
+        """(B,) squared norms. May hold inf or NaN: those samples are dropped, not repaired."""
+        units = [GramUnit(gs=tuple(gs), xs=(x,)) for x, gs in self._sharing.values()] + self._lookups
+        if units:
+            self.add(gram_norms_squared(units))
+        if self._single:  # one multi-tensor launch for all of them
+            norms = torch.stack([norm.to(self.total) for norm in torch._foreach_norm(self._single)])
+            self.add(norms.square().sum().view(1))
+        self._sharing, self._lookups, self._single = {}, [], []
+        return self.total
+
+
+@dataclass(frozen=True)
+class Factors:
+    """(B,) each. norms: of the true per-sample gradients; scale: what recorded gradients are multiplied by."""
+
+    norms: Tensor
+    factors: Tensor
+    scale: Tensor
+    finite: Tensor
+
+
+def clip_factors(squared: Tensor, max_grad_norm: float, multiplier: float | Tensor) -> Factors:
+    """factor_b = min(1, C / norm_b), and 0 where the norm is not finite.
+
+    `multiplier` turns a recorded gradient into the sample's own: B for a mean over B samples, over the loss scale.
+    """
+    finite = torch.isfinite(squared)
+    norms = squared.clamp_min(0.0).sqrt() * multiplier
+    finite = finite & torch.isfinite(norms)
+    factors = torch.where(finite, (max_grad_norm / norms).clamp(max=1.0), torch.zeros_like(norms))
+    return Factors(norms, factors, torch.where(finite, factors * multiplier, torch.zeros_like(norms)), finite)

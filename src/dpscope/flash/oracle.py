@@ -1,0 +1,107 @@
+"""The oracle: micro-batches of one, plain autograd. Slow, dumb, and what every other path is held against.
+
+For sample b with gradient v_b over all trainable parameters together (norms in float64):
+
+    norm_b = ||v_b||,   factor_b = min(1, C / norm_b)  (0 where norm_b is not finite),   sum = Σ_b factor_b v_b
+
+It shares no code with the engine. The model is deep-copied first, which gives an ordinary model even where an engine
+is attached, so the caller's gradients, buffers and taps are never touched.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+Batch = Any
+LossFn = Callable[[nn.Module, Batch], Tensor]
+
+
+@dataclass(frozen=True)
+class OracleResult:
+    """`norms`, `factors`: (B,) float64. `clipped_sums`: qualified parameter name -> Σ_b factor_b v_b."""
+
+    norms: Tensor
+    factors: Tensor
+    clipped_sums: dict[str, Tensor]
+
+
+def batch_size_of(batch: Batch) -> int:
+    sizes = [leaf.shape[0] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
+    if not sizes:
+        raise ValueError("the batch holds no tensor with a batch dimension")
+    return int(sizes[0])
+
+
+def sample_of(batch: Batch, index: int, size: int) -> Batch:
+    """The batch cut down to sample `index`: tensors whose dim 0 is the batch are sliced, the rest stays."""
+
+    def cut(leaf: Any) -> Any:
+        batched = isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == size
+        return leaf[index : index + 1] if batched else leaf
+
+    return pytree.tree_map(cut, batch)
+
+
+def _cast(batch: Batch, dtype: torch.dtype) -> Batch:
+    def cast(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+    return pytree.tree_map(cast, batch)
+
+
+def per_sample_gradients(model: nn.Module, batch: Batch, loss_fn: LossFn) -> list[dict[str, Tensor]]:
+    """One dictionary (parameter name -> gradient) a sample, of the trainable parameters, each counted once."""
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    size = batch_size_of(batch)
+    gradients = []
+    for index in range(size):
+        loss = loss_fn(model, sample_of(batch, index, size))
+        found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+        gradients.append(
+            {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(named.items(), found, strict=True)}
+        )
+    return gradients
+
+
+def run_oracle(
+    model: nn.Module,
+    batch: Batch,
+    loss_fn: LossFn,
+    *,
+    max_grad_norm: float,
+    dtype: torch.dtype | None = None,
+) -> OracleResult:
+    """Per-sample norms, factors and clipped sums of `loss_fn(model, batch)`.
+
+    `loss_fn` is called with one sample at a time and returns that sample's loss: for such a batch of one a `mean` and
+    a `sum` over samples are the same thing. `dtype` runs the whole computation in another precision (float64 as the
+    reference for a float32 model).
+    """
+    model = copy.deepcopy(model)
+    if dtype is not None:
+        model, batch = model.to(dtype), _cast(batch, dtype)
+    norms: list[float] = []
+    factors: list[float] = []
+    sums = {name: torch.zeros_like(p) for name, p in model.named_parameters() if p.requires_grad}
+    for gradients in per_sample_gradients(model, batch, loss_fn):
+        norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
+        finite = math.isfinite(norm)
+        factor = (1.0 if norm <= max_grad_norm else max_grad_norm / norm) if finite else 0.0
+        norms.append(norm)
+        factors.append(factor)
+        if finite:
+            for name, gradient in gradients.items():
+                sums[name] += factor * gradient
+    return OracleResult(
+        norms=torch.tensor(norms, dtype=torch.float64),
+        factors=torch.tensor(factors, dtype=torch.float64),
+        clipped_sums=sums,
+    )

@@ -1,0 +1,248 @@
+"""Taps: what stands in for a module's forward while an engine is attached.
+
+A tap lives in the module's instance dictionary under `forward`. The module keeps its class, its names and its
+state_dict; pickling or copying it gives an ordinary module, because a tap reduces to the forward it stands in for.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable
+from types import MethodType
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from dpscope.errors import UserError
+
+if TYPE_CHECKING:
+    from dpscope.flash.contributions import Contribution
+    from dpscope.flash.engine import FlashEngine
+    from dpscope.flash.paths import Decision
+
+
+class Slot:
+    """One trainable parameter: where its contributions gather during a micro-batch."""
+
+    __slots__ = ("contributions", "decision", "kind", "module", "name", "parameter", "shapes", "why")
+
+    def __init__(self, name: str, parameter: nn.Parameter, module: str) -> None:
+        self.name = name
+        self.parameter = parameter
+        self.module = module
+        self.contributions: list[Contribution] = []
+        # For explain(): what was seen last.
+        self.kind = ""
+        self.shapes = ""
+        self.why = "not reached by a backward pass yet"
+        self.decision: Decision | None = None
+
+    def describe(self, kind: str, shapes: str, why: str) -> None:
+        self.kind, self.shapes, self.why = kind, shapes, why
+
+
+class InstanceMethod:
+    """A callable that stands in a module's instance dictionary for the method `attribute`, until `restore()`."""
+
+    attribute: ClassVar[str] = "forward"
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.replaced = vars(module).get(self.attribute)
+        self.original = getattr(module, self.attribute)
+        self.__wrapped__ = self.original  # so that inspect.signature(model.forward) stays what it was
+        self.__doc__ = self.original.__doc__
+        self.__name__ = self.attribute
+
+    def install(self) -> None:
+        vars(self.module)[self.attribute] = self
+
+    def restore(self) -> None:
+        if self.replaced is None:
+            vars(self.module).pop(self.attribute, None)
+        else:
+            vars(self.module)[self.attribute] = self.replaced
+
+    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
+        # While a module is unpickled its instance dictionary is still empty: this finds the class's own method.
+        return (getattr, (self.module, self.attribute)) if self.replaced is None else (_itself, (self.replaced,))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if self.replaced is not None:
+            return copy.deepcopy(self.replaced, memo)
+        return MethodType(getattr(type(self.module), self.attribute), copy.deepcopy(self.module, memo))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+class RootTap(InstanceMethod):
+    """The root's forward: tells the engine that a pass begins, and with how many samples."""
+
+    def __init__(self, engine: FlashEngine, module: nn.Module) -> None:
+        super().__init__(module)
+        self.engine = engine
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            self.engine.open(args, kwargs)
+        return self.original(*args, **kwargs)
+
+
+class ZeroGradTap(InstanceMethod):
+    """The root's zero_grad: what a backward pass has left and nobody has summed yet is thrown away with the rest."""
+
+    attribute = "zero_grad"
+
+    def __init__(self, engine: FlashEngine, module: nn.Module) -> None:
+        super().__init__(module)
+        self.engine = engine
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.engine.discard()
+        return self.original(*args, **kwargs)
+
+
+class Tapped(torch.autograd.Function):
+    """One tapped call: `tap.forward` and `tap.backward` do the work.
+
+    Parameters are not inputs of this function, so autograd has no ordinary gradient to give them and no
+    weight-gradient GEMM to run. `anchor` makes the output require a gradient where x does not.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tap: LayerTap, x: Tensor, live: list[bool], anchor: Tensor | None) -> Tensor:
+        ctx.tap = tap
+        ctx.live = live
+        ctx.generation = tap.engine.generation
+        output = tap.forward(ctx, x)
+        if output._is_view():  # autograd forbids in-place operations on views made in here, such as ReLU(inplace=True)
+            output = torch.ops.aten._unsafe_view(output, output.shape)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        tap: LayerTap = ctx.tap
+        engine = tap.engine
+        if ctx.generation != engine.generation or torch.is_grad_enabled():
+            engine.refuse_backward(tap.name, ctx.generation)
+        device = g.device.type
+        if torch.is_autocast_enabled(device):  # backward() called inside the autocast context: no cast is wanted here
+            with torch.autocast(device, enabled=False):
+                return None, tap.backward(ctx, g), None, None
+        return None, tap.backward(ctx, g), None, None
+
+
+class LayerTap(InstanceMethod):
+    """The forward of one layer. A family says how in `forward` and `backward`; what they share is here.
+
+    `names`: the parameters the family knows; `slots` and `ctx.live` (does it require a gradient?) go in that order.
+    """
+
+    names: ClassVar[tuple[str, ...]] = ("weight", "bias")
+    min_dim = 2  # of x, the batch dimension included
+
+    def __init__(self, engine: FlashEngine, name: str, module: nn.Module) -> None:
+        super().__init__(module)
+        self.engine = engine
+        self.name = name or type(module).__name__
+        self.parameters = module._parameters
+        self.slots = [
+            None if module._parameters.get(key) is None else engine.slot(module._parameters[key]) for key in self.names
+        ]
+        self.decisions: dict[tuple[int, ...], Decision] = {}
+
+    @classmethod
+    def accepts(cls, module: nn.Module) -> bool:
+        """Whether the module's parameters are those the family knows (and not, say, weight_g and weight_v)."""
+        owned = {key for key, parameter in module._parameters.items() if parameter is not None}
+        return bool(owned) and owned <= set(cls.names)
+
+    def __call__(self, x: Tensor) -> Any:
+        if not torch.is_grad_enabled():
+            return self.original(x)
+        live = [self._is_live(index, key) for index, key in enumerate(self.names)]
+        if not any(live):
+            return self.original(x)
+        engine = self.engine
+        if engine.pending or x.dim() < self.min_dim or x.shape[0] != engine.batch_size:
+            x = engine.admit(self, x)
+        return self.apply(x, live)
+
+    def _is_live(self, index: int, key: str) -> bool:
+        parameter, slot = self.parameters.get(key), self.slots[index]
+        if parameter is None:
+            return False
+        if slot is None or parameter is not slot.parameter:
+            self.engine.refuse_parameter(self.name, key)
+        return parameter.requires_grad
+
+    def apply(self, x: Tensor, live: list[bool]) -> Any:
+        return Tapped.apply(self, x, live, None if x.requires_grad else self.engine.anchor)  # type: ignore[no-untyped-call]
+
+    def admit(self, x: Tensor) -> None:
+        """Raises where x has no room for a batch dimension in front."""
+        if x.dim() < self.min_dim:
+            raise UserError(f"{self.name} was given a tensor of shape {tuple(x.shape)}: {KEEP_BATCH_FIRST}")
+
+    def forward(self, ctx: Any, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def backward(self, ctx: Any, g: Tensor) -> Tensor | None:
+        """The gradient of x where `ctx.needs_input_grad[1]`; those of the parameters go to the engine, in pieces."""
+        raise NotImplementedError
+
+
+KEEP_BATCH_FIRST = (
+    "flash clipping needs the batch as the first dimension of every layer's input; "
+    "keep it first and do not flatten it into others (a leading dimension of 1 is broadcast)"
+)
+
+
+class SharedCast:
+    """Casts under autocast, the last one remembered weakly: q, k and v read one tensor, and store one cast of it."""
+
+    __slots__ = ("_result", "_source", "_version")
+
+    def __init__(self) -> None:
+        self._source: weakref.ref[Tensor] | None = None
+        self._result: weakref.ref[Tensor] | None = None
+        self._version = -1
+
+    def __call__(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        if x.dtype in (dtype, torch.float64) or not x.is_floating_point():
+            return x
+        if self._source is not None and self._source() is x and self._version == x._version:
+            result = self._result() if self._result is not None else None
+            if result is not None and result.dtype == dtype:
+                return result
+        result = x.to(dtype)
+        self._source, self._result, self._version = weakref.ref(x), weakref.ref(result), x._version
+        return result
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The dtype autocast computes in on x's device, None where it is off."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+_output_dtypes: dict[tuple[Any, ...], torch.dtype] = {}
+
+
+def autocast_output_dtype(operator: Callable[[Tensor], Tensor], x: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which an operator outside the lower-precision list answers under autocast, asked of it once.
+
+    Which operators autocast runs in float32 differs between devices and torch versions: `operator` is run on a tiny
+    tensor (1, 2, 2) like x.
+    """
+    known = (operator, x.device.type, x.dtype, dtype)
+    if known not in _output_dtypes:
+        _output_dtypes[known] = operator(torch.ones(1, 2, 2, dtype=x.dtype, device=x.device)).dtype
+    return _output_dtypes[known]

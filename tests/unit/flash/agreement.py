@@ -1,0 +1,105 @@
+"""How the flash tests hold the engine against the oracle, and with which tolerances."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpscope.flash import FlashEngine, OracleResult, run_oracle
+
+Losses = Callable[[nn.Module, Any], Tensor]  # (model, batch) -> (B,), one loss a sample
+
+# (clipped sums, per parameter; norms). What the contract promises (epsilon: 1.2e-7 and 2.2e-16).
+TOLERANCES = {torch.float32: (1e-5, 1e-6), torch.float64: (1e-12, 1e-12)}
+# Where backward itself cancels, float32 autograd is further than that from the truth, and the engine, which starts
+# from the same g, cannot be nearer: it may err as the float32 oracle does, times this.
+NOISE_MARGIN = 4.0
+
+CLIPPING = ("all", "none", "some")
+PATHS = (None, "gram", "direct", "keep")
+REDUCTIONS = ("mean", "sum")
+
+
+def relative_error(found: Tensor, truth: Tensor) -> float:
+    size = float(truth.double().norm())
+    return float((found.double() - truth.double()).norm()) / (size or 1.0)
+
+
+def max_grad_norm_for(clipping: str, norms: Tensor) -> float:
+    """C so small that all samples are clipped, so large that none is, or in between."""
+    positive = norms[norms.isfinite() & (norms > 0)]
+    if not len(positive):
+        return 1.0
+    return {
+        "all": float(positive.min()) / 100,
+        "none": float(positive.max()) * 100,
+        "some": float(positive.median()) * 1.001,
+    }[clipping]
+
+
+def one_loss(losses: Losses) -> Callable[[nn.Module, Any], Tensor]:
+    return lambda model, batch: losses(model, batch).sum()
+
+
+def reference(model: nn.Module, batch: Any, losses: Losses, clipping: str = "some") -> tuple[OracleResult, float]:
+    """The oracle in float64, and the C that clips as asked."""
+    double = torch.float64
+    norms = run_oracle(model, batch, one_loss(losses), max_grad_norm=1.0, dtype=double).norms
+    c = max_grad_norm_for(clipping, norms)
+    return run_oracle(model, batch, one_loss(losses), max_grad_norm=c, dtype=double), c
+
+
+def private_step(engine: FlashEngine, batch: Any, losses: Losses) -> None:
+    found = losses(engine.model, batch)
+    (found.mean() if engine.loss_reduction == "mean" else found.sum()).backward()
+    engine.finish()
+
+
+def worst_errors(model: nn.Module, engine: FlashEngine, truth: OracleResult) -> tuple[float, float]:
+    """(of the clipped sums, worst parameter; of the norms, worst sample)."""
+    named = dict(model.named_parameters())
+    sums = max(relative_error(named[name].grad, total) for name, total in truth.clipped_sums.items())
+    positive = truth.norms > 0
+    errors = (engine.norms.cpu().double() - truth.norms).abs()[positive] / truth.norms[positive]
+    return sums, float(errors.max()) if len(errors) else 0.0
+
+
+def assert_exact(
+    model: nn.Module,
+    batch: Any,
+    losses: Losses,
+    *,
+    clipping: str = "some",
+    loss_reduction: str = "mean",
+    path: str | None = None,
+) -> FlashEngine:
+    """One private step of the model gives the oracle's norms and clipped sums. Leaves the engine detached."""
+    truth, c = reference(model, batch, losses, clipping)
+    model.zero_grad()
+    with FlashEngine(model, max_grad_norm=c, loss_reduction=loss_reduction, path=path) as engine:
+        private_step(engine, batch, losses)
+    compare(model, batch, losses, engine, truth, c)
+    return engine
+
+
+def compare(model: nn.Module, batch: Any, losses: Losses, engine: FlashEngine, truth: OracleResult, c: float) -> None:
+    dtype = next(model.parameters()).dtype
+    sum_tolerance, norm_tolerance = TOLERANCES[dtype]
+    named = dict(model.named_parameters())
+    noisy: OracleResult | None = None
+    for name, total in truth.clipped_sums.items():
+        error = relative_error(named[name].grad, total)
+        if error > sum_tolerance:
+            noisy = noisy or run_oracle(model, batch, one_loss(losses), max_grad_norm=c)
+            allowed = NOISE_MARGIN * relative_error(noisy.clipped_sums[name], total)
+            assert error <= allowed, f"{name}: relative error {error:.1e}, float32 oracle {allowed:.1e}"
+    assert engine.norms is not None
+    positive = truth.norms > 0
+    errors = (engine.norms.double() - truth.norms).abs()[positive] / truth.norms[positive]
+    if len(errors) and float(errors.max()) > norm_tolerance:
+        noisy = noisy or run_oracle(model, batch, one_loss(losses), max_grad_norm=c)
+        noise = (noisy.norms - truth.norms).abs()[positive] / truth.norms[positive]
+        assert float(errors.max()) <= NOISE_MARGIN * float(noise.max()), f"norms: {errors.max():.1e}"

@@ -1,0 +1,64 @@
+"""Small models and batches shared by the flash tests: each a function of a seed, each a few thousand parameters."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int, norm: type[nn.Module] = nn.LayerNorm) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = norm(width), norm(width)
+        # Softmax does not see a bias of k: its gradient is nothing but rounding, and has no relative error to speak of.
+        self.q, self.k, self.v = (nn.Linear(width, width, bias=name != "k") for name in "qkv")
+        self.out = nn.Linear(width, width, bias=False)
+        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.ReLU(inplace=True), nn.Linear(2 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        h = self.norm1(x)
+        q, k, v = (f(h).view(batch, length, self.heads, -1).transpose(1, 2) for f in (self.q, self.k, self.v))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))
+        return x + self.mlp(self.norm2(x))
+
+
+class Decoder(nn.Module):
+    """A decoder transformer; positions come with a leading dimension of 1, as in Hugging Face models."""
+
+    def __init__(
+        self, vocabulary: int = 17, width: int = 8, layers: int = 2, *, tied: bool = False, norm: type = nn.LayerNorm
+    ) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width, padding_idx=0)
+        self.positions = nn.Embedding(64, width)
+        self.blocks = nn.ModuleList(Block(width, 2, norm) for _ in range(layers))
+        self.norm = norm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        if tied:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        positions = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)
+        x = self.tokens(ids) + self.positions(positions)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def token_batch(batch: int, length: int, vocabulary: int = 17) -> dict[str, Tensor]:
+    """ids with repeats and padding (0); labels, some of them ignored (-100)."""
+    ids = torch.randint(0, min(vocabulary, 6), (batch, length))
+    labels = torch.randint(0, vocabulary, (batch, length))
+    labels[:, ::3] = -100
+    return {"ids": ids, "labels": labels}
+
+
+def token_losses(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """(B,): each sample's cross entropy, summed over its tokens that are not ignored."""
+    logits = model(batch["ids"])
+    losses = F.cross_entropy(logits.transpose(1, 2), batch["labels"], ignore_index=-100, reduction="none")
+    return losses.sum(1)
