@@ -1,3 +1,34 @@
-"""dpscope: see what privacy costs, then stop paying it."""
+"""dpscope: see what privacy costs, then stop paying it.
+
+Importing this package imports neither torch nor a GPU; the names below are loaded when they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from dpscope.comparison import Comparison, compare
+    from dpscope.runner.spec import RunSpec, make_sweep
+    from dpscope.workloads.configs import make_config
+    from dpscope.workloads.workload import Workload
+
+_HOMES = {
+    "Comparison": "dpscope.comparison",
+    "RunSpec": "dpscope.runner.spec",
+    "Workload": "dpscope.workloads.workload",
+    "compare": "dpscope.comparison",
+    "make_config": "dpscope.workloads.configs",
+    "make_sweep": "dpscope.runner.spec",
+}
+
+__all__ = ["Comparison", "RunSpec", "Workload", "__version__", "compare", "make_config", "make_sweep"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'dpscope' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

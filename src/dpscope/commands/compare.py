@@ -19,12 +19,10 @@ from dpscope.commands.options import (
     workload_options,
 )
 from dpscope.commands.progress import SweepProgress
-from dpscope.reports.text import files_written, render_plain, summary
-from dpscope.results.store import ResultStore, write_atomically
+from dpscope.comparison import compare
+from dpscope.reports.text import files_written, summary
 from dpscope.runner.launcher import Limits
-from dpscope.runner.preflight import require_measurable
 from dpscope.runner.spec import make_sweep
-from dpscope.runner.sweep import open_store, run_sweep
 from dpscope.trainers.registry import STANDARD, resolve_method
 from dpscope.units import GIB
 
@@ -71,24 +69,22 @@ def command(
         device=resolve_device(device),
         **options,
     )
-    require_measurable(specs)
-    store = ResultStore(output_folder(out, resume=resume, command="compare"))
-    open_store(store, resume=resume, overwrite=overwrite)
+    folder = output_folder(out, resume=resume, command="compare")
     limits = Limits(timeout=timeout, memory=None if memory_limit is None else int(memory_limit * GIB))
 
     console = make_console()
     try:
         with SweepProgress(console, len(specs)) as progress:
-            results = run_sweep(specs, store, resume=resume, limits=limits, observer=progress)
+            comparison = compare(
+                specs, out=folder, resume=resume, overwrite=overwrite, limits=limits, observer=progress
+            )
     except KeyboardInterrupt:
-        console.print(f"Interrupted. Finished rows are in {store.results}; go on with the same command and --resume.")
+        console.print(f"Interrupted. Finished rows are in {folder}: go on with the same command and --resume.")
         sys.exit(130)
 
-    story = summary(results)
-    write_atomically(store.summary, render_plain(story))
     console.print()
-    console.print(story)
-    paths = [store.summary, *(store.path_of(spec.file_name) for spec in specs)]
-    console.print(f"\n{files_written(paths)}", highlight=False, soft_wrap=True)
-    console.print(f"\nShow this again: dpscope report {store.folder}", highlight=False, soft_wrap=True)
-    sys.exit(0 if all(result.ok for result in results) else 1)
+    console.print(summary(comparison.results))
+    console.print(f"\n{files_written(comparison.files)}", highlight=False, soft_wrap=True)
+    console.print(f"\nShow this again: dpscope report {folder}", highlight=False, soft_wrap=True)
+    console.print("Next: sweep sizes with --batch-size 8,16 --seq-len 256,512; on a GPU try --model 1b --dtype bf16.")
+    sys.exit(0 if comparison.ok else 1)

@@ -35,6 +35,8 @@ class CommaList(click.ParamType):  # type: ignore[type-arg]  # generic only in n
             self.fail(f"{value!r} is not a list of whole numbers such as 8,16", param, ctx)
 
 
+ABOVE_ZERO = click.FloatRange(min=0, min_open=True)
+
 MODEL_SIZES = (
     "vocab_size",
     "hidden_dim",
@@ -99,8 +101,10 @@ def sweep_options(function: F) -> F:
             click.option("--out", type=click.Path(path_type=Path), help="Folder for results [default: a new one]."),
             click.option("--resume", is_flag=True, help="Keep finished rows in --out and measure the rest."),
             click.option("--overwrite", is_flag=True, help="Replace the results in --out."),
-            click.option("--timeout", type=float, default=1800.0, show_default=True, help="Seconds a row may take."),
-            click.option("--memory-limit", type=float, help="GiB a row may allocate on the CPU."),
+            click.option(
+                "--timeout", type=ABOVE_ZERO, default=1800.0, show_default=True, help="Seconds a row may take."
+            ),
+            click.option("--memory-limit", type=ABOVE_ZERO, help="GiB a row may allocate on the CPU."),
         ],
     )
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from dpscope.errors import UserError
 from dpscope.results.schema import TIMEOUT, Result, UnreadableResult, result_for
 from dpscope.results.store import ResultStore, read_result
 from dpscope.runner.outcome import outcome_of_exit
@@ -31,6 +32,12 @@ class Limits:
 
     timeout: float | None = None  # seconds
     memory: int | None = None  # bytes of data (CPU)
+
+    def __post_init__(self) -> None:
+        if self.timeout is not None and not self.timeout > 0:
+            raise UserError(f"--timeout must be a number of seconds above 0, not {self.timeout}")
+        if self.memory is not None and self.memory <= 0:
+            raise UserError(f"--memory-limit must be above 0, not {self.memory} bytes")
 
 
 def launch(
@@ -53,7 +60,8 @@ def launch(
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log_file,
-            text=True,
+            encoding="utf-8",
+            errors="replace",
             start_new_session=True,
         )
         try:
@@ -104,9 +112,10 @@ def _relay_progress(events: IO[str], on_progress: ProgressListener) -> None:
     for line in events:
         try:
             event = json.loads(line)
-        except json.JSONDecodeError:
-            continue  # the line was cut short by the child's death
-        on_progress(event["stage"], event["done"], event["total"])
+            stage, done, total = event["stage"], event["done"], event["total"]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            continue  # cut short by the child's death, or not the worker's line
+        on_progress(stage, done, total)
 
 
 def _end(child: subprocess.Popen[str]) -> None:

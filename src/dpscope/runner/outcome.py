@@ -37,12 +37,18 @@ def outcome_of_exit(returncode: int, last_words: str, *, oom_killed: bool) -> tu
     if _OUT_OF_MEMORY.search(last_words):
         return OOM, f"out of memory on the CPU: {SMALLER}"
     if returncode < 0:
-        name = signal.Signals(-returncode).name
-        return FAILED, f"the process was ended by {name}; its log says what it printed last"
+        return FAILED, f"the process was ended by {_signal_name(-returncode)}; its log says what it printed last"
     return (
         FAILED,
         f"the process exited with code {returncode} without a result; its log says what it printed last",
     )
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # the real-time signals between the first and the last have no name
+        return f"signal {number}"
 
 
 def _first_sentence(text: str) -> str:

@@ -55,6 +55,8 @@ class RunSpec:
         _finite("max grad norm", self.max_grad_norm, above=0.0)
         if not (math.isfinite(self.noise_multiplier) and self.noise_multiplier >= 0):
             raise UserError(f"noise multiplier must be zero or more, not {self.noise_multiplier}")
+        for name in ("learning_rate", "max_grad_norm", "noise_multiplier"):
+            object.__setattr__(self, name, float(getattr(self, name)))  # 1 and 1.0 are one spec, one digest
         if self.dtype == "tf32" and self.device == "cpu":
             raise UserError("dtype tf32 is a CUDA number format: use fp32 or bf16 on the CPU")
 

@@ -23,6 +23,14 @@ class SweepObserver(Protocol):
     def row_finished(self, row: int, result: Result, *, kept: bool) -> None: ...
 
 
+class SilentObserver:
+    def row_started(self, row: int, spec: RunSpec) -> None: ...
+
+    def row_progress(self, row: int, stage: str, done: int, total: int) -> None: ...
+
+    def row_finished(self, row: int, result: Result, *, kept: bool) -> None: ...
+
+
 def open_store(store: ResultStore, *, resume: bool, overwrite: bool) -> None:
     """Make the output folder ready, refusing to mix two sweeps by accident."""
     if store.folder.exists() and not store.folder.is_dir():

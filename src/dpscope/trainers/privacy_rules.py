@@ -15,14 +15,12 @@ class NotPrivateError(UserError):
 def require_private_trainable(model: nn.Module) -> None:
     """Raise `NotPrivateError` naming every layer that mixes samples and its replacement."""
     mixing = [
-        f"{name or 'the model'} ({type(module).__name__}: use {_replacement(module)})"
+        f"{name or 'the model itself'} is {type(module).__name__}, use {_replacement(module)}"
         for name, module in model.named_modules()
         if _replacement(module)
     ]
     if mixing:
-        raise NotPrivateError(
-            f"cannot be trained privately, these layers mix the samples of a batch: {'; '.join(mixing)}"
-        )
+        raise NotPrivateError(f"cannot be trained privately, layers mix the samples of a batch: {'; '.join(mixing)}")
 
 
 def _replacement(module: nn.Module) -> str | None:
