@@ -1,0 +1,152 @@
+"""Where Triton is, and which backend serves a call.
+
+Every kernel file keeps a plain-torch fallback beside its Triton kernel; the choice between the two is made here, by one
+rule. Importing this module looks for Triton and nothing else: no CUDA context is made before a kernel is launched.
+"""
+
+# Kernels are typed by Triton, not by Python.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
+
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # torch for CPU or macOS comes without Triton: the fallbacks serve every call
+    triton = None
+    tl = None
+
+__all__ = [  # tl and triton are re-exported: kernel files take them from here
+    "INTERPRETED",
+    "Backend",
+    "dot",
+    "is_hopper",
+    "jit",
+    "launch_on",
+    "provide_scratch",
+    "rows_are_aligned",
+    "table_on",
+    "tl",
+    "triton",
+    "use_triton",
+]
+
+Backend = Literal["auto", "torch", "triton"]
+
+
+# Triton decides once, where a kernel is defined, whether it is compiled or interpreted on the CPU.
+INTERPRETED = triton is not None and os.environ.get("TRITON_INTERPRET", "0").lower() in {"1", "true", "on", "yes"}
+
+
+def jit(kernel: Callable[..., Any]) -> Any:
+    """`triton.jit` where Triton is installed; otherwise the plain function, which is never called."""
+    return kernel if triton is None else triton.jit(kernel)
+
+
+_UPCAST = None if tl is None else tl.constexpr(INTERPRETED)
+
+
+@jit
+def dot(a, b, acc, PRECISION: tl.constexpr):
+    """acc + a·b, float32. The interpreter keeps bfloat16 as bare bits and would multiply those: widen first."""
+    if _UPCAST:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@functools.cache
+def capability(index: int) -> tuple[int, int]:
+    """Compute capability of CUDA device `index`."""
+    return torch.cuda.get_device_capability(index)
+
+
+def is_hopper(device: torch.device) -> bool:
+    """True where the bulk tensor copy engine and wgmma exist, and in the interpreter, which imitates both."""
+    if not hasattr(tl, "make_tensor_descriptor"):
+        return False
+    return capability(device_index(device)) >= (9, 0) if device.type == "cuda" else INTERPRETED
+
+
+def device_index(device: torch.device) -> int:
+    """The device's number; the current one where it carries none."""
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def use_triton(backend: Backend, device: torch.device, *, served: bool, why_not: str = "") -> bool:
+    """Whether the Triton kernel takes this call. `served`: the kernel covers these dtypes and shapes.
+
+    `auto` takes the kernel on CUDA devices of compute capability 8.0 and above; `triton` also takes the interpreter,
+    and raises ValueError where the kernel cannot run.
+    """
+    if backend == "torch":
+        return False
+    if backend == "triton":
+        if triton is None:
+            raise ValueError("backend='triton' needs Triton: pip install triton, or use backend='auto'")
+        if not (device.type == "cuda" or INTERPRETED):
+            raise ValueError("backend='triton' on a CPU needs TRITON_INTERPRET=1 in the environment")
+        if not served:
+            raise ValueError(f"backend='triton' does not serve this call ({why_not}); use backend='auto'")
+        return True
+    if backend != "auto":
+        raise ValueError(f"unknown backend {backend!r}: choose auto, torch or triton")
+    return (
+        served
+        and triton is not None
+        and device.type == "cuda"
+        and not INTERPRETED
+        and capability(device_index(device)) >= (8, 0)
+    )
+
+
+def rows_are_aligned(*tensors: torch.Tensor) -> bool:
+    """(B, T, features) tensors with rows of whole 16-byte words: what tensor descriptors and 16-byte copies need."""
+    for tensor in tensors:
+        size = tensor.element_size()
+        stride_b, stride_t, stride_f = tensor.stride()
+        if stride_f != 1 or stride_t < tensor.shape[2] or stride_b == 0:
+            return False
+        if any(nbytes % 16 for nbytes in (tensor.data_ptr(), stride_b * size, stride_t * size)):
+            return False
+    return True
+
+
+def launch_on(device: torch.device) -> AbstractContextManager[Any]:
+    """Triton launches on the current CUDA device: make it `device`."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def provide_scratch(device: torch.device) -> None:
+    """Give kernels that build tensor descriptors on the device their scratch memory, from torch's allocator.
+
+    Triton keeps the allocator in a context variable, one a thread, and backward hooks run in autograd's own threads:
+    so it is set before each launch that needs it.
+    """
+    if device.type == "cuda":
+        triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device))
+
+
+def table_on(device: torch.device, *rows: Sequence[int]) -> list[torch.Tensor]:
+    """Host integers as int64 tensors on `device`, in one asynchronous copy from pinned memory.
+
+    Each tensor starts on a 16-byte boundary, so that Triton compiles a kernel once and not once for each alignment.
+    """
+    flat: list[int] = []
+    starts: list[int] = []
+    for row in rows:
+        starts.append(len(flat))
+        flat.extend(row)
+        flat.extend([0] * (len(row) % 2))
+    host = torch.tensor(flat, dtype=torch.int64)
+    if device.type == "cuda":
+        host = host.pin_memory().to(device, non_blocking=True)
+    return [host[start : start + len(row)] for start, row in zip(starts, rows, strict=True)]

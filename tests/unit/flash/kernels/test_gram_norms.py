@@ -1,0 +1,161 @@
+"""gram_norms_squared gives the squared norm of each sample's weight gradient."""
+
+from __future__ import annotations
+
+import kernel_references as reference
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dpscope.flash.kernels import gram_norms
+from dpscope.flash.kernels.gram_norms import GramTiles, GramUnit, gram_norms_squared
+
+# Products of half types are exact in float32, so all that is left is float32 summation: ~sqrt(T·d) roundings of 6e-8,
+# under 1e-5 at these sizes. The reference sees the same rounded inputs.
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-5, torch.float16: 1e-5}
+
+SMALL = GramTiles(16, 16, 16, 4, 2, tma=False)
+SMALL_TMA = GramTiles(16, 32, 16, 4, 2, tma=True)
+
+
+def unit(batch: int, length: int, ds: list[int], ps: list[int], dtype: torch.dtype = torch.float32) -> GramUnit:
+    return GramUnit(
+        xs=tuple(torch.randn(batch, length, d).to(dtype) for d in ds),
+        gs=tuple(torch.randn(batch, length, p).to(dtype) for p in ps),
+    )
+
+
+def assert_norms(units: list[GramUnit], backend: str, tiles: GramTiles | None = None) -> None:
+    dtype = next(iter(units[0].dtypes))
+    got = gram_norms_squared(units, backend=backend, tiles=tiles)
+    assert got.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    torch.testing.assert_close(got.double(), reference.gram_norms_squared(units), rtol=TOLERANCE[dtype], atol=1e-30)
+
+
+@pytest.mark.parametrize("length", [1, 7, 33, 130])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_one_layer(length: int, dtype: torch.dtype, backend: str) -> None:
+    assert_norms([unit(3, length, [24], [40], dtype)], backend)
+
+
+@pytest.mark.parametrize("tiles", [SMALL, SMALL_TMA], ids=["pointers", "descriptors"])
+def test_tiles_smaller_than_the_problem(tiles: GramTiles, backend: str) -> None:
+    """Several tiles each way, with ragged edges in T and in the features; square and oblong tiles."""
+    assert_norms([unit(2, 71, [40], [56], torch.bfloat16)], backend, tiles)
+
+
+def test_widths_that_are_not_multiples_of_eight(backend: str) -> None:
+    assert_norms([unit(2, 19, [13], [5], torch.bfloat16)], backend)
+
+
+def test_layers_that_share_their_input(backend: str) -> None:
+    assert_norms([unit(2, 33, [24], [16, 40, 8], torch.bfloat16)], backend, SMALL)
+
+
+def test_inputs_put_side_by_side(backend: str) -> None:
+    assert_norms([unit(2, 33, [24, 8], [16], torch.bfloat16)], backend, SMALL)
+
+
+def test_many_units_of_different_shapes_add_up(backend: str) -> None:
+    units = [
+        unit(3, 20, [8], [16], torch.bfloat16),
+        unit(3, 20, [48], [16, 16], torch.bfloat16),
+        unit(3, 9, [8], [7], torch.bfloat16),
+        unit(3, 1, [8], [8], torch.bfloat16),
+    ]
+    assert_norms(units, backend)
+
+
+def test_float64_falls_back_and_stays_float64() -> None:
+    assert_norms([unit(2, 11, [6], [5], torch.float64)], "auto")
+
+
+def test_the_input_and_the_gradient_may_differ_in_dtype(backend: str) -> None:
+    mixed = GramUnit(
+        xs=(torch.randn(2, 18, 24).bfloat16(),),
+        gs=(torch.randn(2, 18, 16),),
+    )
+    got = gram_norms_squared([mixed], backend=backend)
+    torch.testing.assert_close(got.double(), reference.gram_norms_squared([mixed]), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_non_contiguous_inputs(dtype: torch.dtype, backend: str) -> None:
+    """Slices of wider buffers, transposed features, and a batch that was expanded."""
+    wide = torch.randn(3, 21, 64).to(dtype)
+    sliced = GramUnit(xs=(wide[:, :, 8:24],), gs=(wide[:, :, 40:61],))
+    transposed = GramUnit(
+        xs=(torch.randn(3, 16, 21).to(dtype).transpose(1, 2),),
+        gs=(torch.randn(1, 21, 8).to(dtype).expand(3, 21, 8),),
+    )
+    assert_norms([sliced, transposed], backend)
+
+
+@pytest.mark.parametrize("padding_idx", [None, 2])
+@pytest.mark.parametrize("length", [1, 7, 50])
+def test_embedding(length: int, padding_idx: int | None, backend: str) -> None:
+    ids = torch.randint(0, 5, (3, length))
+    embedding = GramUnit(ids=ids, gs=(torch.randn(3, length, 24).bfloat16(),), padding_idx=padding_idx)
+    assert_norms([embedding], backend, SMALL)
+
+
+def test_embedding_whose_far_tiles_share_no_ids(backend: str) -> None:
+    """Sorted ids: almost every tile off the diagonal is skipped, and the result does not change."""
+    ids = torch.arange(64).div(3, rounding_mode="floor").expand(2, 64)
+    assert_norms([GramUnit(ids=ids, gs=(torch.randn(2, 64, 24),))], backend, SMALL)
+
+
+@pytest.mark.parametrize("poison", [float("inf"), float("nan")])
+def test_a_non_finite_sample_spoils_only_its_own_norm(poison: float, backend: str) -> None:
+    poisoned = unit(3, 37, [24], [16], torch.bfloat16)
+    poisoned.gs[0][1, 36, 3] = poison
+    got = gram_norms_squared([poisoned], backend=backend, tiles=SMALL)
+    assert not torch.isfinite(got[1])
+    keep = torch.tensor([0, 2])
+    clean = GramUnit(xs=(poisoned.xs[0][keep],), gs=(poisoned.gs[0][keep],))
+    torch.testing.assert_close(got[keep].double(), reference.gram_norms_squared([clean]), rtol=1e-5, atol=0)
+
+
+def test_cancelling_positions_never_give_a_negative_norm(backend: str) -> None:
+    x = torch.randn(4, 1, 32).bfloat16()
+    g = torch.randn(4, 1, 32).bfloat16()
+    cancelling = GramUnit(xs=(torch.cat([x, x], dim=1),), gs=(torch.cat([g, -g], dim=1),))
+    assert (gram_norms_squared([cancelling], backend=backend) >= 0).all()
+
+
+def test_an_empty_batch_gives_no_norms() -> None:
+    assert gram_norms_squared([unit(0, 5, [4], [3])]).shape == (0,)
+
+
+def test_the_fallback_in_small_chunks_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gram_norms, "CHUNK_BYTES", 1000)
+    assert_norms([unit(3, 40, [24], [16], torch.bfloat16)], "torch")
+    assert_norms([unit(3, 40, [24], [16], torch.float64)], "torch")
+
+
+def test_units_must_share_the_batch_size() -> None:
+    with pytest.raises(ValueError, match="share the batch size"):
+        gram_norms_squared([unit(2, 3, [4], [4]), unit(3, 3, [4], [4])])
+
+
+def test_a_unit_needs_one_kind_of_input() -> None:
+    with pytest.raises(ValueError, match="either xs or ids"):
+        GramUnit(gs=(torch.zeros(1, 2, 3),))
+
+
+def test_forcing_triton_where_it_cannot_run_says_what_to_do() -> None:
+    with pytest.raises(ValueError, match=r"TRITON_INTERPRET|does not serve"):
+        gram_norms_squared([unit(2, 3, [4], [4], torch.float64)], backend="triton")
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    batch=st.integers(1, 3),
+    length=st.integers(1, 40),
+    d=st.integers(1, 40),
+    p=st.integers(1, 40),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_any_shape(batch: int, length: int, d: int, p: int, dtype: torch.dtype, backend: str) -> None:
+    assert_norms([unit(batch, length, [d], [p], dtype)], backend, SMALL)

@@ -1,0 +1,176 @@
+"""scaled_sum gives Σ_b c_b G_bᵀX_b, with the factor applied exactly and skipped samples never read."""
+
+from __future__ import annotations
+
+import kernel_references as reference
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dpscope.flash.kernels import scaled_sum as module
+from dpscope.flash.kernels.scaled_sum import SumTiles, scaled_sum
+
+FLAT = SumTiles(16, 32, 16, 4, 2, flat=True)
+NESTED = SumTiles(16, 32, 16, 4, 2, flat=False)
+BOTH = pytest.mark.parametrize("tiles", [FLAT, NESTED], ids=["flat", "nested"])
+
+
+def operands(batch: int, length: int, p: int, d: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
+    return torch.randn(batch, length, p).to(dtype), torch.randn(batch, length, d).to(dtype)
+
+
+def assert_sum(got: Tensor, g: Tensor, x: Tensor, scale: Tensor) -> None:
+    """float32 accumulation of K terms errs by about sqrt(K)·6e-8 of the terms' size; 1e-5 of the largest is ample."""
+    expected = reference.scaled_sum(g, x, scale)
+    bound = 1e-12 if got.dtype == torch.float64 else 1e-5
+    error = (got.double() - expected).abs().max() / expected.abs().max().clamp_min(1e-300)
+    assert error < bound, f"relative error {error:.1e}"
+
+
+@BOTH
+@pytest.mark.parametrize("length", [16, 33, 130])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_the_weighted_sum(batch: int, length: int, tiles: SumTiles, backend: str) -> None:
+    """T not a multiple of the K block; p and d not multiples of the tile."""
+    g, x = operands(batch, length, 24, 40)
+    scale = torch.rand(batch) + 0.1
+    got = scaled_sum(g, x, scale, backend=backend, tiles=tiles)
+    assert got.dtype == torch.float32
+    assert_sum(got, g, x, scale)
+
+
+@pytest.mark.parametrize("length", [1, 7])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_short_samples_and_every_dtype_on_auto(length: int, dtype: torch.dtype) -> None:
+    g, x = operands(3, length, 5, 9, dtype)
+    scale = torch.rand(3) + 0.1
+    got = scaled_sum(g, x, scale)
+    assert got.dtype == (dtype if dtype in (torch.float64, torch.float32) else torch.float32)
+    assert_sum(got, g, x, scale)
+
+
+@BOTH
+def test_skipped_samples_never_reach_the_sum(tiles: SumTiles, backend: str) -> None:
+    """First, last and neighbouring samples skipped; their rows hold inf and NaN, on either side."""
+    g, x = operands(6, 20, 24, 40)
+    scale = torch.tensor([0.0, 0.5, 0.0, 0.0, 2.0, 0.0])
+    g[0], x[2], g[3], x[5] = torch.inf, torch.nan, torch.nan, torch.inf
+    assert_sum(scaled_sum(g, x, scale, backend=backend, tiles=tiles), g, x, scale)
+
+
+@BOTH
+def test_all_samples_skipped_gives_zero(tiles: SumTiles, backend: str) -> None:
+    g, x = operands(2, 20, 24, 40)
+    assert (scaled_sum(g * torch.nan, x, torch.zeros(2), backend=backend, tiles=tiles) == 0).all()
+
+
+@BOTH
+@pytest.mark.parametrize("bad", [torch.nan, 1e-38])
+def test_a_factor_that_is_nan_or_vanishing_skips_its_sample(bad: float, tiles: SumTiles, backend: str) -> None:
+    g, x = operands(3, 20, 24, 40)
+    got = scaled_sum(g, x, torch.tensor([0.5, bad, 0.25]), backend=backend, tiles=tiles)
+    assert_sum(got, g, x, torch.tensor([0.5, 0.0, 0.25]))
+
+
+@BOTH
+def test_factors_that_differ_by_many_orders_of_magnitude(tiles: SumTiles, backend: str) -> None:
+    """Clipping makes contributions of one size from gradients of any size: c_b · ‖v_b‖ is about the same for all."""
+    scale = torch.tensor([1.0, 1e-18, 1e-3, 1e-19, 1.0, 1e-9])
+    g, x = operands(6, 20, 24, 40, torch.bfloat16)
+    g = (g.float() / scale[:, None, None]).bfloat16()
+    assert_sum(scaled_sum(g, x, scale, backend=backend, tiles=tiles), g, x, scale)
+
+
+def test_the_factor_is_not_rounded_to_the_operands_precision(backend: str) -> None:
+    """Positions that cancel inside a sample: rounding c·g to bfloat16 would leave an error of 2⁻⁹·|g|·|x|."""
+    g = torch.randn(1, 32, 24).bfloat16().repeat(1, 2, 1)
+    g[:, 32:] *= -1
+    x = torch.randn(1, 32, 40).bfloat16().repeat(1, 2, 1)
+    x[:, 63] = 0
+    scale = torch.tensor([1 / 3])
+    assert_sum(scaled_sum(g, x, scale, backend=backend, tiles=FLAT), g, x, scale)
+
+
+@BOTH
+def test_accumulating_into_out(tiles: SumTiles, backend: str) -> None:
+    g, x = operands(3, 20, 24, 40)
+    scale = torch.rand(3) + 0.1
+    out = torch.full((24, 40), 7.0)
+    returned = scaled_sum(g, x, scale, out=out, accumulate=True, backend=backend, tiles=tiles)
+    assert returned is out
+    assert_sum(out - 7.0, g, x, scale)
+    scaled_sum(g, x, scale, out=out, backend=backend, tiles=tiles)
+    assert_sum(out, g, x, scale)
+
+
+def test_more_samples_than_one_launch_takes(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MAX_SAMPLES", 4)
+    g, x = operands(9, 16, 8, 16)
+    scale = torch.rand(9) + 0.1
+    assert_sum(scaled_sum(g, x, scale, backend=backend, tiles=FLAT), g, x, scale)
+
+
+def test_rows_of_wider_buffers(backend: str) -> None:
+    wide = torch.randn(3, 20, 96).bfloat16()
+    g, x = wide[:, :, 16:40], wide[:, :, 48:88]
+    scale = torch.rand(3) + 0.1
+    assert_sum(scaled_sum(g, x, scale, backend=backend, tiles=FLAT), g, x, scale)
+
+
+def test_transposed_operands_on_auto() -> None:
+    g, x = torch.randn(3, 8, 20).transpose(1, 2), torch.randn(20, 3, 8).transpose(0, 1)
+    scale = torch.rand(3) + 0.1
+    assert_sum(scaled_sum(g, x, scale), g, x, scale)
+
+
+def test_no_scale_is_the_plain_sum(backend: str) -> None:
+    g, x = operands(3, 20, 24, 40)
+    assert_sum(scaled_sum(g, x, None, backend=backend, tiles=FLAT), g, x, torch.ones(3))
+
+
+def test_an_empty_batch_gives_zero() -> None:
+    g, x = operands(0, 5, 3, 4)
+    assert (scaled_sum(g, x, torch.zeros(0)) == torch.zeros(3, 4)).all()
+
+
+@pytest.mark.parametrize(("p", "d"), [(24, 40), (40, 24)])
+def test_the_library_path_scales_one_operand_and_skips_samples(p: int, d: int) -> None:
+    """c·g is rounded to bfloat16 here: 2⁻⁹ a term, so 1% of the largest entry bounds it amply."""
+    g, x = operands(4, 20, p, d)
+    scale = torch.tensor([0.5, 0.0, 0.3, 0.0])
+    g[1], x[3] = torch.nan, torch.inf
+    expected = reference.scaled_sum(g, x, scale)
+    got = scaled_sum(g, x, scale, backend="cublas")
+    assert (got.double() - expected).abs().max() < 0.01 * expected.abs().max()
+
+
+def test_small_chunks_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CHUNK_BYTES", 1)
+    g, x = operands(3, 5, 6, 7)
+    scale = torch.rand(3)
+    assert_sum(scaled_sum(g, x, scale, backend="torch"), g, x, scale)
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    g, x = operands(2, 5, 3, 4)
+    with pytest.raises(ValueError, match="expected g"):
+        scaled_sum(g, x[:, :4], None)
+    with pytest.raises(ValueError, match="expected scale"):
+        scaled_sum(g, x, torch.ones(3))
+    with pytest.raises(ValueError, match="expected out"):
+        scaled_sum(g, x, None, out=torch.zeros(4, 3))
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    scale=st.lists(st.sampled_from([0.0, 1.0, 0.3, 1e-6]), min_size=1, max_size=4),
+    length=st.integers(16, 40),
+    p=st.integers(1, 5),
+    d=st.integers(1, 5),
+)
+def test_any_shape(scale: list[float], length: int, p: int, d: int, backend: str) -> None:
+    g, x = operands(len(scale), length, 8 * p, 8 * d)
+    factors = torch.tensor(scale)
+    assert_sum(scaled_sum(g, x, factors, backend=backend, tiles=FLAT), g, x, factors)
