@@ -1,0 +1,161 @@
+"""What tests of every part share: small specs and results, real processes, and a check that nothing leaks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# A transformer so small that a child process is all import and no arithmetic.
+TINY_SIZES = {"num_layers": 1, "hidden_dim": 16, "num_heads": 2, "vocab_size": 50, "max_seq_len": 32}
+
+ENVIRONMENT = {
+    "dpscope": "0.1.0",
+    "torch": "2.13.0",
+    "opacus": "1.6.0",
+    "cuda": None,
+    "driver": None,
+    "gpu": None,
+    "cpu": "a processor",
+    "threads": 2,
+}
+
+
+@pytest.fixture(autouse=True)
+def one_torch_thread() -> None:
+    """Tests share the machine; a thread pool each would only make them wait for one another."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def no_phase_listener_leaks() -> Iterator[None]:
+    """A listener that outlives its test would slow down and distort every later step."""
+    yield
+    phases = sys.modules.get("dpscope.instruments.phases")
+    if phases is not None and phases._listeners:
+        left = list(phases._listeners)
+        phases._listeners.clear()
+        pytest.fail(f"phase listeners left behind: {left}")
+
+
+@pytest.fixture(scope="session")
+def make_spec() -> Callable[..., Any]:
+    """A run spec of the small transformer; keywords change it."""
+    from dpscope.runner.spec import RunSpec
+    from dpscope.workloads.configs import make_config
+
+    def make(**changes: Any) -> RunSpec:
+        values: dict[str, Any] = {"method": "standard", "batch_size": 2, "seq_len": 8, "warmup": 0, "steps": 1}
+        return RunSpec(**{"workload": make_config("tiny", **TINY_SIZES), **values, **changes})
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_result(make_spec: Callable[..., Any]) -> Callable[..., Any]:
+    """A result as a measurement would give it: a median in milliseconds, a peak in bytes."""
+    from dpscope.results.schema import OK, Result, result_for
+
+    def make(
+        *, status: str = OK, reason: str | None = None, median: float = 10.0, peak: int = 2**20, **spec: Any
+    ) -> Result:
+        described = make_spec(**spec).to_dict()
+        if status != OK:
+            reason = reason or f"because it {status}"
+            return result_for(described, status=status, reason=reason, environment=ENVIRONMENT)
+        timing = {"step_ms": [median], "median_ms": median, "p10_ms": median, "p90_ms": median, "mean_ms": median}
+        return result_for(
+            described,
+            avg_time_ms=median,
+            peak_memory_mb=peak / 2**20,
+            timing=timing,
+            memory={"source": "cpu_allocator", "peak_bytes": peak},
+            environment=ENVIRONMENT,
+        )
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_flags() -> list[str]:
+    """The flags of a `dpscope compare` whose rows are as small as rows can be."""
+    sizes = [text for name, value in TINY_SIZES.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+    return ["--device", "cpu", "--model", "tiny", *sizes, "--seq-len", "8", "--warmup", "0", "--steps", "1"]
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Start `python ARGUMENTS` as a real process, which does not outlive the test."""
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(*arguments: str | Path, env: dict[str, str] | None = None, **options: Any) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, *map(str, arguments)],
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
+            **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options},
+        )
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout, process.stderr):
+            if pipe is not None:
+                pipe.close()
+
+
+@pytest.fixture(scope="session")
+def wait_until() -> Callable[..., None]:
+    """Poll a condition until it holds; fail with `what` when it does not within the deadline."""
+
+    def wait(condition: Callable[[], object], what: str, *, seconds: float = 60, pause: float = 0.005) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            if time.monotonic() > deadline:
+                pytest.fail(f"waited {seconds} s in vain until {what}")
+            if pause:
+                time.sleep(pause)
+
+    return wait
+
+
+@pytest.fixture(scope="session")
+def alive() -> Callable[[int], bool]:
+    """Is a process still running? A zombie that nobody has collected yet is not."""
+
+    def check(pid: int) -> bool:
+        try:
+            stat = Path(f"/proc/{pid}/stat").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+        return stat.rpartition(")")[2].split()[0] not in "ZX"
+
+    return check
+
+
+@pytest.fixture(scope="session")
+def running_workers() -> Callable[[int], list[int]]:
+    """The measuring child processes of a sweep's process."""
+
+    def find(parent: int) -> list[int]:
+        try:
+            children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+            return [int(pid) for pid in children if b"dpscope.runner.worker" in _command_line(pid)]
+        except (FileNotFoundError, ProcessLookupError):
+            return []
+
+    return find
+
+
+def _command_line(pid: str) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
