@@ -109,13 +109,14 @@ def _follow(
 
 
 def _relay_progress(events: IO[str], on_progress: ProgressListener) -> None:
-    for line in events:
-        try:
-            event = json.loads(line)
-            stage, done, total = event["stage"], event["done"], event["total"]
-        except (ValueError, TypeError, KeyError, RecursionError):
-            continue  # cut short by the child's death, or not the worker's line
-        on_progress(stage, done, total)
+    with events:
+        for line in events:
+            try:
+                event = json.loads(line)
+                stage, done, total = event["stage"], event["done"], event["total"]
+            except (ValueError, TypeError, KeyError, RecursionError):
+                continue  # cut short by the child's death, or not the worker's line
+            on_progress(stage, done, total)
 
 
 def _end(child: subprocess.Popen[str]) -> None:
@@ -123,10 +124,10 @@ def _end(child: subprocess.Popen[str]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()
-    for pipe in (child.stdin, child.stdout):
-        if pipe is not None:
-            with contextlib.suppress(BrokenPipeError):
-                pipe.close()
+    # Standard output is the reader's to close: here it could wait for a process that left the group and holds it.
+    if child.stdin is not None:
+        with contextlib.suppress(BrokenPipeError):
+            child.stdin.close()
 
 
 def _oom_kills() -> int:

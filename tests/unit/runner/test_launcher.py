@@ -183,6 +183,22 @@ def test_garbage_on_standard_output_does_not_break_progress(run):
     assert progress == [("step", 1, 2), ("step", 2, 2)]
 
 
+def test_a_process_that_left_the_childs_group_does_not_hold_up_the_sweep(run, wait_until, alive, tmp_path):
+    note = tmp_path / "pid"
+    script = READ_REQUEST + WRITE_RESULT + (
+        "import subprocess\n"
+        "sleeper = [sys.executable, '-c', 'import time; time.sleep(60)']\n"
+        "daemon = subprocess.Popen(sleeper, start_new_session=True)\n"  # it inherits standard output
+        f"open({str(note)!r}, 'w').write(str(daemon.pid))\n"
+        "write_result()"
+    )
+    result, _ = run(script)
+    daemon = int(note.read_text())
+    assert alive(daemon)  # nobody waited for it
+    os.kill(daemon, signal.SIGKILL)
+    assert result.status == OK
+
+
 def test_what_a_workload_prints_goes_to_the_log_and_not_among_the_events(run, store, spec):
     body = "print('from the workload'); os.system('echo from its shell'); progress('step', 1, 1); raise SystemExit"
     result, progress = run(REAL_WORKER.format(body=body))
