@@ -7,6 +7,7 @@ beside them stand the run spec, the environment and what each instrument adds. 1
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -60,6 +61,8 @@ def parse_result(text: str) -> Result:
         data = json.loads(text)
     except json.JSONDecodeError as error:
         raise UnreadableResult(f"not complete JSON ({error.msg} at line {error.lineno})") from None
+    except (ValueError, RecursionError):
+        raise UnreadableResult("not a dpscope result (numbers or nesting beyond measure)") from None
     if not isinstance(data, dict) or "schema_version" not in data or "experiment" not in data:
         raise UnreadableResult("not a dpscope result")
     if data["schema_version"] != SCHEMA_VERSION:
@@ -67,8 +70,23 @@ def parse_result(text: str) -> Result:
             f"written with result schema {data['schema_version']!r}, this dpscope reads {SCHEMA_VERSION}: "
             "measure again, or read it with the version that wrote it"
         )
+    if damaged := sorted(name for name, intact in _PARTS.items() if name in data and not intact(data[name])):
+        raise UnreadableResult(f"a damaged dpscope result ({', '.join(damaged)})")
+    if missing := sorted({"config", "spec", "status"} - set(data)):
+        raise UnreadableResult(f"a damaged dpscope result (no {', '.join(missing)})")
     known = {f.name for f in fields(Result)}
-    missing = {"config", "spec", "status"} - set(data)
-    if missing or data["status"] not in STATUSES:
-        raise UnreadableResult(f"a damaged dpscope result ({', '.join(sorted(missing)) or 'unknown status'})")
     return Result(**{name: value for name, value in data.items() if name in known})
+
+
+def _is_dict(value: object) -> bool:
+    return isinstance(value, dict)
+
+
+# What every reader may take for granted about the parts of a result.
+_PARTS: dict[str, Callable[[Any], bool]] = {
+    "experiment": lambda value: isinstance(value, str),
+    "status": lambda value: value in STATUSES,
+    "spec": lambda value: _is_dict(value) and _is_dict(value.get("workload")) and "name" in value["workload"],
+    **dict.fromkeys(("config", "breakdown", "timing", "memory", "environment"), _is_dict),
+    "snapshots": lambda value: isinstance(value, list),
+}

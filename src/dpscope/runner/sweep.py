@@ -42,7 +42,8 @@ def open_store(store: ResultStore, *, resume: bool, overwrite: bool) -> None:
         )
     store.create()
     if overwrite and not resume:
-        store.remove_results()
+        with store.locked():  # a sweep that is still running keeps what it has finished
+            store.remove_results()
 
 
 def run_sweep(

@@ -167,16 +167,20 @@ def test_a_half_written_result_counts_as_none(run):
 
 
 def test_garbage_on_standard_output_does_not_break_progress(run):
-    script = READ_REQUEST + WRITE_RESULT + (
-        "say = sys.stdout.buffer.write\n"
-        "event = json.dumps({'stage': 'step', 'done': 1, 'total': 2}).encode() + b'\\n'\n"
-        "say(event)\n"
-        "say(b'hello\\n42\\nnull\\n[1, 2]\\n{\"stage\": \"step\"}\\n\\xff\\xfe\\x00\\n' + b'[' * 100000 + b'\\n')\n"
-        "say(b'x' * 1000000 + b'\\n')\n"  # more than a pipe holds: somebody has to go on reading
-        "say(event.replace(b'1', b'2', 1))\n"
-        "say(b'{\"stage\": \"st')\n"
-        "sys.stdout.flush()\n"
-        "write_result()"
+    script = (
+        READ_REQUEST
+        + WRITE_RESULT
+        + (
+            "say = sys.stdout.buffer.write\n"
+            "event = json.dumps({'stage': 'step', 'done': 1, 'total': 2}).encode() + b'\\n'\n"
+            "say(event)\n"
+            "say(b'hello\\n42\\nnull\\n[1, 2]\\n{\"stage\": \"step\"}\\n\\xff\\xfe\\x00\\n' + b'[' * 100000 + b'\\n')\n"
+            "say(b'x' * 1000000 + b'\\n')\n"  # more than a pipe holds: somebody has to go on reading
+            "say(event.replace(b'1', b'2', 1))\n"
+            'say(b\'{"stage": "st\')\n'
+            "sys.stdout.flush()\n"
+            "write_result()"
+        )
     )
     result, progress = run(script)
     assert result.status == OK
@@ -185,12 +189,16 @@ def test_garbage_on_standard_output_does_not_break_progress(run):
 
 def test_a_process_that_left_the_childs_group_does_not_hold_up_the_sweep(run, wait_until, alive, tmp_path):
     note = tmp_path / "pid"
-    script = READ_REQUEST + WRITE_RESULT + (
-        "import subprocess\n"
-        "sleeper = [sys.executable, '-c', 'import time; time.sleep(60)']\n"
-        "daemon = subprocess.Popen(sleeper, start_new_session=True)\n"  # it inherits standard output
-        f"open({str(note)!r}, 'w').write(str(daemon.pid))\n"
-        "write_result()"
+    script = (
+        READ_REQUEST
+        + WRITE_RESULT
+        + (
+            "import subprocess\n"
+            "sleeper = [sys.executable, '-c', 'import time; time.sleep(60)']\n"
+            "daemon = subprocess.Popen(sleeper, start_new_session=True)\n"  # it inherits standard output
+            f"open({str(note)!r}, 'w').write(str(daemon.pid))\n"
+            "write_result()"
+        )
     )
     result, _ = run(script)
     daemon = int(note.read_text())
