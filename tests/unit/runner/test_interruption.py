@@ -1,0 +1,141 @@
+"""A sweep that is killed, for real and at several moments, and then resumed.
+
+Rows of `standard` alone: their children import the least, and the sweep's own process imports no torch at all.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from dpscope.results.schema import FAILED, OK
+from dpscope.results.store import ResultStore, read_result
+
+ROWS = (1, 2)  # batch sizes
+
+
+class Sweep:
+    """One `dpscope compare` of two rows, in a folder of its own."""
+
+    def __init__(self, folder, command, start):
+        self.store = ResultStore(folder)
+        self._command = command
+        self._start = start
+
+    def start(self, *more):
+        return self._start("-m", "dpscope", *self._command, "--out", self.store.folder, *more)
+
+    def resume(self):
+        """Run it again to its end: exit code, what it printed."""
+        process = self.start("--resume")
+        printed, complaints = process.communicate(timeout=240)
+        assert "Traceback" not in complaints
+        return process.returncode, printed
+
+    def files_of_row(self, row):
+        """The row's result and log, as soon as there are any."""
+        prefix = f"standard_tiny_bs{ROWS[row]}_"
+        return list(self.store.results.glob(f"{prefix}*.json")), list(self.store.logs.glob(f"{prefix}*.log"))
+
+    def finished(self, row):
+        return bool(self.files_of_row(row)[0])
+
+    def begun(self, row):
+        return bool(self.files_of_row(row)[1])
+
+    def state(self):
+        """Every result file's bytes and time of writing."""
+        return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in self.store.results.glob("*.json")}
+
+
+@pytest.fixture
+def sweep(tmp_path, start, tiny_flags):
+    batch_sizes = ",".join(map(str, ROWS))
+    return Sweep(
+        tmp_path / "out", ["compare", "--methods", "standard", *tiny_flags, "--batch-size", batch_sizes], start
+    )
+
+
+def require_complete(sweep, kept, printed):
+    """Every row is there and ok, `kept` was not touched, and nothing else passes for a result."""
+    results, skipped = sweep.store.read_all()
+    assert skipped == []
+    assert sorted(result.spec["batch_size"] for result in results.values()) == list(ROWS)
+    assert {result.status for result in results.values()} == {OK}
+    after = sweep.state()
+    assert {path: after[path] for path in kept} == kept
+    assert printed.count("(kept)") == len(kept)
+    assert sweep.store.summary.exists()
+
+
+def no_row_is_finished(sweep):
+    return sweep.begun(0)
+
+
+def the_first_row_is_finished(sweep):
+    return sweep.finished(0)
+
+
+def the_second_row_is_being_measured(sweep):
+    return sweep.begun(1)
+
+
+@pytest.mark.parametrize(
+    ("moment", "rows_kept"),
+    [(no_row_is_finished, 0), (the_first_row_is_finished, 1), (the_second_row_is_being_measured, 1)],
+)
+def test_a_sweep_killed_at_any_moment_is_finished_by_resume(
+    sweep, wait_until, running_workers, alive, moment, rows_kept
+):
+    process = sweep.start()
+    wait_until(lambda: moment(sweep), f"the moment {moment.__name__} has come")
+    if moment is not the_first_row_is_finished:  # that one is killed before it can start the next child
+        wait_until(lambda: running_workers(process.pid), "a child measures")
+    workers = running_workers(process.pid)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    wait_until(lambda: not any(map(alive, workers)), "the orphans are gone", seconds=20)
+    kept = sweep.state()
+    assert len(kept) == rows_kept
+    assert all(read_result(path).ok for path in kept)
+    assert not sweep.store.summary.exists()
+
+    code, printed = sweep.resume()
+
+    assert code == 0
+    require_complete(sweep, kept, printed)
+
+
+def test_a_child_killed_is_a_failed_row_which_resume_measures_again(sweep, wait_until, running_workers):
+    process = sweep.start()
+    wait_until(lambda: running_workers(process.pid), "the first row's child runs")
+    os.kill(running_workers(process.pid)[0], signal.SIGKILL)
+    printed, _ = process.communicate(timeout=240)
+    assert process.returncode == 1
+    (broken,), (whole,) = sweep.files_of_row(0)[0], sweep.files_of_row(1)[0]
+    assert read_result(broken).status == FAILED
+    assert read_result(whole).status == OK
+    assert "failed: standard at batch 1, sequence 8: the process was ended by SIGKILL" in printed
+    kept = {whole: sweep.state()[whole]}
+
+    code, printed = sweep.resume()
+
+    assert code == 0
+    require_complete(sweep, kept, printed)
+
+
+def test_ctrl_c_leaves_finished_rows_ends_the_child_and_says_how_to_go_on(sweep, wait_until, running_workers, alive):
+    process = sweep.start()
+    wait_until(lambda: sweep.begun(1) and running_workers(process.pid), "the second row is being measured")
+    (worker,) = running_workers(process.pid)
+    process.send_signal(signal.SIGINT)
+    printed, complaints = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "go on with the same command and --resume" in " ".join(printed.split())
+    assert "Traceback" not in complaints
+    assert not alive(worker)
+    (first,) = sweep.files_of_row(0)[0]
+    assert read_result(first).status == OK
+    assert not sweep.finished(1)
