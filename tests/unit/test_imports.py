@@ -1,0 +1,102 @@
+"""Data flows one way, and what needs no torch starts without it. Each look is taken in a fresh process."""
+
+from __future__ import annotations
+
+import json
+import pkgutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import dpscope
+import dpscope.instruments
+import dpscope.reports
+import dpscope.results
+
+DPSCOPE = str(Path(sys.executable).with_name("dpscope"))
+
+IMPORT_EACH = """
+import importlib, json, sys
+seen = {}
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+    seen[name] = sorted(sys.modules)
+print(json.dumps(seen))
+"""
+
+
+def modules_of(package):
+    return [
+        package.__name__,
+        *(module.name for module in pkgutil.walk_packages(package.__path__, package.__name__ + ".")),
+    ]
+
+
+def loaded_after_importing(*names):
+    """What is in `sys.modules` of a new process after each import in turn."""
+    command = [sys.executable, "-c", IMPORT_EACH, *names]
+    output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+    return {name: set(modules) for name, modules in json.loads(output).items()}
+
+
+def test_what_needs_no_torch_imports_none():
+    names = [
+        *("dpscope", "dpscope.cli", "dpscope.errors", "dpscope.units", "dpscope.comparison"),
+        *modules_of(dpscope.reports),
+        *modules_of(dpscope.results),
+        *("dpscope.trainers.registry", "dpscope.workloads.configs", "dpscope.runner.spec", "dpscope.runner.sweep"),
+        *("dpscope.runner.worker", "dpscope.commands.compare", "dpscope.commands.report"),
+    ]
+    loaded = loaded_after_importing(*names)
+    assert [name for name in names if "torch" in loaded[name]] == []
+
+
+def test_the_names_of_the_package_are_there_without_torch_until_one_needs_it():
+    script = (
+        "import sys, dpscope\n"
+        "dpscope.compare, dpscope.make_sweep, dpscope.make_config, dpscope.RunSpec, dpscope.Comparison\n"
+        "assert 'torch' not in sys.modules\n"
+        "assert not hasattr(dpscope, 'no_such_name')\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    assert set(dpscope._HOMES) <= set(dpscope.__all__)
+
+
+def test_results_know_nothing_of_what_comes_before_and_after_them():
+    loaded = loaded_after_importing(*modules_of(dpscope.results))
+    others = ("dpscope.runner", "dpscope.reports", "dpscope.trainers", "dpscope.instruments", "dpscope.commands")
+    assert [module for module in set.union(*loaded.values()) if module.startswith(others)] == []
+
+
+def test_reports_measure_nothing():
+    loaded = loaded_after_importing(*modules_of(dpscope.reports))
+    others = ("dpscope.runner", "dpscope.trainers", "dpscope.instruments", "dpscope.workloads", "dpscope.commands")
+    assert [module for module in set.union(*loaded.values()) if module.startswith(others)] == []
+
+
+def test_instruments_know_no_method_and_no_workload_and_start_no_cuda():
+    script = (
+        "import importlib, json, sys\n"
+        "for name in sys.argv[1:]: importlib.import_module(name)\n"
+        "known = sorted(sys.modules)\n"
+        "import torch, dpscope.runner.measure, dpscope.trainers.opacus\n"
+        "print(json.dumps([known, torch.cuda.is_initialized()]))\n"
+    )
+    command = [sys.executable, "-c", script, *modules_of(dpscope.instruments)]
+    output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+    known, cuda_started = json.loads(output.splitlines()[-1])
+    others = ("dpscope.trainers", "dpscope.workloads", "dpscope.runner", "dpscope.reports", "dpscope.commands")
+    assert [module for module in known if module.startswith(others)] == []
+    assert not cuda_started
+
+
+def test_help_is_there_in_a_third_of_a_second():
+    """The best of five: what the machine does besides is not the command's fault."""
+    times = []
+    for _ in range(5):
+        began = time.perf_counter()
+        help_text = subprocess.run([DPSCOPE, "--help"], check=True, capture_output=True, text=True).stdout
+        times.append(time.perf_counter() - began)
+    assert "compare" in help_text
+    assert min(times) < 0.3
