@@ -1,0 +1,362 @@
+"""Flash clipping for Opacus users: the only file that touches Opacus's internals.
+
+    from dpscope.flash import PrivacyEngine
+    model, optimizer, loader = PrivacyEngine().make_private(module=model, optimizer=optimizer, data_loader=loader, …)
+
+and the training loop stays as it is: loss.backward(); optimizer.step(); optimizer.zero_grad(). Accountants, the Poisson
+loader, BatchMemoryManager, checkpoints, noise and clip schedulers are Opacus's own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from opacus import PrivacyEngine as OpacusPrivacyEngine
+from opacus.grad_sample import AbstractGradSampleModule
+from opacus.optimizers import DPOptimizer
+from opacus.optimizers.optimizer import _generate_noise
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from dpscope.errors import UserError
+from dpscope.flash.engine import FlashEngine
+from dpscope.flash.optimizer import FusedUpdate, NoiseSource, Privatisation, privatise_gradients
+
+FLASH = "flash"
+NOISE_STATE = "dpscope_noise_generator"
+
+
+class DPFlashOptimizer(DPOptimizer):
+    """An Opacus optimizer whose clipped sums come from a `FlashEngine`.
+
+    `fused`: update SGD, Adam and AdamW in the same pass that adds the noise (default: wherever that is torch's own
+    update). The gradient then never exists as a whole and `.grad` is None after a step.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        engine: FlashEngine,
+        noise_multiplier: float,
+        max_grad_norm: float,
+        expected_batch_size: int | None,
+        loss_reduction: str = "mean",
+        generator: torch.Generator | None = None,
+        secure_mode: bool = False,
+        fused: bool | None = None,
+    ) -> None:
+        if not (math.isfinite(noise_multiplier) and noise_multiplier >= 0):
+            raise UserError(f"noise_multiplier must be zero or more, not {noise_multiplier}")
+        if expected_batch_size is not None and expected_batch_size <= 0:
+            raise UserError(
+                f"the expected batch size is {expected_batch_size}: give the data loader a batch size of at least 1"
+            )
+        if fused and not FusedUpdate.serves(optimizer):
+            raise UserError(f"{type(optimizer).__name__} with these options has no fused update: leave out fused=True")
+        self.engine = engine
+        self.noise = NoiseSource(generator)
+        self.forbid_accumulation = False
+        self._fused_update = FusedUpdate(optimizer) if FusedUpdate.serves(optimizer) else None
+        self._fused = fused
+        self._closed = engine.generation  # micro-batches up to here are counted
+        self._micro_batches = 0  # since the last step
+        self._applied = False
+        super().__init__(
+            optimizer,
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=max_grad_norm,
+            expected_batch_size=expected_batch_size,
+            loss_reduction=loss_reduction,
+            generator=generator,
+            secure_mode=secure_mode,
+        )
+
+    @property
+    def max_grad_norm(self) -> float:
+        """C; schedulers set it here."""
+        return self.engine.max_grad_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: float) -> None:
+        self.engine.max_grad_norm = value
+
+    @property
+    def accumulated_iterations(self) -> int:
+        """Micro-batches in this step. Opacus's accountants multiply the sample rate by it."""
+        return max(1, self._micro_batches)
+
+    # -- the step ----------------------------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        self._begin()
+        if self._check_skip_next_step():  # a physical batch that does not end its logical batch
+            self.clip_and_accumulate()
+            self._is_last_step_skipped = True
+            self._micro_batches = 0
+            return None
+        self._is_last_step_skipped = False
+        if self._uses_fused_update():
+            self._fused_step()
+            return None
+        self.clip_and_accumulate()
+        self.add_noise()
+        self._account()
+        result: float | None = self.original_optimizer.step()
+        return result
+
+    def pre_step(self, closure: Callable[[], float] | None = None) -> bool:
+        """Everything of a step but the update itself: for code that calls the two halves on its own."""
+        self._begin()
+        self.clip_and_accumulate()
+        self._is_last_step_skipped = self._check_skip_next_step()
+        if self._is_last_step_skipped:
+            self._micro_batches = 0
+            return False
+        self.add_noise()
+        self._account()
+        return True
+
+    def _begin(self) -> None:
+        if self._applied:
+            raise ValueError(
+                "Gradients haven't been cleared since the last optimizer step. In order to obtain privacy guarantees "
+                "you must call optimizer.zero_grad() on each step"
+            )
+        self._count(self.engine.pending)
+        if self.forbid_accumulation and self._micro_batches > 1:
+            raise ValueError(
+                f"{self._micro_batches} backward passes since the last step, but Poisson sampling makes each batch a "
+                "whole step: use opacus.utils.batch_memory_manager.BatchMemoryManager, or poisson_sampling=False"
+            )
+
+    def _count(self, pending: bool = False) -> None:
+        self._micro_batches += self.engine.generation + pending - self._closed
+        self._closed = self.engine.generation + pending
+
+    def clip_and_accumulate(self) -> None:
+        """Close the micro-batch: clipped sums are added into `.grad`."""
+        self.engine.finish()
+        self._count()
+
+    def add_noise(self) -> None:
+        """`.grad` from the clipped sum to the private gradient: noise and division in one pass."""
+        if self.secure_mode:
+            self._add_secure_noise()
+        else:
+            privatise_gradients(self.params, self._privatisation())
+
+    def scale_grad(self) -> None:
+        """Done together with the noise."""
+
+    def _uses_fused_update(self) -> bool:
+        if self._fused_update is None or self._fused is False or self.secure_mode:
+            return False
+        return FusedUpdate.serves(self.original_optimizer)
+
+    def _fused_step(self) -> None:
+        assert self._fused_update is not None
+        if any(p.grad is not None for p in self.params):  # earlier micro-batches were summed there
+            self.clip_and_accumulate()
+            sums = ((p, p.grad) for p in self.params if p.grad is not None)
+            how = self._privatisation()
+            self._account()
+            self._fused_update(sums, how)
+            self.original_optimizer.zero_grad(set_to_none=True)
+        else:
+            stream = self.engine.clipped_sums()
+            how = self._privatisation()
+            self._account()
+            self._fused_update(stream, how)
+
+    def _account(self) -> None:
+        self._applied = True
+        if self.step_hook:
+            self.step_hook(self)
+        self._micro_batches = 0
+
+    def _privatisation(self) -> Privatisation:
+        divisor = self.expected_batch_size * self.accumulated_iterations if self.loss_reduction == "mean" else 1
+        return Privatisation(
+            noise_std=self.noise_multiplier * self.max_grad_norm, grad_scale=1.0 / divisor, noise=self.noise
+        )
+
+    @torch.no_grad()
+    def _add_secure_noise(self) -> None:
+        how = self._privatisation()
+        for p in self.params:
+            if p.grad is not None:
+                noise = _generate_noise(how.noise_std, p.grad, generator=self.generator, secure_mode=True)
+                p.grad.add_(noise).mul_(how.grad_scale)
+
+    # -- bookkeeping -------------------------------------------------------------------------------------------------
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget gradients; after a skipped step the sums of the logical batch are kept."""
+        if self._is_last_step_skipped:
+            return
+        self._applied = False
+        self.engine.discard()
+        self._closed, self._micro_batches = self.engine.generation, 0
+        self.original_optimizer.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's, and where the noise stream stands."""
+        return {**self.original_optimizer.state_dict(), NOISE_STATE: self.noise.state()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        own = {key: value for key, value in state_dict.items() if key != NOISE_STATE}
+        self.original_optimizer.load_state_dict(own)
+        if NOISE_STATE in state_dict:
+            self.noise.restore(state_dict[NOISE_STATE])
+        if self._fused_update is not None:
+            self._fused_update.forget_steps()
+
+
+class GradScaler(torch.amp.GradScaler):
+    """torch's loss scaler for float16, aware that flash clipping norms the scaled gradients.
+
+    A sample that overflows is left out of its step and counted, so no step is skipped; the scale is lowered after it.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._overflows: list[Tensor] = []
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        if isinstance(optimizer, DPFlashOptimizer) and self.is_enabled():
+            engine = optimizer.engine
+            before = engine.nonfinite_samples
+            scale = self._get_scale_async()
+            assert scale is not None  # scale(loss) made it
+            engine.loss_scale = scale
+            optimizer.clip_and_accumulate()
+            after = engine.nonfinite_samples
+            if after is not None:
+                self._overflows.append(after if before is None else after - before)
+            gradients = [p.grad for p in optimizer.params if p.grad is not None]
+            torch._foreach_mul_(gradients, scale)  # what torch's unscale_ divides by next
+        super().unscale_(optimizer)
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        overflows, self._overflows = self._overflows, []
+        if new_scale is None and overflows and int(sum(overflows)) > 0:
+            new_scale = self.get_scale() * self.get_backoff_factor()
+        super().update(new_scale)
+
+
+class _Attached:
+    """What Opacus's make_private asks of a prepared model."""
+
+    def __init__(self, engine: FlashEngine) -> None:
+        self.engine = engine
+        self.accumulation_forbidden = False
+
+    def forbid_grad_accumulation(self) -> None:
+        self.accumulation_forbidden = True
+
+
+class PrivacyEngine(OpacusPrivacyEngine):
+    """`opacus.PrivacyEngine` with `grad_sample_mode="flash"`, which is the default here; other modes still work.
+
+    In flash mode the model is returned as it was given: no wrapper, the same names, `state_dict` and class. Its
+    `FlashEngine` is `privacy_engine.flash_engine` (and `optimizer.engine`); `flash_engine.detach()` undoes it all.
+    """
+
+    flash_engine: FlashEngine | None = None
+    _attached: _Attached | None = None
+
+    def make_private(self, *, module: nn.Module, grad_sample_mode: str = FLASH, **kwargs: Any) -> Any:
+        if grad_sample_mode != FLASH:
+            return super().make_private(module=module, grad_sample_mode=grad_sample_mode, **kwargs)
+        _check_arguments(module, **kwargs)
+        try:
+            _, optimizer, loader = super().make_private(module=module, grad_sample_mode=FLASH, **kwargs)
+        except BaseException:
+            if self._attached is not None:
+                self._attached.engine.detach()
+            raise
+        finally:
+            self._attached = None
+        self.flash_engine = optimizer.engine
+        return module, optimizer, loader
+
+    def make_private_with_epsilon(self, *, grad_sample_mode: str = FLASH, **kwargs: Any) -> Any:
+        return super().make_private_with_epsilon(grad_sample_mode=grad_sample_mode, **kwargs)
+
+    def _prepare_model(self, module: nn.Module, *, grad_sample_mode: str = FLASH, **kwargs: Any) -> Any:
+        if grad_sample_mode != FLASH:
+            return super()._prepare_model(module, grad_sample_mode=grad_sample_mode, **kwargs)
+        engine = FlashEngine(
+            module,
+            max_grad_norm=kwargs.get("max_grad_norm", 1.0),
+            loss_reduction=kwargs.get("loss_reduction", "mean"),
+        )
+        self._attached = _Attached(engine)
+        return self._attached
+
+    def _prepare_optimizer(self, *, optimizer: Optimizer, grad_sample_mode: str = FLASH, **kwargs: Any) -> Any:
+        if grad_sample_mode != FLASH:
+            return super()._prepare_optimizer(optimizer=optimizer, grad_sample_mode=grad_sample_mode, **kwargs)
+        assert self._attached is not None
+        if isinstance(optimizer, DPOptimizer):
+            optimizer = optimizer.original_optimizer
+        for unused in ("distributed", "clipping"):
+            kwargs.pop(unused, None)
+        generator = kwargs.pop("noise_generator", None)
+        private = DPFlashOptimizer(
+            optimizer,
+            engine=self._attached.engine,
+            generator=self.secure_rng if self.secure_mode else generator,
+            secure_mode=self.secure_mode,
+            **kwargs,
+        )
+        private.forbid_accumulation = self._attached.accumulation_forbidden
+        return private
+
+
+def _check_arguments(
+    module: nn.Module,
+    *,
+    optimizer: Optimizer,
+    data_loader: DataLoader[Any],
+    noise_multiplier: float,
+    max_grad_norm: float,
+    clipping: str = "flat",
+    batch_first: bool = True,
+    loss_reduction: str = "mean",
+    **kwargs: Any,
+) -> None:
+    """What Opacus would accept, or stumble over later, and flash clipping cannot do."""
+    if isinstance(module, AbstractGradSampleModule):
+        raise UserError(
+            "the model is already private (wrapped by Opacus): pass the original module, model._module, instead"
+        )
+    if isinstance(module, nn.parallel.DistributedDataParallel) or type(module).__name__ == "DPDDP":
+        raise UserError("grad_sample_mode='flash' trains on one device: pass the module without the DDP wrapper")
+    if not isinstance(max_grad_norm, int | float) or not (math.isfinite(max_grad_norm) and max_grad_norm > 0):
+        raise UserError(f"max_grad_norm must be one number above 0 (flat clipping), not {max_grad_norm!r}")
+    if not (math.isfinite(noise_multiplier) and noise_multiplier >= 0):
+        raise UserError(f"noise_multiplier must be zero or more, not {noise_multiplier}")
+    if clipping != "flat":
+        raise UserError(f"grad_sample_mode='flash' does flat clipping: clipping={clipping!r} needs another mode")
+    if not batch_first:
+        raise UserError("grad_sample_mode='flash' needs the batch as the first dimension: batch_first=True")
+    if loss_reduction not in ("mean", "sum"):
+        raise UserError(f"loss_reduction must be 'mean' or 'sum' over samples, not {loss_reduction!r}")
+    try:
+        batches = len(data_loader)
+    except TypeError:
+        batches = 0
+    if batches == 0 or (data_loader.batch_size is None and data_loader.batch_sampler is None):
+        raise UserError(
+            "the data loader has no batch size, or no length: privacy accounting needs the share of the data set that "
+            "a batch is; use DataLoader(dataset, batch_size=…) over a dataset with a length"
+        )

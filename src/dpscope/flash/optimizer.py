@@ -1,0 +1,211 @@
+"""The optimizer side of flash clipping: noise, division by the batch size, and the step.
+
+With s = Σ_b c_b v_b from the engine, the gradient that is applied is (s + σC·z) / expected batch size, z standard
+normal. For SGD, Adam and AdamW all of it is one pass over each parameter (`FusedUpdate`); any other optimizer finds
+the private gradient in `.grad` (`privatise_gradients`). Nothing here knows Opacus.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from dpscope.flash.kernels.fused_update import fused_adam_, fused_sgd_
+from dpscope.flash.kernels.philox_noise import add_noise_
+
+# Sums are handed to the fused update in pieces of about this size: few launches, and little of the gradient at a time.
+PIECE_BYTES = 512 * 2**20
+
+
+class NoiseSource:
+    """Keys of the noise stream, one a use, drawn from a torch.Generator: seed it, save its state, restore it.
+
+    Without a generator one is made and seeded from the operating system's entropy.
+    """
+
+    def __init__(self, generator: torch.Generator | None = None) -> None:
+        self.generator = generator or torch.Generator().manual_seed(secrets.randbits(63))
+
+    def draw(self) -> tuple[int, int]:
+        """(seed, offset) of a stream that was not used before. Waits for no device."""
+        generator = self.generator
+        if generator.device.type == "cpu":
+            return int(torch.randint(2**63 - 1, (1,), generator=generator, dtype=torch.int64)), 0
+        # A CUDA generator's position is known on the host; drawing from it would wait for the device.
+        offset = generator.get_offset()
+        generator.set_offset(offset + 4)
+        return generator.initial_seed(), offset
+
+    def state(self) -> Tensor:
+        return self.generator.get_state()
+
+    def restore(self, state: Tensor) -> None:
+        self.generator.set_state(state.cpu())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Privatisation:
+    """What turns a clipped sum into a private gradient: (sum + noise_std·z)·grad_scale."""
+
+    noise_std: float
+    grad_scale: float
+    noise: NoiseSource
+
+
+def privatise_gradients(parameters: Iterable[nn.Parameter], how: Privatisation) -> None:
+    """`.grad` from the clipped sum to the private gradient, in place, without a full-size temporary."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    seed, offset = how.noise.draw()
+    add_noise_(gradients, how.noise_std, how.grad_scale, seed, offset)
+
+
+class FusedUpdate:
+    """Noise, scaling and the step of `optimizer` in one pass. Its state stays where torch keeps it."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self._update = _RULES[type(optimizer)]
+        self._steps: dict[nn.Parameter, int] = {}  # torch's own counters may live on the device
+
+    @staticmethod
+    def serves(optimizer: Optimizer) -> bool:
+        """Whether the update would be torch's own: the exact class, no hooks to be called, plain numbers."""
+        return (
+            type(optimizer) in _RULES
+            and not optimizer._optimizer_step_pre_hooks
+            and not optimizer._optimizer_step_post_hooks
+            and not any(
+                group.get("capturable") or group.get("differentiable") or isinstance(group["lr"], Tensor)
+                for group in optimizer.param_groups
+            )
+        )
+
+    def forget_steps(self) -> None:
+        """After the optimizer's state was loaded."""
+        self._steps.clear()
+
+    @torch.no_grad()
+    def __call__(self, sums: Iterable[tuple[nn.Parameter, Tensor]], how: Privatisation) -> None:
+        """Update every parameter that comes with a clipped sum, piece by piece as sums arrive."""
+        groups = {p: group for group in self.optimizer.param_groups for p in group["params"]}
+        pieces: dict[tuple[int, int], list[tuple[nn.Parameter, Tensor]]] = {}
+        waiting = 0
+        for parameter, total in sums:
+            if parameter not in groups:
+                continue
+            step = self._advance(parameter)
+            pieces.setdefault((id(groups[parameter]), step), []).append((parameter, total))
+            waiting += total.numel() * total.element_size()
+            if waiting >= PIECE_BYTES:
+                self._apply(pieces, groups, how)
+                pieces, waiting = {}, 0
+            del total
+        self._apply(pieces, groups, how)
+
+    def _advance(self, parameter: nn.Parameter) -> int:
+        """The number of this step for this parameter, counted from 1."""
+        if parameter not in self._steps:
+            taken = self.optimizer.state[parameter].get("step", 0)
+            self._steps[parameter] = int(taken)
+        self._steps[parameter] += 1
+        return self._steps[parameter]
+
+    def _apply(
+        self,
+        pieces: dict[tuple[int, int], list[tuple[nn.Parameter, Tensor]]],
+        groups: dict[nn.Parameter, dict[str, Any]],
+        how: Privatisation,
+    ) -> None:
+        for (_, step), piece in pieces.items():
+            parameters = [parameter for parameter, _ in piece]
+            states = [self.optimizer.state[parameter] for parameter in parameters]
+            seed, offset = how.noise.draw()
+            self._update(
+                parameters,
+                [total for _, total in piece],
+                states,
+                groups[parameters[0]],
+                step,
+                {"grad_scale": how.grad_scale, "noise_std": how.noise_std, "seed": seed, "offset": offset},
+            )
+        pieces.clear()
+
+
+_Rule = Callable[
+    [Sequence[nn.Parameter], Sequence[Tensor], Sequence[dict[str, Any]], dict[str, Any], int, dict[str, Any]], None
+]
+
+
+def _sgd(
+    parameters: Sequence[nn.Parameter],
+    sums: Sequence[Tensor],
+    states: Sequence[dict[str, Any]],
+    group: dict[str, Any],
+    step: int,
+    privacy: dict[str, Any],
+) -> None:
+    buffers: list[Tensor] = []
+    fresh = [state.get("momentum_buffer") is None for state in states]
+    if group["momentum"]:
+        for parameter, state in zip(parameters, states, strict=True):
+            if state.get("momentum_buffer") is None:
+                # What it holds is ignored on a first step: dampening applies from the second on.
+                state["momentum_buffer"] = torch.empty_like(parameter, memory_format=torch.preserve_format)
+            buffers.append(state["momentum_buffer"])
+    options = {key: group[key] for key in ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")}
+    for first in dict.fromkeys(fresh):
+        chosen = [index for index, is_fresh in enumerate(fresh) if is_fresh == first]
+        noise = privacy if first == fresh[0] else {**privacy, "offset": privacy["offset"] + 1}
+        fused_sgd_(
+            [parameters[i] for i in chosen],
+            [sums[i] for i in chosen],
+            [buffers[i] for i in chosen] if buffers else (),
+            first_step=first,
+            **options,
+            **noise,
+        )
+
+
+def _adam(
+    parameters: Sequence[nn.Parameter],
+    sums: Sequence[Tensor],
+    states: Sequence[dict[str, Any]],
+    group: dict[str, Any],
+    step: int,
+    privacy: dict[str, Any],
+    *,
+    decoupled: bool = False,
+) -> None:
+    moments = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])]
+    for parameter, state in zip(parameters, states, strict=True):
+        if "step" not in state:
+            where = parameter.device if group.get("fused") else "cpu"
+            state["step"] = torch.zeros((), dtype=torch.float32, device=where)
+        for moment in moments:
+            if moment not in state:
+                state[moment] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+    torch._foreach_add_([state["step"] for state in states], 1)
+    fused_adam_(
+        parameters,
+        sums,
+        [state["exp_avg"] for state in states],
+        [state["exp_avg_sq"] for state in states],
+        [state["max_exp_avg_sq"] for state in states] if group["amsgrad"] else (),
+        step=step,
+        decoupled_weight_decay=decoupled or group.get("decoupled_weight_decay", False),
+        **{key: group[key] for key in ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")},
+        **privacy,
+    )
+
+
+def _adamw(*args: Any) -> None:
+    _adam(*args, decoupled=True)
+
+
+_RULES: dict[type[Optimizer], _Rule] = {SGD: _sgd, Adam: _adam, AdamW: _adamw}
