@@ -103,7 +103,7 @@ class Kept:
         return out
 
 
-class _Saved:
+class Saved:
     """Tensors of the backward pass, watched for in-place changes until they are summed."""
 
     __slots__ = ("first", "second", "versions")
@@ -126,7 +126,7 @@ class _Saved:
             )
 
 
-class Outer(_Saved):
+class Outer(Saved):
     """Σ_t g_t x_tᵀ for each sample. `x`: (B, T, d), `g`: (B, T, p)."""
 
     __slots__ = ()
@@ -162,7 +162,7 @@ class Outer(_Saved):
         return scaled_sum(self.g, self.x, scale.to(dtype), out=out, accumulate=out is not None)
 
 
-class Lookup(_Saved):
+class Lookup(Saved):
     """Row `ids[b, t]` of the table receives `g[b, t]`; `padding_idx` receives nothing."""
 
     __slots__ = ("padding_idx", "rows")

@@ -124,6 +124,8 @@ class FlashEngine:
         """An ordinary gradient that reaches a parameter has gone round the taps: it is thrown away, loudly."""
 
         def refuse(parameter: Tensor) -> None:
+            if parameter.grad is None:
+                return  # autograd passed by without a gradient
             parameter.grad = None
             raise UserError(
                 f"{slot.name} received an ordinary, unclipped gradient: it is used outside the forward of the module "
@@ -159,9 +161,16 @@ class FlashEngine:
         assert isinstance(parameter, nn.Parameter)
         return self._slots[parameter]
 
-    def decide(self, batch: int, length: int, d: int, p: int, *, itemsize: int) -> Decision:
+    def decide(self, batch: int, length: int, d: int, p: int, *, itemsize: int, x_held: int | None = None) -> Decision:
         return choose_path(
-            batch, length, d, p, itemsize=itemsize, forced=self.path, memory_allowance=self.memory_allowance
+            batch,
+            length,
+            d,
+            p,
+            itemsize=itemsize,
+            forced=self.path,
+            memory_allowance=self.memory_allowance,
+            x_held=x_held,
         )
 
     def add(self, slot: Slot, contribution: Contribution) -> None:
@@ -201,6 +210,15 @@ class FlashEngine:
             f"{tap.name} was given a tensor of shape {tuple(x.shape)} in a batch of {self.batch_size} samples: "
             f"{KEEP_BATCH_FIRST}"
         )
+
+    def batch_for(self, seen: int | None) -> int:
+        """The number of samples for a unit that sees `seen` rows itself (None: it sees no tensor)."""
+        self._close_if_left()
+        if self.batch_size is None:
+            if seen is None:
+                raise UserError("the number of samples is not known: call the model itself, or give batch_size_of")
+            self.batch_size = seen
+        return self.batch_size
 
     def is_ambiguous(self, ids: Tensor) -> bool:
         """Whether one-dimensional ids, one for each sample by their number, may as well be something else."""

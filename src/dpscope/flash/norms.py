@@ -111,8 +111,8 @@ class NormSum:
         if units:
             self.add(gram_norms_squared(units))
         if self._single:  # one multi-tensor launch for all of them
-            norms = torch.stack([norm.to(self.total) for norm in torch._foreach_norm(self._single)])
-            self.add(norms.square().sum().view(1))
+            norms = torch.stack([norm.float() for norm in torch._foreach_norm(self._single)])
+            self.add(norms.to(self.total).square().sum().view(1))
         self._sharing, self._lookups, self._single = {}, [], []
         return self.total
 

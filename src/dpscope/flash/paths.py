@@ -48,10 +48,14 @@ class Decision:
     costs: Mapping[str, PathCost]
 
 
-def path_costs(batch: int, length: int, d: int, p: int, itemsize: int) -> dict[str, PathCost]:
+def path_costs(
+    batch: int, length: int, d: int, p: int, itemsize: int, x_held: int | None = None
+) -> dict[str, PathCost]:
+    """`x_held`: elements of x a sample where x is unfolded from something smaller (a convolution's input)."""
     rate = OPERATIONS_PER_SECOND.get(itemsize, OPERATIONS_PER_SECOND[4])
     gemm = 2.0 * batch * length * d * p
-    held = float(batch * length * (d + p) * itemsize)
+    held = float(batch * ((length * d if x_held is None else x_held) + length * p) * itemsize)
+    unfolded = 0.0 if x_held is None else 2.0 * batch * length * d * itemsize  # written and read
     gradients = float(batch * d * p * itemsize)
     scaled = 2.0 * batch * length * min(d, p) * itemsize
     summed = 8.0 * batch * d * p  # the float32 sum is read and written once a sample
@@ -61,10 +65,10 @@ def path_costs(batch: int, length: int, d: int, p: int, itemsize: int) -> dict[s
         return PathCost(operations, moved, kept, seconds)
 
     return {
-        RANK1: cost(gemm + 2.0 * batch * length * (d + p), scaled + held, held),
-        GRAM: cost(gemm + float(batch) * length**2 * (d + p), scaled, held, rate * GRAM_EFFICIENCY),
-        DIRECT: cost(2 * gemm, scaled + 2 * gradients, held),
-        KEEP: cost(gemm, 3 * gradients + summed, gradients),
+        RANK1: cost(gemm + 2.0 * batch * length * (d + p), scaled + held + 2 * unfolded, held),
+        GRAM: cost(gemm + float(batch) * length**2 * (d + p), scaled + 2 * unfolded, held, rate * GRAM_EFFICIENCY),
+        DIRECT: cost(2 * gemm, scaled + 2 * gradients + 2 * unfolded, held),
+        KEEP: cost(gemm, 3 * gradients + summed + unfolded, gradients),
     }
 
 
@@ -78,9 +82,10 @@ def choose_path(
     itemsize: int = 4,
     forced: str | None = None,
     memory_allowance: float = 1.0,
+    x_held: int | None = None,
 ) -> Decision:
     """The cheapest exact path for x: (batch, length, d) and g: (batch, length, p). Pure: shapes in, decision out."""
-    costs = MappingProxyType(path_costs(batch, length, d, p, itemsize))
+    costs = MappingProxyType(path_costs(batch, length, d, p, itemsize, x_held))
     if forced is not None:
         if forced not in FORCEABLE:
             raise ValueError(f"path {forced!r} is not one of {', '.join(FORCEABLE)}")

@@ -164,9 +164,10 @@ class LayerTap(InstanceMethod):
         owned = {key for key, parameter in module._parameters.items() if parameter is not None}
         return bool(owned) and owned <= set(cls.names)
 
-    def __call__(self, x: Tensor) -> Any:
+    def __call__(self, *args: Tensor, **kwargs: Tensor) -> Any:
         if not torch.is_grad_enabled():
-            return self.original(x)
+            return self.original(*args, **kwargs)
+        (x,) = (*args, *kwargs.values()) if kwargs else args
         live = [self._is_live(index, key) for index, key in enumerate(self.names)]
         if not any(live):
             return self.original(x)

@@ -23,9 +23,17 @@ PATHS = (None, "gram", "direct", "keep")
 REDUCTIONS = ("mean", "sum")
 
 
-def relative_error(found: Tensor, truth: Tensor) -> float:
-    size = float(truth.double().norm())
-    return float((found.double() - truth.double()).norm()) / (size or 1.0)
+# A backward pass rounds beside its largest terms: a parameter whose gradient nearly cancels (a bias before a
+# normalisation) keeps an error of about this many epsilons of the whole gradient.
+EPSILONS = 2.0
+
+
+def distance(found: Tensor, truth: Tensor) -> float:
+    return float((found.double() - truth.double()).norm())
+
+
+def whole_size(result: OracleResult) -> float:
+    return float(sum(total.double().square().sum() for total in result.clipped_sums.values()) ** 0.5)
 
 
 def max_grad_norm_for(clipping: str, norms: Tensor) -> float:
@@ -58,15 +66,6 @@ def private_step(engine: FlashEngine, batch: Any, losses: Losses) -> None:
     engine.finish()
 
 
-def worst_errors(model: nn.Module, engine: FlashEngine, truth: OracleResult) -> tuple[float, float]:
-    """(of the clipped sums, worst parameter; of the norms, worst sample)."""
-    named = dict(model.named_parameters())
-    sums = max(relative_error(named[name].grad, total) for name, total in truth.clipped_sums.items())
-    positive = truth.norms > 0
-    errors = (engine.norms.cpu().double() - truth.norms).abs()[positive] / truth.norms[positive]
-    return sums, float(errors.max()) if len(errors) else 0.0
-
-
 def assert_exact(
     model: nn.Module,
     batch: Any,
@@ -90,12 +89,14 @@ def compare(model: nn.Module, batch: Any, losses: Losses, engine: FlashEngine, t
     sum_tolerance, norm_tolerance = TOLERANCES[dtype]
     named = dict(model.named_parameters())
     noisy: OracleResult | None = None
+    rounding = EPSILONS * torch.finfo(dtype).eps * whole_size(truth)
     for name, total in truth.clipped_sums.items():
-        error = relative_error(named[name].grad, total)
-        if error > sum_tolerance:
+        error = distance(named[name].grad, total)
+        allowed = sum_tolerance * float(total.norm()) + rounding
+        if error > allowed:
             noisy = noisy or run_oracle(model, batch, one_loss(losses), max_grad_norm=c)
-            allowed = NOISE_MARGIN * relative_error(noisy.clipped_sums[name], total)
-            assert error <= allowed, f"{name}: relative error {error:.1e}, float32 oracle {allowed:.1e}"
+            allowed = NOISE_MARGIN * distance(noisy.clipped_sums[name], total)
+            assert error <= allowed, f"{name}: error {error:.1e} of {total.norm():.1e}, allowed {allowed:.1e}"
     assert engine.norms is not None
     positive = truth.norms > 0
     errors = (engine.norms.double() - truth.norms).abs()[positive] / truth.norms[positive]

@@ -11,9 +11,11 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
 from dpscope.errors import UserError
+from dpscope.flash.layers.conv import ConvTap
 from dpscope.flash.layers.embedding import EmbeddingTap
-from dpscope.flash.layers.linear import LinearTap
+from dpscope.flash.layers.linear import LinearTap, TransposedLinearTap
 from dpscope.flash.layers.norm import GroupNormTap, LayerNormTap, RMSNormTap
+from dpscope.flash.layers.opaque import OpaqueTap
 from dpscope.flash.taps import InstanceMethod, LayerTap
 
 if TYPE_CHECKING:
@@ -23,6 +25,9 @@ MakeTap = Callable[["FlashEngine", str, nn.Module], InstanceMethod]
 
 _FAMILIES: dict[type[nn.Module], type[LayerTap]] = {
     nn.Linear: LinearTap,
+    nn.Conv1d: ConvTap,
+    nn.Conv2d: ConvTap,
+    nn.Conv3d: ConvTap,
     nn.Embedding: EmbeddingTap,
     nn.LayerNorm: LayerNormTap,
     nn.RMSNorm: RMSNormTap,
@@ -30,6 +35,16 @@ _FAMILIES: dict[type[nn.Module], type[LayerTap]] = {
     nn.InstanceNorm1d: GroupNormTap,
     nn.InstanceNorm2d: GroupNormTap,
     nn.InstanceNorm3d: GroupNormTap,
+}
+
+# Known by name, so that transformers need not be installed. Each is what its family computes, by its published code.
+_BY_NAME: dict[str, type[LayerTap]] = {
+    "Conv1D": TransposedLinearTap,
+    "LlamaRMSNorm": RMSNormTap,
+    "MistralRMSNorm": RMSNormTap,
+    "Qwen2RMSNorm": RMSNormTap,
+    "Qwen3RMSNorm": RMSNormTap,
+    "T5LayerNorm": RMSNormTap,
 }
 
 
@@ -54,6 +69,10 @@ def family_of(module: nn.Module) -> type[LayerTap] | None:
     for cls, handler in _FAMILIES.items():
         if isinstance(module, cls) and type(module).forward is cls.forward and handler.accepts(module):
             return handler
+    cls = type(module)
+    if cls.__module__.partition(".")[0] == "transformers":
+        by_name = _BY_NAME.get(cls.__name__)
+        return by_name if by_name is not None and by_name.accepts(module) else None
     return None
 
 
@@ -109,7 +128,8 @@ def _units(module: nn.Module, name: str, seen: set[nn.Module]) -> Iterator[Unit]
     if any(parameter is not None for parameter in module._parameters.values()) or parametrize.is_parametrized(module):
         family = family_of(module)
         if family is None:
-            raise NotImplementedError
+            seen.update(module.modules())
+            yield Unit(name, module, OpaqueTap)
             return
         yield Unit(name, module, family)
     for key, child in module.named_children():

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dpscope.flash.contributions import Kept, Outer
+from dpscope.flash.kernels.sample_sums import bias_sums
 from dpscope.flash.paths import KEEP
-from dpscope.flash.products import bias_sums
 from dpscope.flash.taps import LayerTap, Slot, autocast_dtype
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpscope.flash.contributions import Kept, wide
-from dpscope.flash.products import layer_norm_sums, rms_norm_sums
+from dpscope.flash.kernels.sample_sums import layer_norm_sums, rms_norm_sums
 from dpscope.flash.taps import LayerTap, autocast_dtype, autocast_output_dtype
 
 
@@ -88,27 +88,27 @@ class LayerNormTap(_NormTap):
 
 
 class RMSNormTap(_NormTap):
-    """x̂ = x / sqrt(mean(x²) + eps)."""
+    """x̂ = x / sqrt(mean(x²) + eps), over the weight's dimensions. Also for Hugging Face's classes of that kind."""
 
     names = ("weight",)
 
     def __init__(self, engine: Any, name: str, module: nn.Module) -> None:
-        assert isinstance(module, nn.RMSNorm)
         super().__init__(engine, name, module)
-        self.shape = list(module.normalized_shape)
-        self.min_dim = len(self.shape) + 1
-        self.eps = module.eps
+        weight = module._parameters["weight"]
+        assert weight is not None
+        self.min_dim = weight.dim() + 1
+        self.eps: float | None = getattr(module, "variance_epsilon", getattr(module, "eps", None))
 
     def forward(self, ctx: Any, x: Tensor) -> Tensor:
-        weight = self.parameters["weight"]
-        ctx.save_for_backward(x, weight)
-        return F.rms_norm(x, self.shape, weight, self.eps)
+        ctx.save_for_backward(x, self.parameters["weight"])
+        output: Tensor = self.original(x)
+        return output
 
     def backward(self, ctx: Any, g: Tensor) -> Tensor | None:
         x, weight = ctx.saved_tensors
         batch, width = g.shape[0], weight.numel()
         dtype = wide(x.dtype)
-        eps = torch.finfo(dtype if x.dtype.itemsize < 4 else x.dtype).eps if self.eps is None else self.eps
+        eps = torch.finfo(dtype).eps if self.eps is None else self.eps
         rows = x.reshape(batch, -1, width)
         rstd = (torch.linalg.vector_norm(rows, dim=-1, dtype=dtype).square() / width + eps).rsqrt()
         if ctx.live[0]:

@@ -1,0 +1,187 @@
+"""Conv1d, Conv2d, Conv3d: a Linear over unfolded patches.
+
+With x: (B, C, *) and g: (B, O, *out), L = Π out, a sample's weight gradient is Σ_l g_l patch_lᵀ, where patch_l is the
+window of x under output position l: (C/groups · Π kernel). Groups are samples of their own to that product. Patches are
+Π kernel times as large as x: they are never stored, but made again, some samples at a time, when they are needed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dpscope.flash.contributions import Kept, Outer, Saved, sample_chunks, wide
+from dpscope.flash.kernels.gram_norms import GramUnit, gram_norms_squared
+from dpscope.flash.paths import DIRECT, KEEP, RANK1, Decision
+from dpscope.flash.taps import LayerTap, autocast_dtype
+
+_CONVOLUTIONS = {nn.Conv1d: F.conv1d, nn.Conv2d: F.conv2d, nn.Conv3d: F.conv3d}
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Per spatial dimension, except `groups`. `padding` is of zeros, the same on both sides."""
+
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+    def unfold(self, x: Tensor, out: tuple[int, ...]) -> Tensor:
+        """x: (b, C, *) -> (b·groups, L, C/groups · Π kernel), the windows under the `out` positions."""
+        if any(self.padding):
+            x = F.pad(x, [side for pad in reversed(self.padding) for side in (pad, pad)])
+        batch, channels, spatial = x.shape[0], x.shape[1] // self.groups, x.stride()[2:]
+        size = (batch, self.groups, channels, *out, *self.kernel)
+        steps = [stride * step for stride, step in zip(spatial, self.stride, strict=True)]
+        taps = [stride * step for stride, step in zip(spatial, self.dilation, strict=True)]
+        windows = x.as_strided(size, (x.stride(0), x.stride(1) * channels, x.stride(1), *steps, *taps))
+        n = len(out)
+        windows = windows.permute(0, 1, *range(3, 3 + n), 2, *range(3 + n, 3 + 2 * n))
+        return windows.reshape(batch * self.groups, math.prod(out), -1)
+
+
+class Patches(Saved):
+    """`x`: (B, C, *), `g`: (B, O, *out); an Outer over patches that are made again for each use."""
+
+    __slots__ = ("geometry", "path", "shape")
+
+    def __init__(self, x: Tensor, g: Tensor, geometry: Geometry, shape: tuple[int, ...], path: str) -> None:
+        super().__init__(x, g)
+        self.geometry = geometry
+        self.shape = shape  # of the weight
+        self.path = path
+
+    def _outer(self, samples: slice) -> Outer:
+        """Of some samples; groups stand as samples beside one another: (b·groups, L, ·)."""
+        x, g = self.first[samples], self.second[samples]
+        groups = self.geometry.groups
+        out = tuple(g.shape[2:])
+        rows = g.reshape(g.shape[0] * groups, g.shape[1] // groups, -1).transpose(1, 2)
+        return Outer(self.geometry.unfold(x, out), rows)
+
+    def _chunks(self) -> Iterator[slice]:
+        patches = math.prod(self.second.shape[2:]) * self.first.shape[1] * math.prod(self.geometry.kernel)
+        return sample_chunks(self.batch_size, patches * self.first.element_size())
+
+    def _gradients(self, samples: slice) -> Tensor:
+        return self._outer(samples).materialise().view(-1, *self.shape)
+
+    def materialise(self) -> Tensor:
+        return torch.cat([self._gradients(samples) for samples in self._chunks()])
+
+    def norms_squared(self) -> Tensor:
+        return torch.cat([self._norms_squared(samples) for samples in self._chunks()])
+
+    def _norms_squared(self, samples: slice) -> Tensor:
+        outer = self._outer(samples)
+        if self.path == RANK1:
+            norms = outer.rank1_norms_squared()
+        elif self.path == DIRECT:
+            norms = outer.norms_squared()
+        else:
+            norms = gram_norms_squared([GramUnit(gs=(outer.g,), xs=(outer.x,))])
+        return norms.view(-1, self.geometry.groups).sum(1)
+
+    def clipped_sum(self, scale: Tensor, out: Tensor | None) -> Tensor:
+        dtype = wide(self.second.dtype)
+        total = out if out is not None and out.dtype == dtype else None
+        total = self.second.new_zeros(self.shape, dtype=dtype) if total is None else total
+        for samples in self._chunks():
+            if self.geometry.groups == 1 and total.is_contiguous():
+                self._outer(samples).clipped_sum(scale[samples], total.view(self.shape[0], -1))
+            else:
+                Kept(self._gradients(samples)).clipped_sum(scale[samples], total)
+        return total if out is None or total is out else out.add_(total)
+
+
+class ConvTap(LayerTap):
+    def __init__(self, engine: Any, name: str, module: nn.Module) -> None:
+        super().__init__(engine, name, module)
+        conv = cast("nn.Conv2d", module)
+        self.convolve = next(f for cls, f in _CONVOLUTIONS.items() if isinstance(module, cls))
+        n = len(conv.kernel_size)
+        self.min_dim = n + 2
+        kernel, dilation = tuple(conv.kernel_size), tuple(conv.dilation)
+        before = _same_padding(kernel, dilation) if conv.padding == "same" else [(0, 0)] * n
+        if not isinstance(conv.padding, str):
+            before = [(pad, pad) for pad in conv.padding]
+        # Padding that is the same on both sides and of zeros is left to the convolution; any other is put on first.
+        inside = conv.padding_mode == "zeros" and all(left == right for left, right in before)
+        self.pad = None if inside else [side for pair in reversed(before) for side in pair]
+        self.pad_mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
+        padding = tuple(left for left, _ in before) if inside else (0,) * n
+        self.geometry = Geometry(kernel, tuple(conv.stride), padding, dilation, conv.groups)
+
+    def apply(self, x: Tensor, live: list[bool]) -> Any:
+        if self.pad is not None:
+            x = F.pad(x, self.pad, mode=self.pad_mode)
+        return super().apply(x, live)
+
+    def forward(self, ctx: Any, x: Tensor) -> Tensor:
+        weight: Tensor | None = self.parameters["weight"]
+        bias: Tensor | None = self.parameters["bias"]
+        assert weight is not None
+        dtype = autocast_dtype(x)
+        if dtype is not None and weight.dtype != torch.float64:
+            x = self.engine.cast(x, dtype)
+            weight = weight.to(dtype)
+            bias = None if bias is None else bias.to(dtype)
+        ctx.save_for_backward(x if ctx.live[0] or ctx.needs_input_grad[1] else None, weight)
+        at = self.geometry
+        output: Tensor = self.convolve(x, weight, bias, at.stride, at.padding, at.dilation, at.groups)
+        return output
+
+    def backward(self, ctx: Any, g: Tensor) -> Tensor | None:
+        x, weight = ctx.saved_tensors
+        bias_slot = self.slots[1]
+        if ctx.live[1]:
+            assert bias_slot is not None
+            if not bias_slot.kind:
+                bias_slot.describe("kept", f"g {tuple(g.shape)}", "bias: sums over positions, taken in backward")
+            self.engine.add(bias_slot, Kept(g.flatten(2).sum(2, dtype=wide(g.dtype))))
+        if ctx.live[0]:
+            self._add_weight(x, g)
+        if not ctx.needs_input_grad[1]:
+            return None
+        at, n = self.geometry, len(self.geometry.kernel)
+        arguments = (at.stride, at.padding, at.dilation, False, [0] * n, at.groups, [True, False, False])
+        dx: Tensor = torch.ops.aten.convolution_backward(g, x, weight, None, *arguments)[0]
+        return dx
+
+    def _add_weight(self, x: Tensor, g: Tensor) -> None:
+        slot = self.slots[0]
+        assert slot is not None
+        key = (*x.shape, *g.shape)
+        if key not in self.decisions:
+            self.decisions[key] = self._decide(x, g)
+            slot.describe("patches", f"x {tuple(x.shape)}, g {tuple(g.shape)}", "")
+        slot.decision = decision = self.decisions[key]
+        patches = Patches(x, g, self.geometry, tuple(slot.parameter.shape), decision.path)
+        if decision.path == KEEP and x.shape[0]:
+            values = patches.materialise()
+            self.engine.add(slot, Kept(values.to(slot.parameter.dtype) if x.shape[0] == 1 else values))
+        else:
+            self.engine.add(slot, patches)
+
+    def _decide(self, x: Tensor, g: Tensor) -> Decision:
+        groups, kernel = self.geometry.groups, math.prod(self.geometry.kernel)
+        d, p = x.shape[1] // groups * kernel, g.shape[1] // groups
+        length, held = math.prod(g.shape[2:]), math.prod(x.shape[1:])
+        decision = self.engine.decide(x.shape[0], length, d, p, itemsize=g.element_size(), x_held=held)
+        if groups > 1 and self.engine.path is None:
+            return Decision(KEEP, f"{groups} groups: per-sample gradients are small", decision.costs)
+        return decision
+
+
+def _same_padding(kernel: tuple[int, ...], dilation: tuple[int, ...]) -> list[tuple[int, int]]:
+    """padding="same": the odd element goes to the right, as in torch."""
+    totals = [step * (size - 1) for size, step in zip(kernel, dilation, strict=True)]
+    return [(total // 2, total - total // 2) for total in totals]

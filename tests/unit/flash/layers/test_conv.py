@@ -1,0 +1,78 @@
+"""Convolutions: every geometry torch knows, on every path."""
+
+import pytest
+import torch
+from agreement import CLIPPING, PATHS, REDUCTIONS, assert_exact
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from dpscope.flash import contributions
+
+CONVOLUTIONS = [nn.Conv1d, nn.Conv2d, nn.Conv3d]
+
+
+def sine_losses(model, batch):
+    return model(batch["x"]).sin().flatten(1).sum(1)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("n", [1, 2, 3])
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(
+    data=st.data(),
+    batch=st.integers(1, 3),
+    groups=st.integers(1, 3),
+    padding=st.sampled_from([0, 1, 2, "same", "valid"]),
+    stride=st.integers(1, 2),
+    dilation=st.integers(1, 2),
+    padding_mode=st.sampled_from(["zeros", "zeros", "circular", "reflect", "replicate"]),
+    bias=st.booleans(),
+    clipping=st.sampled_from(CLIPPING),
+    reduction=st.sampled_from(REDUCTIONS),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+)
+def test_any_geometry(
+    path, n, data, batch, groups, padding, stride, dilation, padding_mode, bias, clipping, reduction, dtype
+):
+    assume(not (padding == "same" and stride > 1))
+    assume(not (padding == 2 and padding_mode == "reflect"))
+    kernel = [data.draw(st.integers(1, 3)) for _ in range(n)]
+    size = [data.draw(st.integers(5, 6)) for _ in range(n)]
+    inner, outer = groups * data.draw(st.integers(1, 2)), groups * data.draw(st.integers(1, 2))
+    layer = CONVOLUTIONS[n - 1](
+        inner,
+        outer,
+        kernel,
+        stride=stride,
+        padding=padding,
+        dilation=dilation,
+        groups=groups,
+        bias=bias,
+        padding_mode=padding_mode,
+    )
+    model = nn.Sequential(CONVOLUTIONS[n - 1](2, inner, 1), nn.Tanh(), layer).to(dtype)
+    batch = {"x": torch.randn(batch, 2, *size, dtype=dtype)}
+    assert_exact(model, batch, sine_losses, clipping=clipping, loss_reduction=reduction, path=path)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_convolution_used_twice_with_an_inplace_relu_after_it(path):
+    layer = nn.Conv2d(2, 2, 3, padding=1)
+    model = nn.Sequential(layer, nn.ReLU(inplace=True), layer, nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(50, 2))
+    assert_exact(model, {"x": torch.randn(3, 2, 5, 5)}, sine_losses, path=path)
+
+
+@pytest.mark.parametrize("path", ["gram", "direct", "keep"])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_patches_made_a_sample_at_a_time_give_the_same(path, groups, monkeypatch):
+    monkeypatch.setattr(contributions, "SCRATCH_BYTES", 1)
+    model = nn.Sequential(nn.Conv2d(2, 4, 3, groups=groups), nn.Tanh(), nn.Conv2d(4, 2, 2))
+    assert_exact(model, {"x": torch.randn(4, 2, 5, 5)}, sine_losses, path=path)
+
+
+def test_channels_last_images():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3)).to(memory_format=torch.channels_last)
+    x = torch.randn(3, 3, 8, 7).to(memory_format=torch.channels_last)
+    for path in PATHS:
+        assert_exact(model, {"x": x}, sine_losses, path=path)

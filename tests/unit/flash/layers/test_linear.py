@@ -1,0 +1,90 @@
+"""Linear in every shape, on every path."""
+
+import pytest
+import torch
+from agreement import CLIPPING, PATHS, REDUCTIONS, assert_exact
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+
+def sine_losses(model, batch):
+    return model(batch["x"]).sin().flatten(1).sum(1)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("clipping", CLIPPING)
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(
+    batch=st.integers(1, 5),
+    middle=st.lists(st.integers(1, 5), max_size=3),
+    d=st.integers(1, 7),
+    p=st.integers(1, 7),
+    bias=st.booleans(),
+    reduction=st.sampled_from(REDUCTIONS),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+)
+def test_linear_of_any_shape(path, clipping, batch, middle, d, p, bias, reduction, dtype):
+    model = nn.Sequential(nn.Linear(d, p, bias=bias), nn.Tanh(), nn.Linear(p, 3)).to(dtype)
+    x = torch.randn(batch, *middle, d, dtype=dtype)
+    assert_exact(model, {"x": x}, sine_losses, clipping=clipping, loss_reduction=reduction, path=path)
+
+
+class Twice(nn.Module):
+    """One Linear used twice on different inputs, and twice on the same."""
+
+    def __init__(self, same: bool) -> None:
+        super().__init__()
+        self.shared, self.head, self.same = nn.Linear(5, 5), nn.Linear(5, 2), same
+
+    def forward(self, x):
+        first = self.shared(x)
+        second = self.shared(x if self.same else first.tanh())
+        return self.head(first * second)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("same", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_linear_used_twice_counts_its_cross_terms(path, same, dtype):
+    model = Twice(same).to(dtype)
+    assert_exact(model, {"x": torch.randn(4, 3, 5, dtype=dtype)}, sine_losses, path=path)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_two_linears_that_share_one_weight(path):
+    model = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5))
+    model[2].weight = model[0].weight
+    assert_exact(model, {"x": torch.randn(4, 3, 5)}, sine_losses, path=path)
+
+
+@pytest.mark.parametrize("layout", ["transposed", "expanded", "strided"])
+def test_inputs_that_are_not_contiguous(layout):
+    x = {
+        "transposed": torch.randn(4, 5, 3).transpose(1, 2),
+        "expanded": torch.randn(4, 1, 5).expand(4, 3, 5),
+        "strided": torch.randn(4, 3, 10)[..., ::2],
+    }[layout]
+    assert_exact(nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 2)), {"x": x}, sine_losses)
+
+
+class Conv1D(nn.Module):
+    """Hugging Face's, by its published code: a Linear whose weight is (in, out)."""
+
+    __module__ = "transformers.pytorch_utils"
+
+    def __init__(self, nf: int, nx: int) -> None:
+        super().__init__()
+        self.nf = nf
+        self.weight, self.bias = nn.Parameter(torch.randn(nx, nf)), nn.Parameter(torch.randn(nf))
+
+    def forward(self, x):
+        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(*x.shape[:-1], self.nf)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("batch", [1, 4])
+def test_the_transposed_linear_of_hugging_face(path, batch):
+    model = nn.Sequential(nn.Linear(5, 4), Conv1D(3, 4))
+    engine = assert_exact(model, {"x": torch.randn(batch, 6, 5)}, sine_losses, path=path)
+    assert "opaque" not in {row.kind for row in engine.explain()}

@@ -1,0 +1,109 @@
+"""LayerNorm, RMSNorm, GroupNorm, InstanceNorm: affine parameters and the gradient that passes through."""
+
+import pytest
+import torch
+from agreement import CLIPPING, REDUCTIONS, assert_exact
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+
+def sine_losses(model, batch):
+    return (model(batch["x"]) * 1.7).sin().flatten(1).sum(1)
+
+
+def randomised(norm: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        for parameter in norm.parameters():
+            parameter.normal_()
+    return norm
+
+
+class LlamaRMSNorm(nn.Module):
+    """Hugging Face's, by its published code."""
+
+    __module__ = "transformers.models.llama.modeling_llama"
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight, self.variance_epsilon = nn.Parameter(torch.ones(width)), 1e-4
+
+    def forward(self, hidden_states):
+        wide = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * wide.to(hidden_states.dtype)
+
+
+def over_features(kind: str, width: int) -> nn.Module:
+    return {
+        "LayerNorm": lambda: nn.LayerNorm(width),
+        "LayerNorm without bias": lambda: nn.LayerNorm(width, bias=False),
+        "RMSNorm": lambda: nn.RMSNorm(width),
+        "RMSNorm with eps": lambda: nn.RMSNorm(width, eps=0.1),
+        "LlamaRMSNorm": lambda: LlamaRMSNorm(width),
+    }[kind]()
+
+
+@pytest.mark.parametrize("kind", ["LayerNorm", "LayerNorm without bias", "RMSNorm", "RMSNorm with eps", "LlamaRMSNorm"])
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(
+    batch=st.integers(1, 4),
+    middle=st.lists(st.integers(1, 4), max_size=2),
+    width=st.integers(4, 8),  # of two or three features a norm leaves next to nothing but rounding
+    clipping=st.sampled_from(CLIPPING),
+    reduction=st.sampled_from(REDUCTIONS),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+)
+def test_norms_over_features(kind, batch, middle, width, clipping, reduction, dtype):
+    model = nn.Sequential(nn.Linear(3, width), randomised(over_features(kind, width)), nn.Linear(width, 2)).to(dtype)
+    batch = {"x": torch.randn(batch, *middle, 3, dtype=dtype)}
+    engine = assert_exact(model, batch, sine_losses, clipping=clipping, loss_reduction=reduction)
+    assert "opaque" not in {row.kind for row in engine.explain()}
+
+
+def test_layer_norm_over_several_dimensions():
+    model = nn.Sequential(nn.Linear(4, 4), randomised(nn.LayerNorm((3, 4))))
+    assert_exact(model, {"x": torch.randn(5, 2, 3, 4)}, sine_losses)
+    assert_exact(model, {"x": torch.randn(5, 3, 4)}, sine_losses)
+
+
+INSTANCE_NORMS = [nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d]
+CONVOLUTIONS = [nn.Conv1d, nn.Conv2d, nn.Conv3d]
+
+
+@pytest.mark.parametrize("kind", ["group", "instance"])
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    batch=st.integers(1, 4),
+    spatial=st.lists(st.integers(4, 5), min_size=1, max_size=3),
+    groups=st.integers(1, 3),
+    each=st.integers(1, 3),
+    clipping=st.sampled_from(CLIPPING),
+    reduction=st.sampled_from(REDUCTIONS),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+)
+def test_norms_over_channels(kind, batch, spatial, groups, each, clipping, reduction, dtype):
+    channels, n = groups * each, len(spatial)
+    norm = nn.GroupNorm(groups, channels) if kind == "group" else INSTANCE_NORMS[n - 1](channels, affine=True)
+    model = nn.Sequential(
+        CONVOLUTIONS[n - 1](2, channels, 1, bias=False),
+        randomised(norm),
+        nn.ReLU(inplace=True),
+        CONVOLUTIONS[n - 1](channels, 2, 1),
+    ).to(dtype)
+    batch = {"x": torch.randn(batch, 2, *spatial, dtype=dtype)}
+    assert_exact(model, batch, sine_losses, clipping=clipping, loss_reduction=reduction)
+
+
+def test_group_norm_of_vectors_and_of_channels_last_images():
+    assert_exact(nn.Sequential(nn.Linear(3, 6), randomised(nn.GroupNorm(2, 6))), {"x": torch.randn(4, 3)}, sine_losses)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), randomised(nn.GroupNorm(2, 4)))
+    x = torch.randn(3, 3, 6, 5).to(memory_format=torch.channels_last)
+    assert_exact(model, {"x": x}, sine_losses)
+
+
+@pytest.mark.parametrize("frozen", ["weight", "bias"])
+def test_one_frozen_half_of_a_norm(frozen):
+    model = nn.Sequential(nn.Linear(3, 4), randomised(nn.LayerNorm(4)))
+    getattr(model[1], frozen).requires_grad_(False)
+    assert_exact(model, {"x": torch.randn(4, 3)}, sine_losses)

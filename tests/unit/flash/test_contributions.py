@@ -1,0 +1,100 @@
+"""Contributions of one parameter: whatever they are made of, norm and sum are those of their sum."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dpscope.errors import UserError
+from dpscope.flash import choose_path
+from dpscope.flash import contributions as c
+from dpscope.flash.norms import NormSum
+
+ROWS, WIDTH = 7, 4  # of the parameter
+
+
+def make(kind: str, batch: int, length: int, padding: int | None = None) -> c.Contribution:
+    double = torch.float64
+    if kind == "kept":
+        return c.Kept(torch.randn(batch, ROWS, WIDTH, dtype=double))
+    if kind == "outer":
+        x, g = torch.randn(batch, length, WIDTH, dtype=double), torch.randn(batch, length, ROWS, dtype=double)
+        return c.Outer(x, g)
+    ids = torch.randint(0, ROWS, (batch, length))
+    return c.Lookup(ids, torch.randn(batch, length, WIDTH, dtype=double), ROWS, padding)
+
+
+def dense(part: c.Contribution) -> torch.Tensor:
+    """Per-sample gradients, element by element."""
+    if isinstance(part, c.Kept):
+        return part.values.clone()
+    if isinstance(part, c.Outer):
+        return torch.einsum("btp,btd->bpd", part.g, part.x)
+    table = torch.zeros(part.batch_size, ROWS, WIDTH, dtype=torch.float64)
+    for b, ids in enumerate(part.ids.tolist()):
+        for t, row in enumerate(ids):
+            if row != part.padding_idx:
+                table[b, row] += part.g[b, t]
+    return table
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    kinds=st.lists(st.sampled_from(["kept", "outer", "lookup"]), min_size=1, max_size=4),
+    batch=st.integers(1, 4),
+    lengths=st.lists(st.integers(1, 6), min_size=4, max_size=4),
+    padding=st.sampled_from([None, 2]),
+    path=st.sampled_from([None, "gram", "direct", "keep"]),
+    seed=st.integers(0, 1000),
+)
+def test_norm_and_sum_of_any_mix(kinds, batch, lengths, padding, path, seed):
+    torch.manual_seed(seed)
+    parts = [make(kind, batch, length, padding) for kind, length in zip(kinds, lengths, strict=False)]
+    truth = torch.stack([dense(part) for part in parts]).sum(0)
+    scale = torch.rand(batch, dtype=torch.float64)
+
+    def decide(*shape, itemsize):
+        return choose_path(*shape, itemsize=itemsize, forced=path)
+
+    norms = NormSum(batch, torch.device("cpu"), decide)
+    merged = norms.add_parts(c.combine(parts, torch.float64))
+    torch.testing.assert_close(norms.result(), truth.square().sum((1, 2)), rtol=1e-12, atol=1e-12)
+    total = None
+    for part in merged:
+        total = part.clipped_sum(scale, total)
+    torch.testing.assert_close(total, torch.einsum("b,bpd->pd", scale, truth), rtol=1e-12, atol=1e-12)
+
+
+def test_two_uses_of_one_input_add_their_gradients_instead_of_growing():
+    outer = make("outer", 2, 3)
+    again = c.Outer(outer.x, torch.randn_like(outer.g))
+    (merged,) = c.combine([outer, again], torch.float64)
+    assert merged.x.shape == outer.x.shape
+    torch.testing.assert_close(dense(merged), dense(outer) + dense(again))
+
+
+def test_the_cross_term_is_taken_in_slices(monkeypatch):
+    lookup, outer = make("lookup", 3, 11), make("outer", 3, 5)
+    whole = c.cross_terms(lookup, outer)
+    monkeypatch.setattr(c, "SCRATCH_BYTES", 1)
+    torch.testing.assert_close(c.cross_terms(lookup, outer), whole)
+    torch.testing.assert_close(whole, (dense(lookup) * dense(outer)).sum((1, 2)))
+
+
+@pytest.mark.parametrize("kind", ["kept", "outer", "lookup"])
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
+def test_a_sample_with_scale_zero_never_reaches_the_sum(kind, poison):
+    part = make(kind, 3, 4)
+    clean = dense(part)
+    (part.values if kind == "kept" else part.g)[1] = poison
+    total = part.clipped_sum(torch.tensor([0.5, 0.0, 2.0], dtype=torch.float64), None)
+    torch.testing.assert_close(total, 0.5 * clean[0] + 2.0 * clean[2])
+
+
+@pytest.mark.parametrize("changed", ["x", "g"])
+def test_a_tensor_changed_in_place_before_the_sum_is_an_error(changed):
+    part = make("outer", 2, 3)
+    part.check_unchanged("weight")
+    getattr(part, changed).zero_()
+    with pytest.raises(UserError, match=r"weight was changed in place.*engine\.finish\(\)"):
+        part.check_unchanged("weight")
