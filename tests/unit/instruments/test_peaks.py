@@ -43,17 +43,7 @@ def test_what_was_live_before_the_step_is_counted_in_once():
 
 def test_a_step_that_allocates_nothing_peaks_at_what_was_live():
     weights = torch.zeros(1000)
-    assert cpu_peak(lambda: weights.neg_(), [weights])["peak_bytes"] == 4000
-
-
-def test_a_step_that_frees_what_was_live_before_peaks_no_higher_than_it_began():
-    box = [bytes_of(8 * KB)]
-
-    def step():
-        box.clear()
-        bytes_of(6 * KB)
-
-    assert cpu_peak(step, (tensor for tensor in box))["peak_bytes"] == 8 * KB
+    assert cpu_peak(weights.neg_, [weights])["peak_bytes"] == 4000
 
 
 def test_a_backward_pass_through_one_linear_layer_has_the_peak_one_can_work_out():
