@@ -35,7 +35,7 @@ def summary(results: Sequence[Result], skipped: Sequence[Skipped] = ()) -> Rende
     parts += [Text(line) for line in _troubles(rows)]
     if sentences := verdict(rows):
         parts += ["", *(Text(sentence) for sentence in sentences)]
-    parts += ["", *(Text(note, style="dim") for note in _notes(results))]
+    parts += ["", *(Text(note, style="dim") for note in _notes(rows))]
     parts += [Text(f"Left out: {item.path.name}: {item.reason}", style="yellow") for item in skipped]
     return Group(*parts)
 
@@ -148,10 +148,12 @@ def verdict(rows: Sequence[Row]) -> list[str]:
     return sentences
 
 
-def _notes(results: Sequence[Result]) -> list[str]:
+def _notes(rows: Sequence[Row]) -> list[str]:
     notes = ["× is the ratio to standard. Time: median over the timed steps, with 10th and 90th percentile."]
-    notes += dict.fromkeys(MEMORY_NOTES[r.memory["source"]] for r in results if r.memory)
-    return notes
+    if any(row.result.ok and row.time_ratio is None for row in rows):
+        notes.append(f"× is {MISSING} where standard has no figures at that size: measure it with --methods standard,…")
+    sources = dict.fromkeys(row.result.memory.get("source") for row in rows)
+    return notes + [MEMORY_NOTES[source] for source in sources if source in MEMORY_NOTES]
 
 
 def files_written(paths: Sequence[Path]) -> str:

@@ -1,0 +1,84 @@
+"""Results side by side: what is divided by what, and where there is nothing to divide by."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from dpscope.reports.tables import compare_results, group_by_size, varying_columns
+from dpscope.results.schema import STATUSES
+
+
+def ratios(results):
+    return [(row.method, row.time_ratio, row.memory_ratio) for row in compare_results(results)]
+
+
+def test_each_method_is_divided_by_standard_of_the_same_size(make_result):
+    results = [
+        make_result(method="standard", median=10.0, peak=100),
+        make_result(method="flat", median=25.0, peak=400),
+        make_result(method="standard", median=100.0, peak=1000, batch_size=4),
+        make_result(method="flat", median=150.0, peak=3000, batch_size=4),
+    ]
+    assert ratios(results) == [
+        ("standard", 1.0, 1.0),
+        ("flat", 2.5, 4.0),
+        ("standard", 1.0, 1.0),
+        ("flat", 1.5, 3.0),
+    ]
+
+
+def test_the_order_of_results_does_not_matter_to_the_ratios(make_result):
+    results = [make_result(method="flat", median=25.0), make_result(method="standard", median=10.0)]
+    assert [ratio for _, ratio, _ in ratios(results)] == [2.5, 1.0]
+
+
+@pytest.mark.parametrize(
+    "difference", [{"seq_len": 16}, {"batch_size": 3}, {"dtype": "bf16"}, {"optimizer": "sgd"}, {"steps": 2}]
+)
+def test_a_standard_that_differs_in_anything_else_is_no_denominator(make_result, difference):
+    results = [make_result(method="standard", **difference), make_result(method="flat")]
+    assert ratios(results)[1] == ("flat", None, None)
+
+
+def test_without_standard_there_are_no_ratios_but_the_figures_stay(make_result):
+    (row,) = compare_results([make_result(method="ghost", median=5.0, peak=77)])
+    assert (row.time_ratio, row.memory_ratio) == (None, None)
+    assert (row.median_ms, row.peak_bytes) == (5.0, 77)
+
+
+@pytest.mark.parametrize("status", [status for status in STATUSES if status != "ok"])
+def test_a_standard_without_figures_is_no_denominator(make_result, status):
+    results = [make_result(method="standard", status=status), make_result(method="flat")]
+    assert ratios(results)[1] == ("flat", None, None)
+
+
+@pytest.mark.parametrize("status", [status for status in STATUSES if status != "ok"])
+def test_a_row_that_is_not_ok_has_no_figures_and_no_ratios(make_result, status):
+    _, row = compare_results([make_result(method="standard"), make_result(method="flat", status=status)])
+    assert (row.time_ratio, row.memory_ratio, row.median_ms, row.spread_ms, row.peak_bytes) == (None,) * 5
+
+
+def test_a_figure_that_is_missing_leaves_the_other_ratio_standing(make_result):
+    without_memory = replace(make_result(method="flat", median=30.0), memory={})
+    assert ratios([make_result(median=10.0), without_memory])[1] == ("flat", 3.0, None)
+
+
+def test_nothing_is_divided_by_zero(make_result):
+    assert ratios([make_result(median=0.0, peak=0), make_result(method="flat")])[1] == ("flat", None, None)
+
+
+def test_rows_are_grouped_by_size_in_the_order_they_came(make_result):
+    results = [make_result(method=m, batch_size=b) for m in ("standard", "flat") for b in (4, 2)]
+    groups = group_by_size(compare_results(results))
+    assert [[(row.method, row.result.spec["batch_size"]) for row in group] for group in groups] == [
+        [("standard", 4), ("flat", 4)],
+        [("standard", 2), ("flat", 2)],
+    ]
+
+
+def test_only_what_varies_is_worth_a_column(make_result):
+    rows = compare_results([make_result(dtype="fp32"), make_result(dtype="bf16")])
+    assert varying_columns(rows, ("dtype", "optimizer")) == ["dtype"]
+    assert varying_columns(rows[:1], ("dtype", "optimizer")) == []
