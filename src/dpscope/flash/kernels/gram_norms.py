@@ -36,6 +36,7 @@ from torch import Tensor
 
 from dpscope.flash.kernels.triton_runtime import (
     INTERPRETED,
+    TRITON_DTYPES,
     Backend,
     dot,
     is_hopper,
@@ -284,15 +285,10 @@ def _gram_ids_kernel(
     tl.store(partials + program, total)
 
 
-_TRITON_DTYPES: dict[torch.dtype, Any] = (
-    {} if tl is None else {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-)
-
-
 def _served_dtypes(unit: GramUnit) -> bool:
     """The kernel takes one dtype for all of xs and one for all of gs."""
     one_a_side = len({x.dtype for x in unit.xs}) <= 1 and len({g.dtype for g in unit.gs}) == 1
-    return one_a_side and unit.dtypes <= set(_TRITON_DTYPES)
+    return one_a_side and unit.dtypes <= set(TRITON_DTYPES)
 
 
 def _kernel_is_better(unit: GramUnit, allow_tf32: bool) -> bool:
@@ -367,9 +363,9 @@ def _launch(units: list[GramUnit], tiles: GramTiles, allow_tf32: bool) -> Tensor
     n_tiles = len(coordinates) // 2
     tables = table_on(device, coordinates, unit_rows, segment_rows)
     partials = torch.empty(len(units), batch, n_tiles, dtype=torch.float32, device=device)
-    dtypes = {"G_DTYPE": _TRITON_DTYPES[units[0].gs[0].dtype]}
+    dtypes = {"G_DTYPE": TRITON_DTYPES[units[0].gs[0].dtype]}
     if not by_ids:
-        dtypes["X_DTYPE"] = _TRITON_DTYPES[units[0].xs[0].dtype]
+        dtypes["X_DTYPE"] = TRITON_DTYPES[units[0].xs[0].dtype]
     kernel = _gram_ids_kernel if by_ids else _gram_kernel
     with launch_on(device):
         if tiles.tma:

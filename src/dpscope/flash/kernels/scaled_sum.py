@@ -244,10 +244,12 @@ def _cublas(g: Tensor, x: Tensor, scale: Tensor | None, out: Tensor, accumulate:
     left, right = g.reshape(-1, g.shape[2]).T, x.reshape(-1, x.shape[2])
     if g.is_cuda and g.dtype in _HALF:
         try:
-            product = torch.mm(left, right, out_dtype=torch.float32)
+            if accumulate:
+                return torch.addmm(out, left, right, out_dtype=torch.float32, out=out)
+            return torch.mm(left, right, out_dtype=torch.float32, out=out)
         except TypeError:  # torch before 2.8
             product = torch.mm(left, right).float()
-        return out.add_(product) if accumulate else out.copy_(product)
+            return out.add_(product) if accumulate else out.copy_(product)
     left, right = left.to(out.dtype), right.to(out.dtype)
     return out.addmm_(left, right) if accumulate else torch.mm(left, right, out=out)
 

@@ -26,6 +26,7 @@ except ImportError:  # torch for CPU or macOS comes without Triton: the fallback
 
 __all__ = [  # tl and triton are re-exported: kernel files take them from here
     "INTERPRETED",
+    "TRITON_DTYPES",
     "Backend",
     "dot",
     "is_hopper",
@@ -44,6 +45,12 @@ Backend = Literal["auto", "torch", "triton"]
 
 # Triton decides once, where a kernel is defined, whether it is compiled or interpreted on the CPU.
 INTERPRETED = triton is not None and os.environ.get("TRITON_INTERPRET", "0").lower() in {"1", "true", "on", "yes"}
+
+
+# dtypes kernels read and write, by their names in Triton.
+TRITON_DTYPES: dict[torch.dtype, Any] = (
+    {} if tl is None else {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+)
 
 
 def jit(kernel: Callable[..., Any]) -> Any:

@@ -1,4 +1,7 @@
-"""What each kernel should compute, written as dumbly as possible in float64: one sample at a time, no tiles."""
+"""What each kernel should compute, written as dumbly as possible in float64: one sample at a time, no tiles.
+
+They compute where their inputs are, so that the tests on a GPU can use them at realistic sizes.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,14 @@ from dpscope.flash.kernels.gram_norms import GramUnit
 def gram_norms_squared(units: list[GramUnit]) -> Tensor:
     """Forms every per-sample gradient and squares it."""
     batch = units[0].batch
-    total = torch.zeros(batch, dtype=torch.float64)
+    total = torch.zeros(batch, dtype=torch.float64, device=units[0].gs[0].device)
     for unit in units:
         for b in range(batch):
-            g = torch.cat([part[b].double().cpu() for part in unit.gs], dim=1)
+            g = torch.cat([part[b].double() for part in unit.gs], dim=1)
             if unit.ids is None:
-                x = torch.cat([part[b].double().cpu() for part in unit.xs], dim=1)
+                x = torch.cat([part[b].double() for part in unit.xs], dim=1)
             else:
-                ids = unit.ids[b].cpu()
+                ids = unit.ids[b]
                 x = torch.nn.functional.one_hot(ids, int(ids.max()) + 1).double()
                 if unit.padding_idx is not None:
                     x[ids == unit.padding_idx] = 0
@@ -28,8 +31,31 @@ def gram_norms_squared(units: list[GramUnit]) -> Tensor:
 
 def scaled_sum(g: Tensor, x: Tensor, scale: Tensor) -> Tensor:
     """Adds up the samples that have a factor, one by one."""
-    total = torch.zeros(g.shape[2], x.shape[2], dtype=torch.float64)
+    total = torch.zeros(g.shape[2], x.shape[2], dtype=torch.float64, device=g.device)
     for b in range(g.shape[0]):
         if scale[b] != 0:
-            total += scale[b].double().cpu() * (g[b].double().cpu().T @ x[b].double().cpu())
+            total += scale[b].double() * (g[b].double().T @ x[b].double())
     return total
+
+
+def layer_norm_sums(g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    """Position by position."""
+    g, x, mean, rstd = (tensor.double() for tensor in (g, x, mean, rstd))
+    dgamma, dbeta = torch.zeros_like(g[:, 0]), torch.zeros_like(g[:, 0])
+    for t in range(g.shape[1]):
+        dgamma += g[:, t] * (x[:, t] - mean[:, t, None]) * rstd[:, t, None]
+        dbeta += g[:, t]
+    return dgamma, dbeta
+
+
+def optimizer_step(
+    kind: type[torch.optim.Optimizer], params: list[Tensor], gradients: list[list[Tensor]], **options: object
+) -> list[Tensor]:
+    """What torch.optim makes of `params` after one step for each entry of `gradients`."""
+    leaves = [torch.nn.Parameter(param.clone()) for param in params]
+    optimizer = kind(leaves, **options)  # type: ignore[call-arg]
+    for gradient in gradients:
+        for leaf, grad in zip(leaves, gradient, strict=True):
+            leaf.grad = grad.to(leaf.dtype).clone()
+        optimizer.step()
+    return [leaf.detach() for leaf in leaves]

@@ -149,7 +149,7 @@ def test_forcing_triton_where_it_cannot_run_says_what_to_do() -> None:
         gram_norms_squared([unit(2, 3, [4], [4], torch.float64)], backend="triton")
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     batch=st.integers(1, 3),
     length=st.integers(1, 40),

@@ -1,0 +1,198 @@
+"""The noise: one counter-based stream of standard normals, the same on every backend.
+
+Philox 4×32-10 with key = seed (64 bits) and counter = (element // 4: 64 bits, offset: 64 bits) gives four 32-bit words
+w0…w3 for four neighbouring elements. Box-Muller makes them normal:
+
+    u = (w0 + ½)·2⁻³²,  r = √(-2 ln u),  θ = 2π·w1·2⁻³²:   z0 = r cos θ,  z1 = r sin θ;  z2, z3 from w2, w3 alike.
+
+`element` runs through a whole list of tensors (tensor_lists.noise_starts); `offset` is the caller's and must differ
+between any two calls under one seed, however many elements they have: then no counter is ever used twice. Given seed
+and offset the values are reproducible; between devices they agree to the rounding of ln, sin and cos.
+
+What it is not: Philox passes the statistical tests in use (BigCrush) but is no cryptographic generator, and the normals
+end at |z| = √(2·33·ln 2) = 6.8. Both hold for the generators deep-learning frameworks use by default.
+"""
+
+# Kernels are typed by Triton, not by Python.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpscope.flash.kernels.tensor_lists import (
+    ListLaunch,
+    as_word,
+    chunk_size,
+    find_tensor,
+    is_aligned,
+    noise_starts,
+    pointer_at,
+    size_at,
+)
+from dpscope.flash.kernels.triton_runtime import TRITON_DTYPES, Backend, jit, launch_on, tl, use_triton
+
+_WORD = 2**32 - 1
+_TORCH_CHUNK = 2**20  # elements of noise the fallback makes at a time
+
+
+def philox_normal(
+    shape: Sequence[int],
+    seed: int,
+    offset: int,
+    device: torch.device | str = "cpu",
+    *,
+    first: int = 0,
+    backend: Backend = "auto",
+) -> Tensor:
+    """Elements first, first+1, … of the stream (seed, offset) as a float32 tensor. `first` is a multiple of four."""
+    if first % 4:
+        raise ValueError(f"first must be a multiple of four, got {first}")
+    values = torch.zeros(tuple(shape), dtype=torch.float32, device=device)
+    _add([values], [first], 1.0, 1.0, seed, offset, backend)
+    return values
+
+
+def add_noise_(
+    tensors: Sequence[Tensor],
+    std: float,
+    scale: float,
+    seed: int,
+    offset: int,
+    *,
+    backend: Backend = "auto",
+) -> None:
+    """g ← (g + std·z)·scale in place for every tensor of the list, without a full-size temporary."""
+    _add(tensors, noise_starts(tensors), std, scale, seed, offset, backend)
+
+
+@torch.no_grad()
+def _add(
+    tensors: Sequence[Tensor],
+    starts: Sequence[int],
+    std: float,
+    scale: float,
+    seed: int,
+    offset: int,
+    backend: Backend,
+) -> None:
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        served = tensor.dtype in TRITON_DTYPES and tensor.is_contiguous()
+        if not use_triton(backend, tensor.device, served=served, why_not=f"{tensor.dtype}, or not contiguous"):
+            for part, noise in noise_chunks(tensor, starts[i], seed, offset):
+                part.copy_((part + std * noise) * scale)
+        elif tensor.numel():
+            groups.setdefault((is_aligned(tensor), tensor.device, tensor.dtype), []).append(i)
+    for (aligned, device, _), members in groups.items():
+        launch = ListLaunch.over([[tensors[i] for i in members]], [starts[i] for i in members], seed, offset)
+        with launch_on(device):
+            _add_noise_kernel[(launch.programs,)](
+                *launch.tables,
+                len(members),
+                launch.steps,
+                std,
+                scale,
+                DTYPE=launch.dtypes[0],
+                ALIGNED=aligned,
+                **launch.cut,
+                num_warps=8,
+            )
+
+
+# -- Triton ------------------------------------------------------------------------------------------------------------
+
+
+@jit
+def normal_block(seed, offset, element, SIZE: tl.constexpr):
+    """SIZE normals for elements [element, element + SIZE); element is a multiple of four, seed and offset int64."""
+    block = element // 4 + tl.arange(0, SIZE // 4).to(tl.int64)
+    low = block.to(tl.uint32)
+    zero = low * 0
+    w0, w1, w2, w3 = tl.philox(
+        seed, low, (block >> 32).to(tl.uint32), zero + offset.to(tl.uint32), zero + (offset >> 32).to(tl.uint32)
+    )
+    z0, z1 = _box_muller(w0, w1)
+    z2, z3 = _box_muller(w2, w3)
+    return tl.interleave(tl.interleave(z0, z2), tl.interleave(z1, z3))
+
+
+@jit
+def _box_muller(a, b):
+    radius = tl.sqrt(-2.0 * tl.log((a.to(tl.float32) + 0.5) * 2.3283064365386963e-10))
+    angle = b.to(tl.float32) * 1.4629180792671596e-09  # 2π·2⁻³²
+    return radius * tl.cos(angle), radius * tl.sin(angle)
+
+
+@jit
+def _add_noise_kernel(
+    key,
+    chunk_starts,
+    rows,
+    n_tensors,
+    steps,
+    std,
+    scale,
+    DTYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    tensor, first = find_tensor(chunk_starts, n_tensors, steps, CHUNK)
+    row = rows + tensor * 3
+    size = size_at(row, ALIGNED)
+    start = tl.load(row + 1)
+    values = pointer_at(row + 2, DTYPE, ALIGNED)
+    seed = tl.load(key)
+    offset = tl.load(key + 1)
+    for at in range(0, chunk_size(first, size, CHUNK), BLOCK):
+        index = first + at + tl.arange(0, BLOCK)
+        value = tl.load(values + index, mask=index < size, other=0.0).to(tl.float32)
+        value = (value + std * normal_block(seed, offset, start + first + at, BLOCK)) * scale
+        tl.store(values + index, value.to(DTYPE), mask=index < size)
+
+
+# -- torch -------------------------------------------------------------------------------------------------------------
+
+
+def noise_chunks(tensor: Tensor, start: int, seed: int, offset: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pieces of `tensor` (views) with their normals; one piece if its elements do not lie in order."""
+    if not tensor.is_contiguous():
+        yield tensor, _normals(tensor.numel(), start, seed, offset, tensor.device).view(tensor.shape)
+        return
+    flat = tensor.view(-1)
+    for first in range(0, flat.numel(), _TORCH_CHUNK):
+        part = flat[first : first + _TORCH_CHUNK]
+        yield part, _normals(part.numel(), start + first, seed, offset, tensor.device)
+
+
+def _normals(count: int, start: int, seed: int, offset: int, device: torch.device) -> Tensor:
+    """Elements [start, start + count) of the stream, float32."""
+    block = torch.arange(start // 4, start // 4 + -(-count // 4), dtype=torch.int64, device=device)
+    w0, w1, w2, w3 = _philox(block, as_word(seed), as_word(offset))
+    quads = torch.stack([*_box_muller_torch(w0, w1), *_box_muller_torch(w2, w3)], dim=1)
+    return quads.view(-1)[:count]
+
+
+def _philox(block: Tensor, seed: int, offset: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Ten rounds on 32-bit words held in int64; a product's high word survives the wrap-around of int64."""
+    c0, c1 = block & _WORD, (block >> 32) & _WORD
+    c2, c3 = torch.full_like(block, offset & _WORD), torch.full_like(block, (offset >> 32) & _WORD)
+    k0, k1 = seed & _WORD, (seed >> 32) & _WORD
+    for _ in range(10):
+        right, left = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1 = ((left >> 32) & _WORD) ^ c1 ^ k0, left & _WORD
+        c2, c3 = ((right >> 32) & _WORD) ^ c3 ^ k1, right & _WORD
+        k0, k1 = (k0 + 0x9E3779B9) & _WORD, (k1 + 0xBB67AE85) & _WORD
+    return c0, c1, c2, c3
+
+
+def _box_muller_torch(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    radius = ((a.float() + 0.5) * 2.0**-32).log_().mul_(-2.0).sqrt_()
+    angle = b.float() * (2.0 * math.pi * 2.0**-32)
+    return radius * angle.cos(), radius * angle.sin()

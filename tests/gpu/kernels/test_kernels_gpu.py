@@ -1,0 +1,296 @@
+"""The compiled kernels at realistic sizes, against the references of the unit tests."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import kernel_references as reference
+import pytest
+import torch
+from torch import Tensor
+
+from dpscope.flash.kernels.fused_update import fused_adam_, fused_sgd_
+from dpscope.flash.kernels.gram_norms import GramTiles, GramUnit, gram_norms_squared
+from dpscope.flash.kernels.philox_noise import add_noise_, philox_normal
+from dpscope.flash.kernels.sample_sums import bias_sums, layer_norm_sums, rms_norm_sums
+from dpscope.flash.kernels.scaled_sum import SumTiles, scaled_sum
+from dpscope.flash.kernels.tensor_lists import noise_starts
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+# Tensor cores add in float32 but truncate where a scalar unit would round: measured 1e-5 to 3e-5 on squared norms.
+GRAM_TOLERANCE = {"rtol": 1e-4, "atol": 0.0}
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def nothing_synchronises() -> Iterator[None]:
+    """Any call that makes the host wait for the device is an error."""
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def rows(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(*shape, device="cuda", dtype=dtype)
+
+
+def unit(batch: int, length: int, ds: list[int], ps: list[int], dtype: torch.dtype = torch.bfloat16) -> GramUnit:
+    return GramUnit(
+        xs=tuple(rows(batch, length, d, dtype=dtype) for d in ds),
+        gs=tuple(rows(batch, length, p, dtype=dtype) for p in ps),
+    )
+
+
+def assert_norms(units: list[GramUnit], **options: Any) -> None:
+    got = gram_norms_squared(units, backend="triton", **options)
+    torch.testing.assert_close(got.double(), reference.gram_norms_squared(units), **GRAM_TOLERANCE)
+
+
+# -- gram_norms --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [1, 7, 33, 130, 256, 1000, 1024])
+def test_gram_norms_of_a_transformer_layer(length: int) -> None:
+    """q, k, v sharing their input, o, up and down in one launch."""
+    d = 512
+    assert_norms(
+        [
+            unit(3, length, [d], [d, d, d]),
+            unit(3, length, [d], [d]),
+            unit(3, length, [d], [4 * d]),
+            unit(3, length, [4 * d], [d]),
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    "tiles",
+    [
+        GramTiles(128, 128, 64, 8, 4, tma=True),
+        GramTiles(64, 128, 128, 4, 2, tma=True),
+        GramTiles(64, 64, 64, 4, 3, tma=True),
+        GramTiles(128, 128, 64, 8, 3, tma=False),
+        GramTiles(64, 64, 64, 4, 3, tma=False),
+    ],
+    ids=str,
+)
+def test_gram_norms_with_every_kind_of_tile(tiles: GramTiles) -> None:
+    assert_norms([unit(2, 300, [264], [136, 72])], tiles=tiles)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_gram_norms_of_odd_widths_and_strides(dtype: torch.dtype) -> None:
+    wide = rows(3, 70, 640, dtype=dtype)
+    assert_norms([GramUnit(xs=(wide[:, :, 3:100],), gs=(wide[:, :, 200:333],)), unit(3, 50, [13], [5], dtype)])
+
+
+def test_gram_norms_in_tf32_are_near() -> None:
+    """tf32 keeps 11 bits: 2⁻¹¹ a factor, four factors, averaging over many terms."""
+    one = unit(2, 256, [512], [512], torch.float32)
+    got = gram_norms_squared([one], backend="triton", allow_tf32=True)
+    torch.testing.assert_close(got.double(), reference.gram_norms_squared([one]), rtol=2e-3, atol=0)
+
+
+@pytest.mark.parametrize("vocabulary", [4, 32000])
+@pytest.mark.parametrize("length", [7, 300, 1024])
+def test_gram_norms_of_an_embedding(length: int, vocabulary: int) -> None:
+    ids = torch.randint(0, vocabulary, (3, length), device="cuda")
+    assert_norms([GramUnit(ids=ids, gs=(rows(3, length, 512),), padding_idx=int(ids[0, 0]))])
+
+
+def test_a_non_finite_sample_spoils_only_its_own_norm() -> None:
+    one = unit(4, 300, [256], [256])
+    one.gs[0][2, 299] = torch.inf
+    got = gram_norms_squared([one], backend="triton")
+    assert got.isfinite().tolist() == [True, True, False, True]
+
+
+def test_gram_norms_are_deterministic() -> None:
+    units = [unit(4, 500, [256], [256]), unit(4, 500, [256], [1024])]
+    assert torch.equal(gram_norms_squared(units), gram_norms_squared(units))
+
+
+def test_gram_norms_from_another_thread() -> None:
+    """Backward hooks run in autograd's threads, where a context variable set by the main thread is not seen."""
+    units, results = [unit(2, 256, [256], [256])], []
+    thread = threading.Thread(target=lambda: results.append(gram_norms_squared(units, backend="triton")))
+    thread.start()
+    thread.join()
+    torch.testing.assert_close(results[0].double(), reference.gram_norms_squared(units), **GRAM_TOLERANCE)
+
+
+# -- scaled_sum --------------------------------------------------------------------------------------------------------
+
+
+def assert_sum(got: Tensor, g: Tensor, x: Tensor, scale: Tensor) -> None:
+    """Float32 accumulation over thousands of terms, truncated by tensor cores: 1e-4 of the largest entry."""
+    expected = reference.scaled_sum(g, x, scale)
+    assert (got.double() - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize(
+    "tiles",
+    [
+        SumTiles(128, 256, 64, 8, 3),
+        SumTiles(128, 256, 64, 8, 4, flat=False),
+        SumTiles(256, 128, 64, 8, 4),
+        SumTiles(128, 128, 64, 8, 3),
+        SumTiles(128, 128, 64, 4, 3),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("length", [16, 256, 1000])
+def test_scaled_sum(length: int, tiles: SumTiles) -> None:
+    """Skipped samples with inf and NaN, factors over many orders of magnitude, ragged p, d and T."""
+    scale = torch.tensor([0.0, 1.0, 1e-18, 0.3, 0.0, 1e-6, 0.7, 0.0], device="cuda")
+    g = (torch.randn(8, length, 520, device="cuda") / scale.clamp_min(1e-18)[:, None, None]).bfloat16()
+    x = rows(8, length, 776)
+    g[0], x[4] = torch.nan, torch.inf
+    assert_sum(scaled_sum(g, x, scale, backend="triton", tiles=tiles), g, x, scale)
+    out = torch.ones(520, 776, device="cuda")
+    scaled_sum(g, x, scale, backend="triton", tiles=tiles, out=out, accumulate=True)
+    assert_sum(out - 1.0, g, x, scale)
+
+
+def test_scaled_sum_over_more_samples_than_one_launch_takes() -> None:
+    g, x = rows(70, 32, 256), rows(70, 32, 128)
+    scale = torch.rand(70, device="cuda")
+    assert_sum(scaled_sum(g, x, scale, backend="triton"), g, x, scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_scaled_sum_of_shapes_the_kernel_does_not_serve(dtype: torch.dtype) -> None:
+    g, x = rows(5, 3, 10, dtype=dtype), rows(5, 3, 33, dtype=dtype)
+    scale = torch.rand(5, device="cuda")
+    assert_sum(scaled_sum(g, x, scale), g, x, scale)
+
+
+def test_scaled_sum_by_the_library_is_near() -> None:
+    """c·g is rounded to bfloat16: 2⁻⁹ a term, averaged over the terms."""
+    g, x = rows(4, 256, 512), rows(4, 256, 2048)
+    scale = torch.tensor([0.5, 0.0, 0.3, 1.0], device="cuda")
+    g[1] = torch.nan
+    expected = reference.scaled_sum(g, x, scale)
+    got = scaled_sum(g, x.clone(), scale, backend="cublas")
+    assert (got.double() - expected).abs().max() < 1e-2 * expected.abs().max()
+
+
+# -- sample_sums -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("batch", "length", "width"), [(8, 1024, 2048), (1, 16384, 300), (3, 1, 7)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sample_sums(batch: int, length: int, width: int, dtype: torch.dtype) -> None:
+    g, x = rows(batch, length, width, dtype=dtype), rows(batch, length, width)
+    mean, rstd = rows(batch, length, dtype=torch.float32), torch.rand(batch, length, device="cuda")
+    expected_gamma, expected_beta = reference.layer_norm_sums(g, x, mean, rstd)
+    dgamma, dbeta = layer_norm_sums(g, x, mean, rstd, backend="triton")
+    close = {"rtol": 1e-5, "atol": 1e-6 * length**0.5 * 10}
+    torch.testing.assert_close(dgamma.double(), expected_gamma, **close)
+    torch.testing.assert_close(dbeta.double(), expected_beta, **close)
+    torch.testing.assert_close(bias_sums(g, backend="triton").double(), expected_beta, **close)
+    expected_rms, _ = reference.layer_norm_sums(g, x, torch.zeros_like(mean), rstd)
+    torch.testing.assert_close(rms_norm_sums(g, x, rstd, backend="triton").double(), expected_rms, **close)
+
+
+# -- noise and update --------------------------------------------------------------------------------------------------
+
+
+def test_the_noise_stream_is_that_of_the_cpu() -> None:
+    """Rounding of ln, sin and cos differs in last places."""
+    for seed, offset, first in ((0, 0, 0), (2**63 + 5, 7, 4), (-3, 2**40 + 1, 2**36)):
+        got = philox_normal((100_003,), seed, offset, "cuda", first=first)
+        torch.testing.assert_close(got.cpu(), philox_normal((100_003,), seed, offset, first=first), rtol=0, atol=1e-5)
+
+
+def test_ten_million_normals() -> None:
+    z = philox_normal((10_000_000,), 1, 1, "cuda").double()
+    assert z.isfinite().all()
+    assert abs(z.mean()) < 5e-4 * 3.2
+    assert abs(z.var() - 1) < 5e-4 * 4.5
+    assert 4.8 < z.abs().max() < 6.8
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_add_noise(dtype: torch.dtype) -> None:
+    before = [rows(*shape, dtype=dtype) for shape in ((300, 1000), (7,), (16384 * 3,))]
+    after = [tensor.clone() for tensor in before]
+    add_noise_(after, 2.0, 0.25, 9, 4)
+    for old, new, first in zip(before, after, noise_starts(before), strict=True):
+        expected = ((old.float() + 2.0 * philox_normal(old.shape, 9, 4, "cuda", first=first)) * 0.25).to(dtype)
+        torch.testing.assert_close(new, expected, rtol=2**-8 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
+def test_the_fused_step_is_that_of_torch_optim(kind: type[torch.optim.Optimizer]) -> None:
+    """Many tensors, aligned and not, over several steps, with noise."""
+    shapes = [(1000, 513), (64,), (7,), (40000,), (1,)] * 3
+    params = [rows(*shape, dtype=torch.float32) for shape in shapes]
+    sums = [[rows(*shape, dtype=torch.float32) for shape in shapes] for _ in range(3)]
+    gradients = [
+        [
+            (s + 0.5 * philox_normal(s.shape, 5, step, "cuda", first=first)) * 0.25
+            for s, first in zip(step_sums, noise_starts(step_sums), strict=True)
+        ]
+        for step, step_sums in enumerate(sums)
+    ]
+    options: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1}
+    if kind is torch.optim.SGD:
+        options["momentum"] = 0.9
+    expected = reference.optimizer_step(kind, params, gradients, **options)
+    state = [[torch.zeros_like(param) for param in params] for _ in range(2)]
+    common: dict[str, Any] = {"grad_scale": 0.25, "noise_std": 0.5, "seed": 5, "backend": "triton"}
+    for step, step_sums in enumerate(sums):
+        if kind is torch.optim.SGD:
+            fused_sgd_(params, step_sums, state[0], offset=step, first_step=step == 0, **common, **options)
+        else:
+            decoupled = kind is torch.optim.AdamW
+            fused_adam_(
+                params,
+                step_sums,
+                *state,
+                step=step + 1,
+                offset=step,
+                decoupled_weight_decay=decoupled,
+                **common,
+                **options,
+            )
+    for got, wanted in zip(params, expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=2e-5, atol=1e-6)
+
+
+# -- all ---------------------------------------------------------------------------------------------------------------
+
+
+def calls() -> dict[str, Callable[[], object]]:
+    one, embedding = unit(4, 256, [256], [256]), torch.randint(0, 9, (4, 256), device="cuda")
+    g, x, scale = rows(4, 256, 256), rows(4, 256, 128), torch.rand(4, device="cuda")
+    params = [rows(1000, dtype=torch.float32), rows(7, dtype=torch.float32)]
+    state = [[torch.zeros_like(param) for param in params] for _ in range(2)]
+    return {
+        "gram_norms": lambda: gram_norms_squared([one, GramUnit(ids=embedding, gs=(g,))]),
+        "scaled_sum": lambda: scaled_sum(g, x, scale),
+        "library sum": lambda: scaled_sum(g, x, scale, backend="cublas"),
+        "sample_sums": lambda: bias_sums(g),
+        "add_noise": lambda: add_noise_(params, 1.0, 1.0, 0, 0),
+        "fused_adam": lambda: fused_adam_(params, params, *state, step=1, lr=0.1, noise_std=1.0),
+    }
+
+
+@pytest.mark.parametrize("name", ["gram_norms", "scaled_sum", "library sum", "sample_sums", "add_noise", "fused_adam"])
+def test_no_call_waits_for_the_device(name: str, request: pytest.FixtureRequest) -> None:
+    call = calls()[name]
+    call()  # compiling may wait
+    torch.cuda.synchronize()
+    request.getfixturevalue("nothing_synchronises")
+    call()

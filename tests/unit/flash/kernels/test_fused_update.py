@@ -1,0 +1,196 @@
+"""fused_sgd_ and fused_adam_ do what torch.optim does with (sum + noise)·scale."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import kernel_references as reference
+import pytest
+import torch
+from torch import Tensor
+
+from dpscope.flash.kernels.fused_update import fused_adam_, fused_sgd_, philox_normal
+from dpscope.flash.kernels.tensor_lists import noise_starts
+
+SHAPES = [(13, 7), (17000,), (5,), (4, 3, 2)]
+STEPS = 2
+
+# The same few float32 operations in another order: a few roundings of 6e-8 on values near one.
+CLOSE = {"rtol": 2e-5, "atol": 1e-6}
+
+
+def fresh(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return [torch.randn(shape).to(dtype) for shape in SHAPES]
+
+
+def zeros(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return [torch.zeros(shape, dtype=dtype) for shape in SHAPES]
+
+
+def noisy(sums: list[Tensor], std: float, scale: float, seed: int, offset: int) -> list[Tensor]:
+    """What the update should see, with the noise materialised."""
+    return [
+        (s.float() + std * philox_normal(s.shape, seed, offset, first=first, backend="torch")) * scale
+        for s, first in zip(sums, noise_starts(sums), strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "noise_std"),
+    [
+        ({}, 0.0),
+        ({"momentum": 0.9}, 0.7),
+        ({"momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1}, 0.0),
+        ({"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}, 0.0),
+        ({"weight_decay": 0.1, "maximize": True}, 0.7),
+    ],
+)
+def test_sgd(options: dict[str, Any], noise_std: float, backend: str) -> None:
+    params, sums = fresh(), [fresh() for _ in range(STEPS)]
+    expected = reference.optimizer_step(
+        torch.optim.SGD,
+        params,
+        [noisy(s, noise_std, 0.25, 5, step) for step, s in enumerate(sums)],
+        lr=0.1,
+        **options,
+    )
+    buffers = [torch.full(shape, torch.nan) for shape in SHAPES] if "momentum" in options else []
+    for step, s in enumerate(sums):
+        fused_sgd_(
+            params,
+            s,
+            buffers,
+            lr=0.1,
+            first_step=step == 0,
+            grad_scale=0.25,
+            noise_std=noise_std,
+            seed=5,
+            offset=step,
+            backend=backend,
+            **options,
+        )
+    for got, wanted in zip(params, expected, strict=True):
+        torch.testing.assert_close(got, wanted, **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("options", "noise_std"),
+    [
+        ({}, 0.0),
+        ({"weight_decay": 0.1}, 0.7),
+        ({"amsgrad": True, "weight_decay": 0.1, "maximize": True, "betas": (0.8, 0.95), "eps": 1e-3}, 0.0),
+    ],
+)
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_adam(kind: type[torch.optim.Optimizer], options: dict[str, Any], noise_std: float, backend: str) -> None:
+    params, sums = fresh(), [fresh() for _ in range(STEPS)]
+    decay = {"weight_decay": options.get("weight_decay", 0.0)}
+    expected = reference.optimizer_step(
+        kind,
+        params,
+        [noisy(s, noise_std, 0.25, 5, step) for step, s in enumerate(sums)],
+        lr=0.01,
+        **{**options, **decay},
+    )
+    exp_avgs, exp_avg_sqs, maxima = zeros(), zeros(), zeros() if options.get("amsgrad") else []
+    for step, s in enumerate(sums):
+        fused_adam_(
+            params,
+            s,
+            exp_avgs,
+            exp_avg_sqs,
+            maxima,
+            step=step + 1,
+            lr=0.01,
+            decoupled_weight_decay=kind is torch.optim.AdamW,
+            grad_scale=0.25,
+            noise_std=noise_std,
+            seed=5,
+            offset=step,
+            backend=backend,
+            **options,
+        )
+    for got, wanted in zip(params, expected, strict=True):
+        torch.testing.assert_close(got, wanted, **CLOSE)
+
+
+def test_bfloat16_parameters_are_rounded_once(backend: str) -> None:
+    """Against the same step in float32, rounded at the end: equal but for values on the edge of a rounding."""
+    params, sums = fresh(torch.bfloat16), fresh()
+    exact = [param.float() for param in params]
+    state = {"step": 1, "lr": 0.01, "grad_scale": 0.5, "noise_std": 0.3, "seed": 1, "offset": 2}
+    fused_adam_(exact, sums, zeros(), zeros(), backend="torch", **state)
+    fused_adam_(params, sums, zeros(), zeros(), backend=backend, **state)
+    for got, wanted in zip(params, exact, strict=True):
+        assert got.dtype == torch.bfloat16
+        torch.testing.assert_close(got, wanted.bfloat16(), rtol=2**-7, atol=1e-6)
+        if backend == "torch" and got.numel() > 100:  # the interpreter truncates where a GPU rounds to nearest
+            assert (got == wanted.bfloat16()).float().mean() > 0.98
+
+
+def test_bfloat16_state(backend: str) -> None:
+    params, sums = fresh(torch.bfloat16), fresh()
+    exp_avgs, exp_avg_sqs = zeros(torch.bfloat16), zeros(torch.bfloat16)
+    fused_adam_(params, sums, exp_avgs, exp_avg_sqs, step=1, lr=0.01, backend=backend)
+    for s, m, v in zip(sums, exp_avgs, exp_avg_sqs, strict=True):
+        torch.testing.assert_close(m, (0.1 * s).bfloat16(), rtol=2**-7, atol=1e-6)
+        torch.testing.assert_close(v, (0.001 * s * s).bfloat16(), rtol=2**-7, atol=1e-6)
+
+
+def test_the_sums_are_left_alone(backend: str) -> None:
+    params, sums = fresh(), fresh()
+    kept = [s.clone() for s in sums]
+    fused_sgd_(params, sums, lr=0.1, noise_std=1.0, grad_scale=0.5, backend=backend)
+    assert all(torch.equal(s, k) for s, k in zip(sums, kept, strict=True))
+
+
+def test_noise_alone_makes_a_step(backend: str) -> None:
+    """An empty batch: the sums are zero, and the parameters move by the noise."""
+    params = zeros()
+    fused_sgd_(params, zeros(), lr=1.0, noise_std=2.0, grad_scale=0.5, seed=3, offset=1, backend=backend)
+    for param, noise in zip(params, noisy(zeros(), 2.0, 0.5, 3, 1), strict=True):
+        torch.testing.assert_close(param, -noise, rtol=0, atol=1e-5)
+
+
+def test_two_steps_draw_different_noise(backend: str) -> None:
+    first, second = zeros(), zeros()
+    fused_sgd_(first, zeros(), lr=1.0, noise_std=1.0, seed=3, offset=1, backend=backend)
+    fused_sgd_(second, zeros(), lr=1.0, noise_std=1.0, seed=3, offset=2, backend=backend)
+    assert all((a != b).all() for a, b in zip(first, second, strict=True))
+
+
+def test_parameters_of_mixed_dtype_keep_their_place_in_the_stream(backend: str) -> None:
+    """They go into different launches; the noise is still that of the whole list."""
+    params = [torch.zeros(9), torch.zeros(10, dtype=torch.bfloat16), torch.zeros(16)]
+    sums = [torch.zeros(9), torch.zeros(10), torch.zeros(16)]
+    fused_sgd_(params, sums, lr=1.0, noise_std=1.0, seed=3, offset=1, backend=backend)
+    for param, noise in zip(params, noisy(sums, 1.0, 1.0, 3, 1), strict=True):
+        torch.testing.assert_close(param.float(), -noise, rtol=2**-7, atol=1e-5)
+
+
+def test_autograd_notices_the_change(backend: str) -> None:
+    param = torch.nn.Parameter(torch.ones(8))
+    loss = (param**2).sum()
+    fused_sgd_([param], [torch.ones(8)], lr=0.1, backend=backend)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_other_layouts_and_float64_take_the_fallback() -> None:
+    params = [torch.randn(6, 5).T, torch.randn(3, 3, dtype=torch.float64)]
+    before = [param.clone() for param in params]
+    sums = [torch.randn(5, 6), torch.randn(3, 3, dtype=torch.float64)]
+    fused_sgd_(params, sums, lr=0.5)
+    for param, old, s in zip(params, before, sums, strict=True):
+        torch.testing.assert_close(param, old - 0.5 * s)
+
+
+def test_lists_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match="one tensor a parameter"):
+        fused_adam_(fresh(), fresh(), zeros(), zeros()[:2], step=1, lr=0.1)
+    with pytest.raises(ValueError, match="shapes differ"):
+        fused_sgd_([torch.zeros(3)], [torch.zeros(4)], lr=0.1)
+    with pytest.raises(ValueError, match="momentum_buffers"):
+        fused_sgd_(fresh(), fresh(), lr=0.1, momentum=0.9)
+    with pytest.raises(ValueError, match="max_exp_avg_sqs"):
+        fused_adam_(fresh(), fresh(), zeros(), zeros(), step=1, lr=0.1, amsgrad=True)
