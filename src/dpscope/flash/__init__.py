@@ -12,27 +12,34 @@ if TYPE_CHECKING:
     from dpscope.flash.engine import FlashEngine
     from dpscope.flash.explanation import Explanation
     from dpscope.flash.layers import register_layer
+    from dpscope.flash.opacus import DPFlashOptimizer, GradScaler, PrivacyEngine
     from dpscope.flash.oracle import OracleResult, run_oracle
     from dpscope.flash.paths import Decision, choose_path
     from dpscope.flash.taps import LayerTap
 
 _HOME = {
     "Decision": "paths",
+    "DPFlashOptimizer": "opacus",
     "Explanation": "explanation",
     "FlashEngine": "engine",
+    "GradScaler": "opacus",
     "LayerTap": "taps",
     "OracleResult": "oracle",
+    "PrivacyEngine": "opacus",
     "choose_path": "paths",
     "run_oracle": "oracle",
     "register_layer": "layers",
 }
 
 __all__ = [
+    "DPFlashOptimizer",
     "Decision",
     "Explanation",
     "FlashEngine",
+    "GradScaler",
     "LayerTap",
     "OracleResult",
+    "PrivacyEngine",
     "choose_path",
     "register_layer",
     "run_oracle",

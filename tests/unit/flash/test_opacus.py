@@ -1,0 +1,352 @@
+"""PrivacyEngine: what an Opacus user switches on. The loop stays the same, and so does the privacy."""
+
+from __future__ import annotations
+
+import io
+import math
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from opacus import PrivacyEngine as OpacusPrivacyEngine
+from opacus.grad_sample import GradSampleModule
+from opacus.schedulers import ExponentialGradClip, ExponentialNoise
+from opacus.utils.batch_memory_manager import BatchMemoryManager
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from dpscope.errors import UserError
+from dpscope.flash import GradScaler, PrivacyEngine
+from dpscope.flash.oracle import run_oracle
+
+SAMPLES, FEATURES, CLASSES = 64, 8, 4
+
+warnings.filterwarnings("ignore", message="Secure RNG turned off")
+
+
+def make_model(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.LayerNorm(16), nn.Linear(16, CLASSES))
+
+
+def make_data(seed: int = 1) -> TensorDataset:
+    """Learnable: the class is the largest of four random projections."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(SAMPLES, FEATURES, generator=generator)
+    return TensorDataset(x, (x @ torch.randn(FEATURES, CLASSES, generator=generator)).argmax(1))
+
+
+def make_loader(batch_size: int = 16) -> DataLoader:
+    return DataLoader(make_data(), batch_size=batch_size)
+
+
+def make_private(model, optimizer, engine=None, loader=None, **options):
+    values = {"noise_multiplier": 0.0, "max_grad_norm": 0.5, "poisson_sampling": False, **options}
+    engine = engine or PrivacyEngine()
+    return engine.make_private(
+        module=model, optimizer=optimizer, data_loader=make_loader() if loader is None else loader, **values
+    )
+
+
+def sgd(model: nn.Module, lr: float = 1.0) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=lr)
+
+
+def step(model, optimizer, x, y) -> None:
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+
+
+def moved(before: list[torch.Tensor], model: nn.Module) -> list[torch.Tensor]:
+    return [a - b.detach() for a, b in zip(before, model.parameters(), strict=True)]
+
+
+def clipped_mean(x, y, *, divisor: int, max_grad_norm: float = 0.5) -> list[torch.Tensor]:
+    """What a step should apply, from micro-batches of one."""
+    model = make_model()
+    oracle = run_oracle(model, (x, y), lambda m, b: F.cross_entropy(m(b[0]), b[1]), max_grad_norm=max_grad_norm)
+    assert (oracle.factors < 1).any()
+    return [oracle.clipped_sums[name] / divisor for name, _ in model.named_parameters()]
+
+
+def test_the_model_comes_back_as_it_was_given() -> None:
+    model = make_model()
+    names, kind = list(model.state_dict()), type(model)
+    private, optimizer, _ = make_private(model, sgd(model))
+    assert private is model
+    assert (list(private.state_dict()), type(private)) == (names, kind)
+    assert isinstance(PrivacyEngine(), OpacusPrivacyEngine)
+    optimizer.engine.detach()
+    F.cross_entropy(model(torch.randn(2, FEATURES)), torch.zeros(2, dtype=torch.long)).backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("fused", [None, False])
+def test_a_step_applies_the_clipped_mean(fused: bool | None) -> None:
+    model = make_model()
+    private, optimizer, loader = make_private(model, sgd(model), fused=fused)
+    before = [p.detach().clone() for p in model.parameters()]
+    x, y = next(iter(loader))
+    step(private, optimizer, x, y)
+    for got, expected in zip(moved(before, model), clipped_mean(x, y, divisor=16), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_any_other_optimizer_finds_the_private_gradient_in_grad() -> None:
+    model = make_model()
+    private, optimizer, loader = make_private(model, torch.optim.RMSprop(model.parameters(), lr=0.1))
+    x, y = next(iter(loader))
+    step(private, optimizer, x, y)
+    for p, expected in zip(model.parameters(), clipped_mean(x, y, divisor=16), strict=True):
+        torch.testing.assert_close(p.grad, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_micro_batches_of_a_step_add_up() -> None:
+    model = make_model()
+    private, optimizer, loader = make_private(model, sgd(model))
+    before = [p.detach().clone() for p in model.parameters()]
+    (x1, y1), (x2, y2) = list(loader)[:2]
+    optimizer.zero_grad()
+    F.cross_entropy(private(x1), y1).backward()
+    F.cross_entropy(private(x2), y2).backward()
+    optimizer.step()
+    assert optimizer.accumulated_iterations == 1  # the count starts anew
+    expected = clipped_mean(torch.cat([x1, x2]), torch.cat([y1, y2]), divisor=32)
+    for got, want in zip(moved(before, model), expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("fused", [None, False])
+def test_a_logical_batch_split_by_opacus_equals_the_whole(fused: bool | None) -> None:
+    model = make_model()
+    private, optimizer, loader = make_private(model, sgd(model), fused=fused)
+    before = [p.detach().clone() for p in model.parameters()]
+    whole_x, whole_y = next(iter(loader))
+    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=5, optimizer=optimizer) as physical:
+        for count, (x, y) in enumerate(physical):
+            optimizer.zero_grad()
+            F.cross_entropy(private(x), y).backward()
+            optimizer.step()
+            if count == 3:  # 5 + 5 + 5 + 1 samples
+                break
+    for got, expected in zip(moved(before, model), clipped_mean(whole_x, whole_y, divisor=16), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_forgetting_zero_grad_is_an_error() -> None:
+    model = make_model()
+    private, optimizer, loader = make_private(model, sgd(model))
+    x, y = next(iter(loader))
+    F.cross_entropy(private(x), y).backward()
+    optimizer.step()
+    F.cross_entropy(private(x), y).backward()
+    with pytest.raises(ValueError, match="zero_grad"):
+        optimizer.step()
+
+
+def test_accumulation_under_poisson_sampling_is_an_error() -> None:
+    model = make_model()
+    private, optimizer, _ = make_private(model, sgd(model), poisson_sampling=True)
+    x, y = make_data().tensors
+    F.cross_entropy(private(x[:4]), y[:4]).backward()
+    F.cross_entropy(private(x[4:8]), y[4:8]).backward()
+    with pytest.raises(ValueError, match="BatchMemoryManager"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("backward", [True, False])
+def test_an_empty_batch_gives_a_step_of_noise_alone(backward: bool) -> None:
+    model = make_model()
+    private, optimizer, _ = make_private(model, sgd(model), noise_multiplier=1.0)
+    before = [p.detach().clone() for p in model.parameters()]
+    if backward:
+        F.cross_entropy(private(torch.zeros(0, FEATURES)), torch.zeros(0, dtype=torch.long)).backward()
+    optimizer.step()
+    change = torch.cat([difference.flatten() for difference in moved(before, model)])
+    assert torch.isfinite(change).all()
+    # σC / B = 1 · 0.5 / 16; the spread of n normals errs by about 1/√(2n)
+    assert abs(change.std().item() / (0.5 / 16) - 1) < 5 / math.sqrt(2 * change.numel())
+
+
+@pytest.mark.parametrize("fused", [None, False])
+def test_a_seed_gives_the_same_noise_and_a_checkpoint_continues_it(fused: bool | None) -> None:
+    def start():
+        model = make_model()
+        generator = torch.Generator().manual_seed(11)
+        engine = PrivacyEngine()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        private = make_private(model, optimizer, engine, noise_multiplier=1.0, noise_generator=generator, fused=fused)
+        return engine, *private
+
+    x, y = make_data().tensors[0][:16], make_data().tensors[1][:16]
+    engine, model, optimizer, _ = start()
+    for _ in range(2):
+        step(model, optimizer, x, y)
+    saved = io.BytesIO()
+    engine.save_checkpoint(path=saved, module=model, optimizer=optimizer)
+    step(model, optimizer, x, y)
+
+    engine, other, other_optimizer, _ = start()
+    saved.seek(0)
+    engine.load_checkpoint(path=saved, module=other, optimizer=other_optimizer)
+    step(other, other_optimizer, x, y)
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def test_accounting_is_opacuss_own() -> None:
+    def spend(engine_class, mode: str) -> float:
+        engine, model = engine_class(accountant="rdp"), make_model()
+        private, optimizer, loader = make_private(
+            model, sgd(model, 0.01), engine, noise_multiplier=1.1, poisson_sampling=True, grad_sample_mode=mode
+        )
+        for _ in range(2):
+            for x, y in loader:
+                step(private, optimizer, x, y)
+        return engine.get_epsilon(1e-5)
+
+    assert spend(PrivacyEngine, "flash") == spend(OpacusPrivacyEngine, "hooks")
+
+
+def test_other_modes_still_work() -> None:
+    model = make_model()
+    private, _, _ = make_private(model, sgd(model), grad_sample_mode="hooks")
+    assert isinstance(private, GradSampleModule)
+
+
+def test_make_private_with_epsilon_finds_opacuss_noise_multiplier() -> None:
+    def noise(engine_class, **mode: str) -> float:
+        model = make_model()
+        _, optimizer, _ = engine_class(accountant="rdp").make_private_with_epsilon(
+            module=model,
+            optimizer=sgd(model),
+            data_loader=make_loader(),
+            target_epsilon=3.0,
+            target_delta=1e-5,
+            epochs=2,
+            max_grad_norm=1.0,
+            **mode,
+        )
+        return optimizer.noise_multiplier
+
+    assert noise(PrivacyEngine) == noise(OpacusPrivacyEngine, grad_sample_mode="hooks") > 0
+
+
+def test_schedulers_reach_the_engine() -> None:
+    model = make_model()
+    _, optimizer, _ = make_private(model, sgd(model), noise_multiplier=1.0)
+    ExponentialNoise(optimizer, gamma=0.5).step()
+    ExponentialGradClip(optimizer, gamma=0.5).step()
+    assert optimizer.noise_multiplier == 0.5
+    assert optimizer.engine.max_grad_norm == 0.25
+
+
+def test_training_learns_as_opacus_does() -> None:
+    """200 private steps on a learnable task: the same loss as Opacus flat without noise, as good with it."""
+
+    def train(engine, noise: float, **mode: str) -> float:
+        model = make_model()
+        generator = torch.Generator().manual_seed(0)
+        private, optimizer, loader = make_private(
+            model,
+            sgd(model, 0.5),
+            engine,
+            noise_multiplier=noise,
+            max_grad_norm=1.0,
+            noise_generator=generator,
+            **mode,
+        )
+        for _ in range(50):
+            for x, y in loader:
+                step(private, optimizer, x, y)
+        x, y = make_data().tensors
+        return F.cross_entropy(model(x), y).item()
+
+    flash, flat = (
+        train(PrivacyEngine(), 0.0),
+        train(OpacusPrivacyEngine(), 0.0, grad_sample_mode="hooks"),
+    )
+    assert flash == pytest.approx(flat, rel=1e-3)
+    noisy_flash, noisy_flat = (
+        train(PrivacyEngine(), 0.5),
+        train(OpacusPrivacyEngine(), 0.5, grad_sample_mode="hooks"),
+    )
+    assert max(noisy_flash, noisy_flat) < 0.6 * math.log(CLASSES)  # chance is log(4) = 1.39
+    assert noisy_flash == pytest.approx(noisy_flat, abs=0.15)
+
+
+def test_a_scaled_loss_gives_the_same_step() -> None:
+    model = make_model()
+    private, optimizer, loader = make_private(model, sgd(model))
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    before = [p.detach().clone() for p in model.parameters()]
+    x, y = next(iter(loader))
+    optimizer.zero_grad()
+    scaler.scale(F.cross_entropy(private(x), y)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 1024.0
+    for got, expected in zip(moved(before, model), clipped_mean(x, y, divisor=16), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_an_overflowing_sample_is_left_out_and_lowers_the_scale() -> None:
+    model = make_model()
+    private, optimizer, _ = make_private(model, sgd(model))
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    x, y = make_data().tensors
+    x = x[:16].clone()
+    x[3] = float("inf")
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.zero_grad()
+    scaler.scale(F.cross_entropy(private(x), y[:16], reduction="none").nan_to_num().mean()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert optimizer.engine.nonfinite_samples.item() == 1
+    assert scaler.get_scale() == 512.0
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+    assert any((difference != 0).any() for difference in moved(before, model))
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        return iter([])
+
+
+BAD_INPUT = {
+    "max_grad_norm": ({"max_grad_norm": 0.0}, "max_grad_norm"),
+    "one norm a layer": ({"max_grad_norm": [1.0, 1.0]}, "flat clipping"),
+    "negative noise": ({"noise_multiplier": -1.0}, "noise_multiplier"),
+    "per-layer clipping": ({"clipping": "per_layer"}, "flat clipping"),
+    "batch second": ({"batch_first": False}, "batch_first"),
+    "reduction": ({"loss_reduction": "median"}, "loss_reduction"),
+    "no batch size": ({"loader": DataLoader(make_data(), batch_size=None)}, "batch size"),
+    "no length": ({"loader": DataLoader(Endless(), batch_size=4)}, "length"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_INPUT)
+def test_bad_input_is_a_sentence_and_leaves_the_model_alone(name: str) -> None:
+    options, message = BAD_INPUT[name]
+    model = make_model()
+    with pytest.raises(UserError, match=message):
+        make_private(model, sgd(model), **options)
+    assert all("forward" not in vars(module) for module in model.modules())
+
+
+def test_batch_norm_is_refused_by_name_with_the_replacement() -> None:
+    model = nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8))
+    with pytest.raises(UserError, match=r"1.*BatchNorm1d.*GroupNorm"):
+        make_private(model, sgd(model))
+
+
+def test_a_private_model_is_not_made_private_again() -> None:
+    model = make_model()
+    make_private(model, sgd(model))
+    with pytest.raises(UserError, match="already"):
+        make_private(model, sgd(model))
+    wrapped = GradSampleModule(make_model())
+    with pytest.raises(UserError, match="already private"):
+        make_private(wrapped, sgd(wrapped))

@@ -1,0 +1,137 @@
+"""The optimizer side: the fused update is torch's own, and the noise is what was promised."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from dpscope.flash.optimizer import FusedUpdate, NoiseSource, Privatisation, privatise_gradients
+
+SHAPES = [(7, 5), (3,), (2, 3, 4), ()]
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "sgd momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.2, weight_decay=0.01),
+    "sgd nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, maximize=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1),
+    "adam amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True, betas=(0.8, 0.9)),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
+}
+
+
+def parameters(seed: int = 0) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
+
+
+def quiet(scale: float = 0.25) -> Privatisation:
+    return Privatisation(noise_std=0.0, grad_scale=scale, noise=NoiseSource(torch.Generator()))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_fused_update_does_what_torch_does(name: str) -> None:
+    ours, theirs = parameters(), parameters()
+    our_optimizer, their_optimizer = OPTIMIZERS[name](ours), OPTIMIZERS[name](theirs)
+    update = FusedUpdate(our_optimizer)
+    for step in range(4):
+        sums = [p.detach() for p in parameters(seed=step + 1)]
+        update(zip(ours, sums, strict=True), quiet())
+        for p, total in zip(theirs, sums, strict=True):
+            p.grad = total * 0.25
+        their_optimizer.step()
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)  # a few roundings of float32
+
+
+def test_state_moves_between_the_fused_update_and_torch() -> None:
+    """Two fused steps, then two of torch's from the saved state, equal four of torch's."""
+    ours, theirs = parameters(), parameters()
+    optimizer, reference = torch.optim.AdamW(ours, lr=0.01), torch.optim.AdamW(theirs, lr=0.01)
+    update = FusedUpdate(optimizer)
+    for step in range(4):
+        sums = [p.detach() for p in parameters(seed=step + 1)]
+        if step < 2:
+            update(zip(ours, sums, strict=True), quiet(1.0))
+        else:
+            if step == 2:
+                state = optimizer.state_dict()
+                optimizer = torch.optim.AdamW(ours, lr=0.01)
+                optimizer.load_state_dict(state)
+            for p, total in zip(ours, sums, strict=True):
+                p.grad = total
+            optimizer.step()
+        for p, total in zip(theirs, sums, strict=True):
+            p.grad = total
+        reference.step()
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_the_fused_update_adds_the_noise_that_gradients_would_get() -> None:
+    ours, theirs = parameters(), parameters()
+    update = FusedUpdate(torch.optim.SGD(ours, lr=1.0))
+    sums = [p.detach() for p in parameters(seed=1)]
+
+    def noisy() -> Privatisation:
+        return Privatisation(noise_std=2.0, grad_scale=0.5, noise=NoiseSource(torch.Generator().manual_seed(5)))
+
+    update(zip(ours, sums, strict=True), noisy())
+    for p, total in zip(theirs, sums, strict=True):
+        p.grad = total.clone()
+    privatise_gradients(theirs, noisy())
+    torch.optim.SGD(theirs, lr=1.0).step()
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_noise_has_the_promised_mean_and_spread_and_no_memory() -> None:
+    """200 000 normals a step: their mean errs by σ/√n, their variance by σ²√(2/n), correlations by 1/√n."""
+    source = NoiseSource(torch.Generator().manual_seed(7))
+    size, std, scale = 200_000, 3.0, 0.5
+    steps = []
+    for _ in range(2):
+        parameter = nn.Parameter(torch.zeros(size))
+        parameter.grad = torch.zeros(size)
+        privatise_gradients([parameter], Privatisation(noise_std=std, grad_scale=scale, noise=source))
+        steps.append(parameter.grad / (std * scale))
+    for noise in steps:
+        assert abs(noise.mean().item()) < 5 / math.sqrt(size)
+        assert abs(noise.var().item() - 1) < 5 * math.sqrt(2 / size)
+        assert abs((noise[1:] * noise[:-1]).mean().item()) < 5 / math.sqrt(size)
+    assert abs((steps[0] * steps[1]).mean().item()) < 5 / math.sqrt(size)
+
+
+def test_a_noise_source_repeats_itself_only_when_told_to() -> None:
+    source = NoiseSource(torch.Generator().manual_seed(1))
+    first = source.draw()
+    state = source.state()
+    second, third = source.draw(), source.draw()
+    assert len({first, second, third}) == 3
+    source.restore(state)
+    assert source.draw() == second
+    assert NoiseSource(torch.Generator().manual_seed(1)).draw() == first
+    assert NoiseSource().draw() != NoiseSource().draw()
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        torch.optim.RMSprop,
+        lambda p: torch.optim.Adam(p, lr=torch.tensor(0.1), capturable=False),
+        lambda p: type("Mine", (torch.optim.SGD,), {})(p, lr=0.1),
+    ],
+)
+def test_what_is_not_torchs_plain_update_is_left_to_the_optimizer(optimizer) -> None:
+    assert not FusedUpdate.serves(optimizer(parameters()))
+
+
+def test_an_optimizer_with_hooks_is_left_to_itself() -> None:
+    optimizer = torch.optim.SGD(parameters(), lr=0.1)
+    assert FusedUpdate.serves(optimizer)
+    handle = optimizer.register_step_pre_hook(lambda *_: None)
+    assert not FusedUpdate.serves(optimizer)
+    handle.remove()
+    assert FusedUpdate.serves(optimizer)
