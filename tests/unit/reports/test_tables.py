@@ -49,8 +49,8 @@ def test_without_standard_there_are_no_ratios_but_the_figures_stay(make_result):
 
 
 @pytest.mark.parametrize("status", [status for status in STATUSES if status != "ok"])
-def test_a_standard_without_figures_is_no_denominator(make_result, status):
-    results = [make_result(method="standard", status=status), make_result(method="flat")]
+def test_a_standard_that_is_not_ok_is_no_denominator_whatever_figures_it_left(make_result, status):
+    results = [replace(make_result(method="standard"), status=status), make_result(method="flat")]
     assert ratios(results)[1] == ("flat", None, None)
 
 

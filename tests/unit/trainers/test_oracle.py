@@ -186,8 +186,8 @@ def test_the_noise_has_the_standard_deviation_that_privacy_asks_for(method):
     """sigma * C on the sum, so sigma * C / B on the mean. With n draws the estimate is off by about 1 / sqrt(2n)."""
     sigma, clip = 1.5, 0.4
     settings = {"max_grad_norm": clip}
-    quiet = gradient_of_one_step(spec_of("transformer", method, **settings))
-    noisy = gradient_of_one_step(spec_of("transformer", method, noise_multiplier=sigma, **settings))
+    quiet = gradient_of_one_step(spec_of("cnn", method, **settings))
+    noisy = gradient_of_one_step(spec_of("cnn", method, noise_multiplier=sigma, **settings))
     noise = torch.cat([(noisy[name] - quiet[name]).flatten() for name in quiet])
     expected = sigma * clip / BATCH
     error = 5 / math.sqrt(2 * noise.numel())  # five standard errors: one run in two million by chance
