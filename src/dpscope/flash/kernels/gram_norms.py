@@ -96,7 +96,8 @@ class GramUnit:
 
 @dataclass(frozen=True)
 class GramTiles:
-    """How a launch is cut. block_s is a multiple of block_t; `tma`: tiles come through tensor descriptors."""
+    """How a launch is cut. block_s is a multiple of block_t; `tma`: tiles come through tensor descriptors
+    where rows are aligned."""
 
     block_t: int
     block_s: int
@@ -178,9 +179,10 @@ def _gram_tile(
                 acc = dot(rows.load([row, k]), cols.load([col, k]).T, acc, PRECISION)
         else:
             if ALIGNED:  # 16-byte asynchronous copies need to know it
+                VECTOR: tl.constexpr = 128 // DTYPE.primitive_bitwidth
                 base = tl.multiple_of(base, 16)
-                stride_t = tl.multiple_of(stride_t, 8)
-                width = tl.multiple_of(width, 8)
+                stride_t = tl.multiple_of(stride_t, VECTOR)
+                width = tl.multiple_of(width, VECTOR)
             t = row + tl.arange(0, BLOCK_T)
             s = col + tl.arange(0, BLOCK_S)
             f = tl.arange(0, BLOCK_K)
@@ -337,6 +339,7 @@ def _launch(units: list[GramUnit], tiles: GramTiles, allow_tf32: bool) -> Tensor
     by_ids = units[0].ids is not None
     units = sorted(units, key=lambda unit: -unit.width)  # heavy first: the tail of the grid is short
     aligned = all(rows_are_aligned(*unit.gs, *unit.xs) for unit in units)
+    tma = tiles.tma and aligned
     kept: list[Tensor] = []  # copies made here must outlive the launch's enqueueing
 
     def row_major(tensor: Tensor) -> Tensor:
@@ -368,7 +371,7 @@ def _launch(units: list[GramUnit], tiles: GramTiles, allow_tf32: bool) -> Tensor
         dtypes["X_DTYPE"] = TRITON_DTYPES[units[0].xs[0].dtype]
     kernel = _gram_ids_kernel if by_ids else _gram_kernel
     with launch_on(device):
-        if tiles.tma:
+        if tma:
             provide_scratch(device)
         kernel[(partials.numel(),)](
             *tables,
@@ -380,7 +383,7 @@ def _launch(units: list[GramUnit], tiles: GramTiles, allow_tf32: bool) -> Tensor
             BLOCK_T=tiles.block_t,
             BLOCK_S=tiles.block_s,
             BLOCK_K=tiles.block_k,
-            TMA=tiles.tma,
+            TMA=tma,
             ALIGNED=aligned and not INTERPRETED,
             PRECISION="tf32" if allow_tf32 else "ieee",
             num_warps=tiles.num_warps,

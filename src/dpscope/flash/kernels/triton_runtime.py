@@ -122,7 +122,8 @@ def rows_are_aligned(*tensors: torch.Tensor) -> bool:
         stride_b, stride_t, stride_f = tensor.stride()
         if stride_f != 1 or stride_t < tensor.shape[2] or stride_b == 0:
             return False
-        if any(nbytes % 16 for nbytes in (tensor.data_ptr(), stride_b * size, stride_t * size)):
+        lengths = (stride_b, stride_t, tensor.shape[2])
+        if tensor.data_ptr() % 16 or any(length * size % 16 for length in lengths):
             return False
     return True
 
