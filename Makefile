@@ -16,9 +16,9 @@ $(READY): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-demo: $(READY)  ## compare standard, flat and ghost training of a small model and show what privacy costs
-	@echo "==> comparing standard, flat and ghost training, each in a process of its own"
-	@$(BIN)/dpscope compare --methods standard,flat,ghost --model tiny --batch-size 4 --seq-len 64,128 \
+demo: $(READY)  ## compare standard, flat, ghost and flash training of a small model and show what privacy costs
+	@echo "==> comparing standard, flat, ghost and flash training, each in a process of its own"
+	@$(BIN)/dpscope compare --methods standard,flat,ghost,flash --model tiny --batch-size 4 --seq-len 64,128 \
 		--out $(DEMO) --overwrite
 
 test: $(READY)  ## lint, types and tests

@@ -31,7 +31,7 @@ from dpscope.units import GIB
 @click.option(
     "--methods",
     type=CommaList(str),
-    default="standard,flat,ghost",
+    default="standard,flat,ghost,flash",
     show_default=True,
     help="What to compare; standard is the denominator.",
 )
