@@ -39,6 +39,18 @@ def row_norms_squared(values: Tensor) -> Tensor:
     return norms.double().square().sum(1)
 
 
+# torch 2.8 and later write the float32 product of half-precision matrices themselves, on CUDA.
+WIDE_OUTPUT: bool = "dtype" in torch.ops.aten.bmm.overloads()  # type: ignore[no-untyped-call]
+
+
+def wide_product(left: Tensor, right: Tensor) -> Tensor:
+    """left @ right, batched, in float32 (float64 for float64)."""
+    dtype = wide(left.dtype)
+    if left.dtype != dtype and left.is_cuda and WIDE_OUTPUT:
+        return torch.bmm(left, right, out_dtype=dtype)
+    return torch.bmm(left.to(dtype), right.to(dtype))
+
+
 def sample_chunks(batch: int, bytes_each: int) -> Iterator[slice]:
     """Slices over samples such that each slice's scratch stays within `SCRATCH_BYTES` (one sample at least)."""
     step = max(1, SCRATCH_BYTES // max(1, bytes_each))
@@ -109,7 +121,8 @@ class Saved:
     __slots__ = ("first", "second", "versions")
 
     def __init__(self, first: Tensor, second: Tensor) -> None:
-        self.first = first
+        # The tensor without its history: holding it must not hold the graph of the forward pass.
+        self.first = first.detach() if first.requires_grad else first
         self.second = second
         self.versions = (first._version, second._version)
 
@@ -143,10 +156,13 @@ class Outer(Saved):
         return torch.bmm(self.g.transpose(1, 2), self.x)
 
     def norms_squared(self) -> Tensor:
-        """The direct path: per-sample gradients in slices of the batch, squared, thrown away."""
-        each = self.x.shape[-1] * self.g.shape[-1] * self.g.element_size()
+        """The direct path: per-sample gradients in slices of the batch, squared, thrown away.
+
+        Never rounded to half precision: the sum is not, and a norm of rounded values may fall short of it by 2⁻⁹.
+        """
+        each = self.x.shape[-1] * self.g.shape[-1] * wide(self.g.dtype).itemsize
         norms = [
-            row_norms_squared(torch.bmm(self.g[part].transpose(1, 2), self.x[part]))
+            row_norms_squared(wide_product(self.g[part].transpose(1, 2), self.x[part]))
             for part in sample_chunks(self.batch_size, each)
         ]
         return torch.cat(norms)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -179,6 +180,10 @@ class FlashEngine:
         slot.contributions.append(contribution)
         self.pending = True
 
+    def note_empty(self) -> None:
+        """A backward pass of an empty batch: it leaves nothing, but it was one."""
+        self.pending = True
+
     def open(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The root's forward begins, gradients enabled."""
         self._close_if_left()
@@ -245,7 +250,7 @@ class FlashEngine:
 
     def finish(self) -> None:
         """Closes the micro-batch: its clipped sums are added into p.grad. Every trainable parameter has one after."""
-        for parameter, total, _ in self._factored_sums(into_grad=True):
+        for parameter, total, _ in self._sums(into_grad=True):
             if parameter.grad is None:
                 parameter.grad = total
 
@@ -255,26 +260,21 @@ class FlashEngine:
         Every trainable parameter comes once. Norms and factors are ready when this returns; a layer's x and g are
         freed as its sum is handed out, so the whole gradient need never exist.
         """
-        return (
-            (parameter, total if factor is None else torch.where(factor != 0, total * factor, 0).to(total.dtype))
-            for parameter, total, factor in self.factored_sums()
-        )
+        return ((parameter, total) for parameter, total, _ in self._sums())
 
     def factored_sums(self) -> Iterator[FactoredSum]:
-        """As `clipped_sums`, with the factor of a lone sample left to the caller: see `MicroBatch.factored_sums`."""
-        return self._factored_sums(into_grad=False)
+        """As `clipped_sums`, with the factor of a lone sample left to the caller: see `MicroBatch.sums`."""
+        return self._sums(factored=True)
 
-    def _factored_sums(self, *, into_grad: bool) -> Iterator[FactoredSum]:
+    def _sums(self, *, into_grad: bool = False, factored: bool = False) -> Iterator[FactoredSum]:
         slots = self._drop(keep_contributions=True)
-        device_types = {slot.parameter.device.type for slot in slots}
-        if not slots:
+        if not slots:  # an empty batch, or no backward at all
+            self.norms = self.factors = self.anchor.new_zeros(0, dtype=torch.float64)
             return self._zeros(set(), into_grad)
-        if any(torch.is_autocast_enabled(device) for device in device_types):
-            with torch.autocast(next(iter(device_types)), enabled=False):
-                micro = self._norm(slots)
-        else:
+        device = slots[0].parameter.device.type
+        with _no_autocast(device):
             micro = self._norm(slots)
-        return self._iterate(micro, into_grad)
+        return self._iterate(micro, device, into_grad, factored)
 
     @torch.no_grad()
     def _norm(self, slots: list[Slot]) -> MicroBatch:
@@ -292,14 +292,12 @@ class FlashEngine:
         self.nonfinite_samples = dropped if self.nonfinite_samples is None else self.nonfinite_samples + dropped
         return micro
 
-    def _iterate(self, micro: MicroBatch, into_grad: bool) -> Iterator[FactoredSum]:
+    def _iterate(self, micro: MicroBatch, device: str, into_grad: bool, factored: bool) -> Iterator[FactoredSum]:
         done = set(micro.parameters)
-        device = micro.parameters[0].device.type
-        sums = micro.factored_sums(into_grad=into_grad)
+        sums = micro.sums(into_grad=into_grad, factored=factored)
         del micro
         while True:
-            # Entered anew for each parameter: a generator must not leave its caller in another mode.
-            with torch.no_grad(), torch.autocast(device, enabled=False):
+            with _no_autocast(device):  # for each parameter anew: the caller's code in between keeps its own mode
                 item = next(sums, None)
             if item is None:
                 break
@@ -337,3 +335,8 @@ class FlashEngine:
     def explain(self) -> Explanation:
         """One row a trainable parameter: which module, what was seen last, which path its norms take, and why."""
         return explain_slots(slot for slot in self._slots.values() if slot.parameter.requires_grad)
+
+
+def _no_autocast(device: str) -> AbstractContextManager[Any]:
+    """Norms and sums are taken in the precision of what was recorded, also inside an autocast context."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()

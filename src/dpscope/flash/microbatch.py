@@ -34,13 +34,11 @@ class MicroBatch:
             for contribution in slot.contributions:
                 contribution.check_unchanged(slot.name)
             contributions, slot.contributions = slot.contributions, []
-            self._parts.append(combine(contributions, slot.parameter.dtype) if self.size else ())
+            self._parts.append(combine(contributions, slot.parameter.dtype))
         device = self.parameters[0].device
-        self._small: SmallRows | None = None
+        self._small: SmallRows | None = gather_small(self._parts)
         norm_sum = NormSum(self.size, device, decide)
-        if self.size:
-            self._small = gather_small(self._parts)
-            self._count(norm_sum)
+        self._count(norm_sum)
         multiplier = (self.size if mean else 1) / loss_scale
         self.clipping: Factors = clip_factors(norm_sum.result(), max_grad_norm, multiplier)
 
@@ -54,34 +52,45 @@ class MicroBatch:
             else:
                 self._parts[index] = norm_sum.add_parts(parts)
 
-    def factored_sums(self, *, into_grad: bool) -> Iterator[FactoredSum]:
+    def sums(self, *, into_grad: bool, factored: bool) -> Iterator[FactoredSum]:
         """(parameter, tensor, factor): the clipped sum is factor·tensor, or the tensor itself where factor is None.
 
-        A factor (0-dimensional) comes with a lone sample's gradient, so that a fused update may apply it on its own;
-        where it is 0 the tensor is to be ignored, for it may hold NaN. What a parameter was made of is freed before
-        the next one is asked for. `into_grad`: sums are added into gradients that exist.
+        `factored`: a lone sample's gradient comes as it is, with its factor (0-dimensional), so that a fused update
+        may apply it on its own; where the factor is 0 the tensor is to be ignored, for it may hold NaN. What a
+        parameter was made of is freed before the next one is asked for. `into_grad`: sums are added into gradients
+        that exist.
         """
         scale = self.clipping.scale
         small_sum = self._sum_small(scale)
         for index, parameter in enumerate(self.parameters):
-            parts, self._parts[index] = self._parts[index], ()
             out = parameter.grad if into_grad else None
             if self._small is not None and index in self._small.columns:
                 start, stop = self._small.columns[index]
                 assert small_sum is not None
                 total = small_sum[start:stop].view(parameter.shape)
                 yield parameter, total.to(parameter.dtype) if out is None else out.add_(total), None
-            elif not parts:  # an empty batch
-                yield parameter, torch.zeros_like(parameter) if out is None else out, None
-            elif not into_grad and len(parts) == 1 and isinstance(parts[0], Kept) and self.size == 1:
-                yield parameter, parts[0].values[0], scale[0]
+            elif factored and (alone := self._alone(index)) is not None:
+                yield parameter, alone, scale[0]
+                del alone
             else:
-                for part in parts:
-                    out = part.clipped_sum(scale, out)
-                assert out is not None
-                total, out = out, None
-                del parts
-                yield parameter, total.to(parameter.dtype), None
+                yield parameter, self._sum(index, scale, out), None
+
+    def _alone(self, index: int) -> Tensor | None:
+        """A lone sample's kept gradient."""
+        parts = self._parts[index]
+        if self.size != 1 or not isinstance(parts[0], Kept):
+            return None
+        self._parts[index] = ()
+        return parts[0].values[0]
+
+    def _sum(self, index: int, scale: Tensor, out: Tensor | None) -> Tensor:
+        """The parameter's clipped sum; what it was made of is let go."""
+        parts, self._parts[index] = self._parts[index], ()
+        parameter = self.parameters[index]
+        for part in parts:
+            out = part.clipped_sum(scale, out)
+        assert out is not None
+        return out.to(parameter.dtype)
 
     def _sum_small(self, scale: Tensor) -> Tensor | None:
         if self._small is None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dpscope.flash.contributions import Contribution, Kept, Lookup, Outer, cross_terms
+from dpscope.flash.contributions import Contribution, Kept, Lookup, Outer, cross_terms, wide
 from dpscope.flash.kernels.gram_norms import GramUnit, gram_norms_squared
 from dpscope.flash.paths import DIRECT, KEEP, RANK1, Decision
 
@@ -41,7 +41,10 @@ def gather_small(parts: Sequence[tuple[Contribution, ...]]) -> SmallRows | None:
             rows.append(flat)
             columns[index] = (start, start + flat.shape[1])
             start += flat.shape[1]
-    return SmallRows(torch.cat(rows, 1), columns) if rows else None
+    if not rows:
+        return None
+    values = torch.cat(rows, 1)
+    return SmallRows(values.to(wide(values.dtype)), columns)
 
 
 class NormSum:

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from dpscope.errors import UserError
+from dpscope.flash.contributions import Contribution, Kept
 
 if TYPE_CHECKING:
-    from dpscope.flash.contributions import Contribution
     from dpscope.flash.engine import FlashEngine
     from dpscope.flash.paths import Decision
 
@@ -121,7 +121,8 @@ class Tapped(torch.autograd.Function):
         ctx.tap = tap
         ctx.live = live
         ctx.generation = tap.engine.generation
-        output = tap.forward(ctx, x)
+        ctx.empty = x.shape if x.shape[0] == 0 else None
+        output: Tensor = tap.forward(ctx, x) if ctx.empty is None else tap.original(x)
         if output._is_view():  # autograd forbids in-place operations on views made in here, such as ReLU(inplace=True)
             output = torch.ops.aten._unsafe_view(output, output.shape)
         return output
@@ -132,6 +133,9 @@ class Tapped(torch.autograd.Function):
         engine = tap.engine
         if ctx.generation != engine.generation or torch.is_grad_enabled():
             engine.refuse_backward(tap.name, ctx.generation)
+        if ctx.empty is not None:
+            engine.note_empty()
+            return None, g.new_zeros(ctx.empty), None, None
         device = g.device.type
         if torch.is_autocast_enabled(device):  # backward() called inside the autocast context: no cast is wanted here
             with torch.autocast(device, enabled=False):
@@ -191,6 +195,14 @@ class LayerTap(InstanceMethod):
         """Raises where x has no room for a batch dimension in front."""
         if x.dim() < self.min_dim:
             raise UserError(f"{self.name} was given a tensor of shape {tuple(x.shape)}: {KEEP_BATCH_FIRST}")
+
+    def keep(self, index: int, gradients: Tensor) -> None:
+        """Hands over per-sample gradients (B, ...) of the parameter `names[index]`; the tensor is the engine's then."""
+        slot = self.slots[index]
+        assert slot is not None
+        if not slot.kind:
+            slot.describe("kept", str(tuple(gradients.shape)), "per-sample sums over positions, taken in backward")
+        self.engine.add(slot, Kept(gradients.view(-1, *slot.parameter.shape)))
 
     def forward(self, ctx: Any, x: Tensor) -> Tensor:
         raise NotImplementedError

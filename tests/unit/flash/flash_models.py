@@ -20,7 +20,9 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
         h = self.norm1(x)
-        q, k, v = (f(h).view(batch, length, self.heads, -1).transpose(1, 2) for f in (self.q, self.k, self.v))
+        q, k, v = (
+            f(h).view(batch, length, self.heads, width // self.heads).transpose(1, 2) for f in (self.q, self.k, self.v)
+        )
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))
         return x + self.mlp(self.norm2(x))
@@ -62,3 +64,23 @@ def token_losses(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     logits = model(batch["ids"])
     losses = F.cross_entropy(logits.transpose(1, 2), batch["labels"], ignore_index=-100, reduction="none")
     return losses.sum(1)
+
+
+class EveryFamily(nn.Module):
+    """One layer of each family, a unit without one, and in-place activations between them. ids: (B, 4)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 6)
+        self.linear, self.layer_norm, self.rms_norm = nn.Linear(6, 6), nn.LayerNorm(6), nn.RMSNorm(6)
+        self.conv, self.group_norm = nn.Conv1d(4, 4, 3, padding=1), nn.GroupNorm(2, 4)
+        self.instance_norm, self.act = nn.InstanceNorm1d(4, affine=True), nn.ReLU(inplace=True)
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+        self.slope, self.head = nn.PReLU(), nn.Linear(6, 3, bias=False)
+
+    def forward(self, ids: Tensor, scale: float = 1.0) -> Tensor:
+        x = self.act(self.linear(self.table(ids)))
+        x = self.rms_norm(self.layer_norm(x) + 0.1)
+        x = self.act(self.instance_norm(self.group_norm(self.act(self.conv(x))))) + x
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        return scale * self.head(self.slope(x))

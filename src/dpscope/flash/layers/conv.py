@@ -141,12 +141,8 @@ class ConvTap(LayerTap):
 
     def backward(self, ctx: Any, g: Tensor) -> Tensor | None:
         x, weight = ctx.saved_tensors
-        bias_slot = self.slots[1]
         if ctx.live[1]:
-            assert bias_slot is not None
-            if not bias_slot.kind:
-                bias_slot.describe("kept", f"g {tuple(g.shape)}", "bias: sums over positions, taken in backward")
-            self.engine.add(bias_slot, Kept(g.flatten(2).sum(2, dtype=wide(g.dtype))))
+            self.keep(1, g.flatten(2).sum(2, dtype=wide(g.dtype)))
         if ctx.live[0]:
             self._add_weight(x, g)
         if not ctx.needs_input_grad[1]:
@@ -165,7 +161,7 @@ class ConvTap(LayerTap):
             slot.describe("patches", f"x {tuple(x.shape)}, g {tuple(g.shape)}", "")
         slot.decision = decision = self.decisions[key]
         patches = Patches(x, g, self.geometry, tuple(slot.parameter.shape), decision.path)
-        if decision.path == KEEP and x.shape[0]:
+        if decision.path == KEEP:
             values = patches.materialise()
             self.engine.add(slot, Kept(values.to(slot.parameter.dtype) if x.shape[0] == 1 else values))
         else:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpscope.flash.contributions import Kept, Outer
+from dpscope.flash.contributions import WIDE_OUTPUT, Kept, Outer
 from dpscope.flash.kernels.sample_sums import bias_sums
 from dpscope.flash.paths import KEEP
 from dpscope.flash.taps import LayerTap, Slot, autocast_dtype
@@ -35,7 +35,7 @@ def keep_or_defer(tap: LayerTap, slot: Slot, x: Tensor, g: Tensor) -> None:
         decision = tap.decisions[shape] = tap.engine.decide(*shape, itemsize=g.element_size())
         slot.describe("outer", f"x {tuple(x.shape)}, g {tuple(g.shape)}", decision.reason)
     slot.decision = decision
-    if decision.path == KEEP and batch:
+    if decision.path == KEEP:
         tap.engine.add(slot, Kept(per_sample_gradients(x, g, slot.parameter.dtype)))
     else:
         tap.engine.add(slot, Outer(x, g))
@@ -46,13 +46,9 @@ def per_sample_gradients(x: Tensor, g: Tensor, dtype: torch.dtype) -> Tensor:
     if x.shape[0] > 1:
         return torch.bmm(g.transpose(1, 2), x)
     left, right = g[0].t(), x[0]
-    if dtype == torch.float32 and left.is_cuda and left.dtype in (torch.bfloat16, torch.float16) and _MM_OUT_DTYPE:
-        return torch.mm(left, right, out_dtype=torch.float32).unsqueeze(0)
+    if WIDE_OUTPUT and left.is_cuda and dtype == torch.float32 and left.dtype.itemsize == 2:
+        return torch.mm(left, right, out_dtype=dtype).unsqueeze(0)
     return torch.mm(left, right).to(dtype).unsqueeze(0)
-
-
-# torch 2.8 and later write the float32 product of half-precision matrices themselves.
-_MM_OUT_DTYPE: bool = "dtype" in torch.ops.aten.mm.overloads()  # type: ignore[no-untyped-call]
 
 
 class LinearTap(LayerTap):
@@ -72,19 +68,16 @@ class LinearTap(LayerTap):
 
     def backward(self, ctx: Any, g: Tensor) -> Tensor | None:
         x, weight = ctx.saved_tensors
-        weight_slot, bias_slot = self.slots
         sequences = as_sequences(g)
         if ctx.live[1]:
-            assert bias_slot is not None
-            if not bias_slot.kind:
-                bias_slot.describe("kept", f"g {tuple(g.shape)}", "bias: sums over positions, taken in backward")
-            self.engine.add(bias_slot, Kept(bias_sums(sequences)))
+            self.keep(1, bias_sums(sequences))
         if ctx.live[0]:
-            assert weight_slot is not None
+            slot = self.slots[0]
+            assert slot is not None
             left, right = as_sequences(x), sequences
             if self.transposed:
                 left, right = right, left
-            keep_or_defer(self, weight_slot, left, right)
+            keep_or_defer(self, slot, left, right)
         if not ctx.needs_input_grad[1]:
             return None
         return g @ (weight.t() if self.transposed else weight)  # type: ignore[no-any-return]

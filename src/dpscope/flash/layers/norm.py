@@ -12,19 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpscope.flash.contributions import Kept, wide
+from dpscope.flash.contributions import wide
 from dpscope.flash.kernels.sample_sums import layer_norm_sums, rms_norm_sums
 from dpscope.flash.taps import LayerTap, autocast_dtype, autocast_output_dtype
-
-
-class _NormTap(LayerTap):
-    def keep(self, index: int, sums: Tensor) -> None:
-        """`sums`: (B, ...) per-sample gradients of the parameter `names[index]`."""
-        slot = self.slots[index]
-        assert slot is not None
-        if not slot.kind:
-            slot.describe("kept", str(tuple(sums.shape)), "per-sample sums over positions, taken in backward")
-        self.engine.add(slot, Kept(sums.view(-1, *slot.parameter.shape)))
 
 
 def _probe_layer_norm(x: Tensor) -> Tensor:
@@ -43,7 +33,7 @@ def _probe_instance_norm(x: Tensor) -> Tensor:
 _INSTANCE_NORM_DIMS = {nn.InstanceNorm1d: 3, nn.InstanceNorm2d: 4, nn.InstanceNorm3d: 5}
 
 
-class LayerNormTap(_NormTap):
+class LayerNormTap(LayerTap):
     def __init__(self, engine: Any, name: str, module: nn.Module) -> None:
         assert isinstance(module, nn.LayerNorm)
         super().__init__(engine, name, module)
@@ -87,7 +77,7 @@ class LayerNormTap(_NormTap):
         return backward(g, x, self.shape, mean, rstd, weight, bias, mask)[0]  # type: ignore[no-any-return]
 
 
-class RMSNormTap(_NormTap):
+class RMSNormTap(LayerTap):
     """x̂ = x / sqrt(mean(x²) + eps), over the weight's dimensions. Also for Hugging Face's classes of that kind."""
 
     names = ("weight",)
@@ -121,7 +111,7 @@ class RMSNormTap(_NormTap):
         return dx.to(x.dtype).view(x.shape)
 
 
-class GroupNormTap(_NormTap):
+class GroupNormTap(LayerTap):
     """Folding the batch into the channels makes torch's own kernel give per-sample sums for w and b.
 
     x: (B, C, *) seen as (1, B·C, *) with B·G groups is the same normalisation, and its weight gradient, one number a
@@ -148,7 +138,7 @@ class GroupNormTap(_NormTap):
                 bias = None if bias is None else bias.float()
         x = x.contiguous()
         batch, channels = x.shape[:2]
-        positions = x[0, 0].numel() if batch else 1
+        positions = x[0, 0].numel()
         output, mean, rstd = torch.native_group_norm(x, weight, bias, batch, channels, positions, self.groups, self.eps)
         ctx.save_for_backward(x, weight, mean, rstd)
         return output
@@ -157,8 +147,6 @@ class GroupNormTap(_NormTap):
         x, weight, mean, rstd = ctx.saved_tensors
         needs_x, (needs_weight, needs_bias) = ctx.needs_input_grad[1], ctx.live
         batch, channels = x.shape[:2]
-        if batch == 0:
-            return torch.zeros_like(x) if needs_x else None
         dx, weight_sums, bias_sums = torch.ops.aten.native_group_norm_backward(
             g.to(x.dtype).reshape(1, batch * channels, -1),
             x.view(1, batch * channels, -1),

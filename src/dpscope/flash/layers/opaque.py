@@ -46,7 +46,10 @@ class Expand(torch.autograd.Function):
         engine = ctx.tap.engine
         if ctx.generation != engine.generation or torch.is_grad_enabled():
             engine.refuse_backward(ctx.tap.name, ctx.generation)
-        engine.add(ctx.slot, Kept(g, owned=False))
+        if len(g):
+            engine.add(ctx.slot, Kept(g, owned=False))
+        else:
+            engine.note_empty()
         return (None,) * 5
 
 
@@ -73,7 +76,7 @@ class OpaqueTap(InstanceMethod):
             (dims for cls, dims in _DIMENSIONS.items() if isinstance(module, cls)), ({}, ())
         )
         self.by_loop = False
-        self.checked = False
+        self.checked: dict[Any, list[torch.dtype]] = {}  # precision -> dtypes of the module's own outputs
         for slot in self.slots.values():
             self._describe(slot, "torch.func.vmap over samples")
 
@@ -96,9 +99,14 @@ class OpaqueTap(InstanceMethod):
             for key, slot in live.items()
         }
         output = self._run(sample_call, expanded)
-        if not self.checked and sample_call.batch:
-            self._check(output, sample_call, args, kwargs)
-        return output
+        if sample_call.batch == 0:
+            return output
+        precision = sample_call.precision()
+        if precision not in self.checked:
+            self.checked[precision] = self._check(output, sample_call, args, kwargs)
+        # A batched bias is added outside of autocast's sight: the module's own dtype is restored.
+        dtypes = iter(self.checked[precision])
+        return pytree.tree_map(lambda leaf: leaf.to(next(dtypes)) if isinstance(leaf, Tensor) else leaf, output)
 
     def _run(self, sample_call: _SampleCall, expanded: dict[str, Tensor]) -> Any:
         if sample_call.batch == 0:
@@ -115,8 +123,8 @@ class OpaqueTap(InstanceMethod):
                     self._describe(slot, f"a loop over samples, for vmap failed: {reason}")
         return sample_call.by_loop(expanded)
 
-    def _check(self, output: Any, sample_call: _SampleCall, args: Any, kwargs: Any) -> None:
-        """The first answer against that of the module itself on the whole batch."""
+    def _check(self, output: Any, sample_call: _SampleCall, args: Any, kwargs: Any) -> list[torch.dtype]:
+        """The first answer against that of the module itself on the whole batch, whose dtypes are given back."""
         found = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
         devices = {leaf.device for leaf in found if leaf.is_cuda}
         with torch.no_grad(), torch.random.fork_rng(devices):
@@ -133,13 +141,14 @@ class OpaqueTap(InstanceMethod):
                     f"{self.name} ({type(self.module).__name__}) gave {tuple(once.shape)} for a batch but "
                     f"{tuple(mine.shape)} from its samples one by one: {KEEP_BATCH_FIRST}"
                 )
-            if torch.equal(once, twice) and not torch.allclose(mine, once, rtol=0.05, atol=0.05, equal_nan=True):
+            close = torch.allclose(mine.double(), once.double(), rtol=0.05, atol=0.05, equal_nan=True)
+            if torch.equal(once, twice) and not close:
                 raise UserError(
                     f"{self.name} ({type(self.module).__name__}) answers differently for a batch than for its samples "
                     "one by one: it mixes samples, so no sample has a gradient of its own; replace it by a module "
                     "that treats samples apart"
                 )
-        self.checked = True
+        return [leaf.dtype for leaf in expected]
 
 
 class _SampleCall:
@@ -165,6 +174,16 @@ class _SampleCall:
             if isinstance(leaf, Tensor):
                 self._place(index, leaf, leaf_names[index], main)
                 main = False
+
+    def precision(self) -> Any:
+        """What the dtypes of the outputs depend on; one sample alone shows nothing of how a module treats several."""
+        dtypes = tuple(leaf.dtype for leaf in self.leaves if isinstance(leaf, Tensor))
+        devices = {leaf.device.type for leaf in self.leaves if isinstance(leaf, Tensor)} or {"cpu"}
+        return (
+            self.batch > 1,
+            dtypes,
+            *(torch.get_autocast_dtype(device) for device in devices if torch.is_autocast_enabled(device)),
+        )
 
     def _dim(self, name: str) -> int | None:
         return self.tap.input_dims.get(name, 0)

@@ -1,0 +1,215 @@
+"""Modules without a family: one unit each, per-sample gradients through torch.func."""
+
+import pytest
+import torch
+from agreement import CLIPPING, REDUCTIONS, assert_exact, private_step
+from torch import nn
+
+from dpscope.errors import UserError
+from dpscope.flash import FlashEngine
+
+pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")
+
+
+def sine_losses(model, batch):
+    return model(batch["x"]).sin().flatten(1).sum(1)
+
+
+class ScaledBlock(nn.Module):
+    """A bare parameter beside child layers: the block is the unit, its Linears belong to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.inner, self.outer = nn.Parameter(torch.randn(6)), nn.Linear(6, 4), nn.Linear(4, 6)
+
+    def forward(self, x):
+        return x + self.scale * self.outer(self.inner(x).tanh())
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+
+    def forward(self, x):
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        padding = torch.zeros(x.shape[:2], dtype=torch.bool)
+        padding[:, -1] = True
+        mixed, weights = self.attention(x, x, x, attn_mask=mask, key_padding_mask=padding)
+        return mixed + weights.sum(-1, keepdim=True)
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.cell = kind(6, 6, num_layers=2, batch_first=True)
+
+    def forward(self, x):
+        output, state = self.cell(x, None)
+        hidden = state[0] if isinstance(state, tuple) else state
+        return output + hidden[-1].unsqueeze(1)
+
+
+class ClassToken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(1, 2, 6))
+
+    def forward(self, x):
+        return torch.cat([self.token.expand(x.shape[0], -1, -1), x], 1)
+
+
+class OwnToken(nn.Module):
+    """A parameter in a module of its own that is called without any tensor."""
+
+    class Token(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.value = nn.Parameter(torch.randn(1, 1, 6))
+
+        def forward(self):
+            return self.value * 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = self.Token()
+
+    def forward(self, x):
+        return x * self.token()
+
+
+class DataDependent(nn.Module):
+    """vmap cannot follow it; a loop can. Both branches compute the same, so samples stay apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6))
+
+    def forward(self, x):
+        return x * self.weight if x.sum().item() > 0 else self.weight * x
+
+
+UNITS = {
+    "bare parameter beside Linears": ScaledBlock,
+    "multi-head attention": Attention,
+    "LSTM": lambda: Recurrent(nn.LSTM),
+    "GRU": lambda: Recurrent(nn.GRU),
+    "class token": ClassToken,
+    "parameter in a module of its own": OwnToken,
+    "data-dependent": DataDependent,
+    "PReLU": nn.PReLU,
+    "weight norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(6, 6)),
+    "two inputs": lambda: nn.Bilinear(6, 6, 6),
+    "transposed convolution": lambda: nn.ConvTranspose1d(3, 3, 1),
+}
+
+
+class Between(nn.Module):
+    def __init__(self, unit: nn.Module) -> None:
+        super().__init__()
+        self.before, self.unit, self.after = nn.Linear(6, 6), unit, nn.Linear(6, 2)
+
+    def forward(self, x):
+        h = self.before(x)
+        return self.after(self.unit(h, h.tanh()) if isinstance(self.unit, nn.Bilinear) else self.unit(h))
+
+
+@pytest.mark.parametrize("name", UNITS)
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_units_get_the_oracles_clipped_sums(name, batch, dtype):
+    model = Between(UNITS[name]()).to(dtype)
+    batch = {"x": torch.randn(batch, 3, 6, dtype=dtype)}
+    for clipping, reduction in zip(CLIPPING, (*REDUCTIONS, "mean"), strict=True):
+        engine = assert_exact(model, batch, sine_losses, clipping=clipping, loss_reduction=reduction)
+    assert "opaque" in {row.kind for row in engine.explain()}
+
+
+def test_the_root_itself_may_be_a_unit():
+    assert_exact(ScaledBlock(), {"x": torch.randn(3, 6)}, sine_losses)
+
+
+def test_a_unit_used_twice_counts_its_cross_terms():
+    block = ScaledBlock()
+    assert_exact(nn.Sequential(block, nn.Tanh(), block), {"x": torch.randn(3, 6)}, sine_losses)
+
+
+def test_a_parameter_shared_between_a_unit_and_a_layer():
+    model = nn.Sequential(ScaledBlock(), nn.Linear(6, 4))
+    model[1].weight = model[0].inner.weight
+    assert_exact(model, {"x": torch.randn(3, 6)}, sine_losses)
+
+
+def test_explain_says_which_way_a_unit_runs_and_why():
+    why = {row.parameter: row.why for row in assert_exact(*loop_case()).explain()}
+    assert "DataDependent unit has no layer family" in why["unit.weight"]
+    assert "a loop over samples, for vmap failed" in why["unit.weight"]
+
+
+def loop_case():
+    return Between(DataDependent()), {"x": torch.randn(3, 6)}, sine_losses
+
+
+def test_frozen_units_run_as_they_are():
+    model = Between(ScaledBlock())
+    model.unit.requires_grad_(False)
+    assert_exact(model, {"x": torch.randn(3, 6)}, sine_losses)
+
+
+def test_dropout_inside_a_unit_draws_for_each_sample():
+    class Dropped(ScaledBlock):
+        def forward(self, x):
+            return nn.functional.dropout(super().forward(x), 0.5)
+
+    model = Between(Dropped())
+    with FlashEngine(model, max_grad_norm=1e6) as engine:
+        private_step(engine, {"x": torch.ones(64, 6)}, sine_losses)
+    assert len(engine.norms.unique()) > 32
+
+
+def test_an_empty_batch_passes_through_a_unit():
+    model = Between(ScaledBlock())
+    with FlashEngine(model, max_grad_norm=1.0, loss_reduction="sum") as engine:
+        private_step(engine, {"x": torch.zeros(0, 6)}, sine_losses)
+    assert all(parameter.grad.count_nonzero() == 0 for parameter in model.parameters())
+
+
+class BatchMean(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6))
+
+    def forward(self, x):
+        return (x - x.mean(0, keepdim=True)) * self.weight
+
+
+class BatchSecond(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6))
+
+    def forward(self, x):
+        return (x * self.weight).unsqueeze(0)
+
+
+@pytest.mark.parametrize(("unit", "sentence"), [(BatchMean, "mixes samples"), (BatchSecond, "batch as the first")])
+def test_units_that_do_not_treat_samples_apart_are_refused_at_the_first_batch(unit, sentence):
+    model = nn.Sequential(nn.Linear(6, 6), unit())
+    with FlashEngine(model, max_grad_norm=1.0):
+        for _ in range(2):  # and again at the next
+            with pytest.raises(UserError, match=f"1 .*{sentence}"):
+                model(torch.randn(3, 6))
+
+
+def test_a_flattened_batch_is_refused():
+    class Flat(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.unit = ScaledBlock()
+
+        def forward(self, x):
+            return self.unit(x.flatten(0, 1))
+
+    model = Flat()
+    with FlashEngine(model, max_grad_norm=1.0), pytest.raises(UserError, match=r"unit .*\(12, 6\) .*3 samples"):
+        model(torch.randn(3, 4, 6))

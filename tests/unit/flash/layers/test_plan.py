@@ -1,0 +1,74 @@
+"""Which modules are tapped and which are refused, by name and with what to use instead."""
+
+import pytest
+import torch
+from agreement import assert_exact
+from torch import Tensor, nn
+
+from dpscope.errors import UserError
+from dpscope.flash import FlashEngine, LayerTap, register_layer
+from dpscope.flash import layers as families
+
+REFUSED = [
+    (nn.BatchNorm1d(4), "GroupNorm"),
+    (nn.BatchNorm2d(4), "GroupNorm"),
+    (nn.BatchNorm3d(4, affine=False), "GroupNorm"),
+    (nn.SyncBatchNorm(4), "GroupNorm"),
+    (nn.InstanceNorm2d(4, affine=True, track_running_stats=True), "track_running_stats=False"),
+    (nn.EmbeddingBag(4, 4), "nn.Embedding"),
+    (nn.LSTM(4, 4), "batch_first=True"),
+    (nn.GRU(4, 4), "batch_first=True"),
+    (nn.MultiheadAttention(4, 2), "batch_first=True"),
+    (nn.LazyLinear(4), "run one batch"),
+]
+
+
+@pytest.mark.parametrize(("module", "instead"), REFUSED, ids=lambda value: type(value).__name__)
+def test_what_has_no_per_sample_gradient_is_refused_before_anything_is_attached(module, instead):
+    model = nn.Sequential(nn.Linear(4, 4), nn.ModuleDict({"bad": module}))
+    with pytest.raises(UserError, match=rf"1\.bad \({type(module).__name__}\).*{instead}"):
+        FlashEngine(model, max_grad_norm=1.0)
+    assert all("forward" not in vars(child) for child in model.modules())
+
+
+def test_a_subclass_with_a_forward_of_its_own_is_not_taken_for_its_family():
+    class Doubled(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    model = nn.Sequential(Doubled(3, 3), nn.Linear(3, 2))
+    engine = assert_exact(model, {"x": torch.randn(4, 3)}, lambda m, batch: m(batch["x"]).sin().sum(1))
+    assert {row.module: row.kind for row in engine.explain()} == {"0": "opaque", "1": "outer"} | {"1": "kept"}
+
+
+def test_a_subclass_that_keeps_the_forward_belongs_to_the_family():
+    class Named(nn.Linear):
+        pass
+
+    assert families.family_of(Named(2, 2)) is families.family_of(nn.Linear(2, 2))
+
+
+def test_a_registered_layer_is_run_by_its_handler(monkeypatch):
+    class Shift(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias = nn.Parameter(torch.zeros(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.bias
+
+    class ShiftTap(LayerTap):
+        names = ("bias",)
+
+        def forward(self, ctx, x):
+            return self.original(x)
+
+        def backward(self, ctx, g):
+            self.keep(0, g.flatten(1, -2).sum(1) if g.dim() > 2 else g.clone())
+            return g
+
+    monkeypatch.setattr(families, "_FAMILIES", dict(families._FAMILIES))
+    register_layer(Shift, ShiftTap)
+    model = nn.Sequential(nn.Linear(3, 3), Shift(), nn.Tanh())
+    engine = assert_exact(model, {"x": torch.randn(4, 5, 3)}, lambda m, batch: m(batch["x"]).sum((1, 2)))
+    assert "opaque" not in {row.kind for row in engine.explain()}
