@@ -9,7 +9,7 @@ from pathlib import Path
 from dpscope.reports.tables import Row, compare_results
 from dpscope.reports.text import render_plain, summary
 from dpscope.results.schema import Result
-from dpscope.results.store import ResultStore, write_atomically
+from dpscope.results.store import ResultStore, Skipped, write_atomically
 from dpscope.runner.launcher import Limits
 from dpscope.runner.preflight import require_measurable
 from dpscope.runner.spec import RunSpec
@@ -23,6 +23,7 @@ class Comparison:
     results: list[Result]
     folder: Path
     files: list[Path]
+    skipped: list[Skipped]  # files among the results that are none
 
     @property
     def rows(self) -> list[Row]:
@@ -33,7 +34,7 @@ class Comparison:
         return all(result.ok for result in self.results)
 
     def __str__(self) -> str:
-        return render_plain(summary(self.results))
+        return render_plain(summary(self.results, self.skipped))
 
 
 def compare(
@@ -54,7 +55,8 @@ def compare(
     require_measurable(specs)
     store = ResultStore(Path(out))
     open_store(store, resume=resume, overwrite=overwrite)
+    _, skipped = store.read_all()
     results = run_sweep(specs, store, resume=resume, limits=limits or Limits(), observer=observer or SilentObserver())
-    write_atomically(store.summary, render_plain(summary(results)))
+    write_atomically(store.summary, render_plain(summary(results, skipped)))
     files = [store.summary, *(store.path_of(spec.file_name) for spec in specs)]
-    return Comparison(results, store.folder, files)
+    return Comparison(results, store.folder, files, skipped)

@@ -14,7 +14,7 @@ def mib(count: float) -> float:
 def format_bytes(count: float | None) -> str:
     if count is None:
         return MISSING
-    return f"{count / GIB:.2f} GiB" if abs(count) >= GIB else f"{count / MIB:.1f} MiB"
+    return f"{count / GIB:.2f} GiB" if abs(count) >= GIB - MIB / 20 else f"{count / MIB:.1f} MiB"
 
 
 def format_ms(milliseconds: float | None) -> str:

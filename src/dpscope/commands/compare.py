@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,21 +71,22 @@ def command(
         **options,
     )
     folder = output_folder(out, resume=resume, command="compare")
-    limits = Limits(timeout=timeout, memory=None if memory_limit is None else int(memory_limit * GIB))
+    limits = Limits(timeout=timeout, memory=None if memory_limit is None else memory_limit * GIB)
 
     console = make_console()
+    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
     try:
         with SweepProgress(console, len(specs)) as progress:
             comparison = compare(
                 specs, out=folder, resume=resume, overwrite=overwrite, limits=limits, observer=progress
             )
     except KeyboardInterrupt:
-        console.print(f"Interrupted. Finished rows are in {folder}: go on with the same command and --resume.")
+        say(f"Interrupted. Finished rows are in {folder}: go on with the same command and --resume.")
         sys.exit(130)
 
     console.print()
-    console.print(summary(comparison.results))
-    console.print(f"\n{files_written(comparison.files)}", highlight=False, soft_wrap=True)
-    console.print(f"\nShow this again: dpscope report {folder}", highlight=False, soft_wrap=True)
-    console.print("Next: sweep sizes with --batch-size 8,16 --seq-len 256,512; on a GPU try --model 1b --dtype bf16.")
+    console.print(summary(comparison.results, comparison.skipped))
+    say(f"\n{files_written(comparison.files)}")
+    say(f"\nShow this again: dpscope report {folder}")
+    say("Next: sweep sizes with --batch-size 8,16 --seq-len 256,512; on a GPU try --model 1b --dtype bf16.")
     sys.exit(0 if comparison.ok else 1)

@@ -2,7 +2,8 @@
 
 On CUDA the caching allocator keeps the figures itself. torch's CPU allocator keeps none, so one more step is run
 under the profiler after everything else was measured, its allocations and frees are added up, and the tensors that
-were live before it (parameters, optimizer state, the batch) are counted in.
+were live before it (parameters, optimizer state, the batch) are counted in. The profiler does not see that memory
+from before the step is freed within it, so a step that does so gives an upper bound.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class ResultStore:
     def remove_results(self) -> None:
         """Remove what dpscope wrote here, and nothing else."""
         ours, _ = self.read_all()
-        for path in [*ours, *self.logs.glob("*.log"), self.summary]:
+        for path in [*ours, *(self.log_of(path.name) for path in ours), self.summary]:
             path.unlink(missing_ok=True)
 
     def path_of(self, file_name: str) -> Path:

@@ -17,7 +17,7 @@ from typing import Any
 import dpscope
 
 # A finished row is kept by --resume only if these are the same: they change what a measurement gives.
-IDENTITY = ("dpscope", "torch", "opacus", "cuda", "driver", "gpu", "cpu", "threads")
+IDENTITY = ("dpscope", "torch", "opacus", "triton", "cuda", "driver", "gpu", "cpu", "threads")
 
 
 def collect(device: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -31,13 +32,13 @@ class Limits:
     """What a child may use before it is ended."""
 
     timeout: float | None = None  # seconds
-    memory: int | None = None  # bytes of data (CPU)
+    memory: float | None = None  # bytes of data (CPU)
 
     def __post_init__(self) -> None:
         if self.timeout is not None and not self.timeout > 0:
             raise UserError(f"--timeout must be a number of seconds above 0, not {self.timeout}")
-        if self.memory is not None and self.memory <= 0:
-            raise UserError(f"--memory-limit must be above 0, not {self.memory} bytes")
+        if self.memory is not None and not (math.isfinite(self.memory) and self.memory >= 1):
+            raise UserError(f"--memory-limit must be a number above 0, not {self.memory} bytes")
 
 
 def launch(
@@ -90,7 +91,11 @@ def _follow(
     child: subprocess.Popen[str], spec: RunSpec, output: Path, limits: Limits, on_progress: ProgressListener
 ) -> bool:
     """Hand the child its request and wait for its end; True if it took too long."""
-    request = {"spec": spec.to_dict(), "output": str(output.resolve()), "memory_limit": limits.memory}
+    request = {
+        "spec": spec.to_dict(),
+        "output": str(output.resolve()),
+        "memory_limit": None if limits.memory is None else int(limits.memory),
+    }
     assert child.stdin is not None
     assert child.stdout is not None
     try:

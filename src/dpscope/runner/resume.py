@@ -11,14 +11,14 @@ from dpscope.runner.environment import collect_in_child, same_environment
 from dpscope.runner.spec import RunSpec
 
 # These would come out the same again. A failure or a time-out may have been mended since: it is measured again.
-LASTING = (OK, OOM, SKIPPED)
+LASTING = (OK, SKIPPED)
 
 
 def still_valid(result: Result, spec: RunSpec, environment: dict[str, Any]) -> bool:
     """The same spec, measured by this version in this environment (the schema was checked on reading)."""
-    return (
-        result.status in LASTING and result.spec == spec.to_dict() and same_environment(result.environment, environment)
-    )
+    # A GPU's memory does not change; the host's limit, and what else runs there, do.
+    lasting = result.status in LASTING or (result.status == OOM and spec.device == "cuda")
+    return lasting and result.spec == spec.to_dict() and same_environment(result.environment, environment)
 
 
 def finished_rows(store: ResultStore, specs: Iterable[RunSpec]) -> dict[RunSpec, Result]:

@@ -47,6 +47,8 @@ class RunSpec:
         _at_least("warm-up steps", self.warmup, 0)
         _at_least("steps", self.steps, 1)
         _at_least("seed", self.seed, 0)
+        if self.seed >= 2**63:
+            raise UserError(f"seed must be below 2^63, not {self.seed}")
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("optimizer", self.optimizer, OPTIMIZER_NAMES)
         _one_of("device", self.device, ("cpu", "cuda"))

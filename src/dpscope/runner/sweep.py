@@ -33,6 +33,8 @@ class SilentObserver:
 
 def open_store(store: ResultStore, *, resume: bool, overwrite: bool) -> None:
     """Make the output folder ready, refusing to mix two sweeps by accident."""
+    if resume and overwrite:
+        raise UserError("--resume keeps finished rows and --overwrite removes them: give one of the two")
     if store.folder.exists() and not store.folder.is_dir():
         raise UserError(f"{store.folder} is a file, not a folder: choose another --out")
     if store.holds_results() and not (resume or overwrite):
@@ -40,8 +42,10 @@ def open_store(store: ResultStore, *, resume: bool, overwrite: bool) -> None:
             f"{store.folder} already holds results: add --resume to finish that sweep, --overwrite to replace "
             "it, or choose another --out"
         )
+    if store.summary.exists() and not store.results.is_dir():
+        raise UserError(f"{store.summary} is there already and is not dpscope's: choose another --out")
     store.create()
-    if overwrite and not resume:
+    if overwrite:
         with store.locked():  # a sweep that is still running keeps what it has finished
             store.remove_results()
 

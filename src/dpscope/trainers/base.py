@@ -42,7 +42,7 @@ class TrainerBase(ABC):
     """Owns a model and a method, and does `train_step(batch)`.
 
     A subclass says how the model and the optimizer are prepared, what a backward pass is, and what an update is.
-    After a step `model.parameters()` carry in `.grad` what the optimizer applied.
+    After a step `.grad` holds what the optimizer applied, unless the update consumes it piece by piece (flash).
     """
 
     def __init__(self, model: nn.Module, loss: LossFunction, settings: TrainerSettings) -> None:

@@ -7,7 +7,7 @@ from torch.optim import Optimizer
 
 from dpscope.flash.engine import FlashEngine
 from dpscope.flash.opacus import DPFlashOptimizer
-from dpscope.instruments.phases import BACKWARD, NOISE, OPTIMIZER, in_phase, phase
+from dpscope.instruments.phases import BACKWARD, CLIP, NOISE, OPTIMIZER, in_phase, phase
 from dpscope.trainers.base import TrainerBase
 from dpscope.trainers.privacy_rules import require_private_trainable
 
@@ -18,6 +18,8 @@ class DPFlashClippingTrainer(TrainerBase):
     def prepare_model(self, model: nn.Module) -> nn.Module:
         require_private_trainable(model)
         self.engine = FlashEngine(model, max_grad_norm=self.settings.max_grad_norm, loss_reduction="mean")
+        # Norms and factors are ready when this returns; sums, noise and update then go layer by layer, as one phase.
+        self.engine.clipped_sums = in_phase(CLIP, self.engine.clipped_sums)  # type: ignore[method-assign]
         return model
 
     def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:

@@ -60,7 +60,11 @@ BAD_OPTIONS = [
     ("--timeout nan", "--timeout must be a number of seconds above 0"),
     ("--memory-limit 0", "'--memory-limit': 0.0 is not in the range x>0"),
     ("--memory-limit -2", "'--memory-limit': -2.0 is not in the range x>0"),
+    ("--memory-limit nan", "--memory-limit must be a number above 0"),
+    ("--memory-limit inf", "--memory-limit must be a number above 0"),
+    ("--seed 99999999999999999999", "seed must be below 2^63"),
     ("--resume", "--resume needs --out DIR"),
+    ("--resume --overwrite --out somewhere", "give one of the two"),
     ("--no-such-option", "No such option"),
 ]
 
