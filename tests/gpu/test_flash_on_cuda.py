@@ -1,0 +1,148 @@
+"""Flash clipping on a GPU, where its Triton kernels run: held against micro-batches of one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dpscope.flash import FlashEngine, run_oracle
+from dpscope.runner.measure import make_trainer
+from dpscope.runner.spec import RunSpec
+from dpscope.workloads.configs import make_config
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+SIZES = {"vocab_size": 512, "hidden_dim": 256, "num_layers": 2, "num_heads": 4, "max_seq_len": 512}
+
+
+class Decoder(nn.Module):
+    """Embedding, a gated block, a head that may share the embedding's weight."""
+
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(512, 256)
+        self.norm = nn.LayerNorm(256)
+        self.up, self.down = nn.Linear(256, 1024), nn.Linear(1024, 256)
+        self.head = nn.Linear(256, 512, bias=False)
+        if tied:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(ids)
+        x = x + self.down(F.gelu(self.up(self.norm(x))))
+        return self.head(x)
+
+
+def token_losses(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    logits = model(batch[0])
+    return F.cross_entropy(logits.flatten(0, 1).float(), batch[1].flatten(), reduction="none").view_as(batch[1]).mean(1)
+
+
+def batch_of(size: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(1)
+    ids = torch.randint(0, 512, (size, length + 1), device="cuda")
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+
+def relative(got: torch.Tensor, want: torch.Tensor) -> float:
+    return ((got.double() - want.double()).norm() / want.double().norm()).item()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("size", "length"), [(1, 300), (4, 128), (6, 77)])
+@pytest.mark.parametrize("path", [None, "gram", "direct", "keep"])
+def test_float32_agrees_with_micro_batches_of_one(tied: bool, size: int, length: int, path: str | None) -> None:
+    torch.manual_seed(0)
+    torch.set_float32_matmul_precision("highest")
+    model, batch = Decoder(tied=tied).cuda(), batch_of(size, length)
+    oracle = run_oracle(model, batch, lambda m, b: token_losses(m, b).mean(), max_grad_norm=0.5)
+    with FlashEngine(model, max_grad_norm=0.5, path=path) as engine:
+        token_losses(model, batch).mean().backward()
+        engine.finish()
+    assert relative(engine.norms, oracle.norms) < 1e-5
+    for name, parameter in model.named_parameters():
+        # float32 products in another order: 1e-5 of the parameter's gradient
+        assert relative(parameter.grad, oracle.clipped_sums[name]) < 1e-5, name
+
+
+@pytest.mark.parametrize(("size", "length"), [(1, 300), (8, 256), (5, 100), (70, 32)])
+def test_bfloat16_agrees_to_the_rounding_of_bfloat16(size: int, length: int) -> None:
+    torch.manual_seed(0)
+    model, batch = Decoder(tied=False).cuda(), batch_of(size, length)
+
+    def loss(m: nn.Module, b: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            return token_losses(m, b).mean()
+
+    oracle = run_oracle(model, batch, loss, max_grad_norm=0.5)
+    with FlashEngine(model, max_grad_norm=0.5) as engine:
+        loss(model, batch).backward()
+        engine.finish()
+    assert relative(engine.norms, oracle.norms) < 5e-3
+    for name, parameter in model.named_parameters():
+        assert relative(parameter.grad, oracle.clipped_sums[name]) < 2e-2, name  # a few roundings of 2^-9
+
+
+def test_a_sample_that_is_not_finite_contributes_nothing() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 8)).cuda()
+    x = torch.randn(6, 32, 64, device="cuda")
+
+    def clipped(x: torch.Tensor) -> list[torch.Tensor]:
+        model.zero_grad()
+        with FlashEngine(model, max_grad_norm=0.1, loss_reduction="sum") as engine:
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = model(x).float().square().mean((1, 2)).sum()
+            loss.backward()
+            engine.finish()
+            assert engine.nonfinite_samples is not None
+            return [*(p.grad.clone() for p in model.parameters()), engine.nonfinite_samples]
+
+    whole = x.clone()
+    whole[2] = float("nan")
+    *with_nan, dropped = clipped(whole)
+    *without, _ = clipped(torch.cat([x[:2], x[3:]]))
+    assert dropped.item() == 1
+    for a, b in zip(with_nan, without, strict=True):
+        assert relative(a, b) < 1e-3
+
+
+def test_nothing_waits_for_the_device_in_a_step() -> None:
+    spec = RunSpec(
+        workload=make_config("tiny", **SIZES), method="flash", batch_size=4, seq_len=256, dtype="bf16", device="cuda"
+    )
+    trainer, batch = make_trainer(spec)
+    for _ in range(2):
+        trainer.train_step(batch)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        trainer.train_step(batch)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_without_noise_or_clipping_flash_steps_where_standard_steps(dtype: str) -> None:
+    """With a clip norm nobody reaches, the private step is the ordinary one, fused update included."""
+    ends = {}
+    for method in ("standard", "flash"):
+        spec = RunSpec(
+            workload=make_config("tiny", **SIZES),
+            method=method,
+            batch_size=4,
+            seq_len=256,
+            dtype=dtype,
+            device="cuda",
+            noise_multiplier=0.0,
+            max_grad_norm=1e6,
+            learning_rate=1e-3,
+            optimizer="sgd",
+        )
+        trainer, batch = make_trainer(spec)
+        start = [p.detach().clone() for p in trainer.model.parameters()]
+        trainer.train_step(batch)
+        ends[method] = torch.cat([(p - s).flatten() for p, s in zip(trainer.model.parameters(), start, strict=True)])
+    assert relative(ends["flash"], ends["standard"]) < (1e-3 if dtype == "fp32" else 2e-2)
