@@ -15,7 +15,7 @@ from dpscope.flash.kernels.fused_update import fused_adam_, fused_sgd_
 from dpscope.flash.kernels.gram_norms import GramTiles, GramUnit, gram_norms_squared
 from dpscope.flash.kernels.philox_noise import add_noise_, philox_normal
 from dpscope.flash.kernels.sample_sums import bias_sums, layer_norm_sums, rms_norm_sums
-from dpscope.flash.kernels.scaled_sum import SumTiles, scaled_sum
+from dpscope.flash.kernels.scaled_sum import SumTiles, scaled_sum, scaled_sums
 from dpscope.flash.kernels.tensor_lists import noise_starts
 
 pytestmark = [
@@ -141,11 +141,12 @@ def assert_sum(got: Tensor, g: Tensor, x: Tensor, scale: Tensor) -> None:
 @pytest.mark.parametrize(
     "tiles",
     [
-        SumTiles(128, 256, 64, 8, 3),
-        SumTiles(128, 256, 64, 8, 4, flat=False),
-        SumTiles(256, 128, 64, 8, 4),
-        SumTiles(128, 128, 64, 8, 3),
         SumTiles(128, 128, 64, 4, 3),
+        SumTiles(128, 128, 64, 4, 3, loop="nested"),
+        SumTiles(128, 128, 64, 4, 3, programs_per_sm=2),
+        SumTiles(128, 128, 64, 8, 3, totals=True),
+        SumTiles(128, 128, 64, 8, 3, loop="nested", totals=True),
+        SumTiles(128, 256, 64, 8, 3, programs_per_sm=1),
     ],
     ids=str,
 )
@@ -175,14 +176,26 @@ def test_scaled_sum_of_shapes_the_kernel_does_not_serve(dtype: torch.dtype) -> N
     assert_sum(scaled_sum(g, x, scale), g, x, scale)
 
 
-def test_scaled_sum_by_the_library_is_near() -> None:
-    """c·g is rounded to bfloat16: 2⁻⁹ a term, averaged over the terms."""
+@pytest.mark.parametrize("programs_per_sm", [0, 1])
+def test_scaled_sums_of_many_weights(programs_per_sm: int) -> None:
+    """Weights of one shape share a launch; more tiles than programs, and programs that pass from weight to weight."""
+    tiles = SumTiles(128, 128, 64, 4, 3, programs_per_sm=programs_per_sm)
+    widths = [(1024, 512)] * 9 + [(512, 1024)] * 5 + [(72, 264)]
+    gs, xs = [rows(3, 200, p) for p, _ in widths], [rows(3, 200, d) for _, d in widths]
+    scale = torch.tensor([0.5, 0.0, 0.3], device="cuda")
+    gs[4][1] = torch.nan
+    outs = [torch.ones(1024, 512, device="cuda"), *[None] * 14]
+    results = scaled_sums(gs, xs, scale, outs=outs, backend="triton", tiles=tiles)
+    results[0] -= 1.0
+    for got, g, x in zip(results, gs, xs, strict=True):
+        assert_sum(got, g, x, scale)
+
+
+def test_the_plain_sum_is_the_librarys() -> None:
     g, x = rows(4, 256, 512), rows(4, 256, 2048)
-    scale = torch.tensor([0.5, 0.0, 0.3, 1.0], device="cuda")
-    g[1] = torch.nan
-    expected = reference.scaled_sum(g, x, scale)
-    got = scaled_sum(g, x.clone(), scale, backend="cublas")
-    assert (got.double() - expected).abs().max() < 1e-2 * expected.abs().max()
+    out = torch.ones(512, 2048, device="cuda")
+    scaled_sum(g, x, None, out=out, accumulate=True)
+    assert_sum(out - 1.0, g, x, torch.ones(4))
 
 
 # -- sample_sums -------------------------------------------------------------------------------------------------------
@@ -280,14 +293,14 @@ def calls() -> dict[str, Callable[[], object]]:
     return {
         "gram_norms": lambda: gram_norms_squared([one, GramUnit(ids=embedding, gs=(g,))]),
         "scaled_sum": lambda: scaled_sum(g, x, scale),
-        "library sum": lambda: scaled_sum(g, x, scale, backend="cublas"),
+        "scaled_sums": lambda: scaled_sums([g, g], [x, x], scale),
         "sample_sums": lambda: bias_sums(g),
         "add_noise": lambda: add_noise_(params, 1.0, 1.0, 0, 0),
         "fused_adam": lambda: fused_adam_(params, params, *state, step=1, lr=0.1, noise_std=1.0),
     }
 
 
-@pytest.mark.parametrize("name", ["gram_norms", "scaled_sum", "library sum", "sample_sums", "add_noise", "fused_adam"])
+@pytest.mark.parametrize("name", ["gram_norms", "scaled_sum", "scaled_sums", "sample_sums", "add_noise", "fused_adam"])
 def test_no_call_waits_for_the_device(name: str, request: pytest.FixtureRequest) -> None:
     call = calls()[name]
     call()  # compiling may wait

@@ -1,4 +1,4 @@
-"""The clipped sum of per-sample weight gradients: one GEMM a layer.
+"""The clipped sums of per-sample weight gradients: one GEMM a weight, all weights of one shape in one launch.
 
     out = Σ_b c_b G_bᵀX_b,      g: (B, T, p), x: (B, T, d), scale c: (B,) float32, out: (p, d)
 
@@ -8,14 +8,20 @@ the sample's whole gradient, exactly as the norm saw it.
 
 The kernel walks K = B·T sample by sample and keeps one accumulator, in units of the current sample's factor:
 
-    at the start of sample b:   acc ← acc · (c_prev / c_b)          at the end:   out = acc · c_last
+    at the end of sample b:   acc ← acc · (c_b / c_{b+1})           at the end:   out = acc · c_last
 
 Floating point is scale-free, so this costs one rounding (2⁻²⁴) a sample whatever the factors' range; it is exact while
 |out| / min c stays below the float32 range. Factors with |c_b| < MIN_SCALE, zero and NaN among them, skip the sample:
 its rows are never read, so inf and NaN in them never reach the sum. (A sample whose norm is 2¹⁰⁰ times the bound has
 overflowed every norm in float32 long before.)
 
+The rescaling stands after the multiplication, under a condition. Before it, the accumulator would reach the tensor
+cores through that condition in every step, and the compiler would wait for each multiplication before the next.
+
 Both operands lie with K outermost ("MN-major"); Hopper's tensor cores take them so, straight from shared memory.
+
+Weights of equal shapes and strides share a launch: a program finds its weight by one division, and only three pointers
+come from a table. Tensor descriptors are made on the device; making them on the host costs more than the launch itself.
 """
 
 # Kernels are typed by Triton, not by Python.
@@ -23,21 +29,25 @@ Both operands lie with K outermost ("MN-major"); Hopper's tensor cores take them
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from dpscope.flash.kernels.triton_runtime import (
-    INTERPRETED,
+    TRITON_DTYPES,
+    Backend,
     dot,
     is_hopper,
     jit,
     launch_on,
-    rows_are_aligned,
+    multiprocessors,
+    provide_scratch,
+    table_on,
     tl,
-    triton,
     use_triton,
 )
 
@@ -49,20 +59,44 @@ CHUNK_BYTES = 64 * 2**20
 
 _HALF = (torch.bfloat16, torch.float16)
 _MAX_SAMPLES = 64  # one launch keeps its samples' "is live" bits in one 64-bit register
-
-SumBackend = Literal["auto", "torch", "triton", "cublas"]
+_GROUP_M = 8  # tiles of this many rows run together and share columns in L2
 
 
 @dataclass(frozen=True)
 class SumTiles:
-    """How the output is cut. `flat`: one pipelined loop over all samples; otherwise the pipeline refills for each."""
+    """How outputs are cut, and how K is walked.
+
+    loop: "flat", one pipelined loop over all samples; "nested", the pipeline refills for each sample. `totals`: each
+    sample in an accumulator of its own, added to the total with its factor (twice the registers) instead of rescaling.
+    programs_per_sm: 0, a program for each tile; otherwise that many programs stay on a multiprocessor and take tiles in
+    turn.
+    """
 
     block_m: int = 128
-    block_n: int = 256
+    block_n: int = 128
     block_k: int = 64
-    num_warps: int = 8
-    num_stages: int = 4
-    flat: bool = True
+    num_warps: int = 4
+    num_stages: int = 3
+    loop: Literal["flat", "nested"] = "flat"
+    totals: bool = False
+    programs_per_sm: int = 0
+
+
+def scaled_sums(
+    gs: Sequence[Tensor],
+    xs: Sequence[Tensor],
+    scale: Tensor,
+    *,
+    outs: Sequence[Tensor | None] | None = None,
+    backend: Backend = "auto",
+    tiles: SumTiles | None = None,
+) -> list[Tensor]:
+    """Σ_b scale_b · G_bᵀX_b of every pair: (p, d), float32 for half-precision inputs, otherwise in the inputs' dtype.
+
+    Sums are added to an `out` where given; no two may be the same tensor. `tiles` forces a configuration (for
+    measurements).
+    """
+    return _sums(gs, xs, scale, outs or [None] * len(gs), True, backend, tiles)
 
 
 def scaled_sum(
@@ -72,114 +106,188 @@ def scaled_sum(
     *,
     out: Tensor | None = None,
     accumulate: bool = False,
-    backend: SumBackend = "auto",
+    backend: Backend = "auto",
     tiles: SumTiles | None = None,
 ) -> Tensor:
-    """Σ_b scale_b · G_bᵀX_b: (p, d), float32 for half-precision inputs, otherwise in the inputs' dtype.
+    """One pair's sum. With `out` (p, d) it is written there, or added to it if `accumulate`.
 
-    scale=None counts as ones. With `out` (p, d) the result is written there, or added to it if `accumulate`. `tiles`
-    forces a configuration (for measurements). backend="cublas" scales the narrower operand in its own dtype and calls
-    the library's GEMM: faster to beat than to trust, since it rounds c·g (see above), and it overwrites the rows of
-    skipped samples in the wider operand with zeros.
+    scale=None is the plain sum, by the library's GEMM.
     """
+    if scale is None:
+        out, fresh = _result(g, x, None, out)
+        return _plain_sum(g, x, out, accumulate and not fresh)
+    return _sums([g], [x], scale, [out], accumulate, backend, tiles)[0]
+
+
+def _sums(
+    gs: Sequence[Tensor],
+    xs: Sequence[Tensor],
+    scale: Tensor,
+    outs: Sequence[Tensor | None],
+    accumulate: bool,
+    backend: Backend,
+    tiles: SumTiles | None,
+) -> list[Tensor]:
+    """Pairs of one key share their checks and a launch: what is left for each pair is a few integers."""
+    results: list[Tensor] = []
+    groups: dict[tuple[Any, ...], list[tuple[int, int, int, int]]] = {}
+    for i, (g, x, given) in enumerate(zip(gs, xs, outs, strict=True)):
+        target = None if given is None else given.stride()
+        key = (g.shape, x.shape, g.stride(), x.stride(), g.dtype, x.dtype, target)
+        rows = groups.get(key)
+        if rows is None:
+            rows = groups[key] = []
+            out, _ = _result(g, x, scale, given)
+        elif given is None:
+            out = torch.empty_like(results[rows[0][0]])
+        else:
+            out, _ = _result(g, x, scale, given)
+        results.append(out)
+        rows.append((i, g.data_ptr(), x.data_ptr(), out.data_ptr()))
+    launches: list[tuple[int, bool]] = []
+    tables: list[list[int]] = []
+    for rows in groups.values():
+        first = rows[0][0]
+        g, x = gs[first], xs[first]
+        add = accumulate and outs[first] is not None
+        served = _is_served(g, x, results[first]) and not any((a | b | c) % 16 for _, a, b, c in rows)
+        if not use_triton(backend, g.device, served=served, why_not="dtype, T or strides"):
+            for i, *_ in rows:
+                _torch(gs[i], xs[i], scale, results[i], add)
+            continue
+        for start in range(0, g.shape[0], _MAX_SAMPLES):
+            launches.append((first, add or start > 0))
+            g_skip, x_skip = (start * tensor.stride(0) * tensor.element_size() for tensor in (g, x))
+            tables.append([n for _, a, b, c in rows for n in (a + g_skip, b + x_skip, c)])
+    if launches:
+        _launch(gs, xs, scale, results, launches, tables, tiles or SumTiles())
+    return results
+
+
+def _result(g: Tensor, x: Tensor, scale: Tensor | None, out: Tensor | None) -> tuple[Tensor, bool]:
+    """`out`, checked, or a fresh tensor; and whether it is fresh."""
     if g.dim() != 3 or x.dim() != 3 or g.shape[:2] != x.shape[:2]:
         raise ValueError(f"expected g (B, T, p) and x (B, T, d), got {tuple(g.shape)} and {tuple(x.shape)}")
     if scale is not None and scale.shape != g.shape[:1]:
         raise ValueError(f"expected scale of shape {tuple(g.shape[:1])}, got {tuple(scale.shape)}")
     dtype = torch.promote_types(g.dtype, x.dtype)
     dtype = torch.float32 if dtype in _HALF else dtype
+    shape = (g.shape[2], x.shape[2])
     if out is None:
-        out, accumulate = torch.empty(g.shape[2], x.shape[2], dtype=dtype, device=g.device), False
-    elif out.shape != (g.shape[2], x.shape[2]) or out.dtype != dtype:
-        raise ValueError(f"expected out {(g.shape[2], x.shape[2])} {dtype}, got {tuple(out.shape)} {out.dtype}")
-    if backend == "cublas" or (scale is None and backend == "auto" and g.is_cuda and g.dtype == x.dtype):
-        return _cublas(g, x, scale, out, accumulate)
-    served = (
+        return torch.empty(shape, dtype=dtype, device=g.device), True
+    if out.shape != shape or out.dtype != dtype:
+        raise ValueError(f"expected out {shape} {dtype}, got {tuple(out.shape)} {out.dtype}")
+    return out, False
+
+
+def _is_served(g: Tensor, x: Tensor, out: Tensor) -> bool:
+    """Half precision on Hopper, rows of whole 16-byte words; shorter samples leave most of a K block empty."""
+    return (
         g.dtype == x.dtype
         and g.dtype in _HALF
         and g.shape[0] > 0
-        and g.shape[1] >= 16  # shorter samples leave most of each K block empty
+        and g.shape[1] >= 16
         and out.stride(1) == 1
-        and rows_are_aligned(g, x)
+        and out.stride(0) % 4 == 0
+        and all(
+            stride_f == 1 and stride_t >= width and stride_b > 0 and (stride_b | stride_t | width) % 8 == 0
+            for (stride_b, stride_t, stride_f), width in ((g.stride(), g.shape[2]), (x.stride(), x.shape[2]))
+        )
         and is_hopper(g.device)
     )
-    if use_triton("auto" if backend == "auto" else backend, g.device, served=served, why_not="dtype, T or strides"):
-        scale = torch.ones(g.shape[0], dtype=torch.float32, device=g.device) if scale is None else scale
-        for first in range(0, g.shape[0], _MAX_SAMPLES):
-            part = slice(first, first + _MAX_SAMPLES)
-            _launch(g[part], x[part], scale[part].float(), out, accumulate or first > 0, tiles or SumTiles())
-        return out
-    return _torch(g, x, scale, out, accumulate)
 
 
 # -- Triton ------------------------------------------------------------------------------------------------------------
 
 
 @jit
-def _scaled_sum_kernel(
-    g_rows,
-    x_rows,
-    scale,
-    out,
-    batch,
-    length,
-    p,
-    d,
-    out_stride,
-    min_scale,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    MAX_SAMPLES: tl.constexpr,
-    FLAT: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-):
-    """One program: one BLOCK_M×BLOCK_N tile of out. g_rows, x_rows: descriptors of (B, T, p) and (B, T, d).
+def _operands(
+    table, weight, batch, length, p, d, g_stride_b, g_stride_t, x_stride_b, x_stride_t,
+    DTYPE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Descriptors of (B, T, p) and (B, T, d).
 
-    A descriptor gives zeros past its shape: at the end of each sample (T is no multiple of BLOCK_K), and for samples
-    that are skipped, which are read at row T.
+    They give zeros past their shape: at the end of each sample, where T is no multiple of BLOCK_K, and for samples that
+    are skipped, which are read at row T.
     """
-    program = tl.program_id(0)
-    rows = tl.cdiv(p, BLOCK_M)
-    width = GROUP_M * tl.cdiv(d, BLOCK_N)  # tiles that run together share rows and columns in L2
-    first_m = (program // width) * GROUP_M
-    group_m = min(rows - first_m, GROUP_M)
-    m = (first_m + (program % width) % group_m) * BLOCK_M
-    n = ((program % width) // group_m) * BLOCK_N
+    g = tl.load(table + weight * 3).to(tl.pointer_type(DTYPE))
+    x = tl.load(table + weight * 3 + 1).to(tl.pointer_type(DTYPE))
+    g_rows = tl.make_tensor_descriptor(g, [batch, length, p], [g_stride_b, g_stride_t, 1], [1, BLOCK_K, BLOCK_M])
+    x_rows = tl.make_tensor_descriptor(x, [batch, length, d], [x_stride_b, x_stride_t, 1], [1, BLOCK_K, BLOCK_N])
+    return g_rows, x_rows
+
+
+@jit
+def _next_factor(scale, b, batch, min_scale, current):
+    """The factor of sample b + 1; `current` where that is skipped or does not exist."""
+    factor = tl.load(scale + b + 1, mask=b + 1 < batch, other=0.0)
+    return tl.where(tl.abs(factor) >= min_scale, factor, current)
+
+
+@jit
+def _tile_sum(
+    g_rows, x_rows, scale, live_bits, m, n, batch, length, min_scale,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NESTED: tl.constexpr, TOTALS: tl.constexpr,
+):  # fmt: skip
+    """Σ_b c_b G_bᵀX_b for rows [m, m+BLOCK_M) and columns [n, n+BLOCK_N), float32."""
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    current = 1.0
-    if FLAT:
-        # The samples' factors are packed into bits first: a load inside the loop, on which the operands' loads
-        # depend, would take its place in the software pipeline.
-        lanes = tl.arange(0, MAX_SAMPLES)
-        factors = tl.load(scale + lanes, mask=lanes < batch, other=0.0)
-        live_bits = tl.sum(tl.where(tl.abs(factors) >= min_scale, 1, 0).to(tl.int64) << lanes.to(tl.int64))
-        steps = tl.cdiv(length, BLOCK_K)
-        for step in range(batch * steps):
-            b = step // steps
-            k = (step - b * steps) * BLOCK_K
-            live = ((live_bits >> b.to(tl.int64)) & 1) != 0
-            if (k == 0) & live:
-                factor = tl.load(scale + b)
-                acc = acc * (current / factor)
-                current = factor
-            k = tl.where(live, k, length)
-            g_tile = g_rows.load([b, k, m]).reshape(BLOCK_K, BLOCK_M)
-            x_tile = x_rows.load([b, k, n]).reshape(BLOCK_K, BLOCK_N)
-            acc = dot(g_tile.T, x_tile, acc, "ieee")
-    else:
+    total = acc
+    current = _next_factor(scale, -1, batch, min_scale, 1.0)
+    if NESTED:
         for b in range(batch):
-            factor = tl.load(scale + b)
-            live = tl.abs(factor) >= min_scale
-            if live:
-                acc = acc * (current / factor)
-                current = factor
+            live = ((live_bits >> b) & 1) != 0
             for k in range(0, tl.where(live, length, 0), BLOCK_K):
                 g_tile = g_rows.load([b, k, m]).reshape(BLOCK_K, BLOCK_M)
                 x_tile = x_rows.load([b, k, n]).reshape(BLOCK_K, BLOCK_N)
                 acc = dot(g_tile.T, x_tile, acc, "ieee")
-    acc = acc * current
+            following = _next_factor(scale, b, batch, min_scale, current)
+            if TOTALS:
+                total += acc * current
+                acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+            else:
+                acc = acc * (current / following)
+            current = following
+    else:
+        b = batch * 0
+        k = batch * 0
+        for _ in range(batch * tl.cdiv(length, BLOCK_K)):
+            live = ((live_bits >> b) & 1) != 0
+            row = tl.where(live, k, length)
+            g_tile = g_rows.load([b, row, m]).reshape(BLOCK_K, BLOCK_M)
+            x_tile = x_rows.load([b, row, n]).reshape(BLOCK_K, BLOCK_N)
+            acc = dot(g_tile.T, x_tile, acc, "ieee")
+            last = k + BLOCK_K >= length
+            if last:
+                following = _next_factor(scale, b, batch, min_scale, current)
+                if TOTALS:
+                    total += acc * current
+                    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+                else:
+                    acc = acc * (current / following)
+                current = following
+            b = tl.where(last, b + 1, b)
+            k = tl.where(last, 0, k + BLOCK_K)
+    if TOTALS:
+        return total
+    return acc * current
+
+
+@jit
+def _place(tile, p, d, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
+    """First row and column of a tile; tiles that run together share rows and columns in L2."""
+    rows = tl.cdiv(p, BLOCK_M)
+    width = GROUP_M * tl.cdiv(d, BLOCK_N)
+    first = (tile // width) * GROUP_M
+    height = min(rows - first, GROUP_M)
+    return (first + (tile % width) % height) * BLOCK_M, ((tile % width) // height) * BLOCK_N
+
+
+@jit
+def _write(
+    table, weight, acc, m, n, p, d, out_stride,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ACCUMULATE: tl.constexpr,
+):  # fmt: skip
+    out = tl.multiple_of(tl.load(table + weight * 3 + 2).to(tl.pointer_type(tl.float32)), 16)
     i = m + tl.arange(0, BLOCK_M)
     j = n + tl.arange(0, BLOCK_N)
     inside = (i < p)[:, None] & (j < d)[None, :]
@@ -189,60 +297,123 @@ def _scaled_sum_kernel(
     tl.store(pointers, acc, mask=inside)
 
 
-def _launch(g: Tensor, x: Tensor, scale: Tensor, out: Tensor, accumulate: bool, tiles: SumTiles) -> None:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    batch, length, p = g.shape
-    d = x.shape[2]
-    with launch_on(g.device):
-        _scaled_sum_kernel[(triton.cdiv(p, tiles.block_m) * triton.cdiv(d, tiles.block_n),)](
-            TensorDescriptor.from_tensor(g, [1, tiles.block_k, tiles.block_m]),
-            TensorDescriptor.from_tensor(x, [1, tiles.block_k, tiles.block_n]),
-            scale.contiguous(),
-            out,
-            batch,
-            length,
-            p,
-            d,
-            out.stride(0),
-            MIN_SCALE,
-            BLOCK_M=tiles.block_m,
-            BLOCK_N=tiles.block_n,
-            BLOCK_K=tiles.block_k,
-            GROUP_M=8,
-            MAX_SAMPLES=_MAX_SAMPLES,
-            FLAT=tiles.flat,
-            ACCUMULATE=accumulate,
-            num_warps=tiles.num_warps,
-            num_stages=tiles.num_stages,
-        )
-
-
-@jit
-def _scale_rows_kernel(source, target, scale, sample_size, min_scale, BLOCK: tl.constexpr, CLEAR_ONLY: tl.constexpr):
-    """target_b = scale_b · source_b, zeros where the sample is skipped; CLEAR_ONLY: writes the skipped ones alone."""
-    b = tl.program_id(1)
-    factor = tl.load(scale + b)
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    offset = b.to(tl.int64) * sample_size + at
-    inside = at < sample_size
-    if tl.abs(factor) >= min_scale:
-        if not CLEAR_ONLY:
-            value = tl.load(source + offset, mask=inside, other=0.0).to(tl.float32) * factor
-            tl.store(target + offset, value.to(target.dtype.element_ty), mask=inside)
+@partial(jit, do_not_specialize=("batch", "tiles_each", "n_tiles"))  # batches of any size share one compiled kernel
+def _scaled_sum_kernel(
+    table,
+    scale,
+    batch,
+    length,
+    p,
+    d,
+    g_stride_b,
+    g_stride_t,
+    x_stride_b,
+    x_stride_t,
+    out_stride,
+    tiles_each,
+    n_tiles,
+    min_scale,
+    DTYPE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    MAX_SAMPLES: tl.constexpr,
+    NESTED: tl.constexpr,
+    TOTALS: tl.constexpr,
+    PERSISTENT: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+):
+    """One program: one BLOCK_M×BLOCK_N tile of one weight, or every n-th of them. table: (weights, 3) pointers."""
+    program = tl.program_id(0)
+    weight = program // tiles_each
+    # fmt: off
+    g_rows, x_rows = _operands(table, weight, batch, length, p, d, g_stride_b, g_stride_t, x_stride_b, x_stride_t,
+                               DTYPE, BLOCK_M, BLOCK_N, BLOCK_K)
+    # Which samples are live is packed into bits first: a load inside the loop, on which the operands' loads depend,
+    # would take its place in the software pipeline.
+    lanes = tl.arange(0, MAX_SAMPLES)
+    factors = tl.load(scale + lanes, mask=lanes < batch, other=0.0)
+    live_bits = tl.sum(tl.where(tl.abs(factors) >= min_scale, 1, 0).to(tl.int64) << lanes.to(tl.int64))
+    if PERSISTENT:
+        for tile in range(program, n_tiles, tl.num_programs(0)):
+            if tile // tiles_each != weight:
+                weight = tile // tiles_each
+                g_rows, x_rows = _operands(table, weight, batch, length, p, d, g_stride_b, g_stride_t, x_stride_b,
+                                           x_stride_t, DTYPE, BLOCK_M, BLOCK_N, BLOCK_K)
+            m, n = _place(tile % tiles_each, p, d, BLOCK_M, BLOCK_N, GROUP_M)
+            acc = _tile_sum(g_rows, x_rows, scale, live_bits, m, n, batch, length, min_scale,
+                            BLOCK_M, BLOCK_N, BLOCK_K, NESTED, TOTALS)
+            _write(table, weight, acc, m, n, p, d, out_stride, BLOCK_M, BLOCK_N, ACCUMULATE)
     else:
-        tl.store(target + offset, tl.zeros((BLOCK,), target.dtype.element_ty), mask=inside)
+        m, n = _place(program % tiles_each, p, d, BLOCK_M, BLOCK_N, GROUP_M)
+        acc = _tile_sum(g_rows, x_rows, scale, live_bits, m, n, batch, length, min_scale,
+                        BLOCK_M, BLOCK_N, BLOCK_K, NESTED, TOTALS)
+        _write(table, weight, acc, m, n, p, d, out_stride, BLOCK_M, BLOCK_N, ACCUMULATE)
+    # fmt: on
 
 
-def _cublas(g: Tensor, x: Tensor, scale: Tensor | None, out: Tensor, accumulate: bool) -> Tensor:
-    """The library's GEMM over B·T, with c multiplied into the narrower operand beforehand."""
-    if scale is not None:
-        g, x = g.contiguous(), x.contiguous()
-        narrow, wide = (g, x) if g.shape[2] <= x.shape[2] else (x, g)
-        narrow = _scaled_copy(narrow, wide, scale.float().contiguous())
-        g, x = (narrow, wide) if g.shape[2] <= x.shape[2] else (wide, narrow)
+def _launch(
+    gs: Sequence[Tensor],
+    xs: Sequence[Tensor],
+    scale: Tensor,
+    outs: Sequence[Tensor],
+    launches: list[tuple[int, bool]],
+    tables: list[list[int]],
+    tiles: SumTiles,
+) -> None:
+    """launches: a member of each group, and whether to add; tables: its pointers. At most _MAX_SAMPLES samples each."""
+    device = gs[launches[0][0]].device
+    scale = scale.float().contiguous()
+    counts: dict[int, int] = {}  # launches made for a group so far
+    provide_scratch(device)
+    with launch_on(device):
+        for (member, add), rows, table in zip(launches, tables, table_on(device, *tables), strict=True):
+            g, x = gs[member], xs[member]
+            (batch, length, p), d = g.shape, x.shape[2]
+            start = counts.get(member, 0)
+            counts[member] = start + _MAX_SAMPLES
+            tiles_each = -(-p // tiles.block_m) * -(-d // tiles.block_n)
+            n_tiles = len(rows) // 3 * tiles_each
+            persistent = tiles.programs_per_sm > 0
+            programs = min(n_tiles, tiles.programs_per_sm * multiprocessors(device)) if persistent else n_tiles
+            _scaled_sum_kernel[(programs,)](
+                table,
+                scale[start:] if start else scale,
+                min(batch - start, _MAX_SAMPLES),
+                length,
+                p,
+                d,
+                g.stride(0),
+                g.stride(1),
+                x.stride(0),
+                x.stride(1),
+                outs[member].stride(0),
+                tiles_each,
+                n_tiles,
+                MIN_SCALE,
+                DTYPE=TRITON_DTYPES[g.dtype],
+                BLOCK_M=tiles.block_m,
+                BLOCK_N=tiles.block_n,
+                BLOCK_K=tiles.block_k,
+                GROUP_M=_GROUP_M,
+                MAX_SAMPLES=_MAX_SAMPLES,
+                NESTED=tiles.loop == "nested",
+                TOTALS=tiles.totals,
+                PERSISTENT=persistent,
+                ACCUMULATE=add,
+                num_warps=tiles.num_warps,
+                num_stages=tiles.num_stages,
+            )
+
+
+# -- torch -------------------------------------------------------------------------------------------------------------
+
+
+def _plain_sum(g: Tensor, x: Tensor, out: Tensor, accumulate: bool) -> Tensor:
+    """The library's GEMM over B·T."""
     left, right = g.reshape(-1, g.shape[2]).T, x.reshape(-1, x.shape[2])
-    if g.is_cuda and g.dtype in _HALF:
+    if g.is_cuda and g.dtype == x.dtype and g.dtype in _HALF:
         try:
             if accumulate:
                 return torch.addmm(out, left, right, out_dtype=torch.float32, out=out)
@@ -254,33 +425,12 @@ def _cublas(g: Tensor, x: Tensor, scale: Tensor | None, out: Tensor, accumulate:
     return out.addmm_(left, right) if accumulate else torch.mm(left, right, out=out)
 
 
-def _scaled_copy(narrow: Tensor, wide: Tensor, scale: Tensor) -> Tensor:
-    """c∘narrow, and zeros written over skipped samples in `wide`."""
-    if triton is None or not (narrow.is_cuda or INTERPRETED):
-        live = (scale.abs() >= MIN_SCALE)[:, None, None]
-        wide.masked_fill_(~live, 0)
-        return torch.where(live, narrow * scale[:, None, None], 0).to(narrow.dtype)
-    scaled = torch.empty_like(narrow)
-    with launch_on(narrow.device):
-        for source, target, clear_only in ((narrow, scaled, False), (wide, wide, True)):
-            size = source.shape[1] * source.shape[2]
-            _scale_rows_kernel[(triton.cdiv(size, 4096), source.shape[0])](
-                source, target, scale, size, MIN_SCALE, BLOCK=4096, CLEAR_ONLY=clear_only, num_warps=8
-            )
-    return scaled
-
-
-# -- torch -------------------------------------------------------------------------------------------------------------
-
-
-def _torch(g: Tensor, x: Tensor, scale: Tensor | None, out: Tensor, accumulate: bool) -> Tensor:
+def _torch(g: Tensor, x: Tensor, scale: Tensor, out: Tensor, accumulate: bool) -> Tensor:
     """A few samples at a time: mask both operands where the sample is skipped, scale one, multiply."""
     if not accumulate:
         out.zero_()
     if g.shape[:2].numel() == 0:
         return out
-    if scale is None:
-        scale = torch.ones(g.shape[0], device=g.device)
     factors = scale.to(out.dtype)[:, None, None]
     live = (scale.abs() >= MIN_SCALE)[:, None, None]
     zero = torch.zeros((), dtype=out.dtype, device=g.device)

@@ -32,6 +32,7 @@ __all__ = [  # tl and triton are re-exported: kernel files take them from here
     "is_hopper",
     "jit",
     "launch_on",
+    "multiprocessors",
     "provide_scratch",
     "rows_are_aligned",
     "table_on",
@@ -53,9 +54,12 @@ TRITON_DTYPES: dict[torch.dtype, Any] = (
 )
 
 
-def jit(kernel: Callable[..., Any]) -> Any:
-    """`triton.jit` where Triton is installed; otherwise the plain function, which is never called."""
-    return kernel if triton is None else triton.jit(kernel)
+def jit(kernel: Callable[..., Any], *, do_not_specialize: Sequence[str] = ()) -> Any:
+    """`triton.jit` where Triton is installed; otherwise the plain function, which is never called.
+
+    do_not_specialize: integers that vary from call to call, so that their divisibility compiles no kernel anew.
+    """
+    return kernel if triton is None else triton.jit(kernel, do_not_specialize=list(do_not_specialize))
 
 
 _UPCAST = None if tl is None else tl.constexpr(INTERPRETED)
@@ -81,6 +85,12 @@ def is_hopper(device: torch.device) -> bool:
     if not hasattr(tl, "make_tensor_descriptor"):
         return False
     return capability(device_index(device)) >= (9, 0) if device.type == "cuda" else INTERPRETED
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """How many of them the device has; two in the interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 def device_index(device: torch.device) -> int:
@@ -129,8 +139,13 @@ def rows_are_aligned(*tensors: torch.Tensor) -> bool:
 
 
 def launch_on(device: torch.device) -> AbstractContextManager[Any]:
-    """Triton launches on the current CUDA device: make it `device`."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    """Triton launches on the current CUDA device: make it `device`, where it is another."""
+    if device.type != "cuda" or device.index is None or device.index == torch.cuda.current_device():
+        return _HERE
+    return torch.cuda.device(device)
+
+
+_HERE = nullcontext()
 
 
 def provide_scratch(device: torch.device) -> None:

@@ -1,6 +1,8 @@
-"""scaled_sum gives Σ_b c_b G_bᵀX_b, with the factor applied exactly and skipped samples never read."""
+"""scaled_sums gives Σ_b c_b G_bᵀX_b of every pair, with the factor applied exactly and skipped samples never read."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import kernel_references as reference
 import pytest
@@ -10,11 +12,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dpscope.flash.kernels import scaled_sum as module
-from dpscope.flash.kernels.scaled_sum import SumTiles, scaled_sum
+from dpscope.flash.kernels.scaled_sum import SumTiles, scaled_sum, scaled_sums
 
-FLAT = SumTiles(16, 32, 16, 4, 2, flat=True)
-NESTED = SumTiles(16, 32, 16, 4, 2, flat=False)
-BOTH = pytest.mark.parametrize("tiles", [FLAT, NESTED], ids=["flat", "nested"])
+# Blocks so small that every shape here has inner tiles and edges.
+FLAT = SumTiles(16, 32, 16, 4, 2)
+FORMS = {
+    "flat": FLAT,
+    "nested": replace(FLAT, loop="nested"),
+    "totals": replace(FLAT, totals=True),
+    "nested totals": replace(FLAT, loop="nested", totals=True),
+    "persistent": replace(FLAT, programs_per_sm=1),
+}
+EVERY_FORM = pytest.mark.parametrize("tiles", FORMS.values(), ids=FORMS.keys())
 
 
 def operands(batch: int, length: int, p: int, d: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
@@ -29,7 +38,7 @@ def assert_sum(got: Tensor, g: Tensor, x: Tensor, scale: Tensor) -> None:
     assert error < bound, f"relative error {error:.1e}"
 
 
-@BOTH
+@EVERY_FORM
 @pytest.mark.parametrize("length", [16, 33, 130])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_the_weighted_sum(batch: int, length: int, tiles: SumTiles, backend: str) -> None:
@@ -51,7 +60,7 @@ def test_short_samples_and_every_dtype_on_auto(length: int, dtype: torch.dtype) 
     assert_sum(got, g, x, scale)
 
 
-@BOTH
+@EVERY_FORM
 def test_skipped_samples_never_reach_the_sum(tiles: SumTiles, backend: str) -> None:
     """First, last and neighbouring samples skipped; their rows hold inf and NaN, on either side."""
     g, x = operands(6, 20, 24, 40)
@@ -60,13 +69,13 @@ def test_skipped_samples_never_reach_the_sum(tiles: SumTiles, backend: str) -> N
     assert_sum(scaled_sum(g, x, scale, backend=backend, tiles=tiles), g, x, scale)
 
 
-@BOTH
+@EVERY_FORM
 def test_all_samples_skipped_gives_zero(tiles: SumTiles, backend: str) -> None:
     g, x = operands(2, 20, 24, 40)
     assert (scaled_sum(g * torch.nan, x, torch.zeros(2), backend=backend, tiles=tiles) == 0).all()
 
 
-@BOTH
+@EVERY_FORM
 @pytest.mark.parametrize("bad", [torch.nan, 1e-38])
 def test_a_factor_that_is_nan_or_vanishing_skips_its_sample(bad: float, tiles: SumTiles, backend: str) -> None:
     g, x = operands(3, 20, 24, 40)
@@ -74,7 +83,7 @@ def test_a_factor_that_is_nan_or_vanishing_skips_its_sample(bad: float, tiles: S
     assert_sum(got, g, x, torch.tensor([0.5, 0.0, 0.25]))
 
 
-@BOTH
+@EVERY_FORM
 def test_factors_that_differ_by_many_orders_of_magnitude(tiles: SumTiles, backend: str) -> None:
     """Clipping makes contributions of one size from gradients of any size: c_b · ‖v_b‖ is about the same for all."""
     scale = torch.tensor([1.0, 1e-18, 1e-3, 1e-19, 1.0, 1e-9])
@@ -93,7 +102,7 @@ def test_the_factor_is_not_rounded_to_the_operands_precision(backend: str) -> No
     assert_sum(scaled_sum(g, x, scale, backend=backend, tiles=FLAT), g, x, scale)
 
 
-@BOTH
+@EVERY_FORM
 def test_accumulating_into_out(tiles: SumTiles, backend: str) -> None:
     g, x = operands(3, 20, 24, 40)
     scale = torch.rand(3) + 0.1
@@ -125,9 +134,11 @@ def test_transposed_operands_on_auto() -> None:
     assert_sum(scaled_sum(g, x, scale), g, x, scale)
 
 
-def test_no_scale_is_the_plain_sum(backend: str) -> None:
+def test_no_scale_is_the_plain_sum() -> None:
     g, x = operands(3, 20, 24, 40)
-    assert_sum(scaled_sum(g, x, None, backend=backend, tiles=FLAT), g, x, torch.ones(3))
+    out = scaled_sum(g, x, None)
+    assert_sum(out, g, x, torch.ones(3))
+    assert_sum(scaled_sum(g, x, None, out=out, accumulate=True), g, x, torch.full((3,), 2.0))
 
 
 def test_an_empty_batch_gives_zero() -> None:
@@ -135,16 +146,59 @@ def test_an_empty_batch_gives_zero() -> None:
     assert (scaled_sum(g, x, torch.zeros(0)) == torch.zeros(3, 4)).all()
 
 
-@pytest.mark.usefixtures("backend")  # in the interpreter the scaling is a kernel
-@pytest.mark.parametrize(("p", "d"), [(24, 40), (40, 24)])
-def test_the_library_path_scales_one_operand_and_skips_samples(p: int, d: int) -> None:
-    """c·g is rounded to bfloat16 here: 2⁻⁹ a term, so 1% of the largest entry bounds it amply."""
-    g, x = operands(4, 20, p, d)
-    scale = torch.tensor([0.5, 0.0, 0.3, 0.0])
-    g[1], x[3] = torch.nan, torch.inf
-    expected = reference.scaled_sum(g, x, scale)
-    got = scaled_sum(g, x, scale, backend="cublas")
-    assert (got.double() - expected).abs().max() < 0.01 * expected.abs().max()
+# -- many pairs --------------------------------------------------------------------------------------------------------
+
+# Two weights of one shape, and others: rows of whole 16-byte words, which is what the kernel serves.
+WIDTHS = [(40, 72), (8, 8), (40, 72), (96, 24)]
+
+
+def pairs(batch: int, length: int) -> tuple[list[Tensor], list[Tensor]]:
+    gs, xs = zip(*(operands(batch, length, p, d) for p, d in WIDTHS), strict=True)
+    return list(gs), list(xs)
+
+
+@EVERY_FORM
+@pytest.mark.parametrize(("batch", "length"), [(1, 16), (3, 17), (5, 48)])
+def test_every_weight_gets_its_own_sum(batch: int, length: int, tiles: SumTiles, backend: str) -> None:
+    gs, xs = pairs(batch, length)
+    scale = torch.rand(batch) + 0.1
+    for got, g, x in zip(scaled_sums(gs, xs, scale, backend=backend, tiles=tiles), gs, xs, strict=True):
+        assert_sum(got, g, x, scale)
+
+
+def test_sums_are_added_to_what_is_there(backend: str) -> None:
+    """Some of one shape with an `out`, some without."""
+    gs, xs = pairs(2, 16)
+    scale = torch.rand(2) + 0.1
+    start = torch.full((40, 72), 7.0)
+    results = scaled_sums(gs, xs, scale, outs=[start, None, None, None], backend=backend, tiles=FLAT)
+    assert results[0] is start
+    start -= 7.0
+    for got, g, x in zip(results, gs, xs, strict=True):
+        assert_sum(got, g, x, scale)
+
+
+def test_pairs_of_other_strides_and_into_other_strides(backend: str) -> None:
+    wide = torch.randn(3, 20, 96).bfloat16()
+    gs, xs = [wide[:, :, 16:40], wide[:, :, :24].contiguous()], [wide[:, :, 48:88]] * 2
+    scale = torch.rand(3) + 0.1
+    outs = [torch.zeros(24, 48)[:, :40], torch.zeros(24, 40)]
+    for got, g, x in zip(scaled_sums(gs, xs, scale, outs=outs, backend=backend, tiles=FLAT), gs, xs, strict=True):
+        assert_sum(got, g, x, scale)
+
+
+def test_what_the_kernel_does_not_serve_is_summed_one_by_one() -> None:
+    """Odd widths, short samples and a pair that starts off a 16-byte boundary, beside one of the same shape."""
+    wide = torch.randn(2, 20, 64).bfloat16()
+    gs = [torch.randn(2, 3, 5), torch.randn(2, 7, 4), wide[:, :, 8:16], wide[:, :, 1:9]]
+    xs = [torch.randn(2, 3, 6), torch.randn(2, 7, 9), wide[:, :, 16:32], wide[:, :, 16:32]]
+    scale = torch.rand(2) + 0.1
+    for got, g, x in zip(scaled_sums(gs, xs, scale), gs, xs, strict=True):
+        assert_sum(got, g, x, scale)
+
+
+def test_no_pairs_give_no_sums() -> None:
+    assert scaled_sums([], [], torch.ones(2)) == []
 
 
 def test_small_chunks_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
