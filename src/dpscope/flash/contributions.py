@@ -13,7 +13,7 @@ contribution remembers their version counters: a tensor changed in place meanwhi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import reduce
 from typing import Protocol
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from dpscope.errors import UserError
-from dpscope.flash.kernels.scaled_sum import scaled_sum
+from dpscope.flash.kernels.scaled_sum import scaled_sums
 
 # Room for per-sample gradients that are made, squared and thrown away (`direct`) and for gathered rows.
 SCRATCH_BYTES = 64 * 2**20
@@ -152,6 +152,10 @@ class Outer(Saved):
     def g(self) -> Tensor:
         return self.second
 
+    def kind(self) -> tuple[object, ...]:
+        """What has to be equal for two products to be made together."""
+        return self.x.shape, self.x.dtype, self.g.shape, self.g.dtype
+
     def materialise(self) -> Tensor:
         return torch.bmm(self.g.transpose(1, 2), self.x)
 
@@ -172,10 +176,20 @@ class Outer(Saved):
         return row_norms_squared(self.x) * row_norms_squared(self.g)
 
     def clipped_sum(self, scale: Tensor, out: Tensor | None) -> Tensor:
-        dtype = wide(torch.promote_types(self.g.dtype, self.x.dtype))
-        if out is not None and out.dtype != dtype:  # a half-precision parameter's gradient
-            return out.add_(scaled_sum(self.g, self.x, scale.to(dtype)))
-        return scaled_sum(self.g, self.x, scale.to(dtype), out=out, accumulate=out is not None)
+        return outer_sums([self], scale, [out])[0]
+
+
+def outer_sums(outers: Sequence[Outer], scale: Tensor, outs: Sequence[Tensor | None]) -> list[Tensor]:
+    """The clipped sums of many products at once, each added into its `out` where given."""
+    first = outers[0]
+    dtype = wide(torch.promote_types(first.g.dtype, first.x.dtype))
+    # A half-precision parameter's gradient cannot be added into by the product itself.
+    direct = [out if out is not None and out.dtype == dtype else None for out in outs]
+    totals = scaled_sums([o.g for o in outers], [o.x for o in outers], scale.to(dtype), outs=direct)
+    return [
+        out.add_(total) if out is not None and out is not total else total
+        for out, total in zip(outs, totals, strict=True)
+    ]
 
 
 class Lookup(Saved):

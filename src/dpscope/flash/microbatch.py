@@ -8,9 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from dpscope.errors import UserError
-from dpscope.flash.contributions import Contribution, Kept, combine, wide
+from dpscope.flash.contributions import Contribution, Kept, Outer, combine, outer_sums, wide
 from dpscope.flash.norms import Decide, Factors, NormSum, SmallRows, clip_factors, gather_small
 from dpscope.flash.taps import Slot
+
+# Sums of at most about this size are made at once: few launches, and x and g are freed as they come.
+GROUP_BYTES = 1 << 30
 
 FactoredSum = tuple[nn.Parameter, Tensor, Tensor | None]
 
@@ -62,7 +65,13 @@ class MicroBatch:
         """
         scale = self.clipping.scale
         small_sum = self._sum_small(scale)
+        grouped: set[int] = set()
+        for group in self._groups():
+            grouped.update(group)
+            yield from self._sum_group(group, scale, into_grad=into_grad)
         for index, parameter in enumerate(self.parameters):
+            if index in grouped:
+                continue
             out = parameter.grad if into_grad else None
             if self._small is not None and index in self._small.columns:
                 start, stop = self._small.columns[index]
@@ -74,6 +83,29 @@ class MicroBatch:
                 del alone
             else:
                 yield parameter, self._sum(index, scale, out), None
+
+    def _groups(self) -> list[list[int]]:
+        """Parameters that are one product each, those of equal shapes together: a group is one launch."""
+        open_groups: dict[tuple[object, ...], list[int]] = {}
+        full: list[list[int]] = []
+        for index, parts in enumerate(self._parts):
+            if len(parts) == 1 and type(parts[0]) is Outer:
+                key = parts[0].kind()
+                group = open_groups.setdefault(key, [])
+                group.append(index)
+                if len(group) * self.parameters[index].numel() * 4 >= GROUP_BYTES:
+                    full.append(open_groups.pop(key))
+        return [*full, *open_groups.values()]
+
+    def _sum_group(self, group: list[int], scale: Tensor, *, into_grad: bool) -> Iterator[FactoredSum]:
+        outers = [part for index in group for part in self._parts[index] if isinstance(part, Outer)]
+        parameters = [self.parameters[index] for index in group]
+        totals = outer_sums(outers, scale, [p.grad if into_grad else None for p in parameters])
+        del outers
+        for index in group:
+            self._parts[index] = ()
+        for parameter in parameters:
+            yield parameter, totals.pop(0).to(parameter.dtype), None
 
     def _alone(self, index: int) -> Tensor | None:
         """A lone sample's kept gradient."""
