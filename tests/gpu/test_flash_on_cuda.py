@@ -47,7 +47,8 @@ def batch_of(size: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def relative(got: torch.Tensor, want: torch.Tensor) -> float:
-    return ((got.double() - want.double()).norm() / want.double().norm()).item()
+    want = want.to(got.device).double()
+    return ((got.double() - want).norm() / want.norm()).item()
 
 
 @pytest.mark.parametrize("tied", [False, True])
