@@ -64,6 +64,9 @@ class Contribution(Protocol):
 
     def check_unchanged(self, name: str) -> None: ...
 
+    def absorb(self, other: Kept, dtype: torch.dtype) -> bool:
+        """Whether `other`, of the same parameter, was added into this one, so that only one need be held."""
+
     def materialise(self) -> Tensor:
         """(B, *shape): the per-sample gradients."""
 
@@ -89,6 +92,12 @@ class Kept:
 
     def check_unchanged(self, name: str) -> None:
         pass
+
+    def absorb(self, other: Kept, dtype: torch.dtype) -> bool:
+        if not self.owned or self.values.dtype != dtype or self.values.shape != other.values.shape:
+            return False
+        self.values.add_(other.values)
+        return True
 
     def materialise(self) -> Tensor:
         return self.values
@@ -129,6 +138,9 @@ class Saved:
     @property
     def batch_size(self) -> int:
         return self.second.shape[0]
+
+    def absorb(self, other: Kept, dtype: torch.dtype) -> bool:
+        return False
 
     def check_unchanged(self, name: str) -> None:
         if self.versions != (self.first._version, self.second._version):
@@ -223,7 +235,21 @@ class Lookup(Saved):
         return table.view(batch, self.rows, -1)
 
     def norms_squared(self) -> Tensor:
-        raise NotImplementedError("lookups are normed with the Gram units")
+        """Rows that repeat within a sample are added up, then squared: T·d operations where the Gram path takes T²·d.
+
+        Each id is replaced by a label below T that its repeats in the sample share, found by sorting; so the table
+        to add up in has T rows a sample, and not as many as the embedding.
+        """
+        batch, length = self.ids.shape
+        ordered, order = self.ids.sort(dim=1)
+        positions = torch.arange(length, device=ordered.device).expand(batch, length)
+        repeats = torch.zeros_like(ordered, dtype=torch.bool)
+        repeats[:, 1:] = ordered[:, 1:] == ordered[:, :-1]
+        first = positions.masked_fill(repeats, 0).cummax(1).values
+        labels = torch.empty_like(order).scatter_(1, order, first)
+        labels += torch.arange(batch, device=labels.device).unsqueeze(1) * length
+        g = self._without_padding(self.g)
+        return row_norms_squared(self._table(g.to(wide(g.dtype)), labels, batch * length).view(batch, length, -1))
 
     def clipped_sum(self, scale: Tensor, out: Tensor | None) -> Tensor:
         factors = scale.to(wide(self.g.dtype)).view(-1, 1, 1)
@@ -298,7 +324,12 @@ def combine(parts: list[Contribution], dtype: torch.dtype) -> tuple[Contribution
         return tuple(merged)
     total: Tensor | None = None
     while parts:
-        values = parts.pop().materialise()
-        total = values.to(dtype, copy=True) if total is None else total.add_(values)
+        part = parts.pop()
+        values = part.materialise()
+        if total is None:
+            borrowed = isinstance(part, Kept) and not part.owned
+            total = values.to(dtype, copy=borrowed)
+        else:
+            total.add_(values)
     assert total is not None
     return (Kept(total),)

@@ -26,10 +26,10 @@ from torch.utils.hooks import RemovableHandle
 
 from dpscope.errors import UserError
 from dpscope.flash import layers
-from dpscope.flash.contributions import Contribution
+from dpscope.flash.contributions import Contribution, Kept
 from dpscope.flash.explanation import Explanation, explain_slots
 from dpscope.flash.microbatch import FactoredSum, MicroBatch
-from dpscope.flash.paths import FORCEABLE, Decision, choose_path
+from dpscope.flash.paths import DIRECT, FORCEABLE, Decision, choose_path
 from dpscope.flash.taps import KEEP_BATCH_FIRST, InstanceMethod, LayerTap, RootTap, SharedCast, Slot, ZeroGradTap
 
 LOSS_REDUCTIONS = ("mean", "sum")
@@ -177,6 +177,8 @@ class FlashEngine:
     def add(self, slot: Slot, contribution: Contribution) -> None:
         if not slot.contributions:
             self._touched.append(slot)
+        elif isinstance(contribution, Kept) and slot.contributions[-1].absorb(contribution, slot.parameter.dtype):
+            return
         slot.contributions.append(contribution)
         self.pending = True
 
@@ -248,6 +250,7 @@ class FlashEngine:
 
     # -- closing -----------------------------------------------------------------------------------------------------
 
+    @torch.no_grad()
     def finish(self) -> None:
         """Closes the micro-batch: its clipped sums are added into p.grad. Every trainable parameter has one after."""
         for parameter, total, _ in self._sums(into_grad=True):
@@ -285,6 +288,7 @@ class FlashEngine:
             max_grad_norm=self.max_grad_norm,
             mean=self.loss_reduction == "mean",
             loss_scale=scale,
+            lookups_by_sorting=self.path == DIRECT,
         )
         self.norms, self.factors = micro.clipping.norms, micro.clipping.factors
         self.samples += micro.size

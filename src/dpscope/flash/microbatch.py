@@ -29,6 +29,7 @@ class MicroBatch:
         max_grad_norm: float,
         mean: bool,
         loss_scale: float | Tensor,
+        lookups_by_sorting: bool = False,
     ) -> None:
         self.size = _common_batch_size(slots)
         self.parameters = [slot.parameter for slot in slots]
@@ -40,7 +41,7 @@ class MicroBatch:
             self._parts.append(combine(contributions, slot.parameter.dtype))
         device = self.parameters[0].device
         self._small: SmallRows | None = gather_small(self._parts)
-        norm_sum = NormSum(self.size, device, decide)
+        norm_sum = NormSum(self.size, device, decide, lookups_by_sorting=lookups_by_sorting)
         self._count(norm_sum)
         multiplier = (self.size if mean else 1) / loss_scale
         self.clipping: Factors = clip_factors(norm_sum.result(), max_grad_norm, multiplier)

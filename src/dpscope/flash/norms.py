@@ -19,6 +19,9 @@ from dpscope.flash.paths import DIRECT, KEEP, RANK1, Decision
 # Kept gradients of at most this many elements a sample are normed and summed in one go, side by side.
 SMALL = 1 << 16
 
+# Samples with more ids than this are normed by sorting them; shorter ones join the Gram units' launch.
+SORTED_LENGTH = 256
+
 Decide = Callable[..., Decision]
 
 
@@ -50,11 +53,12 @@ def gather_small(parts: Sequence[tuple[Contribution, ...]]) -> SmallRows | None:
 class NormSum:
     """Adds up squared norms; Gram units wait until all are known."""
 
-    def __init__(self, batch: int, device: torch.device, decide: Decide) -> None:
+    def __init__(self, batch: int, device: torch.device, decide: Decide, *, lookups_by_sorting: bool = False) -> None:
         # float64 for this handful of numbers costs nothing; MPS has none.
         dtype = torch.float32 if device.type == "mps" else torch.float64
         self.total = torch.zeros(batch, dtype=dtype, device=device)
         self.decide = decide
+        self.lookups_by_sorting = lookups_by_sorting
         self._sharing: dict[tuple[object, ...], tuple[Tensor, list[Tensor]]] = {}
         self._lookups: list[GramUnit] = []
         self._single: list[Tensor] = []
@@ -83,6 +87,9 @@ class NormSum:
 
     def _add_one(self, part: Contribution) -> Contribution:
         if isinstance(part, Lookup):
+            if self.lookups_by_sorting or part.ids.shape[1] > SORTED_LENGTH:
+                self.add(part.norms_squared())
+                return part
             self._lookups.append(GramUnit(gs=(part.g,), ids=part.ids, padding_idx=part.padding_idx))
         elif isinstance(part, Outer):
             return self._add_outer(part)

@@ -6,10 +6,8 @@ state_dict; pickling or copying it gives an ordinary module, because a tap reduc
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Callable
-from types import MethodType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -66,13 +64,8 @@ class InstanceMethod:
             vars(self.module)[self.attribute] = self.replaced
 
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
-        # While a module is unpickled its instance dictionary is still empty: this finds the class's own method.
+        # While a module is unpickled or copied its instance dictionary is still empty: this finds the class's method.
         return (getattr, (self.module, self.attribute)) if self.replaced is None else (_itself, (self.replaced,))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        if self.replaced is not None:
-            return copy.deepcopy(self.replaced, memo)
-        return MethodType(getattr(type(self.module), self.attribute), copy.deepcopy(self.module, memo))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
@@ -157,6 +150,7 @@ class LayerTap(InstanceMethod):
         self.engine = engine
         self.name = name or type(module).__name__
         self.parameters = module._parameters
+        self.expected = [(key, module._parameters.get(key)) for key in self.names]
         self.slots = [
             None if module._parameters.get(key) is None else engine.slot(module._parameters[key]) for key in self.names
         ]
@@ -172,21 +166,19 @@ class LayerTap(InstanceMethod):
         if not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
         (x,) = (*args, *kwargs.values()) if kwargs else args
-        live = [self._is_live(index, key) for index, key in enumerate(self.names)]
-        if not any(live):
+        parameters = self.parameters
+        live = []
+        for key, expected in self.expected:  # a plain loop: this runs for every layer of every forward
+            parameter = parameters.get(key)
+            if parameter is not expected:
+                self.engine.refuse_parameter(self.name, key)
+            live.append(parameter is not None and parameter.requires_grad)
+        if True not in live:
             return self.original(x)
         engine = self.engine
         if engine.pending or x.dim() < self.min_dim or x.shape[0] != engine.batch_size:
             x = engine.admit(self, x)
         return self.apply(x, live)
-
-    def _is_live(self, index: int, key: str) -> bool:
-        parameter, slot = self.parameters.get(key), self.slots[index]
-        if parameter is None:
-            return False
-        if slot is None or parameter is not slot.parameter:
-            self.engine.refuse_parameter(self.name, key)
-        return parameter.requires_grad
 
     def apply(self, x: Tensor, live: list[bool]) -> Any:
         return Tapped.apply(self, x, live, None if x.requires_grad else self.engine.anchor)  # type: ignore[no-untyped-call]

@@ -56,7 +56,7 @@ def test_norm_and_sum_of_any_mix(kinds, batch, lengths, padding, path, seed):
     def decide(*shape, itemsize):
         return choose_path(*shape, itemsize=itemsize, forced=path)
 
-    norms = NormSum(batch, torch.device("cpu"), decide)
+    norms = NormSum(batch, torch.device("cpu"), decide, lookups_by_sorting=path == "direct")
     merged = norms.add_parts(c.combine(parts, torch.float64))
     torch.testing.assert_close(norms.result(), truth.square().sum((1, 2)), rtol=1e-12, atol=1e-12)
     total = None

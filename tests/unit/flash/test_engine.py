@@ -242,6 +242,7 @@ def test_a_parameter_used_outside_its_module_is_refused_and_its_gradient_thrown_
         assert model[3].weight.grad is None
 
 
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
 def test_second_order_gradients_are_refused():
     model = mlp()
     with FlashEngine(model, max_grad_norm=1.0), pytest.raises(UserError, match="create_graph"):
@@ -319,17 +320,19 @@ def test_bfloat16_autocast_agrees_with_the_oracle_to_the_rounding_of_bfloat16(pa
     assert all(parameter.grad.dtype == torch.float32 for parameter in model.parameters())
 
 
-def test_backward_and_finish_inside_the_autocast_context_stay_exact():
-    model, batch = mlp(), {"x": torch.randn(4, 6, 5)}
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("batch", [1, 4])
+def test_backward_and_finish_inside_the_autocast_context_stay_exact(path, batch):
+    model, batch = mlp(), {"x": torch.randn(batch, 6, 5)}
     truth, c = reference(model, batch, sine_losses)
-    with FlashEngine(model, max_grad_norm=c) as engine:
+    with FlashEngine(model, max_grad_norm=c, path=path) as engine:
         loss = sine_losses(model, batch).mean()
         with torch.autocast("cpu", torch.bfloat16):
             loss.backward()
             engine.finish()
             assert torch.is_autocast_enabled("cpu")
-    assert_close(gradients(model), truth.clipped_sums, rtol=1e-2)  # the ReLU's and the loss's own backward may round
-    torch.testing.assert_close(engine.norms, truth.norms, rtol=1e-2, atol=0)
+    assert_close(gradients(model), truth.clipped_sums)
+    torch.testing.assert_close(engine.norms, truth.norms, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("scale", [1024.0, lambda: 1024.0, torch.tensor(1024.0)])
@@ -446,3 +449,35 @@ def test_wrong_arguments_are_refused_with_what_is_possible():
     model = mlp()
     with FlashEngine(model, max_grad_norm=1.0), pytest.raises(UserError, match="already has a FlashEngine"):
         FlashEngine(model, max_grad_norm=1.0)
+
+
+def test_a_layer_used_often_by_one_sample_holds_one_gradient():
+    layer = nn.Linear(5, 5)
+    model = nn.Sequential(*(part for _ in range(4) for part in (layer, nn.Tanh())))
+    with FlashEngine(model, max_grad_norm=1.0) as engine:
+        model(torch.randn(1, 5)).sin().sum().backward()
+        assert len(engine.slot(layer.weight).contributions) == 1
+    assert_exact(model, {"x": torch.randn(1, 5)}, sine_losses)
+
+
+def test_hooks_of_the_user_are_called_as_ever():
+    model, batch = mlp(), {"x": torch.randn(4, 5)}
+    called = []
+    model[0].register_forward_hook(lambda module, args, output: called.append("forward"))
+    model[3].register_full_backward_hook(lambda module, grad_input, grad_output: called.append("backward"))
+    assert_exact(model, batch, sine_losses)
+    called.clear()
+    with FlashEngine(model, max_grad_norm=1.0) as engine:
+        private_step(engine, batch, sine_losses)
+    assert called == ["forward", "backward"]
+
+
+def test_saved_tensors_may_be_moved_away_and_back():
+    model, batch = Decoder(), token_batch(3, 5)
+    truth, c = reference(model, batch, token_losses)
+    with FlashEngine(model, max_grad_norm=c) as engine:
+        with torch.autograd.graph.save_on_cpu():
+            loss = token_losses(model, batch).mean()
+        loss.backward()
+        engine.finish()
+    compare(model, batch, token_losses, engine, truth, c)
