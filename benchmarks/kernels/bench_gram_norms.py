@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 import torch
 import triton
 import triton.language as tl
-from measurement import FF, LAYERS, VOCABULARY, D, Report
+from measurement import FF, LAYERS, VOCABULARY, D, Report, host_ms
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dpscope.flash.kernels.gram_norms import GramTiles, GramUnit, gram_norms_squared
@@ -59,13 +57,14 @@ def one_unit_kernel(x, g, partials, batch, n_tiles, d, p, BLOCK: tl.constexpr, B
 
 def one_unit(unit: GramUnit, block: int = 128, block_k: int = 64) -> torch.Tensor:
     (x,), (g,) = unit.xs, unit.gs
-    n = -(-unit.length // block)
-    partials = torch.empty(unit.batch, n * (n + 1) // 2, device=x.device)
+    batch, length, _ = x.shape
+    n = -(-length // block)
+    partials = torch.empty(batch, n * (n + 1) // 2, device=x.device)
     one_unit_kernel[(partials.numel(),)](
         TensorDescriptor.from_tensor(x, [1, block, block_k]),
         TensorDescriptor.from_tensor(g, [1, block, block_k]),
         partials,
-        unit.batch,
+        batch,
         partials.shape[1],
         x.shape[2],
         g.shape[2],
@@ -99,7 +98,11 @@ def joined(unit: GramUnit) -> GramUnit:
 
 def ideal_flops(units: list[GramUnit]) -> float:
     """Multiply-adds of the lower triangle alone, times two."""
-    return sum(unit.batch * unit.length * (unit.length + 1) * unit.width for unit in units)
+    total = 0.0
+    for unit in units:
+        batch, length, _ = unit.gs[0].shape
+        total += batch * length * (length + 1) * sum(tensor.shape[2] for tensor in (*unit.gs, *unit.xs))
+    return total
 
 
 def name(tiles: GramTiles) -> str:
@@ -146,11 +149,7 @@ def whole_model(report: Report, batch: int, length: int) -> None:
         if took < best:
             best, best_tiles = took, tiles
     report.measure(shape, f"one by one {name(best_tiles)}", partial(one_by_one, best_tiles), flops=flops)
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    batched(best_tiles)
-    print(f"{shape:<26} host time of one batched call {1e3 * (time.perf_counter() - start):.2f} ms")
-    torch.cuda.synchronize()
+    print(f"{shape:<26} host time of one batched call {host_ms(partial(batched, best_tiles)):.2f} ms")
     single = [joined(unit) for unit in units]
     report.measure(
         shape,
@@ -168,7 +167,7 @@ def embedding(report: Report) -> None:
     for batch, length in [(8, 1024), (16, 256), (1, 16384)]:
         ids = torch.randint(0, VOCABULARY, (batch, length), device="cuda")
         uniform = GramUnit(ids=ids, gs=(torch.randn(batch, length, D, device="cuda", dtype=torch.bfloat16),))
-        for variant, unit in (("uniform ids", uniform), ("16 distinct ids", replace(uniform, ids=ids % 16))):
+        for variant, unit in (("uniform ids", uniform), ("16 distinct ids", uniform._replace(ids=ids % 16))):
             report.measure(f"B={batch} T={length} embedding", variant, partial(gram_norms_squared, [unit]))
 
 

@@ -6,6 +6,7 @@ import argparse
 import json
 import platform
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,18 @@ class Report:
             lines = (json.dumps({**row, **self.environment}) for row in self.rows)
             self.options.json.write_text("\n".join(lines) + "\n")
             print(f"wrote {self.options.json}")
+
+
+def host_ms(call: Callable[[], Any]) -> float:
+    """Milliseconds one call costs the host, at best, with the device idle before it."""
+    best = float("inf")
+    for _ in range(5):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        best = min(best, 1e3 * (time.perf_counter() - start))
+    torch.cuda.synchronize()
+    return best
 
 
 def largest_relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:

@@ -14,11 +14,18 @@ pointers, widths and strides. One layer of a transformer at T=256 has fewer tile
 all of its layers together fill it, and cost the host one launch.
 
 Accumulation: bfloat16 and float16 by tensor cores into float32; float32 in float32 (tf32 only if `allow_tf32`); float64
-in float64. Each program owns one slot of the partial sums, so the result is deterministic.
+in float64. Each program owns its slots of the partial sums, so the result is deterministic.
 
-Guarantee: a sample's result depends on that sample's rows alone. Rounding errs by about the float32 epsilon relative to
-(Σ_t ‖g_t‖‖x_t‖)², not to the norm itself: where a sample's positions cancel almost completely, the relative error of
-the norm grows in proportion.
+Guarantee: a sample's result depends on that sample's rows alone, and no norm is too small by more than about 5e-4 of
+itself. Rounding errs relative to S², S = Σ_t ‖g_t‖‖x_t‖, not to the norm: by about 1e-8·S² in float32 (measured on an
+H200, 2026-11-15). Where a sample's positions cancel almost completely the computed square may be far too small, and a
+large gradient would pass unclipped. So each unit's square is taken to be at least
+
+    FLOOR · S²,     FLOOR = 2⁻¹⁴ (2⁻⁴⁰ in float64)
+
+Above the floor the error is a small fraction of the square; below it the norm is over-estimated, which clips more,
+never less. Incoherent positions give a square of S²/T or more, so up to T = 2¹⁴ ordinary data never meets the floor.
+(For tf32 the floor holds against accumulation only: its inputs are rounded to 2⁻¹¹ first.)
 """
 
 # Kernels are typed by Triton, not by Python.
@@ -29,7 +36,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,7 +50,6 @@ from dpscope.flash.kernels.triton_runtime import (
     jit,
     launch_on,
     provide_scratch,
-    rows_are_aligned,
     table_on,
     tl,
     use_triton,
@@ -53,45 +59,23 @@ CHUNK_BYTES = 64 * 2**20
 """The fallback holds no temporary larger than this."""
 
 
-@dataclass(frozen=True, eq=False)
-class GramUnit:
+FLOOR, FLOOR_FLOAT64 = 2.0**-14, 2.0**-40
+"""The least share of S² a unit's squared norm is taken to be."""
+
+
+class GramUnit(NamedTuple):
     """One weight's per-sample gradient Σ_t g_t x_tᵀ.
 
     gs: each (B, T, p_j), side by side along features. Either xs: each (B, T, d_i), side by side; or ids: (B, T)
     integers, for an embedding: then x_t·x_s is [ids_t = ids_s], and rows with ids = padding_idx count zero.
+
+    Checked where it is used: a step makes hundreds of them.
     """
 
     gs: tuple[Tensor, ...]
     xs: tuple[Tensor, ...] = ()
     ids: Tensor | None = None
     padding_idx: int | None = None
-
-    def __post_init__(self) -> None:
-        if not self.gs or bool(self.xs) == (self.ids is not None):
-            raise ValueError("a GramUnit needs gs and either xs or ids")
-        lead = self.gs[0].shape[:2]
-        for tensor in (*self.gs, *self.xs):
-            if tensor.dim() != 3 or tensor.shape[:2] != lead:
-                raise ValueError(f"expected (B, T, features) with B, T = {tuple(lead)}, got {tuple(tensor.shape)}")
-        if self.ids is not None and self.ids.shape != lead:
-            raise ValueError(f"expected ids of shape {tuple(lead)}, got {tuple(self.ids.shape)}")
-
-    @property
-    def batch(self) -> int:
-        return self.gs[0].shape[0]
-
-    @property
-    def length(self) -> int:
-        return self.gs[0].shape[1]
-
-    @property
-    def width(self) -> int:
-        """Features of both sides together: what one tile costs, up to a factor."""
-        return sum(tensor.shape[2] for tensor in (*self.gs, *self.xs))
-
-    @property
-    def dtypes(self) -> set[torch.dtype]:
-        return {tensor.dtype for tensor in (*self.gs, *self.xs)}
 
 
 @dataclass(frozen=True)
@@ -120,25 +104,82 @@ def gram_norms_squared(
     """
     if not units:
         raise ValueError("gram_norms_squared needs at least one unit")
-    batch, device = units[0].batch, units[0].gs[0].device
-    if any(unit.batch != batch for unit in units):
-        raise ValueError(f"units must share the batch size, got {sorted({unit.batch for unit in units})}")
-    kernel_units: dict[tuple[Any, ...], list[GramUnit]] = {}
-    total: Tensor | None = None
+    device = units[0].gs[0].device
+    batch = units[0].gs[0].shape[0]
+    groups: dict[_Kind, list[_Rows]] = {}
     for unit in units:
-        served = batch > 0 and unit.length > 0 and _served_dtypes(unit)
-        why_not = f"dtypes {unit.dtypes}, B={batch}, T={unit.length}"
-        preferred = backend == "triton" or _kernel_is_better(unit, allow_tf32)
+        kind, rows = _rows(unit, batch)
+        groups.setdefault(kind, []).append(rows)
+    total: Tensor | None = None
+    for kind, members in groups.items():
+        served = batch > 0 and kind.length > 0 and kind.served
+        why_not = f"dtypes {kind.x_dtype}, {kind.g_dtype}, B={batch}, T={kind.length}"
+        preferred = backend == "triton" or _kernel_is_better(kind, allow_tf32)
         if use_triton(backend, device, served=served, why_not=why_not) and preferred:
-            kernel_units.setdefault(_launch_key(unit), []).append(unit)
+            part = _launch(kind, members, batch, device, tiles or _choose_tiles(kind, device, allow_tf32), allow_tf32)
+            total = part if total is None else total + part
             continue
-        part = _gram_norm_torch(unit)
-        total = part if total is None else total + part
-    for group in kernel_units.values():
-        part = _launch(group, tiles or _choose_tiles(group[0], allow_tf32), allow_tf32)
-        total = part if total is None else total + part
+        for member in members:
+            part = _gram_norm_torch(member.unit)
+            total = part if total is None else total + part
     assert total is not None
-    return total.clamp_min(0.0)  # rounding can leave a vanishing norm just below zero; NaN stays NaN
+    return total
+
+
+class _Kind(NamedTuple):
+    """What units of one launch have in common. x_dtype: None for ids."""
+
+    length: int
+    x_dtype: torch.dtype | None
+    g_dtype: torch.dtype
+    served: bool  # one dtype a side, which the kernel knows
+    aligned: bool  # rows of whole 16-byte words: what tensor descriptors and 16-byte copies need
+    row_major: bool
+
+
+class _Rows(NamedTuple):
+    """A unit as the table's integers: pointer, width, stride over samples and over positions of each tensor."""
+
+    width: int  # features of both sides together: what one tile costs, up to a factor
+    segments: list[int]
+    unit: GramUnit
+
+
+def _rows(unit: GramUnit, batch: int) -> tuple[_Kind, _Rows]:
+    """One pass over the unit's tensors, which also checks their shapes: this runs on the host in every step."""
+    gs, xs, ids, _ = unit
+    if not gs or bool(xs) == (ids is not None):
+        raise ValueError("a GramUnit needs gs and either xs or ids")
+    if gs[0].shape[0] != batch:
+        raise ValueError(f"units must share the batch size, got {batch} and {gs[0].shape[0]}")
+    length = gs[0].shape[1]
+    if ids is not None and ids.shape != (batch, length):
+        raise ValueError(f"expected ids of shape {(batch, length)}, got {tuple(ids.shape)}")
+    g_dtype = gs[0].dtype
+    x_dtype = xs[0].dtype if xs else None
+    served = g_dtype in TRITON_DTYPES and (x_dtype is None or x_dtype in TRITON_DTYPES)
+    row_major, apart, bits, total = True, True, 0, 0
+    segments: list[int] = []
+    for side, dtype in ((xs, x_dtype), (gs, g_dtype)):
+        size = 0 if dtype is None else dtype.itemsize
+        for tensor in side:
+            shape = tensor.shape
+            if len(shape) != 3 or shape[0] != batch or shape[1] != length:
+                raise ValueError(f"expected (B, T, features) with B, T = {(batch, length)}, got {tuple(shape)}")
+            if tensor.dtype != dtype:
+                served = False
+            stride_b, stride_t, stride_f = tensor.stride()
+            width = shape[2]
+            pointer = tensor.data_ptr()
+            segments += (pointer, width, stride_b, stride_t)
+            total += width
+            bits |= pointer | (stride_b | stride_t | width) * size
+            if stride_f != 1:
+                row_major = False
+            if stride_t < width or stride_b == 0:
+                apart = False
+    aligned = row_major and apart and bits % 16 == 0
+    return _Kind(length, x_dtype, g_dtype, served, aligned, row_major), _Rows(total, segments, unit)
 
 
 # -- Triton ------------------------------------------------------------------------------------------------------------
@@ -198,12 +239,18 @@ def _gram_tile(
 
 
 @jit
-def _weighted_sum(x_gram, g_gram, row, col, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr):
-    """Σ w_ts x_gram g_gram over the tile: 2 below the diagonal, 1 on it, 0 above."""
+def _store_sums(partials, x_gram, g_gram, row, col, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr):
+    """Σ w_ts x_gram g_gram over the tile, w = 2 below the diagonal, 1 on it, 0 above; and Σ_t ‖x_t‖‖g_t‖ on it."""
+    program = tl.program_id(0)
     t = row + tl.arange(0, BLOCK_T)[:, None]
     s = col + tl.arange(0, BLOCK_S)[None, :]
+    products = x_gram * g_gram
     weight = tl.where(t > s, 2.0, tl.where(t == s, 1.0, 0.0))
-    return tl.sum(x_gram * g_gram * weight)
+    tl.store(partials + program, tl.sum(products * weight))
+    lengths = 0.0
+    if row < col + BLOCK_S:  # no tile lies above the diagonal: this one meets it
+        lengths = tl.sum(tl.sqrt(tl.where(t == s, products, 0.0)))
+    tl.store(partials + tl.num_programs(0) + program, lengths)
 
 
 @jit
@@ -224,7 +271,7 @@ def _gram_kernel(
     ALIGNED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One program: one tile of one sample of one unit. partials: (units, B, tiles)."""
+    """One program: one tile of one sample of one unit. partials: (2, units, B, tiles), see _store_sums."""
     program = tl.program_id(0)
     tile = tile_table + (program % n_tiles) * 2
     sample = (program // n_tiles) % batch
@@ -241,7 +288,7 @@ def _gram_kernel(
     g_gram = _gram_tile(segments, g_first, g_count, sample, row, col, length,
                         G_DTYPE, BLOCK_T, BLOCK_S, BLOCK_K, TMA, ALIGNED, PRECISION)
     # fmt: on
-    tl.store(partials + program, _weighted_sum(x_gram, g_gram, row, col, BLOCK_T, BLOCK_S))
+    _store_sums(partials, x_gram, g_gram, row, col, BLOCK_T, BLOCK_S)
 
 
 @jit
@@ -277,129 +324,127 @@ def _gram_ids_kernel(
     row_ids = tl.load(ids + t, mask=t < length, other=-1)
     col_ids = tl.load(ids + s, mask=s < length, other=-2)
     match = (row_ids[:, None] == col_ids[None, :]) & (row_ids != padding)[:, None]
-    total = 0.0
     if tl.max(match.to(tl.int32)) > 0:
         # fmt: off
         g_gram = _gram_tile(segments, g_first, g_count, sample, row, col, length,
                             G_DTYPE, BLOCK_T, BLOCK_S, BLOCK_K, TMA, ALIGNED, PRECISION)
         # fmt: on
-        total = _weighted_sum(match.to(tl.float32), g_gram, row, col, BLOCK_T, BLOCK_S)
-    tl.store(partials + program, total)
+        _store_sums(partials, match.to(tl.float32), g_gram, row, col, BLOCK_T, BLOCK_S)
+    else:
+        tl.store(partials + program, 0.0)
+        tl.store(partials + tl.num_programs(0) + program, 0.0)
 
 
-def _served_dtypes(unit: GramUnit) -> bool:
-    """The kernel takes one dtype for all of xs and one for all of gs."""
-    one_a_side = len({x.dtype for x in unit.xs}) <= 1 and len({g.dtype for g in unit.gs}) == 1
-    return one_a_side and unit.dtypes <= set(TRITON_DTYPES)
-
-
-def _kernel_is_better(unit: GramUnit, allow_tf32: bool) -> bool:
+def _kernel_is_better(kind: _Kind, allow_tf32: bool) -> bool:
     """Tensor cores for half types and tf32. Plain float32: cuBLAS is faster, but only if it may not round to tf32."""
-    if torch.float32 not in unit.dtypes:
+    if torch.float32 not in (kind.x_dtype, kind.g_dtype):
         return True
     return allow_tf32 or torch.get_float32_matmul_precision() != "highest"
 
 
-def _launch_key(unit: GramUnit) -> tuple[Any, ...]:
-    """Units with equal keys go into one launch."""
-    aligned = rows_are_aligned(*unit.gs, *unit.xs)
-    return unit.length, unit.xs[0].dtype if unit.xs else None, unit.gs[0].dtype, aligned
+def _choose_tiles(kind: _Kind, device: torch.device, allow_tf32: bool) -> GramTiles:
+    """Half precision on Hopper: measured on an H200 (bench_gram_norms.py, 2026-11-15), all Linear layers of preset 1b.
 
-
-def _choose_tiles(unit: GramUnit, allow_tf32: bool) -> GramTiles:
-    """Constants measured on an H200 (benchmarks/kernels/bench_gram_norms.py), by length."""
-    tma = is_hopper(unit.gs[0].device) and rows_are_aligned(*unit.gs, *unit.xs)
-    if torch.float32 in unit.dtypes:
+    128×128×64 with 8 warps and 4 stages through descriptors takes 2.04 ms at B=16, T=256 (64×128×128: 2.9 ms) and
+    22.7 ms at B=16, T=1024. The other choices are not measured: shorter samples take smaller tiles, and what has no
+    descriptors or no tensor cores takes what fits.
+    """
+    hopper = is_hopper(device)
+    tma = hopper and kind.aligned
+    if torch.float32 in (kind.x_dtype, kind.g_dtype):
         return GramTiles(64, 64, 32, 4, 3, tma and allow_tf32)
-    if unit.length <= 64:
+    if kind.length <= 64:
         return GramTiles(64, 64, 64, 4, 3, tma)
-    if not is_hopper(unit.gs[0].device):
+    if not hopper:
         return GramTiles(128, 128, 32, 8, 3, tma=False)
-    if unit.length <= 256:
-        return GramTiles(64, 128, 128, 4, 3, tma)
     return GramTiles(128, 128, 64, 8, 4, tma)
 
 
 @functools.lru_cache(maxsize=64)
-def _tile_coordinates(length: int, block_t: int, block_s: int) -> tuple[int, ...]:
-    """(i, j) of every tile that holds some t >= s, flat: i0, j0, i1, j1, …"""
+def _tile_table(length: int, block_t: int, block_s: int, device: torch.device) -> tuple[Tensor, int]:
+    """(i, j) of every tile that holds some t >= s, flat: i0, j0, i1, j1, …; and their number."""
     n_rows, n_cols = -(-length // block_t), -(-length // block_s)
-    return tuple(
-        value for i in range(n_rows) for j in range(n_cols) if (i + 1) * block_t > j * block_s for value in (i, j)
-    )
+    tiles = [(i, j) for i in range(n_rows) for j in range(n_cols) if (i + 1) * block_t > j * block_s]
+    (table,) = table_on(device, [value for tile in tiles for value in tile], wait=True)
+    return table, len(tiles)
 
 
-def _segment(tensor: Tensor) -> tuple[int, int, int, int]:
-    return tensor.data_ptr(), tensor.shape[2], tensor.stride(0), tensor.stride(1)
+def _row_major(rows: _Rows, kept: list[Tensor]) -> _Rows:
+    """The unit with copies of the tensors whose features do not lie side by side."""
+    unit = rows.unit
+    xs, gs = (tuple(x if x.stride(2) == 1 else x.contiguous() for x in side) for side in (unit.xs, unit.gs))
+    kept += (*xs, *gs)
+    return _rows(GramUnit(gs, xs, unit.ids, unit.padding_idx), gs[0].shape[0])[1]
 
 
-def _launch(units: list[GramUnit], tiles: GramTiles, allow_tf32: bool) -> Tensor:
-    """One launch for units of one key: (B,) float32."""
-    batch, length, device = units[0].batch, units[0].length, units[0].gs[0].device
-    by_ids = units[0].ids is not None
-    units = sorted(units, key=lambda unit: -unit.width)  # heavy first: the tail of the grid is short
-    aligned = all(rows_are_aligned(*unit.gs, *unit.xs) for unit in units)
-    tma = tiles.tma and aligned
+def _launch(
+    kind: _Kind, members: list[_Rows], batch: int, device: torch.device, tiles: GramTiles, allow_tf32: bool
+) -> Tensor:
+    """One launch for units of one kind: (B,) float32."""
     kept: list[Tensor] = []  # copies made here must outlive the launch's enqueueing
-
-    def row_major(tensor: Tensor) -> Tensor:
-        if tensor.stride(-1) != 1:
-            tensor = tensor.contiguous()
-            kept.append(tensor)
-        return tensor
-
+    if not kind.row_major:
+        members = [_row_major(rows, kept) for rows in members]
+    members.sort(key=lambda rows: -rows.width)  # heavy first: the tail of the grid is short
     unit_rows: list[int] = []
-    segment_rows: list[int] = []
-    for unit in units:
-        if unit.ids is not None:
-            ids = unit.ids.to(torch.int64).contiguous()
-            kept.append(ids)
-            unit_rows += (ids.data_ptr(), -1 if unit.padding_idx is None else unit.padding_idx)
+    segments: list[int] = []
+    for _, own, (gs, xs, ids, padding_idx) in members:
+        first = len(segments) // 4
+        segments += own
+        if ids is not None:
+            kept.append(ids.to(torch.int64).contiguous())
+            unit_rows += (kept[-1].data_ptr(), -1 if padding_idx is None else padding_idx, first, len(gs))
         else:
-            unit_rows += (len(segment_rows) // 4, len(unit.xs))
-        for x in unit.xs:
-            segment_rows += _segment(row_major(x))
-        unit_rows += (len(segment_rows) // 4, len(unit.gs))
-        for g in unit.gs:
-            segment_rows += _segment(row_major(g))
-    coordinates = _tile_coordinates(length, tiles.block_t, tiles.block_s)
-    n_tiles = len(coordinates) // 2
-    tables = table_on(device, coordinates, unit_rows, segment_rows)
-    partials = torch.empty(len(units), batch, n_tiles, dtype=torch.float32, device=device)
-    dtypes = {"G_DTYPE": TRITON_DTYPES[units[0].gs[0].dtype]}
-    if not by_ids:
-        dtypes["X_DTYPE"] = TRITON_DTYPES[units[0].xs[0].dtype]
-    kernel = _gram_ids_kernel if by_ids else _gram_kernel
+            unit_rows += (first, len(xs), first + len(xs), len(gs))
+    tile_table, n_tiles = _tile_table(kind.length, tiles.block_t, tiles.block_s, device)
+    unit_table, segment_table = table_on(device, unit_rows, segments)
+    partials = torch.empty((2, len(members), batch, n_tiles), dtype=torch.float32, device=device)
+    dtypes = {"G_DTYPE": TRITON_DTYPES[kind.g_dtype]}
+    kernel = _gram_ids_kernel
+    if kind.x_dtype is not None:
+        dtypes["X_DTYPE"] = TRITON_DTYPES[kind.x_dtype]
+        kernel = _gram_kernel
+    tma = tiles.tma and kind.aligned
+    if tma:
+        provide_scratch(device)
     with launch_on(device):
-        if tma:
-            provide_scratch(device)
-        kernel[(partials.numel(),)](
-            *tables,
+        kernel[(len(members) * batch * n_tiles,)](
+            tile_table,
+            unit_table,
+            segment_table,
             partials,
             batch,
             n_tiles,
-            length,
+            kind.length,
             **dtypes,
             BLOCK_T=tiles.block_t,
             BLOCK_S=tiles.block_s,
             BLOCK_K=tiles.block_k,
             TMA=tma,
-            ALIGNED=aligned and not INTERPRETED,
+            ALIGNED=kind.aligned and not INTERPRETED,
             PRECISION="tf32" if allow_tf32 else "ieee",
             num_warps=tiles.num_warps,
             num_stages=tiles.num_stages,
         )
-    return partials.sum(dim=(0, 2))
+    squares, lengths = partials.sum(3).unbind(0)
+    return _floored(squares, lengths).sum(0)
+
+
+def _floored(squares: Tensor, lengths: Tensor) -> Tensor:
+    """max(square, FLOOR·S²), NaN where either is: see the guarantee above."""
+    floor = FLOOR_FLOAT64 if squares.dtype == torch.float64 else FLOOR
+    return torch.maximum(squares, lengths.square().mul_(floor))
 
 
 # -- torch -------------------------------------------------------------------------------------------------------------
 
 
 def _gram_norm_torch(unit: GramUnit) -> Tensor:
-    """The same sum by strips of rows: (B,) in float32, or float64 where an input is."""
-    dtype = torch.float64 if torch.float64 in unit.dtypes else torch.float32
-    batch, length, device = unit.batch, unit.length, unit.gs[0].device
-    result = torch.zeros(batch, dtype=dtype, device=device)
+    """The same by strips of rows: (B,) in float32, or float64 where an input is."""
+    wide = any(tensor.dtype == torch.float64 for tensor in (*unit.gs, *unit.xs))
+    dtype = torch.float64 if wide else torch.float32
+    batch, length, _ = unit.gs[0].shape
+    squares = torch.zeros(batch, dtype=dtype, device=unit.gs[0].device)
+    lengths = torch.zeros_like(squares)
     rows = max(1, min(length, 512, CHUNK_BYTES // max(1, length * dtype.itemsize)))
     samples = max(1, CHUNK_BYTES // max(1, rows * length * dtype.itemsize))
     for first in range(0, batch, samples):
@@ -416,8 +461,10 @@ def _gram_norm_torch(unit: GramUnit) -> Tensor:
                 x_gram = match.to(dtype)
             products = x_gram.mul_(_gram_strip(unit.gs, chosen, start, stop, dtype))
             # Columns before the strip are below the diagonal and count twice; the strip's own square holds both halves.
-            result[chosen] += 2 * products[:, :, :start].sum(dim=(1, 2)) + products[:, :, start:].sum(dim=(1, 2))
-    return result
+            own = products[:, :, start:]
+            squares[chosen] += 2 * products[:, :, :start].sum(dim=(1, 2)) + own.sum(dim=(1, 2))
+            lengths[chosen] += own.diagonal(dim1=1, dim2=2).sqrt().sum(1)
+    return _floored(squares, lengths)
 
 
 def _gram_strip(tensors: Sequence[Tensor], chosen: slice, start: int, stop: int, dtype: torch.dtype) -> Tensor:

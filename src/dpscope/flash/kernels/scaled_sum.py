@@ -46,6 +46,7 @@ from dpscope.flash.kernels.triton_runtime import (
     launch_on,
     multiprocessors,
     provide_scratch,
+    rows_are_aligned,
     table_on,
     tl,
     use_triton,
@@ -132,16 +133,14 @@ def _sums(
     results: list[Tensor] = []
     groups: dict[tuple[Any, ...], list[tuple[int, int, int, int]]] = {}
     for i, (g, x, given) in enumerate(zip(gs, xs, outs, strict=True)):
-        target = None if given is None else given.stride()
+        target = None if given is None else (given.shape, given.stride(), given.dtype)
         key = (g.shape, x.shape, g.stride(), x.stride(), g.dtype, x.dtype, target)
         rows = groups.get(key)
         if rows is None:
             rows = groups[key] = []
             out, _ = _result(g, x, scale, given)
-        elif given is None:
-            out = torch.empty_like(results[rows[0][0]])
         else:
-            out, _ = _result(g, x, scale, given)
+            out = torch.empty_like(results[rows[0][0]]) if given is None else given
         results.append(out)
         rows.append((i, g.data_ptr(), x.data_ptr(), out.data_ptr()))
     launches: list[tuple[int, bool]] = []
@@ -189,10 +188,7 @@ def _is_served(g: Tensor, x: Tensor, out: Tensor) -> bool:
         and g.shape[1] >= 16
         and out.stride(1) == 1
         and out.stride(0) % 4 == 0
-        and all(
-            stride_f == 1 and stride_t >= width and stride_b > 0 and (stride_b | stride_t | width) % 8 == 0
-            for (stride_b, stride_t, stride_f), width in ((g.stride(), g.shape[2]), (x.stride(), x.shape[2]))
-        )
+        and rows_are_aligned(g, x)
         and is_hopper(g.device)
     )
 

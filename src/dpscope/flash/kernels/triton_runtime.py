@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import os
+from array import array
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
@@ -158,18 +159,20 @@ def provide_scratch(device: torch.device) -> None:
         triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device))
 
 
-def table_on(device: torch.device, *rows: Sequence[int]) -> list[torch.Tensor]:
+def table_on(device: torch.device, *rows: Sequence[int], wait: bool = False) -> list[torch.Tensor]:
     """Host integers as int64 tensors on `device`, in one asynchronous copy from pinned memory.
 
     Each tensor starts on a 16-byte boundary, so that Triton compiles a kernel once and not once for each alignment.
+    `wait`: for tables that are kept, so that a kernel on any stream finds them.
     """
-    flat: list[int] = []
+    flat = array("q")
     starts: list[int] = []
     for row in rows:
         starts.append(len(flat))
-        flat.extend(row)
-        flat.extend([0] * (len(row) % 2))
-    host = torch.tensor(flat, dtype=torch.int64)
+        flat.fromlist(list(row))
+        if len(row) % 2:
+            flat.append(0)
+    host = torch.frombuffer(flat, dtype=torch.int64) if flat else torch.empty(0, dtype=torch.int64)
     if device.type == "cuda":
-        host = host.pin_memory().to(device, non_blocking=True)
+        host = host.to(device) if wait else host.pin_memory().to(device, non_blocking=True)
     return [host[start : start + len(row)] for start, row in zip(starts, rows, strict=True)]

@@ -13,7 +13,7 @@ from dpscope.flash.kernels.gram_norms import GramUnit
 
 def gram_norms_squared(units: list[GramUnit]) -> Tensor:
     """Forms every per-sample gradient and squares it."""
-    batch = units[0].batch
+    batch = units[0].gs[0].shape[0]
     total = torch.zeros(batch, dtype=torch.float64, device=units[0].gs[0].device)
     for unit in units:
         for b in range(batch):
@@ -27,6 +27,12 @@ def gram_norms_squared(units: list[GramUnit]) -> Tensor:
                     x[ids == unit.padding_idx] = 0
             total[b] += (g.T @ x).square().sum()
     return total
+
+
+def lengths(unit: GramUnit) -> Tensor:
+    """Σ_t ‖g_t‖‖x_t‖, per sample."""
+    g, x = (torch.cat([part.double() for part in side], dim=2) for side in (unit.gs, unit.xs))
+    return (g.norm(dim=2) * x.norm(dim=2)).sum(1)
 
 
 def scaled_sum(g: Tensor, x: Tensor, scale: Tensor) -> Tensor:

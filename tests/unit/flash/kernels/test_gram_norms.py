@@ -27,7 +27,7 @@ def unit(batch: int, length: int, ds: list[int], ps: list[int], dtype: torch.dty
 
 
 def assert_norms(units: list[GramUnit], backend: str, tiles: GramTiles | None = None) -> None:
-    dtype = next(iter(units[0].dtypes))
+    dtype = units[0].gs[0].dtype
     got = gram_norms_squared(units, backend=backend, tiles=tiles)
     assert got.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     torch.testing.assert_close(got.double(), reference.gram_norms_squared(units), rtol=TOLERANCE[dtype], atol=1e-30)
@@ -117,11 +117,61 @@ def test_a_non_finite_sample_spoils_only_its_own_norm(poison: float, backend: st
     torch.testing.assert_close(got[keep].double(), reference.gram_norms_squared([clean]), rtol=1e-5, atol=0)
 
 
-def test_cancelling_positions_never_give_a_negative_norm(backend: str) -> None:
-    x = torch.randn(4, 1, 32).bfloat16()
-    g = torch.randn(4, 1, 32).bfloat16()
-    cancelling = GramUnit(xs=(torch.cat([x, x], dim=1),), gs=(torch.cat([g, -g], dim=1),))
-    assert (gram_norms_squared([cancelling], backend=backend) >= 0).all()
+def cancelling(batch: int, length: int, dtype: torch.dtype, slip: float) -> GramUnit:
+    """Positions in pairs, g and -g with x and x·(1 ± slip): the gradient is about slip times what its positions are."""
+    x = torch.randn(batch, length, 32).repeat_interleave(2, dim=1)
+    g = torch.randn(batch, length, 24).repeat_interleave(2, dim=1)
+    x[:, 1::2] *= 1 + slip * torch.randn(batch, length, 32)
+    g[:, 1::2] *= -1
+    return GramUnit(xs=(x.to(dtype),), gs=(g.to(dtype),))
+
+
+@pytest.mark.parametrize("slip", [0.0, 1e-5, 1e-3, 1e-2, 0.1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_is_never_too_small_where_positions_cancel(dtype: torch.dtype, slip: float, backend: str) -> None:
+    """A norm that is too small would let a gradient through that should be clipped."""
+    one = cancelling(4, 24, dtype, slip)
+    got = gram_norms_squared([one], backend=backend, tiles=SMALL).double().sqrt()
+    assert (got >= (1 - 1e-3) * reference.gram_norms_squared([one]).sqrt()).all()
+    ceiling = 2.0**-7 * reference.lengths(one)  # the square root of FLOOR
+    assert (got <= torch.maximum(ceiling, reference.gram_norms_squared([one]).sqrt()) * (1 + 1e-3)).all()
+    if slip == 0.0:
+        torch.testing.assert_close(got, ceiling, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("padding_idx", [None, 1])
+def test_a_norm_is_never_too_small_where_lookups_cancel(padding_idx: int | None, backend: str) -> None:
+    """One id receives g and -g; padding is not counted in the floor."""
+    ids = torch.tensor([[0, 0, 1, 1, 1]]).repeat(2, 4)
+    g = torch.randn(2, 20, 24)
+    g[:, 1::5] = -g[:, 0::5]
+    g[:, 2::5] = 0.0
+    g[:, 4::5] = -g[:, 3::5]
+    one = GramUnit(ids=ids, gs=(g,), padding_idx=padding_idx)
+    got = gram_norms_squared([one], backend=backend, tiles=SMALL).double().sqrt()
+    counted = g.double().norm(dim=2).masked_fill(ids == padding_idx, 0.0) if padding_idx else g.double().norm(dim=2)
+    torch.testing.assert_close(got, 2.0**-7 * counted.sum(1), rtol=1e-5, atol=0)
+
+
+def test_each_unit_has_its_own_floor(backend: str) -> None:
+    """The floor is part of a unit's square; beside an ordinary unit it is added, not compared with the total."""
+    ordinary, vanishing = unit(3, 20, [24], [16], torch.bfloat16), cancelling(3, 10, torch.bfloat16, 0.0)
+    expected = reference.gram_norms_squared([ordinary]) + 2.0**-14 * reference.lengths(vanishing).square()
+    got = gram_norms_squared([ordinary, vanishing], backend=backend, tiles=SMALL)
+    torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=0)
+
+
+def test_the_floor_in_float64_is_lower() -> None:
+    one = cancelling(2, 24, torch.float64, 1e-4)
+    torch.testing.assert_close(gram_norms_squared([one]), reference.gram_norms_squared([one]), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("length", [64, 300])
+def test_ordinary_data_never_meets_the_floor(length: int, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    units = [unit(2, length, [24], [16], torch.bfloat16)]
+    floored = gram_norms_squared(units, backend=backend)
+    monkeypatch.setattr(gram_norms, "FLOOR", 0.0)
+    torch.testing.assert_close(floored, gram_norms_squared(units, backend=backend), rtol=1e-6, atol=0)
 
 
 def test_an_empty_batch_gives_no_norms() -> None:
@@ -141,7 +191,11 @@ def test_units_must_share_the_batch_size() -> None:
 
 def test_a_unit_needs_one_kind_of_input() -> None:
     with pytest.raises(ValueError, match="either xs or ids"):
-        GramUnit(gs=(torch.zeros(1, 2, 3),))
+        gram_norms_squared([GramUnit(gs=(torch.zeros(1, 2, 3),))])
+    with pytest.raises(ValueError, match="expected ids"):
+        gram_norms_squared([GramUnit(gs=(torch.zeros(1, 2, 3),), ids=torch.zeros(1, 3, dtype=torch.int64))])
+    with pytest.raises(ValueError, match="features"):
+        gram_norms_squared([GramUnit(gs=(torch.zeros(1, 2, 3),), xs=(torch.zeros(1, 3, 3),))])
 
 
 def test_forcing_triton_where_it_cannot_run_says_what_to_do() -> None:
