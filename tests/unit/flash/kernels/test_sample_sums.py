@@ -44,7 +44,7 @@ def test_sums_over_positions(length: int, g_dtype: torch.dtype, x_dtype: torch.d
     dgamma, dbeta = layer_norm_sums(g, x, mean, rstd, backend=backend)
     assert_sums(dgamma, expected_gamma)
     assert_sums(dbeta, expected_beta)
-    assert_sums(bias_sums(g, backend=backend), expected_beta)
+    assert_sums(bias_sums(g), expected_beta)
     expected_rms, _ = reference.layer_norm_sums(g, x, torch.zeros_like(mean), rstd)
     assert_sums(rms_norm_sums(g, x, rstd, backend=backend), expected_rms)
 
@@ -61,8 +61,9 @@ def test_layer_norm_agrees_with_autograd(backend: str) -> None:
 
 
 def test_several_blocks_of_features(backend: str) -> None:
-    g = torch.randn(2, 5, 700)
-    assert_sums(bias_sums(g, backend=backend), g.double().sum(1))
+    g, x, _, rstd = operands(2, 5, 700, torch.float32, torch.float32)
+    expected, _ = reference.layer_norm_sums(g, x, torch.zeros_like(rstd), rstd)
+    assert_sums(rms_norm_sums(g, x, rstd, backend=backend), expected)
 
 
 def test_non_contiguous_operands(backend: str) -> None:
@@ -85,6 +86,7 @@ def test_a_non_finite_sample_spoils_only_its_own_row(backend: str) -> None:
 def test_float64_stays_float64() -> None:
     g, x, mean, rstd = (tensor.double() for tensor in operands(2, 7, 5, torch.float32, torch.float32))
     expected, _ = reference.layer_norm_sums(g, x, mean, rstd)
+    assert bias_sums(g).dtype == torch.float64
     got, _ = layer_norm_sums(g, x, mean, rstd)
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 
@@ -97,7 +99,9 @@ def test_small_chunks_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_empty_batch_gives_no_rows() -> None:
-    assert bias_sums(torch.zeros(0, 4, 3)).shape == (0, 3)
+    g, rstd = torch.zeros(0, 4, 3), torch.zeros(0, 4)
+    assert bias_sums(g).shape == (0, 3)
+    assert rms_norm_sums(g, g, rstd).shape == (0, 3)
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:

@@ -18,7 +18,7 @@ sys.modules["triton"] = None  # an import of it fails, as where it is not instal
 import torch
 from dpscope.flash.kernels.fused_update import fused_adam_, fused_sgd_
 from dpscope.flash.kernels.gram_norms import GramUnit, gram_norms_squared
-from dpscope.flash.kernels.sample_sums import bias_sums
+from dpscope.flash.kernels.sample_sums import bias_sums, rms_norm_sums
 from dpscope.flash.kernels.scaled_sum import scaled_sum
 assert not torch.cuda.is_initialized()
 x = torch.ones(2, 3, 4)
@@ -27,7 +27,7 @@ assert scaled_sum(x, x, torch.ones(2)).sum() == 96
 assert bias_sums(x).sum() == 24
 fused_sgd_([torch.zeros(3)], [torch.zeros(3)], lr=1.0, noise_std=1.0)
 try:
-    bias_sums(x, backend="triton")
+    rms_norm_sums(x, x, x[:, :, 0], backend="triton")
 except ValueError as problem:
     assert "pip install triton" in str(problem)
 else:
