@@ -115,6 +115,20 @@ def test_a_non_finite_sample_spoils_only_its_own_norm() -> None:
     assert got.isfinite().tolist() == [True, True, False, True]
 
 
+@pytest.mark.parametrize("slip", [0.0, 1e-3, 1e-2, 0.1])
+@pytest.mark.parametrize("length", [64, 512])
+def test_gram_norms_are_never_too_small_where_positions_cancel(length: int, slip: float) -> None:
+    """Positions in pairs, g and -g with x nearly the same: the gradient is about slip times what its positions are."""
+    x, g = (torch.randn(3, length, 512, device="cuda").repeat_interleave(2, dim=1) for _ in range(2))
+    x[:, 1::2] *= 1 + slip * torch.randn(3, length, 512, device="cuda")
+    g[:, 1::2] *= -1
+    one = GramUnit(xs=(x.bfloat16(),), gs=(g.bfloat16(),))
+    got = gram_norms_squared([one], backend="triton").double().sqrt()
+    exact = reference.gram_norms_squared([one]).sqrt()
+    assert (got >= (1 - 1e-3) * exact).all()
+    assert (got <= (1 + 1e-3) * torch.maximum(exact, 2.0**-7 * reference.lengths(one))).all()
+
+
 def test_gram_norms_are_deterministic() -> None:
     units = [unit(4, 500, [256], [256]), unit(4, 500, [256], [1024])]
     assert torch.equal(gram_norms_squared(units), gram_norms_squared(units))
@@ -211,7 +225,7 @@ def test_sample_sums(batch: int, length: int, width: int, dtype: torch.dtype) ->
     close = {"rtol": 1e-5, "atol": 1e-6 * length**0.5 * 10}
     torch.testing.assert_close(dgamma.double(), expected_gamma, **close)
     torch.testing.assert_close(dbeta.double(), expected_beta, **close)
-    torch.testing.assert_close(bias_sums(g, backend="triton").double(), expected_beta, **close)
+    torch.testing.assert_close(bias_sums(g).double(), expected_beta, **close)
     expected_rms, _ = reference.layer_norm_sums(g, x, torch.zeros_like(mean), rstd)
     torch.testing.assert_close(rms_norm_sums(g, x, rstd, backend="triton").double(), expected_rms, **close)
 
@@ -282,6 +296,21 @@ def test_the_fused_step_is_that_of_torch_optim(kind: type[torch.optim.Optimizer]
         torch.testing.assert_close(got, wanted, rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("factor", [0.3, 0.0])
+def test_a_factor_on_the_device(factor: float) -> None:
+    """It multiplies the sums, not the noise; where it is zero they are not read."""
+    params = [rows(70_000, dtype=torch.float32), rows(7, dtype=torch.float32)]
+    expected = [param.clone() for param in params]
+    sums = [torch.randn_like(param) for param in params]
+    common: dict[str, Any] = {"lr": 0.1, "noise_std": 0.5, "seed": 3, "backend": "triton"}
+    fused_sgd_(expected, [factor * s for s in sums], **common)
+    if factor == 0.0:
+        sums[0][::3] = torch.nan
+    fused_sgd_(params, sums, factor=torch.tensor(factor, dtype=torch.float64, device="cuda"), **common)
+    for got, wanted in zip(params, expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=2e-5, atol=1e-6)
+
+
 # -- all ---------------------------------------------------------------------------------------------------------------
 
 
@@ -294,9 +323,9 @@ def calls() -> dict[str, Callable[[], object]]:
         "gram_norms": lambda: gram_norms_squared([one, GramUnit(ids=embedding, gs=(g,))]),
         "scaled_sum": lambda: scaled_sum(g, x, scale),
         "scaled_sums": lambda: scaled_sums([g, g], [x, x], scale),
-        "sample_sums": lambda: bias_sums(g),
+        "sample_sums": lambda: rms_norm_sums(g, g, g[:, :, 0]),
         "add_noise": lambda: add_noise_(params, 1.0, 1.0, 0, 0),
-        "fused_adam": lambda: fused_adam_(params, params, *state, step=1, lr=0.1, noise_std=1.0),
+        "fused_adam": lambda: fused_adam_(params, params, *state, step=1, lr=0.1, noise_std=1.0, factor=scale[0]),
     }
 
 

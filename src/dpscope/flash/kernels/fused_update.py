@@ -2,7 +2,7 @@
 
 With s the clipped sum of a parameter's per-sample gradients and z the noise stream of philox_noise,
 
-    g = (s + noise_std · z) · grad_scale            noise_std = σC, grad_scale = 1 / expected batch size
+    g = (factor · s + noise_std · z) · grad_scale   noise_std = σC, grad_scale = 1 / expected batch size
 
 and then exactly what torch.optim does with g, in float32, rounded once where a value is stored:
 
@@ -10,6 +10,9 @@ and then exactly what torch.optim does with g, in float32, rounded once where a 
                 g ← b, or g + µb (nesterov);  p ← p - ηg
     Adam(W)     g ← g + λp, or p ← (1 - ηλ)p (decoupled);  m ← m + (1 - β₁)(g - m);  v ← β₂v + (1 - β₂)g²;
                 p ← p - η/(1 - β₁ᵗ) · m / (√v̂ + ε),  √v̂ = √v / √(1 - β₂ᵗ), with the running maximum of v for amsgrad
+
+`factor` is one number on the device: a lone sample's clip factor, applied here instead of in a pass of its own. Where
+it is zero (a sample that is left out) or NaN, s is not read, whatever it holds.
 
 g and z live in registers only. Each parameter and state element is read once and written once, each sum is read once
 and not modified: the noise costs arithmetic that hides behind memory traffic.
@@ -25,24 +28,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from dpscope.flash.kernels.philox_noise import add_noise_, noise_chunks, normal_block, philox_normal
+from dpscope.flash.kernels.philox_noise import checked_factor, clip_at, noise_chunks, normal_block, times_factor_
 from dpscope.flash.kernels.tensor_lists import (
     ListLaunch,
     chunk_size,
     find_tensor,
-    is_aligned,
+    list_launches,
     noise_starts,
     pointer_at,
     size_at,
 )
-from dpscope.flash.kernels.triton_runtime import TRITON_DTYPES, Backend, jit, launch_on, tl, use_triton
-
-__all__ = ["add_noise_", "fused_adam_", "fused_sgd_", "philox_normal"]
+from dpscope.flash.kernels.triton_runtime import Backend, jit, launch_on, tl
 
 
 def fused_sgd_(
@@ -57,13 +58,14 @@ def fused_sgd_(
     nesterov: bool = False,
     maximize: bool = False,
     first_step: bool = False,
+    factor: Tensor | None = None,
     grad_scale: float = 1.0,
     noise_std: float = 0.0,
     seed: int = 0,
     offset: int = 0,
     backend: Backend = "auto",
 ) -> None:
-    """torch.optim.SGD on grad = (sum + noise)·grad_scale, in place.
+    """torch.optim.SGD on grad = (factor·sum + noise)·grad_scale, in place.
 
     momentum_buffers: one a parameter if momentum is not zero; what they hold is ignored when `first_step`.
     `offset` must differ between any two calls under one seed.
@@ -71,10 +73,11 @@ def fused_sgd_(
     if bool(momentum) != bool(momentum_buffers):
         raise ValueError("momentum_buffers go with momentum: give one buffer a parameter, or neither")
 
-    def launch(listed: ListLaunch, arguments: tuple[Any, ...], aligned: bool) -> None:
+    def launch(listed: ListLaunch) -> None:
         dtypes = listed.dtypes
         _sgd_kernel[(listed.programs,)](
-            *arguments,
+            *listed.arguments,
+            factor,
             noise_std,
             grad_scale,
             lr,
@@ -89,7 +92,7 @@ def fused_sgd_(
             FIRST=first_step,
             NESTEROV=nesterov,
             MAXIMIZE=maximize,
-            ALIGNED=aligned,
+            ALIGNED=listed.aligned,
             **listed.cut,
             num_warps=8,
         )
@@ -105,7 +108,7 @@ def fused_sgd_(
         param.copy_(values.sub(grad, alpha=lr))
 
     columns = [params, sums, momentum_buffers] if momentum else [params, sums]
-    _update(columns, launch, fallback, grad_scale, noise_std, seed, offset, backend)
+    _update(columns, launch, fallback, factor, grad_scale, noise_std, seed, offset, backend)
 
 
 def fused_adam_(
@@ -123,13 +126,14 @@ def fused_adam_(
     decoupled_weight_decay: bool = False,
     amsgrad: bool = False,
     maximize: bool = False,
+    factor: Tensor | None = None,
     grad_scale: float = 1.0,
     noise_std: float = 0.0,
     seed: int = 0,
     offset: int = 0,
     backend: Backend = "auto",
 ) -> None:
-    """torch.optim.Adam, or AdamW if decoupled_weight_decay, on grad = (sum + noise)·grad_scale, in place.
+    """torch.optim.Adam, or AdamW if decoupled_weight_decay, on grad = (factor·sum + noise)·grad_scale, in place.
 
     `step` counts from 1, this step included. max_exp_avg_sqs: one a parameter if `amsgrad`.
     `offset` must differ between any two calls under one seed.
@@ -142,10 +146,11 @@ def fused_adam_(
     shrink = 1.0 - lr * weight_decay if decoupled_weight_decay else 1.0
     coupled = 0.0 if decoupled_weight_decay else weight_decay
 
-    def launch(listed: ListLaunch, arguments: tuple[Any, ...], aligned: bool) -> None:
+    def launch(listed: ListLaunch) -> None:
         dtypes = listed.dtypes
         _adam_kernel[(listed.programs,)](
-            *arguments,
+            *listed.arguments,
+            factor,
             noise_std,
             grad_scale,
             step_size,
@@ -163,7 +168,7 @@ def fused_adam_(
             NOISE=noise_std != 0.0,
             AMSGRAD=amsgrad,
             MAXIMIZE=maximize,
-            ALIGNED=aligned,
+            ALIGNED=listed.aligned,
             **listed.cut,
             num_warps=8,
         )
@@ -182,47 +187,39 @@ def fused_adam_(
         param.copy_(values.addcdiv_(first, (second.sqrt() / root_correction).add_(eps), value=-step_size))
 
     columns = [params, sums, exp_avgs, exp_avg_sqs, *([max_exp_avg_sqs] if amsgrad else [])]
-    _update(columns, launch, fallback, grad_scale, noise_std, seed, offset, backend)
+    _update(columns, launch, fallback, factor, grad_scale, noise_std, seed, offset, backend)
 
 
 def _update(
     columns: Sequence[Sequence[Tensor]],
-    launch: Callable[[ListLaunch, tuple[Any, ...], bool], None],
+    launch: Callable[[ListLaunch], None],
     fallback: Callable[..., None],
+    factor: Tensor | None,
     grad_scale: float,
     noise_std: float,
     seed: int,
     offset: int,
     backend: Backend,
 ) -> None:
-    """Hand each parameter to the kernel or to the fallback; parameters of equal dtypes and alignment share a launch."""
-    if any(len(column) != len(columns[0]) for column in columns):
-        raise ValueError(f"expected one tensor a parameter in every list, got {[len(column) for column in columns]}")
-    starts = noise_starts(columns[0])
-    groups: dict[tuple[Any, ...], list[int]] = {}
-    for i, row in enumerate(zip(*columns, strict=True)):
-        if any(tensor.shape != row[0].shape for tensor in row):
-            raise ValueError(f"parameter {i}: shapes differ, {[tuple(tensor.shape) for tensor in row]}")
-        served = all(tensor.is_contiguous() and tensor.dtype in TRITON_DTYPES for tensor in row)
-        if use_triton(backend, row[0].device, served=served, why_not=f"parameter {i}: dtype or layout"):
-            if row[0].numel():
-                key = (is_aligned(*row), row[0].device, *(tensor.dtype for tensor in row))
-                groups.setdefault(key, []).append(i)
-            continue
-        param, total, *state = row
+    """Hand each parameter to the kernel or to the fallback."""
+    checked_factor(factor)
+    params, sums, *states = columns
+    starts = noise_starts(params)
+    launches, left = list_launches(columns, starts, seed, offset, backend)
+    for listed in launches:
+        with launch_on(listed.device):
+            launch(listed)
+        # Autograd cannot see that a kernel wrote to them.
+        torch.autograd.graph.increment_version([params[i] for i in listed.members])
+    for i in left:
+        param, total = params[i], sums[i]
         dtype = torch.promote_types(torch.promote_types(param.dtype, total.dtype), torch.float32)
-        grad = total.detach().to(dtype, copy=True)
+        grad = times_factor_(total.detach().to(dtype, copy=True), factor)
         if noise_std:
             for part, noise in noise_chunks(grad, starts[i], seed, offset):
                 part.add_(noise.to(dtype), alpha=noise_std)
         with torch.no_grad():
-            fallback(grad.mul_(grad_scale), param, *state)
-    for (aligned, *_), members in groups.items():
-        chosen = [[column[i] for i in members] for column in columns]
-        listed = ListLaunch.over(chosen, [starts[i] for i in members], seed, offset)
-        with launch_on(chosen[0][0].device):
-            launch(listed, (*listed.tables, len(members), listed.steps), aligned)
-        torch.autograd.graph.increment_version(chosen[0])  # autograd cannot see that a kernel wrote to them
+            fallback(grad.mul_(grad_scale), param, *(state[i] for state in states))
 
 
 # -- Triton ------------------------------------------------------------------------------------------------------------
@@ -232,17 +229,18 @@ def _update(
 def _gradient(
     sums,
     index,
-    size,
+    filled,
     key,
     element,
+    clip,
     noise_std,
     grad_scale,
     NOISE: tl.constexpr,
     MAXIMIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """(sum + noise)·scale for one block, negated to maximize; float32."""
-    grad = tl.load(sums + index, mask=index < size, other=0.0).to(tl.float32)
+    """(clip·sum + noise)·scale for one block, negated to maximize; float32."""
+    grad = clip * tl.load(sums + index, mask=index < filled, other=0.0).to(tl.float32)
     if NOISE:
         grad += noise_std * normal_block(tl.load(key), tl.load(key + 1), element, BLOCK)
     grad *= grad_scale
@@ -251,13 +249,15 @@ def _gradient(
     return grad
 
 
-@jit
+@partial(jit, do_not_specialize=("n_tensors", "steps"))
 def _sgd_kernel(
     key,
     chunk_starts,
+    extents,
     rows,
     n_tensors,
     steps,
+    factor,
     noise_std,
     grad_scale,
     lr,
@@ -277,19 +277,20 @@ def _sgd_kernel(
     BLOCK: tl.constexpr,
 ):
     tensor, first = find_tensor(chunk_starts, n_tensors, steps, CHUNK)
-    row = rows + tensor * (5 if MOMENTUM else 4)
-    size = size_at(row, ALIGNED)
-    start = tl.load(row + 1) + first
-    params = pointer_at(row + 2, P_DTYPE, ALIGNED)
-    sums = pointer_at(row + 3, S_DTYPE, ALIGNED)
+    row = rows + tensor * (3 if MOMENTUM else 2)
+    size = size_at(extents + tensor * 2, ALIGNED)
+    start = tl.load(extents + tensor * 2 + 1) + first
+    clip, filled = clip_at(factor, size)
+    params = pointer_at(row, P_DTYPE, ALIGNED)
+    sums = pointer_at(row + 1, S_DTYPE, ALIGNED)
     for at in range(0, chunk_size(first, size, CHUNK), BLOCK):
         index = first + at + tl.arange(0, BLOCK)
         inside = index < size
         param = tl.load(params + index, mask=inside, other=0.0).to(tl.float32)
-        grad = _gradient(sums, index, size, key, start + at, noise_std, grad_scale, NOISE, MAXIMIZE, BLOCK)
+        grad = _gradient(sums, index, filled, key, start + at, clip, noise_std, grad_scale, NOISE, MAXIMIZE, BLOCK)
         grad += weight_decay * param
         if MOMENTUM:
-            buffers = pointer_at(row + 4, B_DTYPE, ALIGNED)
+            buffers = pointer_at(row + 2, B_DTYPE, ALIGNED)
             moved = grad
             if not FIRST:
                 moved = momentum * tl.load(buffers + index, mask=inside, other=0.0).to(tl.float32) + undamped * grad
@@ -298,13 +299,15 @@ def _sgd_kernel(
         tl.store(params + index, (param - lr * grad).to(P_DTYPE), mask=inside)
 
 
-@jit
+@partial(jit, do_not_specialize=("n_tensors", "steps"))
 def _adam_kernel(
     key,
     chunk_starts,
+    extents,
     rows,
     n_tensors,
     steps,
+    factor,
     noise_std,
     grad_scale,
     step_size,
@@ -327,27 +330,28 @@ def _adam_kernel(
     BLOCK: tl.constexpr,
 ):
     tensor, first = find_tensor(chunk_starts, n_tensors, steps, CHUNK)
-    row = rows + tensor * (7 if AMSGRAD else 6)
-    size = size_at(row, ALIGNED)
-    start = tl.load(row + 1) + first
-    params = pointer_at(row + 2, P_DTYPE, ALIGNED)
-    sums = pointer_at(row + 3, S_DTYPE, ALIGNED)
-    exp_avgs = pointer_at(row + 4, M_DTYPE, ALIGNED)
-    exp_avg_sqs = pointer_at(row + 5, V_DTYPE, ALIGNED)
+    row = rows + tensor * (5 if AMSGRAD else 4)
+    size = size_at(extents + tensor * 2, ALIGNED)
+    start = tl.load(extents + tensor * 2 + 1) + first
+    clip, filled = clip_at(factor, size)
+    params = pointer_at(row, P_DTYPE, ALIGNED)
+    sums = pointer_at(row + 1, S_DTYPE, ALIGNED)
+    exp_avgs = pointer_at(row + 2, M_DTYPE, ALIGNED)
+    exp_avg_sqs = pointer_at(row + 3, V_DTYPE, ALIGNED)
     for at in range(0, chunk_size(first, size, CHUNK), BLOCK):
         index = first + at + tl.arange(0, BLOCK)
         inside = index < size
         param = tl.load(params + index, mask=inside, other=0.0).to(tl.float32)
         exp_avg = tl.load(exp_avgs + index, mask=inside, other=0.0).to(tl.float32)
         exp_avg_sq = tl.load(exp_avg_sqs + index, mask=inside, other=0.0).to(tl.float32)
-        grad = _gradient(sums, index, size, key, start + at, noise_std, grad_scale, NOISE, MAXIMIZE, BLOCK)
+        grad = _gradient(sums, index, filled, key, start + at, clip, noise_std, grad_scale, NOISE, MAXIMIZE, BLOCK)
         grad += weight_decay * param
         exp_avg += weight1 * (grad - exp_avg)
         exp_avg_sq = beta2 * exp_avg_sq + weight2 * grad * grad
         tl.store(exp_avgs + index, exp_avg.to(M_DTYPE), mask=inside)
         tl.store(exp_avg_sqs + index, exp_avg_sq.to(V_DTYPE), mask=inside)
         if AMSGRAD:
-            maxima = pointer_at(row + 6, V_DTYPE, ALIGNED)
+            maxima = pointer_at(row + 4, V_DTYPE, ALIGNED)
             exp_avg_sq = tl.maximum(exp_avg_sq, tl.load(maxima + index, mask=inside, other=0.0).to(tl.float32))
             tl.store(maxima + index, exp_avg_sq.to(V_DTYPE), mask=inside)
         denominator = tl.sqrt(exp_avg_sq) / root_correction + eps

@@ -20,22 +20,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from dpscope.flash.kernels.tensor_lists import (
-    ListLaunch,
     as_word,
     chunk_size,
     find_tensor,
-    is_aligned,
+    list_launches,
     noise_starts,
     pointer_at,
     size_at,
 )
-from dpscope.flash.kernels.triton_runtime import TRITON_DTYPES, Backend, jit, launch_on, tl, use_triton
+from dpscope.flash.kernels.triton_runtime import Backend, jit, launch_on, tl
 
 _WORD = 2**32 - 1
 _TORCH_CHUNK = 2**20  # elements of noise the fallback makes at a time
@@ -54,7 +53,7 @@ def philox_normal(
     if first % 4:
         raise ValueError(f"first must be a multiple of four, got {first}")
     values = torch.zeros(tuple(shape), dtype=torch.float32, device=device)
-    _add([values], [first], 1.0, 1.0, seed, offset, backend)
+    _add([values], [first], 1.0, 1.0, seed, offset, None, backend)
     return values
 
 
@@ -65,10 +64,28 @@ def add_noise_(
     seed: int,
     offset: int,
     *,
+    factor: Tensor | None = None,
     backend: Backend = "auto",
 ) -> None:
-    """g ← (g + std·z)·scale in place for every tensor of the list, without a full-size temporary."""
-    _add(tensors, noise_starts(tensors), std, scale, seed, offset, backend)
+    """g ← (factor·g + std·z)·scale in place for every tensor of the list, without a full-size temporary.
+
+    factor: one number on the tensors' device; where it is zero or NaN, g counts as zero whatever it holds.
+    """
+    _add(tensors, noise_starts(tensors), std, scale, seed, offset, checked_factor(factor), backend)
+
+
+def checked_factor(factor: Tensor | None) -> Tensor | None:
+    if factor is not None and (factor.numel() != 1 or not factor.is_floating_point()):
+        raise ValueError(f"expected a factor of one floating-point number, got {tuple(factor.shape)} {factor.dtype}")
+    return factor
+
+
+def times_factor_(values: Tensor, factor: Tensor | None) -> Tensor:
+    """values ← factor·values, zeros where the factor is zero or NaN."""
+    if factor is None:
+        return values
+    factor = factor.reshape(()).to(values.dtype)
+    return values.mul_(factor).masked_fill_(~(factor.abs() > 0), 0.0)
 
 
 @torch.no_grad()
@@ -79,30 +96,26 @@ def _add(
     scale: float,
     seed: int,
     offset: int,
+    factor: Tensor | None,
     backend: Backend,
 ) -> None:
-    groups: dict[tuple[Any, ...], list[int]] = {}
-    for i, tensor in enumerate(tensors):
-        served = tensor.dtype in TRITON_DTYPES and tensor.is_contiguous()
-        if not use_triton(backend, tensor.device, served=served, why_not=f"{tensor.dtype}, or not contiguous"):
-            for part, noise in noise_chunks(tensor, starts[i], seed, offset):
-                part.copy_((part + std * noise) * scale)
-        elif tensor.numel():
-            groups.setdefault((is_aligned(tensor), tensor.device, tensor.dtype), []).append(i)
-    for (aligned, device, _), members in groups.items():
-        launch = ListLaunch.over([[tensors[i] for i in members]], [starts[i] for i in members], seed, offset)
-        with launch_on(device):
+    launches, left = list_launches([tensors], starts, seed, offset, backend)
+    for launch in launches:
+        with launch_on(launch.device):
             _add_noise_kernel[(launch.programs,)](
-                *launch.tables,
-                len(members),
-                launch.steps,
+                *launch.arguments,
+                factor,
                 std,
                 scale,
                 DTYPE=launch.dtypes[0],
-                ALIGNED=aligned,
+                ALIGNED=launch.aligned,
                 **launch.cut,
                 num_warps=8,
             )
+    for i in left:
+        for part, noise in noise_chunks(tensors[i], starts[i], seed, offset):
+            wide = part.to(torch.promote_types(part.dtype, torch.float32))
+            part.copy_((times_factor_(wide, factor) + std * noise) * scale)
 
 
 # -- Triton ------------------------------------------------------------------------------------------------------------
@@ -130,12 +143,26 @@ def _box_muller(a, b):
 
 
 @jit
+def clip_at(factor, size):
+    """A clip factor out of memory, one where there is none; and how many elements to read: none if it is zero."""
+    clip = tl.full((), 1.0, tl.float32)
+    filled = size
+    if factor is not None:
+        clip = tl.load(factor).to(tl.float32)
+        clip = tl.where(tl.abs(clip) > 0, clip, 0.0)  # NaN counts as zero
+        filled = tl.where(clip != 0.0, size, 0)
+    return clip, filled
+
+
+@partial(jit, do_not_specialize=("n_tensors", "steps"))
 def _add_noise_kernel(
     key,
     chunk_starts,
+    extents,
     rows,
     n_tensors,
     steps,
+    factor,
     std,
     scale,
     DTYPE: tl.constexpr,
@@ -144,15 +171,15 @@ def _add_noise_kernel(
     BLOCK: tl.constexpr,
 ):
     tensor, first = find_tensor(chunk_starts, n_tensors, steps, CHUNK)
-    row = rows + tensor * 3
-    size = size_at(row, ALIGNED)
-    start = tl.load(row + 1)
-    values = pointer_at(row + 2, DTYPE, ALIGNED)
+    size = size_at(extents + tensor * 2, ALIGNED)
+    start = tl.load(extents + tensor * 2 + 1)
+    values = pointer_at(rows + tensor, DTYPE, ALIGNED)
+    clip, filled = clip_at(factor, size)
     seed = tl.load(key)
     offset = tl.load(key + 1)
     for at in range(0, chunk_size(first, size, CHUNK), BLOCK):
         index = first + at + tl.arange(0, BLOCK)
-        value = tl.load(values + index, mask=index < size, other=0.0).to(tl.float32)
+        value = clip * tl.load(values + index, mask=index < filled, other=0.0).to(tl.float32)
         value = (value + std * normal_block(seed, offset, start + first + at, BLOCK)) * scale
         tl.store(values + index, value.to(DTYPE), mask=index < size)
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dpscope.flash.kernels.fused_update import fused_adam_, fused_sgd_, philox_normal
+from dpscope.flash.kernels.fused_update import fused_adam_, fused_sgd_
+from dpscope.flash.kernels.philox_noise import philox_normal
 from dpscope.flash.kernels.tensor_lists import noise_starts
 
 SHAPES = [(13, 7), (17000,), (5,), (4, 3, 2)]
@@ -137,10 +138,56 @@ def test_bfloat16_state(backend: str) -> None:
         torch.testing.assert_close(v, (0.001 * s * s).bfloat16(), rtol=2**-7, atol=1e-6)
 
 
+@pytest.mark.parametrize("shape", [(), (1,)])
+@pytest.mark.parametrize("kind", ["sgd", "adam"])
+def test_a_factor_multiplies_the_sums_but_not_the_noise(kind: str, shape: tuple[int, ...], backend: str) -> None:
+    """A lone sample's clip factor; float64, as norms are, beside float32 sums."""
+    factor = torch.full(shape, 0.3, dtype=torch.float64)
+    params, sums = fresh(), fresh()
+    expected = [param.clone() for param in params]
+    scaled = [s * 0.3 for s in sums]
+    common = {"lr": 0.1, "noise_std": 0.7, "grad_scale": 0.25, "seed": 5, "backend": backend}
+    for targets, given, options in ((expected, scaled, {}), (params, sums, {"factor": factor})):
+        if kind == "sgd":
+            fused_sgd_(targets, given, **common, **options)
+        else:
+            fused_adam_(targets, given, zeros(), zeros(), step=1, **common, **options)
+    for got, wanted in zip(params, expected, strict=True):
+        torch.testing.assert_close(got, wanted, **CLOSE)
+
+
+@pytest.mark.parametrize("factor", [0.0, torch.nan])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_where_the_factor_is_zero_only_noise_makes_the_step(factor: float, dtype: torch.dtype, backend: str) -> None:
+    """A sample that is left out: its gradient holds NaN and inf and is not to be read. float64 takes the fallback."""
+    params = zeros(dtype)
+    sums = [torch.full(shape, torch.nan, dtype=dtype) for shape in SHAPES]
+    sums[1][::2] = torch.inf
+    fused_sgd_(
+        params,
+        sums,
+        lr=1.0,
+        noise_std=2.0,
+        grad_scale=0.5,
+        seed=3,
+        offset=1,
+        factor=torch.tensor(factor),
+        backend="auto" if dtype == torch.float64 else backend,
+    )
+    for param, noise in zip(params, noisy(zeros(), 2.0, 0.5, 3, 1), strict=True):
+        torch.testing.assert_close(param.float(), -noise, rtol=0, atol=1e-5)
+
+
+def test_a_factor_is_one_floating_point_number() -> None:
+    for factor in (torch.ones(2), torch.tensor(1)):
+        with pytest.raises(ValueError, match="one floating-point number"):
+            fused_sgd_(fresh(), fresh(), lr=0.1, factor=factor)
+
+
 def test_the_sums_are_left_alone(backend: str) -> None:
     params, sums = fresh(), fresh()
     kept = [s.clone() for s in sums]
-    fused_sgd_(params, sums, lr=0.1, noise_std=1.0, grad_scale=0.5, backend=backend)
+    fused_sgd_(params, sums, lr=0.1, noise_std=1.0, grad_scale=0.5, factor=torch.tensor(0.5), backend=backend)
     assert all(torch.equal(s, k) for s, k in zip(sums, kept, strict=True))
 
 
@@ -183,6 +230,12 @@ def test_other_layouts_and_float64_take_the_fallback() -> None:
     fused_sgd_(params, sums, lr=0.5)
     for param, old, s in zip(params, before, sums, strict=True):
         torch.testing.assert_close(param, old - 0.5 * s)
+
+
+def test_empty_parameters_are_passed_over(backend: str) -> None:
+    params = [torch.ones(0), torch.ones(9), torch.ones(0, 4)]
+    fused_sgd_(params, [torch.ones_like(param) for param in params], lr=0.5, backend=backend)
+    assert (params[1] == 0.5).all()
 
 
 def test_lists_that_do_not_fit_are_refused() -> None:
