@@ -297,22 +297,23 @@ class FlashEngine:
         return micro
 
     def _iterate(self, micro: MicroBatch, device: str, into_grad: bool, factored: bool) -> Iterator[FactoredSum]:
-        done = set(micro.parameters)
-        sums = micro.sums(into_grad=into_grad, factored=factored)
+        done = set(map(id, micro.parameters))
+        handfuls = micro.sums(into_grad=into_grad, factored=factored)
         del micro
         while True:
-            with _no_autocast(device):  # for each parameter anew: the caller's code in between keeps its own mode
-                item = next(sums, None)
-            if item is None:
+            with _no_autocast(device):  # for each handful anew: the caller's code in between keeps its own mode
+                handful = next(handfuls, None)
+            if handful is None:
                 break
-            yield item
-            del item
+            handful.reverse()
+            while handful:
+                yield handful.pop()
         yield from self._zeros(done, into_grad)
 
-    def _zeros(self, done: set[nn.Parameter], into_grad: bool) -> Iterator[FactoredSum]:
+    def _zeros(self, done: set[int], into_grad: bool) -> Iterator[FactoredSum]:
         """Trainable parameters that nothing reached."""
         for parameter in self._slots:
-            if parameter.requires_grad and parameter not in done:
+            if parameter.requires_grad and id(parameter) not in done:
                 existing = parameter.grad if into_grad else None
                 yield parameter, torch.zeros_like(parameter) if existing is None else existing, None
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from dpscope.errors import UserError
-from dpscope.flash.contributions import Contribution, Kept, Outer, combine, outer_sums, wide
+from dpscope.flash.combination import combine
+from dpscope.flash.contributions import Contribution, Kept, Outer, outer_sums
 from dpscope.flash.norms import Decide, Factors, NormSum, SmallRows, clip_factors, gather_small
 from dpscope.flash.taps import Slot
 
@@ -51,39 +52,33 @@ class MicroBatch:
         if small is not None:
             norm_sum.add(Kept(small.values).norms_squared())
         for index, parts in enumerate(self._parts):
-            if small is not None and index in small.columns:
+            if small is not None and index in small.widths:
                 self._parts[index] = ()  # its values live on in `small`
             else:
                 self._parts[index] = norm_sum.add_parts(parts)
 
-    def sums(self, *, into_grad: bool, factored: bool) -> Iterator[FactoredSum]:
+    def sums(self, *, into_grad: bool, factored: bool) -> Iterator[list[FactoredSum]]:
         """(parameter, tensor, factor): the clipped sum is factor·tensor, or the tensor itself where factor is None.
 
+        They come in handfuls, each made at once; what a handful was made of is freed before it is handed out.
         `factored`: a lone sample's gradient comes as it is, with its factor (0-dimensional), so that a fused update
-        may apply it on its own; where the factor is 0 the tensor is to be ignored, for it may hold NaN. What a
-        parameter was made of is freed before the next one is asked for. `into_grad`: sums are added into gradients
-        that exist.
+        may apply it on its own; where the factor is 0 the tensor is to be ignored, for it may hold NaN. `into_grad`:
+        sums are added into gradients that exist.
         """
         scale = self.clipping.scale
-        small_sum = self._sum_small(scale)
-        grouped: set[int] = set()
+        if self._small is not None:
+            yield self._sum_small(self._small, scale, into_grad=into_grad)
         for group in self._groups():
-            grouped.update(group)
-            yield from self._sum_group(group, scale, into_grad=into_grad)
+            yield self._sum_group(group, scale, into_grad=into_grad)
         for index, parameter in enumerate(self.parameters):
-            if index in grouped:
-                continue
-            out = parameter.grad if into_grad else None
-            if self._small is not None and index in self._small.columns:
-                start, stop = self._small.columns[index]
-                assert small_sum is not None
-                total = small_sum[start:stop].view(parameter.shape)
-                yield parameter, total.to(parameter.dtype) if out is None else out.add_(total), None
-            elif factored and (alone := self._alone(index)) is not None:
-                yield parameter, alone, scale[0]
-                del alone
-            else:
-                yield parameter, self._sum(index, scale, out), None
+            if self._parts[index]:
+                alone = self._alone(index) if factored else None
+                if alone is None:
+                    out = parameter.grad if into_grad else None
+                    yield [(parameter, self._sum(index, scale, out), None)]
+                else:
+                    yield [(parameter, alone, scale[0])]
+                    del alone
 
     def _groups(self) -> list[list[int]]:
         """Parameters that are one product each, those of equal shapes together: a group is one launch."""
@@ -98,15 +93,13 @@ class MicroBatch:
                     full.append(open_groups.pop(key))
         return [*full, *open_groups.values()]
 
-    def _sum_group(self, group: list[int], scale: Tensor, *, into_grad: bool) -> Iterator[FactoredSum]:
+    def _sum_group(self, group: list[int], scale: Tensor, *, into_grad: bool) -> list[FactoredSum]:
         outers = [part for index in group for part in self._parts[index] if isinstance(part, Outer)]
         parameters = [self.parameters[index] for index in group]
         totals = outer_sums(outers, scale, [p.grad if into_grad else None for p in parameters])
-        del outers
         for index in group:
             self._parts[index] = ()
-        for parameter in parameters:
-            yield parameter, totals.pop(0).to(parameter.dtype), None
+        return [(p, _as(p.dtype, total), None) for p, total in zip(parameters, totals, strict=True)]
 
     def _alone(self, index: int) -> Tensor | None:
         """A lone sample's kept gradient."""
@@ -123,13 +116,22 @@ class MicroBatch:
         for part in parts:
             out = part.clipped_sum(scale, out)
         assert out is not None
-        return out.to(parameter.dtype)
+        return _as(parameter.dtype, out)
 
-    def _sum_small(self, scale: Tensor) -> Tensor | None:
-        if self._small is None:
-            return None
-        values = self._small.values.nan_to_num_(0.0, 0.0, 0.0)
-        return torch.mv(values.t(), scale.to(wide(values.dtype)))
+    def _sum_small(self, small: SmallRows, scale: Tensor, *, into_grad: bool) -> list[FactoredSum]:
+        values = small.values.nan_to_num_(0.0, 0.0, 0.0)
+        pieces = torch.split(torch.mv(values.t(), scale.to(values.dtype)), list(small.widths.values()))
+        items: list[FactoredSum] = []
+        for index, piece in zip(small.widths, pieces, strict=True):
+            parameter = self.parameters[index]
+            total = _as(parameter.dtype, piece if parameter.dim() == 1 else piece.view(parameter.shape))
+            out = parameter.grad if into_grad else None
+            items.append((parameter, total if out is None else out.add_(total), None))
+        return items
+
+
+def _as(dtype: torch.dtype, tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
 def _common_batch_size(slots: Sequence[Slot]) -> int:

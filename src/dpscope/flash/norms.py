@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dpscope.flash.contributions import Contribution, Kept, Lookup, Outer, cross_terms, wide
+from dpscope.flash.combination import cross_terms
+from dpscope.flash.contributions import Contribution, Kept, Lookup, Outer, wide
 from dpscope.flash.kernels.gram_norms import GramUnit, gram_norms_squared
 from dpscope.flash.paths import DIRECT, KEEP, RANK1, Decision
 
@@ -27,27 +28,28 @@ Decide = Callable[..., Decision]
 
 @dataclass(frozen=True)
 class SmallRows:
-    """The small kept gradients side by side: values (B, Σ widths), and where each parameter's columns begin."""
+    """The small kept gradients side by side: values (B, Σ widths), and each parameter's width in that order."""
 
     values: Tensor
-    columns: dict[int, tuple[int, int]]
+    widths: dict[int, int]
 
 
 def gather_small(parts: Sequence[tuple[Contribution, ...]]) -> SmallRows | None:
-    """`parts[i]`: what parameter i is made of. Columns are keyed by i."""
+    """`parts[i]`: what parameter i is made of. Widths are keyed by i."""
     rows: list[Tensor] = []
-    columns: dict[int, tuple[int, int]] = {}
-    start = 0
+    widths: dict[int, int] = {}
     for index, part in enumerate(parts):
-        if len(part) == 1 and isinstance(part[0], Kept) and part[0].values[0].numel() <= SMALL:
-            flat = part[0].values.flatten(1)
-            rows.append(flat)
-            columns[index] = (start, start + flat.shape[1])
-            start += flat.shape[1]
+        if len(part) != 1 or not isinstance(part[0], Kept):
+            continue
+        values = part[0].values
+        width = values.numel() // values.shape[0]
+        if width <= SMALL:
+            rows.append(values if values.dim() == 2 else values.reshape(-1, width))
+            widths[index] = width
     if not rows:
         return None
     values = torch.cat(rows, 1)
-    return SmallRows(values.to(wide(values.dtype)), columns)
+    return SmallRows(values.to(wide(values.dtype)), widths)
 
 
 class NormSum:

@@ -165,13 +165,13 @@ class DPFlashOptimizer(DPOptimizer):
         assert self._fused_update is not None
         if any(p.grad is not None for p in self.params):  # earlier micro-batches were summed there
             self.clip_and_accumulate()
-            sums = ((p, p.grad) for p in self.params if p.grad is not None)
+            sums = [(p, p.grad, None) for p in self.params if p.grad is not None]
             how = self._privatisation()
             self._account()
             self._fused_update(sums, how)
             self.original_optimizer.zero_grad(set_to_none=True)
         else:
-            stream = self.engine.clipped_sums()
+            stream = self.engine.factored_sums()
             how = self._privatisation()
             self._account()
             self._fused_update(stream, how)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,9 +18,10 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from dpscope.flash.kernels.fused_update import fused_adam_, fused_sgd_
 from dpscope.flash.kernels.philox_noise import add_noise_
+from dpscope.flash.microbatch import FactoredSum
 
 # Sums are handed to the fused update in pieces of about this size: few launches, and little of the gradient at a time.
-PIECE_BYTES = 512 * 2**20
+PIECE_BYTES = 2**30
 
 
 class NoiseSource:
@@ -71,7 +72,7 @@ class FusedUpdate:
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self._update = _RULES[type(optimizer)]
-        self._steps: dict[nn.Parameter, int] = {}  # torch's own counters may live on the device
+        self._steps: dict[int, int] = {}  # torch's own counters may live on the device
 
     @staticmethod
     def serves(optimizer: Optimizer) -> bool:
@@ -91,69 +92,65 @@ class FusedUpdate:
         self._steps.clear()
 
     @torch.no_grad()
-    def __call__(self, sums: Iterable[tuple[nn.Parameter, Tensor]], how: Privatisation) -> None:
+    def __call__(self, sums: Iterable[FactoredSum], how: Privatisation) -> None:
         """Update every parameter that comes with a clipped sum, piece by piece as sums arrive."""
-        groups = {p: group for group in self.optimizer.param_groups for p in group["params"]}
-        pieces: dict[tuple[int, int], list[tuple[nn.Parameter, Tensor]]] = {}
+        groups = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
+        pieces: dict[tuple[int, int, bool], _Piece] = {}
         waiting = 0
-        for parameter, total in sums:
-            if parameter not in groups:
+        for parameter, total, factor in sums:
+            group = groups.get(id(parameter))
+            if group is None:
                 continue
             step = self._advance(parameter)
-            pieces.setdefault((id(groups[parameter]), step), []).append((parameter, total))
-            waiting += total.numel() * total.element_size()
+            key = (id(group), step, factor is None)
+            piece = pieces.get(key)
+            if piece is None:
+                piece = pieces[key] = _Piece(group, step, factor)
+            piece.parameters.append(parameter)
+            piece.sums.append(total)
+            waiting += total.nbytes
             if waiting >= PIECE_BYTES:
-                self._apply(pieces, groups, how)
-                pieces, waiting = {}, 0
-            del total
-        self._apply(pieces, groups, how)
+                self._apply(pieces, how)
+                waiting = 0
+        self._apply(pieces, how)
 
     def _advance(self, parameter: nn.Parameter) -> int:
         """The number of this step for this parameter, counted from 1."""
-        if parameter not in self._steps:
-            taken = self.optimizer.state[parameter].get("step", 0)
-            self._steps[parameter] = int(taken)
-        self._steps[parameter] += 1
-        return self._steps[parameter]
+        taken = self._steps.get(id(parameter))
+        if taken is None:
+            taken = int(self.optimizer.state[parameter].get("step", 0))
+        self._steps[id(parameter)] = taken + 1
+        return taken + 1
 
-    def _apply(
-        self,
-        pieces: dict[tuple[int, int], list[tuple[nn.Parameter, Tensor]]],
-        groups: dict[nn.Parameter, dict[str, Any]],
-        how: Privatisation,
-    ) -> None:
-        for (_, step), piece in pieces.items():
-            parameters = [parameter for parameter, _ in piece]
-            states = [self.optimizer.state[parameter] for parameter in parameters]
+    def _apply(self, pieces: dict[tuple[int, int, bool], _Piece], how: Privatisation) -> None:
+        for piece in pieces.values():
             seed, offset = how.noise.draw()
-            self._update(
-                parameters,
-                [total for _, total in piece],
-                states,
-                groups[parameters[0]],
-                step,
-                {"grad_scale": how.grad_scale, "noise_std": how.noise_std, "seed": seed, "offset": offset},
-            )
+            privacy = {"grad_scale": how.grad_scale, "noise_std": how.noise_std, "seed": seed, "offset": offset}
+            states = [self.optimizer.state[parameter] for parameter in piece.parameters]
+            self._update(piece, states, {**privacy, "factor": piece.factor})
         pieces.clear()
 
 
-_Rule = Callable[
-    [Sequence[nn.Parameter], Sequence[Tensor], Sequence[dict[str, Any]], dict[str, Any], int, dict[str, Any]], None
-]
+@dataclass
+class _Piece:
+    """Parameters of one group at one step, with their sums, on their way to one launch."""
+
+    group: dict[str, Any]
+    step: int
+    factor: Tensor | None  # of a lone sample, the same for all
+    parameters: list[nn.Parameter] = field(default_factory=list)
+    sums: list[Tensor] = field(default_factory=list)
 
 
-def _sgd(
-    parameters: Sequence[nn.Parameter],
-    sums: Sequence[Tensor],
-    states: Sequence[dict[str, Any]],
-    group: dict[str, Any],
-    step: int,
-    privacy: dict[str, Any],
-) -> None:
+_Rule = Callable[[_Piece, Sequence[dict[str, Any]], dict[str, Any]], None]
+
+
+def _sgd(piece: _Piece, states: Sequence[dict[str, Any]], privacy: dict[str, Any]) -> None:
+    group = piece.group
     buffers: list[Tensor] = []
     fresh = [state.get("momentum_buffer") is None for state in states]
     if group["momentum"]:
-        for parameter, state in zip(parameters, states, strict=True):
+        for parameter, state in zip(piece.parameters, states, strict=True):
             if state.get("momentum_buffer") is None:
                 # What it holds is ignored on a first step: dampening applies from the second on.
                 state["momentum_buffer"] = torch.empty_like(parameter, memory_format=torch.preserve_format)
@@ -163,8 +160,8 @@ def _sgd(
         chosen = [index for index, is_fresh in enumerate(fresh) if is_fresh == first]
         noise = privacy if first == fresh[0] else {**privacy, "offset": privacy["offset"] + 1}
         fused_sgd_(
-            [parameters[i] for i in chosen],
-            [sums[i] for i in chosen],
+            [piece.parameters[i] for i in chosen],
+            [piece.sums[i] for i in chosen],
             [buffers[i] for i in chosen] if buffers else (),
             first_step=first,
             **options,
@@ -172,18 +169,10 @@ def _sgd(
         )
 
 
-def _adam(
-    parameters: Sequence[nn.Parameter],
-    sums: Sequence[Tensor],
-    states: Sequence[dict[str, Any]],
-    group: dict[str, Any],
-    step: int,
-    privacy: dict[str, Any],
-    *,
-    decoupled: bool = False,
-) -> None:
+def _adam(piece: _Piece, states: Sequence[dict[str, Any]], privacy: dict[str, Any], *, decoupled: bool = False) -> None:
+    group = piece.group
     moments = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])]
-    for parameter, state in zip(parameters, states, strict=True):
+    for parameter, state in zip(piece.parameters, states, strict=True):
         if "step" not in state:
             where = parameter.device if group.get("fused") else "cpu"
             state["step"] = torch.zeros((), dtype=torch.float32, device=where)
@@ -192,20 +181,20 @@ def _adam(
                 state[moment] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
     torch._foreach_add_([state["step"] for state in states], 1)
     fused_adam_(
-        parameters,
-        sums,
+        piece.parameters,
+        piece.sums,
         [state["exp_avg"] for state in states],
         [state["exp_avg_sq"] for state in states],
         [state["max_exp_avg_sq"] for state in states] if group["amsgrad"] else (),
-        step=step,
+        step=piece.step,
         decoupled_weight_decay=decoupled or group.get("decoupled_weight_decay", False),
         **{key: group[key] for key in ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")},
         **privacy,
     )
 
 
-def _adamw(*args: Any) -> None:
-    _adam(*args, decoupled=True)
+def _adamw(piece: _Piece, states: Sequence[dict[str, Any]], privacy: dict[str, Any]) -> None:
+    _adam(piece, states, privacy, decoupled=True)
 
 
 _RULES: dict[type[Optimizer], _Rule] = {SGD: _sgd, Adam: _adam, AdamW: _adamw}

@@ -19,7 +19,7 @@ class DPFlashClippingTrainer(TrainerBase):
         require_private_trainable(model)
         self.engine = FlashEngine(model, max_grad_norm=self.settings.max_grad_norm, loss_reduction="mean")
         # Norms and factors are ready when this returns; sums, noise and update then go layer by layer, as one phase.
-        self.engine.clipped_sums = in_phase(CLIP, self.engine.clipped_sums)  # type: ignore[method-assign]
+        self.engine.factored_sums = in_phase(CLIP, self.engine.factored_sums)  # type: ignore[method-assign]
         return model
 
     def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:

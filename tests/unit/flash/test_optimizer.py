@@ -27,6 +27,10 @@ def parameters(seed: int = 0) -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
 
 
+def given(parameters, sums):
+    return [(parameter, total, None) for parameter, total in zip(parameters, sums, strict=True)]
+
+
 def quiet(scale: float = 0.25) -> Privatisation:
     return Privatisation(noise_std=0.0, grad_scale=scale, noise=NoiseSource(torch.Generator()))
 
@@ -38,7 +42,7 @@ def test_the_fused_update_does_what_torch_does(name: str) -> None:
     update = FusedUpdate(our_optimizer)
     for step in range(4):
         sums = [p.detach() for p in parameters(seed=step + 1)]
-        update(zip(ours, sums, strict=True), quiet())
+        update(given(ours, sums), quiet())
         for p, total in zip(theirs, sums, strict=True):
             p.grad = total * 0.25
         their_optimizer.step()
@@ -54,7 +58,7 @@ def test_state_moves_between_the_fused_update_and_torch() -> None:
     for step in range(4):
         sums = [p.detach() for p in parameters(seed=step + 1)]
         if step < 2:
-            update(zip(ours, sums, strict=True), quiet(1.0))
+            update(given(ours, sums), quiet(1.0))
         else:
             if step == 2:
                 state = optimizer.state_dict()
@@ -78,7 +82,7 @@ def test_the_fused_update_adds_the_noise_that_gradients_would_get() -> None:
     def noisy() -> Privatisation:
         return Privatisation(noise_std=2.0, grad_scale=0.5, noise=NoiseSource(torch.Generator().manual_seed(5)))
 
-    update(zip(ours, sums, strict=True), noisy())
+    update(given(ours, sums), noisy())
     for p, total in zip(theirs, sums, strict=True):
         p.grad = total.clone()
     privatise_gradients(theirs, noisy())
