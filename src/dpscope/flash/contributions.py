@@ -14,7 +14,6 @@ contribution remembers their version counters: a tensor changed in place meanwhi
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import reduce
 from typing import Protocol
 
 import torch
@@ -225,13 +224,13 @@ class Lookup(Saved):
     def _table(self, g: Tensor, ids: Tensor, rows: int) -> Tensor:
         return torch.ops.aten.embedding_dense_backward(g, ids, rows, -1, False)  # type: ignore[no-any-return]
 
-    def _without_padding(self, g: Tensor) -> Tensor:
+    def without_padding(self, g: Tensor) -> Tensor:
         return g if self.padding_idx is None else g.masked_fill((self.ids == self.padding_idx).unsqueeze(-1), 0)
 
     def materialise(self) -> Tensor:
         batch = self.batch_size
         first_row = torch.arange(batch, device=self.ids.device).unsqueeze(1) * self.rows
-        table = self._table(self._without_padding(self.g), self.ids + first_row, batch * self.rows)
+        table = self._table(self.without_padding(self.g), self.ids + first_row, batch * self.rows)
         return table.view(batch, self.rows, -1)
 
     def norms_squared(self) -> Tensor:
@@ -248,88 +247,11 @@ class Lookup(Saved):
         first = positions.masked_fill(repeats, 0).cummax(1).values
         labels = torch.empty_like(order).scatter_(1, order, first)
         labels += torch.arange(batch, device=labels.device).unsqueeze(1) * length
-        g = self._without_padding(self.g)
+        g = self.without_padding(self.g)
         return row_norms_squared(self._table(g.to(wide(g.dtype)), labels, batch * length).view(batch, length, -1))
 
     def clipped_sum(self, scale: Tensor, out: Tensor | None) -> Tensor:
         factors = scale.to(wide(self.g.dtype)).view(-1, 1, 1)
-        scaled = torch.where(factors != 0, self._without_padding(self.g) * factors, 0)
+        scaled = torch.where(factors != 0, self.without_padding(self.g) * factors, 0)
         table = self._table(scaled, self.ids, self.rows)
         return table if out is None else out.add_(table)
-
-
-def cross_terms(lookup: Lookup, outer: Outer) -> Tensor:
-    """(B,): Σ_{t,s} G'[s, id_t]·(g_t·x'_s), the inner product of an embedding's and a tied head's gradients.
-
-    `lookup`: ids and g of the embedding; `outer`: x', G' of the head, G': (B, S, rows). Taken over slices of t, so
-    that the (B, S, slice) scratch stays bounded.
-    """
-    ids, g = lookup.ids, lookup._without_padding(lookup.g)
-    x, head = outer.x, outer.g
-    dtype = wide(g.dtype)
-    batch, length = ids.shape
-    step = max(1, SCRATCH_BYTES // max(1, batch * head.shape[1] * 8))
-    total = torch.zeros(batch, dtype=torch.float64, device=g.device)
-    for start in range(0, length, step):
-        part = slice(start, start + step)
-        picked = head.gather(2, ids[:, None, part].expand(-1, head.shape[1], -1).to(torch.int64))  # (B, S, t)
-        products = torch.bmm(x.to(dtype), g[:, part].to(dtype).transpose(1, 2))  # (B, S, t)
-        total += (picked.to(dtype) * products).sum((1, 2)).double()
-    return total
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
-
-
-def _merge_outers(outers: list[Outer]) -> Outer:
-    """Σ_i Σ_t g_t x_tᵀ: uses of the same x add their g; others stand one after the other along T."""
-    merged: list[tuple[Tensor, Tensor]] = []
-    for outer in outers:
-        for index, (x, g) in enumerate(merged):
-            if _same(x, outer.x):
-                merged[index] = (x, g + outer.g)
-                break
-        else:
-            merged.append((outer.x, outer.g))
-    if len(merged) == 1:
-        return Outer(*merged[0])
-    dtype = reduce(torch.promote_types, (x.dtype for x, _ in merged))
-    return Outer(torch.cat([x.to(dtype) for x, _ in merged], 1), torch.cat([g.to(dtype) for _, g in merged], 1))
-
-
-def _merge_lookups(lookups: list[Lookup]) -> Lookup:
-    first = lookups[0]
-    ids = torch.cat([lookup.ids.to(torch.int64) for lookup in lookups], 1)
-    g = torch.cat([lookup._without_padding(lookup.g) for lookup in lookups], 1)
-    return Lookup(ids, g, first.rows, None)
-
-
-def combine(parts: list[Contribution], dtype: torch.dtype) -> tuple[Contribution, ...]:
-    """All uses of one parameter, as few pieces: one, or a Lookup beside an Outer (an embedding tied to the head).
-
-    Nothing else is left in pieces: what has no closed form for its cross terms is materialised (in the parameter's
-    `dtype`) and added, for the norm is that of the sum.
-    """
-    if len(parts) == 1:
-        return (parts[0],)
-    outers = [part for part in parts if isinstance(part, Outer)]
-    lookups = [part for part in parts if isinstance(part, Lookup)]
-    if len(outers) + len(lookups) == len(parts):
-        merged: list[Contribution] = []
-        if lookups:
-            merged.append(lookups[0] if len(lookups) == 1 else _merge_lookups(lookups))
-        if outers:
-            merged.append(outers[0] if len(outers) == 1 else _merge_outers(outers))
-        return tuple(merged)
-    total: Tensor | None = None
-    while parts:
-        part = parts.pop()
-        values = part.materialise()
-        if total is None:
-            borrowed = isinstance(part, Kept) and not part.owned
-            total = values.to(dtype, copy=borrowed)
-        else:
-            total.add_(values)
-    assert total is not None
-    return (Kept(total),)

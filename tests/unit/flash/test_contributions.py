@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from dpscope.errors import UserError
 from dpscope.flash import choose_path
 from dpscope.flash import contributions as c
+from dpscope.flash.combination import combine, cross_terms
 from dpscope.flash.norms import NormSum
 
 ROWS, WIDTH = 7, 4  # of the parameter
@@ -57,7 +58,7 @@ def test_norm_and_sum_of_any_mix(kinds, batch, lengths, padding, path, seed):
         return choose_path(*shape, itemsize=itemsize, forced=path)
 
     norms = NormSum(batch, torch.device("cpu"), decide, lookups_by_sorting=path == "direct")
-    merged = norms.add_parts(c.combine(parts, torch.float64))
+    merged = norms.add_parts(combine(parts, torch.float64))
     torch.testing.assert_close(norms.result(), truth.square().sum((1, 2)), rtol=1e-12, atol=1e-12)
     total = None
     for part in merged:
@@ -68,16 +69,16 @@ def test_norm_and_sum_of_any_mix(kinds, batch, lengths, padding, path, seed):
 def test_two_uses_of_one_input_add_their_gradients_instead_of_growing():
     outer = make("outer", 2, 3)
     again = c.Outer(outer.x, torch.randn_like(outer.g))
-    (merged,) = c.combine([outer, again], torch.float64)
+    (merged,) = combine([outer, again], torch.float64)
     assert merged.x.shape == outer.x.shape
     torch.testing.assert_close(dense(merged), dense(outer) + dense(again))
 
 
 def test_the_cross_term_is_taken_in_slices(monkeypatch):
     lookup, outer = make("lookup", 3, 11), make("outer", 3, 5)
-    whole = c.cross_terms(lookup, outer)
+    whole = cross_terms(lookup, outer)
     monkeypatch.setattr(c, "SCRATCH_BYTES", 1)
-    torch.testing.assert_close(c.cross_terms(lookup, outer), whole)
+    torch.testing.assert_close(cross_terms(lookup, outer), whole)
     torch.testing.assert_close(whole, (dense(lookup) * dense(outer)).sum((1, 2)))
 
 

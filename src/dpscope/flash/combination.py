@@ -1,0 +1,93 @@
+"""Several uses of one parameter: their contributions add up before the norm, so cross terms are never left out.
+
+||Σ_i A_i||² of contributions A_i of one sample: uses with a common closed form are put together (Outer beside Outer and
+Lookup beside Lookup stand one after the other along T); an embedding tied to the head has its own cross term; any other
+mix is materialised and added.
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from dpscope.flash import contributions
+from dpscope.flash.contributions import Contribution, Kept, Lookup, Outer, wide
+
+
+def cross_terms(lookup: Lookup, outer: Outer) -> Tensor:
+    """(B,): Σ_{t,s} G'[s, id_t]·(g_t·x'_s), the inner product of an embedding's and a tied head's gradients.
+
+    `lookup`: ids and g of the embedding; `outer`: x', G' of the head, G': (B, S, rows). Taken over slices of t, so
+    that the (B, S, slice) scratch stays bounded.
+    """
+    ids, g = lookup.ids, lookup.without_padding(lookup.g)
+    x, head = outer.x, outer.g
+    dtype = wide(g.dtype)
+    batch, length = ids.shape
+    step = max(1, contributions.SCRATCH_BYTES // max(1, batch * head.shape[1] * 8))
+    total = torch.zeros(batch, dtype=torch.float64, device=g.device)
+    for start in range(0, length, step):
+        part = slice(start, start + step)
+        picked = head.gather(2, ids[:, None, part].expand(-1, head.shape[1], -1).to(torch.int64))  # (B, S, t)
+        products = torch.bmm(x.to(dtype), g[:, part].to(dtype).transpose(1, 2))  # (B, S, t)
+        total += (picked.to(dtype) * products).sum((1, 2)).double()
+    return total
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
+
+
+def _merge_outers(outers: list[Outer]) -> Outer:
+    """Σ_i Σ_t g_t x_tᵀ: uses of the same x add their g; others stand one after the other along T."""
+    merged: list[tuple[Tensor, Tensor]] = []
+    for outer in outers:
+        for index, (x, g) in enumerate(merged):
+            if _same(x, outer.x):
+                merged[index] = (x, g + outer.g)
+                break
+        else:
+            merged.append((outer.x, outer.g))
+    if len(merged) == 1:
+        return Outer(*merged[0])
+    dtype = reduce(torch.promote_types, (x.dtype for x, _ in merged))
+    return Outer(torch.cat([x.to(dtype) for x, _ in merged], 1), torch.cat([g.to(dtype) for _, g in merged], 1))
+
+
+def _merge_lookups(lookups: list[Lookup]) -> Lookup:
+    first = lookups[0]
+    ids = torch.cat([lookup.ids.to(torch.int64) for lookup in lookups], 1)
+    g = torch.cat([lookup.without_padding(lookup.g) for lookup in lookups], 1)
+    return Lookup(ids, g, first.rows, None)
+
+
+def combine(parts: list[Contribution], dtype: torch.dtype) -> tuple[Contribution, ...]:
+    """All uses of one parameter, as few pieces: one, or a Lookup beside an Outer (an embedding tied to the head).
+
+    Nothing else is left in pieces: what has no closed form for its cross terms is materialised (in the parameter's
+    `dtype`) and added, for the norm is that of the sum.
+    """
+    if len(parts) == 1:
+        return (parts[0],)
+    outers = [part for part in parts if isinstance(part, Outer)]
+    lookups = [part for part in parts if isinstance(part, Lookup)]
+    if len(outers) + len(lookups) == len(parts):
+        merged: list[Contribution] = []
+        if lookups:
+            merged.append(lookups[0] if len(lookups) == 1 else _merge_lookups(lookups))
+        if outers:
+            merged.append(outers[0] if len(outers) == 1 else _merge_outers(outers))
+        return tuple(merged)
+    total: Tensor | None = None
+    while parts:
+        part = parts.pop()
+        values = part.materialise()
+        if total is None:
+            borrowed = isinstance(part, Kept) and not part.owned
+            total = values.to(dtype, copy=borrowed)
+        else:
+            total.add_(values)
+    assert total is not None
+    return (Kept(total),)
