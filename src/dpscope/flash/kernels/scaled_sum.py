@@ -71,6 +71,9 @@ class SumTiles:
     sample in an accumulator of its own, added to the total with its factor (twice the registers) instead of rescaling.
     programs_per_sm: 0, a program for each tile; otherwise that many programs stay on a multiprocessor and take tiles in
     turn.
+
+    Blocks, warps and stages: the best of one-weight launches with a flat loop on an H200, 26.7 ms for the Linear layers
+    of preset 1b at B=8, T=1024, where cuBLAS without factors takes 23.1 (2026-11-15, before the rescaling moved).
     """
 
     block_m: int = 128
