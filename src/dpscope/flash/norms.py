@@ -23,6 +23,10 @@ SMALL = 1 << 16
 # Samples with more ids than this are normed by sorting them; shorter ones join the Gram units' launch.
 SORTED_LENGTH = 256
 
+# Larger norms count as not finite. In float32 their squares overflow on some paths and not on others, and the path
+# depends on the batch: without this bound the other samples of a batch would decide whether such a sample has a share.
+LARGEST_NORM = 1e18
+
 Decide = Callable[..., Decision]
 
 
@@ -140,12 +144,11 @@ class Factors:
 
 
 def clip_factors(squared: Tensor, max_grad_norm: float, multiplier: float | Tensor) -> Factors:
-    """factor_b = min(1, C / norm_b), and 0 where the norm is not finite.
+    """factor_b = min(1, C / norm_b), and 0 where the norm is not finite or above `LARGEST_NORM`.
 
     `multiplier` turns a recorded gradient into the sample's own: B for a mean over B samples, over the loss scale.
     """
-    finite = torch.isfinite(squared)
     norms = squared.clamp_min(0.0).sqrt() * multiplier
-    finite = finite & torch.isfinite(norms)
+    finite = torch.isfinite(squared) & (norms <= LARGEST_NORM)
     factors = torch.where(finite, (max_grad_norm / norms).clamp(max=1.0), torch.zeros_like(norms))
     return Factors(norms, factors, torch.where(finite, factors * multiplier, torch.zeros_like(norms)), finite)

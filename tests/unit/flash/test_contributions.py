@@ -99,3 +99,11 @@ def test_a_tensor_changed_in_place_before_the_sum_is_an_error(changed):
     getattr(part, changed).zero_()
     with pytest.raises(UserError, match=r"weight was changed in place.*engine\.finish\(\)"):
         part.check_unchanged("weight")
+
+
+@pytest.mark.parametrize("shape", [(2, 10**6), (2, 3, 10**5)])
+@pytest.mark.parametrize("fill", [0.1, None])
+def test_norms_of_long_rows_lose_nothing(shape, fill):
+    values = torch.rand(shape) if fill is None else torch.full(shape, fill)
+    truth = values.double().flatten(1).square().sum(1)
+    torch.testing.assert_close(c.row_norms_squared(values).double(), truth, rtol=1e-6, atol=0)

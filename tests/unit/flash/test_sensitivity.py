@@ -162,3 +162,20 @@ def test_bfloat16_norms_are_those_of_the_very_values_that_are_summed(path, batch
         (output * 1.0078125).float().sum().backward()
         engine.finish()
     assert model[0].weight.grad.norm() == pytest.approx(batch * c, rel=1e-5)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_whether_a_huge_sample_has_a_share_does_not_depend_on_its_batch(path, batch, reduction):
+    """A gradient whose square overflows float32 on some paths: dropped on all of them, alone or in company."""
+    model = nn.Sequential(nn.Linear(4, 4, bias=False))
+    x = torch.ones(batch, 3, 4)
+    x[0] = 1e19
+    with FlashEngine(model, max_grad_norm=1.0, path=path, loss_reduction=reduction) as engine:
+        output = model(x).flatten(1).sum(1)
+        (output.mean() if reduction == "mean" else output.sum()).backward()
+        engine.finish()
+    assert engine.factors.tolist() == [0.0, *engine.factors[1:].tolist()]
+    assert (engine.factors[1:] > 0).all()
+    assert engine.nonfinite_samples.item() == 1

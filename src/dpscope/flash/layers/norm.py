@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpscope.flash.contributions import wide
+from dpscope.flash.contributions import last_norms, wide
 from dpscope.flash.kernels.sample_sums import layer_norm_sums, rms_norm_sums
 from dpscope.flash.taps import LayerTap, autocast_dtype, autocast_output_dtype
 
@@ -100,7 +100,7 @@ class RMSNormTap(LayerTap):
         dtype = wide(x.dtype)
         eps = torch.finfo(dtype).eps if self.eps is None else self.eps
         rows = x.reshape(batch, -1, width)
-        rstd = (torch.linalg.vector_norm(rows, dim=-1, dtype=dtype).square() / width + eps).rsqrt()
+        rstd = (last_norms(rows).square() / width + eps).rsqrt().to(dtype)
         if ctx.live[0]:
             self.keep(0, rms_norm_sums(g.reshape(batch, -1, width), rows, rstd))
         if not ctx.needs_input_grad[1]:
