@@ -15,6 +15,7 @@ from dpscope.errors import UserError
 COMMANDS = {
     "compare": "Compare methods: time and peak memory of private training next to ordinary training.",
     "report": "Show results that exist again, without measuring.",
+    "check": "Is a method exact? Its clipped gradient against micro-batches of one.",
     "selftest": "One CPU step of every trainer on a small model.",
     "doctor": "What works on this machine, what does not, and how to mend it.",
 }

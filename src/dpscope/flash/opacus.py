@@ -332,6 +332,7 @@ def _check_arguments(
     clipping: str = "flat",
     batch_first: bool = True,
     loss_reduction: str = "mean",
+    criterion: Any = None,
     **kwargs: Any,
 ) -> None:
     """What Opacus would accept, or stumble over later, and flash clipping cannot do."""
@@ -351,6 +352,11 @@ def _check_arguments(
         raise UserError("grad_sample_mode='flash' needs the batch as the first dimension: batch_first=True")
     if loss_reduction not in ("mean", "sum"):
         raise UserError(f"loss_reduction must be 'mean' or 'sum' over samples, not {loss_reduction!r}")
+    if criterion is not None and getattr(criterion, "reduction", loss_reduction) != loss_reduction:
+        raise UserError(
+            f"the criterion's reduction is {criterion.reduction!r} but loss_reduction is {loss_reduction!r}: the loss "
+            "has to be the mean or the sum over samples, and loss_reduction has to say which"
+        )
     try:
         batches = len(data_loader)
     except TypeError:

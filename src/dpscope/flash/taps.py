@@ -102,6 +102,9 @@ class ZeroGradTap(InstanceMethod):
         return self.original(*args, **kwargs)
 
 
+_unsafe_view = torch.ops.aten._unsafe_view.default
+
+
 class Tapped(torch.autograd.Function):
     """One tapped call: `tap.forward` and `tap.backward` do the work.
 
@@ -117,7 +120,7 @@ class Tapped(torch.autograd.Function):
         ctx.empty = x.shape if x.shape[0] == 0 else None
         output: Tensor = tap.forward(ctx, x) if ctx.empty is None else tap.original(x)
         if output._is_view():  # autograd forbids in-place operations on views made in here, such as ReLU(inplace=True)
-            output = torch.ops.aten._unsafe_view(output, output.shape)
+            output = _unsafe_view(output, output.shape)
         return output
 
     @staticmethod

@@ -322,6 +322,8 @@ BAD_INPUT = {
     "per-layer clipping": ({"clipping": "per_layer"}, "flat clipping"),
     "batch second": ({"batch_first": False}, "batch_first"),
     "reduction": ({"loss_reduction": "median"}, "loss_reduction"),
+    "a criterion that does not reduce": ({"criterion": nn.CrossEntropyLoss(reduction="none")}, "reduction is 'none'"),
+    "a criterion of another reduction": ({"criterion": nn.CrossEntropyLoss(reduction="sum")}, "mean or the sum"),
     "no batch size": ({"loader": DataLoader(make_data(), batch_size=None)}, "batch size"),
     "no length": ({"loader": DataLoader(Endless(), batch_size=4)}, "length"),
 }
