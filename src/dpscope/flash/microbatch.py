@@ -63,7 +63,8 @@ class MicroBatch:
         They come in handfuls, each made at once; what a handful was made of is freed before it is handed out.
         `factored`: a lone sample's gradient comes as it is, with its factor (0-dimensional), so that a fused update
         may apply it on its own; where the factor is 0 the tensor is to be ignored, for it may hold NaN. `into_grad`:
-        sums are added into gradients that exist.
+        sums are added into gradients that exist, and have the parameter's dtype; otherwise they are as wide as they
+        were accumulated, so that noise can be added before they are rounded to a half-precision parameter's dtype.
         """
         scale = self.clipping.scale
         if self._small is not None:
@@ -74,8 +75,7 @@ class MicroBatch:
             if self._parts[index]:
                 alone = self._alone(index) if factored else None
                 if alone is None:
-                    out = parameter.grad if into_grad else None
-                    yield [(parameter, self._sum(index, scale, out), None)]
+                    yield [(parameter, self._sum(index, scale, into_grad=into_grad), None)]
                 else:
                     yield [(parameter, alone, scale[0])]
                     del alone
@@ -99,7 +99,7 @@ class MicroBatch:
         totals = outer_sums(outers, scale, [p.grad if into_grad else None for p in parameters])
         for index in group:
             self._parts[index] = ()
-        return [(p, _as(p.dtype, total), None) for p, total in zip(parameters, totals, strict=True)]
+        return [(p, _as(p, total, into_grad), None) for p, total in zip(parameters, totals, strict=True)]
 
     def _alone(self, index: int) -> Tensor | None:
         """A lone sample's kept gradient."""
@@ -109,14 +109,15 @@ class MicroBatch:
         self._parts[index] = ()
         return parts[0].values[0]
 
-    def _sum(self, index: int, scale: Tensor, out: Tensor | None) -> Tensor:
+    def _sum(self, index: int, scale: Tensor, *, into_grad: bool) -> Tensor:
         """The parameter's clipped sum; what it was made of is let go."""
         parts, self._parts[index] = self._parts[index], ()
         parameter = self.parameters[index]
+        out = parameter.grad if into_grad else None
         for part in parts:
             out = part.clipped_sum(scale, out)
         assert out is not None
-        return _as(parameter.dtype, out)
+        return _as(parameter, out, into_grad)
 
     def _sum_small(self, small: SmallRows, scale: Tensor, *, into_grad: bool) -> list[FactoredSum]:
         values = small.values.nan_to_num_(0.0, 0.0, 0.0)
@@ -124,14 +125,14 @@ class MicroBatch:
         items: list[FactoredSum] = []
         for index, piece in zip(small.widths, pieces, strict=True):
             parameter = self.parameters[index]
-            total = _as(parameter.dtype, piece if parameter.dim() == 1 else piece.view(parameter.shape))
+            total = _as(parameter, piece if parameter.dim() == 1 else piece.view(parameter.shape), into_grad)
             out = parameter.grad if into_grad else None
             items.append((parameter, total if out is None else out.add_(total), None))
         return items
 
 
-def _as(dtype: torch.dtype, tensor: Tensor) -> Tensor:
-    return tensor if tensor.dtype == dtype else tensor.to(dtype)
+def _as(parameter: nn.Parameter, total: Tensor, into_grad: bool) -> Tensor:
+    return total.to(parameter.dtype) if into_grad and total.dtype != parameter.dtype else total
 
 
 def _common_batch_size(slots: Sequence[Slot]) -> int:

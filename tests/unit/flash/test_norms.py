@@ -1,0 +1,59 @@
+"""Norms of parameters that are used twice, where the two uses cancel."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from dpscope.flash import FlashEngine
+from dpscope.flash.contributions import Lookup, Outer
+from dpscope.flash.norms import TIED_FLOOR, NormSum
+from dpscope.flash.paths import choose_path
+
+ROWS, WIDTH, BATCH, LENGTH = 11, 6, 3, 5
+
+
+def tied_uses(share: float) -> tuple[Lookup, Outer]:
+    """An embedding's gradient, and a head's that is its negative, up to `share` of it."""
+    ids = torch.randint(0, ROWS, (BATCH, LENGTH))
+    g = torch.randn(BATCH, LENGTH, WIDTH)
+    one_hot = nn.functional.one_hot(ids, ROWS).float()
+    return Lookup(ids, g, ROWS, None), Outer(g, one_hot * (share - 1))
+
+
+def norm_of(parts: tuple[Lookup, Outer]) -> torch.Tensor:
+    total = NormSum(BATCH, torch.device("cpu"), partial(choose_path, forced="gram"))
+    total.add_parts(parts)
+    return total.result().sqrt()
+
+
+def true_norm(parts: tuple[Lookup, Outer]) -> torch.Tensor:
+    lookup, outer = parts
+    values = lookup.materialise().double() + torch.bmm(outer.g.double().transpose(1, 2), outer.x.double())
+    return values.flatten(1).norm(dim=1)
+
+
+@pytest.mark.parametrize("share", [0.0, 1e-7, 1e-3])
+def test_uses_that_cancel_are_never_taken_for_smaller_than_they_are(share: float) -> None:
+    parts = tied_uses(share)
+    assert (norm_of(parts) >= true_norm(parts) * (1 - 1e-3)).all()
+    assert (norm_of(parts) > 0).all()  # a factor of 1 for a sample nobody knows the norm of would be a leak
+
+
+def test_uses_that_do_not_cancel_are_exact() -> None:
+    parts = tied_uses(0.9)
+    assert ((true_norm(parts) / norm_of(parts) - 1).abs() < 1e-6).all()
+    assert TIED_FLOOR < 0.9**2 / 2
+
+
+def test_sums_of_half_precision_parameters_stay_wide_until_noise_is_added() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2)).bfloat16()
+    with FlashEngine(model, max_grad_norm=0.1) as engine:
+        model(torch.randn(3, 5, 4).bfloat16()).float().square().mean().backward()
+        assert {total.dtype for _, total in engine.clipped_sums()} == {torch.float32}
+        model(torch.randn(3, 5, 4).bfloat16()).float().square().mean().backward()
+        engine.finish()
+    assert {p.grad.dtype for p in model.parameters()} == {torch.bfloat16}
