@@ -33,8 +33,8 @@ NOISE_STATE = "dpscope_noise_generator"
 class DPFlashOptimizer(DPOptimizer):
     """An Opacus optimizer whose clipped sums come from a `FlashEngine`.
 
-    `fused`: update SGD, Adam and AdamW in the same pass that adds the noise (default: wherever that is torch's own
-    update). The gradient then never exists as a whole and `.grad` is None after a step.
+    `fused`: update SGD, Adam and AdamW in the same pass that adds the noise (default: on a GPU with Triton, wherever
+    that is torch's own update). The gradient then never exists as a whole and `.grad` is None after a step.
     """
 
     def __init__(
@@ -159,7 +159,9 @@ class DPFlashOptimizer(DPOptimizer):
     def _uses_fused_update(self) -> bool:
         if self._fused_update is None or self._fused is False or self.secure_mode:
             return False
-        return FusedUpdate.serves(self.original_optimizer)
+        if not FusedUpdate.serves(self.original_optimizer):
+            return False
+        return bool(self._fused) or FusedUpdate.pays(self.original_optimizer)
 
     def _fused_step(self) -> None:
         assert self._fused_update is not None

@@ -18,10 +18,13 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from dpscope.flash.kernels.fused_update import fused_adam_, fused_sgd_
 from dpscope.flash.kernels.philox_noise import add_noise_
+from dpscope.flash.kernels.triton_runtime import use_triton
 from dpscope.flash.microbatch import FactoredSum
 
 # Sums are handed to the fused update in pieces of about this size: few launches, and little of the gradient at a time.
 PIECE_BYTES = 2**30
+# Normals made at a time on a CPU.
+HOST_PIECE = 2**18
 
 
 class NoiseSource:
@@ -59,11 +62,32 @@ class Privatisation:
     noise: NoiseSource
 
 
+@torch.no_grad()
 def privatise_gradients(parameters: Iterable[nn.Parameter], how: Privatisation) -> None:
-    """`.grad` from the clipped sum to the private gradient, in place, without a full-size temporary."""
+    """`.grad` from the clipped sum to the private gradient, in place, without a full-size temporary.
+
+    On a CPU the normals are the generator's own; on CUDA they are made in registers, keyed by the generator.
+    """
     gradients = [p.grad for p in parameters if p.grad is not None]
+    if all(g.device == how.noise.generator.device for g in gradients) and how.noise.generator.device.type == "cpu":
+        for gradient in gradients:
+            _add_host_noise(gradient, how)
+        return
     seed, offset = how.noise.draw()
     add_noise_(gradients, how.noise_std, how.grad_scale, seed, offset)
+
+
+def _add_host_noise(gradient: Tensor, how: Privatisation) -> None:
+    flat = gradient.view(-1) if gradient.is_contiguous() else gradient.reshape(-1)
+    dtype = torch.promote_types(flat.dtype, torch.float32)
+    for piece in flat.split(HOST_PIECE):  # type: ignore[no-untyped-call]
+        if how.noise_std:
+            noise = torch.randn(piece.shape, dtype=dtype, generator=how.noise.generator)
+            piece.copy_((noise.mul_(how.noise_std).add_(piece)).mul_(how.grad_scale))
+        else:
+            piece.mul_(how.grad_scale)
+    if flat.data_ptr() != gradient.data_ptr():
+        gradient.copy_(flat.view(gradient.shape))
 
 
 class FusedUpdate:
@@ -85,6 +109,13 @@ class FusedUpdate:
                 group.get("capturable") or group.get("differentiable") or isinstance(group["lr"], Tensor)
                 for group in optimizer.param_groups
             )
+        )
+
+    @staticmethod
+    def pays(optimizer: Optimizer) -> bool:
+        """Whether its kernels run where the parameters are; elsewhere torch's own update is as good."""
+        return all(
+            use_triton("auto", p.device, served=True) for group in optimizer.param_groups for p in group["params"][:1]
         )
 
     def forget_steps(self) -> None:

@@ -74,21 +74,23 @@ def test_state_moves_between_the_fused_update_and_torch() -> None:
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
 
-def test_the_fused_update_adds_the_noise_that_gradients_would_get() -> None:
-    ours, theirs = parameters(), parameters()
-    update = FusedUpdate(torch.optim.SGD(ours, lr=1.0))
-    sums = [p.detach() for p in parameters(seed=1)]
+def test_the_fused_update_adds_noise_of_the_promised_size() -> None:
+    size, std, scale = 100_000, 2.0, 0.5
+    parameter = nn.Parameter(torch.zeros(size))
+    how = Privatisation(noise_std=std, grad_scale=scale, noise=NoiseSource(torch.Generator().manual_seed(5)))
+    FusedUpdate(torch.optim.SGD([parameter], lr=1.0))([(parameter, torch.full((size,), 3.0), None)], how)
+    applied = -parameter.detach() / scale
+    assert abs(applied.mean().item() - 3.0) < 5 * std / math.sqrt(size)
+    assert abs(applied.var().item() / std**2 - 1) < 5 * math.sqrt(2 / size)
 
-    def noisy() -> Privatisation:
-        return Privatisation(noise_std=2.0, grad_scale=0.5, noise=NoiseSource(torch.Generator().manual_seed(5)))
 
-    update(given(ours, sums), noisy())
-    for p, total in zip(theirs, sums, strict=True):
-        p.grad = total.clone()
-    privatise_gradients(theirs, noisy())
-    torch.optim.SGD(theirs, lr=1.0).step()
-    for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+def test_a_lone_samples_factor_is_applied_with_the_update() -> None:
+    parameter = nn.Parameter(torch.zeros(4))
+    update = FusedUpdate(torch.optim.SGD([parameter], lr=1.0))
+    update([(parameter, torch.full((4,), 8.0), torch.tensor(0.25))], quiet(1.0))
+    torch.testing.assert_close(parameter.detach(), torch.full((4,), -2.0))
+    update([(parameter, torch.full((4,), float("nan")), torch.tensor(0.0))], quiet(1.0))
+    torch.testing.assert_close(parameter.detach(), torch.full((4,), -2.0))
 
 
 def test_noise_has_the_promised_mean_and_spread_and_no_memory() -> None:
