@@ -15,7 +15,7 @@ from dpscope.flash.kernels.fused_update import fused_adam_, fused_sgd_
 from dpscope.flash.kernels.gram_norms import GramTiles, GramUnit, gram_norms_squared
 from dpscope.flash.kernels.philox_noise import add_noise_, philox_normal
 from dpscope.flash.kernels.sample_sums import bias_sums, layer_norm_sums, rms_norm_sums
-from dpscope.flash.kernels.scaled_sum import SumTiles, scaled_sum, scaled_sums
+from dpscope.flash.kernels.scaled_sum import SumTiles, scaled_sums
 from dpscope.flash.kernels.tensor_lists import noise_starts
 
 pytestmark = [
@@ -155,12 +155,10 @@ def assert_sum(got: Tensor, g: Tensor, x: Tensor, scale: Tensor) -> None:
 @pytest.mark.parametrize(
     "tiles",
     [
+        SumTiles(),
+        SumTiles(128, 256, 64, 8, 4),
+        SumTiles(256, 128, 64, 8, 4),
         SumTiles(128, 128, 64, 4, 3),
-        SumTiles(128, 128, 64, 4, 3, loop="nested"),
-        SumTiles(128, 128, 64, 4, 3, programs_per_sm=2),
-        SumTiles(128, 128, 64, 8, 3, totals=True),
-        SumTiles(128, 128, 64, 8, 3, loop="nested", totals=True),
-        SumTiles(128, 256, 64, 8, 3, programs_per_sm=1),
     ],
     ids=str,
 )
@@ -171,45 +169,36 @@ def test_scaled_sum(length: int, tiles: SumTiles) -> None:
     g = (torch.randn(8, length, 520, device="cuda") / scale.clamp_min(1e-18)[:, None, None]).bfloat16()
     x = rows(8, length, 776)
     g[0], x[4] = torch.nan, torch.inf
-    assert_sum(scaled_sum(g, x, scale, backend="triton", tiles=tiles), g, x, scale)
+    assert_sum(scaled_sums([g], [x], scale, backend="triton", tiles=tiles)[0], g, x, scale)
     out = torch.ones(520, 776, device="cuda")
-    scaled_sum(g, x, scale, backend="triton", tiles=tiles, out=out, accumulate=True)
+    scaled_sums([g], [x], scale, backend="triton", tiles=tiles, outs=[out])
     assert_sum(out - 1.0, g, x, scale)
 
 
 def test_scaled_sum_over_more_samples_than_one_launch_takes() -> None:
     g, x = rows(70, 32, 256), rows(70, 32, 128)
     scale = torch.rand(70, device="cuda")
-    assert_sum(scaled_sum(g, x, scale, backend="triton"), g, x, scale)
+    assert_sum(scaled_sums([g], [x], scale, backend="triton")[0], g, x, scale)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_scaled_sum_of_shapes_the_kernel_does_not_serve(dtype: torch.dtype) -> None:
     g, x = rows(5, 3, 10, dtype=dtype), rows(5, 3, 33, dtype=dtype)
     scale = torch.rand(5, device="cuda")
-    assert_sum(scaled_sum(g, x, scale), g, x, scale)
+    assert_sum(scaled_sums([g], [x], scale)[0], g, x, scale)
 
 
-@pytest.mark.parametrize("programs_per_sm", [0, 1])
-def test_scaled_sums_of_many_weights(programs_per_sm: int) -> None:
-    """Weights of one shape share a launch; more tiles than programs, and programs that pass from weight to weight."""
-    tiles = SumTiles(128, 128, 64, 4, 3, programs_per_sm=programs_per_sm)
-    widths = [(1024, 512)] * 9 + [(512, 1024)] * 5 + [(72, 264)]
+def test_scaled_sums_of_many_weights() -> None:
+    """Weights of one shape share a launch; wide, ragged and narrow ones, with the tiles each gets by default."""
+    widths = [(1024, 512)] * 9 + [(512, 1024)] * 5 + [(72, 264), (520, 128), (72, 8)]
     gs, xs = [rows(3, 200, p) for p, _ in widths], [rows(3, 200, d) for _, d in widths]
     scale = torch.tensor([0.5, 0.0, 0.3], device="cuda")
     gs[4][1] = torch.nan
-    outs = [torch.ones(1024, 512, device="cuda"), *[None] * 14]
-    results = scaled_sums(gs, xs, scale, outs=outs, backend="triton", tiles=tiles)
+    outs = [torch.ones(1024, 512, device="cuda"), *[None] * 16]
+    results = scaled_sums(gs, xs, scale, outs=outs, backend="triton")
     results[0] -= 1.0
     for got, g, x in zip(results, gs, xs, strict=True):
         assert_sum(got, g, x, scale)
-
-
-def test_the_plain_sum_is_the_librarys() -> None:
-    g, x = rows(4, 256, 512), rows(4, 256, 2048)
-    out = torch.ones(512, 2048, device="cuda")
-    scaled_sum(g, x, None, out=out, accumulate=True)
-    assert_sum(out - 1.0, g, x, torch.ones(4))
 
 
 # -- sample_sums -------------------------------------------------------------------------------------------------------
@@ -321,7 +310,6 @@ def calls() -> dict[str, Callable[[], object]]:
     state = [[torch.zeros_like(param) for param in params] for _ in range(2)]
     return {
         "gram_norms": lambda: gram_norms_squared([one, GramUnit(ids=embedding, gs=(g,))]),
-        "scaled_sum": lambda: scaled_sum(g, x, scale),
         "scaled_sums": lambda: scaled_sums([g, g], [x, x], scale),
         "sample_sums": lambda: rms_norm_sums(g, g, g[:, :, 0]),
         "add_noise": lambda: add_noise_(params, 1.0, 1.0, 0, 0),
@@ -329,7 +317,7 @@ def calls() -> dict[str, Callable[[], object]]:
     }
 
 
-@pytest.mark.parametrize("name", ["gram_norms", "scaled_sum", "scaled_sums", "sample_sums", "add_noise", "fused_adam"])
+@pytest.mark.parametrize("name", ["gram_norms", "scaled_sums", "sample_sums", "add_noise", "fused_adam"])
 def test_no_call_waits_for_the_device(name: str, request: pytest.FixtureRequest) -> None:
     call = calls()[name]
     call()  # compiling may wait

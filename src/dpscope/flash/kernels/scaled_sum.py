@@ -32,7 +32,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,7 +44,6 @@ from dpscope.flash.kernels.triton_runtime import (
     is_hopper,
     jit,
     launch_on,
-    multiprocessors,
     provide_scratch,
     rows_are_aligned,
     table_on,
@@ -65,25 +64,37 @@ _GROUP_M = 8  # tiles of this many rows run together and share columns in L2
 
 @dataclass(frozen=True)
 class SumTiles:
-    """How outputs are cut, and how K is walked.
+    """How outputs are cut, and how many steps of K are in flight.
 
-    loop: "flat", one pipelined loop over all samples; "nested", the pipeline refills for each sample. `totals`: each
-    sample in an accumulator of its own, added to the total with its factor (twice the registers) instead of rescaling.
-    programs_per_sm: 0, a program for each tile; otherwise that many programs stay on a multiprocessor and take tiles in
-    turn.
+    Measured on an H200 (2026-11-15, torch 2.11, triton 3.6): milliseconds on the device for all Linear weights and the
+    head of preset 1b, bfloat16. The default comes first after the ideal; a fourth stage is a tie and takes more memory.
 
-    Blocks, warps and stages: the best of one-weight launches with a flat loop on an H200, 26.7 ms for the Linear layers
-    of preset 1b at B=8, T=1024, where cuBLAS without factors takes 23.1 (2026-11-15, before the rescaling moved).
+                                 B=8 T=1024   B=16 T=1024   B=16 T=256   B=32 T=256
+        cuBLAS, no factors            22.60         45.78        11.72        22.50
+        128x256x64 8w 3st             23.73         49.29        13.36        25.59
+        128x256x64 8w 4st             23.89         49.41        13.22        25.33
+        256x128x64 8w 4st             24.64         51.71        13.57        26.30
+        128x128x64 4w 3st             27.09         55.13        14.42        28.04
+
+    benchmarks/results/2026-11-15-h200-scaled-sum.md has the other loops that were tried, all slower than the default.
     """
 
     block_m: int = 128
-    block_n: int = 128
+    block_n: int = 256
     block_k: int = 64
-    num_warps: int = 4
+    num_warps: int = 8
     num_stages: int = 3
-    loop: Literal["flat", "nested"] = "flat"
-    totals: bool = False
-    programs_per_sm: int = 0
+
+
+_NARROW = SumTiles(block_n=128, num_warps=4)
+
+
+def default_tiles(d: int) -> SumTiles:
+    """Inputs of at most 128 features would leave half of the usual tile empty, or more: they get one of half the width.
+
+    On an H200 that takes 15 to 48 % off for d ≤ 128; from d = 136 on the usual tile is faster (2026-11-15).
+    """
+    return _NARROW if d <= _NARROW.block_n else SumTiles()
 
 
 def scaled_sums(
@@ -100,86 +111,54 @@ def scaled_sums(
     Sums are added to an `out` where given; no two may be the same tensor. `tiles` forces a configuration (for
     measurements).
     """
-    return _sums(gs, xs, scale, outs or [None] * len(gs), True, backend, tiles)
-
-
-def scaled_sum(
-    g: Tensor,
-    x: Tensor,
-    scale: Tensor | None,
-    *,
-    out: Tensor | None = None,
-    accumulate: bool = False,
-    backend: Backend = "auto",
-    tiles: SumTiles | None = None,
-) -> Tensor:
-    """One pair's sum. With `out` (p, d) it is written there, or added to it if `accumulate`.
-
-    scale=None is the plain sum, by the library's GEMM.
-    """
-    if scale is None:
-        out, fresh = _result(g, x, None, out)
-        return _plain_sum(g, x, out, accumulate and not fresh)
-    return _sums([g], [x], scale, [out], accumulate, backend, tiles)[0]
-
-
-def _sums(
-    gs: Sequence[Tensor],
-    xs: Sequence[Tensor],
-    scale: Tensor,
-    outs: Sequence[Tensor | None],
-    accumulate: bool,
-    backend: Backend,
-    tiles: SumTiles | None,
-) -> list[Tensor]:
-    """Pairs of one key share their checks and a launch: what is left for each pair is a few integers."""
+    # Pairs of one key share their checks and a launch: what is left for each pair is a few integers.
     results: list[Tensor] = []
     groups: dict[tuple[Any, ...], list[tuple[int, int, int, int]]] = {}
-    for i, (g, x, given) in enumerate(zip(gs, xs, outs, strict=True)):
+    for i, (g, x, given) in enumerate(zip(gs, xs, outs or [None] * len(gs), strict=True)):
         target = None if given is None else (given.shape, given.stride(), given.dtype)
         key = (g.shape, x.shape, g.stride(), x.stride(), g.dtype, x.dtype, target)
         rows = groups.get(key)
         if rows is None:
             rows = groups[key] = []
-            out, _ = _result(g, x, scale, given)
+            out = _result(g, x, scale, given)
         else:
             out = torch.empty_like(results[rows[0][0]]) if given is None else given
         results.append(out)
         rows.append((i, g.data_ptr(), x.data_ptr(), out.data_ptr()))
-    launches: list[tuple[int, bool]] = []
+    launches: list[tuple[int, int, bool]] = []
     tables: list[list[int]] = []
-    for rows in groups.values():
+    for key, rows in groups.items():
         first = rows[0][0]
         g, x = gs[first], xs[first]
-        add = accumulate and outs[first] is not None
+        add = key[-1] is not None
         served = _is_served(g, x, results[first]) and not any((a | b | c) % 16 for _, a, b, c in rows)
         if not use_triton(backend, g.device, served=served, why_not="dtype, T or strides"):
             for i, *_ in rows:
                 _torch(gs[i], xs[i], scale, results[i], add)
             continue
         for start in range(0, g.shape[0], _MAX_SAMPLES):
-            launches.append((first, add or start > 0))
+            launches.append((first, start, add or start > 0))
             g_skip, x_skip = (start * tensor.stride(0) * tensor.element_size() for tensor in (g, x))
             tables.append([n for _, a, b, c in rows for n in (a + g_skip, b + x_skip, c)])
     if launches:
-        _launch(gs, xs, scale, results, launches, tables, tiles or SumTiles())
+        _launch(gs, xs, scale, results, launches, tables, tiles)
     return results
 
 
-def _result(g: Tensor, x: Tensor, scale: Tensor | None, out: Tensor | None) -> tuple[Tensor, bool]:
-    """`out`, checked, or a fresh tensor; and whether it is fresh."""
+def _result(g: Tensor, x: Tensor, scale: Tensor, out: Tensor | None) -> Tensor:
+    """`out`, checked, or a fresh tensor."""
     if g.dim() != 3 or x.dim() != 3 or g.shape[:2] != x.shape[:2]:
         raise ValueError(f"expected g (B, T, p) and x (B, T, d), got {tuple(g.shape)} and {tuple(x.shape)}")
-    if scale is not None and scale.shape != g.shape[:1]:
+    if scale.shape != g.shape[:1]:
         raise ValueError(f"expected scale of shape {tuple(g.shape[:1])}, got {tuple(scale.shape)}")
     dtype = torch.promote_types(g.dtype, x.dtype)
     dtype = torch.float32 if dtype in _HALF else dtype
     shape = (g.shape[2], x.shape[2])
     if out is None:
-        return torch.empty(shape, dtype=dtype, device=g.device), True
+        return torch.empty(shape, dtype=dtype, device=g.device)
     if out.shape != shape or out.dtype != dtype:
         raise ValueError(f"expected out {shape} {dtype}, got {tuple(out.shape)} {out.dtype}")
-    return out, False
+    return out
 
 
 def _is_served(g: Tensor, x: Tensor, out: Tensor) -> bool:
@@ -200,23 +179,6 @@ def _is_served(g: Tensor, x: Tensor, out: Tensor) -> bool:
 
 
 @jit
-def _operands(
-    table, weight, batch, length, p, d, g_stride_b, g_stride_t, x_stride_b, x_stride_t,
-    DTYPE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """Descriptors of (B, T, p) and (B, T, d).
-
-    They give zeros past their shape: at the end of each sample, where T is no multiple of BLOCK_K, and for samples that
-    are skipped, which are read at row T.
-    """
-    g = tl.load(table + weight * 3).to(tl.pointer_type(DTYPE))
-    x = tl.load(table + weight * 3 + 1).to(tl.pointer_type(DTYPE))
-    g_rows = tl.make_tensor_descriptor(g, [batch, length, p], [g_stride_b, g_stride_t, 1], [1, BLOCK_K, BLOCK_M])
-    x_rows = tl.make_tensor_descriptor(x, [batch, length, d], [x_stride_b, x_stride_t, 1], [1, BLOCK_K, BLOCK_N])
-    return g_rows, x_rows
-
-
-@jit
 def _next_factor(scale, b, batch, min_scale, current):
     """The factor of sample b + 1; `current` where that is skipped or does not exist."""
     factor = tl.load(scale + b + 1, mask=b + 1 < batch, other=0.0)
@@ -226,48 +188,27 @@ def _next_factor(scale, b, batch, min_scale, current):
 @jit
 def _tile_sum(
     g_rows, x_rows, scale, live_bits, m, n, batch, length, min_scale,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NESTED: tl.constexpr, TOTALS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Σ_b c_b G_bᵀX_b for rows [m, m+BLOCK_M) and columns [n, n+BLOCK_N), float32."""
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    total = acc
     current = _next_factor(scale, -1, batch, min_scale, 1.0)
-    if NESTED:
-        for b in range(batch):
-            live = ((live_bits >> b) & 1) != 0
-            for k in range(0, tl.where(live, length, 0), BLOCK_K):
-                g_tile = g_rows.load([b, k, m]).reshape(BLOCK_K, BLOCK_M)
-                x_tile = x_rows.load([b, k, n]).reshape(BLOCK_K, BLOCK_N)
-                acc = dot(g_tile.T, x_tile, acc, "ieee")
+    b = batch * 0
+    k = batch * 0
+    # One loop over all samples: a loop for each would drain and refill the pipeline between them.
+    for _ in range(batch * tl.cdiv(length, BLOCK_K)):
+        live = ((live_bits >> b) & 1) != 0
+        row = tl.where(live, k, length)
+        g_tile = g_rows.load([b, row, m]).reshape(BLOCK_K, BLOCK_M)
+        x_tile = x_rows.load([b, row, n]).reshape(BLOCK_K, BLOCK_N)
+        acc = dot(g_tile.T, x_tile, acc, "ieee")
+        last = k + BLOCK_K >= length
+        if last:
             following = _next_factor(scale, b, batch, min_scale, current)
-            if TOTALS:
-                total += acc * current
-                acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-            else:
-                acc = acc * (current / following)
+            acc = acc * (current / following)
             current = following
-    else:
-        b = batch * 0
-        k = batch * 0
-        for _ in range(batch * tl.cdiv(length, BLOCK_K)):
-            live = ((live_bits >> b) & 1) != 0
-            row = tl.where(live, k, length)
-            g_tile = g_rows.load([b, row, m]).reshape(BLOCK_K, BLOCK_M)
-            x_tile = x_rows.load([b, row, n]).reshape(BLOCK_K, BLOCK_N)
-            acc = dot(g_tile.T, x_tile, acc, "ieee")
-            last = k + BLOCK_K >= length
-            if last:
-                following = _next_factor(scale, b, batch, min_scale, current)
-                if TOTALS:
-                    total += acc * current
-                    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-                else:
-                    acc = acc * (current / following)
-                current = following
-            b = tl.where(last, b + 1, b)
-            k = tl.where(last, 0, k + BLOCK_K)
-    if TOTALS:
-        return total
+        b = tl.where(last, b + 1, b)
+        k = tl.where(last, 0, k + BLOCK_K)
     return acc * current
 
 
@@ -281,22 +222,7 @@ def _place(tile, p, d, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl
     return (first + (tile % width) % height) * BLOCK_M, ((tile % width) // height) * BLOCK_N
 
 
-@jit
-def _write(
-    table, weight, acc, m, n, p, d, out_stride,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ACCUMULATE: tl.constexpr,
-):  # fmt: skip
-    out = tl.multiple_of(tl.load(table + weight * 3 + 2).to(tl.pointer_type(tl.float32)), 16)
-    i = m + tl.arange(0, BLOCK_M)
-    j = n + tl.arange(0, BLOCK_N)
-    inside = (i < p)[:, None] & (j < d)[None, :]
-    pointers = out + i.to(tl.int64)[:, None] * out_stride + j[None, :]
-    if ACCUMULATE:
-        acc += tl.load(pointers, mask=inside, other=0.0)
-    tl.store(pointers, acc, mask=inside)
-
-
-@partial(jit, do_not_specialize=("batch", "tiles_each", "n_tiles"))  # batches of any size share one compiled kernel
+@partial(jit, do_not_specialize=("batch", "tiles_each"))  # batches of any size share one compiled kernel
 def _scaled_sum_kernel(
     table,
     scale,
@@ -310,7 +236,6 @@ def _scaled_sum_kernel(
     x_stride_t,
     out_stride,
     tiles_each,
-    n_tiles,
     min_scale,
     DTYPE: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -318,38 +243,31 @@ def _scaled_sum_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
     MAX_SAMPLES: tl.constexpr,
-    NESTED: tl.constexpr,
-    TOTALS: tl.constexpr,
-    PERSISTENT: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ):
-    """One program: one BLOCK_M×BLOCK_N tile of one weight, or every n-th of them. table: (weights, 3) pointers."""
-    program = tl.program_id(0)
-    weight = program // tiles_each
-    # fmt: off
-    g_rows, x_rows = _operands(table, weight, batch, length, p, d, g_stride_b, g_stride_t, x_stride_b, x_stride_t,
-                               DTYPE, BLOCK_M, BLOCK_N, BLOCK_K)
+    """One program: one BLOCK_M×BLOCK_N tile of one weight. table: (weights, 3) pointers to g, x and out."""
+    pointers = table + (tl.program_id(0) // tiles_each) * 3
+    m, n = _place(tl.program_id(0) % tiles_each, p, d, BLOCK_M, BLOCK_N, GROUP_M)
+    # Descriptors give zeros past their shape: at the end of each sample, where T is no multiple of BLOCK_K, and for
+    # samples that are skipped, which are read at row T.
+    g = tl.load(pointers).to(tl.pointer_type(DTYPE))
+    x = tl.load(pointers + 1).to(tl.pointer_type(DTYPE))
+    g_rows = tl.make_tensor_descriptor(g, [batch, length, p], [g_stride_b, g_stride_t, 1], [1, BLOCK_K, BLOCK_M])
+    x_rows = tl.make_tensor_descriptor(x, [batch, length, d], [x_stride_b, x_stride_t, 1], [1, BLOCK_K, BLOCK_N])
     # Which samples are live is packed into bits first: a load inside the loop, on which the operands' loads depend,
     # would take its place in the software pipeline.
     lanes = tl.arange(0, MAX_SAMPLES)
     factors = tl.load(scale + lanes, mask=lanes < batch, other=0.0)
     live_bits = tl.sum(tl.where(tl.abs(factors) >= min_scale, 1, 0).to(tl.int64) << lanes.to(tl.int64))
-    if PERSISTENT:
-        for tile in range(program, n_tiles, tl.num_programs(0)):
-            if tile // tiles_each != weight:
-                weight = tile // tiles_each
-                g_rows, x_rows = _operands(table, weight, batch, length, p, d, g_stride_b, g_stride_t, x_stride_b,
-                                           x_stride_t, DTYPE, BLOCK_M, BLOCK_N, BLOCK_K)
-            m, n = _place(tile % tiles_each, p, d, BLOCK_M, BLOCK_N, GROUP_M)
-            acc = _tile_sum(g_rows, x_rows, scale, live_bits, m, n, batch, length, min_scale,
-                            BLOCK_M, BLOCK_N, BLOCK_K, NESTED, TOTALS)
-            _write(table, weight, acc, m, n, p, d, out_stride, BLOCK_M, BLOCK_N, ACCUMULATE)
-    else:
-        m, n = _place(program % tiles_each, p, d, BLOCK_M, BLOCK_N, GROUP_M)
-        acc = _tile_sum(g_rows, x_rows, scale, live_bits, m, n, batch, length, min_scale,
-                        BLOCK_M, BLOCK_N, BLOCK_K, NESTED, TOTALS)
-        _write(table, weight, acc, m, n, p, d, out_stride, BLOCK_M, BLOCK_N, ACCUMULATE)
-    # fmt: on
+    acc = _tile_sum(g_rows, x_rows, scale, live_bits, m, n, batch, length, min_scale, BLOCK_M, BLOCK_N, BLOCK_K)
+    out = tl.multiple_of(tl.load(pointers + 2).to(tl.pointer_type(tl.float32)), 16)
+    i = m + tl.arange(0, BLOCK_M)
+    j = n + tl.arange(0, BLOCK_N)
+    inside = (i < p)[:, None] & (j < d)[None, :]
+    places = out + i.to(tl.int64)[:, None] * out_stride + j[None, :]
+    if ACCUMULATE:
+        acc += tl.load(places, mask=inside, other=0.0)
+    tl.store(places, acc, mask=inside)
 
 
 def _launch(
@@ -357,26 +275,21 @@ def _launch(
     xs: Sequence[Tensor],
     scale: Tensor,
     outs: Sequence[Tensor],
-    launches: list[tuple[int, bool]],
+    launches: list[tuple[int, int, bool]],
     tables: list[list[int]],
-    tiles: SumTiles,
+    forced: SumTiles | None,
 ) -> None:
-    """launches: a member of each group, and whether to add; tables: its pointers. At most _MAX_SAMPLES samples each."""
+    """launches: a member of the group, the first of at most _MAX_SAMPLES samples, whether to add; tables: pointers."""
     device = gs[launches[0][0]].device
     scale = scale.float().contiguous()
-    counts: dict[int, int] = {}  # launches made for a group so far
     provide_scratch(device)
     with launch_on(device):
-        for (member, add), rows, table in zip(launches, tables, table_on(device, *tables), strict=True):
+        for (member, start, add), rows, table in zip(launches, tables, table_on(device, *tables), strict=True):
             g, x = gs[member], xs[member]
             (batch, length, p), d = g.shape, x.shape[2]
-            start = counts.get(member, 0)
-            counts[member] = start + _MAX_SAMPLES
+            tiles = forced or default_tiles(d)
             tiles_each = -(-p // tiles.block_m) * -(-d // tiles.block_n)
-            n_tiles = len(rows) // 3 * tiles_each
-            persistent = tiles.programs_per_sm > 0
-            programs = min(n_tiles, tiles.programs_per_sm * multiprocessors(device)) if persistent else n_tiles
-            _scaled_sum_kernel[(programs,)](
+            _scaled_sum_kernel[(len(rows) // 3 * tiles_each,)](
                 table,
                 scale[start:] if start else scale,
                 min(batch - start, _MAX_SAMPLES),
@@ -389,7 +302,6 @@ def _launch(
                 x.stride(1),
                 outs[member].stride(0),
                 tiles_each,
-                n_tiles,
                 MIN_SCALE,
                 DTYPE=TRITON_DTYPES[g.dtype],
                 BLOCK_M=tiles.block_m,
@@ -397,9 +309,6 @@ def _launch(
                 BLOCK_K=tiles.block_k,
                 GROUP_M=_GROUP_M,
                 MAX_SAMPLES=_MAX_SAMPLES,
-                NESTED=tiles.loop == "nested",
-                TOTALS=tiles.totals,
-                PERSISTENT=persistent,
                 ACCUMULATE=add,
                 num_warps=tiles.num_warps,
                 num_stages=tiles.num_stages,
@@ -407,21 +316,6 @@ def _launch(
 
 
 # -- torch -------------------------------------------------------------------------------------------------------------
-
-
-def _plain_sum(g: Tensor, x: Tensor, out: Tensor, accumulate: bool) -> Tensor:
-    """The library's GEMM over B·T."""
-    left, right = g.reshape(-1, g.shape[2]).T, x.reshape(-1, x.shape[2])
-    if g.is_cuda and g.dtype == x.dtype and g.dtype in _HALF:
-        try:
-            if accumulate:
-                return torch.addmm(out, left, right, out_dtype=torch.float32, out=out)
-            return torch.mm(left, right, out_dtype=torch.float32, out=out)
-        except TypeError:  # torch before 2.8
-            product = torch.mm(left, right).float()
-            return out.add_(product) if accumulate else out.copy_(product)
-    left, right = left.to(out.dtype), right.to(out.dtype)
-    return out.addmm_(left, right) if accumulate else torch.mm(left, right, out=out)
 
 
 def _torch(g: Tensor, x: Tensor, scale: Tensor, out: Tensor, accumulate: bool) -> Tensor:

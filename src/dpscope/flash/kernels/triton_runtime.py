@@ -33,7 +33,6 @@ __all__ = [  # tl and triton are re-exported: kernel files take them from here
     "is_hopper",
     "jit",
     "launch_on",
-    "multiprocessors",
     "provide_scratch",
     "rows_are_aligned",
     "table_on",
@@ -86,12 +85,6 @@ def is_hopper(device: torch.device) -> bool:
     if not hasattr(tl, "make_tensor_descriptor"):
         return False
     return capability(device_index(device)) >= (9, 0) if device.type == "cuda" else INTERPRETED
-
-
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    """How many of them the device has; two in the interpreter."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 def device_index(device: torch.device) -> int:
