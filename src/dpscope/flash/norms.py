@@ -18,7 +18,7 @@ from dpscope.flash.kernels.gram_norms import GramUnit, gram_norms_squared
 from dpscope.flash.paths import DIRECT, KEEP, RANK1, Decision
 
 # Kept gradients of at most this many elements a sample are normed and summed in one go, side by side.
-SMALL = 1 << 16
+SMALL = 1 << 13
 
 # Samples with more ids than this are normed by sorting them; shorter ones join the Gram units' launch.
 SORTED_LENGTH = 256
