@@ -275,8 +275,14 @@ class FlashEngine:
             self.norms = self.factors = self.anchor.new_zeros(0, dtype=torch.float64)
             return self._zeros(set(), into_grad)
         device = slots[0].parameter.device.type
-        with _no_autocast(device):
-            micro = self._norm(slots)
+        try:
+            with _no_autocast(device):
+                micro = self._norm(slots)
+        except BaseException:
+            # What is left in a slot would keep it from being noted as touched, and out of every later step.
+            for slot in slots:
+                slot.contributions = []
+            raise
         return self._iterate(micro, device, into_grad, factored)
 
     @torch.no_grad()
@@ -333,6 +339,9 @@ class FlashEngine:
     def discard(self) -> None:
         """Drops what backward has left and was not summed, and begins to count samples anew. For zero_grad()."""
         self._drop()
+        for slot in self._slots.values():
+            if slot.contributions:
+                slot.contributions = []
         self.samples = 0
 
     # -- looking -----------------------------------------------------------------------------------------------------

@@ -97,6 +97,23 @@ def test_forwards_of_different_sizes_before_one_backward_are_refused():
             engine.finish()
 
 
+@pytest.mark.parametrize("fault", ["mismatched sizes", "changed in place"])
+def test_the_micro_batch_after_a_refused_one_is_clipped_and_summed_as_ever(fault):
+    model, batch = mlp(), {"x": torch.randn(4, 5)}
+    truth, c = reference(model, batch, sine_losses)
+    with FlashEngine(model, max_grad_norm=c) as engine:
+        x = torch.randn(4, 5)
+        loss = sine_losses(model, {"x": x}).mean()
+        if fault == "mismatched sizes":
+            loss = loss + sine_losses(model, {"x": x[:3]}).mean()
+        loss.backward()
+        x.add_(1)
+        with pytest.raises(UserError):
+            engine.finish()
+        private_step(engine, batch, sine_losses)
+    compare(model, batch, sine_losses, engine, truth, c)
+
+
 def test_backward_through_a_forward_that_was_already_summed_is_refused():
     model = mlp()
     with FlashEngine(model, max_grad_norm=1.0) as engine:
