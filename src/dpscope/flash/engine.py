@@ -14,7 +14,7 @@ the next forward with gradients enabled (or `finish()`). Row b of each of those 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import TensorWeakRef
 
 from dpscope.errors import UserError
 from dpscope.flash import layers
@@ -79,6 +80,7 @@ class FlashEngine:
         self.nonfinite_samples: Tensor | None = None
         self._root_inputs: list[Tensor] = []
         self._touched: list[Slot] = []
+        self._written: dict[int, TensorWeakRef] = {}  # gradients that finish() made, by their parameter's id
         self._attach()
         # Stands in for the parameters where autograd asks whether a layer's output requires a gradient.
         self.anchor = torch.zeros((), requires_grad=True)
@@ -116,6 +118,15 @@ class FlashEngine:
         except BaseException:
             self.detach()
             raise
+
+    @property
+    def attached(self) -> bool:
+        return bool(self._taps)
+
+    @property
+    def parameters(self) -> Collection[nn.Parameter]:
+        """All parameters of the model, frozen ones too."""
+        return self._slots.keys()
 
     def _install(self, tap: InstanceMethod) -> None:
         tap.install()
@@ -252,10 +263,33 @@ class FlashEngine:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Closes the micro-batch: its clipped sums are added into p.grad. Every trainable parameter has one after."""
+        """Closes the micro-batch: its clipped sums are added into p.grad. Every trainable parameter has one after.
+
+        A gradient that is there already has to come from here: any other may hold more than C of a sample.
+        """
+        for slot in self._slots.values():
+            if slot.parameter.grad is not None and not self._wrote(slot.parameter):
+                raise UserError(
+                    f"{slot.name}.grad holds a gradient that flash clipping did not make: clear gradients with "
+                    "optimizer.zero_grad() first"
+                )
         for parameter, total, _ in self._sums(into_grad=True):
             if parameter.grad is None:
                 parameter.grad = total
+                self._written[id(parameter)] = TensorWeakRef(total)
+
+    def _wrote(self, parameter: nn.Parameter) -> bool:
+        reference = self._written.get(id(parameter))
+        return reference is not None and reference() is parameter.grad
+
+    def clear_gradients(self, set_to_none: bool = True) -> None:
+        """p.grad of every parameter of the model: zero where it was made here and is to be kept, None otherwise."""
+        for parameter in self._slots:
+            if parameter.grad is not None:
+                if set_to_none or not self._wrote(parameter):
+                    parameter.grad = None
+                else:
+                    parameter.grad.zero_()
 
     def clipped_sums(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Closes the micro-batch and gives (parameter, Σ_b c_b v_b) one at a time, without touching p.grad.

@@ -60,6 +60,7 @@ class DPFlashOptimizer(DPOptimizer):
             raise UserError(f"{type(optimizer).__name__} with these options has no fused update: leave out fused=True")
         self.engine = engine
         self.noise = NoiseSource(generator)
+        self._own = frozenset(map(id, engine.parameters))
         self.forbid_accumulation = False
         self._fused_update = FusedUpdate(optimizer) if FusedUpdate.serves(optimizer) else None
         self._fused = fused
@@ -75,6 +76,7 @@ class DPFlashOptimizer(DPOptimizer):
             generator=generator,
             secure_mode=secure_mode,
         )
+        engine.clear_gradients()  # what is in `.grad` by now was not clipped
 
     @property
     def max_grad_norm(self) -> float:
@@ -125,6 +127,18 @@ class DPFlashOptimizer(DPOptimizer):
         return True
 
     def _begin(self) -> None:
+        if not self.engine.attached:
+            raise UserError(
+                "the flash engine was detached: gradients are no longer clipped; make the model private anew"
+            )
+        if not (math.isfinite(self.noise_multiplier) and self.noise_multiplier >= 0):
+            raise UserError(f"noise_multiplier must be zero or more, not {self.noise_multiplier}")
+        own = self._own
+        if any(id(p) not in own for p in self.params):  # Opacus leaves frozen ones out
+            raise UserError(
+                "the optimizer was given parameters that are not the private model's: their gradients are not clipped; "
+                "make them part of the model before make_private, or give them an optimizer of their own"
+            )
         if self._applied:
             raise ValueError(
                 "Gradients haven't been cleared since the last optimizer step. In order to obtain privacy guarantees "
@@ -148,6 +162,10 @@ class DPFlashOptimizer(DPOptimizer):
 
     def add_noise(self) -> None:
         """`.grad` from the clipped sum to the private gradient: noise and division in one pass."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                if not p.requires_grad:  # frozen since backward: torch would still apply its sum
+                    p.grad = None
         if self.secure_mode:
             self._add_secure_noise()
         else:
@@ -208,6 +226,7 @@ class DPFlashOptimizer(DPOptimizer):
         self.engine.discard()
         self._closed, self._micro_batches = self.engine.generation, 0
         self.original_optimizer.zero_grad(set_to_none)
+        self.engine.clear_gradients(set_to_none)  # those of parameters that are not the optimizer's too
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's, and where the noise stream stands."""

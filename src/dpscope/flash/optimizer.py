@@ -130,7 +130,7 @@ class FusedUpdate:
         waiting = 0
         for parameter, total, factor in sums:
             group = groups.get(id(parameter))
-            if group is None:
+            if group is None or not parameter.requires_grad:  # frozen since backward
                 continue
             step = self._advance(parameter)
             key = (id(group), step, factor is None)

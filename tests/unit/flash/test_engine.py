@@ -250,6 +250,21 @@ def test_finish_without_a_backward_gives_zeros():
     assert all(total.count_nonzero() == 0 for total in gradients(model).values())
 
 
+def test_a_gradient_from_elsewhere_is_not_added_to():
+    model = mlp()
+    with FlashEngine(model, max_grad_norm=1.0) as engine:
+        private_step(engine, {"x": torch.randn(4, 5)}, sine_losses)
+        private_step(engine, {"x": torch.randn(4, 5)}, sine_losses)  # its own are
+        model[3].weight.grad = model[3].weight.grad * 100
+        with pytest.raises(UserError, match=r"3\.weight\.grad.*zero_grad"):
+            private_step(engine, {"x": torch.randn(4, 5)}, sine_losses)
+        model.zero_grad()
+        private_step(engine, {"x": torch.randn(4, 5)}, sine_losses)
+        for parameter in model.parameters():
+            parameter.grad.zero_()  # zero_grad(set_to_none=False)
+        private_step(engine, {"x": torch.randn(4, 5)}, sine_losses)
+
+
 def test_a_parameter_used_outside_its_module_is_refused_and_its_gradient_thrown_away():
     model = mlp()
     with FlashEngine(model, max_grad_norm=1.0):
@@ -484,6 +499,7 @@ def test_hooks_of_the_user_are_called_as_ever():
     model[3].register_full_backward_hook(lambda module, grad_input, grad_output: called.append("backward"))
     assert_exact(model, batch, sine_losses)
     called.clear()
+    model.zero_grad()
     with FlashEngine(model, max_grad_norm=1.0) as engine:
         private_step(engine, batch, sine_losses)
     assert called == ["forward", "backward"]

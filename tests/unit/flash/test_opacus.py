@@ -196,6 +196,102 @@ def test_a_seed_gives_the_same_noise_and_a_checkpoint_continues_it(fused: bool |
         torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
+# -- what reaches the parameters is clipped and noised, whatever else happened -----------------------------------------
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_gradients_from_before_make_private_are_not_applied(fused: bool) -> None:
+    model = make_model()
+    original = sgd(model)
+    x, y = next(iter(make_loader()))
+    (1000 * F.cross_entropy(model(x), y)).backward()
+    private, optimizer, _ = make_private(model, original, fused=fused)
+    before = [p.detach().clone() for p in model.parameters()]
+    F.cross_entropy(private(x), y).backward()
+    optimizer.step()
+    for got, expected in zip(moved(before, model), clipped_mean(x, y, divisor=16), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_gradients_put_into_grad_by_hand_are_refused(fused: bool) -> None:
+    model = make_model()
+    private, optimizer, loader = make_private(model, sgd(model), fused=fused)
+    x, y = next(iter(loader))
+    model[0].weight.grad = torch.ones_like(model[0].weight)
+    F.cross_entropy(private(x), y).backward()
+    with pytest.raises(UserError, match=r"0\.weight\.grad.*zero_grad"):
+        optimizer.step()
+    before = [p.detach().clone() for p in model.parameters()]
+    step(private, optimizer, x, y)
+    for got, expected in zip(moved(before, model), clipped_mean(x, y, divisor=16), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_step_after_detach_is_refused(fused: bool) -> None:
+    model = make_model()
+    private, optimizer, loader = make_private(model, sgd(model), fused=fused)
+    optimizer.engine.detach()
+    x, y = next(iter(loader))
+    F.cross_entropy(private(x), y).backward()
+    with pytest.raises(UserError, match="detached"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_parameters_outside_the_model_are_refused_unless_frozen(fused: bool) -> None:
+    model = make_model()
+    private, optimizer, loader = make_private(model, sgd(model), fused=fused)
+    extra = nn.Linear(CLASSES, CLASSES).requires_grad_(False)
+    optimizer.add_param_group({"params": list(extra.parameters())})
+    x, y = next(iter(loader))
+    step(private, optimizer, x, y)
+    extra.requires_grad_(True)
+    optimizer.zero_grad()
+    F.cross_entropy(extra(private(x)), y).backward()
+    with pytest.raises(UserError, match="not the private model's"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_clears_parameters_that_the_optimizer_does_not_hold(set_to_none: bool) -> None:
+    model = make_model()
+    private, optimizer, loader = make_private(model, torch.optim.SGD(model[0].parameters(), lr=1.0), fused=False)
+    x, y = next(iter(loader))
+    step(private, optimizer, x, y)
+    assert model[3].weight.grad is not None
+    optimizer.zero_grad(set_to_none)
+    assert model[3].weight.grad is None or not model[3].weight.grad.any()
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_parameter_frozen_after_backward_stays_where_it_is(fused: bool, micro_batches: int) -> None:
+    model = make_model()
+    private, optimizer, loader = make_private(model, sgd(model), fused=fused, noise_multiplier=1.0)
+    x, y = next(iter(loader))
+    for _ in range(micro_batches):
+        F.cross_entropy(private(x), y).backward()
+    frozen, before = model[3].weight, model[3].weight.detach().clone()
+    frozen.requires_grad_(False)
+    others = model[0].weight.detach().clone()
+    optimizer.step()
+    assert torch.equal(frozen, before)
+    assert not torch.equal(model[0].weight, others)
+
+
+@pytest.mark.parametrize("value", [float("nan"), -1.0, float("inf")])
+def test_a_noise_multiplier_that_went_wrong_is_refused_at_the_step(value: float) -> None:
+    model = make_model()
+    private, optimizer, loader = make_private(model, sgd(model), noise_multiplier=1.0)
+    x, y = next(iter(loader))
+    F.cross_entropy(private(x), y).backward()
+    optimizer.noise_multiplier = value
+    with pytest.raises(UserError, match="noise_multiplier"):
+        optimizer.step()
+
+
 def test_accounting_is_opacuss_own() -> None:
     def spend(engine_class, mode: str) -> float:
         engine, model = engine_class(accountant="rdp"), make_model()
