@@ -83,7 +83,7 @@ class FlashEngine:
         self._written: dict[int, TensorWeakRef] = {}  # gradients that finish() made, by their parameter's id
         self._attach()
         # Stands in for the parameters where autograd asks whether a layer's output requires a gradient.
-        self.anchor = torch.zeros((), requires_grad=True)
+        self.anchor = torch.zeros((), requires_grad=True, device="cpu")
 
     @property
     def max_grad_norm(self) -> float:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from opacus import PrivacyEngine as OpacusPrivacyEngine
@@ -229,16 +229,31 @@ class DPFlashOptimizer(DPOptimizer):
         self.engine.clear_gradients(set_to_none)  # those of parameters that are not the optimizer's too
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's, and where the noise stream stands."""
-        return {**self.original_optimizer.state_dict(), NOISE_STATE: self.noise.state()}
+        """The wrapped optimizer's, and where the noise stream stands if a noise generator was given.
+
+        With that and the weights before and after a step anyone can take the noise off again: a checkpoint of a run
+        with a noise generator is a secret. Without a generator nothing of the noise is saved.
+        """
+        state = self.original_optimizer.state_dict()
+        noise = None if self.secure_mode else self.noise.state()
+        return state if noise is None else {**state, NOISE_STATE: noise}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Noise goes on where it stood if both runs were given a noise generator, and is fresh otherwise."""
         own = {key: value for key, value in state_dict.items() if key != NOISE_STATE}
         self.original_optimizer.load_state_dict(own)
-        if NOISE_STATE in state_dict:
+        if NOISE_STATE in state_dict and not self.secure_mode:
             self.noise.restore(state_dict[NOISE_STATE])
         if self._fused_update is not None:
             self._fused_update.forget_steps()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise UserError(
+            "a private optimizer belongs to one model and cannot be copied: save optimizer.state_dict() instead"
+        )
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        self.__deepcopy__({})
 
 
 class GradScaler(torch.amp.GradScaler):

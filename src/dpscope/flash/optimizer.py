@@ -28,29 +28,35 @@ HOST_PIECE = 2**18
 
 
 class NoiseSource:
-    """Keys of the noise stream, one a use, drawn from a torch.Generator: seed it, save its state, restore it.
+    """Keys of the noise stream, one a use, drawn from a torch.Generator.
 
-    Without a generator one is made and seeded from the operating system's entropy.
+    Given a generator, noise can be repeated: its state (a secret, for it holds the seed) may be saved and restored.
+    Without one it is seeded from the operating system's entropy, and nobody can draw the same noise again.
     """
 
     def __init__(self, generator: torch.Generator | None = None) -> None:
+        self.given = generator is not None
         self.generator = generator or torch.Generator().manual_seed(secrets.randbits(63))
 
     def draw(self) -> tuple[int, int]:
         """(seed, offset) of a stream that was not used before. Waits for no device."""
         generator = self.generator
         if generator.device.type == "cpu":
-            return int(torch.randint(2**63 - 1, (1,), generator=generator, dtype=torch.int64)), 0
+            key = torch.randint(2**63 - 1, (1,), generator=generator, dtype=torch.int64, device="cpu")
+            return int(key), 0
         # A CUDA generator's position is known on the host; drawing from it would wait for the device.
         offset = generator.get_offset()
         generator.set_offset(offset + 4)
         return generator.initial_seed(), offset
 
-    def state(self) -> Tensor:
-        return self.generator.get_state()
+    def state(self) -> Tensor | None:
+        """None where no generator was given."""
+        return self.generator.get_state() if self.given else None
 
     def restore(self, state: Tensor) -> None:
-        self.generator.set_state(state.cpu())
+        """Continues a saved stream; without a generator of its own the source stays with fresh entropy."""
+        if self.given:
+            self.generator.set_state(state.cpu())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +88,7 @@ def _add_host_noise(gradient: Tensor, how: Privatisation) -> None:
     dtype = torch.promote_types(flat.dtype, torch.float32)
     for piece in flat.split(HOST_PIECE):  # type: ignore[no-untyped-call]
         if how.noise_std:
-            noise = torch.randn(piece.shape, dtype=dtype, generator=how.noise.generator)
+            noise = torch.randn(piece.shape, dtype=dtype, generator=how.noise.generator, device=piece.device)
             piece.copy_((noise.mul_(how.noise_std).add_(piece)).mul_(how.grad_scale))
         else:
             piece.mul_(how.grad_scale)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import math
+import pickle
 import warnings
 
 import pytest
@@ -194,6 +196,35 @@ def test_a_seed_gives_the_same_noise_and_a_checkpoint_continues_it(fused: bool |
     step(other, other_optimizer, x, y)
     for a, b in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_without_a_generator_a_checkpoint_holds_nothing_of_the_noise_and_does_not_replay_it(fused: bool) -> None:
+    model = make_model()
+    private, optimizer, loader = make_private(model, sgd(model), noise_multiplier=1.0, fused=fused)
+    x, y = next(iter(loader))
+    step(private, optimizer, x, y)
+    weights, saved = {k: v.clone() for k, v in model.state_dict().items()}, optimizer.state_dict()
+    assert set(saved) == set(optimizer.original_optimizer.state_dict())
+    branches = []
+    for _ in range(2):
+        model = make_model()
+        private, optimizer, _ = make_private(model, sgd(model), noise_multiplier=1.0, fused=fused)
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(saved)
+        step(private, optimizer, x, y)
+        branches.append(model[0].weight.detach().clone())
+    assert not torch.equal(*branches)
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_private_optimizer_is_not_copied(duplicate) -> None:
+    model = make_model()
+    private, optimizer, loader = make_private(model, sgd(model))
+    with pytest.raises(UserError, match="state_dict"):
+        duplicate(optimizer)
+    x, y = next(iter(loader))
+    step(private, optimizer, x, y)
 
 
 # -- what reaches the parameters is clipped and noised, whatever else happened -----------------------------------------

@@ -122,6 +122,25 @@ def test_a_noise_source_repeats_itself_only_when_told_to() -> None:
     assert NoiseSource().draw() != NoiseSource().draw()
 
 
+def test_a_noise_source_without_a_generator_tells_nobody_its_seed() -> None:
+    given = NoiseSource(torch.Generator().manual_seed(1))
+    source, other = NoiseSource(), NoiseSource()
+    assert source.state() is None
+    for source_like in (source, other):
+        source_like.restore(given.state())
+    assert len({given.draw(), source.draw(), other.draw()}) == 3
+
+
+def test_noise_is_drawn_where_its_generator_is_whatever_the_default_device() -> None:
+    parameter = nn.Parameter(torch.zeros(3))
+    parameter.grad = torch.zeros(3)
+    with torch.device("meta"):
+        how = Privatisation(noise_std=1.0, grad_scale=1.0, noise=NoiseSource(torch.Generator().manual_seed(1)))
+        how.noise.draw()
+        privatise_gradients([parameter], how)
+    assert parameter.grad.all()
+
+
 @pytest.mark.parametrize(
     "optimizer",
     [
