@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 
@@ -121,3 +121,17 @@ def test_a_function_of_a_library_can_be_made_a_phase(diary):
         assert announced(3, by=5) == 15
     assert diary.lines == ["+clip", "-clip"]
     assert announced.__name__ == "double"
+
+
+def test_flash_announces_clipping_and_noise(make_spec):
+
+    trainer, batch = make_trainer(make_spec(method="flash"))
+    seen = []
+
+    def listener(name):
+        seen.append(name)
+        return nullcontext()
+
+    with listening(listener):
+        trainer.train_step(batch)
+    assert seen == [FORWARD, BACKWARD, OPTIMIZER, CLIP, NOISE]  # on a GPU noise and update are one pass: no NOISE
