@@ -75,6 +75,11 @@ class FlashEngine:
         self.generation = 0  # counts closings
         self.cast = SharedCast()
         self.samples = 0
+        self.micro_batches = 0  # summed since the last step or discard
+        self.largest_clip = 0.0  # C of those; the largest, should it have changed in between
+        self.holding = (
+            False  # the sums in p.grad are those of a logical batch that is not complete: zero_grad() keeps them
+        )
         self.norms: Tensor | None = None
         self.factors: Tensor | None = None
         self.nonfinite_samples: Tensor | None = None
@@ -87,7 +92,7 @@ class FlashEngine:
 
     @property
     def max_grad_norm(self) -> float:
-        """C. May be changed between steps."""
+        """C. May be changed at any time: a micro-batch is clipped at what it is when the micro-batch is closed."""
         return self._max_grad_norm
 
     @max_grad_norm.setter
@@ -304,8 +309,10 @@ class FlashEngine:
         return self._sums(factored=True)
 
     def _sums(self, *, into_grad: bool = False, factored: bool = False) -> Iterator[FactoredSum]:
+        closing = self.pending
         slots = self._drop(keep_contributions=True)
         if not slots:  # an empty batch, or no backward at all
+            self.micro_batches += closing
             self.norms = self.factors = self.anchor.new_zeros(0, dtype=torch.float64)
             return self._zeros(set(), into_grad)
         device = slots[0].parameter.device.type
@@ -317,6 +324,7 @@ class FlashEngine:
             for slot in slots:
                 slot.contributions = []
             raise
+        self.micro_batches += closing
         return self._iterate(micro, device, into_grad, factored)
 
     @torch.no_grad()
@@ -332,6 +340,7 @@ class FlashEngine:
         )
         self.norms, self.factors = micro.clipping.norms, micro.clipping.factors
         self.samples += micro.size
+        self.largest_clip = max(self.largest_clip, self.max_grad_norm)
         dropped = (~micro.clipping.finite).sum()
         self.nonfinite_samples = dropped if self.nonfinite_samples is None else self.nonfinite_samples + dropped
         return micro
@@ -371,12 +380,14 @@ class FlashEngine:
         return slots
 
     def discard(self) -> None:
-        """Drops what backward has left and was not summed, and begins to count samples anew. For zero_grad()."""
+        """Drops what backward has left and was not summed; counts anew unless `holding`. For zero_grad()."""
         self._drop()
         for slot in self._slots.values():
             if slot.contributions:
                 slot.contributions = []
-        self.samples = 0
+        if not self.holding:
+            self.samples = self.micro_batches = 0
+            self.largest_clip = 0.0
 
     # -- looking -----------------------------------------------------------------------------------------------------
 

@@ -64,8 +64,6 @@ class DPFlashOptimizer(DPOptimizer):
         self.forbid_accumulation = False
         self._fused_update = FusedUpdate(optimizer) if FusedUpdate.serves(optimizer) else None
         self._fused = fused
-        self._closed = engine.generation  # micro-batches up to here are counted
-        self._micro_batches = 0  # since the last step
         self._applied = False
         super().__init__(
             optimizer,
@@ -90,7 +88,16 @@ class DPFlashOptimizer(DPOptimizer):
     @property
     def accumulated_iterations(self) -> int:
         """Micro-batches in this step. Opacus's accountants multiply the sample rate by it."""
-        return max(1, self._micro_batches)
+        return max(1, self.engine.micro_batches + self.engine.pending)
+
+    @property
+    def _is_last_step_skipped(self) -> bool:
+        """Opacus's name for it: a logical batch is open."""
+        return self.engine.holding
+
+    @_is_last_step_skipped.setter
+    def _is_last_step_skipped(self, value: bool) -> None:
+        self.engine.holding = value
 
     # -- the step ----------------------------------------------------------------------------------------------------
 
@@ -102,7 +109,7 @@ class DPFlashOptimizer(DPOptimizer):
         if self._check_skip_next_step():  # a physical batch that does not end its logical batch
             self.clip_and_accumulate()
             self._is_last_step_skipped = True
-            self._micro_batches = 0
+            self.engine.micro_batches = 0
             return None
         self._is_last_step_skipped = False
         if self._uses_fused_update():
@@ -120,7 +127,7 @@ class DPFlashOptimizer(DPOptimizer):
         self.clip_and_accumulate()
         self._is_last_step_skipped = self._check_skip_next_step()
         if self._is_last_step_skipped:
-            self._micro_batches = 0
+            self.engine.micro_batches = 0
             return False
         self.add_noise()
         self._account()
@@ -144,21 +151,16 @@ class DPFlashOptimizer(DPOptimizer):
                 "Gradients haven't been cleared since the last optimizer step. In order to obtain privacy guarantees "
                 "you must call optimizer.zero_grad() on each step"
             )
-        self._count(self.engine.pending)
-        if self.forbid_accumulation and self._micro_batches > 1:
+        if self.forbid_accumulation and self.accumulated_iterations > 1:
             raise ValueError(
-                f"{self._micro_batches} backward passes since the last step, but Poisson sampling makes each batch a "
-                "whole step: use opacus.utils.batch_memory_manager.BatchMemoryManager, or poisson_sampling=False"
+                f"{self.accumulated_iterations} backward passes since the last step, but Poisson sampling makes each "
+                "batch a whole step: use opacus.utils.batch_memory_manager.BatchMemoryManager, or leave out Poisson "
+                "sampling with poisson_sampling=False"
             )
-
-    def _count(self, pending: bool = False) -> None:
-        self._micro_batches += self.engine.generation + pending - self._closed
-        self._closed = self.engine.generation + pending
 
     def clip_and_accumulate(self) -> None:
         """Close the micro-batch: clipped sums are added into `.grad`."""
         self.engine.finish()
-        self._count()
 
     def add_noise(self) -> None:
         """`.grad` from the clipped sum to the private gradient: noise and division in one pass."""
@@ -200,13 +202,13 @@ class DPFlashOptimizer(DPOptimizer):
         self._applied = True
         if self.step_hook:
             self.step_hook(self)
-        self._micro_batches = 0
+        self.engine.micro_batches = 0
+        self.engine.largest_clip = 0.0
 
     def _privatisation(self) -> Privatisation:
         divisor = self.expected_batch_size * self.accumulated_iterations if self.loss_reduction == "mean" else 1
-        return Privatisation(
-            noise_std=self.noise_multiplier * self.max_grad_norm, grad_scale=1.0 / divisor, noise=self.noise
-        )
+        clip = max(self.max_grad_norm, self.engine.largest_clip)  # it may have changed since a micro-batch was summed
+        return Privatisation(noise_std=self.noise_multiplier * clip, grad_scale=1.0 / divisor, noise=self.noise)
 
     @torch.no_grad()
     def _add_secure_noise(self) -> None:
@@ -220,11 +222,10 @@ class DPFlashOptimizer(DPOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients; after a skipped step the sums of the logical batch are kept."""
+        self.engine.discard()
         if self._is_last_step_skipped:
             return
         self._applied = False
-        self.engine.discard()
-        self._closed, self._micro_batches = self.engine.generation, 0
         self.original_optimizer.zero_grad(set_to_none)
         self.engine.clear_gradients(set_to_none)  # those of parameters that are not the optimizer's too
 

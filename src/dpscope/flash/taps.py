@@ -89,7 +89,10 @@ class RootTap(InstanceMethod):
 
 
 class ZeroGradTap(InstanceMethod):
-    """The root's zero_grad: what a backward pass has left and nobody has summed yet is thrown away with the rest."""
+    """The root's zero_grad: what a backward pass has left and nobody has summed yet is thrown away with the rest.
+
+    The sums of a logical batch that is not complete are kept, as the optimizer's zero_grad keeps them.
+    """
 
     attribute = "zero_grad"
 
@@ -99,7 +102,7 @@ class ZeroGradTap(InstanceMethod):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.engine.discard()
-        return self.original(*args, **kwargs)
+        return None if self.engine.holding else self.original(*args, **kwargs)
 
 
 _unsafe_view = torch.ops.aten._unsafe_view.default

@@ -227,6 +227,76 @@ def test_a_private_optimizer_is_not_copied(duplicate) -> None:
     step(private, optimizer, x, y)
 
 
+# -- what a step is made of --------------------------------------------------------------------------------------------
+
+
+def test_a_micro_batch_that_zero_grad_threw_away_is_not_counted() -> None:
+    model = make_model()
+    private, optimizer, loader = make_private(model, sgd(model))
+    (x, y), (x2, y2) = list(loader)[:2]
+    before = [p.detach().clone() for p in model.parameters()]
+    for _ in range(2):
+        F.cross_entropy(private(x2), y2).backward()
+    private.zero_grad()
+    F.cross_entropy(private(x), y).backward()
+    assert optimizer.accumulated_iterations == 1
+    optimizer.step()
+    for got, expected in zip(moved(before, model), clipped_mean(x, y, divisor=16), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("whose", ["optimizer", "model"])
+@pytest.mark.parametrize("thrown_away", [True, False])
+def test_zero_grad_within_a_logical_batch_drops_what_is_pending_and_keeps_the_sums(fused, whose, thrown_away) -> None:
+    model = make_model()
+    private, optimizer, loader = make_private(model, sgd(model), fused=fused)
+    clear = optimizer.zero_grad if whose == "optimizer" else private.zero_grad
+    (x, y), (x2, y2) = list(loader)[:2]
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.signal_skip_step(True)
+    optimizer.signal_skip_step(False)
+    F.cross_entropy(private(x[:9]), y[:9]).backward()
+    optimizer.step()
+    clear()
+    if thrown_away:
+        F.cross_entropy(private(x2), y2).backward()
+        clear()
+    F.cross_entropy(private(x[9:]), y[9:]).backward()
+    optimizer.step()
+    for got, expected in zip(moved(before, model), clipped_mean(x, y, divisor=16), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("closing", ["by the next forward", "by a skipped step"])
+def test_noise_is_that_of_the_largest_clip_norm_of_a_step(fused: bool, closing: str) -> None:
+    model = make_model()
+    private, optimizer, loader = make_private(model, sgd(model), noise_multiplier=1000.0, fused=fused)
+    x, y = next(iter(loader))
+
+    def spread() -> float:
+        before = torch.cat([p.detach().flatten() for p in model.parameters()])
+        F.cross_entropy(private(x), y).backward()
+        divisor = 16 * optimizer.accumulated_iterations
+        optimizer.step()
+        optimizer.zero_grad()
+        return float((before - torch.cat([p.detach().flatten() for p in model.parameters()])).std()) * divisor / 1000
+
+    optimizer.max_grad_norm = 10.0
+    if closing == "by a skipped step":
+        optimizer.signal_skip_step(True)
+    F.cross_entropy(private(x), y).backward()
+    if closing == "by a skipped step":
+        optimizer.step()
+        optimizer.zero_grad()
+    else:
+        private(x)
+    optimizer.max_grad_norm = 0.01
+    assert spread() == pytest.approx(10.0, rel=0.25)
+    assert spread() == pytest.approx(0.01, rel=0.25)  # the next step is a new one
+
+
 # -- what reaches the parameters is clipped and noised, whatever else happened -----------------------------------------
 
 
