@@ -123,7 +123,7 @@ class Kept:
     def clipped_sum(self, scale: Tensor, out: Tensor | None) -> Tensor:
         values = self.finite_values()
         if out is None and values.shape[0] == 1:
-            return values[0].mul_(scale[0])
+            return values[0].to(wide(values.dtype)).mul_(scale[0])
         if out is None:
             out = values.new_zeros(values.shape[1:], dtype=wide(values.dtype))
         factors = scale.to(wide(values.dtype))

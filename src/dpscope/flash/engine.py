@@ -14,7 +14,7 @@ the next forward with gradients enabled (or `finish()`). Row b of each of those 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any
@@ -27,9 +27,9 @@ from torch.utils.weak import TensorWeakRef
 
 from dpscope.errors import UserError
 from dpscope.flash import layers
-from dpscope.flash.contributions import Contribution, Kept
+from dpscope.flash.contributions import Contribution, Kept, wide
 from dpscope.flash.explanation import Explanation, explain_slots
-from dpscope.flash.microbatch import FactoredSum, MicroBatch
+from dpscope.flash.microbatch import FactoredSum, MicroBatch, RunningSum
 from dpscope.flash.paths import DIRECT, FORCEABLE, Decision, choose_path
 from dpscope.flash.taps import KEEP_BATCH_FIRST, InstanceMethod, LayerTap, RootTap, SharedCast, Slot, ZeroGradTap
 
@@ -86,6 +86,9 @@ class FlashEngine:
         self._root_inputs: list[Tensor] = []
         self._touched: list[Slot] = []
         self._written: dict[int, TensorWeakRef] = {}  # gradients that finish() made, by their parameter's id
+        # Sums of half-precision parameters stay here in float32 until noise is added, if whoever adds it says so.
+        self.wide_sums = False
+        self._wide: dict[nn.Parameter, Tensor] = {}
         self._attach()
         # Stands in for the parameters where autograd asks whether a layer's output requires a gradient.
         self.anchor = torch.zeros((), requires_grad=True, device="cpu")
@@ -278,10 +281,31 @@ class FlashEngine:
                     f"{slot.name}.grad holds a gradient that flash clipping did not make: clear gradients with "
                     "optimizer.zero_grad() first"
                 )
-        for parameter, total, _ in self._sums(into_grad=True):
-            if parameter.grad is None:
-                parameter.grad = total
-                self._written[id(parameter)] = TensorWeakRef(total)
+        for parameter, total, _ in self._sums(into=self.running_sum):
+            if self.running_sum(parameter) is not None:
+                continue
+            if self._is_kept_wide(parameter):
+                self._wide[parameter] = total.to(wide(parameter.dtype))
+            else:
+                self._write(parameter, total)
+
+    def running_sum(self, parameter: nn.Parameter) -> Tensor | None:
+        """What finish() has added up so far: p.grad, or a float32 tensor where `wide_sums` keeps one."""
+        return self._wide.get(parameter) if self._is_kept_wide(parameter) else parameter.grad
+
+    def _is_kept_wide(self, parameter: nn.Parameter) -> bool:
+        return self.wide_sums and parameter.dtype in (torch.bfloat16, torch.float16)
+
+    def write_wide_sums(self, parameters: Iterable[nn.Parameter]) -> None:
+        """The float32 sums, private by now, become p.grad of these parameters, rounded; the others are dropped."""
+        for parameter in parameters:
+            if parameter in self._wide:
+                self._write(parameter, self._wide.pop(parameter))
+        self._wide.clear()
+
+    def _write(self, parameter: nn.Parameter, total: Tensor) -> None:
+        parameter.grad = gradient = total.to(parameter.dtype)
+        self._written[id(parameter)] = TensorWeakRef(gradient)
 
     def _wrote(self, parameter: nn.Parameter) -> bool:
         reference = self._written.get(id(parameter))
@@ -289,6 +313,7 @@ class FlashEngine:
 
     def clear_gradients(self, set_to_none: bool = True) -> None:
         """p.grad of every parameter of the model: zero where it was made here and is to be kept, None otherwise."""
+        self._wide.clear()
         for parameter in self._slots:
             if parameter.grad is not None:
                 if set_to_none or not self._wrote(parameter):
@@ -308,13 +333,13 @@ class FlashEngine:
         """As `clipped_sums`, with the factor of a lone sample left to the caller: see `MicroBatch.sums`."""
         return self._sums(factored=True)
 
-    def _sums(self, *, into_grad: bool = False, factored: bool = False) -> Iterator[FactoredSum]:
+    def _sums(self, *, into: RunningSum | None = None, factored: bool = False) -> Iterator[FactoredSum]:
         closing = self.pending
         slots = self._drop(keep_contributions=True)
         if not slots:  # an empty batch, or no backward at all
             self.micro_batches += closing
             self.norms = self.factors = self.anchor.new_zeros(0, dtype=torch.float64)
-            return self._zeros(set(), into_grad)
+            return self._zeros(set(), into)
         device = slots[0].parameter.device.type
         try:
             with _no_autocast(device):
@@ -325,7 +350,7 @@ class FlashEngine:
                 slot.contributions = []
             raise
         self.micro_batches += closing
-        return self._iterate(micro, device, into_grad, factored)
+        return self._iterate(micro, device, into, factored)
 
     @torch.no_grad()
     def _norm(self, slots: list[Slot]) -> MicroBatch:
@@ -345,9 +370,11 @@ class FlashEngine:
         self.nonfinite_samples = dropped if self.nonfinite_samples is None else self.nonfinite_samples + dropped
         return micro
 
-    def _iterate(self, micro: MicroBatch, device: str, into_grad: bool, factored: bool) -> Iterator[FactoredSum]:
+    def _iterate(
+        self, micro: MicroBatch, device: str, into: RunningSum | None, factored: bool
+    ) -> Iterator[FactoredSum]:
         done = set(map(id, micro.parameters))
-        handfuls = micro.sums(into_grad=into_grad, factored=factored)
+        handfuls = micro.sums(into=into, factored=factored)
         del micro
         while True:
             with _no_autocast(device):  # for each handful anew: the caller's code in between keeps its own mode
@@ -357,13 +384,13 @@ class FlashEngine:
             handful.reverse()
             while handful:
                 yield handful.pop()
-        yield from self._zeros(done, into_grad)
+        yield from self._zeros(done, into)
 
-    def _zeros(self, done: set[int], into_grad: bool) -> Iterator[FactoredSum]:
+    def _zeros(self, done: set[int], into: RunningSum | None) -> Iterator[FactoredSum]:
         """Trainable parameters that nothing reached."""
         for parameter in self._slots:
             if parameter.requires_grad and id(parameter) not in done:
-                existing = parameter.grad if into_grad else None
+                existing = into(parameter) if into else None
                 yield parameter, torch.zeros_like(parameter) if existing is None else existing, None
 
     def _drop(self, *, keep_contributions: bool = False) -> list[Slot]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from dpscope.flash.taps import Slot
 GROUP_BYTES = 1 << 30
 
 FactoredSum = tuple[nn.Parameter, Tensor, Tensor | None]
+RunningSum = Callable[[nn.Parameter], Tensor | None]
 
 
 class MicroBatch:
@@ -57,25 +58,25 @@ class MicroBatch:
             else:
                 self._parts[index] = norm_sum.add_parts(parts)
 
-    def sums(self, *, into_grad: bool, factored: bool) -> Iterator[list[FactoredSum]]:
+    def sums(self, *, into: RunningSum | None, factored: bool) -> Iterator[list[FactoredSum]]:
         """(parameter, tensor, factor): the clipped sum is factor·tensor, or the tensor itself where factor is None.
 
         They come in handfuls, each made at once; what a handful was made of is freed before it is handed out.
         `factored`: a lone sample's gradient comes as it is, with its factor (0-dimensional), so that a fused update
-        may apply it on its own; where the factor is 0 the tensor is to be ignored, for it may hold NaN. `into_grad`:
-        sums are added into gradients that exist, and have the parameter's dtype; otherwise they are as wide as they
-        were accumulated, so that noise can be added before they are rounded to a half-precision parameter's dtype.
+        may apply it on its own; where the factor is 0 the tensor is to be ignored, for it may hold NaN. `into`: what
+        a parameter's sum is added into, where there is something. Sums are as wide as they were accumulated, so that
+        noise can be added before they are rounded to a half-precision parameter's dtype.
         """
         scale = self.clipping.scale
         if self._small is not None:
-            yield self._sum_small(self._small, scale, into_grad=into_grad)
+            yield self._sum_small(self._small, scale, into=into)
         for group in self._groups():
-            yield self._sum_group(group, scale, into_grad=into_grad)
+            yield self._sum_group(group, scale, into=into)
         for index, parameter in enumerate(self.parameters):
             if self._parts[index]:
                 alone = self._alone(index) if factored else None
                 if alone is None:
-                    yield [(parameter, self._sum(index, scale, into_grad=into_grad), None)]
+                    yield [(parameter, self._sum(index, scale, into=into), None)]
                 else:
                     yield [(parameter, alone, scale[0])]
                     del alone
@@ -93,13 +94,13 @@ class MicroBatch:
                     full.append(open_groups.pop(key))
         return [*full, *open_groups.values()]
 
-    def _sum_group(self, group: list[int], scale: Tensor, *, into_grad: bool) -> list[FactoredSum]:
+    def _sum_group(self, group: list[int], scale: Tensor, *, into: RunningSum | None) -> list[FactoredSum]:
         outers = [part for index in group for part in self._parts[index] if isinstance(part, Outer)]
         parameters = [self.parameters[index] for index in group]
-        totals = outer_sums(outers, scale, [p.grad if into_grad else None for p in parameters])
+        totals = outer_sums(outers, scale, [into(p) if into else None for p in parameters])
         for index in group:
             self._parts[index] = ()
-        return [(p, _as(p, total, into_grad), None) for p, total in zip(parameters, totals, strict=True)]
+        return [(p, total, None) for p, total in zip(parameters, totals, strict=True)]
 
     def _alone(self, index: int) -> Tensor | None:
         """A lone sample's kept gradient."""
@@ -109,30 +110,26 @@ class MicroBatch:
         self._parts[index] = ()
         return parts[0].values[0]
 
-    def _sum(self, index: int, scale: Tensor, *, into_grad: bool) -> Tensor:
+    def _sum(self, index: int, scale: Tensor, *, into: RunningSum | None) -> Tensor:
         """The parameter's clipped sum; what it was made of is let go."""
         parts, self._parts[index] = self._parts[index], ()
         parameter = self.parameters[index]
-        out = parameter.grad if into_grad else None
+        out = into(parameter) if into else None
         for part in parts:
             out = part.clipped_sum(scale, out)
         assert out is not None
-        return _as(parameter, out, into_grad)
+        return out
 
-    def _sum_small(self, small: SmallRows, scale: Tensor, *, into_grad: bool) -> list[FactoredSum]:
+    def _sum_small(self, small: SmallRows, scale: Tensor, *, into: RunningSum | None) -> list[FactoredSum]:
         values = small.values.nan_to_num_(0.0, 0.0, 0.0)
         pieces = torch.split(torch.mv(values.t(), scale.to(values.dtype)), list(small.widths.values()))
         items: list[FactoredSum] = []
         for index, piece in zip(small.widths, pieces, strict=True):
             parameter = self.parameters[index]
-            total = _as(parameter, piece if parameter.dim() == 1 else piece.view(parameter.shape), into_grad)
-            out = parameter.grad if into_grad else None
+            total = piece if parameter.dim() == 1 else piece.view(parameter.shape)
+            out = into(parameter) if into else None
             items.append((parameter, total if out is None else out.add_(total), None))
         return items
-
-
-def _as(parameter: nn.Parameter, total: Tensor, into_grad: bool) -> Tensor:
-    return total.to(parameter.dtype) if into_grad and total.dtype != parameter.dtype else total
 
 
 def _common_batch_size(slots: Sequence[Slot]) -> int:

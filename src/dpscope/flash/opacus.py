@@ -74,6 +74,7 @@ class DPFlashOptimizer(DPOptimizer):
             generator=generator,
             secure_mode=secure_mode,
         )
+        engine.wide_sums = True
         engine.clear_gradients()  # what is in `.grad` by now was not clipped
 
     @property
@@ -168,10 +169,14 @@ class DPFlashOptimizer(DPOptimizer):
             for p in group["params"]:
                 if not p.requires_grad:  # frozen since backward: torch would still apply its sum
                     p.grad = None
+        parameters = self.params
+        sums = [total for total in map(self.engine.running_sum, parameters) if total is not None]
+        how = self._privatisation()
         if self.secure_mode:
-            self._add_secure_noise()
+            self._add_secure_noise(sums, how)
         else:
-            privatise_gradients(self.params, self._privatisation())
+            privatise_gradients(sums, how)
+        self.engine.write_wide_sums(parameters)
 
     def scale_grad(self) -> None:
         """Done together with the noise."""
@@ -185,13 +190,14 @@ class DPFlashOptimizer(DPOptimizer):
 
     def _fused_step(self) -> None:
         assert self._fused_update is not None
-        if any(p.grad is not None for p in self.params):  # earlier micro-batches were summed there
+        running = self.engine.running_sum
+        if any(running(p) is not None for p in self.params):  # earlier micro-batches
             self.clip_and_accumulate()
-            sums = [(p, p.grad, None) for p in self.params if p.grad is not None]
+            sums = [(p, total, None) for p in self.params if (total := running(p)) is not None]
             how = self._privatisation()
             self._account()
             self._fused_update(sums, how)
-            self.original_optimizer.zero_grad(set_to_none=True)
+            self.engine.clear_gradients()
         else:
             stream = self.engine.factored_sums()
             how = self._privatisation()
@@ -211,12 +217,10 @@ class DPFlashOptimizer(DPOptimizer):
         return Privatisation(noise_std=self.noise_multiplier * clip, grad_scale=1.0 / divisor, noise=self.noise)
 
     @torch.no_grad()
-    def _add_secure_noise(self) -> None:
-        how = self._privatisation()
-        for p in self.params:
-            if p.grad is not None:
-                noise = _generate_noise(how.noise_std, p.grad, generator=self.generator, secure_mode=True)
-                p.grad.add_(noise).mul_(how.grad_scale)
+    def _add_secure_noise(self, sums: list[Tensor], how: Privatisation) -> None:
+        for total in sums:
+            noise = _generate_noise(how.noise_std, total, generator=self.generator, secure_mode=True)
+            total.add_(noise).mul_(how.grad_scale)
 
     # -- bookkeeping -------------------------------------------------------------------------------------------------
 

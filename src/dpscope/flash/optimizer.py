@@ -69,12 +69,11 @@ class Privatisation:
 
 
 @torch.no_grad()
-def privatise_gradients(parameters: Iterable[nn.Parameter], how: Privatisation) -> None:
-    """`.grad` from the clipped sum to the private gradient, in place, without a full-size temporary.
+def privatise_gradients(gradients: Sequence[Tensor], how: Privatisation) -> None:
+    """From clipped sums to private gradients, in place, without a full-size temporary.
 
     On a CPU the normals are the generator's own; on CUDA they are made in registers, keyed by the generator.
     """
-    gradients = [p.grad for p in parameters if p.grad is not None]
     if all(g.device == how.noise.generator.device for g in gradients) and how.noise.generator.device.type == "cpu":
         for gradient in gradients:
             _add_host_noise(gradient, how)

@@ -102,7 +102,10 @@ class ZeroGradTap(InstanceMethod):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.engine.discard()
-        return None if self.engine.holding else self.original(*args, **kwargs)
+        if self.engine.holding:
+            return None
+        self.engine.clear_gradients(*args, **kwargs)
+        return self.original(*args, **kwargs)
 
 
 _unsafe_view = torch.ops.aten._unsafe_view.default

@@ -382,6 +382,38 @@ def test_a_parameter_frozen_after_backward_stays_where_it_is(fused: bool, micro_
     assert not torch.equal(model[0].weight, others)
 
 
+@pytest.mark.parametrize("secure", [True, False])
+def test_noise_is_added_to_a_half_precision_sum_before_it_is_rounded(monkeypatch, secure: bool) -> None:
+    """Rounded before, the sums of a batch and of the batch without one sample may differ by more than C."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8).bfloat16()
+    data = TensorDataset(torch.randn(16, 8).bfloat16())
+    private, optimizer, _ = make_private(model, sgd(model), loader=DataLoader(data, batch_size=8), fused=False)
+    optimizer.secure_mode = secure
+    noised: list[torch.Tensor] = []
+
+    def record(std, reference, **options):
+        noised.append(reference.clone())
+        return torch.zeros_like(reference)
+
+    monkeypatch.setattr("dpscope.flash.opacus._generate_noise", record)
+    monkeypatch.setattr(
+        "dpscope.flash.opacus.privatise_gradients", lambda sums, how: noised.extend(total.clone() for total in sums)
+    )
+    for _ in range(2):
+        noised.clear()
+        for part in data.tensors[0].split(8):
+            private(part).sin().sum(1).mean().backward()
+        optimizer.step()
+        grad = model.weight.grad.clone()
+        optimizer.zero_grad(set_to_none=False)
+    assert {total.dtype for total in noised} == {torch.float32}
+    assert not torch.equal(noised[0], noised[0].bfloat16().float())
+    scale = 1 / 16 if secure else 1.0
+    torch.testing.assert_close(grad, (noised[0] * scale).bfloat16())
+    assert not optimizer.engine._wide
+
+
 @pytest.mark.parametrize("value", [float("nan"), -1.0, float("inf")])
 def test_a_noise_multiplier_that_went_wrong_is_refused_at_the_step(value: float) -> None:
     model = make_model()
