@@ -259,8 +259,6 @@ class DPFlashOptimizer(DPOptimizer):
         self.original_optimizer.load_state_dict(own)
         if NOISE_STATE in state_dict and not self.secure_mode:
             self.noise.restore(state_dict[NOISE_STATE])
-        if self._fused_update is not None:
-            self._fused_update.forget_steps()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise UserError(

@@ -8,7 +8,7 @@ the private gradient in `.grad` (`privatise_gradients`). Nothing here knows Opac
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,7 +101,9 @@ class FusedUpdate:
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self._update = _RULES[type(optimizer)]
-        self._steps: dict[int, int] = {}  # torch's own counters may live on the device
+        # (counter, its version, its value) by parameter: torch's own counters may live on the device. Whoever else
+        # moves or replaces one changes its version or identity, and it is read again.
+        self._steps: dict[int, tuple[Tensor, int, int]] = {}
 
     @staticmethod
     def serves(optimizer: Optimizer) -> bool:
@@ -123,10 +125,6 @@ class FusedUpdate:
             use_triton("auto", p.device, served=True) for group in optimizer.param_groups for p in group["params"][:1]
         )
 
-    def forget_steps(self) -> None:
-        """After the optimizer's state was loaded."""
-        self._steps.clear()
-
     @torch.no_grad()
     def __call__(self, sums: Iterable[FactoredSum], how: Privatisation) -> None:
         """Update every parameter that comes with a clipped sum, piece by piece as sums arrive."""
@@ -137,7 +135,7 @@ class FusedUpdate:
             group = groups.get(id(parameter))
             if group is None or not parameter.requires_grad:  # frozen since backward
                 continue
-            step = self._advance(parameter)
+            step = self._next_step(parameter)
             key = (id(group), step, factor is None)
             piece = pieces.get(key)
             if piece is None:
@@ -150,20 +148,27 @@ class FusedUpdate:
                 waiting = 0
         self._apply(pieces, how)
 
-    def _advance(self, parameter: nn.Parameter) -> int:
-        """The number of this step for this parameter, counted from 1."""
-        taken = self._steps.get(id(parameter))
-        if taken is None:
-            taken = int(self.optimizer.state[parameter].get("step", 0))
-        self._steps[id(parameter)] = taken + 1
-        return taken + 1
+    def _next_step(self, parameter: nn.Parameter) -> int:
+        """The number of this step for this parameter, counted from 1. Optimizers that keep no count get 1."""
+        state = self.optimizer.state.get(parameter)
+        counter = None if state is None else state.get("step")
+        if counter is None:
+            return 1
+        known = self._steps.get(id(parameter))
+        if known is not None and known[0] is counter and known[1] == counter._version:
+            return known[2] + 1
+        return int(counter) + 1
 
     def _apply(self, pieces: dict[tuple[int, int, bool], _Piece], how: Privatisation) -> None:
         for piece in pieces.values():
             seed, offset = how.noise.draw()
             privacy = {"grad_scale": how.grad_scale, "noise_std": how.noise_std, "seed": seed, "offset": offset}
-            states = [self.optimizer.state[parameter] for parameter in piece.parameters]
-            self._update(piece, states, {**privacy, "factor": piece.factor})
+            self._update(piece, self.optimizer.state, {**privacy, "factor": piece.factor})
+            for parameter in piece.parameters:
+                state = self.optimizer.state.get(parameter)
+                counter = None if state is None else state.get("step")
+                if isinstance(counter, Tensor):
+                    self._steps[id(parameter)] = (counter, counter._version, piece.step)
         pieces.clear()
 
 
@@ -178,14 +183,17 @@ class _Piece:
     sums: list[Tensor] = field(default_factory=list)
 
 
-_Rule = Callable[[_Piece, Sequence[dict[str, Any]], dict[str, Any]], None]
+_State = MutableMapping[Any, dict[str, Any]]  # torch's: makes an entry when one is asked for
+_Rule = Callable[[_Piece, _State, dict[str, Any]], None]
 
 
-def _sgd(piece: _Piece, states: Sequence[dict[str, Any]], privacy: dict[str, Any]) -> None:
+def _sgd(piece: _Piece, state_of: _State, privacy: dict[str, Any]) -> None:
     group = piece.group
     buffers: list[Tensor] = []
-    fresh = [state.get("momentum_buffer") is None for state in states]
+    fresh = [True] * len(piece.parameters)
     if group["momentum"]:
+        states = [state_of[parameter] for parameter in piece.parameters]
+        fresh = [state.get("momentum_buffer") is None for state in states]
         for parameter, state in zip(piece.parameters, states, strict=True):
             if state.get("momentum_buffer") is None:
                 # What it holds is ignored on a first step: dampening applies from the second on.
@@ -205,8 +213,9 @@ def _sgd(piece: _Piece, states: Sequence[dict[str, Any]], privacy: dict[str, Any
         )
 
 
-def _adam(piece: _Piece, states: Sequence[dict[str, Any]], privacy: dict[str, Any], *, decoupled: bool = False) -> None:
+def _adam(piece: _Piece, state_of: _State, privacy: dict[str, Any], *, decoupled: bool = False) -> None:
     group = piece.group
+    states = [state_of[parameter] for parameter in piece.parameters]
     moments = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])]
     for parameter, state in zip(piece.parameters, states, strict=True):
         if "step" not in state:
@@ -229,8 +238,8 @@ def _adam(piece: _Piece, states: Sequence[dict[str, Any]], privacy: dict[str, An
     )
 
 
-def _adamw(piece: _Piece, states: Sequence[dict[str, Any]], privacy: dict[str, Any]) -> None:
-    _adam(piece, states, privacy, decoupled=True)
+def _adamw(piece: _Piece, state_of: _State, privacy: dict[str, Any]) -> None:
+    _adam(piece, state_of, privacy, decoupled=True)
 
 
 _RULES: dict[type[Optimizer], _Rule] = {SGD: _sgd, Adam: _adam, AdamW: _adamw}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -72,6 +73,56 @@ def test_state_moves_between_the_fused_update_and_torch() -> None:
         reference.step()
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("change", ["a step of torch's", "load_state_dict", "clear"])
+def test_the_fused_update_notices_when_the_state_was_changed_behind_its_back(change: str) -> None:
+    ours, theirs = parameters(), parameters()
+    optimizer, reference = torch.optim.AdamW(ours, lr=0.01), torch.optim.AdamW(theirs, lr=0.01)
+    update = FusedUpdate(optimizer)
+
+    def step(seed: int, *, fused: bool = True) -> None:
+        sums = [p.detach() for p in parameters(seed)]
+        for a, b, total in zip(ours, theirs, sums, strict=True):
+            a.grad, b.grad = total, total
+        if fused:
+            update(given(ours, sums), quiet(1.0))
+        else:
+            optimizer.step()
+        reference.step()
+
+    step(1)
+    saved = copy.deepcopy(optimizer.state_dict())
+    step(2)
+    step(3)
+    if change == "a step of torch's":
+        step(4, fused=False)
+    elif change == "load_state_dict":
+        for either in (optimizer, reference):
+            either.load_state_dict(copy.deepcopy(saved))
+    else:
+        for either in (optimizer, reference):
+            either.state.clear()
+    step(5)
+    step(6)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+        assert optimizer.state[a]["step"] == reference.state[b]["step"]
+
+
+def test_plain_sgd_keeps_no_state() -> None:
+    ours = parameters()
+    optimizer = torch.optim.SGD(ours, lr=0.1)
+    FusedUpdate(optimizer)(given(ours, [p.detach() for p in parameters(1)]), quiet())
+    assert not optimizer.state
+
+
+def test_the_fused_update_leaves_frozen_parameters_alone() -> None:
+    ours = parameters()
+    ours[0].requires_grad_(False)
+    before = [p.detach().clone() for p in ours]
+    FusedUpdate(torch.optim.SGD(ours, lr=0.1))(given(ours, [p.detach() for p in parameters(1)]), quiet())
+    assert [torch.equal(a, b) for a, b in zip(before, ours, strict=True)] == [True, False, False, False]
 
 
 def test_the_fused_update_adds_noise_of_the_promised_size() -> None:
