@@ -154,6 +154,8 @@ class FlashEngine:
             )
 
         parameter, trainable = slot.parameter, slot.parameter.requires_grad
+        if parameter.is_inference() or not (parameter.is_floating_point() or parameter.is_complex()):
+            return  # it can never require a gradient
         parameter.requires_grad_(True)  # hooks can be registered only so; it may be switched on later
         self._hooks.append(parameter.register_post_accumulate_grad_hook(refuse))  # type: ignore[no-untyped-call]
         parameter.requires_grad_(trainable)

@@ -219,6 +219,26 @@ def test_requires_grad_may_be_switched_between_steps():
     assert len(truth_all.clipped_sums) > len(truth.clipped_sums)
 
 
+def test_frozen_parameters_that_cannot_require_a_gradient_are_left_alone():
+    class Quantised(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.codes = nn.Parameter(torch.ones(3, 5, dtype=torch.int8), requires_grad=False)
+            with torch.inference_mode():
+                self.scale = nn.Parameter(torch.ones(3), requires_grad=False)
+            self.head = nn.Linear(3, 2)
+
+        def forward(self, x):
+            return self.head(x @ self.codes.to(x.dtype).t() * self.scale.clone())
+
+    model, x = Quantised(), torch.randn(4, 5)
+    with FlashEngine(model, max_grad_norm=0.1) as engine:
+        model(x).sin().sum().backward()
+        engine.finish()
+        assert model.head.weight.grad.any()
+    assert model.codes.grad is None
+
+
 def test_trainable_parameters_that_nothing_reached_get_zeros():
     model = nn.ModuleDict({"used": nn.Linear(3, 2), "unused": nn.Linear(3, 2)})
     with FlashEngine(model, max_grad_norm=1.0) as engine:
