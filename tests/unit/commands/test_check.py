@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from click.testing import CliRunner
@@ -24,6 +26,24 @@ def test_every_private_method_is_exact_on_the_transformer():
     for method in ("flat", "ghost", "flash"):
         assert f"{method}: exact; largest relative error" in result.output
     assert "2 of 4 samples are clipped" in result.output
+
+
+def test_a_lone_sample_is_clipped_too():
+    result = run(*SMALL, "--seq-len", "12", "--methods", "flash", "--batch-size", "1")
+    assert result.exit_code == 0, result.output
+    assert "1 of 1 samples are clipped" in result.output
+
+
+def test_exact_without_clipping_is_no_answer():
+    result = run(*SMALL, "--seq-len", "12", "--methods", "flash", "--max-grad-norm", "1e6")
+    assert result.exit_code == 1, result.output
+    assert "clipping was not exercised: give --max-grad-norm" in result.output
+
+
+@pytest.mark.parametrize(("norms", "clipped"), [([1.0, 3.0], 1), ([1.0, 2.0, 3.0], 1), ([2.0, 2.000001], 2), ([2.0], 1)])
+def test_the_default_clip_norm_is_exceeded_by_some_and_by_all_only_where_norms_are_equal(norms, clipped):
+    oracle = SimpleNamespace(norms=torch.tensor(norms))
+    assert int((oracle.norms > exactness.telling_clip_norm(oracle)).sum()) == clipped
 
 
 def test_paths_are_shown_for_flash():
@@ -61,7 +81,7 @@ def test_a_planted_fault_is_found(monkeypatch, trainer, options, word):
     finally:
         registry.methods.cache_clear()
     assert word in result.output, result.output
-    assert result.exit_code == (0 if word == ": exact" else 1)
+    assert result.exit_code == 1  # also where nothing was clipped
 
 
 def test_nan_is_never_exact():
