@@ -12,9 +12,10 @@ if TYPE_CHECKING:
     from dpscope.flash.engine import FlashEngine
     from dpscope.flash.explanation import Explanation
     from dpscope.flash.layers import register_layer
-    from dpscope.flash.opacus import DPFlashOptimizer, GradScaler, PrivacyEngine
+    from dpscope.flash.opacus import DPFlashOptimizer, PrivacyEngine
     from dpscope.flash.oracle import OracleResult, run_oracle
     from dpscope.flash.paths import Decision, choose_path
+    from dpscope.flash.scaler import GradScaler
     from dpscope.flash.taps import LayerTap
 
 _HOME = {
@@ -22,7 +23,7 @@ _HOME = {
     "DPFlashOptimizer": "opacus",
     "Explanation": "explanation",
     "FlashEngine": "engine",
-    "GradScaler": "opacus",
+    "GradScaler": "scaler",
     "LayerTap": "taps",
     "OracleResult": "oracle",
     "PrivacyEngine": "opacus",
