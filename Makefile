@@ -18,7 +18,7 @@ $(READY): pyproject.toml constraints.txt
 
 demo: $(READY)  ## compare standard, flat, ghost and flash training of a small model and show what privacy costs
 	@echo "==> comparing standard, flat, ghost and flash training, each in a process of its own"
-	@$(BIN)/dpscope compare --methods standard,flat,ghost,flash --model tiny --batch-size 4 --seq-len 64,128 \
+	@$(BIN)/dpscope compare --methods standard,flat,ghost,flash --model tiny --batch-size 4 --seq-len 128 \
 		--out $(DEMO) --overwrite
 
 test: $(READY)  ## lint, types and tests

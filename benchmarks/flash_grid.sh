@@ -3,16 +3,17 @@
 # Results go to OUT (default dpscope-results/flash-grid), one folder a part; METHODS and STEPS can be set from outside.
 
 OUT="${OUT:-dpscope-results/flash-grid}"
-PYTHON="${PYTHON:-python3}"
+HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+PYTHON="${PYTHON:-$([ -x "$HERE/../.venv/bin/python" ] && echo "$HERE/../.venv/bin/python" || echo python3)}"
 METHODS="${METHODS:-standard,flat,ghost,flash}"
-STEPS="${STEPS:-5}"
+STEPS="${STEPS:-7}"
 
 part() {  # NAME BATCH_SIZES SEQ_LEN DTYPE WARMUP STEPS
   "$PYTHON" -m dpscope compare --model 1b --optimizer adamw --methods "$METHODS" --out "$OUT/$1" --resume \
     --batch-size "$2" --seq-len "$3" --dtype "$4" --warmup "$5" --steps "$6" --timeout 300 | sed -n '/^method/,/^$/p'
 }
 
-part bf16-16384 1 16384 bf16 3 "$STEPS"
+part bf16-16384 1 16384 bf16 3 5
 part bf16-1024 8,16 1024 bf16 3 "$STEPS"
 part bf16-256 16,32 256 bf16 3 "$STEPS"
-part fp32-16384 1 16384 fp32 1 3
+part fp32-16384 1 16384 fp32 1 2

@@ -8,7 +8,6 @@ python scripts/profiling_script_ncu.py --trainer=dpsgd --batch_size=8 --seq_len=
 import argparse
 import sys
 
-from dpscope.commands.options import resolve_device
 from dpscope.commands.selftest import run_local_test
 from dpscope.errors import UserError
 from dpscope.runner.spec import DTYPES, RunSpec
@@ -25,7 +24,7 @@ def run_gpu_profile_step(model: str, trainer_name: str, batch_size: int, seq_len
         batch_size=batch_size,
         seq_len=seq_len,
         dtype=dtype,
-        device=resolve_device("cuda"),
+        device="cuda",
     )
     import torch
 
@@ -54,6 +53,11 @@ def main() -> int:
     args = parser.parse_args()
     if args.mode == "test":
         return 0 if run_local_test() else 1
+    import torch
+
+    if not torch.cuda.is_available():
+        print("Error: --mode=profile needs a CUDA device; --mode=test runs on the CPU", file=sys.stderr)
+        return 2
     try:
         run_gpu_profile_step(args.model, args.trainer, args.batch_size, args.seq_len, args.dtype)
     except UserError as error:

@@ -17,7 +17,7 @@ WARMUP_ITER="${WARMUP_ITER:-2}"
 OUT="${OUT:-memory_profiling_results/run_$(date +%Y%m%d_%H%M%S)}"
 
 mkdir -p "$OUT" || exit 2
-failures=0
+failed=()
 for experiment in "${EXPERIMENTS[@]}"; do
   echo "=== $experiment: batch $BATCH_SIZE, sequence $SEQ_LEN"
   if "$PYTHON" "$HERE/single_experiment.py" --experiment "$experiment" --output "$OUT/${experiment}_result.json" \
@@ -26,7 +26,7 @@ for experiment in "${EXPERIMENTS[@]}"; do
     echo "+++ SUCCESS: $experiment"
   else
     echo "!!! FAILED: $experiment"
-    failures=$((failures + 1))
+    failed+=("$experiment")
   fi
 done
 
@@ -34,4 +34,5 @@ echo
 "$PYTHON" -m dpscope report "$OUT"
 echo
 echo "Results: $OUT"
-exit $((failures > 0))
+[ ${#failed[@]} -eq 0 ] || echo "Failed: ${failed[*]}"
+exit $((${#failed[@]} > 0))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dpscope.commands.options import resolve_device
 from dpscope.errors import UserError
-from dpscope.results.store import write_atomically
+from dpscope.results.store import require_writable, write_atomically
 from dpscope.runner.spec import DEVICES, DTYPES, RunSpec
 from dpscope.workloads.configs import TransformerConfig
 
@@ -42,6 +42,7 @@ def main() -> int:
             optimizer=args.optimizer,
             device=resolve_device(args.device),
         )
+        require_writable(args.output)
     except UserError as error:
         print(f"Error: {error}", file=sys.stderr)
         return 2

@@ -85,8 +85,9 @@ def command(
         sys.exit(130)
 
     console.print()
-    console.print(summary(comparison.results, comparison.skipped))
+    console.print(summary(comparison.results, comparison.skipped, width=console.width))
     say(f"\n{files_written(comparison.files)}")
     say(f"\nShow this again: dpscope report {folder}")
-    say("Next: sweep sizes with --batch-size 8,16 --seq-len 256,512; on a GPU try --model 1b --dtype bf16.")
+    if comparison.ok:
+        say("Next: sweep sizes with --batch-size 8,16 --seq-len 256,512; on a GPU try --model 1b --dtype bf16.")
     sys.exit(0 if comparison.ok else 1)

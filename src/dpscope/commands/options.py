@@ -28,7 +28,7 @@ class CommaList(click.ParamType):  # type: ignore[type-arg]  # generic only in n
             return list(value)
         parts = [part.strip() for part in value.split(",")]
         if not all(parts):
-            self.fail(f"{value!r} has an empty part: separate values by single commas, as in 8,16", param, ctx)
+            self.fail(f"{value!r} has an empty part: separate values by single commas", param, ctx)
         try:
             return [self.item(part) for part in parts]
         except ValueError:
@@ -57,7 +57,7 @@ def _apply(function: F, options: list[Callable[[F], F]]) -> F:
 def workload_options(function: F) -> F:
     """--model and every dimension of it."""
     sizes = [
-        click.option(f"--{name.replace('_', '-')}", type=int, help=f"{name.replace('_', ' ')} instead of the preset's.")
+        click.option(f"--{name.replace('_', '-')}", type=int, help=f"Instead of the preset's {name.replace('_', ' ')}.")
         for name in MODEL_SIZES
     ]
     return _apply(

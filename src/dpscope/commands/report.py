@@ -24,7 +24,8 @@ def command(folder: Path) -> None:
         reasons = "".join(f"\n  {item.path.name}: {item.reason}" for item in skipped)
         raise UserError(f"no dpscope results in {folder}{reasons}")
     results = sorted(found.values(), key=_order)
-    make_console().print(summary(results, skipped))
+    console = make_console()
+    console.print(summary(results, skipped, width=console.width))
     sys.exit(0 if all(result.ok for result in results) else 1)
 
 

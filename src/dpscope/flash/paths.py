@@ -98,6 +98,6 @@ def choose_path(
     if costs[KEEP].bytes_held <= memory_allowance * costs[GRAM].bytes_held:
         allowed[KEEP] = costs[KEEP]
     best = min(allowed, key=lambda name: allowed[name].seconds)
-    predicted = ", ".join(f"{name} {cost.seconds * 1e6:.1f} µs" for name, cost in allowed.items())
+    predicted = ", ".join(f"{name} {cost.seconds * 1e6:.2g} µs" for name, cost in allowed.items())
     left_out = "" if KEEP in allowed else "; keep would hold more memory than x and g"
     return Decision(best, f"cheapest of {predicted}{left_out}", costs)

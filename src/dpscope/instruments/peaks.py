@@ -8,9 +8,12 @@ from before the step is freed within it, so a step that does so gives an upper b
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +39,7 @@ def cuda_peak() -> dict[str, Any]:
 def cpu_peak(step: Step, live: Iterable[Tensor]) -> dict[str, Any]:
     """Peak of live bytes in one `step` that starts with the tensors of `live`, and the process's resident peak."""
     before = storage_bytes(live)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with _quiet_stderr(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step()
     growth = peak_growth(_memory_events(profiler))
     return {
@@ -45,6 +48,20 @@ def cpu_peak(step: Step, live: Iterable[Tensor]) -> dict[str, Any]:
         "live_before_step_bytes": before,
         "peak_rss_bytes": _peak_rss(),
     }
+
+
+@contextlib.contextmanager
+def _quiet_stderr() -> Iterator[None]:
+    """The profiler's native part reports its start, its end and frees it cannot place on the terminal itself."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    try:
+        with Path(os.devnull).open("w") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:

@@ -10,6 +10,9 @@ from dpscope.results.schema import Result
 
 STANDARD = "standard"
 
+# A row whose 90th percentile is this much above its 10th was measured on a busy machine: its ratios mean little.
+STEADY = 1.5
+
 
 @dataclass(frozen=True)
 class Row:
@@ -18,6 +21,7 @@ class Row:
     result: Result
     time_ratio: float | None
     memory_ratio: float | None
+    steady: bool = True  # neither this row's times nor standard's varied by more than STEADY
 
     @property
     def method(self) -> str:
@@ -62,7 +66,12 @@ def _row(result: Result, standard: Result | None) -> Row:
         result,
         _ratio(result.timing.get("median_ms"), standard.timing.get("median_ms")),
         _ratio(result.memory.get("peak_bytes"), standard.memory.get("peak_bytes")),
+        steady=all(_is_steady(r.timing) for r in (result, standard)),
     )
+
+
+def _is_steady(timing: dict[str, Any]) -> bool:
+    return "p10_ms" not in timing or bool(timing["p90_ms"] <= STEADY * timing["p10_ms"])
 
 
 def _ratio(value: float | None, denominator: float | None) -> float | None:

@@ -11,12 +11,13 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from dpscope.reports.tables import STANDARD, Row, compare_results, group_by_size, varying_columns
+from dpscope.reports.tables import STANDARD, STEADY, Row, compare_results, group_by_size, varying_columns
 from dpscope.results.schema import Result
 from dpscope.results.store import Skipped
 from dpscope.units import GIB, MISSING, format_bytes, format_ms, format_ratio
 
 SUMMARY_WIDTH = 110
+NARROW = 86  # columns
 
 MEMORY_NOTES = {
     "cuda_allocator": "Peak memory: the CUDA allocator's peak of allocated bytes over the whole run.",
@@ -27,11 +28,13 @@ MEMORY_NOTES = {
 }
 
 
-def summary(results: Sequence[Result], skipped: Sequence[Skipped] = ()) -> RenderableType:
+def summary(
+    results: Sequence[Result], skipped: Sequence[Skipped] = (), *, width: int = SUMMARY_WIDTH
+) -> RenderableType:
     """Everything there is to say about a set of results."""
     rows = compare_results(results)
     parts: list[RenderableType] = [Text(line, style="bold") for line in _headline(results)]
-    parts += ["", _table(rows)]
+    parts += ["", _table(rows, narrow=width < NARROW)]
     parts += [Text(line) for line in _troubles(rows)]
     if sentences := verdict(rows):
         parts += ["", *(Text(sentence) for sentence in sentences)]
@@ -77,7 +80,7 @@ def _describe_environment(environment: dict[str, Any]) -> str:
     return f"On {where}; torch {environment['torch']}, opacus {environment['opacus']}, dpscope {environment['dpscope']}"
 
 
-def _table(rows: Sequence[Row]) -> Table:
+def _table(rows: Sequence[Row], *, narrow: bool) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     extra = [name for name in varying_columns(rows, ("dtype", "optimizer")) if name]
     several_models = len({row.result.spec["workload"]["name"] for row in rows}) > 1
@@ -85,14 +88,19 @@ def _table(rows: Sequence[Row]) -> Table:
     if several_models:
         table.add_column("model")
     table.add_column("method", no_wrap=True)
-    table.add_column("batch", justify="right")
+    # What tells rows apart keeps its place on the narrowest terminal; the spread is the first to go.
+    table.add_column("batch", justify="right", no_wrap=True, min_width=5)
     if sequences:
-        table.add_column("seq", justify="right")
+        table.add_column("seq", justify="right", no_wrap=True, min_width=3)
     for name in extra:
         table.add_column(name)
-    for heading in ("time/step", "p10–p90", "×", "peak memory", "×"):
+    spread = [] if narrow else ["p10–p90"]
+    time, memory = ("time", "memory") if narrow else ("time/step", "peak memory")
+    for heading in (time, *spread, "×", memory, "×"):
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("status")
+    statuses = not (narrow and all(row.result.ok for row in rows))
+    if statuses:
+        table.add_column("status", no_wrap=True, min_width=4)
     groups = group_by_size(rows)
     for group in groups:
         for row in group:
@@ -103,13 +111,13 @@ def _table(rows: Sequence[Row]) -> Table:
             cells += [str(spec[name]) for name in extra]
             cells += [
                 format_ms(row.median_ms),
-                _spread(row),
-                format_ratio(row.time_ratio),
+                *([] if narrow else [_spread(row)]),
+                format_ratio(row.time_ratio) + ("" if row.steady else "?"),
                 format_bytes(row.peak_bytes),
                 format_ratio(row.memory_ratio),
             ]
             status = Text(row.result.status, style="green" if row.result.ok else "bold red")
-            table.add_row(*cells, status, end_section=row is group[-1])
+            table.add_row(*cells, *([status] if statuses else []), end_section=row is group[-1])
     return table
 
 
@@ -139,17 +147,25 @@ def verdict(rows: Sequence[Row]) -> list[str]:
             f"{row.method} takes {format_ratio(row.time_ratio)} the time and "
             f"{format_ratio(row.memory_ratio)} the memory"
             for row in group
-            if row.method != STANDARD and row.time_ratio is not None
+            if row.method != STANDARD and row.time_ratio is not None and row.steady
         ]
+        spec = group[0].result.spec
+        where = f"Batch {spec['batch_size']}" + (f", sequence {spec['seq_len']}" if spec["seq_len"] else "")
         if costs:
-            spec = group[0].result.spec
-            length = f", sequence {spec['seq_len']}" if spec["seq_len"] else ""
-            sentences.append(f"Batch {spec['batch_size']}{length}: {'; '.join(costs)}.")
+            sentences.append(f"{where}: {'; '.join(costs)}.")
+        shaky = [row.method for row in group if row.method != STANDARD and not row.steady]
+        if shaky:
+            sentences.append(
+                f"{where}: no verdict on the time of {', '.join(shaky)}: step times varied too much. Close other "
+                "programs, or raise --steps."
+            )
     return sentences
 
 
 def _notes(rows: Sequence[Row]) -> list[str]:
     notes = ["× is the ratio to standard. Time: median over the timed steps, with 10th and 90th percentile."]
+    if not all(row.steady for row in rows):
+        notes.append(f"? marks a ratio of times that varied by more than {STEADY:g}× within a row: a busy machine.")
     if any(row.result.ok and row.time_ratio is None for row in rows):
         notes.append(f"× is {MISSING} where standard has no figures at that size: measure it with --methods standard,…")
     sources = dict.fromkeys(row.result.memory.get("source") for row in rows)

@@ -115,6 +115,18 @@ def read_result(path: Path) -> Result:
         raise UnreadableResult(f"cannot be read ({error})") from None
 
 
+def require_writable(path: Path) -> None:
+    """Raise `UserError` now rather than after a long measurement."""
+    if path.is_dir():
+        raise UserError(f"{path} is a folder: give the name of a file to write")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from None
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Readers see the old file or the whole new one, whatever moment this process dies at."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -22,7 +22,7 @@ def outcome_of_exception(error: BaseException) -> tuple[str, str]:
     if isinstance(error, torch.OutOfMemoryError):
         return OOM, f"out of GPU memory ({_first_sentence(str(error))}): {SMALLER}"
     if isinstance(error, MemoryError) or _OUT_OF_MEMORY.search(str(error)):
-        return OOM, f"out of memory on the CPU: {SMALLER}"
+        return OOM, f"out of memory on the CPU: {SMALLER}, or a larger --memory-limit if one was given"
     if isinstance(error, UserError):
         return SKIPPED, str(error)
     if isinstance(error, ModuleNotFoundError):
@@ -35,7 +35,7 @@ def outcome_of_exit(returncode: int, last_words: str, *, oom_killed: bool) -> tu
     if oom_killed and returncode == -signal.SIGKILL:
         return OOM, f"killed by the kernel because the machine ran out of memory: {SMALLER}"
     if _OUT_OF_MEMORY.search(last_words):
-        return OOM, f"out of memory on the CPU: {SMALLER}"
+        return OOM, f"out of memory on the CPU: {SMALLER}, or a larger --memory-limit if one was given"
     if returncode < 0:
         return FAILED, f"the process was ended by {_signal_name(-returncode)}; its log says what it printed last"
     return (

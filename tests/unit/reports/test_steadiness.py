@@ -1,0 +1,43 @@
+"""A busy machine's figures are shown, marked, and not made into a sentence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from dpscope.reports.tables import compare_results
+from dpscope.reports.text import render_plain, summary, verdict
+
+
+def with_spread(result, low, high):
+    return replace(result, timing={**result.timing, "p10_ms": low, "p90_ms": high})
+
+
+def test_a_steady_row_gets_its_sentence(make_result):
+    results = [make_result(median=10.0), make_result(method="ghost", median=20.0)]
+    assert verdict(compare_results(results)) == [
+        "Batch 2, sequence 8: ghost takes 2.00× the time and 1.00× the memory."
+    ]
+
+
+def test_an_unsteady_denominator_is_no_denominator(make_result):
+    results = [with_spread(make_result(median=10.0), 5.0, 50.0), make_result(method="ghost", median=2.0)]
+    (sentence,) = verdict(compare_results(results))
+    assert "no verdict on the time of ghost" in sentence
+    text = render_plain(summary(results))
+    assert "0.20×?" in text
+    assert "? marks a ratio of times that varied" in text
+
+
+def test_an_unsteady_row_is_marked_alone(make_result):
+    shaky = with_spread(make_result(method="flat", median=20.0), 10.0, 40.0)
+    results = [make_result(median=10.0), shaky, make_result(method="ghost", median=20.0)]
+    steady = {row.method: row.steady for row in compare_results(results)}
+    assert steady == {"standard": True, "flat": False, "ghost": True}
+
+
+def test_a_narrow_terminal_keeps_what_tells_rows_apart(make_result):
+    results = [make_result(), make_result(batch_size=4), make_result(method="ghost", status="oom", batch_size=4)]
+    text = render_plain(summary(results, width=60), width=60)
+    assert "p10–p90" not in text
+    header = next(line for line in text.splitlines() if line.startswith("method"))
+    assert "batch" in header and "seq" in header and "status" in header
