@@ -192,6 +192,18 @@ class LayerTap(InstanceMethod):
     def apply(self, x: Tensor, live: list[bool]) -> Any:
         return Tapped.apply(self, x, live, None if x.requires_grad else self.engine.anchor)  # type: ignore[no-untyped-call]
 
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """x, weight and bias of a matrix product or convolution, as autocast would hand them to it."""
+        weight: Tensor | None = self.parameters["weight"]
+        bias: Tensor | None = self.parameters["bias"]
+        assert weight is not None
+        dtype = autocast_dtype(x)
+        if dtype is not None and weight.dtype != torch.float64:
+            x = self.engine.cast(x, dtype)
+            weight = weight.to(dtype)
+            bias = None if bias is None else bias.to(dtype)
+        return x, weight, bias
+
     def admit(self, x: Tensor) -> None:
         """Raises where x has no room for a batch dimension in front."""
         if x.dim() < self.min_dim:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from dpscope.flash.contributions import Kept, Outer, Saved, sample_chunks, wide
 from dpscope.flash.kernels.gram_norms import GramUnit, gram_norms_squared
 from dpscope.flash.paths import DIRECT, KEEP, RANK1, Decision
-from dpscope.flash.taps import LayerTap, autocast_dtype
+from dpscope.flash.taps import LayerTap
 
 _CONVOLUTIONS = {nn.Conv1d: F.conv1d, nn.Conv2d: F.conv2d, nn.Conv3d: F.conv3d}
 
@@ -126,14 +126,7 @@ class ConvTap(LayerTap):
         return super().apply(x, live)
 
     def forward(self, ctx: Any, x: Tensor) -> Tensor:
-        weight: Tensor | None = self.parameters["weight"]
-        bias: Tensor | None = self.parameters["bias"]
-        assert weight is not None
-        dtype = autocast_dtype(x)
-        if dtype is not None and weight.dtype != torch.float64:
-            x = self.engine.cast(x, dtype)
-            weight = weight.to(dtype)
-            bias = None if bias is None else bias.to(dtype)
+        x, weight, bias = self.operands(x)
         ctx.save_for_backward(x if ctx.live[0] or ctx.needs_input_grad[1] else None, weight)
         at = self.geometry
         output: Tensor = self.convolve(x, weight, bias, at.stride, at.padding, at.dilation, at.groups)

@@ -15,7 +15,7 @@ from torch import Tensor
 from dpscope.flash.contributions import WIDE_OUTPUT, Kept, Outer
 from dpscope.flash.kernels.sample_sums import bias_sums
 from dpscope.flash.paths import KEEP
-from dpscope.flash.taps import LayerTap, Slot, autocast_dtype
+from dpscope.flash.taps import LayerTap, Slot
 
 
 def as_sequences(x: Tensor) -> Tensor:
@@ -55,14 +55,7 @@ class LinearTap(LayerTap):
     transposed = False
 
     def forward(self, ctx: Any, x: Tensor) -> Tensor:
-        weight: Tensor | None = self.parameters["weight"]
-        bias: Tensor | None = self.parameters["bias"]
-        assert weight is not None
-        dtype = autocast_dtype(x)
-        if dtype is not None and weight.dtype != torch.float64:
-            x = self.engine.cast(x, dtype)
-            weight = weight.to(dtype)
-            bias = None if bias is None else bias.to(dtype)
+        x, weight, bias = self.operands(x)
         ctx.save_for_backward(x if ctx.live[0] else None, weight if ctx.needs_input_grad[1] else None)
         return F.linear(x, weight.t() if self.transposed else weight, bias)
 
