@@ -1,0 +1,86 @@
+"""What the doctor says of a tool, from what the real tool prints."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dpscope.commands import doctor
+from dpscope.commands.doctor import BROKEN, MISSING, OK
+
+# Lines ncu prints around a profiled kernel, and where counters are not permitted.
+NCU_FIGURES = """==PROF== Connected to process 4711
+==PROF== Profiling "vectorized_elementwise_kernel" - 0: 0%....50%....100% - 1 pass
+    Section: Command line profiler metrics
+    -------------------- ----------- ------------
+    Metric Name          Metric Unit Metric Value
+    -------------------- ----------- ------------
+    dram__bytes_read.sum       Mbyte         4.19
+"""
+NCU_REFUSED = """==PROF== Connected to process 4711
+==ERROR== ERR_NVGPUCTRPERM - The user does not have permission to access NVIDIA GPU Performance Counters
+"""
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A machine on which torch sees a GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    properties = SimpleNamespace(name="NVIDIA H200", major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (139 * 2**30, 140 * 2**30))
+
+
+def finding(checked, name):
+    return next(found for found in checked if found.name == name)
+
+
+@pytest.mark.parametrize(
+    ("printed", "status", "says"),
+    [
+        (NCU_FIGURES, OK, "read the DRAM counters"),
+        (NCU_REFUSED, BROKEN, "ERR_NVGPUCTRPERM"),
+        ("==ERROR== Failed to initialize the profiler: LibraryNotLoaded", BROKEN, "LibraryNotLoaded"),
+        ("", BROKEN, "no output"),
+    ],
+)
+def test_counters_are_judged_by_what_ncu_prints(monkeypatch, gpu, printed, status, says):
+    monkeypatch.setattr(doctor.shutil, "which", lambda tool: f"bin/{tool}")
+    monkeypatch.setattr(
+        doctor, "_output", lambda command, timeout: "Version 2025.3.1.0" if "--version" in command else printed
+    )
+    checked = doctor.check_ncu()
+    assert finding(checked, "Nsight Compute").found == "2025.3.1.0"
+    counters = finding(checked, "GPU counters")
+    assert counters.status == status
+    assert says in counters.found
+    if "CTRPERM" in printed:
+        assert "NVreg_RestrictProfilingToAdminUsers=0" in counters.remedy
+
+
+def test_missing_tools_come_with_a_remedy(monkeypatch):
+    monkeypatch.setattr(doctor.shutil, "which", lambda tool: None)
+    for checked in (doctor.check_ncu(), doctor.check_nsys()):
+        assert [found.status for found in checked] == [MISSING]
+        assert "PATH" in checked[0].remedy
+
+
+def test_a_gpu_is_named_with_its_memory(gpu):
+    checked = doctor._check_cuda()
+    assert "NVIDIA H200, compute capability 9.0" in finding(checked, "CUDA").found
+    assert finding(checked, "GPU memory").found == "139.0 of 140.0 GiB free"
+    assert finding(checked, "GPU memory").status == OK
+
+
+def test_memory_that_others_hold_is_a_trouble(monkeypatch, gpu):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (40 * 2**30, 140 * 2**30))
+    busy = finding(doctor._check_cuda(), "GPU memory")
+    assert busy.status == BROKEN
+    assert "nvidia-smi" in busy.remedy
+
+
+def test_a_real_command_is_run_and_its_output_read():
+    assert "Python" in doctor._output(["python3", "--version"], timeout=30)
+    assert "No such file" in doctor._output(["no-such-tool-anywhere"], timeout=30)
