@@ -11,6 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+# In CI the same examples every time: a run that fails there is about the change, not about luck.
+settings.register_profile("ci", derandomize=True)
+if os.environ.get("CI"):
+    settings.load_profile("ci")
 
 # A transformer so small that a child process is all import and no arithmetic.
 TINY_SIZES = {"num_layers": 1, "hidden_dim": 16, "num_heads": 2, "vocab_size": 50, "max_seq_len": 32}
