@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
 
-# In CI the same examples every time: a run that fails there is about the change, not about luck.
-settings.register_profile("ci", derandomize=True)
+# In CI the same examples every time: a run that fails there is about the change, not about luck. (Imported only there:
+# tests/gpu also runs on machines without hypothesis.)
 if os.environ.get("CI"):
+    from hypothesis import settings
+
+    settings.register_profile("ci", derandomize=True)
     settings.load_profile("ci")
 
 # A transformer so small that a child process is all import and no arithmetic.
