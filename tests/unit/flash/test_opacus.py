@@ -6,7 +6,6 @@ import copy
 import io
 import math
 import pickle
-import warnings
 
 import pytest
 import torch
@@ -15,62 +14,23 @@ from opacus import PrivacyEngine as OpacusPrivacyEngine
 from opacus.grad_sample import GradSampleModule
 from opacus.schedulers import ExponentialGradClip, ExponentialNoise
 from opacus.utils.batch_memory_manager import BatchMemoryManager
+from private_training import (
+    CLASSES,
+    FEATURES,
+    clipped_mean,
+    make_data,
+    make_loader,
+    make_model,
+    make_private,
+    moved,
+    sgd,
+    step,
+)
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from dpscope.errors import UserError
-from dpscope.flash import GradScaler, PrivacyEngine
-from dpscope.flash.oracle import run_oracle
-
-SAMPLES, FEATURES, CLASSES = 64, 8, 4
-
-warnings.filterwarnings("ignore", message="Secure RNG turned off")
-
-
-def make_model(seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.LayerNorm(16), nn.Linear(16, CLASSES))
-
-
-def make_data(seed: int = 1) -> TensorDataset:
-    """Learnable: the class is the largest of four random projections."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(SAMPLES, FEATURES, generator=generator)
-    return TensorDataset(x, (x @ torch.randn(FEATURES, CLASSES, generator=generator)).argmax(1))
-
-
-def make_loader(batch_size: int = 16) -> DataLoader:
-    return DataLoader(make_data(), batch_size=batch_size)
-
-
-def make_private(model, optimizer, engine=None, loader=None, **options):
-    values = {"noise_multiplier": 0.0, "max_grad_norm": 0.5, "poisson_sampling": False, **options}
-    engine = engine or PrivacyEngine()
-    return engine.make_private(
-        module=model, optimizer=optimizer, data_loader=make_loader() if loader is None else loader, **values
-    )
-
-
-def sgd(model: nn.Module, lr: float = 1.0) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=lr)
-
-
-def step(model, optimizer, x, y) -> None:
-    optimizer.zero_grad()
-    F.cross_entropy(model(x), y).backward()
-    optimizer.step()
-
-
-def moved(before: list[torch.Tensor], model: nn.Module) -> list[torch.Tensor]:
-    return [a - b.detach() for a, b in zip(before, model.parameters(), strict=True)]
-
-
-def clipped_mean(x, y, *, divisor: int, max_grad_norm: float = 0.5, model=None) -> list[torch.Tensor]:
-    """What a step should apply, from micro-batches of one."""
-    model = model or make_model()
-    oracle = run_oracle(model, (x, y), lambda m, b: F.cross_entropy(m(b[0]), b[1]), max_grad_norm=max_grad_norm)
-    assert (oracle.factors < 1).any()
-    return [oracle.clipped_sums[name] / divisor for name, _ in model.named_parameters()]
+from dpscope.flash import PrivacyEngine
 
 
 def test_the_model_comes_back_as_it_was_given() -> None:
@@ -507,134 +467,6 @@ def test_training_learns_as_opacus_does() -> None:
 
 
 # -- loss scaling ------------------------------------------------------------------------------------------------------
-
-
-def scaled_backward(scaler, private, x, y) -> None:
-    scaler.scale(F.cross_entropy(private(x), y, reduction="none").nan_to_num().mean()).backward()
-
-
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("unscale", [True, False])
-@pytest.mark.parametrize("micro_batches", [1, 2])
-def test_a_scaled_loss_gives_the_same_step(fused: bool, unscale: bool, micro_batches: int) -> None:
-    model = make_model()
-    private, optimizer, loader = make_private(model, sgd(model), fused=fused)
-    scaler = GradScaler("cpu", optimizer=optimizer, init_scale=1024.0)
-    batches = list(loader)[:micro_batches]
-    for _ in range(2):
-        before = [p.detach().clone() for p in model.parameters()]
-        reference = copy.deepcopy(model)
-        optimizer.zero_grad()
-        for x, y in batches:
-            scaled_backward(scaler, private, x, y)
-        if unscale:
-            scaler.unscale_(optimizer)
-            with pytest.raises(RuntimeError, match="already been called"):
-                scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        with pytest.raises(RuntimeError, match="already been called"):
-            scaler.step(optimizer)
-        scaler.update()
-        assert scaler.get_scale() == 1024.0
-        x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
-        expected = clipped_mean(x, y, divisor=16 * micro_batches, model=reference)
-        for got, want in zip(moved(before, model), expected, strict=True):
-            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
-
-
-def test_a_step_without_the_scaler_is_one_without_its_scale() -> None:
-    model = make_model()
-    private, optimizer, loader = make_private(model, sgd(model, lr=1e-6))
-    scaler = GradScaler("cpu", optimizer=optimizer, init_scale=1024.0)
-    x, y = next(iter(loader))
-    scaled_backward(scaler, private, x, y)
-    scaler.step(optimizer)
-    scaled = optimizer.engine.norms
-    scaler.update()
-    step(private, optimizer, x, y)
-    torch.testing.assert_close(optimizer.engine.norms, scaled, rtol=1e-3, atol=0)
-
-
-def test_a_micro_batch_keeps_the_scale_of_its_loss_when_the_scale_changes() -> None:
-    model = make_model()
-    private, optimizer, loader = make_private(model, sgd(model))
-    scaler = GradScaler("cpu", optimizer=optimizer, init_scale=1024.0, growth_interval=1)
-    before = [p.detach().clone() for p in model.parameters()]
-    x, y = next(iter(loader))
-    scaled_backward(scaler, private, x, y)
-    scaler.update(16.0)
-    scaler.step(optimizer)
-    for got, expected in zip(moved(before, model), clipped_mean(x, y, divisor=16), strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize("where", [0, 1])
-def test_an_overflowing_sample_is_left_out_and_lowers_the_scale(where: int) -> None:
-    model = make_model()
-    private, optimizer, loader = make_private(model, sgd(model))
-    scaler = GradScaler("cpu", optimizer=optimizer, init_scale=1024.0)
-    before = [p.detach().clone() for p in model.parameters()]
-    optimizer.zero_grad()
-    for index, (x, y) in enumerate(list(loader)[:2]):
-        x[3] = float("inf") if index == where else 0.0
-        scaled_backward(scaler, private, x, y)
-    scaler.step(optimizer)
-    scaler.update()
-    assert optimizer.engine.nonfinite_samples.item() == 1
-    assert scaler.get_scale() == 512.0
-    assert all(torch.isfinite(p).all() for p in model.parameters())
-    assert any((difference != 0).any() for difference in moved(before, model))
-    optimizer.zero_grad()
-    scaled_backward(scaler, private, *next(iter(loader)))
-    scaler.step(optimizer)
-    scaler.update()
-    assert scaler.get_scale() == 512.0  # one overflow counts once
-
-
-def test_a_scaler_that_does_not_know_the_optimizer_is_refused() -> None:
-    model = make_model()
-    private, optimizer, loader = make_private(model, sgd(model))
-    scaler = GradScaler("cpu")
-    scaled_backward(scaler, private, *next(iter(loader)))
-    for call in (scaler.unscale_, scaler.step):
-        with pytest.raises(UserError, match="optimizer=optimizer"):
-            call(optimizer)
-    with pytest.raises(UserError, match="SGD"):
-        scaler.attach(sgd(model))
-    with pytest.raises(UserError, match="was not scaled"):
-        GradScaler("cpu", optimizer=optimizer).step(optimizer)
-
-
-@pytest.mark.parametrize("unscale", [True, False])
-@pytest.mark.parametrize("micro_batches", [1, 2])
-def test_torchs_own_scaler_is_refused_by_the_name_of_ours(unscale: bool, micro_batches: int) -> None:
-    model = make_model()
-    private, optimizer, loader = make_private(model, sgd(model))
-    scaler = torch.amp.GradScaler("cpu")
-    for x, y in list(loader)[:micro_batches]:
-        scaled_backward(scaler, private, x, y)
-    if unscale:
-        scaler.unscale_(optimizer)
-    before = [p.detach().clone() for p in model.parameters()]
-    with pytest.raises(UserError, match=r"dpscope\.flash\.GradScaler"):
-        scaler.step(optimizer)
-    assert not any(difference.any() for difference in moved(before, model))
-    step(private, optimizer, x, y)  # without it all is well
-
-
-@pytest.mark.parametrize("kind", [GradScaler, torch.amp.GradScaler])
-def test_a_scaler_that_is_switched_off_does_nothing(kind) -> None:
-    model = make_model()
-    private, optimizer, loader = make_private(model, sgd(model))
-    scaler = kind("cpu", enabled=False)
-    before = [p.detach().clone() for p in model.parameters()]
-    x, y = next(iter(loader))
-    scaled_backward(scaler, private, x, y)
-    scaler.unscale_(optimizer)
-    scaler.step(optimizer)
-    scaler.update()
-    for got, expected in zip(moved(before, model), clipped_mean(x, y, divisor=16), strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-7)
 
 
 class Endless(IterableDataset):
