@@ -28,7 +28,7 @@ def run_gpu_profile_step(model: str, trainer_name: str, batch_size: int, seq_len
     )
     import torch
 
-    from dpscope.runner.measure import make_trainer
+    from dpscope.runner.assembly import make_trainer
 
     trainer, batch = make_trainer(spec)
     print(f"Running {WARMUP_STEPS} warm-up steps of {spec.label} ...", flush=True)

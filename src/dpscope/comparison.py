@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from dpscope.reports.outputs import write_reports
 from dpscope.reports.tables import Row, compare_results
 from dpscope.reports.text import render_plain, summary
 from dpscope.results.schema import Result
-from dpscope.results.store import ResultStore, Skipped, write_atomically
+from dpscope.results.store import ResultStore, Skipped
 from dpscope.runner.launcher import Limits
 from dpscope.runner.preflight import require_measurable
 from dpscope.runner.spec import RunSpec
@@ -57,6 +58,9 @@ def compare(
     open_store(store, resume=resume, overwrite=overwrite)
     _, skipped = store.read_all()
     results = run_sweep(specs, store, resume=resume, limits=limits or Limits(), observer=observer or SilentObserver())
-    write_atomically(store.summary, render_plain(summary(results, skipped)))
-    files = [store.summary, *(store.path_of(spec.file_name) for spec in specs)]
+    files = [
+        *write_reports(results, store.folder, skipped=skipped),
+        *(store.path_of(spec.file_name) for spec in specs),
+        *(store.folder / name for result in results for name in result.files.values()),
+    ]
     return Comparison(results, store.folder, files, skipped)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dpscope.flash import FlashEngine, run_oracle
-from dpscope.runner.measure import make_trainer
+from dpscope.runner.assembly import make_trainer
 from dpscope.runner.spec import RunSpec
 from dpscope.workloads.configs import make_config
 

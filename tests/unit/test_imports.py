@@ -80,7 +80,7 @@ def test_instruments_know_no_method_and_no_workload_and_start_no_cuda():
         "import importlib, json, sys\n"
         "for name in sys.argv[1:]: importlib.import_module(name)\n"
         "known = sorted(sys.modules)\n"
-        "import torch, dpscope.runner.measure, dpscope.trainers.opacus\n"
+        "import torch, dpscope.runner.measurements.time, dpscope.trainers.opacus\n"
         "print(json.dumps([known, torch.cuda.is_initialized()]))\n"
     )
     command = [sys.executable, "-c", script, *modules_of(dpscope.instruments)]

@@ -33,7 +33,7 @@ def run_local_test(say: Callable[[str], object] = click.echo) -> bool:
 def _one_step(method: str) -> tuple[str, float]:
     import math
 
-    from dpscope.runner.measure import make_trainer
+    from dpscope.runner.assembly import make_trainer
     from dpscope.runner.spec import RunSpec
     from dpscope.workloads.configs import make_config
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dpscope.results.schema import Result
@@ -16,57 +16,90 @@ STEADY = 1.5
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement and its ratios to ordinary training of the same workload at the same size."""
+    """One method on one workload at one size: what every instrument saw of it, and its ratios to ordinary training."""
 
-    result: Result
+    measured: dict[str, Result]  # instrument -> result
     time_ratio: float | None
     memory_ratio: float | None
     steady: bool = True  # neither this row's times nor standard's varied by more than STEADY
 
     @property
+    def result(self) -> Result:
+        """The one to describe the row by: a measurement that failed, or else the first."""
+        return next((result for result in self.measured.values() if not result.ok), self.first)
+
+    @property
+    def first(self) -> Result:
+        return next(iter(self.measured.values()))
+
+    @property
     def method(self) -> str:
-        return self.result.experiment
+        return self.first.experiment
+
+    @property
+    def timing(self) -> dict[str, Any]:
+        return self._part("timing")
+
+    @property
+    def memory(self) -> dict[str, Any]:
+        return self._part("memory")
 
     @property
     def median_ms(self) -> float | None:
-        return self.result.timing.get("median_ms")
+        return self.timing.get("median_ms")
 
     @property
     def spread_ms(self) -> tuple[float, float] | None:
-        timing = self.result.timing
-        return (timing["p10_ms"], timing["p90_ms"]) if "p10_ms" in timing else None
+        return (self.timing["p10_ms"], self.timing["p90_ms"]) if "p10_ms" in self.timing else None
 
     @property
     def peak_bytes(self) -> float | None:
-        return self.result.memory.get("peak_bytes")
+        return self.memory.get("peak_bytes")
 
     @property
     def size(self) -> tuple[Any, ...]:
-        """What has to be equal for two rows to be compared: everything in the spec but the method."""
-        return comparison_key(self.result)
+        """What has to be equal for two rows to be compared."""
+        return comparison_key(self.first)
+
+    def _part(self, name: str) -> dict[str, Any]:
+        parts: Iterable[dict[str, Any]] = (getattr(result, name) for result in self.measured.values() if result.ok)
+        return next((part for part in parts if part), {})
 
 
 def comparison_key(result: Result) -> tuple[Any, ...]:
-    spec = {name: value for name, value in result.spec.items() if name != "method"}
-    workload = tuple(sorted(spec.pop("workload").items()))
-    return (workload, *sorted(spec.items()))
+    """Everything in the spec but the method and how it was looked at."""
+    spec = {name: value for name, value in result.spec.items() if name not in ("method", "instrument", "options")}
+    return (repr(sorted(spec.pop("workload").items())), *sorted(spec.items()))
+
+
+def join_instruments(results: Iterable[Result]) -> list[dict[str, Result]]:
+    """What was measured of the same method at the same size, together; in order of first appearance."""
+    joined: dict[tuple[Any, ...], list[dict[str, Result]]] = {}
+    for result in results:
+        places = joined.setdefault((result.experiment, *comparison_key(result)), [])
+        free = next((place for place in places if result.instrument not in place), None)
+        if free is None:
+            places.append({result.instrument: result})
+        else:
+            free[result.instrument] = result
+    return [place for places in joined.values() for place in places]
 
 
 def compare_results(results: Iterable[Result]) -> list[Row]:
-    """A row for each result, in the same order."""
-    ordered = list(results)
-    standards = {comparison_key(r): r for r in ordered if r.experiment == STANDARD and r.ok}
-    return [_row(result, standards.get(comparison_key(result))) for result in ordered]
+    """A row for each method at each size, in order of first appearance."""
+    rows = [Row(measured, None, None) for measured in join_instruments(results)]
+    standards = {row.size: row for row in rows if row.method == STANDARD}
+    return [_with_ratios(row, standards.get(row.size)) for row in rows]
 
 
-def _row(result: Result, standard: Result | None) -> Row:
-    if standard is None or not result.ok:
-        return Row(result, None, None)
-    return Row(
-        result,
-        _ratio(result.timing.get("median_ms"), standard.timing.get("median_ms")),
-        _ratio(result.memory.get("peak_bytes"), standard.memory.get("peak_bytes")),
-        steady=all(_is_steady(r.timing) for r in (result, standard)),
+def _with_ratios(row: Row, standard: Row | None) -> Row:
+    if standard is None:
+        return row
+    return replace(
+        row,
+        time_ratio=_ratio(row.median_ms, standard.median_ms),
+        memory_ratio=_ratio(row.peak_bytes, standard.peak_bytes),
+        steady=all(_is_steady(r.timing) for r in (row, standard)),
     )
 
 
@@ -90,4 +123,4 @@ def group_by_size(rows: Iterable[Row]) -> list[list[Row]]:
 
 def varying_columns(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
     """The spec fields that differ between rows: only those are worth a column."""
-    return [name for name in names if len({repr(row.result.spec.get(name)) for row in rows}) > 1]
+    return [name for name in names if len({repr(row.first.spec.get(name)) for row in rows}) > 1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +34,24 @@ def summary(
     """Everything there is to say about a set of results."""
     rows = compare_results(results)
     parts: list[RenderableType] = [Text(line, style="bold") for line in _headline(results)]
-    parts += ["", _table(rows, narrow=width < NARROW)]
+    for section in SECTIONS:
+        if lines := section(rows, width):
+            parts += ["", *lines]
     parts += [Text(line) for line in _troubles(rows)]
-    if sentences := verdict(rows):
-        parts += ["", *(Text(sentence) for sentence in sentences)]
-    parts += ["", *(Text(note, style="dim") for note in _notes(rows))]
     parts += [Text(f"Left out: {item.path.name}: {item.reason}", style="yellow") for item in skipped]
     return Group(*parts)
+
+
+def _cost(rows: Sequence[Row], width: int) -> list[RenderableType]:
+    """Time and peak memory of every row, and what the figures say."""
+    parts: list[RenderableType] = [_table(rows, narrow=width < NARROW)]
+    if sentences := verdict(rows):
+        parts += ["", *(Text(sentence) for sentence in sentences)]
+    return [*parts, "", *(Text(note, style="dim") for note in _notes(rows))]
+
+
+# What a summary is made of, in this order. A section without anything to say is empty.
+SECTIONS: tuple[Callable[[Sequence[Row], int], list[RenderableType]], ...] = (_cost,)
 
 
 def render_plain(renderable: RenderableType, width: int = SUMMARY_WIDTH) -> str:
@@ -168,7 +179,7 @@ def _notes(rows: Sequence[Row]) -> list[str]:
         notes.append(f"? marks a ratio of times that varied by more than {STEADY:g}× within a row: a busy machine.")
     if any(row.result.ok and row.time_ratio is None for row in rows):
         notes.append(f"× is {MISSING} where standard has no figures at that size: measure it with --methods standard,…")
-    sources = dict.fromkeys(row.result.memory.get("source") for row in rows)
+    sources = dict.fromkeys(row.memory.get("source") for row in rows)
     return notes + [MEMORY_NOTES[source] for source in sources if source in MEMORY_NOTES]
 
 

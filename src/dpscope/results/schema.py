@@ -15,6 +15,9 @@ from dpscope.errors import UserError
 
 SCHEMA_VERSION = 1
 
+# What each instrument fills in beside the figures that all results have.
+INSTRUMENT_PARTS = ("timeline", "trace", "ncu", "nsys")
+
 OK, OOM, FAILED, TIMEOUT, SKIPPED = STATUSES = ("ok", "oom", "failed", "timeout", "skipped")
 
 
@@ -35,9 +38,18 @@ class Result:
     snapshots: list[dict[str, Any]] = field(default_factory=list)
     timing: dict[str, Any] = field(default_factory=dict)
     memory: dict[str, Any] = field(default_factory=dict)
+    timeline: dict[str, Any] = field(default_factory=dict)
+    trace: dict[str, Any] = field(default_factory=dict)
+    ncu: dict[str, Any] = field(default_factory=dict)
+    nsys: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict)  # what it is -> path below the folder of the sweep
     environment: dict[str, Any] = field(default_factory=dict)
     details: str | None = None  # traceback or last lines of the child, for whoever has to mend it
     schema_version: int = SCHEMA_VERSION
+
+    @property
+    def instrument(self) -> str:
+        return str(self.spec.get("instrument", "time"))
 
     @property
     def ok(self) -> bool:
@@ -51,7 +63,9 @@ def result_for(spec: dict[str, Any], **values: Any) -> Result:
     """A result of a spec (as a dict), with the keys that older consumers read filled in from it."""
     workload = {name: value for name, value in spec["workload"].items() if name not in ("kind", "name")}
     config = {**workload, "model": spec["workload"]["name"]}
-    config |= {name: value for name, value in spec.items() if name not in ("workload", "method", "instrument")}
+    config |= {
+        name: value for name, value in spec.items() if name not in ("workload", "method", "instrument", "options")
+    }
     return Result(experiment=spec["method"], config=config, spec=spec, **values)
 
 
@@ -87,6 +101,6 @@ _PARTS: dict[str, Callable[[Any], bool]] = {
     "experiment": lambda value: isinstance(value, str),
     "status": lambda value: value in STATUSES,
     "spec": lambda value: _is_dict(value) and _is_dict(value.get("workload")) and "name" in value["workload"],
-    **dict.fromkeys(("config", "breakdown", "timing", "memory", "environment"), _is_dict),
+    **dict.fromkeys(("config", "breakdown", "timing", "memory", "environment", *INSTRUMENT_PARTS, "files"), _is_dict),
     "snapshots": lambda value: isinstance(value, list),
 }

@@ -2,6 +2,7 @@
 
 DIR/results/*.json   one file a run spec
 DIR/logs/*.log       what each child printed
+DIR/files/*/         what a measurement left beside its figures: traces, reports
 DIR/summary.txt      the table
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -31,6 +33,7 @@ class ResultStore:
         self.folder = folder
         self.results = folder / "results"
         self.logs = folder / "logs"
+        self.files = folder / "files"
         self.summary = folder / "summary.txt"
 
     def create(self) -> None:
@@ -53,12 +56,17 @@ class ResultStore:
         ours, _ = self.read_all()
         for path in [*ours, *(self.log_of(path.name) for path in ours), self.summary]:
             path.unlink(missing_ok=True)
+        for path in ours:
+            shutil.rmtree(self.files_of(path.name), ignore_errors=True)
 
     def path_of(self, file_name: str) -> Path:
         return self.results / file_name
 
     def log_of(self, file_name: str) -> Path:
         return (self.logs / file_name).with_suffix(".log")
+
+    def files_of(self, file_name: str) -> Path:
+        return (self.files / file_name).with_suffix("")
 
     def make_way(self, file_name: str) -> None:
         """Free a row's place: a result is replaced, but a file that is none of ours is put aside, not lost."""
@@ -70,6 +78,7 @@ class ResultStore:
                 path.rename(_unused(path.with_suffix(".json.unreadable")))
         else:
             path.unlink()
+        shutil.rmtree(self.files_of(file_name), ignore_errors=True)
 
     def write(self, file_name: str, result: Result) -> Path:
         path = self.path_of(file_name)

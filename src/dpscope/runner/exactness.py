@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dpscope.flash.explanation import Explanation
 from dpscope.flash.oracle import OracleResult, run_oracle
-from dpscope.runner.measure import make_trainer
+from dpscope.runner.assembly import make_trainer
 from dpscope.runner.spec import RunSpec
 from dpscope.workloads.workload import build_workload
 

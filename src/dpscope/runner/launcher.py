@@ -66,7 +66,7 @@ def launch(
             start_new_session=True,
         )
         try:
-            timed_out = _follow(child, spec, output, limits, on_progress)
+            timed_out = _follow(child, spec, store, limits, on_progress)
         finally:
             _end(child)
     if timed_out:
@@ -88,12 +88,13 @@ def launch(
 
 
 def _follow(
-    child: subprocess.Popen[str], spec: RunSpec, output: Path, limits: Limits, on_progress: ProgressListener
+    child: subprocess.Popen[str], spec: RunSpec, store: ResultStore, limits: Limits, on_progress: ProgressListener
 ) -> bool:
     """Hand the child its request and wait for its end; True if it took too long."""
     request = {
         "spec": spec.to_dict(),
-        "output": str(output.resolve()),
+        "output": str(store.path_of(spec.file_name).resolve()),
+        "files": str(store.files_of(spec.file_name).resolve()),
         "memory_limit": None if limits.memory is None else int(limits.memory),
     }
     assert child.stdin is not None

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from dpscope.errors import UserError
@@ -16,7 +16,11 @@ from dpscope.workloads.configs import WorkloadConfig, config_from_dict, config_t
 DTYPES = ("fp32", "tf32", "bf16")
 OPTIMIZER_NAMES = ("sgd", "adam", "adamw")
 DEVICES = ("auto", "cpu", "cuda")
-INSTRUMENTS = ("time",)
+
+# Each instrument, and how it can be asked to look: option -> default.
+INSTRUMENTS: dict[str, dict[str, Any]] = {
+    "time": {},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +41,7 @@ class RunSpec:
     seed: int = 0
     device: str = "cpu"
     instrument: str = "time"
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)  # of the instrument; defaults are left out
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "method", resolve_method(self.method).name)
@@ -52,7 +57,8 @@ class RunSpec:
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("optimizer", self.optimizer, OPTIMIZER_NAMES)
         _one_of("device", self.device, ("cpu", "cuda"))
-        _one_of("instrument", self.instrument, INSTRUMENTS)
+        _one_of("instrument", self.instrument, tuple(INSTRUMENTS))
+        object.__setattr__(self, "options", _changed_options(self.instrument, self.options))
         _finite("learning rate", self.learning_rate, above=0.0)
         _finite("max grad norm", self.max_grad_norm, above=0.0)
         if not (math.isfinite(self.noise_multiplier) and self.noise_multiplier >= 0):
@@ -63,7 +69,7 @@ class RunSpec:
             raise UserError("dtype tf32 is a CUDA number format: use fp32 or bf16 on the CPU")
 
     def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "workload": config_to_dict(self.workload)}
+        return {**asdict(self), "workload": config_to_dict(self.workload), "options": dict(self.options)}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> RunSpec:
@@ -76,6 +82,10 @@ class RunSpec:
         """Sixteen hexadecimal digits that are the same for equal specs on every machine."""
         canonical = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+    def option(self, name: str) -> Any:
+        """What the instrument was asked for, or its default."""
+        return self.options.get(name, INSTRUMENTS[self.instrument][name])
 
     @property
     def label(self) -> str:
@@ -94,16 +104,40 @@ def make_sweep(
     methods: Iterable[str],
     batch_sizes: Iterable[int],
     seq_lens: Iterable[int | None],
+    instruments: Iterable[str] = ("time",),
+    options: Mapping[str, Mapping[str, Any]] | None = None,
     **common: Any,
 ) -> list[RunSpec]:
-    """Every method at every size; rows that are compared with each other stand together."""
+    """Every method at every size under every instrument; what is compared with each other stands together.
+
+    `options` says how an instrument should look: instrument -> option -> value.
+    """
+    asked = options or {}
     specs = [
-        RunSpec(workload=workload, method=method, batch_size=batch_size, seq_len=seq_len, **common)
+        RunSpec(
+            workload=workload,
+            method=method,
+            batch_size=batch_size,
+            seq_len=seq_len,
+            instrument=instrument,
+            options=asked.get(instrument, {}),
+            **common,
+        )
         for batch_size in batch_sizes
         for seq_len in seq_lens
         for method in methods
+        for instrument in instruments
     ]
     return list(dict.fromkeys(specs))
+
+
+def _changed_options(instrument: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """What differs from the instrument's defaults, in its order: equal requests are equal specs."""
+    known = INSTRUMENTS[instrument]
+    if foreign := sorted(set(options) - set(known)):
+        allowed = f"it knows {', '.join(known)}" if known else "it has none"
+        raise UserError(f"instrument {instrument!r} has no option {', '.join(foreign)}: {allowed}")
+    return {name: options[name] for name, default in known.items() if name in options and options[name] != default}
 
 
 def _at_least(what: str, value: object, least: int) -> None:

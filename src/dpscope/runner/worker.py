@@ -33,7 +33,7 @@ def main() -> None:
     from dpscope.runner.measure import measure_or_explain
     from dpscope.runner.spec import RunSpec
 
-    result = measure_or_explain(RunSpec.from_dict(request["spec"]), progress)
+    result = measure_or_explain(RunSpec.from_dict(request["spec"]), progress, Path(request["files"]))
     write_atomically(Path(request["output"]), result.to_json())
 
 

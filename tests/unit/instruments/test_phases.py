@@ -8,7 +8,7 @@ import pytest
 
 from dpscope.instruments import phases
 from dpscope.instruments.phases import BACKWARD, CLIP, FORWARD, NOISE, OPTIMIZER, PHASES, in_phase, listening, phase
-from dpscope.runner.measure import make_trainer
+from dpscope.runner.assembly import make_trainer
 
 
 class Diary:

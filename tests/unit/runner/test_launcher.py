@@ -34,7 +34,7 @@ REAL_WORKER = """
 import os, sys, time, types
 from pathlib import Path
 from dpscope.runner import worker
-def measure(spec, progress):
+def measure(spec, progress, files):
     {body}
 sys.modules["dpscope.runner.measure"] = types.SimpleNamespace(measure_or_explain=measure)
 worker.main()

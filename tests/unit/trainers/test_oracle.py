@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dpscope.errors import UserError
-from dpscope.runner.measure import make_trainer
+from dpscope.runner.assembly import make_trainer
 from dpscope.runner.spec import RunSpec
 from dpscope.trainers.base import TrainerSettings
 from dpscope.trainers.registry import methods

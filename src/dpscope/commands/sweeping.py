@@ -1,0 +1,100 @@
+"""What every measuring subcommand does: specs from options, a sweep that is followed live, the summary at its end."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+
+from dpscope.commands.console import make_console
+from dpscope.commands.options import (
+    CommaList,
+    F,
+    output_folder,
+    resolve_device,
+    step_options,
+    sweep_options,
+    workload_from,
+    workload_options,
+)
+from dpscope.commands.progress import SweepProgress
+from dpscope.comparison import Comparison, compare
+from dpscope.reports.text import files_written, summary
+from dpscope.runner.launcher import Limits
+from dpscope.runner.spec import RunSpec, make_sweep
+from dpscope.trainers.registry import STANDARD, resolve_method
+from dpscope.units import GIB
+
+METHODS = "standard,flat,ghost,flash"
+
+
+def sweep_arguments(function: F) -> F:
+    """Which rows to measure, what a step is, and how the sweep runs: the options of `specs_from` and `run_sweep`."""
+    methods = click.option(
+        "--methods",
+        type=CommaList(str),
+        default=METHODS,
+        show_default=True,
+        help="What to compare; standard is the denominator.",
+    )
+    batch_size = click.option(
+        "--batch-size", type=CommaList(int), default="8", show_default=True, help="Samples in a batch, as 8,16."
+    )
+    seq_len = click.option(
+        "--seq-len", type=CommaList(int), help="Sequence lengths, as 256,1024 [default: 256 or the model's]."
+    )
+    for decorate in (sweep_options, step_options, seq_len, batch_size, workload_options, methods):
+        function = decorate(function)
+    return function
+
+
+def specs_from(
+    options: dict[str, Any], *, instruments: Iterable[str], looking: Mapping[str, Mapping[str, Any]] | None = None
+) -> list[RunSpec]:
+    """Take what makes a sweep's rows out of a command's keyword arguments; `looking`: instrument -> its options."""
+    names = [resolve_method(name).name for name in options.pop("methods")]
+    step = ("dtype", "optimizer", "learning_rate", "noise_multiplier", "max_grad_norm", "seed", "warmup", "steps")
+    return make_sweep(
+        workload_from(options),
+        methods=sorted(dict.fromkeys(names), key=lambda name: name != STANDARD),
+        batch_sizes=options.pop("batch_size"),
+        seq_lens=options.pop("seq_len") or [None],
+        instruments=instruments,
+        options=looking,
+        device=resolve_device(options.pop("device")),
+        **{name: options.pop(name) for name in step},
+    )
+
+
+def follow_sweep(
+    command: str,
+    specs: list[RunSpec],
+    *,
+    out: Path | None,
+    resume: bool,
+    overwrite: bool,
+    timeout: float,
+    memory_limit: float | None,
+) -> Comparison:
+    """Measure with live progress, then print the summary and name every file. Exits with 130 on Ctrl-C."""
+    folder = output_folder(out, resume=resume, command=command)
+    limits = Limits(timeout=timeout, memory=None if memory_limit is None else memory_limit * GIB)
+    console = make_console()
+    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    try:
+        with SweepProgress(console, len(specs)) as progress:
+            comparison = compare(
+                specs, out=folder, resume=resume, overwrite=overwrite, limits=limits, observer=progress
+            )
+    except KeyboardInterrupt:
+        say(f"Interrupted. Finished rows are in {folder}: go on with the same command and --resume.")
+        sys.exit(130)
+    console.print()
+    console.print(summary(comparison.results, comparison.skipped, width=console.width))
+    say(f"\n{files_written(comparison.files)}")
+    say(f"\nShow this again: dpscope report {folder}")
+    return comparison

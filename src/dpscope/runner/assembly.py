@@ -1,0 +1,30 @@
+"""From a run spec to a trainer and the batch it trains on."""
+
+from __future__ import annotations
+
+import torch
+
+from dpscope.runner.spec import RunSpec
+from dpscope.trainers.base import TrainerBase, TrainerSettings
+from dpscope.trainers.registry import resolve_method
+from dpscope.workloads.workload import Batch, build_workload
+
+
+def make_trainer(spec: RunSpec) -> tuple[TrainerBase, Batch]:
+    """The trainer of a spec and the batch it trains on, both on the spec's device."""
+    trainer_class = resolve_method(spec.method).load()
+    workload = build_workload(spec.workload, batch_size=spec.batch_size, seq_len=spec.seq_len)
+    device = torch.device(spec.device)
+    torch.manual_seed(spec.seed)
+    with device:  # parameters are born where they are used: no copy of a large model on the host
+        model = workload.model()
+    settings = TrainerSettings(
+        batch_size=spec.batch_size,
+        dtype=spec.dtype,
+        optimizer=spec.optimizer,
+        learning_rate=spec.learning_rate,
+        noise_multiplier=spec.noise_multiplier,
+        max_grad_norm=spec.max_grad_norm,
+        seed=spec.seed,
+    )
+    return trainer_class(model, workload.loss, settings), workload.batch(spec.seed, device)
