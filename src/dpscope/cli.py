@@ -14,6 +14,7 @@ from dpscope.errors import UserError
 # Subcommand -> what `dpscope --help` says of it. Each lives in commands/NAME.py as `command`.
 COMMANDS = {
     "compare": "Compare methods: time and peak memory of private training next to ordinary training.",
+    "memory": "Where every byte of the peak goes: memory by component, by module, over time.",
     "report": "Show results that exist again, without measuring.",
     "check": "Is a method exact? Its clipped gradient against micro-batches of one.",
     "selftest": "One CPU step of every trainer on a small model.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from types import TracebackType
 
 from rich.console import Console
@@ -64,9 +65,16 @@ class SweepProgress:
     def _line(self, row: int, result: Result, *, kept: bool) -> str:
         spec = RunSpec.from_dict(result.spec)
         if result.ok:
-            median, peak = result.timing["median_ms"], result.memory["peak_bytes"]
-            figures = f"{format_ms(median)} a step, peak {format_bytes(peak)}"
+            figures = ", ".join(_figures(result)) or "done"
         else:
             figures = f"{result.status}: {result.reason}"
         note = " (kept)" if kept else ""
         return escape(f"[{row + 1}/{self._rows}] {spec.label}: {figures}{note}")
+
+
+def _figures(result: Result) -> Iterator[str]:
+    """What a row's line says, as far as its instrument saw it."""
+    if result.timing:
+        yield f"{format_ms(result.timing['median_ms'])} a step"
+    if result.memory:
+        yield f"peak {format_bytes(result.memory['peak_bytes'])}"

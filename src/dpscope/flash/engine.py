@@ -420,6 +420,10 @@ class FlashEngine:
 
     # -- looking -----------------------------------------------------------------------------------------------------
 
+    def contributions(self) -> Iterator[tuple[Slot, Contribution]]:
+        """What backward has left for each parameter and was not summed yet."""
+        return ((slot, part) for slot in self._slots.values() for part in slot.contributions)
+
     def explain(self) -> Explanation:
         """One row a trainable parameter: which module, what was seen last, which path its norms take, and why."""
         return explain_slots(slot for slot in self._slots.values() if slot.parameter.requires_grad)

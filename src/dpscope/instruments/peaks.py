@@ -25,7 +25,7 @@ Step = Callable[[], object]
 
 
 def cuda_peak() -> dict[str, Any]:
-    """Peaks of the caching allocator since the process began, in bytes."""
+    """Peaks of the caching allocator since the process began, or since they were reset, in bytes."""
     stats = torch.cuda.memory_stats()
     return {
         "source": "cuda_allocator",
@@ -34,6 +34,26 @@ def cuda_peak() -> dict[str, Any]:
         "peak_reserved_bytes": stats["reserved_bytes.all.peak"],
         "peak_requested_bytes": stats["requested_bytes.all.peak"],
     }
+
+
+def cublas_workspace_bytes() -> int:
+    """What cuBLAS holds of the caching allocator's memory. Gives it back: call it when all is measured."""
+    torch.cuda.synchronize()
+    before: int = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    torch._C._cuda_clearCublasWorkspaces()
+    return before - int(torch.cuda.memory_stats()["requested_bytes.all.current"])
+
+
+def write_memory_history(step: Step, path: Path) -> None:
+    """One step with every allocation and its stack recorded, as a file for PyTorch's memory_viz page. CUDA only."""
+    torch.cuda.memory._record_memory_history(stacks="python")
+    try:
+        step()
+        torch.cuda.synchronize()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.cuda.memory._dump_snapshot(str(path))
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def cpu_peak(step: Step, live: Iterable[Tensor]) -> dict[str, Any]:

@@ -19,6 +19,11 @@ OPTIMIZER = "optimizer"
 
 PHASES = (FORWARD, BACKWARD, CLIP, NOISE, OPTIMIZER)
 
+# Moments while a trainer is made, announced to the same listeners.
+MODEL_LOADED = "model_loaded"
+MODEL_WRAPPED = "model_wrapped"
+OPTIMIZER_CREATED = "optimizer_created"
+
 Listener = Callable[[str], AbstractContextManager[object]]
 
 _listeners: list[Listener] = []
@@ -32,6 +37,12 @@ def phase(name: str) -> AbstractContextManager[object]:
     if not _listeners:
         return nullcontext()
     return _announced(name)
+
+
+def moment(name: str) -> None:
+    """A phase of no length."""
+    with phase(name):
+        pass
 
 
 @contextmanager

@@ -42,7 +42,9 @@ class Row:
 
     @property
     def memory(self) -> dict[str, Any]:
-        return self._part("memory")
+        """What the memory instrument saw, where it looked: a step's peak. Otherwise the peak beside the times."""
+        seen = self.measured.get("memory")
+        return seen.memory if seen is not None and seen.memory else self._part("memory")
 
     @property
     def median_ms(self) -> float | None:

@@ -27,3 +27,18 @@ COMPONENTS: tuple[Component, ...] = (
     Component("inputs", "inputs"),
     Component("unattributed", "unattributed"),
 )
+
+# The keys, in that order.
+KEYS: tuple[str, ...] = tuple(component.key for component in COMPONENTS)
+(
+    MODEL_PARAMETERS,
+    OPTIMIZER_STATES,
+    GRADIENTS,
+    ACTIVATIONS,
+    ACTIVATION_HOOKS,
+    PER_SAMPLE_GRADIENTS,
+    NORM_SAMPLES,
+    TEMP_MATRICES,
+    INPUTS,
+    UNATTRIBUTED,
+) = KEYS

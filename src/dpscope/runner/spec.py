@@ -20,6 +20,8 @@ DEVICES = ("auto", "cpu", "cuda")
 # Each instrument, and how it can be asked to look: option -> default.
 INSTRUMENTS: dict[str, dict[str, Any]] = {
     "time": {},
+    # memory_viz: also write the file that PyTorch's memory_viz page opens; rule: a component rule of the user's own
+    "memory": {"memory_viz": False, "rule": None},
 }
 
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dpscope.errors import UserError
-from dpscope.instruments.phases import FORWARD, phase
+from dpscope.instruments.phases import FORWARD, MODEL_LOADED, MODEL_WRAPPED, OPTIMIZER_CREATED, moment, phase
 from dpscope.workloads.workload import Batch
+
+if TYPE_CHECKING:
+    from dpscope.instruments.memory import Holding, Rule
 
 LossFunction = Callable[[nn.Module, Batch], Tensor]  # -> one loss per sample, (B,)
 
@@ -43,7 +46,11 @@ class TrainerBase(ABC):
 
     A subclass says how the model and the optimizer are prepared, what a backward pass is, and what an update is.
     After a step `.grad` holds what the optimizer applied, unless the update consumes it piece by piece (flash).
+
+    For the memory instrument it may also say what it keeps (`holdings`) and what its births are for (`memory_rules`).
     """
+
+    memory_rules: ClassVar[tuple[Rule, ...]] = ()
 
     def __init__(self, model: nn.Module, loss: LossFunction, settings: TrainerSettings) -> None:
         self.loss = loss
@@ -51,8 +58,12 @@ class TrainerBase(ABC):
         self.device = next(model.parameters()).device
         # "high" is what lets CUDA matrix products use TF32; fp32 means fp32.
         torch.set_float32_matmul_precision("high" if settings.dtype == "tf32" else "highest")
+        self.plain_model = model
+        moment(MODEL_LOADED)
         self.model = self.prepare_model(model)
+        moment(MODEL_WRAPPED)
         self.optimizer = self.prepare_optimizer(self._plain_optimizer(model))
+        moment(OPTIMIZER_CREATED)
 
     def train_step(self, batch: Batch) -> Tensor:
         """One step on one batch; the batch's mean loss, detached and not waited for."""
@@ -79,6 +90,12 @@ class TrainerBase(ABC):
     @abstractmethod
     def update(self) -> None:
         """One optimizer step from those gradients."""
+
+    def holdings(self) -> Iterator[Holding]:
+        """What is held now, as (component, path of the module it belongs to, tensor)."""
+        from dpscope.instruments.memory import model_holdings
+
+        yield from model_holdings(self.plain_model, self.optimizer)
 
     def noise_generator(self) -> torch.Generator:
         return torch.Generator(device=self.device).manual_seed(self.settings.seed)

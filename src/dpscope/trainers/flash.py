@@ -2,18 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch import nn
 from torch.optim import Optimizer
 
+from dpscope.flash.contributions import Kept, Saved
 from dpscope.flash.engine import FlashEngine
 from dpscope.flash.opacus import DPFlashOptimizer
-from dpscope.instruments.phases import CLIP, NOISE, in_phase
+from dpscope.instruments.memory import Birth, Holding
+from dpscope.instruments.phases import CLIP, NOISE, OPTIMIZER, in_phase
+from dpscope.results.components import ACTIVATION_HOOKS, GRADIENTS, NORM_SAMPLES, PER_SAMPLE_GRADIENTS
 from dpscope.trainers.privacy_rules import require_private_trainable
 from dpscope.trainers.standard import StandardTrainer
+
+# What the engine holds in local variables only: (function that asked for it, operator) -> component.
+MADE_BY_FLASH = {
+    ("dpscope.flash.norms:gather_small", "aten::cat"): PER_SAMPLE_GRADIENTS,
+    ("dpscope.flash.kernels.scaled_sum:_result", "aten::empty"): GRADIENTS,
+    ("dpscope.flash.microbatch:_sum_small", "aten::mv"): GRADIENTS,
+}
+# Sums that the fused update consumes as they come, and that never are a `.grad`.
+SUMS_IN_UPDATE = {
+    ("dpscope.flash.contributions:_table", "aten::embedding_dense_backward"): GRADIENTS,
+    ("dpscope.flash.contributions:clipped_sum", "aten::new_zeros"): GRADIENTS,
+}
+
+
+def made_by_flash(birth: Birth) -> str | None:
+    made = (birth.code, birth.operator)
+    return MADE_BY_FLASH.get(made) or (SUMS_IN_UPDATE.get(made) if birth.phase == OPTIMIZER else None)
 
 
 class DPFlashClippingTrainer(StandardTrainer):
     """Flat clipping, exact, by `dpscope.flash`: norms from what the backward pass leaves, then one sum a layer."""
+
+    memory_rules = (made_by_flash,)
+
+    def holdings(self) -> Iterator[Holding]:
+        yield from super().holdings()
+        for slot, part in self.engine.contributions():
+            if isinstance(part, Kept):
+                yield PER_SAMPLE_GRADIENTS, slot.module, part.values
+            elif isinstance(part, Saved):
+                yield ACTIVATION_HOOKS, slot.module, part.first
+                yield ACTIVATION_HOOKS, slot.module, part.second
+        for norms in (self.engine.norms, self.engine.factors):
+            if norms is not None:
+                yield NORM_SAMPLES, "", norms
 
     def prepare_model(self, model: nn.Module) -> nn.Module:
         require_private_trainable(model)

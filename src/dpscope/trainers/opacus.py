@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from typing import Any
 
 from opacus.grad_sample import GradSampleModule
 from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import (
@@ -13,7 +15,9 @@ from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClippi
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dpscope.instruments.memory import Birth, Holding
 from dpscope.instruments.phases import BACKWARD, CLIP, NOISE, OPTIMIZER, in_phase, phase
+from dpscope.results.components import ACTIVATION_HOOKS, GRADIENTS, NORM_SAMPLES, PER_SAMPLE_GRADIENTS
 from dpscope.trainers.base import TrainerBase
 from dpscope.trainers.privacy_rules import require_private_trainable
 
@@ -21,11 +25,48 @@ from dpscope.trainers.privacy_rules import require_private_trainable
 warnings.filterwarnings("ignore", message="Full backward hook is firing", category=UserWarning)
 
 
+# What Opacus hangs on a parameter: attribute -> component. Lists where batches were accumulated.
+PARAMETER_HOLDINGS = {
+    "grad_sample": PER_SAMPLE_GRADIENTS,
+    "_current_grad_sample": PER_SAMPLE_GRADIENTS,
+    "_norm_sample": NORM_SAMPLES,
+    "summed_grad": GRADIENTS,
+}
+
+# What Opacus makes and holds in local variables only: (code, operator) of the birth -> component.
+MADE_BY_OPACUS = {
+    # The output gradient times the batch size, which stays for as long as a layer's hook works on it.
+    ("opacus.grad_sample.grad_sample_module:rearrange_grad_samples", "aten::mul"): ACTIVATION_HOOKS,
+    # Norms of one parameter, and of all of them stacked.
+    ("opacus.optimizers.optimizer:clip_and_accumulate", "aten::linalg_vector_norm"): NORM_SAMPLES,
+    ("opacus.optimizers.optimizer:clip_and_accumulate", "aten::stack"): NORM_SAMPLES,
+    # Layers that ghost clipping has no rule for: one layer's per-sample gradients, thrown away after their norm.
+    ("opacus.grad_sample.grad_sample_module:create_or_accumulate_grad_sample", "aten::zeros"): PER_SAMPLE_GRADIENTS,
+}
+
+
+def made_by_opacus(birth: Birth) -> str | None:
+    return MADE_BY_OPACUS.get((birth.code, birth.operator))
+
+
 class _OpacusTrainer(TrainerBase):
     """What flat and ghost share: an Opacus optimizer that makes the gradient private before the step."""
 
+    memory_rules = (made_by_opacus,)
     optimizer: DPOptimizer
     optimizer_class: type[DPOptimizer]
+
+    def holdings(self) -> Iterator[Holding]:
+        yield from super().holdings()
+        for name, parameter in self.plain_model.named_parameters():
+            for attribute, component in PARAMETER_HOLDINGS.items():
+                for tensor in _tensors(getattr(parameter, attribute, None)):
+                    yield component, name.rpartition(".")[0], tensor
+        for tensor in _tensors(getattr(self.model, "_per_sample_gradient_norms", None)):
+            yield NORM_SAMPLES, "", tensor
+        for path, module in self.plain_model.named_modules():
+            for tensor in _tensors(vars(module).get("activations")):
+                yield ACTIVATION_HOOKS, path, tensor
 
     def prepare_optimizer(self, optimizer: Optimizer) -> DPOptimizer:
         private: DPOptimizer = self.optimizer_class(
@@ -85,3 +126,10 @@ class DPGhostClippingTrainer(_OpacusTrainer):
     def backward(self, losses: Tensor) -> None:
         with phase(BACKWARD):
             DPTensorFastGradientClipping(self.model, self.optimizer, losses, "mean").backward()
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """The tensors in a tensor, a list of them, a list of lists, or None."""
+    if isinstance(value, list | tuple):
+        return [tensor for item in value for tensor in _tensors(item)]
+    return [value] if isinstance(value, Tensor) else []

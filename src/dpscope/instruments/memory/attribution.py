@@ -1,0 +1,81 @@
+"""From a record to components: each storage belongs to exactly one at every instant.
+
+In this order:
+
+1. what a rule says of its birth,
+2. the component of whoever was seen to own it (weights, gradients, optimizer state, the batch, per-sample gradients,
+   norms), for the whole of its life,
+3. activations, from its birth until autograd lets go of it for the last time; what a checkpointed forward makes again
+   inside a backward pass, for the whole of its life,
+4. activation_hooks, if the method was seen to keep it,
+5. temp_matrices.
+
+So a storage changes its component at most once: when autograd lets go of what goes on living.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from dpscope.errors import UserError
+from dpscope.instruments.memory.record import BEFORE, DIED, RELEASED, Birth, Life, Record
+from dpscope.instruments.memory.use import Belonging, MemoryUse, component_at
+from dpscope.results.checks import require_conserved
+from dpscope.results.components import ACTIVATION_HOOKS, ACTIVATIONS, KEYS, TEMP_MATRICES, UNATTRIBUTED
+
+Rule = Callable[[Birth], str | None]
+
+
+def attribute(record: Record, rules: Iterable[Rule] = ()) -> MemoryUse:
+    """Every byte of the record to its component. Raises if they do not add up to the live total at every event."""
+    asked = tuple(rules)
+    belongings = [_belonging(life, asked) for life in record.lives]
+    new = {name for belonging in belongings for name in belonging} - set(KEYS)
+    components = (*(key for key in KEYS if key != UNATTRIBUTED), *sorted(new))
+    releases = record.last_releases()
+    points = _points(record, belongings, releases, components)
+    require_conserved(points, record.totals())
+    return MemoryUse(record, components, points, belongings, releases)
+
+
+def _belonging(life: Life, rules: Sequence[Rule]) -> Belonging:
+    if life.birth.operator != BEFORE:
+        for rule in rules:
+            name = rule(life.birth)
+            if name is not None:
+                return (_checked(name, rule),) * 2
+    if life.owner is not None:
+        return life.owner, life.owner
+    if life.birth.recomputed:
+        return ACTIVATIONS, ACTIVATIONS
+    beyond = ACTIVATION_HOOKS if life.kept else TEMP_MATRICES
+    return (ACTIVATIONS if life.was_saved else beyond), beyond
+
+
+def _checked(name: object, rule: Rule) -> str:
+    if not isinstance(name, str) or not name.isidentifier() or name == UNATTRIBUTED:
+        known = ", ".join(key for key in KEYS if key != UNATTRIBUTED)
+        raise UserError(
+            f"the component rule {getattr(rule, '__name__', rule)!r} returned {name!r}: return None, one of {known}, "
+            "or a new name in lower_case_letters"
+        )
+    return name
+
+
+def _points(
+    record: Record, belongings: Sequence[Belonging], releases: Sequence[int | None], components: Sequence[str]
+) -> list[tuple[int, ...]]:
+    """Live bytes of each component after each event."""
+    place = {name: index for index, name in enumerate(components)}
+    amounts = [0] * len(components)
+    held: list[tuple[int, int]] = [(0, 0)] * len(record.lives)  # (place, bytes) of each storage now
+    points = []
+    for event, (kind, index, nbytes) in enumerate(record.events):
+        where, size = held[index]
+        amounts[where] -= size
+        where = place[component_at(event, belongings[index], releases[index])]
+        size = 0 if kind == DIED else size if kind == RELEASED else nbytes
+        amounts[where] += size
+        held[index] = where, size
+        points.append(tuple(amounts))
+    return points

@@ -1,0 +1,79 @@
+"""What the tracker writes down: every storage from birth to death, in the order in which things happened."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+BEFORE = ""  # the operator of a storage that was there before the step
+ELSEWHERE = "step"  # the phase of what happens outside every phase
+
+BORN, DIED, RESIZED, RELEASED = range(4)
+Event = tuple[int, int, int]  # (kind, index of the life, bytes: of a birth or after a resize)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Birth:
+    """How a storage came to be. This is all that a component rule is given.
+
+    operator    the operator that made it, as `aten::mm`; empty for what was there before the step
+    phase       forward, backward, clip, noise, optimizer; `step` outside of them
+    module      path of the module it was made for, as `blocks.3.up`: the one whose forward ran, or, in a backward pass,
+                the one whose forward made the node that ran; empty where there is none
+    code        the innermost Python function outside torch that asked for it, as `package.module:function`
+    shape       of the tensor it first appeared as
+    dtype       likewise, as `float32`
+    nbytes      its size at birth
+    recomputed  made by a forward that ran again inside a backward pass (activation checkpointing)
+    """
+
+    operator: str
+    phase: str
+    module: str
+    code: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    recomputed: bool = False
+
+
+class Life:
+    """One storage, and what became known about it: who owns it, who keeps it, until when autograd saved it."""
+
+    __slots__ = ("birth", "index", "kept", "module", "nbytes", "owner", "saves", "was_saved")
+
+    def __init__(self, index: int, birth: Birth) -> None:
+        self.index = index
+        self.birth = birth
+        self.nbytes = birth.nbytes  # now
+        self.module = birth.module
+        self.owner: str | None = None  # the component of who holds it for good
+        self.kept = False  # the method was seen to hold it beyond what autograd does
+        self.saves = 0  # saved tensors of autograd's graph that hold it now
+        self.was_saved = False
+
+
+@dataclass
+class Record:
+    lives: list[Life] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    marks: list[tuple[int, str]] = field(default_factory=list)  # (number of events before it, phase that begins)
+
+    def last_releases(self) -> list[int | None]:
+        """Of each life: the event at which autograd let go of it for the last time; None if it never did."""
+        found: list[int | None] = [None] * len(self.lives)
+        for event, (kind, index, _) in enumerate(self.events):
+            if kind == RELEASED and not self.lives[index].saves:
+                found[index] = event
+        return found
+
+    def totals(self) -> list[int]:
+        """Live bytes after each event, counted without a thought for components."""
+        sizes = [0] * len(self.lives)
+        totals, total = [], 0
+        for kind, index, nbytes in self.events:
+            if kind != RELEASED:
+                size = 0 if kind == DIED else nbytes
+                total += size - sizes[index]
+                sizes[index] = size
+            totals.append(total)
+        return totals

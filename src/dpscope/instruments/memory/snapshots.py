@@ -1,0 +1,84 @@
+"""Snapshots: allocated and reserved memory at the named stages of a run, under the names older scripts gave them."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpscope.instruments.peaks import storage_bytes
+from dpscope.instruments.phases import BACKWARD, FORWARD, MODEL_LOADED, MODEL_WRAPPED, OPTIMIZER_CREATED
+from dpscope.units import mib
+
+# Stage -> the snapshot's name. Wrapping is a stage of private training alone.
+STAGES = {
+    MODEL_LOADED: "0_model_loaded",
+    MODEL_WRAPPED: "1_wrapped_with_dp",
+    OPTIMIZER_CREATED: "2_optimizer_created",
+}
+AFTER_WARMUP = "3_after_warmup"
+
+
+class Snapshots:
+    """`allocated`: bytes live now; on CUDA and between steps it need not be given."""
+
+    def __init__(self, device: str, *, private: bool) -> None:
+        self.taken: list[dict[str, Any]] = []
+        self._device = device
+        self._private = private
+
+    def take(self, name: str, allocated: int | None = None) -> None:
+        if self._device == "cuda":
+            allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+        else:
+            allocated = live_tensor_bytes() if allocated is None else allocated
+            reserved = resident_bytes()
+        self.taken.append(
+            {"name": name, "allocated_mb": mib(allocated), "reserved_mb": mib(reserved), "timestamp": time.time()}
+        )
+
+    @contextmanager
+    def at_stage(self, name: str) -> Iterator[None]:
+        """A phase listener for the making of a trainer."""
+        if name in STAGES and (self._private or name != MODEL_WRAPPED):
+            self.take(STAGES[name])
+        yield
+
+    def in_iteration(
+        self, iteration: int, allocated: Callable[[], int] | None = None
+    ) -> Callable[[str], Any]:
+        """A phase listener for a step."""
+
+        @contextmanager
+        def listen(name: str) -> Iterator[None]:
+            if name == FORWARD:
+                self.take(f"iter{iteration}_before_forward", allocated and allocated())
+            yield
+            if name in (FORWARD, BACKWARD):
+                self.take(f"iter{iteration}_after_{name}", allocated and allocated())
+
+        return listen
+
+    def after_step(self, iteration: int, allocated: int | None = None) -> None:
+        self.take(f"iter{iteration}_after_step", allocated)
+
+
+def live_tensor_bytes() -> int:
+    """Bytes of the CPU tensors that Python can reach; between steps those are all there are."""
+    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
+    return storage_bytes(tensor for tensor in tensors if tensor.device.type == "cpu" and tensor.layout == torch.strided)
+
+
+def resident_bytes() -> int:
+    """The process's resident set; 0 where the platform does not say."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):
+        return 0

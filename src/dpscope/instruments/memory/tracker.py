@@ -1,0 +1,245 @@
+"""The tracker: watches every operator of a step and follows each storage from birth to death.
+
+It counts storages, not tensors: views, in-place operators and detached tensors share one. Storages are held weakly, so
+the tracker keeps none alive; it allocates nothing on the device. Autograd's saved tensors are seen as they are packed and
+let go of; `holdings` says, whenever a phase begins or ends, who holds what. A step takes about three times as long under
+it: no time is ever taken here.
+
+Not seen: what an operator allocates and frees inside itself, and what never comes from torch's allocator.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dpscope.instruments.memory.module_paths import ModulePaths, in_backward
+from dpscope.instruments.memory.record import BEFORE, BORN, DIED, ELSEWHERE, RELEASED, RESIZED, Birth, Life, Record
+from dpscope.instruments.phases import listening
+from dpscope.results.components import ACTIVATION_HOOKS
+
+Holding = tuple[str, str, Tensor]  # (component, path of the module it belongs to, tensor)
+Step = Callable[[], object]
+
+_NOT_THE_ASKER = ("torch", "dpscope.instruments")  # packages whose frames only pass a request on
+
+
+class Tracker(TorchDispatchMode):
+    """Follows the storages of one device while `tracking()`. The record is complete afterwards."""
+
+    def __init__(self, device: str, model: nn.Module, holdings: Callable[[], Iterable[Holding]]) -> None:
+        super().__init__()
+        self.record = Record()
+        self._device = device
+        self._holdings = holdings
+        self._paths = ModulePaths(model)
+        self._indices: dict[int, int] = {}  # address of a live storage -> its life
+        self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._phases: list[str] = []
+        self._open = False
+
+    @contextmanager
+    def tracking(self) -> Iterator[Record]:
+        with ExitStack() as stack:
+            stack.callback(self._close)
+            self._open = True
+            self.look()
+            stack.enter_context(self._paths.watching())
+            stack.enter_context(listening(self._phase))
+            stack.enter_context(_resizes_reported(self._resized))
+            stack.enter_context(saved_tensors_hooks(self._pack, _Saved.unpack))
+            stack.enter_context(self)
+            self._mark()
+            yield self.record
+            self.look()
+
+    @property
+    def live_bytes(self) -> int:
+        """Now."""
+        return sum(self.record.lives[index].nbytes for index in list(self._indices.values()))
+
+    def look(self) -> None:
+        """Ask who holds what. What is learnt of a storage holds for the whole of its life."""
+        for component, module, tensor in self._holdings():
+            for life in self._lives_of(tensor, BEFORE):
+                if component == ACTIVATION_HOOKS:
+                    life.kept = True
+                elif life.owner is None:
+                    life.owner, life.module = component, module
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name
+        for tensor in _tensors((args, kwargs, result)):
+            self._lives_of(tensor, name)
+        return result
+
+    def _lives_of(self, tensor: Tensor, operator: str) -> list[Life]:
+        """The storages behind a tensor; those that were not known are born, those that have grown have grown."""
+        lives = []
+        for storage in _storages(tensor):
+            if storage.device.type != self._device:
+                continue
+            index = self._indices.get(storage._cdata)
+            if index is None:
+                index = self._bear(storage, tensor, operator)
+            elif storage.nbytes() != self.record.lives[index].nbytes:
+                self._resized(storage)
+            lives.append(self.record.lives[index])
+        return lives
+
+    def _bear(self, storage: torch.UntypedStorage, tensor: Tensor, operator: str) -> int:
+        before = operator == BEFORE
+        birth = Birth(
+            operator=operator,
+            phase=self._phases[-1] if self._phases else ELSEWHERE,
+            module="" if before else self._paths.current(),
+            code="" if before else _asker(sys._getframe(1)),
+            shape=tuple(tensor.shape),
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            nbytes=storage.nbytes(),
+            recomputed=not before and _recomputing(),
+        )
+        index, address = len(self.record.lives), storage._cdata
+        self.record.lives.append(Life(index, birth))
+        self._indices[address] = index
+        self._references[address] = weakref.ref(storage, partial(self._die, address))
+        self.record.events.append((BORN, index, birth.nbytes))
+        return index
+
+    def _die(self, address: int, reference: object) -> None:
+        if self._open:
+            del self._references[address]
+            self.record.events.append((DIED, self._indices.pop(address), 0))
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        index = self._indices.get(storage._cdata)
+        if index is not None:
+            self.record.lives[index].nbytes = storage.nbytes()
+            self.record.events.append((RESIZED, index, storage.nbytes()))
+
+    def _pack(self, tensor: Tensor) -> _Saved:
+        # The tensor without its history: an output saved with it would hold its own graph for ever.
+        return _Saved(tensor.detach(), self._lives_of(tensor, BEFORE), self._released)
+
+    def _released(self, life: Life) -> None:
+        if self._open:
+            self.record.events.append((RELEASED, life.index, 0))
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        self.look()
+        self._phases.append(name)
+        self._mark()
+        try:
+            yield
+        finally:
+            self.look()
+            self._phases.pop()
+            self._mark()
+
+    def _mark(self) -> None:
+        self.record.marks.append((len(self.record.events), self._phases[-1] if self._phases else ELSEWHERE))
+
+    def _close(self) -> None:
+        self._open = False
+        self._references.clear()
+        self._indices.clear()
+
+
+class _Saved:
+    """What autograd's graph holds in place of a saved tensor; it is gone when the graph lets go."""
+
+    __slots__ = ("_lives", "_released", "_tensor")
+
+    def __init__(self, tensor: Tensor, lives: list[Life], released: Callable[[Life], None]) -> None:
+        self._tensor: Tensor | None = tensor
+        self._lives = lives
+        self._released = released
+        for life in lives:
+            life.saves += 1
+            life.was_saved = True
+
+    def unpack(self) -> Tensor:
+        assert self._tensor is not None
+        return self._tensor
+
+    def __del__(self) -> None:
+        for life in self._lives:
+            life.saves -= 1
+            if not life.saves:
+                self._released(life)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+
+
+def _storages(tensor: Tensor) -> list[torch.UntypedStorage]:
+    if tensor.layout == torch.strided:
+        return [tensor.untyped_storage()]
+    if tensor.layout == torch.sparse_coo:
+        return [tensor._indices().untyped_storage(), tensor._values().untyped_storage()]
+    return []
+
+
+def _asker(frame: FrameType | None) -> str:
+    """The innermost function outside torch; comprehensions and lambdas count as the function around them."""
+    while frame is not None:
+        module: str = frame.f_globals.get("__name__", "")
+        if not module.startswith(_NOT_THE_ASKER) and not frame.f_code.co_name.startswith("<"):
+            return f"{module}:{frame.f_code.co_name}"
+        frame = frame.f_back
+    return ""
+
+
+def _recomputing() -> bool:
+    """A forward that runs again inside a backward pass: gradients are enabled there, and by no function transform."""
+    return in_backward() and torch.is_grad_enabled() and torch._C._functorch.peek_interpreter_stack() is None
+
+
+@contextmanager
+def _resizes_reported(report: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """Resizing a storage itself is no operator: the method is stood in for as long as the context is open."""
+    storage_class: Any = torch.UntypedStorage
+    original, own = storage_class.resize_, "resize_" in vars(storage_class)
+
+    def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+        result = original(storage, size)
+        report(storage)
+        return result
+
+    storage_class.resize_ = resize_
+    try:
+        yield
+    finally:
+        if own:
+            storage_class.resize_ = original
+        else:
+            del storage_class.resize_
+
+
+def track(
+    step: Step, *, device: str, model: nn.Module, holdings: Callable[[], Iterable[Holding]]
+) -> Record:
+    """The record of one step."""
+    with Tracker(device, model, holdings).tracking() as record:
+        step()
+    return record

@@ -1,0 +1,114 @@
+"""A step's memory use: what was live when, and what the peak was made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from dpscope.instruments.memory.record import BEFORE, DIED, ELSEWHERE, RELEASED, Birth, Life, Record
+
+Belonging = tuple[str, str]  # a storage's component until autograd lets go of it for the last time, and after
+
+
+def component_at(event: int, belonging: Belonging, released: int | None) -> str:
+    before, after = belonging
+    return before if released is None or event < released else after
+
+
+NO_MODULE = "(no module)"
+OTHER = "(other)"
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Live bytes of a step by component: `points[i]` after event i, in the order of `components`."""
+
+    record: Record
+    components: tuple[str, ...]
+    points: list[tuple[int, ...]]
+    belongings: list[Belonging]
+    releases: list[int | None]
+
+    @cached_property
+    def totals(self) -> list[int]:
+        return [sum(point) for point in self.points]
+
+    @cached_property
+    def peak(self) -> int:
+        """The event after which most was live; the first of several."""
+        return max(range(len(self.totals)), key=self.totals.__getitem__)
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.totals[self.peak]
+
+    @property
+    def peak_components(self) -> dict[str, int]:
+        return dict(zip(self.components, self.points[self.peak], strict=True))
+
+    @property
+    def peak_birth(self) -> Birth | None:
+        """The birth that made the peak; None if the step never rose above where it began."""
+        birth = self.record.lives[self.record.events[self.peak][1]].birth
+        return None if birth.operator == BEFORE else birth
+
+    @cached_property
+    def live_at_peak(self) -> list[tuple[Life, str, int]]:
+        """Every storage that was live at the peak: (life, component, bytes)."""
+        sizes: dict[int, int] = {}
+        for kind, index, nbytes in self.record.events[: self.peak + 1]:
+            if kind == DIED:
+                del sizes[index]
+            elif kind != RELEASED:
+                sizes[index] = nbytes
+        return [
+            (self.record.lives[i], component_at(self.peak, self.belongings[i], self.releases[i]), nbytes)
+            for i, nbytes in sizes.items()
+        ]
+
+    def modules_at_peak(self, limit: int = 30) -> list[dict[str, Any]]:
+        """Which modules the bytes of the peak belong to, the largest first; the rest as one row."""
+        table: dict[str, dict[str, int]] = {}
+        for life, component, nbytes in self.live_at_peak:
+            row = table.setdefault(life.module or NO_MODULE, {})
+            row[component] = row.get(component, 0) + nbytes
+        rows = sorted(table.items(), key=lambda item: -sum(item[1].values()))
+        listed, rest = rows[:limit], rows[limit:]
+        if rest:
+            listed.append((OTHER, {key: sum(row.get(key, 0) for _, row in rest) for key in self.components}))
+        return [{"module": name, "components": {k: v for k, v in row.items() if v}} for name, row in listed]
+
+    def phases(self) -> list[dict[str, Any]]:
+        """Stretches of events, innermost phase each: what nests is cut out of what it nests in."""
+        marks = [*self.record.marks, (len(self.record.events), ELSEWHERE)]
+        return [
+            {"name": name, "start": start, "end": end}
+            for (start, name), (end, _) in zip(marks, marks[1:], strict=False)
+            if name != ELSEWHERE and end > start
+        ]
+
+    def timeline(self, limit: int = 1500) -> dict[str, Any]:
+        """At most `limit` points: the peak, both sides of every phase's ends, and the highs and lows in between."""
+        chosen = self._chosen(limit)
+        return {
+            "unit": "bytes",
+            "event": "births, deaths and resizes of storages, and autograd letting go of one, counted from 0",
+            "components": list(self.components),
+            "points": [[event, *self.points[event]] for event in chosen],
+            "phases": self.phases(),
+            "peak": chosen.index(self.peak),
+        }
+
+    def _chosen(self, limit: int) -> list[int]:
+        last = len(self.points) - 1
+        if last < limit:
+            return list(range(last + 1))
+        edges = {edge for phase in self.phases() for at in (phase["start"], phase["end"]) for edge in (at - 1, at)}
+        chosen = {0, last, self.peak, *(edge for edge in edges if 0 <= edge <= last)}
+        buckets = max(1, (limit - len(chosen)) // 2)
+        for bucket in range(buckets):
+            events = range(bucket * (last + 1) // buckets, (bucket + 1) * (last + 1) // buckets)
+            chosen.add(max(events, key=self.totals.__getitem__))
+            chosen.add(min(events, key=self.totals.__getitem__))
+        return sorted(chosen)

@@ -1,0 +1,155 @@
+"""Where every byte of a step's peak goes: one step under the tracker, after steps that nothing watches.
+
+On CUDA the peaks shown are the allocator's own, of the steps that ran untracked; the tracker says what they are made of,
+and what it did not see is `unattributed`. The CPU allocator keeps no statistics: there the tracked peak is the figure, and
+a step under the profiler checks it.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from dpscope.instruments.memory import Holding, MemoryUse, Tracker, attribute
+from dpscope.instruments.memory.snapshots import AFTER_WARMUP, Snapshots
+from dpscope.instruments.peaks import cpu_peak, cublas_workspace_bytes, cuda_peak, write_memory_history
+from dpscope.instruments.phases import listening
+from dpscope.instruments.timing import Progress
+from dpscope.results.checks import NotConserved, conservation_faults
+from dpscope.results.components import INPUTS, KEYS, UNATTRIBUTED
+from dpscope.results.schema import Result, result_for
+from dpscope.runner import environment
+from dpscope.runner.assembly import make_trainer
+from dpscope.runner.rules import load_rule
+from dpscope.runner.spec import RunSpec
+from dpscope.trainers.base import TrainerBase
+from dpscope.trainers.registry import resolve_method
+from dpscope.units import mib
+from dpscope.workloads.workload import Batch
+
+ITERATIONS = 3  # untracked steps with snapshots, at most: every step of a run is like the next
+MEMORY_VIZ = "memory_viz.pickle"
+
+
+def measure(spec: RunSpec, progress: Progress, files: Path) -> Result:
+    rules = [load_rule(spec.option("rule"))] if spec.option("rule") else []
+    snapshots = Snapshots(spec.device, private=resolve_method(spec.method).private)
+    with listening(snapshots.at_stage):
+        trainer, batch = make_trainer(spec)
+    step = partial(trainer.train_step, batch)
+    for done in range(spec.warmup):
+        step()
+        progress("warm-up", done + 1, spec.warmup)
+    snapshots.take(AFTER_WARMUP)
+    watch = _on_cuda if spec.device == "cuda" else _on_cpu
+    tracker = Tracker(spec.device, trainer.plain_model, partial(_holdings, trainer, batch))
+    allocator = watch(trainer, batch, tracker, snapshots, min(spec.steps, ITERATIONS), progress)
+    use = attribute(tracker.record, [*rules, *trainer.memory_rules])
+    written = {}
+    if spec.option("memory_viz"):
+        write_memory_history(step, files / MEMORY_VIZ)
+        written["allocations of a step, for pytorch.org/memory_viz"] = MEMORY_VIZ
+    if spec.device == "cuda":
+        allocator["cublas_workspace_bytes"] = cublas_workspace_bytes()
+    memory = _memory(use, allocator)
+    result = result_for(
+        spec.to_dict(),
+        peak_memory_mb=mib(memory["peak_bytes"]),
+        memory=memory,
+        breakdown=_breakdown(memory),
+        snapshots=snapshots.taken,
+        timeline=use.timeline(),
+        files=written,
+        environment=environment.collect(spec.device),
+    )
+    if faults := conservation_faults(result):
+        raise NotConserved("; ".join(faults))
+    return result
+
+
+def _holdings(trainer: TrainerBase, batch: Batch) -> list[Holding]:
+    inputs = [(INPUTS, "", leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    return [*inputs, *trainer.holdings()]
+
+
+def _on_cuda(
+    trainer: TrainerBase, batch: Batch, tracker: Tracker, snapshots: Snapshots, iterations: int, progress: Progress
+) -> dict[str, Any]:
+    """The allocator's peaks over untracked steps, with a snapshot at each stage; then the tracked step."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    for iteration in range(iterations):
+        with listening(snapshots.in_iteration(iteration)):
+            trainer.train_step(batch)
+        snapshots.after_step(iteration)
+        progress("untracked step", iteration + 1, iterations)
+    torch.cuda.synchronize()
+    peaks = cuda_peak()
+    with tracker.tracking():
+        trainer.train_step(batch)
+    torch.cuda.synchronize()
+    progress("tracked step", 1, 1)
+    return peaks
+
+
+def _on_cpu(
+    trainer: TrainerBase, batch: Batch, tracker: Tracker, snapshots: Snapshots, iterations: int, progress: Progress
+) -> dict[str, Any]:
+    """The tracked step, with a snapshot at each stage; then one under the profiler to compare with."""
+    with tracker.tracking(), listening(snapshots.in_iteration(0, lambda: tracker.live_bytes)):
+        trainer.train_step(batch)
+        snapshots.after_step(0, tracker.live_bytes)
+    progress("tracked step", 1, 1)
+    trainer.optimizer.zero_grad(set_to_none=True)
+    live = [tensor for _, _, tensor in _holdings(trainer, batch)]
+    peaks = cpu_peak(lambda: trainer.train_step(batch), live)
+    progress("checked step", 1, 1)
+    return {"allocator_peak_bytes": peaks["peak_bytes"], "peak_rss_bytes": peaks["peak_rss_bytes"]}
+
+
+def _memory(use: MemoryUse, allocator: dict[str, Any]) -> dict[str, Any]:
+    peak_bytes = allocator.get("peak_allocated_bytes", use.peak_bytes)
+    unattributed = _unattributed(use, allocator)
+    assert peak_bytes - use.peak_bytes == sum(item["bytes"] for item in unattributed)
+    components = use.peak_components | {UNATTRIBUTED: peak_bytes - use.peak_bytes}
+    birth = use.peak_birth
+    return {
+        **allocator,
+        "source": "tracker",
+        "peak_bytes": peak_bytes,
+        "tracked_peak_bytes": use.peak_bytes,
+        "peak": {
+            "phase": birth.phase if birth else "",
+            "operator": birth.operator if birth else "",
+            "module": birth.module if birth else "",
+            "components": components,
+        },
+        "modules": use.modules_at_peak(),
+        "unattributed": unattributed,
+    }
+
+
+def _unattributed(use: MemoryUse, allocator: dict[str, Any]) -> list[dict[str, Any]]:
+    """What makes up the allocator's peak beyond the tracked one."""
+    if "peak_allocated_bytes" not in allocator:
+        return []
+    allocated, requested = allocator["peak_allocated_bytes"], allocator["peak_requested_bytes"]
+    workspaces = allocator["cublas_workspace_bytes"]
+    parts = {
+        "cuBLAS workspaces": workspaces,
+        "rounding of blocks to 512 bytes": allocated - requested,
+        "inside operators and libraries": requested - use.peak_bytes - workspaces,
+    }
+    return [{"what": what, "bytes": count} for what, count in parts.items() if count]
+
+
+def _breakdown(memory: dict[str, Any]) -> dict[str, float]:
+    parts = memory["peak"]["components"]
+    named = {f"{key}_mb": mib(parts[key]) for key in (*KEYS, *(key for key in parts if key not in KEYS))}
+    peak = mib(memory["peak_bytes"])
+    return {**named, "total_allocated_mb": peak, "peak_allocated_mb": peak}
