@@ -64,16 +64,15 @@ class SweepProgress:
 
     def _line(self, row: int, result: Result, *, kept: bool) -> str:
         spec = RunSpec.from_dict(result.spec)
-        if result.ok:
-            figures = ", ".join(_figures(result)) or "done"
-        else:
-            figures = f"{result.status}: {result.reason}"
+        figures = ", ".join(_figures(result))
         note = " (kept)" if kept else ""
         return escape(f"[{row + 1}/{self._rows}] {spec.label}: {figures}{note}")
 
 
 def _figures(result: Result) -> Iterator[str]:
     """What a row's line says, as far as its instrument saw it."""
+    if not result.ok:
+        yield f"{result.status}: {result.reason}"
     if result.timing:
         yield f"{format_ms(result.timing['median_ms'])} a step"
     if result.memory:

@@ -51,7 +51,7 @@ def write_memory_history(step: Step, path: Path) -> None:
         step()
         torch.cuda.synchronize()
         path.parent.mkdir(parents=True, exist_ok=True)
-        torch.cuda.memory._dump_snapshot(str(path))
+        torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)
 

@@ -51,9 +51,7 @@ class Snapshots:
             self.take(STAGES[name])
         yield
 
-    def in_iteration(
-        self, iteration: int, allocated: Callable[[], int] | None = None
-    ) -> Callable[[str], Any]:
+    def in_iteration(self, iteration: int, allocated: Callable[[], int] | None = None) -> Callable[[str], Any]:
         """A phase listener for a step."""
 
         @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 from dpscope.instruments.memory.record import BEFORE, DIED, ELSEWHERE, RELEASED, Birth, Life, Record
@@ -84,7 +85,7 @@ class MemoryUse:
         marks = [*self.record.marks, (len(self.record.events), ELSEWHERE)]
         return [
             {"name": name, "start": start, "end": end}
-            for (start, name), (end, _) in zip(marks, marks[1:], strict=False)
+            for (start, name), (end, _) in pairwise(marks)
             if name != ELSEWHERE and end > start
         ]
 

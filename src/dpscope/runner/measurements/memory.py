@@ -1,8 +1,8 @@
 """Where every byte of a step's peak goes: one step under the tracker, after steps that nothing watches.
 
-On CUDA the peaks shown are the allocator's own, of the steps that ran untracked; the tracker says what they are made of,
-and what it did not see is `unattributed`. The CPU allocator keeps no statistics: there the tracked peak is the figure, and
-a step under the profiler checks it.
+On CUDA the peaks shown are the allocator's own, of the steps that ran untracked; the tracker says what they are made
+of, and what it did not see is `unattributed`. The CPU allocator keeps no statistics: there the tracked peak is the
+figure, and a step under the profiler checks it.
 """
 
 from __future__ import annotations
