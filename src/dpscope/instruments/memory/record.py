@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from torch.utils.weak import TensorWeakRef
+
 BEFORE = ""  # the operator of a storage that was there before the step
 ELSEWHERE = "step"  # the phase of what happens outside every phase
 
@@ -39,11 +41,12 @@ class Birth:
 class Life:
     """One storage, and what became known about it: who owns it, who keeps it, until when autograd saved it."""
 
-    __slots__ = ("birth", "index", "kept", "module", "nbytes", "owner", "saves", "was_saved")
+    __slots__ = ("birth", "first", "index", "kept", "module", "nbytes", "owner", "saves", "was_saved")
 
-    def __init__(self, index: int, birth: Birth) -> None:
+    def __init__(self, index: int, birth: Birth, first: TensorWeakRef) -> None:
         self.index = index
         self.birth = birth
+        self.first = first  # the tensor it first appeared as
         self.nbytes = birth.nbytes  # now
         self.module = birth.module
         self.owner: str | None = None  # the component of who holds it for good

@@ -1,7 +1,7 @@
 """The tracker: watches every operator of a step and follows each storage from birth to death.
 
-It counts storages, not tensors: views, in-place operators and detached tensors share one. Storages are held weakly, so
-the tracker keeps none alive, and it allocates nothing on the device. Autograd's saved tensors are seen as they are packed
+It counts storages, not tensors: views, in-place operators and detached tensors share one. Storages are held weakly:
+the tracker keeps none alive, and allocates nothing on the device. Autograd's saved tensors are seen as they are packed
 and let go of; `holdings` says who holds what, and is asked whenever a phase begins or ends. A step takes a few times as
 long under the tracker: no time is ever taken here.
 
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import TensorWeakRef
 
 from dpscope.instruments.memory.module_paths import ModulePaths, in_backward
 from dpscope.instruments.memory.record import BEFORE, BORN, DIED, ELSEWHERE, RELEASED, RESIZED, Birth, Life, Record
@@ -111,7 +112,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             recomputed=not before and _recomputing(),
         )
         index, address = len(self.record.lives), storage._cdata
-        self.record.lives.append(Life(index, birth))
+        self.record.lives.append(Life(index, birth, TensorWeakRef(tensor)))
         self._indices[address] = index
         self._references[address] = weakref.ref(storage, partial(self._die, address))
         self.record.events.append((BORN, index, birth.nbytes))
@@ -160,18 +161,20 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class _Saved:
     """What autograd's graph holds in place of a saved tensor; it is gone when the graph lets go."""
 
-    __slots__ = ("_lives", "_released", "_tensor")
+    __slots__ = ("_firsts", "_lives", "_released", "_tensor")
 
     def __init__(self, tensor: Tensor, lives: list[Life], released: Callable[[Life], None]) -> None:
-        self._tensor: Tensor | None = tensor
+        self._tensor = tensor
         self._lives = lives
+        # The graph would hold the very tensor, and code that refers to it weakly (flash clipping shares casts so) would
+        # find it. One with a history stays out: it may be the output of the node that saves it, and hold that.
+        self._firsts = [first for life in lives if (first := life.first()) is not None and first.grad_fn is None]
         self._released = released
         for life in lives:
             life.saves += 1
             life.was_saved = True
 
     def unpack(self) -> Tensor:
-        assert self._tensor is not None
         return self._tensor
 
     def __del__(self) -> None:

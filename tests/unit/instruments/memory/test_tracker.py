@@ -1,0 +1,415 @@
+"""Every storage once, from birth to death: what the tracker writes down of small steps whose bytes one can work out."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from dpscope.instruments.memory import Tracker, attribute, model_holdings, track
+from dpscope.instruments.phases import phase
+
+KB = 1024
+
+
+def bytes_of(count):
+    return torch.empty(count, dtype=torch.uint8)
+
+
+def use_of(step, *, model=None, holdings=(), rules=()):
+    held = holdings if callable(holdings) else lambda: holdings
+    return attribute(track(step, device="cpu", model=model or nn.Identity(), holdings=held), rules)
+
+
+def levels(use):
+    """Live bytes after every event, repeats left out."""
+    return [total for i, total in enumerate(use.totals) if i == 0 or total != use.totals[i - 1]]
+
+
+def test_live_bytes_rise_and_fall_as_storages_are_born_and_die():
+    def step():
+        kept = bytes_of(5 * KB)
+        first = bytes_of(10 * KB)
+        del first
+        second = bytes_of(7 * KB)
+        del second
+        return kept
+
+    use = use_of(step)
+    assert levels(use) == [5 * KB, 15 * KB, 5 * KB, 12 * KB, 5 * KB, 0]
+    assert use.peak_bytes == 15 * KB
+    assert use.peak == 1
+
+
+@pytest.mark.parametrize(
+    "share",
+    [
+        lambda x: x.view(2, -1),
+        lambda x: x[1:],
+        lambda x: x.detach(),
+        lambda x: x.t() if x.dim() == 2 else x.expand(3, -1),
+        lambda x: x.add_(1),
+        lambda x: x.mul_(2).view(-1),
+        lambda x: torch.empty(0, dtype=x.dtype).set_(x),
+        lambda x: nn.Parameter(x, requires_grad=False),
+    ],
+    ids=["view", "slice", "detach", "expand", "in-place", "in-place-view", "set_", "parameter"],
+)
+def test_what_shares_a_storage_is_counted_once(share):
+    def step():
+        x = bytes_of(4 * KB)
+        shared = share(x)
+        del x
+        return shared.shape  # alive through the sharer
+
+    use = use_of(step)
+    assert max(use.totals) == 4 * KB
+    assert levels(use) == [4 * KB, 0]
+
+
+def test_a_view_keeps_the_whole_storage():
+    seen = []
+
+    def step():
+        view = bytes_of(8 * KB)[:1]
+        seen.append(tracker.live_bytes)
+        del view
+        seen.append(tracker.live_bytes)
+
+    tracker = Tracker("cpu", nn.Identity(), lambda: ())
+    with tracker.tracking():
+        step()
+    assert seen == [8 * KB, 0]
+
+
+def test_resizing_a_tensor_or_its_storage_changes_its_bytes():
+    def step():
+        x = bytes_of(2 * KB)
+        x.resize_(6 * KB)
+        x.untyped_storage().resize_(0)
+        x.untyped_storage().resize_(3 * KB)
+        del x
+
+    assert levels(use_of(step)) == [2 * KB, 6 * KB, 0, 3 * KB, 0]
+
+
+def test_setting_a_tensor_to_another_storage_lets_its_own_go():
+    def step():
+        x, y = bytes_of(2 * KB), bytes_of(3 * KB)
+        x.set_(y)
+        del x
+        del y
+
+    assert levels(use_of(step)) == [2 * KB, 5 * KB, 3 * KB, 0]
+
+
+def test_replacing_data_moves_the_storage_without_an_operator():
+    def step():
+        x = bytes_of(2 * KB)
+        x.data = bytes_of(3 * KB)
+        del x
+
+    assert levels(use_of(step)) == [2 * KB, 5 * KB, 3 * KB, 0]
+
+
+def test_sparse_tensors_hold_their_indices_and_values():
+    seen = []
+
+    def step():
+        sparse = torch.sparse_coo_tensor(torch.arange(10).view(1, 10), torch.ones(10), (1000,))
+        doubled = sparse + sparse
+        del sparse
+        seen.append(tracker.live_bytes)
+        return doubled
+
+    tracker = Tracker("cpu", nn.Identity(), lambda: ())
+    with tracker.tracking():
+        step()
+    assert seen == [2 * 10 * 8 + 2 * 10 * 4]  # of the sum, which is not coalesced
+
+
+def test_nothing_of_the_step_is_kept_alive():
+    kept = []
+    x = torch.randn(64, 64, requires_grad=True)
+
+    def step():
+        y = (x @ x).relu()
+        y.sum().backward()
+        kept.append(y.untyped_storage()._weak_ref())
+
+    record = track(step, device="cpu", model=nn.Identity(), holdings=lambda: ())
+    assert len(record.lives) > 3
+    assert torch.UntypedStorage._expired(kept[0])
+
+
+def test_the_record_ends_with_the_step():
+    left = []
+    record = track(lambda: left.append(bytes_of(KB)), device="cpu", model=nn.Identity(), holdings=lambda: ())
+    events = len(record.events)
+    left.clear()
+    bytes_of(KB)
+    gc.collect()
+    assert len(record.events) == events
+
+
+def test_nothing_stays_patched_when_a_step_fails():
+    original = torch.UntypedStorage.resize_
+    model = nn.Linear(2, 2)
+
+    def fail():
+        raise RuntimeError("in the middle")
+
+    with pytest.raises(RuntimeError, match="in the middle"):
+        track(fail, device="cpu", model=model, holdings=lambda: ())
+    assert torch.UntypedStorage.resize_ is original
+    assert "resize_" not in vars(torch.UntypedStorage) or vars(torch.UntypedStorage)["resize_"] is original
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+    assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+
+
+def test_only_the_asked_device_is_counted():
+    assert use_of(lambda: (torch.empty(100, device="meta"), bytes_of(KB))).peak_bytes == KB
+
+
+# -- what autograd saves ---------------------------------------------------------------------------------------------
+
+
+def linear_chain():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8, bias=False))
+
+
+def test_activations_are_what_autograd_saves_until_it_lets_go():
+    model, x = linear_chain(), torch.randn(4, 8)
+    after_forward = []
+
+    def step():
+        y = model(x)
+        after_forward.append(len(tracker.record.events))
+        y.sum().backward()
+
+    tracker = Tracker(
+        "cpu", model, lambda: [("inputs", "", x), *model_holdings(model, torch.optim.SGD(model.parameters()))]
+    )
+    with tracker.tracking() as record:
+        step()
+    use = attribute(record)
+    place = use.components.index("activations")
+    # Saved: the hidden layer's output after ReLU (which keeps its own result, the second Linear its input: the same
+    # storage). The output of the first Linear is gone, x belongs to the inputs.
+    assert use.points[after_forward[0] - 1][place] == 4 * 32 * 4
+    assert use.points[-1][place] == 0
+    gradients = use.components.index("gradients")
+    assert use.points[-1][gradients] == sum(p.numel() for p in model.parameters()) * 4
+
+
+def test_what_autograd_lets_go_of_and_somebody_holds_is_no_longer_an_activation():
+    held = []
+
+    def step():
+        x = torch.ones(256, requires_grad=True)
+        y = x.exp()  # saves its result
+        held.append(y.detach())
+        y.sum().backward()
+
+    use = use_of(step)
+    y = next(life for life in use.record.lives if life.birth.operator == "aten::exp")
+    assert use.belongings[y.index] == ("activations", "temp_matrices")
+    assert use.releases[y.index] is not None
+    assert use.points[-1][use.components.index("temp_matrices")] >= 256 * 4
+
+
+def test_what_a_method_keeps_beyond_autograd_is_a_hook_after_autograd_let_go():
+    held = []
+
+    def step():
+        x = torch.ones(256, requires_grad=True)
+        y = x.exp()
+        held.append(y.detach())
+        with phase("backward"):
+            y.sum().backward()
+
+    use = use_of(step, holdings=lambda: [("activation_hooks", "layer", tensor) for tensor in held])
+    y = next(life for life in use.record.lives if life.birth.operator == "aten::exp")
+    assert use.belongings[y.index] == ("activations", "activation_hooks")
+    assert y.module == "layer"
+    assert use.points[-1][use.components.index("activation_hooks")] == 256 * 4
+
+
+def test_a_saved_tensor_stays_the_object_it_was():
+    """As without the tracker: whoever refers to it weakly still finds it."""
+    found = []
+
+    class Keeps(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            cast = x.double()
+            ctx.save_for_backward(cast)
+            found.append(weakref.ref(cast))
+            return cast.float()
+
+        @staticmethod
+        def backward(ctx, g):
+            assert found[0]() is not None
+            return g
+
+    x = torch.ones(4, requires_grad=True)
+    use_of(lambda: Keeps.apply(x).sum().backward())
+    assert found[0]() is None
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_frees_activations_and_makes_them_again(reentrant):
+    torch.manual_seed(0)
+    blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 32)) for _ in range(4))
+    x = torch.randn(64, 32, requires_grad=True)
+
+    def step(saving):
+        y = x
+        for block in blocks:
+            y = checkpoint(block, y, use_reentrant=reentrant) if saving else block(y)
+        with phase("backward"):
+            y.sum().backward()
+        blocks.zero_grad()
+
+    def activations(use):
+        return max(point[use.components.index("activations")] for point in use.points)
+
+    def holdings():
+        return [("inputs", "", x), *model_holdings(blocks, torch.optim.SGD(blocks.parameters()))]
+
+    plain = use_of(lambda: step(False), model=blocks, holdings=holdings)
+    saved = use_of(lambda: step(True), model=blocks, holdings=holdings)
+    one_block = 2 * 64 * 256 * 4  # of Linear and GELU
+    assert activations(plain) >= 4 * one_block
+    assert one_block <= activations(saved) < 2 * one_block
+    again = [life for life in saved.record.lives if life.birth.recomputed]
+    assert {life.birth.phase for life in again} == {"backward"}
+    assert {life.birth.module for life in again} >= {"0.0", "3.0"}
+    assert not any(life.birth.recomputed for life in plain.record.lives)
+
+
+@pytest.mark.parametrize(("saved", "component"), [(True, "activations"), (False, "temp_matrices")])
+def test_autocast_casts_of_weights_are_activations_where_autograd_saves_them(saved, component):
+    """The gradient of x needs the weight, so its cast is saved; without one it lives until autocast's cache ends."""
+    model, x = nn.Linear(64, 64, bias=False), torch.randn(4, 64, requires_grad=saved)
+
+    def step():
+        with torch.autocast("cpu", torch.bfloat16):
+            y = model(x)
+            again = model(x)  # the cast is cached
+        (y + again).float().sum().backward()
+
+    use = use_of(step, model=model)
+    casts = [life for life in use.record.lives if life.birth.dtype == "bfloat16" and life.birth.shape == (64, 64)]
+    (weight,) = [life for life in casts if life.birth.operator == "aten::_to_copy"]
+    assert use.belongings[weight.index][0] == component
+
+
+def test_a_module_called_twice_and_a_tied_weight_count_once():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(16, 16, bias=False)
+            self.b = nn.Linear(16, 16, bias=False)
+            self.b.weight = self.a.weight
+
+        def forward(self, x):
+            return self.b(self.a(self.a(x)))
+
+    model, x = Tied(), torch.randn(4, 16)
+    optimizer = torch.optim.SGD(model.parameters())
+    use = use_of(lambda: model(x).sum().backward(), model=model, holdings=lambda: model_holdings(model, optimizer))
+    parameters, gradients = (use.components.index(key) for key in ("model_parameters", "gradients"))
+    assert {point[parameters] for point in use.points} == {16 * 16 * 4}
+    assert use.points[-1][gradients] == 16 * 16 * 4
+    assert {life.birth.module for life in use.record.lives} >= {"a", "b"}
+
+
+# -- who asked for it ------------------------------------------------------------------------------------------------
+
+
+def test_births_name_operator_phase_module_and_code():
+    model, x = linear_chain(), torch.randn(4, 8)
+
+    def step():
+        with phase("forward"):
+            y = model(x)
+        with phase("backward"):
+            y.sum().backward()
+
+    use = use_of(step, model=model, holdings=lambda: model_holdings(model, torch.optim.SGD(model.parameters())))
+    births = [life.birth for life in use.record.lives]
+    relu = next(birth for birth in births if birth.operator == "aten::relu")
+    assert (relu.phase, relu.module, relu.shape, relu.dtype) == ("forward", "1", (4, 32), "float32")
+    assert relu.code == f"{__name__}:step"
+    assert not relu.recomputed
+    weight_gradient = next(b for b in births if b.shape == (32, 8) and b.phase == "backward")
+    assert (weight_gradient.operator, weight_gradient.module) == ("aten::mm", "0")
+    threshold = next(birth for birth in births if birth.operator == "aten::threshold_backward")
+    assert threshold.module == "1"
+
+
+def test_what_a_thread_of_the_users_own_makes_is_counted_when_an_operator_meets_it():
+    """Autograd hands the mode on to its own threads (tests/gpu sees that), a plain thread has none."""
+    x = torch.ones(1000, requires_grad=True)
+
+    class Elsewhere(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx, g):
+            made = []
+            thread = threading.Thread(target=lambda: made.append(g + 1))
+            thread.start()
+            thread.join()
+            return made[0]
+
+    use = use_of(lambda: Elsewhere.apply(x).sum().backward())
+    assert use.points[-1][use.components.index("temp_matrices")] >= 4000
+
+
+def test_phases_that_nest_are_cut_out_of_each_other():
+    def step():
+        with phase("backward"):
+            first = bytes_of(1)
+            with phase("clip"):
+                second = bytes_of(2)
+            third = bytes_of(3)
+            return first, second, third
+
+    phases = use_of(step).phases()
+    assert [p["name"] for p in phases] == ["backward", "clip", "backward"]
+    assert all(a["end"] == b["start"] for a, b in pairwise(phases))
+
+
+def test_a_long_timeline_is_thinned_and_keeps_its_peak_its_phases_and_its_highs():
+    def step():
+        held = []
+        for i in range(3000):
+            held.append(bytes_of(1))
+            if i == 1234:
+                bytes_of(10 * KB)
+        with phase("clip"):
+            held.append(bytes_of(7))
+        bytes_of(4 * KB)
+
+    use = use_of(step)
+    timeline = use.timeline(limit=200)
+    events = [point[0] for point in timeline["points"]]
+    assert len(events) <= 200
+    assert events == sorted(set(events))
+    assert sum(timeline["points"][timeline["peak"]][1:]) == use.peak_bytes == 1235 + 10 * KB
+    (clip,) = timeline["phases"]
+    assert {clip["start"] - 1, clip["start"], clip["end"] - 1, clip["end"]} <= set(events)
+    assert max(sum(point[1:]) for point in timeline["points"][len(events) // 2 :]) == 3007 + 4 * KB
+    assert all(point[1:] == list(use.points[point[0]]) for point in timeline["points"])
