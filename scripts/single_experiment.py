@@ -1,16 +1,22 @@
 #!/usr/bin/env python3
-"""One memory experiment in this process, its result as one JSON file.
+"""One memory experiment, its result as one JSON file: times, peak, breakdown by component, snapshots.
+
+Times and memory are measured in a process each, so that no time is ever taken under the memory tracker.
 
 python scripts/single_experiment.py --experiment vanilla --output vanilla_result.json --seq-len 16384 --batch-size 1
 """
 
 import argparse
 import sys
+import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from dpscope.commands.options import resolve_device
 from dpscope.errors import UserError
-from dpscope.results.store import require_writable, write_atomically
+from dpscope.results.schema import Result, merge_results
+from dpscope.results.store import ResultStore, require_writable, write_atomically
+from dpscope.runner.launcher import Limits, launch
 from dpscope.runner.spec import DEVICES, DTYPES, RunSpec
 from dpscope.workloads.configs import TransformerConfig
 
@@ -46,9 +52,7 @@ def main() -> int:
     except UserError as error:
         print(f"Error: {error}", file=sys.stderr)
         return 2
-    from dpscope.runner.measure import measure_or_explain
-
-    result = measure_or_explain(spec)
+    result = run_experiment(spec)
     write_atomically(args.output, result.to_json())
     if not result.ok:
         print(f"{result.status}: {result.reason}", file=sys.stderr)
@@ -56,6 +60,18 @@ def main() -> int:
     print(f"{spec.label}: {result.timing['median_ms']:.1f} ms a step, peak {result.peak_memory_mb:.1f} MiB")
     print(f"Written: {args.output}")
     return 0
+
+
+def run_experiment(spec: RunSpec) -> Result:
+    """Both measurements, each in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = ResultStore(Path(folder))
+        store.create()
+        time, memory = (
+            launch(replace(spec, instrument=name), store, limits=Limits(), on_progress=lambda *_: None)
+            for name in ("time", "memory")
+        )
+    return merge_results(time, memory)
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ class SweepProgress:
 
     def row_started(self, row: int, spec: RunSpec) -> None:
         self._started = time.monotonic()
-        self._bar.reset(self._row, description=escape(spec.label), total=None, note="starting")
+        self._bar.reset(self._row, description=escape(f"{spec.label} {spec.instrument}"), total=None, note="starting")
 
     def row_progress(self, row: int, stage: str, done: int, total: int) -> None:
         self._bar.update(self._row, completed=done, total=total, note=stage)
@@ -66,7 +66,7 @@ class SweepProgress:
         spec = RunSpec.from_dict(result.spec)
         figures = ", ".join(_figures(result))
         note = " (kept)" if kept else ""
-        return escape(f"[{row + 1}/{self._rows}] {spec.label}: {figures}{note}")
+        return escape(f"[{row + 1}/{self._rows}] {spec.label} {spec.instrument}: {figures}{note}")
 
 
 def _figures(result: Result) -> Iterator[str]:

@@ -21,6 +21,7 @@ NARROW = 86  # columns
 
 MEMORY_NOTES = {
     "cuda_allocator": "Peak memory: the CUDA allocator's peak of allocated bytes over the whole run.",
+    "tracker": "Peak memory: of one step after warm-up; its parts from one more step whose every storage was tracked.",
     "cpu_allocator": (
         "Peak memory: live tensors at their peak during one step, from torch's CPU allocator (a step after the "
         "timed ones)."

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from dpscope.errors import UserError
@@ -67,6 +67,14 @@ def result_for(spec: dict[str, Any], **values: Any) -> Result:
         name: value for name, value in spec.items() if name not in ("workload", "method", "instrument", "options")
     }
     return Result(experiment=spec["method"], config=config, spec=spec, **values)
+
+
+def merge_results(time: Result, memory: Result) -> Result:
+    """What two instruments saw of the same step, as one result; the first that is not ok speaks for both."""
+    for result in (time, memory):
+        if not result.ok:
+            return result
+    return replace(memory, avg_time_ms=time.avg_time_ms, timing=time.timing)
 
 
 def parse_result(text: str) -> Result:

@@ -31,7 +31,8 @@ def lines_of(text):
 def test_every_row_is_ok_and_so_is_the_exit_code(comparison):
     process, folder = comparison
     assert process.returncode == 0, process.stderr
-    assert len(list((folder / "results").glob("*.json"))) == 2
+    assert len(list((folder / "results").glob("*-time-*.json"))) == 2
+    assert len(list((folder / "results").glob("*-memory-*.json"))) == 2
 
 
 def test_the_table_has_absolute_figures_and_ratios_with_standard_first(comparison):
@@ -47,8 +48,9 @@ def test_the_table_has_absolute_figures_and_ratios_with_standard_first(compariso
 def test_progress_into_a_pipe_is_one_plain_line_a_row(comparison):
     process, _ = comparison
     lines = lines_of(process.stdout)
-    assert re.fullmatch(r"\[1/2\] standard tiny bs2 seq8 fp32: [\d.]+ ms a step, peak [\d.]+ MiB", lines[0])
-    assert re.fullmatch(r"\[2/2\] flat tiny bs2 seq8 fp32: [\d.]+ ms a step, peak [\d.]+ MiB", lines[1])
+    assert re.fullmatch(r"\[1/4\] standard tiny bs2 seq8 fp32 time: [\d.]+ ms a step, peak [\d.]+ MiB", lines[0])
+    assert re.fullmatch(r"\[2/4\] standard tiny bs2 seq8 fp32 memory: peak [\d.]+ MiB", lines[1])
+    assert re.fullmatch(r"\[3/4\] flat tiny bs2 seq8 fp32 time: [\d.]+ ms a step, peak [\d.]+ MiB", lines[2])
 
 
 def test_what_goes_into_a_pipe_is_plain(comparison):
@@ -73,7 +75,7 @@ def test_every_file_written_is_named_in_the_last_lines(comparison):
 
 def test_a_result_file_has_the_keys_of_old_and_everything_new(comparison):
     _, folder = comparison
-    (path,) = (folder / "results").glob("flat*.json")
+    (path,) = (folder / "results").glob("flat*-time-*.json")
     document = json.loads(path.read_text())
     assert document["experiment"] == "flat"
     assert document["config"]["hidden_dim"] == 16
@@ -115,7 +117,7 @@ def test_the_peak_of_the_standard_row_holds_the_model_twice_and_its_optimizer(co
     from dpscope.workloads.transformer import SimpleBigModel
 
     _, folder = comparison
-    (path,) = (folder / "results").glob("standard*.json")
+    (path,) = (folder / "results").glob("standard*-time-*.json")
     config = make_config("tiny", num_layers=1, hidden_dim=16, num_heads=2, vocab_size=50, max_seq_len=32)
     parameters = sum(p.numel() for p in SimpleBigModel(config).parameters())
     assert json.loads(path.read_text())["memory"]["peak_bytes"] > 4 * 4 * parameters

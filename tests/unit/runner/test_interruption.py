@@ -53,9 +53,8 @@ class Sweep:
 @pytest.fixture
 def sweep(tmp_path, start, tiny_flags):
     batch_sizes = ",".join(map(str, ROWS))
-    return Sweep(
-        tmp_path / "out", ["compare", "--methods", "standard", *tiny_flags, "--batch-size", batch_sizes], start
-    )
+    rows = ["--methods", "standard", "--instruments", "time", "--batch-size", batch_sizes]
+    return Sweep(tmp_path / "out", ["compare", *tiny_flags, *rows], start)
 
 
 def require_complete(sweep, kept, printed):

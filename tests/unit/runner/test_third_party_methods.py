@@ -54,7 +54,7 @@ def site(tmp_path):
 def test_a_sweep_completes_although_rows_run_out_of_memory_hang_and_die(start, site, tmp_path, tiny_flags):
     process = start(
         *("-m", "dpscope", "compare", *tiny_flags, "--batch-size", "2", "--out", tmp_path / "out"),
-        *("--methods", "hungry,sleepy,dying,standard"),
+        *("--methods", "hungry,sleepy,dying,standard", "--instruments", "time"),
         # The time limit has to let the other rows import torch on a busy machine.
         *("--memory-limit", "1", "--timeout", "20"),
         env={"PYTHONPATH": str(site)},

@@ -84,7 +84,7 @@ def parameters_of(workload):
 
 @pytest.mark.parametrize(("workload", "at_the_peak"), [("transformer", True), ("cnn", False)])
 def test_per_sample_gradients_of_flat_are_one_gradient_a_sample(workload, at_the_peak):
-    """Batch × trainable parameters × 4 bytes, exactly. (The CNN peaks before its first layer has any: at its largest.)"""
+    """Batch × trainable parameters × 4 bytes, exactly. (The CNN peaks before its first layer has any.)"""
     use = use_of("flat", workload, batch_size=8, **({"seq_len": 4} if at_the_peak else {}))
     everything = 8 * parameters_of(workload) * 4
     place = use.components.index("per_sample_gradients")
