@@ -1,0 +1,112 @@
+"""`dpscope memory` from the command line to the files it leaves, and scripts/single_experiment.py beside it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+DPSCOPE = str(Path(sys.executable).with_name("dpscope"))
+EXPERIMENT = Path(__file__).parents[3] / "scripts" / "single_experiment.py"
+SIZES = {"vocab-size": 50, "hidden-dim": 16, "num-layers": 1, "num-heads": 2, "seq-len": 8, "batch-size": 2}
+SMALL = [text for name, value in {**SIZES, "num-iter": 2}.items() for text in (f"--{name}", value)]
+
+
+def run(*command):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, env=environment, timeout=240, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory, tiny_flags):
+    folder = tmp_path_factory.mktemp("memory") / "out"
+    rule = folder.parent / "mine.py"
+    rule.write_text(
+        "def logits(birth):\n    return 'logits' if birth.module == 'head' and birth.phase == 'forward' else None\n"
+    )
+    flags = [*tiny_flags, "--batch-size", "2", "--rule", f"{rule}:logits", "--out", folder]
+    return run(DPSCOPE, "memory", "--methods", "ghost,vanilla", *flags), folder
+
+
+def documents(folder):
+    return [json.loads(path.read_text()) for path in sorted((folder / "results").glob("*-memory-*.json"))]
+
+
+def test_every_row_has_components_a_timeline_and_snapshots(sweep):
+    process, folder = sweep
+    assert process.returncode == 0, process.stdout + process.stderr
+    ghost, standard = documents(folder)
+    for document in (ghost, standard):
+        parts = document["memory"]["peak"]["components"]
+        assert sum(parts.values()) == document["memory"]["peak_bytes"]
+        assert document["timeline"]["points"]
+        assert document["timing"] == {}
+    assert standard["memory"]["peak"]["components"]["norm_samples"] == 0
+    assert ghost["memory"]["peak"]["components"]["norm_samples"] > 0
+
+
+def test_the_first_snapshot_is_the_model_alone(sweep):
+    """In a process of its own: nothing is there but the parameters."""
+    _, folder = sweep
+    for document in documents(folder):
+        first = document["snapshots"][0]
+        assert first["name"] == "0_model_loaded"
+        assert first["allocated_mb"] == document["breakdown"]["model_parameters_mb"]
+        assert first["reserved_mb"] > first["allocated_mb"]
+
+
+def test_a_rule_of_the_users_own_reaches_the_measuring_process(sweep):
+    _, folder = sweep
+    for document in documents(folder):
+        assert "logits" in document["timeline"]["components"]
+        place = document["timeline"]["components"].index("logits") + 1
+        assert max(point[place] for point in document["timeline"]["points"]) == 2 * 8 * 50 * 4
+
+
+def test_results_are_shown_again_without_measuring(sweep):
+    _, folder = sweep
+    report = run(DPSCOPE, "report", folder)
+    assert report.returncode == 0
+    assert any(line.startswith("ghost ") for line in report.stdout.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("command", "sentence"),
+    [
+        (("memory", "--memory-viz"), "--memory-viz records the CUDA allocator: leave it out on the CPU"),
+        (("memory", "--rule", "nowhere.py:rule"), "there is no file nowhere.py"),
+        (("memory", "--rule", "rule"), "expected FILE.py:function or package.module:function"),
+        (("compare", "--instruments", "ruler"), "unknown instrument 'ruler': choose one of time, memory"),
+        (("compare", "--instruments", "time,"), "has an empty part"),
+    ],
+)
+def test_mistakes_are_met_with_a_sentence(command, sentence, tmp_path):
+    process = run(DPSCOPE, *command, "--device", "cpu", "--out", tmp_path / "out")
+    assert process.returncode == 2
+    assert sentence in process.stderr
+    assert "Traceback" not in process.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_experiment_gives_the_file_of_old_with_times_and_components(tmp_path):
+    output = tmp_path / "ghost_result.json"
+    flags = [*SMALL, "--warmup-iter", "1", "--device", "cpu", "--output", output]
+    process = run(sys.executable, EXPERIMENT, "--experiment", "ghost", *flags)
+    assert process.returncode == 0, process.stderr
+    document = json.loads(output.read_text())
+    assert document["experiment"] == "ghost"
+    assert document["config"]["hidden_dim"] == 16
+    assert len(document["timing"]["step_ms"]) == 2
+    assert document["avg_time_ms"] > 0
+    assert document["peak_memory_mb"] == document["breakdown"]["peak_allocated_mb"] > 0
+    assert {"model_parameters_mb", "optimizer_states_mb", "gradients_mb", "activation_hooks_mb", "norm_samples_mb",
+            "temp_matrices_mb", "total_allocated_mb", "peak_allocated_mb"} <= set(document["breakdown"])  # fmt: skip
+    assert {"name", "allocated_mb", "reserved_mb", "timestamp"} == set(document["snapshots"][0])
+    report = run(DPSCOPE, "report", tmp_path)
+    assert any(line.startswith("ghost ") for line in report.stdout.splitlines())
