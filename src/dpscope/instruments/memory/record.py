@@ -61,6 +61,11 @@ class Record:
     events: list[Event] = field(default_factory=list)
     marks: list[tuple[int, str]] = field(default_factory=list)  # (number of events before it, phase that begins)
 
+    @property
+    def start(self) -> int:
+        """The event after which everything that was there before the step is counted in."""
+        return max(0, self.marks[0][0] - 1) if self.marks else 0
+
     def last_releases(self) -> list[int | None]:
         """Of each life: the event at which autograd let go of it for the last time; None if it never did."""
         found: list[int | None] = [None] * len(self.lives)

@@ -38,7 +38,7 @@ class MemoryUse:
     @cached_property
     def peak(self) -> int:
         """The event after which most was live; the first of several."""
-        return max(range(len(self.totals)), key=self.totals.__getitem__)
+        return max(range(self.record.start, len(self.totals)), key=self.totals.__getitem__)
 
     @property
     def peak_bytes(self) -> int:
@@ -50,7 +50,7 @@ class MemoryUse:
 
     @property
     def peak_birth(self) -> Birth | None:
-        """The birth that made the peak; None if the step never rose above where it began."""
+        """The birth that made the peak; None if the step did not rise above where it began."""
         birth = self.record.lives[self.record.events[self.peak][1]].birth
         return None if birth.operator == BEFORE else birth
 
@@ -81,35 +81,39 @@ class MemoryUse:
         return [{"module": name, "components": {k: v for k, v in row.items() if v}} for name, row in listed]
 
     def phases(self) -> list[dict[str, Any]]:
-        """Stretches of events, innermost phase each: what nests is cut out of what it nests in."""
+        """Stretches of the timeline, innermost phase each: what nests is cut out of what it nests in."""
         marks = [*self.record.marks, (len(self.record.events), ELSEWHERE)]
+        first = self.record.start
         return [
-            {"name": name, "start": start, "end": end}
+            {"name": name, "start": start - first, "end": end - first}
             for (start, name), (end, _) in pairwise(marks)
             if name != ELSEWHERE and end > start
         ]
 
     def timeline(self, limit: int = 1500) -> dict[str, Any]:
         """At most `limit` points: the peak, both sides of every phase's ends, and the highs and lows in between."""
+        first = self.record.start
         chosen = self._chosen(limit)
         return {
             "unit": "bytes",
-            "event": "births, deaths and resizes of storages, and autograd letting go of one, counted from 0",
+            "event": "births, deaths and resizes of storages, autograd letting go of one; 0: the step begins",
             "components": list(self.components),
-            "points": [[event, *self.points[event]] for event in chosen],
+            "points": [[event - first, *self.points[event]] for event in chosen],
             "phases": self.phases(),
             "peak": chosen.index(self.peak),
         }
 
     def _chosen(self, limit: int) -> list[int]:
-        last = len(self.points) - 1
-        if last < limit:
-            return list(range(last + 1))
-        edges = {edge for phase in self.phases() for at in (phase["start"], phase["end"]) for edge in (at - 1, at)}
-        chosen = {0, last, self.peak, *(edge for edge in edges if 0 <= edge <= last)}
+        first, end = self.record.start, len(self.points)
+        if end - first <= limit:
+            return list(range(first, end))
+        edges = {
+            first + at + side for phase in self.phases() for at in (phase["start"], phase["end"]) for side in (-1, 0)
+        }
+        chosen = {first, end - 1, self.peak, *(edge for edge in edges if first <= edge < end)}
         buckets = max(1, (limit - len(chosen)) // 2)
         for bucket in range(buckets):
-            events = range(bucket * (last + 1) // buckets, (bucket + 1) * (last + 1) // buckets)
+            events = range(first + bucket * (end - first) // buckets, first + (bucket + 1) * (end - first) // buckets)
             chosen.add(max(events, key=self.totals.__getitem__))
             chosen.add(min(events, key=self.totals.__getitem__))
         return sorted(chosen)

@@ -31,7 +31,7 @@ def test_the_documented_rule_tells_attention_apart(documented):
     attention, activations = (use.components.index(key) for key in ("attention", "activations"))
     # At the end of forward: of each of 2 layers the output (B, T, d) and the logsumexp (B, heads, T).
     each = 3 * 24 * 32 * 4 + 3 * 2 * 24 * 4
-    end = next(p["end"] for p in use.phases() if p["name"] == "forward") - 1
+    end = use.record.start + next(p["end"] for p in use.phases() if p["name"] == "forward") - 1
     assert use.points[end][attention] == 2 * each
     # What a rule does not name stays where it was, and the sum stays what it was.
     assert use.totals == plain.totals

@@ -392,6 +392,15 @@ def test_phases_that_nest_are_cut_out_of_each_other():
     assert all(a["end"] == b["start"] for a, b in pairwise(phases))
 
 
+def test_a_timeline_begins_with_everything_that_was_there_before():
+    weights = torch.zeros(1000)
+    use = use_of(lambda: -weights, holdings=[("model_parameters", "", weights), ("inputs", "", torch.zeros(3))])
+    timeline = use.timeline()
+    assert [point[0] for point in timeline["points"]] == [0, 1, 2]
+    assert [sum(point[1:]) for point in timeline["points"]] == [4012, 8012, 4012]
+    assert timeline["peak"] == 1
+
+
 def test_a_long_timeline_is_thinned_and_keeps_its_peak_its_phases_and_its_highs():
     def step():
         held = []
