@@ -1,0 +1,29 @@
+"""What a byte of memory is for. Every live byte belongs to exactly one component."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Component:
+    """`key` names it in result files (with `_mb` in `breakdown`), `label` in what people read."""
+
+    key: str
+    label: str
+    private_only: bool = False  # ordinary training holds nothing of it
+
+
+# In the order in which they are stacked and listed: what stays, what a step saves, what privacy adds, what is left.
+COMPONENTS: tuple[Component, ...] = (
+    Component("model_parameters", "model parameters"),
+    Component("optimizer_states", "optimizer states"),
+    Component("gradients", "gradients"),
+    Component("activations", "activations"),
+    Component("activation_hooks", "activation hooks", private_only=True),
+    Component("per_sample_gradients", "per-sample gradients", private_only=True),
+    Component("norm_samples", "norm samples", private_only=True),
+    Component("temp_matrices", "temporary matrices"),
+    Component("inputs", "inputs"),
+    Component("unattributed", "unattributed"),
+)
