@@ -1,0 +1,89 @@
+"""Labels that do not cover one another: placed by their measured extents, in pixels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.transforms import Bbox
+
+RADII = (7.0, 11.0, 16.0, 22.0, 30.0, 40.0, 52.0, 66.0, 84.0, 104.0, 130.0)  # points from a marker to its label
+ANGLES = (0, 45, -45, 90, -90, 135, -135, 180)  # degrees, in order of preference
+LEADER = 12.0  # points: a label farther away than this gets a line to its marker
+
+
+def spread(centres: Sequence[float], widths: Sequence[float], low: float, high: float, gap: float) -> list[float]:
+    """Centres moved as little as a left-to-right pass allows, so that the widths neither overlap nor leave the range.
+
+    Takes centres in ascending order; the widths and gaps together have to fit between `low` and `high`.
+    """
+    placed: list[float] = []
+    edge = low - gap
+    for centre, width in zip(centres, widths, strict=True):
+        placed.append(max(centre, edge + gap + width / 2))
+        edge = placed[-1] + width / 2
+    edge = high + gap
+    for place in reversed(range(len(placed))):
+        placed[place] = min(placed[place], edge - gap - widths[place] / 2)
+        edge = placed[place] - widths[place] / 2
+    return placed
+
+
+def label_points(
+    ax: Axes, points: Sequence[tuple[float, float]], texts: Sequence[str], *, obstacles: Sequence[Bbox], **style: Any
+) -> None:
+    """Write each text beside its point: inside the axes, off every obstacle and off every other label."""
+    from matplotlib.transforms import Bbox
+
+    scale = ax.figure.dpi / 72
+    frame = ax.get_window_extent()
+    taken = list(obstacles)
+    for point, text in zip(points, texts, strict=True):
+        label = ax.annotate(text, point, xytext=(0, 0), textcoords="offset points", ha="center", va="center", **style)
+        box = label.get_window_extent()
+        x, y = ax.transData.transform(point)
+        places = [_offset(radius * scale, angle, box.width, box.height) for radius in RADII for angle in ANGLES]
+        boxes = [
+            Bbox.from_bounds(x + dx - box.width / 2, y + dy - box.height / 2, box.width, box.height)
+            for dx, dy in places
+        ]
+        best = min(range(len(places)), key=lambda place: (_covered(boxes[place], taken, frame), place))
+        dx, dy = places[best]
+        label.set_position((dx / scale, dy / scale))
+        taken.append(boxes[best].padded(scale))
+        if RADII[best // len(ANGLES)] > LEADER:
+            _lead(ax, point, boxes[best], (x, y))
+
+
+def _offset(radius: float, angle: float, width: float, height: float) -> tuple[float, float]:
+    """From the marker to the centre of a box whose nearest edge or corner is `radius` away in that direction."""
+    cos, sin = (round(f(math.radians(angle)), 3) for f in (math.cos, math.sin))
+    return radius * cos + _sign(cos) * width / 2, radius * sin + _sign(sin) * height / 2
+
+
+def _sign(value: float) -> int:
+    return (value > 0) - (value < 0)
+
+
+def _covered(box: Bbox, taken: Sequence[Bbox], frame: Bbox) -> float:
+    """Square pixels of a box that are covered by others or lie outside the frame."""
+    from matplotlib.transforms import Bbox
+
+    inside = Bbox.intersection(box, frame)
+    outside = box.width * box.height - (0.0 if inside is None else inside.width * inside.height)
+    shared = (Bbox.intersection(box, other) for other in taken)
+    return round(max(outside, 0.0) + sum(part.width * part.height for part in shared if part is not None), 3)
+
+
+def _lead(ax: Axes, point: tuple[float, float], box: Bbox, pixel: tuple[float, float]) -> None:
+    nearest = (min(max(pixel[0], box.x0), box.x1), min(max(pixel[1], box.y0), box.y1))
+    ax.annotate(
+        "",
+        nearest,
+        xycoords="figure pixels",
+        xytext=point,
+        arrowprops={"arrowstyle": "-", "color": "0.5", "linewidth": 0.5, "shrinkA": 3, "shrinkB": 1},
+    )
