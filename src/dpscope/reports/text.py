@@ -11,7 +11,9 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from dpscope.reports.memory_text import memory_section, snapshot_section
 from dpscope.reports.tables import STANDARD, STEADY, Row, compare_results, group_by_size, varying_columns
+from dpscope.reports.words import size_in_words
 from dpscope.results.schema import Result
 from dpscope.results.store import Skipped
 from dpscope.units import GIB, MISSING, format_bytes, format_ms, format_ratio
@@ -29,12 +31,12 @@ MEMORY_NOTES = {
 
 
 def summary(
-    results: Sequence[Result], skipped: Sequence[Skipped] = (), *, width: int = SUMMARY_WIDTH
+    results: Sequence[Result], skipped: Sequence[Skipped] = (), *, width: int = SUMMARY_WIDTH, detailed: bool = False
 ) -> RenderableType:
-    """Everything there is to say about a set of results."""
+    """Everything there is to say about a set of results; `detailed` for readers who have the time."""
     rows = compare_results(results)
     parts: list[RenderableType] = [Text(line, style="bold") for line in _headline(results)]
-    for section in SECTIONS:
+    for section in (*SECTIONS, *(DETAILS if detailed else ())):
         if lines := section(rows, width):
             parts += ["", *lines]
     parts += [Text(line) for line in _troubles(rows)]
@@ -51,7 +53,9 @@ def _cost(rows: Sequence[Row], width: int) -> list[RenderableType]:
 
 
 # What a summary is made of, in this order. A section without anything to say is empty.
-SECTIONS: tuple[Callable[[Sequence[Row], int], list[RenderableType]], ...] = (_cost,)
+Section = Callable[[Sequence[Row], int], list[RenderableType]]
+SECTIONS: tuple[Section, ...] = (_cost, memory_section)
+DETAILS: tuple[Section, ...] = (snapshot_section,)  # for the file, where there is room
 
 
 def render_plain(renderable: RenderableType, width: int = SUMMARY_WIDTH) -> str:
@@ -144,8 +148,7 @@ def _troubles(rows: Sequence[Row]) -> list[str]:
     lines = []
     for row in rows:
         if not row.result.ok:
-            spec = row.result.spec
-            size = f"batch {spec['batch_size']}" + (f", sequence {spec['seq_len']}" if spec["seq_len"] else "")
+            size = size_in_words(row.result.spec)
             lines.append(f"{row.result.status}: {row.method} at {size}: {row.result.reason}")
     return ["", *lines] if lines else []
 
@@ -160,8 +163,7 @@ def verdict(rows: Sequence[Row]) -> list[str]:
             for row in group
             if row.method != STANDARD and row.time_ratio is not None and row.steady
         ]
-        spec = group[0].result.spec
-        where = f"Batch {spec['batch_size']}" + (f", sequence {spec['seq_len']}" if spec["seq_len"] else "")
+        where = size_in_words(group[0].result.spec).capitalize()
         if costs:
             sentences.append(f"{where}: {'; '.join(costs)}.")
         shaky = [row.method for row in group if row.method != STANDARD and not row.steady]

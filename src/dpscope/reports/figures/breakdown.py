@@ -15,12 +15,12 @@ from dpscope.reports.figures.style import (
     not_drawn,
     set_title,
     settle,
-    shorten,
     styled,
     three_digits,
 )
 from dpscope.reports.palette import colour_of, is_dark
 from dpscope.reports.tables import STANDARD, Row
+from dpscope.reports.words import shorten
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

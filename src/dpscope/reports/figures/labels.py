@@ -58,6 +58,12 @@ def label_points(
             _lead(ax, point, boxes[best], (x, y))
 
 
+def in_figure(ax: Axes, pixel: tuple[float, float]) -> tuple[float, float]:
+    """The same place as a fraction of the figure: pixels are others in a file of another resolution."""
+    x, y = ax.figure.transFigure.inverted().transform(pixel)
+    return float(x), float(y)
+
+
 def _offset(radius: float, angle: float, width: float, height: float) -> tuple[float, float]:
     """From the marker to the centre of a box whose nearest edge or corner is `radius` away in that direction."""
     cos, sin = (round(f(math.radians(angle)), 3) for f in (math.cos, math.sin))
@@ -82,8 +88,8 @@ def _lead(ax: Axes, point: tuple[float, float], box: Bbox, pixel: tuple[float, f
     nearest = (min(max(pixel[0], box.x0), box.x1), min(max(pixel[1], box.y0), box.y1))
     ax.annotate(
         "",
-        nearest,
-        xycoords="figure pixels",
+        in_figure(ax, nearest),
+        xycoords="figure fraction",
         xytext=point,
         arrowprops={"arrowstyle": "-", "color": "0.5", "linewidth": 0.5, "shrinkA": 3, "shrinkB": 1},
     )

@@ -14,6 +14,7 @@ from dpscope.errors import UserError
 from dpscope.reports.composition import is_private_only, label_of
 from dpscope.reports.palette import colour_of
 from dpscope.reports.tables import Row
+from dpscope.reports.words import size_in_words
 from dpscope.units import GIB, MIB
 
 if TYPE_CHECKING:
@@ -124,14 +125,6 @@ def three_digits(value: float) -> str:
     return f"{value:.{0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2}f}"
 
 
-def shorten(text: str, length: int) -> str:
-    """Both ends of a long name: they are what tells modules apart."""
-    if len(text) <= length:
-        return text
-    tail = (length - 1) // 2
-    return f"{text[: length - 1 - tail]}…{text[len(text) - tail :]}"
-
-
 def set_title(figure: Figure, heading: str, rows: Sequence[Row], notes: Sequence[str]) -> None:
     lines = [heading, describe(rows), *notes]
     figure.suptitle("\n".join(line for text in lines for line in textwrap.wrap(text, 110)), fontsize=FONT)
@@ -145,9 +138,8 @@ def not_drawn(reasons: Sequence[tuple[Row, str]]) -> list[str]:
 def describe(rows: Sequence[Row]) -> str:
     """What a figure was measured on."""
     spec, environment = rows[0].first.spec, rows[0].first.environment
-    length = "" if spec.get("seq_len") is None else f", sequence {spec['seq_len']}"
     where = environment.get("gpu") or environment.get("cpu")
-    size = f"{spec['workload']['name']}, batch {spec['batch_size']}{length}, {spec['dtype']}, {spec['optimizer']}"
+    size = f"{spec['workload']['name']}, {size_in_words(spec)}, {spec['dtype']}, {spec['optimizer']}"
     return size + (f"; {where}" if where else "")
 
 

@@ -15,7 +15,7 @@ from dpscope.reports.composition import (
     timeline_of,
     why_no_composition,
 )
-from dpscope.reports.figures.labels import spread
+from dpscope.reports.figures.labels import in_figure, spread
 from dpscope.reports.figures.style import (
     SMALL,
     byte_unit,
@@ -25,11 +25,11 @@ from dpscope.reports.figures.style import (
     not_drawn,
     set_title,
     settle,
-    shorten,
     styled,
     three_digits,
 )
 from dpscope.reports.tables import Row
+from dpscope.reports.words import shorten
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -126,8 +126,8 @@ def _name_phases(ax: Axes, phases: Sequence[Phase]) -> None:
     places = spread([centres[n] for n in named], [widths[n] for n in named], frame.x0, frame.x1, GAP * scale)
     for number, place in zip(named, places, strict=True):
         text = texts[number]
-        text.set_transform(None)
-        text.set_position((place, frame.y1 + 5 * scale))
+        text.set_transform(ax.figure.transFigure)
+        text.set_position(in_figure(ax, (place, frame.y1 + 5 * scale)))
         text.set_gid("phase")
         _connect(ax, (centres[number], frame.y1), (place, frame.y1 + 5 * scale))
     for number, text in enumerate(texts):
@@ -145,8 +145,8 @@ def _that_fit(phases: Sequence[Phase], widths: Sequence[float], room: float, gap
 def _connect(ax: Axes, start: tuple[float, float], end: tuple[float, float]) -> None:
     from matplotlib.lines import Line2D
 
-    xs, ys = zip(start, end, strict=True)
-    line = Line2D(xs, ys, color="0.35", linewidth=0.5, transform=None, clip_on=False)
+    xs, ys = zip(in_figure(ax, start), in_figure(ax, end), strict=True)
+    line = Line2D(xs, ys, color="0.35", linewidth=0.5, transform=ax.figure.transFigure, clip_on=False)
     ax.figure.add_artist(line)
 
 
@@ -163,12 +163,12 @@ def _mark_peak(ax: Axes, row: Row, timeline: Timeline, unit: tuple[float, str]) 
     text = ax.annotate(
         "",
         (event, total),
-        xytext=(event, 0.985 * ax.get_ylim()[1]),
+        xytext=(event, 0.97 * ax.get_ylim()[1]),
         ha="left" if left else "right",
         va="top",
         fontsize=SMALL,
         arrowprops={"arrowstyle": "-", "linewidth": 0.5, "shrinkA": 0, "shrinkB": 3, "relpos": (0 if left else 1, 0)},
-        bbox={"boxstyle": "square,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.85},
+        bbox={"boxstyle": "square,pad=0.15", "facecolor": "white", "edgecolor": "none"},
         gid="peak",
     )
     _fit(text, room, f"peak {three_digits(total)} {unit[1]}", maker)

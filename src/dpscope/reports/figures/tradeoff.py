@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 from dpscope.reports.composition import why_no_composition
 from dpscope.reports.figures.labels import label_points
-from dpscope.reports.figures.style import SMALL, byte_unit, new_figure, not_drawn, set_title, settle, shorten, styled
+from dpscope.reports.figures.style import SMALL, byte_unit, new_figure, not_drawn, set_title, settle, styled
 from dpscope.reports.palette import METHOD_COLOURS, METHOD_MARKERS
 from dpscope.reports.tables import Row
+from dpscope.reports.words import shorten
 from dpscope.units import format_ratio
 
 if TYPE_CHECKING:
