@@ -18,6 +18,7 @@ from dpscope.results.schema import Result
 from dpscope.results.store import Skipped
 from dpscope.units import GIB, MISSING, format_bytes, format_ms, format_ratio
 
+TITLE = "What privacy costs"
 SUMMARY_WIDTH = 110
 NARROW = 86  # columns
 
@@ -67,7 +68,7 @@ def render_plain(renderable: RenderableType, width: int = SUMMARY_WIDTH) -> str:
 
 
 def _headline(results: Sequence[Result]) -> list[str]:
-    lines = ["What privacy costs: each method next to ordinary training (standard) of the same model"]
+    lines = [f"{TITLE}: each method next to ordinary training (standard) of the same model"]
     lines += list(dict.fromkeys(_describe(result.spec) for result in results))
     environments = [r.environment for r in results if r.environment]
     lines += list(dict.fromkeys(_describe_environment(environment) for environment in environments))
@@ -88,11 +89,11 @@ def _describe(spec: dict[str, Any]) -> str:
 
 def _describe_environment(environment: dict[str, Any]) -> str:
     if environment.get("gpu"):
-        memory = environment["gpu_memory_bytes"] / GIB
-        where = f"{environment['gpu']} ({memory:.0f} GiB), CUDA {environment['cuda']}"
+        memory = environment.get("gpu_memory_bytes", 0) / GIB
+        where = f"{environment['gpu']} ({memory:.0f} GiB), CUDA {environment.get('cuda')}"
     else:
-        where = f"{environment['cpu']}, {environment['threads']} threads"
-    return f"On {where}; torch {environment['torch']}, opacus {environment['opacus']}, dpscope {environment['dpscope']}"
+        where = f"{environment.get('cpu')}, {environment.get('threads')} threads"
+    return f"On {where}; " + ", ".join(f"{name} {environment.get(name)}" for name in ("torch", "opacus", "dpscope"))
 
 
 def _table(rows: Sequence[Row], *, narrow: bool) -> Table:
@@ -179,7 +180,7 @@ def _notes(rows: Sequence[Row]) -> list[str]:
     notes = ["× is the ratio to standard. Time: median over the timed steps, with 10th and 90th percentile."]
     if not all(row.steady for row in rows):
         notes.append(f"? marks a ratio of times that varied by more than {STEADY:g}× within a row: a busy machine.")
-    if any(row.result.ok and row.time_ratio is None for row in rows):
+    if any(row.median_ms is not None and row.time_ratio is None for row in rows):
         notes.append(f"× is {MISSING} where standard has no figures at that size: measure it with --methods standard,…")
     sources = dict.fromkeys(row.memory.get("source") for row in rows)
     return notes + [MEMORY_NOTES[source] for source in sources if source in MEMORY_NOTES]
