@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from matplotlib.transforms import Bbox
 
 RADII = (7.0, 11.0, 16.0, 22.0, 30.0, 40.0, 52.0, 66.0, 84.0, 104.0, 130.0)  # points from a marker to its label
-ANGLES = (0, 45, -45, 90, -90, 135, -135, 180)  # degrees, in order of preference
+ANGLES = (0, 180, 90, -90, 45, -45, 135, -135)  # degrees, in order of preference
 LEADER = 12.0  # points: a label farther away than this gets a line to its marker
 
 
@@ -33,7 +33,13 @@ def spread(centres: Sequence[float], widths: Sequence[float], low: float, high: 
 
 
 def label_points(
-    ax: Axes, points: Sequence[tuple[float, float]], texts: Sequence[str], *, obstacles: Sequence[Bbox], **style: Any
+    ax: Axes,
+    points: Sequence[tuple[float, float]],
+    texts: Sequence[str],
+    colours: Sequence[str],
+    *,
+    obstacles: Sequence[Bbox],
+    **style: Any,
 ) -> None:
     """Write each text beside its point: inside the axes, off every obstacle and off every other label."""
     from matplotlib.transforms import Bbox
@@ -41,8 +47,9 @@ def label_points(
     scale = ax.figure.dpi / 72
     frame = ax.get_window_extent()
     taken = list(obstacles)
-    for point, text in zip(points, texts, strict=True):
-        label = ax.annotate(text, point, xytext=(0, 0), textcoords="offset points", ha="center", va="center", **style)
+    centred: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "va": "center"}
+    for point, text, colour in zip(points, texts, colours, strict=True):
+        label = ax.annotate(text, point, xytext=(0, 0), color=colour, **centred, **style)
         box = label.get_window_extent()
         x, y = ax.transData.transform(point)
         places = [_offset(radius * scale, angle, box.width, box.height) for radius in RADII for angle in ANGLES]

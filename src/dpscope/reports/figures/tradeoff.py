@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dpscope.reports.composition import why_no_composition
@@ -23,6 +24,19 @@ REFERENCE = "standard"
 CLOSEST = 0.3  # of the largest value: the least that an axis spans
 
 
+@dataclass(frozen=True)
+class Point:
+    x: float
+    y: float
+    spread: tuple[float, ...]  # 10th and 90th percentile of x
+    label: str
+    number: int  # the method's place, which decides its colour and marker in both panels
+
+    @property
+    def colour(self) -> str:
+        return METHOD_COLOURS[self.number % len(METHOD_COLOURS)]
+
+
 @styled
 def draw_tradeoff(rows: Sequence[Row]) -> Figure | None:
     """Rows of one size; None if none of them has both a time and a peak."""
@@ -40,21 +54,33 @@ def draw_tradeoff(rows: Sequence[Row]) -> Figure | None:
     relative.set_ylabel("peak memory (× standard)")
 
     second = 1000.0 if slow else 1.0
-    spreads = [row.spread_ms or (row.median_ms or 0.0,) * 2 for row in drawn]
-    points = [((row.median_ms or 0.0) / second, (row.peak_bytes or 0.0) / unit) for row in drawn]
-    _scatter(absolute, points, [(low / second, high / second) for low, high in spreads], _numbers(rows, drawn))
-    compared = [row for row in drawn if row.time_ratio is not None and row.memory_ratio is not None]
-    ratios = [(row.time_ratio or 0.0, row.memory_ratio or 0.0) for row in compared]
+    numbers = {id(row): number for number, row in enumerate(rows)}
+    points = [
+        Point(
+            (row.median_ms or 0.0) / second,
+            (row.peak_bytes or 0.0) / unit,
+            tuple(edge / second for edge in row.spread_ms or (row.median_ms or 0.0,) * 2),
+            shorten(row.method, LONGEST_NAME),
+            numbers[id(row)],
+        )
+        for row in drawn
+    ]
+    ratios = [
+        Point(row.time_ratio, row.memory_ratio, (row.time_ratio,) * 2, _ratio_label(row), numbers[id(row)])
+        for row in drawn
+        if row.time_ratio is not None and row.memory_ratio is not None
+    ]
+    _scatter(absolute, points)
     if ratios:
         for line in (relative.axvline, relative.axhline):
             line(1.0, color="0.6", linewidth=0.6, linestyle=(0, (4, 2)), zorder=0, gid=REFERENCE)
-        _scatter(relative, ratios, [(time, time) for time, _ in ratios], _numbers(rows, compared))
+        _scatter(relative, ratios)
     else:
         relative.text(0.5, 0.5, "no standard at this size:\nno ratios", transform=relative.transAxes, ha="center")
         relative.set_axis_off()
     settle(figure)
-    _label(absolute, points, spreads, second, [shorten(row.method, LONGEST_NAME) for row in drawn])
-    _label(relative, ratios, [(time, time) for time, _ in ratios], 1.0, [_ratio_label(row) for row in compared])
+    _label(absolute, points)
+    _label(relative, ratios)
     return figure
 
 
@@ -70,28 +96,21 @@ def _why_none(row: Row) -> str:
     return "no time was measured" if not row.median_ms else "no peak was measured"
 
 
-def _numbers(rows: Sequence[Row], shown: Sequence[Row]) -> list[int]:
-    """A method's place decides its colour and marker, the same in both panels."""
-    places = {id(row): place for place, row in enumerate(rows)}
-    return [places[id(row)] for row in shown]
-
-
-def _scatter(
-    ax: Axes, points: Sequence[tuple[float, float]], spreads: Sequence[tuple[float, float]], numbers: Sequence[int]
-) -> None:
-    for (x, y), (low, high), number in zip(points, spreads, numbers, strict=True):
+def _scatter(ax: Axes, points: Sequence[Point]) -> None:
+    for point in points:
+        low, high = point.spread
         ax.errorbar(
-            x,
-            y,
-            xerr=[[max(x - low, 0.0)], [max(high - x, 0.0)]],
-            marker=METHOD_MARKERS[number % len(METHOD_MARKERS)],
-            color=METHOD_COLOURS[number % len(METHOD_COLOURS)],
+            point.x,
+            point.y,
+            xerr=[[max(point.x - low, 0.0)], [max(high - point.x, 0.0)]],
+            marker=METHOD_MARKERS[point.number % len(METHOD_MARKERS)],
+            color=point.colour,
             markersize=MARKER,
             linewidth=1.0,
             capsize=2,
         )
-    ax.set_xlim(*_limits([*(low for low, _ in spreads), *(high for _, high in spreads), *(x for x, _ in points)]))
-    ax.set_ylim(*_limits([y for _, y in points]))
+    ax.set_xlim(*_limits([edge for point in points for edge in (point.x, *point.spread)]))
+    ax.set_ylim(*_limits([point.y for point in points]))
 
 
 def _limits(values: Sequence[float]) -> tuple[float, float]:
@@ -102,23 +121,24 @@ def _limits(values: Sequence[float]) -> tuple[float, float]:
     return middle - 0.7 * span, middle + 0.7 * span
 
 
-def _label(
-    ax: Axes,
-    points: Sequence[tuple[float, float]],
-    spreads: Sequence[tuple[float, float]],
-    unit: float,
-    texts: Sequence[str],
-) -> None:
+def _label(ax: Axes, points: Sequence[Point]) -> None:
+    """Names beside their markers, off all markers, spreads and the lines of standard."""
     from matplotlib.transforms import Bbox
 
     half = (MARKER / 2 + 1) * ax.figure.dpi / 72
-    obstacles = []
-    for (x, y), (low, high) in zip(points, spreads, strict=True):
-        left, middle = ax.transData.transform((min(low / unit, x), y))
-        right, _ = ax.transData.transform((max(high / unit, x), y))
+    obstacles = [line.get_window_extent().padded(1) for line in ax.get_lines() if line.get_gid() == REFERENCE]
+    for point in points:
+        left, middle = ax.transData.transform((min(point.spread[0], point.x), point.y))
+        right, _ = ax.transData.transform((max(point.spread[1], point.x), point.y))
         obstacles.append(Bbox.from_extents(left - half, middle - half, right + half, middle + half))
-    obstacles += [line.get_window_extent().padded(1) for line in ax.get_lines() if line.get_gid() == REFERENCE]
-    label_points(ax, points, texts, obstacles=obstacles, fontsize=SMALL)
+    label_points(
+        ax,
+        [(point.x, point.y) for point in points],
+        [point.label for point in points],
+        [point.colour for point in points],
+        obstacles=obstacles,
+        fontsize=SMALL,
+    )
 
 
 def _ratio_label(row: Row) -> str:
