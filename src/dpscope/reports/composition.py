@@ -172,7 +172,24 @@ def _timeline(data: Mapping[str, Any]) -> Timeline | None:
     if any(later < earlier for earlier, later in pairwise(events)):
         return None
     by_key = dict(zip(map(str, keys), levels, strict=True))
-    return Timeline(events, {key: by_key[key] for key in in_order(by_key)}, _phases(data.get("phases"), events))
+    phases = _phases(data.get("phases"), events)
+    return _from_its_beginning(Timeline(events, {key: by_key[key] for key in in_order(by_key)}, phases))
+
+
+def _from_its_beginning(timeline: Timeline) -> Timeline:
+    """Without the events by which a tracker takes note, storage by storage, of what is there before the step.
+
+    Until the first phase nothing is born but in that way, so the step begins where the most is live before it.
+    """
+    first = timeline.phases[0].start if timeline.phases else timeline.events[0]
+    before = [total for event, total in zip(timeline.events, timeline.totals, strict=True) if event <= first]
+    start = before.index(max(before))
+    zero = timeline.events[start]
+    return Timeline(
+        [event - zero for event in timeline.events[start:]],
+        {key: level[start:] for key, level in timeline.levels.items()},
+        [Phase(phase.name, phase.start - zero, phase.end - zero) for phase in timeline.phases],
+    )
 
 
 def _phases(listed: object, events: Sequence[float]) -> list[Phase]:

@@ -25,6 +25,7 @@ from dpscope.units import MISSING, format_bytes, format_ms, format_ratio, mib
 LABELS = 24  # characters of the first column
 LONGEST_NAME = 20  # of a method, as a heading
 HEAVIEST = 3  # modules named for each method
+OTHERS = "(other)"  # all modules that are too light to be listed, together
 HELD = ("activations", "activation_hooks")  # what a module keeps for the backward pass
 TRIFLE = 0.01  # of standard's peak: differences below this are summed up as the rest
 
@@ -41,7 +42,8 @@ def memory_section(rows: Sequence[Row], width: int) -> list[RenderableType]:
             parts += [*([""] if parts else []), Text(heading, style="bold"), ""]
             parts += _by_component(described, width)
             parts += ["", *(Text(sentence) for sentence in extra_in_words(described))]
-            parts += ["", _makers(described), "", *(Text(note, style="dim") for note in _notes(described))]
+            parts += ["", _makers(described)] if any(each.maker or each.modules for _, each in described) else []
+            parts += ["", *(Text(note, style="dim") for note in _notes(described))]
             missing = [f"{row.method} ({why_no_composition(row)})" for row, composition in found if not composition]
             parts += [Text(f"Not broken down: {', '.join(missing)}", style="yellow")] if missing else []
     return parts
@@ -148,9 +150,10 @@ def _makers(described: Sequence[Described]) -> Table:
         table.add_column(heading, overflow="fold")
     for row, composition in described:
         held = [(module, sum(components.get(key, 0.0) for key in HELD)) for module, components in composition.modules]
-        heaviest = sorted((entry for entry in held if entry[1] > 0), key=lambda entry: -entry[1])[:HEAVIEST]
+        named = [(module, count) for module, count in held if count > 0 and module != OTHERS]
+        heaviest = sorted(named, key=lambda entry: -entry[1])[:HEAVIEST]
         modules = ", ".join(f"{shorten(module, 40)} {format_bytes(count)}" for module, count in heaviest)
-        maker = shorten(composition.maker or MISSING, 80)
+        maker = shorten(composition.maker or MISSING, 64)
         table.add_row(*map(Text, (shorten(row.method, LONGEST_NAME), maker, modules or MISSING)))
     return table
 

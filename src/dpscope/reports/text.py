@@ -13,7 +13,7 @@ from rich.text import Text
 
 from dpscope.reports.memory_text import memory_section, snapshot_section
 from dpscope.reports.tables import STANDARD, STEADY, Row, compare_results, group_by_size, varying_columns
-from dpscope.reports.words import size_in_words
+from dpscope.reports.words import shorten, size_in_words
 from dpscope.results.schema import Result
 from dpscope.results.store import Skipped
 from dpscope.units import GIB, MISSING, format_bytes, format_ms, format_ratio
@@ -21,6 +21,7 @@ from dpscope.units import GIB, MISSING, format_bytes, format_ms, format_ratio
 TITLE = "What privacy costs"
 SUMMARY_WIDTH = 110
 NARROW = 86  # columns
+LONGEST_NAME = 24  # characters of a method in the table
 
 MEMORY_NOTES = {
     "cuda_allocator": "Peak memory: the CUDA allocator's peak of allocated bytes over the whole run.",
@@ -122,7 +123,7 @@ def _table(rows: Sequence[Row], *, narrow: bool) -> Table:
         for row in group:
             spec = row.result.spec
             cells = [spec["workload"]["name"]] if several_models else []
-            cells += [row.method, str(spec["batch_size"])]
+            cells += [shorten(row.method, LONGEST_NAME), str(spec["batch_size"])]
             cells += [str(spec["seq_len"] or MISSING)] if sequences else []
             cells += [str(spec[name]) for name in extra]
             cells += [

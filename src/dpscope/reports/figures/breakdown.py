@@ -74,9 +74,11 @@ def _draw_extra(ax: Axes, methods: Sequence[str], compositions: Sequence[Composi
     ax.spines["left"].set_visible(False)
     segments = _stack(ax, extras, unit)
     nets = [sum(extra.values()) for extra in extras]
+    amounts = [three_digits(abs(net) / unit) for net in nets]
+    signs = ["+" if net > 0 else "−" for net in nets]
     texts = [
-        "standard" if method == STANDARD else f"{'+' if net >= 0 else '−'}{three_digits(abs(net) / unit)} {name}"
-        for method, net in zip(methods, nets, strict=True)
+        "standard" if method == STANDARD else f"{sign if float(amount) else '±'}{amount} {name}"
+        for method, sign, amount in zip(methods, signs, amounts, strict=True)
     ]
     _write_totals(ax, [_reach(extra) / unit for extra in extras], texts)
     for place, net in enumerate(nets):

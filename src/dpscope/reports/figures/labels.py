@@ -46,7 +46,7 @@ def label_points(
 
     scale = ax.figure.dpi / 72
     frame = ax.get_window_extent()
-    taken = list(obstacles)
+    taken, written = list(obstacles), list[Bbox]()
     centred: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "va": "center"}
     for point, text, colour in zip(points, texts, colours, strict=True):
         label = ax.annotate(text, point, xytext=(0, 0), color=colour, **centred, **style)
@@ -57,10 +57,12 @@ def label_points(
             Bbox.from_bounds(x + dx - box.width / 2, y + dy - box.height / 2, box.width, box.height)
             for dx, dy in places
         ]
-        best = min(range(len(places)), key=lambda place: (_covered(boxes[place], taken, frame), place))
+        costs = [_covered(each, taken, frame) + _crossed((x, y), each, written) for each in boxes]
+        best = costs.index(min(costs))
         dx, dy = places[best]
         label.set_position((dx / scale, dy / scale))
         taken.append(boxes[best].padded(scale))
+        written.append(boxes[best])
         if RADII[best // len(ANGLES)] > LEADER:
             _lead(ax, point, boxes[best], (x, y))
 
@@ -91,12 +93,23 @@ def _covered(box: Bbox, taken: Sequence[Bbox], frame: Bbox) -> float:
     return round(max(outside, 0.0) + sum(part.width * part.height for part in shared if part is not None), 3)
 
 
+def _crossed(pixel: tuple[float, float], box: Bbox, written: Sequence[Bbox]) -> float:
+    """Square pixels of the labels that a line from the marker to a box would run through."""
+    end = _nearest(pixel, box)
+    line = [(pixel[0] + t / 20 * (end[0] - pixel[0]), pixel[1] + t / 20 * (end[1] - pixel[1])) for t in range(21)]
+    return sum(each.width * each.height for each in written if any(each.contains(*place) for place in line))
+
+
+def _nearest(pixel: tuple[float, float], box: Bbox) -> tuple[float, float]:
+    return min(max(pixel[0], box.x0), box.x1), min(max(pixel[1], box.y0), box.y1)
+
+
 def _lead(ax: Axes, point: tuple[float, float], box: Bbox, pixel: tuple[float, float]) -> None:
-    nearest = (min(max(pixel[0], box.x0), box.x1), min(max(pixel[1], box.y0), box.y1))
     ax.annotate(
         "",
-        in_figure(ax, nearest),
+        in_figure(ax, _nearest(pixel, box)),
         xycoords="figure fraction",
         xytext=point,
+        textcoords="data",
         arrowprops={"arrowstyle": "-", "color": "0.5", "linewidth": 0.5, "shrinkA": 3, "shrinkB": 1},
     )

@@ -37,7 +37,9 @@ if TYPE_CHECKING:
     from matplotlib.text import Annotation
 
 HEADROOM = 1.32  # of the highest peak: where peaks are labelled
-PANEL, STRIP = 1.3, 0.28  # inches: a panel, and the names of the phases above it
+PANEL, STRIP = 1.3, 0.32  # inches: a panel, and the names of the phases above it
+TITLE_HEIGHT = 17.0  # points from a panel to the method's name: the phases' names fit below it
+LONGEST_NAME = 60  # characters, over the whole width
 GAP = 3.0  # points between two names of phases
 EVENTS = "allocations and frees within the step, in order"
 STAGES = "stages of the run (total only)"
@@ -59,18 +61,23 @@ def draw_timeline(rows: Sequence[Row]) -> Figure | None:
     for spare in axes[len(drawn) :]:
         spare.set_axis_off()
     notes = not_drawn([(row, _why_none(row)) for row, timeline, stages in found if not (timeline or stages)])
-    set_title(figure, "Memory over one training step", rows, notes)
+    set_title(figure, "Memory over one training step" if timelines else "Memory at the stages of a run", rows, notes)
     highest = max(_highest(timeline, stages) for _, timeline, stages in drawn)
     unit, name = byte_unit(highest)
     for (row, timeline, stages), ax in zip(drawn, axes, strict=False):
-        ax.set_title(shorten(row.method, 60), loc="left", fontweight="bold", pad=STRIP * 72 * 0.62)
+        name_above = shorten(row.method, LONGEST_NAME // columns)
+        ax.set_title(name_above, loc="left", fontweight="bold", pad=TITLE_HEIGHT if timeline else None)
         if timeline:
             _draw_components(ax, timeline, unit)
         else:
             _draw_stages(ax, stages, unit)
         ax.set_ylabel(f"live memory ({name})" if ax.get_subplotspec().is_first_col() else "")
-    for ax in axes[max(len(drawn) - columns, 0) : len(drawn)]:
+    lowest = axes[max(len(drawn) - columns, 0) : len(drawn)]
+    for ax in lowest:
         ax.set_xlabel(EVENTS if timelines else STAGES)
+    if len({tuple(name for name, _ in stages) for _, timeline, stages in drawn if not timeline}) == 1 and not timelines:
+        for ax in axes[: len(drawn) - len(lowest)]:
+            ax.tick_params(labelbottom=False)  # every run went through the same stages
     axes[0].set_ylim(0, HEADROOM * highest / unit or 1)
     if timelines:
         present = in_order(k for t in timelines for k, level in t.levels.items() if any(level))

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 LONGEST_NAME = 28  # characters
 MARKER = 6.0  # points
+MANY = 6  # methods; more are named in a legend
 REFERENCE = "standard"
 CLOSEST = 0.3  # of the largest value: the least that an axis spans
 
@@ -36,6 +37,10 @@ class Point:
     def colour(self) -> str:
         return METHOD_COLOURS[self.number % len(METHOD_COLOURS)]
 
+    @property
+    def marker(self) -> str:
+        return METHOD_MARKERS[self.number % len(METHOD_MARKERS)]
+
 
 @styled
 def draw_tradeoff(rows: Sequence[Row]) -> Figure | None:
@@ -43,7 +48,7 @@ def draw_tradeoff(rows: Sequence[Row]) -> Figure | None:
     drawn = [row for row in rows if row.median_ms and row.peak_bytes]
     if not drawn:
         return None
-    figure = new_figure(3.1)
+    figure = new_figure(3.1 + (0.09 * len(drawn) if len(drawn) > MANY else 0.0))
     absolute, relative = figure.subplots(1, 2)
     set_title(figure, "Peak memory against time of a training step", rows, _notes(rows, drawn))
     unit, name = byte_unit(max(row.peak_bytes or 0.0 for row in drawn))
@@ -78,9 +83,12 @@ def draw_tradeoff(rows: Sequence[Row]) -> Figure | None:
     else:
         relative.text(0.5, 0.5, "no standard at this size:\nno ratios", transform=relative.transAxes, ha="center")
         relative.set_axis_off()
+    if len(drawn) > MANY:
+        _legend(figure, ratios or points)
     settle(figure)
-    _label(absolute, points)
-    _label(relative, ratios)
+    if len(drawn) <= MANY:
+        _label(absolute, points)
+        _label(relative, ratios)
     return figure
 
 
@@ -103,7 +111,7 @@ def _scatter(ax: Axes, points: Sequence[Point]) -> None:
             point.x,
             point.y,
             xerr=[[max(point.x - low, 0.0)], [max(high - point.x, 0.0)]],
-            marker=METHOD_MARKERS[point.number % len(METHOD_MARKERS)],
+            marker=point.marker,
             color=point.colour,
             markersize=MARKER,
             linewidth=1.0,
@@ -111,6 +119,17 @@ def _scatter(ax: Axes, points: Sequence[Point]) -> None:
         )
     ax.set_xlim(*_limits([edge for point in points for edge in (point.x, *point.spread)]))
     ax.set_ylim(*_limits([point.y for point in points]))
+
+
+def _legend(figure: Figure, points: Sequence[Point]) -> None:
+    """For more methods than can be named beside their markers."""
+    from matplotlib.lines import Line2D
+
+    handles = [
+        Line2D([], [], linestyle="", marker=point.marker, color=point.colour, markersize=MARKER, label=point.label)
+        for point in points
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False)
 
 
 def _limits(values: Sequence[float]) -> tuple[float, float]:
