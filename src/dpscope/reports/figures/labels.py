@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.transforms import Bbox
+
+Pixel = tuple[float, float]
+Box = tuple[float, float, float, float]  # left, bottom, right, top
 
 RADII = (7.0, 11.0, 16.0, 22.0, 30.0, 40.0, 52.0, 66.0, 84.0, 104.0, 130.0)  # points from a marker to its label
 ANGLES = (0, 180, 90, -90, 45, -45, 135, -135)  # degrees, in order of preference
@@ -38,36 +40,52 @@ def label_points(
     texts: Sequence[str],
     colours: Sequence[str],
     *,
-    obstacles: Sequence[Bbox],
+    obstacles: Sequence[Box],
     **style: Any,
 ) -> None:
     """Write each text beside its point: inside the axes, off every obstacle and off every other label."""
-    from matplotlib.transforms import Bbox
-
     scale = ax.figure.dpi / 72
-    frame = ax.get_window_extent()
-    taken, written = list(obstacles), list[Bbox]()
+    frame = tuple(ax.get_window_extent().extents)
+    written: list[Box] = []
     centred: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "va": "center"}
     for point, text, colour in zip(points, texts, colours, strict=True):
         label = ax.annotate(text, point, xytext=(0, 0), color=colour, **centred, **style)
-        box = label.get_window_extent()
+        extent = label.get_window_extent()
         x, y = ax.transData.transform(point)
-        places = [_offset(radius * scale, angle, box.width, box.height) for radius in RADII for angle in ANGLES]
-        boxes = [
-            Bbox.from_bounds(x + dx - box.width / 2, y + dy - box.height / 2, box.width, box.height)
-            for dx, dy in places
-        ]
-        costs = [_covered(each, taken, frame) + _crossed((x, y), each, written) for each in boxes]
-        best = costs.index(min(costs))
-        dx, dy = places[best]
+        radius, (dx, dy), box = _best_place((x, y), (extent.width, extent.height), scale, frame, obstacles, written)
         label.set_position((dx / scale, dy / scale))
-        taken.append(boxes[best].padded(scale))
-        written.append(boxes[best])
-        if RADII[best // len(ANGLES)] > LEADER:
-            _lead(ax, point, boxes[best], (x, y))
+        written.append(box)
+        if radius > LEADER:
+            _lead(ax, point, in_figure(ax, _nearest((x, y), box)))
 
 
-def in_figure(ax: Axes, pixel: tuple[float, float]) -> tuple[float, float]:
+def _best_place(
+    pixel: Pixel,
+    size: tuple[float, float],
+    scale: float,
+    frame: tuple[float, ...],
+    obstacles: Sequence[Box],
+    written: Sequence[Box],
+) -> tuple[float, Pixel, Box]:
+    """The nearest place where a label covers nothing, or else the one where it covers least."""
+    places = []
+    width, height = size
+    for radius in RADII:
+        for angle in ANGLES:
+            dx, dy = _offset(radius * scale, angle, width, height)
+            x, y = pixel[0] + dx, pixel[1] + dy
+            box = (x - width / 2, y - height / 2, x + width / 2, y + height / 2)
+            outside = width * height - _shared(box, (frame[0], frame[1], frame[2], frame[3]))
+            apart = (box[0] - scale, box[1] - scale, box[2] + scale, box[3] + scale)
+            covered = sum(_shared(apart, other) for other in (*obstacles, *written))
+            cost = round(outside + covered, 3) + _crossed(pixel, box, written)
+            if not cost:
+                return radius, (dx, dy), box
+            places.append((cost, radius, (dx, dy), box))
+    return min(places)[1:]
+
+
+def in_figure(ax: Axes, pixel: Pixel) -> tuple[float, float]:
     """The same place as a fraction of the figure: pixels are others in a file of another resolution."""
     x, y = ax.figure.transFigure.inverted().transform(pixel)
     return float(x), float(y)
@@ -83,31 +101,29 @@ def _sign(value: float) -> int:
     return (value > 0) - (value < 0)
 
 
-def _covered(box: Bbox, taken: Sequence[Bbox], frame: Bbox) -> float:
-    """Square pixels of a box that are covered by others or lie outside the frame."""
-    from matplotlib.transforms import Bbox
-
-    inside = Bbox.intersection(box, frame)
-    outside = box.width * box.height - (0.0 if inside is None else inside.width * inside.height)
-    shared = (Bbox.intersection(box, other) for other in taken)
-    return round(max(outside, 0.0) + sum(part.width * part.height for part in shared if part is not None), 3)
+def _shared(one: Box, other: Box) -> float:
+    """Square pixels that two boxes have in common."""
+    width = min(one[2], other[2]) - max(one[0], other[0])
+    height = min(one[3], other[3]) - max(one[1], other[1])
+    return max(width, 0.0) * max(height, 0.0)
 
 
-def _crossed(pixel: tuple[float, float], box: Bbox, written: Sequence[Bbox]) -> float:
-    """Square pixels of the labels that a line from the marker to a box would run through."""
+def _crossed(pixel: Pixel, box: Box, written: Sequence[Box]) -> int:
+    """How many labels a line from the marker to a box would run through; each weighs as much as a square pixel."""
     end = _nearest(pixel, box)
     line = [(pixel[0] + t / 20 * (end[0] - pixel[0]), pixel[1] + t / 20 * (end[1] - pixel[1])) for t in range(21)]
-    return sum(each.width * each.height for each in written if any(each.contains(*place) for place in line))
+    return sum(any(b[0] <= x <= b[2] and b[1] <= y <= b[3] for x, y in line) for b in written)
 
 
-def _nearest(pixel: tuple[float, float], box: Bbox) -> tuple[float, float]:
-    return min(max(pixel[0], box.x0), box.x1), min(max(pixel[1], box.y0), box.y1)
+def _nearest(pixel: Pixel, box: Box) -> Pixel:
+    return min(max(pixel[0], box[0]), box[2]), min(max(pixel[1], box[1]), box[3])
 
 
-def _lead(ax: Axes, point: tuple[float, float], box: Bbox, pixel: tuple[float, float]) -> None:
+def _lead(ax: Axes, point: tuple[float, float], end: tuple[float, float]) -> None:
+    """A line from a marker to its label, whose end is given as a fraction of the figure."""
     ax.annotate(
         "",
-        in_figure(ax, _nearest(pixel, box)),
+        end,
         xycoords="figure fraction",
         xytext=point,
         textcoords="data",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dpscope.reports.composition import why_no_composition
-from dpscope.reports.figures.labels import label_points
+from dpscope.reports.figures.labels import Box, label_points
 from dpscope.reports.figures.style import SMALL, byte_unit, new_figure, not_drawn, set_title, settle, styled
 from dpscope.reports.palette import METHOD_COLOURS, METHOD_MARKERS
 from dpscope.reports.tables import Row
@@ -142,14 +142,13 @@ def _limits(values: Sequence[float]) -> tuple[float, float]:
 
 def _label(ax: Axes, points: Sequence[Point]) -> None:
     """Names beside their markers, off all markers, spreads and the lines of standard."""
-    from matplotlib.transforms import Bbox
-
     half = (MARKER / 2 + 1) * ax.figure.dpi / 72
-    obstacles = [line.get_window_extent().padded(1) for line in ax.get_lines() if line.get_gid() == REFERENCE]
+    lines = [line.get_window_extent().padded(1) for line in ax.get_lines() if line.get_gid() == REFERENCE]
+    obstacles: list[Box] = [(line.x0, line.y0, line.x1, line.y1) for line in lines]
     for point in points:
         left, middle = ax.transData.transform((min(point.spread[0], point.x), point.y))
         right, _ = ax.transData.transform((max(point.spread[1], point.x), point.y))
-        obstacles.append(Bbox.from_extents(left - half, middle - half, right + half, middle + half))
+        obstacles.append((left - half, middle - half, right + half, middle + half))
     label_points(
         ax,
         [(point.x, point.y) for point in points],
