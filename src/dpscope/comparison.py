@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from dpscope.errors import UserError
+from dpscope.reports import export
+from dpscope.reports.latex import to_latex
 from dpscope.reports.outputs import write_reports
 from dpscope.reports.tables import Row, compare_results
 from dpscope.reports.text import render_plain, summary
@@ -15,6 +19,10 @@ from dpscope.runner.launcher import Limits
 from dpscope.runner.preflight import require_measurable
 from dpscope.runner.spec import RunSpec
 from dpscope.runner.sweep import SilentObserver, SweepObserver, open_store, run_sweep
+from dpscope.trainers.registry import methods, resolve_method
+
+if TYPE_CHECKING:
+    import pandas
 
 
 @dataclass(frozen=True)
@@ -34,8 +42,47 @@ class Comparison:
     def ok(self) -> bool:
         return all(result.ok for result in self.results)
 
+    @classmethod
+    def read(cls, folder: Path | str) -> Comparison:
+        """The results that are in a folder, without measuring; files that are none are in `skipped`."""
+        folder = Path(folder)
+        if not folder.is_dir():
+            raise UserError(f"{folder} is not a folder: give the --out folder of a `dpscope compare`")
+        found, skipped = ResultStore(folder).read_all()
+        if not found:
+            reasons = "".join(f"\n  {item.path.name}: {item.reason}" for item in skipped)
+            raise UserError(f"no dpscope results in {folder}{reasons}")
+        results = sorted(map(_with_its_own_name, found.values()), key=_order)
+        return cls(results, folder, list(found), skipped)
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """A record for each method at each size; units are in the columns' names."""
+        return export.to_pandas(self.rows)
+
+    def to_csv(self, path: Path | str) -> None:
+        export.write_frame(self.to_pandas(), Path(path))
+
+    def to_latex(self) -> str:
+        """Tables for a paper that uses booktabs: time and peak memory, and components where they were measured."""
+        return to_latex(self.rows)
+
     def __str__(self) -> str:
         return render_plain(summary(self.results, self.skipped))
+
+
+def _with_its_own_name(result: Result) -> Result:
+    """Files of older scripts call a method by an alias."""
+    try:
+        return replace(result, experiment=resolve_method(result.experiment).name)
+    except UserError:
+        return result  # a method of a package that is not installed here
+
+
+def _order(result: Result) -> tuple[object, ...]:
+    names = list(methods())
+    place = names.index(result.experiment) if result.experiment in names else len(names)
+    spec = result.spec
+    return (spec["workload"]["name"], spec["dtype"], spec["batch_size"], spec.get("seq_len") or 0, place)
 
 
 def compare(

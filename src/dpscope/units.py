@@ -1,5 +1,6 @@
 """Units, defined once: bytes are stored, MiB go into `_mb` keys, GiB/MiB and ms/s are what people read."""
 
+KIB = 2**10
 MIB = 2**20
 GIB = 2**30
 
@@ -14,7 +15,11 @@ def mib(count: float) -> float:
 def format_bytes(count: float | None) -> str:
     if count is None:
         return MISSING
-    return f"{count / GIB:.2f} GiB" if abs(count) >= GIB - MIB / 20 else f"{count / MIB:.1f} MiB"
+    if abs(count) >= GIB - MIB / 20:
+        return f"{count / GIB:.2f} GiB"
+    if abs(count) >= MIB / 20 or not count:
+        return f"{count / MIB:.1f} MiB"
+    return f"{count / KIB:.1f} KiB" if abs(count) >= KIB else f"{count:.0f} B"
 
 
 def format_ms(milliseconds: float | None) -> str:

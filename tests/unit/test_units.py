@@ -12,6 +12,10 @@ from dpscope.units import GIB, MIB, format_bytes, format_duration, format_ms, fo
     [
         (None, "—"),
         (0, "0.0 MiB"),
+        (32, "32 B"),
+        (1536, "1.5 KiB"),
+        (MIB / 16, "0.1 MiB"),
+        (-3 * MIB, "-3.0 MiB"),
         (MIB, "1.0 MiB"),
         (1.5 * MIB, "1.5 MiB"),
         (512 * MIB, "512.0 MiB"),
@@ -19,7 +23,7 @@ from dpscope.units import GIB, MIB, format_bytes, format_duration, format_ms, fo
         (140 * GIB, "140.00 GiB"),
     ],
 )
-def test_bytes_are_shown_in_mib_and_from_one_gib_on_in_gib(count, text):
+def test_bytes_are_shown_in_mib_and_from_one_gib_on_in_gib_and_trifles_are_not_rounded_to_nothing(count, text):
     assert format_bytes(count) == text
 
 

@@ -5,21 +5,47 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from dpscope.errors import UserError
+from dpscope.reports.export import write_csv
+from dpscope.reports.figures import write_figures
+from dpscope.reports.latex import write_latex
 from dpscope.reports.tables import Row, compare_results
-from dpscope.reports.text import render_plain, summary
+from dpscope.reports.text import TITLE, render_plain, summary
 from dpscope.results.schema import Result
 from dpscope.results.store import Skipped, write_atomically
 
 SUMMARY = "summary.txt"
 
 # Each writes what it can say of the rows into a folder and names the files; none if it has nothing to say.
-Writer = Callable[[Sequence[Row], Path], list[Path]]
-WRITERS: tuple[Writer, ...] = ()
+# The last argument is the formats of figures: png, svg, pdf.
+Writer = Callable[[Sequence[Row], Path, Sequence[str]], list[Path]]
+WRITERS: tuple[Writer, ...] = (write_figures,)
+
+# Written when they are asked for.
+TABLES: dict[str, Callable[[Sequence[Row], Path], list[Path]]] = {"csv": write_csv, "latex": write_latex}
 
 
-def write_reports(results: Sequence[Result], folder: Path, *, skipped: Sequence[Skipped] = ()) -> list[Path]:
-    """The summary and whatever else the results allow; the files written."""
+def write_reports(
+    results: Sequence[Result],
+    folder: Path,
+    *,
+    skipped: Sequence[Skipped] = (),
+    formats: Sequence[str] = ("png",),
+    tables: Sequence[str] = (),
+) -> list[Path]:
+    """The summary and whatever else the results allow, figures in each of `formats`; the files written."""
     text = folder / SUMMARY
-    write_atomically(text, render_plain(summary(results, skipped)))
-    rows = compare_results(results)
-    return [text, *(path for writer in WRITERS for path in writer(rows, folder))]
+    try:
+        _require_ours(text)
+        write_atomically(text, render_plain(summary(results, skipped, detailed=True)))
+        rows = compare_results(results)
+        drawn = [path for writer in WRITERS for path in writer(rows, folder, formats)]
+        return [text, *drawn, *(path for name in tables for path in TABLES[name](rows, folder))]
+    except OSError as error:
+        raise UserError(f"cannot write to {folder}: {error.strerror}; choose another folder with --out") from None
+
+
+def _require_ours(path: Path) -> None:
+    """A summary that somebody else wrote is not replaced."""
+    if path.is_file() and not path.read_text(encoding="utf-8", errors="replace").startswith(TITLE):
+        raise UserError(f"{path} is there already and is not dpscope's: choose another --out")

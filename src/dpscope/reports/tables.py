@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from dpscope.results.schema import Result
+from dpscope.units import MIB
 
 STANDARD = "standard"
 
@@ -48,24 +50,37 @@ class Row:
 
     @property
     def median_ms(self) -> float | None:
-        return self.timing.get("median_ms")
+        """The median; the mean where a file of an older consumer has no more than that."""
+        return _figure(self.timing.get("median_ms"), self._value("avg_time_ms"))
 
     @property
     def spread_ms(self) -> tuple[float, float] | None:
-        return (self.timing["p10_ms"], self.timing["p90_ms"]) if "p10_ms" in self.timing else None
+        low, high = (_figure(self.timing.get(name)) for name in ("p10_ms", "p90_ms"))
+        return None if low is None or high is None else (low, high)
 
     @property
     def peak_bytes(self) -> float | None:
-        return self.memory.get("peak_bytes")
+        stated = _figure(self._value("peak_memory_mb"))
+        return _figure(self.memory.get("peak_bytes"), None if stated is None else stated * MIB)
 
     @property
     def size(self) -> tuple[Any, ...]:
         """What has to be equal for two rows to be compared."""
         return comparison_key(self.first)
 
+    def _value(self, name: str) -> float | None:
+        values: Iterable[float | None] = (getattr(result, name) for result in self.measured.values() if result.ok)
+        return next((value for value in values if value is not None), None)
+
     def _part(self, name: str) -> dict[str, Any]:
         parts: Iterable[dict[str, Any]] = (getattr(result, name) for result in self.measured.values() if result.ok)
         return next((part for part in parts if part), {})
+
+
+def _figure(*candidates: Any) -> float | None:
+    """The first that is a number, and one that can be measured: finite, and not below zero."""
+    numbers = (value for value in candidates if isinstance(value, int | float) and not isinstance(value, bool))
+    return next((value for value in numbers if math.isfinite(value) and value >= 0), None)
 
 
 def comparison_key(result: Result) -> tuple[Any, ...]:
@@ -101,12 +116,12 @@ def _with_ratios(row: Row, standard: Row | None) -> Row:
         row,
         time_ratio=_ratio(row.median_ms, standard.median_ms),
         memory_ratio=_ratio(row.peak_bytes, standard.peak_bytes),
-        steady=all(_is_steady(r.timing) for r in (row, standard)),
+        steady=all(_is_steady(r.spread_ms) for r in (row, standard)),
     )
 
 
-def _is_steady(timing: dict[str, Any]) -> bool:
-    return "p10_ms" not in timing or bool(timing["p90_ms"] <= STEADY * timing["p10_ms"])
+def _is_steady(spread: tuple[float, float] | None) -> bool:
+    return spread is None or spread[1] <= STEADY * spread[0]
 
 
 def _ratio(value: float | None, denominator: float | None) -> float | None:

@@ -11,13 +11,17 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from dpscope.reports.memory_text import memory_section, snapshot_section
 from dpscope.reports.tables import STANDARD, STEADY, Row, compare_results, group_by_size, varying_columns
+from dpscope.reports.words import shorten, size_in_words
 from dpscope.results.schema import Result
 from dpscope.results.store import Skipped
 from dpscope.units import GIB, MISSING, format_bytes, format_ms, format_ratio
 
+TITLE = "What privacy costs"
 SUMMARY_WIDTH = 110
 NARROW = 86  # columns
+LONGEST_NAME = 24  # characters of a method in the table
 
 MEMORY_NOTES = {
     "cuda_allocator": "Peak memory: the CUDA allocator's peak of allocated bytes over the whole run.",
@@ -30,12 +34,12 @@ MEMORY_NOTES = {
 
 
 def summary(
-    results: Sequence[Result], skipped: Sequence[Skipped] = (), *, width: int = SUMMARY_WIDTH
+    results: Sequence[Result], skipped: Sequence[Skipped] = (), *, width: int = SUMMARY_WIDTH, detailed: bool = False
 ) -> RenderableType:
-    """Everything there is to say about a set of results."""
+    """Everything there is to say about a set of results; `detailed` for readers who have the time."""
     rows = compare_results(results)
     parts: list[RenderableType] = [Text(line, style="bold") for line in _headline(results)]
-    for section in SECTIONS:
+    for section in (*SECTIONS, *(DETAILS if detailed else ())):
         if lines := section(rows, width):
             parts += ["", *lines]
     parts += [Text(line) for line in _troubles(rows)]
@@ -52,7 +56,9 @@ def _cost(rows: Sequence[Row], width: int) -> list[RenderableType]:
 
 
 # What a summary is made of, in this order. A section without anything to say is empty.
-SECTIONS: tuple[Callable[[Sequence[Row], int], list[RenderableType]], ...] = (_cost,)
+Section = Callable[[Sequence[Row], int], list[RenderableType]]
+SECTIONS: tuple[Section, ...] = (_cost, memory_section)
+DETAILS: tuple[Section, ...] = (snapshot_section,)  # for the file, where there is room
 
 
 def render_plain(renderable: RenderableType, width: int = SUMMARY_WIDTH) -> str:
@@ -64,7 +70,7 @@ def render_plain(renderable: RenderableType, width: int = SUMMARY_WIDTH) -> str:
 
 
 def _headline(results: Sequence[Result]) -> list[str]:
-    lines = ["What privacy costs: each method next to ordinary training (standard) of the same model"]
+    lines = [f"{TITLE}: each method next to ordinary training (standard) of the same model"]
     lines += list(dict.fromkeys(_describe(result.spec) for result in results))
     environments = [r.environment for r in results if r.environment]
     lines += list(dict.fromkeys(_describe_environment(environment) for environment in environments))
@@ -85,11 +91,11 @@ def _describe(spec: dict[str, Any]) -> str:
 
 def _describe_environment(environment: dict[str, Any]) -> str:
     if environment.get("gpu"):
-        memory = environment["gpu_memory_bytes"] / GIB
-        where = f"{environment['gpu']} ({memory:.0f} GiB), CUDA {environment['cuda']}"
+        memory = environment.get("gpu_memory_bytes", 0) / GIB
+        where = f"{environment['gpu']} ({memory:.0f} GiB), CUDA {environment.get('cuda')}"
     else:
-        where = f"{environment['cpu']}, {environment['threads']} threads"
-    return f"On {where}; torch {environment['torch']}, opacus {environment['opacus']}, dpscope {environment['dpscope']}"
+        where = f"{environment.get('cpu')}, {environment.get('threads')} threads"
+    return f"On {where}; " + ", ".join(f"{name} {environment.get(name)}" for name in ("torch", "opacus", "dpscope"))
 
 
 def _table(rows: Sequence[Row], *, narrow: bool) -> Table:
@@ -118,7 +124,7 @@ def _table(rows: Sequence[Row], *, narrow: bool) -> Table:
         for row in group:
             spec = row.result.spec
             cells = [spec["workload"]["name"]] if several_models else []
-            cells += [row.method, str(spec["batch_size"])]
+            cells += [shorten(row.method, LONGEST_NAME), str(spec["batch_size"])]
             cells += [str(spec["seq_len"] or MISSING)] if sequences else []
             cells += [str(spec[name]) for name in extra]
             cells += [
@@ -145,8 +151,7 @@ def _troubles(rows: Sequence[Row]) -> list[str]:
     lines = []
     for row in rows:
         if not row.result.ok:
-            spec = row.result.spec
-            size = f"batch {spec['batch_size']}" + (f", sequence {spec['seq_len']}" if spec["seq_len"] else "")
+            size = size_in_words(row.result.spec)
             lines.append(f"{row.result.status}: {row.method} at {size}: {row.result.reason}")
     return ["", *lines] if lines else []
 
@@ -161,8 +166,7 @@ def verdict(rows: Sequence[Row]) -> list[str]:
             for row in group
             if row.method != STANDARD and row.time_ratio is not None and row.steady
         ]
-        spec = group[0].result.spec
-        where = f"Batch {spec['batch_size']}" + (f", sequence {spec['seq_len']}" if spec["seq_len"] else "")
+        where = size_in_words(group[0].result.spec).capitalize()
         if costs:
             sentences.append(f"{where}: {'; '.join(costs)}.")
         shaky = [row.method for row in group if row.method != STANDARD and not row.steady]
@@ -178,7 +182,7 @@ def _notes(rows: Sequence[Row]) -> list[str]:
     notes = ["× is the ratio to standard. Time: median over the timed steps, with 10th and 90th percentile."]
     if not all(row.steady for row in rows):
         notes.append(f"? marks a ratio of times that varied by more than {STEADY:g}× within a row: a busy machine.")
-    if any(row.result.ok and row.time_ratio is None for row in rows):
+    if any(row.median_ms is not None and row.time_ratio is None for row in rows):
         notes.append(f"× is {MISSING} where standard has no figures at that size: measure it with --methods standard,…")
     sources = dict.fromkeys(row.memory.get("source") for row in rows)
     return notes + [MEMORY_NOTES[source] for source in sources if source in MEMORY_NOTES]

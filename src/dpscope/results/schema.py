@@ -21,6 +21,13 @@ INSTRUMENT_PARTS = ("timeline", "trace", "ncu", "nsys")
 OK, OOM, FAILED, TIMEOUT, SKIPPED = STATUSES = ("ok", "oom", "failed", "timeout", "skipped")
 
 
+# What every report reads of a spec.
+SPEC_KEYS = {
+    *("workload", "method", "batch_size", "seq_len", "dtype", "optimizer"),
+    *("noise_multiplier", "max_grad_norm", "warmup", "steps"),
+}
+
+
 class UnreadableResult(UserError):
     """A file that is not a result this version of dpscope can read, and why."""
 
@@ -108,7 +115,9 @@ def _is_dict(value: object) -> bool:
 _PARTS: dict[str, Callable[[Any], bool]] = {
     "experiment": lambda value: isinstance(value, str),
     "status": lambda value: value in STATUSES,
-    "spec": lambda value: _is_dict(value) and _is_dict(value.get("workload")) and "name" in value["workload"],
+    "spec": lambda value: (
+        _is_dict(value) and set(value) >= SPEC_KEYS and _is_dict(value["workload"]) and "name" in value["workload"]
+    ),
     **dict.fromkeys(("config", "breakdown", "timing", "memory", "environment", *INSTRUMENT_PARTS, "files"), _is_dict),
     "snapshots": lambda value: isinstance(value, list),
 }

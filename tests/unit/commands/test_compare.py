@@ -127,7 +127,9 @@ def test_report_shows_the_same_again_from_the_files_alone(comparison):
     _, folder = comparison
     report = subprocess.run([DPSCOPE, "report", str(folder)], capture_output=True, text=True, timeout=60, check=False)
     assert report.returncode == 0
-    assert lines_of(report.stdout) == lines_of((folder / "summary.txt").read_text())
+    shown, files = report.stdout.split("\nWritten:\n")
+    assert lines_of(shown) == lines_of((folder / "summary.txt").read_text())
+    assert files.split() == [str(folder / "summary.txt"), str(folder / "performance_tradeoff.png")]
 
 
 def test_report_names_files_that_are_no_results_and_goes_on(comparison, tmp_path):

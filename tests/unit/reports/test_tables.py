@@ -61,8 +61,27 @@ def test_a_row_that_is_not_ok_has_no_figures_and_no_ratios(make_result, status):
 
 
 def test_a_figure_that_is_missing_leaves_the_other_ratio_standing(make_result):
-    without_memory = replace(make_result(method="flat", median=30.0), memory={})
+    without_memory = replace(make_result(method="flat", median=30.0), memory={}, peak_memory_mb=None)
     assert ratios([make_result(median=10.0), without_memory])[1] == ("flat", 3.0, None)
+
+
+def test_a_file_with_nothing_but_older_keys_has_its_mean_and_its_peak(make_result):
+    older = [
+        replace(make_result(method=method), timing={}, memory={}, avg_time_ms=mean, peak_memory_mb=peak)
+        for method, mean, peak in (("standard", 10.0, 4.0), ("ghost", 25.0, 6.0))
+    ]
+    assert ratios(older)[1] == ("ghost", 2.5, 1.5)
+    assert compare_results(older)[1].peak_bytes == 6 * 2**20
+    assert compare_results(older)[1].spread_ms is None
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1.0, "fast", True, None])
+def test_a_figure_that_is_no_measurement_is_none(make_result, bad):
+    result = make_result()
+    timing, memory = {"median_ms": bad, "p10_ms": bad, "p90_ms": 3.0}, {"peak_bytes": bad}
+    damaged = replace(result, timing=timing, memory=memory, avg_time_ms=None, peak_memory_mb=None)
+    (row,) = compare_results([damaged])
+    assert (row.median_ms, row.spread_ms, row.peak_bytes, row.time_ratio) == (None, None, None, None)
 
 
 def test_nothing_is_divided_by_zero(make_result):

@@ -1,0 +1,41 @@
+#!/usr/bin/env python3
+"""Figures and summary.txt from memory experiments that have run.
+
+python scripts/visualize_memory_breakdown.py --input-dir memory_profiling_results/run_20241110_123456
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from dpscope.comparison import Comparison
+from dpscope.errors import UserError
+from dpscope.reports.figures import FIGURES, parse_formats
+from dpscope.reports.outputs import write_reports
+from dpscope.reports.text import files_written
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--input-dir", type=Path, required=True, help="result JSONs, or the --out folder of a sweep")
+    parser.add_argument("--output-dir", type=Path, help="where to write [default: INPUT_DIR/visualizations]")
+    parser.add_argument("--format", default="png", help="of the figures, as png,svg,pdf [default: png]")
+    args = parser.parse_args()
+    try:
+        formats = parse_formats(args.format)
+        comparison = Comparison.read(args.input_dir)
+        folder = args.output_dir or args.input_dir / "visualizations"
+        written = write_reports(comparison.results, folder, skipped=comparison.skipped, formats=formats)
+    except UserError as error:
+        print(f"Error: {error}", file=sys.stderr)
+        return 2
+    print(comparison)
+    print(files_written(written))
+    for name in FIGURES:
+        if not any(path.name.startswith(name) for path in written):
+            print(f"No {name}: no result has what it shows")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

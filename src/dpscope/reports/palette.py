@@ -1,0 +1,41 @@
+"""The colour of a component, the same in every figure and page. Hexadecimal strings, no drawing library.
+
+Paul Tol's "muted" scheme: told apart with any kind of colour vision. What only private training holds is in its three
+reds and purples, and hatched besides, so that it stands out in grey print too.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+COMPONENT_COLOURS = {
+    "model_parameters": "#332288",
+    "optimizer_states": "#88CCEE",
+    "gradients": "#44AA99",
+    "activations": "#117733",
+    "activation_hooks": "#CC6677",
+    "per_sample_gradients": "#882255",
+    "norm_samples": "#AA4499",
+    "temp_matrices": "#DDCC77",
+    "inputs": "#999933",
+    "unattributed": "#DDDDDD",
+}
+
+# For components that a user's own rule names: chosen by name, so that it is the same colour in every report.
+OWN_COLOURS = ("#BBBBBB", "#EE8866", "#77AADD", "#FFAABB", "#AAAA00")
+
+# Okabe and Ito's colours and unlike markers, for methods as points.
+METHOD_COLOURS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+METHOD_MARKERS = "osD^vP*X<>ph"
+
+
+def colour_of(component: str) -> str:
+    own = OWN_COLOURS[zlib.crc32(component.encode()) % len(OWN_COLOURS)]
+    return COMPONENT_COLOURS.get(component, own)
+
+
+def is_dark(colour: str) -> bool:
+    """Is white text the readable one on it? (Relative luminance below that of middle grey.)"""
+    shares = (0.2126, 0.7152, 0.0722)  # of red, green and blue light
+    levels = (int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5))
+    return sum(share * float(level**2.2) for share, level in zip(shares, levels, strict=True)) < 0.18

@@ -1,0 +1,165 @@
+"""What a peak was made of, read from files that may be anybody's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from dpscope.reports.composition import (
+    Composition,
+    composition_of,
+    in_order,
+    label_of,
+    snapshots_of,
+    timeline_of,
+)
+from dpscope.reports.tables import compare_results
+from dpscope.results.components import COMPONENTS
+
+MIB = 2**20
+
+
+def row_of(*results):
+    (row,) = compare_results(results)
+    return row
+
+
+def with_peak(result, **components):
+    peak = {**result.memory["peak"], "components": {**result.memory["peak"]["components"], **components}}
+    return replace(result, memory={**result.memory, "peak": peak})
+
+
+@pytest.mark.parametrize("method", ["standard", "flat", "ghost", "flash"])
+def test_the_components_add_up_to_the_peak(make_memory_result, method):
+    result = make_memory_result(method)
+    assert composition_of(row_of(result)).total == result.memory["peak_bytes"]
+
+
+def test_it_is_found_behind_a_result_of_the_time_instrument(make_result, make_memory_result):
+    row = row_of(make_result(method="flat"), make_memory_result("flat"))
+    assert set(row.measured) == {"time", "memory"}
+    assert composition_of(row).components["per_sample_gradients"] == 800 * MIB
+
+
+def test_who_made_the_peak_is_told_in_words(make_memory_result):
+    assert composition_of(row_of(make_memory_result())).maker == "backward: aten::bmm in blocks.3.up"
+    assert Composition({}, phase="noise", operator="aten::normal").maker == "noise: aten::normal"
+    assert Composition({}).maker is None
+
+
+def test_a_row_that_was_only_timed_or_failed_has_none(make_result, make_memory_result):
+    assert composition_of(row_of(make_result())) is None
+    assert composition_of(row_of(replace(make_memory_result(), status="oom"))) is None
+
+
+def test_an_older_file_is_read_by_its_breakdown_and_the_rest_of_its_peak_is_unattributed(make_result):
+    breakdown = {
+        "model_parameters_mb": 10.0,
+        "gradients_mb": 5.0,
+        "total_allocated_mb": 18.0,
+        "peak_allocated_mb": 20.0,
+    }
+    composition = composition_of(row_of(replace(make_result(), memory={}, breakdown=breakdown)))
+    assert composition.components == {"model_parameters": 10 * MIB, "gradients": 5 * MIB, "unattributed": 5 * MIB}
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -5, "many", None, True, [1]])
+def test_what_is_no_amount_of_memory_is_left_out(make_memory_result, bad):
+    composition = composition_of(row_of(with_peak(make_memory_result(), gradients=bad)))
+    assert "gradients" not in composition.components
+    assert composition.components["activations"] == 300 * MIB
+
+
+def test_only_the_remainder_may_be_below_zero(make_memory_result):
+    composition = composition_of(row_of(make_memory_result(unattributed=-3)))
+    assert composition.components["unattributed"] == -3 * MIB
+    assert composition.total == (701 - 3) * MIB
+
+
+@pytest.mark.parametrize("peak", [None, [], "x", {}, {"components": None}, {"components": []}])
+def test_a_damaged_peak_falls_back_on_the_breakdown(make_memory_result, peak):
+    result = make_memory_result()
+    composition = composition_of(row_of(replace(result, memory={**result.memory, "peak": peak})))
+    assert composition.total == result.memory["peak_bytes"]
+
+
+def test_a_users_own_component_stands_before_what_is_left_and_keeps_its_name():
+    assert in_order(["unattributed", "my_cache", "inputs", "model_parameters"]) == [
+        "model_parameters",
+        "inputs",
+        "my_cache",
+        "unattributed",
+    ]
+    assert label_of("my_cache") == "my cache"
+    assert all("_" not in label_of(component.key) for component in COMPONENTS)
+
+
+def test_the_extra_has_a_sign_for_every_component_that_either_holds():
+    extra = Composition({"gradients": 7.0, "norm_samples": 1.0}).extra_over(
+        Composition({"gradients": 10.0, "activations": 2.0})
+    )
+    assert extra == {"gradients": -3.0, "activations": -2.0, "norm_samples": 1.0}
+
+
+def test_modules_come_heaviest_first_and_damaged_ones_not_at_all(make_memory_result):
+    result = make_memory_result()
+    modules = [*result.memory["modules"], None, {"module": "x"}, {"module": "y", "components": 3}]
+    composition = composition_of(row_of(replace(result, memory={**result.memory, "modules": modules})))
+    assert [module for module, _ in composition.modules] == [f"blocks.{n}.up" for n in (4, 3, 2, 1, 0)]
+
+
+def test_a_timeline_knows_its_peak_and_its_phases(make_memory_result):
+    result = make_memory_result("ghost")
+    timeline = timeline_of(row_of(result))
+    assert timeline.totals[timeline.peak] == result.memory["tracked_peak_bytes"]
+    assert [phase.name for phase in timeline.phases] == ["forward", "backward", "clip", "noise", "optimizer"]
+
+
+def test_what_a_tracker_notes_before_the_step_is_no_part_of_it(make_memory_result):
+    """Two storages are noted, one is freed; then the forward pass begins."""
+    timeline = {
+        "components": ["gradients"],
+        "points": [[0, 5], [1, 30], [2, 20], [3, 20], [4, 90], [5, 20]],
+        "phases": [{"name": "forward", "start": 3, "end": 5}],
+    }
+    read = timeline_of(row_of(replace(make_memory_result(), timeline=timeline)))
+    assert read.events == [0, 1, 2, 3, 4]
+    assert read.totals == [30, 20, 20, 90, 20]
+    assert [(phase.start, phase.end) for phase in read.phases] == [(2, 4)]
+
+
+POINTS = [[0, 1], [1, 2]]
+
+
+@pytest.mark.parametrize(
+    "timeline",
+    [
+        {},
+        {"components": ["inputs"]},
+        {"components": [], "points": [[0], [1]]},
+        {"components": ["inputs"], "points": [[0, 1]]},
+        {"components": ["inputs"], "points": [[0, 1], [1]]},
+        {"components": ["inputs"], "points": [[0, 1], [1, float("nan")]]},
+        {"components": ["inputs"], "points": [[1, 1], [0, 2]]},
+        {"components": ["inputs"], "points": [[0, "1"], [1, 2]]},
+        {"components": "inputs", "points": POINTS},
+        {"components": ["inputs"], "points": 7},
+    ],
+)
+def test_a_timeline_that_cannot_be_drawn_is_none(make_memory_result, timeline):
+    assert timeline_of(row_of(replace(make_memory_result(), timeline=timeline))) is None
+
+
+@pytest.mark.parametrize("phases", [None, "x", [None], [{"name": "a"}], [{"name": "a", "start": 1, "end": "2"}]])
+def test_damaged_phases_cost_a_timeline_no_more_than_their_marks(make_memory_result, phases):
+    timeline = {"components": ["inputs"], "points": POINTS, "phases": phases}
+    read = timeline_of(row_of(replace(make_memory_result(), timeline=timeline)))
+    assert (read.totals, read.phases) == ([1, 2], [])
+
+
+def test_snapshots_are_bytes_and_damaged_ones_are_left_out(make_memory_result):
+    result = make_memory_result()
+    damaged = [None, {"name": "x"}, {"name": "y", "allocated_mb": "much"}, {"allocated_mb": 3}]
+    stages = snapshots_of(row_of(replace(result, snapshots=[*result.snapshots, *damaged])))
+    assert stages == [("0_model_loaded", 100 * MIB), ("3_after_warmup", 300 * MIB), ("iter0_after_forward", 600 * MIB)]
