@@ -22,7 +22,7 @@ BLIND_SPOTS = (
     "Tiles are not seen: a matrix product that reads its operands several times is counted as reading them once, and "
     "so are sorts and other operators of several passes (too low).",
     "Workspaces inside an operator are not seen: split-K partial sums, attention's float32 gradients (too low).",
-    "Floating-point operations are those of matrix products, convolutions and attention; causal attention counts in full.",
+    "Floating-point operations are those of matrix products, convolutions and attention, causal attention in full.",
     "Compiled code is counted as the operators it was compiled from, without fusion.",
 )
 
@@ -43,11 +43,11 @@ class _Tally:
         self.flops += flops
 
 
-class _Counter(TorchDispatchMode):
+class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Adds up operators by (name, family, phase). Autograd takes the mode along into its own threads."""
 
     def __init__(self, device: str) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.device = device
         self.tallies: dict[tuple[str, str, str | None], _Tally] = {}
         self._phases: list[str] = []
@@ -91,7 +91,7 @@ def estimate_traffic(step: Callable[[], object], *, device: str) -> dict[str, An
     counter = _Counter(device)
     with phases.listening(counter.enter_phase), launches.hearing(counter.hear), counter:
         step()
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "name": name,
             "family": family,

@@ -26,10 +26,11 @@ class Moved(NamedTuple):
 
 
 # Nothing is moved: memory is only set aside, or only sizes are looked at.
-FREE = frozenset(
+_UNMOVED = (
     "empty empty_like empty_strided empty_permuted new_empty new_empty_strided is_same_size resize_ set_ record_stream "
-    "_has_compatible_shallow_copy_type".split()
+    "_has_compatible_shallow_copy_type"
 )
+FREE = frozenset(_UNMOVED.split())
 
 # Arguments that are overwritten without being read, or asked for their sizes alone.
 _OVERWRITTEN = (
@@ -40,7 +41,7 @@ _OVERWRITTEN = (
 UNREAD: dict[str, str] = dict.fromkeys(_OVERWRITTEN.split(), "self")
 
 # Fused optimizers may unscale gradients in place, and their schemas say so; without a loss scaler they only read them.
-UNWRITTEN = {name: "grads" for name in ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")}
+UNWRITTEN = dict.fromkeys(("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"), "grads")
 
 
 def _selected_bytes(named: Named, values: dict[str, Any], outs: list[Tensor]) -> int:
@@ -49,7 +50,8 @@ def _selected_bytes(named: Named, values: dict[str, Any], outs: list[Tensor]) ->
     indices = values["indices"]
     if any(index is not None and index.dtype == torch.bool for index in indices):
         return extent(target)  # how many are chosen is known to the device alone
-    chosen = torch.broadcast_shapes(*(index.shape for index in indices if index is not None)).numel()
+    shapes = [index.shape for index in indices if index is not None]
+    chosen = torch.broadcast_shapes(*shapes).numel()  # type: ignore[no-untyped-call]
     free = [n for n, index in zip(target.shape, [*indices, *[None] * target.dim()], strict=False) if index is None]
     return int(chosen * torch.Size(free).numel() * target.element_size())
 
@@ -110,7 +112,7 @@ def moved_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any,
     """Bytes of `device`'s memory that one call of an operator reads and writes."""
     schema = func._schema
     name = short_name(func)
-    if name in FREE:
+    if name in FREE or schema.name.startswith("prim::"):
         return Moved(0, 0)
     values = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)} | kwargs
     named = {argument: _tensors_on(device, value) for argument, value in values.items()}
@@ -173,12 +175,13 @@ _NAMES = {
     "native_batch_norm native_batch_norm_backward cudnn_batch_norm cudnn_batch_norm_backward _fused_rms_norm "
     "_fused_rms_norm_backward _native_batch_norm_legit _batch_norm_with_update batch_norm_backward",
     families.EMBEDDING: "embedding embedding_dense_backward embedding_renorm_ _embedding_bag",
-    families.REDUCTION: "sum mean norm linalg_vector_norm _foreach_norm amax amin max min prod var var_mean std any all "
-    "argmax argmin logsumexp cumsum sort topk dot mv addmv count_nonzero _softmax _log_softmax _softmax_backward_data "
-    "_log_softmax_backward_data nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward",
-    families.COPY: "copy_ clone _to_copy cat stack fill_ zero_ zeros ones full zeros_like ones_like full_like new_zeros "
-    "new_ones new_full arange index index_select gather index_put_ index_copy_ scatter_ constant_pad_nd repeat roll "
-    "im2col col2im _foreach_copy_ _foreach_zero_ _local_scalar_dense",
+    families.REDUCTION: "sum mean norm linalg_vector_norm _foreach_norm amax amin max min prod var var_mean std any "
+    "all argmax argmin logsumexp cumsum sort topk dot mv addmv count_nonzero _softmax _log_softmax "
+    "_softmax_backward_data _log_softmax_backward_data nll_loss_forward nll_loss_backward nll_loss2d_forward "
+    "nll_loss2d_backward",
+    families.COPY: "copy_ clone _to_copy cat stack fill_ zero_ zeros ones full zeros_like ones_like full_like "
+    "new_zeros new_ones new_full arange index index_select gather index_put_ index_copy_ scatter_ constant_pad_nd "
+    "repeat roll im2col col2im _foreach_copy_ _foreach_zero_ _local_scalar_dense",
     families.NOISE: "normal normal_ randn randn_like",
     families.OPTIMIZER: " ".join(UNWRITTEN),
 }
