@@ -174,14 +174,15 @@ _NAMES = {
     families.NORMALISATION: "native_layer_norm native_layer_norm_backward native_group_norm native_group_norm_backward "
     "native_batch_norm native_batch_norm_backward cudnn_batch_norm cudnn_batch_norm_backward _fused_rms_norm "
     "_fused_rms_norm_backward _native_batch_norm_legit _batch_norm_with_update batch_norm_backward",
-    families.EMBEDDING: "embedding embedding_dense_backward embedding_renorm_ _embedding_bag",
+    families.EMBEDDING: "embedding embedding_dense_backward embedding_renorm_ _embedding_bag index index_select gather "
+    "index_put_ _index_put_impl_ index_add index_add_ index_copy_ scatter scatter_ scatter_add scatter_add_",
     families.REDUCTION: "sum mean norm linalg_vector_norm _foreach_norm amax amin max min prod var var_mean std any "
     "all argmax argmin logsumexp cumsum sort topk dot mv addmv count_nonzero _softmax _log_softmax "
     "_softmax_backward_data _log_softmax_backward_data nll_loss_forward nll_loss_backward nll_loss2d_forward "
     "nll_loss2d_backward",
     families.COPY: "copy_ clone _to_copy cat stack fill_ zero_ zeros ones full zeros_like ones_like full_like "
-    "new_zeros new_ones new_full arange index index_select gather index_put_ index_copy_ scatter_ constant_pad_nd "
-    "repeat roll im2col col2im _foreach_copy_ _foreach_zero_ _local_scalar_dense",
+    "new_zeros new_ones new_full arange constant_pad_nd repeat roll "
+    "im2col col2im _foreach_copy_ _foreach_zero_ _local_scalar_dense",
     families.NOISE: "normal normal_ randn randn_like",
     families.OPTIMIZER: " ".join(UNWRITTEN),
 }

@@ -27,7 +27,7 @@ FAMILY_LABELS = {
     CLIPPING: "clipping",
     NOISE: "noise",
     COPY: "copies, casts and fills",
-    EMBEDDING: "embedding",
+    EMBEDDING: "embedding and indexing",
     OTHER: "other",
 }
 
