@@ -17,6 +17,9 @@ from dpscope.results.families import FAMILIES, OTHER
 MEASURED, ESTIMATE = "measured", "estimate"
 READ, WRITE = "dram_read_bytes", "dram_write_bytes"
 
+APPROXIMATELY = "≈"  # before every estimated number
+SMALLEST = 0.01  # of a method's bytes or time: what is below is not worth a word
+
 
 @dataclass(frozen=True)
 class KernelRows:
@@ -130,6 +133,19 @@ class Traffic:
         """Of what a large copy reaches on this machine."""
         return _divide(self.bandwidth, self.ceilings.get("dram_bytes_per_second"))
 
+    @property
+    def extra_seconds(self) -> float | None:
+        """How much longer a step takes than ordinary training's."""
+        return _difference(self.seconds, self.standard.seconds) if self.standard else None
+
+    @property
+    def extra_seconds_at_peak(self) -> float | None:
+        """What moving the extra bytes takes at this machine's measured bandwidth: no schedule can be faster."""
+        if self.standard is None:
+            return None
+        extra = _difference(self.dram_bytes, self.standard.dram_bytes)
+        return _divide(extra, self.ceilings.get("dram_bytes_per_second"))
+
     def estimate_error(self, name: str) -> float | None:
         """(estimate - measurement) / measurement, where both exist."""
         known, guess = self.figure(name), self.estimate.get(name)
@@ -180,6 +196,10 @@ def by_size(traffics: Sequence[Traffic]) -> list[list[Traffic]]:
 def _sum(*parts: float | None) -> float | None:
     known = [part for part in parts if part is not None]
     return sum(known) if len(known) == len(parts) else None
+
+
+def _difference(value: float | None, other: float | None) -> float | None:
+    return None if value is None or other is None else value - other
 
 
 def _divide(value: float | None, by: float | None) -> float | None:

@@ -9,18 +9,18 @@ from rich.table import Table
 from rich.text import Text
 
 from dpscope.reports.tables import STANDARD, Row, varying_columns
-from dpscope.reports.traffic import ESTIMATE, READ, WRITE, Traffic, by_size, compare_traffic, moved
-from dpscope.results.families import FAMILIES, FAMILY_LABELS
-from dpscope.units import MISSING, format_rate, format_ratio, format_traffic
+from dpscope.reports.traffic import APPROXIMATELY, ESTIMATE, READ, SMALLEST, WRITE, Traffic, by_size, compare_traffic
+from dpscope.reports.traffic_kernels_text import kernels_part
+from dpscope.reports.words import size_in_words
+from dpscope.results.families import FAMILY_LABELS
+from dpscope.units import MISSING, format_ms, format_rate, format_ratio, format_traffic
 
-NARROW, NARROWER = 90, 66  # columns of a terminal: below, less is shown
-APPROXIMATELY = "≈"
-TOP_KERNELS = 5  # of each method
-OTHERS = "others"  # kernels that the measurement added up
 MOST = 0.8  # a verdict names families until they make up this share of the extra
-SMALLEST = 0.01  # of a method's bytes: families below are not worth a line
 
 Cell = Callable[[Traffic], str]
+
+# Where a terminal is too narrow, columns go in this order; what tells rows apart, bytes and ratio always stay.
+EXPENDABLE = ("SM to L2", "of peak", "FLOP/B", "per item", "est. read", "est. written", "bandwidth", "L2 to SM")
 
 
 def traffic_section(rows: Sequence[Row], width: int) -> list[RenderableType]:
@@ -28,15 +28,13 @@ def traffic_section(rows: Sequence[Row], width: int) -> list[RenderableType]:
     traffics = compare_traffic(rows)
     if not traffics:
         return []
-    narrow = width < NARROW
     parts: list[RenderableType] = [Text(_heading(traffics), style="bold"), *_warnings(traffics)]
-    parts += [_table(traffics, _dram_columns(traffics, width))]
-    if caches := _cache_columns(traffics, narrow):
-        parts += ["", _table(traffics, caches)]
+    parts += [_table(traffics, _dram_columns(traffics), width)]
+    if caches := _cache_columns(traffics):
+        parts += ["", _table(traffics, caches, width)]
     if sentences := traffic_verdict(traffics):
         parts += ["", *(Text(sentence) for sentence in sentences)]
-    largest = _largest(traffics)
-    parts += [*_families(largest), *_top_kernels(largest, narrow)]
+    parts += kernels_part(traffics, width)
     return [*parts, "", *(Text(note, style="dim") for note in _notes(traffics))]
 
 
@@ -62,19 +60,36 @@ def _warnings(traffics: Sequence[Traffic]) -> list[RenderableType]:
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 
-def _table(traffics: Sequence[Traffic], columns: dict[str, Cell]) -> Table:
+def _table(traffics: Sequence[Traffic], columns: dict[str, Cell], width: int) -> Table:
     names = _name_columns(traffics)
+    columns = _fitting(columns, traffics, width - _width_of(names, traffics))
+    items = "/".join(dict.fromkeys(traffic.items[1] for traffic in traffics))
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in names:
         numeric = heading in ("batch", "seq")
         table.add_column(heading, justify="right" if numeric else "left", no_wrap=True)
     for heading in columns:
-        table.add_column(heading, justify="right", no_wrap=True)
+        table.add_column(heading.replace("item", items), justify="right", no_wrap=True)
     for group in by_size(traffics):
         for traffic in group:
             cells = [cell(traffic) for cell in (*names.values(), *columns.values())]
             table.add_row(*cells, end_section=traffic is group[-1])
     return table
+
+
+def _fitting(columns: dict[str, Cell], traffics: Sequence[Traffic], width: int) -> dict[str, Cell]:
+    """As many of the columns as there is room for."""
+    kept = dict(columns)
+    for heading in EXPENDABLE:
+        if _width_of(kept, traffics) <= width:
+            break
+        kept.pop(heading, None)
+    return kept
+
+
+def _width_of(columns: dict[str, Cell], traffics: Sequence[Traffic]) -> int:
+    """Characters of a table's columns, with the two between them."""
+    return sum(2 + max(len(heading), *(len(cell(t)) for t in traffics)) for heading, cell in columns.items())
 
 
 def _name_columns(traffics: Sequence[Traffic]) -> dict[str, Cell]:
@@ -94,27 +109,23 @@ def _setting(name: str) -> Cell:
     return lambda t: str(t.row.first.spec.get(name) or MISSING)
 
 
-def _dram_columns(traffics: Sequence[Traffic], width: int) -> dict[str, Cell]:
-    narrow = width < NARROW
-    items = dict.fromkeys(traffic.items[1] for traffic in traffics)
+def _dram_columns(traffics: Sequence[Traffic]) -> dict[str, Cell]:
     columns: dict[str, Cell] = {
-        "DRAM read": lambda t: _marked(t, format_traffic(t.figure(READ))),
-        "written": lambda t: _marked(t, format_traffic(t.figure(WRITE))),
+        "DRAM read": _bytes_cell(READ),
+        "written": _bytes_cell(WRITE),
         "×": lambda t: _marked(t, format_ratio(t.ratio)),
+        "per item": lambda t: _marked(t, format_traffic(t.bytes_per_item)),
+        "FLOP/B": lambda t: _marked(t, MISSING if t.intensity is None else f"{t.intensity:.0f}"),
+        "bandwidth": lambda t: _marked(t, format_rate(t.bandwidth)),
     }
-    if not narrow:
-        columns[f"per {'/'.join(items)}"] = lambda t: _marked(t, format_traffic(t.bytes_per_item))
-        columns["FLOP/B"] = lambda t: _marked(t, MISSING if t.intensity is None else f"{t.intensity:.0f}")
-    if width >= NARROWER:
-        columns["bandwidth"] = lambda t: _marked(t, format_rate(t.bandwidth))
-    if not narrow and any(traffic.bandwidth_fraction for traffic in traffics):
+    if any(traffic.bandwidth_fraction for traffic in traffics):
         columns["of peak"] = lambda t: _marked(t, _percent(t.bandwidth_fraction))
     if len({traffic.source for traffic in traffics}) > 1:
         columns["bytes are"] = lambda t: t.source
     return columns
 
 
-def _cache_columns(traffics: Sequence[Traffic], narrow: bool) -> dict[str, Cell]:
+def _cache_columns(traffics: Sequence[Traffic]) -> dict[str, Cell]:
     """What passes above DRAM, and how far the estimate is off; empty if nothing of that is known."""
     figures = {
         "L2 read": "l2_read_bytes",
@@ -127,10 +138,9 @@ def _cache_columns(traffics: Sequence[Traffic], narrow: bool) -> dict[str, Cell]
         for heading, name in figures.items()
         if any(traffic.figure(name) is not None for traffic in traffics)
     }
-    errors = any(traffic.estimate_error(READ) is not None for traffic in traffics)
-    if errors:
-        known["estimate: read" if not narrow else "est. read"] = lambda t: _error(t, READ)
-        known["written" if not narrow else "est. written"] = lambda t: _error(t, WRITE)
+    if any(traffic.estimate_error(READ) is not None for traffic in traffics):
+        known["est. read"] = lambda t: _error(t, READ)
+        known["est. written"] = lambda t: _error(t, WRITE)
     return known
 
 
@@ -160,19 +170,28 @@ def traffic_verdict(traffics: Sequence[Traffic]) -> list[str]:
     for group in by_size(traffics):
         compared = [t for t in group if t.row.method != STANDARD and t.ratio is not None]
         if compared:
-            paragraphs.append(f"{_size(group[0]).capitalize()}: {' '.join(map(_sentence, compared))}")
+            paragraphs.append(
+                f"{size_in_words(group[0].row.first.spec).capitalize()}: {' '.join(map(_sentence, compared))}"
+            )
     return paragraphs
 
 
 def _sentence(traffic: Traffic) -> str:
     told, source = ("has to move", " (estimate)") if traffic.estimated else ("moves", "")
     ratio = format_ratio(traffic.ratio)
-    return f"{traffic.row.method} {told} {ratio} the DRAM bytes of {STANDARD}{source}{_explain(traffic)}."
+    why = f"{_explain(traffic)}{_explain_time(traffic)}"
+    return f"{traffic.row.method} {told} {ratio} the DRAM bytes of {STANDARD}{source}{why}."
 
 
-def _size(traffic: Traffic) -> str:
-    spec = traffic.row.first.spec
-    return f"batch {spec['batch_size']}" + (f", sequence {spec['seq_len']}" if spec.get("seq_len") else "")
+def _explain_time(traffic: Traffic) -> str:
+    """How much of the extra time the extra bytes alone account for; nothing where either is too small to say."""
+    moving, slower, whole = traffic.extra_seconds_at_peak, traffic.extra_seconds, traffic.seconds
+    if moving is None or slower is None or whole is None or not traffic.row.steady:
+        return ""
+    if not SMALLEST * whole <= moving <= slower:
+        return ""
+    share = f"{format_ms(1e3 * moving)} of the {format_ms(1e3 * slower)} it is slower"
+    return f"; moving the extra at the machine's peak bandwidth takes {share}"
 
 
 def _explain(traffic: Traffic) -> str:
@@ -197,58 +216,6 @@ def _explain(traffic: Traffic) -> str:
     return f"; {', '.join(named)}{caveat}"
 
 
-def _largest(traffics: Sequence[Traffic]) -> list[Traffic]:
-    """The rows with kernels, of the size that moves most: what a summary shows. traffic_kernels.csv has all sizes."""
-    groups = [[t for t in group if t.kernels] for group in by_size(traffics)]
-    return max(groups, key=lambda group: max((t.dram_bytes or 0 for t in group), default=-1), default=[])
-
-
-def _families(group: Sequence[Traffic]) -> list[RenderableType]:
-    """Where the bytes of rows of one size go."""
-    shares = {t.row.method: t.kernels.bytes_by_family() for t in group if t.kernels}
-    if not shares:
-        return []
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("")
-    for traffic in group:
-        table.add_column(traffic.row.method, justify="right", no_wrap=True)
-    for family in FAMILIES:
-        counts = [shares[t.row.method].get(family, 0) for t in group]
-        if any(count >= SMALLEST * sum(shares[t.row.method].values()) for t, count in zip(group, counts, strict=True)):
-            table.add_row(FAMILY_LABELS[family], *map(_family_bytes, group, counts))
-    estimated = all(t.kernels and t.kernels.source == ESTIMATE for t in group)
-    told = "estimate, by operator" if estimated else "by kernel"
-    return ["", Text(f"Where the DRAM bytes go: {_size(group[0])} ({told})", style="bold"), table]
-
-
-def _family_bytes(traffic: Traffic, count: int) -> str:
-    mark = APPROXIMATELY if traffic.kernels and traffic.kernels.source == ESTIMATE else ""
-    return mark + format_traffic(count) if count else MISSING
-
-
-def _top_kernels(traffics: Sequence[Traffic], narrow: bool) -> list[RenderableType]:
-    """The measured kernels that move most, of each row that has them."""
-    parts: list[RenderableType] = []
-    for traffic in traffics:
-        kernels = traffic.kernels
-        if kernels is None or kernels.source == ESTIMATE:
-            continue
-        total = sum(map(moved, kernels.rows)) or 1
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        table.add_column(f"{traffic.row.method}: kernel", no_wrap=True, max_width=30 if narrow else 52)
-        for heading in ("family", *(() if narrow else ("phase",))):
-            table.add_column(heading, no_wrap=True)
-        for heading in ("calls", "DRAM", "share"):
-            table.add_column(heading, justify="right", no_wrap=True)
-        named = [row for row in kernels.rows if row.get("name") != OTHERS]
-        for row in sorted(named, key=moved, reverse=True)[:TOP_KERNELS]:
-            phase = () if narrow else (str(row.get("phase") or MISSING),)
-            figures = (str(row.get("calls") or 1), format_traffic(moved(row)), _percent(moved(row) / total))
-            table.add_row(str(row.get("name")), str(row.get("family")), *phase, *figures)
-        parts += ["", table]
-    return parts
-
-
 def _notes(traffics: Sequence[Traffic]) -> list[str]:
     notes = [
         "Bytes of one step; 1 GB = 10⁹ bytes. × is the ratio of DRAM bytes to standard. Bandwidth combines the bytes "
@@ -261,7 +228,7 @@ def _notes(traffics: Sequence[Traffic]) -> list[str]:
             f"× is {MISSING} where standard has no bytes of the same kind: measure it with --methods standard,…"
         )
     if any(traffic.estimate_error(READ) is not None for traffic in traffics):
-        notes.append("Estimate: how far the bytes computed from tensor sizes are from the measured ones.")
+        notes.append("est.: how far the bytes computed from tensor sizes are from the measured DRAM bytes.")
     for how in dict.fromkeys(str(t.ceilings["how"]) for t in traffics if t.ceilings.get("how")):
         notes.append(f"Peak: {how}.")
     seen = dict.fromkeys(t.kernels.note for t in traffics if t.kernels and t.kernels.source != ESTIMATE)
