@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from dpscope.reports.figures.labels import label_points
@@ -29,6 +30,7 @@ TOP_KERNELS = 6  # of each method
 NAMED_KERNELS = 4  # of each panel
 LONGEST_NAME = 18  # characters of a kernel's
 LEVEL_ROOFS = {"tensor_flops_per_second": "tensor cores", "fp32_flops_per_second": "FP32"}
+SLOPE_BOXES = 32  # small enough that little beside the line is kept free
 ROOM = 3.0  # an axis goes this factor beyond its points
 
 
@@ -164,13 +166,13 @@ def _write_along_slope(ax: Axes, bandwidth: float, end: float, text: dict[str, A
 
 
 def _along(ax: Axes, start: tuple[float, float], end: tuple[float, float]) -> list[Bbox]:
-    """Small boxes over a straight line: what labels keep away from."""
+    """Boxes over a straight line, one if it is level: what labels keep away from."""
     from matplotlib.transforms import Bbox
 
     (x0, y0), (x1, y1) = ax.transData.transform([start, end])
-    steps = max(2, int(max(abs(x1 - x0), abs(y1 - y0)) / 8))
-    places = [(x0 + (x1 - x0) * i / steps, y0 + (y1 - y0) * i / steps) for i in range(steps + 1)]
-    return [Bbox.from_extents(x - 4, y - 4, x + 4, y + 4) for x, y in places]
+    pieces = 1 if y0 == y1 else SLOPE_BOXES
+    ends = [(x0 + (x1 - x0) * i / pieces, y0 + (y1 - y0) * i / pieces) for i in range(pieces + 1)]
+    return [Bbox([first, last]).padded(2) for first, last in pairwise(ends)]
 
 
 def _label(ax: Axes, points: Sequence[Point], looks: Looks, roofs: Sequence[Bbox]) -> None:
