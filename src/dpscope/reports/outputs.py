@@ -8,6 +8,7 @@ from pathlib import Path
 from dpscope.errors import UserError
 from dpscope.reports.export import write_csv
 from dpscope.reports.figures import write_figures
+from dpscope.reports.figures.traffic import write_traffic_figures
 from dpscope.reports.latex import write_latex
 from dpscope.reports.tables import Row, compare_results
 from dpscope.reports.text import TITLE, render_plain, summary
@@ -20,7 +21,7 @@ SUMMARY = "summary.txt"
 # Each writes what it can say of the rows into a folder and names the files; none if it has nothing to say.
 # The last argument is the formats of figures: png, svg, pdf.
 Writer = Callable[[Sequence[Row], Path, Sequence[str]], list[Path]]
-WRITERS: tuple[Writer, ...] = (write_figures, write_traffic_csv)
+WRITERS: tuple[Writer, ...] = (write_figures, write_traffic_figures, write_traffic_csv)
 
 # Written when they are asked for.
 TABLES: dict[str, Callable[[Sequence[Row], Path], list[Path]]] = {"csv": write_csv, "latex": write_latex}

@@ -66,7 +66,7 @@ _COLUMNS: dict[str, Column] = {
 _OF_KERNEL = ("name", "family", "phase", "calls", READ, WRITE, "l2_to_sm_bytes", "flops", "time_ns")
 
 
-def write_traffic_csv(rows: Sequence[Row], folder: Path) -> list[Path]:
+def write_traffic_csv(rows: Sequence[Row], folder: Path, formats: Sequence[str] = ()) -> list[Path]:
     """Both files, each only if it has lines."""
     traffics = compare_traffic(rows)
     lines = [[column(traffic) for column in _COLUMNS.values()] for traffic in traffics]

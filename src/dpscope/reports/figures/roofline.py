@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from dpscope.reports.figures.labels import label_points
+from dpscope.reports.figures.labels import Box, label_points
 from dpscope.reports.figures.style import SMALL, settle, styled
 from dpscope.reports.figures.traffic_panels import Looks, make_panels, set_heading
 from dpscope.reports.tables import Row
@@ -23,7 +23,7 @@ from dpscope.units import format_rate
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from matplotlib.transforms import Bbox
+    from matplotlib.text import Annotation
 
 MARKER, SMALL_MARKER = 6.5, 3.0  # points
 TOP_KERNELS = 6  # of each method
@@ -119,7 +119,7 @@ def _draw_point(ax: Axes, point: Point, looks: Looks) -> None:
     )
 
 
-def _draw_roofs(ax: Axes, group: Sequence[Traffic]) -> list[Bbox]:
+def _draw_roofs(ax: Axes, group: Sequence[Traffic]) -> list[Box]:
     """The measured ceilings with their values; the places they take, in pixels."""
     ceilings = group[0].ceilings
     bandwidth = ceilings.get("dram_bytes_per_second")
@@ -128,7 +128,7 @@ def _draw_roofs(ax: Axes, group: Sequence[Traffic]) -> list[Bbox]:
     text: dict[str, Any] = {"fontsize": SMALL, "color": "0.25"}
     levels = {name: ceilings[name] for name in LEVEL_ROOFS if ceilings.get(name)}
     highest = max(levels.values(), default=None)
-    taken: list[Bbox] = []
+    taken: list[Box] = []
     for name, rate in levels.items():
         start = max(left, rate / bandwidth) if bandwidth else left
         ax.plot([start, right], [rate, rate], linestyle="-" if rate == highest else "--", **line)
@@ -136,7 +136,7 @@ def _draw_roofs(ax: Axes, group: Sequence[Traffic]) -> list[Bbox]:
         written = ax.annotate(
             label, (right, rate), (-2, 2), textcoords="offset points", ha="right", va="bottom", **text
         )
-        taken += [written.get_window_extent(), *_along(ax, (start, rate), (right, rate))]
+        taken += [_box(written), *_along(ax, (start, rate), (right, rate))]
     if bandwidth:
         end = min(right, highest / bandwidth) if highest else right
         ax.plot([left, end], [bandwidth * left, bandwidth * end], **line)
@@ -145,7 +145,7 @@ def _draw_roofs(ax: Axes, group: Sequence[Traffic]) -> list[Bbox]:
     return taken
 
 
-def _write_along_slope(ax: Axes, bandwidth: float, end: float, text: dict[str, Any]) -> Bbox:
+def _write_along_slope(ax: Axes, bandwidth: float, end: float, text: dict[str, Any]) -> Box:
     """The bandwidth, along its line, where that enters the panel."""
     left, _ = ax.get_xlim()
     low, _ = ax.get_ylim()
@@ -162,28 +162,31 @@ def _write_along_slope(ax: Axes, bandwidth: float, end: float, text: dict[str, A
         va="bottom",
         **text,
     )
-    return written.get_window_extent()
+    return _box(written)
 
 
-def _along(ax: Axes, start: tuple[float, float], end: tuple[float, float]) -> list[Bbox]:
+def _box(written: Annotation) -> Box:
+    extent = written.get_window_extent()
+    return extent.x0, extent.y0, extent.x1, extent.y1
+
+
+def _along(ax: Axes, start: tuple[float, float], end: tuple[float, float]) -> list[Box]:
     """Boxes over a straight line, one if it is level: what labels keep away from."""
-    from matplotlib.transforms import Bbox
-
     (x0, y0), (x1, y1) = ax.transData.transform([start, end])
     pieces = 1 if y0 == y1 else SLOPE_BOXES
     ends = [(x0 + (x1 - x0) * i / pieces, y0 + (y1 - y0) * i / pieces) for i in range(pieces + 1)]
-    return [Bbox([first, last]).padded(2) for first, last in pairwise(ends)]
+    return [
+        (left - 2, min(low, high) - 2, right + 2, max(low, high) + 2) for (left, low), (right, high) in pairwise(ends)
+    ]
 
 
-def _label(ax: Axes, points: Sequence[Point], looks: Looks, roofs: Sequence[Bbox]) -> None:
+def _label(ax: Axes, points: Sequence[Point], looks: Looks, roofs: Sequence[Box]) -> None:
     """Every step, and the largest kernels, each name once."""
-    from matplotlib.transforms import Bbox
-
     obstacles = list(roofs)
     for point in points:
         half = ((SMALL_MARKER if point.kernel else MARKER) / 2 + 1) * ax.figure.dpi / 72
         x, y = ax.transData.transform((point.x, point.y))
-        obstacles.append(Bbox.from_extents(x - half, y - half, x + half, y + half))
+        obstacles.append((x - half, y - half, x + half, y + half))
     kernels = list({point.label: point for point in points if point.kernel}.values())[:NAMED_KERNELS]
     named = [*(point for point in points if not point.kernel), *kernels]
     label_points(
