@@ -22,6 +22,26 @@ def format_bytes(count: float | None) -> str:
     return f"{count / KIB:.1f} KiB" if abs(count) >= KIB else f"{count:.0f} B"
 
 
+def format_traffic(count: float | None) -> str:
+    """Bytes that were moved, in decimal units: what bandwidths are given in."""
+    return MISSING if count is None else _decimal(count, "B")
+
+
+def format_rate(per_second: float | None, unit: str = "B") -> str:
+    """1.92 TB/s; with another unit, 624 TFLOP/s."""
+    return MISSING if per_second is None else _decimal(per_second, unit) + "/s"
+
+
+def _decimal(value: float, unit: str) -> str:
+    """Three digits and a prefix: 168 GB, 1.14 GB, 35.0 MB."""
+    for size, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        scaled = abs(value) / size
+        if scaled >= 0.9995:
+            digits = 2 if scaled < 9.995 else 1 if scaled < 99.95 else 0
+            return f"{value / size:.{digits}f} {prefix}{unit}"
+    return f"{value:.0f} {unit}"
+
+
 def format_ms(milliseconds: float | None) -> str:
     if milliseconds is None:
         return MISSING

@@ -49,6 +49,10 @@ class Row:
         return seen.memory if seen is not None and seen.memory else self._part("memory")
 
     @property
+    def ncu(self) -> dict[str, Any]:
+        return self._part("ncu")
+
+    @property
     def median_ms(self) -> float | None:
         """The median; the mean where a file of an older consumer has no more than that."""
         return _figure(self.timing.get("median_ms"), self._value("avg_time_ms"))

@@ -29,6 +29,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,6 +46,8 @@ from dpscope.flash.kernels.tensor_lists import (
     size_at,
 )
 from dpscope.flash.kernels.triton_runtime import Backend, jit, launch_on, tl
+from dpscope.instruments.launches import Launch, announce
+from dpscope.results.families import OPTIMIZER
 
 
 def fused_sgd_(
@@ -108,7 +112,7 @@ def fused_sgd_(
         param.copy_(values.sub(grad, alpha=lr))
 
     columns = [params, sums, momentum_buffers] if momentum else [params, sums]
-    _update(columns, launch, fallback, factor, grad_scale, noise_std, seed, offset, backend)
+    _update(_sgd_kernel, columns, launch, fallback, factor, grad_scale, noise_std, seed, offset, backend)
 
 
 def fused_adam_(
@@ -187,10 +191,11 @@ def fused_adam_(
         param.copy_(values.addcdiv_(first, (second.sqrt() / root_correction).add_(eps), value=-step_size))
 
     columns = [params, sums, exp_avgs, exp_avg_sqs, *([max_exp_avg_sqs] if amsgrad else [])]
-    _update(columns, launch, fallback, factor, grad_scale, noise_std, seed, offset, backend)
+    _update(_adam_kernel, columns, launch, fallback, factor, grad_scale, noise_std, seed, offset, backend)
 
 
 def _update(
+    kernel: Any,
     columns: Sequence[Sequence[Tensor]],
     launch: Callable[[ListLaunch], None],
     fallback: Callable[..., None],
@@ -211,6 +216,7 @@ def _update(
             launch(listed)
         # Autograd cannot see that a kernel wrote to them.
         torch.autograd.graph.increment_version([params[i] for i in listed.members])
+        announce(partial(_described, kernel.__name__, columns, listed.members))
     for i in left:
         param, total = params[i], sums[i]
         dtype = torch.promote_types(torch.promote_types(param.dtype, total.dtype), torch.float32)
@@ -220,6 +226,17 @@ def _update(
                 part.add_(noise.to(dtype), alpha=noise_std)
         with torch.no_grad():
             fallback(grad.mul_(grad_scale), param, *(state[i] for state in states))
+
+
+def _described(name: str, columns: Sequence[Sequence[Tensor]], members: Sequence[int]) -> Launch:
+    """Parameters, sums and state are read; parameters and state are written."""
+    params, sums, *states = ([column[i] for i in members] for column in columns)
+    return Launch(
+        name=name,
+        family=OPTIMIZER,
+        reads=list(chain(params, sums, *states)),
+        writes=list(chain(params, *states)),
+    )
 
 
 # -- Triton ------------------------------------------------------------------------------------------------------------

@@ -54,6 +54,8 @@ from dpscope.flash.kernels.triton_runtime import (
     tl,
     use_triton,
 )
+from dpscope.instruments.launches import Launch, announce
+from dpscope.results.families import CLIPPING
 
 CHUNK_BYTES = 64 * 2**20
 """The fallback holds no temporary larger than this."""
@@ -425,6 +427,15 @@ def _launch(
             num_warps=tiles.num_warps,
             num_stages=tiles.num_stages,
         )
+    announce(
+        lambda: Launch(
+            name=kernel.__name__,
+            family=CLIPPING,
+            reads=[t for _, _, (gs, xs, ids, _) in members for t in (*gs, *xs, *([] if ids is None else [ids]))],
+            writes=[partials],
+            flops=batch * kind.length * (kind.length + 1) * sum(rows.width for rows in members),
+        )
+    )
     squares, lengths = partials.sum(3).unbind(0)
     return _floored(squares, lengths).sum(0)
 

@@ -35,6 +35,8 @@ from dpscope.flash.kernels.tensor_lists import (
     size_at,
 )
 from dpscope.flash.kernels.triton_runtime import Backend, jit, launch_on, tl
+from dpscope.instruments.launches import Launch, announce
+from dpscope.results.families import NOISE
 
 _WORD = 2**32 - 1
 _TORCH_CHUNK = 2**20  # elements of noise the fallback makes at a time
@@ -112,10 +114,16 @@ def _add(
                 **launch.cut,
                 num_warps=8,
             )
+        announce(partial(_described, tensors, launch.members))
     for i in left:
         for part, noise in noise_chunks(tensors[i], starts[i], seed, offset):
             wide = part.to(torch.promote_types(part.dtype, torch.float32))
             part.copy_((times_factor_(wide, factor) + std * noise) * scale)
+
+
+def _described(tensors: Sequence[Tensor], members: Sequence[int]) -> Launch:
+    changed = [tensors[i] for i in members]
+    return Launch(name=_add_noise_kernel.__name__, family=NOISE, reads=changed, writes=changed)
 
 
 # -- Triton ------------------------------------------------------------------------------------------------------------

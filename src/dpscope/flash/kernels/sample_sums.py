@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 
 from dpscope.flash.kernels.triton_runtime import Backend, jit, launch_on, tl, use_triton
+from dpscope.instruments.launches import Launch, announce
+from dpscope.results.families import CLIPPING
 
 ROWS = 128
 """Positions a program sums: fixed, so that one long sample is many programs and the order of addition never varies."""
@@ -139,6 +141,14 @@ def _launch(g: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor) -> tuple[Te
             BLOCK=block,
             num_warps=4,
         )
+    announce(
+        lambda: Launch(
+            name=_sums_kernel.__name__,
+            family=CLIPPING,
+            reads=[g, x, rstd, *([] if mean is None else [mean])],
+            writes=[partials],
+        )
+    )
     return (partials.sum(1) if blocks > 1 else partials.view(wanted, batch, width)).unbind(0)
 
 

@@ -50,6 +50,8 @@ from dpscope.flash.kernels.triton_runtime import (
     tl,
     use_triton,
 )
+from dpscope.instruments.launches import Launch, announce
+from dpscope.results.families import GEMM
 
 MIN_SCALE = 2.0**-100
 """Smaller factors count as zero."""
@@ -142,6 +144,7 @@ def scaled_sums(
             tables.append([n for _, a, b, c in rows for n in (a + g_skip, b + x_skip, c)])
     if launches:
         _launch(gs, xs, scale, results, launches, tables, tiles)
+        announce(lambda: _described(gs, xs, scale, results, groups, launches))
     return results
 
 
@@ -313,6 +316,26 @@ def _launch(
                 num_warps=tiles.num_warps,
                 num_stages=tiles.num_stages,
             )
+
+
+def _described(
+    gs: Sequence[Tensor],
+    xs: Sequence[Tensor],
+    scale: Tensor,
+    outs: Sequence[Tensor],
+    groups: dict[tuple[Any, ...], list[tuple[int, int, int, int]]],
+    launches: list[tuple[int, int, bool]],
+) -> Launch:
+    """What the launches of one call move together: the products that ordinary training makes for its weights."""
+    added = {first: add for first, _, add in launches}
+    served = {i: added[rows[0][0]] for rows in groups.values() if rows[0][0] in added for i, *_ in rows}
+    return Launch(
+        name=_scaled_sum_kernel.__name__,
+        family=GEMM,
+        reads=[scale, *(t for i in served for t in (gs[i], xs[i])), *(outs[i] for i, add in served.items() if add)],
+        writes=[outs[i] for i in served],
+        flops=sum(2 * gs[i].numel() * xs[i].shape[2] for i in served),
+    )
 
 
 # -- torch -------------------------------------------------------------------------------------------------------------

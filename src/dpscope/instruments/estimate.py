@@ -1,0 +1,116 @@
+"""The bytes a step has to move, from the sizes of its operators' tensors: for machines whose counters cannot be read.
+
+One step runs under a dispatch mode. Every operator counts its inputs as read and its outputs as written once, in full
+(see operators.py), and kernels that the dispatcher does not see announce theirs (see launches.py). That is what would
+pass through DRAM if no operator left anything in a cache for the next one and none read anything twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dpscope.instruments import launches, phases
+from dpscope.instruments.operators import Moved, distinct, extent, family_of, flops_of, moved_by
+
+BLIND_SPOTS = (
+    "Caches are not seen: what one operator leaves in L2 for the next is counted as DRAM traffic (too high).",
+    "Tiles are not seen: a matrix product that reads its operands several times is counted as reading them once, and "
+    "so are sorts and other operators of several passes (too low).",
+    "Workspaces inside an operator are not seen: split-K partial sums, attention's float32 gradients (too low).",
+    "Floating-point operations are those of matrix products, convolutions and attention, causal attention in full.",
+    "Compiled code is counted as the operators it was compiled from, without fusion.",
+)
+
+
+@dataclass
+class _Tally:
+    """What one operator did in one phase, over all its calls."""
+
+    calls: int = 0
+    read: int = 0
+    written: int = 0
+    flops: int = 0
+
+    def add(self, moved: Moved, flops: int) -> None:
+        self.calls += 1
+        self.read += moved.read
+        self.written += moved.written
+        self.flops += flops
+
+
+class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Adds up operators by (name, family, phase). Autograd takes the mode along into its own threads."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.device = device
+        self.tallies: dict[tuple[str, str, str | None], _Tally] = {}
+        self._phases: list[str] = []
+
+    @property
+    def phase(self) -> str | None:
+        return self._phases[-1] if self._phases else None
+
+    @contextmanager
+    def enter_phase(self, name: str) -> Iterator[None]:
+        self._phases.append(name)
+        try:
+            yield
+        finally:
+            self._phases.pop()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        moved = moved_by(func, args, kwargs, out, self.device)
+        if any(moved):
+            name = func._schema.name
+            self._add(name, family_of(func, args, self.phase), moved, flops_of(func, args, kwargs, out))
+        return out
+
+    def hear(self, launch: launches.Launch) -> None:
+        sizes = (sum(map(extent, distinct(tensors))) for tensors in (launch.reads, launch.writes))
+        self._add(launch.name, launch.family, Moved(*sizes), launch.flops)
+
+    def _add(self, name: str, family: str, moved: Moved, flops: int) -> None:
+        self.tallies.setdefault((name, family, self.phase), _Tally()).add(moved, flops)
+
+
+def estimate_traffic(step: Callable[[], object], *, device: str) -> dict[str, Any]:
+    """Bytes that one `step` reads from and writes to the memory of `device`, by operator and phase; most bytes first.
+
+    The step is an ordinary one: it trains, and nothing is left behind.
+    """
+    counter = _Counter(device)
+    with phases.listening(counter.enter_phase), launches.hearing(counter.hear), counter:
+        step()
+    rows: list[dict[str, Any]] = [
+        {
+            "name": name,
+            "family": family,
+            "phase": phase,
+            "calls": tally.calls,
+            "dram_read_bytes": tally.read,
+            "dram_write_bytes": tally.written,
+            "l2_to_sm_bytes": None,
+            "flops": tally.flops,
+            "time_ns": None,
+        }
+        for (name, family, phase), tally in counter.tallies.items()
+    ]
+    rows.sort(key=lambda row: -(row["dram_read_bytes"] + row["dram_write_bytes"]))
+    calls = sum(row["calls"] for row in rows)
+    return {
+        "dram_read_bytes": sum(row["dram_read_bytes"] for row in rows),
+        "dram_write_bytes": sum(row["dram_write_bytes"] for row in rows),
+        "flops": {"total": sum(row["flops"] for row in rows)},
+        "kernels": {"rows": rows, "calls_seen": calls, "calls_total": calls, "note": "by operator, from tensor sizes"},
+        "blind_spots": list(BLIND_SPOTS),
+    }

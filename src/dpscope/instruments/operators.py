@@ -1,0 +1,220 @@
+"""What one operator of torch moves and computes, from the sizes of its tensors alone.
+
+The rule is: every distinct input is read once, every output is written once, what is changed in place is both. A view
+moves nothing. The tables below hold the operators for which that is wrong; all other knowledge is in their schemas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from dpscope.instruments import phases
+from dpscope.results import families
+
+Named = dict[str, list[Tensor]]  # tensors on the device, by the argument that holds them
+
+
+class Moved(NamedTuple):
+    read: int  # bytes
+    written: int
+
+
+# Nothing is moved: memory is only set aside, or only sizes are looked at.
+_UNMOVED = (
+    "empty empty_like empty_strided empty_permuted new_empty new_empty_strided is_same_size resize_ set_ record_stream "
+    "_has_compatible_shallow_copy_type"
+)
+FREE = frozenset(_UNMOVED.split())
+
+# Arguments that are overwritten without being read, or asked for their sizes alone.
+_OVERWRITTEN = (
+    "fill_ zero_ normal_ uniform_ bernoulli_ random_ exponential_ copy_ _foreach_zero_ _foreach_copy_ scatter_ "
+    "index_copy_ zeros_like ones_like full_like rand_like randn_like randint_like new_zeros new_ones new_full "
+    "nll_loss_backward nll_loss2d_backward"
+)
+UNREAD: dict[str, str] = dict.fromkeys(_OVERWRITTEN.split(), "self")
+
+# Fused optimizers may unscale gradients in place, and their schemas say so; without a loss scaler they only read them.
+UNWRITTEN = dict.fromkeys(("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"), "grads")
+
+
+def _selected_bytes(named: Named, values: dict[str, Any], outs: list[Tensor]) -> int:
+    """Of self[indices]: the indices' common shape times the dimensions that are not indexed."""
+    (target,) = named["self"]
+    indices = values["indices"]
+    if any(index is not None and index.dtype == torch.bool for index in indices):
+        return extent(target)  # how many are chosen is known to the device alone
+    shapes = [index.shape for index in indices if index is not None]
+    chosen = torch.broadcast_shapes(*shapes).numel()  # type: ignore[no-untyped-call]
+    free = [n for n, index in zip(target.shape, [*indices, *[None] * target.dim()], strict=False) if index is None]
+    return int(chosen * torch.Size(free).numel() * target.element_size())
+
+
+def _bytes_like(argument: str, *, of: str = "self") -> Callable[[Named, dict[str, Any], list[Tensor]], int]:
+    """One element of `of` for each element of `argument`."""
+    return lambda named, values, outs: values[argument].numel() * values[of].element_size()
+
+
+def _output_bytes(named: Named, values: dict[str, Any], outs: list[Tensor]) -> int:
+    return extent(outs[0])
+
+
+# Arguments of which only some places are touched: operator -> (argument, bytes touched).
+TOUCHED: dict[str, tuple[str, Callable[[Named, dict[str, Any], list[Tensor]], int]]] = {
+    "embedding": ("weight", _output_bytes),
+    "index": ("self", _output_bytes),
+    "index_select": ("self", _output_bytes),
+    "gather": ("self", _output_bytes),
+    "take": ("self", _output_bytes),
+    "nll_loss_forward": ("self", _bytes_like("target")),
+    "nll_loss2d_forward": ("self", _bytes_like("target")),
+    "index_put_": ("self", _selected_bytes),
+    "_index_put_impl_": ("self", _selected_bytes),
+    "index_add_": ("self", _bytes_like("source")),
+    "index_copy_": ("self", _bytes_like("source")),
+    "scatter_": ("self", _bytes_like("index")),
+    "scatter_add_": ("self", _bytes_like("index")),
+}
+
+
+def extent(tensor: Tensor) -> int:
+    """Bytes behind a tensor: dimensions it was expanded along count once, and never more than its storage holds."""
+    if tensor.layout != torch.strided:
+        return sum(map(extent, (tensor._indices(), tensor._values()))) if tensor.layout == torch.sparse_coo else 0
+    elements = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        elements *= 1 if stride == 0 and size else size
+    return min(elements * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    """Equal for tensors over the same bytes: a matrix and its transpose are read once."""
+    if tensor.layout != torch.strided:
+        return (id(tensor),)
+    return (_storage(tensor), tensor.storage_offset(), extent(tensor))
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
+
+
+def distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return list({_place(tensor): tensor for tensor in tensors}.values())
+
+
+def moved_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, device: str) -> Moved:
+    """Bytes of `device`'s memory that one call of an operator reads and writes."""
+    schema = func._schema
+    name = short_name(func)
+    if name in FREE or schema.name.startswith("prim::"):
+        return Moved(0, 0)
+    values = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)} | kwargs
+    named = {argument: _tensors_on(device, value) for argument, value in values.items()}
+    outs = _tensors_on(device, out)
+    changed = {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+    sources = {_storage(tensor) for tensors in named.values() for tensor in tensors}
+    fresh = distinct(tensor for tensor in outs if _storage(tensor) not in sources)
+    if outs and not fresh and not changed:
+        return Moved(0, 0)  # a view
+    unread = {a.name for a in schema.arguments if a.is_out} | {UNREAD.get(name)}
+    if name == "index_put_" and not values.get("accumulate", False):
+        unread |= {"self"}
+    if kwargs.get("grad_scale") is None:
+        changed -= {UNWRITTEN.get(name)}
+    sparse, touched = TOUCHED.get(name, (None, None))
+
+    def size_of(argument: str) -> int:
+        whole = sum(map(extent, distinct(named.get(argument, []))))
+        return min(whole, touched(named, values, outs)) if argument == sparse and touched and whole else whole
+
+    plain = distinct(t for argument, ts in named.items() if argument not in unread | {sparse} for t in ts)
+    read = sum(map(extent, plain)) + (size_of(sparse) if sparse and sparse not in unread else 0)
+    return Moved(read, sum(map(size_of, changed)) + sum(map(extent, fresh)))
+
+
+def _tensors_on(device: str, value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.device.type == device]
+
+
+def short_name(func: Any) -> str:
+    """`mm` of aten::mm.default."""
+    return str(func._schema.name.partition("::")[2])
+
+
+# -- arithmetic --------------------------------------------------------------------------------------------------------
+
+# The CPU's attention takes its arguments in the same order as CUDA's, and has no formula of its own.
+_FORMULA_OF = {
+    f"_scaled_dot_product_flash_attention_for_cpu{end}": getattr(
+        torch.ops.aten, f"_scaled_dot_product_flash_attention{end}"
+    )
+    for end in ("", "_backward")
+}
+
+
+def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+    """Floating-point operations of matrix products, convolutions and attention (a multiply-add is two); others 0."""
+    formula = flop_registry.get(_FORMULA_OF.get(short_name(func), func._overloadpacket))
+    if formula is None and short_name(func) == "addmm_":
+        formula = flop_registry[torch.ops.aten.addmm]
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
+
+
+# -- families ----------------------------------------------------------------------------------------------------------
+
+_NAMES = {
+    families.GEMM: "mm addmm addmm_ bmm baddbmm baddbmm_ _scaled_mm linear convolution _convolution "
+    "convolution_backward cudnn_convolution mkldnn_convolution",
+    families.NORMALISATION: "native_layer_norm native_layer_norm_backward native_group_norm native_group_norm_backward "
+    "native_batch_norm native_batch_norm_backward cudnn_batch_norm cudnn_batch_norm_backward _fused_rms_norm "
+    "_fused_rms_norm_backward _native_batch_norm_legit _batch_norm_with_update batch_norm_backward",
+    families.EMBEDDING: "embedding embedding_dense_backward embedding_renorm_ _embedding_bag index index_select gather "
+    "index_put_ _index_put_impl_ index_add index_add_ index_copy_ scatter scatter_ scatter_add scatter_add_",
+    families.REDUCTION: "sum mean norm linalg_vector_norm _foreach_norm amax amin max min prod var var_mean std any "
+    "all argmax argmin logsumexp cumsum sort topk dot mv addmv count_nonzero _softmax _log_softmax "
+    "_softmax_backward_data _log_softmax_backward_data nll_loss_forward nll_loss_backward nll_loss2d_forward "
+    "nll_loss2d_backward",
+    families.COPY: "copy_ clone _to_copy cat stack fill_ zero_ zeros ones full zeros_like ones_like full_like "
+    "new_zeros new_ones new_full arange constant_pad_nd repeat roll "
+    "im2col col2im _foreach_copy_ _foreach_zero_ _local_scalar_dense",
+    families.NOISE: "normal normal_ randn randn_like",
+    families.OPTIMIZER: " ".join(UNWRITTEN),
+}
+_FAMILY_OF = {name: family for family, names in _NAMES.items() for name in names.split()}
+
+# Work that could serve anything is named after the phase it serves.
+_OF_PHASE = {
+    phases.CLIP: families.CLIPPING,
+    phases.NOISE: families.NOISE,
+    phases.OPTIMIZER: families.OPTIMIZER,
+}
+_GENERIC = {families.ELEMENTWISE, families.REDUCTION, families.COPY}
+
+
+def family_of(func: Any, args: tuple[Any, ...], phase: str | None) -> str:
+    """The family of results/families.py an operator belongs to, in the phase it ran in."""
+    name = short_name(func)
+    if "attention" in name:
+        return families.ATTENTION
+    family = _FAMILY_OF.get(name, families.ELEMENTWISE)
+    if family == families.GEMM:
+        family = _family_of_product(args)
+    return _OF_PHASE.get(phase or "", family) if family in _GENERIC else family
+
+
+def _family_of_product(args: tuple[Any, ...]) -> str:
+    """A product with a single row or column is a weighted sum: flat clipping sums per-sample gradients that way."""
+    matrices = [a for a in args if isinstance(a, Tensor)][-2:]
+    if len(matrices) == 2 and {m.dim() for m in matrices} in ({2}, {3}):
+        (rows, inner), columns = matrices[0].shape[-2:], matrices[1].shape[-1]
+        if inner == 1:
+            return families.ELEMENTWISE
+        if rows == 1 or columns == 1:
+            return families.REDUCTION
+    return families.GEMM

@@ -1,0 +1,100 @@
+"""Every Triton kernel says what it moves, and what it says is what its tensors hold."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dpscope.flash.kernels.fused_update import fused_adam_, fused_sgd_
+from dpscope.flash.kernels.gram_norms import GramUnit, gram_norms_squared
+from dpscope.flash.kernels.philox_noise import add_noise_
+from dpscope.flash.kernels.sample_sums import layer_norm_sums
+from dpscope.flash.kernels.scaled_sum import scaled_sums
+from dpscope.instruments.launches import hearing
+from dpscope.results import families
+
+B, T, D, P = 2, 16, 32, 16
+
+
+@pytest.fixture
+def heard():
+    launches = []
+    with hearing(launches.append):
+        yield launches
+
+
+@pytest.fixture(autouse=True)
+def only_triton(backend):
+    """Plain torch is seen by any dispatch mode and announces nothing."""
+    if backend != "triton":
+        pytest.skip("kernels run in the interpreter's process")
+
+
+def holds(tensors, *expected):
+    return sorted(t.data_ptr() for t in tensors) == sorted(t.data_ptr() for t in expected)
+
+
+def test_gram_norms(heard, backend):
+    g, x = torch.randn(B, T, P), torch.randn(B, T, D)
+    gram_norms_squared([GramUnit((g,), (x,))], backend=backend)
+    (launch,) = heard
+    assert (launch.name, launch.family) == ("_gram_kernel", families.CLIPPING)
+    assert holds(launch.reads, g, x)
+    assert launch.flops == 2 * B * (T * (T + 1) // 2) * (D + P)
+
+
+def test_gram_norms_of_an_embedding(heard, backend):
+    g, ids = torch.randn(B, T, P), torch.randint(9, (B, T))
+    gram_norms_squared([GramUnit((g,), ids=ids)], backend=backend)
+    (launch,) = heard
+    assert launch.name == "_gram_ids_kernel"
+    assert holds(launch.reads, g, ids)
+
+
+def test_sample_sums(heard, backend):
+    g, x, mean, rstd = torch.randn(B, T, D), torch.randn(B, T, D), torch.randn(B, T), torch.rand(B, T)
+    layer_norm_sums(g, x, mean, rstd, backend=backend)
+    (launch,) = heard
+    assert (launch.name, launch.family) == ("_sums_kernel", families.CLIPPING)
+    assert holds(launch.reads, g, x, mean, rstd)
+    assert sum(t.numel() for t in launch.writes) == 2 * B * D
+
+
+def test_scaled_sums(heard, backend):
+    gs = [torch.randn(B, T, P).bfloat16() for _ in range(2)]
+    xs = [torch.randn(B, T, D).bfloat16() for _ in range(2)]
+    scale = torch.rand(B)
+    outs = scaled_sums(gs, xs, scale, backend=backend)
+    (launch,) = heard
+    assert (launch.name, launch.family) == ("_scaled_sum_kernel", families.GEMM)
+    assert holds(launch.reads, *gs, *xs, scale)
+    assert holds(launch.writes, *outs)
+    assert launch.flops == 2 * (2 * B * T * P * D)
+
+
+def test_scaled_sums_that_are_added_to_read_what_they_add_to(heard, backend):
+    g, x, scale = torch.randn(B, T, P).bfloat16(), torch.randn(B, T, D).bfloat16(), torch.rand(B)
+    out = torch.zeros(P, D)
+    scaled_sums([g], [x], scale, outs=[out], backend=backend)
+    assert holds(heard[0].reads, g, x, scale, out)
+
+
+def test_noise(heard, backend):
+    tensors = [torch.randn(10), torch.randn(20)]
+    add_noise_(tensors, 1.0, 1.0, seed=0, offset=0, backend=backend)
+    assert [(launch.name, launch.family) for launch in heard] == [("_add_noise_kernel", families.NOISE)] * len(heard)
+    assert holds([t for launch in heard for t in launch.reads], *tensors)
+    assert holds([t for launch in heard for t in launch.writes], *tensors)
+
+
+def test_updates(heard, backend):
+    param, total, first, second = (torch.rand(16) for _ in range(4))
+    fused_adam_([param], [total], [first], [second], step=1, lr=0.1, backend=backend)
+    fused_sgd_([param], [total], lr=0.1, backend=backend)
+    adam, sgd = heard
+    assert (adam.name, adam.family) == ("_adam_kernel", families.OPTIMIZER)
+    assert holds(adam.reads, param, total, first, second)
+    assert holds(adam.writes, param, first, second)
+    assert sgd.name == "_sgd_kernel"
+    assert holds(sgd.reads, param, total)
+    assert holds(sgd.writes, param)

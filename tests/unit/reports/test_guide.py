@@ -1,0 +1,89 @@
+"""The guide is found wherever dpscope runs from, says what it has to, and takes measured numbers in."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+from dpscope.reports import guide
+from dpscope.reports.tables import compare_results
+from dpscope.reports.traffic import compare_traffic
+from dpscope.results.store import ResultStore
+
+from .traffic_results import results_for
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def filling():
+    """benchmarks/fill_ncu_guide.py as a module."""
+    spec = importlib.util.spec_from_file_location("fill_ncu_guide", ROOT / "benchmarks" / "fill_ncu_guide.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_guide_is_the_page_in_docs():
+    assert guide.guide_text() == (ROOT / "docs" / "ncu-guide.md").read_text(encoding="utf-8")
+
+
+def test_an_installed_package_reads_the_copy_beside_the_module(tmp_path, monkeypatch):
+    package = tmp_path / "site-packages" / "dpscope" / "reports"
+    package.mkdir(parents=True)
+    (package / guide.NAME).write_text("the copy in the wheel")
+    monkeypatch.setattr(guide, "__file__", str(package / "guide.py"))
+    assert guide.guide_text() == "the copy in the wheel"
+
+
+def test_the_wheel_takes_the_guide_along():
+    tomllib = pytest.importorskip("tomllib")  # Python 3.11
+    built = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]["build"]
+    carried = built["targets"]["wheel"]["force-include"]
+    assert carried["docs/ncu-guide.md"] == f"dpscope/reports/{guide.NAME}"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("dram_read_throughput", "dram_write_throughput", "l2_read_throughput", "l2_write_throughput"),
+        *("gld_throughput", "gst_throughput", "dram__bytes_read.sum", "app-range", "ncu-ui", "Add Baseline", "TMA"),
+        *("NVreg_RestrictProfilingToAdminUsers=0", "ERR_NVGPUCTRPERM", "--page raw --csv"),
+    ],
+)
+def test_the_guide_answers_what_people_ask(name):
+    assert name in guide.guide_text()
+
+
+def test_links_of_the_guide_lead_somewhere():
+    for target in re.findall(r"\]\(([^)#:]+)\)", guide.guide_text()):
+        assert (ROOT / "docs" / target).is_file(), target
+
+
+def test_measured_numbers_go_between_the_markers_and_replace_earlier_ones(filling):
+    traffics = compare_traffic(compare_results(results_for("standard", "flat")))
+    text = guide.guide_text()
+    once = filling.fill(text, traffics, "2026-11-15", "dpscope ncu")
+    assert "| `flat` | 4 | 256 | 2.19 GB | 1.96 GB | 1.93× | 4.05 MB | 26 |" in once
+    assert "NVIDIA H200 (torch 2.11.0, Opacus 1.6.0, ncu 2025.3.1, 2026-11-15)" in once
+    assert "flat moves 1.93× the DRAM bytes of standard" in once
+    assert filling.fill(once, traffics, "2026-11-15", "dpscope ncu") == once
+    assert once.split(filling.BEGIN)[0] == text.split(filling.BEGIN)[0]
+    assert once.split(filling.END)[1] == text.split(filling.END)[1]
+
+
+def test_an_estimate_does_not_get_into_the_guide(filling, tmp_path, monkeypatch):
+    store = ResultStore(tmp_path)
+    store.create()
+    for number, result in enumerate(results_for("standard", measured=False)):
+        store.write(f"{number}.json", result)
+    page = tmp_path / "page.md"
+    page.write_text(f"{filling.BEGIN}{filling.END}")
+    arguments = ["fill", str(tmp_path), "--date", "2026-11-15", "--command", "dpscope ncu", "--guide", str(page)]
+    monkeypatch.setattr("sys.argv", arguments)
+    with pytest.raises(SystemExit, match="measurements only"):
+        filling.main()
+    assert page.read_text() == f"{filling.BEGIN}{filling.END}"
