@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from types import TracebackType
 
 from rich.console import Console
@@ -63,10 +64,19 @@ class SweepProgress:
 
     def _line(self, row: int, result: Result, *, kept: bool) -> str:
         spec = RunSpec.from_dict(result.spec)
-        if result.ok:
-            median, peak = result.timing["median_ms"], result.memory["peak_bytes"]
-            figures = f"{format_ms(median)} a step, peak {format_bytes(peak)}"
-        else:
-            figures = f"{result.status}: {result.reason}"
+        figures = ", ".join(_figures(result)) if result.ok else f"{result.status}: {result.reason}"
         note = " (kept)" if kept else ""
         return escape(f"[{row + 1}/{self._rows}] {spec.label}: {figures}{note}")
+
+
+def _figures(result: Result) -> Iterator[str]:
+    """What an instrument saw, in a few words."""
+    if "median_ms" in result.timing:
+        yield f"{format_ms(result.timing['median_ms'])} a step"
+    if "peak_bytes" in result.memory:
+        yield f"peak {format_bytes(result.memory['peak_bytes'])}"
+    traffic = result.ncu.get("traffic", {})
+    if "dram_read_bytes" in traffic and "dram_write_bytes" in traffic:
+        read, written = (format_bytes(traffic[f"dram_{way}_bytes"]) for way in ("read", "write"))
+        label = "DRAM" if result.ncu["source"] == "measured" else "DRAM (estimate)"
+        yield f"{label} {read} read, {written} written a step"

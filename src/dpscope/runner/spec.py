@@ -20,6 +20,15 @@ DEVICES = ("auto", "cpu", "cuda")
 # Each instrument, and how it can be asked to look: option -> default.
 INSTRUMENTS: dict[str, dict[str, Any]] = {
     "time": {},
+    "ncu": {
+        "per_kernel": False,  # also kernel by kernel
+        "kernel": "",  # only kernels whose demangled name matches
+        "top": 30,  # kernels shown one by one; the rest is added up
+        "budget": 120.0,  # seconds in which kernels are counted one by one
+        "metrics": "",  # more metrics, of ncu or of nvprof, separated by commas
+        "require_measured": False,  # no estimate instead
+        "limit": 600.0,  # seconds for each run of ncu
+    },
 }
 
 
