@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ DEFAULTS = INSTRUMENTS["ncu"]
 @click.command(name="ncu")
 @sweep_arguments
 @click.option("--per-kernel", is_flag=True, help="Also kernel by kernel: which of them move the bytes, by phase.")
-@click.option("--kernel", metavar="REGEX", default="", help="With --per-kernel: only kernels whose name matches.")
+@click.option("--kernel", metavar="REGEX", default="", help="Per kernel, and only those whose name matches.")
 @click.option(
     "--top", type=click.IntRange(min=1), default=DEFAULTS["top"], show_default=True, help="Kernels shown one by one."
 )
@@ -44,11 +45,12 @@ def command(print_command: bool, **options: Any) -> None:
     """
     _require_regex(options["kernel"])
     looking = {name: options.pop(name) for name in DEFAULTS if name in options}
+    looking["per_kernel"] |= bool(looking["kernel"])
     # A hanging ncu is ended before the row is, so that the row can still say why and estimate instead.
     looking["limit"] = min(DEFAULTS["limit"], 0.8 * options["timeout"])
     specs = specs_from(options, instruments=("time", "ncu"), looking={"ncu": looking})
-    if print_command:
-        _print_commands([spec for spec in specs if spec.instrument == "ncu"])
+    if print_command:  # also where there is no GPU: the commands are for a machine that has one
+        _print_commands([replace(spec, device="cuda") for spec in specs if spec.instrument == "ncu"])
         return
     comparison = follow_sweep("ncu", specs, **options)
     sys.exit(0 if comparison.ok else 1)
