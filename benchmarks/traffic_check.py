@@ -82,9 +82,8 @@ def main() -> int:
         print(f"{taken.failure}\n{taken.output[-2000:]}", file=sys.stderr)
         return 1
     actions = read_report(report, ncu=ncu)
-    print(
-        f"{len(actions)} ranges in {actions[0].metrics.get(PASSES, 0):.0f} passes; refused: {taken.refused or 'nothing'}"
-    )
+    passes = actions[0].metrics.get(PASSES, 0)
+    print(f"{len(actions)} ranges in {passes:.0f} passes; refused: {taken.refused or 'nothing'}")
     print(f"{'operation':44} {'figure':18} {'expected':>14} {'counted':>14} {'off by':>8}")
     worst = 0.0
     for (operation, expected), action in zip(EXPECTED.items(), actions, strict=True):

@@ -1,4 +1,4 @@
-"""Nsight Compute on a real GPU: a small step counted as a whole and kernel by kernel. Skipped where ncu may not count."""
+"""Nsight Compute on a real GPU: a small step as a whole and kernel by kernel. Skipped where ncu may not count."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from dpscope.instruments.ncu.command import find_ncu
-from dpscope.instruments.ncu.families import GEMM
 from dpscope.instruments.ncu.running import try_counters
 from dpscope.instruments.phases import BACKWARD, FORWARD, OPTIMIZER
+from dpscope.results.families import GEMM
 from dpscope.runner.measure import measure
 from dpscope.runner.spec import RunSpec
 from dpscope.workloads.configs import make_config

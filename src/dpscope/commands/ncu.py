@@ -46,8 +46,6 @@ def command(print_command: bool, **options: Any) -> None:
     _require_regex(options["kernel"])
     looking = {name: options.pop(name) for name in DEFAULTS if name in options}
     looking["per_kernel"] |= bool(looking["kernel"])
-    # A hanging ncu is ended before the row is, so that the row can still say why and estimate instead.
-    looking["limit"] = min(DEFAULTS["limit"], 0.8 * options["timeout"])
     specs = specs_from(options, instruments=("time", "ncu"), looking={"ncu": looking})
     if print_command:  # also where there is no GPU: the commands are for a machine that has one
         _print_commands([replace(spec, device="cuda") for spec in specs if spec.instrument == "ncu"])

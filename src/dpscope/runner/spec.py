@@ -27,7 +27,6 @@ INSTRUMENTS: dict[str, dict[str, Any]] = {
         "budget": 120.0,  # seconds in which kernels are counted one by one
         "metrics": "",  # more metrics, of ncu or of nvprof, separated by commas
         "require_measured": False,  # no estimate instead
-        "limit": 600.0,  # seconds for each run of ncu
     },
 }
 

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import re
 
-GEMM, ATTENTION, ELEMENTWISE, REDUCTION = "GEMM", "attention", "elementwise", "reduction"
-NORMALISATION, OPTIMIZER, CLIPPING, NOISE = "normalisation", "optimizer", "clipping", "noise"
-COPY, EMBEDDING, OTHER = "copy/cast", "embedding", "other"
-
-FAMILIES = (
-    *(GEMM, ATTENTION, NORMALISATION, EMBEDDING, ELEMENTWISE, REDUCTION),
-    *(COPY, CLIPPING, NOISE, OPTIMIZER, OTHER),
+from dpscope.results.families import (
+    ATTENTION,
+    CLIPPING,
+    COPY,
+    ELEMENTWISE,
+    EMBEDDING,
+    GEMM,
+    NOISE,
+    NORMALISATION,
+    OPTIMIZER,
+    OTHER,
+    REDUCTION,
 )
 
 # The first pattern that is found decides. Attention is looked for before GEMM (its kernels are built of GEMM pieces),

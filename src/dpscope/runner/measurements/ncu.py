@@ -7,6 +7,7 @@ meanwhile. What is measured without ncu (the machine's ceilings, the estimate be
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,10 +26,12 @@ from dpscope.instruments.timing import Progress
 from dpscope.results.schema import OK, Result, result_for
 from dpscope.runner import environment
 from dpscope.runner.assembly import make_trainer
+from dpscope.runner.launcher import ROW_SECONDS
 from dpscope.runner.ranged_step import OUTCOME
 from dpscope.runner.spec import RunSpec
 
 STEP_REPORT, KERNELS_REPORT = "step.ncu-rep", "kernels.ncu-rep"
+MOST_SECONDS = 900.0
 NOT_ESTIMATED = "an estimate knows the sizes of tensors, not what caches and units did"
 
 
@@ -92,7 +95,7 @@ def _count_step(spec: RunSpec, progress: Progress, files: Path, seen: dict[str, 
         raise NotCounted(NO_NCU)
     seen["ncu_version"] = ncu_version(ncu)
     wanted, report = step_metrics(spec), files / STEP_REPORT
-    taken = _capture(lambda metrics: step_command(spec, ncu, report, metrics), wanted, report, spec, progress)
+    taken = _capture(lambda metrics: step_command(spec, ncu, report, metrics), wanted, report, progress)
     seen["command"] = taken.command
     action = _read(taken, ncu, report)[0]
     left["Nsight Compute report of the step"] = STEP_REPORT
@@ -108,9 +111,7 @@ def _count_kernels(spec: RunSpec, progress: Progress, files: Path, seen: dict[st
     ncu, report = find_ncu(), files / KERNELS_REPORT
     assert ncu is not None
     try:
-        taken = _capture(
-            lambda metrics: kernels_command(spec, ncu, report, metrics), KERNEL_METRICS, report, spec, progress
-        )
+        taken = _capture(lambda metrics: kernels_command(spec, ncu, report, metrics), KERNEL_METRICS, report, progress)
         actions = _read(taken, ncu, report)
     except (NotCounted, ProgramFailed) as error:
         seen["missing"]["kernels"] = str(error.args[-1])
@@ -123,7 +124,6 @@ def _capture(
     make_command: Callable[[Sequence[str]], list[str]],
     metrics: Sequence[str],
     report: Path,
-    spec: RunSpec,
     progress: Progress,
 ) -> Capture:
     """Run ncu, follow its program, and raise `ProgramFailed` if that could not do its step."""
@@ -137,10 +137,15 @@ def _capture(
             progress(f"under ncu, {len(outcomes)} runs done", 0, 1)
 
     progress("under ncu", 0, 1)
-    taken = capture(make_command, metrics, report, limit=spec.option("limit"), on_line=on_line)
+    taken = capture(make_command, metrics, report, limit=_limit(), on_line=on_line)
     if failed := next((outcome for outcome in outcomes if outcome["status"] != OK), None):
         raise ProgramFailed(failed["status"], f"under ncu: {failed['reason']}")
     return taken
+
+
+def _limit() -> float:
+    """Seconds for a run of ncu: one that hangs is ended before the row is, which can then say why and estimate."""
+    return min(MOST_SECONDS, 0.6 * float(os.environ.get(ROW_SECONDS, MOST_SECONDS)))
 
 
 def _read(taken: Capture, ncu: str, report: Path) -> list[Action]:
@@ -162,12 +167,11 @@ def _add_estimate(spec: RunSpec, seen: dict[str, Any]) -> None:
             raise
         seen["missing"]["estimate"] = f"{type(error).__name__}: {error}"
         return
-    kernels, flops = estimate.pop("kernels", {}), estimate.get("flops", {})
-    seen["estimate"] = estimate
     if not measured:
         traffic = {name: estimate[name] for name in TRAFFIC if name in estimate}
-        missing = {name: NOT_ESTIMATED for name in TRAFFIC if name not in traffic}
-        seen |= {"traffic": traffic, "flops": flops, "kernels": kernels, "missing": missing}
+        seen |= {"traffic": traffic, "flops": estimate["flops"], "kernels": estimate.pop("kernels")}
+        seen["missing"] = {name: NOT_ESTIMATED for name in TRAFFIC if name not in traffic}
+    seen["estimate"] = estimate
 
 
 def _estimate(spec: RunSpec, kernels: dict[str, Any]) -> dict[str, Any]:

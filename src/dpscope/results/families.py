@@ -1,0 +1,34 @@
+"""The families of kernels and operators that traffic is told apart by: work a person recognises, not symbol names.
+
+Whoever measures sorts names into families; reports show them in this order. Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+GEMM = "gemm"
+ATTENTION = "attention"
+ELEMENTWISE = "elementwise"
+REDUCTION = "reduction"
+NORMALISATION = "normalisation"
+OPTIMIZER = "optimizer"
+CLIPPING = "clipping"
+NOISE = "noise"
+COPY = "copy"
+EMBEDDING = "embedding"
+OTHER = "other"
+
+FAMILY_LABELS = {
+    GEMM: "matrix products",
+    ATTENTION: "attention",
+    ELEMENTWISE: "elementwise",
+    REDUCTION: "reductions",
+    NORMALISATION: "normalisation",
+    OPTIMIZER: "optimizer",
+    CLIPPING: "clipping",
+    NOISE: "noise",
+    COPY: "copies, casts and fills",
+    EMBEDDING: "embedding and indexing",
+    OTHER: "other",
+}
+
+FAMILIES = tuple(FAMILY_LABELS)
