@@ -21,6 +21,10 @@ PHASE_RANGE = "dpscope.phase."  # how the phases of a step are called in NVTX; f
 _PHASE = re.compile(re.escape(PHASE_RANGE) + f"({'|'.join(PHASES)})")
 
 
+# What ncu says of the machine and of the launch in every row, 200 values of it: not what was counted.
+_SURROUNDINGS = ("device__", "launch__", "numa__", "nvlink__", "c2clink__")
+
+
 class UnreadableReport(UserError):
     """A file that is no report, or one that was cut short, and why."""
 
@@ -77,8 +81,13 @@ def parse_raw_csv(text: str) -> list[Action]:
 
 
 def _action(row: dict[str, str]) -> Action:
-    metrics = {name: number for name, cell in row.items() if "__" in name and (number := _number(cell)) is not None}
+    cells = {name: _number(cell) for name, cell in row.items() if _is_counted(name)}
+    metrics = {name: number for name, number in cells.items() if number is not None}
     return Action(row.get("Kernel Name", ""), metrics, find_phase(row.values()))
+
+
+def _is_counted(name: str) -> bool:
+    return "__" in name and not name.startswith(_SURROUNDINGS)
 
 
 def _number(cell: str) -> float | None:
@@ -111,7 +120,7 @@ def _read_with_package(path: Path) -> list[Action]:
 
 
 def _package_action(action: object) -> Action:
-    names = action.metric_names()  # type: ignore[attr-defined]
+    names = filter(_is_counted, action.metric_names())  # type: ignore[attr-defined]
     values = {name: action.metric_by_name(name).value() for name in names}  # type: ignore[attr-defined]
     metrics = {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
     name = action.name(action.NameBase_DEMANGLED)  # type: ignore[attr-defined]

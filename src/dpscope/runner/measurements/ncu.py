@@ -57,7 +57,7 @@ def measure(spec: RunSpec, progress: Progress, files: Path) -> Result:
     except NotCounted as why:
         if spec.option("require_measured"):
             raise UserError(f"not measured, and an estimate was not wanted (--require-measured): {why}") from None
-        seen |= {"source": "estimate", "reason": str(why)}
+        seen |= {"source": "estimate", "reason": f"{str(why)[0].upper()}{str(why)[1:]}."}
     progress("ceilings and estimate", 0, 1)
     seen["ceilings"] = measure_ceilings(spec.device)
     _add_estimate(spec, seen)
