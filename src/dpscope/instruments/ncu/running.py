@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from dpscope.instruments.ncu.failures import explain, took_too_long, unknown_metrics, unknown_option
+from dpscope.instruments.ncu.metrics import DRAM_READ, KERNEL_EXTRAS, KERNEL_METRICS
 
 ATTEMPTS = 6  # each but the last may lose metrics or options that this ncu or this GPU does not know
 DRAIN_SECONDS = 5.0
@@ -128,13 +130,26 @@ def end_with_lifeline() -> None:
 
 def try_counters(ncu: str) -> str | None:
     """Count one small kernel: the only sure way to know whether counters may be read. The trouble, or None."""
-    script = "import torch; torch.ones(1 << 20, device='cuda').mul_(2); torch.cuda.synchronize()"
-    options = ["--metrics=dram__bytes_read.sum", "--launch-count=1", "--clock-control=none"]
-    done = run_limited([ncu, *options, sys.executable, "-c", script], limit=PROBE_SECONDS)
+    done = _try_kernel(ncu, [DRAM_READ])
     if done.timed_out:
         return took_too_long(PROBE_SECONDS)
-    counted = "dram__bytes_read.sum" in done.output and "==ERROR==" not in done.output
+    counted = DRAM_READ in done.output and "==ERROR==" not in done.output
     return None if counted else explain(done.output, done.returncode)
+
+
+def one_pass_metrics(ncu: str) -> tuple[str, ...]:
+    """What can be counted of a kernel without running it twice, tried on one small kernel: chips differ."""
+    for extras in KERNEL_EXTRAS:
+        passes = re.search(r"- (\d+) pass", _try_kernel(ncu, [*KERNEL_METRICS, *extras]).output)
+        if passes is not None and passes.group(1) == "1":
+            return (*KERNEL_METRICS, *extras)
+    return KERNEL_METRICS
+
+
+def _try_kernel(ncu: str, metrics: Sequence[str]) -> Finished:
+    script = "import torch; torch.ones(1 << 20, device='cuda').mul_(2); torch.cuda.synchronize()"
+    options = [f"--metrics={','.join(metrics)}", "--launch-count=1", "--clock-control=none"]
+    return run_limited([ncu, *options, sys.executable, "-c", script], limit=PROBE_SECONDS)
 
 
 def capture(
