@@ -15,7 +15,7 @@ from pathlib import Path
 from dpscope.instruments.ncu.command import find_ncu, range_command
 from dpscope.instruments.ncu.metrics import PASSES, RANGE_METRICS, summarise
 from dpscope.instruments.ncu.reading import read_report
-from dpscope.instruments.ncu.running import capture
+from dpscope.instruments.ncu.running import capture, one_pass_metrics
 from dpscope.units import GIB, MIB
 
 TOLERANCE = 0.10
@@ -97,6 +97,7 @@ def main() -> int:
             )
         rest = {name: value for name, value in counted.items() if name not in expected}
         print("  " + ", ".join(f"{name} {_show(name, value)}" for name, value in rest.items()))
+    print(f"Counted of a kernel in one pass: {', '.join(one_pass_metrics(ncu))}")
     print(f"{'AGREES' if worst <= TOLERANCE else 'DISAGREES'}: off by {worst:.2%} at most, {TOLERANCE:.0%} allowed")
     return int(worst > TOLERANCE)
 

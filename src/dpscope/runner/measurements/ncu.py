@@ -21,7 +21,7 @@ from dpscope.instruments.ncu.kernels import describe_kernels
 from dpscope.instruments.ncu.launches import count_launches
 from dpscope.instruments.ncu.metrics import KERNEL_METRICS, PASSES, RANGE_METRICS, TRAFFIC, resolve_metrics, summarise
 from dpscope.instruments.ncu.reading import Action, UnreadableReport, read_report
-from dpscope.instruments.ncu.running import Capture, capture
+from dpscope.instruments.ncu.running import Capture, capture, one_pass_metrics
 from dpscope.instruments.timing import Progress
 from dpscope.results.schema import OK, Result, result_for
 from dpscope.runner import environment
@@ -110,8 +110,10 @@ def _count_kernels(spec: RunSpec, progress: Progress, files: Path, seen: dict[st
     """A failure here costs the row its kernels, not its figures."""
     ncu, report = find_ncu(), files / KERNELS_REPORT
     assert ncu is not None
+    progress("which counters fit in one pass", 0, 1)
     try:
-        taken = _capture(lambda metrics: kernels_command(spec, ncu, report, metrics), KERNEL_METRICS, report, progress)
+        wanted = one_pass_metrics(ncu)
+        taken = _capture(lambda metrics: kernels_command(spec, ncu, report, metrics), wanted, report, progress)
         actions = _read(taken, ncu, report)
     except (NotCounted, ProgramFailed) as error:
         seen["missing"]["kernels"] = str(error.args[-1])

@@ -10,8 +10,8 @@ from ncu_stand_in import COUNTED, NO_PERMISSION
 
 from dpscope.instruments.ncu.command import range_command
 from dpscope.instruments.ncu.failures import explain
-from dpscope.instruments.ncu.metrics import RANGE_METRICS, TMA_LOAD, TMA_STORE
-from dpscope.instruments.ncu.running import LIFELINE, capture, run_limited, try_counters
+from dpscope.instruments.ncu.metrics import KERNEL_EXTRAS, KERNEL_METRICS, RANGE_METRICS, TMA_LOAD, TMA_STORE
+from dpscope.instruments.ncu.running import LIFELINE, capture, one_pass_metrics, run_limited, try_counters
 
 
 def take(ncu, report, program=("true",), limit=30.0, **options):
@@ -116,6 +116,14 @@ def test_each_message_of_ncu_has_its_remedy(printed, says):
 def test_counters_are_tried_on_one_kernel(stand_in_ncu, says, trouble):
     found = try_counters(str(stand_in_ncu(says={"range": says}).path))
     assert found is None if trouble is None else trouble in found
+
+
+@pytest.mark.parametrize(
+    ("passes", "extras"), [("1 pass", KERNEL_EXTRAS[0]), ("2 passes", ()), ("no such line", ()), ("11 passes", ())]
+)
+def test_kernels_are_asked_only_for_what_fits_in_one_pass(stand_in_ncu, passes, extras):
+    says = f'==PROF== Profiling "vectorized_elementwise_kernel" - 0: 0%....50%....100% - {passes}\n'
+    assert one_pass_metrics(str(stand_in_ncu(says={"range": says}).path)) == (*KERNEL_METRICS, *extras)
 
 
 def test_a_program_under_ncu_ends_when_its_starter_is_killed(start, tmp_path, alive, wait_until):
