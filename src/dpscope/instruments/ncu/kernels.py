@@ -13,6 +13,7 @@ SUMMED = ("calls", "dram_read_bytes", "dram_write_bytes", "l2_to_sm_bytes", "flo
 
 # Caches are left as they are: what a kernel has written may leave L2 only while a later one runs.
 CACHED = "DRAM writes count for the kernel during which they leave L2"
+TENSOR_ONLY = "operations are those of the tensor cores"
 
 Row = dict[str, Any]
 
@@ -21,7 +22,7 @@ def describe_kernels(actions: Sequence[Action], *, top: int, kernel: str = "") -
     """The kernels of a step as a result holds them; how many the step launches in all is known only without ncu."""
     only = [f"only kernels matching {kernel!r} were counted"] if kernel else []
     no_phases = ["no NVTX ranges in the report: phases are unknown"] if not any(a.phase for a in actions) else []
-    note = "; ".join([*only, *no_phases, CACHED])
+    note = "; ".join([*only, *no_phases, CACHED, TENSOR_ONLY])
     return {"rows": keep_top(kernel_rows(actions), top), "calls_seen": len(actions), "calls_total": None, "note": note}
 
 

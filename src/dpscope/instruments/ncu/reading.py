@@ -120,7 +120,7 @@ def _read_with_package(path: Path) -> list[Action]:
 
 
 def _package_action(action: object) -> Action:
-    names = filter(_is_counted, action.metric_names())  # type: ignore[attr-defined]
+    names = [name for name in action.metric_names() if _is_counted(name)]  # type: ignore[attr-defined]
     values = {name: action.metric_by_name(name).value() for name in names}  # type: ignore[attr-defined]
     metrics = {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
     name = action.name(action.NameBase_DEMANGLED)  # type: ignore[attr-defined]
