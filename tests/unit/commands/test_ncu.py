@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -56,6 +57,46 @@ def test_a_wrong_option_is_a_sentence(arguments, says):
     assert done.returncode == 2
     assert says in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.fixture(scope="module")
+def estimated(tmp_path_factory, tiny_flags):
+    """`dpscope ncu` on a CPU: the finished process and its folder."""
+    pytest.importorskip("dpscope.instruments.estimate")
+    folder = tmp_path_factory.mktemp("ncu") / "out"
+    command = [DPSCOPE, "ncu", "--methods", "standard", *tiny_flags, "--batch-size", "2", "--out", str(folder)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240, check=False), folder
+
+
+def test_without_a_gpu_the_bytes_are_an_estimate_and_say_so(estimated):
+    process, folder = estimated
+    assert process.returncode == 0, process.stdout + process.stderr
+    (path,) = (folder / "results").glob("*-ncu-*.json")
+    seen = json.loads(path.read_text())["ncu"]
+    assert seen["source"] == "estimate"
+    assert "no GPU to count on" in seen["reason"]
+    assert seen["command"] == []
+    first, second = (line for line in process.stdout.splitlines() if line.startswith("["))
+    assert re.fullmatch(r"\[1/2\] standard tiny bs2 seq8 fp32: [\d.]+ ms a step, peak [\d.]+ MiB", first)
+    assert re.fullmatch(
+        r"\[2/2\] standard tiny bs2 seq8 fp32: DRAM \(estimate\) [\d.]+ MiB read, [\d.]+ MiB written a step", second
+    )
+
+
+def test_the_estimate_is_more_than_the_optimizer_alone_moves(estimated):
+    """AdamW reads parameters, gradients and two moments, and writes three of the four: 4 bytes each."""
+    from dpscope.workloads.configs import make_config
+    from dpscope.workloads.transformer import SimpleBigModel
+
+    _, folder = estimated
+    (path,) = (folder / "results").glob("*-ncu-*.json")
+    document = json.loads(path.read_text())
+    sizes = {name: value for name, value in document["spec"]["workload"].items() if name not in ("kind", "name")}
+    parameters = sum(p.numel() for p in SimpleBigModel(make_config("tiny", **sizes)).parameters())
+    traffic = document["ncu"]["traffic"]
+    assert traffic["dram_read_bytes"] > 4 * 4 * parameters
+    assert traffic["dram_write_bytes"] > 3 * 4 * parameters
 
 
 @pytest.fixture
