@@ -39,14 +39,15 @@ class Finished:
 
 @dataclass(frozen=True)
 class Capture:
-    """A report, or the sentence that says why there is none."""
+    """A report, or the sentence that says why there is none.
+
+    `refused`: metrics that this GPU does not have and options that this ncu does not know.
+    """
 
     command: list[str]
     output: str
     failure: str | None = None
-    refused: list[str] = field(
-        default_factory=list
-    )  # metrics that the GPU does not have, options that ncu does not know
+    refused: list[str] = field(default_factory=list)
 
 
 def run_limited(command: Sequence[str], *, limit: float, on_line: OnLine = lambda line: None) -> Finished:
