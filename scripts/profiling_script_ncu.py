@@ -3,6 +3,9 @@
 
 python scripts/profiling_script_ncu.py --mode=test
 python scripts/profiling_script_ncu.py --trainer=dpsgd --batch_size=8 --seq_len=256
+python -m dpscope.instruments.ncu report.ncu-rep python scripts/profiling_script_ncu.py --trainer=dpsgd
+
+Only the active steps are counted: they stand between cudaProfilerStart and cudaProfilerStop.
 """
 
 import argparse
@@ -10,13 +13,16 @@ import sys
 
 from dpscope.commands.selftest import run_local_test
 from dpscope.errors import UserError
+from dpscope.instruments.ncu.running import end_with_lifeline
 from dpscope.runner.spec import DTYPES, RunSpec
 from dpscope.workloads.configs import PRESETS, make_config
 
 WARMUP_STEPS, ACTIVE_STEPS = 3, 5
 
 
-def run_gpu_profile_step(model: str, trainer_name: str, batch_size: int, seq_len: int, dtype: str) -> None:
+def run_gpu_profile_step(
+    model: str, trainer_name: str, batch_size: int, seq_len: int, dtype: str, active_steps: int
+) -> None:
     """What ncu looks at: a trainer of the ~1B-parameter model on the GPU."""
     spec = RunSpec(
         workload=make_config(model),
@@ -35,10 +41,12 @@ def run_gpu_profile_step(model: str, trainer_name: str, batch_size: int, seq_len
     for _ in range(WARMUP_STEPS):
         trainer.train_step(batch)
     torch.cuda.synchronize()
-    print(f"Running {ACTIVE_STEPS} profiled steps ...", flush=True)
-    for _ in range(ACTIVE_STEPS):
+    print(f"Running {active_steps} profiled steps ...", flush=True)
+    torch.cuda.profiler.start()
+    for _ in range(active_steps):
         trainer.train_step(batch)
     torch.cuda.synchronize()
+    torch.cuda.profiler.stop()
     print("Profiled steps finished.")
 
 
@@ -48,18 +56,22 @@ def main() -> int:
     parser.add_argument("--trainer", default="standard", help="standard, dpsgd, dpsgd_ghost, or any dpscope method")
     parser.add_argument("--batch_size", type=int, default=8)
     parser.add_argument("--seq_len", type=int, default=256)
+    parser.add_argument("--active_steps", type=int, default=ACTIVE_STEPS)
     parser.add_argument("--model", choices=list(PRESETS), default="1b")
     parser.add_argument("--dtype", choices=DTYPES, default="fp32")
     args = parser.parse_args()
     if args.mode == "test":
         return 0 if run_local_test() else 1
+    if args.active_steps < 1:
+        parser.error(f"--active_steps must be at least 1, not {args.active_steps}")
+    end_with_lifeline()
     import torch
 
     if not torch.cuda.is_available():
         print("Error: --mode=profile needs a CUDA device; --mode=test runs on the CPU", file=sys.stderr)
         return 2
     try:
-        run_gpu_profile_step(args.model, args.trainer, args.batch_size, args.seq_len, args.dtype)
+        run_gpu_profile_step(args.model, args.trainer, args.batch_size, args.seq_len, args.dtype, args.active_steps)
     except UserError as error:
         print(f"Error: {error}", file=sys.stderr)
         return 2

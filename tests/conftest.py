@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import subprocess
 import sys
@@ -167,3 +168,31 @@ def running_workers() -> Callable[[int], list[int]]:
 
 def _command_line(pid: str) -> bytes:
     return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+@pytest.fixture(scope="session")
+def ncu_captures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Real reports of one step of a small transformer on an H200 (ncu 2025.3.1): as one range, and kernel by kernel."""
+    data = Path(__file__).parent / "data"
+    kernels = tmp_path_factory.mktemp("captures") / "kernels_small.ncu-rep"
+    kernels.write_bytes(gzip.decompress((data / "kernels_small.ncu-rep.gz").read_bytes()))
+    return {"range": data / "apprange_small.ncu-rep", "kernels": kernels}
+
+
+@pytest.fixture
+def stand_in_ncu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """An `ncu` that behaves as a plan says, found as the real one would be found."""
+    from ncu_stand_in import StandIn
+
+    def make(**plan: Any) -> StandIn:
+        stand_in = StandIn(tmp_path / "stand-in", **plan)
+        monkeypatch.setenv("NCU", str(stand_in.path))
+        return stand_in
+
+    return make
+
+
+@pytest.fixture
+def no_ncu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without ncu."""
+    monkeypatch.setenv("NCU", "no-such-ncu")

@@ -11,10 +11,12 @@ import click
 from dpscope import __version__
 from dpscope.errors import UserError
 
-# Subcommand -> what `dpscope --help` says of it. Each lives in commands/NAME.py as `command`.
+# Subcommand -> what `dpscope --help` says of it. Each lives in commands/NAME.py (`-` as `_`) as `command`.
 COMMANDS = {
     "compare": "Compare methods: time and peak memory of private training next to ordinary training.",
     "memory": "Where every byte of the peak goes: memory by component, by module, over time.",
+    "ncu": "Nsight Compute: the bytes that a step moves through DRAM and L2, by method.",
+    "ncu-read": "Show Nsight Compute reports (.ncu-rep) that exist, on any machine.",
     "report": "Show results that exist again, without measuring.",
     "check": "Is a method exact? Its clipped gradient against micro-batches of one.",
     "selftest": "One CPU step of every trainer on a small model.",
@@ -31,7 +33,7 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        command: click.Command = importlib.import_module(f"dpscope.commands.{cmd_name}").command
+        command: click.Command = importlib.import_module(f"dpscope.commands.{cmd_name.replace('-', '_')}").command
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

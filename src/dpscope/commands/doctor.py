@@ -18,17 +18,15 @@ from rich.table import Table
 from rich.text import Text
 
 from dpscope.commands.console import make_console
+from dpscope.instruments.ncu.command import find_ncu, ncu_version
+from dpscope.instruments.ncu.failures import NO_NCU
+from dpscope.instruments.ncu.running import try_counters
 from dpscope.units import GIB
 
 OK, MISSING, BROKEN = "ok", "missing", "broken"
 STYLES = {OK: "green", MISSING: "yellow", BROKEN: "bold red"}
 
 MIN_PYTHON, MIN_TORCH = (3, 10), (2, 6)
-COUNTERS_REMEDY = (
-    "performance counters are for administrators only here: run as root, or load the driver with "
-    "NVreg_RestrictProfilingToAdminUsers=0 (options nvidia NVreg_RestrictProfilingToAdminUsers=0 in "
-    "/etc/modprobe.d/, then reboot); on a rented GPU ask the provider"
-)
 
 
 @dataclass(frozen=True)
@@ -120,11 +118,12 @@ def check_triton() -> list[Finding]:
 
 
 def check_ncu() -> list[Finding]:
-    path = shutil.which("ncu")
+    path = find_ncu()
     if path is None:
-        remedy = "install NVIDIA Nsight Compute and put `ncu` on the PATH"
-        return [Finding("Nsight Compute", MISSING, "no `ncu` on the PATH", remedy)]
-    return [Finding("Nsight Compute", OK, _tool_version(path)), _check_counters(path)]
+        found, _, remedy = NO_NCU.partition(": ")
+        return [Finding("Nsight Compute", MISSING, f"{found}, so `dpscope ncu` would estimate", remedy)]
+    version = ncu_version(path) or "version unknown"
+    return [Finding("Nsight Compute", OK, f"{version}, {path}"), _check_counters(path)]
 
 
 def _check_counters(ncu: str) -> Finding:
@@ -136,17 +135,11 @@ def _check_counters(ncu: str) -> Finding:
         return Finding(name, MISSING, "not tried without torch", "install torch")
     if not torch.cuda.is_available():
         return Finding(name, MISSING, "not tried without a GPU", "run on a machine with an NVIDIA GPU")
-    script = "import torch; torch.ones(1 << 20, device='cuda').mul_(2); torch.cuda.synchronize()"
-    profiler = [ncu, "--metrics", "dram__bytes_read.sum", "--launch-count", "1", "--clock-control", "none"]
-    output = _output([*profiler, sys.executable, "-c", script], timeout=120)
-    if "ERR_NVGPUCTRPERM" in output:
-        return Finding(name, BROKEN, "ncu may not read them (ERR_NVGPUCTRPERM)", COUNTERS_REMEDY)
-    if "dram__bytes_read.sum" in output:
+    trouble = try_counters(ncu)
+    if trouble is None:
         return Finding(name, OK, "ncu read the DRAM counters of a kernel")
-    last = next((line for line in reversed(output.splitlines()) if line.strip()), "no output")
-    return Finding(
-        name, BROKEN, f"ncu gave no figures ({last.strip()})", f"run `{' '.join(profiler)} python …` by hand"
-    )
+    found, _, remedy = trouble.partition(": ")
+    return Finding(name, BROKEN, f"{found}, so `dpscope ncu` would estimate", remedy)
 
 
 def check_nsys() -> list[Finding]:

@@ -24,6 +24,8 @@ from dpscope.units import format_duration
 
 WORKER = (sys.executable, "-m", "dpscope.runner.worker")
 
+ROW_SECONDS = "DPSCOPE_ROW_SECONDS"  # environment variable: how long the child may take before it is ended
+
 ProgressListener = Callable[[str, int, int], None]
 
 
@@ -64,6 +66,7 @@ def launch(
             encoding="utf-8",
             errors="replace",
             start_new_session=True,
+            env=os.environ if limits.timeout is None else {**os.environ, ROW_SECONDS: str(limits.timeout)},
         )
         try:
             timed_out = _follow(child, spec, store, limits, on_progress)

@@ -18,6 +18,8 @@ def still_valid(result: Result, spec: RunSpec, environment: dict[str, Any]) -> b
     """The same spec, measured by this version in this environment (the schema was checked on reading)."""
     # A GPU's memory does not change; the host's limit, and what else runs there, do.
     lasting = result.status in LASTING or (result.status == OOM and spec.device == "cuda")
+    # What kept ncu from counting on this GPU (no ncu, no permission) may have been mended since.
+    lasting &= not (spec.instrument == "ncu" and spec.device == "cuda") or result.ncu.get("source") == "measured"
     return lasting and result.spec == spec.to_dict() and same_environment(result.environment, environment)
 
 

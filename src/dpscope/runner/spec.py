@@ -22,6 +22,14 @@ INSTRUMENTS: dict[str, dict[str, Any]] = {
     "time": {},
     # memory_viz: also write the file that PyTorch's memory_viz page opens; rule: a component rule of the user's own
     "memory": {"memory_viz": False, "rule": None},
+    "ncu": {
+        "per_kernel": False,  # also kernel by kernel
+        "kernel": "",  # only kernels whose demangled name matches
+        "top": 30,  # kernels shown one by one; the rest is added up
+        "budget": 120.0,  # seconds in which kernels are counted one by one
+        "metrics": "",  # more metrics, of ncu or of nvprof, separated by commas
+        "require_measured": False,  # no estimate instead
+    },
 }
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -46,6 +47,8 @@ def _claim_stdout() -> TextIO:
 
 def _end_with_parent() -> None:
     sys.stdin.read()
+    if os.getpgrp() == os.getpid():  # with all that this measurement has started, such as ncu and its program
+        os.killpg(os.getpid(), signal.SIGKILL)
     os._exit(ORPHANED)
 
 

@@ -6,11 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from ncu_stand_in import NO_PERMISSION
 
 from dpscope.commands import doctor
 from dpscope.commands.doctor import BROKEN, MISSING, OK
 
-# Lines ncu prints around a profiled kernel, and where counters are not permitted.
+# Lines ncu prints around a profiled kernel.
 NCU_FIGURES = """==PROF== Connected to process 4711
 ==PROF== Profiling "vectorized_elementwise_kernel" - 0: 0%....50%....100% - 1 pass
     Section: Command line profiler metrics
@@ -18,9 +19,6 @@ NCU_FIGURES = """==PROF== Connected to process 4711
     Metric Name          Metric Unit Metric Value
     -------------------- ----------- ------------
     dram__bytes_read.sum       Mbyte         4.19
-"""
-NCU_REFUSED = """==PROF== Connected to process 4711
-==ERROR== ERR_NVGPUCTRPERM - The user does not have permission to access NVIDIA GPU Performance Counters
 """
 
 
@@ -41,26 +39,25 @@ def finding(checked, name):
     ("printed", "status", "says"),
     [
         (NCU_FIGURES, OK, "read the DRAM counters"),
-        (NCU_REFUSED, BROKEN, "ERR_NVGPUCTRPERM"),
-        ("==ERROR== Failed to initialize the profiler: LibraryNotLoaded", BROKEN, "LibraryNotLoaded"),
-        ("", BROKEN, "no output"),
+        (NO_PERMISSION, BROKEN, "ERR_NVGPUCTRPERM"),
+        ("==ERROR== Failed to initialize the profiler: LibraryNotLoaded", BROKEN, "does not fit the NVIDIA driver"),
+        ("", BROKEN, "without a message"),
     ],
 )
-def test_counters_are_judged_by_what_ncu_prints(monkeypatch, gpu, printed, status, says):
-    monkeypatch.setattr(doctor.shutil, "which", lambda tool: f"bin/{tool}")
-    monkeypatch.setattr(
-        doctor, "_output", lambda command, timeout: "Version 2025.3.1.0" if "--version" in command else printed
-    )
+def test_counters_are_judged_by_what_ncu_prints(gpu, stand_in_ncu, printed, status, says):
+    ncu = stand_in_ncu(says={"range": printed})
     checked = doctor.check_ncu()
-    assert finding(checked, "Nsight Compute").found == "2025.3.1.0"
+    assert finding(checked, "Nsight Compute").found == f"2025.3.1, {ncu.path}"
     counters = finding(checked, "GPU counters")
     assert counters.status == status
     assert says in counters.found
+    if status == BROKEN:
+        assert "`dpscope ncu` would estimate" in counters.found
     if "CTRPERM" in printed:
         assert "NVreg_RestrictProfilingToAdminUsers=0" in counters.remedy
 
 
-def test_missing_tools_come_with_a_remedy(monkeypatch):
+def test_missing_tools_come_with_a_remedy(monkeypatch, no_ncu):
     monkeypatch.setattr(doctor.shutil, "which", lambda tool: None)
     for checked in (doctor.check_ncu(), doctor.check_nsys()):
         assert [found.status for found in checked] == [MISSING]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 
 import pytest
 
@@ -138,3 +139,17 @@ def test_ctrl_c_leaves_finished_rows_ends_the_child_and_says_how_to_go_on(sweep,
     (first,) = sweep.files_of_row(0)[0]
     assert read_result(first).status == OK
     assert not sweep.finished(1)
+
+
+def test_what_a_measurement_has_started_ends_with_the_sweep(start, alive, wait_until):
+    """Such as ncu and its program: the worker's whole group goes when its lifeline closes."""
+    script = (
+        "import subprocess, sys, dpscope.runner.worker as worker\n"
+        "tool = subprocess.Popen(['sleep', '600'])\nprint(tool.pid, flush=True)\nworker._end_with_parent()\n"
+    )
+    worker = start("-c", script, stdin=subprocess.PIPE, start_new_session=True)
+    tool = int(worker.stdout.readline())
+    assert alive(tool)
+    worker.stdin.close()
+    wait_until(lambda: not alive(tool), "the tool is gone", seconds=10)
+    wait_until(lambda: worker.poll() is not None, "the worker is gone", seconds=10)

@@ -57,6 +57,21 @@ def test_what_would_come_out_the_same_is_kept_and_what_may_have_been_mended_is_n
     assert still_valid(make_result(status=status), make_spec(), here) is kept
 
 
+@pytest.mark.parametrize(
+    ("device", "part", "kept"),
+    [
+        ("cuda", {"source": "measured"}, True),
+        ("cuda", {"source": "estimate"}, False),
+        ("cuda", {}, False),
+        ("cpu", {"source": "estimate"}, True),
+    ],
+)
+def test_an_estimate_where_ncu_could_not_count_is_measured_again(make_spec, make_result, here, device, part, kept):
+    """The permission may have been given since; a CPU will never count."""
+    result = replace(make_result(device=device, instrument="ncu"), ncu=part)
+    assert still_valid(result, make_spec(device=device, instrument="ncu"), here) is kept
+
+
 def test_running_out_of_gpu_memory_would_happen_again(make_spec, make_result, here):
     assert still_valid(make_result(status=OOM, device="cuda"), make_spec(device="cuda"), here)
 

@@ -1,0 +1,75 @@
+"""`dpscope ncu`: the bytes that privacy moves."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from dpscope.commands.options import ABOVE_ZERO
+from dpscope.commands.sweeping import follow_sweep, specs_from, sweep_arguments
+from dpscope.errors import UserError
+from dpscope.runner.spec import INSTRUMENTS, RunSpec
+
+DEFAULTS = INSTRUMENTS["ncu"]
+
+
+@click.command(name="ncu")
+@sweep_arguments
+@click.option("--per-kernel", is_flag=True, help="Also kernel by kernel: which of them move the bytes, by phase.")
+@click.option("--kernel", metavar="REGEX", default="", help="Per kernel, and only those whose name matches.")
+@click.option(
+    "--top", type=click.IntRange(min=1), default=DEFAULTS["top"], show_default=True, help="Kernels shown one by one."
+)
+@click.option(
+    "--budget", type=ABOVE_ZERO, default=DEFAULTS["budget"], show_default=True, help="Seconds for kernels one by one."
+)
+@click.option("--metrics", default="", help="More metrics to collect, as ncu or nvprof names them: a,b.")
+@click.option("--require-measured", is_flag=True, help="A row that ncu cannot count is not ok; no estimate instead.")
+@click.option("--print-command", is_flag=True, help="Print the ncu commands and measure nothing.")
+def command(print_command: bool, **options: Any) -> None:
+    """Count the bytes that one step moves through DRAM and L2: each method at every batch size and sequence length.
+
+    Bytes come from Nsight Compute, time from a run without it. Where ncu cannot count (none installed, no permission,
+    no GPU) the bytes are estimated from tensor sizes and say so.
+
+    \b
+    dpscope ncu --model 1b --dtype bf16 --batch-size 8 --seq-len 1024
+    dpscope ncu --methods standard,ghost --per-kernel --top 20
+    dpscope ncu --print-command
+    """
+    _require_regex(options["kernel"])
+    looking = {name: options.pop(name) for name in DEFAULTS if name in options}
+    looking["per_kernel"] |= bool(looking["kernel"])
+    specs = specs_from(options, instruments=("time", "ncu"), looking={"ncu": looking})
+    if print_command:  # also where there is no GPU: the commands are for a machine that has one
+        _print_commands([replace(spec, device="cuda") for spec in specs if spec.instrument == "ncu"])
+        return
+    comparison = follow_sweep("ncu", specs, **options)
+    sys.exit(0 if comparison.ok else 1)
+
+
+def _require_regex(pattern: str) -> None:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise UserError(f"--kernel {pattern!r} is not a regular expression: {error}") from None
+
+
+def _print_commands(specs: list[RunSpec]) -> None:
+    from dpscope.instruments.ncu.command import find_ncu
+    from dpscope.runner.measurements.ncu import kernels_command, step_command
+
+    ncu = find_ncu() or "ncu"
+    for spec in specs:
+        name = spec.label.replace(" ", "_")
+        print(f"# {spec.label}: one step as a whole")
+        print(shlex.join(step_command(spec, ncu, Path(f"{name}.ncu-rep"))))
+        if spec.option("per_kernel"):
+            print(f"# {spec.label}: its kernels one by one")
+            print(shlex.join(kernels_command(spec, ncu, Path(f"{name}_kernels.ncu-rep"))))

@@ -1,0 +1,103 @@
+"""`dpscope ncu-read`: reports of Nsight Compute as a table or CSV, without a GPU."""
+
+from __future__ import annotations
+
+import csv
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.table import Table
+
+from dpscope.commands.console import make_console
+from dpscope.errors import UserError
+from dpscope.instruments.ncu.kernels import add_up_metrics
+from dpscope.instruments.ncu.metrics import TRAFFIC, make_figures, make_flops
+from dpscope.instruments.ncu.reading import UnreadableReport, read_report
+from dpscope.units import MISSING, format_bytes, format_ratio
+
+COLUMNS = {
+    "DRAM read": "dram_read_bytes",
+    "DRAM write": "dram_write_bytes",
+    "L2 read": "l2_read_bytes",
+    "L2 write": "l2_write_bytes",
+    "L2 to SM": "l2_to_sm_bytes",
+}
+
+
+@click.command(name="ncu-read")
+@click.argument("paths", metavar="REPORT_OR_FOLDER…", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--steps", type=click.IntRange(min=1), default=1, show_default=True, help="Steps in each report.")
+@click.option("--csv", "as_csv", is_flag=True, help="CSV in bytes, with every figure, instead of the table.")
+def command(paths: Sequence[Path], steps: int, as_csv: bool) -> None:
+    """Bytes per step in reports of ncu, next to the report whose name has `standard` or `vanilla` and the same size.
+
+    A report of kernels is added up. Needs ncu or the package ncu-report, and no GPU.
+
+    \b
+    dpscope ncu-read ncu_reports --steps 5
+    dpscope ncu-read step.ncu-rep --csv > step.csv
+    """
+    figures, broken = {}, {}
+    for path in _reports(paths):
+        try:
+            actions = read_report(path)
+        except UnreadableReport as error:
+            broken[path] = str(error)
+            continue
+        figures[path] = _figures(add_up_metrics(actions), steps) | {"rows": len(actions)}
+    if as_csv:
+        _write_csv(figures)
+    elif figures:
+        _show(figures, steps)
+    for path, reason in broken.items():
+        print(f"Left out: {path}: {reason}", file=sys.stderr)
+    sys.exit(1 if broken else 0)
+
+
+def _reports(paths: Sequence[Path]) -> list[Path]:
+    found = [report for path in paths for report in (sorted(path.glob("*.ncu-rep")) if path.is_dir() else [path])]
+    if not found:
+        raise UserError(f"no .ncu-rep files in {', '.join(map(str, paths))}")
+    return found
+
+
+def _figures(values: dict[str, float], steps: int) -> dict[str, Any]:
+    traffic, _ = make_figures(values, TRAFFIC)
+    flops = {f"{unit}_flops": count for unit, count in make_flops(values).items()}
+    return {name: value / steps for name, value in {**traffic, **flops}.items()}
+
+
+def _show(figures: dict[Path, dict[str, Any]], steps: int) -> None:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("report", overflow="fold")
+    for heading in (*COLUMNS, "DRAM ×"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for path, seen in figures.items():
+        cells = [format_bytes(seen.get(name)) for name in COLUMNS.values()]
+        table.add_row(path.stem, *cells, format_ratio(_ratio(path, figures)))
+    console = make_console()
+    console.print(table)
+    each = "a step" if steps == 1 else f"a step ({steps} steps in each report)"
+    console.print(f"Bytes {each}; × is DRAM bytes next to standard, {MISSING} where no such report is beside it.")
+
+
+def _ratio(path: Path, figures: dict[Path, dict[str, Any]]) -> float | None:
+    """DRAM bytes next to the standard report of the same size: report_dpsgd_bs8_seq256 / report_standard_bs8_seq256."""
+    size = path.stem.partition("_bs")[2]
+    names = {f"report_{name}_bs{size}" for name in ("standard", "vanilla")}
+    beside = next((seen for other, seen in figures.items() if size and other.stem in names), None)
+    dram = COLUMNS["DRAM read"], COLUMNS["DRAM write"]
+    if beside is None or not all(name in part for name in dram for part in (beside, figures[path])):
+        return None
+    own, standard = (float(sum(part[name] for name in dram)) for part in (figures[path], beside))
+    return own / standard if standard else None
+
+
+def _write_csv(figures: dict[Path, dict[str, Any]]) -> None:
+    names = list(dict.fromkeys(name for seen in figures.values() for name in seen))
+    writer = csv.writer(sys.stdout)
+    writer.writerow(["report", *names])
+    writer.writerows([path.stem, *(seen.get(name, "") for name in names)] for path, seen in figures.items())

@@ -1,0 +1,67 @@
+"""Which ncu there is, and the command line that makes it count."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+# Where installers put it when it is not on the PATH; of several versions the last, the newest, is taken.
+INSTALL_FOLDERS = ("/opt/nvidia/nsight-compute/*/ncu", "/usr/local/cuda-*/bin/ncu", "/usr/local/cuda/bin/ncu")
+
+# Never touch clocks or caches: a step is to be seen as it runs in training. Without SASS a report of a range is well
+# under 1 MB instead of 64. Options that an older ncu does not know are left out when it says so.
+COMMON_OPTIONS = (
+    "--clock-control=none",
+    "--cache-control=none",
+    "--import-sass=no",
+    "--disable-extra-suffixes",
+    "--target-processes=all",
+)
+
+
+def find_ncu() -> str | None:
+    """$NCU, or `ncu` on the PATH, or the newest in the usual folders."""
+    if asked := os.environ.get("NCU"):
+        return shutil.which(asked)
+    installed = (sorted(Path("/").glob(pattern.lstrip("/"))) for pattern in INSTALL_FOLDERS)
+    newest = (str(found[-1]) for found in installed if found)
+    return shutil.which("ncu") or next(newest, None)
+
+
+def ncu_version(ncu: str) -> str | None:
+    """`2025.3.1` of "Version 2025.3.1.0 (build …)"."""
+    try:
+        output = subprocess.run([ncu, "--version"], capture_output=True, text=True, timeout=30, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    match = re.search(r"[Vv]ersion\s+(\d+(?:\.\d+){1,2})", output)
+    return match.group(1) if match else None
+
+
+def range_command(ncu: str, program: Sequence[str], report: Path, metrics: Iterable[str]) -> list[str]:
+    """One row for everything between `cudaProfilerStart` and `Stop`; the program runs once a pass."""
+    return [ncu, "--replay-mode=app-range", *_what(report, metrics), *program]
+
+
+def kernel_command(
+    ncu: str, program: Sequence[str], report: Path, metrics: Iterable[str], *, kernel: str | None = None
+) -> list[str]:
+    """One row a kernel between `cudaProfilerStart` and `Stop`, with the phase it ran in (NVTX)."""
+    only = ["--kernel-name-base=demangled", f"--kernel-name=regex:{kernel}"] if kernel else []
+    mode = ["--replay-mode=kernel", "--profile-from-start=off", "--nvtx", *only]
+    return [ncu, *mode, *_what(report, metrics), *program]
+
+
+def import_command(ncu: str, report: Path) -> list[str]:
+    """Everything in a report as CSV: row 1 names, row 2 units, numbers with thousands separators."""
+    shown = ["--csv", "--page=raw", "--print-units=base", "--print-kernel-base=demangled"]
+    return [ncu, "--import", str(report), *shown]
+
+
+def _what(report: Path, metrics: Iterable[str]) -> list[str]:
+    escaped = str(report).replace("%", "%%")  # ncu fills in %p, %i and the like
+    return [*COMMON_OPTIONS, f"--metrics={','.join(metrics)}", "--force-overwrite", f"--export={escaped}"]

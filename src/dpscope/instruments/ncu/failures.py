@@ -1,0 +1,74 @@
+"""ncu's messages, each with what a person can do about it. `dpscope doctor` and every measurement say the same."""
+
+from __future__ import annotations
+
+import re
+
+from dpscope.units import format_duration
+
+NO_GPU = "there is no GPU to count on: run on a machine with an NVIDIA GPU and --device cuda"
+NO_NCU = (
+    "no `ncu` was found: install NVIDIA Nsight Compute and put `ncu` on the PATH, or set NCU=/path/to/ncu "
+    "(it also comes with the CUDA toolkit: /usr/local/cuda/bin/ncu)"
+)
+COUNTERS_REMEDY = (
+    "performance counters are for administrators only here: run as root, or load the driver with "
+    "NVreg_RestrictProfilingToAdminUsers=0 (put `options nvidia NVreg_RestrictProfilingToAdminUsers=0` in a file "
+    "in /etc/modprobe.d/, then reboot); in a container add --cap-add=SYS_ADMIN; on a rented GPU ask the provider"
+)
+
+# What ncu prints -> what happened and what to do. The first that is found decides.
+_KNOWN: tuple[tuple[str, str], ...] = (
+    ("ERR_NVGPUCTRPERM", f"ncu may not read GPU counters (ERR_NVGPUCTRPERM): {COUNTERS_REMEDY}"),
+    (
+        r"driver resource was unavailable|ProfilerInUse|already in use",
+        "another tool holds the GPU's counters: end it, or pause it (`dcgmi profile --pause`, later `--resume`)",
+    ),
+    (
+        r"nsight-compute-lock",
+        "ncu cannot write its lock file: set TMPDIR to a folder of your own, or remove nsight-compute-lock there",
+    ),
+    (
+        r"driver is not compatible with Nsight Compute|[Uu]nsupported driver|Failed to initialize the profiler",
+        "this ncu does not fit the NVIDIA driver: install an Nsight Compute as new as the driver (see `nvidia-smi`)",
+    ),
+    (
+        r"is not supported on (this|the) (device|chip)|GPU is not supported",
+        "this ncu does not know this GPU: install a newer one",
+    ),
+    (r"No space left on device", "the disk is full: free some space in --out and TMPDIR"),
+)
+_UNKNOWN_METRIC = re.compile(r"Failed to find metric (?:regex:\^?)?([\w.]+)")
+_UNKNOWN_OPTION = re.compile(r"unrecogni[sz]ed option '?(--[\w-]+)")
+
+
+def unknown_metrics(output: str) -> list[str]:
+    """The metrics that ncu says this GPU does not have."""
+    return list(dict.fromkeys(name.rstrip(".") for name in _UNKNOWN_METRIC.findall(output)))
+
+
+def unknown_option(output: str) -> str | None:
+    """The option that this version of ncu refuses, if that is what it says."""
+    match = _UNKNOWN_OPTION.search(output)
+    return match.group(1) if match else None
+
+
+def took_too_long(seconds: float) -> str:
+    return (
+        f"ncu gave no report within {format_duration(seconds)} and was ended: raise --timeout, use a smaller size, or "
+        "see whether another profiler runs or `nvidia-smi` hangs as well"
+    )
+
+
+def explain(output: str, returncode: int) -> str:
+    """Why ncu left no report, as a sentence with the remedy."""
+    for pattern, sentence in _KNOWN:
+        if re.search(pattern, output):
+            return sentence
+    if option := unknown_option(output):
+        return f"this ncu does not know {option}: install Nsight Compute 2023.1 or newer"
+    if "No kernels were profiled" in output or "No ranges were profiled" in output:
+        return "ncu saw nothing between the start and the stop of the step: run the command by hand (--print-command)"
+    said = [line.strip() for line in output.splitlines() if "==ERROR==" in line]
+    last = said[-1].replace("==ERROR==", "").strip() if said else f"exit code {returncode}, without a message"
+    return f"ncu failed ({last}): run the command by hand to see more (--print-command)"

@@ -1,0 +1,137 @@
+"""Reads `.ncu-rep` files on any machine: with ncu's own importer, or with NVIDIA's `ncu-report` package without ncu.
+
+Values are in base units (bytes, ns, sectors), whichever way they came.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+import subprocess
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from dpscope.errors import UserError
+from dpscope.instruments.ncu.command import find_ncu, import_command
+from dpscope.instruments.phases import PHASES
+
+IMPORT_SECONDS = 300.0
+PHASE_RANGE = "dpscope.phase."  # how the phases of a step are called in NVTX; found again wherever ncu prints ranges
+_PHASE = re.compile(re.escape(PHASE_RANGE) + f"({'|'.join(PHASES)})")
+
+
+# What ncu says of the machine and of the launch in every row, 200 values of it: not what was counted.
+_SURROUNDINGS = ("device__", "launch__", "numa__", "nvlink__", "c2clink__")
+
+
+class UnreadableReport(UserError):
+    """A file that is no report, or one that was cut short, and why."""
+
+
+@dataclass(frozen=True)
+class Action:
+    """What ncu saw of one range or one kernel: raw metrics by name, in base units."""
+
+    name: str
+    metrics: dict[str, float]
+    phase: str | None = None
+
+
+def read_report(path: Path, *, ncu: str | None = None) -> list[Action]:
+    """Every range or kernel of a report in order of launch. Raises `UnreadableReport` with a sentence."""
+    if not path.is_file():
+        raise UnreadableReport(f"{path} is not there: give a .ncu-rep file")
+    ncu = ncu or find_ncu()
+    actions = _read_with_ncu(ncu, path) if ncu else _read_with_package(path)
+    if not actions:
+        raise UnreadableReport(f"{path.name} holds no ranges and no kernels: it is no report of ncu, or an empty one")
+    if not all(action.metrics for action in actions):
+        raise UnreadableReport(f"{path.name} was cut short (a row without figures): run ncu again")
+    return actions
+
+
+def _read_with_ncu(ncu: str, path: Path) -> list[Action]:
+    try:
+        done = subprocess.run(
+            import_command(ncu, path), capture_output=True, text=True, timeout=IMPORT_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise UnreadableReport(f"ncu did not read {path.name} within {IMPORT_SECONDS:.0f} s") from None
+    except OSError as error:
+        raise UnreadableReport(f"ncu cannot be run ({error.strerror})") from None
+    actions = parse_raw_csv(done.stdout)
+    if not actions:
+        said = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+        last = said[-1].replace("==ERROR==", "").strip() if said else f"exit code {done.returncode}"
+        raise UnreadableReport(f"ncu cannot read {path.name} ({last})")
+    return actions
+
+
+def parse_raw_csv(text: str) -> list[Action]:
+    """The output of `--csv --page raw --print-units base`. Lines before the header (`==PROF== …`) are passed over."""
+    lines = iter(text.splitlines())
+    header = next((line for line in lines if line.startswith('"ID"')), None)
+    if header is None:
+        return []
+    names = next(csv.reader([header]))
+    rows = csv.reader(lines)
+    next(rows, None)  # units: base ones were asked for
+    return [_action(dict(zip(names, row, strict=False))) for row in rows if len(row) > 1]
+
+
+def _action(row: dict[str, str]) -> Action:
+    cells = {name: _number(cell) for name, cell in row.items() if _is_counted(name)}
+    metrics = {name: number for name, number in cells.items() if number is not None}
+    return Action(row.get("Kernel Name", ""), metrics, find_phase(row.values()))
+
+
+def _is_counted(name: str) -> bool:
+    return "__" in name and not name.startswith(_SURROUNDINGS)
+
+
+def _number(cell: str) -> float | None:
+    """`1,135,307,776` as a number; None for what is not one (`n/a`, names, enumerations)."""
+    try:
+        return float(cell.replace(",", ""))
+    except ValueError:
+        return None
+
+
+def find_phase(texts: Iterable[str]) -> str | None:
+    """The phase among a row's NVTX ranges; their column's layout differs from version to version."""
+    return next((match.group(1) for text in texts if (match := _PHASE.search(text))), None)
+
+
+def _read_with_package(path: Path) -> list[Action]:
+    try:
+        import ncu_report
+    except ImportError:
+        raise UnreadableReport(
+            f"{path.name} can be read with `ncu` or the package ncu-report, and neither is here: "
+            "pip install 'dpscope[ncu]'"
+        ) from None
+    try:
+        context = ncu_report.load_report(str(path))
+        ranges = [context.range_by_idx(index) for index in range(context.num_ranges())]
+        return [_package_action(part.action_by_idx(i)) for part in ranges for i in range(part.num_actions())]
+    except (RuntimeError, OSError, AttributeError) as error:
+        raise UnreadableReport(f"{path.name} cannot be read ({error})") from None
+
+
+def _package_action(action: object) -> Action:
+    names = [name for name in action.metric_names() if _is_counted(name)]  # type: ignore[attr-defined]
+    values = {name: action.metric_by_name(name).value() for name in names}  # type: ignore[attr-defined]
+    metrics = {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
+    name = action.name(action.NameBase_DEMANGLED)  # type: ignore[attr-defined]
+    return Action(str(name), metrics, find_phase(_nvtx_names(action)))
+
+
+def _nvtx_names(action: object) -> Iterator[str]:
+    state = action.nvtx_state()  # type: ignore[attr-defined]
+    if state is None:
+        return
+    for domain_id in state.domains():
+        domain = state.domain_by_id(domain_id)
+        yield from map(str, domain.start_end_ranges())
+        yield from map(str, domain.push_pop_ranges())

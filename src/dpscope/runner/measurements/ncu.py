@@ -1,0 +1,192 @@
+"""Which bytes a step moves: counted by Nsight Compute, or estimated from tensor sizes with the reason why.
+
+ncu looks at a program of its own (`ranged_step`), started from here, so that this process holds no GPU memory
+meanwhile. What is measured without ncu (the machine's ceilings, the estimate beside the figures) comes after it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from dpscope.errors import UserError
+from dpscope.instruments.ceilings import measure_ceilings
+from dpscope.instruments.ncu.command import find_ncu, kernel_command, ncu_version, range_command
+from dpscope.instruments.ncu.failures import NO_GPU, NO_NCU
+from dpscope.instruments.ncu.kernels import describe_kernels
+from dpscope.instruments.ncu.launches import count_launches
+from dpscope.instruments.ncu.metrics import KERNEL_METRICS, PASSES, RANGE_METRICS, TRAFFIC, resolve_metrics, summarise
+from dpscope.instruments.ncu.reading import Action, UnreadableReport, read_report
+from dpscope.instruments.ncu.running import Capture, capture, one_pass_metrics
+from dpscope.instruments.timing import Progress
+from dpscope.results.schema import OK, Result, result_for
+from dpscope.runner import environment
+from dpscope.runner.assembly import make_trainer
+from dpscope.runner.launcher import ROW_SECONDS
+from dpscope.runner.ranged_step import OUTCOME
+from dpscope.runner.spec import RunSpec
+
+STEP_REPORT, KERNELS_REPORT = "step.ncu-rep", "kernels.ncu-rep"
+MOST_SECONDS = 900.0
+NOT_ESTIMATED = "an estimate knows the sizes of tensors, not what caches and units did"
+
+
+class NotCounted(Exception):
+    """ncu could not count, and why: an estimate takes its place."""
+
+
+class ProgramFailed(Exception):
+    """The step itself failed under ncu: the row's status and reason."""
+
+
+def measure(spec: RunSpec, progress: Progress, files: Path) -> Result:
+    seen: dict[str, Any] = {"source": "measured", "reason": None, "ncu_version": None, "traffic": {}, "flops": {}}
+    seen |= {"metrics": {}, "missing": {}, "estimate": {}, "kernels": {}, "ceilings": {}, "command": []}
+    left: dict[str, str] = {}  # what it is -> file
+    try:
+        _count_step(spec, progress, files, seen, left)
+        if spec.option("per_kernel"):
+            _count_kernels(spec, progress, files, seen, left)
+    except ProgramFailed as error:
+        status, reason = error.args
+        return _result(spec, seen, left, status=status, reason=reason)
+    except NotCounted as why:
+        if spec.option("require_measured"):
+            raise UserError(f"not measured, and an estimate was not wanted (--require-measured): {why}") from None
+        seen |= {"source": "estimate", "reason": f"{str(why)[0].upper()}{str(why)[1:]}."}
+    progress("ceilings and estimate", 0, 1)
+    seen["ceilings"] = measure_ceilings(spec.device)
+    _add_estimate(spec, seen)
+    return _result(spec, seen, left)
+
+
+def _result(spec: RunSpec, seen: dict[str, Any], left: dict[str, str], **outcome: Any) -> Result:
+    return result_for(spec.to_dict(), ncu=seen, files=left, environment=environment.collect(spec.device), **outcome)
+
+
+def step_command(spec: RunSpec, ncu: str, report: Path, metrics: Sequence[str] | None = None) -> list[str]:
+    """The command that counts one step as a whole."""
+    return range_command(ncu, _program(spec), report, metrics or step_metrics(spec))
+
+
+def kernels_command(spec: RunSpec, ncu: str, report: Path, metrics: Sequence[str] = KERNEL_METRICS) -> list[str]:
+    """The command that counts a step's kernels one by one."""
+    program = _program(spec, str(spec.option("budget")))
+    return kernel_command(ncu, program, report, metrics, kernel=spec.option("kernel") or None)
+
+
+def step_metrics(spec: RunSpec) -> list[str]:
+    return resolve_metrics([*RANGE_METRICS, *filter(None, spec.option("metrics").split(","))])
+
+
+def _program(spec: RunSpec, *more: str) -> list[str]:
+    return [sys.executable, "-m", "dpscope.runner.ranged_step", json.dumps(spec.to_dict()), *more]
+
+
+def _count_step(spec: RunSpec, progress: Progress, files: Path, seen: dict[str, Any], left: dict[str, str]) -> None:
+    if spec.device != "cuda":
+        raise NotCounted(NO_GPU)
+    ncu = find_ncu()
+    if ncu is None:
+        raise NotCounted(NO_NCU)
+    seen["ncu_version"] = ncu_version(ncu)
+    wanted, report = step_metrics(spec), files / STEP_REPORT
+    taken = _capture(lambda metrics: step_command(spec, ncu, report, metrics), wanted, report, progress)
+    seen["command"] = taken.command
+    action = _read(taken, ncu, report)[0]
+    left["Nsight Compute report of the step"] = STEP_REPORT
+    values = {name: action.metrics[name] for name in (*wanted, PASSES) if name in action.metrics}
+    seen |= summarise(values)
+    absent = {name: "the report does not hold it" for name in wanted if name not in values}
+    refused = dict.fromkeys(taken.refused, "this GPU, or this version of ncu, does not know it")
+    seen["missing"] = {**absent, **refused, **seen["missing"]}
+
+
+def _count_kernels(spec: RunSpec, progress: Progress, files: Path, seen: dict[str, Any], left: dict[str, str]) -> None:
+    """A failure here costs the row its kernels, not its figures."""
+    ncu, report = find_ncu(), files / KERNELS_REPORT
+    assert ncu is not None
+    progress("which counters fit in one pass", 0, 1)
+    try:
+        wanted = one_pass_metrics(ncu)
+        taken = _capture(lambda metrics: kernels_command(spec, ncu, report, metrics), wanted, report, progress)
+        actions = _read(taken, ncu, report)
+    except (NotCounted, ProgramFailed) as error:
+        seen["missing"]["kernels"] = str(error.args[-1])
+        return
+    left["Nsight Compute report of the kernels"] = KERNELS_REPORT
+    seen["kernels"] = describe_kernels(actions, top=spec.option("top"), kernel=spec.option("kernel"))
+
+
+def _capture(
+    make_command: Callable[[Sequence[str]], list[str]],
+    metrics: Sequence[str],
+    report: Path,
+    progress: Progress,
+) -> Capture:
+    """Run ncu, follow its program, and raise `ProgramFailed` if that could not do its step."""
+    report.parent.mkdir(parents=True, exist_ok=True)
+    outcomes: list[dict[str, str]] = []
+
+    def on_line(line: str) -> None:
+        print(line, end="", flush=True)  # into the row's log
+        if line.startswith(OUTCOME):
+            outcomes.append(json.loads(line.removeprefix(OUTCOME)))
+            progress(f"under ncu, {len(outcomes)} runs done", 0, 1)
+
+    progress("under ncu", 0, 1)
+    taken = capture(make_command, metrics, report, limit=_limit(), on_line=on_line)
+    if failed := next((outcome for outcome in outcomes if outcome["status"] != OK), None):
+        raise ProgramFailed(failed["status"], f"under ncu: {failed['reason']}")
+    return taken
+
+
+def _limit() -> float:
+    """Seconds for a run of ncu: one that hangs is ended before the row is, which can then say why and estimate."""
+    return min(MOST_SECONDS, 0.6 * float(os.environ.get(ROW_SECONDS, MOST_SECONDS)))
+
+
+def _read(taken: Capture, ncu: str, report: Path) -> list[Action]:
+    if taken.failure is not None:
+        raise NotCounted(taken.failure)
+    try:
+        return read_report(report, ncu=ncu)
+    except UnreadableReport as error:
+        raise NotCounted(str(error)) from None
+
+
+def _add_estimate(spec: RunSpec, seen: dict[str, Any]) -> None:
+    """Bytes from the operators' tensor sizes: in place of a measurement, or beside it to show how far off they are."""
+    measured = seen["source"] == "measured"
+    try:
+        estimate = _estimate(spec, seen["kernels"] if measured else {})
+    except Exception as error:
+        if not measured:
+            raise
+        seen["missing"]["estimate"] = f"{type(error).__name__}: {error}"
+        return
+    if not measured:
+        traffic = {name: estimate[name] for name in TRAFFIC if name in estimate}
+        seen |= {"traffic": traffic, "flops": estimate["flops"], "kernels": estimate.pop("kernels")}
+        seen["missing"] = {name: NOT_ESTIMATED for name in TRAFFIC if name not in traffic}
+    seen["estimate"] = estimate
+
+
+def _estimate(spec: RunSpec, kernels: dict[str, Any]) -> dict[str, Any]:
+    """The estimate of a step; on the way, how many kernels that step launches is noted in `kernels`."""
+    from dpscope.instruments.estimate import estimate_traffic
+
+    trainer, batch = make_trainer(spec)
+
+    def step() -> object:
+        return trainer.train_step(batch)
+
+    for _ in range(max(spec.warmup, 1)):
+        step()
+    if kernels:
+        kernels["calls_total"] = count_launches(step)
+    return dict(estimate_traffic(step, device=spec.device))
