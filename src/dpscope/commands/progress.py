@@ -77,7 +77,6 @@ def _figures(result: Result) -> Iterator[str]:
         yield f"{format_ms(result.timing['median_ms'])} a step"
     if result.memory:
         yield f"peak {format_bytes(result.memory['peak_bytes'])}"
-        yield f"peak {format_bytes(result.memory['peak_bytes'])}"
     traffic = result.ncu.get("traffic", {})
     if "dram_read_bytes" in traffic and "dram_write_bytes" in traffic:
         read, written = (format_bytes(traffic[f"dram_{way}_bytes"]) for way in ("read", "write"))
