@@ -85,9 +85,10 @@ class Traffic:
 
     @property
     def flops(self) -> float | None:
-        """Of one step: tensor cores and FP32 units together, as far as they were counted."""
-        counted = self.data.get("flops") or (self.estimate.get("flops") if self.estimated else None) or {}
-        return counted.get("total", sum(counted.values()) if counted else None)
+        """Of one step, as far as they were counted; the operators' own where no counter saw any (FP32 in a range)."""
+        counted = self.data.get("flops") or {}
+        total = counted.get("total", sum(counted.values()))
+        return total or (self.estimate.get("flops") or {}).get("total")
 
     @property
     def ratio(self) -> float | None:

@@ -74,7 +74,7 @@ def test_a_step_is_counted(machine, stand_in_ncu, spec_of, reports, tmp_path):
     assert (seen["source"], seen["reason"], seen["ncu_version"]) == ("measured", None, "2025.3.1")
     assert seen["traffic"]["dram_read_bytes"] == 1000
     assert seen["traffic"]["l2_read_bytes"] == 32 * 3000
-    assert seen["flops"] == {"tensor": 3000, "fp32": 4000, "total": 7000}
+    assert seen["flops"] == {"tensor": 3000}
     assert seen["metrics"][DRAM_READ] == 1000
     assert seen["missing"] == {}
     assert seen["kernels"] == {}

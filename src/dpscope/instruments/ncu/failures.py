@@ -38,13 +38,16 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     ),
     (r"No space left on device", "the disk is full: free some space in --out and TMPDIR"),
 )
-_UNKNOWN_METRIC = re.compile(r"Failed to find metric (?:regex:\^?)?([\w.]+)")
+_UNKNOWN_METRIC = re.compile(
+    r"Failed to find metric (?:regex:\^?)?([\w.]+)|Metric ([\w.]+) is not supported in \w+ replay"
+)
 _UNKNOWN_OPTION = re.compile(r"unrecogni[sz]ed option '?(--[\w-]+)")
 
 
 def unknown_metrics(output: str) -> list[str]:
-    """The metrics that ncu says this GPU does not have."""
-    return list(dict.fromkeys(name.rstrip(".") for name in _UNKNOWN_METRIC.findall(output)))
+    """The metrics that ncu says this GPU does not have, or cannot count in this way."""
+    found = (absent or unsupported for absent, unsupported in _UNKNOWN_METRIC.findall(output))
+    return list(dict.fromkeys(name.rstrip(".") for name in found))
 
 
 def unknown_option(output: str) -> str | None:
