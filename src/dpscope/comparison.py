@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from dpscope.errors import UserError
 from dpscope.reports import export
 from dpscope.reports.latex import to_latex
-from dpscope.reports.outputs import write_reports
+from dpscope.reports.outputs import remove_reports, write_reports
 from dpscope.reports.tables import Row, compare_results
 from dpscope.reports.text import render_plain, summary
 from dpscope.results.schema import Result
@@ -103,6 +103,8 @@ def compare(
     require_measurable(specs)
     store = ResultStore(Path(out))
     open_store(store, resume=resume, overwrite=overwrite)
+    if overwrite:
+        remove_reports(store.folder)
     _, skipped = store.read_all()
     results = run_sweep(specs, store, resume=resume, limits=limits or Limits(), observer=observer or SilentObserver())
     files = [

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import pandas
 
 IDENTITY = ("batch_size", "seq_len", "dtype")  # beside model and method; the rest of the spec only where it varies
+RESULTS_CSV, TIMELINE_CSV = "results.csv", "timeline.csv"
 SOFTWARE = ("torch", "opacus", "dpscope")
 
 
@@ -47,11 +48,11 @@ def write_csv(rows: Sequence[Row], folder: Path) -> list[Path]:
     """`results.csv`, and `timeline.csv` where a timeline was measured."""
     import pandas
 
-    paths = [folder / "results.csv"]
+    paths = [folder / RESULTS_CSV]
     write_frame(to_pandas(rows), paths[0])
     points = [point for row in rows if (timeline := timeline_of(row)) for point in _points(row, timeline)]
     if points:
-        paths.append(folder / "timeline.csv")
+        paths.append(folder / TIMELINE_CSV)
         write_frame(pandas.DataFrame(points).convert_dtypes(), paths[-1])
     return paths
 

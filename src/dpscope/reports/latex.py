@@ -13,6 +13,7 @@ from dpscope.results.store import write_atomically
 from dpscope.units import GIB, MIB
 
 HEAD = "% Made by dpscope. Needs \\usepackage{booktabs}; then \\input this file.\n"
+RESULTS_TEX = "results.tex"
 NONE = "---"
 SPECIAL = str.maketrans(
     {
@@ -45,7 +46,7 @@ def to_latex(rows: Sequence[Row]) -> str:
 
 
 def write_latex(rows: Sequence[Row], folder: Path) -> list[Path]:
-    path = folder / "results.tex"
+    path = folder / RESULTS_TEX
     write_atomically(path, to_latex(rows))
     return [path]
 

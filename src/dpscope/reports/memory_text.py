@@ -81,7 +81,7 @@ def _by_component(described: Sequence[Described], width: int) -> list[Renderable
         lines.append(("  × standard", [format_ratio(each.total / standard.total) for each in compositions]))
     if any(row.median_ms for row in rows):
         lines.append(("time/step", [format_ms(row.median_ms) for row in rows]))
-        lines.append(("  × standard", [format_ratio(row.time_ratio) for row in rows]))
+        lines.append(("  × standard", [format_ratio(row.time_ratio) + ("" if row.steady else "?") for row in rows]))
         lines.append(("memory/time", [_memory_per_time(row, each) for row, each in described]))
     return _tables("component", [row.method for row in rows], lines, width)
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dpscope.errors import UserError
-from dpscope.reports.export import write_csv
-from dpscope.reports.figures import write_figures
+from dpscope.reports.export import RESULTS_CSV, TIMELINE_CSV, write_csv
+from dpscope.reports.figures import FIGURES, FORMATS, traffic, write_figures
 from dpscope.reports.figures.traffic import write_traffic_figures
-from dpscope.reports.latex import write_latex
+from dpscope.reports.latex import RESULTS_TEX, write_latex
 from dpscope.reports.tables import Row, compare_results
 from dpscope.reports.text import TITLE, render_plain, summary
-from dpscope.reports.traffic_csv import write_traffic_csv
+from dpscope.reports.traffic_csv import KERNELS, TRAFFIC, write_traffic_csv
 from dpscope.results.schema import Result
 from dpscope.results.store import Skipped, write_atomically
 
@@ -24,6 +25,7 @@ Writer = Callable[[Sequence[Row], Path, Sequence[str]], list[Path]]
 WRITERS: tuple[Writer, ...] = (write_figures, write_traffic_figures, write_traffic_csv)
 
 # Written when they are asked for.
+EXPORTS = (RESULTS_CSV, TIMELINE_CSV, RESULTS_TEX)
 TABLES: dict[str, Callable[[Sequence[Row], Path], list[Path]]] = {"csv": write_csv, "latex": write_latex}
 
 
@@ -45,6 +47,14 @@ def write_reports(
         return [text, *drawn, *(path for name in tables for path in TABLES[name](rows, folder))]
     except OSError as error:
         raise UserError(f"cannot write to {folder}: {error.strerror}; choose another folder with --out") from None
+
+
+def remove_reports(folder: Path) -> None:
+    """Remove the files of an earlier sweep that no longer belong to the results, and nothing else."""
+    figure = re.compile(rf"({'|'.join((*FIGURES, *traffic.FIGURES))})(_.*bs\d+.*)?\.({'|'.join(FORMATS)})")
+    for path in folder.iterdir():
+        if path.is_file() and (figure.fullmatch(path.name) or path.name in (*EXPORTS, TRAFFIC, KERNELS)):
+            path.unlink()
 
 
 def _require_ours(path: Path) -> None:

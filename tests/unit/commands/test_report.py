@@ -13,6 +13,7 @@ from click.testing import CliRunner
 
 from dpscope.cli import main
 from dpscope.comparison import Comparison
+from dpscope.reports.outputs import remove_reports
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "visualize_memory_breakdown.py"
 
@@ -120,6 +121,16 @@ def test_somebody_elses_summary_is_not_replaced(sweep):
     assert outcome.exit_code == 2
     assert "is there already and is not dpscope's" in outcome.stderr
     assert (sweep / "summary.txt").read_text() == "my notes"
+
+
+def test_a_sweep_that_replaces_another_leaves_none_of_its_figures_and_none_of_yours_is_touched(tmp_path):
+    old = ["memory_timeline.png", "memory_timeline_bs8_seq1024.pdf", "performance_tradeoff_1b_bs8.svg", "results.csv"]
+    old += ["roofline.png", "traffic.csv"]
+    yours = ["memory_timeline_for_the_talk.png", "notes.csv", "memory_timeline.txt"]
+    for name in (*old, *yours):
+        (tmp_path / name).write_text("")
+    remove_reports(tmp_path)
+    assert names_in(tmp_path) == sorted(yours)
 
 
 def test_a_format_that_does_not_exist_is_refused_before_anything_is_read(tmp_path):

@@ -296,6 +296,12 @@ def test_differences_within_noise_do_not_fill_the_panel(make_result):
     assert high - low > 0.3
 
 
+def test_no_axis_goes_below_zero_where_nothing_can_be(make_result):
+    results = [make_result(median=1.0, peak=MIB), make_result(method="flat", median=900.0, peak=900 * MIB)]
+    for ax in draw_tradeoff(compare_results(results)).axes:
+        assert ax.get_xlim()[0] >= 0 and ax.get_ylim()[0] >= 0
+
+
 def test_a_far_label_has_a_line_from_its_marker_to_itself(make_result):
     """Six methods at one point: not all of their names can stand beside it."""
     first = make_result(peak=1000 * MIB)

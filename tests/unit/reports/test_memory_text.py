@@ -101,6 +101,7 @@ def test_modules_are_ranked_by_what_they_keep_for_the_backward_pass_and_the_lump
     ]
     text = shown(replace(result, memory={**result.memory, "modules": modules}))
     assert "head 7.0 MiB, embedding 1.0 MiB" in text
+    assert "(other)" not in text
 
 
 def test_what_is_unattributed_is_explained(text):

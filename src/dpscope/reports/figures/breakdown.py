@@ -109,8 +109,6 @@ def _stack(ax: Axes, stacks: Sequence[Mapping[str, float]], unit: float) -> list
 def _write_totals(ax: Axes, ends: Sequence[float], texts: Sequence[str]) -> None:
     for place, (end, text) in enumerate(zip(ends, texts, strict=True)):
         ax.annotate(text, (end, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=SMALL)
-    low, high = ax.get_xlim()
-    ax.set_xlim(low, high + 0.22 * (high - low))  # room for the totals
 
 
 def _write_values(segments: Sequence[tuple[Any, str, float]]) -> None:

@@ -137,7 +137,7 @@ def _limits(values: Sequence[float]) -> tuple[float, float]:
     low, high = min(values), max(values)
     span = max(high - low, CLOSEST * high)
     middle = (low + high) / 2
-    return middle - 0.7 * span, middle + 0.7 * span
+    return max(middle - 0.7 * span, 0.0), middle + 0.7 * span
 
 
 def _label(ax: Axes, points: Sequence[Point]) -> None:
