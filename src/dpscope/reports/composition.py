@@ -9,11 +9,10 @@ from itertools import pairwise
 from typing import Any
 
 from dpscope.reports.tables import Row
-from dpscope.results.components import COMPONENTS
+from dpscope.results.components import COMPONENTS, UNATTRIBUTED
 from dpscope.results.schema import Result
 from dpscope.units import MIB
 
-UNATTRIBUTED = "unattributed"
 KNOWN = {component.key: component for component in COMPONENTS}
 TOTALS = ("total_allocated_mb", "peak_allocated_mb")  # in a breakdown, but no components
 
@@ -172,24 +171,7 @@ def _timeline(data: Mapping[str, Any]) -> Timeline | None:
     if any(later < earlier for earlier, later in pairwise(events)):
         return None
     by_key = dict(zip(map(str, keys), levels, strict=True))
-    phases = _phases(data.get("phases"), events)
-    return _from_its_beginning(Timeline(events, {key: by_key[key] for key in in_order(by_key)}, phases))
-
-
-def _from_its_beginning(timeline: Timeline) -> Timeline:
-    """Without the events by which a tracker takes note, storage by storage, of what is there before the step.
-
-    Until the first phase nothing is born but in that way, so the step begins where the most is live before it.
-    """
-    first = timeline.phases[0].start if timeline.phases else timeline.events[0]
-    before = [total for event, total in zip(timeline.events, timeline.totals, strict=True) if event <= first]
-    start = before.index(max(before))
-    zero = timeline.events[start]
-    return Timeline(
-        [event - zero for event in timeline.events[start:]],
-        {key: level[start:] for key, level in timeline.levels.items()},
-        [Phase(phase.name, phase.start - zero, phase.end - zero) for phase in timeline.phases],
-    )
+    return Timeline(events, {key: by_key[key] for key in in_order(by_key)}, _phases(data.get("phases"), events))
 
 
 def _phases(listed: object, events: Sequence[float]) -> list[Phase]:

@@ -9,7 +9,6 @@ from rich.table import Table
 from rich.text import Text
 
 from dpscope.reports.composition import (
-    UNATTRIBUTED,
     Composition,
     composition_of,
     in_order,
@@ -20,13 +19,14 @@ from dpscope.reports.composition import (
 )
 from dpscope.reports.tables import STANDARD, Row, group_by_size
 from dpscope.reports.words import shorten, size_in_words
+from dpscope.results.components import ACTIVATION_HOOKS, ACTIVATIONS, UNATTRIBUTED
 from dpscope.units import MISSING, format_bytes, format_ms, format_ratio, mib
 
 LABELS = 24  # characters of the first column
 LONGEST_NAME = 20  # of a method, as a heading
 HEAVIEST = 3  # modules named for each method
 OTHERS = "(other)"  # all modules that are too light to be listed, together
-HELD = ("activations", "activation_hooks")  # what a module keeps for the backward pass
+HELD = (ACTIVATIONS, ACTIVATION_HOOKS)  # what a module keeps for the backward pass
 TRIFLE = 0.01  # of standard's peak: differences below this are summed up as the rest
 
 Described = tuple[Row, Composition]

@@ -116,19 +116,6 @@ def test_a_timeline_knows_its_peak_and_its_phases(make_memory_result):
     assert [phase.name for phase in timeline.phases] == ["forward", "backward", "clip", "noise", "optimizer"]
 
 
-def test_what_a_tracker_notes_before_the_step_is_no_part_of_it(make_memory_result):
-    """Two storages are noted, one is freed; then the forward pass begins."""
-    timeline = {
-        "components": ["gradients"],
-        "points": [[0, 5], [1, 30], [2, 20], [3, 20], [4, 90], [5, 20]],
-        "phases": [{"name": "forward", "start": 3, "end": 5}],
-    }
-    read = timeline_of(row_of(replace(make_memory_result(), timeline=timeline)))
-    assert read.events == [0, 1, 2, 3, 4]
-    assert read.totals == [30, 20, 20, 90, 20]
-    assert [(phase.start, phase.end) for phase in read.phases] == [(2, 4)]
-
-
 POINTS = [[0, 1], [1, 2]]
 
 
