@@ -178,6 +178,12 @@ def test_only_the_asked_device_is_counted():
     assert use_of(lambda: (torch.empty(100, device="meta"), bytes_of(KB))).peak_bytes == KB
 
 
+def test_of_several_owners_the_first_that_was_seen_has_it():
+    weights = torch.zeros(100)
+    use = use_of(lambda: None, holdings=[("inputs", "", weights), ("gradients", "late", weights.view(10, 10))])
+    assert use.peak_components == {key: 400 if key == "inputs" else 0 for key in use.components}
+
+
 # -- what autograd saves ---------------------------------------------------------------------------------------------
 
 
