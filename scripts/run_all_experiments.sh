@@ -31,7 +31,7 @@ for experiment in "${EXPERIMENTS[@]}"; do
 done
 
 echo
-"$PYTHON" -m dpscope report "$OUT"
+"$PYTHON" "$HERE/visualize_memory_breakdown.py" --input-dir "$OUT" --output-dir "$OUT/visualizations"
 echo
 echo "Results: $OUT"
 [ ${#failed[@]} -eq 0 ] || echo "Failed: ${failed[*]}"

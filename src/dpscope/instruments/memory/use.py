@@ -17,7 +17,7 @@ def component_at(event: int, belonging: Belonging, released: int | None) -> str:
     return before if released is None or event < released else after
 
 
-NO_MODULE = "(no module)"
+NO_MODULE = "(outside the modules)"  # the loss, the update, the batch
 OTHER = "(other)"
 
 
