@@ -16,7 +16,7 @@ from dpscope.errors import UserError
 from dpscope.instruments.ncu.kernels import add_up_metrics
 from dpscope.instruments.ncu.metrics import TRAFFIC, make_figures, make_flops
 from dpscope.instruments.ncu.reading import UnreadableReport, read_report
-from dpscope.units import MISSING, format_bytes, format_ratio
+from dpscope.units import MISSING, format_ratio, format_traffic
 
 COLUMNS = {
     "DRAM read": "dram_read_bytes",
@@ -76,12 +76,14 @@ def _show(figures: dict[Path, dict[str, Any]], steps: int) -> None:
     for heading in (*COLUMNS, "DRAM ×"):
         table.add_column(heading, justify="right", no_wrap=True)
     for path, seen in figures.items():
-        cells = [format_bytes(seen.get(name)) for name in COLUMNS.values()]
+        cells = [format_traffic(seen.get(name)) for name in COLUMNS.values()]
         table.add_row(path.stem, *cells, format_ratio(_ratio(path, figures)))
     console = make_console()
     console.print(table)
     each = "a step" if steps == 1 else f"a step ({steps} steps in each report)"
-    console.print(f"Bytes {each}; × is DRAM bytes next to standard, {MISSING} where no such report is beside it.")
+    console.print(
+        f"Bytes {each}, 1 GB = 10⁹; × is DRAM bytes next to standard, {MISSING} where no such report is beside it."
+    )
 
 
 def _ratio(path: Path, figures: dict[Path, dict[str, Any]]) -> float | None:

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from dpscope.results.schema import Result
 from dpscope.runner.spec import RunSpec
-from dpscope.units import format_bytes, format_duration, format_ms
+from dpscope.units import format_bytes, format_duration, format_ms, format_traffic
 
 
 class SweepProgress:
@@ -79,6 +79,6 @@ def _figures(result: Result) -> Iterator[str]:
         yield f"peak {format_bytes(result.memory['peak_bytes'])}"
     traffic = result.ncu.get("traffic", {})
     if "dram_read_bytes" in traffic and "dram_write_bytes" in traffic:
-        read, written = (format_bytes(traffic[f"dram_{way}_bytes"]) for way in ("read", "write"))
+        read, written = (format_traffic(traffic[f"dram_{way}_bytes"]) for way in ("read", "write"))
         label = "DRAM" if result.ncu["source"] == "measured" else "DRAM (estimate)"
         yield f"{label} {read} read, {written} written a step"

@@ -62,7 +62,6 @@ def test_a_wrong_option_is_a_sentence(arguments, says):
 @pytest.fixture(scope="module")
 def estimated(tmp_path_factory, tiny_flags):
     """`dpscope ncu` on a CPU: the finished process and its folder."""
-    pytest.importorskip("dpscope.instruments.estimate")
     folder = tmp_path_factory.mktemp("ncu") / "out"
     command = [DPSCOPE, "ncu", "--methods", "standard", *tiny_flags, "--batch-size", "2", "--out", str(folder)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -78,9 +77,9 @@ def test_without_a_gpu_the_bytes_are_an_estimate_and_say_so(estimated):
     assert "no GPU to count on" in seen["reason"]
     assert seen["command"] == []
     first, second = (line for line in process.stdout.splitlines() if line.startswith("["))
-    assert re.fullmatch(r"\[1/2\] standard tiny bs2 seq8 fp32: [\d.]+ ms a step, peak [\d.]+ MiB", first)
+    assert re.fullmatch(r"\[1/2\] standard tiny bs2 seq8 fp32 time: [\d.]+ ms a step, peak [\d.]+ MiB", first)
     assert re.fullmatch(
-        r"\[2/2\] standard tiny bs2 seq8 fp32: DRAM \(estimate\) [\d.]+ MiB read, [\d.]+ MiB written a step", second
+        r"\[2/2\] standard tiny bs2 seq8 fp32 ncu: DRAM \(estimate\) [\d.]+ kB read, [\d.]+ kB written a step", second
     )
 
 
@@ -114,7 +113,7 @@ def test_reports_are_shown_next_to_standard_of_the_same_size(folder_of_reports):
     done = invoke("ncu-read", folder_of_reports)
     assert done.exit_code == 0
     rows = {line.split()[0]: line.split() for line in done.output.splitlines() if line.startswith("report_")}
-    assert rows["report_dpsgd_bs8_seq256"][1:5] == ["1.06", "GiB", "967.0", "MiB"]
+    assert rows["report_dpsgd_bs8_seq256"][1:5] == ["1.14", "GB", "1.01", "GB"]
     assert rows["report_dpsgd_bs8_seq256"][-1] == "1.00×"
     assert rows["report_dpsgd_bs16_seq256"][-1] == "—"
 
@@ -183,7 +182,7 @@ def test_the_script_makes_twelve_reports_and_a_table(tmp_path, stand_in_ncu, ncu
     assert done.stdout.count("+++ NCU SUCCESS") == 12
     assert "12 of 12 runs left a report in ncu_reports." in done.stdout
     assert sum(line.startswith("report_") for line in done.stdout.splitlines()) == 12
-    assert "953.7 MiB" in done.stdout  # 5 GB over five steps
+    assert "1.00 GB" in done.stdout  # 5 GB over five steps
     program = next(call for call in ncu.calls if "--trainer=dpsgd_ghost" in call)
     assert {"--mode=profile", "--batch_size=8", "--seq_len=256", "--model=1b", "--active_steps=5"} <= set(program)
     assert "--replay-mode=app-range" in program
