@@ -233,8 +233,8 @@ def _notes(traffics: Sequence[Traffic]) -> list[str]:
         notes.append(f"Peak: {how}.")
     seen = dict.fromkeys(t.kernels.note for t in traffics if t.kernels and t.kernels.source != ESTIMATE)
     notes += [f"Kernels: {note}." for note in seen if note]
-    spots = (spot for t in traffics if t.estimated for spot in t.estimate.get("blind_spots", ()))
-    notes += [f"The estimate: {spot}" for spot in dict.fromkeys(spots)]
+    spots = dict.fromkeys(spot for t in traffics if t.estimated for spot in t.estimate.get("blind_spots", ()))
+    notes += ["What the estimate does not see:", *(f"- {spot}" for spot in spots)] if spots else []
     return [*notes, *_why_missing(traffics)]
 
 
