@@ -12,7 +12,7 @@ from dpscope.runner.assembly import make_trainer
 from dpscope.runner.spec import RunSpec
 from dpscope.workloads.configs import make_config
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 def estimate(method):

@@ -72,7 +72,8 @@ def draw_roofline(rows: Sequence[Row]) -> Figure | None:
 
 def _step_point(traffic: Traffic) -> Point:
     name = shorten(traffic.row.method, 24) + (" (estimate)" if traffic.estimated else "")
-    return Point(traffic.intensity or 0, traffic.flop_rate or 0, name, traffic.row.method, hollow=traffic.estimated)
+    hollow = traffic.flops_estimated  # and with them the bytes, or not
+    return Point(traffic.intensity or 0, traffic.flop_rate or 0, name, traffic.row.method, hollow=hollow)
 
 
 def _kernel_points(group: Sequence[Traffic]) -> list[Point]:
@@ -217,7 +218,8 @@ def _notes(groups: Sequence[Sequence[Traffic]], points: Sequence[Point]) -> list
     if any(point.kernel for point in points):
         notes.append("small: the kernels that move most, over their own time")
     if any(point.hollow for point in points):
-        notes.append("hollow: bytes and operations are an estimate")
+        bytes_too = any(traffic.estimated for traffic in traffics)
+        notes.append(f"hollow: {'bytes and operations' if bytes_too else 'operations'} are an estimate")
     if not any(traffic.ceilings for traffic in traffics):
         notes.append("no roofs were measured here")
     return ["; ".join(notes)]
