@@ -14,6 +14,7 @@ import sys
 from dpscope.commands.selftest import run_local_test
 from dpscope.errors import UserError
 from dpscope.instruments.ncu.running import end_with_lifeline
+from dpscope.reports.guide import guide_text
 from dpscope.runner.spec import DTYPES, RunSpec
 from dpscope.workloads.configs import PRESETS, make_config
 
@@ -59,7 +60,11 @@ def main() -> int:
     parser.add_argument("--active_steps", type=int, default=ACTIVE_STEPS)
     parser.add_argument("--model", choices=list(PRESETS), default="1b")
     parser.add_argument("--dtype", choices=DTYPES, default="fp32")
+    parser.add_argument("--guide", action="store_true", help="print how to read the reports, and run nothing")
     args = parser.parse_args()
+    if args.guide:
+        print(guide_text(), end="")
+        return 0
     if args.mode == "test":
         return 0 if run_local_test() else 1
     if args.active_steps < 1:

@@ -2,9 +2,14 @@
 # Every trainer at every batch size and sequence length under Nsight Compute, each in a process of its own. One failure
 # does not stop the rest. Reports: ncu_reports/report_TRAINER_bsB_seqT.ncu-rep, and a table of them at the end.
 # All of it can be set from outside: TRAINERS="standard flash_clip" BATCH_SIZES=8 SEQ_LENS=1024 scripts/run_profiling_ncu.sh
+# How to read the reports: scripts/run_profiling_ncu.sh --guide
 
 HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 PYTHON="${PYTHON:-$([ -x "$HERE/../.venv/bin/python" ] && echo "$HERE/../.venv/bin/python" || echo python3)}"
+
+if [ "${1:-}" = --guide ]; then  # how to read the reports
+  exec "$PYTHON" "$HERE/profiling_script_ncu.py" --guide
+fi
 
 read -r -a TRAINERS <<< "${TRAINERS:-standard dpsgd dpsgd_ghost}"
 read -r -a BATCH_SIZES <<< "${BATCH_SIZES:-8 16}"

@@ -14,9 +14,17 @@ import click
 from dpscope.commands.options import ABOVE_ZERO
 from dpscope.commands.sweeping import follow_sweep, specs_from, sweep_arguments
 from dpscope.errors import UserError
+from dpscope.reports.guide import guide_text
 from dpscope.runner.spec import INSTRUMENTS, RunSpec
 
 DEFAULTS = INSTRUMENTS["ncu"]
+GUIDE_HELP = "Print the guide to reading reports and traffic, and measure nothing."
+
+
+def _print_guide(context: click.Context, parameter: click.Parameter, asked: bool) -> None:
+    if asked:
+        print(guide_text(), end="")
+        context.exit()
 
 
 @click.command(name="ncu")
@@ -31,6 +39,7 @@ DEFAULTS = INSTRUMENTS["ncu"]
 )
 @click.option("--metrics", default="", help="More metrics to collect, as ncu or nvprof names them: a,b.")
 @click.option("--require-measured", is_flag=True, help="A row that ncu cannot count is not ok; no estimate instead.")
+@click.option("--guide", is_flag=True, is_eager=True, expose_value=False, callback=_print_guide, help=GUIDE_HELP)
 @click.option("--print-command", is_flag=True, help="Print the ncu commands and measure nothing.")
 def command(print_command: bool, **options: Any) -> None:
     """Count the bytes that one step moves through DRAM and L2: each method at every batch size and sequence length.

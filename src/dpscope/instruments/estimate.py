@@ -26,6 +26,11 @@ BLIND_SPOTS = (
     "Compiled code is counted as the operators it was compiled from, without fusion.",
 )
 
+ON_A_CPU = (
+    "The step ran on a CPU, whose operators are not a GPU's: the optimizer is not fused, and flash clipping runs "
+    "without its kernels."
+)
+
 
 @dataclass
 class _Tally:
@@ -112,5 +117,5 @@ def estimate_traffic(step: Callable[[], object], *, device: str) -> dict[str, An
         "dram_write_bytes": sum(row["dram_write_bytes"] for row in rows),
         "flops": {"total": sum(row["flops"] for row in rows)},
         "kernels": {"rows": rows, "calls_seen": calls, "calls_total": calls, "note": "by operator, from tensor sizes"},
-        "blind_spots": list(BLIND_SPOTS),
+        "blind_spots": [*([ON_A_CPU] if device == "cpu" else []), *BLIND_SPOTS],
     }

@@ -86,9 +86,17 @@ class Traffic:
     @property
     def flops(self) -> float | None:
         """Of one step, as far as they were counted; the operators' own where no counter saw any (FP32 in a range)."""
+        return self._counted_flops or (self.estimate.get("flops") or {}).get("total")
+
+    @property
+    def flops_estimated(self) -> bool:
+        """Are they those of torch's formulas, and not of a counter?"""
+        return self.estimated or (not self._counted_flops and self.flops is not None)
+
+    @property
+    def _counted_flops(self) -> float:
         counted = self.data.get("flops") or {}
-        total = counted.get("total", sum(counted.values()))
-        return total or (self.estimate.get("flops") or {}).get("total")
+        return float(counted.get("total", sum(counted.values())))
 
     @property
     def ratio(self) -> float | None:

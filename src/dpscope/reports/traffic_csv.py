@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dpscope.reports.tables import Row
-from dpscope.reports.traffic import READ, WRITE, Traffic, compare_traffic
+from dpscope.reports.traffic import ESTIMATE, MEASURED, READ, WRITE, Traffic, compare_traffic
 from dpscope.results.store import write_atomically
 
 TRAFFIC, KERNELS = "traffic.csv", "traffic_kernels.csv"
@@ -47,6 +47,7 @@ _COLUMNS: dict[str, Column] = {
     "dram_bytes_per_item": lambda t: t.bytes_per_item,
     "item": lambda t: t.items[1],
     "flops": lambda t: t.flops,
+    "flops_source": lambda t: None if t.flops is None else ESTIMATE if t.flops_estimated else MEASURED,
     "arithmetic_intensity_flops_per_byte": lambda t: t.intensity,
     "median_step_ms": lambda t: t.row.median_ms,
     "dram_bytes_per_second": lambda t: t.bandwidth,

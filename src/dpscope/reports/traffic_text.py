@@ -115,7 +115,7 @@ def _dram_columns(traffics: Sequence[Traffic]) -> dict[str, Cell]:
         "written": _bytes_cell(WRITE),
         "×": lambda t: _marked(t, format_ratio(t.ratio)),
         "per item": lambda t: _marked(t, format_traffic(t.bytes_per_item)),
-        "FLOP/B": lambda t: _marked(t, MISSING if t.intensity is None else f"{t.intensity:.0f}"),
+        "FLOP/B": lambda t: MISSING if t.intensity is None else f"{_mark(t.flops_estimated)}{t.intensity:.0f}",
         "bandwidth": lambda t: _marked(t, format_rate(t.bandwidth)),
     }
     if any(traffic.bandwidth_fraction for traffic in traffics):
@@ -149,7 +149,11 @@ def _bytes_cell(name: str) -> Cell:
 
 
 def _marked(traffic: Traffic, text: str) -> str:
-    return APPROXIMATELY + text if traffic.estimated and text != MISSING else text
+    return text if text == MISSING else _mark(traffic.estimated) + text
+
+
+def _mark(estimated: bool) -> str:
+    return APPROXIMATELY if estimated else ""
 
 
 def _percent(fraction: float | None) -> str:
@@ -229,12 +233,14 @@ def _notes(traffics: Sequence[Traffic]) -> list[str]:
         )
     if any(traffic.estimate_error(READ) is not None for traffic in traffics):
         notes.append("est.: how far the bytes computed from tensor sizes are from the measured DRAM bytes.")
+    if any(t.flops_estimated and not t.estimated for t in traffics):
+        notes.append(f"FLOP/B with {APPROXIMATELY}: bytes were counted, operations are those of torch's formulas.")
     for how in dict.fromkeys(str(t.ceilings["how"]) for t in traffics if t.ceilings.get("how")):
         notes.append(f"Peak: {how}.")
     seen = dict.fromkeys(t.kernels.note for t in traffics if t.kernels and t.kernels.source != ESTIMATE)
     notes += [f"Kernels: {note}." for note in seen if note]
-    spots = (spot for t in traffics if t.estimated for spot in t.estimate.get("blind_spots", ()))
-    notes += [f"The estimate: {spot}" for spot in dict.fromkeys(spots)]
+    spots = dict.fromkeys(spot for t in traffics if t.estimated for spot in t.estimate.get("blind_spots", ()))
+    notes += ["What the estimate does not see:", *(f"- {spot}" for spot in spots)] if spots else []
     return [*notes, *_why_missing(traffics)]
 
 

@@ -46,6 +46,8 @@ def test_what_is_broadcast_or_expanded_is_read_at_its_real_size():
     assert traffic_of(lambda: a + row) == ((30 + 5) * F32, 30 * F32)
     assert traffic_of(lambda: a + row.expand(6, 5)) == ((30 + 5) * F32, 30 * F32)
     assert traffic_of(lambda: row.expand(6, 5).contiguous()) == (5 * F32, 30 * F32)
+    part = torch.randn(100, 5)[3]  # of a storage that holds more
+    assert traffic_of(lambda: part.expand(6, 5).contiguous()) == (5 * F32, 30 * F32)
 
 
 def test_the_same_tensor_twice_is_read_once():

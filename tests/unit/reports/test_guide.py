@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -87,3 +90,21 @@ def test_an_estimate_does_not_get_into_the_guide(filling, tmp_path, monkeypatch)
     with pytest.raises(SystemExit, match="measurements only"):
         filling.main()
     assert page.read_text() == f"{filling.BEGIN}{filling.END}"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        [sys.executable, "-m", "dpscope", "ncu", "--guide"],
+        [sys.executable, ROOT / "scripts" / "profiling_script_ncu.py", "--guide"],
+        ["bash", ROOT / "scripts" / "run_profiling_ncu.sh", "--guide"],
+    ],
+    ids=["dpscope", "script", "shell"],
+)
+def test_every_door_prints_the_guide_and_measures_nothing(command, tmp_path):
+    environment = {**os.environ, "PYTHON": sys.executable, "NCU": "/nowhere/ncu"}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True, timeout=120
+    )
+    assert done.stdout == guide.guide_text()
+    assert list(tmp_path.iterdir()) == []

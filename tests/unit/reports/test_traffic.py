@@ -42,6 +42,16 @@ def test_the_ratio_is_of_dram_bytes():
         assert found[method].ratio == pytest.approx(total(traffic_of(method)) / total(traffic_of("standard")))
 
 
+def test_operations_that_no_counter_saw_are_the_estimates_and_say_so():
+    """FP32 units cannot be counted over a range: a float32 step has no tensor operations at all."""
+    results = results_for("standard")
+    results[1].ncu["flops"] = {"tensor": 0}
+    results[1].ncu["estimate"]["flops"] = {"total": 10**11}
+    (traffic,) = compare_traffic(compare_results(results))
+    assert (traffic.flops, traffic.flops_estimated, traffic.estimated) == (10**11, True, False)
+    assert not traffics("standard")["standard"].flops_estimated
+
+
 def test_images_are_counted_by_sample():
     spec = {**SPEC, "seq_len": None, "method": "standard", "instrument": "ncu"}
     result = result_for(spec, ncu={"source": "measured", "traffic": CAPTURE["traffic"]}, environment=ENVIRONMENT)

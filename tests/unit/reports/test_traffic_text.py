@@ -26,6 +26,17 @@ def test_a_row_shows_bytes_ratio_intensity_and_bandwidth():
     assert " ".join(line.split()) == "flat 4 256 2.19 GB 1.96 GB 1.93× 4.05 MB 26 98.7 GB/s 2%"
 
 
+def test_counted_bytes_with_estimated_operations_are_marked_where_it_matters():
+    results = results_for("standard")
+    results[1].ncu["flops"] = {"tensor": 0}
+    results[1].ncu["estimate"]["flops"] = {"total": 10**11}
+    text = section(results)
+    line = next(line for line in text.splitlines() if line.startswith("standard "))
+    assert line.count("≈") == 1 and " ≈47 " in line
+    assert "operations are those of torch's formulas" in text
+    assert "ESTIMATE" not in text
+
+
 def test_caches_and_the_estimates_error_have_their_own_table():
     text = section(results_for())
     line = [line for line in text.splitlines() if line.startswith("standard ")][1]

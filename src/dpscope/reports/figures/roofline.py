@@ -31,6 +31,7 @@ NAMED_KERNELS = 4  # of each panel
 LONGEST_NAME = 18  # characters of a kernel's
 LEVEL_ROOFS = {"tensor_flops_per_second": "tensor cores", "fp32_flops_per_second": "FP32"}
 SLOPE_BOXES = 32  # small enough that little beside the line is kept free
+SPAN = 100.0  # the least that an axis spans
 ROOM = 3.0  # an axis goes this factor beyond its points
 
 
@@ -71,7 +72,8 @@ def draw_roofline(rows: Sequence[Row]) -> Figure | None:
 
 def _step_point(traffic: Traffic) -> Point:
     name = shorten(traffic.row.method, 24) + (" (estimate)" if traffic.estimated else "")
-    return Point(traffic.intensity or 0, traffic.flop_rate or 0, name, traffic.row.method, hollow=traffic.estimated)
+    hollow = traffic.flops_estimated  # and with them the bytes, or not
+    return Point(traffic.intensity or 0, traffic.flop_rate or 0, name, traffic.row.method, hollow=hollow)
 
 
 def _kernel_points(group: Sequence[Traffic]) -> list[Point]:
@@ -90,6 +92,8 @@ def _kernel_points(group: Sequence[Traffic]) -> list[Point]:
 
 
 def _set_axes(ax: Axes, group: Sequence[Traffic], points: Sequence[Point]) -> None:
+    from matplotlib.ticker import NullFormatter
+
     ceilings = group[0].ceilings
     bandwidth = ceilings.get("dram_bytes_per_second")
     roofs = [ceilings[name] for name in LEVEL_ROOFS if ceilings.get(name)]
@@ -97,11 +101,20 @@ def _set_axes(ax: Axes, group: Sequence[Traffic], points: Sequence[Point]) -> No
     ys = [point.y for point in points] + roofs
     ax.set_xscale("log")
     ax.set_yscale("log")
-    ax.set_xlim(min(xs) / ROOM, max(xs) * ROOM)
-    ax.set_ylim(min(ys) / ROOM, max(ys) * ROOM)
+    ax.set_xlim(_limits(xs))
+    ax.set_ylim(_limits(ys))
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_minor_formatter(NullFormatter())
     ax.set_xlabel("arithmetic intensity (FLOP / DRAM byte)")
     ax.set_ylabel("FLOP / s")
     ax.grid(which="major", color="0.92", linewidth=0.5, zorder=0)
+
+
+def _limits(values: Sequence[float]) -> tuple[float, float]:
+    """Room around the values, and two powers of ten at least: an axis is read by them."""
+    low, high = min(values) / ROOM, max(values) * ROOM
+    widen = max(1.0, SPAN / (high / low)) ** 0.5
+    return low / widen, high * widen
 
 
 def _draw_point(ax: Axes, point: Point, looks: Looks) -> None:
@@ -205,7 +218,8 @@ def _notes(groups: Sequence[Sequence[Traffic]], points: Sequence[Point]) -> list
     if any(point.kernel for point in points):
         notes.append("small: the kernels that move most, over their own time")
     if any(point.hollow for point in points):
-        notes.append("hollow: bytes and operations are an estimate")
+        bytes_too = any(traffic.estimated for traffic in traffics)
+        notes.append(f"hollow: {'bytes and operations' if bytes_too else 'operations'} are an estimate")
     if not any(traffic.ceilings for traffic in traffics):
-        notes.append("no roofs: none were measured on this machine")
+        notes.append("no roofs were measured here")
     return ["; ".join(notes)]

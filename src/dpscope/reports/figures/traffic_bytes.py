@@ -34,7 +34,8 @@ FAMILY_COLOURS = {
 PRIVATE = {families.CLIPPING, families.NOISE}
 UNSEEN = "not seen kernel by kernel"
 DIRECTION_COLOURS = {"read": "#4477AA", "written": "#DDAA33"}
-MOST_LETTERS = 16  # of method names below a narrow panel: more are written aslant
+COLUMNS = 4  # panels side by side
+MOST_LETTERS = 60  # of method names side by side: more are written aslant
 WIDEST_SLOTS = 7  # bars that a lone panel has room for: fewer do not grow fat
 LEAST = 0.01  # of a bar: what the kernels leave over below this is rounding
 
@@ -54,12 +55,12 @@ def draw_traffic_bytes(rows: Sequence[Row]) -> Figure | None:
         return None
     traffics = [traffic for group in groups for traffic in group]
     by_family = all(traffic.kernels and traffic.kernels.source == traffic.source for traffic in traffics)
-    figure, panels = make_panels(groups, columns=4, height=2.5)
+    figure, panels = make_panels(groups, columns=COLUMNS, height=2.5)
     unit, name = _unit(max(traffic.dram_bytes or 0 for traffic in traffics))
     legend: dict[str, Any] = {}
     for number, (ax, group) in enumerate(panels):
-        _draw_bars(ax, group, unit, by_family, legend, alone=len(groups) == 1)
-        if number % min(4, len(groups)) == 0:
+        _draw_bars(ax, group, unit, by_family, legend, beside=min(COLUMNS, len(groups)))
+        if number % COLUMNS == 0:
             ax.set_ylabel(f"DRAM bytes of a step ({name})")
     top = 1.18 * max(traffic.dram_bytes or 0 for traffic in traffics) / unit
     for ax in figure.axes:
@@ -76,7 +77,7 @@ def draw_traffic_bytes(rows: Sequence[Row]) -> Figure | None:
 
 
 def _draw_bars(
-    ax: Axes, group: Sequence[Traffic], unit: float, by_family: bool, legend: dict[str, Any], *, alone: bool
+    ax: Axes, group: Sequence[Traffic], unit: float, by_family: bool, legend: dict[str, Any], *, beside: int
 ) -> None:
     from matplotlib.patches import Patch
 
@@ -92,11 +93,11 @@ def _draw_bars(
         told = f"{mark}{text}" if text != MISSING else ""
         ax.annotate(told, (place, bottom), (0, 2), textcoords="offset points", ha="center", va="bottom", fontsize=SMALL)
     ax.set_xticks(range(len(group)), [shorten(traffic.row.method, 12) for traffic in group])
-    if not alone and sum(len(traffic.row.method) for traffic in group) > MOST_LETTERS:
+    if beside * sum(len(traffic.row.method) for traffic in group) > MOST_LETTERS:
         ax.tick_params(axis="x", labelrotation=30)
     ax.tick_params(axis="x", length=0)
     middle = (len(group) - 1) / 2
-    half = max(len(group), WIDEST_SLOTS if alone else 0) / 2
+    half = max(len(group), WIDEST_SLOTS if beside == 1 else 0) / 2
     ax.set_xlim(middle - half, middle + half)
 
 
