@@ -1,0 +1,50 @@
+"""Phases as NVTX ranges: named stretches on the timeline of Nsight Systems and Nsight Compute.
+
+    with nvtx_phases():                    # every phase of every step in here is a range
+        trainer.train_step(batch)
+
+    with nvtx_phases(autograd=True): ...   # and every operator, forward and backward: many ranges, slower steps
+
+    with nvtx_range("load"): ...           # one's own ranges, as a context
+    @nvtx_range("augment")                 # or on a function
+    def augment(batch): ...
+
+Outside `nvtx_phases` nothing is pushed and a phase costs what it costs without a listener. On builds of torch without
+CUDA, where `torch.cuda.nvtx` raises, ranges are silently nothing, so that the same program runs everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+
+from dpscope.instruments.phases import listening
+
+STEP = "step"  # the range around a whole step; phases lie inside it
+
+
+def nvtx_available() -> bool:
+    return hasattr(torch._C, "_nvtx")
+
+
+@contextmanager
+def nvtx_range(name: str) -> Iterator[None]:
+    """A range of the calling thread. Ranges nest; the innermost is the one a profiler shows at the bottom."""
+    if not nvtx_available():
+        yield
+        return
+    torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def nvtx_phases(*, autograd: bool = False) -> Iterator[None]:
+    """Push a range for every phase for as long as the context is open; with `autograd`, one for every operator too."""
+    operators = torch.autograd.profiler.emit_nvtx() if autograd and nvtx_available() else nullcontext()
+    with listening(nvtx_range), operators:
+        yield
