@@ -22,8 +22,6 @@ import torch
 
 from dpscope.instruments.phases import listening
 
-STEP = "step"  # the range around a whole step; phases lie inside it
-
 
 def nvtx_available() -> bool:
     return hasattr(torch._C, "_nvtx")
@@ -45,6 +43,6 @@ def nvtx_range(name: str) -> Iterator[None]:
 @contextmanager
 def nvtx_phases(*, autograd: bool = False) -> Iterator[None]:
     """Push a range for every phase for as long as the context is open; with `autograd`, one for every operator too."""
-    operators = torch.autograd.profiler.emit_nvtx() if autograd and nvtx_available() else nullcontext()
-    with listening(nvtx_range), operators:
+    emit = torch.autograd.profiler.emit_nvtx if autograd and nvtx_available() else nullcontext
+    with listening(nvtx_range), emit():
         yield
