@@ -68,13 +68,15 @@ def import_command(importer: str, raw: Path, report: Path) -> list[str]:
     return [importer, "-i", str(raw), "-o", str(report)]
 
 
-def interactive_commands(nsys: Nsys, program: Sequence[str], looking: Looking, *, session: str) -> list[str]:
+def interactive_commands(
+    nsys: Nsys, program: Sequence[str], looking: Looking, *, session: str, environment: Mapping[str, str]
+) -> list[str]:
     """Start a program now, and start and stop recording by hand, as often as one likes; one shell line each."""
     launch = [nsys.path, "launch", f"--session-new={session}", f"--trace={looking.trace}", *program]
     # %h is the host's name: on storage that several machines share, each then writes a file of its own.
     start = [nsys.path, "start", f"--session={session}", *_sampling(nsys, looking), f"--output={session}-%h"]
     stop = [nsys.path, "stop", f"--session={session}"]
-    return [shlex.join(command) for command in (launch, start, stop)]
+    return [shown(launch, environment), shlex.join(start), shlex.join(stop)]
 
 
 def shown(command: Sequence[str], environment: Mapping[str, str]) -> str:

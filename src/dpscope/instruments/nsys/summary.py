@@ -43,13 +43,19 @@ def summarise(timeline: Timeline) -> dict[str, Any]:
         "gpu": _busy(timeline.activities, gaps, average)
         | {"launch_to_start_us": median(waits) / 1e3 if waits else None},
         "gaps": sorted(gaps, key=lambda gap: -gap["ms"])[:KEPT_GAPS],
-        "kernels": average.by_name(of_kind[KERNEL]),
+        "kernels": [{**row, "short": short_name(row["name"])} for row in average.by_name(of_kind[KERNEL])],
         "kernel_total": average.total(of_kind[KERNEL]),
         "copies": average.by_name(of_kind[COPY]),
         "memsets": average.total(of_kind[MEMSET]),
         "api": average.by_name(timeline.calls),
         "os_calls": average.by_name(timeline.os_calls),
     }
+
+
+def short_name(name: str) -> str:
+    """A demangled name without return type, namespaces, template and arguments."""
+    head = name.removeprefix("void ").replace("<unnamed>::", "").partition("<")[0].partition("(")[0]
+    return head.rpartition("::")[2]
 
 
 class Average:
@@ -122,7 +128,9 @@ def _gaps(
         if (hole := activity.start - busy_until) > 0:
             call = launches.get(activity.call)
             late = call is not None and call.end > busy_until
-            gaps.append({"ms": hole / 1e6, "waiting_for_host": late, "phase": phase, "before": activity.name})
+            gaps.append(
+                {"ms": hole / 1e6, "waiting_for_host": late, "phase": phase, "before": short_name(activity.name)}
+            )
         busy_until = max(busy_until, activity.end)
     return gaps
 
