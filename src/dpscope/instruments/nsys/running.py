@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -43,8 +45,9 @@ def take(
     folder.mkdir(parents=True, exist_ok=True)
     command = profile_command(nsys, program, folder / name, looking)
     returncode, output = run(command, environment=environment, on_line=on_line)
-    report, raw = folder / f"{name}.nsys-rep", folder / f"{name}.qdstrm"
-    if not report.exists() and raw.exists():
+    report = folder / f"{name}.nsys-rep"
+    raw = _raw_capture(folder / f"{name}.qdstrm", output)
+    if not report.exists() and raw is not None:
         importer = find_importer(nsys.path)
         said = ""
         if importer is not None:
@@ -52,11 +55,22 @@ def take(
             _, said = run(import_command(importer, raw, report), environment=environment)
         if not report.exists():
             return Capture(command, raw, None, why_not_imported(raw, importer, said), output + said)
-        raw.unlink()
+        raw.unlink(missing_ok=True)
     if not report.exists():
         return Capture(command, None, None, why_no_report(output, returncode), output)
     database, failure, said = export(nsys.path, report, environment=environment)
     return Capture(command, report, database, failure, output + said)
+
+
+def _raw_capture(expected: Path, output: str) -> Path | None:
+    """What nsys left where it could not make a report: beside it, or still where it says that it generated it."""
+    if expected.exists():
+        return expected
+    said = re.findall(r"Generating '([^']+\.qdstrm)'", output)
+    if said and Path(said[-1]).exists():
+        shutil.move(said[-1], expected)
+        return expected
+    return None
 
 
 def export(nsys: str, report: Path, *, environment: Mapping[str, str]) -> tuple[Path | None, str | None, str]:

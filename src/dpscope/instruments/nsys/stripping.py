@@ -38,8 +38,8 @@ def strip(source: Path, target: Path) -> None:
     """Write what can be shared of an export to a new file."""
     read_timeline(source)  # a sentence if it is no export
     target.unlink(missing_ok=True)
-    with closing(sqlite3.connect(target)) as database:
-        database.execute("ATTACH ? AS source", (str(source),))
+    with closing(sqlite3.connect(target.resolve().as_uri(), uri=True)) as database:
+        database.execute("ATTACH ? AS source", (f"{source.resolve().as_uri()}?mode=ro&immutable=1",))
         with database:
             _copy(database)
         database.execute("DETACH source")
