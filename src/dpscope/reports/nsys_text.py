@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dpscope.reports.tables import STANDARD, Row, group_by_size
-from dpscope.units import MISSING, format_bytes, format_ms, format_ratio
+from dpscope.units import MIB, MISSING, format_bytes, format_ms, format_ratio
 
 NSYS, TRACE = "nsys", "trace"
 MOST_KERNELS, MOST_CALLS, MOST_GAPS = 5, 4, 3
@@ -111,7 +111,7 @@ def _sentences(captures: Sequence[Seen]) -> list[str]:
     for method, seen in captures:
         gpu = seen["gpu"]
         idle, waiting = gpu["idle_ms"], gpu["idle_waiting_for_host_ms"]
-        line = f"{method}: the GPU idles {_time(idle)} of {format_ms(gpu['span_ms'])}"
+        line = f"{method}: the GPU idles {_time(idle)} of {_time(gpu['span_ms'])}"
         line += f", {_time(waiting)} of it waiting for the host" if idle else ""
         if gpu["span_ms"] and waiting > LAUNCH_BOUND * gpu["span_ms"]:
             line += ": launch-bound; fewer, larger kernels or a larger batch would help"
@@ -137,7 +137,7 @@ def _copy_table(captures: Sequence[Seen]) -> Table:
         memsets = seen["memsets"]
         kinds = [*seen["copies"], *([{"name": "memset", **memsets}] if memsets["calls"] else [])]
         for number, kind in enumerate(kinds):
-            moved, time = format_bytes(kind.get("bytes", 0)), _time(kind["ms"])
+            moved, time = _size(kind.get("bytes", 0)), _time(kind["ms"])
             table.add_row("" if number else method, f"{kind['calls']:,.1f}", moved, time, kind["name"])
     return table
 
@@ -174,6 +174,10 @@ def _table(first: str, *numbers: str, text: str | None = None) -> Table:
 def _time(ms: float | None) -> str:
     """Kernels are short: below a millisecond microseconds say more."""
     return format_ms(ms) if ms is None or ms >= 1 or ms == 0 else f"{1e3 * ms:.1f} µs"
+
+
+def _size(count: float) -> str:
+    return format_bytes(count) if count >= MIB else f"{count / 2**10:.1f} KiB"
 
 
 def _notes(captures: Sequence[Seen]) -> list[str]:

@@ -55,6 +55,12 @@ _UNKNOWN_OPTION = re.compile(r"unrecogni[sz]ed option '?(--[\w-]+)")
 _MISSING_LIBRARY = re.compile(r"(lib[\w+.-]+\.so[\w.]*): cannot open shared object file")
 
 
+def missing_library(output: str) -> str | None:
+    """The shared library that a program could not be started without, if that is what it says."""
+    match = _MISSING_LIBRARY.search(output)
+    return match.group(1) if match else None
+
+
 def why_no_report(output: str, returncode: int) -> str:
     """Why `nsys profile` left no report, as a sentence with the remedy."""
     for pattern, sentence in _KNOWN:
@@ -79,9 +85,9 @@ def why_not_imported(raw: Path, importer: str | None, output: str = "") -> str:
             f"{left}: this nsys comes without its importer. With a full Nsight Systems, as new or newer, anywhere: "
             f"`{by_hand}` (the importer is in its host-linux-x64 folder), then `dpscope nsys --read` the report"
         )
-    if missing := _MISSING_LIBRARY.search(output):
+    if missing := missing_library(output):
         return (
-            f"{left}: the importer lacks {missing.group(1)}. Install it (libdw.so.1: `apt install libdw1`), or point "
+            f"{left}: the importer lacks {missing}. Install it (libdw.so.1: `apt install libdw1`), or point "
             f"LD_LIBRARY_PATH to a folder that has it, and measure again; by hand: `{by_hand}`"
         )
     return f"{left}: the importer failed ({_last_line(output)}); by hand: `{by_hand}`"
@@ -89,8 +95,8 @@ def why_not_imported(raw: Path, importer: str | None, output: str = "") -> str:
 
 def why_not_exported(report: Path, output: str) -> str:
     by_hand = f"nsys export --type=sqlite --output={report.with_suffix('.sqlite')} {report}"
-    if missing := _MISSING_LIBRARY.search(output):
-        why = f"it lacks {missing.group(1)}: install it, or point LD_LIBRARY_PATH to a folder that has it"
+    if missing := missing_library(output):
+        why = f"it lacks {missing}: install it, or point LD_LIBRARY_PATH to a folder that has it"
     else:
         why = _last_line(output)
     return (
