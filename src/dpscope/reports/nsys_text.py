@@ -18,7 +18,8 @@ from dpscope.units import MIB, MISSING, format_bytes, format_ms, format_ratio
 NSYS, TRACE = "nsys", "trace"
 MOST_KERNELS, MOST_CALLS, MOST_GAPS = 5, 4, 3
 LAUNCH_BOUND = 0.1  # of the span: idle for want of a launch, from here on a step is worth calling launch-bound
-AGREE = 0.05
+AGREE = 0.05  # of GPU time: what two profilers may differ by
+LONG_CAPTURE_SECONDS = 60.0
 
 Seen = tuple[str, dict[str, Any]]  # whose capture it is -> Result.nsys
 
@@ -116,6 +117,8 @@ def _sentences(captures: Sequence[Seen]) -> list[str]:
         if gpu["span_ms"] and waiting > LAUNCH_BOUND * gpu["span_ms"]:
             line += ": launch-bound; fewer, larger kernels or a larger batch would help"
         lines.append(line + ".")
+        if (seconds := gpu["span_ms"] * (seen["steps"] or 1) / 1e3) > LONG_CAPTURE_SECONDS:
+            lines.append(f"{method}: the capture is {seconds:.0f} s long, too large to open well: --captured-steps 1.")
     return lines
 
 

@@ -57,6 +57,12 @@ def test_what_the_gpu_waited_for_is_a_sentence(captured):
     assert "launch-bound" not in render_plain(summary([busy]))
 
 
+def test_a_capture_too_long_to_open_is_told(captured):
+    text = render_plain(summary([captured(gpu={"span_ms": 61_000})]))
+    assert "standard: the capture is 61 s long, too large to open well: --captured-steps 1." in text
+    assert "too large to open" not in render_plain(summary([captured()]))
+
+
 def test_kernels_copies_calls_and_gaps_have_their_tables(captured):
     text = render_plain(summary([captured()]))
     assert row_of("standard", text, "Longest kernels") == ["standard", "380.0 µs", "84%", "3", "126.7 µs", "gemm"]

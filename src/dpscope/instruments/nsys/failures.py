@@ -23,7 +23,6 @@ PARANOID = Path("/proc/sys/kernel/perf_event_paranoid")
 MAX_PARANOID = 2  # nsys samples the host's threads up to here
 
 BY_HAND = "run the command by hand (--print-command)"
-LONG_CAPTURE_SECONDS = 60.0
 
 # What nsys prints -> what happened and what to do. The first that is found decides.
 _KNOWN: tuple[tuple[str, str], ...] = (
