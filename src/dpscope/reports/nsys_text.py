@@ -115,7 +115,7 @@ def _sentences(captures: Sequence[Seen]) -> list[str]:
         line = f"{method}: the GPU idles {_time(idle)} of {_time(gpu['span_ms'])}"
         line += f", {_time(waiting)} of it waiting for the host" if idle else ""
         if gpu["span_ms"] and waiting > LAUNCH_BOUND * gpu["span_ms"]:
-            line += ": launch-bound; fewer, larger kernels or a larger batch would help"
+            line += ": launch-bound"
         lines.append(line + ".")
         if (seconds := gpu["span_ms"] * (seen["steps"] or 1) / 1e3) > LONG_CAPTURE_SECONDS:
             lines.append(f"{method}: the capture is {seconds:.0f} s long, too large to open well: --captured-steps 1.")
@@ -188,6 +188,10 @@ def _notes(captures: Sequence[Seen]) -> list[str]:
         "GPU time: kernels, copies and memsets, by the phase in which they were launched, from whatever thread. Busy: "
         "the share of the time between the first and the last of them. Times under a profiler are not step times.",
     ]
+    if any("launch-bound" in line for line in _sentences(captures)):
+        notes.append(
+            "Launch-bound: the host cannot keep up. Fewer, larger kernels, a larger batch or CUDA graphs help."
+        )
     if any(not seen["phases"] for _, seen in captures):
         notes.append("No phases where a capture holds no NVTX ranges of them; then figures are of the whole capture.")
     return notes
