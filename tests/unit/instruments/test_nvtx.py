@@ -42,7 +42,7 @@ def test_no_range_is_pushed_unless_asked_for(make_spec, timeline):
 
 
 def test_a_phase_without_a_listener_costs_next_to_nothing():
-    """Less than half of what `record_function` costs with no profiler (10.7 µs). Best of many: others use the machine."""
+    """Less than half of what `record_function` costs with no profiler (10.7 µs). The best of many: others work too."""
 
     def empty_phase():
         with phase(FORWARD):
