@@ -129,6 +129,7 @@ SECRETS = {
     "WANDB_API_KEY": "secret",
     "CUDA_DOWNLOAD_TOKEN": "secret",  # of a family that is passed on, but secret by its name
     "LC_PASSWORD": "secret",
+    "TORCH_HUB_KEY": "secret",
     "SSH_AUTH_SOCK": "secret",
     "DATABASE_URL": "postgres://me:secret@host",
     "MY_VARIABLE": "secret",
@@ -138,6 +139,7 @@ SECRETS = {
 def test_only_what_a_step_needs_is_passed_on():
     needed = {"PATH": "/bin", "HOME": "/home/me", "CUDA_VISIBLE_DEVICES": "1", "LD_LIBRARY_PATH": "/lib", "LC_ALL": "C"}
     needed |= {"PYTHONPATH": "src", "OMP_NUM_THREADS": "4", "TMPDIR": "/scratch", "TRITON_CACHE_DIR": "/cache"}
+    needed |= {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     assert needed_variables({**needed, **SECRETS}) == needed
 
 

@@ -16,16 +16,15 @@ TRACE = "cuda,nvtx,osrt,cudnn,cublas"
 # training step can need, by what for; everything else stays out.
 PASSED_ON = {
     "programs and libraries": ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "CONDA_PREFIX"),
-    "folders": ("HOME", "TMPDIR", "XDG_CACHE_HOME", "TORCH_HOME", "TORCH_EXTENSIONS_DIR", "TORCHINDUCTOR_CACHE_DIR"),
+    "compiling kernels": ("CC", "CXX", "CPATH", "LIBRARY_PATH"),
+    "folders": ("HOME", "TMPDIR", "XDG_CACHE_HOME"),
     "language": ("LANG", "LANGUAGE", "TZ"),
-    "threads": ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "KMP_AFFINITY"),
     "which GPU": ("NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES"),
-    "arithmetic": ("NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE"),
-    "memory": ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"),
-    "Triton": ("TRITON_CACHE_DIR", "TRITON_HOME", "TRITON_PTXAS_PATH", "TRITON_LIBCUDA_PATH"),
+    "arithmetic": ("NVIDIA_TF32_OVERRIDE", "OPENBLAS_NUM_THREADS"),
     "Hugging Face": ("HF_HOME", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"),
 }
-PASSED_ON_FAMILIES = ("CUDA_", "LC_")
+# Settings of the libraries that compute: a step is to be the same with and without nsys.
+PASSED_ON_FAMILIES = ("CUDA_", "CUBLAS", "CUDNN_", "TORCH", "PYTORCH_", "TRITON_", "OMP_", "MKL_", "KMP_", "LC_")
 SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|KEY|AUTH", re.IGNORECASE)
 
 
