@@ -17,7 +17,7 @@ export DPSCOPE_PLANTED_TOKEN="planted-7f3a9c51e2"
 mkdir -p "$OUT"
 "$PYTHON" -m dpscope nsys "${ROWS[@]}" --resume >"$OUT/nsys.log" 2>&1 || tail -n 30 "$OUT/nsys.log"
 if "$PYTHON" -m dpscope trace --help >/dev/null 2>&1; then
-  "$PYTHON" -m dpscope trace "${ROWS[@]}" --resume >"$OUT/trace.log" 2>&1 || tail -n 30 "$OUT/trace.log"
+  "$PYTHON" -m dpscope trace "${ROWS[@]}" --no-log --resume >"$OUT/trace.log" 2>&1 || tail -n 30 "$OUT/trace.log"
 fi
 "$PYTHON" -m dpscope report "$OUT" >"$OUT/report.log" 2>&1
 sed -n '/^Nsight Systems/,/^GPU time: kernels/p' "$OUT/report.log"

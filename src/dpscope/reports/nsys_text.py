@@ -18,7 +18,8 @@ from dpscope.units import MIB, MISSING, format_bytes, format_ms, format_ratio
 NSYS, TRACE = "nsys", "trace"
 MOST_KERNELS, MOST_CALLS, MOST_GAPS = 5, 4, 3
 LAUNCH_BOUND = 0.1  # of the span: idle for want of a launch, from here on a step is worth calling launch-bound
-AGREE = 0.05  # of GPU time: what two profilers may differ by
+AGREE = 0.05  # of a phase's GPU time: what two profilers may differ by
+WORTH_COMPARING = 0.02  # of all GPU time: shorter phases are a few short kernels, and differ from run to run
 LONG_CAPTURE_SECONDS = 60.0
 
 Seen = tuple[str, dict[str, Any]]  # whose capture it is -> Result.nsys
@@ -59,21 +60,27 @@ def agreement(rows: Sequence[Row]) -> list[str]:
         traced = row.measured.get(TRACE)
         if traced is None or not traced.ok or not traced.trace.get("gpu"):
             continue
-        theirs = {phase["phase"]: phase["gpu_ms"] for phase in traced.trace["phases"]}
-        ours = {phase["phase"]: phase["gpu_ms"] for phase in _capture(row)["phases"]}
-        shared = [name for name in ours if name in theirs and max(ours[name], theirs[name]) > 0]
-        if not shared:
+        ours, theirs = (_gpu_ms(part["phases"]) for part in (_capture(row), traced.trace))
+        total = sum(theirs.values())
+        apart = {
+            name: abs(ours.get(name, 0.0) - theirs[name]) / theirs[name]
+            for name in theirs
+            if theirs[name] > WORTH_COMPARING * total
+        }
+        if not apart:
             continue
-        total_ours, total_theirs = sum(ours.values()), sum(theirs.values())
-        worst = max(shared, key=lambda name: abs(ours[name] - theirs[name]))
-        off = abs(total_ours - total_theirs) / total_theirs
-        verdict = "agree" if off <= AGREE else "DISAGREE"
+        worst = max(apart, key=lambda name: apart[name])
+        verdict = "agree" if apart[worst] <= AGREE else "DISAGREE"
         lines.append(
-            f"{row.method}: nsys and torch.profiler {verdict} on GPU time: {format_ms(total_ours)} and "
-            f"{format_ms(total_theirs)} ({off:.1%} apart); furthest apart in {worst}: {format_ms(ours[worst])} and "
-            f"{format_ms(theirs[worst])}."
+            f"{row.method}: nsys and torch.profiler {verdict} on GPU time by phase: {format_ms(sum(ours.values()))} "
+            f"and {format_ms(total)} in all; furthest apart in {worst}, {format_ms(ours.get(worst))} and "
+            f"{format_ms(theirs[worst])} ({apart[worst]:.1%})."
         )
     return ["", *lines] if lines else []
+
+
+def _gpu_ms(phases: Sequence[dict[str, Any]]) -> dict[str, float]:
+    return {phase["phase"]: phase["gpu_ms"] for phase in phases}
 
 
 def _capture(row: Row) -> dict[str, Any]:
@@ -92,7 +99,7 @@ def _phase_table(captures: Sequence[Seen]) -> Table:
     base = next((seen["gpu"]["total_ms"] for method, seen in captures if method == STANDARD), None)
     table = _table("method", *order, "GPU time", "×", "busy", "kernels")
     for method, seen in captures:
-        figures = {phase["phase"]: phase["gpu_ms"] for phase in seen["phases"]}
+        figures = _gpu_ms(seen["phases"])
         gpu = seen["gpu"]
         ratio = format_ratio(gpu["total_ms"] / base if base else None)
         busy = f"{gpu['busy_ms'] / gpu['span_ms']:.0%}" if gpu["span_ms"] else MISSING
