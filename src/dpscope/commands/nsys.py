@@ -83,8 +83,8 @@ def _print_commands(specs: list[RunSpec], out: Path | None) -> None:
 
 def _print_recipe(specs: list[RunSpec]) -> None:
     from dpscope.instruments.nsys.command import interactive_commands, needed_variables
-    from dpscope.runner.captured_steps import KEEP_GOING
     from dpscope.runner.measurements.nsys import looking, program, report_name
+    from dpscope.runner.ranged_step import KEEP_GOING
 
     spec = specs[0]
     commands = interactive_commands(

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 
@@ -46,3 +47,32 @@ def nvtx_phases(*, autograd: bool = False) -> Iterator[None]:
     emit = torch.autograd.profiler.emit_nvtx if autograd and nvtx_available() else nullcontext
     with listening(nvtx_range), emit():
         yield
+
+
+class ProcessRanges:
+    """A listener that makes phases ranges of the whole process, for a tool that knows only the launching thread's.
+
+    Autograd launches kernels from threads of its own, which push nothing. One range is open at a time: a phase within a
+    phase closes the outer one and opens it again, so that a kernel belongs to the innermost.
+    """
+
+    def __init__(self, prefix: str = "") -> None:
+        self._prefix = prefix
+        self._open: list[str] = []
+        self._handle: int | None = None
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        self._open.append(name)
+        self._show_innermost()
+        try:
+            yield
+        finally:
+            self._open.pop()
+            self._show_innermost()
+
+    def _show_innermost(self) -> None:
+        nvtx: Any = torch.cuda.nvtx
+        if self._handle is not None:
+            nvtx.range_end(self._handle)
+        self._handle = nvtx.range_start(self._prefix + self._open[-1]) if self._open else None

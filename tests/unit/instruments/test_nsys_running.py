@@ -25,6 +25,7 @@ def a_bare_machine(monkeypatch, tmp_path):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.setattr(finding, "ROOT", tmp_path / "root")
+    monkeypatch.setattr("dpscope.instruments.ncu.command.INSTALL_FOLDERS", ())
 
 
 # Finding

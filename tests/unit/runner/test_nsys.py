@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
-from pathlib import Path
 
 import fake_nsys
 import pytest
+import torch
 from nsys_exports import Export, a_step
 
 from dpscope.errors import UserError
 from dpscope.instruments.nsys.reading import read_timeline
 from dpscope.instruments.nsys.summary import summarise
 from dpscope.instruments.timing import no_progress
-from dpscope.runner import captured_steps, environment
+from dpscope.runner import environment, ranged_step
 from dpscope.runner.measure import measure, measure_or_explain
 from dpscope.runner.measurements.nsys import program
 
@@ -133,30 +132,43 @@ def test_sampling_without_permission_is_said_before_anything_runs(monkeypatch, n
 # The program that runs under nsys
 
 
-def test_the_program_does_warm_up_and_captured_steps_and_says_how_it_went(make_spec, monkeypatch, capsys):
-    steps = []
-    monkeypatch.setattr("dpscope.trainers.base.TrainerBase.train_step", lambda self, batch: steps.append(batch))
-    spec = make_spec(instrument="nsys", warmup=2, options={"captured_steps": 4})
-    monkeypatch.setattr(sys, "argv", ["captured_steps", json.dumps(spec.to_dict())])
-    assert captured_steps.main() == 0
-    assert len(steps) == 6
-    assert capsys.readouterr().out == 'dpscope-outcome: {"status": "ok", "reason": null}\n'
-
-
-def test_each_captured_step_is_a_range_around_its_phases_and_the_warm_up_is_none(make_spec, monkeypatch):
-    import torch
-
-    timeline = []
+@pytest.fixture
+def cuda(monkeypatch):
+    """A diary of what a CUDA build of torch would have been told."""
+    diary = []
     monkeypatch.setattr(torch._C, "_nvtx", object(), raising=False)
-    monkeypatch.setattr(torch.cuda.nvtx, "range_push", timeline.append)
-    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: timeline.append("/"))
-    captured_steps.run_captured_steps(make_spec(instrument="nsys", warmup=1, options={"captured_steps": 2}))
-    assert timeline == 2 * ["step", "forward", "/", "backward", "/", "optimizer", "/", "/"]
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda name: diary.append(f"+{name}"))
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: diary.append("-"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: diary.append("synchronize"))
+    monkeypatch.setattr(torch.cuda.profiler, "start", lambda: diary.append("start"))
+    monkeypatch.setattr(torch.cuda.profiler, "stop", lambda: diary.append("stop"))
+    return diary
 
 
-def test_the_program_is_a_real_one(make_spec):
-    command = program(make_spec(instrument="nsys"))
-    assert Path(command[0]).exists()
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith('dpscope-outcome: {"status": "ok", "reason": null}\n')
+def test_captured_steps_lie_between_start_and_stop_each_a_range_around_its_phases(make_spec, cuda):
+    ranged_step.run_captured_steps(make_spec(instrument="nsys", warmup=3, options={"captured_steps": 2}))
+    step = ["+step", "+forward", "-", "+backward", "-", "+optimizer", "-", "-"]
+    assert cuda == ["synchronize", "start", *step, *step, "synchronize", "stop"]  # and the warm-up has no ranges
+
+
+def test_recording_by_hand_trains_until_it_is_ended(make_spec, cuda, monkeypatch, capsys):
+    def train_step(self, batch):
+        if len(cuda) > 100:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("dpscope.trainers.base.TrainerBase.train_step", train_step)
+    spec = json.dumps(make_spec(instrument="nsys").to_dict())
+    monkeypatch.setattr(sys, "argv", ["ranged_step", spec, ranged_step.KEEP_GOING])
+    assert ranged_step.main() == 0
+    said = capsys.readouterr().out
+    assert "training: record when you like" in said
+    assert said.endswith('dpscope-outcome: {"status": "ok", "reason": null}\n')
+    assert cuda.count("+step") > 10
+
+
+def test_how_the_program_ended_is_one_line(make_spec, cuda, monkeypatch, capsys):
+    spec = make_spec(instrument="nsys", options={"captured_steps": 4})
+    monkeypatch.setattr(sys, "argv", program(spec)[2:])
+    assert ranged_step.main() == 0
+    assert capsys.readouterr().out == 'dpscope-outcome: {"status": "ok", "reason": null}\n'
+    assert cuda.count("+step") == 4

@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from dpscope.instruments.ncu.command import find_ncu
+
 # Where installers put it when it is not on the PATH; of several versions the last, the newest, is taken. Nsight Compute
 # brings an nsys of its own.
 INSTALLED = (
@@ -71,7 +73,7 @@ def find_importer(nsys: str) -> str | None:
 
 
 def _beside_ncu() -> str | None:
-    ncu = os.environ.get("NCU") or shutil.which("ncu")
+    ncu = find_ncu()
     if ncu is None:
         return None
     homes = Path(ncu).resolve().parents[:3]  # ncu, or a script that calls it, lies in the installation or below

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import Any
 
+from dpscope.instruments.ncu.families import short_name
 from dpscope.instruments.nsys.reading import COPY, KERNEL, MEMSET, Activity, Call, Range, Timeline
 from dpscope.instruments.phases import PHASES, STEP
 
@@ -50,12 +51,6 @@ def summarise(timeline: Timeline) -> dict[str, Any]:
         "api": average.by_name(timeline.calls),
         "os_calls": average.by_name(timeline.os_calls),
     }
-
-
-def short_name(name: str) -> str:
-    """A demangled name without return type, namespaces, template and arguments."""
-    head = name.removeprefix("void ").replace("<unnamed>::", "").partition("<")[0].partition("(")[0]
-    return head.rpartition("::")[2]
 
 
 class Average:

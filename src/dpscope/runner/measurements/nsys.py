@@ -22,7 +22,7 @@ from dpscope.instruments.nsys.summary import summarise
 from dpscope.instruments.timing import Progress
 from dpscope.results.schema import FAILED, OK, Result, result_for
 from dpscope.runner import environment
-from dpscope.runner.captured_steps import OUTCOME
+from dpscope.runner.ranged_step import OUTCOME
 from dpscope.runner.spec import RunSpec
 
 
@@ -76,7 +76,7 @@ def require_nsys(spec: RunSpec) -> str:
 
 def program(spec: RunSpec, *more: str) -> list[str]:
     """What runs under nsys."""
-    return [sys.executable, "-m", "dpscope.runner.captured_steps", json.dumps(spec.to_dict()), *more]
+    return [sys.executable, "-m", "dpscope.runner.ranged_step", json.dumps(spec.to_dict()), *more]
 
 
 def looking(spec: RunSpec) -> Looking:
