@@ -21,6 +21,8 @@ from dpscope.commands.console import make_console
 from dpscope.instruments.ncu.command import find_ncu, ncu_version
 from dpscope.instruments.ncu.failures import NO_NCU
 from dpscope.instruments.ncu.running import try_counters
+from dpscope.instruments.nsys.failures import NO_NSYS, missing_library, sampling_refused
+from dpscope.instruments.nsys.finding import find_importer, find_nsys, look_at
 from dpscope.units import GIB
 
 OK, MISSING, BROKEN = "ok", "missing", "broken"
@@ -143,11 +145,33 @@ def _check_counters(ncu: str) -> Finding:
 
 
 def check_nsys() -> list[Finding]:
-    path = shutil.which("nsys")
+    path = find_nsys()
     if path is None:
-        remedy = "install NVIDIA Nsight Systems and put `nsys` on the PATH"
-        return [Finding("Nsight Systems", MISSING, "no `nsys` on the PATH", remedy)]
-    return [Finding("Nsight Systems", OK, _tool_version(path))]
+        what, _, remedy = NO_NSYS.partition(": ")
+        return [Finding("Nsight Systems", MISSING, what, remedy)]
+    findings = [Finding("Nsight Systems", OK, f"{look_at(path).version or 'version unknown'}, {path}")]
+    return [*findings, *_check_importer(path), *_check_sampling()]
+
+
+def _check_importer(nsys: str) -> list[Finding]:
+    """nsys records raw captures; what makes reports of them is a program of its own, with libraries of its own."""
+    name = "nsys importer"
+    importer = find_importer(nsys)
+    if importer is None:
+        remedy = "install a full Nsight Systems: this nsys leaves raw .qdstrm captures"
+        return [Finding(name, MISSING, "no QdstrmImporter belongs to this nsys", remedy)]
+    if library := missing_library(_output([importer, "--help"], timeout=30)):
+        remedy = f"install {library} (libdw.so.1: apt install libdw1), or add a folder that has it to LD_LIBRARY_PATH"
+        return [Finding(name, BROKEN, f"it lacks {library}", remedy)]
+    return [Finding(name, OK, "raw captures can be turned into reports")]
+
+
+def _check_sampling() -> list[Finding]:
+    refused = sampling_refused()
+    if refused is None:
+        return []
+    what, _, remedy = refused.partition(": ")
+    return [Finding("CPU sampling", MISSING, what, remedy)]
 
 
 def check_disk() -> list[Finding]:

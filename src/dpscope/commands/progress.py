@@ -82,3 +82,6 @@ def _figures(result: Result) -> Iterator[str]:
         read, written = (format_traffic(traffic[f"dram_{way}_bytes"]) for way in ("read", "write"))
         label = "DRAM" if result.ncu["source"] == "measured" else "DRAM (estimate)"
         yield f"{label} {read} read, {written} written a step"
+    if "gpu" in result.nsys:
+        gpu = result.nsys["gpu"]
+        yield f"{format_ms(gpu['busy_ms'])} GPU busy a step, {format_ms(gpu['idle_ms'])} idle"

@@ -53,11 +53,19 @@ def sweep_arguments(function: F) -> F:
 
 
 def specs_from(
-    options: dict[str, Any], *, instruments: Iterable[str], looking: Mapping[str, Mapping[str, Any]] | None = None
+    options: dict[str, Any],
+    *,
+    instruments: Iterable[str],
+    looking: Mapping[str, Mapping[str, Any]] | None = None,
+    elsewhere: bool = False,
 ) -> list[RunSpec]:
-    """Take what makes a sweep's rows out of a command's keyword arguments; `looking`: instrument -> its options."""
+    """Take what makes a sweep's rows out of a command's keyword arguments; `looking`: instrument -> its options.
+
+    `elsewhere`: for a machine with a GPU, which this one need not be.
+    """
     names = [resolve_method(name).name for name in options.pop("methods")]
     step = ("dtype", "optimizer", "learning_rate", "noise_multiplier", "max_grad_norm", "seed", "warmup", "steps")
+    device = options.pop("device")
     return make_sweep(
         workload_from(options),
         methods=sorted(dict.fromkeys(names), key=lambda name: name != STANDARD),
@@ -65,7 +73,7 @@ def specs_from(
         seq_lens=options.pop("seq_len") or [None],
         instruments=instruments,
         options=looking,
-        device=resolve_device(options.pop("device")),
+        device="cuda" if elsewhere else resolve_device(device),
         **{name: options.pop(name) for name in step},
     )
 

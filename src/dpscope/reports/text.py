@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dpscope.reports.memory_text import memory_section, snapshot_section
+from dpscope.reports.nsys_text import nsys_section
 from dpscope.reports.tables import STANDARD, STEADY, Row, compare_results, group_by_size, varying_columns
 from dpscope.reports.traffic_text import traffic_section
 from dpscope.reports.words import shorten, size_in_words
@@ -50,6 +51,8 @@ def summary(
 
 def _cost(rows: Sequence[Row], width: int) -> list[RenderableType]:
     """Time and peak memory of every row, and what the figures say."""
+    if not any(row.timing or row.memory or not row.result.ok for row in rows):
+        return []
     parts: list[RenderableType] = [_table(rows, narrow=width < NARROW)]
     if sentences := verdict(rows):
         parts += ["", *(Text(sentence) for sentence in sentences)]
@@ -58,7 +61,7 @@ def _cost(rows: Sequence[Row], width: int) -> list[RenderableType]:
 
 # What a summary is made of, in this order. A section without anything to say is empty.
 Section = Callable[[Sequence[Row], int], list[RenderableType]]
-SECTIONS: tuple[Section, ...] = (_cost, memory_section, traffic_section)
+SECTIONS: tuple[Section, ...] = (_cost, memory_section, traffic_section, nsys_section)
 DETAILS: tuple[Section, ...] = (snapshot_section,)  # for the file, where there is room
 
 

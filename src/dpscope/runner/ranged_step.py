@@ -1,10 +1,14 @@
-"""The program that ncu looks at: `python -m dpscope.runner.ranged_step SPEC [SECONDS]`, SPEC being a run spec as JSON.
+"""The program that ncu and nsys look at: `python -m dpscope.runner.ranged_step SPEC [MORE]`, SPEC a run spec as JSON.
 
-Builds the trainer and warms it up, then does exactly one step between `cudaProfilerStart` and `cudaProfilerStop`. In
-application-range replay ncu runs it once a pass, so everything it does follows from its arguments. With SECONDS the
-range is closed after that long, wherever the step then is: ncu counts kernels up to there and the program ends well.
+Builds the trainer and warms it up; what then lies between `cudaProfilerStart` and `cudaProfilerStop` is up to the
+spec's instrument. Whoever starts it learns of its end from one line, `dpscope-outcome: {"status": …, "reason": …}`.
 
-Whoever starts it learns of its end from one line, `dpscope-outcome: {"status": …, "reason": …}`.
+**ncu**: exactly one step. In application-range replay ncu runs the program once a pass, so everything it does follows
+from its arguments. MORE is a number of seconds after which the range is closed, wherever the step then is: ncu counts
+kernels up to there and the program ends well.
+
+**nsys**: a few steps, each an NVTX range around its phases. MORE is `--keep-going`: train until ended, for recordings
+that are started by hand.
 """
 
 from __future__ import annotations
@@ -12,68 +16,73 @@ from __future__ import annotations
 import json
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from dpscope.instruments.ncu.reading import PHASE_RANGE
-from dpscope.instruments.ncu.running import end_with_lifeline
-from dpscope.instruments.phases import listening
+from dpscope.instruments.nvtx import ProcessRanges, nvtx_phases, nvtx_range
+from dpscope.instruments.phases import STEP, listening
+from dpscope.instruments.processes import end_with_lifeline
 from dpscope.results.schema import OK
 from dpscope.runner.outcome import outcome_of_exception
 from dpscope.runner.spec import RunSpec
+from dpscope.trainers.base import TrainerBase
+from dpscope.workloads.workload import Batch
 
 OUTCOME = "dpscope-outcome: "
-
-
-class NvtxPhases:
-    """Announces phases as NVTX ranges of the whole process, since autograd launches kernels from threads of its own.
-
-    One range is open at a time: a phase within a phase closes the outer one and opens it again, so that a kernel
-    belongs to the innermost.
-    """
-
-    def __init__(self) -> None:
-        import torch
-
-        self._nvtx = torch.cuda.nvtx
-        self._open: list[str] = []
-        self._handle: int | None = None
-
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        self._open.append(name)
-        self._show_innermost()
-        try:
-            yield
-        finally:
-            self._open.pop()
-            self._show_innermost()
-
-    def _show_innermost(self) -> None:
-        if self._handle is not None:
-            self._nvtx.range_end(self._handle)
-        start = self._nvtx.range_start
-        self._handle = start(PHASE_RANGE + self._open[-1]) if self._open else None
+KEEP_GOING = "--keep-going"
 
 
 def run_ranged_step(spec: RunSpec, seconds: float | None = None) -> None:
-    import torch
+    """What ncu counts."""
+    trainer, batch = _warmed_up(spec)
+    with listening(ProcessRanges(PHASE_RANGE)), _profiled(seconds):
+        trainer.train_step(batch)
+        _synchronise()
 
+
+def run_captured_steps(spec: RunSpec, *, keep_going: bool = False) -> None:
+    """What nsys records."""
+    trainer, batch = _warmed_up(spec)
+
+    def step() -> None:
+        with nvtx_range(STEP):
+            trainer.train_step(batch)
+
+    with _profiled(), nvtx_phases(autograd=spec.option("autograd")):
+        for _ in range(spec.option("captured_steps")):
+            step()
+        _synchronise()  # within the capture: nothing that the steps launched is cut off
+        said = 0.0
+        while keep_going:
+            step()
+            _synchronise()
+            if time.monotonic() - said > 5:
+                said = time.monotonic()
+                print(f"{time.strftime('%H:%M:%S')} training: record when you like; Ctrl-C ends it", flush=True)
+
+
+def _warmed_up(spec: RunSpec) -> tuple[TrainerBase, Batch]:
     from dpscope.runner.assembly import make_trainer
 
     trainer, batch = make_trainer(spec)
     for _ in range(max(spec.warmup, 1)):  # lazily made state and compiled kernels are no part of a step
         trainer.train_step(batch)
+    _synchronise()
+    return trainer, batch
+
+
+def _synchronise() -> None:
+    import torch
+
     torch.cuda.synchronize()
-    with listening(NvtxPhases()), _profiled(seconds):
-        trainer.train_step(batch)
-        torch.cuda.synchronize()
 
 
 @contextmanager
-def _profiled(seconds: float | None) -> Iterator[None]:
-    """What ncu counts: everything in here, or what comes in its first `seconds`."""
+def _profiled(seconds: float | None = None) -> Iterator[None]:
+    """What is looked at: everything in here, or what comes in its first `seconds`."""
     import torch
 
     torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
@@ -90,8 +99,14 @@ def _profiled(seconds: float | None) -> Iterator[None]:
 def main() -> int:
     end_with_lifeline()
     status, reason = OK, None
+    spec, more = RunSpec.from_dict(json.loads(sys.argv[1])), sys.argv[2:]
     try:
-        run_ranged_step(RunSpec.from_dict(json.loads(sys.argv[1])), *map(float, sys.argv[2:3]))
+        if spec.instrument == "nsys":
+            run_captured_steps(spec, keep_going=KEEP_GOING in more)
+        else:
+            run_ranged_step(spec, *map(float, more))
+    except KeyboardInterrupt:
+        pass  # how --keep-going ends
     except Exception as error:
         traceback.print_exc()
         status, reason = outcome_of_exception(error)

@@ -30,6 +30,13 @@ INSTRUMENTS: dict[str, dict[str, Any]] = {
         "metrics": "",  # more metrics, of ncu or of nvprof, separated by commas
         "require_measured": False,  # no estimate instead
     },
+    "nsys": {
+        "captured_steps": 3,  # what is on the timeline; the first begins with an idle GPU, the others follow each other
+        "trace": "cuda,nvtx,osrt,cudnn,cublas",  # what nsys records
+        "cpu_sampling": False,  # where the host's threads are, by interrupts
+        "gpu_metrics": False,  # utilisation of the GPU's units over time
+        "autograd": False,  # an NVTX range for every operator
+    },
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import fake_nsys
 import pytest
 import torch
 from ncu_stand_in import NO_PERMISSION
@@ -59,9 +60,35 @@ def test_counters_are_judged_by_what_ncu_prints(gpu, stand_in_ncu, printed, stat
 
 def test_missing_tools_come_with_a_remedy(monkeypatch, no_ncu):
     monkeypatch.setattr(doctor.shutil, "which", lambda tool: None)
+    monkeypatch.setattr(doctor, "find_nsys", lambda: None)
     for checked in (doctor.check_ncu(), doctor.check_nsys()):
         assert [found.status for found in checked] == [MISSING]
         assert "PATH" in checked[0].remedy
+
+
+@pytest.mark.parametrize(
+    ("importer", "status", "says"),
+    [
+        ("", OK, "can be turned into reports"),
+        (None, MISSING, "full Nsight Systems"),
+        (fake_nsys.NO_LIBDW, BROKEN, "libdw.so.1"),
+    ],
+)
+def test_an_nsys_anywhere_is_named_and_its_importer_tried(monkeypatch, tmp_path, importer, status, says):
+    monkeypatch.setenv("NSYS", str(fake_nsys.install(tmp_path, importer=importer)))
+    monkeypatch.setattr("dpscope.instruments.nsys.finding.ROOT", tmp_path / "nothing installed")
+    checked = doctor.check_nsys()
+    assert finding(checked, "Nsight Systems").found == f"2025.3.1.90, {tmp_path}/host/target-linux-x64/nsys"
+    found = finding(checked, "nsys importer")
+    assert found.status == status
+    assert says in f"{found.found} {found.remedy}"
+
+
+def test_a_kernel_that_forbids_sampling_is_told_of_beforehand(monkeypatch, tmp_path):
+    monkeypatch.setenv("NSYS", str(fake_nsys.install(tmp_path, importer="")))
+    monkeypatch.setattr(doctor, "sampling_refused", lambda: "perf_event_paranoid is 4 here: lower it")
+    found = finding(doctor.check_nsys(), "CPU sampling")
+    assert (found.status, found.remedy) == (MISSING, "lower it")
 
 
 def test_a_gpu_is_named_with_its_memory(gpu):

@@ -2,39 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
-import signal
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
 
 from dpscope.instruments.ncu.failures import explain, took_too_long, unknown_metrics, unknown_option
 from dpscope.instruments.ncu.metrics import DRAM_READ, KERNEL_EXTRAS, KERNEL_METRICS
+from dpscope.instruments.processes import Finished, OnLine, run_limited
 
 ATTEMPTS = 6  # each but the last may lose metrics or options that this ncu or this GPU does not know
-DRAIN_SECONDS = 5.0
-ORPHANED = 3  # exit code
 PROBE_SECONDS = 120.0
-
-LIFELINE = "DPSCOPE_LIFELINE"  # environment variable: which pipe on standard input is the lifeline
-
-OnLine = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Finished:
-    """How a command ended and what it printed, both streams together."""
-
-    returncode: int
-    output: str
-    timed_out: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,85 +28,6 @@ class Capture:
     output: str
     failure: str | None = None
     refused: list[str] = field(default_factory=list)
-
-
-def run_limited(command: Sequence[str], *, limit: float, on_line: OnLine = lambda line: None) -> Finished:
-    """Run a command and hand on its lines as they come. Past `limit` seconds it is ended with all it has started.
-
-    Its standard input is a pipe that nobody writes to and that closes when this process dies (`end_with_lifeline`).
-    """
-    lifeline, held = os.pipe()
-    try:
-        process = subprocess.Popen(
-            command,
-            stdin=lifeline,
-            env={**os.environ, LIFELINE: str(os.fstat(lifeline).st_ino)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            encoding="utf-8",
-            errors="replace",
-        )
-    except OSError as error:
-        os.close(held)
-        return Finished(127, f"{command[0]}: {error.strerror}")
-    finally:
-        os.close(lifeline)
-    assert process.stdout is not None
-    lines: list[str] = []
-    reader = threading.Thread(target=_read, args=(process.stdout, lines, on_line), daemon=True)
-    reader.start()
-    try:
-        process.wait(limit)
-    except subprocess.TimeoutExpired:
-        pass
-    finally:
-        timed_out = process.returncode is None
-        if timed_out:
-            end_with_descendants(process.pid)
-            process.wait()
-        os.close(held)
-    reader.join(DRAIN_SECONDS)
-    return Finished(process.returncode, "".join(lines), timed_out)
-
-
-def _read(stream: IO[str], lines: list[str], on_line: OnLine) -> None:
-    with stream:
-        for line in stream:
-            lines.append(line)
-            on_line(line)
-
-
-def end_with_descendants(pid: int) -> None:
-    """Kill a process and all it has started. The process is stopped first, so that it starts no more meanwhile.
-
-    (Not by its group: it stays in ours, so that whoever ends our group ends it too.)
-    """
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGSTOP)
-    for child in _children(pid):
-        end_with_descendants(child)
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-
-
-def _children(pid: int) -> list[int]:
-    children = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError, IndexError):
-            if int(stat.read_text().rpartition(")")[2].split()[1]) == pid:
-                children.append(int(stat.parent.name))
-    return children
-
-
-def end_with_lifeline() -> None:
-    """In a program that `run_limited` started, at whatever remove: end when the process that called it is gone."""
-
-    def wait() -> None:
-        os.read(0, 1)
-        os._exit(ORPHANED)
-
-    if os.environ.get(LIFELINE) == str(os.fstat(0).st_ino):  # a program that ncu started may have been given another
-        threading.Thread(target=wait, daemon=True).start()
 
 
 def try_counters(ncu: str) -> str | None:

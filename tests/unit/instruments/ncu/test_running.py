@@ -11,7 +11,8 @@ from ncu_stand_in import COUNTED, NO_PERMISSION
 from dpscope.instruments.ncu.command import range_command
 from dpscope.instruments.ncu.failures import explain
 from dpscope.instruments.ncu.metrics import KERNEL_EXTRAS, KERNEL_METRICS, RANGE_METRICS, TMA_LOAD, TMA_STORE
-from dpscope.instruments.ncu.running import LIFELINE, capture, one_pass_metrics, run_limited, try_counters
+from dpscope.instruments.ncu.running import capture, one_pass_metrics, try_counters
+from dpscope.instruments.processes import LIFELINE, run_limited
 
 
 def take(ncu, report, program=("true",), limit=30.0, **options):
@@ -131,12 +132,12 @@ def test_a_program_under_ncu_ends_when_its_starter_is_killed(start, tmp_path, al
     program = tmp_path / "program.py"
     program.write_text(
         "import os, sys, time\nfrom pathlib import Path\n"
-        "from dpscope.instruments.ncu.running import end_with_lifeline\n"
+        "from dpscope.instruments.processes import end_with_lifeline\n"
         "end_with_lifeline()\nPath(sys.argv[1]).write_text(str(os.getpid()))\ntime.sleep(600)\n"
     )
     pid_file = tmp_path / "pid"
     inner = f"{sys.executable} {program} {pid_file}; true"
-    script = f"from dpscope.instruments.ncu.running import run_limited; run_limited(['sh', '-c', {inner!r}], limit=500)"
+    script = f"from dpscope.instruments.processes import run_limited; run_limited(['sh', '-c', {inner!r}], limit=500)"
     starter = start("-c", script)
     wait_until(lambda: pid_file.exists() and pid_file.read_text(), "the program has started")
     pid = int(pid_file.read_text())
@@ -147,7 +148,7 @@ def test_a_program_under_ncu_ends_when_its_starter_is_killed(start, tmp_path, al
 
 def test_a_program_that_was_given_another_pipe_stays(tmp_path):
     """Only the pipe of `run_limited` is a lifeline: someone's `echo | program` is not."""
-    script = "import time; from dpscope.instruments.ncu.running import end_with_lifeline as e; e(); time.sleep(0.5)"
+    script = "import time; from dpscope.instruments.processes import end_with_lifeline as e; e(); time.sleep(0.5)"
     done = run_limited(["sh", "-c", f'{LIFELINE}=1 "{sys.executable}" -c "{script}" < /dev/null'], limit=60)
     assert done.returncode == 0, done.output
 

@@ -1,0 +1,78 @@
+"""Takes a capture: runs nsys around a program, makes a report of what it left, and exports the report as SQLite."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dpscope.instruments.nsys.command import Looking, export_command, import_command, profile_command
+from dpscope.instruments.nsys.failures import why_no_report, why_not_exported, why_not_imported
+from dpscope.instruments.nsys.finding import Nsys, find_importer
+from dpscope.instruments.processes import OnLine, run_limited
+
+
+@dataclass(frozen=True)
+class Capture:
+    """What a run of nsys left, and the sentence that says what is missing and how to get it."""
+
+    command: list[str]
+    report: Path | None = None  # .nsys-rep, or the raw .qdstrm where it could not be imported
+    database: Path | None = None  # its SQLite export
+    failure: str | None = None
+    output: str = ""
+
+
+def take(
+    nsys: Nsys,
+    program: Sequence[str],
+    folder: Path,
+    name: str,
+    looking: Looking,
+    *,
+    environment: Mapping[str, str],
+    on_line: OnLine = lambda line: None,
+) -> Capture:
+    """Run `program` under nsys and leave `name.nsys-rep` and `name.sqlite` in `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    command = profile_command(nsys, program, folder / name, looking)
+    done = run_limited(command, environment=environment, on_line=on_line)  # the row's own limit ends it
+    output = done.output
+    report = folder / f"{name}.nsys-rep"
+    raw = _raw_capture(folder / f"{name}.qdstrm", output)
+    if not report.exists() and raw is not None:
+        importer = find_importer(nsys.path)
+        said = ""
+        if importer is not None:
+            on_line("importing the raw capture\n")
+            said = run_limited(import_command(importer, raw, report), environment=environment).output
+        if not report.exists():
+            return Capture(command, raw, None, why_not_imported(raw, importer, said), output + said)
+        raw.unlink(missing_ok=True)
+    if not report.exists():
+        return Capture(command, None, None, why_no_report(output, done.returncode), output)
+    database, failure, said = export(nsys.path, report, environment=environment)
+    return Capture(command, report, database, failure, output + said)
+
+
+def _raw_capture(expected: Path, output: str) -> Path | None:
+    """What nsys left where it could not make a report: beside it, or still where it says that it generated it."""
+    if expected.exists():
+        return expected
+    said = re.findall(r"Generating '([^']+\.qdstrm)'", output)
+    if said and Path(said[-1]).exists():
+        shutil.move(said[-1], expected)
+        return expected
+    return None
+
+
+def export(nsys: str, report: Path, *, environment: Mapping[str, str]) -> tuple[Path | None, str | None, str]:
+    """A report's SQLite export beside it, or why there is none; and what nsys said."""
+    database = report.with_suffix(".sqlite")
+    database.unlink(missing_ok=True)
+    said = run_limited(export_command(nsys, report, database), environment=environment).output
+    if database.exists():
+        return database, None, said
+    return None, why_not_exported(report, said), said

@@ -1,0 +1,188 @@
+"""Figures from a timeline: what the GPU spent its time on, in which phase, and when it had nothing to do.
+
+**GPU time by phase.** A kernel belongs to the phase in which it was *launched*: a range covers a stretch of host time,
+the CUDA calls made in it lead by their correlation ids to what they started on the GPU, whenever that then ran. Phases
+are pushed by the thread that runs the step, but the kernels of a backward pass are launched by autograd's own threads.
+That thread waits in `backward()` meanwhile, so a range covers the calls of *all* threads of its process that fall into
+it. Where ranges nest (ghost clipping's `clip` within `backward`) the innermost has it.
+
+**Idle.** The GPU is busy while at least one kernel, copy or memset runs; the holes between are idle. A hole is
+*waiting for the host* if what ended it was not yet launched when the hole began. The others are the GPU's own latencies
+between two things that were both queued.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from statistics import median
+from typing import Any
+
+from dpscope.instruments.ncu.families import short_name
+from dpscope.instruments.nsys.reading import COPY, KERNEL, MEMSET, Activity, Call, Range, Timeline
+from dpscope.instruments.phases import PHASES, STEP
+
+BETWEEN = "between phases"  # launched in none of them
+KEPT_NAMES = 40  # kernels and calls listed by name; the rest is added up
+KEPT_GAPS = 10
+
+
+def summarise(timeline: Timeline) -> dict[str, Any]:
+    """Milliseconds, calls and bytes of an average step; of the whole capture where no range says what a step is."""
+    ranges = phase_ranges(timeline.ranges)
+    steps = sum(r.name == STEP for r in ranges)
+    average = Average(steps or 1)
+    launches = _launches(timeline)
+    phases = _phase_of_each(timeline.activities, launches, [r for r in ranges if r.name != STEP])
+    gaps = _gaps(timeline.activities, launches, phases)
+    of_kind = {kind: [a for a in timeline.activities if a.kind == kind] for kind in (KERNEL, COPY, MEMSET)}
+    waits = [a.start - call.start for a in of_kind[KERNEL] if (call := launches.get(a.call)) is not None]
+    return {
+        "gpu_name": timeline.gpu,
+        "steps": steps or None,
+        "phases": _by_phase(timeline.activities, phases, ranges, gaps, average) if ranges else [],
+        "gpu": _busy(timeline.activities, gaps, average)
+        | {"launch_to_start_us": median(waits) / 1e3 if waits else None},
+        "gaps": sorted(gaps, key=lambda gap: -gap["ms"])[:KEPT_GAPS],
+        "kernels": [{**row, "short": short_name(row["name"])} for row in average.by_name(of_kind[KERNEL])],
+        "kernel_total": average.total(of_kind[KERNEL]),
+        "copies": average.by_name(of_kind[COPY]),
+        "memsets": average.total(of_kind[MEMSET]),
+        "api": average.by_name(timeline.calls),
+        "os_calls": average.by_name(timeline.os_calls),
+    }
+
+
+class Average:
+    """Figures of an average step from those of all of them."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def ms(self, nanoseconds: int) -> float:
+        return nanoseconds / self.steps / 1e6
+
+    def total(self, events: Sequence[Activity | Call]) -> dict[str, float]:
+        duration = sum(event.end - event.start for event in events)
+        size = sum(event.bytes for event in events if isinstance(event, Activity))
+        moved = {"bytes": size / self.steps} if size else {}
+        return {"calls": len(events) / self.steps, "ms": self.ms(duration), **moved}
+
+    def by_name(self, events: Sequence[Activity] | Sequence[Call]) -> list[dict[str, Any]]:
+        """What each name took, the longest first; beyond KEPT_NAMES the rest is one row."""
+        groups: dict[str, list[Activity | Call]] = defaultdict(list)
+        for event in events:
+            groups[event.name].append(event)
+        rows = {name: self.total(group) for name, group in groups.items()}
+        names = sorted(rows, key=lambda name: -rows[name]["ms"])
+        listed: list[dict[str, Any]] = [{"name": name, **rows[name]} for name in names[:KEPT_NAMES]]
+        if rest := names[KEPT_NAMES:]:
+            listed.append({"name": f"{len(rest)} others", **self.total([e for name in rest for e in groups[name]])})
+        return listed
+
+
+def phase_ranges(ranges: Sequence[Range]) -> list[Range]:
+    """The steps and phases, on the threads that run steps: a library's own `forward` elsewhere is none of them."""
+    threads = {r.thread for r in ranges if r.name == STEP} or {r.thread for r in ranges}
+    return [r for r in ranges if r.name in (STEP, *PHASES) and r.thread in threads]
+
+
+def _launches(timeline: Timeline) -> dict[tuple[int, int] | None, Call]:
+    """What launched an activity, by process and correlation id; of nested calls the outer one."""
+    launches: dict[tuple[int, int] | None, Call] = {}
+    for call in timeline.calls:
+        if call.id is not None:
+            launches.setdefault(call.id, call)
+    return launches
+
+
+def _phase_of_each(
+    activities: Sequence[Activity], launches: dict[tuple[int, int] | None, Call], ranges: Sequence[Range]
+) -> list[str]:
+    """The innermost phase open when each activity was launched. Ranges come by start, outer before inner."""
+    moments = sorted((launches[a.call].start, index) for index, a in enumerate(activities) if a.call in launches)
+    phases = [BETWEEN] * len(activities)
+    waiting, open_ranges = list(reversed(ranges)), list[Range]()
+    for moment, index in moments:
+        while waiting and waiting[-1].start <= moment:
+            open_ranges.append(waiting.pop())
+        while open_ranges and open_ranges[-1].end < moment:
+            open_ranges.pop()
+        if open_ranges:
+            phases[index] = open_ranges[-1].name
+    return phases
+
+
+def _gaps(
+    activities: Sequence[Activity], launches: dict[tuple[int, int] | None, Call], phases: Sequence[str]
+) -> list[dict[str, Any]]:
+    """When the GPU had nothing to do, between the first activity of the capture and the last."""
+    gaps = []
+    busy_until = activities[0].end
+    for activity, phase in zip(activities, phases, strict=True):
+        if (hole := activity.start - busy_until) > 0:
+            call = launches.get(activity.call)
+            late = call is not None and call.end > busy_until
+            gaps.append(
+                {"ms": hole / 1e6, "waiting_for_host": late, "phase": phase, "before": short_name(activity.name)}
+            )
+        busy_until = max(busy_until, activity.end)
+    return gaps
+
+
+def _busy(activities: Sequence[Activity], gaps: Sequence[dict[str, Any]], average: Average) -> dict[str, float]:
+    span = average.ms(max(activity.end for activity in activities) - activities[0].start)
+    idle = sum(gap["ms"] for gap in gaps) / average.steps
+    waiting = sum(gap["ms"] for gap in gaps if gap["waiting_for_host"]) / average.steps
+    total = average.total(activities)["ms"]
+    return {
+        "total_ms": total,  # of kernels, copies and memsets: more than busy where they overlap
+        "span_ms": span,  # from the first activity to the last
+        "busy_ms": span - idle,
+        "idle_ms": idle,
+        "idle_waiting_for_host_ms": waiting,
+        "gaps": len(gaps) / average.steps,
+    }
+
+
+def _by_phase(
+    activities: Sequence[Activity],
+    phases: Sequence[str],
+    ranges: Sequence[Range],
+    gaps: Iterable[dict[str, Any]],
+    average: Average,
+) -> list[dict[str, Any]]:
+    """GPU time and kernels of each phase, the host's own time in it, and how long the GPU idled before its work."""
+    launched: dict[str, list[Activity]] = defaultdict(list)
+    for activity, phase in zip(activities, phases, strict=True):
+        launched[phase].append(activity)
+    host = _own_time(ranges)
+    host[BETWEEN] = host.pop(STEP, 0)
+    idle: dict[str, float] = defaultdict(float)
+    for gap in gaps:
+        idle[gap["phase"]] += gap["ms"] / average.steps
+    return [
+        {
+            "phase": name,
+            "gpu_ms": average.total(launched[name])["ms"],
+            "cpu_ms": average.ms(host.get(name, 0)),
+            "idle_ms": idle[name],
+            "kernels": sum(activity.kind == KERNEL for activity in launched[name]) / average.steps,
+        }
+        for name in (*PHASES, BETWEEN)
+        if launched[name] or host.get(name)
+    ]
+
+
+def _own_time(ranges: Sequence[Range]) -> dict[str, int]:
+    """How long the host was in each range and in none within it. Ranges come by start, outer before inner."""
+    own: dict[str, int] = defaultdict(int)
+    enclosing: list[Range] = []
+    for r in ranges:
+        while enclosing and enclosing[-1].end <= r.start:
+            enclosing.pop()
+        own[r.name] += r.end - r.start
+        if enclosing:
+            own[enclosing[-1].name] -= r.end - r.start
+        enclosing.append(r)
+    return dict(own)

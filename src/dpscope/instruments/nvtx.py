@@ -1,0 +1,78 @@
+"""Phases as NVTX ranges: named stretches on the timeline of Nsight Systems and Nsight Compute.
+
+    with nvtx_phases():                    # every phase of every step in here is a range
+        trainer.train_step(batch)
+
+    with nvtx_phases(autograd=True): ...   # and every operator, forward and backward: many ranges, slower steps
+
+    with nvtx_range("load"): ...           # one's own ranges, as a context
+    @nvtx_range("augment")                 # or on a function
+    def augment(batch): ...
+
+Outside `nvtx_phases` nothing is pushed and a phase costs what it costs without a listener. On builds of torch without
+CUDA, where `torch.cuda.nvtx` raises, ranges are silently nothing, so that the same program runs everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from dpscope.instruments.phases import listening
+
+
+def nvtx_available() -> bool:
+    return hasattr(torch._C, "_nvtx")
+
+
+@contextmanager
+def nvtx_range(name: str) -> Iterator[None]:
+    """A range of the calling thread. Ranges nest; the innermost is the one a profiler shows at the bottom."""
+    if not nvtx_available():
+        yield
+        return
+    torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def nvtx_phases(*, autograd: bool = False) -> Iterator[None]:
+    """Push a range for every phase for as long as the context is open; with `autograd`, one for every operator too."""
+    emit = torch.autograd.profiler.emit_nvtx if autograd and nvtx_available() else nullcontext
+    with listening(nvtx_range), emit():
+        yield
+
+
+class ProcessRanges:
+    """A listener that makes phases ranges of the whole process, for a tool that knows only the launching thread's.
+
+    Autograd launches kernels from threads of its own, which push nothing. One range is open at a time: a phase within a
+    phase closes the outer one and opens it again, so that a kernel belongs to the innermost.
+    """
+
+    def __init__(self, prefix: str = "") -> None:
+        self._prefix = prefix
+        self._open: list[str] = []
+        self._handle: int | None = None
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        self._open.append(name)
+        self._show_innermost()
+        try:
+            yield
+        finally:
+            self._open.pop()
+            self._show_innermost()
+
+    def _show_innermost(self) -> None:
+        nvtx: Any = torch.cuda.nvtx
+        if self._handle is not None:
+            nvtx.range_end(self._handle)
+        self._handle = nvtx.range_start(self._prefix + self._open[-1]) if self._open else None

@@ -1,0 +1,93 @@
+"""What the GPU and the host do in a few steps, recorded by Nsight Systems around a program of its own.
+
+The program is started from here with only the variables it needs, since nsys writes its whole environment into the
+report. Times under nsys are never step times: those are `time`'s.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from dpscope.errors import UserError
+from dpscope.instruments.nsys.command import Looking, needed_variables
+from dpscope.instruments.nsys.failures import NO_GPU, NO_NSYS, sampling_refused
+from dpscope.instruments.nsys.finding import find_nsys, look_at
+from dpscope.instruments.nsys.reading import UnreadableCapture, read_timeline
+from dpscope.instruments.nsys.running import Capture, take
+from dpscope.instruments.nsys.summary import summarise
+from dpscope.instruments.timing import Progress
+from dpscope.results.schema import FAILED, OK, Result, result_for
+from dpscope.runner import environment
+from dpscope.runner.ranged_step import OUTCOME
+from dpscope.runner.spec import RunSpec
+
+
+def measure(spec: RunSpec, progress: Progress, files: Path) -> Result:
+    nsys = look_at(require_nsys(spec))
+    ended: dict[str, Any] = {}
+
+    def on_line(line: str) -> None:
+        print(line, end="", flush=True)  # into the row's log
+        if line.startswith(OUTCOME):
+            ended.update(json.loads(line.removeprefix(OUTCOME)))
+            progress("nsys writes its report", 0, 1)
+
+    progress("under nsys", 0, 1)
+    variables = needed_variables(os.environ)
+    taken = take(nsys, program(spec), files, report_name(spec), looking(spec), environment=variables, on_line=on_line)
+    part: dict[str, Any] = {"nsys_version": nsys.version, "command": taken.command}
+    status, reason = ended.get("status", OK), ended.get("reason")
+    if status != OK:
+        reason = f"under nsys: {reason}"
+    elif taken.database is not None:
+        progress("reading the capture", 0, 1)
+        try:
+            part |= summarise(read_timeline(taken.database))
+        except UnreadableCapture as error:
+            status, reason = FAILED, str(error)
+    else:
+        status, reason = FAILED, taken.failure
+    return result_for(
+        spec.to_dict(),
+        status=status,
+        reason=reason,
+        details=None if status == OK else taken.output[-4000:],
+        nsys=part,
+        files=_files(taken),
+        environment=environment.collect(spec.device),
+    )
+
+
+def require_nsys(spec: RunSpec) -> str:
+    """Where nsys is, or a sentence that says why this spec cannot be looked at here."""
+    if spec.device != "cuda":
+        raise UserError(NO_GPU)
+    path = find_nsys()
+    if path is None:
+        raise UserError(NO_NSYS)
+    if spec.option("cpu_sampling") and (refused := sampling_refused()) is not None:
+        raise UserError(refused)
+    return path
+
+
+def program(spec: RunSpec, *more: str) -> list[str]:
+    """What runs under nsys."""
+    return [sys.executable, "-m", "dpscope.runner.ranged_step", json.dumps(spec.to_dict()), *more]
+
+
+def looking(spec: RunSpec) -> Looking:
+    return Looking(**{name: spec.option(name) for name in ("trace", "cpu_sampling", "gpu_metrics")})
+
+
+def report_name(spec: RunSpec) -> str:
+    """So that a person who opens several reports side by side can tell them apart."""
+    return spec.label.replace(" ", "_")
+
+
+def _files(taken: Capture) -> dict[str, str]:
+    found = {"Nsight Systems report": taken.report, "its SQLite export": taken.database}
+    return {what: path.name for what, path in found.items() if path is not None}
