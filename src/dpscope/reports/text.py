@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,14 +80,27 @@ def _headline(results: Sequence[Result]) -> list[str]:
 
 def _describe(spec: dict[str, Any]) -> str:
     workload = spec["workload"]
-    sizes = ", ".join(
-        f"{name.replace('_', ' ')} {value}" for name, value in workload.items() if name not in ("kind", "name")
-    )
+    sizes = ", ".join(_sizes(workload))
     return (
         f"Model {workload['name']} ({sizes}); {spec['dtype']}, {spec['optimizer']}, "
         f"noise multiplier {spec['noise_multiplier']:g}, max grad norm {spec['max_grad_norm']:g}; "
         f"{spec['warmup']} warm-up and {spec['steps']} timed steps"
     )
+
+
+def _sizes(workload: dict[str, Any]) -> Iterator[str]:
+    """What describes a workload, and the numbers of what is nested in it (a model's own configuration)."""
+    for name, value in workload.items():
+        if name == "lora":
+            yield f"LoRA r {value['r']}, alpha {value['alpha']} on {' '.join(value['target'])}"
+        elif isinstance(value, dict):
+            yield from (f"{key.replace('_', ' ')} {size}" for key, size in value.items() if _is_number(size))
+        elif value is not None and name not in ("kind", "name", "sha256"):
+            yield f"{name.replace('_', ' ')} {value}"
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _describe_environment(environment: dict[str, Any]) -> str:

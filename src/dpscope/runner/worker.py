@@ -20,7 +20,7 @@ ORPHANED = 3
 
 
 def main() -> None:
-    events = _claim_stdout()
+    events = claim_stdout()
     request = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_parent, daemon=True).start()
     if request.get("memory_limit") is not None:
@@ -38,7 +38,7 @@ def main() -> None:
     write_atomically(Path(request["output"]), result.to_json())
 
 
-def _claim_stdout() -> TextIO:
+def claim_stdout() -> TextIO:
     """Keep the real standard output for events and send everybody else's prints to the log."""
     events = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)

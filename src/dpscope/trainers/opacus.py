@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from typing import Any
+from contextlib import contextmanager
 
 from opacus.grad_sample import GradSampleModule
 from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import (
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dpscope.instruments.memory import Birth, Holding
+from dpscope.errors import UserError
 from dpscope.instruments.phases import BACKWARD, CLIP, NOISE, OPTIMIZER, in_phase, phase
 from dpscope.results.components import ACTIVATION_HOOKS, GRADIENTS, NORM_SAMPLES, PER_SAMPLE_GRADIENTS
 from dpscope.trainers.base import TrainerBase
@@ -47,6 +49,13 @@ MADE_BY_OPACUS = {
 
 def made_by_opacus(birth: Birth) -> str | None:
     return MADE_BY_OPACUS.get((birth.code, birth.operator))
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """What Opacus says it cannot do is a sentence about the model, not a failure of the measurement."""
+    try:
+        yield
+    except NotImplementedError as error:
+        raise UserError(f"Opacus refuses this model: {' '.join(str(error).split())}") from error
 
 
 class _OpacusTrainer(TrainerBase):
@@ -94,7 +103,8 @@ class DPSGDTrainer(_OpacusTrainer):
 
     def prepare_model(self, model: nn.Module) -> GradSampleModule:
         require_private_trainable(model)
-        return GradSampleModule(model, batch_first=True, loss_reduction="mean")
+        with _refusals():
+            return GradSampleModule(model, batch_first=True, loss_reduction="mean")
 
     def prepare_optimizer(self, optimizer: Optimizer) -> DPOptimizer:
         private = super().prepare_optimizer(optimizer)
@@ -102,7 +112,7 @@ class DPSGDTrainer(_OpacusTrainer):
         return private
 
     def backward(self, losses: Tensor) -> None:
-        with phase(BACKWARD):
+        with phase(BACKWARD), _refusals():
             losses.mean().backward()  # type: ignore[no-untyped-call]
 
 
@@ -113,18 +123,19 @@ class DPGhostClippingTrainer(_OpacusTrainer):
 
     def prepare_model(self, model: nn.Module) -> GradSampleModuleFastGradientClipping:
         require_private_trainable(model)
-        wrapped = GradSampleModuleFastGradientClipping(
-            model,
-            batch_first=True,
-            loss_reduction="mean",
-            max_grad_norm=self.settings.max_grad_norm,
-            use_ghost_clipping=True,
-        )
+        with _refusals():
+            wrapped = GradSampleModuleFastGradientClipping(
+                model,
+                batch_first=True,
+                loss_reduction="mean",
+                max_grad_norm=self.settings.max_grad_norm,
+                use_ghost_clipping=True,
+            )
         wrapped.get_clipping_coef = in_phase(CLIP, wrapped.get_clipping_coef)
         return wrapped
 
     def backward(self, losses: Tensor) -> None:
-        with phase(BACKWARD):
+        with phase(BACKWARD), _refusals():
             DPTensorFastGradientClipping(self.model, self.optimizer, losses, "mean").backward()
 
 
