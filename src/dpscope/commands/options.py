@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,6 +9,8 @@ from typing import Any, TypeVar
 import click
 
 from dpscope.errors import UserError
+from dpscope.results.store import new_folder
+from dpscope.runner.environment import resolve_device
 from dpscope.runner.spec import DEVICES, DTYPES, OPTIMIZER_NAMES
 from dpscope.workloads.configs import (
     ATTENTIONS,
@@ -22,6 +23,8 @@ from dpscope.workloads.configs import (
     with_lora,
     workload_at,
 )
+
+__all__ = ["CommaList", "output_folder", "resolve_device", "step_options", "sweep_options", "workload_from"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -155,22 +158,7 @@ def workload_from(options: dict[str, Any]) -> WorkloadConfig:
     return config if lora is None else with_lora(config, parse_lora(lora))
 
 
-def resolve_device(device: str) -> str:
-    """`auto` to what is there; `cuda` only if it is."""
-    if device not in DEVICES:
-        raise UserError(f"unknown device {device!r}: choose one of {', '.join(DEVICES)}")
-    if device == "cpu":
-        return device
-    import torch
-
-    if torch.cuda.is_available():
-        return "cuda"
-    if device == "cuda":
-        raise UserError("--device cuda, but torch sees no CUDA device here: run `dpscope doctor`, or use --device cpu")
-    return "cpu"
-
-
 def output_folder(out: Path | None, *, resume: bool, command: str) -> Path:
     if out is None and resume:
         raise UserError("--resume needs --out DIR: the folder of the sweep to finish")
-    return out or Path("dpscope-results") / f"{command}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return out or new_folder(command)

@@ -15,7 +15,7 @@ from dpscope.reports.memory_text import memory_section, snapshot_section
 from dpscope.reports.tables import STANDARD, STEADY, Row, compare_results, group_by_size, varying_columns
 from dpscope.reports.traffic_text import traffic_section
 from dpscope.reports.words import shorten, size_in_words
-from dpscope.results.schema import Result
+from dpscope.results.schema import FAILED, Result
 from dpscope.results.store import Skipped
 from dpscope.units import GIB, MISSING, format_bytes, format_ms, format_ratio
 
@@ -167,7 +167,14 @@ def _troubles(rows: Sequence[Row]) -> list[str]:
         if not row.result.ok:
             size = size_in_words(row.result.spec)
             lines.append(f"{row.result.status}: {row.method} at {size}: {row.result.reason}")
-    return ["", *lines] if lines else []
+    return ["", *lines, *_own_tracebacks(rows)] if lines else []
+
+
+def _own_tracebacks(rows: Sequence[Row]) -> list[str]:
+    """Where the user's own code failed, each place once."""
+    results = (row.result for row in rows if row.result.spec["workload"].get("kind") == "custom")
+    found = dict.fromkeys(result.details for result in results if result.status == FAILED and result.details)
+    return [line for details in found for line in ("", details.rstrip())]
 
 
 def verdict(rows: Sequence[Row]) -> list[str]:

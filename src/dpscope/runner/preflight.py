@@ -46,8 +46,6 @@ def require_buildable(spec: RunSpec) -> None:
         raise UserError(f"model {spec.workload.name!r} {error}. Or compare --methods standard alone") from None
 
 
-
-
 def _require_in_child(spec: RunSpec) -> None:
     command = [sys.executable, "-m", "dpscope.runner.preflight"]
     child = subprocess.run(

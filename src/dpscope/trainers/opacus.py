@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import traceback
 import warnings
 from collections.abc import Iterator
-from typing import Any
 from contextlib import contextmanager
+from typing import Any
 
 from opacus.grad_sample import GradSampleModule
 from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import (
@@ -16,12 +17,13 @@ from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClippi
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dpscope.instruments.memory import Birth, Holding
 from dpscope.errors import UserError
+from dpscope.instruments.memory import Birth, Holding
 from dpscope.instruments.phases import BACKWARD, CLIP, NOISE, OPTIMIZER, in_phase, phase
 from dpscope.results.components import ACTIVATION_HOOKS, GRADIENTS, NORM_SAMPLES, PER_SAMPLE_GRADIENTS
 from dpscope.trainers.base import TrainerBase
 from dpscope.trainers.privacy_rules import require_private_trainable
+from dpscope.workloads.workload import Batch
 
 # Opacus's hooks fire for the first layer too, whose input needs no gradient: that is meant, and is said every time.
 warnings.filterwarnings("ignore", message="Full backward hook is firing", category=UserWarning)
@@ -49,13 +51,29 @@ MADE_BY_OPACUS = {
 
 def made_by_opacus(birth: Birth) -> str | None:
     return MADE_BY_OPACUS.get((birth.code, birth.operator))
+
+
 @contextmanager
 def _refusals() -> Iterator[None]:
     """What Opacus says it cannot do is a sentence about the model, not a failure of the measurement."""
     try:
         yield
     except NotImplementedError as error:
-        raise UserError(f"Opacus refuses this model: {' '.join(str(error).split())}") from error
+        if not _raised_by_opacus(error):
+            raise
+        raise UserError(f"Opacus refuses this model: {_sentence(error)}") from error
+
+
+def _raised_by_opacus(error: BaseException) -> bool:
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and str(frames[-1].f_globals.get("__name__")).partition(".")[0] == "opacus"
+
+
+def _sentence(error: BaseException) -> str:
+    """Opacus gives a list of exceptions where several layers are refused: the first says enough."""
+    reasons = error.args[0] if error.args and isinstance(error.args[0], list) and error.args[0] else [error]
+    more = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
+    return " ".join(str(reasons[0]).split()) + more
 
 
 class _OpacusTrainer(TrainerBase):
@@ -64,6 +82,10 @@ class _OpacusTrainer(TrainerBase):
     memory_rules = (made_by_opacus,)
     optimizer: DPOptimizer
     optimizer_class: type[DPOptimizer]
+
+    def train_step(self, batch: Batch) -> Tensor:
+        with _refusals():  # some are found out only by hooks, while the model runs
+            return super().train_step(batch)
 
     def holdings(self) -> Iterator[Holding]:
         yield from super().holdings()
@@ -112,7 +134,7 @@ class DPSGDTrainer(_OpacusTrainer):
         return private
 
     def backward(self, losses: Tensor) -> None:
-        with phase(BACKWARD), _refusals():
+        with phase(BACKWARD):
             losses.mean().backward()  # type: ignore[no-untyped-call]
 
 
@@ -135,7 +157,7 @@ class DPGhostClippingTrainer(_OpacusTrainer):
         return wrapped
 
     def backward(self, losses: Tensor) -> None:
-        with phase(BACKWARD), _refusals():
+        with phase(BACKWARD):
             DPTensorFastGradientClipping(self.model, self.optimizer, losses, "mean").backward()
 
 

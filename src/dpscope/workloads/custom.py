@@ -24,8 +24,7 @@ def build(config: CustomConfig, *, batch_size: int, seq_len: int | None) -> Work
     workload = function(**_arguments(config, function, batch_size=batch_size, seq_len=seq_len))
     if not isinstance(workload, Workload):
         raise UserError(
-            f"{config.name} must return a dpscope.Workload(model=…, batch=…, loss=…), but it returned "
-            f"{_what(workload)}"
+            f"{config.name} must return a dpscope.Workload(model=…, batch=…, loss=…), but it returned {_what(workload)}"
         )
     return workload
 
@@ -35,9 +34,7 @@ def load_function(config: CustomConfig) -> Callable[..., Any]:
     function = getattr(module, config.function, None)
     if function is None:
         own = (name for name, value in vars(module).items() if inspect.isfunction(value) and not name.startswith("_"))
-        raise UserError(
-            f"{config.file} has no function {config.function!r}; it has {', '.join(own) or 'none'}"
-        )
+        raise UserError(f"{config.file} has no function {config.function!r}; it has {', '.join(own) or 'none'}")
     if not callable(function):
         raise UserError(f"{config.name} is {_what(function)}, not a function that returns a dpscope.Workload")
     found: Callable[..., Any] = function
@@ -81,9 +78,7 @@ def _arguments(
         raise UserError(f"{config.name} takes no seq_len: add it to the function's arguments, or leave out --seq-len")
     if seq_len is None and "seq_len" in needed:
         raise UserError(f"{config.name} needs a sequence length: give --seq-len")
-    return {
-        name: value for name, value in known.items() if value is not None and (takes_all or name in parameters)
-    }
+    return {name: value for name, value in known.items() if value is not None and (takes_all or name in parameters)}
 
 
 def _what(value: object) -> str:

@@ -53,11 +53,10 @@ def _library(name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name != "transformers":
             raise
-        raise UserError(
-            f"model {name!r} needs Hugging Face's transformers: pip install 'dpscope[hf]'"
-        ) from None
+        raise UserError(f"model {name!r} needs Hugging Face's transformers: pip install 'dpscope[hf]'") from None
     transformers.logging.set_verbosity_error()  # small vocabularies leave out published token ids: no matter here
-    return transformers
+    library: ModuleType = transformers
+    return library
 
 
 def _settings(transformers: ModuleType, config: HuggingFaceConfig) -> Any:
@@ -104,8 +103,17 @@ def _make_batch(
         make = _next_tokens if config.task == CAUSAL_LM else _padded_sequences
         batch = make(settings, batch_size, config.resolve_seq_len(seq_len) or 1, generator)
         accepted = {"labels", *inspect.signature(architecture.forward).parameters}
+        if "roberta" in config.model_type:  # counts positions from its padding id, for each sample, by itself
+            accepted -= {"position_ids"}
         batch = {name: value for name, value in batch.items() if name in accepted}
     return {name: value.to(device) for name, value in batch.items()}
+
+
+def _tokens(settings: Any, shape: tuple[int, int], generator: torch.Generator) -> Tensor:
+    """Any token but the one for padding, which stands for no text."""
+    tokens = torch.randint(settings.vocab_size, shape, generator=generator)
+    padding = getattr(settings, "pad_token_id", None)
+    return tokens if padding is None else torch.where(tokens == padding, (padding + 1) % settings.vocab_size, tokens)
 
 
 def _positions(batch_size: int, length: int) -> Tensor:
@@ -113,7 +121,7 @@ def _positions(batch_size: int, length: int) -> Tensor:
 
 
 def _next_tokens(settings: Any, batch_size: int, length: int, generator: torch.Generator) -> HFBatch:
-    tokens = torch.randint(settings.vocab_size, (batch_size, length + 1), generator=generator)
+    tokens = _tokens(settings, (batch_size, length + 1), generator)
     return {
         "input_ids": tokens[:, :-1].contiguous(),
         "labels": tokens[:, 1:].contiguous(),
@@ -127,7 +135,7 @@ def _padded_sequences(settings: Any, batch_size: int, length: int, generator: to
     """Sequences of different lengths, from half the longest to all of it, padded on the right."""
     lengths = torch.randint((length + 1) // 2, length + 1, (batch_size, 1), generator=generator)
     mask = _positions(batch_size, length) < lengths
-    ids = torch.randint(settings.vocab_size, (batch_size, length), generator=generator)
+    ids = _tokens(settings, (batch_size, length), generator)
     batch = {
         "input_ids": torch.where(mask, ids, settings.pad_token_id),
         "labels": torch.randint(settings.num_labels, (batch_size,), generator=generator),

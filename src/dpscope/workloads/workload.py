@@ -57,8 +57,9 @@ def build_workload(config: WorkloadConfig, *, batch_size: int, seq_len: int | No
     module, _, function = config.builder.partition(":")
     build = getattr(importlib.import_module(module), function)
     workload: Workload = build(config, batch_size=batch_size, seq_len=seq_len)
-    if config.lora is None:
+    lora = config.lora
+    if lora is None:
         return workload
     from dpscope.workloads.lora import adapt
 
-    return replace(workload, model=lambda: adapt(workload.model(), config.lora))
+    return replace(workload, model=lambda: adapt(workload.model(), lora))

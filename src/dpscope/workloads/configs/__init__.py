@@ -11,7 +11,7 @@ from typing import Any
 from dpscope.errors import UserError
 from dpscope.workloads.configs import huggingface, transformer, vision
 from dpscope.workloads.configs.base import WorkloadConfig
-from dpscope.workloads.configs.custom import CustomConfig, workload_at
+from dpscope.workloads.configs.custom import CustomConfig, workload_at, workload_of
 from dpscope.workloads.configs.huggingface import HuggingFaceConfig, config_from_file
 from dpscope.workloads.configs.lora import LoraSettings, lora_from_dict, parse_lora
 from dpscope.workloads.configs.transformer import ATTENTIONS, TransformerConfig
@@ -32,6 +32,7 @@ __all__ = [
     "config_from_dict",
     "config_from_file",
     "config_to_dict",
+    "find_workload",
     "make_config",
     "parse_lora",
     "with_lora",
@@ -57,6 +58,21 @@ def make_config(model: str, **sizes: Any) -> WorkloadConfig:
             "or your own with --workload"
         ) from None
     return preset.resized(**{name: value for name, value in sizes.items() if value is not None})
+
+
+def find_workload(workload: object) -> WorkloadConfig:
+    """What a person means: a config, a preset's name, `FILE.py:function`, or a function that returns a `Workload`."""
+    if isinstance(workload, WorkloadConfig):
+        return workload
+    if isinstance(workload, str):
+        own = ":" in workload and not workload.startswith("hf:")
+        return workload_at(workload) if own else make_config(workload)
+    if callable(workload):
+        return workload_of(workload)
+    raise UserError(
+        f"give the function that makes the workload, or its place as 'FILE.py:function', not a "
+        f"{type(workload).__name__}: everything is built fresh in each child process"
+    )
 
 
 def with_lora(config: WorkloadConfig, lora: LoraSettings) -> WorkloadConfig:

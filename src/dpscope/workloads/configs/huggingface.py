@@ -82,8 +82,9 @@ class HuggingFaceConfig(WorkloadConfig):
             if self.architecture.endswith(ending):
                 return task
         raise UserError(
-            f"dpscope has no loss for the architecture {self.architecture!r}: it trains …{', …'.join(_TASK_OF_ENDING)}; "
-            'name one of these in "architectures", or bring the model and its loss with --workload'
+            f"dpscope has no loss for the architecture {self.architecture!r}: it trains those whose name ends in "
+            f'{", ".join(_TASK_OF_ENDING)}. Name such a one in "architectures", or bring the model and its loss with '
+            "--workload"
         )
 
     def size(self, name: str) -> Any:
@@ -134,9 +135,7 @@ def config_from_file(path: Path) -> HuggingFaceConfig:
     settings.pop("label2id", None)
     settings.setdefault("num_labels", 2)
     name = f"hf:{data['model_type']}"
-    return HuggingFaceConfig(
-        name=name, model_type=data["model_type"], architecture=architectures[0], settings=settings
-    )
+    return HuggingFaceConfig(name=name, model_type=data["model_type"], architecture=architectures[0], settings=settings)
 
 
 # The published sizes of each.
