@@ -31,5 +31,5 @@ part gpt2-untied --hf-config "$HERE/gpt2-untied.json" --batch-size 16 --seq-len 
 for name in $PARTS; do
   echo
   echo "== $name"
-  sed -n '/^Model /,/^\(Batch\|×\)/p' "$OUT/$name/summary.txt" | sed '/^×/d'
+  sed -n '/^Model /,/^× is/p' "$OUT/$name/summary.txt" | sed '/^× is/d'
 done

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import torch.nn.functional as F
@@ -16,7 +17,8 @@ from dpscope.workloads.workload import Workload
 def _norm(kind: str, channels: int) -> nn.Module:
     if kind == "batch":
         return nn.BatchNorm2d(channels)
-    groups = next(groups for groups in (32, 16, 8, 4, 2, 1) if channels % groups == 0)
+    # 32 groups, fewer where a group would be a single channel: on a 1×1 image that has nothing to normalise.
+    groups = math.gcd(32, channels // 2) if channels % 2 == 0 else 1
     return nn.GroupNorm(groups, channels)
 
 
