@@ -60,7 +60,7 @@ def _require_in_child(spec: RunSpec) -> None:
         )
 
 
-def _explain(spec: RunSpec) -> str | None:
+def explain(spec: RunSpec) -> str | None:
     """What is wrong with the user's workload, as far as it shows without memory or a GPU."""
     import torch
 
@@ -87,7 +87,7 @@ def _explain(spec: RunSpec) -> str | None:
 
 def main() -> None:
     results = claim_stdout()
-    sentence = _explain(RunSpec.from_dict(json.loads(sys.stdin.readline())))
+    sentence = explain(RunSpec.from_dict(json.loads(sys.stdin.readline())))
     if sentence is not None:
         print(sentence, file=results, flush=True)
         sys.exit(REFUSED)

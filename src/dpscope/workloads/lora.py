@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 from torch import nn
 
 from dpscope.errors import UserError
@@ -32,7 +34,9 @@ def adapt(model: nn.Module, lora: LoraSettings) -> nn.Module:
         init_lora_weights=False,
     )
     try:
-        adapted: nn.Module = peft.get_peft_model(model, settings)
+        with warnings.catch_warnings():  # peft turns the matrices of GPT-2's Conv1D by itself, and says so
+            warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")
+            adapted: nn.Module = peft.get_peft_model(model, settings)
     except ValueError as error:
         raise UserError(f"--lora: peft refuses this model: {str(error).splitlines()[0]}") from None
     return adapted

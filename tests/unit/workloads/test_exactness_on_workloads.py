@@ -21,7 +21,6 @@ WORKLOADS = {
     "bert with padding": make_config("hf:bert-tiny", vocab_size=40, **SMALL),
     "vit with its convolution": make_config("hf:vit-tiny", image_size=16, **SMALL),
     "resnet with group norm": make_config("resnet-tiny", width=8),
-    "resnet of bottlenecks": make_config("resnet50", width=2, image_size=32, num_classes=5),
     "lora on llama": with_lora(
         make_config("hf:llama-tiny", vocab_size=40, **SMALL, kv_heads=1), parse_lora("r=2,target=q_proj,v_proj")
     ),

@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 from dpscope.errors import UserError
+from dpscope.flash.engine import FlashEngine
+from dpscope.flash.oracle import run_oracle
 from dpscope.workloads.configs import make_config
 from dpscope.workloads.workload import build_workload
 
@@ -38,6 +40,28 @@ def test_an_image_does_not_see_the_others_of_its_batch():
     together = model(images)
     alone = torch.cat([model(image) for image in images.split(1)])
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-4)
+
+
+def test_flash_is_exact_on_bottlenecks():
+    """In float64: fifty narrow layers under GroupNorm magnify float32's rounding beyond any tolerance worth having."""
+    workload = build_workload(
+        make_config("resnet50", width=2, image_size=32, num_classes=3), batch_size=3, seq_len=None
+    )
+    torch.manual_seed(0)
+    model = workload.model().double()
+    images, labels = workload.batch(0, torch.device("cpu"))
+    batch = (images.double(), labels)
+
+    def mean_loss(model, batch):
+        return workload.loss(model, batch).mean()
+
+    truth = run_oracle(model, batch, mean_loss, max_grad_norm=0.1)
+    with FlashEngine(model, max_grad_norm=0.1) as engine:
+        mean_loss(model, batch).backward()
+        engine.finish()
+    assert (truth.factors < 1).all()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, truth.clipped_sums[name], rtol=1e-6, atol=1e-9)
 
 
 def test_images_and_classes_are_flags():

@@ -80,5 +80,5 @@ PRESETS = (
     ResNetConfig(name="resnet18", depth=18),  # 11.7M parameters
     ResNetConfig(name="resnet50", depth=50),  # 25.6M parameters
     # 0.3M parameters: a step takes milliseconds on a CPU
-    ResNetConfig(name="resnet-tiny", depth=10, width=16, image_size=32, num_classes=10),
+    ResNetConfig(name="resnet-tiny", depth=10, width=16, image_size=64, num_classes=10),
 )
