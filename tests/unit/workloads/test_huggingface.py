@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 
 import pytest
@@ -225,3 +226,32 @@ def test_without_transformers_the_extra_to_install_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(UserError, match=r"'hf:gpt2' needs Hugging Face's transformers: pip install 'dpscope\[hf\]'"):
         build(make_config("hf:gpt2"), seq_len=8)
+
+
+def test_without_transformers_no_row_is_begun(monkeypatch, tmp_path):
+    from click.testing import CliRunner
+
+    from dpscope.cli import main
+
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.chdir(tmp_path)
+    outcome = CliRunner().invoke(main, ["compare", "--device", "cpu", "--model", "hf:bert", "--methods", "standard"])
+    assert outcome.exit_code == 2
+    assert "pip install 'dpscope[hf]'" in outcome.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_row_that_opacus_refuses_says_so_and_the_sweep_goes_on(tmp_path):
+    """Ghost clipping refuses GPT-2's tied embedding; the command ends with 1 and the table is complete."""
+    command = [sys.executable, "-m", "dpscope", "compare", "--device", "cpu", "--model", "hf:gpt2-tiny"]
+    command += ["--num-layers", "1", "--methods", "ghost,standard", "--batch-size", "2", "--seq-len", "8"]
+    command += ["--warmup", "0", "--steps", "1", "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 1, done.stderr
+    rows = {
+        line.split()[0]: line.split()[-1] for line in done.stdout.splitlines() if line.startswith(("ghost ", "sta"))
+    }
+    assert rows == {"standard": "ok", "ghost": "skipped"}
+    sentence = "ghost at batch 2, sequence 8: Opacus refuses this model: Parameter tying is not supported with Ghost"
+    assert sentence in " ".join(done.stdout.split())
+    assert "Traceback" not in done.stdout + done.stderr
