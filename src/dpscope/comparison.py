@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dpscope.errors import UserError
 from dpscope.reports import export
@@ -14,15 +14,20 @@ from dpscope.reports.outputs import remove_reports, write_reports
 from dpscope.reports.tables import Row, compare_results
 from dpscope.reports.text import render_plain, summary
 from dpscope.results.schema import Result
-from dpscope.results.store import ResultStore, Skipped
+from dpscope.results.store import ResultStore, Skipped, new_folder
+from dpscope.runner.environment import resolve_device
 from dpscope.runner.launcher import Limits
 from dpscope.runner.preflight import require_measurable
-from dpscope.runner.spec import RunSpec
+from dpscope.runner.spec import RunSpec, make_sweep
 from dpscope.runner.sweep import SilentObserver, SweepObserver, open_store, run_sweep
-from dpscope.trainers.registry import methods, resolve_method
+from dpscope.runner.worker import refuse_in_child
+from dpscope.trainers.registry import BUILT_IN, methods, resolve_method
+from dpscope.workloads.configs import WorkloadConfig, find_workload, parse_lora, with_lora
 
 if TYPE_CHECKING:
     import pandas
+
+METHODS = tuple(method.name for method in BUILT_IN)
 
 
 @dataclass(frozen=True)
@@ -86,22 +91,28 @@ def _order(result: Result) -> tuple[object, ...]:
 
 
 def compare(
-    specs: Sequence[RunSpec],
+    workload: WorkloadConfig | str | Callable[..., Any] | Sequence[RunSpec],
     *,
-    out: Path | str,
+    out: Path | str | None = None,
     resume: bool = False,
     overwrite: bool = False,
     limits: Limits | None = None,
     observer: SweepObserver | None = None,
+    **sweep: Any,
 ) -> Comparison:
-    """Measure every spec in a process of its own and write results and `summary.txt` to `out`.
+    """Measure every method at every size, each in a process of its own; results and `summary.txt` go to `out`.
 
-    >>> from dpscope import compare, make_config, make_sweep
-    >>> specs = make_sweep(make_config("tiny"), methods=["standard", "ghost"], batch_sizes=[4], seq_lens=[64])
-    >>> print(compare(specs, out="results"))                                            # doctest: +SKIP
+    `workload`: a preset ("tiny", "hf:gpt2"), a config (`make_config`), or your own: a function at the top level of a
+    file that returns a `Workload`, or the text "FILE.py:function". `sweep`: see `plan_sweep`. A list of run specs
+    instead of both is measured as it is.
+
+    >>> import dpscope
+    >>> print(dpscope.compare("tiny", methods=["standard", "ghost"], batch_size=[4], seq_len=64))  # doctest: +SKIP
     """
+    refuse_in_child()
+    specs = _specs(workload, sweep)
     require_measurable(specs)
-    store = ResultStore(Path(out))
+    store = ResultStore(new_folder("compare") if out is None else Path(out))
     open_store(store, resume=resume, overwrite=overwrite)
     if overwrite:
         remove_reports(store.folder)
@@ -113,3 +124,37 @@ def compare(
         *(store.folder / name for result in results for name in result.files.values()),
     ]
     return Comparison(results, store.folder, files, skipped)
+
+
+def plan_sweep(
+    workload: WorkloadConfig | str | Callable[..., Any],
+    *,
+    methods: Iterable[str] = METHODS,
+    batch_size: int | Iterable[int] = 8,
+    seq_len: int | Iterable[int] | None = None,
+    lora: str | None = None,
+    device: str = "auto",
+    **settings: Any,
+) -> list[RunSpec]:
+    """The run specs of a comparison. `settings`: dtype, optimizer, steps, seed … (`RunSpec`), instruments, options."""
+    config = find_workload(workload)
+    return make_sweep(
+        config if lora is None else with_lora(config, parse_lora(lora)),
+        methods=methods,
+        batch_sizes=_several(batch_size),
+        seq_lens=[None] if seq_len is None else _several(seq_len),
+        device=resolve_device(device),
+        **settings,
+    )
+
+
+def _specs(workload: Any, sweep: dict[str, Any]) -> list[RunSpec]:
+    if not isinstance(workload, list | tuple):
+        return plan_sweep(workload, **sweep)
+    if sweep:
+        raise UserError(f"run specs say everything already: leave out {', '.join(sweep)}, or give a workload instead")
+    return list(workload)
+
+
+def _several(sizes: int | Iterable[int]) -> list[int]:
+    return [sizes] if isinstance(sizes, int) else list(sizes)

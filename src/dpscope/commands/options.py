@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,8 +9,22 @@ from typing import Any, TypeVar
 import click
 
 from dpscope.errors import UserError
+from dpscope.results.store import new_folder
+from dpscope.runner.environment import resolve_device
 from dpscope.runner.spec import DEVICES, DTYPES, OPTIMIZER_NAMES
-from dpscope.workloads.configs import ATTENTIONS, NORMS, PRESETS, WorkloadConfig, make_config
+from dpscope.workloads.configs import (
+    ATTENTIONS,
+    NORMS,
+    PRESETS,
+    WorkloadConfig,
+    config_from_file,
+    make_config,
+    parse_lora,
+    with_lora,
+    workload_at,
+)
+
+__all__ = ["CommaList", "output_folder", "resolve_device", "step_options", "sweep_options", "workload_from"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -40,12 +53,17 @@ ABOVE_ZERO = click.FloatRange(min=0, min_open=True)
 MODEL_SIZES = (
     "vocab_size",
     "hidden_dim",
+    "intermediate_dim",
     "num_layers",
     "num_heads",
+    "kv_heads",
     "max_seq_len",
     "image_size",
+    "patch_size",
     "num_classes",
+    "width",
 )
+DEFAULT_MODEL = "tiny"
 
 
 def _apply(function: F, options: list[Callable[[F], F]]) -> F:
@@ -55,7 +73,7 @@ def _apply(function: F, options: list[Callable[[F], F]]) -> F:
 
 
 def workload_options(function: F) -> F:
-    """--model and every dimension of it."""
+    """What is trained: --model, --hf-config or --workload, every dimension of it, and adapters on it."""
     sizes = [
         click.option(f"--{name.replace('_', '-')}", type=int, help=f"Instead of the preset's {name.replace('_', ' ')}.")
         for name in MODEL_SIZES
@@ -63,14 +81,30 @@ def workload_options(function: F) -> F:
     return _apply(
         function,
         [
-            click.option("--model", default="tiny", show_default=True, help=f"{', '.join(PRESETS)}."),
+            click.option("--model", metavar="NAME", help=f"{', '.join(PRESETS)} [default: {DEFAULT_MODEL}]."),
+            click.option(
+                "--hf-config",
+                type=click.Path(path_type=Path),
+                metavar="FILE",
+                help="Any Hugging Face architecture: its config.json. Weights are random; nothing is downloaded.",
+            ),
+            click.option(
+                "--workload",
+                metavar="FILE.py:FUNCTION",
+                help="Your own: a function that returns a dpscope.Workload; also package.module:function.",
+            ),
+            click.option(
+                "--lora",
+                metavar="SETTINGS",
+                help="Train adapters on the model instead of the model: r=8,alpha=16,target=q_proj,v_proj.",
+            ),
             *sizes,
             click.option(
                 "--attention",
                 type=click.Choice(ATTENTIONS),
                 help="sdpa: four Linears and scaled_dot_product_attention; opacus: DPMultiheadAttention.",
             ),
-            click.option("--norm", type=click.Choice(NORMS), help="Normalisation of the cnn."),
+            click.option("--norm", type=click.Choice(NORMS), help="Normalisation of cnn and resnet."),
         ],
     )
 
@@ -111,27 +145,20 @@ def sweep_options(function: F) -> F:
 
 def workload_from(options: dict[str, Any]) -> WorkloadConfig:
     """Take the workload's options out of a command's keyword arguments."""
-    names = ("attention", "norm", *MODEL_SIZES)
-    overrides = {name: options.pop(name) for name in names}
-    return make_config(options.pop("model"), **overrides)
-
-
-def resolve_device(device: str) -> str:
-    """`auto` to what is there; `cuda` only if it is."""
-    if device not in DEVICES:
-        raise UserError(f"unknown device {device!r}: choose one of {', '.join(DEVICES)}")
-    if device == "cpu":
-        return device
-    import torch
-
-    if torch.cuda.is_available():
-        return "cuda"
-    if device == "cuda":
-        raise UserError("--device cuda, but torch sees no CUDA device here: run `dpscope doctor`, or use --device cpu")
-    return "cpu"
+    sizes = {name: options.pop(name) for name in ("attention", "norm", *MODEL_SIZES)}
+    model, file, own = (options.pop(name) for name in ("model", "hf_config", "workload"))
+    lora = options.pop("lora")
+    if sum(value is not None for value in (model, file, own)) > 1:
+        raise UserError("--model, --hf-config and --workload each say what is trained: give one of them")
+    if own is not None or file is not None:
+        config: WorkloadConfig = workload_at(own) if own is not None else config_from_file(file)
+        config = config.resized(**{name: value for name, value in sizes.items() if value is not None})
+    else:
+        config = make_config(model or DEFAULT_MODEL, **sizes)
+    return config if lora is None else with_lora(config, parse_lora(lora))
 
 
 def output_folder(out: Path | None, *, resume: bool, command: str) -> Path:
     if out is None and resume:
         raise UserError("--resume needs --out DIR: the folder of the sweep to finish")
-    return out or Path("dpscope-results") / f"{command}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return out or new_folder(command)

@@ -22,14 +22,12 @@ from dpscope.commands.options import (
     workload_options,
 )
 from dpscope.commands.progress import SweepProgress
-from dpscope.comparison import Comparison, compare
+from dpscope.comparison import METHODS, Comparison, compare
 from dpscope.reports.text import files_written, summary
 from dpscope.runner.launcher import Limits
 from dpscope.runner.spec import RunSpec, make_sweep
 from dpscope.trainers.registry import STANDARD, resolve_method
 from dpscope.units import GIB
-
-METHODS = "standard,flat,ghost,flash"
 
 
 def sweep_arguments(function: F) -> F:
@@ -37,7 +35,7 @@ def sweep_arguments(function: F) -> F:
     methods = click.option(
         "--methods",
         type=CommaList(str),
-        default=METHODS,
+        default=",".join(METHODS),
         show_default=True,
         help="What to compare; standard is the denominator.",
     )

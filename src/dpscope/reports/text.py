@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from dpscope.reports.nsys_text import nsys_section
 from dpscope.reports.tables import STANDARD, STEADY, Row, compare_results, group_by_size, varying_columns
 from dpscope.reports.traffic_text import traffic_section
 from dpscope.reports.words import shorten, size_in_words
-from dpscope.results.schema import Result
+from dpscope.results.schema import FAILED, Result
 from dpscope.results.store import Skipped
 from dpscope.units import GIB, MISSING, format_bytes, format_ms, format_ratio
 
@@ -83,14 +83,27 @@ def _headline(results: Sequence[Result]) -> list[str]:
 
 def _describe(spec: dict[str, Any]) -> str:
     workload = spec["workload"]
-    sizes = ", ".join(
-        f"{name.replace('_', ' ')} {value}" for name, value in workload.items() if name not in ("kind", "name")
-    )
+    sizes = ", ".join(_sizes(workload))
     return (
         f"Model {workload['name']} ({sizes}); {spec['dtype']}, {spec['optimizer']}, "
         f"noise multiplier {spec['noise_multiplier']:g}, max grad norm {spec['max_grad_norm']:g}; "
         f"{spec['warmup']} warm-up and {spec['steps']} timed steps"
     )
+
+
+def _sizes(workload: dict[str, Any]) -> Iterator[str]:
+    """What describes a workload, and the numbers of what is nested in it (a model's own configuration)."""
+    for name, value in workload.items():
+        if name == "lora":
+            yield f"LoRA r {value['r']}, alpha {value['alpha']} on {' '.join(value['target'])}"
+        elif isinstance(value, dict):
+            yield from (f"{key.replace('_', ' ')} {size}" for key, size in value.items() if _is_number(size))
+        elif value is not None and name not in ("kind", "name", "sha256"):
+            yield f"{name.replace('_', ' ')} {value}"
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _describe_environment(environment: dict[str, Any]) -> str:
@@ -157,7 +170,14 @@ def _troubles(rows: Sequence[Row]) -> list[str]:
         if not row.result.ok:
             size = size_in_words(row.result.spec)
             lines.append(f"{row.result.status}: {row.method} at {size}: {row.result.reason}")
-    return ["", *lines] if lines else []
+    return ["", *lines, *_own_tracebacks(rows)] if lines else []
+
+
+def _own_tracebacks(rows: Sequence[Row]) -> list[str]:
+    """Where the user's own code failed, each place once."""
+    results = (row.result for row in rows if row.result.spec["workload"].get("kind") == "custom")
+    found = dict.fromkeys(result.details for result in results if result.status == FAILED and result.details)
+    return [line for details in found for line in ("", details.rstrip())]
 
 
 def verdict(rows: Sequence[Row]) -> list[str]:

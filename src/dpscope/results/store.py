@@ -12,6 +12,7 @@ import contextlib
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,6 +123,11 @@ def read_result(path: Path) -> Result:
         return parse_result(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise UnreadableResult(f"cannot be read ({error})") from None
+
+
+def new_folder(command: str) -> Path:
+    """Where a sweep's results go if nobody said where."""
+    return Path("dpscope-results") / f"{command}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def require_writable(path: Path) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
+from dpscope.errors import UserError
 from dpscope.runner.spec import RunSpec
 from dpscope.trainers.base import TrainerBase, TrainerSettings
 from dpscope.trainers.registry import resolve_method
@@ -27,4 +30,20 @@ def make_trainer(spec: RunSpec) -> tuple[TrainerBase, Batch]:
         max_grad_norm=spec.max_grad_norm,
         seed=spec.seed,
     )
-    return trainer_class(model, workload.loss, settings), workload.batch(spec.seed, device)
+    batch = workload.batch(spec.seed, device)
+    require_batch_of(batch, spec.batch_size)
+    return trainer_class(model, workload.loss, settings), batch
+
+
+def require_batch_of(batch: Batch, samples: int) -> None:
+    """Raise `UserError` unless the batch has as many samples as the noisy sum is divided by."""
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
+    if not tensors:
+        raise UserError("the workload's batch holds no tensor whose first dimension is the sample")
+    sizes = {len(tensor) for tensor in tensors}
+    if samples not in sizes:
+        found = ", ".join(map(str, sorted(sizes)))
+        raise UserError(
+            f"the workload's batch has {found} samples where --batch-size says {samples}: let the function take "
+            "batch_size and use it, or give the batch size that it makes"
+        )

@@ -15,9 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import dpscope
+from dpscope.errors import UserError
+from dpscope.runner.spec import DEVICES
+
+LIBRARIES = ("opacus", "triton", "transformers", "peft")
 
 # A finished row is kept by --resume only if these are the same: they change what a measurement gives.
-IDENTITY = ("dpscope", "torch", "opacus", "triton", "cuda", "driver", "gpu", "cpu", "threads")
+IDENTITY = ("dpscope", "torch", *LIBRARIES, "cuda", "driver", "gpu", "cpu", "threads")
 
 
 def collect(device: str) -> dict[str, Any]:
@@ -30,8 +34,7 @@ def collect(device: str) -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "torch": torch.__version__,
-        "opacus": _package_version("opacus"),
-        "triton": _package_version("triton"),
+        **{name: _package_version(name) for name in LIBRARIES},
         "cpu": _cpu_name(),
         "cpu_count": os.cpu_count(),
         "threads": torch.get_num_threads(),
@@ -61,6 +64,21 @@ def collect_in_child(device: str) -> dict[str, Any]:
 
 def same_environment(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return all(one.get(key) == other.get(key) for key in IDENTITY)
+
+
+def resolve_device(device: str) -> str:
+    """`auto` to what is there; `cuda` only if it is."""
+    if device not in DEVICES:
+        raise UserError(f"unknown device {device!r}: choose one of {', '.join(DEVICES)}")
+    if device == "cpu":
+        return device
+    import torch
+
+    if torch.cuda.is_available():
+        return "cuda"
+    if device == "cuda":
+        raise UserError("--device cuda, but torch sees no CUDA device here: run `dpscope doctor`, or use --device cpu")
+    return "cpu"
 
 
 def _package_version(name: str) -> str | None:

@@ -14,6 +14,7 @@ from dpscope.results.schema import FAILED, Result, result_for
 from dpscope.runner import environment
 from dpscope.runner.outcome import outcome_of_exception
 from dpscope.runner.spec import RunSpec
+from dpscope.runner.tracebacks import details_of
 
 # (spec, progress, folder for what the measurement leaves beside its figures) -> result
 Measurement = Callable[[RunSpec, Progress, Path], Result]
@@ -38,7 +39,7 @@ def measure_or_explain(spec: RunSpec, progress: Progress = no_progress, files: P
     except Exception as error:
         traceback.print_exc()
         status, reason = outcome_of_exception(error)
-        details = traceback.format_exc() if status == FAILED else None
+        details = details_of(error, spec.workload) if status == FAILED else None
     # Outside the handler, so that the frames holding the memory that ran out are gone.
     where = environment.collect(spec.device)
     return result_for(spec.to_dict(), status=status, reason=reason, details=details, environment=where)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -112,7 +113,9 @@ class RunSpec:
 
     @property
     def file_name(self) -> str:
-        return f"{self.label.replace(' ', '_')}-{self.instrument}-{self.digest[:8]}.json"
+        """What a person would ask, in characters that every file system takes; the digest tells equal names apart."""
+        readable = re.sub(r"[^A-Za-z0-9._+-]+", "-", self.label.replace(" ", "_"))[:120]
+        return f"{readable}-{self.instrument}-{self.digest[:8]}.json"
 
 
 def make_sweep(

@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import TextIO
 
 ORPHANED = 3
+CHILD = "DPSCOPE_CHILD"  # set in the environment of a process that measures
 
 
 def main() -> None:
-    events = _claim_stdout()
+    events = claim_stdout()
     request = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_parent, daemon=True).start()
     if request.get("memory_limit") is not None:
@@ -38,8 +39,20 @@ def main() -> None:
     write_atomically(Path(request["output"]), result.to_json())
 
 
-def _claim_stdout() -> TextIO:
+def refuse_in_child() -> None:
+    """A script that compares its own function is loaded again in each child: it must not compare again there."""
+    if os.environ.get(CHILD):
+        from dpscope.errors import UserError
+
+        raise UserError(
+            "this file starts a comparison while a child process loads it: put the call under "
+            "`if __name__ == '__main__':`"
+        )
+
+
+def claim_stdout() -> TextIO:
     """Keep the real standard output for events and send everybody else's prints to the log."""
+    os.environ[CHILD] = "1"
     events = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     return events

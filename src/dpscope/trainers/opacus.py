@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import traceback
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from opacus.grad_sample import GradSampleModule
@@ -15,11 +17,13 @@ from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClippi
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dpscope.errors import UserError
 from dpscope.instruments.memory import Birth, Holding
 from dpscope.instruments.phases import BACKWARD, CLIP, NOISE, OPTIMIZER, in_phase, phase
 from dpscope.results.components import ACTIVATION_HOOKS, GRADIENTS, NORM_SAMPLES, PER_SAMPLE_GRADIENTS
 from dpscope.trainers.base import TrainerBase
 from dpscope.trainers.privacy_rules import require_private_trainable
+from dpscope.workloads.workload import Batch
 
 # Opacus's hooks fire for the first layer too, whose input needs no gradient: that is meant, and is said every time.
 warnings.filterwarnings("ignore", message="Full backward hook is firing", category=UserWarning)
@@ -49,12 +53,39 @@ def made_by_opacus(birth: Birth) -> str | None:
     return MADE_BY_OPACUS.get((birth.code, birth.operator))
 
 
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """What Opacus says it cannot do is a sentence about the model, not a failure of the measurement."""
+    try:
+        yield
+    except NotImplementedError as error:
+        if not _raised_by_opacus(error):
+            raise
+        raise UserError(f"Opacus refuses this model: {_sentence(error)}") from error
+
+
+def _raised_by_opacus(error: BaseException) -> bool:
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and str(frames[-1].f_globals.get("__name__")).partition(".")[0] == "opacus"
+
+
+def _sentence(error: BaseException) -> str:
+    """Opacus gives a list of exceptions where several layers are refused: the first says enough."""
+    reasons = error.args[0] if error.args and isinstance(error.args[0], list) and error.args[0] else [error]
+    more = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
+    return " ".join(str(reasons[0]).split()) + more
+
+
 class _OpacusTrainer(TrainerBase):
     """What flat and ghost share: an Opacus optimizer that makes the gradient private before the step."""
 
     memory_rules = (made_by_opacus,)
     optimizer: DPOptimizer
     optimizer_class: type[DPOptimizer]
+
+    def train_step(self, batch: Batch) -> Tensor:
+        with _refusals():  # some are found out only by hooks, while the model runs
+            return super().train_step(batch)
 
     def holdings(self) -> Iterator[Holding]:
         yield from super().holdings()
@@ -94,7 +125,8 @@ class DPSGDTrainer(_OpacusTrainer):
 
     def prepare_model(self, model: nn.Module) -> GradSampleModule:
         require_private_trainable(model)
-        return GradSampleModule(model, batch_first=True, loss_reduction="mean")
+        with _refusals():
+            return GradSampleModule(model, batch_first=True, loss_reduction="mean")
 
     def prepare_optimizer(self, optimizer: Optimizer) -> DPOptimizer:
         private = super().prepare_optimizer(optimizer)
@@ -113,13 +145,14 @@ class DPGhostClippingTrainer(_OpacusTrainer):
 
     def prepare_model(self, model: nn.Module) -> GradSampleModuleFastGradientClipping:
         require_private_trainable(model)
-        wrapped = GradSampleModuleFastGradientClipping(
-            model,
-            batch_first=True,
-            loss_reduction="mean",
-            max_grad_norm=self.settings.max_grad_norm,
-            use_ghost_clipping=True,
-        )
+        with _refusals():
+            wrapped = GradSampleModuleFastGradientClipping(
+                model,
+                batch_first=True,
+                loss_reduction="mean",
+                max_grad_norm=self.settings.max_grad_norm,
+                use_ghost_clipping=True,
+            )
         wrapped.get_clipping_coef = in_phase(CLIP, wrapped.get_clipping_coef)
         return wrapped
 

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from dpscope.workloads.configs import CNNConfig, TransformerConfig, WorkloadConfig
+from dpscope.errors import UserError
+from dpscope.workloads.configs import ImageConfig, TransformerConfig, WorkloadConfig
 
 
 def get_random_dataloader(
@@ -28,9 +29,11 @@ def get_random_dataloader(
         length = config.resolve_seq_len(seq_len)
         tokens = torch.randint(config.vocab_size, (samples, length + 1), generator=generator)
         inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    elif isinstance(config, CNNConfig):
+    elif isinstance(config, ImageConfig):
         inputs = torch.randn(samples, 3, config.image_size, config.image_size, generator=generator)
         targets = torch.randint(config.num_classes, (samples,), generator=generator)
+    else:
+        raise UserError(f"{config.name!r} makes its own batches: build_workload(config, …).batch(seed, device)")
     dataset = TensorDataset(inputs.to(device), targets.to(device))
     return DataLoader(dataset, batch_size=batch_size)
 

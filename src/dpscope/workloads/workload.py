@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from dpscope.errors import UserError
 from dpscope.workloads.configs import WorkloadConfig
 
 Batch = Any  # a pytree of tensors whose first dimension is the sample
@@ -19,16 +21,45 @@ Batch = Any  # a pytree of tensors whose first dimension is the sample
 class Workload:
     """A model, one batch and a loss, each built fresh by a callable.
 
-    `loss(model, batch)` returns one loss per sample, shape (B,): the trainers take its mean over samples, and
-    private methods need it sample by sample.
+    `model()` builds the model on torch's default device; `batch(seed, device)` gives one batch, a pytree of tensors
+    whose first dimension is the sample; `loss(model, batch)` returns one loss per sample, shape (B,): the trainers take
+    its mean over samples, and private methods need it sample by sample.
     """
 
     model: Callable[[], nn.Module]
     batch: Callable[[int, torch.device], Batch]  # (seed, device)
     loss: Callable[[nn.Module, Batch], Tensor]
 
+    def __post_init__(self) -> None:
+        for part, arguments in (("model", ()), ("batch", ("seed", "device")), ("loss", ("model", "batch"))):
+            value = getattr(self, part)
+            call = f"{part}({', '.join(arguments)})"
+            if not callable(value) or isinstance(value, nn.Module):
+                raise UserError(
+                    f"Workload({part}=…) must be a function that dpscope calls as {call}, not "
+                    f"{type(value).__name__}: everything is built fresh in each process"
+                )
+            if not _can_be_called_with(value, arguments):
+                raise UserError(f"Workload({part}=…) must be a function that dpscope can call as {call}")
+
+
+def _can_be_called_with(function: Callable[..., Any], arguments: tuple[str, ...]) -> bool:
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError:
+        return False
+    except ValueError:  # no signature to be had of something compiled
+        return True
+    return True
+
 
 def build_workload(config: WorkloadConfig, *, batch_size: int, seq_len: int | None) -> Workload:
     module, _, function = config.builder.partition(":")
     build = getattr(importlib.import_module(module), function)
-    return cast(Workload, build(config, batch_size=batch_size, seq_len=seq_len))
+    workload: Workload = build(config, batch_size=batch_size, seq_len=seq_len)
+    lora = config.lora
+    if lora is None:
+        return workload
+    from dpscope.workloads.lora import adapt
+
+    return replace(workload, model=lambda: adapt(workload.model(), lora))

@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 
 from dpscope.errors import UserError
 from dpscope.flash.layers.conv import ConvTap
-from dpscope.flash.layers.embedding import EmbeddingTap
+from dpscope.flash.layers.embedding import EmbeddingTap, ScaledEmbeddingTap
 from dpscope.flash.layers.linear import LinearTap, TransposedLinearTap
 from dpscope.flash.layers.norm import GroupNormTap, LayerNormTap, RMSNormTap
 from dpscope.flash.layers.opaque import OpaqueTap
@@ -45,6 +45,10 @@ _BY_NAME: dict[str, type[LayerTap]] = {
     "Qwen2RMSNorm": RMSNormTap,
     "Qwen3RMSNorm": RMSNormTap,
     "T5LayerNorm": RMSNormTap,
+    "GemmaTextScaledWordEmbedding": ScaledEmbeddingTap,
+    "Gemma2TextScaledWordEmbedding": ScaledEmbeddingTap,
+    "Gemma3TextScaledWordEmbedding": ScaledEmbeddingTap,
+    "VaultGemmaTextScaledWordEmbedding": ScaledEmbeddingTap,
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -51,3 +52,19 @@ class EmbeddingTap(LayerTap):
             self.engine.add(slot, Kept(lookup.materialise().to(slot.parameter.dtype)))
         else:
             self.engine.add(slot, lookup)
+
+
+class ScaledEmbeddingTap(EmbeddingTap):
+    """y = s W[ids], with s the module's `embed_scale`: the word embeddings of Gemma and its kin in Hugging Face."""
+
+    def _scale(self, dtype: torch.dtype) -> Any:
+        scale = self.module.embed_scale
+        return scale.to(dtype) if isinstance(scale, Tensor) else scale
+
+    def forward(self, ctx: Any, x: Tensor) -> Tensor:
+        output = super().forward(ctx, x)
+        scaled: Tensor = output * self._scale(output.dtype)
+        return scaled
+
+    def backward(self, ctx: Any, g: Tensor) -> None:
+        super().backward(ctx, g * self._scale(g.dtype))

@@ -15,8 +15,10 @@ import inspect
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from dpscope.errors import UserError
@@ -63,6 +65,23 @@ class _Call(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(*args, **kwargs)
+
+
+class _PaddingRows(TorchFunctionMode):
+    """Row `padding_idx` of an embedding receives no gradient; vmap's rule, where weights are batched, gives it one."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if func is not F.embedding:
+            return output
+        call = _EMBEDDING.bind(*args, **(kwargs or {})).arguments
+        padding_idx, rows = call.get("padding_idx"), call["weight"].shape[0]
+        if padding_idx is None:
+            return output
+        return torch.where((call["input"] == padding_idx % rows).unsqueeze(-1), output.detach(), output)
+
+
+_EMBEDDING = inspect.signature(F.embedding)
 
 
 class OpaqueTap(InstanceMethod):
@@ -252,7 +271,8 @@ class _SampleCall:
             return tuple(self._without_batch(leaf, position) for position, leaf in enumerate(tensors))
 
         inputs = [self.leaves[index] for index in self.mapped]
-        stacked = vmap(one, in_dims=(0, *self.mapped.values()), randomness="different")(expanded, *inputs)
+        with _PaddingRows():
+            stacked = vmap(one, in_dims=(0, *self.mapped.values()), randomness="different")(expanded, *inputs)
         found, spec = shape
         tensors = iter([leaf.movedim(0, self._output_dim(position)) for position, leaf in enumerate(stacked)])
         return pytree.tree_unflatten([next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in found], spec)

@@ -213,3 +213,30 @@ def test_a_flattened_batch_is_refused():
     model = Flat()
     with FlashEngine(model, max_grad_norm=1.0), pytest.raises(UserError, match=r"unit .*\(12, 6\) .*3 samples"):
         model(torch.randn(3, 4, 6))
+
+
+class ScaledEmbedding(nn.Embedding):
+    """A forward of its own around nn.Embedding's, as some language models have it."""
+
+    def forward(self, ids):
+        return super().forward(ids) * 3.0
+
+
+class PositionsByHand(nn.Module):
+    """The same through torch.nn.functional, its padding row counted from the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(7, 4))
+
+    def forward(self, ids):
+        return torch.nn.functional.embedding(ids, self.table, padding_idx=-7)
+
+
+@pytest.mark.parametrize("embedding", [lambda: ScaledEmbedding(7, 4, padding_idx=0), PositionsByHand])
+@pytest.mark.parametrize("clipping", CLIPPING)
+def test_the_padding_row_of_an_embedding_inside_receives_no_gradient(embedding, clipping):
+    torch.manual_seed(0)
+    model = nn.Sequential(embedding(), nn.Linear(4, 3))
+    batch = {"x": torch.tensor([[0, 1, 2, 0], [3, 4, 5, 6], [0, 0, 0, 1]])}
+    assert_exact(model, batch, sine_losses, clipping=clipping)

@@ -1,0 +1,44 @@
+"""Whose mistake was it? The user's own code gets a traceback that begins in it, with nothing of ours around it."""
+
+from __future__ import annotations
+
+import sysconfig
+import traceback
+from pathlib import Path
+
+import dpscope
+from dpscope.workloads.configs import CustomConfig, WorkloadConfig
+
+_OURS = str(Path(dpscope.__file__).parent)
+_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
+def details_of(error: BaseException, workload: WorkloadConfig) -> str:
+    """The traceback of an error; of one that passed through the user's code, from there on and without our frames."""
+    own = own_traceback(error, workload)
+    return "".join(traceback.format_exception(error)) if own is None else own
+
+
+def own_traceback(error: BaseException, workload: WorkloadConfig) -> str | None:
+    """None where no frame is the user's."""
+    if not isinstance(workload, CustomConfig):
+        return None
+    if isinstance(error, SyntaxError) and error.filename == workload.file:  # their code, though none of it ran
+        return "".join(traceback.format_exception_only(error))
+    frames = traceback.extract_tb(error.__traceback__)
+    first = next((at for at, frame in enumerate(frames) if _is_theirs(frame.filename, workload)), None)
+    if first is None:
+        return None
+    theirs = [frame for frame in frames[first:] if not _is_ours(frame.filename)]
+    lines = ["Traceback (most recent call last):\n", *traceback.format_list(theirs)]
+    return "".join([*lines, *traceback.format_exception_only(error)])
+
+
+def _is_theirs(file: str, workload: CustomConfig) -> bool:
+    if file == workload.file:
+        return True
+    return not (_is_ours(file) or file.startswith((*_INSTALLED, "<")))
+
+
+def _is_ours(file: str) -> bool:
+    return file.startswith((_OURS, "<frozen importlib"))

@@ -1,0 +1,95 @@
+"""What can be trained, as data: a file for each family of workloads, its presets, and the table of them all.
+
+Importing this imports neither torch nor any library of models.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import Any
+
+from dpscope.errors import UserError
+from dpscope.workloads.configs import huggingface, transformer, vision
+from dpscope.workloads.configs.base import WorkloadConfig
+from dpscope.workloads.configs.custom import CustomConfig, workload_at, workload_of
+from dpscope.workloads.configs.huggingface import HuggingFaceConfig, config_from_file
+from dpscope.workloads.configs.lora import LoraSettings, lora_from_dict, parse_lora
+from dpscope.workloads.configs.transformer import ATTENTIONS, TransformerConfig
+from dpscope.workloads.configs.vision import NORMS, CNNConfig, ImageConfig, ResNetConfig
+
+__all__ = [
+    "ATTENTIONS",
+    "NORMS",
+    "PRESETS",
+    "CNNConfig",
+    "CustomConfig",
+    "HuggingFaceConfig",
+    "ImageConfig",
+    "LoraSettings",
+    "ResNetConfig",
+    "TransformerConfig",
+    "WorkloadConfig",
+    "config_from_dict",
+    "config_from_file",
+    "config_to_dict",
+    "find_workload",
+    "make_config",
+    "parse_lora",
+    "with_lora",
+    "workload_at",
+]
+
+PRESETS: dict[str, WorkloadConfig] = {
+    preset.name: preset for family in (transformer, vision, huggingface) for preset in family.PRESETS
+}
+
+_KINDS: dict[str, type[WorkloadConfig]] = {
+    config.kind: config for config in (TransformerConfig, CNNConfig, ResNetConfig, HuggingFaceConfig, CustomConfig)
+}
+
+
+def make_config(model: str, **sizes: Any) -> WorkloadConfig:
+    """A preset with some of its sizes changed; `None` leaves a size as it is."""
+    try:
+        preset = PRESETS[model]
+    except KeyError:
+        raise UserError(
+            f"unknown model {model!r}: choose one of {', '.join(PRESETS)}; or any other architecture with --hf-config, "
+            "or your own with --workload"
+        ) from None
+    return preset.resized(**{name: value for name, value in sizes.items() if value is not None})
+
+
+def find_workload(workload: object) -> WorkloadConfig:
+    """What a person means: a config, a preset's name, `FILE.py:function`, or a function that returns a `Workload`."""
+    if isinstance(workload, WorkloadConfig):
+        return workload
+    if isinstance(workload, str):
+        own = ":" in workload and not workload.startswith("hf:")
+        return workload_at(workload) if own else make_config(workload)
+    if callable(workload):
+        return workload_of(workload)
+    raise UserError(
+        f"give the function that makes the workload, or its place as 'FILE.py:function', not a "
+        f"{type(workload).__name__}: everything is built fresh in each child process"
+    )
+
+
+def with_lora(config: WorkloadConfig, lora: LoraSettings) -> WorkloadConfig:
+    """The same workload with adapters trained instead of the model."""
+    return replace(config, lora=lora, name=f"{config.name}+lora-r{lora.r}")
+
+
+def config_to_dict(config: WorkloadConfig) -> dict[str, Any]:
+    values = asdict(config)
+    if config.lora is None:
+        del values["lora"]
+    else:
+        values["lora"]["target"] = list(config.lora.target)  # as JSON gives it back
+    return {"kind": config.kind, **values}
+
+
+def config_from_dict(data: dict[str, Any]) -> WorkloadConfig:
+    values = dict(data)
+    kind = _KINDS[values.pop("kind")]
+    return kind(**{**values, "lora": lora_from_dict(values.get("lora"))})

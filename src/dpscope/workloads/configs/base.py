@@ -1,0 +1,73 @@
+"""What every workload's config is, and the checks they share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, TypeVar
+
+from dpscope.errors import UserError
+from dpscope.workloads.configs.lora import LoraSettings
+
+C = TypeVar("C", bound="WorkloadConfig")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkloadConfig:
+    """Everything that decides what is trained, validated on construction, as data that travels to a child process."""
+
+    kind: ClassVar[str]
+    builder: ClassVar[str]  # "package.module:function" that makes a `Workload` of this config, a batch size, a length
+
+    name: str
+    lora: LoraSettings | None = None  # train adapters on the model instead of the model itself
+
+    def resolve_seq_len(self, seq_len: int | None) -> int | None:
+        """The sequence length of a run: as asked for and checked, or the default; None where there is none."""
+        raise NotImplementedError
+
+    def resized(self: C, **sizes: Any) -> C:
+        """The same with some sizes changed."""
+        known = {field.name for field in fields(self)} - {"name", "lora"}
+        refuse_foreign_sizes(self.name, set(sizes) - known)
+        return replace(self, **sizes)
+
+
+def refuse_foreign_sizes(model: str, foreign: set[str]) -> None:
+    if foreign:
+        flags = ", ".join("--" + name.replace("_", "-") for name in sorted(foreign))
+        raise UserError(f"model {model!r} has no {flags}")
+
+
+def require_positive(what: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UserError(f"{what.replace('_', ' ')} must be a whole number of at least 1, not {value!r}")
+
+
+def require_one_of(what: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise UserError(f"{what} must be one of {', '.join(allowed)}, not {value!r}")
+
+
+def require_divisible(hidden_dim: int, num_heads: int) -> None:
+    if hidden_dim % num_heads:
+        raise UserError(
+            f"hidden size {hidden_dim} is not divisible by {num_heads} attention heads: "
+            "change --hidden-dim or --num-heads"
+        )
+
+
+def length_within(seq_len: int | None, positions: int | None, model: str) -> int:
+    """A sequence length that the model has positions for; 256, or all of them, where none was asked for."""
+    if seq_len is None:
+        return min(256, positions or 256)
+    if positions is not None and seq_len > positions:
+        raise UserError(
+            f"sequence length {seq_len} is longer than the {positions} positions of model {model!r}: "
+            f"pass --max-seq-len {seq_len} or a shorter --seq-len"
+        )
+    return seq_len
+
+
+def no_length(seq_len: int | None, model: str) -> None:
+    if seq_len is not None:
+        raise UserError(f"model {model!r} takes images and has no sequence length: leave out --seq-len")

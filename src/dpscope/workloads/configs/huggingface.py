@@ -1,0 +1,184 @@
+"""Architectures of Hugging Face, named by their own configurations. transformers itself is not imported here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from dpscope.errors import UserError
+from dpscope.workloads.configs.base import (
+    WorkloadConfig,
+    length_within,
+    no_length,
+    refuse_foreign_sizes,
+    require_divisible,
+    require_positive,
+)
+
+CAUSAL_LM, SEQUENCE_CLASSIFICATION, IMAGE_CLASSIFICATION = TASKS = (
+    "causal language modelling",
+    "sequence classification",
+    "image classification",
+)
+
+# How the name of an architecture ends -> what it is trained for.
+_TASK_OF_ENDING = {
+    "ForCausalLM": CAUSAL_LM,
+    "LMHeadModel": CAUSAL_LM,
+    "ForSequenceClassification": SEQUENCE_CLASSIFICATION,
+    "ForImageClassification": IMAGE_CLASSIFICATION,
+}
+
+# Our name of a size -> what configurations call it. The name that a configuration has is the one that is changed.
+_SIZE_NAMES: dict[str, tuple[str, ...]] = {
+    "vocab_size": ("vocab_size",),
+    "hidden_dim": ("hidden_size", "n_embd", "d_model", "dim"),
+    "intermediate_dim": ("intermediate_size", "n_inner", "ffn_dim", "hidden_dim"),
+    "num_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "num_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
+    "kv_heads": ("num_key_value_heads",),
+    "max_seq_len": ("max_position_embeddings", "n_positions"),
+    "image_size": ("image_size",),
+    "patch_size": ("patch_size",),
+    "num_classes": ("num_labels",),
+}
+
+# What a published file says beyond the architecture: number formats are --dtype's to decide, weights are random.
+_NOT_THE_ARCHITECTURE = ("dtype", "torch_dtype", "quantization_config", "transformers_version", "_name_or_path")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HuggingFaceConfig(WorkloadConfig):
+    """An architecture of transformers with random weights; nothing is downloaded."""
+
+    kind: ClassVar[str] = "huggingface"
+    builder: ClassVar[str] = "dpscope.workloads.huggingface:build"
+
+    model_type: str  # "gpt2": names the configuration class
+    architecture: str  # "GPT2LMHeadModel": names the model class
+    settings: Mapping[str, Any] = field(hash=False)  # in the configuration's own words
+
+    def __post_init__(self) -> None:
+        self.task  # noqa: B018 - refuses an architecture that has no loss here
+        for size in _SIZE_NAMES:
+            value = self.size(size)
+            if value is not None and not isinstance(value, list):  # an image may have two sides
+                require_positive(size, value)
+        hidden, heads, shared = (self.size(name) for name in ("hidden_dim", "num_heads", "kv_heads"))
+        if hidden and heads and self.settings.get("head_dim") is None:
+            require_divisible(hidden, heads)
+        if heads and shared and heads % shared:
+            raise UserError(
+                f"{heads} attention heads are not divisible by {shared} key-value heads: "
+                "change --num-heads or --kv-heads"
+            )
+
+    @property
+    def task(self) -> str:
+        for ending, task in _TASK_OF_ENDING.items():
+            if self.architecture.endswith(ending):
+                return task
+        raise UserError(
+            f"dpscope has no loss for the architecture {self.architecture!r}: it trains those whose name ends in "
+            f'{", ".join(_TASK_OF_ENDING)}. Name such a one in "architectures", or bring the model and its loss with '
+            "--workload"
+        )
+
+    def size(self, name: str) -> Any:
+        """A size under our name; None where the configuration does not say."""
+        key = self._key(name)
+        return None if key is None else self.settings[key]
+
+    def _key(self, size: str) -> str | None:
+        return next((key for key in _SIZE_NAMES[size] if key in self.settings), None)
+
+    def resolve_seq_len(self, seq_len: int | None) -> int | None:
+        if self.task == IMAGE_CLASSIFICATION:
+            no_length(seq_len, self.name)
+            return None
+        return length_within(seq_len, self.size("max_seq_len"), self.name)
+
+    def resized(self, **sizes: Any) -> HuggingFaceConfig:
+        """Sizes by our names. A feed-forward width that is not asked for stays in proportion to the hidden size."""
+        keys = {name: self._key(name) if name in _SIZE_NAMES else None for name in sizes}
+        refuse_foreign_sizes(self.name, {name for name, key in keys.items() if key is None})
+        changed = {str(keys[name]): value for name, value in sizes.items()}
+        wide, inner = self._key("hidden_dim"), self._key("intermediate_dim")
+        if wide in changed and inner is not None and inner not in changed and self.settings[inner] is not None:
+            changed[inner] = max(1, self.settings[inner] * changed[wide] // self.settings[wide])
+        return replace(self, settings={**self.settings, **changed})
+
+
+def config_from_file(path: Path) -> HuggingFaceConfig:
+    """The architecture that a `config.json` describes."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"--hf-config {path}: {error.strerror}") from None
+    except ValueError:
+        raise UserError(f"--hf-config {path}: not a JSON file") from None
+    if not isinstance(data, dict) or not isinstance(data.get("model_type"), str):
+        raise UserError(f'--hf-config {path}: not the configuration of a model, for it has no "model_type"')
+    architectures = data.get("architectures")
+    if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
+        raise UserError(
+            f'--hf-config {path}: which model of type {data["model_type"]!r}? Add "architectures": [NAME], where NAME '
+            f"ends in {', '.join(_TASK_OF_ENDING)}"
+        )
+    aside = ("model_type", "architectures", *_NOT_THE_ARCHITECTURE)
+    settings = {key: value for key, value in data.items() if key not in aside}
+    if labels := settings.pop("id2label", None):
+        settings.setdefault("num_labels", len(labels))
+    settings.pop("label2id", None)
+    settings.setdefault("num_labels", 2)
+    name = f"hf:{data['model_type']}"
+    return HuggingFaceConfig(name=name, model_type=data["model_type"], architecture=architectures[0], settings=settings)
+
+
+# The published sizes of each.
+_PUBLISHED = (
+    HuggingFaceConfig(  # GPT-2 small, 124M parameters; the output layer is the token embedding
+        name="hf:gpt2",
+        model_type="gpt2",
+        architecture="GPT2LMHeadModel",
+        settings={"vocab_size": 50257, "n_embd": 768, "n_inner": 3072, "n_layer": 12, "n_head": 12}
+        | {"n_positions": 1024},
+    ),
+    HuggingFaceConfig(  # as Llama 3.2 1B, 1.24B parameters
+        name="hf:llama",
+        model_type="llama",
+        architecture="LlamaForCausalLM",
+        settings={"vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
+        | {"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072}
+        | {"tie_word_embeddings": True},
+    ),
+    HuggingFaceConfig(  # BERT base, 110M parameters
+        name="hf:bert",
+        model_type="bert",
+        architecture="BertForSequenceClassification",
+        settings={"vocab_size": 30522, "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12}
+        | {"num_attention_heads": 12, "max_position_embeddings": 512, "num_labels": 2},
+    ),
+    HuggingFaceConfig(  # ViT-B/16, 86M parameters
+        name="hf:vit",
+        model_type="vit",
+        architecture="ViTForImageClassification",
+        settings={"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
+        | {"image_size": 224, "patch_size": 16, "num_labels": 1000},
+    ),
+)
+
+# The same architectures for a CPU: a step takes milliseconds.
+_TINY = {"vocab_size": 1000, "hidden_dim": 64, "num_layers": 2, "num_heads": 4, "kv_heads": 2, "max_seq_len": 128}
+_TINY |= {"image_size": 32, "patch_size": 8, "num_classes": 10}
+
+
+def _tiny(config: HuggingFaceConfig) -> HuggingFaceConfig:
+    sizes = {name: value for name, value in _TINY.items() if config._key(name) is not None}
+    return replace(config.resized(**sizes), name=f"{config.name}-tiny")
+
+
+PRESETS = (*_PUBLISHED, *map(_tiny, _PUBLISHED))

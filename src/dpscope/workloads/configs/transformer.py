@@ -1,0 +1,50 @@
+"""Sizes of the built-in decoder transformer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from dpscope.workloads.configs.base import (
+    WorkloadConfig,
+    length_within,
+    require_divisible,
+    require_one_of,
+    require_positive,
+)
+
+ATTENTIONS = ("sdpa", "opacus")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerConfig(WorkloadConfig):
+    """A decoder transformer: token and position embeddings, pre-norm blocks, an untied output head."""
+
+    kind: ClassVar[str] = "transformer"
+    builder: ClassVar[str] = "dpscope.workloads.transformer:build"
+
+    vocab_size: int
+    hidden_dim: int
+    num_layers: int
+    num_heads: int
+    max_seq_len: int
+    attention: str = "sdpa"
+
+    def __post_init__(self) -> None:
+        for size in ("vocab_size", "hidden_dim", "num_layers", "num_heads", "max_seq_len"):
+            require_positive(size, getattr(self, size))
+        require_one_of("attention", self.attention, ATTENTIONS)
+        require_divisible(self.hidden_dim, self.num_heads)
+
+    def resolve_seq_len(self, seq_len: int | None) -> int:
+        return length_within(seq_len, self.max_seq_len, self.name)
+
+
+PRESETS = (
+    # about 1.1M parameters: a step takes milliseconds on a CPU
+    TransformerConfig(name="tiny", vocab_size=1000, hidden_dim=128, num_layers=4, num_heads=4, max_seq_len=512),
+    # about 35M parameters
+    TransformerConfig(name="small", vocab_size=8192, hidden_dim=512, num_layers=8, num_heads=8, max_seq_len=2048),
+    # about 1.17B parameters, 33.5M of them positions
+    TransformerConfig(name="1b", vocab_size=32000, hidden_dim=2048, num_layers=20, num_heads=16, max_seq_len=16384),
+)
