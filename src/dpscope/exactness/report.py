@@ -1,0 +1,76 @@
+"""What a check found, as plain data: for people, for files, for exit codes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+EXACT, NOT_EXACT, SKIPPED, FAILED = "exact", "NOT EXACT", "skipped", "failed"
+
+
+@dataclass(frozen=True)
+class StepErrors:
+    """One noiseless step at one clip norm: largest relative errors against micro-batches of one."""
+
+    clip_norm: float
+    clipped: int  # samples above it
+    factor_error: float | None  # None where samples' gradients are too nearly parallel to tell
+    worst_parameter: str
+    parameter_errors: dict[str, float]
+
+    @property
+    def parameter_error(self) -> float:
+        return self.parameter_errors[self.worst_parameter]
+
+
+@dataclass(frozen=True)
+class MethodCheck:
+    method: str
+    verdict: str  # exact, NOT EXACT, skipped (it refuses this workload), failed (it raised an error)
+    reason: str | None = None  # why there are no figures
+    details: str | None = None  # the traceback of a method that failed
+    norm_error: float | None = None
+    steps: list[StepErrors] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+    paths: list[dict[str, str]] | None = None
+
+    @property
+    def worst(self) -> StepErrors:
+        return max(self.steps, key=lambda step: step.parameter_error)
+
+    @property
+    def factor_error(self) -> float | None:
+        return max((step.factor_error for step in self.steps if step.factor_error is not None), default=None)
+
+
+@dataclass(frozen=True)
+class Check:
+    """A workload and every method that was put to the test on it."""
+
+    workload: str
+    dtype: str
+    tolerance: float
+    batch_size: int
+    parameters: int
+    trainable: int
+    norms: list[float]
+    clip_norms: list[float]
+    tied: list[list[str]]
+    notes: list[str]  # what was changed for the check
+    faults: list[str]  # of the workload itself: no method can be right on it
+    warnings: list[str]  # of the workload: worth knowing
+    rounding: MethodCheck | None  # micro-batches of one in the checked number format: what rounding alone does
+    methods: list[MethodCheck]
+
+    @property
+    def ok(self) -> bool:
+        """Some method ran, every one that ran is exact, and the workload allows it."""
+        ran = [method for method in self.methods if method.verdict != SKIPPED]
+        return bool(ran) and not self.faults and all(method.verdict == EXACT for method in ran)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"ok": self.ok, **asdict(self)}
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2) + "\n"
