@@ -172,20 +172,24 @@ def _figures(
     norm_error, steps = None, []
     for clip_norm, update, by_parameter in zip(clip_norms, sums, errors, strict=True):
         fit = fit_factors(reference, update, reference.names)
-        told = ~fit.factors.isnan()
+        told = reference.norms > 0
         ratios = fit.factors[told] / reference.factors(clip_norm)[told]
         known = fit.condition < TELLING
-        norm_error = float((1 / ratios - 1).abs().max()) if known else None
+        norm_error = _largest(1 / ratios - 1) if known else None
         steps.append(
             StepErrors(
                 clip_norm=clip_norm,
                 clipped=int((reference.norms > clip_norm).sum()),
-                factor_error=float((ratios - 1).abs().max()) if known else None,
+                factor_error=_largest(ratios - 1) if known else None,
                 worst_parameter=max(by_parameter, key=lambda name: by_parameter[name]),
                 parameter_errors=by_parameter,
             )
         )
     return norm_error, steps
+
+
+def _largest(errors: Tensor) -> float:
+    return float(errors.abs().nan_to_num(math.inf).max())
 
 
 def _rounding(

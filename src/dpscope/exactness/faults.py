@@ -79,7 +79,8 @@ def find_faults(evidence: Evidence) -> list[str]:
     if evidence.exact:
         return sentences
     if len(evidence.unmoved) < len(evidence.reference.names):
-        sentences += [*_wrong_gradients(evidence), *_wrong_factors(evidence)]
+        wrong = list(_wrong_gradients(evidence))
+        sentences += [*wrong, *_wrong_factors(evidence, blamed=bool(wrong))]
     if not sentences:
         worst = max(max(errors.values()) for errors in evidence.errors)
         sentences = [f"nearly right (to {worst:.1e}), but not to the tolerance: is a part computed in lower precision?"]
@@ -157,7 +158,7 @@ def _how_wrong(evidence: Evidence, name: str, update: Tensors) -> str:
     return f"relative error {evidence.errors[0][name]:.1e} in {name}"
 
 
-def _wrong_factors(evidence: Evidence) -> Iterator[str]:
+def _wrong_factors(evidence: Evidence, *, blamed: bool) -> Iterator[str]:
     trusted = evidence.trusted
     if not evidence.explained(0, trusted):
         return  # nothing to read factors from
@@ -175,6 +176,7 @@ def _wrong_factors(evidence: Evidence) -> Iterator[str]:
         fine=fine,
         norms_without_ties=lambda: norms_without_ties(evidence.subject),
         ties=evidence.subject.tied,
+        blamed=blamed,
     )
     yield from name_rule(scene)
 
