@@ -18,7 +18,7 @@ from dpscope.exactness.faults import Evidence, find_faults
 from dpscope.exactness.mixing import find_mixing, find_mixing_in_backward, gradient_of_the_batch
 from dpscope.exactness.reference import Reference, Tensors, fit_factors, make_reference, relative_errors
 from dpscope.exactness.report import Check, MethodCheck, StepErrors
-from dpscope.exactness.subject import Subject, listing, make_subject
+from dpscope.exactness.subject import Subject, listing, make_subject, narrows
 from dpscope.exactness.updates import take_update
 from dpscope.runner.outcome import outcome_of_exception
 from dpscope.trainers.registry import methods as all_methods
@@ -26,8 +26,7 @@ from dpscope.trainers.registry import resolve_method
 from dpscope.workloads.workload import Workload
 
 # Number format -> torch's, and the relative error of a parameter's clipped sum that counts as exact. Sums of some
-# thousand terms in another order stay within a hundred roundings. In float64 models that go through float32 inside
-# (rotary embeddings, RMSNorm of Hugging Face) set the limit.
+# thousand terms in another order stay within a hundred roundings.
 FORMATS = {"fp32": (torch.float32, 1e-5), "fp64": (torch.float64, 1e-9)}
 # Where a parameter's rounding alone comes near the tolerance (a deep model), this many times it is allowed instead.
 ROUNDINGS = 4
@@ -58,6 +57,9 @@ def check(
 
     progress("building the model")
     subject = make_subject(workload, seed=seed, device=device)
+    narrow = number_format == torch.float64 and narrows(subject)
+    if narrow and tolerance is None:
+        limit = FORMATS["fp32"][1]
     progress("one sample at a time, in float64")
     reference = make_reference(subject)
     progress("do samples mix?")
@@ -87,19 +89,16 @@ def check(
         tied=subject.tied,
         notes=subject.notes,
         faults=[mixing] if mixing else [],
-        warnings=list(_warnings(subject, reference, gradient, limits, limit)),
+        warnings=[
+            *_warnings(subject, reference, gradient),
+            *(_about_rounding(limits, limit, narrow)),
+        ],
         rounding=rounding,
         methods=checks,
     )
 
 
-def _warnings(
-    subject: Subject,
-    reference: Reference,
-    gradient: dict[str, Tensor | None],
-    limits: dict[str, float],
-    tolerance: float,
-) -> Iterator[str]:
+def _warnings(subject: Subject, reference: Reference, gradient: dict[str, Tensor | None]) -> Iterator[str]:
     unreached = [name for name, found in gradient.items() if found is None]
     still = [
         name
@@ -121,6 +120,11 @@ def _warnings(
         yield f"the gradient of sample {', '.join(silent)} is zero: nothing is learned from it"
     if subject.batch_size == 1:
         yield "one sample cannot show whether samples mix: give --batch-size 2 or more"
+
+
+def _about_rounding(limits: dict[str, float], tolerance: float, narrow: bool) -> Iterator[str]:
+    if narrow:
+        yield f"parts of the model compute in float32 whatever they are given: held to {tolerance:g} all the same"
     if loose := [name for name, limit in limits.items() if limit > tolerance]:
         worst = max(loose, key=lambda name: limits[name])
         yield (
@@ -146,9 +150,12 @@ def _check_method(
         again = take_update(trainer, subject, clip_norm=clip_norms[1], dtype=dtype, seed=subject.seed + 1)
     except Exception as error:
         status, reason = outcome_of_exception(error)
-        refused = status == report.SKIPPED or isinstance(error, NotImplementedError)
-        verdict = report.SKIPPED if refused else report.FAILED
-        return MethodCheck(method, verdict, reason, None if refused else _their_traceback(error))
+        # Where Opacus stumbles over a model, it is as good as a refusal.
+        if status == report.FAILED and resolve_method(method).trainer.startswith("dpscope.trainers.opacus:"):
+            status, reason = report.SKIPPED, f"Opacus cannot train this model: {reason}"
+        if status == report.SKIPPED or isinstance(error, NotImplementedError):
+            return MethodCheck(method, report.SKIPPED, reason)
+        return MethodCheck(method, report.FAILED, reason, _their_traceback(error))
     evidence = Evidence(subject, reference, updates, again, limits)
     faults = find_faults(evidence)
     norm_error, steps = _figures(reference, clip_norms, [update.sums for update in updates], evidence.errors)

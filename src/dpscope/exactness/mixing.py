@@ -41,15 +41,14 @@ def gradient_of_the_batch(subject: Subject) -> dict[str, Tensor | None]:
     """Of the sum of all losses, by parameter; None where the loss does not depend on it."""
     model, batch = subject.fresh(torch.float64)
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    losses = subject.loss(model, batch)
-    if not losses.requires_grad:
-        return dict.fromkeys(named)
-    found = torch.autograd.grad(losses.sum(), list(named.values()), allow_unused=True)
+    found = torch.autograd.grad(subject.loss(model, batch).sum(), list(named.values()), allow_unused=True)
     return {name: None if g is None else g.cpu().double() for name, g in zip(named, found, strict=True)}
 
 
 def find_mixing_in_backward(gradient: dict[str, Tensor | None], reference: Reference) -> str | None:
     """The batch's gradient against the sum of its samples': they differ only in a backward pass written by hand."""
+    if not all(reference.finite):
+        return None  # a sum with such a sample in it says nothing
     wanted = reference.sums(torch.ones(len(reference.gradients)))
     size = VANISHING * sum(float(w.square().sum()) for w in wanted.values()) ** 0.5
     for name, found in gradient.items():

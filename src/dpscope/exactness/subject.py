@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpscope.errors import UserError
 from dpscope.flash.oracle import batch_size_of, cast_batch
@@ -63,8 +65,8 @@ def make_subject(workload: Workload, *, seed: int, device: str) -> Subject:
     if hidden := _hidden_parameters(subject):
         filled = _fill_zeros(model)
         notes.append(
-            f"{listing(hidden)} would have no gradient yet, because parameters start at zero; these were given small "
-            f"random values for the check: {listing(filled)}"
+            f"{len(hidden)} parameters ({listing(hidden, 1)}) have no gradient at first, because others start at zero; "
+            f"those were given small random values for the check: {listing(filled, 1)}"
         )
     return subject
 
@@ -91,7 +93,7 @@ def _hidden_parameters(subject: Subject) -> list[str]:
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     losses = subject.loss(model, batch)
     if not losses.requires_grad:
-        return []
+        raise UserError("no parameter receives a gradient: the loss is detached from the model")
     found = torch.autograd.grad(losses.sum(), list(named.values()), allow_unused=True)
     return [name for name, gradient in zip(named, found, strict=True) if gradient is not None and not gradient.any()]
 
@@ -119,6 +121,27 @@ def _require_repeatable(subject: Subject) -> None:
             "the same batch gives another loss the second time: something in the model is random (dropout that is no "
             "module?) or keeps state; a check needs it off"
         )
+
+
+class _Narrowing(TorchDispatchMode):
+    """Notes whether float64 tensors are turned into anything narrower."""
+
+    found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        narrow = isinstance(output, Tensor) and output.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        self.found |= narrow and any(isinstance(x, Tensor) and x.dtype == torch.float64 for x in args)
+        return output
+
+
+@torch.no_grad()
+def narrows(subject: Subject) -> bool:
+    """Does the model compute in float32 inside, whatever it is given? (Hugging Face's RMSNorm does.)"""
+    model, batch = subject.fresh(torch.float64)
+    with _Narrowing() as mode:
+        subject.loss(model, batch)
+    return mode.found
 
 
 def listing(names: Sequence[str], most: int = 3) -> str:

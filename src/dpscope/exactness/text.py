@@ -35,11 +35,8 @@ def _headline(check: Check) -> Iterator[str]:
         f"{check.workload}, batch {check.batch_size}, {check.dtype}: {check.trainable} of {check.parameters} parameters "
         f"train; per-sample norms {low:.4g} to {high:.4g}"
     )
-    steps = ", ".join(
-        f"{clip_norm:.4g} ({sum(norm > clip_norm for norm in check.norms)} of {check.batch_size} samples are clipped)"
-        for clip_norm in check.clip_norms
-    )
-    yield f"One step without noise at each clip norm: {steps}"
+    steps = ", ".join(f"{clip:.4g} ({sum(norm > clip for norm in check.norms)} clipped)" for clip in check.clip_norms)
+    yield f"A step without noise at each of three clip norms: {steps}"
     for group in check.tied:
         yield f"Tied: {' = '.join(group)}"
     for note in check.notes:

@@ -244,3 +244,39 @@ class Raises(ByHand):
 class Refuses(ByHand):
     def prepare_model(self, model):
         raise NotImplementedError("Embedding is not supported")
+
+
+class OnImages(ByHand):
+    """Exact for batches that are one tensor."""
+
+    def train_step(self, batch):
+        return super().train_step({"ids": batch})
+
+    def gradient(self, sample, model=None):
+        return super().gradient(sample["ids"], model)
+
+
+class ByHandWithUnused(ByHand):
+    """Exact also where a parameter is not used."""
+
+    def gradient(self, sample, model=None):
+        named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        loss = self.loss(self.model, sample).sum()
+        found = torch.autograd.grad(loss, named.values(), allow_unused=True, materialize_grads=True)
+        return dict(zip(named, found, strict=True))
+
+
+class ByHandUnlessNotFinite(ByHand):
+    """Exact, and a sample that is not finite has no share."""
+
+    def gradient(self, sample, model=None):
+        found = super().gradient(sample, model)
+        finite = all(g.isfinite().all() for g in found.values())
+        return found if finite else {name: torch.zeros_like(g) for name, g in found.items()}
+
+    def factors(self, norms, clip_norm):
+        return [min(1.0, clip_norm / norm) if norm else 0.0 for norm in norms]
+
+
+class KeepsTheNotFinite(ByHandUnlessNotFinite):
+    gradient = ByHand.gradient
