@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ from dpscope.commands.console import make_console
 from dpscope.commands.options import ABOVE_ZERO, CommaList, resolve_device, workload_from, workload_options
 from dpscope.errors import UserError
 from dpscope.runner.spec import RunSpec
+from dpscope.runner.tracebacks import own_traceback
+from dpscope.workloads.configs import WorkloadConfig
 
 
 @click.command(name="check")
@@ -52,8 +56,8 @@ def command(
     ran. 2: wrong usage, or a workload that cannot be checked.
     """
     config = workload_from(options)
-    if seq_len is None and config.kind == "transformer":
-        seq_len = min(64, config.resolve_seq_len(None) or 64)
+    if seq_len is None and (usual := config.resolve_seq_len(None)):
+        seq_len = min(64, usual)
     spec = RunSpec(  # for its checks of what was asked for
         workload=config,
         method=methods[0] if methods else "flash",
@@ -68,7 +72,7 @@ def command(
     from dpscope.workloads.workload import build_workload
 
     console = make_console()
-    with console.status("") as status:
+    with console.status("") as status, _their_mistakes(config):
         found = check(
             build_workload(config, batch_size=spec.batch_size, seq_len=spec.seq_len),
             methods,
@@ -85,6 +89,20 @@ def command(
         _write(json_file, found.to_json())
         console.print(f"Written: {json_file}", highlight=False, markup=False)
     sys.exit(0 if found.ok else 1)
+
+
+@contextmanager
+def _their_mistakes(config: WorkloadConfig) -> Iterator[None]:
+    """An error in the user's own workload is shown as theirs."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        theirs = own_traceback(error, config)
+        if theirs is None:
+            raise
+        raise UserError(f"{config.name} failed:\n{theirs.rstrip()}") from None
 
 
 def _write(path: Path, text: str) -> None:

@@ -93,6 +93,8 @@ def check(
             *_warnings(subject, reference, gradient),
             *(_about_rounding(limits, limit, narrow)),
         ],
+        loose=[name for name, allowed in limits.items() if allowed > limit],
+        roundings=ROUNDINGS,
         rounding=rounding,
         methods=checks,
     )
@@ -128,8 +130,8 @@ def _about_rounding(limits: dict[str, float], tolerance: float, narrow: bool) ->
     if loose := [name for name, limit in limits.items() if limit > tolerance]:
         worst = max(loose, key=lambda name: limits[name])
         yield (
-            f"rounding alone is off by {limits[worst] / ROUNDINGS:.1e} in {worst}, so {len(loose)} parameters are allowed "
-            f"{ROUNDINGS} times their rounding: --dtype fp64 tells more"
+            f"rounding alone is off by {limits[worst] / ROUNDINGS:.1e} in {worst}, so {len(loose)} parameters are "
+            f"allowed {ROUNDINGS} times their rounding: --dtype fp64 tells more"
         )
 
 
@@ -199,9 +201,7 @@ def _largest(errors: Tensor) -> float:
     return float(errors.abs().nan_to_num(math.inf).max())
 
 
-def _rounding(
-    subject: Subject, reference: Reference, clip_norms: Sequence[float], dtype: torch.dtype
-) -> MethodCheck:
+def _rounding(subject: Subject, reference: Reference, clip_norms: Sequence[float], dtype: torch.dtype) -> MethodCheck:
     """Micro-batches of one in the number format that is checked: the yardstick's own error."""
     rounded = make_reference(subject, dtype)
     sums = [rounded.sums(rounded.factors(clip_norm)) for clip_norm in clip_norms]
@@ -218,10 +218,9 @@ def _error_of(rounding: MethodCheck | None, name: str) -> float:
 
 
 def _their_traceback(error: BaseException) -> str | None:
-    """The part of a traceback that is not dpscope's: from the method's own first frame on."""
+    """What of a traceback is not dpscope's."""
     ours = str(Path(dpscope.__file__).parent)
-    frames = traceback.extract_tb(error.__traceback__)
-    foreign = next((i for i, frame in enumerate(frames) if not frame.filename.startswith(ours)), None)
-    if foreign is None:
-        return None
-    return "".join([*traceback.format_list(frames[foreign:]), *traceback.format_exception_only(error)]).rstrip()
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(ours)]
+    return (
+        "".join([*traceback.format_list(frames), *traceback.format_exception_only(error)]).rstrip() if frames else None
+    )

@@ -165,4 +165,7 @@ def _added(scene: Scene, taken: Tensor) -> str | None:
     middle = float(extra.median())
     if middle <= 0 or float((extra / middle - 1).abs().max()) > 0.1:
         return None
-    return f"norms are larger by about {middle:.1e}, each by the same: a constant is added; samples are clipped a little more"
+    return (
+        f"norms are larger by about {middle:.1e}, each by the same: a constant is added, and samples are clipped a "
+        "little more"
+    )

@@ -1,8 +1,8 @@
 """What is wrong with a method, as sentences: from three updates, against the samples' own gradients.
 
-    at a clip norm that   no sample exceeds     is the gradient right, of which parameters, at which scale?
-                          all exceed by far     every factor is C/norm: are the norms right? whose are they?
-                          some exceed           are the two told apart?
+at a clip norm that   no sample exceeds     is the gradient right, of which parameters, at which scale?
+                      all exceed by far     every factor is C/norm: are the norms right? whose are they?
+                      some exceed           are the two told apart?
 """
 
 from __future__ import annotations
@@ -155,7 +155,23 @@ def _how_wrong(evidence: Evidence, name: str, update: Tensors) -> str:
     scale = float((update[name] * wanted).sum() / wanted.square().sum())
     if float((update[name] - scale * wanted).norm()) <= NEAR * float(wanted.norm()):
         return f"{name} is {name_scale(scale, evidence.subject.batch_size)} what it should be"
-    return f"relative error {evidence.errors[0][name]:.1e} in {name}"
+    return (
+        _in_one_row(evidence, name, update[name] - wanted) or f"relative error {evidence.errors[0][name]:.1e} in {name}"
+    )
+
+
+def _in_one_row(evidence: Evidence, name: str, difference: Tensor) -> str | None:
+    """Does one row of a table hold all of the error?"""
+    if difference.dim() < 2:
+        return None
+    squares = difference.flatten(1).square().sum(1)
+    row = int(squares.argmax())
+    if float(squares[row]) < (1 - NEAR) * float(squares.sum()):
+        return None
+    owner = evidence.subject.model.get_submodule(name.rpartition(".")[0])
+    if getattr(owner, "padding_idx", None) == row:
+        return f"row {row} of {name}, the padding (padding_idx), is trained, and nn.Embedding keeps it as it is"
+    return f"only row {row} of {name} is"
 
 
 def _wrong_factors(evidence: Evidence, *, blamed: bool) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Does a sample's loss depend on the other samples of its batch? If it does, no sample has a gradient of its own.
 
-Found by trying: each sample's loss in the batch against its loss alone. Where they differ, the first module whose output
-for a sample differs says where the samples meet.
+Found by trying: each sample's loss in the batch against its loss alone. Where they differ, the first module whose
+output for a sample differs says where the samples meet.
 """
 
 from __future__ import annotations

@@ -102,7 +102,9 @@ def fit_factors(reference: Reference, update: Tensors, names: Sequence[str]) -> 
     norms = gram.diagonal().sqrt()
     active = norms > 0
     scale = 1 / norms[active]
-    shares = torch.stack([sum((torch.sum(v[n] * update[n]) for n in names), torch.zeros(())) for v in reference.gradients])
+    shares = torch.stack(
+        [sum((torch.sum(v[n] * update[n]) for n in names), torch.zeros(())) for v in reference.gradients]
+    )
     matrix = gram[active][:, active] * scale[:, None] * scale[None, :]
     factors = torch.full_like(norms, torch.nan)
     factors[active] = scale * (torch.linalg.pinv(matrix, hermitian=True) @ (scale * shares[active]))

@@ -61,6 +61,8 @@ class Check:
     notes: list[str]  # what was changed for the check
     faults: list[str]  # of the workload itself: no method can be right on it
     warnings: list[str]  # of the workload: worth knowing
+    loose: list[str]  # parameters whose rounding comes near the tolerance, and which are allowed `roundings` times it
+    roundings: float
     rounding: MethodCheck | None  # micro-batches of one in the checked number format: what rounding alone does
     methods: list[MethodCheck]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -123,10 +124,10 @@ def _require_repeatable(subject: Subject) -> None:
         )
 
 
-class _Narrowing(TorchDispatchMode):
+class _Narrowing(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes whether float64 tensors are turned into anything narrower."""
 
-    found = False
+    found: bool = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
@@ -139,9 +140,9 @@ class _Narrowing(TorchDispatchMode):
 def narrows(subject: Subject) -> bool:
     """Does the model compute in float32 inside, whatever it is given? (Hugging Face's RMSNorm does.)"""
     model, batch = subject.fresh(torch.float64)
-    with _Narrowing() as mode:
+    with _Narrowing() as mode:  # type: ignore[no-untyped-call]
         subject.loss(model, batch)
-    return mode.found
+    return bool(mode.found)
 
 
 def listing(names: Sequence[str], most: int = 3) -> str:
@@ -154,4 +155,4 @@ def relative(found: Tensor, wanted: Tensor) -> float:
     difference, size = float((found - wanted).norm()), float(wanted.norm())
     if difference == 0:
         return 0.0
-    return difference / size if size and difference == difference else float("inf")
+    return difference / size if size and math.isfinite(difference) else math.inf

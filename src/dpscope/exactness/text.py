@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from dpscope.exactness.report import EXACT, Check, MethodCheck
+from dpscope.exactness.report import EXACT, SKIPPED, Check, MethodCheck
 from dpscope.units import MISSING
 
 STYLES = {EXACT: "green"}
@@ -32,8 +32,8 @@ def describe(check: Check, *, paths: bool = False) -> RenderableType:
 def _headline(check: Check) -> Iterator[str]:
     low, high = min(check.norms), max(check.norms)
     yield (
-        f"{check.workload}, batch {check.batch_size}, {check.dtype}: {check.trainable} of {check.parameters} parameters "
-        f"train; per-sample norms {low:.4g} to {high:.4g}"
+        f"{check.workload}, batch {check.batch_size}, {check.dtype}: {check.trainable} of {check.parameters} "
+        f"parameters train; per-sample norms {low:.4g} to {high:.4g}"
     )
     steps = ", ".join(f"{clip:.4g} ({sum(norm > clip for norm in check.norms)} clipped)" for clip in check.clip_norms)
     yield f"A step without noise at each of three clip norms: {steps}"
@@ -89,7 +89,9 @@ def _path_summary(method: MethodCheck) -> str:
 
 
 def _path_table(method: MethodCheck) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold", title=f"Paths of {method.method}", title_justify="left")
+    table = Table(
+        box=None, pad_edge=False, header_style="bold", title=f"Paths of {method.method}", title_justify="left"
+    )
     rows = method.paths or []
     for heading in rows[0]:
         table.add_column(heading, overflow="fold")
@@ -99,14 +101,14 @@ def _path_table(method: MethodCheck) -> Table:
 
 
 def _verdict(check: Check) -> str:
-    ran = [method for method in check.methods if method.steps]
-    exact = [method.method for method in ran if method.verdict == EXACT]
-    wrong = [method.method for method in check.methods if method not in ran or method.verdict != EXACT]
-    if not ran:
+    by_verdict: dict[str, list[str]] = {}
+    for method in check.methods:
+        by_verdict.setdefault(method.verdict, []).append(method.method)
+    if set(by_verdict) <= {SKIPPED}:
         return "No method ran on this workload: nothing is proved."
     if check.faults:
         return "No method can be exact here: the workload mixes samples."
-    if not check.ok:
-        return f"Not exact: {', '.join(m.method for m in check.methods if m.verdict not in (EXACT, 'skipped'))}."
-    rest = f" ({', '.join(wrong)} did not run)" if wrong else ""
-    return f"Exact to {check.tolerance:g} in every parameter: {', '.join(exact)}{rest}."
+    allowed = f"{check.tolerance:g}" + (f" or {check.roundings:g} roundings" if check.loose else "")
+    endings = {EXACT: f"exact to {allowed} in every parameter", SKIPPED: "did not run"}
+    verdict = "; ".join(f"{', '.join(names)}: {endings.get(v, v)}" for v, names in by_verdict.items())
+    return f"{verdict}."

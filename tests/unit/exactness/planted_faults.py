@@ -29,6 +29,14 @@ class Little(nn.Module):
         return self.head(torch.tanh(self.frozen(x) + self.adapter(x)))
 
 
+class Padded(Little):
+    """Untied, and token 0 is padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(11, 6, padding_idx=0)
+
+
 def little_loss(model, batch):
     logits = model(batch["ids"])
     return F.cross_entropy(logits.transpose(1, 2), batch["labels"], reduction="none").mean(1)
@@ -229,6 +237,14 @@ class NotANumber(ByHand):
 class WrongInOneLayer(ByHand):
     def combine(self, name, gradients, factors):
         return super().combine(name, gradients, factors) * (2.0 if name == "hidden.weight" else 1.0)
+
+
+class TrainsThePadding(ByHand):
+    """As an engine does that adds up rows by their ids and forgets `padding_idx`."""
+
+    def prepare_model(self, model):
+        model.tokens.padding_idx = None
+        return model
 
 
 class LowPrecision(ByHand):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import planted_faults
 import pytest
 
 TIE = "tokens.weight = head.weight"
@@ -16,7 +19,10 @@ FAULTS = {
     "TimesTheBatchSize": ["every parameter's update is 4 times (= the batch size) what it should be"],
     "OverTheBatchSize": ["every parameter's update is 0.25 times (= 1 / the batch size) what it should be"],
     "NormsOfTheMeanLoss": ["norms are too small by the batch size"],
-    "ClipsEachLayer": ["a sample's factor differs from parameter to parameter (sample", "each layer is clipped by itself"],
+    "ClipsEachLayer": [
+        "a sample's factor differs from parameter to parameter (sample",
+        "each layer is clipped by itself",
+    ],
     "MaxForMin": ["factors are max(1, C/norm) where min(1, C/norm) is right"],
     "NeverClips": ["samples are not clipped: each counts the same whatever its norm"],
     "Normalises": ["every sample is scaled to the clip norm, those below it too"],
@@ -44,6 +50,16 @@ def test_a_planted_fault_is_found_and_named(check_planted, fault):
     for sentence in FAULTS[fault]:
         assert sentence in said
     assert len(method.faults) <= len(FAULTS[fault]), said  # and nothing else is blamed
+
+
+def test_a_padding_row_that_is_trained_is_named(check_planted):
+    workload = replace(planted_faults.LITTLE, model=planted_faults.Padded)
+    assert check_planted("ByHand", workload)[0].ok
+    _, method = check_planted("TrainsThePadding", workload)
+    assert method.faults[0] == (
+        "the gradient of tokens.weight is wrong even where nothing is clipped: row 0 of tokens.weight, the padding "
+        "(padding_idx), is trained, and nn.Embedding keeps it as it is"
+    )
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp64"])

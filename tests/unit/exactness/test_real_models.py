@@ -10,7 +10,7 @@ from dpscope.exactness.check import check
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
-# Where Opacus refuses or stumbles: tied or repeated parameters under ghost clipping, ids that are the same for all samples.
+# Where Opacus refuses or stumbles: parameters used twice under ghost clipping, ids shared by all samples.
 OPACUS_CANNOT = {
     "GPT-2 (tied)": {"flat", "ghost"},
     "BERT with padding": {"flat", "ghost"},
@@ -54,7 +54,9 @@ def test_opacus_is_exact_wherever_it_runs_and_where_it_does_not_a_sentence_says_
         assert not cannot or by_method[method].reason.startswith("Opacus")
 
 
-@pytest.mark.parametrize("name", ["GPT-2 (tied)", "BERT with padding", "ResNet with GroupNorm", "a module called twice"])
+@pytest.mark.parametrize(
+    "name", ["GPT-2 (tied)", "BERT with padding", "ResNet with GroupNorm", "a module called twice"]
+)
 def test_in_float64_flash_is_exact_to_1e_9(name):
     found = check(MODELS[name], ["flash"], dtype="fp64")
     assert found.tolerance == 1e-9 and found.ok

@@ -223,5 +223,3 @@ class Encoding(UserDict):
 def test_a_batch_may_be_what_a_tokenizer_returns(check_planted):
     found, _ = check_planted("ByHand", replace(LITTLE, batch=lambda seed, device: Encoding(make_batch(seed, device))))
     assert found.ok and found.batch_size == 4
-
-
