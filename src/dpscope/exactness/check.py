@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -21,8 +21,9 @@ from dpscope.exactness.report import Check, MethodCheck, StepErrors
 from dpscope.exactness.subject import Subject, listing, make_subject, narrows
 from dpscope.exactness.updates import take_update
 from dpscope.runner.outcome import outcome_of_exception
+from dpscope.trainers.base import TrainerBase
+from dpscope.trainers.registry import Method, resolve_method
 from dpscope.trainers.registry import methods as all_methods
-from dpscope.trainers.registry import resolve_method
 from dpscope.workloads.workload import Workload
 
 # Number format -> torch's, and the relative error of a parameter's clipped sum that counts as exact. Sums of some
@@ -36,7 +37,7 @@ TELLING = 1e3
 
 def check(
     workload: Workload,
-    methods: Sequence[str] | None = None,
+    methods: Sequence[str | type[TrainerBase]] | None = None,
     *,
     name: str = "workload",
     dtype: str = "fp32",
@@ -48,10 +49,11 @@ def check(
 ) -> Check:
     """Is each method exact on the workload? Default: every private method that is installed.
 
+    A method is a name or a trainer class of one's own: `print(dpscope.check(workload, ["flash", MyTrainer]))`.
     `max_grad_norm` replaces the middle one of the three clip norms, which otherwise half of the samples exceed.
     """
-    names = methods or [name for name, method in all_methods().items() if method.private]
-    resolved = list(dict.fromkeys(resolve_method(name).name for name in names))
+    asked = methods or [name for name, method in all_methods().items() if method.private]
+    chosen = {method.name: method for method in map(_method_of, asked)}
     number_format, usual = FORMATS[dtype]
     limit = usual if tolerance is None else tolerance
 
@@ -74,8 +76,8 @@ def check(
         rounding = _rounding(subject, reference, clip_norms, number_format)
     limits = {name: max(limit, ROUNDINGS * _error_of(rounding, name)) for name in reference.names}
     checks = []
-    for method in resolved:
-        progress(method)
+    for method in chosen.values():
+        progress(method.name)
         checks.append(_check_method(method, subject, reference, clip_norms, number_format, limits))
     return Check(
         workload=name,
@@ -98,6 +100,23 @@ def check(
         rounding=rounding,
         methods=checks,
     )
+
+
+def _method_of(method: str | type[TrainerBase]) -> Method:
+    if isinstance(method, str):
+        return resolve_method(method)
+    return _OwnMethod(method.__name__, f"{method.__module__}:{method.__qualname__}", "your own", own=method)
+
+
+@dataclass(frozen=True)
+class _OwnMethod(Method):
+    """A trainer class that was given instead of a name."""
+
+    own: type[TrainerBase] | None = None
+
+    def load(self) -> type[TrainerBase]:
+        assert self.own is not None
+        return self.own
 
 
 def _warnings(subject: Subject, reference: Reference, gradient: dict[str, Tensor | None]) -> Iterator[str]:
@@ -136,7 +155,7 @@ def _about_rounding(limits: dict[str, float], tolerance: float, narrow: bool) ->
 
 
 def _check_method(
-    method: str,
+    method: Method,
     subject: Subject,
     reference: Reference,
     clip_norms: Sequence[float],
@@ -144,7 +163,7 @@ def _check_method(
     limits: dict[str, float],
 ) -> MethodCheck:
     try:
-        trainer = resolve_method(method).load()
+        trainer = method.load()
         updates = [
             take_update(trainer, subject, clip_norm=clip_norm, dtype=dtype, seed=subject.seed)
             for clip_norm in clip_norms
@@ -153,16 +172,16 @@ def _check_method(
     except Exception as error:
         status, reason = outcome_of_exception(error)
         # Where Opacus stumbles over a model, it is as good as a refusal.
-        if status == report.FAILED and resolve_method(method).trainer.startswith("dpscope.trainers.opacus:"):
+        if status == report.FAILED and method.trainer.startswith("dpscope.trainers.opacus:"):
             status, reason = report.SKIPPED, f"Opacus cannot train this model: {reason}"
         if status == report.SKIPPED or isinstance(error, NotImplementedError):
-            return MethodCheck(method, report.SKIPPED, reason)
-        return MethodCheck(method, report.FAILED, reason, _their_traceback(error))
+            return MethodCheck(method.name, report.SKIPPED, reason)
+        return MethodCheck(method.name, report.FAILED, reason, _their_traceback(error))
     evidence = Evidence(subject, reference, updates, again, limits)
     faults = find_faults(evidence)
     norm_error, steps = _figures(reference, clip_norms, [update.sums for update in updates], evidence.errors)
     return MethodCheck(
-        method=method,
+        method=method.name,
         verdict=report.NOT_EXACT if faults else report.EXACT,
         norm_error=norm_error,
         steps=steps,

@@ -72,6 +72,12 @@ class Check:
         ran = [method for method in self.methods if method.verdict != SKIPPED]
         return bool(ran) and not self.faults and all(method.verdict == EXACT for method in ran)
 
+    def __str__(self) -> str:
+        from dpscope.exactness.text import describe
+        from dpscope.reports.text import render_plain
+
+        return render_plain(describe(self))
+
     def to_dict(self) -> dict[str, Any]:
         return {"ok": self.ok, **asdict(self)}
 

@@ -7,6 +7,8 @@ from dataclasses import replace
 import planted_faults
 import pytest
 
+import dpscope
+
 TIE = "tokens.weight = head.weight"
 
 # What was planted -> what the check has to say, all of it.
@@ -69,6 +71,14 @@ def test_a_method_that_is_right_is_found_exact_wherever_it_keeps_its_model(check
     assert method.faults == [] and method.verdict == "exact" and found.ok
     limit = {"fp32": 1e-5, "fp64": 1e-9}[dtype]
     assert method.worst.parameter_error < limit and method.norm_error < limit and method.factor_error < limit
+
+
+def test_a_trainer_class_can_be_given_as_it_is_and_the_answer_prints_as_the_command_does():
+    found = dpscope.check(planted_faults.LITTLE, ["flash", planted_faults.MaxForMin])
+    assert [method.verdict for method in found.methods] == ["exact", "NOT EXACT"]
+    printed = str(found).splitlines()
+    assert printed[0].startswith("workload, batch 4, fp32: 4 of 6 parameters train")
+    assert printed[-1] == "flash: exact to 1e-05 in every parameter; MaxForMin: NOT EXACT."
 
 
 def test_a_method_that_fails_in_its_own_code_is_shown_by_its_own_frames(check_planted):
