@@ -16,7 +16,14 @@ from dpscope.errors import UserError
 from dpscope.exactness import report
 from dpscope.exactness.faults import Evidence, find_faults
 from dpscope.exactness.mixing import find_mixing, find_mixing_in_backward, gradient_of_the_batch
-from dpscope.exactness.reference import Reference, Tensors, fit_factors, make_reference, relative_errors
+from dpscope.exactness.reference import (
+    Reference,
+    Tensors,
+    fit_factors,
+    make_reference,
+    relative_errors,
+    sample_gradients,
+)
 from dpscope.exactness.report import Check, MethodCheck, StepErrors
 from dpscope.exactness.subject import Subject, listing, make_subject, narrows
 from dpscope.exactness.updates import take_update
@@ -222,8 +229,14 @@ def _largest(errors: Tensor) -> float:
 
 def _rounding(subject: Subject, reference: Reference, clip_norms: Sequence[float], dtype: torch.dtype) -> MethodCheck:
     """Micro-batches of one in the number format that is checked: the yardstick's own error."""
-    rounded = make_reference(subject, dtype)
-    sums = [rounded.sums(rounded.factors(clip_norm)) for clip_norm in clip_norms]
+    sums: list[Tensors] = [{} for _ in clip_norms]
+    for gradient in sample_gradients(subject, dtype):
+        norm = math.sqrt(sum(float(g.square().sum()) for g in gradient.values()))
+        if not (math.isfinite(norm) and norm):
+            continue  # it has no share
+        for clip_norm, total in zip(clip_norms, sums, strict=True):
+            for name, g in gradient.items():
+                total[name] = total.get(name, 0.0) + min(1.0, clip_norm / norm) * g
     errors = [
         relative_errors(found, reference.sums(reference.factors(clip_norm)))
         for clip_norm, found in zip(clip_norms, sums, strict=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -34,8 +34,7 @@ class Reference:
     @cached_property
     def grams(self) -> Tensors:
         """<v_i, v_j> of each parameter: (B, B)."""
-        columns = {name: torch.stack([v[name].flatten() for v in self.gradients]) for name in self.names}
-        return {name: rows @ rows.T for name, rows in columns.items()}
+        return {name: _gram([v[name].flatten() for v in self.gradients]) for name in self.names}
 
     @cached_property
     def norms(self) -> Tensor:
@@ -46,11 +45,11 @@ class Reference:
         """(B,) min(1, C/‖v_b‖)."""
         return (clip_norm / self.norms).clamp(max=1.0)
 
-    def sums(self, factors: Tensor) -> Tensors:
+    def sums(self, factors: Tensor, names: Sequence[str] | None = None) -> Tensors:
         """Σ_b c_b v_b of each parameter."""
         return {
             name: sum((c * v[name] for c, v in zip(factors, self.gradients, strict=True)), torch.zeros(()))
-            for name in self.names
+            for name in (self.names if names is None else names)
         }
 
     def clip_norms(self, middle: float | None = None) -> list[float]:
@@ -63,14 +62,25 @@ class Reference:
         return [4 * float(norms[-1]), middle or _between(norms), float(norms[0]) / 100]
 
 
-def make_reference(subject: Subject, dtype: torch.dtype = torch.float64) -> Reference:
-    model, batch = subject.fresh(dtype)
-    gradients, finite = [], []
-    for found in per_sample_gradients(model, batch, lambda m, b: subject.loss(m, b).mean()):
-        whole = all(bool(g.isfinite().all()) for g in found.values())
-        gradients.append({name: (g if whole else torch.zeros_like(g)).double().cpu() for name, g in found.items()})
-        finite.append(whole)
+def _gram(vectors: list[Tensor]) -> Tensor:
+    rows = torch.stack(vectors)
+    return rows @ rows.T
+
+
+def make_reference(subject: Subject) -> Reference:
+    gradients = list(sample_gradients(subject, torch.float64))
+    finite = [all(bool(g.isfinite().all()) for g in found.values()) for found in gradients]
+    for found, whole in zip(gradients, finite, strict=True):
+        if not whole:
+            found.update({name: torch.zeros_like(g) for name, g in found.items()})
     return Reference(gradients, finite)
+
+
+def sample_gradients(subject: Subject, dtype: torch.dtype) -> Iterator[Tensors]:
+    """Computed in `dtype` one sample at a time; given in float64, on the CPU."""
+    model, batch = subject.fresh(dtype)
+    for found in per_sample_gradients(model, batch, lambda m, b: subject.loss(m, b).mean()):
+        yield {name: g.double().cpu() for name, g in found.items()}
 
 
 def _between(norms: Tensor) -> float:
@@ -108,8 +118,7 @@ def fit_factors(reference: Reference, update: Tensors, names: Sequence[str]) -> 
     matrix = gram[active][:, active] * scale[:, None] * scale[None, :]
     factors = torch.full_like(norms, torch.nan)
     factors[active] = scale * (torch.linalg.pinv(matrix, hermitian=True) @ (scale * shares[active]))
-    explained = reference.sums(factors.nan_to_num(0.0))
-    residuals = relative_errors({name: explained[name] for name in names}, update)
+    residuals = relative_errors(reference.sums(factors.nan_to_num(0.0), names), update)
     return Fit(factors, residuals, float(torch.linalg.cond(matrix).sqrt()))
 
 
