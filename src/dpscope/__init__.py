@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from dpscope.comparison import Comparison, compare
+    from dpscope.exactness.check import check
     from dpscope.runner.spec import RunSpec, make_sweep
     from dpscope.workloads.configs import make_config
     from dpscope.workloads.workload import Workload
@@ -20,12 +21,13 @@ _HOMES = {
     "Comparison": "dpscope.comparison",
     "RunSpec": "dpscope.runner.spec",
     "Workload": "dpscope.workloads.workload",
+    "check": "dpscope.exactness.check",
     "compare": "dpscope.comparison",
     "make_config": "dpscope.workloads.configs",
     "make_sweep": "dpscope.runner.spec",
 }
 
-__all__ = ["Comparison", "RunSpec", "Workload", "__version__", "compare", "make_config", "make_sweep"]
+__all__ = ["Comparison", "RunSpec", "Workload", "__version__", "check", "compare", "make_config", "make_sweep"]
 
 
 def __getattr__(name: str) -> Any:

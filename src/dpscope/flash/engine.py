@@ -80,6 +80,7 @@ class FlashEngine:
         self.holding = (
             False  # the sums in p.grad are those of a logical batch that is not complete: zero_grad() keeps them
         )
+        self.applied = False  # an optimizer has used the sums, and nobody has cleared them since
         self.norms: Tensor | None = None
         self.factors: Tensor | None = None
         self.nonfinite_samples: Tensor | None = None

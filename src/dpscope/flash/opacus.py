@@ -67,7 +67,6 @@ class DPFlashOptimizer(DPOptimizer):
         self.forbid_accumulation = False
         self._fused_update = FusedUpdate(optimizer) if FusedUpdate.serves(optimizer) else None
         self._fused = fused
-        self._applied = False
         super().__init__(
             optimizer,
             noise_multiplier=noise_multiplier,
@@ -156,7 +155,7 @@ class DPFlashOptimizer(DPOptimizer):
                 "the optimizer was given parameters that are not the private model's: their gradients are not clipped; "
                 "make them part of the model before make_private, or give them an optimizer of their own"
             )
-        if self._applied:
+        if self.engine.applied:
             raise ValueError(
                 "Gradients haven't been cleared since the last optimizer step. In order to obtain privacy guarantees "
                 "you must call optimizer.zero_grad() on each step"
@@ -214,7 +213,7 @@ class DPFlashOptimizer(DPOptimizer):
             self._fused_update(stream, how)
 
     def _account(self) -> None:
-        self._applied = True
+        self.engine.applied = True
         if self.step_hook:
             self.step_hook(self)
         self.engine.micro_batches = 0
@@ -238,7 +237,7 @@ class DPFlashOptimizer(DPOptimizer):
         self.engine.discard()
         if self._is_last_step_skipped:
             return
-        self._applied = False
+        self.engine.applied = False
         self.original_optimizer.zero_grad(set_to_none)
         self.engine.clear_gradients(set_to_none)  # those of parameters that are not the optimizer's too
 

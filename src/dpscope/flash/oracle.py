@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections import UserDict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,41 +35,44 @@ class OracleResult:
 
 
 def batch_size_of(batch: Batch) -> int:
-    sizes = [leaf.shape[0] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
+    """The length of dimension 0 of the batch's first tensor."""
+    sizes: list[int] = []
+    map_tensors(batch, lambda leaf: sizes.append(leaf.shape[0]) if leaf.dim() else None)
     if not sizes:
         raise ValueError("the batch holds no tensor with a batch dimension")
-    return int(sizes[0])
+    return sizes[0]
+
+
+def map_tensors(batch: Batch, change: Callable[[Tensor], Any]) -> Batch:
+    """The batch with every tensor in it changed: lists, tuples, dictionaries, and what behaves like a dictionary."""
+
+    def visit(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return change(leaf)
+        if isinstance(leaf, UserDict):  # what tokenizers return; torch's pytrees take it for a leaf
+            return type(leaf)({key: map_tensors(value, change) for key, value in leaf.items()})
+        return leaf
+
+    return pytree.tree_map(visit, batch)
 
 
 def sample_of(batch: Batch, index: int, size: int) -> Batch:
     """The batch cut down to sample `index`: tensors whose dim 0 is the batch are sliced, the rest stays."""
-
-    def cut(leaf: Any) -> Any:
-        batched = isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == size
-        return leaf[index : index + 1] if batched else leaf
-
-    return pytree.tree_map(cut, batch)
+    return map_tensors(batch, lambda x: x[index : index + 1] if x.dim() and x.shape[0] == size else x)
 
 
-def _cast(batch: Batch, dtype: torch.dtype) -> Batch:
-    def cast(leaf: Any) -> Any:
-        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
-
-    return pytree.tree_map(cast, batch)
+def cast_batch(batch: Batch, dtype: torch.dtype) -> Batch:
+    return map_tensors(batch, lambda x: x.to(dtype) if x.is_floating_point() else x)
 
 
-def per_sample_gradients(model: nn.Module, batch: Batch, loss_fn: LossFn) -> list[dict[str, Tensor]]:
+def per_sample_gradients(model: nn.Module, batch: Batch, loss_fn: LossFn) -> Iterator[dict[str, Tensor]]:
     """One dictionary (parameter name -> gradient) a sample, of the trainable parameters, each counted once."""
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     size = batch_size_of(batch)
-    gradients = []
     for index in range(size):
         loss = loss_fn(model, sample_of(batch, index, size))
         found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
-        gradients.append(
-            {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(named.items(), found, strict=True)}
-        )
-    return gradients
+        yield {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(named.items(), found, strict=True)}
 
 
 def run_oracle(
@@ -87,7 +91,7 @@ def run_oracle(
     """
     model = copy.deepcopy(model)
     if dtype is not None:
-        model, batch = model.to(dtype), _cast(batch, dtype)
+        model, batch = model.to(dtype), cast_batch(batch, dtype)
     norms: list[float] = []
     factors: list[float] = []
     sums = {name: torch.zeros_like(p) for name, p in model.named_parameters() if p.requires_grad}

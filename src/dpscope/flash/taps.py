@@ -104,6 +104,7 @@ class ZeroGradTap(InstanceMethod):
         self.engine.discard()
         if self.engine.holding:
             return None
+        self.engine.applied = False
         self.engine.clear_gradients(*args, **kwargs)
         return self.original(*args, **kwargs)
 

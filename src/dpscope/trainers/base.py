@@ -70,7 +70,7 @@ class TrainerBase(ABC):
         self.optimizer.zero_grad(set_to_none=True)
         with phase(FORWARD), self._autocast():
             losses = self.loss(self.model, batch)
-        _require_loss_per_sample(losses)
+        require_loss_per_sample(losses)
         self.backward(losses)
         self.update()
         return losses.detach().mean()
@@ -113,7 +113,7 @@ class TrainerBase(ABC):
         return make(parameters, lr=self.settings.learning_rate, **options)
 
 
-def _require_loss_per_sample(losses: object) -> None:
+def require_loss_per_sample(losses: object) -> None:
     if not isinstance(losses, Tensor) or losses.dim() != 1:
         got = f"a tensor of shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else repr(losses)
         raise UserError(

@@ -1,91 +1,178 @@
-"""`dpscope check` finds an exact method exact, and a faulty one not."""
+"""`dpscope check`: what it prints, what it writes, and how it exits."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import json
+import textwrap
+from pathlib import Path
 
 import pytest
-import torch
 from click.testing import CliRunner
 
 from dpscope.cli import main
-from dpscope.runner import exactness
 from dpscope.trainers import registry
-from dpscope.trainers.standard import StandardTrainer
 
 SMALL = ["--num-layers", "1", "--hidden-dim", "16", "--num-heads", "2", "--vocab-size", "50", "--max-seq-len", "32"]
 
 
 def run(*arguments: str):
-    return CliRunner().invoke(main, ["check", "--device", "cpu", *arguments])
+    return CliRunner().invoke(main, ["check", "--device", "cpu", *map(str, arguments)])
 
 
-def test_every_private_method_is_exact_on_the_transformer():
-    result = run(*SMALL, "--seq-len", "12")
-    assert result.exit_code == 0, result.output
+@pytest.fixture(scope="module")
+def small():
+    return run(*SMALL, "--seq-len", "12")
+
+
+def test_every_private_method_is_exact_on_the_transformer(small):
+    assert small.exit_code == 0, small.output
+    lines = small.output.splitlines()
     for method in ("flat", "ghost", "flash"):
-        assert f"{method}: exact; largest relative error" in result.output
-    assert "2 of 4 samples are clipped" in result.output
+        row = next(line for line in lines if line.startswith(f"{method} "))
+        assert row.split()[1] == "exact" and len(row.split()) == 6
+    assert lines[-1] == "flat, ghost, flash: exact to 1e-05 in every parameter."
 
 
-def test_a_lone_sample_is_clipped_too():
-    result = run(*SMALL, "--seq-len", "12", "--methods", "flash", "--batch-size", "1")
+def test_the_first_lines_say_what_was_checked_and_at_which_clip_norms(small):
+    first, second = small.output.splitlines()[:2]
+    assert first.startswith("tiny, sequence 12, batch 4, fp32: 21 of 21 parameters train; per-sample norms ")
+    assert [part.split(" clipped)")[0] for part in second.split("(")[1:]] == ["0", "2", "4"]
+
+
+def test_a_clip_norm_of_ones_own_is_the_middle_one():
+    result = run(*SMALL, "--seq-len", "12", "--methods", "flash", "--max-grad-norm", "0.125")
     assert result.exit_code == 0, result.output
-    assert "1 of 1 samples are clipped" in result.output
+    assert "0.125 (4 clipped)" in result.output
 
 
-def test_exact_without_clipping_is_no_answer():
-    result = run(*SMALL, "--seq-len", "12", "--methods", "flash", "--max-grad-norm", "1e6")
-    assert result.exit_code == 1, result.output
-    assert "clipping was not exercised: give --max-grad-norm" in result.output
+def test_paths_are_counted_and_shown_one_by_one_when_asked_for():
+    options = ("--model", "cnn", "--image-size", "8", "--methods", "flash")
+    assert "Paths of flash: 3 kept" in run(*options).output
+    shown = " ".join(run(*options, "--paths").output.split())
+    assert "rank-1" in shown and "one position a sample" in shown
 
 
-@pytest.mark.parametrize(("norms", "clipped"), [([1.0, 3.0], 1), ([1.0, 2.0, 4.0], 1), ([2.0, 2.00001], 2), ([2.0], 1)])
-def test_the_default_clip_norm_is_exceeded_by_some_and_by_all_only_where_norms_are_equal(norms, clipped):
-    oracle = SimpleNamespace(norms=torch.tensor(norms))
-    assert int((oracle.norms > exactness.telling_clip_norm(oracle)).sum()) == clipped
+def test_everything_is_written_to_a_file_when_asked_for(tmp_path):
+    file = tmp_path / "check.json"
+    result = run(*SMALL, "--seq-len", "12", "--methods", "flash,ghost", "--dtype", "fp64", "--json", file)
+    assert result.exit_code == 1, result.output  # ghost adds a constant to norms, which float64 shows
+    assert "ghost: norms are larger by about 1.0e-06, each by the same" in " ".join(result.output.split())
+    assert result.output.splitlines()[-1] == f"Written: {file}"
+    found = json.loads(file.read_text())
+    assert found["ok"] is False
+    assert {m["method"]: m["verdict"] for m in found["methods"]} == {"flash": "exact", "ghost": "NOT EXACT"}
+    assert set(found["methods"][0]["steps"][0]["parameter_errors"]) >= {"head.weight", "tokens.weight"}
 
 
-def test_paths_are_shown_for_flash():
-    result = run("--model", "cnn", "--image-size", "8", "--methods", "flash", "--paths")
+def test_batch_norm_is_found_and_then_no_method_runs():
+    result = run("--model", "cnn", "--norm", "batch", "--image-size", "8")
+    assert result.exit_code == 1
+    said = " ".join(result.output.split())
+    assert "The workload: samples mix in 1 (BatchNorm2d)." in said
+    assert "flat, ghost, flash skipped: cannot be trained privately" in said
+    assert "use nn.GroupNorm(32, 64)" in said
+    assert result.output.splitlines()[-1] == "No method ran on this workload: nothing is proved."
+
+
+WORKLOAD = """
+import torch
+from dpscope import Workload
+
+def make(batch_size):
+    return Workload(
+        model=lambda: torch.nn.Linear(5, 3),
+        batch=lambda seed, device: torch.arange(5.0 * batch_size).view(batch_size, 5) / 10,
+        loss=lambda model, batch: model(batch).square().sum(1),
+    )
+
+def broken(batch_size):
+    def loss(model, batch):
+        return model(batch).no_such_method()
+    workload = make(batch_size)
+    return Workload(model=workload.model, batch=workload.batch, loss=loss)
+"""
+
+
+@pytest.fixture
+def workload_file(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(WORKLOAD)
+    return file
+
+
+def test_ones_own_workload_is_checked(workload_file):
+    result = run("--workload", f"{workload_file}:make", "--methods", "flash")
     assert result.exit_code == 0, result.output
-    assert "rank-1" in result.output and "one position a sample" in result.output
+    assert result.output.startswith("mine.py:make, batch 4, fp32: 2 of 2 parameters train")
 
 
-class Unclipped(StandardTrainer):
-    """What a method does that forgets to clip."""
-
-
-class WithoutBias(StandardTrainer):
-    """What a method does that is exact where nobody clips, but forgets a bias."""
-
-    def update(self):
-        self.model.head.weight.grad = None
-        super().update()
+def test_an_error_in_ones_own_workload_is_shown_as_ones_own(workload_file):
+    result = run("--workload", f"{workload_file}:broken", "--methods", "flash")
+    assert result.exit_code == 2
+    said = result.stderr
+    assert said.startswith("Error: mine.py:broken failed:\nTraceback (most recent call last):\n")
+    assert "no_such_method" in said and "src/dpscope" not in said
 
 
 @pytest.mark.parametrize(
-    ("trainer", "options", "word"),
+    ("options", "sentence"),
     [
-        (Unclipped, [], "NOT EXACT"),
-        (Unclipped, ["--max-grad-norm", "1e6"], ": exact"),
-        (WithoutBias, ["--max-grad-norm", "1e6"], "NOT EXACT"),
+        (["--methods", "flsh"], "unknown method 'flsh'"),
+        (["--batch-size", "0"], "batch size must be a whole number of at least 1"),
+        (["--tolerance", "0"], "0.0 is not in the range x>0"),
+        (["--max-grad-norm", "-1"], "-1.0 is not in the range x>0"),
+        (["--dtype", "bf16"], "'bf16' is not one of 'fp32', 'fp64'"),
+        (["--seq-len", "40"], "longer than the 32 positions"),
     ],
 )
-def test_a_planted_fault_is_found(monkeypatch, trainer, options, word):
-    faulty = registry.Method("faulty", f"{__name__}:{trainer.__name__}", "a fault")
-    monkeypatch.setattr(registry, "BUILT_IN", (*registry.BUILT_IN, faulty))
-    registry.methods.cache_clear()
-    try:
-        result = run(*SMALL, "--seq-len", "12", "--methods", "faulty", *options)
-    finally:
-        registry.methods.cache_clear()
-    assert word in result.output, result.output
-    assert result.exit_code == 1  # also where nothing was clipped
+def test_wrong_usage_is_a_sentence_and_exit_code_2(options, sentence):
+    result = run(*SMALL, *options)
+    assert result.exit_code == 2
+    assert sentence in result.stderr
+    assert "Traceback" not in result.stderr
 
 
-def test_nan_is_never_exact():
-    torch.manual_seed(0)
-    result = exactness.Exactness("m", {"a": 0.0, "b": float("nan")}, torch.ones(1), 1, None)
-    assert not result.exact
-    assert result.worst[0] == "b"
+def test_a_file_that_cannot_be_written_is_a_sentence(tmp_path):
+    result = run(*SMALL, "--seq-len", "8", "--methods", "flash", "--json", tmp_path / "nowhere" / "x.json")
+    assert result.exit_code == 2 and "cannot write" in result.stderr
+
+
+PLANTED = Path(__file__).parents[1] / "exactness" / "planted_faults.py"
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """Somebody else's methods, as pip would install them."""
+    site = tmp_path_factory.mktemp("site")
+    metadata = site / "theirs-1.0.dist-info"
+    metadata.mkdir()
+    (site / "theirs.py").write_text(PLANTED.read_text())
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
+    names = {"right": "ByHand", "biasless": "ForgetsTheBias", "raising": "Raises"}
+    lines = "\n".join(f"{name} = theirs:{trainer}" for name, trainer in names.items())
+    (metadata / "entry_points.txt").write_text(f"[dpscope.methods]\n{lines}\n")
+    (site / "little.py").write_text(
+        textwrap.dedent("""
+        from dpscope import Workload
+        from theirs import Little, little_loss, make_batch
+        def make(batch_size):
+            return Workload(
+                model=Little, loss=little_loss, batch=lambda seed, device: make_batch(seed, device, batch_size)
+            )
+        """)
+    )
+    return site
+
+
+def test_an_installed_method_of_another_package_is_put_to_the_test(start, site):
+    process = start(
+        *("-m", "dpscope", "check", "--device", "cpu", "--workload", site / "little.py:make"),
+        *("--methods", "right,biasless,raising,flash"),
+        env={"PYTHONPATH": f"{site}:{Path(registry.__file__).parents[2]}"},
+    )
+    printed, complaints = process.communicate(timeout=120)
+    assert process.returncode == 1, complaints
+    said = " ".join(printed.split())
+    assert "biasless: does not move hidden.bias" in said
+    assert "raising failed, in its own code:" in said and "KeyError: 'no such key'" in said
+    assert said.endswith("right, flash: exact to 1e-05 in every parameter; biasless: NOT EXACT; raising: failed.")

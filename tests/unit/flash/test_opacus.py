@@ -108,6 +108,20 @@ def test_forgetting_zero_grad_is_an_error() -> None:
         optimizer.step()
 
 
+def test_clearing_gradients_through_the_model_is_as_good_as_through_the_optimizer() -> None:
+    """Hugging Face's Trainer clears them so."""
+    model = make_model()
+    private, optimizer, loader = make_private(model, sgd(model))
+    for x, y in list(loader)[:2]:
+        before = [p.detach().clone() for p in model.parameters()]
+        expected = clipped_mean(x, y, divisor=16, model=model)
+        F.cross_entropy(private(x), y).backward()
+        optimizer.step()
+        model.zero_grad()
+        for got, want in zip(moved(before, model), expected, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-7)
+
+
 def test_accumulation_under_poisson_sampling_is_an_error() -> None:
     model = make_model()
     private, optimizer, _ = make_private(model, sgd(model), poisson_sampling=True)

@@ -1,0 +1,102 @@
+"""Does a sample's loss depend on the other samples of its batch? If it does, no sample has a gradient of its own.
+
+Found by trying: each sample's loss in the batch against its loss alone. Where they differ, the first module whose
+output for a sample differs says where the samples meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from dpscope.exactness.reference import VANISHING, Reference
+from dpscope.exactness.subject import SAME, Subject, relative
+from dpscope.flash.oracle import cast_batch, sample_of
+
+Outputs = list[tuple[str, list[Tensor]]]  # (module, tensors in its output), in the order modules finished
+
+
+def find_mixing(subject: Subject) -> str | None:
+    """Where the samples of a batch meet, as a sentence; None if they do not."""
+    together, whole = _run(subject, subject.batch)
+    for index in range(subject.batch_size):
+        alone, single = _run(subject, sample_of(subject.batch, index, subject.batch_size))
+        if torch.allclose(together[index], alone[0], rtol=SAME, atol=0, equal_nan=True):
+            continue
+        where = _first_difference(whole, single, index, subject.batch_size)
+        what = f"in {where}" if where else "in the loss: every module's output for a sample is its own"
+        return (
+            f"samples mix {what}. Alone, sample {index} has a loss of {float(alone[0]):.6g}; in the batch, "
+            f"{float(together[index]):.6g}. A sample then has no gradient of its own and no clipping bounds its share"
+        )
+    return None
+
+
+def gradient_of_the_batch(subject: Subject) -> dict[str, Tensor | None]:
+    """Of the sum of all losses, by parameter; None where the loss does not depend on it."""
+    model, batch = subject.fresh(torch.float64)
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    found = torch.autograd.grad(subject.loss(model, batch).sum(), list(named.values()), allow_unused=True)
+    return {name: None if g is None else g.cpu().double() for name, g in zip(named, found, strict=True)}
+
+
+def find_mixing_in_backward(gradient: dict[str, Tensor | None], reference: Reference) -> str | None:
+    """The batch's gradient against the sum of its samples': they differ only in a backward pass written by hand."""
+    if not all(reference.finite):
+        return None  # a sum with such a sample in it says nothing
+    wanted = reference.sums(torch.ones(len(reference.gradients)))
+    size = VANISHING * sum(float(w.square().sum()) for w in wanted.values()) ** 0.5
+    for name, found in gradient.items():
+        if found is not None and float((found - wanted[name]).norm()) > SAME * max(size, float(wanted[name].norm())):
+            return f"samples mix in the backward pass: the batch's gradient of {name} is not the sum of its samples'"
+    return None
+
+
+@torch.no_grad()
+def _run(subject: Subject, batch: Any) -> tuple[Tensor, Outputs]:
+    model, _ = subject.fresh(torch.float64)
+    with _recording(model) as outputs:
+        return subject.loss(model, cast_batch(batch, torch.float64)), outputs
+
+
+@contextmanager
+def _recording(model: nn.Module) -> Iterator[Outputs]:
+    outputs: Outputs = []
+
+    def keep(name: str) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            tensors = [leaf.detach().clone() for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+            outputs.append((f"{name or 'the model itself'} ({type(module).__name__})", tensors))
+
+        return hook
+
+    hooks = [module.register_forward_hook(keep(name)) for name, module in model.named_modules()]
+    try:
+        yield outputs
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _first_difference(whole: Outputs, single: Outputs, index: int, batch_size: int) -> str | None:
+    for (name, together), (_, alone) in zip(whole, single, strict=False):
+        for a, b in zip(together, alone, strict=False):
+            share = _share_of(a, b, index, batch_size)
+            if share is not None and relative(share.double(), b.double()) > SAME:
+                return name
+    return None
+
+
+def _share_of(together: Tensor, alone: Tensor, index: int, batch_size: int) -> Tensor | None:
+    """The sample's part of a tensor: along the one dimension that is `batch_size` times longer than without company."""
+    if together.dim() != alone.dim():
+        return None
+    longer = [d for d, (a, b) in enumerate(zip(together.shape, alone.shape, strict=True)) if a != b]
+    if len(longer) != (batch_size > 1) or any(together.shape[d] != batch_size * alone.shape[d] for d in longer):
+        return None
+    return together.chunk(batch_size, longer[0])[index] if longer else together

@@ -1,0 +1,94 @@
+"""What a check found, as plain data: for people, for files, for exit codes."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+EXACT, NOT_EXACT, SKIPPED, FAILED = "exact", "NOT EXACT", "skipped", "failed"
+
+
+@dataclass(frozen=True)
+class StepErrors:
+    """One noiseless step at one clip norm: largest relative errors against micro-batches of one."""
+
+    clip_norm: float
+    clipped: int  # samples above it
+    factor_error: float | None  # None where samples' gradients are too nearly parallel to tell
+    worst_parameter: str
+    parameter_errors: dict[str, float]
+
+    @property
+    def parameter_error(self) -> float:
+        return self.parameter_errors[self.worst_parameter]
+
+
+@dataclass(frozen=True)
+class MethodCheck:
+    method: str
+    verdict: str  # exact, NOT EXACT, skipped (it refuses this workload), failed (it raised an error)
+    reason: str | None = None  # why there are no figures
+    details: str | None = None  # the traceback of a method that failed
+    norm_error: float | None = None
+    steps: list[StepErrors] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+    paths: list[dict[str, str]] | None = None
+
+    @property
+    def worst(self) -> StepErrors:
+        return max(self.steps, key=lambda step: step.parameter_error)
+
+    @property
+    def factor_error(self) -> float | None:
+        return max((step.factor_error for step in self.steps if step.factor_error is not None), default=None)
+
+
+@dataclass(frozen=True)
+class Check:
+    """A workload and every method that was put to the test on it."""
+
+    workload: str
+    dtype: str
+    tolerance: float
+    batch_size: int
+    parameters: int
+    trainable: int
+    norms: list[float]
+    clip_norms: list[float]
+    tied: list[list[str]]
+    notes: list[str]  # what was changed for the check
+    faults: list[str]  # of the workload itself: no method can be right on it
+    warnings: list[str]  # of the workload: worth knowing
+    loose: list[str]  # parameters whose rounding comes near the tolerance, and which are allowed `roundings` times it
+    roundings: float
+    rounding: MethodCheck | None  # micro-batches of one in the checked number format: what rounding alone does
+    methods: list[MethodCheck]
+
+    @property
+    def ok(self) -> bool:
+        """Some method ran, every one that ran is exact, and the workload allows it."""
+        ran = [method for method in self.methods if method.verdict != SKIPPED]
+        return bool(ran) and not self.faults and all(method.verdict == EXACT for method in ran)
+
+    def __str__(self) -> str:
+        from dpscope.exactness.text import describe
+        from dpscope.reports.text import render_plain
+
+        return render_plain(describe(self))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"ok": self.ok, **asdict(self)}
+
+    def to_json(self) -> str:
+        """JSON knows neither inf nor NaN: an error that is not a number is written as null."""
+        return json.dumps(_finite(self.to_dict()), indent=2, allow_nan=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,158 @@
+"""The workload as it is checked: one model whose copies all start alike, one batch, and nothing random."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dpscope.errors import UserError
+from dpscope.flash.oracle import batch_size_of, cast_batch
+from dpscope.trainers.base import LossFunction, require_loss_per_sample
+from dpscope.workloads.workload import Batch, Workload
+
+# Two runs of the same float64 computation agree far better; models that go through float32 inside, only to this.
+SAME = 1e-5
+NUDGE = 0.02
+
+
+@dataclass(frozen=True)
+class Subject:
+    model: nn.Module  # the pattern: every use takes a copy of it
+    batch: Batch
+    loss: LossFunction
+    seed: int
+    device: torch.device
+    batch_size: int  # samples in the batch
+    notes: list[str] = field(default_factory=list)  # what was changed for the check
+
+    def fresh(self, dtype: torch.dtype) -> tuple[nn.Module, Batch]:
+        """A new copy of the model, and the batch, with floating-point numbers in `dtype`."""
+        return copy.deepcopy(self.model).to(dtype), cast_batch(self.batch, dtype)
+
+    @property
+    def trainable(self) -> list[str]:
+        return [name for name, p in self.model.named_parameters() if p.requires_grad]
+
+    @property
+    def tied(self) -> list[list[str]]:
+        """Names of one and the same parameter, for every parameter that has several."""
+        names: dict[int, list[str]] = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        return [group for group in names.values() if len(group) > 1]
+
+
+def make_subject(workload: Workload, *, seed: int, device: str) -> Subject:
+    """The workload's model and batch, with its randomness off and zeros filled in; `notes` say what was changed."""
+    where = torch.device(device)
+    torch.manual_seed(seed)
+    with where:
+        model = workload.model()
+    batch = workload.batch(seed, where)
+    notes = []
+    if quiet := _silence_dropout(model):
+        notes.append(f"dropout is off for the check ({quiet} modules)")
+    subject = Subject(model, batch, workload.loss, seed, where, batch_size_of(batch), notes)
+    if not subject.trainable:
+        raise UserError("the model has no parameter that requires a gradient: there is nothing to check")
+    _require_repeatable(subject)
+    if hidden := _hidden_parameters(subject):
+        filled = _fill_zeros(model)
+        notes.append(
+            f"{len(hidden)} parameters ({listing(hidden, 1)}) have no gradient at first, because others start at zero; "
+            f"those were given small random values for the check: {listing(filled, 1)}"
+        )
+    return subject
+
+
+def _silence_dropout(model: nn.Module) -> int:
+    """Sets every dropout probability to zero, whether it is a module's or an attribute (`attention_dropout`)."""
+    found = 0
+    for module in model.modules():
+        names = [name for name, value in vars(module).items() if "drop" in name and isinstance(value, float) and value]
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p:
+            names.append("p")
+        for name in names:
+            setattr(module, name, 0.0)
+        found += bool(names)
+    return found
+
+
+def _hidden_parameters(subject: Subject) -> list[str]:
+    """Trainable parameters whose gradient is zero although the loss depends on them: LoRA's A, while B is zero.
+
+    A zero says nothing about who computes it right.
+    """
+    model, batch = subject.fresh(torch.float32)
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    losses = subject.loss(model, batch)
+    if not losses.requires_grad:
+        raise UserError("no parameter receives a gradient: the loss is detached from the model")
+    found = torch.autograd.grad(losses.sum(), list(named.values()), allow_unused=True)
+    return [name for name, gradient in zip(named, found, strict=True) if gradient is not None and not gradient.any()]
+
+
+@torch.no_grad()
+def _fill_zeros(model: nn.Module) -> list[str]:
+    zero = {name: p for name, p in model.named_parameters() if p.requires_grad and p.numel() and not p.any()}
+    for parameter in zero.values():
+        parameter.normal_(std=NUDGE)
+    return list(zero)
+
+
+@torch.no_grad()
+def _require_repeatable(subject: Subject) -> None:
+    model, batch = subject.fresh(torch.float64)
+    first, second = subject.loss(model, batch), subject.loss(model, batch)
+    require_loss_per_sample(first)
+    if len(first) != subject.batch_size:
+        raise UserError(
+            f"the loss of a batch of {subject.batch_size} samples has shape {tuple(first.shape)}: one loss per sample "
+            "is needed, and the first dimension of every tensor of the batch has to be the sample"
+        )
+    if not torch.allclose(first, second, rtol=SAME, atol=0, equal_nan=True):
+        raise UserError(
+            "the same batch gives another loss the second time: something in the model is random (dropout that is no "
+            "module?) or keeps state; a check needs it off"
+        )
+
+
+class _Narrowing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes whether float64 tensors are turned into anything narrower."""
+
+    found: bool = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        narrow = isinstance(output, Tensor) and output.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        self.found |= narrow and any(isinstance(x, Tensor) and x.dtype == torch.float64 for x in args)
+        return output
+
+
+@torch.no_grad()
+def narrows(subject: Subject) -> bool:
+    """Does the model compute in float32 inside, whatever it is given? (Hugging Face's RMSNorm does.)"""
+    model, batch = subject.fresh(torch.float64)
+    with _Narrowing() as mode:  # type: ignore[no-untyped-call]
+        subject.loss(model, batch)
+    return bool(mode.found)
+
+
+def listing(names: Sequence[str], most: int = 3) -> str:
+    rest = len(names) - most
+    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def relative(found: Tensor, wanted: Tensor) -> float:
+    """‖found − wanted‖ relative to ‖wanted‖; infinite where only one of them is zero or anything is not finite."""
+    difference, size = float((found - wanted).norm()), float(wanted.norm())
+    if difference == 0:
+        return 0.0
+    return difference / size if size and math.isfinite(difference) else math.inf

@@ -1,0 +1,67 @@
+"""What a method does to the parameters in one step, whatever it keeps to itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpscope.errors import UserError
+from dpscope.exactness.reference import Tensors
+from dpscope.exactness.subject import Subject
+from dpscope.trainers.base import TrainerBase, TrainerSettings
+
+# With a step this large the parameters' own size is lost in the rounding, and not the other way round. A power of two,
+# so that nothing else is.
+LEARNING_RATE = 2.0**40
+
+
+@dataclass(frozen=True)
+class Update:
+    """One step without noise at one clip norm, undone to the sum it applied: lr/B Σ_b c_b v_b was taken off."""
+
+    clip_norm: float
+    sums: Tensors  # of trainable parameters; float64, on the CPU
+    moved_frozen: list[str]  # frozen parameters that are not where they were
+    paths: Any = None  # what the method's engine says of each parameter, if it has one that explains itself
+
+
+def take_update(
+    trainer_class: type[TrainerBase], subject: Subject, *, clip_norm: float, dtype: torch.dtype, seed: int
+) -> Update:
+    """`seed` is all that the method could draw noise from: an exact step does not depend on it."""
+    model, batch = subject.fresh(dtype)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    settings = TrainerSettings(
+        batch_size=subject.batch_size,
+        optimizer="sgd",
+        learning_rate=LEARNING_RATE,
+        noise_multiplier=0.0,
+        max_grad_norm=clip_norm,
+        seed=seed,
+    )
+    torch.manual_seed(seed)
+    trainer = trainer_class(model, subject.loss, settings)
+    trainer.train_step(batch)
+    sums, moved = {}, []
+    for name, after in _trained_parameters(trainer, model).items():
+        step = (before[name].double() - after.detach().double()).cpu()
+        if name in subject.trainable:
+            sums[name] = step * (subject.batch_size / LEARNING_RATE)
+        elif step.any():
+            moved.append(name)
+    explain = getattr(getattr(trainer, "engine", None), "explain", None)
+    return Update(clip_norm, sums, moved, explain() if explain else None)
+
+
+def _trained_parameters(trainer: TrainerBase, model: nn.Module) -> dict[str, Tensor]:
+    """The model's parameters after the step, under the model's own names. A trainer may wrap the model or copy it."""
+    own = dict(model.named_parameters())
+    trained = list(trainer.model.parameters())
+    if {id(p) for p in own.values()} & {id(p) for p in trained}:
+        return dict(own)
+    if [p.shape for p in trained] != [p.shape for p in own.values()]:
+        raise UserError("the trainer's model has other parameters than the workload's: they cannot be held together")
+    return dict(zip(own, trained, strict=True))

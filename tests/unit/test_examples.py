@@ -1,0 +1,44 @@
+"""Every example runs as a script, from any folder, offline, and its own assertions hold."""
+
+from __future__ import annotations
+
+import runpy
+import socket
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+# Each script and what its last lines have to say.
+SAYS = {
+    "ordinary_loop.py": ["accuracy 0.", "-differentially private"],
+    "gradient_accumulation.py": [
+        "physical_batches: the same weights as one batch of 64",
+        "backward_passes: the same weights as one batch of 64",
+        "8 private steps in batches of at most 8: ε = ",
+    ],
+    "lora.py": ["4 adapter matrices trained, 12 weights left as they were", "ε = "],
+    "huggingface_trainer.py": ["in 16 private steps", "ε = "],
+}
+
+
+def test_no_example_is_left_untried():
+    assert {path.name for path in EXAMPLES.glob("*.py")} == set(SAYS)
+
+
+@pytest.mark.parametrize("name", SAYS)
+def test_an_example_runs_and_its_assertions_hold(name, tmp_path, monkeypatch, capsys):
+    if name in ("lora.py", "huggingface_trainer.py"):
+        pytest.importorskip("peft")
+        pytest.importorskip("accelerate")
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("an example asked for the network")
+
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    printed = capsys.readouterr().out
+    for sentence in SAYS[name]:
+        assert sentence in printed
+    assert list(tmp_path.iterdir()) == []
