@@ -82,3 +82,5 @@ def _figures(result: Result) -> Iterator[str]:
         read, written = (format_bytes(traffic[f"dram_{way}_bytes"]) for way in ("read", "write"))
         label = "DRAM" if result.ncu["source"] == "measured" else "DRAM (estimate)"
         yield f"{label} {read} read, {written} written a step"
+    if result.trace:
+        yield f"{result.trace['steps']} steps traced, {format_bytes(sum(result.trace['files'].values()))}"

@@ -30,6 +30,11 @@ INSTRUMENTS: dict[str, dict[str, Any]] = {
         "metrics": "",  # more metrics, of ncu or of nvprof, separated by commas
         "require_measured": False,  # no estimate instead
     },
+    "trace": {
+        "schedule": "short",
+        "trace_steps": None,  # None: as many as the schedule records
+        **dict.fromkeys(("shapes", "memory", "stacks", "modules", "flops"), False),
+    },
 }
 
 
