@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-
-torch = pytest.importorskip("torch")
+import torch
 
 from dpscope.instruments.phases import CLIP, FORWARD, phase
 from dpscope.instruments.trace.capture import Detail, record
