@@ -12,7 +12,7 @@ from rich.text import Text
 from dpscope.reports.tables import STANDARD, Row
 from dpscope.reports.trace import Difference, boundness, differences, phase_names, trace_of, traced
 from dpscope.reports.words import shorten, size_in_words
-from dpscope.units import MISSING, format_bytes, format_ms
+from dpscope.units import MIB, MISSING, format_bytes, format_ms
 
 MOST = 10  # lines of a table of differences
 TRACE_NOTE = (
@@ -52,7 +52,9 @@ def _phase_table(rows: Sequence[Row]) -> Table:
     for name in phase_names(rows):
         table.add_row(name, *(cell for row in rows for cell in _phase_cells(row, name, gpu=gpu)))
     if gpu:
-        table.add_row("GPU idle", *(cell for row in rows for cell in _idle_cells(row)))
+        table.add_row("GPU idle", *(cell for row in rows for cell in _gpu_cells(row, "idle_ms")))
+        if any(trace_of(row).get("gpu", {}).get("overlap_ms", 0.0) >= 0.01 for row in rows):
+            table.add_row("less: side by side", *(cell for row in rows for cell in _gpu_cells(row, "overlap_ms", -1)))
     table.add_row("traced step", *(cell for row in rows for cell in _step_cells(row, gpu=gpu)), style="bold")
     table.add_row(
         "unprofiled step", *(cell for row in rows for cell in (_figure(row.median_ms), *([""] if gpu else [])))
@@ -69,8 +71,9 @@ def _phase_cells(row: Row, name: str, *, gpu: bool) -> list[str]:
     return [_figure(part.get(column)) for column in (("cpu_ms", "gpu_ms") if gpu else ("cpu_ms",))]
 
 
-def _idle_cells(row: Row) -> list[str]:
-    return ["", _figure(trace_of(row).get("gpu", {}).get("idle_ms"))]
+def _gpu_cells(row: Row, name: str, sign: int = 1) -> list[str]:
+    value = trace_of(row).get("gpu", {}).get(name)
+    return ["", _figure(None if value is None else sign * value)]
 
 
 def _step_cells(row: Row, *, gpu: bool) -> list[str]:
@@ -99,9 +102,13 @@ def _gpu_table(rows: Sequence[Row]) -> Table:
             ),
             f"{gpu['kernels']:.0f}",
             f"{gpu['mean_kernel_us']:.1f} µs",
-            f"{sum(copy['count'] for copy in to_host):.0f} ({format_bytes(sum(copy['bytes'] for copy in to_host))})",
+            f"{sum(copy['count'] for copy in to_host):.0f} ({_size(sum(copy['bytes'] for copy in to_host))})",
         )
     return table
+
+
+def _size(count: float) -> str:
+    return format_bytes(count) if count >= MIB / 10 else f"{count:.0f} B"
 
 
 def _bound_lines(rows: Sequence[Row]) -> list[str]:

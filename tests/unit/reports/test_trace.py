@@ -128,6 +128,13 @@ def test_the_summary_of_a_gpu_says_busy_idle_and_whether_it_waits_for_the_host(r
     assert "standard: no wait for the GPU within a step." in text
 
 
+def test_gpu_columns_sum_to_the_traced_step_when_streams_overlap_too(rows):
+    text = printed(rows(standard=make_trace(GPU, 1.5, idle=4.0)))
+    lines = {line.rpartition("  ")[0].strip(): line.split()[-1] for line in text.splitlines()}
+    assert (lines["GPU idle"], lines["less: side by side"]) == ("4.00", "-1.50")
+    assert "traced step               8.50  8.50" in text
+
+
 def test_a_long_difference_is_cut_and_still_adds_up(rows):
     many = [operator(f"aten::op{n}", "clip", 1.0 + n) for n in range(30)]
     text = printed(rows(standard=make_trace(STANDARD), flat=make_trace(many)))
@@ -149,10 +156,28 @@ def test_figures_are_drawn_from_traces(rows, tmp_path):
     drawn = {name: draw(found) for name, draw in TRACE_FIGURES.items()}
     assert all(figure is not None for figure in drawn.values())
     bars = drawn["trace_phases"].axes[0].patches
-    assert sum(bar.get_width() for bar in bars) == pytest.approx(9.0 + 10.0)  # every bar is a whole step
+    assert sum(bar.get_width() for bar in bars) == pytest.approx(2 * 10.0)  # every bar is a whole unprofiled step
 
 
 def test_nothing_is_drawn_without_traces(make_result):
     from dpscope.reports.figures.traces import TRACE_FIGURES
 
     assert [draw(compare_results([make_result()])) for draw in TRACE_FIGURES.values()] == [None, None, None]
+
+
+def test_the_tables_are_there_in_full_as_csv(rows, tmp_path):
+    import pandas as pd
+
+    from dpscope.reports.trace_csv import write_trace_csv
+
+    (path,) = write_trace_csv(rows(standard=make_trace(STANDARD), flat=make_trace(FLAT)), tmp_path)
+    table = pd.read_csv(path)
+    assert list(table.method) == ["standard"] * 2 + ["flat"] * 3
+    assert table.self_cpu_ms.sum() == pytest.approx(5 + 2 + 4 + 9 + 3)
+    assert set(table.operator) == {"aten::mm", "aten::add", "aten::bmm"}
+
+
+def test_no_traces_no_csv(make_result, tmp_path):
+    from dpscope.reports.trace_csv import write_trace_csv
+
+    assert write_trace_csv(compare_results([make_result()]), tmp_path) == []

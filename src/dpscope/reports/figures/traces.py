@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+IDLE = "GPU idle"
+
 # Paul Tol's "muted" colours; what only private training does in its reds, waits and gaps in greys.
 PHASE_COLOURS = {
     "forward": "#88CCEE",
@@ -26,7 +28,7 @@ PHASE_COLOURS = {
     "optimizer": "#44AA99",
     "between phases": "#DDDDDD",
     "wait for the GPU": "#BBBBBB",
-    "GPU idle": "#FFFFFF",
+    IDLE: "#FFFFFF",
 }
 FAMILY_COLOURS = (
     *("#332288", "#88CCEE", "#44AA99", "#117733", "#999933", "#DDCC77", "#CC6677", "#882255", "#AA4499"),
@@ -46,10 +48,10 @@ def draw_phases(rows: Sequence[Row]) -> Figure | None:
     figure = new_figure(1.5 + 0.34 * len(shown))
     ax = figure.subplots()
     parts = [_phase_times(row, on_gpu=on_gpu) for row in shown]
-    names = [*phase_names(shown), *(["GPU idle"] if on_gpu else [])]
+    names = [*phase_names(shown), *([IDLE] if on_gpu else [])]
     names = [name for name in names if any(times.get(name) for times in parts)]
     _stack(ax, [row.method for row in shown], parts, {name: PHASE_COLOURS.get(name, "#999933") for name in names})
-    ax.set_xlabel(f"milliseconds of a traced step{': GPU time' if on_gpu else ''}")
+    ax.set_xlabel("GPU milliseconds of an unprofiled step" if on_gpu else "milliseconds of a traced step")
     set_title(figure, "Where the time of a training step goes", shown, [_unprofiled(shown)])
     _legend(figure, names, PHASE_COLOURS)
     settle(figure)
@@ -57,9 +59,12 @@ def draw_phases(rows: Sequence[Row]) -> Figure | None:
 
 
 def _phase_times(row: Row, *, on_gpu: bool) -> dict[str, float]:
+    """Host time; or GPU time and, since the profiler leaves kernels alone but not the host, what the unprofiled step
+    takes beyond it."""
     trace = trace_of(row)
-    times = {part["phase"]: part["gpu_ms" if on_gpu else "cpu_ms"] for part in trace["phases"]}
-    return times | ({"GPU idle": trace["gpu"]["idle_ms"]} if on_gpu else {})
+    times: dict[str, float] = {part["phase"]: part["gpu_ms" if on_gpu else "cpu_ms"] for part in trace["phases"]}
+    step = row.median_ms or trace["step_ms"]
+    return times | ({IDLE: max(step - sum(times.values()), 0.0)} if on_gpu else {})
 
 
 def _unprofiled(rows: Sequence[Row]) -> str:
