@@ -130,7 +130,7 @@ def test_the_summary_of_a_gpu_says_busy_idle_and_whether_it_waits_for_the_host(r
 
 def test_gpu_columns_sum_to_the_traced_step_when_streams_overlap_too(rows):
     text = printed(rows(standard=make_trace(GPU, 1.5, idle=4.0)))
-    lines = {line.rpartition("  ")[0].strip(): line.split()[-1] for line in text.splitlines()}
+    lines = {line.rpartition("  ")[0].strip(): line.rpartition(" ")[2] for line in text.splitlines()}
     assert (lines["GPU idle"], lines["less: side by side"]) == ("4.00", "-1.50")
     assert "traced step               8.50  8.50" in text
 
