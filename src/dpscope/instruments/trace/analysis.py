@@ -75,7 +75,7 @@ def as_trace(source: Source) -> Trace:
         return source
     if isinstance(source, profile):
         return trace_of(source)
-    return read_trace(Path(source))
+    return read_trace(source)
 
 
 def operator_table(source: Source, *, by_shape: bool = False) -> DataFrame:

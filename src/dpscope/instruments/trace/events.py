@@ -94,8 +94,9 @@ class Trace:
         return around or self.by_id.get(event.args.get("External id", -1))
 
 
-def read_trace(path: Path) -> Trace:
+def read_trace(path: Path | str) -> Trace:
     """The trace in a `.json` or `.json.gz` file, or `UserError` with a sentence."""
+    path = Path(path)
     try:
         raw = path.read_bytes()
         text = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
