@@ -180,10 +180,8 @@ def test_a_module_that_raises_leaves_no_range_open():
         with pytest.raises(RuntimeError, match="on purpose"):
             model(torch.zeros(1))
         torch.zeros(1).add(1)
-    names = [event.name for event in profiler.events() if event.name in (MODULE + "0", "aten::add")]
-    assert names == [MODULE + "0", "aten::add"]
-    add = next(event for event in profiler.events() if event.name == "aten::add")
-    assert add.cpu_parent is None
+    found = {event.name: event.time_range for event in profiler.events()}
+    assert found[MODULE + "0"].end <= found["aten::add"].start
 
 
 def test_an_empty_recording_is_no_trace(tmp_path):

@@ -122,6 +122,23 @@ def test_without_a_gpu_the_operators_and_what_is_outside_them_sum_to_the_step():
     assert summary["outside_operators_ms"] == pytest.approx(60 * US)
 
 
+def test_a_phase_within_another_counts_for_itself_alone():
+    events = [
+        annotation("ProfilerStep#0", 0, 100),
+        annotation("backward", 10, 80),
+        annotation("clip", 30, 20),
+        operator("aten::mul", 35, 10),
+        operator("aten::mm", 60, 10),
+    ]
+    summary = summarise([parse_events(events)])
+    times = {row["phase"]: row["cpu_ms"] for row in summary["phases"]}
+    assert times == pytest.approx({"backward": 60 * US, "clip": 20 * US, "between phases": 20 * US})
+    assert {row["operator"]: row["phase"] for row in summary["operators"]} == {
+        "aten::mul": "clip",
+        "aten::mm": "backward",
+    }
+
+
 def test_a_recording_without_marked_steps_is_one_step():
     summary = summarise([parse_events([operator("aten::mm", 5, 20), operator("aten::mm", 40, 10)])])
     assert (summary["steps"], summary["step_ms"]) == (1, pytest.approx(45 * US))
