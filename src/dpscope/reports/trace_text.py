@@ -34,7 +34,7 @@ def trace_section(rows: Sequence[Row], width: int) -> list[RenderableType]:
         for found in differences(group):
             parts += [*_difference(found), ""]
         parts += [Text(line) for line in _findings(group)]
-        parts += [Text(line) for line in _module_lines(group)]
+        parts += [Text(line) for line in _asked_for(group)]
     return [*parts, Text(TRACE_NOTE, style="dim")] if parts else []
 
 
@@ -193,13 +193,29 @@ def _wait(wait: dict[str, Any]) -> str:
     return f"{wait['count']:.0f}× {wait['operator']} in {wait['phase']}{where} ({format_ms(wait['ms'])})"
 
 
-def _module_lines(rows: Sequence[Row]) -> list[str]:
-    lines = []
-    for row in rows:
-        trace = trace_of(row)
-        column = "gpu_ms" if trace["basis"] == "gpu" else "cpu_ms"
-        modules = [module for module in trace.get("modules", []) if not module["module"].startswith("(")]
-        if modules:
-            told = ", ".join(f"{module['module']} {format_ms(module[column])}" for module in modules[:5])
-            lines.append(f"{row.method}: most expensive modules, forward and backward: {told}.")
+def _asked_for(rows: Sequence[Row]) -> list[str]:
+    """What --modules, --memory and --flops found, a line each for every method."""
+    lines = [line for row in rows for line in (_modules(row), _memory(row), _flops(row)) if line]
     return [*lines, ""] if lines else []
+
+
+def _modules(row: Row) -> str:
+    trace = trace_of(row)
+    column = "gpu_ms" if trace["basis"] == "gpu" else "cpu_ms"
+    modules = [module for module in trace.get("modules", []) if not module["module"].startswith("(")]
+    told = ", ".join(f"{module['module']} {format_ms(module[column])}" for module in modules[:5])
+    return f"{row.method}: most expensive modules, forward and backward: {told}." if told else ""
+
+
+def _memory(row: Row) -> str:
+    operators = trace_of(row).get("memory", {}).get("operators", [])
+    told = ", ".join(f"{each['operator']} {format_bytes(each['allocated_bytes'])}" for each in operators[:5])
+    return f"{row.method}: operators that ask for most memory in a step: {told}." if told else ""
+
+
+def _flops(row: Row) -> str:
+    total = sum(trace_of(row).get("flops", {}).values())
+    if not total:
+        return ""
+    rate = f", {total / row.median_ms / 1e9:.2f} TFLOP/s of the unprofiled step" if row.median_ms else ""
+    return f"{row.method}: {total / 1e9:.2f} GFLOP counted in a step{rate}."

@@ -135,6 +135,17 @@ def test_gpu_columns_sum_to_the_traced_step_when_streams_overlap_too(rows):
     assert ["traced", "step", "8.50", "8.50"] in [line.split() for line in text.splitlines()]
 
 
+def test_what_was_asked_for_beside_times_is_told(rows):
+    trace = make_trace(STANDARD)
+    trace["modules"] = [{"module": "(no module)", "cpu_ms": 9.0}, {"module": "head", "cpu_ms": 4.0}]
+    trace["memory"] = {"operators": [{"operator": "aten::bmm", "allocated_bytes": 3 * 2**20}]}
+    trace["flops"] = {"aten::mm": 3e9, "aten::bmm": 1e9}
+    text = " ".join(printed(rows(median=10.0, standard=trace)).split())
+    assert "most expensive modules, forward and backward: head 4.0 ms." in text
+    assert "ask for most memory in a step: aten::bmm 3.0 MiB." in text
+    assert "4.00 GFLOP counted in a step, 0.40 TFLOP/s of the unprofiled step." in text
+
+
 def test_a_long_difference_is_cut_and_still_adds_up(rows):
     many = [operator(f"aten::op{n}", "clip", 1.0 + n) for n in range(30)]
     text = printed(rows(standard=make_trace(STANDARD), flat=make_trace(many)))
