@@ -217,5 +217,5 @@ def _flops(row: Row) -> str:
     total = sum(trace_of(row).get("flops", {}).values())
     if not total:
         return ""
-    rate = f", {total / row.median_ms / 1e9:.2f} TFLOP/s of the unprofiled step" if row.median_ms else ""
+    rate = f", {total / row.median_ms / 1e9:.3g} TFLOP/s of the unprofiled step" if row.median_ms else ""
     return f"{row.method}: {total / 1e9:.2f} GFLOP counted in a step{rate}."

@@ -143,7 +143,7 @@ def test_what_was_asked_for_beside_times_is_told(rows):
     text = " ".join(printed(rows(median=10.0, standard=trace)).split())
     assert "most expensive modules, forward and backward: head 4.0 ms." in text
     assert "ask for most memory in a step: aten::bmm 3.0 MiB." in text
-    assert "4.00 GFLOP counted in a step, 0.40 TFLOP/s of the unprofiled step." in text
+    assert "4.00 GFLOP counted in a step, 0.4 TFLOP/s of the unprofiled step." in text
 
 
 def test_a_long_difference_is_cut_and_still_adds_up(rows):
