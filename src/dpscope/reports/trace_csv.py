@@ -15,7 +15,7 @@ from dpscope.results.store import write_atomically
 TABLES = {"trace_operators.csv": "operators", "trace_kernels.csv": "kernels"}
 
 
-def write_trace_csv(rows: Sequence[Row], folder: Path) -> list[Path]:
+def write_trace_csv(rows: Sequence[Row], folder: Path, formats: Sequence[str] = ()) -> list[Path]:
     """One file a table, a line an operator or kernel of each method at each size; milliseconds of an average step."""
     paths = []
     for name, part in TABLES.items():

@@ -12,6 +12,7 @@ from rich.text import Text
 from dpscope.reports.tables import STANDARD, Row
 from dpscope.reports.trace import Difference, boundness, differences, phase_names, trace_of, traced
 from dpscope.reports.words import shorten, size_in_words
+from dpscope.results.families import FAMILY_LABELS
 from dpscope.units import MIB, MISSING, format_bytes, format_ms
 
 MOST = 10  # lines of a table of differences
@@ -121,7 +122,7 @@ def _family_table(rows: Sequence[Row]) -> Table:
     by_row = [{part["family"]: part["ms"] for part in trace_of(row).get("families", [])} for row in rows]
     names = sorted({name for times in by_row for name in times}, key=lambda n: -max(t.get(n, 0.0) for t in by_row))
     for name in names:
-        table.add_row(name, *(_figure(times.get(name)) for times in by_row))
+        table.add_row(FAMILY_LABELS.get(name, name), *(_figure(times.get(name)) for times in by_row))
     words = {part["word"] for row in rows for part in trace_of(row)["named"] if part["kernels"] or part["operators"]}
     for word in sorted(words):
         table.add_row(f"named …{word}…", *(_named_cell(row, word) for row in rows), style="dim")

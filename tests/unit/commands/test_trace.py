@@ -78,7 +78,7 @@ def test_traces_are_named_and_their_size_is_said(sweep, rows):
         (name,) = row.measured["trace"].files.values()
         assert (folder / name).stat().st_size == row.measured["trace"].trace["files"]["trace.json.gz"] < 20 * 2**20
         assert str(folder / name) in process.stdout.partition("Written:")[2]
-    assert re.search(r"\[2/6\] standard tiny bs2 seq8 fp32: 2 steps traced, [\d.]+ MiB", process.stdout)
+    assert re.search(r"\[2/6\] standard tiny bs2 seq8 fp32 trace: 2 steps traced, [\d.]+ MiB", process.stdout)
 
 
 def test_figures_are_written_and_named(sweep):

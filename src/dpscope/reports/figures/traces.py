@@ -2,38 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dpscope.reports.figures import suffixed
 from dpscope.reports.figures.style import SMALL, new_figure, save, set_title, settle, styled, three_digits
-from dpscope.reports.palette import is_dark
+from dpscope.reports.figures.traffic_bytes import FAMILY_COLOURS
+from dpscope.reports.palette import is_dark, phase_colour
 from dpscope.reports.tables import Row
-from dpscope.reports.trace import Change, differences, phase_names, trace_of, traced
+from dpscope.reports.trace import Change, differences, phase_names, trace_of
 from dpscope.reports.trace_text import operator_label
 from dpscope.reports.words import shorten
+from dpscope.results.families import FAMILY_LABELS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 IDLE = "GPU idle"
-
-# Paul Tol's "muted" colours; what only private training does in its reds, waits and gaps in greys.
-PHASE_COLOURS = {
-    "forward": "#88CCEE",
-    "backward": "#332288",
-    "clip": "#CC6677",
-    "noise": "#882255",
-    "optimizer": "#44AA99",
-    "between phases": "#DDDDDD",
-    "wait for the GPU": "#BBBBBB",
-    IDLE: "#FFFFFF",
-}
-FAMILY_COLOURS = (
-    *("#332288", "#88CCEE", "#44AA99", "#117733", "#999933", "#DDCC77", "#CC6677", "#882255", "#AA4499"),
-    *("#661100", "#6699CC", "#888888", "#BBBBBB", "#DDDDDD"),
-)
 GREW, SHRANK = "#CC6677", "#44AA99"
 MOST = 8  # operators of a method that are drawn
 
@@ -49,11 +36,11 @@ def draw_phases(rows: Sequence[Row]) -> Figure | None:
     ax = figure.subplots()
     parts = [_phase_times(row, on_gpu=on_gpu) for row in shown]
     names = [*phase_names(shown), *([IDLE] if on_gpu else [])]
-    names = [name for name in names if any(times.get(name) for times in parts)]
-    _stack(ax, [row.method for row in shown], parts, {name: PHASE_COLOURS.get(name, "#999933") for name in names})
+    colours = {name: phase_colour(name) for name in names if any(times.get(name) for times in parts)}
+    _stack(ax, [row.method for row in shown], parts, colours)
     ax.set_xlabel("GPU milliseconds of an unprofiled step" if on_gpu else "milliseconds of a traced step")
     set_title(figure, "Where the time of a training step goes", shown, [_unprofiled(shown)])
-    _legend(figure, names, PHASE_COLOURS)
+    _legend(figure, colours)
     settle(figure)
     return figure
 
@@ -81,13 +68,13 @@ def draw_families(rows: Sequence[Row]) -> Figure | None:
         return None
     parts = [{part["family"]: part["ms"] for part in trace_of(row)["families"]} for row in shown]
     names = sorted({name for times in parts for name in times}, key=lambda n: -max(t.get(n, 0.0) for t in parts))
-    colours = {name: FAMILY_COLOURS[place % len(FAMILY_COLOURS)] for place, name in enumerate(names)}
+    colours = {name: FAMILY_COLOURS.get(name, "#DDDDDD") for name in names}
     figure = new_figure(1.7 + 0.34 * len(shown))
     ax = figure.subplots()
     _stack(ax, [row.method for row in shown], parts, colours)
     ax.set_xlabel("milliseconds of kernels, copies and fills in a step")
     set_title(figure, "What the GPU works on", shown, [])
-    _legend(figure, names, colours)
+    _legend(figure, colours, FAMILY_LABELS)
     settle(figure)
     return figure
 
@@ -142,11 +129,12 @@ def _stack(ax: Axes, methods: Sequence[str], parts: Sequence[dict[str, float]], 
     ax.set_xlim(0, widest * 1.1)
 
 
-def _legend(figure: Figure, names: Sequence[str], colours: dict[str, str]) -> None:
+def _legend(figure: Figure, colours: Mapping[str, str], labels: Mapping[str, str] | None = None) -> None:
     from matplotlib.patches import Patch
 
-    patches = [Patch(facecolor=colours.get(n, "#999933"), edgecolor="0.4", linewidth=0.4, label=n) for n in names]
-    figure.legend(handles=patches, loc="outside lower center", ncols=min(len(names), 7), frameon=False)
+    words = {name: (labels or {}).get(name, name) for name in colours}
+    patches = [Patch(facecolor=c, edgecolor="0.4", linewidth=0.4, label=words[n]) for n, c in colours.items()]
+    figure.legend(handles=patches, loc="outside lower center", ncols=min(len(colours), 6), frameon=False)
 
 
 TRACE_FIGURES: dict[str, Callable[[Sequence[Row]], Any]] = {
@@ -156,13 +144,11 @@ TRACE_FIGURES: dict[str, Callable[[Sequence[Row]], Any]] = {
 }
 
 
-def write_trace_figures(rows: Sequence[Row], folder: Path) -> list[Path]:
+def write_trace_figures(rows: Sequence[Row], folder: Path, formats: Sequence[str] = ("png",)) -> list[Path]:
+    """Each figure that the rows allow, in each format; with several sizes, each gets its own."""
     paths = []
-    groups = traced(rows)
-    for group in groups:
-        spec = group[0].first.spec
-        suffix = f"_bs{spec['batch_size']}_seq{spec['seq_len']}" if len(groups) > 1 else ""
+    for suffix, group in suffixed(rows).items():
         for name, draw in TRACE_FIGURES.items():
             if (figure := draw(group)) is not None:
-                paths += save(figure, folder, name + suffix, ["png"])
+                paths += save(figure, folder, name + suffix, formats)
     return paths
