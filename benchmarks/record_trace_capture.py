@@ -91,9 +91,10 @@ def main() -> None:
 
 
 def strip_folders(path: Path) -> None:
-    """Names of files stay, the folders they lie in go."""
+    """Names of files stay, and the packages they belong to; the folders these lie in go."""
     text = gzip.decompress(path.read_bytes()).decode()
-    text = re.sub(r'/(?:[^/"\s]+/)+(?=[^/"\s]*\.py\()', "", text)
+    text = re.sub(r'(?<=")/[^"\s]*/(?:site|dist)-packages/', "", text)
+    text = re.sub(r'(?<=")/(?:[^/"\s]+/)+(?=[^/"\s]*\.py\()', "", text)
     path.write_bytes(gzip.compress(text.encode(), mtime=0))
 
 
