@@ -17,6 +17,7 @@ COMMANDS = {
     "memory": "Where every byte of the peak goes: memory by component, by module, over time.",
     "ncu": "Nsight Compute: the bytes that a step moves through DRAM and L2, by method.",
     "ncu-read": "Show Nsight Compute reports (.ncu-rep) that exist, on any machine.",
+    "trace": "Where a step's time goes: torch.profiler traces, phases, kernels, and what a method adds to standard.",
     "nsys": "Timelines of a few steps with Nsight Systems: GPU time by phase, kernels, copies, idle gaps.",
     "report": "Show results that exist again, without measuring.",
     "check": "Is a method exact? Its clipped gradient against micro-batches of one.",

@@ -85,3 +85,5 @@ def _figures(result: Result) -> Iterator[str]:
     if "gpu" in result.nsys:
         gpu = result.nsys["gpu"]
         yield f"{format_ms(gpu['busy_ms'])} GPU busy a step, {format_ms(gpu['idle_ms'])} idle"
+    if result.trace:
+        yield f"{result.trace['steps']} steps traced, {format_bytes(sum(result.trace['files'].values()))}"

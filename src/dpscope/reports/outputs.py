@@ -9,10 +9,12 @@ from pathlib import Path
 from dpscope.errors import UserError
 from dpscope.reports.export import RESULTS_CSV, TIMELINE_CSV, write_csv
 from dpscope.reports.figures import FIGURES, FORMATS, traffic, write_figures
+from dpscope.reports.figures.traces import write_trace_figures
 from dpscope.reports.figures.traffic import write_traffic_figures
 from dpscope.reports.latex import RESULTS_TEX, write_latex
 from dpscope.reports.tables import Row, compare_results
 from dpscope.reports.text import TITLE, render_plain, summary
+from dpscope.reports.trace_csv import write_trace_csv
 from dpscope.reports.traffic_csv import KERNELS, TRAFFIC, write_traffic_csv
 from dpscope.results.schema import Result
 from dpscope.results.store import Skipped, write_atomically
@@ -22,7 +24,13 @@ SUMMARY = "summary.txt"
 # Each writes what it can say of the rows into a folder and names the files; none if it has nothing to say.
 # The last argument is the formats of figures: png, svg, pdf.
 Writer = Callable[[Sequence[Row], Path, Sequence[str]], list[Path]]
-WRITERS: tuple[Writer, ...] = (write_figures, write_traffic_figures, write_traffic_csv)
+WRITERS: tuple[Writer, ...] = (
+    write_figures,
+    write_trace_figures,
+    write_trace_csv,
+    write_traffic_figures,
+    write_traffic_csv,
+)
 
 # Written when they are asked for.
 EXPORTS = (RESULTS_CSV, TIMELINE_CSV, RESULTS_TEX)

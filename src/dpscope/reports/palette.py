@@ -1,4 +1,4 @@
-"""The colour of a component, the same in every figure and page. Hexadecimal strings, no drawing library.
+"""The colours of components, phases and methods, the same in every figure and page. No drawing library.
 
 Paul Tol's "muted" scheme: told apart with any kind of colour vision. What only private training holds is in its three
 reds and purples, and hatched besides, so that it stands out in grey print too.
@@ -21,6 +21,18 @@ COMPONENT_COLOURS = {
     "unattributed": "#DDDDDD",
 }
 
+# Phases of a step, with what lies between them; what only private training does in the same reds.
+PHASE_COLOURS = {
+    "forward": "#88CCEE",
+    "backward": "#332288",
+    "clip": "#CC6677",
+    "noise": "#882255",
+    "optimizer": "#44AA99",
+    "between phases": "#DDDDDD",
+    "wait for the GPU": "#BBBBBB",
+    "GPU idle": "#FFFFFF",
+}
+
 # For components that a user's own rule names: chosen by name, so that it is the same colour in every report.
 OWN_COLOURS = ("#BBBBBB", "#EE8866", "#77AADD", "#FFAABB", "#AAAA00")
 
@@ -32,6 +44,10 @@ METHOD_MARKERS = "osD^vP*X<>ph"
 def colour_of(component: str) -> str:
     own = OWN_COLOURS[zlib.crc32(component.encode()) % len(OWN_COLOURS)]
     return COMPONENT_COLOURS.get(component, own)
+
+
+def phase_colour(phase: str) -> str:
+    return PHASE_COLOURS.get(phase, "#999933")
 
 
 def is_dark(colour: str) -> bool:

@@ -14,6 +14,7 @@ from rich.text import Text
 from dpscope.reports.memory_text import memory_section, snapshot_section
 from dpscope.reports.nsys_text import nsys_section
 from dpscope.reports.tables import STANDARD, STEADY, Row, compare_results, group_by_size, varying_columns
+from dpscope.reports.trace_text import trace_section
 from dpscope.reports.traffic_text import traffic_section
 from dpscope.reports.words import shorten, size_in_words
 from dpscope.results.schema import FAILED, Result
@@ -61,7 +62,7 @@ def _cost(rows: Sequence[Row], width: int) -> list[RenderableType]:
 
 # What a summary is made of, in this order. A section without anything to say is empty.
 Section = Callable[[Sequence[Row], int], list[RenderableType]]
-SECTIONS: tuple[Section, ...] = (_cost, memory_section, traffic_section, nsys_section)
+SECTIONS: tuple[Section, ...] = (_cost, memory_section, trace_section, nsys_section, traffic_section)
 DETAILS: tuple[Section, ...] = (snapshot_section,)  # for the file, where there is room
 
 

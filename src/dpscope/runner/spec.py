@@ -38,6 +38,11 @@ INSTRUMENTS: dict[str, dict[str, Any]] = {
         "gpu_metrics": False,  # utilisation of the GPU's units over time
         "autograd": False,  # an NVTX range for every operator
     },
+    "trace": {
+        "schedule": "short",
+        "trace_steps": None,  # None: as many as the schedule records
+        **dict.fromkeys(("shapes", "memory", "stacks", "modules", "flops"), False),
+    },
 }
 
 

@@ -1,0 +1,37 @@
+"""torch.profiler: where a step's time goes, by phase, operator, kernel and module.
+
+`capture` records, `events` reads what was recorded (or any trace torch.profiler exported), `attribution` says whose
+time it was, `findings` looks for waits, copies and casts, `summary` puts it all together, and `analysis` is for
+people who work in Python.
+"""
+
+from dpscope.instruments.trace.analysis import (
+    advanced_analysis,
+    basic_analysis,
+    detect_bottlenecks,
+    generate_performance_report,
+    memory_analysis,
+    operator_table,
+)
+from dpscope.instruments.trace.capture import Detail, export_trace, record
+from dpscope.instruments.trace.events import Trace, read_trace
+from dpscope.instruments.trace.schedules import early_training, periodic, steady_state
+from dpscope.instruments.trace.summary import summarise
+
+__all__ = [
+    "Detail",
+    "Trace",
+    "advanced_analysis",
+    "basic_analysis",
+    "detect_bottlenecks",
+    "early_training",
+    "export_trace",
+    "generate_performance_report",
+    "memory_analysis",
+    "operator_table",
+    "periodic",
+    "read_trace",
+    "record",
+    "steady_state",
+    "summarise",
+]

@@ -1,0 +1,253 @@
+"""Analyses for people who work in Python: data frames first, printing second.
+
+Every function takes a profiler that has recorded something (`torch.profiler.profile`), a trace that was read, or the
+path of one that was exported. `print()` shows what it returns as tables.
+
+>>> from dpscope.instruments.trace.analysis import basic_analysis, detect_bottlenecks
+>>> with torch.profiler.profile(record_shapes=True) as profiler:                         # doctest: +SKIP
+...     train_step()
+>>> print(basic_analysis(profiler))                                                       # doctest: +SKIP
+>>> detect_bottlenecks(profiler, threshold_ms=5.0)                                        # doctest: +SKIP
+
+Times are in milliseconds, memory in bytes. `device` is the GPU: those columns are left out of CPU traces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch.profiler import profile
+
+from dpscope.errors import UserError
+from dpscope.instruments.trace.events import OPERATOR, Event, Trace, read_trace
+from dpscope.instruments.trace.live import trace_of
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+Source = profile | Trace | Path | str
+
+CPU_COLUMNS = ("cpu_ms", "self_cpu_ms")
+DEVICE_COLUMNS = ("device_ms", "self_device_ms")
+BYTE_COLUMNS = ("self_cpu_bytes", "self_gpu_bytes")
+LONGEST = 40  # rows of a table that are printed
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """Tables and totals. `analysis["by operator"]` is a data frame."""
+
+    title: str
+    tables: dict[str, DataFrame]
+    totals: dict[str, float] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> DataFrame:
+        return self.tables[name]
+
+    def __str__(self) -> str:
+        lines = [self.title, "=" * len(self.title)]
+        for name, table in self.tables.items():
+            shown = table.head(LONGEST).to_string(index=False, float_format="{:.3f}".format, na_rep="")
+            lines += ["", f"{name}:", shown if len(table) else "(nothing)"]
+            lines += [f"… and {len(table) - LONGEST} more rows"] if len(table) > LONGEST else []
+        if self.totals:
+            lines += ["", "totals:", *(f"  {name}: {value:,.10g}" for name, value in self.totals.items())]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Bottleneck:
+    """An operator that takes longer than a threshold, with all that it calls."""
+
+    name: str
+    cpu_ms: float
+    device_ms: float
+    count: int
+    input_shapes: list[str]  # those seen, where shapes were recorded
+
+
+def as_trace(source: Source) -> Trace:
+    """The trace of a profiler, a file, or a trace itself."""
+    if isinstance(source, Trace):
+        return source
+    if isinstance(source, profile):
+        return trace_of(source)
+    return read_trace(source)
+
+
+def operator_table(source: Source, *, by_shape: bool = False) -> DataFrame:
+    """A row an operator (and input shape): calls, time with and without what it calls, memory it keeps."""
+    import pandas as pd
+
+    trace = as_trace(source)
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+
+    def row_of(event: Event) -> dict[str, Any]:
+        shape = _shape(event) if by_shape else ""
+        empty = (
+            {"operator": event.name, "input_shapes": shape, "calls": 0}
+            | dict.fromkeys(_TIMES, 0.0)
+            | dict.fromkeys(BYTE_COLUMNS, 0)
+        )
+        return rows.setdefault((event.name, shape), empty)
+
+    for event in trace.operators:
+        row = row_of(event)
+        row["calls"] += 1
+        row["self_cpu_ms"] += event.self_time / 1e3
+        if not _recursive(event):
+            row["cpu_ms"] += event.duration / 1e3
+    for work in trace.device_work:
+        operator = trace.operator_of(work)
+        if operator is not None:
+            row_of(operator)["self_device_ms"] += work.duration / 1e3
+            for around in _distinct([operator, *operator.ancestors()]):
+                row_of(around)["device_ms"] += work.duration / 1e3
+    if not by_shape:
+        for change in trace.memory:
+            if (change["operator"], "") in rows:
+                rows[change["operator"], ""][f"self_{change['device']}_bytes"] += change["bytes"]
+    table = pd.DataFrame(rows.values(), columns=["operator", "input_shapes", "calls", *_TIMES, *BYTE_COLUMNS])
+    return table.drop(columns=_absent(trace, by_shape=by_shape))
+
+
+_TIMES = (*DEVICE_COLUMNS, *CPU_COLUMNS)
+
+
+def _absent(trace: Trace, *, by_shape: bool) -> list[str]:
+    """Columns that would be all zeros because nobody looked."""
+    columns = [] if by_shape else ["input_shapes"]
+    if not trace.on_gpu:
+        columns += [*DEVICE_COLUMNS, "self_gpu_bytes"]
+    if by_shape or not trace.memory:
+        columns += BYTE_COLUMNS
+    return list(dict.fromkeys(columns))
+
+
+def _shape(event: Event) -> str:
+    return str(event.args.get("Input Dims", "not recorded"))
+
+
+def _recursive(event: Event) -> bool:
+    """Within a call of itself: its time is in that call's already."""
+    return any(around.name == event.name and around.category == OPERATOR for around in event.ancestors())
+
+
+def _distinct(events: Iterable[Event]) -> list[Event]:
+    """The operators among them, each name once."""
+    return list({event.name: event for event in events if event.category == OPERATOR}.values())
+
+
+def _most(table: DataFrame, column: str, limit: int) -> DataFrame:
+    return table.sort_values(column, ascending=False, kind="stable").head(limit).reset_index(drop=True)
+
+
+def basic_analysis(source: Source, *, limit: int = 15, show: bool = False) -> Analysis:
+    """Operators by device time, by CPU time and by the memory they asked for, as far as each was recorded."""
+    table = operator_table(source)
+    order = {
+        "by device time": "device_ms",
+        "by CPU time": "cpu_ms",
+        "by CPU memory": "self_cpu_bytes",
+        "by GPU memory": "self_gpu_bytes",
+    }
+    tables = {name: _most(table, column, limit) for name, column in order.items() if column in table}
+    return _shown(Analysis("Operators", tables), show=show)
+
+
+def advanced_analysis(source: Source, *, limit: int = 15, show: bool = False) -> Analysis:
+    """By operator, by operator and input shape (with `record_shapes=True`), and totals over the whole recording."""
+    trace = as_trace(source)
+    by_operator, by_shape = operator_table(trace), operator_table(trace, by_shape=True)
+    first, own = ("device_ms", "self_device_ms") if trace.on_gpu else ("cpu_ms", "self_cpu_ms")
+    tables = {
+        "by operator": _most(by_operator, first, limit),
+        "by input shape": _most(by_shape, own, limit),
+    }
+    return _shown(Analysis("Operators and shapes", tables, _totals(trace)), show=show)
+
+
+def _totals(trace: Trace) -> dict[str, float]:
+    totals: dict[str, float] = {
+        "operators called": len(trace.operators),
+        "CPU ms": sum(event.self_time for event in trace.operators) / 1e3,
+    }
+    if trace.on_gpu:
+        kernels = [work for work in trace.device_work if work.category == "kernel"]
+        totals |= {
+            "kernels": len(kernels),
+            "kernel ms": sum(work.duration for work in kernels) / 1e3,
+            "device ms": sum(work.duration for work in trace.device_work) / 1e3,
+        }
+    return totals
+
+
+def memory_analysis(source: Source, *, limit: int = 15, show: bool = False) -> Analysis:
+    """Memory by operator and over time. Needs `profile_memory=True`."""
+    import pandas as pd
+
+    trace = as_trace(source)
+    if not trace.memory:
+        raise UserError("no memory was recorded: profile with profile_memory=True")
+    table = operator_table(trace)
+    columns = [name for name in ("self_gpu_bytes", "self_cpu_bytes") if name in table]
+    tables = {
+        f"by {column.split('_')[1]} memory": _most(table[["operator", "calls", column]], column, limit)
+        for column in columns
+    }
+    timeline = pd.DataFrame(trace.memory)
+    timeline["time_ms"] = timeline["time_us"] / 1e3
+    totals = {
+        f"highest {device} bytes": float(rows["total_bytes"].max()) for device, rows in timeline.groupby("device")
+    }
+    tables["over time"] = timeline[["time_ms", "device", "bytes", "total_bytes", "operator"]]
+    return _shown(Analysis("Memory", tables, totals), show=show)
+
+
+def detect_bottlenecks(source: Source, threshold_ms: float = 10.0, *, show: bool = False) -> list[Bottleneck]:
+    """Operators that take longer than a threshold over the whole recording, on GPU or host; slowest first."""
+    trace = as_trace(source)
+    shapes: dict[str, dict[str, None]] = {}
+    for event in trace.operators:
+        if "Input Dims" in event.args:
+            shapes.setdefault(event.name, {})[_shape(event)] = None
+    table = operator_table(trace)
+    found = [
+        Bottleneck(
+            name=row["operator"],
+            cpu_ms=row["cpu_ms"],
+            device_ms=row.get("device_ms", 0.0),
+            count=int(row["calls"]),
+            input_shapes=list(shapes.get(row["operator"], {})),
+        )
+        for row in table.to_dict("records")
+        if max(row["cpu_ms"], row.get("device_ms", 0.0)) > threshold_ms
+    ]
+    found.sort(key=lambda each: (-each.device_ms, -each.cpu_ms))
+    if show:
+        for place, each in enumerate(found, start=1):
+            print(f"{place}. {each.name}: GPU {each.device_ms:.2f} ms, CPU {each.cpu_ms:.2f} ms, {each.count} calls")
+    return found
+
+
+def generate_performance_report(source: Source, name: str = "model", *, limit: int = 20) -> str:
+    """The analyses above as one text."""
+    trace = as_trace(source)
+    parts = [f"Performance of {name}", "", str(advanced_analysis(trace, limit=limit))]
+    if trace.memory:
+        memory = memory_analysis(trace, limit=limit)
+        by_operator = {title: table for title, table in memory.tables.items() if title != "over time"}
+        parts += ["", str(Analysis(memory.title, by_operator, memory.totals))]
+    totals = _totals(trace)
+    if totals.get("device ms"):
+        parts += ["", f"CPU time is {totals['CPU ms'] / totals['device ms']:.2f} times device time."]
+    return "\n".join(parts)
+
+
+def _shown(analysis: Analysis, *, show: bool) -> Analysis:
+    if show:
+        print(analysis)
+    return analysis

@@ -1,0 +1,148 @@
+"""Whose time it was: phases, operators and modules, for the host and for the GPU."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from dpscope.instruments.phases import PHASES
+from dpscope.instruments.trace.capture import MODULE, WAIT
+from dpscope.instruments.trace.events import ANNOTATION, OPERATOR, Event, Trace
+
+BETWEEN = "between phases"
+NO_MODULE = "(no module)"
+ENGINE = "autograd::engine::evaluate_function"
+
+
+class PhaseTimeline:
+    """The phase at every moment: the one entered last of those that are open, on whatever thread.
+
+    Work that autograd's own threads launch during `backward` belongs to it, since the main thread waits there.
+    """
+
+    def __init__(self, annotations: Iterable[Event]) -> None:
+        open_: list[Event] = []
+        edges = [(e, e.start, True) for e in annotations if e.name in (*PHASES, WAIT)]
+        edges += [(event, event.end, False) for event, _, _ in edges]
+        self._starts: list[float] = []
+        self._names: list[str] = []
+        for event, moment, opens in sorted(edges, key=lambda edge: (edge[1], edge[2])):
+            if opens:
+                open_.append(event)
+            else:
+                open_.remove(event)
+            self._starts.append(moment)
+            self._names.append(max(open_, key=lambda e: e.start).name if open_ else BETWEEN)
+
+    def at(self, moment: float) -> str:
+        place = bisect_right(self._starts, moment) - 1
+        return self._names[place] if place >= 0 else BETWEEN
+
+    def within(self, start: float, end: float) -> Iterator[tuple[str, float]]:
+        """Every stretch between two moments, with its length. The lengths sum to `end - start`."""
+        moment = start
+        place = bisect_right(self._starts, start)
+        while place < len(self._starts) and self._starts[place] < end:
+            yield self.at(moment), self._starts[place] - moment
+            moment = self._starts[place]
+            place += 1
+        yield self.at(moment), end - moment
+
+
+def union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The stretches covered by at least one interval, in order, without overlap."""
+    merged: list[tuple[float, float]] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def clip_to(step: Event, events: Iterable[Event]) -> list[tuple[float, float]]:
+    """The parts of the events that lie within a step."""
+    pairs = ((max(event.start, step.start), min(event.end, step.end)) for event in events)
+    return [(start, end) for start, end in pairs if end > start]
+
+
+@dataclass(frozen=True)
+class StepView:
+    """What belongs to one recorded step."""
+
+    trace: Trace
+    step: Event
+    phases: PhaseTimeline
+    operators: list[Event]  # on every thread
+    calls: list[Event]  # runtime calls that the step made, our own final synchronisation left out
+    device_work: list[Event]  # what the step launched
+
+    def phase_of(self, work: Event) -> str:
+        """By when the host asked for it."""
+        return self.phases.at(asked_for(self.trace, work).start)
+
+
+def asked_for(trace: Trace, work: Event) -> Event:
+    """The host's side of a piece of work on the GPU; the work itself where that was not recorded."""
+    return trace.launch_of(work) or trace.operator_of(work) or work
+
+
+def step_views(trace: Trace) -> list[StepView]:
+    """One view a recorded step. Work on the GPU belongs to the step that launched it."""
+    phases = PhaseTimeline(trace.annotations)
+    steps = trace.steps
+
+    def of(step: Event, events: Sequence[Event]) -> list[Event]:
+        return [event for event in events if step.start <= event.start < step.end]
+
+    def launched(step: Event, work: Event) -> bool:
+        return step.start <= asked_for(trace, work).start < step.end
+
+    return [
+        StepView(
+            trace,
+            step,
+            phases,
+            of(step, trace.operators),
+            [call for call in of(step, trace.calls) if not _is_ours(call)],
+            [work for work in trace.device_work if launched(step, work)],
+        )
+        for step in steps
+    ]
+
+
+def _is_ours(call: Event) -> bool:
+    return call.nearest(lambda event: event.category == ANNOTATION and event.name == WAIT) is not None
+
+
+def on_the_steps_thread(view: StepView) -> list[Event]:
+    return [event for event in view.operators if event.thread == view.step.thread]
+
+
+class ModuleTable:
+    """The module an operator worked for: the range around it, or in the backward pass that of its forward operator."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._of_sequence: dict[int, str] = {}
+        for event in trace.operators:
+            number = event.args.get("Sequence number", -1)
+            if number >= 0 and not event.args.get("Fwd thread id"):
+                module = _range_around(event)
+                if module is not None:
+                    self._of_sequence[number] = module
+
+    def of(self, operator: Event | None) -> str:
+        if operator is None:
+            return NO_MODULE
+        found = _range_around(operator)
+        if found is None:
+            node = operator.nearest(lambda e: e.category == OPERATOR and e.name.startswith(ENGINE))
+            number = node.args.get("Sequence number", -1) if node is not None else -1
+            found = self._of_sequence.get(number)
+        return found or NO_MODULE
+
+
+def _range_around(event: Event) -> str | None:
+    around = event.nearest(lambda e: e.category == ANNOTATION and e.name.startswith(MODULE))
+    return None if around is None else around.name.removeprefix(MODULE)

@@ -1,0 +1,132 @@
+"""What slows a step down without being arithmetic: waits, copies between host and device, casts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from dpscope.instruments.trace.attribution import StepView
+from dpscope.instruments.trace.events import OPERATOR, Around, Event, Trace, nest
+
+# On a CPU nothing waits, but these operators hand a tensor's value to Python: on a GPU each would be a wait.
+WOULD_WAIT = ("aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::masked_select")
+
+_KIND = re.compile(r"\b([HDP]to[HDPA])\b")
+
+
+def synchronisations(views: Sequence[StepView], *, on_gpu: bool) -> list[dict[str, Any]]:
+    """Where the host waited for the GPU (or, in a CPU trace, would have), longest first: calls of an average step."""
+    found: dict[tuple[str, str, str, str], list[float]] = {}
+    for view in views:
+        places = _Places(view.trace)
+        waits = _waits(view) if on_gpu else [event for event in view.operators if _hands_over(event)]
+        for wait in waits:
+            key = (wait.name, _outermost(view.trace, wait), view.phases.at(wait.start), places.of(wait))
+            sums = found.setdefault(key, [0.0, 0.0])
+            sums[0] += 1 / len(views)
+            sums[1] += wait.duration / 1e3 / len(views)
+    rows = [
+        {"call": call, "operator": operator, "phase": phase, "where": where, "count": count, "ms": ms}
+        for (call, operator, phase, where), (count, ms) in found.items()
+    ]
+    return sorted(rows, key=lambda row: -row["ms"])
+
+
+def _hands_over(event: Event) -> bool:
+    return event.name in WOULD_WAIT and not any(around.name in WOULD_WAIT for around in event.ancestors())
+
+
+def _waits(view: StepView) -> list[Event]:
+    """Calls that return only when the GPU has caught up."""
+    to_pageable = {
+        work.args.get("correlation") for work in view.device_work if "DtoH" in work.name and "Pageable" in work.name
+    }
+    return [
+        call
+        for call in view.calls
+        if "Synchronize" in call.name or call.name == "cudaMemcpy" or call.args.get("correlation", -1) in to_pageable
+    ]
+
+
+def _outermost(trace: Trace, event: Event) -> str:
+    """The operator a person would recognise: the outermost around it, autograd's own frames left out."""
+    inner = trace.operator_of(event)
+    if inner is None:
+        return "(no operator)"
+    chain = [e for e in (inner, *inner.ancestors()) if e.category == OPERATOR and not e.name.startswith("autograd::")]
+    named = [e for e in chain if "::" in e.name] or chain
+    return named[-1].name if named else inner.name
+
+
+class _Places:
+    """Lines of Python, where stacks were recorded: the innermost frame that is not torch's own."""
+
+    def __init__(self, trace: Trace) -> None:
+        nest(trace.frames)
+        self._around = Around(trace.frames)
+
+    def of(self, event: Event) -> str:
+        frame = self._around.find(event.thread, event.start)
+        own = frame.nearest(_is_the_users) if frame is not None else None
+        return "" if own is None else own.name
+
+
+def _is_the_users(frame: Event) -> bool:
+    name = frame.name
+    return ".py(" in name and not name.startswith(("torch/", "<")) and "/torch/" not in name
+
+
+def copies(views: Sequence[StepView]) -> list[dict[str, Any]]:
+    """Copies of an average step by direction (H host, D device), with their bytes and who asked for them."""
+    found: dict[tuple[str, str, str], list[float]] = {}
+    for view in views:
+        for work in view.device_work:
+            if work.category == "gpu_memcpy":
+                match = _KIND.search(work.name)
+                key = (match.group(1) if match else work.name, _outermost(view.trace, work), view.phase_of(work))
+                sums = found.setdefault(key, [0.0, 0.0, 0.0])
+                for place, value in enumerate((1, work.args.get("bytes", 0), work.duration / 1e3)):
+                    sums[place] += value / len(views)
+    rows = [
+        {"kind": kind, "operator": operator, "phase": phase, "count": count, "bytes": size, "ms": ms}
+        for (kind, operator, phase), (count, size, ms) in found.items()
+    ]
+    return sorted(rows, key=lambda row: -row["bytes"])
+
+
+def casts(views: Sequence[StepView]) -> list[dict[str, Any]]:
+    """Copies from one number format to another, by phase. The formats are known where shapes were recorded.
+
+    A kernel that converts while it does something else is no cast here.
+    """
+    found: dict[tuple[str, str], list[float]] = {}
+    for view in views:
+        inside: dict[int, float] = {}
+        for work in view.device_work:
+            operator = view.trace.operator_of(work)
+            if operator is not None:
+                inside[id(operator)] = inside.get(id(operator), 0.0) + work.duration
+        for event in view.operators:
+            formats = _formats(event)
+            if formats is not None:
+                sums = found.setdefault((formats, view.phases.at(event.start)), [0.0, 0.0, 0.0])
+                for place, value in enumerate((1, event.duration / 1e3, inside.get(id(event), 0.0) / 1e3)):
+                    sums[place] += value / len(views)
+    rows = [
+        {"formats": formats, "phase": phase, "count": count, "cpu_ms": cpu, "gpu_ms": gpu}
+        for (formats, phase), (count, cpu, gpu) in found.items()
+    ]
+    return sorted(rows, key=lambda row: -(row["gpu_ms"] or row["cpu_ms"]))
+
+
+def _formats(event: Event) -> str | None:
+    """`float to bfloat16` for a cast, None for any other operator."""
+    if event.name != "aten::copy_":
+        return None
+    types = event.args.get("Input type")
+    if not types:  # without shapes: copies within a conversion are taken for casts
+        converting = event.parent is not None and event.parent.name == "aten::_to_copy"
+        return "not recorded (--shapes)" if converting else None
+    target, source = (str(name).removeprefix("c10::").lower() for name in types[:2])
+    return None if target == source else f"{source} to {target}"

@@ -1,0 +1,250 @@
+"""What a person wants to know of a recorded step, as JSON: milliseconds of an average step."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
+
+from dpscope.instruments.ncu.families import family_of, short_name
+from dpscope.instruments.phases import PHASES
+from dpscope.instruments.trace.attribution import (
+    BETWEEN,
+    ModuleTable,
+    StepView,
+    clip_to,
+    on_the_steps_thread,
+    step_views,
+    union,
+)
+from dpscope.instruments.trace.capture import MODULE, WAIT
+from dpscope.instruments.trace.events import Event, Trace
+from dpscope.instruments.trace.findings import casts, copies, synchronisations
+
+MOST = 40  # kernels and modules that are listed; the rest is summed up in one line
+
+NAMED = ("clip", "norm", "einsum", "elementwise", "reduce")  # what readers of DP-SGD traces look for by name
+
+
+def summarise(traces: Sequence[Trace]) -> dict[str, Any]:
+    """The recorded steps of one or several traces, averaged.
+
+    `phases` sum to `step_ms` (host); on a GPU `operators`' `gpu_ms` plus `gpu.idle_ms` less `gpu.overlap_ms` sum to
+    it too; without one, `operators`' `self_cpu_ms` on the step's thread plus `outside_operators_ms`.
+    """
+    views = [view for trace in traces for view in step_views(trace)]
+    on_gpu = any(trace.on_gpu for trace in traces)
+    count = len(views)
+    operators = _operators(views)
+    step_ms = _ms(sum(view.step.duration for view in views)) / count
+    own = sum(event.self_time for view in views for event in on_the_steps_thread(view))
+    summary: dict[str, Any] = {
+        "basis": "gpu" if on_gpu else "cpu",
+        "steps": count,
+        "step_ms": step_ms,
+        "each_step_ms": [_ms(view.step.duration) for view in views],
+        "phases": _phases(views),
+        "operators": operators,
+        "outside_operators_ms": step_ms - _ms(own) / count,
+        "named": _named(views),
+        "synchronisations": synchronisations(views, on_gpu=on_gpu),
+        "casts": casts(views),
+    }
+    if on_gpu:
+        summary |= {
+            "gpu": _gpu(views),
+            "kernels": _kernels(views),
+            "families": _families(views),
+            "copies": copies(views),
+        }
+    if any(event.name.startswith(MODULE) for trace in traces for event in trace.annotations):
+        summary["modules"] = _modules(views)
+    if any(trace.memory for trace in traces):
+        summary["memory"] = _memory(traces, count)
+    return summary
+
+
+def _ms(microseconds: float) -> float:
+    return microseconds / 1e3
+
+
+class Sums:
+    """Adds figures up under a key, and gives them back as averages over the steps, largest first."""
+
+    def __init__(self, steps: int, *names: str) -> None:
+        self._steps = steps
+        self._names = names
+        self._sums: dict[Hashable, list[float]] = defaultdict(lambda: [0.0] * len(names))
+
+    def add(self, key: Hashable, *values: float) -> None:
+        sums = self._sums[key]
+        for place, value in enumerate(values):
+            sums[place] += value
+
+    def rows(self, by: str, *keys: str) -> list[dict[str, Any]]:
+        found = []
+        for key, sums in self._sums.items():
+            parts = key if isinstance(key, tuple) else (key,)
+            values = {name: value / self._steps for name, value in zip(self._names, sums, strict=True)}
+            found.append({**dict(zip(keys, parts, strict=True)), **values})
+        return sorted(found, key=lambda row: -row[by])
+
+
+def _phases(views: Sequence[StepView]) -> list[dict[str, Any]]:
+    """Host and GPU time of each phase; what lies between them is a row of its own, so that the host column sums."""
+    sums = Sums(len(views), "cpu_ms", "gpu_ms")
+    for view in views:
+        for name, length in view.phases.within(view.step.start, view.step.end):
+            sums.add(name, _ms(length), 0.0)
+        for work in view.device_work:
+            sums.add(view.phase_of(work), 0.0, _ms(work.duration))
+    order = (*PHASES, BETWEEN, WAIT)
+    return sorted(sums.rows("cpu_ms", "phase"), key=lambda row: order.index(row["phase"]))
+
+
+def _operators(views: Sequence[StepView]) -> list[dict[str, Any]]:
+    """Self time of every operator in every phase. A kernel that no operator launched goes under its own name."""
+    sums = Sums(len(views), "count", "self_cpu_ms", "gpu_ms")
+    for view in views:
+        for event in on_the_steps_thread(view) if not view.trace.on_gpu else view.operators:
+            sums.add((event.name, view.phases.at(event.start)), 1, _ms(event.self_time), 0.0)
+        for work in view.device_work:
+            operator = view.trace.operator_of(work)
+            name = f"kernel {short_name(work.name)}" if operator is None else operator.name
+            phase = view.phase_of(work) if operator is None else view.phases.at(operator.start)
+            sums.add((name, phase), float(operator is None), 0.0, _ms(work.duration))
+    return sums.rows("gpu_ms" if views[0].trace.on_gpu else "self_cpu_ms", "operator", "phase")
+
+
+def _gpu(views: Sequence[StepView]) -> dict[str, Any]:
+    """Busy and idle within the steps, and why it was idle."""
+    busy = idle_host = idle_queued = idle_end = total = 0.0
+    for view in views:
+        total += sum(work.duration for work in view.device_work)
+        covered = union(clip_to(view.step, view.trace.device_work))
+        busy += sum(end - start for start, end in covered)
+        asked = _launch_times(view)
+        moment = view.step.start
+        for start, end in covered:
+            # If the next work had not been asked for when the GPU ran dry, the GPU waited for the host.
+            if asked.get(start, moment) >= moment:
+                idle_host += start - moment
+            else:
+                idle_queued += start - moment
+            moment = end
+        idle_end += view.step.end - moment
+    count = len(views)
+    launched = [work for view in views for work in view.device_work if work.category == "kernel"]
+    return {
+        "busy_ms": _ms(busy) / count,
+        "idle_ms": _ms(idle_host + idle_queued + idle_end) / count,
+        "idle_waiting_for_host_ms": _ms(idle_host) / count,
+        "idle_between_queued_ms": _ms(idle_queued) / count,
+        "idle_at_end_ms": _ms(idle_end) / count,
+        "overlap_ms": _ms(total - busy) / count,
+        "kernels": len(launched) / count,
+        "mean_kernel_us": sum(work.duration for work in launched) / max(len(launched), 1),
+    }
+
+
+def _launch_times(view: StepView) -> dict[float, float]:
+    """When each piece of work on the GPU began -> when the host had finished asking for it."""
+    times = {}
+    for work in view.trace.device_work:
+        launch = view.trace.launch_of(work)
+        times[max(work.start, view.step.start)] = work.start if launch is None else launch.end
+    return times
+
+
+def _kernels(views: Sequence[StepView]) -> list[dict[str, Any]]:
+    sums = Sums(len(views), "count", "ms", "occupied")
+    for view in views:
+        for work in view.device_work:
+            if work.category == "kernel":
+                name, occupancy = short_name(work.name), work.args.get("est. achieved occupancy %", 0)
+                key = (name, family_of(work.name, view.phase_of(work)))
+                sums.add(key, 1, _ms(work.duration), _ms(work.duration) * float(occupancy or 0))
+    rows = sums.rows("ms", "kernel", "family")
+    for row in rows:
+        row["occupancy_percent"] = round(row.pop("occupied") / row["ms"], 1) if row["ms"] else 0.0
+    return _shortened(rows, ("kernel", "family"))
+
+
+def _families(views: Sequence[StepView]) -> list[dict[str, Any]]:
+    sums = Sums(len(views), "count", "ms")
+    for view in views:
+        for work in view.device_work:
+            sums.add(family_of(work.name, view.phase_of(work)), 1, _ms(work.duration))
+    return sums.rows("ms", "family")
+
+
+def _named(views: Sequence[StepView]) -> list[dict[str, Any]]:
+    """Kernels and operators with a telling word in their names. An operator's time includes what it calls."""
+    sums = Sums(len(views), "kernels", "kernel_ms", "operators", "operator_cpu_ms", "operator_gpu_ms")
+    for view in views:
+        for word in NAMED:
+            sums.add(word, 0, 0, 0, 0, 0)
+            outermost = {id(e) for e in view.operators if word in e.name.lower() and not _inside(e, word)}
+            calls = [event for event in view.operators if id(event) in outermost]
+            sums.add(word, 0, 0, len(calls), _ms(sum(event.duration for event in calls)), 0)
+            for work in view.device_work:
+                if word in work.name.lower():
+                    sums.add(word, 1, _ms(work.duration), 0, 0, 0)
+                operator = view.trace.operator_of(work)
+                if operator is not None and operator.nearest(lambda e: id(e) in outermost) is not None:  # noqa: B023
+                    sums.add(word, 0, 0, 0, 0, _ms(work.duration))
+    return sums.rows("operator_cpu_ms", "word")
+
+
+def _inside(event: Event, word: str) -> bool:
+    return any(word in around.name.lower() for around in event.ancestors())
+
+
+def _modules(views: Sequence[StepView]) -> list[dict[str, Any]]:
+    """Time of the operators that worked for a module, forward and backward; what its submodules did is theirs."""
+    sums = Sums(len(views), "cpu_ms", "gpu_ms")
+    tables: dict[int, ModuleTable] = {}
+    for view in views:
+        table = tables.setdefault(id(view.trace), ModuleTable(view.trace))
+        for event in view.operators:
+            sums.add((table.of(event), view.phases.at(event.start)), _ms(event.self_time), 0.0)
+        for work in view.device_work:
+            operator = view.trace.operator_of(work)
+            sums.add((table.of(operator), view.phase_of(work)), 0.0, _ms(work.duration))
+    by = "gpu_ms" if views[0].trace.on_gpu else "cpu_ms"
+    merged: dict[str, dict[str, Any]] = {}
+    for row in sums.rows(by, "module", "phase"):
+        entry = merged.setdefault(row["module"], {"module": row["module"], "cpu_ms": 0.0, "gpu_ms": 0.0, "phases": {}})
+        entry["cpu_ms"] += row["cpu_ms"]
+        entry["gpu_ms"] += row["gpu_ms"]
+        entry["phases"][row["phase"]] = row[by]
+    return _shortened(sorted(merged.values(), key=lambda row: -row[by]), ("module",))
+
+
+def _memory(traces: Sequence[Trace], steps: int) -> dict[str, Any]:
+    """Bytes that operators asked for (less what they freed), and the highest running total of the recording."""
+    sums = Sums(steps, "allocations", "allocated_bytes", "net_bytes")
+    highest: dict[str, float] = {}
+    for trace in traces:
+        for event in trace.memory:
+            size = event["bytes"]
+            key = (event["operator"] or "(no operator)", event["device"])
+            sums.add(key, float(size > 0), max(size, 0), size)
+            highest[event["device"]] = max(highest.get(event["device"], 0), event["total_bytes"])
+    return {
+        "operators": _shortened(sums.rows("allocated_bytes", "operator", "device"), ("operator", "device")),
+        "highest_total_bytes": highest,
+    }
+
+
+def _shortened(rows: list[dict[str, Any]], keys: Iterable[str]) -> list[dict[str, Any]]:
+    """The first rows, and the rest as one."""
+    if len(rows) <= MOST + 1:
+        return rows
+    shown, rest = rows[:MOST], rows[MOST:]
+    first, *others = keys
+    merged: dict[str, Any] = {first: f"({len(rest)} others)", **dict.fromkeys(others, "")}
+    for name, value in rest[0].items():
+        if isinstance(value, (int, float)) and name != "occupancy_percent":
+            merged[name] = sum(row[name] for row in rest)
+    return [*shown, merged]

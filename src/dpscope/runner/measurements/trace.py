@@ -1,0 +1,45 @@
+"""Where a step's time goes, recorded with torch.profiler. Its times are never step times: those are `time`'s."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+from dpscope.instruments.timing import Progress
+from dpscope.instruments.trace.capture import Detail, record
+from dpscope.instruments.trace.events import read_trace
+from dpscope.instruments.trace.schedules import make_schedule
+from dpscope.instruments.trace.summary import summarise
+from dpscope.results.schema import Result, result_for
+from dpscope.runner import environment
+from dpscope.runner.assembly import make_trainer
+from dpscope.runner.spec import RunSpec
+
+
+def measure(spec: RunSpec, progress: Progress, files: Path) -> Result:
+    schedule = make_schedule(spec.option("schedule"), warmup=spec.warmup, active=spec.option("trace_steps"))
+    detail = Detail(**{name: spec.option(name) for name in ("shapes", "memory", "stacks", "modules", "flops")})
+    trainer, batch = make_trainer(spec)
+    # Opacus wraps the model; its own modules keep their names.
+    model = getattr(trainer.model, "_module", trainer.model)
+    recording = record(
+        lambda: trainer.train_step(batch),
+        files,
+        device=spec.device,
+        schedule=schedule,
+        detail=detail,
+        model=model,
+        progress=progress,
+    )
+    progress("reading the trace", 0, 1)
+    summary = summarise([read_trace(path) for path in recording.paths])
+    summary |= {"schedule": asdict(schedule), "detail": asdict(detail)}
+    if recording.flops:
+        summary["flops"] = recording.flops
+    summary["files"] = {path.name: path.stat().st_size for path in recording.paths}
+    return result_for(
+        spec.to_dict(),
+        trace=summary,
+        files={path.name.removesuffix(".json.gz"): path.name for path in recording.paths},
+        environment=environment.collect(spec.device),
+    )
