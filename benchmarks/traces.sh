@@ -9,8 +9,8 @@ PYTHON="${PYTHON:-$([ -x "$HERE/../.venv/bin/python" ] && echo "$HERE/../.venv/b
 mkdir -p "$OUT" || exit 2
 
 # shellcheck disable=SC2086  # FLAGS are several words
-"$PYTHON" -m dpscope trace --model 1b --dtype bf16 --batch-size 8 --seq-len 1024 --warmup 3 --steps "${STEPS:-5}" \
-  --methods "${METHODS:-standard,flat,ghost,flash}" --timeout 300 --out "$OUT/sweep" --overwrite --logdir "$OUT/runs" \
+"$PYTHON" -m dpscope trace --model 1b --dtype bf16 --batch-size 8 --seq-len 1024 --warmup 2 --steps "${STEPS:-5}" \
+  --methods "${METHODS:-standard,flat,ghost,flash}" --timeout 300 --out "$OUT/sweep" --resume --logdir "$OUT/runs" \
   $FLAGS > "$OUT/log.txt" 2>&1
 status=$?
 [ $status -eq 0 ] || { echo "dpscope trace ended with $status:"; tail -n 20 "$OUT/log.txt"; }

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Models people train, not ours: GPT-2, a Llama of 1.2B parameters, adapters on it, ViT-B/16. bf16, AdamW. About eight
 # minutes on an H200. Results go to OUT (first argument), one folder a part; the table of every part comes last.
-# METHODS, STEPS, WARMUP and PARTS (names of parts) can be set from outside. A part that fails does not stop the rest.
+# METHODS, STEPS, WARMUP, INSTRUMENTS and PARTS (names of parts) can be set from outside. A part that fails does not stop the rest.
 
 OUT="${1:-${OUT:-dpscope-results/your-model}}"
 HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
@@ -9,6 +9,7 @@ PYTHON="${PYTHON:-$([ -x "$HERE/../.venv/bin/python" ] && echo "$HERE/../.venv/b
 METHODS="${METHODS:-standard,flat,ghost,flash}"
 WARMUP="${WARMUP:-2}"
 STEPS="${STEPS:-5}"
+INSTRUMENTS="${INSTRUMENTS:-time,memory}"
 PARTS="${PARTS:-gpt2 llama llama-lora vit}"
 
 part() {  # NAME OPTIONS…
@@ -16,7 +17,7 @@ part() {  # NAME OPTIONS…
   shift
   case " $PARTS " in *" $name "*) ;; *) return ;; esac
   echo "== $name"
-  "$PYTHON" -m dpscope compare "$@" --methods "$METHODS" --dtype bf16 --optimizer adamw --warmup "$WARMUP" \
+  "$PYTHON" -m dpscope compare "$@" --methods "$METHODS" --instruments "$INSTRUMENTS" --dtype bf16 --optimizer adamw --warmup "$WARMUP" \
     --steps "$STEPS" --timeout 240 --out "$OUT/$name" --resume | grep '^\['
 }
 
