@@ -22,6 +22,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 SIZES = {"vocab_size": 8192, "hidden_dim": 512, "num_layers": 4, "num_heads": 8, "max_seq_len": 1024}
 METHODS = ("standard", "flat", "ghost", "flash")
+# What operators take inside themselves, as a share of the peak: in float32 attention's backward pass is the
+# memory-efficient kernel, which has scratch of its own; no dispatch mode sees it.
+INSIDE_OPERATORS = {"bf16": 1e-3, "fp32": 0.03}
 
 
 def spec_of(method: str, dtype: str = "bf16", **changes: object) -> RunSpec:
@@ -41,7 +44,7 @@ def test_the_tracked_peak_is_what_was_requested_less_library_workspaces(method: 
     memory = measured(method, dtype).memory
     requested = memory["peak_requested_bytes"] - memory["cublas_workspace_bytes"]
     print(f"{method} {dtype}: tracked {memory['tracked_peak_bytes']:,}, requested less cuBLAS {requested:,}")
-    assert memory["tracked_peak_bytes"] == pytest.approx(requested, rel=1e-3)
+    assert 0 <= requested - memory["tracked_peak_bytes"] <= INSIDE_OPERATORS[dtype] * requested
 
 
 @pytest.mark.parametrize("method", METHODS)
