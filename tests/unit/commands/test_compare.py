@@ -38,7 +38,7 @@ def test_every_row_is_ok_and_so_is_the_exit_code(comparison):
 def test_the_table_has_absolute_figures_and_ratios_with_standard_first(comparison):
     process, _ = comparison
     figures = r"\s+2\s+8\s+[\d.]+ m?s\s+[\d.]+–[\d.]+\s+([\d.]+)×\??\s+[\d.]+ MiB\s+([\d.]+)×\s+ok$"
-    rows = [line for line in lines_of(process.stdout) if re.match(r"(standard|flat) ", line)]
+    rows = [line for line in lines_of(process.stdout) if re.match(r"(standard|flat) .* ok$", line)]
     standard, flat = (re.search(figures, row) for row in rows)
     assert rows[0].startswith("standard")
     assert standard.groups() == ("1.00", "1.00")
@@ -58,11 +58,29 @@ def test_what_goes_into_a_pipe_is_plain(comparison):
     assert "\x1b" not in process.stdout + process.stderr + (folder / "summary.txt").read_text()
 
 
-def test_the_summary_file_is_what_was_printed(comparison):
+def test_the_summary_file_is_what_was_printed_and_the_stages_of_memory_besides(comparison):
     process, folder = comparison
-    summary = lines_of((folder / "summary.txt").read_text())
-    assert "\n".join(summary) in "\n".join(lines_of(process.stdout))
-    assert any(line.startswith("flat ") for line in summary)
+    printed = lines_of(process.stdout.partition("\nWritten:")[0])
+    printed = printed[next(n for n, line in enumerate(printed) if line.startswith("What privacy costs")) :]
+    written = lines_of((folder / "summary.txt").read_text())
+    assert written[: len(printed)] == printed
+    assert any(line.startswith("flat ") for line in printed)
+    assert any(line.startswith("iter0_after_forward ") for line in written[len(printed) :])
+
+
+def test_components_are_in_the_table_and_add_up_to_the_peak_of_the_row(comparison):
+    """The memory instrument's peak is the row's, although the time instrument has one too."""
+    from dpscope.reports.tables import compare_results
+    from dpscope.results.store import ResultStore
+
+    process, folder = comparison
+    assert re.search(r"^per-sample gradients \*\s+—\s+[\d.]+ [KM]iB$", process.stdout, flags=re.MULTILINE)
+    results, _ = ResultStore(folder).read_all()
+    for row in compare_results(results.values()):
+        assert set(row.measured) == {"time", "memory"}
+        assert row.memory["source"] == "tracker"
+        assert row.peak_bytes == sum(row.memory["peak"]["components"].values())
+        assert row.median_ms == row.measured["time"].timing["median_ms"]
 
 
 def test_every_file_written_is_named_in_the_last_lines(comparison):
@@ -128,8 +146,10 @@ def test_report_shows_the_same_again_from_the_files_alone(comparison):
     report = subprocess.run([DPSCOPE, "report", str(folder)], capture_output=True, text=True, timeout=60, check=False)
     assert report.returncode == 0
     shown, files = report.stdout.split("\nWritten:\n")
-    assert lines_of(shown) == lines_of((folder / "summary.txt").read_text())
-    assert files.split() == [str(folder / "summary.txt"), str(folder / "performance_tradeoff.png")]
+    lines = lines_of(shown)
+    assert lines == lines_of((folder / "summary.txt").read_text())[: len(lines)]
+    figures = ("memory_breakdown_comparison.png", "memory_timeline.png", "performance_tradeoff.png")
+    assert files.split() == [str(folder / name) for name in ("summary.txt", *figures)]
 
 
 def test_report_names_files_that_are_no_results_and_goes_on(comparison, tmp_path):
