@@ -227,7 +227,7 @@ def make(batch_size):
 
 if GUARD:
     comparison = dpscope.compare(
-        make, methods=["standard", "flash"], batch_size=[2], device="cpu", warmup=0, steps=1, out=OUT, instruments=["time"]
+        make, methods=["standard", "flash"], instruments=["time"], batch_size=[2], device="cpu", warmup=0, steps=1, out=OUT
     )
     assert comparison.ok, comparison
     print(comparison)
