@@ -226,9 +226,8 @@ def make(batch_size):
 
 
 if GUARD:
-    comparison = dpscope.compare(
-        make, methods=["standard", "flash"], instruments=["time"], batch_size=[2], device="cpu", warmup=0, steps=1, out=OUT
-    )
+    small = dict(instruments=["time"], batch_size=[2], device="cpu", warmup=0, steps=1)
+    comparison = dpscope.compare(make, methods=["standard", "flash"], out=OUT, **small)
     assert comparison.ok, comparison
     print(comparison)
 """
