@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import pandas
 
 METHODS = tuple(method.name for method in BUILT_IN)
+INSTRUMENTS = ("time", "memory")  # of a comparison, unless others are asked for
 
 
 @dataclass(frozen=True)
@@ -134,9 +135,10 @@ def plan_sweep(
     seq_len: int | Iterable[int] | None = None,
     lora: str | None = None,
     device: str = "auto",
+    instruments: Iterable[str] = INSTRUMENTS,
     **settings: Any,
 ) -> list[RunSpec]:
-    """The run specs of a comparison. `settings`: dtype, optimizer, steps, seed … (`RunSpec`), instruments, options."""
+    """The run specs of a comparison. `settings`: dtype, optimizer, steps, seed … (`RunSpec`), options."""
     config = find_workload(workload)
     return make_sweep(
         config if lora is None else with_lora(config, parse_lora(lora)),
@@ -144,6 +146,7 @@ def plan_sweep(
         batch_sizes=_several(batch_size),
         seq_lens=[None] if seq_len is None else _several(seq_len),
         device=resolve_device(device),
+        instruments=instruments,
         **settings,
     )
 

@@ -9,6 +9,7 @@ import click
 
 from dpscope.commands.options import CommaList
 from dpscope.commands.sweeping import follow_sweep, specs_from, sweep_arguments
+from dpscope.comparison import INSTRUMENTS
 
 
 @click.command(name="compare")
@@ -16,7 +17,7 @@ from dpscope.commands.sweeping import follow_sweep, specs_from, sweep_arguments
 @click.option(
     "--instruments",
     type=CommaList(str),
-    default="time,memory",
+    default=",".join(INSTRUMENTS),
     show_default=True,
     help="How to look, each in a process of its own: time alone is twice as quick.",
 )

@@ -226,9 +226,8 @@ def make(batch_size):
 
 
 if GUARD:
-    comparison = dpscope.compare(
-        make, methods=["standard", "flash"], batch_size=[2], device="cpu", warmup=0, steps=1, out=OUT
-    )
+    small = dict(instruments=["time"], batch_size=[2], device="cpu", warmup=0, steps=1)
+    comparison = dpscope.compare(make, methods=["standard", "flash"], out=OUT, **small)
     assert comparison.ok, comparison
     print(comparison)
 """
@@ -288,3 +287,15 @@ def test_the_command_line_refuses_with_a_sentence(tmp_path, monkeypatch, options
     assert sentence in " ".join(outcome.stderr.split())
     assert outcome.stdout == ""
     assert list(tmp_path.iterdir()) == []  # and nothing was begun
+
+
+def test_the_example_in_the_docs_runs(tmp_path):
+    page = (Path(__file__).parents[3] / "docs" / "workloads.md").read_text()
+    (tmp_path / "mine.py").write_text(page.partition("```python\n")[2].partition("```")[0])
+    (tmp_path / "mylibrary.py").write_text(
+        "from torch import nn\ndef MyModel(): return nn.Sequential(nn.Embedding(1000, 8), nn.Linear(8, 1000))\n"
+    )
+    workload = workload_at(f"{tmp_path / 'mine.py'}:make")
+    spec = RunSpec(workload=workload, method="flash", batch_size=2, seq_len=8, warmup=0, steps=1)
+    assert explain(spec) is None
+    assert measure_or_explain(spec).ok

@@ -89,3 +89,12 @@ def test_the_scaled_embedding_of_a_large_vocabulary_holds_no_table_for_each_samp
     assert [
         line for line in str(trainer.engine.explain()).splitlines() if "embed_tokens" in line and "opaque" in line
     ] == []
+
+
+@pytest.mark.parametrize("method", ["flat", "ghost", "flash"])
+@pytest.mark.parametrize("name", ["vit with its convolution", "a bare parameter"])
+def test_memory_is_measured_where_opacus_has_no_rule_for_a_layer(name, method):
+    """Opacus falls back to torch.func there, which runs under no hooks on what autograd saves."""
+    result = measure_or_explain(spec_of(name, method, instrument="memory"))
+    assert result.status == OK, result.details
+    assert result.peak_memory_mb > 0

@@ -245,8 +245,8 @@ def test_a_row_that_opacus_refuses_says_so_and_the_sweep_goes_on(tmp_path):
     """Ghost clipping refuses GPT-2's tied embedding; the command ends with 1 and the table is complete."""
     command = [sys.executable, "-m", "dpscope", "compare", "--device", "cpu", "--model", "hf:gpt2-tiny"]
     command += ["--num-layers", "1", "--methods", "ghost,standard", "--batch-size", "2", "--seq-len", "8"]
-    command += ["--warmup", "0", "--steps", "1", "--out", str(tmp_path / "out")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    command += ["--warmup", "0", "--steps", "1", "--instruments", "time", "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 1, done.stderr
     rows = {
         line.split()[0]: line.split()[-1] for line in done.stdout.splitlines() if line.startswith(("ghost ", "sta"))

@@ -58,7 +58,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             stack.enter_context(self._paths.watching())
             stack.enter_context(listening(self._phase))
             stack.enter_context(_resizes_reported(self._resized))
-            stack.enter_context(saved_tensors_hooks(self._pack, _Saved.unpack))
+            stack.enter_context(_saved_tensors_packed(self._pack, _Saved.unpack))
             stack.enter_context(self)
             self._mark()
             yield self.record
@@ -216,6 +216,40 @@ def _asker(frame: FrameType | None) -> str:
 def _recomputing() -> bool:
     """A forward that runs again inside a backward pass: gradients are enabled there, and by no function transform."""
     return in_backward() and torch.is_grad_enabled() and torch._C._functorch.peek_interpreter_stack() is None
+
+
+@contextmanager
+def _saved_tensors_packed(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Iterator[None]:
+    """Hooks on what autograd saves. torch.func.grad refuses to run under any: ours step aside while it does.
+
+    Opacus takes per-sample gradients that way for layers it has no rule for.
+    """
+    graph: Any = torch.autograd.graph
+    hooks, disable = saved_tensors_hooks(pack, unpack), graph.disable_saved_tensors_hooks
+    aside = False
+
+    @contextmanager
+    def step_aside(message: str) -> Iterator[None]:
+        nonlocal aside
+        if aside:  # a transform within a transform
+            with disable(message):
+                yield
+            return
+        hooks.__exit__()
+        aside = True
+        try:
+            with disable(message):
+                yield
+        finally:
+            aside = False
+            hooks.__enter__()
+
+    graph.disable_saved_tensors_hooks = step_aside
+    try:
+        with hooks:
+            yield
+    finally:
+        graph.disable_saved_tensors_hooks = disable
 
 
 @contextmanager
