@@ -56,8 +56,9 @@ class TrainerBase(ABC):
         self.loss = loss
         self.settings = settings
         self.device = next(model.parameters()).device
-        # "high" is what lets CUDA matrix products use TF32; fp32 means fp32.
+        # fp32 means fp32: "high" is what lets CUDA's matrix products use TF32; convolutions use it unless told not to.
         torch.set_float32_matmul_precision("high" if settings.dtype == "tf32" else "highest")
+        torch.backends.cudnn.allow_tf32 = settings.dtype == "tf32"
         self.plain_model = model
         moment(MODEL_LOADED)
         self.model = self.prepare_model(model)

@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from dpscope.reports.tables import compare_results
+from dpscope.results.store import ResultStore
+
 DPSCOPE = str(Path(sys.executable).with_name("dpscope"))
 
 
@@ -70,6 +73,18 @@ def test_the_summary_file_is_what_was_printed(comparison):
     summary = without_stages(folder / "summary.txt")
     assert "\n".join(summary) in "\n".join(lines_of(process.stdout))
     assert any(line.startswith("flat ") for line in summary)
+
+
+def test_components_are_in_the_table_and_add_up_to_the_peak_of_the_row(comparison):
+    """The memory instrument's peak is the row's, although the time instrument has one too."""
+    process, folder = comparison
+    assert re.search(r"^per-sample gradients \*\s+—\s+[\d.]+ [KM]iB$", process.stdout, flags=re.MULTILINE)
+    results, _ = ResultStore(folder).read_all()
+    for row in compare_results(results.values()):
+        assert set(row.measured) == {"time", "memory"}
+        assert row.memory["source"] == "tracker"
+        assert row.peak_bytes == sum(row.memory["peak"]["components"].values())
+        assert row.median_ms == row.measured["time"].timing["median_ms"]
 
 
 def test_every_file_written_is_named_in_the_last_lines(comparison):
