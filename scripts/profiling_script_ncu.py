@@ -13,7 +13,7 @@ import sys
 
 from dpscope.commands.selftest import run_local_test
 from dpscope.errors import UserError
-from dpscope.instruments.ncu.running import end_with_lifeline
+from dpscope.instruments.processes import end_with_lifeline
 from dpscope.reports.guide import guide_text
 from dpscope.runner.spec import DTYPES, RunSpec
 from dpscope.workloads.configs import PRESETS, make_config
