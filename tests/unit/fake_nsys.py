@@ -1,7 +1,7 @@
 """An installation of Nsight Systems in a folder, of executables that record nothing.
 
 They take the same arguments, print the same messages and leave the same files as the real ones, and a report of theirs
-holds the environment they were given, as a real one does.
+holds the environment they were given and that of whoever started them, as a real one does.
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ elif arguments[0] == "profile":
     program = arguments[1 + next(i for i, a in enumerate(arguments[1:]) if not a.startswith("--")):]
     code = subprocess.run(program).returncode if plan["runs"] else 0
     output = options["--output"]
-    recorded = json.dumps({{"environment": dict(os.environ), "arguments": arguments}})
+    recorded = {{"environment": dict(os.environ), "arguments": arguments}}
+    recorded["of other processes"] = Path(f"/proc/{{os.getppid()}}/environ").read_text()
+    recorded = json.dumps(recorded)
     if plan["leaves"] is not None:
         Path(output + plan["leaves"]).write_text(recorded)
     if plan["leaves"] == ".nsys-rep":

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import subprocess
+import sys
 
 import fake_nsys
 import pytest
@@ -158,6 +160,47 @@ def test_a_planted_token_is_in_nothing_that_nsys_leaves(monkeypatch, tmp_path):
     for path in (tmp_path / "out").iterdir():
         assert b"s3cr3t" not in path.read_bytes()
     assert "s3cr3t" not in shown(taken.command, variables)
+
+
+TAKE = """
+import os, sys
+from pathlib import Path
+from dpscope.instruments.nsys.command import Looking, needed_variables
+from dpscope.instruments.nsys.finding import look_at
+from dpscope.instruments.nsys.running import take
+variables = needed_variables(os.environ)
+taken = take(look_at(sys.argv[1]), ["true"], Path(sys.argv[2]), "step", Looking(), environment=variables)
+print(taken.failure)
+"""
+
+
+def test_what_nsys_finds_in_other_processes_is_taken_out_of_the_report(tmp_path):
+    """The variables a process was started with can be read in /proc: those of dpscope itself end up in a report."""
+    export = a_step(tmp_path / "step.sqlite").write()
+    nsys = fake_nsys.install(tmp_path / "nsight", export=export)
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": os.pathsep.join(sys.path), **SECRETS, "SHORT": "1"}
+    command = [sys.executable, "-c", TAKE, str(nsys), str(tmp_path / "out")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "None"
+    recorded = json.loads((tmp_path / "out" / "step.nsys-rep").read_text())["of other processes"].split("\0")
+    assert f"PATH={environment['PATH']}" in recorded  # the fake did read it, and what is passed on may stay
+    for name, value in SECRETS.items():
+        assert f"{name}={value}" not in recorded
+        assert f"{name}={'x' * len(value)}" in recorded
+    assert "SHORT=x" in recorded
+
+
+def test_a_report_that_cannot_be_cleaned_says_so(tmp_path):
+    """The export holds what the report hid, compressed or encoded: the person is told before it is shared."""
+    planted = a_step(tmp_path / "step.sqlite")
+    planted.string("HF_TOKEN=hf_secret")
+    nsys = fake_nsys.install(tmp_path / "nsight", export=planted.write())
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": os.pathsep.join(sys.path), "HF_TOKEN": "hf_secret"}
+    command = [sys.executable, "-c", TAKE, str(nsys), str(tmp_path / "out")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    assert "do not share" in done.stdout
+    assert "HF_TOKEN" in done.stdout
+    assert "hf_secret" not in done.stdout
 
 
 # What nsys leaves

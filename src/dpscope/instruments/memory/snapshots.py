@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from dpscope.instruments.peaks import storage_bytes
 from dpscope.instruments.phases import BACKWARD, FORWARD, MODEL_LOADED, MODEL_WRAPPED, OPTIMIZER_CREATED
@@ -71,7 +72,11 @@ class Snapshots:
 def live_tensor_bytes() -> int:
     """Bytes of the CPU tensors that Python can reach; between steps those are all there are."""
     tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
-    return storage_bytes(tensor for tensor in tensors if tensor.device.type == "cpu" and tensor.layout == torch.strided)
+    return storage_bytes(
+        tensor
+        for tensor in tensors
+        if not is_lazy(tensor) and tensor.device.type == "cpu" and tensor.layout == torch.strided
+    )
 
 
 def resident_bytes() -> int:

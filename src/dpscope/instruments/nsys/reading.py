@@ -123,7 +123,7 @@ def _read(database: sqlite3.Connection, path: Path) -> Timeline:
         activities=sorted(activities, key=lambda activity: (activity.start, activity.end)),
         calls=sorted(rows("CUPTI_ACTIVITY_KIND_RUNTIME", _calls("CUPTI_ACTIVITY_KIND_RUNTIME"), _call), key=_start),
         ranges=sorted(ranges, key=lambda r: (r.start, -r.end)),
-        os_calls=sorted(rows("OSRT_API", _calls("OSRT_API"), _call), key=_start),
+        os_calls=sorted(rows("OSRT_API", _calls("OSRT_API", "NULL"), _call), key=_start),
         gpu=next(rows("TARGET_INFO_GPU", "SELECT name FROM TARGET_INFO_GPU ORDER BY id", str), None),
     )
 
@@ -159,9 +159,9 @@ def _copies(tables: set[str]) -> str:
     """
 
 
-def _calls(table: str) -> str:
+def _calls(table: str, correlation: str = "c.correlationId") -> str:
     return f"""
-        SELECT COALESCE(s.value, '?'), c.start, c.end, c.globalTid, c.correlationId
+        SELECT COALESCE(s.value, '?'), c.start, c.end, c.globalTid, {correlation}
         FROM {table} AS c LEFT JOIN StringIds AS s ON s.id = c.nameId
     """
 

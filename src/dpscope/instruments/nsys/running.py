@@ -1,4 +1,4 @@
-"""Takes a capture: runs nsys around a program, makes a report of what it left, and exports the report as SQLite."""
+"""Takes a capture: runs nsys around a program, makes a report of what it left, cleans it, and exports it as SQLite."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dpscope.instruments.nsys.command import Looking, export_command, import_command, profile_command
-from dpscope.instruments.nsys.failures import why_no_report, why_not_exported, why_not_imported
+from dpscope.instruments.nsys.failures import not_clean, why_no_report, why_not_exported, why_not_imported
 from dpscope.instruments.nsys.finding import Nsys, find_importer
+from dpscope.instruments.nsys.scrubbing import readable_assignments, scrub, still_there
 from dpscope.instruments.processes import OnLine, run_limited
 
 
@@ -35,9 +36,13 @@ def take(
     environment: Mapping[str, str],
     on_line: OnLine = lambda line: None,
 ) -> Capture:
-    """Run `program` under nsys and leave `name.nsys-rep` and `name.sqlite` in `folder`."""
+    """Run `program` under nsys and leave `name.nsys-rep` and `name.sqlite` in `folder`.
+
+    Neither holds a variable of any process but those of `environment`.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     command = profile_command(nsys, program, folder / name, looking)
+    others = readable_assignments(environment)
     done = run_limited(command, environment=environment, on_line=on_line)  # the row's own limit ends it
     output = done.output
     report = folder / f"{name}.nsys-rep"
@@ -53,7 +58,11 @@ def take(
         raw.unlink(missing_ok=True)
     if not report.exists():
         return Capture(command, None, None, why_no_report(output, done.returncode), output)
+    others |= readable_assignments(environment)
+    scrub(report, others)
     database, failure, said = export(nsys.path, report, environment=environment)
+    if names := still_there(database or report, others):
+        failure = not_clean(report, names)
     return Capture(command, report, database, failure, output + said)
 
 
