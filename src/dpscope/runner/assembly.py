@@ -30,9 +30,10 @@ def make_trainer(spec: RunSpec) -> tuple[TrainerBase, Batch]:
         max_grad_norm=spec.max_grad_norm,
         seed=spec.seed,
     )
-    batch = workload.batch(spec.seed, device)
+    trainer = trainer_class(model, workload.loss, settings)
+    batch = workload.batch(spec.seed, device)  # last, so that what the model alone takes can be seen
     require_batch_of(batch, spec.batch_size)
-    return trainer_class(model, workload.loss, settings), batch
+    return trainer, batch
 
 
 def require_batch_of(batch: Batch, samples: int) -> None:
