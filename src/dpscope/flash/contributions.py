@@ -60,11 +60,11 @@ def wide_product(left: Tensor, right: Tensor) -> Tensor:
     return torch.bmm(left.to(dtype), right.to(dtype))
 
 
-def sample_chunks(batch: int, bytes_each: int) -> Iterator[slice]:
-    """Slices over samples such that each slice's scratch stays within `SCRATCH_BYTES` (one sample at least)."""
+def chunks(count: int, bytes_each: int) -> Iterator[slice]:
+    """Slices over samples, or features, such that each slice's scratch stays within `SCRATCH_BYTES` (one at least)."""
     step = max(1, SCRATCH_BYTES // max(1, bytes_each))
-    for start in range(0, batch, step):
-        yield slice(start, min(batch, start + step))
+    for start in range(0, count, step):
+        yield slice(start, min(count, start + step))
 
 
 class Contribution(Protocol):
@@ -122,15 +122,15 @@ class Kept:
 
     def clipped_sum(self, scale: Tensor, out: Tensor | None) -> Tensor:
         values = self.finite_values()
-        if out is None and values.shape[0] == 1:
-            return values[0].to(wide(values.dtype)).mul_(scale[0])
-        if out is None:
-            out = values.new_zeros(values.shape[1:], dtype=wide(values.dtype))
-        factors = scale.to(wide(values.dtype))
-        for b in range(values.shape[0]):
-            # Wide arithmetic inside: the factor is never rounded to the values' dtype.
-            out.add_(values[b].to(factors.dtype) * factors[b])
-        return out
+        dtype = wide(values.dtype)  # inside: the factor is never rounded to the values' dtype
+        if values.shape[0] == 1:
+            total = values[0].to(dtype).mul_(scale[0])
+        else:
+            total = values.new_empty(values.shape[1:], dtype=dtype)
+            factors, rows, flat = scale.to(dtype), values.flatten(1), total.view(-1)
+            for part in chunks(rows.shape[1], rows.shape[0] * dtype.itemsize):
+                torch.mv(rows[:, part].to(dtype).t(), factors, out=flat[part])
+        return total if out is None else out.add_(total)
 
 
 class Saved:
@@ -188,7 +188,7 @@ class Outer(Saved):
         each = self.x.shape[-1] * self.g.shape[-1] * wide(self.g.dtype).itemsize
         norms = [
             row_norms_squared(wide_product(self.g[part].transpose(1, 2), self.x[part]))
-            for part in sample_chunks(self.batch_size, each)
+            for part in chunks(self.batch_size, each)
         ]
         return torch.cat(norms)
 

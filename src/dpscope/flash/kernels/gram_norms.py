@@ -53,6 +53,7 @@ from dpscope.flash.kernels.triton_runtime import (
     table_on,
     tl,
     use_triton,
+    with_aligned_rows,
 )
 from dpscope.instruments.launches import Launch, announce
 from dpscope.results.families import CLIPPING
@@ -111,6 +112,9 @@ def gram_norms_squared(
     groups: dict[_Kind, list[_Rows]] = {}
     for unit in units:
         kind, rows = _rows(unit, batch)
+        if backend != "torch" and _worth_aligning(kind, device):
+            gs, xs = (tuple(map(with_aligned_rows, side)) for side in (unit.gs, unit.xs))
+            kind, rows = _rows(unit._replace(gs=gs, xs=xs), batch)
         groups.setdefault(kind, []).append(rows)
     total: Tensor | None = None
     for kind, members in groups.items():
@@ -126,6 +130,11 @@ def gram_norms_squared(
             total = part if total is None else total + part
     assert total is not None
     return total
+
+
+def _worth_aligning(kind: _Kind, device: torch.device) -> bool:
+    """Every row is read T / block_t times: long samples pay for a copy that is read through the copy engine."""
+    return kind.served and not kind.aligned and kind.g_dtype.itemsize == 2 and kind.length >= 128 and is_hopper(device)
 
 
 class _Kind(NamedTuple):

@@ -49,6 +49,7 @@ from dpscope.flash.kernels.triton_runtime import (
     table_on,
     tl,
     use_triton,
+    with_aligned_rows,
 )
 from dpscope.instruments.launches import Launch, announce
 from dpscope.results.families import GEMM
@@ -113,6 +114,11 @@ def scaled_sums(
     Sums are added to an `out` where given; no two may be the same tensor. `tiles` forces a configuration (for
     measurements).
     """
+    if backend != "torch" and any(_lacks_alignment(g, x) for g, x in zip(gs, xs, strict=True)):
+        return [
+            _sum_of_aligned(g, x, scale, out, backend, tiles)
+            for g, x, out in zip(gs, xs, outs or [None] * len(gs), strict=True)
+        ]
     # Pairs of one key share their checks and a launch: what is left for each pair is a few integers.
     results: list[Tensor] = []
     groups: dict[tuple[Any, ...], list[tuple[int, int, int, int]]] = {}
@@ -146,6 +152,23 @@ def scaled_sums(
         _launch(gs, xs, scale, results, launches, tables, tiles)
         announce(lambda: _described(gs, xs, scale, results, groups, launches))
     return results
+
+
+def _lacks_alignment(g: Tensor, x: Tensor) -> bool:
+    """Widths that no 16-byte word divides, and nothing else, keep the kernel from serving the pair."""
+    words = 16 // g.element_size()
+    odd = g.dim() == x.dim() == 3 and bool(g.shape[2] % words or x.shape[2] % words)
+    return odd and g.dtype == x.dtype and g.dtype in _HALF and g.shape[1] >= 16 and is_hopper(g.device)
+
+
+def _sum_of_aligned(
+    g: Tensor, x: Tensor, scale: Tensor, out: Tensor | None, backend: Backend, tiles: SumTiles | None
+) -> Tensor:
+    """The sum over copies with whole words in a row; what the zeros that were added give is cut off again."""
+    padded = with_aligned_rows(g), with_aligned_rows(x)
+    (total,) = scaled_sums(padded[:1], padded[1:], scale, backend=backend, tiles=tiles)
+    total = total[: g.shape[2], : x.shape[2]].contiguous()
+    return total if out is None else out.add_(total)
 
 
 def _result(g: Tensor, x: Tensor, scale: Tensor, out: Tensor | None) -> Tensor:

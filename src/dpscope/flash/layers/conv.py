@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpscope.flash.contributions import Kept, Outer, Saved, sample_chunks, wide
+from dpscope.flash.contributions import Kept, Outer, Saved, chunks, wide
 from dpscope.flash.kernels.gram_norms import GramUnit, gram_norms_squared
 from dpscope.flash.paths import DIRECT, KEEP, RANK1, Decision
 from dpscope.flash.taps import LayerTap
@@ -69,7 +69,7 @@ class Patches(Saved):
 
     def _chunks(self) -> Iterator[slice]:
         patches = math.prod(self.second.shape[2:]) * self.first.shape[1] * math.prod(self.geometry.kernel)
-        return sample_chunks(self.batch_size, patches * self.first.element_size())
+        return chunks(self.batch_size, patches * self.first.element_size())
 
     def _gradients(self, samples: slice) -> Tensor:
         return self._outer(samples).materialise().view(-1, *self.shape)

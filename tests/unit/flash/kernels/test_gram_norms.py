@@ -49,6 +49,12 @@ def test_widths_that_are_not_multiples_of_eight(backend: str) -> None:
     assert_norms([unit(2, 19, [13], [5], torch.bfloat16)], backend)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_long_samples_of_such_widths(dtype: torch.dtype, backend: str) -> None:
+    """They are filled up to whole words first where that pays; those of whole words stay as they are."""
+    assert_norms([unit(2, 130, [33], [57], dtype), unit(2, 130, [32, 9], [56], dtype)], backend)
+
+
 def test_layers_that_share_their_input(backend: str) -> None:
     assert_norms([unit(2, 33, [24], [16, 40, 8], torch.bfloat16)], backend, SMALL)
 

@@ -111,6 +111,19 @@ def test_more_samples_than_one_launch_takes(backend: Backend, monkeypatch: pytes
     assert_sum(sum_of(g, x, scale, backend=backend, tiles=SMALL), g, x, scale)
 
 
+@pytest.mark.parametrize(("p", "d"), [(25, 40), (24, 41), (23, 39)])
+@pytest.mark.parametrize("into", [False, True])
+def test_widths_that_no_word_divides(p: int, d: int, into: bool, backend: Backend) -> None:
+    """A vocabulary of 50,257: rows are filled up with zeros, and what those give is cut off again."""
+    g, x = operands(3, 33, p, d)
+    scale = torch.tensor([0.5, 0.0, 2.0])
+    g[1] = torch.nan
+    start = torch.randn(p, d) if into else torch.zeros(p, d)
+    (got,) = scaled_sums([g], [x], scale, outs=[start.clone() if into else None], backend=backend, tiles=SMALL)
+    assert got.is_contiguous()
+    assert_sum(got - start, g, x, scale)
+
+
 def test_rows_of_wider_buffers(backend: Backend) -> None:
     wide = torch.randn(3, 20, 96).bfloat16()
     g, x = wide[:, :, 16:40], wide[:, :, 48:88]
