@@ -16,7 +16,7 @@ from dpscope.reports.tables import STANDARD, Row, group_by_size
 from dpscope.units import MIB, MISSING, format_bytes, format_ms, format_ratio
 
 NSYS, TRACE = "nsys", "trace"
-MOST_KERNELS, MOST_CALLS, MOST_GAPS = 5, 4, 3
+MOST_KERNELS, MOST_CALLS, MOST_GAPS, MOST_NAMES = 5, 4, 3, 5
 LAUNCH_BOUND = 0.1  # of the span: idle for want of a launch, from here on a step is worth calling launch-bound
 AGREE = 0.05  # of a phase's GPU time: what two profilers may differ by
 WORTH_COMPARING = 0.02  # of all GPU time: shorter phases are a few short kernels, and differ from run to run
@@ -43,6 +43,7 @@ def describe_captures(captures: Sequence[Seen], *, where: str = "") -> list[Rend
     heading = f"Nsight Systems{where}: {what}"
     parts: list[RenderableType] = [Text(heading, style="bold"), _phase_table(captures), ""]
     parts += [Text(line) for line in _sentences(captures)]
+    parts += [Text(line, style="bold red") for line in _warnings(captures)]
     parts += ["", Text("Longest kernels", style="bold"), _kernel_table(captures)]
     if any(seen["copies"] or seen["memsets"]["calls"] for _, seen in captures):
         parts += ["", Text("Copies", style="bold"), _copy_table(captures)]
@@ -51,6 +52,19 @@ def describe_captures(captures: Sequence[Seen], *, where: str = "") -> list[Rend
     if any(seen["gaps"] for _, seen in captures):
         parts += ["", Text("Longest idle gaps of the GPU", style="bold"), _gap_table(captures)]
     return [*parts, "", *(Text(note, style="dim") for note in _notes(captures))]
+
+
+def _warnings(captures: Sequence[Seen]) -> list[str]:
+    """Whose reports hold more than they should."""
+    lines = []
+    for name, seen in captures:
+        if foreign := seen.get("foreign_variables"):
+            some = ", ".join(foreign[:MOST_NAMES]) + (" …" if len(foreign) > MOST_NAMES else "")
+            lines.append(
+                f"{name}: DO NOT SHARE this report: nsys wrote variables of other processes into it ({some}). Share a "
+                "stripped export (docs/nsys.md), or start dpscope as `env -i PATH=… HOME=… dpscope nsys …`."
+            )
+    return lines
 
 
 def agreement(rows: Sequence[Row]) -> list[str]:

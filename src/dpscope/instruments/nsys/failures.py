@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
 from pathlib import Path
 
 NO_GPU = "there is no GPU to look at: run on a machine with an NVIDIA GPU and --device cuda"
@@ -91,14 +90,6 @@ def why_not_imported(raw: Path, importer: str | None, output: str = "") -> str:
             f"LD_LIBRARY_PATH to a folder that has it, and measure again; by hand: `{by_hand}`"
         )
     return f"{left}: the importer failed ({_last_line(output)}); by hand: `{by_hand}`"
-
-
-def not_clean(report: Path, names: Sequence[str]) -> str:
-    some = ", ".join(names[:5]) + (" and others" if len(names) > 5 else "")
-    return (
-        f"nsys wrote variables of other processes into {report} ({some}), and they could not be taken out: do not "
-        "share it. Start `dpscope nsys` with fewer variables, as in `env -i PATH=… HOME=… dpscope nsys …`"
-    )
 
 
 def why_not_exported(report: Path, output: str) -> str:

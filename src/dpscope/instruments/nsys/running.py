@@ -1,17 +1,17 @@
-"""Takes a capture: runs nsys around a program, makes a report of what it left, cleans it, and exports it as SQLite."""
+"""Takes a capture: runs nsys around a program, makes a report of what it left, and exports the report as SQLite."""
 
 from __future__ import annotations
 
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from dpscope.instruments.nsys.command import Looking, export_command, import_command, profile_command
-from dpscope.instruments.nsys.failures import not_clean, why_no_report, why_not_exported, why_not_imported
+from dpscope.instruments.nsys.failures import why_no_report, why_not_exported, why_not_imported
 from dpscope.instruments.nsys.finding import Nsys, find_importer
-from dpscope.instruments.nsys.scrubbing import readable_assignments, scrub, still_there
+from dpscope.instruments.nsys.neighbours import isolation, readable_assignments, variables_in
 from dpscope.instruments.processes import OnLine, run_limited
 
 
@@ -24,6 +24,7 @@ class Capture:
     database: Path | None = None  # its SQLite export
     failure: str | None = None
     output: str = ""
+    foreign_variables: list[str] = field(default_factory=list)  # of other processes, by name, that it holds
 
 
 def take(
@@ -36,14 +37,12 @@ def take(
     environment: Mapping[str, str],
     on_line: OnLine = lambda line: None,
 ) -> Capture:
-    """Run `program` under nsys and leave `name.nsys-rep` and `name.sqlite` in `folder`.
-
-    Neither holds a variable of any process but those of `environment`.
-    """
+    """Run `program` under nsys and leave `name.nsys-rep` and `name.sqlite` in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     command = profile_command(nsys, program, folder / name, looking)
     others = readable_assignments(environment)
-    done = run_limited(command, environment=environment, on_line=on_line)  # the row's own limit ends it
+    # The row's own limit ends it.
+    done = run_limited([*isolation(), *command], environment=environment, on_line=on_line)
     output = done.output
     report = folder / f"{name}.nsys-rep"
     raw = _raw_capture(folder / f"{name}.qdstrm", output)
@@ -58,12 +57,9 @@ def take(
         raw.unlink(missing_ok=True)
     if not report.exists():
         return Capture(command, None, None, why_no_report(output, done.returncode), output)
-    others |= readable_assignments(environment)
-    scrub(report, others)
     database, failure, said = export(nsys.path, report, environment=environment)
-    if names := still_there(database or report, others):
-        failure = not_clean(report, names)
-    return Capture(command, report, database, failure, output + said)
+    others |= readable_assignments(environment)
+    return Capture(command, report, database, failure, output + said, variables_in(database or report, others))
 
 
 def _raw_capture(expected: Path, output: str) -> Path | None:

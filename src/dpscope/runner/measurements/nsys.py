@@ -40,6 +40,7 @@ def measure(spec: RunSpec, progress: Progress, files: Path) -> Result:
     variables = needed_variables(os.environ)
     taken = take(nsys, program(spec), files, report_name(spec), looking(spec), environment=variables, on_line=on_line)
     part: dict[str, Any] = {"nsys_version": nsys.version, "command": taken.command}
+    part["foreign_variables"] = taken.foreign_variables
     status, reason = ended.get("status", OK), ended.get("reason")
     if status != OK:
         reason = f"under nsys: {reason}"
