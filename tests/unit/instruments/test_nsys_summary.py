@@ -71,6 +71,45 @@ def test_a_capture_without_ranges_has_no_phases_and_is_counted_as_a_whole(real):
     assert real["steps"] is None
 
 
+# A real capture with NVTX ranges: two steps of ghost clipping
+
+RANGED = REAL.with_name("nsys_nvtx_step.sqlite")
+
+
+@pytest.fixture(scope="module")
+def ranged():
+    return summarise(read_timeline(RANGED))
+
+
+def test_phases_of_a_real_capture_hold_all_gpu_time_of_its_steps(ranged):
+    phases = {part["phase"]: (part["gpu_ms"], part["kernels"]) for part in ranged["phases"]}
+    assert ranged["steps"] == 2
+    assert phases == {
+        "forward": (pytest.approx(0.1250715), 70),
+        "backward": (pytest.approx(1.078573), 497),
+        "clip": (pytest.approx(0.043584), 30),
+        "noise": (pytest.approx(0.1174395), 111),
+        "optimizer": (pytest.approx(0.054095), 3),
+        BETWEEN: (pytest.approx(0.066768), 38),
+    }
+    assert sum(ms for ms, _ in phases.values()) == pytest.approx(ranged["gpu"]["total_ms"])
+    assert sum(kernels for _, kernels in phases.values()) == ranged["kernel_total"]["calls"] == 749
+
+
+def test_the_optimizers_kernels_are_those_launched_within_its_ranges(ranged):
+    """The plainest reading of the same tables: which launches began within a range of that name."""
+    launched = ask(
+        RANGED,
+        """SELECT COUNT(*), SUM(k.end - k.start) FROM CUPTI_ACTIVITY_KIND_KERNEL k
+           JOIN CUPTI_ACTIVITY_KIND_RUNTIME r ON r.correlationId = k.correlationId
+           JOIN NVTX_EVENTS n ON r.start BETWEEN n.start AND n.end LEFT JOIN StringIds s ON s.id = n.textId
+           WHERE COALESCE(n.text, s.value) = 'optimizer'""",
+    )
+    (count, nanoseconds) = launched[0]
+    part = next(part for part in ranged["phases"] if part["phase"] == "optimizer")
+    assert (count / 2, nanoseconds / 2e6) == (part["kernels"], pytest.approx(part["gpu_ms"]))
+
+
 # A step made by hand
 
 

@@ -21,15 +21,16 @@ from dpscope.results.families import (
 # The first pattern that is found decides. Attention is looked for before GEMM (its kernels are built of GEMM pieces),
 # and what a generic kernel was made for (`vectorized_elementwise_kernel<…copy_kernel…>`) before the generic name.
 _PATTERNS: tuple[tuple[str, str], ...] = (
-    (CLIPPING, r"_gram_kernel|_gram_ids_kernel|_scaled_sum_kernel|_sums_kernel"),
+    (CLIPPING, r"_gram_kernel|_gram_ids_kernel|_sums_kernel"),
     (NOISE, r"_add_noise_kernel|distribution_elementwise|normal_and_transform|philox|curand|random_from_to"),
     (OPTIMIZER, r"FusedAdam|FusedSgd|fused_adam|fused_sgd|_adam_kernel|_sgd_kernel|adagrad|lamb_kernel"),
     (
         ATTENTION,
         r"flash_fwd|flash_bwd|pytorch_flash|fmha|sdpa|flash_attn|attention|compute_dot_do_o|convert_dq|mem_eff",
     ),
-    # Convolutions are matrix products as well.
+    # Convolutions are matrix products as well; so is flash clipping's sum, in place of ordinary training's own.
     (GEMM, r"nvjet|gemm|gemv|cutlass|splitKreduce|xmma|cublas|_mma_|bmm|matmul|dot_kernel|wgrad|dgrad|convolve|conv2d"),
+    (GEMM, r"_scaled_sum_kernel"),
     (NORMALISATION, r"layer_?norm|GammaBeta|batch_?norm|group_?norm|rms_?norm|RowwiseMoments|bn_(fw|bw)"),
     # Softmax and the loss are reductions over the vocabulary.
     (REDUCTION, r"[Ss]oft_?[Mm]ax|nll_loss|cross_entropy"),
