@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import pkgutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import dpscope
@@ -92,12 +92,13 @@ def test_instruments_know_no_method_and_no_workload_and_start_no_cuda():
     assert not cuda_started
 
 
-def test_help_is_there_in_a_third_of_a_second():
-    """The best of five: what the machine does besides is not the command's fault."""
+def test_help_takes_a_third_of_a_second_of_the_processor():
+    """The best of five, in processor time: what the machine does besides is not the command's fault."""
     times = []
     for _ in range(5):
-        began = time.perf_counter()
+        before = os.times()
         help_text = subprocess.run([DPSCOPE, "--help"], check=True, capture_output=True, text=True).stdout
-        times.append(time.perf_counter() - began)
+        after = os.times()
+        times.append(after.children_user + after.children_system - before.children_user - before.children_system)
     assert "compare" in help_text
     assert min(times) < 0.3
