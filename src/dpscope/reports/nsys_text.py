@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dpscope.reports.tables import STANDARD, Row, group_by_size
+from dpscope.reports.trace import BUSY_ENOUGH
 from dpscope.units import MIB, MISSING, format_bytes, format_ms, format_ratio
 
 NSYS, TRACE = "nsys", "trace"
@@ -31,9 +32,13 @@ def nsys_section(rows: Sequence[Row], width: int) -> list[RenderableType]:
     for group in group_by_size(row for row in rows if _capture(row)):
         several = len({row.size for row in rows}) > 1
         where = _where(group[0]) if several else ""
-        parts += ["", *describe_captures([(row.method, _capture(row)) for row in group], where=where)]
+        parts += ["", *describe_captures([(row.method, _with_time(row)) for row in group], where=where)]
         parts += [Text(line) for line in agreement(group)]
     return parts[1:]
+
+
+def _with_time(row: Row) -> dict[str, Any]:
+    return {**_capture(row), "unprofiled_ms": row.median_ms}
 
 
 def describe_captures(captures: Sequence[Seen], *, where: str = "") -> list[RenderableType]:
@@ -135,12 +140,20 @@ def _sentences(captures: Sequence[Seen]) -> list[str]:
         idle, waiting = gpu["idle_ms"], gpu["idle_waiting_for_host_ms"]
         line = f"{method}: the GPU idles {_time(idle)} of {_time(gpu['span_ms'])}"
         line += f", {_time(waiting)} of it waiting for the host" if idle else ""
-        if gpu["span_ms"] and waiting > LAUNCH_BOUND * gpu["span_ms"]:
+        if _is_launch_bound(seen):
             line += ": launch-bound"
         lines.append(line + ".")
         if (seconds := gpu["span_ms"] * (seen["steps"] or 1) / 1e3) > LONG_CAPTURE_SECONDS:
             lines.append(f"{method}: the capture is {seconds:.0f} s long, too large to open well: --captured-steps 1.")
     return lines
+
+
+def _is_launch_bound(seen: dict[str, Any]) -> bool:
+    """nsys slows the host, not the kernels: where the step's time without it is known, that decides."""
+    gpu, step = seen["gpu"], seen.get("unprofiled_ms")
+    if step:
+        return bool(gpu["busy_ms"] < BUSY_ENOUGH * step)
+    return bool(gpu["span_ms"] and gpu["idle_waiting_for_host_ms"] > LAUNCH_BOUND * gpu["span_ms"])
 
 
 def _kernel_table(captures: Sequence[Seen]) -> Table:

@@ -26,7 +26,7 @@ def captured(make_result, capture):
     def make(method="standard", gpu=None, **changes):
         result = make_result(method=method, instrument="nsys", **changes)
         part = {**capture, "gpu": {**capture["gpu"], **(gpu or {})}}
-        return replace(result, nsys=part, timing={}, memory={})
+        return replace(result, nsys=part, timing={}, memory={}, avg_time_ms=None)
 
     return make
 
@@ -57,6 +57,13 @@ def test_what_the_gpu_waited_for_is_a_sentence(captured):
     assert "standard: the GPU idles 525.0 µs of 980.0 µs, 515.0 µs of it waiting for the host: launch-bound" in text
     busy = captured(gpu={"idle_ms": 0.02, "idle_waiting_for_host_ms": 0.0})
     assert "launch-bound" not in render_plain(summary([busy]))
+
+
+@pytest.mark.parametrize(("step_ms", "bound"), [(0.5, False), (0.6, True)])
+def test_where_the_unprofiled_step_is_known_it_decides_what_is_launch_bound(captured, make_result, step_ms, bound):
+    """nsys slows the host: 455 µs of kernels fill nine tenths of a step of 0.5 ms, whatever the capture looks like."""
+    text = render_plain(summary([make_result(median=step_ms), captured()]))
+    assert ("launch-bound" in text) == bound
 
 
 def test_a_capture_too_long_to_open_is_told(captured):
