@@ -14,6 +14,7 @@ from pathlib import Path
 
 from dpscope.commands.options import resolve_device
 from dpscope.errors import UserError
+from dpscope.instruments.timing import no_progress
 from dpscope.results.schema import Result, merge_results
 from dpscope.results.store import ResultStore, require_writable, write_atomically
 from dpscope.runner.launcher import Limits, launch
@@ -68,7 +69,7 @@ def run_experiment(spec: RunSpec) -> Result:
         store = ResultStore(Path(folder))
         store.create()
         time, memory = (
-            launch(replace(spec, instrument=name), store, limits=Limits(), on_progress=lambda *_: None)
+            launch(replace(spec, instrument=name), store, limits=Limits(), on_progress=no_progress)
             for name in ("time", "memory")
         )
     return merge_results(time, memory)

@@ -72,7 +72,8 @@ def _measure(specs: list[RunSpec], options: dict[str, Any]) -> None:
 
 def _print_commands(specs: list[RunSpec], out: Path | None) -> None:
     from dpscope.instruments.nsys.command import needed_variables, profile_command, shown
-    from dpscope.runner.measurements.nsys import looking, program, report_name
+    from dpscope.runner.measurements.nsys import looking, report_name
+    from dpscope.runner.ranged_step import program
 
     nsys = _nsys_here_or_anywhere()
     for spec in specs:
@@ -83,8 +84,8 @@ def _print_commands(specs: list[RunSpec], out: Path | None) -> None:
 
 def _print_recipe(specs: list[RunSpec]) -> None:
     from dpscope.instruments.nsys.command import interactive_commands, needed_variables
-    from dpscope.runner.measurements.nsys import looking, program, report_name
-    from dpscope.runner.ranged_step import KEEP_GOING
+    from dpscope.runner.measurements.nsys import looking, report_name
+    from dpscope.runner.ranged_step import KEEP_GOING, program
 
     spec = specs[0]
     commands = interactive_commands(
@@ -118,7 +119,8 @@ Mind:
 - %h becomes the host's name: on storage that several machines share, one would else overwrite another's report.
 - Where a scheduler ends the other workers once one has finished, this way is the right one: nothing finishes.
 - Sampling of the host is off. With --cpu-sampling a kernel setting may stand in the way: `dpscope doctor` says.
-- `env -i …` keeps your environment out of the report: nsys writes all variables of the program into it."""
+- `env -i …` keeps your environment out of the program, and so out of the report; nsys may still write down the
+  variables of other processes it finds. Share a stripped export (docs/nsys.md)."""
 
 
 def _nsys_here_or_anywhere() -> Any:

@@ -35,6 +35,11 @@ OUTCOME = "dpscope-outcome: "
 KEEP_GOING = "--keep-going"
 
 
+def program(spec: RunSpec, *more: str) -> list[str]:
+    """The command line that runs this file."""
+    return [sys.executable, "-m", "dpscope.runner.ranged_step", json.dumps(spec.to_dict()), *more]
+
+
 def run_ranged_step(spec: RunSpec, seconds: float | None = None) -> None:
     """What ncu counts."""
     trainer, batch = _warmed_up(spec)

@@ -80,11 +80,13 @@ def assert_exact(
     model.zero_grad()
     with FlashEngine(model, max_grad_norm=c, loss_reduction=loss_reduction, path=path) as engine:
         private_step(engine, batch, losses)
-    compare(model, batch, losses, engine, truth, c)
+    assert_agrees(model, batch, losses, engine, truth, c)
     return engine
 
 
-def compare(model: nn.Module, batch: Any, losses: Losses, engine: FlashEngine, truth: OracleResult, c: float) -> None:
+def assert_agrees(
+    model: nn.Module, batch: Any, losses: Losses, engine: FlashEngine, truth: OracleResult, c: float
+) -> None:
     dtype = next(model.parameters()).dtype
     sum_tolerance, norm_tolerance = TOLERANCES[dtype]
     named = dict(model.named_parameters())

@@ -4,7 +4,7 @@ import weakref
 
 import pytest
 import torch
-from agreement import CLIPPING, PATHS, REDUCTIONS, assert_exact, compare, one_loss, private_step, reference
+from agreement import CLIPPING, PATHS, REDUCTIONS, assert_agrees, assert_exact, one_loss, private_step, reference
 from flash_models import Decoder, token_batch, token_losses
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -111,7 +111,7 @@ def test_the_micro_batch_after_a_refused_one_is_clipped_and_summed_as_ever(fault
         with pytest.raises(UserError):
             engine.finish()
         private_step(engine, batch, sine_losses)
-    compare(model, batch, sine_losses, engine, truth, c)
+    assert_agrees(model, batch, sine_losses, engine, truth, c)
 
 
 def test_backward_through_a_forward_that_was_already_summed_is_refused():
@@ -212,7 +212,7 @@ def test_requires_grad_may_be_switched_between_steps():
             parameter.grad = None
         truth = run_oracle(model, batch, one_loss(token_losses), max_grad_norm=c, dtype=torch.float64)
         private_step(engine, batch, token_losses)
-        compare(model, batch, token_losses, engine, truth, c)
+        assert_agrees(model, batch, token_losses, engine, truth, c)
         for name, parameter in model.named_parameters():
             assert (parameter.grad is None) == any(name.startswith(part) for part in frozen)
     engine.detach()
@@ -394,7 +394,7 @@ def test_a_loss_scale_is_taken_out_again(scale, reduction):
     truth, c = reference(model, batch, sine_losses)
     with FlashEngine(model, max_grad_norm=c, loss_reduction=reduction, loss_scale=scale) as engine:
         private_step(engine, batch, lambda m, b: 1024.0 * sine_losses(m, b))
-    compare(model, batch, sine_losses, engine, truth, c)
+    assert_agrees(model, batch, sine_losses, engine, truth, c)
 
 
 def test_a_model_in_bfloat16_gets_gradients_in_bfloat16():
@@ -415,7 +415,7 @@ def test_max_grad_norm_may_be_changed_between_steps_and_must_be_positive():
             model.zero_grad()
             truth = run_oracle(model, batch, one_loss(sine_losses), max_grad_norm=c, dtype=torch.float64)
             private_step(engine, batch, sine_losses)
-            compare(model, batch, sine_losses, engine, truth, c)
+            assert_agrees(model, batch, sine_losses, engine, truth, c)
         for wrong in (0.0, -1.0, float("nan"), float("inf")):
             with pytest.raises(UserError, match="max_grad_norm must be a finite number above 0"):
                 engine.max_grad_norm = wrong
@@ -533,4 +533,4 @@ def test_saved_tensors_may_be_moved_away_and_back():
             loss = token_losses(model, batch).mean()
         loss.backward()
         engine.finish()
-    compare(model, batch, token_losses, engine, truth, c)
+    assert_agrees(model, batch, token_losses, engine, truth, c)

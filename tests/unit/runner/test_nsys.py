@@ -16,7 +16,7 @@ from dpscope.instruments.nsys.summary import summarise
 from dpscope.instruments.timing import no_progress
 from dpscope.runner import environment, ranged_step
 from dpscope.runner.measure import measure, measure_or_explain
-from dpscope.runner.measurements.nsys import program
+from dpscope.runner.ranged_step import program
 
 
 @pytest.fixture

@@ -30,4 +30,5 @@ def test_instance_norm_is_refused_only_while_it_keeps_statistics_of_the_batch():
 
 
 def test_layers_that_keep_samples_apart_pass():
+    """Nothing is raised."""
     require_private_trainable(nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.LayerNorm(8), nn.Linear(8, 2)))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from dpscope.results.schema import OK, Result, result_for
 from dpscope.runner import environment
 from dpscope.runner.assembly import make_trainer
 from dpscope.runner.launcher import ROW_SECONDS
-from dpscope.runner.ranged_step import OUTCOME
+from dpscope.runner.ranged_step import OUTCOME, program
 from dpscope.runner.spec import RunSpec
 
 STEP_REPORT, KERNELS_REPORT = "step.ncu-rep", "kernels.ncu-rep"
@@ -70,21 +69,17 @@ def _result(spec: RunSpec, seen: dict[str, Any], left: dict[str, str], **outcome
 
 def step_command(spec: RunSpec, ncu: str, report: Path, metrics: Sequence[str] | None = None) -> list[str]:
     """The command that counts one step as a whole."""
-    return range_command(ncu, _program(spec), report, metrics or step_metrics(spec))
+    return range_command(ncu, program(spec), report, metrics or step_metrics(spec))
 
 
 def kernels_command(spec: RunSpec, ncu: str, report: Path, metrics: Sequence[str] = KERNEL_METRICS) -> list[str]:
     """The command that counts a step's kernels one by one."""
-    program = _program(spec, str(spec.option("budget")))
-    return kernel_command(ncu, program, report, metrics, kernel=spec.option("kernel") or None)
+    limited = program(spec, str(spec.option("budget")))
+    return kernel_command(ncu, limited, report, metrics, kernel=spec.option("kernel") or None)
 
 
 def step_metrics(spec: RunSpec) -> list[str]:
     return resolve_metrics([*RANGE_METRICS, *filter(None, spec.option("metrics").split(","))])
-
-
-def _program(spec: RunSpec, *more: str) -> list[str]:
-    return [sys.executable, "-m", "dpscope.runner.ranged_step", json.dumps(spec.to_dict()), *more]
 
 
 def _count_step(spec: RunSpec, progress: Progress, files: Path, seen: dict[str, Any], left: dict[str, str]) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from dpscope.instruments.nsys.summary import summarise
 from dpscope.instruments.timing import Progress
 from dpscope.results.schema import FAILED, OK, Result, result_for
 from dpscope.runner import environment
-from dpscope.runner.ranged_step import OUTCOME
+from dpscope.runner.ranged_step import OUTCOME, program
 from dpscope.runner.spec import RunSpec
 
 
@@ -73,11 +72,6 @@ def require_nsys(spec: RunSpec) -> str:
     if spec.option("cpu_sampling") and (refused := sampling_refused()) is not None:
         raise UserError(refused)
     return path
-
-
-def program(spec: RunSpec, *more: str) -> list[str]:
-    """What runs under nsys."""
-    return [sys.executable, "-m", "dpscope.runner.ranged_step", json.dumps(spec.to_dict()), *more]
 
 
 def looking(spec: RunSpec) -> Looking:
