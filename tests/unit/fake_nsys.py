@@ -81,8 +81,13 @@ elif arguments[0] == "profile":
     code = subprocess.run(program).returncode if plan["runs"] else 0
     output = options["--output"]
     recorded = {{"environment": dict(os.environ), "arguments": arguments}}
-    everyone = [path for path in Path("/proc").glob("[0-9]*/environ") if os.access(path, os.R_OK)]
-    recorded["of other processes"] = chr(0).join(path.read_text(errors="replace") for path in everyone)
+    seen = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            seen.append(path.read_text(errors="replace"))
+        except OSError:
+            continue  # another user's, or gone
+    recorded["of other processes"] = chr(0).join(seen)
     recorded = json.dumps(recorded)
     if plan["leaves"] is not None:
         Path(output + plan["leaves"]).write_text(recorded)

@@ -107,3 +107,11 @@ def test_norms_of_long_rows_lose_nothing(shape, fill):
     values = torch.rand(shape) if fill is None else torch.full(shape, fill)
     truth = values.double().flatten(1).square().sum(1)
     torch.testing.assert_close(c.row_norms_squared(values).double(), truth, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_kept_gradients_are_added_to_what_is_there(batch):
+    values, scale, before = torch.randn(batch, 4, 5), torch.rand(batch), torch.randn(4, 5)
+    wanted = before + torch.einsum("b,bij->ij", scale, values)
+    torch.testing.assert_close(c.Kept(values.clone()).clipped_sum(scale, before.clone()), wanted)
+    torch.testing.assert_close(c.Kept(values.clone()).clipped_sum(scale, None), wanted - before)

@@ -15,7 +15,6 @@ from nsys_exports import a_step
 from dpscope.instruments.nsys import failures, finding
 from dpscope.instruments.nsys.command import Looking, interactive_commands, needed_variables, profile_command, shown
 from dpscope.instruments.nsys.finding import Nsys, find_importer, find_nsys, look_at
-from dpscope.instruments.nsys.neighbours import isolation
 from dpscope.instruments.nsys.running import take
 
 ANY = Nsys("nsys", "2025.3.1", frozenset())
@@ -175,6 +174,16 @@ print(taken.failure, taken.foreign_variables)
 """
 
 
+def has_namespaces():
+    try:
+        user = [] if os.geteuid() == 0 else ["--user", "--map-current-user"]
+        return (
+            subprocess.run(["unshare", *user, "--pid", "--fork", "--mount-proc", "true"], check=False).returncode == 0
+        )
+    except FileNotFoundError:
+        return False
+
+
 @pytest.fixture
 def take_in_child(tmp_path):
     """Take a capture in a process that was started with secrets: what it finds of them, and the report."""
@@ -189,7 +198,7 @@ def take_in_child(tmp_path):
     return take
 
 
-@pytest.mark.skipif(not isolation(), reason="this system has no PID namespaces for us")
+@pytest.mark.skipif(not has_namespaces(), reason="this system has no PID namespaces for us")
 def test_nsys_sees_no_process_but_its_own(take_in_child, tmp_path):
     """What a process was started with stands in /proc, and nsys writes down what it finds there."""
     _, report = take_in_child(a_step(tmp_path / "step.sqlite").write())
