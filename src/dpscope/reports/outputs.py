@@ -12,6 +12,7 @@ from dpscope.reports.figures import FIGURES, FORMATS, traffic, write_figures
 from dpscope.reports.figures.traces import write_trace_figures
 from dpscope.reports.figures.traffic import write_traffic_figures
 from dpscope.reports.latex import RESULTS_TEX, write_latex
+from dpscope.reports.page import write_page
 from dpscope.reports.tables import Row, compare_results
 from dpscope.reports.text import TITLE, render_plain, summary
 from dpscope.reports.trace_csv import write_trace_csv
@@ -52,7 +53,8 @@ def write_reports(
         write_atomically(text, render_plain(summary(results, skipped, detailed=True)))
         rows = compare_results(results)
         drawn = [path for writer in WRITERS for path in writer(rows, folder, formats)]
-        return [text, *drawn, *(path for name in tables for path in TABLES[name](rows, folder))]
+        page = write_page(results, folder, skipped=skipped)
+        return [text, *page, *drawn, *(path for name in tables for path in TABLES[name](rows, folder))]
     except OSError as error:
         raise UserError(f"cannot write to {folder}: {error.strerror}; choose another folder with --out") from None
 

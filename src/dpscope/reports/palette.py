@@ -39,11 +39,20 @@ OWN_COLOURS = ("#BBBBBB", "#EE8866", "#77AADD", "#FFAABB", "#AAAA00")
 # Okabe and Ito's colours and unlike markers, for methods as points.
 METHOD_COLOURS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 METHOD_MARKERS = "osD^vP*X<>ph"
+METHODS = ("standard", "flat", "ghost", "flash")
 
 
 def colour_of(component: str) -> str:
     own = OWN_COLOURS[zlib.crc32(component.encode()) % len(OWN_COLOURS)]
     return COMPONENT_COLOURS.get(component, own)
+
+
+def method_colour(method: str) -> str:
+    """Built-in methods have theirs; another package's is chosen by name, the same in every report."""
+    if method in METHODS:
+        return METHOD_COLOURS[METHODS.index(method)]
+    others = METHOD_COLOURS[len(METHODS) :]
+    return others[zlib.crc32(method.encode()) % len(others)]
 
 
 def phase_colour(phase: str) -> str:

@@ -1,0 +1,55 @@
+"""Time of a step, every step of it: the median as a bar, the steps as points."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dpscope.reports.page.chart import Chart, Table, View
+from dpscope.reports.palette import method_colour
+from dpscope.reports.tables import Row, group_by_size
+from dpscope.reports.words import size_in_words
+from dpscope.units import format_ms, format_ratio
+
+
+def step_time(rows: Sequence[Row]) -> Chart | None:
+    views = [_view(group) for group in group_by_size(rows) if any(row.median_ms is not None for row in group)]
+    if not views:
+        return None
+    return Chart(
+        key="step-time",
+        title="Time of a step",
+        kind="step-time",
+        how=(
+            "A bar is the median of the timed steps after warm-up, each point one step, in a process without "
+            "any profiler. It does not see data loading: every step trains on the same batch."
+        ),
+        views=views,
+    )
+
+
+def _view(rows: Sequence[Row]) -> View:
+    timed = [row for row in rows if row.median_ms is not None]
+    bars = [
+        {
+            "method": row.method,
+            "colour": method_colour(row.method),
+            "median_ms": row.median_ms,
+            "spread_ms": row.spread_ms,
+            "ratio": row.time_ratio,
+            "steps_ms": row.timing.get("step_ms") or [],
+        }
+        for row in timed
+    ]
+    costs = [
+        f"{row.method} {format_ms(row.median_ms)}" + (f" ({format_ratio(row.time_ratio)})" if row.time_ratio else "")
+        for row in timed
+    ]
+    return View(
+        size=size_in_words(rows[0].first.spec),
+        says=f"A step takes {', '.join(costs)}.",
+        data={"bars": bars},
+        table=Table(
+            columns=("method", "median_ms", "p10_ms", "p90_ms", "ratio_to_standard"),
+            rows=[(row.method, row.median_ms, *(row.spread_ms or (None, None)), row.time_ratio) for row in timed],
+        ),
+    )
