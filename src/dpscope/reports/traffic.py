@@ -165,23 +165,50 @@ class Traffic:
     @property
     def kernels(self) -> KernelRows | None:
         """Measured kernel rows where there are any, or else the estimate's."""
-        choices = ((self.data.get("kernels"), self.source), (self.estimate.get("kernels"), ESTIMATE))
-        for found, source in choices:
-            if found and found.get("rows"):
+        return self.kernels_of(MEASURED) or self.kernels_of(ESTIMATE)
+
+    def kernels_of(self, source: str) -> KernelRows | None:
+        held = (self.data.get("kernels"), self.source), (self.estimate.get("kernels"), ESTIMATE)
+        for found, whose in held:
+            if whose == source and found and found.get("rows"):
                 rows = [row for row in found["rows"] if isinstance(row, dict)]
                 calls = sum(int(row.get("calls") or 1) for row in rows)
                 seen, total = found.get("calls_seen", calls), found.get("calls_total")
                 return KernelRows(rows, source, seen, total, str(found.get("note") or ""))
         return None
 
-    def extra_by_family(self) -> list[tuple[str, int]]:
-        """DRAM bytes beyond ordinary training's, family by family, most first; empty unless both have kernel rows."""
-        own, other = self.kernels, self.standard.kernels if self.standard else None
-        if own is None or other is None or own.source != other.source:
-            return []
+    @property
+    def explanation(self) -> Explanation | None:
+        """Which families make the difference to ordinary training; None unless kernels of both were looked at alike."""
+        if self.standard is None:
+            return None
+        own, other = kernels_alike([self, self.standard]) or (None, None)
+        if own is None or other is None:
+            return None
         mine, theirs = own.bytes_by_family(), other.bytes_by_family()
         extra = [(family, mine.get(family, 0) - theirs.get(family, 0)) for family in FAMILIES]
-        return sorted((part for part in extra if part[1]), key=lambda part: -part[1])
+        return Explanation(own, sorted((part for part in extra if part[1]), key=lambda part: -part[1]))
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """DRAM bytes beyond ordinary training's, family by family, most first; below zero where a method moves less."""
+
+    kernels: KernelRows
+    extra: list[tuple[str, int]]
+
+    @property
+    def total(self) -> int:
+        return sum(count for _, count in self.extra)
+
+
+def kernels_alike(traffics: Sequence[Traffic]) -> list[KernelRows] | None:
+    """Kernel rows of all, from one source: measured, or else all estimates. None if some have neither."""
+    for source in (MEASURED, ESTIMATE):
+        found = [rows for traffic in traffics if (rows := traffic.kernels_of(source))]
+        if len(found) == len(traffics):
+            return found
+    return None
 
 
 def compare_traffic(rows: Sequence[Row]) -> list[Traffic]:

@@ -8,7 +8,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from dpscope.reports.traffic import APPROXIMATELY, ESTIMATE, SMALLEST, Traffic, by_size, moved
+from dpscope.reports.traffic import APPROXIMATELY, ESTIMATE, SMALLEST, Traffic, by_size, kernels_alike, moved
 from dpscope.reports.words import size_in_words
 from dpscope.results.families import FAMILIES, FAMILY_LABELS
 from dpscope.units import MISSING, format_traffic
@@ -31,19 +31,19 @@ def _largest(traffics: Sequence[Traffic]) -> list[Traffic]:
 
 
 def _families(group: Sequence[Traffic]) -> list[RenderableType]:
-    """Where the bytes of rows of one size go."""
-    shares = {t.row.method: t.kernels.bytes_by_family() for t in group if t.kernels}
-    if not shares:
+    """Where the bytes of rows of one size go, all of them seen in the same way."""
+    alike = kernels_alike(group)
+    if not alike:
         return []
+    shares = [kernels.bytes_by_family() for kernels in alike]
+    estimated = alike[0].source == ESTIMATE
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("")
     for traffic in group:
         table.add_column(traffic.row.method, justify="right", no_wrap=True)
     for family in FAMILIES:
-        counts = [shares[t.row.method].get(family, 0) for t in group]
-        if any(count >= SMALLEST * sum(shares[t.row.method].values()) for t, count in zip(group, counts, strict=True)):
-            table.add_row(FAMILY_LABELS[family], *map(_family_bytes, group, counts))
-    estimated = all(t.kernels and t.kernels.source == ESTIMATE for t in group)
+        if any(share.get(family, 0) >= SMALLEST * sum(share.values()) for share in shares):
+            table.add_row(FAMILY_LABELS[family], *(_family_bytes(share.get(family, 0), estimated) for share in shares))
     told = "estimate, by operator" if estimated else "by kernel"
     return [
         "",
@@ -52,9 +52,8 @@ def _families(group: Sequence[Traffic]) -> list[RenderableType]:
     ]
 
 
-def _family_bytes(traffic: Traffic, count: int) -> str:
-    mark = APPROXIMATELY if traffic.kernels and traffic.kernels.source == ESTIMATE else ""
-    return mark + format_traffic(count) if count else MISSING
+def _family_bytes(count: int, estimated: bool) -> str:
+    return (APPROXIMATELY if estimated else "") + format_traffic(count) if count else MISSING
 
 
 def _top_kernels(traffics: Sequence[Traffic], *, narrow: bool) -> list[RenderableType]:

@@ -9,7 +9,17 @@ from rich.table import Table
 from rich.text import Text
 
 from dpscope.reports.tables import STANDARD, Row, varying_columns
-from dpscope.reports.traffic import APPROXIMATELY, ESTIMATE, READ, SMALLEST, WRITE, Traffic, by_size, compare_traffic
+from dpscope.reports.traffic import (
+    APPROXIMATELY,
+    ESTIMATE,
+    READ,
+    SMALLEST,
+    WRITE,
+    Explanation,
+    Traffic,
+    by_size,
+    compare_traffic,
+)
 from dpscope.reports.traffic_kernels_text import kernels_part
 from dpscope.reports.words import size_in_words
 from dpscope.results.families import FAMILY_LABELS
@@ -200,11 +210,25 @@ def _explain_time(traffic: Traffic) -> str:
 
 def _explain(traffic: Traffic) -> str:
     """Which families make up most of the extra, where kernels were looked at."""
-    extra = traffic.extra_by_family()
-    total = sum(count for _, count in extra)
-    kernels = traffic.kernels
-    if total <= 0 or kernels is None or (traffic.ratio or 0) <= 1:
+    explanation = traffic.explanation
+    if explanation is None or explanation.total <= 0 or (traffic.ratio or 0) <= 1:
         return ""
+    kernels = explanation.kernels
+    caveat = ""
+    if kernels.source == ESTIMATE and not traffic.estimated:
+        caveat = " (by the estimate)"
+    elif not kernels.complete:
+        caveat = f" (of the {kernels.calls_seen} of {kernels.calls_total} kernel launches that were looked at)"
+    return f"; {_families_in_words(explanation)}{caveat}"
+
+
+def _families_in_words(explanation: Explanation) -> str:
+    """`61% of the extra is clipping, 20% noise`; where one family's extra is beyond the whole, what the others save."""
+    extra, total = explanation.extra, explanation.total
+    (most, added), (least, saved) = extra[0], extra[-1]
+    if added > total:
+        more = f"{FAMILY_LABELS[most]}: {format_traffic(added)} more"
+        return f"{more}; {FAMILY_LABELS[least]}: {format_traffic(-saved)} less"
     named: list[str] = []
     explained = 0
     for family, count in extra:
@@ -212,12 +236,7 @@ def _explain(traffic: Traffic) -> str:
             break
         explained += count
         named.append(f"{_percent(count / total)} {'of the extra is ' if not named else ''}{FAMILY_LABELS[family]}")
-    caveat = ""
-    if kernels.source == ESTIMATE and not traffic.estimated:
-        caveat = " (shares by the estimate)"
-    elif not kernels.complete:
-        caveat = f" (of the {kernels.calls_seen} of {kernels.calls_total} kernel launches that were looked at)"
-    return f"; {', '.join(named)}{caveat}"
+    return ", ".join(named)
 
 
 def _notes(traffics: Sequence[Traffic]) -> list[str]:

@@ -5,7 +5,7 @@ spec's instrument. Whoever starts it learns of its end from one line, `dpscope-o
 
 **ncu**: exactly one step. In application-range replay ncu runs the program once a pass, so everything it does follows
 from its arguments. MORE is a number of seconds after which the range is closed, wherever the step then is: ncu counts
-kernels up to there and the program ends well.
+kernels up to there. If ncu goes on counting nevertheless, the program ends, and ncu keeps what it has.
 
 **nsys**: a few steps, each an NVTX range around its phases. MORE is `--keep-going`: train until ended, for recordings
 that are started by hand.
@@ -14,6 +14,7 @@ that are started by hand.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 import time
@@ -33,6 +34,7 @@ from dpscope.workloads.workload import Batch
 
 OUTCOME = "dpscope-outcome: "
 KEEP_GOING = "--keep-going"
+GRACE = 5.0  # seconds for a step to end after its range was closed
 
 
 def program(spec: RunSpec, *more: str) -> list[str]:
@@ -90,15 +92,28 @@ def _profiled(seconds: float | None = None) -> Iterator[None]:
     """What is looked at: everything in here, or what comes in its first `seconds`."""
     import torch
 
+    ended = threading.Event()
     torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
-    closing = threading.Timer(seconds, torch.cuda.profiler.stop) if seconds else None
-    if closing is not None:
-        closing.daemon = True
-        closing.start()
+    if seconds:
+        threading.Thread(target=_close_after, args=(seconds, ended), daemon=True).start()
     yield
-    if closing is not None:
-        closing.cancel()
+    ended.set()
     torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
+
+
+def _close_after(seconds: float, ended: threading.Event) -> None:
+    import torch
+
+    if ended.wait(seconds):
+        return
+    torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
+    if not ended.wait(GRACE):
+        _say_outcome(OK, None)
+        os._exit(0)
+
+
+def _say_outcome(status: str, reason: str | None) -> None:
+    print(OUTCOME + json.dumps({"status": status, "reason": reason}), flush=True)
 
 
 def main() -> int:
@@ -115,7 +130,7 @@ def main() -> int:
     except Exception as error:
         traceback.print_exc()
         status, reason = outcome_of_exception(error)
-    print(OUTCOME + json.dumps({"status": status, "reason": reason}), flush=True)
+    _say_outcome(status, reason)
     return int(status != OK)
 
 

@@ -63,7 +63,18 @@ def test_a_measurement_is_never_compared_with_an_estimate():
     mixed = results_for("standard") + results_for("ghost", measured=False)
     found = {traffic.row.method: traffic for traffic in compare_traffic(compare_results(mixed))}
     assert found["ghost"].ratio is None
-    assert found["ghost"].extra_by_family() == []
+    assert found["ghost"].explanation is None
+
+
+def test_where_only_some_rows_have_kernels_the_estimates_of_all_explain_the_extra():
+    mixed = results_for("standard", per_kernel=True) + results_for("flat")
+    for result in mixed:
+        if result.ncu:
+            result.ncu["estimate"]["kernels"] = {"rows": kernel_rows(result.experiment), "note": ""}
+    found = {traffic.row.method: traffic for traffic in compare_traffic(compare_results(mixed))}
+    assert found["standard"].kernels.source == "measured"
+    assert found["flat"].explanation.kernels.source == "estimate"
+    assert dict(found["flat"].explanation.extra)["clipping"] == 3 * 10**8
 
 
 def test_what_is_not_known_is_none_and_not_zero():
@@ -89,13 +100,13 @@ def test_the_estimates_error_is_relative_to_the_measurement():
 def test_the_extra_over_standard_adds_up_over_families():
     found = traffics(per_kernel=True)
     for method in ("flat", "ghost"):
-        extra = dict(found[method].extra_by_family())
+        extra = dict(found[method].explanation.extra)
         assert sum(extra.values()) == sum(map(total, kernel_rows(method))) - sum(map(total, kernel_rows("standard")))
-    assert dict(found["flat"].extra_by_family())["clipping"] == 3 * 10**8
-    assert [count for _, count in found["flat"].extra_by_family()] == sorted(
-        (count for _, count in found["flat"].extra_by_family()), reverse=True
+    assert dict(found["flat"].explanation.extra)["clipping"] == 3 * 10**8
+    assert [count for _, count in found["flat"].explanation.extra] == sorted(
+        (count for _, count in found["flat"].explanation.extra), reverse=True
     )
-    assert found["standard"].extra_by_family() == []
+    assert found["standard"].explanation.extra == []
 
 
 def test_a_family_nobody_knows_is_other():

@@ -82,7 +82,7 @@ def test_shares_from_the_estimate_beside_a_measurement_say_so():
         if result.ncu:
             result.ncu["estimate"]["kernels"] = whole.ncu["kernels"]
     text = section(results)
-    assert "(shares by the estimate)" in text.replace("\n", " ")
+    assert "(by the estimate)" in text.replace("\n", " ")
     assert "(estimate, by operator)" in text
     assert "≈" in text
 

@@ -11,7 +11,7 @@ from ncu_stand_in import COUNTED, NO_PERMISSION, raw_csv
 
 from dpscope.errors import UserError
 from dpscope.instruments.ncu import metrics
-from dpscope.instruments.ncu.metrics import DRAM_READ, DRAM_WRITE, RANGE_METRICS, TMA_LOAD
+from dpscope.instruments.ncu.metrics import DRAM_READ, DRAM_WRITE, L2_TEX_READ, RANGE_METRICS, TENSOR_OPS, XBAR_READ
 from dpscope.instruments.timing import no_progress
 from dpscope.runner import environment, ranged_step
 from dpscope.runner.launcher import ROW_SECONDS
@@ -26,7 +26,7 @@ GUESS = {
     "blind_spots": ["Caches are not seen."],
 }
 OUT_OF_MEMORY = 'dpscope-outcome: {"status": "oom", "reason": "out of GPU memory (CUDA out of memory. Tried …)"}\n'
-COUNTS = dict.fromkeys(RANGE_METRICS, 1000.0)
+COUNTS = dict.fromkeys((*RANGE_METRICS, TENSOR_OPS[1]), 1000.0)  # of a step in fp32
 KERNELS = [
     ("nvjet_sm90_a", {DRAM_READ: 90.0, DRAM_WRITE: 5.0}, "forward"),
     ("nvjet_sm90_a", {DRAM_READ: 90.0, DRAM_WRITE: 5.0}, "backward"),
@@ -74,7 +74,7 @@ def test_a_step_is_counted(machine, stand_in_ncu, spec_of, reports, tmp_path):
     assert (seen["source"], seen["reason"], seen["ncu_version"]) == ("measured", None, "2025.3.1")
     assert seen["traffic"]["dram_read_bytes"] == 1000
     assert seen["traffic"]["l2_read_bytes"] == 32 * 3000
-    assert seen["flops"] == {"tensor": 3000}
+    assert seen["flops"] == {"tensor": 1000}
     assert seen["metrics"][DRAM_READ] == 1000
     assert seen["missing"] == {}
     assert seen["kernels"] == {}
@@ -87,7 +87,7 @@ def test_the_estimate_stands_beside_a_measurement(machine, stand_in_ncu, spec_of
     stand_in_ncu(csv=CSV, reports=reports)
     seen = measure(spec_of(), no_progress, tmp_path / "row").ncu
     assert seen["estimate"] == GUESS
-    assert seen["traffic"]["l2_to_sm_bytes"] == 1000  # measured figures stay
+    assert seen["traffic"]["l2_to_sm_bytes"] == 32 * 1000  # measured figures stay
 
 
 def test_the_command_can_be_repeated_by_hand(machine, stand_in_ncu, spec_of, reports, tmp_path):
@@ -109,12 +109,12 @@ def test_metrics_of_nvprof_are_taken_by_their_new_names(machine, stand_in_ncu, s
 
 
 def test_what_the_gpu_does_not_have_is_dropped_and_named(machine, stand_in_ncu, spec_of, reports, tmp_path):
-    counts = {name: value for name, value in COUNTS.items() if "tma" not in name and "xbar" not in name}
-    stand_in_ncu(csv={"any": raw_csv([("range", counts, None)])}, reports=reports, unknown_metrics=[TMA_LOAD])
-    seen = measure(spec_of(), no_progress, tmp_path / "row").ncu
+    counts = {name: value for name, value in COUNTS.items() if name != L2_TEX_READ} | {XBAR_READ: 500.0}
+    stand_in_ncu(csv={"any": raw_csv([("range", counts, None)])}, reports=reports, unknown_metrics=[L2_TEX_READ])
+    seen = measure(spec_of(metrics="xbar"), no_progress, tmp_path / "row").ncu
     assert seen["source"] == "measured"
-    assert "does not know it" in seen["missing"][TMA_LOAD]
-    assert seen["traffic"]["l2_to_sm_bytes"] == 1000  # the load/store unit's, since there is no copy engine
+    assert "does not know it" in seen["missing"][L2_TEX_READ]
+    assert seen["traffic"]["l2_to_sm_bytes"] == 500  # at the crossbar, since L2 does not tell
 
 
 def test_kernels_are_counted_one_by_one_on_request(machine, stand_in_ncu, spec_of, reports, tmp_path):

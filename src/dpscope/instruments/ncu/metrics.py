@@ -28,22 +28,27 @@ CP_ASYNC = "l1tex__t_bytes_pipe_lsu_mem_global_op_ldgsts_cache_access.sum"
 # Everything that crosses between L2 and the SMs, whichever unit asked for it.
 XBAR_READ, XBAR_WRITE = "l1tex__m_xbar2l1tex_read_bytes.sum", "l1tex__m_l1tex2xbar_write_bytes.sum"
 TENSOR_OPS = tuple(f"sm__ops_path_tensor_src_{kind}_dst_fp32.sum" for kind in ("bf16", "tf32", "fp16"))
+TENSOR_OPS_OF = {"bf16": TENSOR_OPS[0], "tf32": TENSOR_OPS[1], "fp32": TENSOR_OPS[1], "fp16": TENSOR_OPS[2]}  # by dtype
 FADD, FMUL, FFMA = (f"smsp__sass_thread_inst_executed_op_{op}_pred_on.sum" for op in ("fadd", "fmul", "ffma"))
 
-# A whole step: a few passes, each a run of the program. FP32 operations are not among them: ncu counts those by
-# rewriting a kernel's instructions, which it cannot do in a range ("Metric … is not supported in range replay").
+# A whole step, in one pass on Hopper: every further pass runs the program again, and is paid for in seconds. What
+# crosses to the SMs and what the copy engine alone moved cost two passes more each: `--metrics xbar,tma`. Two kinds of
+# tensor operations do not fit either, so the kind is that of the step's dtype. FP32 operations ncu counts by rewriting
+# a kernel's instructions, which it cannot do in a range ("Metric … is not supported in range replay").
 RANGE_METRICS = (
     *(TIME, DRAM_READ, DRAM_WRITE, L2_READ, L2_WRITE, L2_ATOM, L2_RED, L2_TEX_READ, L2_TEX_WRITE),
-    *(LSU_LOAD, LSU_STORE, CP_ASYNC, TMA_LOAD, TMA_STORE, TMA_REDUCE, XBAR_READ, XBAR_WRITE),
-    *TENSOR_OPS,
+    *(LSU_LOAD, LSU_STORE),
 )
 # One kernel at a time: only what fits in one pass, so that no kernel runs twice and no memory is saved and restored for
-# it. The first are known to fit; of the others the first group that fits as well is taken (`running.one_pass_metrics`).
+# it. Tensor operations are counted too where they fit (`running.one_pass_metrics`).
 KERNEL_METRICS = (TIME, DRAM_READ, DRAM_WRITE, L2_TEX_READ, L2_TEX_WRITE)
-KERNEL_EXTRAS = ((XBAR_READ, XBAR_WRITE, *TENSOR_OPS[:2]), TENSOR_OPS[:2], TENSOR_OPS[:1])
 
-# What nvprof called these; ncu refuses the old names. nvprof gave rates: here a rate is the figure over a step's time.
+# Groups that cost passes of their own, and what nvprof called the rest; ncu refuses the old names. nvprof gave rates:
+# here a rate is the figure over a step's time.
 ALIASES: dict[str, tuple[str, ...]] = {
+    "xbar": (XBAR_READ, XBAR_WRITE),
+    "tma": (TMA_LOAD, TMA_STORE, TMA_REDUCE),
+    "cp_async": (CP_ASYNC,),
     "dram_read_throughput": (DRAM_READ,),
     "dram_write_throughput": (DRAM_WRITE,),
     "l2_read_throughput": (L2_READ, L2_ATOM, L2_RED),
@@ -80,11 +85,13 @@ TRAFFIC: dict[str, tuple[Formula, ...]] = {
     "l2_write_bytes": (_sectors(L2_WRITE, L2_ATOM, L2_RED),),
     "l2_tex_read_bytes": (_sectors(L2_TEX_READ),),
     "l2_tex_write_bytes": (_sectors(L2_TEX_WRITE),),
-    "l2_to_sm_bytes": (Formula({XBAR_READ: 1}), Formula({LSU_LOAD: 1}, {TMA_LOAD: 1}), _sectors(L2_TEX_READ)),
+    # What L2 gave to the SMs and took from them, whichever unit asked. A tile that L2 sends to several SMs at once (TMA
+    # multicast) counts once here, and once for each SM in XBAR_READ.
+    "l2_to_sm_bytes": (_sectors(L2_TEX_READ), Formula({XBAR_READ: 1}), Formula({LSU_LOAD: 1}, {TMA_LOAD: 1})),
     "sm_to_l2_bytes": (
+        _sectors(L2_TEX_WRITE),
         Formula({XBAR_WRITE: 1}),
         Formula({LSU_STORE: 1}, {TMA_STORE: 1, TMA_REDUCE: 1}),
-        _sectors(L2_TEX_WRITE),
     ),
     "global_load_bytes": (Formula({LSU_LOAD: 1}),),
     "global_store_bytes": (Formula({LSU_STORE: 1}),),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dpscope.instruments.ncu.failures import explain, took_too_long, unknown_metrics, unknown_option
-from dpscope.instruments.ncu.metrics import DRAM_READ, KERNEL_EXTRAS, KERNEL_METRICS
+from dpscope.instruments.ncu.metrics import DRAM_READ, KERNEL_METRICS
 from dpscope.instruments.processes import Finished, OnLine, run_limited
 
 ATTEMPTS = 6  # each but the last may lose metrics or options that this ncu or this GPU does not know
@@ -39,13 +39,11 @@ def try_counters(ncu: str) -> str | None:
     return None if counted else explain(done.output, done.returncode)
 
 
-def one_pass_metrics(ncu: str) -> tuple[str, ...]:
+def one_pass_metrics(ncu: str, tensor_operations: str) -> tuple[str, ...]:
     """What can be counted of a kernel without running it twice, tried on one small kernel: chips differ."""
-    for extras in KERNEL_EXTRAS:
-        passes = re.search(r"- (\d+) pass", _try_kernel(ncu, [*KERNEL_METRICS, *extras]).output)
-        if passes is not None and passes.group(1) == "1":
-            return (*KERNEL_METRICS, *extras)
-    return KERNEL_METRICS
+    wanted = (*KERNEL_METRICS, tensor_operations)
+    passes = re.search(r"- (\d+) pass", _try_kernel(ncu, wanted).output)
+    return wanted if passes is not None and passes.group(1) == "1" else KERNEL_METRICS
 
 
 def _try_kernel(ncu: str, metrics: Sequence[str]) -> Finished:
@@ -61,10 +59,12 @@ def capture(
     *,
     limit: float,
     on_line: OnLine = lambda line: None,
+    may_be_cut: bool = False,
 ) -> Capture:
     """Run ncu until it leaves `report`, dropping metrics and options that it refuses.
 
-    `make_command` turns the metrics that are left into a command.
+    `make_command` turns the metrics that are left into a command. `may_be_cut`: the program ends itself when its time
+    is over, which ncu calls an error and keeps what it has counted.
     """
     wanted, refused = list(metrics), list[str]()
     deadline = time.monotonic() + limit
@@ -74,7 +74,8 @@ def capture(
         done = run_limited(command, limit=max(deadline - time.monotonic(), 1.0), on_line=on_line)
         lacking = [name for name in unknown_metrics(done.output) if name in wanted]
         option = unknown_option(done.output)
-        if done.timed_out or (done.returncode == 0 and report.exists()):
+        taken = report.exists() and (done.returncode == 0 or may_be_cut)
+        if done.timed_out or taken:
             break
         if lacking and len(lacking) < len(wanted):
             wanted = [name for name in wanted if name not in lacking]
@@ -85,7 +86,7 @@ def capture(
             break
     if done.timed_out:
         failure: str | None = took_too_long(limit)
-    elif done.returncode == 0 and report.exists():
+    elif taken:
         failure = None
     else:
         failure = explain(done.output, done.returncode)

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from dpscope.reports.figures.style import FONT, new_figure
+from dpscope.reports.figures.style import FONT, SMALL, new_figure
 from dpscope.reports.palette import METHOD_COLOURS, METHOD_MARKERS
 from dpscope.reports.tables import Row
 from dpscope.reports.traffic import Traffic
@@ -32,7 +32,7 @@ def make_panels(
         unused.set_axis_off()
     for ax, group in zip(axes, groups, strict=False):
         if len(groups) > 1:
-            ax.set_title(size_in_words(group[0].row.first.spec))
+            ax.set_title(size_in_words(group[0].row.first.spec), fontsize=FONT if columns < 4 else SMALL)
     return figure, zip(axes, groups, strict=False)
 
 

@@ -18,7 +18,15 @@ from dpscope.instruments.ncu.command import find_ncu, kernel_command, ncu_versio
 from dpscope.instruments.ncu.failures import NO_GPU, NO_NCU
 from dpscope.instruments.ncu.kernels import describe_kernels
 from dpscope.instruments.ncu.launches import count_launches
-from dpscope.instruments.ncu.metrics import KERNEL_METRICS, PASSES, RANGE_METRICS, TRAFFIC, resolve_metrics, summarise
+from dpscope.instruments.ncu.metrics import (
+    KERNEL_METRICS,
+    PASSES,
+    RANGE_METRICS,
+    TENSOR_OPS_OF,
+    TRAFFIC,
+    resolve_metrics,
+    summarise,
+)
 from dpscope.instruments.ncu.reading import Action, UnreadableReport, read_report
 from dpscope.instruments.ncu.running import Capture, capture, one_pass_metrics
 from dpscope.instruments.timing import Progress
@@ -79,7 +87,9 @@ def kernels_command(spec: RunSpec, ncu: str, report: Path, metrics: Sequence[str
 
 
 def step_metrics(spec: RunSpec) -> list[str]:
-    return resolve_metrics([*RANGE_METRICS, *filter(None, spec.option("metrics").split(","))])
+    return resolve_metrics(
+        [*RANGE_METRICS, TENSOR_OPS_OF[spec.dtype], *filter(None, spec.option("metrics").split(","))]
+    )
 
 
 def _count_step(spec: RunSpec, progress: Progress, files: Path, seen: dict[str, Any], left: dict[str, str]) -> None:
@@ -107,8 +117,10 @@ def _count_kernels(spec: RunSpec, progress: Progress, files: Path, seen: dict[st
     assert ncu is not None
     progress("which counters fit in one pass", 0, 1)
     try:
-        wanted = one_pass_metrics(ncu)
-        taken = _capture(lambda metrics: kernels_command(spec, ncu, report, metrics), wanted, report, progress)
+        wanted = one_pass_metrics(ncu, TENSOR_OPS_OF[spec.dtype])
+        taken = _capture(
+            lambda metrics: kernels_command(spec, ncu, report, metrics), wanted, report, progress, may_be_cut=True
+        )
         actions = _read(taken, ncu, report)
     except (NotCounted, ProgramFailed) as error:
         seen["missing"]["kernels"] = str(error.args[-1])
@@ -122,6 +134,8 @@ def _capture(
     metrics: Sequence[str],
     report: Path,
     progress: Progress,
+    *,
+    may_be_cut: bool = False,
 ) -> Capture:
     """Run ncu, follow its program, and raise `ProgramFailed` if that could not do its step."""
     report.parent.mkdir(parents=True, exist_ok=True)
@@ -134,7 +148,7 @@ def _capture(
             progress(f"under ncu, {len(outcomes)} runs done", 0, 1)
 
     progress("under ncu", 0, 1)
-    taken = capture(make_command, metrics, report, limit=_limit(), on_line=on_line)
+    taken = capture(make_command, metrics, report, limit=_limit(), on_line=on_line, may_be_cut=may_be_cut)
     if failed := next((outcome for outcome in outcomes if outcome["status"] != OK), None):
         raise ProgramFailed(failed["status"], f"under ncu: {failed['reason']}")
     return taken

@@ -10,7 +10,7 @@ from ncu_stand_in import COUNTED, NO_PERMISSION
 
 from dpscope.instruments.ncu.command import range_command
 from dpscope.instruments.ncu.failures import explain
-from dpscope.instruments.ncu.metrics import KERNEL_EXTRAS, KERNEL_METRICS, RANGE_METRICS, TMA_LOAD, TMA_STORE
+from dpscope.instruments.ncu.metrics import KERNEL_METRICS, L2_RED, LSU_STORE, RANGE_METRICS, TENSOR_OPS
 from dpscope.instruments.ncu.running import capture, one_pass_metrics, try_counters
 from dpscope.instruments.processes import LIFELINE, run_limited
 
@@ -39,13 +39,13 @@ def test_a_report_is_left_and_nothing_is_refused(stand_in_ncu, ncu_captures, rep
 
 
 def test_metrics_and_options_that_are_not_known_are_dropped_and_named(stand_in_ncu, ncu_captures, report):
-    plan = {"unknown_metrics": [TMA_LOAD, TMA_STORE], "unknown_options": ["--disable-extra-suffixes"]}
+    plan = {"unknown_metrics": [L2_RED, LSU_STORE], "unknown_options": ["--disable-extra-suffixes"]}
     ncu = stand_in_ncu(**plan, reports={"range": str(ncu_captures["range"])})
     taken = take(ncu, report)
     assert taken.failure is None
-    assert sorted(taken.refused) == sorted([TMA_LOAD, TMA_STORE, "--disable-extra-suffixes"])
+    assert sorted(taken.refused) == sorted([L2_RED, LSU_STORE, "--disable-extra-suffixes"])
     asked = next(part for part in taken.command if part.startswith("--metrics="))
-    assert TMA_LOAD not in asked
+    assert L2_RED not in asked
     assert RANGE_METRICS[1] in asked
     assert len(ncu.calls) == 4
 
@@ -77,6 +77,20 @@ def test_a_program_that_fails_under_ncu_is_said_to_have_failed(stand_in_ncu, rep
     program = (sys.executable, "-c", "raise SystemExit(7)")
     taken = take(stand_in_ncu(runs_program=True, says={"range": ""}), report, program)
     assert "The application returned an error code (7)" in taken.failure
+
+
+CUT = """==PROF== Profiling "vectorized_elementwise_kernel" - 338: 0%...
+==ERROR== Failed to profile "vectorized_elementwise_kernel" in process 929
+==PROF== Trying to shutdown target application
+==ERROR== An error occurred while trying to profile.
+"""
+
+
+@pytest.mark.parametrize("may_be_cut", [True, False])
+def test_a_report_that_was_cut_short_counts_only_where_that_was_meant(stand_in_ncu, ncu_captures, report, may_be_cut):
+    ncu = stand_in_ncu(says={"range": CUT}, reports={"range": str(ncu_captures["range"])}, code=1)
+    failure = take(ncu, report, may_be_cut=may_be_cut).failure
+    assert failure is None if may_be_cut else "error occurred while trying to profile" in failure
 
 
 def test_an_ncu_that_cannot_be_run_is_a_failure_like_any_other(tmp_path, report):
@@ -120,11 +134,12 @@ def test_counters_are_tried_on_one_kernel(stand_in_ncu, says, trouble):
 
 
 @pytest.mark.parametrize(
-    ("passes", "extras"), [("1 pass", KERNEL_EXTRAS[0]), ("2 passes", ()), ("no such line", ()), ("11 passes", ())]
+    ("passes", "extras"), [("1 pass", TENSOR_OPS[:1]), ("2 passes", ()), ("no such line", ()), ("11 passes", ())]
 )
 def test_kernels_are_asked_only_for_what_fits_in_one_pass(stand_in_ncu, passes, extras):
     says = f'==PROF== Profiling "vectorized_elementwise_kernel" - 0: 0%....50%....100% - {passes}\n'
-    assert one_pass_metrics(str(stand_in_ncu(says={"range": says}).path)) == (*KERNEL_METRICS, *extras)
+    found = one_pass_metrics(str(stand_in_ncu(says={"range": says}).path), TENSOR_OPS[0])
+    assert found == (*KERNEL_METRICS, *extras)
 
 
 def test_a_program_under_ncu_ends_when_its_starter_is_killed(start, tmp_path, alive, wait_until):
