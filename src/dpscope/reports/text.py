@@ -57,7 +57,7 @@ def _cost(rows: Sequence[Row], width: int) -> list[RenderableType]:
     parts: list[RenderableType] = [_table(rows, narrow=width < NARROW)]
     if sentences := verdict(rows):
         parts += ["", *(Text(sentence) for sentence in sentences)]
-    return [*parts, "", *(Text(note, style="dim") for note in _notes(rows))]
+    return [*parts, "", *(Text(note, style="dim") for note in notes(rows))]
 
 
 # What a summary is made of, in this order. A section without anything to say is empty.
@@ -84,7 +84,7 @@ def _headline(results: Sequence[Result]) -> list[str]:
 
 def _describe(spec: dict[str, Any]) -> str:
     workload = spec["workload"]
-    sizes = ", ".join(_sizes(workload))
+    sizes = ", ".join(workload_sizes(workload))
     return (
         f"Model {workload['name']} ({sizes}); {spec['dtype']}, {spec['optimizer']}, "
         f"noise multiplier {spec['noise_multiplier']:g}, max grad norm {spec['max_grad_norm']:g}; "
@@ -92,7 +92,7 @@ def _describe(spec: dict[str, Any]) -> str:
     )
 
 
-def _sizes(workload: dict[str, Any]) -> Iterator[str]:
+def workload_sizes(workload: dict[str, Any]) -> Iterator[str]:
     """What describes a workload, and the numbers of what is nested in it (a model's own configuration)."""
     for name, value in workload.items():
         if name == "lora":
@@ -203,7 +203,7 @@ def verdict(rows: Sequence[Row]) -> list[str]:
     return sentences
 
 
-def _notes(rows: Sequence[Row]) -> list[str]:
+def notes(rows: Sequence[Row]) -> list[str]:
     notes = ["× is the ratio to standard. Time: median over the timed steps, with 10th and 90th percentile."]
     if not all(row.steady for row in rows):
         notes.append(f"? marks a ratio of times that varied by more than {STEADY:g}× within a row: a busy machine.")

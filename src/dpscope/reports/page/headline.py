@@ -1,0 +1,81 @@
+"""The ten-second answer at each size: sentences, and a card for each method."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from dpscope.reports.page.settings import Size
+from dpscope.reports.palette import method_colour
+from dpscope.reports.story import OUTCOMES, estimated, tell
+from dpscope.reports.tables import STANDARD, Row
+from dpscope.reports.traffic import Traffic, compare_traffic
+from dpscope.units import MISSING, format_bytes, format_ms, format_ratio, format_traffic
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A ratio to ordinary training with the absolute figure below it."""
+
+    name: str
+    ratio: str
+    absolute: str
+    why_missing: str = ""
+
+
+@dataclass(frozen=True)
+class Card:
+    method: str
+    colour: str
+    wins: bool
+    outcome: str  # of a method that has no figures: what became of it
+    reason: str
+    figures: list[Figure] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Headline:
+    setting: str
+    size: str
+    sentences: list[str]
+    cards: list[Card]
+
+
+def make_headline(size: Size) -> Headline:
+    story = tell(size.rows)
+    traffics = {id(traffic.row): traffic for traffic in compare_traffic(size.rows)}
+    cards = [_card(row, traffics.get(id(row)), bool(traffics), row.method == story.winner) for row in size.rows]
+    return Headline(size.setting, size.size, story.sentences, cards)
+
+
+def first_size(sizes: Sequence[Size]) -> int:
+    """Where the reader begins: the size most is known of, and of those the largest."""
+    if not sizes:
+        return 0
+    return max(range(len(sizes)), key=lambda place: (*_known(sizes[place].rows), -place))
+
+
+def _known(rows: Sequence[Row]) -> tuple[int, int, int]:
+    spec = rows[0].first.spec
+    instruments = {name for row in rows for name, result in row.measured.items() if result.ok}
+    figures = sum((row.median_ms is not None) + (row.peak_bytes is not None) for row in rows)
+    return (len(instruments), figures, spec["batch_size"] * (spec.get("seq_len") or 1))
+
+
+def _card(row: Row, traffic: Traffic | None, moves: bool, wins: bool) -> Card:
+    outcome = "" if row.result.ok else OUTCOMES[row.result.status]
+    figures = [
+        Figure("time", format_ratio(row.time_ratio) + ("" if row.steady else "?"), format_ms(row.median_ms)),
+        Figure("peak memory", format_ratio(row.memory_ratio), format_bytes(row.peak_bytes)),
+    ]
+    if moves:
+        ratio, count = (traffic.ratio, traffic.dram_bytes) if traffic else (None, None)
+        words = [format_ratio(ratio), format_traffic(count)]
+        known = [estimated(traffic, text) if traffic and text != MISSING else text for text in words]
+        figures.append(Figure("DRAM bytes", *known))
+    shown = [figure for figure in figures if figure.absolute != MISSING]
+    return Card(row.method, method_colour(row.method), wins, outcome, row.result.reason or "", shown)
+
+
+def is_denominator(card: Card) -> bool:
+    return card.method == STANDARD
