@@ -31,6 +31,9 @@ class Story:
     """Rows of one size: who wins among the private methods, and the sentences that say so."""
 
     winner: str | None
+    praise: str  # what the winner is best at, and in fewer words
+    badge: str
+    saves: str  # what it saves, as a sentence
     sentences: list[str] = field(default_factory=list)
 
 
@@ -39,15 +42,21 @@ def tell(rows: Sequence[Row]) -> Story:
     private = [row for row in rows if row.method != STANDARD]
     leaders = _leaders(private)
     winner = leaders.winner
+    if winner:
+        praise, badge = leaders.praise
+        saves = _of_savings(winner, [row for row in private if row is not winner])
+    else:
+        praise = badge = saves = ""
     sentences = [
-        *_of_winner(rows, winner, leaders),
+        *([f"Of the private methods {winner.method} {praise}: {cost_in_words(winner, rows)}."] if winner else []),
+        *([saves] if saves else []),
         *(_of_all(private, rows) if winner is None else []),
         *(leaders.undecided() if winner is None else []),
         *_of_unsteady(rows),
         *_of_failed(rows, private),
         *_of_no_standard(rows),
     ]
-    return Story(winner.method if winner else None, sentences)
+    return Story(winner.method if winner else None, praise, badge, saves, sentences)
 
 
 @dataclass(frozen=True)
@@ -56,7 +65,13 @@ class Leaders:
 
     time: list[Row]
     memory: list[Row]
-    compared: int  # private rows with any figure
+
+    @property
+    def praise(self) -> tuple[str, str]:
+        """What being the winner means here, for a sentence and for a label."""
+        if self.time and self.memory:
+            return "costs least", "costs least"
+        return ("is the fastest", "fastest") if self.time else ("needs the least memory", "least memory")
 
     @property
     def winner(self) -> Row | None:
@@ -88,7 +103,7 @@ def _leaders(private: Sequence[Row]) -> Leaders:
     leanest = min(sized, key=lambda row: row.peak_bytes or 0.0, default=None)
     time = [row for row in timed if fastest and (row is fastest or not beyond_spread(row, fastest))]
     memory = [row for row in sized if leanest and _same_memory(row, leanest)]
-    return Leaders(time if comparable else [], memory if len(sized) > 1 else [], len(timed) or len(sized))
+    return Leaders(time if comparable else [], memory if len(sized) > 1 else [])
 
 
 def knows_spread(row: Row) -> bool:
@@ -108,18 +123,10 @@ def _same_memory(row: Row, other: Row) -> bool:
     return abs(one - two) <= SAME_MEMORY * max(one, two)
 
 
-def _of_winner(rows: Sequence[Row], winner: Row | None, leaders: Leaders) -> list[str]:
-    if winner is None:
-        return []
-    praise = {(True, True): "costs least", (True, False): "is the fastest", (False, True): "needs the least memory"}
-    best = praise[bool(leaders.time), bool(leaders.memory)]
-    sentences = [f"Of the private methods {winner.method} {best}: {cost_in_words(winner, rows)}."]
-    others = [row for row in rows if row.method != STANDARD and row is not winner]
+def _of_savings(winner: Row, others: Sequence[Row]) -> str:
     usual = next((row for row in others if row.method == USUAL), None) or min(others, key=_expense, default=None)
     saved = _savings(winner, usual) if usual else []
-    if usual and saved:
-        sentences.append(f"Against {usual.method} it saves {' and '.join(saved)} a step.")
-    return sentences
+    return f"Against {usual.method} it saves {' and '.join(saved)} a step." if usual and saved else ""
 
 
 def _expense(row: Row) -> tuple[bool, float, float]:

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from dpscope.reports.memory_text import memory_section, snapshot_section
 from dpscope.reports.nsys_text import nsys_section
+from dpscope.reports.story import tell
 from dpscope.reports.tables import STANDARD, STEADY, Row, compare_results, group_by_size, varying_columns
 from dpscope.reports.trace_text import trace_section
 from dpscope.reports.traffic_text import traffic_section
@@ -194,6 +195,9 @@ def verdict(rows: Sequence[Row]) -> list[str]:
         where = size_in_words(group[0].result.spec).capitalize()
         if costs:
             sentences.append(f"{where}: {'; '.join(costs)}.")
+        story = tell(group)
+        if story.winner:
+            sentences.append(f"{where}: of the private methods {story.winner} {story.praise}. {story.saves}".rstrip())
         shaky = [row.method for row in group if row.method != STANDARD and not row.steady]
         if shaky:
             sentences.append(

@@ -28,6 +28,8 @@ SHOWN = {
     "dpscope": "dpscope",
     "git_commit": "its commit",
 }
+COMPARED = [name for key, name in SHOWN.items() if key not in ("python", "git_commit")]
+VERSIONS = ("torch", "Opacus", "dpscope")
 Facts = dict[str, str]
 
 
@@ -36,18 +38,29 @@ class Configuration:
     settings: list[tuple[str, Facts]]
     environments: list[Facts]
     differing: str  # a warning, where results come from unlike environments
-    measured: str  # when, if a result knows it
+    summary: str  # model, machine and versions in a line
 
 
 def describe_configuration(settings: Sequence[Setting], results: Sequence[Result]) -> Configuration:
-    environments = [result.environment for result in results if result.environment]
-    shown = list(dict.fromkeys(tuple(_environment(each).items()) for each in environments))
+    shown = _merged([_environment(result.environment) for result in results if result.environment])
+    if measured := _dates(results):
+        shown = [{**facts, "measured on": f"{measured} (UTC)"} for facts in shown] or [{"measured on": measured}]
     return Configuration(
         settings=[(setting.label, _setting(setting)) for setting in settings],
-        environments=[dict(facts) for facts in shown],
-        differing=_warning(environments),
-        measured=_dates(results),
+        environments=shown,
+        differing=_warning(shown),
+        summary=_in_a_line(settings, shown),
     )
+
+
+def _in_a_line(settings: Sequence[Setting], environments: Sequence[Facts]) -> str:
+    """`1b in bf16 on NVIDIA H200 (140 GiB); torch 2.11.0, Opacus 1.6.0, dpscope 0.1.0`."""
+    specs = [setting.rows[0].first.spec for setting in settings]
+    models = dict.fromkeys(f"{spec['workload']['name']} in {spec['dtype']}" for spec in specs)
+    machines = dict.fromkeys(facts.get("GPU") or facts.get("CPU") or "an unknown machine" for facts in environments)
+    versions = dict.fromkeys(f"{name} {facts[name]}" for name in VERSIONS for facts in environments if name in facts)
+    where = [f"on {' and '.join(machines)}"] if machines else []
+    return "; ".join(filter(None, (" ".join([", ".join(models), *where]), ", ".join(versions))))
 
 
 def _setting(setting: Setting) -> Facts:
@@ -76,13 +89,30 @@ def _environment(environment: dict[str, Any]) -> Facts:
     return facts
 
 
-def _warning(environments: Sequence[dict[str, Any]]) -> str:
-    values = {name: {str(each.get(key)) for each in environments} for key, name in SHOWN.items()}
-    differing = [f"{name} ({' / '.join(sorted(found))})" for name, found in values.items() if len(found) > 1]
+def _merged(environments: Sequence[Facts]) -> list[Facts]:
+    """One where they agree: a name that only one of them knows is no difference."""
+    merged: list[Facts] = []
+    for facts in environments:
+        alike = next((other for other in merged if not _differ([facts, other])), None)
+        if alike is None:
+            merged.append(dict(facts))
+        else:
+            alike |= {name: text for name, text in facts.items() if name not in alike}
+    return merged
+
+
+def _differ(environments: Sequence[Facts]) -> dict[str, list[str]]:
+    """What they disagree on, with each value."""
+    values = {name: list(dict.fromkeys(f[name] for f in environments if name in f)) for name in COMPARED}
+    return {name: found for name, found in values.items() if len(found) > 1}
+
+
+def _warning(environments: Sequence[Facts]) -> str:
+    differing = [f"{name} ({' / '.join(found)})" for name, found in _differ(environments).items()]
     if not differing:
         return ""
     return (
-        f"These results do not all come from one environment. They differ in {', '.join(differing)}: a ratio "
+        f"These results come from {len(environments)} environments, which differ in {', '.join(differing)}: a ratio "
         "between rows of different environments is not the cost of privacy alone."
     )
 

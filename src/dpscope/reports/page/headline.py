@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from dpscope.reports.page.settings import Size
 from dpscope.reports.palette import method_colour
 from dpscope.reports.story import OUTCOMES, estimated, tell
-from dpscope.reports.tables import STANDARD, Row
+from dpscope.reports.tables import Row
 from dpscope.reports.traffic import Traffic, compare_traffic
 from dpscope.units import MISSING, format_bytes, format_ms, format_ratio, format_traffic
 
@@ -20,14 +20,14 @@ class Figure:
     name: str
     ratio: str
     absolute: str
-    why_missing: str = ""
+    steady: bool = True
 
 
 @dataclass(frozen=True)
 class Card:
     method: str
     colour: str
-    wins: bool
+    badge: str  # of the winner
     outcome: str  # of a method that has no figures: what became of it
     reason: str
     figures: list[Figure] = field(default_factory=list)
@@ -44,7 +44,8 @@ class Headline:
 def make_headline(size: Size) -> Headline:
     story = tell(size.rows)
     traffics = {id(traffic.row): traffic for traffic in compare_traffic(size.rows)}
-    cards = [_card(row, traffics.get(id(row)), bool(traffics), row.method == story.winner) for row in size.rows]
+    badges = {story.winner: story.badge}
+    cards = [_card(row, traffics.get(id(row)), bool(traffics), badges.get(row.method, "")) for row in size.rows]
     return Headline(size.setting, size.size, story.sentences, cards)
 
 
@@ -62,11 +63,11 @@ def _known(rows: Sequence[Row]) -> tuple[int, int, int]:
     return (len(instruments), figures, spec["batch_size"] * (spec.get("seq_len") or 1))
 
 
-def _card(row: Row, traffic: Traffic | None, moves: bool, wins: bool) -> Card:
+def _card(row: Row, traffic: Traffic | None, moves: bool, badge: str) -> Card:
     outcome = "" if row.result.ok else OUTCOMES[row.result.status]
     figures = [
-        Figure("time", format_ratio(row.time_ratio) + ("" if row.steady else "?"), format_ms(row.median_ms)),
-        Figure("peak memory", format_ratio(row.memory_ratio), format_bytes(row.peak_bytes)),
+        Figure("time", format_ratio(row.time_ratio), format_ms(row.median_ms), row.steady),
+        Figure("memory", format_ratio(row.memory_ratio), format_bytes(row.peak_bytes)),
     ]
     if moves:
         ratio, count = (traffic.ratio, traffic.dram_bytes) if traffic else (None, None)
@@ -74,8 +75,4 @@ def _card(row: Row, traffic: Traffic | None, moves: bool, wins: bool) -> Card:
         known = [estimated(traffic, text) if traffic and text != MISSING else text for text in words]
         figures.append(Figure("DRAM bytes", *known))
     shown = [figure for figure in figures if figure.absolute != MISSING]
-    return Card(row.method, method_colour(row.method), wins, outcome, row.result.reason or "", shown)
-
-
-def is_denominator(card: Card) -> bool:
-    return card.method == STANDARD
+    return Card(row.method, method_colour(row.method), badge, outcome, row.result.reason or "", shown)

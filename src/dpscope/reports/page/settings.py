@@ -59,13 +59,19 @@ def _settings(row: Row) -> dict[str, Any]:
 
 def _labels(described: Sequence[dict[str, Any]]) -> list[str]:
     """As few words as tell one from the other; a number where no words do."""
-    names = dict.fromkeys(name for settings in described for name in settings)
-    varying = [name for name in names if len({repr(settings.get(name)) for settings in described}) > 1]
-    short = [_words(settings, [name for name in varying if name in SPEAK_FOR_THEMSELVES]) for settings in described]
-    full = [_words(settings, varying) for settings in described]
-    labels = [few if short.count(few) == 1 else many for few, many in zip(short, full, strict=True)]
+    spoken = [name for name in _varying(described) if name in SPEAK_FOR_THEMSELVES]
+    short = [_words(settings, spoken) for settings in described]
+    labels = []
+    for settings, words in zip(described, short, strict=True):
+        alike = [other for other, others in zip(described, short, strict=True) if others == words]
+        labels.append(", ".join(filter(None, (words, _words(settings, _varying(alike))))))
     places = [labels[:place].count(label) for place, label in enumerate(labels)]
     return [f"{label} ({place + 1})" if place else label for label, place in zip(labels, places, strict=True)]
+
+
+def _varying(described: Sequence[dict[str, Any]]) -> list[str]:
+    names = dict.fromkeys(name for settings in described for name in settings)
+    return [name for name in names if len({repr(settings.get(name)) for settings in described}) > 1]
 
 
 def _words(settings: dict[str, Any], names: Sequence[str]) -> str:

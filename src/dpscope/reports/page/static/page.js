@@ -15,9 +15,23 @@ function choose(index) {
   choice = page.sizes[index] ?? choice;
   for (const story of document.querySelectorAll(".story")) story.hidden = story.dataset.size !== String(index);
   for (const each of drawn) each.show(choice);
+  later(drawRest);
 }
 
-const redrawAll = () => drawn.forEach((each) => each.redraw());
+function redrawAll() {
+  for (const each of drawn) each.redraw();
+  later(drawRest);
+}
+
+// What is far from the window is drawn when there is nothing else to do, one chart at a time.
+const later = window.requestIdleCallback ?? ((work) => setTimeout(work, 50));
+function drawRest() {
+  const next = drawn.find((each) => each.stale && each.view);
+  if (!next) return;
+  next.draw();
+  later(drawRest);
+}
+
 setUpTheme(redrawAll);
 
 const nearness = new IntersectionObserver((entries) => {
@@ -52,3 +66,4 @@ addEventListener("afterprint", () => drawForPaper(false));
 paper.addEventListener("change", ({ matches }) => drawForPaper(matches));
 
 setUpRows();
+later(drawRest);
