@@ -12,7 +12,7 @@ function echartsTheme(theme) {
     categoryAxis: axis, valueAxis: axis, logAxis: axis, timeAxis: axis,
     legend: { textStyle: { color: theme.ink }, pageTextStyle: { color: theme.faint }, pageIconColor: theme.accent, pageIconInactiveColor: theme.rule },
     tooltip: {
-      confine: true, className: "tip", backgroundColor: theme.paper, borderColor: theme.rule, borderWidth: 1,
+      confine: true, transitionDuration: 0, className: "tip", backgroundColor: theme.paper, borderColor: theme.rule, borderWidth: 1,
       textStyle: { color: theme.ink, fontSize: 13 }, axisPointer: { lineStyle: { color: theme.faint }, crossStyle: { color: theme.faint } },
     },
     dataZoom: { textStyle: { color: theme.faint }, borderColor: theme.rule, handleStyle: { color: theme.panel, borderColor: theme.faint } },
