@@ -70,9 +70,13 @@ def _card(row: Row, traffic: Traffic | None, moves: bool, badge: str) -> Card:
         Figure("memory", format_ratio(row.memory_ratio), format_bytes(row.peak_bytes)),
     ]
     if moves:
-        ratio, count = (traffic.ratio, traffic.dram_bytes) if traffic else (None, None)
-        words = [format_ratio(ratio), format_traffic(count)]
-        known = [estimated(traffic, text) if traffic and text != MISSING else text for text in words]
-        figures.append(Figure("DRAM bytes", *known))
+        figures.append(_bytes_moved(traffic))
     shown = [figure for figure in figures if figure.absolute != MISSING]
     return Card(row.method, method_colour(row.method), badge, outcome, row.result.reason or "", shown)
+
+
+def _bytes_moved(traffic: Traffic | None) -> Figure:
+    if traffic is None or traffic.dram_bytes is None:
+        return Figure("DRAM bytes", MISSING, MISSING)
+    ratio = MISSING if traffic.ratio is None else estimated(traffic, format_ratio(traffic.ratio))
+    return Figure("DRAM bytes", ratio, estimated(traffic, format_traffic(traffic.dram_bytes)))

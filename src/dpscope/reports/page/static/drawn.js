@@ -7,9 +7,10 @@ function echartsTheme(theme) {
     axisLine: line, axisTick: line, splitLine: line, minorSplitLine: line,
     axisLabel: { color: theme.faint }, nameTextStyle: { color: theme.faint },
   };
+  const numbers = { ...axis, axisLabel: { ...axis.axisLabel, hideOverlap: true } };
   return {
     textStyle: { color: theme.ink, fontFamily: "system-ui, sans-serif" },
-    categoryAxis: axis, valueAxis: axis, logAxis: axis, timeAxis: axis,
+    categoryAxis: axis, ...Object.fromEntries(["valueAxis", "logAxis", "timeAxis"].map((name) => [name, numbers])),
     legend: { textStyle: { color: theme.ink }, pageTextStyle: { color: theme.faint }, pageIconColor: theme.accent, pageIconInactiveColor: theme.rule },
     tooltip: {
       confine: true, transitionDuration: 0, className: "tip", backgroundColor: theme.paper, borderColor: theme.rule, borderWidth: 1,
@@ -56,8 +57,19 @@ class Drawn {
     if (this.near) this.draw();
   }
 
+  // One drawing that fails leaves the others, and its own figures, where they are.
   draw() {
     if (!this.stale || !this.view) return;
+    this.stale = false;
+    try {
+      this.drawNow();
+    } catch (error) {
+      console.error(error);
+      this.says.textContent = `${this.view.says} (It could not be drawn: ${error.message}. The figures are under Data.)`;
+    }
+  }
+
+  drawNow() {
     const theme = { ...currentTheme(), width: this.drawing.clientWidth };
     const draw = drawings[this.chart.kind];
     this.drawing.style.height = draw.height ? `${draw.height(this.view.data, theme)}px` : "";
@@ -69,7 +81,6 @@ class Drawn {
     this.drawing.setAttribute("role", "application");
     for (const button of this.figure.querySelectorAll("[data-zoom]")) button.hidden = !option.dataZoom;
     this.place = null;
-    this.stale = false;
   }
 
   resize() {
