@@ -43,13 +43,18 @@ class Drawn {
 
   show(choice) {
     this.view = this.chart.views.find((view) => isAt(view, choice));
-    const sizes = this.chart.views.map((view) => [view.setting, view.size].filter(Boolean).join(": "));
-    this.says.textContent = this.view ? this.view.says : `Not measured at ${choice.size}; there are figures at ${sizes.join("; ")}.`;
+    this.says.textContent = this.view ? this.view.says : `Not measured at ${choice.size}; there are figures at ${this.elsewhere()}.`;
     this.drawing.setAttribute("aria-label", this.says.textContent);
     this.drawing.hidden = this.data.hidden = !this.view;
     for (const button of this.figure.querySelectorAll("button")) button.disabled = !this.view;
     this.fillTable();
     this.redraw();
+  }
+
+  // Where this chart has figures: the first sizes, and how many more.
+  elsewhere(most = 4) {
+    const sizes = this.chart.views.map((view) => [view.setting, view.size].filter(Boolean).join(": "));
+    return sizes.slice(0, most).join("; ") + (sizes.length > most ? `; and ${sizes.length - most} more sizes` : "");
   }
 
   redraw() {
