@@ -10,7 +10,6 @@ from typing import Any
 from dpscope.reports.page.settings import Size, all_sizes
 from dpscope.reports.tables import Row
 from dpscope.results.store import Skipped
-from dpscope.workloads.configs import PRESETS, config_to_dict
 
 # Instrument -> what it would have shown. Each is a subcommand's name but `time`, which `compare` takes.
 SHOWS = {
@@ -31,6 +30,13 @@ OPTIONS = (
     "seed",
     "device",
 )
+
+# Kind of a built-in model -> what of it has a flag.
+SIZED = {
+    "transformer": ("vocab_size", "hidden_dim", "num_layers", "num_heads", "max_seq_len", "attention"),
+    "cnn": ("image_size", "num_classes", "norm"),
+    "resnet": ("width", "image_size", "num_classes", "norm"),
+}
 
 
 @dataclass(frozen=True)
@@ -105,17 +111,13 @@ def _plain(value: object) -> str:
 
 
 def _workload(workload: dict[str, Any]) -> list[str]:
-    """The flags that name a workload: a preset and what was changed of it, or the user's own."""
-    if workload.get("kind") == "custom":
+    """The flags that name a workload, as far as a result knows them."""
+    kind, name = workload.get("kind"), str(workload["name"]).partition("+lora")[0]
+    if kind == "custom":
         return ["--workload", f"{workload.get('file')}:{workload.get('function')}"]
-    name = str(workload["name"]).partition("+lora")[0]
-    if name not in PRESETS:
-        return ["--hf-config", "FILE"]
-    preset = config_to_dict(PRESETS[name])
-    words = ["--model", name]
-    for key, value in workload.items():
-        if isinstance(value, str | int) and key not in ("kind", "name") and value != preset.get(key):
-            words += [f"--{key.replace('_', '-')}", str(value)]
+    words = ["--model", name] if kind in SIZED or name.startswith("hf:") else ["--hf-config", "FILE"]
+    sizes = {key: workload[key] for key in SIZED.get(str(kind), ()) if workload.get(key) is not None}
+    words += [word for key, value in sizes.items() for word in (f"--{key.replace('_', '-')}", str(value))]
     if lora := workload.get("lora"):
         words += ["--lora", f"r={lora['r']},alpha={lora['alpha']},target={','.join(lora['target'])}"]
     return words

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from dpscope.commands.compare import command as compare
 from dpscope.commands.memory import command as memory
+from dpscope.commands.options import workload_from
+from dpscope.commands.sweeping import specs_from
 from dpscope.reports.page.missing import SHOWS, find_missing
 from dpscope.reports.tables import compare_results
 from dpscope.results.store import Skipped
+from dpscope.workloads.configs import make_config
 from tests.unit.reports.traffic_results import results_for
-
-COMMANDS = {"memory": memory, "compare": compare}
 
 
 def gaps_of(*results):
@@ -30,8 +30,6 @@ def test_every_instrument_that_did_not_look_is_named_with_its_command(make_resul
 
 def test_the_command_measures_the_same_specs(make_result):
     """Its options, read by the real command line, give the rows' own spec: only then do figures join."""
-    from dpscope.commands.sweeping import specs_from
-
     result = make_result(method="flat", dtype="bf16", warmup=1, steps=4, noise_multiplier=0.5, seed=3)
     words = shlex.split(gaps_of(result)[SHOWS["memory"]].command)[2:]
     options = dict(memory.make_context("memory", words).params)
@@ -62,11 +60,20 @@ def test_files_left_out_are_named_with_the_reason():
     assert missing.skipped == [("cut.json", "not complete JSON")]
 
 
+@pytest.mark.parametrize("model", ["small", "cnn", "resnet18", "hf:vit"])
+def test_the_command_names_every_built_in_model_with_its_sizes(make_result, model):
+    config = make_config(model, num_classes=7) if model in ("cnn", "resnet18") else make_config(model)
+    result = make_result(workload=config, seq_len=None)
+    words = shlex.split(gaps_of(result)[SHOWS["memory"]].command)[2:]
+    assert workload_from(dict(memory.make_context("memory", words).params)) == config
+
+
 @pytest.mark.parametrize(
     ("workload", "flags"),
     [
         ({"kind": "custom", "name": "mine", "file": "/a b/m.py", "function": "f"}, "--workload '/a b/m.py:f'"),
-        ({"kind": "huggingface", "name": "hf:none-such"}, "--hf-config FILE"),
+        ({"kind": "huggingface", "name": "hf:gpt2", "settings": {}}, "--model hf:gpt2"),
+        ({"kind": "huggingface", "name": "of-a-file", "settings": {}}, "--hf-config FILE"),
         ({"kind": "x", "name": "$(rm -rf ~)"}, "--hf-config FILE"),
     ],
 )
