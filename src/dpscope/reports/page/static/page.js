@@ -22,10 +22,15 @@ class Drawn {
   draw() {
     const theme = currentTheme();
     const text = { color: theme.ink, fontFamily: "system-ui, sans-serif" };
-    const option = drawings[this.chart.kind](this.view.data, theme);
+    const make = drawings[this.chart.kind];
+    const element = this.figure.querySelector(".drawing");
+    // A drawing may ask for a height, in pixels: what has a panel for each method needs more for more of them.
+    if (make.height) element.style.height = `${make.height(this.view.data, element.clientWidth)}px`;
+    this.instance.resize();
+    const option = make(this.view.data, theme, element.clientWidth);
     this.instance.setOption({ animation: false, textStyle: text, aria: { enabled: true, label: { description: this.view.says } }, ...option }, true);
   }
 }
 
 const drawn = page.charts.map((chart) => new Drawn(chart));
-addEventListener("resize", () => drawn.forEach((each) => each.instance.resize()));
+addEventListener("resize", () => drawn.forEach((each) => each.draw()));
