@@ -19,6 +19,7 @@ def present(held: Iterable[Mapping[str, Any]]) -> list[str]:
 def looks(keys: Iterable[str]) -> list[dict[str, Any]]:
     return [
         {
+            "name": label_of(key),
             "label": label_of(key) + (" (private only)" if is_private_only(key) else ""),
             "colour": colour_of(key),
             "ink": "#ffffff" if is_dark(colour_of(key)) else "#000000",

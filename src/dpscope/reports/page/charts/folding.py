@@ -25,6 +25,11 @@ class Line:
         return not SUMS.fullmatch(self.name)
 
     @property
+    def named(self) -> bool:
+        """Not `(outside the modules)`."""
+        return not self.name.startswith("(")
+
+    @property
     def heaviest(self) -> float:
         return max(total(cost) for modules in self.modules for cost in modules.values())
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from dpscope.reports.composition import composition_of, label_of
 from dpscope.reports.page.chart import Chart, Table, View
+from dpscope.reports.page.charts.components import unit_for
 from dpscope.reports.page.charts.folding import Cost, Line, fold
 from dpscope.reports.palette import method_colour
 from dpscope.reports.tables import Row, group_by_size
@@ -48,8 +49,9 @@ def layers_time(rows: Sequence[Row]) -> Chart | None:
         title="Layer by layer: time",
         kind="layers",
         how=(
-            "Time of the operators that worked for a module, forward and backward, in a traced step; its submodules' is "
-            f"theirs. {ALIKE} It does not see what a step takes without the profiler, which makes it longer."
+            "Time of the operators that worked for a module, forward and backward, in a traced step; its "
+            f"submodules' is theirs. {ALIKE} "
+            "It does not see what a step takes without the profiler, which makes it longer."
         ),
         views=views,
     )
@@ -81,16 +83,16 @@ def _phases(module: Mapping[str, Any], column: str, *, known: bool) -> Cost:
 
 def _view(rows: Sequence[Row], measure: Callable[[Sequence[Row]], list[Costs]], unit: str) -> View | None:
     measured = [(row, costs) for row, costs in zip(rows, measure(rows), strict=True) if costs]
-    if not measured:
+    drawn = [line for line in fold([costs for _, costs in measured]) if line.drawn][:LINES]
+    if not drawn:
         return None
     methods = [row.method for row, _ in measured]
-    lines = fold([costs for _, costs in measured])
-    drawn = [line for line in lines if line.drawn][:LINES]
     return View(
         size=size_in_words(rows[0].first.spec),
         says=_in_words(methods, drawn, [costs for _, costs in measured], unit),
         data={
             "unit": unit,
+            "axis": unit_for(max(line.heaviest for line in drawn)) if unit == "bytes" else {"size": 1, "name": unit},
             "methods": [{"name": method, "colour": method_colour(method)} for method in methods],
             "lines": [
                 {"name": line.name, "short": shorten(line.name, LONGEST_NAME), "bars": list(map(_bar, line.modules))}
@@ -121,16 +123,16 @@ def _bar(modules: Mapping[str, Cost]) -> dict[str, Any] | None:
 
 
 def _in_words(methods: Sequence[str], drawn: Sequence[Line], costs: Sequence[Costs], unit: str) -> str:
-    """The heaviest module of each method, and how much is not in the drawing."""
-    show = format_bytes if unit == "bytes" else format_ms
+    """The heaviest named module of each method, and how much is not in the drawing."""
+    show, verb = (format_bytes, "holds") if unit == "bytes" else (format_ms, "takes")
     told, rests = [], []
     for place, method in enumerate(methods):
-        mine = [(line.name, bar["value"]) for line in drawn if (bar := _bar(line.modules[place]))]
+        mine = [(line.name, bar["value"]) for line in drawn if line.named and (bar := _bar(line.modules[place]))]
         seen = {module for line in drawn for module in line.modules[place]}
         rest = sum(sum(cost.values()) for module, cost in costs[place].items() if module not in seen)
         if mine:
             name, value = max(mine, key=lambda each: each[1])
-            told.append(f"{shorten(name, LONGEST_NAME)} {show(value)} in {method}")
+            told.append(f"{show(value)} in {method} ({shorten(name, LONGEST_NAME)})")
         rests += [f"{show(rest)} in {method}"] if rest else []
-    heaviest = f"The heaviest: {', '.join(told)}." if told else "No module is listed by name."
+    heaviest = f"The heaviest module {verb} {', '.join(told)}." if told else "No module is listed by name."
     return heaviest + (f" Lighter modules, not drawn, sum to {', '.join(rests)}." if rests else "")

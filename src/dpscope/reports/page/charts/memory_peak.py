@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from dpscope.reports.composition import Composition, composition_of, label_of, why_no_composition
 from dpscope.reports.memory_text import TRIFLE, signed
@@ -38,7 +39,7 @@ def _view(rows: Sequence[Row]) -> View | None:
     keys = present(composition.components for _, composition in described)
     place = next((place for place, (row, _) in enumerate(described) if row.method == STANDARD), None)
     standard = None if place is None else described[place][1]
-    bars = [
+    bars: list[dict[str, Any]] = [
         {
             "method": row.method,
             "maker": composition.maker,
@@ -60,7 +61,7 @@ def _view(rows: Sequence[Row]) -> View | None:
         },
         table=Table(
             columns=("method", "total_bytes", "ratio_to_standard", *(f"{key}_bytes" for key in keys), "reached_in"),
-            rows=[(bar["method"], bar["total"], bar["ratio"], *bar["bytes"], bar["maker"]) for bar in bars],  # type: ignore[misc]
+            rows=[(bar["method"], bar["total"], bar["ratio"], *bar["bytes"], bar["maker"]) for bar in bars],
         ),
     )
 

@@ -63,7 +63,7 @@ def _view(rows: Sequence[Row]) -> View | None:
 
 
 def _panel(row: Row, timeline: Timeline, keys: Sequence[str]) -> dict[str, Any]:
-    """`levels` holds the change from one event to the next: most are 0, which keeps the page small, and none is rounded."""
+    """Events and levels as changes from one moment to the next: most are 0, which keeps the page small, to the byte."""
     kept = moments(timeline)
     composition = composition_of(row)
     at = timeline.peak

@@ -18,7 +18,9 @@ def moments(timeline: Timeline, most: int = MOMENTS) -> list[int]:
     totals = timeline.totals
     kept = {0, count - 1, timeline.peak}
     kept |= {level.index(max(level)) for level in timeline.levels.values()}
-    kept |= {n for phase in timeline.phases for edge in (phase.start, phase.end) for n in _around(timeline.events, edge)}
+    kept |= {
+        n for phase in timeline.phases for edge in (phase.start, phase.end) for n in _around(timeline.events, edge)
+    }
     stretches = max((most - len(kept)) // 2, 1)
     for number in range(stretches):
         stretch = range(number * count // stretches, (number + 1) * count // stretches)

@@ -1,6 +1,12 @@
 // A panel a method, components as stacked areas, on one scale; a strip above each shows the phases.
-const PANEL = { title: 58, plot: 150, axis: 30, gap: 16, left: 44, right: 8 };
-const HEADROOM = 1.12, STRIP = 1.05; // times the highest peak: the panel's top, and where the strip of phases begins
+const PANEL = { title: 58, plot: 150, axis: 30, gap: 16, left: 54, right: 8 };
+const HEADROOM = 1.2, STRIP = 1.13; // times the highest peak: the panel's top, and where the strip of phases begins
+
+const timelineNames = (data) => data.components.filter((_, n) => data.panels.some((panel) => {
+  let level = 0;
+  return panel.levels[n].some((change) => (level += change) >= TRIFLE * data.highest);
+}));
+const timelineTop = (data, width) => legendHeight(timelineNames(data).map(({ label }) => label), width) + 6;
 
 const timelineColumns = (data, width) => width >= 760 && data.panels.length > 1 ? 2 : 1;
 
@@ -10,17 +16,16 @@ drawings["memory-timeline"] = (data, theme, width) => {
   return {
     title: panels.map((panel) => panelTitle(panel, theme)),
     grid: panels.map(({ box }) => ({ left: box.left, top: box.top, width: box.width, height: PANEL.plot })),
-    legend: componentLegend(data.components, theme, { top: 0 }),
-    tooltip: { ...tooltipOn(theme), trigger: "axis", axisPointer: { type: "line", snap: true }, formatter: (found) => momentInWords(data, panels, found[0]) },
+    legend: legendOf(timelineNames(data).map((component) => ({ name: component.label, itemStyle: fillOf(component, theme) })), theme),
+    tooltip: { ...tooltipOn(theme, width), trigger: "axis", axisPointer: { type: "line", snap: true }, formatter: (found) => momentInWords(data, panels, found[0], theme) },
     xAxis: panels.map(({ panel }, gridIndex) => ({
       gridIndex, type: "value", min: panel.events[0], max: panel.events.at(-1), splitLine: { show: false },
       axisLine: { lineStyle: { color: theme.rule } }, axisTick: { lineStyle: { color: theme.rule } },
       axisLabel: { color: theme.faint, hideOverlap: true, showMaxLabel: false, formatter: (event) => Math.round(event).toLocaleString("en") },
     })),
-    yAxis: panels.map(({ box }, gridIndex) => ({
+    yAxis: panels.map((_, gridIndex) => ({
       gridIndex, type: "value", min: 0, max: HEADROOM * data.highest / data.unit.size || 1,
-      name: box.first ? data.unit.name : "", nameTextStyle: { color: theme.faint, align: "right" }, nameGap: 4,
-      axisLabel: { color: theme.faint, showMaxLabel: false },
+      axisLabel: { color: theme.faint, showMaxLabel: false, formatter: (value) => `${value} ${data.unit.name}` },
       splitLine: { lineStyle: { color: theme.rule }, showMaxLine: false },
     })),
     // In parts of a step: each panel is zoomed into the same part of its own.
@@ -32,14 +37,14 @@ drawings["memory-timeline"] = (data, theme, width) => {
         fillerColor: theme.rule, handleStyle: { color: theme.panel, borderColor: theme.faint }, moveHandleStyle: { color: theme.faint },
       },
     ],
-    graphic: [{ type: "text", bottom: 2, left: "center", style: { text: "allocations and frees within the step, in order; drag the handles to zoom", fill: theme.faint, fontSize: 12 }, silent: true }],
+    graphic: [{ type: "text", bottom: 2, left: "center", style: { text: "allocations and frees within the step, in order", fill: theme.faint, fontSize: 12, fontFamily: "system-ui, sans-serif" }, silent: true }],
     series: panels.flatMap((panel, place) => panelSeries(data, panel, place, theme)),
   };
 };
 
 drawings["memory-timeline"].height = (data, width) => {
   const lines = Math.ceil(data.panels.length / timelineColumns(data, width));
-  return 30 + lines * (PANEL.title + PANEL.plot + PANEL.axis + PANEL.gap) + 40;
+  return timelineTop(data, width) + lines * (PANEL.title + PANEL.plot + PANEL.axis + PANEL.gap) + 40;
 };
 
 // Changes from one event to the next -> the events and levels themselves.
@@ -53,10 +58,9 @@ function laidOut(data, panel, place, columns, width) {
   const column = place % columns, line = Math.floor(place / columns);
   const whole = width / columns;
   const box = {
-    first: column === 0,
     left: column * whole + PANEL.left,
     width: whole - PANEL.left - PANEL.right,
-    top: 30 + line * (PANEL.title + PANEL.plot + PANEL.axis + PANEL.gap) + PANEL.title,
+    top: timelineTop(data, width) + line * (PANEL.title + PANEL.plot + PANEL.axis + PANEL.gap) + PANEL.title,
   };
   return { panel, box, named: namesThatFit(panel, box.width) };
 }
@@ -67,7 +71,7 @@ function namesThatFit(panel, width) {
   const taken = [], named = new Set();
   const byLength = panel.phases.map(([name, start, end], n) => ({ n, name, start, end })).sort((a, b) => (b.end - b.start) - (a.end - a.start));
   for (const { n, name, start, end } of byLength) {
-    const middle = ((start + end) / 2 - first) * scale, half = 3.2 * name.length + 3;
+    const middle = ((start + end) / 2 - first) * scale, half = textWidth(name, 11) / 2 + 3;
     const free = taken.every(([from, to]) => middle + half <= from || middle - half >= to);
     if (!free || middle - half < -PANEL.left || middle + half > width + PANEL.right) continue;
     taken.push([middle - half, middle + half]);
@@ -88,10 +92,10 @@ function panelTitle({ panel, box }, theme) {
 
 function panelSeries(data, { panel, named }, place, theme) {
   const { unit, highest } = data;
-  const common = { type: "line", xAxisIndex: place, yAxisIndex: place, step: "end", symbol: "none", silent: true };
+  const common = { type: "line", xAxisIndex: place, yAxisIndex: place, step: "end", symbol: "none", silent: true, emphasis: { disabled: true } };
   const areas = data.components.map((component, n) => ({
-    ...common, name: component.label, stack: `panel ${place}`, lineStyle: { width: 0 }, itemStyle: fillOf(component),
-    areaStyle: { ...fillOf(component), opacity: 1 },
+    ...common, name: component.label, stack: `panel ${place}`, lineStyle: { width: 0 }, itemStyle: fillOf(component, theme),
+    areaStyle: { ...fillOf(component, theme), opacity: 1 },
     data: panel.levels[n].map((bytes, moment) => [panel.events[moment], bytes / unit.size]),
   })).filter((series) => series.data.length);
   const edges = [...new Set(panel.phases.flatMap(([, start, end]) => [start, end]))];
@@ -103,7 +107,7 @@ function panelSeries(data, { panel, named }, place, theme) {
     markArea: {
       data: panel.phases.map(([name, start, end, colour], n) => [
         {
-          coord: [start, STRIP * highest / unit.size], itemStyle: { color: colour, opacity: 1 },
+          coord: [start, STRIP * highest / unit.size], itemStyle: { color: onTheme(colour, theme), opacity: 1 },
           label: { show: named.has(n), formatter: () => name, position: "top", distance: 2, color: theme.ink, fontSize: 11 },
         },
         { coord: [end, HEADROOM * highest / unit.size] },
@@ -119,14 +123,14 @@ function phaseAt(panel, event) {
   return inside.length ? inside.reduce((best, phase) => phase[2] - phase[1] < best[2] - best[1] ? phase : best)[0] : "between phases";
 }
 
-function momentInWords(data, panels, { axisIndex, dataIndex }) {
+function momentInWords(data, panels, { axisIndex, dataIndex }, theme) {
   const { panel } = panels[axisIndex];
   const event = panel.events[dataIndex];
   const held = data.components
     .map((component, n) => [component, panel.levels[n][dataIndex] ?? 0])
     .filter(([, bytes]) => bytes)
     .reverse() // as they are stacked
-    .map(([component, bytes]) => [swatch(component.colour) + escapeText(component.label), format.bytes(bytes)]);
-  const head = `<b>${escapeText(panel.method)}</b>, ${escapeText(phaseAt(panel, event))} <br>event ${event.toLocaleString("en")}`;
+    .map(([component, bytes]) => [swatch(onTheme(component.colour, theme)) + escapeText(component.name), format.bytes(bytes)]);
+  const head = `<b>${escapeText(shorten(panel.method, LONGEST_NAME))}</b><br>${escapeText(shorten(phaseAt(panel, event), LONGEST_NAME))}, event ${event.toLocaleString("en")}`;
   return head + tooltipTable([...held, ["<b>total</b>", `<b>${format.bytes(panel.totals[dataIndex])}</b>`]]);
 }
