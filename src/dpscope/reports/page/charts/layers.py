@@ -8,7 +8,7 @@ from typing import Any
 from dpscope.reports.composition import composition_of, label_of
 from dpscope.reports.page.chart import Chart, Table, View
 from dpscope.reports.page.charts.components import unit_for
-from dpscope.reports.page.charts.folding import Cost, Line, fold
+from dpscope.reports.page.charts.folding import Cost, Line, fold, total
 from dpscope.reports.palette import method_colour
 from dpscope.reports.tables import Row, group_by_size
 from dpscope.reports.trace import CPU, GPU, trace_of
@@ -94,15 +94,12 @@ def _view(rows: Sequence[Row], measure: Callable[[Sequence[Row]], list[Costs]], 
             "unit": unit,
             "axis": unit_for(max(line.heaviest for line in drawn)) if unit == "bytes" else {"size": 1, "name": unit},
             "methods": [{"name": method, "colour": method_colour(method)} for method in methods],
-            "lines": [
-                {"name": line.name, "short": shorten(line.name, LONGEST_NAME), "bars": list(map(_bar, line.modules))}
-                for line in drawn
-            ],
+            "lines": [{"name": line.name, "bars": list(map(_bar, line.modules))} for line in drawn],
         },
         table=Table(
             columns=("method", "module", unit),
             rows=[
-                (method, module, sum(cost.values()))
+                (method, module, total(cost))
                 for method, (_, costs) in zip(methods, measured, strict=True)
                 for module, cost in costs.items()
             ],
@@ -114,12 +111,11 @@ def _bar(modules: Mapping[str, Cost]) -> dict[str, Any] | None:
     """One module, or the mean of those that are alike; None where the results do not list it."""
     if not modules:
         return None
-    parts: dict[str, float] = {}
-    for cost in modules.values():
-        for name, value in cost.items():
-            parts[name] = parts.get(name, 0) + value / len(modules)
+    count = len(modules)
+    names = dict.fromkeys(name for cost in modules.values() for name in cost)
+    parts = {name: sum(cost.get(name, 0) for cost in modules.values()) / count for name in names}
     heaviest = sorted(((name, value) for name, value in parts.items() if value), key=lambda part: -part[1])
-    return {"value": sum(parts.values()), "count": len(modules), "parts": heaviest[:PARTS]}
+    return {"value": sum(map(total, modules.values())) / count, "count": count, "parts": heaviest[:PARTS]}
 
 
 def _in_words(methods: Sequence[str], drawn: Sequence[Line], costs: Sequence[Costs], unit: str) -> str:
@@ -129,7 +125,7 @@ def _in_words(methods: Sequence[str], drawn: Sequence[Line], costs: Sequence[Cos
     for place, method in enumerate(methods):
         mine = [(line.name, bar["value"]) for line in drawn if line.named and (bar := _bar(line.modules[place]))]
         seen = {module for line in drawn for module in line.modules[place]}
-        rest = sum(sum(cost.values()) for module, cost in costs[place].items() if module not in seen)
+        rest = sum(total(cost) for module, cost in costs[place].items() if module not in seen)
         if mine:
             name, value = max(mine, key=lambda each: each[1])
             told.append(f"{show(value)} in {method} ({shorten(name, LONGEST_NAME)})")
