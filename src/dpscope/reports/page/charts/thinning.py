@@ -10,13 +10,13 @@ MOMENTS = 400  # a panel is hardly wider in pixels
 
 
 def moments(timeline: Timeline, most: int = MOMENTS) -> list[int]:
-    """Indices of events, about `most`: the ends, every maximum, those at the borders of phases, and between them the
-    highest and the lowest of each stretch."""
+    """Indices of events, about `most`: the ends, every component's maximum, those at the borders of phases, and the
+    highest and the lowest total of each stretch: the peak is one of them."""
     count = len(timeline.events)
     if count <= most:
         return list(range(count))
     totals = timeline.totals
-    kept = {0, count - 1, timeline.peak}
+    kept = {0, count - 1}
     kept |= {level.index(max(level)) for level in timeline.levels.values()}
     kept |= {
         n for phase in timeline.phases for edge in (phase.start, phase.end) for n in _around(timeline.events, edge)
