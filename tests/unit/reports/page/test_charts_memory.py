@@ -41,12 +41,17 @@ def with_modules(result, modules):
     return replace(result, memory={**result.memory, "modules": listed})
 
 
+PEAK, ACTIVATIONS, MATRICES, GRADIENTS = 1500, 1777, 2222, 2600  # events of the highest total, and of each component
+
+
 def jagged(count=3000):
-    """Peaks of a single event, where an average would lose them; the borders of phases between round numbers."""
+    """Highs of a single event, each component's at another than the peak; that of gradients hidden in the total."""
+    spikes = {PEAK: 600 * MIB, ACTIVATIONS: 1000 * MIB, MATRICES: 0, GRADIENTS: 500 - 777 - (GRADIENTS * 7919) % 1000}
     levels = {
         "model_parameters": [7 * MIB] * count,
-        "activations": [MIB + (n * 7919) % 1000 + (10**9 + 1) * (n == 1777) for n in range(count)],
-        "temp_matrices": [(n * 104729) % 5000 + 777_777 * (n == 2222) for n in range(count)],
+        "gradients": [777 * (n == GRADIENTS) for n in range(count)],
+        "activations": [MIB + (n * 7919) % 1000 + spikes.get(n, 0) for n in range(count)],
+        "temp_matrices": [{PEAK: 600 * MIB + 1, MATRICES: 1000 * MIB}.get(n, 0) for n in range(count)],
     }
     return Timeline(list(range(count)), levels, [Phase("forward", 0, 1003), Phase("backward", 1003, 2501)])
 
@@ -119,7 +124,7 @@ def test_thinning_keeps_the_peak_and_every_components_maximum_exact():
     timeline = jagged()
     kept = moments(timeline)
     assert 0.5 * MOMENTS < len(kept) <= MOMENTS
-    assert {1777, 2222, 0, 2999} <= set(kept)
+    assert {0, PEAK, ACTIVATIONS, MATRICES, GRADIENTS, 2999} <= set(kept)
     assert max(timeline.totals[n] for n in kept) == max(timeline.totals)
     for level in timeline.levels.values():
         assert max(level[n] for n in kept) == max(level)
