@@ -1,5 +1,5 @@
 // A panel a method, components as stacked areas, on one scale; a strip above each shows the phases.
-const PANEL = { title: 58, plot: 150, axis: 30, gap: 16, left: 54, right: 8 };
+const PANEL = { title: 58, plot: 150, axis: 30, gap: 16, left: 54, right: 20 };
 const HEADROOM = 1.2, STRIP = 1.13; // times the highest peak: the panel's top, and where the strip of phases begins
 
 const timelineNames = (data) => data.components.filter((_, n) => data.panels.some((panel) => {
@@ -15,7 +15,7 @@ drawings["memory-timeline"] = (data, theme, width) => {
   const panels = data.panels.map((panel, place) => laidOut(data, unpacked(panel), place, columns, width));
   return {
     title: panels.map((panel) => panelTitle(panel, theme)),
-    grid: panels.map(({ box }) => ({ left: box.left, top: box.top, width: box.width, height: PANEL.plot })),
+    grid: panels.map(({ box }) => ({ left: box.left, top: box.top, width: box.width, height: PANEL.plot, outerBoundsMode: "none" })),
     legend: legendOf(timelineNames(data).map((component) => ({ name: component.label, itemStyle: fillOf(component, theme) })), theme),
     tooltip: { ...tooltipOn(theme, width), trigger: "axis", axisPointer: { type: "line", snap: true }, formatter: (found) => momentInWords(data, panels, found[0], theme) },
     xAxis: panels.map(({ panel }, gridIndex) => ({
