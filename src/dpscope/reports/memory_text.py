@@ -129,9 +129,9 @@ def extra_in_words(described: Sequence[Described]) -> list[str]:
             ((key, count) for key, count in extra.items() if abs(count) >= TRIFLE * standard.total),
             key=lambda entry: -abs(entry[1]),
         )
-        parts = [f"{label_of(key)} {_signed(count)}" for key, count in told]
+        parts = [f"{label_of(key)} {signed(count)}" for key, count in told]
         rest = net - sum(count for _, count in told)
-        parts += [f"the rest {_signed(rest)}"] if told and abs(rest) >= 2**20 / 10 else []
+        parts += [f"the rest {signed(rest)}"] if told and abs(rest) >= 2**20 / 10 else []
         amount = f"{format_bytes(abs(net))} {'more' if net >= 0 else 'less'} than" if round(net) else "as much as"
         sentences.append(
             f"{row.method} holds {amount} standard at the peak" + (f": {', '.join(parts)}." if parts else ".")
@@ -139,7 +139,7 @@ def extra_in_words(described: Sequence[Described]) -> list[str]:
     return sentences
 
 
-def _signed(count: float) -> str:
+def signed(count: float) -> str:
     return ("+" if count >= 0 else "−") + format_bytes(abs(count))
 
 
