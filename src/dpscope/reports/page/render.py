@@ -47,7 +47,7 @@ def render_page(results: Sequence[Result], skipped: Sequence[Skipped] = ()) -> s
 def _own_script() -> str:
     """The page's own script: what drawings share, the drawings, and at last what sets them up."""
     drawings = sorted(path.name for path in (HERE / "static/drawings").glob("*.js"))
-    names = ("shared.js", *(f"drawings/{name}" for name in drawings), "page.js")
+    names = ("shared.js", "layout.js", *(f"drawings/{name}" for name in drawings), "page.js")
     return '"use strict";\n' + "\n".join(_text(f"static/{name}") for name in names)
 
 

@@ -22,10 +22,13 @@ class Drawn {
   draw() {
     const theme = currentTheme();
     const text = { color: theme.ink, fontFamily: "system-ui, sans-serif" };
-    const option = drawings[this.chart.kind](this.view.data, theme);
+    const place = this.instance.getDom();
+    const { height, ...option } = drawings[this.chart.kind](this.view.data, theme, place.clientWidth);
+    place.style.height = height ? `${height}px` : "";
+    this.instance.resize();
     this.instance.setOption({ animation: false, textStyle: text, aria: { enabled: true, label: { description: this.view.says } }, ...option }, true);
   }
 }
 
 const drawn = page.charts.map((chart) => new Drawn(chart));
-addEventListener("resize", () => drawn.forEach((each) => each.instance.resize()));
+addEventListener("resize", () => drawn.forEach((each) => each.draw()));
