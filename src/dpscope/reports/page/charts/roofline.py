@@ -42,7 +42,7 @@ def _view(group: Sequence[Traffic], rows: Sequence[Row]) -> View:
     roofs = {"bytes_per_second": group[0].ceilings.get(BANDWIDTH), "levels": level_roofs(group[0])}
     return View(
         size=size_in_words(group[0].row.first.spec),
-        says=" ".join(map(_says, group)),
+        says=_says(group),
         data={"roofs": roofs, "points": [_point(point, looks) for point in points]},
         table=Table(
             columns=("point", "method", "flops_per_byte", "flops_per_second", "operations", "bytes"),
@@ -68,12 +68,18 @@ def _source(estimated: bool) -> str:
     return "estimate" if estimated else "measured"
 
 
-def _says(each: Traffic) -> str:
+def _says(group: Sequence[Traffic]) -> str:
+    told = ", ".join(map(_told, group))
+    roofed = all(_share_of_roof(each) is not None for each in group)
+    return f"{'Of what this machine reaches at the same FLOP a byte' if roofed else 'A step computes'}: {told}."
+
+
+def _told(each: Traffic) -> str:
     mark = APPROXIMATELY if each.flops_estimated else ""
     rate = f"{mark}{format_rate(each.flop_rate, 'FLOP')} at {mark}{each.intensity:.3g} FLOP a byte"
     share = _share_of_roof(each)
-    below = "" if share is None else f", {mark}{share:.0%} of what this machine reaches there"
-    return f"{each.row.method}{' (estimate)' if each.estimated else ''}: {rate}{below}."
+    name = f"{each.row.method}{f' ({APPROXIMATELY} estimate)' if each.estimated else ''}"
+    return f"{name} {rate}" if share is None else f"{name} {mark}{share:.0%} ({rate})"
 
 
 def _share_of_roof(each: Traffic) -> float | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dpscope.reports.page.chart import Chart, View
-from dpscope.reports.page.charts.series import cost_table, looks_of, named, setting_in_words, setting_of
+from dpscope.reports.page.charts.series import cost_table, looks_of, named
 from dpscope.reports.tables import STANDARD, Row
 from dpscope.units import format_bytes, format_ms, format_ratio
 
@@ -74,10 +74,10 @@ def _scaling(rows: Sequence[Row], way: Way) -> Chart | None:
 
 
 def _panels(rows: Sequence[Row], way: Way) -> list[Panel]:
-    groups: dict[tuple[str, Any], Panel] = {}
+    groups: dict[Any, Panel] = {}
     for row in rows:
         if row.first.spec.get(way.varies):
-            groups.setdefault((setting_of(row), row.first.spec.get(way.fixed)), []).append(row)
+            groups.setdefault(row.first.spec.get(way.fixed), []).append(row)
     return [
         sorted(group, key=lambda row: _x(row, way))
         for group in groups.values()
@@ -89,15 +89,11 @@ def _x(row: Row, way: Way) -> int:
     return int(row.first.spec[way.varies])
 
 
-def _title(row: Row, way: Way, rows: Sequence[Row]) -> str:
-    fixed = row.first.spec.get(way.fixed)
-    return ", ".join(filter(None, (setting_in_words(row, rows), f"{way.fixed_word} {fixed}" if fixed else "")))
-
-
 def _panel(panel: Panel, way: Way, rows: Sequence[Row]) -> dict[str, Any]:
     looks = looks_of(rows)
+    fixed = panel[0].first.spec.get(way.fixed)
     return {
-        "title": _title(panel[0], way, rows),
+        "title": f"{way.fixed_word} {fixed}" if fixed else "",
         "lines": [
             {"method": method, **looks[method], "points": [_point(r, way) for r in panel if r.method == method]}
             for method in looks

@@ -1,4 +1,4 @@
-"""What charts across sizes share: which rows belong to one line, how a method looks, how a range reads."""
+"""What charts across sizes share: how a method looks, how sizes are ordered, how a range reads."""
 
 from __future__ import annotations
 
@@ -6,14 +6,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 from dpscope.reports.page.chart import Cell, Table
 from dpscope.reports.palette import method_colours, method_markers
-from dpscope.reports.tables import Row, varying_columns
+from dpscope.reports.tables import Row
 from dpscope.reports.words import size_in_words
 
-SIZE = ("batch_size", "seq_len")
 MOST = 3  # rows that a sentence names
-
-# Spec field -> how its value reads in a title. In this order, and only where rows differ in it.
-SETTINGS = {"dtype": "{}", "optimizer": "{}", "device": "{}", "steps": "{} steps", "warmup": "{} warm-up steps"}
 
 
 def looks_of(rows: Sequence[Row]) -> dict[str, dict[str, str]]:
@@ -21,26 +17,6 @@ def looks_of(rows: Sequence[Row]) -> dict[str, dict[str, str]]:
     methods = [row.method for row in rows]
     colours, markers = method_colours(methods), method_markers(methods)
     return {method: {"colour": colours[method], "marker": markers[method]} for method in colours}
-
-
-def setting_of(row: Row) -> str:
-    """Everything in the spec but the method and the size: rows with equal settings may be joined by a line."""
-    left_out = (*SIZE, "method", "instrument", "options")
-    return repr(sorted((name, value) for name, value in row.first.spec.items() if name not in left_out))
-
-
-def setting_in_words(row: Row, rows: Sequence[Row]) -> str:
-    """What tells a row's setting from the others': nothing where all are equal."""
-    spec = row.first.spec
-    several_models = len({other.first.spec["workload"]["name"] for other in rows}) > 1
-    parts = [str(spec["workload"]["name"])] if several_models else []
-    parts += [SETTINGS[name].format(spec.get(name)) for name in varying_columns(rows, tuple(SETTINGS))]
-    return ", ".join(parts)
-
-
-def in_full(row: Row, rows: Sequence[Row]) -> str:
-    """A size, with its setting where there are several."""
-    return ", ".join(filter(None, (setting_in_words(row, rows), size_in_words(row.first.spec))))
 
 
 def work_of(row: Row) -> tuple[int, int]:

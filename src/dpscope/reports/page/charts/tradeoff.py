@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dpscope.reports.page.chart import Chart, View
-from dpscope.reports.page.charts.series import cost_table, in_full, looks_of, named, ranged, setting_of, work_of
+from dpscope.reports.page.charts.series import cost_table, looks_of, named, ranged, work_of
 from dpscope.reports.tables import STANDARD, Row
 from dpscope.reports.words import size_in_words
 from dpscope.units import format_bytes, format_ms, format_ratio
@@ -53,20 +53,21 @@ def tradeoff(rows: Sequence[Row]) -> Chart | None:
 
 def _lines(drawn: Sequence[Row], rows: Sequence[Row], *, relative: bool) -> list[dict[str, Any]]:
     looks = looks_of(rows)
-    lines: dict[tuple[str, str], list[Row]] = {}
-    for row in drawn:
-        if not (relative and row.method == STANDARD):
-            lines.setdefault((row.method, setting_of(row)), []).append(row)
+    others = [row for row in drawn if not (relative and row.method == STANDARD)]
     return [
-        {"method": method, **looks[method], "points": [_point(row, rows) for row in sorted(line, key=work_of)]}
-        for (method, _), line in lines.items()
+        {
+            "method": method,
+            **looks[method],
+            "points": [_point(row) for row in sorted(others, key=work_of) if row.method == method],
+        }
+        for method in dict.fromkeys(row.method for row in others)
     ]
 
 
-def _point(row: Row, rows: Sequence[Row]) -> dict[str, Any]:
+def _point(row: Row) -> dict[str, Any]:
     spec = row.first.spec
     return {
-        "size": in_full(row, rows),
+        "size": size_in_words(spec),
         "short": "×".join(str(spec[name]) for name in ("batch_size", "seq_len") if spec.get(name)),
         "median_ms": row.median_ms,
         "spread_ms": row.spread_ms,

@@ -17,123 +17,147 @@ const SYMBOLS = {
 };
 const FAILED_SYMBOL = SYMBOLS.X;
 
-// Both ends of a long name: they are what tells names apart (as in words.py).
-const shorten = (text, length) => {
-  if (text.length <= length) return text;
-  const tail = Math.floor((length - 1) / 2);
-  return `${text.slice(0, length - 1 - tail)}…${tail ? text.slice(-tail) : ""}`;
-};
-
-const threeDigits = (value) => value.toFixed(Math.abs(value) >= 99.95 ? 0 : Math.abs(value) >= 9.995 ? 1 : 2);
+const isNarrow = (theme) => theme.width < 600;
 
 // The unit an axis is read in: the largest of which there are two.
 const byteUnit = (largest) => [[GIB, "GiB"], [MIB, "MiB"], [1024, "KiB"]].find(([size]) => largest >= 2 * size) ?? [1, "B"];
 
 const tooltipOf = (theme, formatter, more = {}) => ({
+  ...tooltipOn(theme, theme.width),
   trigger: "item",
-  confine: true,
-  backgroundColor: theme.panel,
-  borderColor: theme.rule,
-  textStyle: { color: theme.ink, fontSize: 13 },
   extraCssText: "max-width: min(30rem, 90vw); white-space: normal; overflow-wrap: anywhere;",
   formatter,
   ...more,
 });
 
-const legendOf = (theme, data, more = {}) => ({
-  type: "scroll",
-  top: 0,
-  left: 0,
-  right: 0,
-  itemWidth: 14,
-  itemHeight: 10,
-  itemGap: 14,
-  textStyle: { color: theme.ink },
-  pageTextStyle: { color: theme.faint },
-  pageIconColor: theme.ink,
-  pageIconInactiveColor: theme.rule,
-  formatter: (name) => shorten(name, 24),
-  data,
+// One entry a method, whatever the number of its lines and panels.
+const methodsOf = (lines) => lines.filter((line, place) => lines.findIndex(({ method }) => method === line.method) === place);
+
+const methodLegend = (theme, lines) => ({
+  ...legendOf(methodsOf(lines).map((line) => ({
+    name: line.method,
+    icon: SYMBOLS[line.marker],
+    itemStyle: { color: onTheme(line.colour, theme), borderWidth: 0, opacity: 1 },
+  })), theme),
+  itemWidth: 12,
+  itemHeight: 12,
+});
+
+const methodLegendHeight = (theme, lines) => legendHeight(methodsOf(lines).map((line) => line.method), theme.width);
+
+const valueAxis = (theme, name, more = {}) => ({
+  type: "value",
+  name,
+  nameLocation: "middle",
+  nameGap: 26,
+  nameTextStyle: { color: theme.faint },
+  axisLine: { show: true, onZero: false, lineStyle: { color: theme.faint } },
+  splitLine: { lineStyle: { color: theme.rule } },
+  ...more,
+  axisTick: { show: false, ...more.axisTick },
+  axisLabel: { color: theme.faint, hideOverlap: true, formatter: roundLabel, ...more.axisLabel },
+});
+
+// The name of an upright axis lies above it, where it is read without turning the head and takes no width.
+const uprightAxis = (theme, name, more = {}) => {
+  const axis = valueAxis(theme, name, { ...more, nameLocation: "end", nameGap: 12 });
+  return { ...axis, nameTextStyle: { color: theme.faint, align: "left" } };
+};
+
+// Names down the left side, cut in the middle where there is no room.
+const nameAxis = (theme, names, letters, more = {}) => ({
+  type: "category",
+  inverse: true,
+  data: names,
+  axisTick: { show: false },
+  axisLine: { lineStyle: { color: theme.faint } },
+  axisLabel: { color: theme.ink, interval: 0, formatter: (name) => shorten(name, letters) },
   ...more,
 });
 
-// One entry a method, whatever the number of its lines and panels.
-const methodLegend = (theme, lines) => {
-  const first = new Map(lines.map((line) => [line.method, line]).reverse());
-  return legendOf(theme, [...first.values()].reverse().map((line) => ({
-    name: line.method,
-    icon: SYMBOLS[line.marker],
-    itemStyle: { color: onTheme(line.colour, theme), borderColor: onTheme(line.colour, theme) },
-  })), { itemWidth: 12, itemHeight: 12 });
-};
+// Axis labels without the crumbs of binary fractions, and with a minus as wide as a plus.
+const roundLabel = (value) => String(+value.toPrecision(6)).replace("-", "−");
 
-const axisLook = (theme) => ({
-  axisLine: { show: true, lineStyle: { color: theme.faint } },
-  axisTick: { show: false },
-  axisLabel: { color: theme.faint, hideOverlap: true },
-  splitLine: { lineStyle: { color: theme.rule, opacity: 0.6 } },
-  nameTextStyle: { color: theme.faint },
-});
-
-const valueAxis = (theme, name, more = {}) => ({ type: "value", name, nameLocation: "middle", nameGap: 26, ...axisLook(theme), ...more });
-
-// Names down the left side, cut in the middle where there is no room.
-const nameAxis = (theme, names, letters, more = {}) => {
-  const look = axisLook(theme);
-  return {
-    type: "category",
-    inverse: true,
-    data: names,
-    ...look,
-    axisLabel: { color: theme.ink, interval: 0, formatter: (name) => shorten(name, letters) },
-    splitLine: { show: false },
-    ...more,
-  };
-};
-
-// A step of 1, 2 or 5 times a power of ten: about `count` of them in a span.
+// A step of 1, 2 or 5 times a power of ten: at most `count` of them in a span.
 const roundStep = (span, count) => {
   const rough = span / count, power = 10 ** Math.floor(Math.log10(rough));
   return [1, 2, 5, 10].map((factor) => factor * power).find((step) => step >= rough * 0.999);
 };
 
-const onSteps = (low, high, count = 5) => {
-  const interval = roundStep(high - low, count);
-  return { min: Math.floor(low / interval + 1e-9) * interval, max: Math.ceil(high / interval - 1e-9) * interval, interval };
+// An axis that ends where it has to and is labelled at round numbers.
+const ticked = (low, high, count = 5) => {
+  const step = roundStep(high - low, count), first = Math.ceil(low / step - 1e-9);
+  const ticks = Array.from({ length: Math.floor(high / step + 1e-9) - first + 1 }, (_, place) => (first + place) * step);
+  return { min: low, max: high, axisTick: { customValues: ticks }, axisLabel: { customValues: ticks } };
 };
 
-// From zero to a round number above the largest value.
-const fromZero = (values, room = 1.1) => onSteps(0, Math.max(...values) * room || 1);
+// From zero to somewhat above the largest value.
+const fromZero = (values, room = 1.1, count = 5) => ticked(0, Math.max(...values) * room || 1, count);
 
-// Room around the values, and never so close up that noise looks like a difference (as in figures/tradeoff.py).
-const around = (values) => {
-  const low = Math.min(...values), high = Math.max(...values);
-  const span = Math.max(high - low, 0.3 * high), middle = (low + high) / 2;
-  return onSteps(Math.max(middle - 0.6 * span, 0), middle + 0.6 * span);
+// A logarithmic axis over values of the same order: powers of ten would leave it without labels. It is drawn in powers
+// of two, labelled at a few round multiples of powers of ten, and never so close up that noise looks like a difference.
+const closeLog = (values) => {
+  const low = Math.log2(Math.min(...values)), high = Math.log2(Math.max(...values));
+  const room = Math.max(0.12 * (high - low), 0.25), min = low - room, max = high + room;
+  const powers = Array.from({ length: 40 }, (_, place) => 10 ** (place - 20));
+  const round = (max - min > 6 ? [1, 3] : max - min > 3 ? [1, 2, 5] : [1, 1.5, 2, 3, 4, 5, 7]).flatMap((factor) => powers.map((power) => factor * power));
+  const ticks = [...round.map(Math.log2), ...(max - min < 1.5 ? [0.8, 0.9, 1.1, 1.2, 1.3].map(Math.log2) : [])].filter((tick) => tick >= min && tick <= max).sort((one, other) => one - other);
+  return { min, max, axisTick: { customValues: ticks }, axisLabel: { customValues: ticks, formatter: (power) => roundLabel(+(2 ** power).toPrecision(4)) } };
 };
 
-// Axis labels without the crumbs of binary fractions.
-const roundLabel = (value) => String(+value.toPrecision(6));
+// Where a label beside each point covers no other label, no point and nothing that is `taken`, and is within `width`: a
+// position, or null where there is none. `points`: pixels; `size`: of their symbols.
+const labelPositions = (points, texts, { size, width: all, fontSize = 11, taken = [] }) => {
+  const boxes = points.map(([x, y]) => [x - size / 2, y - size / 2, x + size / 2, y + size / 2]).concat(taken);
+  const apart = (one, other) => one[2] <= other[0] || other[2] <= one[0] || one[3] <= other[1] || other[3] <= one[1];
+  return points.map(([x, y], place) => {
+    const width = textWidth(texts[place], fontSize) + 4, half = fontSize / 2 + 1, off = size / 2 + 4;
+    const around = {
+      right: [x + off, y - half, x + off + width, y + half],
+      left: [x - off - width, y - half, x - off, y + half],
+      top: [x - width / 2, y - off - 2 * half, x + width / 2, y - off],
+      bottom: [x - width / 2, y + off, x + width / 2, y + off + 2 * half],
+    };
+    const found = Object.entries(around).find(([, box]) => box[0] >= 0 && box[2] <= all && boxes.every((other) => apart(box, other)));
+    if (!found) return null;
+    boxes.push(found[1]);
+    return found[0];
+  });
+};
 
-// What is an estimate, or of privacy only, is hatched: it has to stand out in grey print too.
-const hatch = (colour) => ({ symbol: "rect", color: colour, dashArrayX: [1, 0], dashArrayY: [2, 4], rotation: -Math.PI / 4 });
+// Pixels of a point, from the ranges of its axes and the plot's size.
+const inPixels = (x, y, width, height) => ([across, up]) => [(across - x.min) / (x.max - x.min) * width, (y.max - up) / (y.max - y.min) * height];
 
 // Places of panels: as many columns as fit, each with room around its plot.
-const panelPlaces = (count, { width, columns, height, top = 34, left, right = 16, above = 26, below = 44 }) => {
-  const across = width / columns;
-  return {
-    height: top + Math.ceil(count / columns) * height,
-    places: Array.from({ length: count }, (_, index) => {
-      const x = (index % columns) * across, y = top + Math.floor(index / columns) * height;
-      return { x, y, grid: { left: x + left, top: y + above, width: across - left - right, height: height - above - below } };
-    }),
-  };
+const panelPlaces = (count, theme, { columns, height, top, left, right = 16, above = 26, below = 44 }) => {
+  const across = theme.width / columns;
+  return Array.from({ length: count }, (_, index) => {
+    const x = (index % columns) * across, y = top + Math.floor(index / columns) * height;
+    return { x, y, across, grid: { left: x + left, top: y + above, width: across - left - right, height: height - above - below, outerBoundsMode: "none" } };
+  });
 };
 
-const panelTitle = (theme, text, place, width) => ({
-  text: shorten(text, Math.floor(width / 7)),
+const panelTitle = (theme, text, place) => ({
+  text: shorten(text, Math.floor(place.across / 7.5)),
   left: place.x,
   top: place.y,
   padding: 0,
   textStyle: { color: theme.ink, fontSize: 13, fontWeight: 600 },
+});
+
+// What is left white on paper, since nothing is there, has an outline only.
+const isBlank = (colour) => colour == null || colour === "#FFFFFF";
+const segmentLook = (colour, theme) => isBlank(colour)
+  ? { color: theme.panel, borderColor: theme.faint, borderWidth: 1, borderType: "dashed" }
+  : { color: onTheme(colour, theme), borderColor: theme.panel, borderWidth: 0.5 };
+const segmentInk = (part, theme) => isBlank(part.colour) ? theme.ink : part.dark ? "#ffffff" : "#000000";
+
+// A stack's last part has no length: its label stands where the stack ends.
+const endLabels = (theme, texts, stack) => ({
+  type: "bar",
+  stack,
+  silent: true,
+  tooltip: { show: false },
+  label: { show: true, position: "right", color: theme.ink, fontWeight: 600, fontSize: 12, formatter: ({ dataIndex }) => texts[dataIndex] },
+  data: texts.map(() => 0),
 });

@@ -20,12 +20,13 @@ class Drawn {
   }
 
   draw() {
-    const theme = currentTheme();
-    const text = { color: theme.ink, fontFamily: "system-ui, sans-serif" };
     const place = this.instance.getDom();
-    const { height, ...option } = drawings[this.chart.kind](this.view.data, theme, place.clientWidth);
-    place.style.height = height ? `${height}px` : "";
+    const theme = { ...currentTheme(), width: place.clientWidth };
+    const text = { color: theme.ink, fontFamily: "system-ui, sans-serif" };
+    const draw = drawings[this.chart.kind];
+    place.style.height = draw.height ? `${draw.height(this.view.data, theme)}px` : "";
     this.instance.resize();
+    const option = draw(this.view.data, theme);
     this.instance.setOption({ animation: false, textStyle: text, aria: { enabled: true, label: { description: this.view.says } }, ...option }, true);
   }
 }

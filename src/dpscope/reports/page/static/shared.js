@@ -1,12 +1,18 @@
 // What every drawing uses: numbers as people read them (as in units.py), and a place for the drawings.
 
-// kind -> function (data of a view, theme, width in pixels) -> option for ECharts, with the height the drawing needs. One file a kind.
+// kind -> function (data of a view, theme) -> option for ECharts. One file a kind.
+// A drawing may have a `height` of its own: function (data, theme) -> pixels.
 const drawings = {};
 
 const MIB = 2 ** 20, GIB = 2 ** 30;
 
 const format = {
-  bytes: (count) => count >= GIB ? `${(count / GIB).toFixed(2)} GiB` : `${(count / MIB).toFixed(1)} MiB`,
+  bytes: (count) => {
+    const size = Math.abs(count);
+    if (size >= GIB - MIB / 20) return `${(count / GIB).toFixed(2)} GiB`;
+    if (size >= MIB / 20 || !size) return `${(count / MIB).toFixed(1)} MiB`;
+    return size >= 1024 ? `${(count / 1024).toFixed(1)} KiB` : `${count.toFixed(0)} B`;
+  },
   ms: (ms) => ms >= 1e4 ? `${(ms / 1e3).toFixed(2)} s` : `${ms.toFixed(1)} ms`,
   // Three digits and a prefix: bytes that were moved, and rates, are in decimal units.
   decimal: (value, unit) => {
@@ -22,5 +28,58 @@ const format = {
 // Names come from results: they are text, never markup.
 const escapeText = (text) => echarts.format.encodeHTML(String(text));
 
-// The ink of methods that are drawn in black on paper.
-const onTheme = (colour, theme) => colour === "#000000" ? theme.ink : colour;
+// The ink of methods that are drawn in black on paper, and an indigo that is seen on a dark panel.
+const isDark = (theme) => parseInt(theme.panel.slice(1, 3), 16) < 128;
+const onTheme = (colour, theme) => colour === "#000000" ? theme.ink : colour === "#332288" && isDark(theme) ? "#6f63d2" : colour;
+
+// The names of methods and modules beside bars: the middle is what a long name can spare (as in words.py).
+const shorten = (text, length) => {
+  if (text.length <= length) return text;
+  const tail = Math.floor((length - 1) / 2);
+  return `${text.slice(0, length - 1 - tail)}…${text.slice(text.length - tail)}`;
+};
+
+const threeDigits = (value) => value.toFixed(Math.abs(value) >= 99.95 ? 0 : Math.abs(value) >= 9.995 ? 1 : 2);
+
+const signedBytes = (count) => count ? (count < 0 ? "−" : "+") + format.bytes(Math.abs(count)) : "same";
+
+// How a component is filled: what only private training holds is hatched, so that it is told apart in grey print too.
+const HATCH = { symbol: "rect", color: "rgba(255, 255, 255, 0.55)", dashArrayX: [1, 0], dashArrayY: [2, 4], rotation: -Math.PI / 4 };
+const fillOf = (component, theme) => ({ color: onTheme(component.colour, theme), decal: component.hatched ? HATCH : { symbol: "none" } });
+
+const LONGEST_NAME = 36; // characters, where a phone has room for one name
+
+// Names that wrap: a legend to leaf through loses its later pages in print and in a saved picture.
+const legendOf = (entries, theme) => ({
+  type: "plain", top: 0, left: 0, padding: [3, 0], itemWidth: 14, itemHeight: 10, itemGap: 14, icon: "rect", textStyle: { color: theme.ink }, data: entries,
+  formatter: (name) => shorten(name, LONGEST_NAME),
+});
+
+const pen = document.createElement("canvas").getContext("2d");
+const textWidth = (text, size = 12) => {
+  pen.font = `${size}px system-ui, sans-serif`;
+  return pen.measureText(text).width;
+};
+
+// Its height in pixels: a drawing begins below it.
+function legendHeight(names, width) {
+  const widths = names.map((name) => 14 + 5 + textWidth(shorten(name, LONGEST_NAME)) + 14);
+  let lines = 1, used = 0;
+  for (const each of widths) {
+    if (used && used + each > width) { lines += 1; used = 0; }
+    used += each;
+  }
+  return 26 * lines + 4;
+}
+
+const TRIFLE = 0.001; // of the whole: a component that is never more is named by the tooltip, not in the legend
+
+// A tooltip's lines as a table, figures to the right. `cells` of a line: text, already escaped where it is from results.
+const tooltipTable = (lines) => `<table>${lines.map((cells) => `<tr>${cells.map((cell, place) => `<td style="padding:0 0 0 ${place ? 0.8 : 0}em;text-align:${place ? "right" : "left"}">${cell}</td>`).join("")}</tr>`).join("")}</table>`;
+
+const swatch = (colour) => `<span style="display:inline-block;width:10px;height:10px;margin-right:6px;background:${colour}"></span>`;
+
+// Of the page's own colours, within the drawing, whatever its width.
+const tooltipOn = (theme, width) => ({
+  confine: true, padding: width < 600 ? 5 : 8, backgroundColor: theme.panel, borderColor: theme.rule, textStyle: { color: theme.ink, fontSize: width < 600 ? 10 : 12 },
+});

@@ -1,31 +1,42 @@
 // What a method adds to ordinary training, operator by operator: more to the right, less to the left; a panel a method.
-drawings["operators"] = (data, theme, width = 900) => {
-  const columns = Math.min(width < 860 ? 1 : 2, data.panels.length);
-  const across = width / columns;
-  const names = Math.min(0.42 * across, 250); // pixels for operators' names
-  const rows = Math.max(...data.panels.map((panel) => panel.bars.length));
-  const { height, places } = panelPlaces(data.panels.length, { width, columns, height: 70 + 19 * rows, top: 0, left: names, right: 12, above: 26, below: 36 });
-  const range = operatorsRange(data.panels);
+drawings["operators"] = (data, theme) => {
+  const { columns, height } = operatorsLayout(data, theme);
+  const names = Math.min(0.44 * theme.width / columns, 250); // pixels for operators' names
+  const places = panelPlaces(data.panels.length, theme, { columns, height, top: 0, left: names, right: 12, above: 24, below: 56 });
+  const range = operatorsRange(data.panels, places[0].grid.width);
   return {
-    height,
     tooltip: tooltipOf(theme, ({ data: item }) => operatorTip(item.bar, item.method)),
-    title: data.panels.map((panel, index) => panelTitle(theme, operatorsTitle(panel), places[index], across)),
+    title: data.panels.map((panel, index) => panelTitle(theme, operatorsTitle(panel), places[index])),
     grid: places.map((place) => place.grid),
-    xAxis: data.panels.map((_, index) => valueAxis(theme, "ms more than standard", { gridIndex: index, ...range, nameGap: 20, axisLabel: { color: theme.faint, formatter: roundLabel, hideOverlap: true } })),
-    yAxis: data.panels.map((panel, index) => operatorNames(panel, index, theme, Math.floor(names / 6.6))),
+    xAxis: data.panels.map((_, index) => ({ gridIndex: index, ...valueAxis(theme, "ms more than standard", { ...range, nameGap: 24 }) })),
+    yAxis: data.panels.map((panel, index) => operatorNames(panel, index, theme, Math.floor(names / 7))),
     series: data.panels.map((panel, index) => operatorBars(panel, index, data, theme)),
   };
 };
+
+function operatorsLayout(data, theme) {
+  const columns = Math.min(theme.width < 860 ? 1 : 2, data.panels.length);
+  const rows = Math.max(...data.panels.map((panel) => panel.bars.length));
+  return { columns, height: 84 + 19 * rows, lines: Math.ceil(data.panels.length / columns) };
+}
+
+drawings["operators"].height = (data, theme) => {
+  const { height, lines } = operatorsLayout(data, theme);
+  return height * lines;
+};
+
+const OPERATOR_FIGURE = 68; // pixels
 
 const operatorsTitle = (panel) => `${panel.method}: ${signed(panel.total_ms)} ms a traced step, ${panel.where}`;
 
 const signed = (ms) => `${ms < 0 ? "−" : "+"}${threeDigits(Math.abs(ms))}`;
 
-// One scale for all methods, with room for figures at both ends.
-function operatorsRange(panels) {
+// One scale for all methods, with room for figures at both ends of `width` pixels.
+function operatorsRange(panels, width) {
   const values = panels.flatMap((panel) => panel.bars.map((bar) => bar.ms));
   const low = Math.min(...values, 0), high = Math.max(...values, 0), span = high - low || 1;
-  return onSteps(low < 0 ? low - 0.2 * span : 0, high > 0 ? high + 0.24 * span : 0, 4);
+  const room = OPERATOR_FIGURE * span / (width - (low < 0 ? 2 : 1) * OPERATOR_FIGURE);
+  return ticked(low < 0 ? low - room : 0, high + room, width < 240 ? 3 : 4);
 }
 
 function operatorNames(panel, index, theme, letters) {
@@ -36,7 +47,7 @@ function operatorNames(panel, index, theme, letters) {
   };
   return nameAxis(theme, panel.bars.map((_, place) => String(place)), letters, {
     gridIndex: index,
-    axisLine: { show: true, onZero: true, lineStyle: { color: theme.faint } },
+    axisLine: { onZero: true, lineStyle: { color: theme.faint } },
     axisLabel: { color: theme.ink, fontSize: 11, interval: 0, formatter: (place) => label(Number(place)) },
   });
 }

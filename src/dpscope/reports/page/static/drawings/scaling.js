@@ -1,19 +1,15 @@
 // Time and memory against what varies: a panel for each value of what does not, a line a method, failures at the top.
-drawings["scaling"] = (data, theme, width = 900) => {
-  const columns = width < 640 ? 1 : 2;
-  const metrics = [scalingTime(data), scalingMemory(data)];
-  const panels = data.panels.flatMap((panel) => metrics.map((metric) => ({ panel, metric })));
-  const { height, places } = panelPlaces(panels.length, { width, columns, height: 236, left: 48 });
-  const shared = data.relative ? scalingRange(data.panels, metrics[0]) : null;
-  const ranges = panels.map(({ panel, metric }) => (metric === metrics[0] && shared) || scalingRange([panel], metric));
+drawings["scaling"] = (data, theme) => {
+  const panels = scalingPanels(data);
+  const places = panelPlaces(panels.length, theme, { columns: scalingColumns(panels, theme), height: SCALING_HEIGHT, top: methodLegendHeight(theme, scalingLines(data)) + 6, left: 48 });
+  const ranges = panels.map(({ panel, metric }) => scalingRange(metric.shared ? data.panels : [panel], metric));
   return {
-    height,
-    legend: methodLegend(theme, data.panels.flatMap((panel) => panel.lines)),
+    legend: methodLegend(theme, scalingLines(data)),
     tooltip: tooltipOf(theme, (items) => scalingTip(items, data.axis), { trigger: "axis", axisPointer: { lineStyle: { color: theme.faint } } }),
-    title: panels.map(({ panel, metric }, index) => panelTitle(theme, [panel.title, metric.title].filter(Boolean).join(": "), places[index], width / columns)),
+    title: panels.map(({ panel, metric }, index) => panelTitle(theme, [panel.title, metric.title].filter(Boolean).join(": "), places[index])),
     grid: places.map((place) => place.grid),
     xAxis: panels.map(({ panel }, index) => ({ gridIndex: index, ...scalingSizes(panel, data.axis, theme) })),
-    yAxis: panels.map((_, index) => valueAxis(theme, "", { gridIndex: index, ...ranges[index], axisLabel: { color: theme.faint, formatter: roundLabel } })),
+    yAxis: panels.map((_, index) => ({ gridIndex: index, ...valueAxis(theme, "", ranges[index]) })),
     series: panels.flatMap(({ panel, metric }, index) => [
       ...panel.lines.map((line) => scalingLine(line, metric, index, theme)),
       ...scalingFailures(panel, metric, index, ranges[index].max, theme),
@@ -22,12 +18,28 @@ drawings["scaling"] = (data, theme, width = 900) => {
   };
 };
 
+const SCALING_HEIGHT = 236; // pixels of a panel
+const scalingLines = (data) => data.panels.flatMap((panel) => panel.lines);
+const scalingPoints = (data) => scalingLines(data).flatMap((line) => line.points);
+const scalingColumns = (panels, theme) => theme.width < 640 ? 1 : Math.min(2, panels.length);
+
+// A panel for time and one for memory, each only if anything is known of it.
+function scalingPanels(data) {
+  const metrics = [scalingTime(data), scalingMemory(data)].filter((metric) => scalingPoints(data).some((point) => metric.of(point) != null));
+  return data.panels.flatMap((panel) => metrics.map((metric) => ({ panel, metric })));
+}
+
+drawings["scaling"].height = (data, theme) => {
+  const panels = scalingPanels(data);
+  return methodLegendHeight(theme, scalingLines(data)) + 6 + SCALING_HEIGHT * Math.ceil(panels.length / scalingColumns(panels, theme));
+};
+
 const scalingTime = (data) => data.relative
-  ? { title: "time (× standard)", of: (point) => point.time_ratio, least: 1 }
+  ? { title: "time (× standard)", of: (point) => point.time_ratio, least: 1, shared: true }
   : { title: "time of a step (ms)", of: (point) => point.median_ms, least: 0 };
 
 function scalingMemory(data) {
-  const points = data.panels.flatMap((panel) => panel.lines.flatMap((line) => line.points));
+  const points = scalingPoints(data);
   const largest = Math.max(...points.map((point) => point.peak_bytes ?? 0));
   // How much there is matters where it is nearly used up, or was.
   const full = data.capacity_bytes && (largest > data.capacity_bytes / 2 || points.some((point) => point.status === "oom"));
@@ -37,7 +49,7 @@ function scalingMemory(data) {
 }
 
 const scalingRange = (panels, metric) => {
-  const points = panels.flatMap((panel) => panel.lines.flatMap((line) => line.points));
+  const points = scalingPoints({ panels });
   const failed = points.some((point) => scalingFailed(point, metric));
   return fromZero([metric.least, ...points.map((point) => metric.of(point) ?? 0)], failed ? 1.35 : 1.1);
 };
@@ -53,7 +65,7 @@ function scalingSizes(panel, name, theme) {
     max: high + room,
     splitLine: { show: false },
     axisTick: { show: true, customValues: sizes },
-    axisLabel: { color: theme.faint, customValues: sizes, hideOverlap: true, formatter: (exponent) => String(Math.round(2 ** exponent)) },
+    axisLabel: { customValues: sizes, formatter: (exponent) => String(Math.round(2 ** exponent)) },
   });
 }
 
@@ -73,7 +85,7 @@ function scalingLine(line, metric, index, theme) {
 
 // What has no figure because it failed stands at the top, crossed and named; several of one size below one another.
 function scalingFailures(panel, metric, index, top, theme) {
-  const below = {};
+  const below = {}, last = Math.max(...panel.lines.flatMap((line) => line.points.map((point) => point.x)));
   return panel.lines.map((line) => ({
     type: "scatter",
     name: line.method,
@@ -82,10 +94,11 @@ function scalingFailures(panel, metric, index, top, theme) {
     symbol: FAILED_SYMBOL,
     symbolSize: 9,
     color: onTheme(line.colour, theme),
-    label: { show: true, position: "left", color: theme.ink, fontSize: 11, formatter: ({ data: item }) => item.point.status },
+    itemStyle: { opacity: 1 },
+    label: { show: true, color: theme.ink, fontSize: 11, formatter: ({ data: item }) => item.point.status },
     data: line.points.filter((point) => scalingFailed(point, metric)).map((point) => {
       below[point.x] = (below[point.x] ?? 0) + 1;
-      return { value: [Math.log2(point.x), top], symbolOffset: [0, 14 * below[point.x] - 6], point, method: line.method };
+      return { value: [Math.log2(point.x), top], symbolOffset: [0, 14 * below[point.x] - 6], label: { position: point.x === last ? "left" : "right" }, point, method: line.method };
     }),
   }));
 }

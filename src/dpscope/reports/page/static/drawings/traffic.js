@@ -1,43 +1,50 @@
 // DRAM bytes of a step: read and written, below families of kernels where those were looked at. Estimates are hatched.
-drawings["traffic"] = (data, theme, width = 900) => {
+drawings["traffic"] = (data, theme) => {
   const largest = Math.max(...data.bars.map((bar) => bar.bytes));
   const [unit, unitName] = decimalUnit(largest);
   const families = data.parts.some((part) => part.stack === "family");
-  const ends = data.bars.map((bar) => `${bar.estimated ? "≈" : ""}${format.traffic(bar.bytes)}${bar.ratio == null ? "" : `  ${bar.estimated ? "≈" : ""}${format.ratio(bar.ratio)}`}`);
-  const room = largest / unit * (width < 600 ? 0.16 : 0.07);
+  const names = data.parts.map((part) => part.label);
+  const room = largest / unit * (isNarrow(theme) ? 0.16 : 0.07); // that a figure needs
   return {
-    height: 44 + (families ? 62 : 46) * data.bars.length + 60,
-    grid: { left: 8, right: 16, top: 40, bottom: 34, containLabel: true },
-    legend: legendOf(theme, data.parts.map((part) => part.label)),
+    grid: { left: 8, right: 16, top: legendHeight(names, theme.width), bottom: 34, containLabel: true },
+    legend: legendOf(names, theme),
     tooltip: tooltipOf(theme, (items) => trafficTip(data, items[0].dataIndex), { trigger: "axis", axisPointer: { type: "shadow" } }),
-    xAxis: valueAxis(theme, `DRAM bytes of a step (${unitName})`, { ...fromZero([largest / unit], width < 600 ? 1.6 : 1.2), axisLabel: { color: theme.faint, formatter: roundLabel, hideOverlap: true } }),
-    yAxis: nameAxis(theme, data.bars.map((bar) => bar.method), width < 600 ? 12 : 28),
+    xAxis: valueAxis(theme, `DRAM bytes of a step (${unitName})`, fromZero([largest / unit], isNarrow(theme) ? 1.8 : 1.2, isNarrow(theme) ? 4 : 6)),
+    yAxis: nameAxis(theme, data.bars.map((bar) => bar.method), isNarrow(theme) ? 12 : 28),
     series: [
-      ...data.parts.map((part) => trafficBars(part, data.bars, theme, { unit, room, families })),
-      { ...totalLabels(theme, ends, families ? "family" : "direction") },
+      ...data.parts.map((part) => trafficBars(part, data.bars, theme, { unit, room, slim: families && part.stack === "direction" })),
+      endLabels(theme, data.bars.map((bar) => trafficEnd(bar, isNarrow(theme))), families ? "family" : "direction"),
     ],
   };
 };
 
+drawings["traffic"].height = (data, theme) => {
+  const each = data.parts.some((part) => part.stack === "family") ? 60 : 46;
+  return legendHeight(data.parts.map((part) => part.label), theme.width) + each * data.bars.length + 56;
+};
+
+function trafficEnd(bar, narrow) {
+  const mark = bar.estimated ? "≈" : "";
+  const ratio = bar.ratio == null ? "" : `  ${mark}${format.ratio(bar.ratio)}`;
+  return `${mark}${format.traffic(bar.bytes)}${ratio}${bar.estimated && !narrow ? "  estimate" : ""}`;
+}
+
 const decimalUnit = (largest) => [[1e12, "TB"], [1e9, "GB"], [1e6, "MB"], [1e3, "kB"]].find(([size]) => largest >= size) ?? [1, "B"];
 
-function trafficBars(part, bars, theme, { unit, room, families }) {
-  const slim = families && part.stack === "direction";
-  const blank = part.colour == null;
-  const ink = blank ? theme.ink : part.dark ? "#ffffff" : "#000000";
+function trafficBars(part, bars, theme, { unit, room, slim }) {
   // Through a hatch no figure is read: the tooltip and the end of the bar have them.
   const hatched = (bar) => bar.estimated || part.private;
   return {
     type: "bar",
     name: part.label,
     stack: part.stack,
-    barWidth: slim ? 9 : 26,
+    barWidth: slim ? 8 : 26,
     barGap: "12%",
-    itemStyle: { color: blank ? theme.panel : part.colour, borderColor: blank ? theme.faint : theme.panel, borderWidth: 0.5, borderType: blank ? "dashed" : "solid" },
-    label: { show: !slim, color: ink, fontSize: 11, formatter: ({ value, dataIndex }) => value > room && !hatched(bars[dataIndex]) ? threeDigits(value) : "" },
+    itemStyle: { ...segmentLook(part.colour, theme), ...(bars.every(hatched) ? { decal: HATCH } : {}) },
+    label: { show: !slim, color: segmentInk(part, theme), fontSize: 11, formatter: ({ value, dataIndex }) => value > room && !hatched(bars[dataIndex]) ? threeDigits(value) : "" },
     data: part.bytes.map((count, place) => ({
       value: count == null ? null : count / unit,
-      itemStyle: hatched(bars[place]) ? { decal: hatch(theme.panel), opacity: bars[place].estimated ? 0.7 : 1 } : {},
+      itemStyle: hatched(bars[place]) ? { decal: HATCH } : {},
     })),
   };
 }
