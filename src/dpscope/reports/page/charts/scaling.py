@@ -127,7 +127,8 @@ def _says(panels: Sequence[Panel], way: Way, *, relative: bool) -> str:
             parts = []
         parts += [_from_to(peaks, format_bytes)]
         if any(parts):
-            told.append(f"{method} {', '.join(filter(None, parts))}")
+            doubt = "" if all(row.steady for row in own) else " (unsteady)"
+            told.append(f"{method}{doubt} {', '.join(filter(None, parts))}")
     fixed = panel[0].first.spec.get(way.fixed)
     where = f" at {way.fixed_word} {fixed}" if fixed else ""
     what = f"time{' against standard' if relative else ''} and peak memory"

@@ -31,19 +31,19 @@ const operatorsTitle = (panel) => `${panel.method}: ${signed(panel.total_ms)} ms
 
 const signed = (ms) => `${ms < 0 ? "−" : "+"}${threeDigits(Math.abs(ms))}`;
 
-// One scale for all methods, with room for figures at both ends of `width` pixels.
+// One scale for all methods over `width` pixels, with room for figures: all are to the right of their bars, those of
+// bars to the left beside zero.
 function operatorsRange(panels, width) {
   const values = panels.flatMap((panel) => panel.bars.map((bar) => bar.ms));
   const low = Math.min(...values, 0), high = Math.max(...values, 0), span = high - low || 1;
-  const room = OPERATOR_FIGURE * span / (width - (low < 0 ? 2 : 1) * OPERATOR_FIGURE);
-  return ticked(low < 0 ? low - room : 0, high + room, width < 240 ? 3 : 4);
+  return ticked(low - (low < 0 ? 0.04 * span : 0), high + OPERATOR_FIGURE * span / (width - OPERATOR_FIGURE), width < 240 ? 3 : 4);
 }
 
 function operatorNames(panel, index, theme, letters) {
   const label = (place) => {
     const { label: name, phase } = panel.bars[place];
-    const after = phase ? ` · ${phase}` : "";
-    return shorten(name, Math.max(letters - after.length, 8)) + after;
+    const after = phase && letters - phase.length > 11 ? ` · ${phase}` : ""; // the tooltip has it in any case
+    return shorten(name, letters - after.length) + after;
   };
   return nameAxis(theme, panel.bars.map((_, place) => String(place)), letters, {
     gridIndex: index,
@@ -64,7 +64,7 @@ function operatorBars(panel, index, data, theme) {
       bar,
       method: panel.method,
       itemStyle: { color: bar.ms > 0 ? data.grew : data.shrank },
-      label: { show: true, position: bar.ms < 0 ? "left" : "right", color: theme.ink, fontSize: 11, formatter: `${signed(bar.ms)}${note(bar)}` },
+      label: { show: true, position: "right", color: theme.ink, fontSize: 11, formatter: `${signed(bar.ms)}${note(bar)}` },
     })),
   };
 }

@@ -15,7 +15,7 @@ drawings["roofline"] = (data, theme) => {
     xAxis: { ...valueAxis(theme, "arithmetic intensity (FLOP / DRAM byte)", x), type: "log" },
     yAxis: { ...uprightAxis(theme, "FLOP / s", { ...y, axisLabel: { formatter: (rate) => format.decimal(rate, "").replace(/\.0+ /, " ") } }), type: "log" },
     series: [
-      ...(slope ? [memoryRoof(slope, highest, x, y, theme)] : []),
+      ...(slope ? [memoryRoof(slope, highest, x, y, theme, plot)] : []),
       ...levels.map(([name, rate]) => computeRoof(name, rate, { solid: rate === highest, start: slope ? Math.max(rate / slope, x.min) : x.min, end: x.max }, theme)),
       ...rooflineSeries(data.points, theme, x, y, plot),
     ],
@@ -45,9 +45,10 @@ const decades = (values) => {
 const roofLook = (theme, type = "solid") => ({ type: "line", silent: true, symbol: "none", tooltip: { show: false }, color: theme.faint, lineStyle: { color: theme.faint, width: 1.5, type } });
 
 // What memory lets through, up to where computing is the limit.
-function memoryRoof(slope, highest, x, y, theme) {
+function memoryRoof(slope, highest, x, y, theme, [width, height]) {
   const start = Math.max(x.min, y.min / slope), end = Math.min(x.max, highest > 0 ? highest / slope : Infinity, y.max / slope);
-  const place = start ** 0.7 * end ** 0.3; // low on the slope, where there is room below it
+  const place = Math.sqrt(start * end);
+  const rise = height / Math.log10(y.max / y.min), run = width / Math.log10(x.max / x.min); // pixels of a power of ten
   return {
     ...roofLook(theme),
     data: [[start, slope * start], [end, slope * end]],
@@ -56,7 +57,7 @@ function memoryRoof(slope, highest, x, y, theme) {
       symbol: "circle",
       symbolSize: 0.01,
       data: [{ coord: [place, slope * place] }],
-      label: { show: true, position: "right", offset: [8, 8], color: theme.faint, fontSize: 11, formatter: `DRAM ${format.rate(slope, "B")}` },
+      label: { show: true, position: "inside", rotate: Math.atan2(rise, run) * 180 / Math.PI, offset: [0, -9], color: theme.faint, fontSize: 11, formatter: `DRAM ${format.rate(slope, "B")}` },
     },
   };
 }

@@ -9,7 +9,7 @@ drawings["traffic"] = (data, theme) => {
     grid: { left: 8, right: 16, top: legendHeight(names, theme.width), bottom: 34, containLabel: true },
     legend: legendOf(names, theme),
     tooltip: tooltipOf(theme, (items) => trafficTip(data, items[0].dataIndex), { trigger: "axis", axisPointer: { type: "shadow" } }),
-    xAxis: valueAxis(theme, `DRAM bytes of a step (${unitName})`, fromZero([largest / unit], isNarrow(theme) ? 1.8 : 1.2, isNarrow(theme) ? 4 : 6)),
+    xAxis: valueAxis(theme, `DRAM bytes of a step (${unitName})`, fromZero([largest / unit], isNarrow(theme) ? 1.8 : 1.3, isNarrow(theme) ? 4 : 6)),
     yAxis: nameAxis(theme, data.bars.map((bar) => bar.method), isNarrow(theme) ? 12 : 28),
     series: [
       ...data.parts.map((part) => trafficBars(part, data.bars, theme, { unit, room, slim: families && part.stack === "direction" })),
