@@ -1,4 +1,6 @@
-"""The colours of components, phases and methods, the same in every figure and page. No drawing library.
+"""The colours of components, phases, kernel families and methods, the same in every figure and page.
+
+No drawing library.
 
 Paul Tol's "muted" scheme: told apart with any kind of colour vision. What only private training holds is in its three
 reds and purples, and hatched besides, so that it stands out in grey print too.
@@ -7,6 +9,9 @@ reds and purples, and hatched besides, so that it stands out in grey print too.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterable, Sequence
+
+from dpscope.results import families
 
 COMPONENT_COLOURS = {
     "model_parameters": "#332288",
@@ -33,6 +38,26 @@ PHASE_COLOURS = {
     "GPU idle": "#FFFFFF",
 }
 
+# Families of kernels; what privacy adds is hatched besides.
+FAMILY_COLOURS = {
+    families.GEMM: "#332288",
+    families.ATTENTION: "#88CCEE",
+    families.ELEMENTWISE: "#44AA99",
+    families.REDUCTION: "#117733",
+    families.NORMALISATION: "#999933",
+    families.OPTIMIZER: "#DDCC77",
+    families.CLIPPING: "#CC6677",
+    families.NOISE: "#882255",
+    families.COPY: "#AA4499",
+    families.EMBEDDING: "#6699CC",
+    families.OTHER: "#DDDDDD",
+}
+PRIVATE_FAMILIES = {families.CLIPPING, families.NOISE}
+DIRECTION_COLOURS = {"read": "#4477AA", "written": "#DDAA33"}
+
+# What takes more than in ordinary training, and what takes less.
+GREW, SHRANK = "#CC6677", "#44AA99"
+
 # For components that a user's own rule names: chosen by name, so that it is the same colour in every report.
 OWN_COLOURS = ("#BBBBBB", "#EE8866", "#77AADD", "#FFAABB", "#AAAA00")
 
@@ -47,12 +72,33 @@ def colour_of(component: str) -> str:
     return COMPONENT_COLOURS.get(component, own)
 
 
+def method_colours(methods: Iterable[str]) -> dict[str, str]:
+    """Built-in methods have theirs; another package's is chosen by name, so that it is the same in every report.
+
+    Only where two of one report would look alike does the later in the alphabet take the next that is free.
+    """
+    return _by_name(methods, METHOD_COLOURS)
+
+
+def method_markers(methods: Iterable[str]) -> dict[str, str]:
+    """Told apart in grey print, and where there are more methods than colours."""
+    return _by_name(methods, METHOD_MARKERS)
+
+
 def method_colour(method: str) -> str:
-    """Built-in methods have theirs; another package's is chosen by name, the same in every report."""
-    if method in METHODS:
-        return METHOD_COLOURS[METHODS.index(method)]
-    others = METHOD_COLOURS[len(METHODS) :]
-    return others[zlib.crc32(method.encode()) % len(others)]
+    """Where there is no other to be told apart from."""
+    return method_colours([method])[method]
+
+
+def _by_name(methods: Iterable[str], looks: Sequence[str]) -> dict[str, str]:
+    names = list(dict.fromkeys(methods))
+    chosen = {name: looks[METHODS.index(name)] for name in names if name in METHODS}
+    others = looks[len(METHODS) :]
+    for name in sorted(set(names) - set(chosen)):
+        start = zlib.crc32(name.encode()) % len(others)
+        order = [*others[start:], *others[:start], *looks]
+        chosen[name] = next((look for look in order if look not in chosen.values()), order[0])
+    return {name: chosen[name] for name in names}
 
 
 def phase_colour(phase: str) -> str:

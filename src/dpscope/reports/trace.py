@@ -10,6 +10,7 @@ from dpscope.reports.tables import STANDARD, Row, group_by_size
 
 GPU, CPU = "gpu", "cpu"
 GREW, NEW, GONE = "grew", "new", "gone"
+IDLE = "GPU idle"
 
 # A GPU that works for less than this part of an unprofiled step waits for the host.
 BUSY_ENOUGH = 0.8
@@ -31,6 +32,20 @@ def phase_names(rows: Sequence[Row]) -> list[str]:
     """In the order of a step: as the method with most of them has them."""
     fullest = sorted((trace_of(row)["phases"] for row in rows), key=len, reverse=True)
     return list(dict.fromkeys(part["phase"] for parts in fullest for part in parts))
+
+
+def on_gpu(rows: Sequence[Row]) -> bool:
+    """Were all of them traced on a GPU?"""
+    return all("gpu" in trace_of(row) for row in rows)
+
+
+def phase_times(row: Row, *, gpu: bool) -> dict[str, float]:
+    """Host time; or GPU time and, since the profiler leaves kernels alone but not the host, what the unprofiled step
+    takes beyond it."""
+    trace = trace_of(row)
+    times: dict[str, float] = {part["phase"]: part["gpu_ms" if gpu else "cpu_ms"] for part in trace["phases"]}
+    step = row.median_ms or trace["step_ms"]
+    return times | ({IDLE: max(step - sum(times.values()), 0.0)} if gpu else {})
 
 
 @dataclass(frozen=True)
@@ -56,6 +71,11 @@ class Difference:
     basis: str
     total_ms: float
     changes: list[Change]  # most milliseconds first; the last lines are what no operator accounts for
+
+    def biggest(self, most: int) -> tuple[list[Change], float]:
+        """The changes that matter most, whichever way, and what all others sum to."""
+        kept = sorted(self.changes, key=lambda change: -abs(change.ms))[:most]
+        return kept, self.total_ms - sum(change.ms for change in kept)
 
     @property
     def grown(self) -> list[Change]:

@@ -19,6 +19,7 @@ READ, WRITE = "dram_read_bytes", "dram_write_bytes"
 
 APPROXIMATELY = "≈"  # before every estimated number
 SMALLEST = 0.01  # of a method's bytes or time: what is below is not worth a word
+UNSEEN = "not seen kernel by kernel"
 
 
 @dataclass(frozen=True)
@@ -176,6 +177,18 @@ class Traffic:
                 seen, total = found.get("calls_seen", calls), found.get("calls_total")
                 return KernelRows(rows, source, seen, total, str(found.get("note") or ""))
         return None
+
+    @property
+    def by_family(self) -> bool:
+        """Are there kernel rows of the same kind as the bytes of the whole step?"""
+        return self.kernels is not None and self.kernels.source == self.source
+
+    def family_parts(self) -> dict[str, float]:
+        """What the bytes of the whole step are made of: families, and as UNSEEN what its kernels leave over."""
+        parts: dict[str, float] = {**self.kernels.bytes_by_family()} if self.kernels else {}
+        whole = self.dram_bytes or 0.0
+        rest = whole - sum(parts.values())
+        return parts | ({UNSEEN: rest} if rest > SMALLEST * whole else {})
 
     @property
     def explanation(self) -> Explanation | None:

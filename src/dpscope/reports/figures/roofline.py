@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from dpscope.reports.figures.labels import Box, label_points
 from dpscope.reports.figures.style import SMALL, settle, styled
 from dpscope.reports.figures.traffic_panels import Looks, make_panels, set_heading
+from dpscope.reports.roofline import BANDWIDTH, Point, kernel_points, level_roofs, placed, point_notes, step_point
 from dpscope.reports.tables import Row
-from dpscope.reports.traffic import MEASURED, Traffic, by_size, compare_traffic, moved
+from dpscope.reports.traffic import Traffic
 from dpscope.reports.words import shorten
 from dpscope.units import format_rate
 
@@ -26,43 +26,30 @@ if TYPE_CHECKING:
     from matplotlib.text import Annotation
 
 MARKER, SMALL_MARKER = 6.5, 3.0  # points
-TOP_KERNELS = 6  # of each method
 NAMED_KERNELS = 4  # of each panel
 LONGEST_NAME = 18  # characters of a kernel's
-LEVEL_ROOFS = {"tensor_flops_per_second": "tensor cores", "fp32_flops_per_second": "FP32"}
 SLOPE_BOXES = 32  # small enough that little beside the line is kept free
 SPAN = 100.0  # the least that an axis spans
 ROOM = 3.0  # an axis goes this factor beyond its points
 
 
-@dataclass(frozen=True)
-class Point:
-    """FLOP a byte, FLOP a second."""
-
-    x: float
-    y: float
-    label: str
-    method: str
-    hollow: bool = False
-    kernel: bool = False
-
-
 @styled
 def draw_roofline(rows: Sequence[Row]) -> Figure | None:
     """Every size in a panel of its own, on one scale; None if no row has bytes, operations and a time."""
-    groups = [[t for t in group if t.intensity and t.flop_rate] for group in by_size(compare_traffic(rows))]
-    groups = [group for group in groups if group]
+    groups = placed(rows)
     if not groups:
         return None
     looks = Looks(rows)
     figure, panels = make_panels(groups, columns=2, height=2.9)
-    drawn = [(ax, group, [*map(_step_point, group), *_kernel_points(group)]) for ax, group in panels]
+    drawn = [(ax, group, [*map(step_point, group), *kernel_points(group)]) for ax, group in panels]
     every = [point for _, _, points in drawn for point in points]
     for ax, group, points in drawn:
         _set_axes(ax, group, every)
         for point in points:
             _draw_point(ax, point, looks)
-    set_heading(figure, "Roofline of one training step", groups, _notes(groups, every))
+    set_heading(
+        figure, "Roofline of one training step", groups, [point_notes([t for group in groups for t in group], every)]
+    )
     settle(figure)
     for ax, group, points in drawn:
         roofs = _draw_roofs(ax, group)
@@ -70,33 +57,17 @@ def draw_roofline(rows: Sequence[Row]) -> Figure | None:
     return figure
 
 
-def _step_point(traffic: Traffic) -> Point:
-    name = shorten(traffic.row.method, 24) + (" (estimate)" if traffic.estimated else "")
-    hollow = traffic.flops_estimated  # and with them the bytes, or not
-    return Point(traffic.intensity or 0, traffic.flop_rate or 0, name, traffic.row.method, hollow=hollow)
-
-
-def _kernel_points(group: Sequence[Traffic]) -> list[Point]:
-    """The measured kernels that move most, of those that have operations to count."""
-    found = []
-    for traffic in group:
-        if traffic.kernels is None or traffic.kernels.source != MEASURED:
-            continue
-        placed = [row for row in traffic.kernels.rows if row.get("flops") and row.get("time_ns") and moved(row)]
-        for row in sorted(placed, key=moved, reverse=True)[:TOP_KERNELS]:
-            x, y = row["flops"] / moved(row), row["flops"] / (row["time_ns"] / 1e9)
-            found.append(
-                (moved(row), Point(x, y, shorten(str(row["name"]), LONGEST_NAME), traffic.row.method, kernel=True))
-            )
-    return [point for _, point in sorted(found, key=lambda pair: -pair[0])]
+def _label_of(point: Point) -> str:
+    if point.kernel:
+        return shorten(point.name, LONGEST_NAME)
+    return shorten(point.name, 24) + (" (estimate)" if point.estimated else "")
 
 
 def _set_axes(ax: Axes, group: Sequence[Traffic], points: Sequence[Point]) -> None:
     from matplotlib.ticker import NullFormatter
 
-    ceilings = group[0].ceilings
-    bandwidth = ceilings.get("dram_bytes_per_second")
-    roofs = [ceilings[name] for name in LEVEL_ROOFS if ceilings.get(name)]
+    bandwidth = group[0].ceilings.get(BANDWIDTH)
+    roofs = list(level_roofs(group[0]).values())
     xs = [point.x for point in points] + ([max(roofs) / bandwidth] if roofs and bandwidth else [])
     ys = [point.y for point in points] + roofs
     ax.set_xscale("log")
@@ -134,18 +105,17 @@ def _draw_point(ax: Axes, point: Point, looks: Looks) -> None:
 
 def _draw_roofs(ax: Axes, group: Sequence[Traffic]) -> list[Box]:
     """The measured ceilings with their values; the places they take, in pixels."""
-    ceilings = group[0].ceilings
-    bandwidth = ceilings.get("dram_bytes_per_second")
+    bandwidth = group[0].ceilings.get(BANDWIDTH)
     left, right = ax.get_xlim()
     line: dict[str, Any] = {"color": "0.35", "linewidth": 0.9, "zorder": 1, "scalex": False, "scaley": False}
     text: dict[str, Any] = {"fontsize": SMALL, "color": "0.25"}
-    levels = {name: ceilings[name] for name in LEVEL_ROOFS if ceilings.get(name)}
+    levels = level_roofs(group[0])
     highest = max(levels.values(), default=None)
     taken: list[Box] = []
     for name, rate in levels.items():
         start = max(left, rate / bandwidth) if bandwidth else left
         ax.plot([start, right], [rate, rate], linestyle="-" if rate == highest else "--", **line)
-        label = f"{LEVEL_ROOFS[name]} {format_rate(rate, 'FLOP')}"
+        label = f"{name} {format_rate(rate, 'FLOP')}"
         written = ax.annotate(
             label, (right, rate), (-2, 2), textcoords="offset points", ha="right", va="bottom", **text
         )
@@ -200,26 +170,13 @@ def _label(ax: Axes, points: Sequence[Point], looks: Looks, roofs: Sequence[Box]
         half = ((SMALL_MARKER if point.kernel else MARKER) / 2 + 1) * ax.figure.dpi / 72
         x, y = ax.transData.transform((point.x, point.y))
         obstacles.append((x - half, y - half, x + half, y + half))
-    kernels = list({point.label: point for point in points if point.kernel}.values())[:NAMED_KERNELS]
+    kernels = list({_label_of(point): point for point in points if point.kernel}.values())[:NAMED_KERNELS]
     named = [*(point for point in points if not point.kernel), *kernels]
     label_points(
         ax,
         [(point.x, point.y) for point in named],
-        [point.label for point in named],
+        [_label_of(point) for point in named],
         [looks.colour(point.method) for point in named],
         obstacles=obstacles,
         fontsize=SMALL,
     )
-
-
-def _notes(groups: Sequence[Sequence[Traffic]], points: Sequence[Point]) -> list[str]:
-    traffics = [traffic for group in groups for traffic in group]
-    notes = ["Whole steps, over their unprofiled time"]
-    if any(point.kernel for point in points):
-        notes.append("small: the kernels that move most, over their own time")
-    if any(point.hollow for point in points):
-        bytes_too = any(traffic.estimated for traffic in traffics)
-        notes.append(f"hollow: {'bytes and operations' if bytes_too else 'operations'} are an estimate")
-    if not any(traffic.ceilings for traffic in traffics):
-        notes.append("no roofs were measured here")
-    return ["; ".join(notes)]

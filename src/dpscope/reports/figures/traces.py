@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from dpscope.reports.figures import suffixed
 from dpscope.reports.figures.style import SMALL, new_figure, save, set_title, settle, styled, three_digits
-from dpscope.reports.figures.traffic_bytes import FAMILY_COLOURS
-from dpscope.reports.palette import is_dark, phase_colour
+from dpscope.reports.palette import FAMILY_COLOURS, GREW, SHRANK, is_dark, phase_colour
 from dpscope.reports.tables import Row
-from dpscope.reports.trace import Change, differences, phase_names, trace_of
+from dpscope.reports.trace import IDLE, Change, differences, on_gpu, phase_names, phase_times, trace_of
 from dpscope.reports.trace_text import operator_label
 from dpscope.reports.words import shorten
 from dpscope.results.families import FAMILY_LABELS
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-IDLE = "GPU idle"
-GREW, SHRANK = "#CC6677", "#44AA99"
 MOST = 8  # operators of a method that are drawn
 
 
@@ -31,27 +28,18 @@ def draw_phases(rows: Sequence[Row]) -> Figure | None:
     shown = [row for row in rows if trace_of(row)]
     if not shown:
         return None
-    on_gpu = all("gpu" in trace_of(row) for row in shown)
+    gpu = on_gpu(shown)
     figure = new_figure(1.5 + 0.34 * len(shown))
     ax = figure.subplots()
-    parts = [_phase_times(row, on_gpu=on_gpu) for row in shown]
-    names = [*phase_names(shown), *([IDLE] if on_gpu else [])]
+    parts = [phase_times(row, gpu=gpu) for row in shown]
+    names = [*phase_names(shown), *([IDLE] if gpu else [])]
     colours = {name: phase_colour(name) for name in names if any(times.get(name) for times in parts)}
     _stack(ax, [row.method for row in shown], parts, colours)
-    ax.set_xlabel("GPU milliseconds of an unprofiled step" if on_gpu else "milliseconds of a traced step")
+    ax.set_xlabel("GPU milliseconds of an unprofiled step" if gpu else "milliseconds of a traced step")
     set_title(figure, "Where the time of a training step goes", shown, [_unprofiled(shown)])
     _legend(figure, colours)
     settle(figure)
     return figure
-
-
-def _phase_times(row: Row, *, on_gpu: bool) -> dict[str, float]:
-    """Host time; or GPU time and, since the profiler leaves kernels alone but not the host, what the unprofiled step
-    takes beyond it."""
-    trace = trace_of(row)
-    times: dict[str, float] = {part["phase"]: part["gpu_ms" if on_gpu else "cpu_ms"] for part in trace["phases"]}
-    step = row.median_ms or trace["step_ms"]
-    return times | ({IDLE: max(step - sum(times.values()), 0.0)} if on_gpu else {})
 
 
 def _unprofiled(rows: Sequence[Row]) -> str:
@@ -88,8 +76,7 @@ def draw_differences(rows: Sequence[Row]) -> Figure | None:
     figure = new_figure(0.9 + len(found) * (0.5 + 0.16 * (MOST + 1)))
     axes = figure.subplots(len(found), 1, sharex=True, squeeze=False)[:, 0]
     for each, ax in zip(found, axes, strict=True):
-        biggest = sorted(each.changes, key=lambda change: -abs(change.ms))[:MOST]
-        rest = each.total_ms - sum(change.ms for change in biggest)
+        biggest, rest = each.biggest(MOST)
         labels = [_label(change) for change in biggest] + ["everything else"]
         values = [change.ms for change in biggest] + [rest]
         bars = ax.barh(range(len(values)), values, color=[GREW if value > 0 else SHRANK for value in values])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from dpscope.reports.composition import why_no_composition
 from dpscope.reports.figures.labels import Box, label_points
 from dpscope.reports.figures.style import SMALL, byte_unit, new_figure, not_drawn, set_title, settle, styled
-from dpscope.reports.palette import METHOD_COLOURS, METHOD_MARKERS
+from dpscope.reports.palette import method_colours, method_markers
 from dpscope.reports.tables import Row
 from dpscope.reports.words import shorten
 from dpscope.units import format_ratio
@@ -31,15 +31,8 @@ class Point:
     y: float
     spread: tuple[float, ...]  # 10th and 90th percentile of x
     label: str
-    number: int  # the method's place, which decides its colour and marker in both panels
-
-    @property
-    def colour(self) -> str:
-        return METHOD_COLOURS[self.number % len(METHOD_COLOURS)]
-
-    @property
-    def marker(self) -> str:
-        return METHOD_MARKERS[self.number % len(METHOD_MARKERS)]
+    colour: str
+    marker: str
 
 
 @styled
@@ -59,19 +52,28 @@ def draw_tradeoff(rows: Sequence[Row]) -> Figure | None:
     relative.set_ylabel("peak memory (× standard)")
 
     second = 1000.0 if slow else 1.0
-    numbers = {id(row): number for number, row in enumerate(rows)}
+    methods = [row.method for row in rows]
+    colours, markers = method_colours(methods), method_markers(methods)
     points = [
         Point(
             (row.median_ms or 0.0) / second,
             (row.peak_bytes or 0.0) / unit,
             tuple(edge / second for edge in row.spread_ms or (row.median_ms or 0.0,) * 2),
             shorten(row.method, LONGEST_NAME),
-            numbers[id(row)],
+            colours[row.method],
+            markers[row.method],
         )
         for row in drawn
     ]
     ratios = [
-        Point(row.time_ratio, row.memory_ratio, (row.time_ratio,) * 2, _ratio_label(row), numbers[id(row)])
+        Point(
+            row.time_ratio,
+            row.memory_ratio,
+            (row.time_ratio,) * 2,
+            _ratio_label(row),
+            colours[row.method],
+            markers[row.method],
+        )
         for row in drawn
         if row.time_ratio is not None and row.memory_ratio is not None
     ]

@@ -7,37 +7,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dpscope.reports.figures.style import SMALL, styled
 from dpscope.reports.figures.traffic_panels import make_panels, set_heading
+from dpscope.reports.palette import DIRECTION_COLOURS, FAMILY_COLOURS, PRIVATE_FAMILIES
 from dpscope.reports.tables import Row
-from dpscope.reports.traffic import READ, WRITE, Traffic, by_size, compare_traffic
+from dpscope.reports.traffic import READ, UNSEEN, WRITE, Traffic, by_size, compare_traffic
 from dpscope.reports.words import shorten
-from dpscope.results import families
+from dpscope.results.families import FAMILY_LABELS
 from dpscope.units import MISSING, format_ratio, format_traffic
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Paul Tol's "muted" scheme; what privacy adds is in its reds and purples, and hatched.
-FAMILY_COLOURS = {
-    families.GEMM: "#332288",
-    families.ATTENTION: "#88CCEE",
-    families.ELEMENTWISE: "#44AA99",
-    families.REDUCTION: "#117733",
-    families.NORMALISATION: "#999933",
-    families.OPTIMIZER: "#DDCC77",
-    families.CLIPPING: "#CC6677",
-    families.NOISE: "#882255",
-    families.COPY: "#AA4499",
-    families.EMBEDDING: "#6699CC",
-    families.OTHER: "#DDDDDD",
-}
-PRIVATE = {families.CLIPPING, families.NOISE}
-UNSEEN = "not seen kernel by kernel"
-DIRECTION_COLOURS = {"read": "#4477AA", "written": "#DDAA33"}
 COLUMNS = 4  # panels side by side
 MOST_LETTERS = 60  # of method names side by side: more are written aslant
 WIDEST_SLOTS = 7  # bars that a lone panel has room for: fewer do not grow fat
-LEAST = 0.01  # of a bar: what the kernels leave over below this is rounding
 
 
 class Part(NamedTuple):
@@ -54,7 +37,7 @@ def draw_traffic_bytes(rows: Sequence[Row]) -> Figure | None:
     if not groups:
         return None
     traffics = [traffic for group in groups for traffic in group]
-    by_family = all(traffic.kernels and traffic.kernels.source == traffic.source for traffic in traffics)
+    by_family = all(traffic.by_family for traffic in traffics)
     figure, panels = make_panels(groups, columns=COLUMNS, height=2.5)
     unit, name = _unit(max(traffic.dram_bytes or 0 for traffic in traffics))
     legend: dict[str, Any] = {}
@@ -70,7 +53,7 @@ def draw_traffic_bytes(rows: Sequence[Row]) -> Figure | None:
         ["≈ and pale: an estimate from tensor sizes, not measured"] if mixed else []
     )
     set_heading(figure, "DRAM bytes that one training step moves", groups, ["; ".join(notes)])
-    order = [*families.FAMILY_LABELS.values(), UNSEEN, *DIRECTION_COLOURS]
+    order = [*FAMILY_LABELS.values(), UNSEEN, *DIRECTION_COLOURS]
     handles = sorted(legend.values(), key=lambda patch: order.index(patch.get_label()))
     figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False, handlelength=1.6)
     return figure
@@ -113,20 +96,14 @@ def _direction_parts(traffic: Traffic) -> list[Part]:
 
 def _family_parts(traffic: Traffic) -> list[Part]:
     """Families, and what the whole step moved beyond its kernels' sum."""
-    assert traffic.kernels is not None
-    parts = [
-        Part(families.FAMILY_LABELS[family], count, _family_look(family))
-        for family, count in traffic.kernels.bytes_by_family().items()
-    ]
-    rest = (traffic.dram_bytes or 0) - sum(part.size for part in parts)
-    if rest > LEAST * (traffic.dram_bytes or 0):
-        look = {"facecolor": "white", "edgecolor": "0.6", "linewidth": 0.4, "hatch": "...."}
-        parts.append(Part(UNSEEN, rest, look))
-    return parts
+    parts = traffic.family_parts().items()
+    return [Part(FAMILY_LABELS.get(family, family), count, _family_look(family)) for family, count in parts]
 
 
 def _family_look(family: str) -> dict[str, Any]:
-    hatch = "//////" if family in PRIVATE else None
+    if family == UNSEEN:
+        return {"facecolor": "white", "edgecolor": "0.6", "linewidth": 0.4, "hatch": "...."}
+    hatch = "//////" if family in PRIVATE_FAMILIES else None
     return {"facecolor": FAMILY_COLOURS[family], "hatch": hatch, "edgecolor": "white", "linewidth": 0.4}
 
 

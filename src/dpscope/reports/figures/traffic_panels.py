@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from dpscope.reports.figures.style import FONT, SMALL, new_figure
-from dpscope.reports.palette import METHOD_COLOURS, METHOD_MARKERS
+from dpscope.reports.palette import method_colours, method_markers
 from dpscope.reports.tables import Row
 from dpscope.reports.traffic import Traffic
 from dpscope.reports.words import size_in_words
@@ -60,13 +60,14 @@ def set_heading(figure: Figure, heading: str, groups: Sequence[Sequence[Traffic]
 
 
 class Looks:
-    """A method's place among all methods decides its colour and marker."""
+    """The colour and the marker of a method among all methods."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
-        self._places = {method: place for place, method in enumerate(dict.fromkeys(row.method for row in rows))}
+        methods = [row.method for row in rows]
+        self._colours, self._markers = method_colours(methods), method_markers(methods)
 
     def colour(self, method: str) -> str:
-        return METHOD_COLOURS[self._places[method] % len(METHOD_COLOURS)]
+        return self._colours[method]
 
     def marker(self, method: str) -> str:
-        return METHOD_MARKERS[self._places[method] % len(METHOD_MARKERS)]
+        return self._markers[method]

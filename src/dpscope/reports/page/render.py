@@ -104,7 +104,7 @@ def _choices(sizes: Sequence[Size]) -> list[dict[str, Any]]:
 def _own_script() -> str:
     """The page's own script: what drawings share, the drawings, and at last what sets them up."""
     drawings = sorted(path.name for path in (HERE / "static/drawings").glob("*.js"))
-    names = ("shared.js", *(f"drawings/{name}" for name in drawings), *SCRIPTS)
+    names = ("shared.js", "layout.js", *(f"drawings/{name}" for name in drawings), *SCRIPTS)
     return '"use strict";\n' + "\n".join(_text(f"static/{name}") for name in names)
 
 

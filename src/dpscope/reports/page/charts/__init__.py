@@ -9,7 +9,13 @@ from dpscope.reports.page.chart import Chart
 from dpscope.reports.page.charts.layers import layers_memory, layers_time
 from dpscope.reports.page.charts.memory_peak import memory_peak
 from dpscope.reports.page.charts.memory_timeline import memory_timeline
+from dpscope.reports.page.charts.operators import operators
+from dpscope.reports.page.charts.phases import phases
+from dpscope.reports.page.charts.roofline import roofline
+from dpscope.reports.page.charts.scaling import scaling_over_batch, scaling_over_sequence
 from dpscope.reports.page.charts.time import step_time
+from dpscope.reports.page.charts.tradeoff import tradeoff
+from dpscope.reports.page.charts.traffic import traffic
 from dpscope.reports.page.settings import Setting, group_by_setting
 from dpscope.reports.tables import Row
 
@@ -20,6 +26,13 @@ CHARTS: tuple[Callable[[Sequence[Row]], Chart | None], ...] = (
     memory_timeline,
     layers_memory,
     layers_time,
+    tradeoff,
+    scaling_over_batch,
+    scaling_over_sequence,
+    phases,
+    operators,
+    traffic,
+    roofline,
 )
 
 

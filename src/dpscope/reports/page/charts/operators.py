@@ -1,0 +1,91 @@
+"""Why a method's step is longer than ordinary training's: the operators that grew, and those that shrank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from dpscope.reports.page.chart import Chart, Table, View
+from dpscope.reports.palette import GREW, SHRANK
+from dpscope.reports.tables import Row
+from dpscope.reports.trace import GPU, Change, Difference, differences, traced
+from dpscope.reports.trace_text import operator_label
+from dpscope.reports.words import size_in_words
+
+SHOWN = 12  # changes of a method that have a bar; all others share one
+LISTED = 40  # changes of a method in the table; trace_operators.csv has every operator
+REST = "everything else"
+WHERE = {True: "on the GPU", False: "on the host"}
+
+
+def operators(rows: Sequence[Row]) -> Chart | None:
+    """None without a traced standard and another method."""
+    groups = [(group, found) for group in traced(rows) if (found := differences(group))]
+    if not groups:
+        return None
+    return Chart(
+        key="operators",
+        title="Operators that grew",
+        kind="operators",
+        how=(
+            "Each operator's own time in a step under torch.profiler, less its time in standard's: the bars of a "
+            "method sum to how much longer its traced step is. It does not see single kernels within an operator, "
+            "and the profiler stretches what the host does."
+        ),
+        views=[_view(group, found) for group, found in groups],
+    )
+
+
+def _view(rows: Sequence[Row], found: Sequence[Difference]) -> View:
+    return View(
+        size=size_in_words(rows[0].first.spec),
+        says=" ".join(map(_says, found)),
+        data={"grew": GREW, "shrank": SHRANK, "panels": [_panel(each) for each in found]},
+        table=Table(
+            columns=("method", "basis", "operator", "phase", "kind", "standard_ms", "method_ms", "difference_ms"),
+            rows=[line for each in found for line in _lines(each)],
+        ),
+    )
+
+
+def _panel(found: Difference) -> dict[str, Any]:
+    biggest, rest = found.biggest(SHOWN)
+    bars = [_bar(change) for change in sorted(biggest, key=lambda change: -change.ms)]
+    others = len(found.changes) - len(biggest)
+    if others:
+        bars.append({"label": f"{REST} ({others})", "name": REST, "phase": "", "kind": "", "ms": rest})
+    where = WHERE[found.basis == GPU]
+    return {"method": found.method, "total_ms": found.total_ms, "where": where, "bars": bars}
+
+
+def _bar(change: Change) -> dict[str, Any]:
+    return {
+        "label": operator_label(change.operator, 60),
+        "name": change.operator,
+        "phase": change.phase,
+        "kind": change.kind,
+        "ms": change.ms,
+        "before_ms": change.before_ms,
+        "after_ms": change.after_ms,
+    }
+
+
+def _says(found: Difference) -> str:
+    biggest = sorted(found.grown, key=lambda change: -change.ms)[:2]
+    told = [
+        f"{operator_label(change.operator, 40)}{f' in {change.phase}' if change.phase else ''} ({change.ms:+.1f} ms)"
+        for change in biggest
+    ]
+    most = f"; what grew most is {' and '.join(told)}" if told else ""
+    return f"{found.method}: {found.total_ms:+.1f} ms a traced step {WHERE[found.basis == GPU]}{most}."
+
+
+def _lines(found: Difference) -> list[tuple[Any, ...]]:
+    """As many as matter, and a last one so that they sum to the whole."""
+    biggest, rest = found.biggest(LISTED)
+    lines: list[tuple[Any, ...]] = [
+        (found.method, found.basis, c.operator, c.phase, c.kind, c.before_ms, c.after_ms, c.ms)
+        for c in sorted(biggest, key=lambda change: -change.ms)
+    ]
+    more = len(found.changes) > len(biggest)
+    return lines + ([(found.method, found.basis, REST, "", "", None, None, rest)] if more else [])
