@@ -16,6 +16,11 @@ STANDARD = "standard"
 STEADY = 1.5
 
 
+# Ten timed steps and a tracked one are two ways to look at one row.
+REPEATS = ("warmup", "steps")
+HOW_IT_WAS_LOOKED_AT = ("method", "instrument", "options", *REPEATS)
+
+
 @dataclass(frozen=True)
 class Row:
     """One method on one workload at one size: what every instrument saw of it, and its ratios to ordinary training."""
@@ -24,6 +29,7 @@ class Row:
     time_ratio: float | None
     memory_ratio: float | None
     steady: bool = True  # neither this row's times nor standard's varied by more than STEADY
+    apart: tuple[tuple[str, Any], ...] = ()  # (warmup, steps) by name, where the same was measured with several of them
 
     @property
     def result(self) -> Result:
@@ -70,7 +76,7 @@ class Row:
     @property
     def size(self) -> tuple[Any, ...]:
         """What has to be equal for two rows to be compared."""
-        return comparison_key(self.first)
+        return (*comparison_key(self.first), *self.apart)
 
     def _value(self, name: str) -> float | None:
         values: Iterable[float | None] = (getattr(result, name) for result in self.measured.values() if result.ok)
@@ -89,28 +95,44 @@ def _figure(*candidates: Any) -> float | None:
 
 def comparison_key(result: Result) -> tuple[Any, ...]:
     """Everything in the spec but the method and how it was looked at."""
-    spec = {name: value for name, value in result.spec.items() if name not in ("method", "instrument", "options")}
+    spec = {name: value for name, value in result.spec.items() if name not in HOW_IT_WAS_LOOKED_AT}
     return (repr(sorted(spec.pop("workload").items())), *sorted(spec.items()))
-
-
-def join_instruments(results: Iterable[Result]) -> list[dict[str, Result]]:
-    """What was measured of the same method at the same size, together; in order of first appearance."""
-    joined: dict[tuple[Any, ...], list[dict[str, Result]]] = {}
-    for result in results:
-        places = joined.setdefault((result.experiment, *comparison_key(result)), [])
-        free = next((place for place in places if result.instrument not in place), None)
-        if free is None:
-            places.append({result.instrument: result})
-        else:
-            free[result.instrument] = result
-    return [place for places in joined.values() for place in places]
 
 
 def compare_results(results: Iterable[Result]) -> list[Row]:
     """A row for each method at each size, in order of first appearance."""
-    rows = [Row(measured, None, None) for measured in join_instruments(results)]
+    rows = join_instruments(list(results))
     standards = {row.size: row for row in rows if row.method == STANDARD}
     return [_with_ratios(row, standards.get(row.size)) for row in rows]
+
+
+def join_instruments(results: Sequence[Result]) -> list[Row]:
+    """What was measured of the same method at the same size, together; in order of first appearance.
+
+    Numbers of steps keep rows apart only where one instrument looked with several of them.
+    """
+    several = _measured_with_several_repeats(results)
+    joined: dict[tuple[Any, ...], list[Row]] = {}
+    for result in results:
+        apart = _repeats(result) if comparison_key(result) in several else ()
+        places = joined.setdefault((result.experiment, *comparison_key(result), *apart), [])
+        free = next((row for row in places if result.instrument not in row.measured), None)
+        if free is None:
+            places.append(Row({result.instrument: result}, None, None, apart=apart))
+        else:
+            free.measured[result.instrument] = result
+    return [row for places in joined.values() for row in places]
+
+
+def _measured_with_several_repeats(results: Sequence[Result]) -> set[tuple[Any, ...]]:
+    found: dict[tuple[Any, ...], set[tuple[tuple[str, Any], ...]]] = {}
+    for result in results:
+        found.setdefault((result.experiment, result.instrument, *comparison_key(result)), set()).add(_repeats(result))
+    return {key[2:] for key, repeats in found.items() if len(repeats) > 1}
+
+
+def _repeats(result: Result) -> tuple[tuple[str, Any], ...]:
+    return tuple((name, result.spec.get(name)) for name in REPEATS)
 
 
 def _with_ratios(row: Row, standard: Row | None) -> Row:

@@ -34,12 +34,22 @@ def test_the_order_of_results_does_not_matter_to_the_ratios(make_result):
     assert [ratio for _, ratio, _ in ratios(results)] == [2.5, 1.0]
 
 
-@pytest.mark.parametrize(
-    "difference", [{"seq_len": 16}, {"batch_size": 3}, {"dtype": "bf16"}, {"optimizer": "sgd"}, {"steps": 2}]
-)
+@pytest.mark.parametrize("difference", [{"seq_len": 16}, {"batch_size": 3}, {"dtype": "bf16"}, {"optimizer": "sgd"}])
 def test_a_standard_that_differs_in_anything_else_is_no_denominator(make_result, difference):
     results = [make_result(method="standard", **difference), make_result(method="flat")]
     assert ratios(results)[1] == ("flat", None, None)
+
+
+def test_instruments_that_looked_at_other_numbers_of_steps_are_joined(make_result):
+    results = [make_result(steps=10, median=20.0), make_result(steps=1, instrument="memory", peak=7)]
+    (row,) = compare_results(results)
+    assert (row.median_ms, row.memory["peak_bytes"]) == (20.0, 7)
+
+
+def test_one_instrument_at_two_numbers_of_steps_makes_rows_that_are_not_compared(make_result):
+    results = [make_result(method=m, steps=n, median=t) for n in (2, 3) for m, t in (("standard", n), ("flat", 4 * n))]
+    assert [(method, ratio) for method, ratio, _ in ratios(results)] == [("standard", 1), ("flat", 4)] * 2
+    assert len(group_by_size(compare_results(results))) == 2
 
 
 def test_without_standard_there_are_no_ratios_but_the_figures_stay(make_result):

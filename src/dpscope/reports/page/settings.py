@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from types import NoneType
 from typing import Any
 
-from dpscope.reports.tables import Row, group_by_size
+from dpscope.reports.tables import HOW_IT_WAS_LOOKED_AT, Row, group_by_size
 from dpscope.reports.words import size_in_words
 
 SIZES = ("batch_size", "seq_len")
-NOT_A_SETTING = (*SIZES, "method", "instrument", "options")
+NOT_A_SETTING = (*SIZES, *HOW_IT_WAS_LOOKED_AT)
 SPEAK_FOR_THEMSELVES = ("name", "dtype", "optimizer", "device")  # "bf16", not "dtype bf16"
 
 
@@ -31,7 +31,7 @@ class Size:
 
 
 def group_by_setting(rows: Sequence[Row]) -> list[Setting]:
-    """Rows with the same model, number format, optimizer, steps and so on, in order of first appearance.
+    """Rows with the same model, number format, optimizer and so on, in order of first appearance.
 
     Within a setting, a size in words names one comparison.
     """
@@ -54,7 +54,7 @@ def _settings(row: Row) -> dict[str, Any]:
     """Everything of a spec that is neither size nor method, the model's dimensions among it."""
     spec = row.first.spec
     rest = {name: value for name, value in spec.items() if name not in (*NOT_A_SETTING, "workload")}
-    return {**spec["workload"], **rest}
+    return {**spec["workload"], **rest, **dict(row.apart)}
 
 
 def _labels(described: Sequence[dict[str, Any]]) -> list[str]:
