@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 PAGE = "report.html"
 HERE = Path(__file__).parent
+SHARED = ("shared.js", "layout.js")
 SCRIPTS = ("save.js", "theme.js", "drawn.js", "rows.js", "page.js")  # after what drawings share, and the drawings
 
 # Two bars: what ordinary training takes, and what privacy adds.
@@ -104,8 +105,9 @@ def _choices(sizes: Sequence[Size]) -> list[dict[str, Any]]:
 def _own_script() -> str:
     """The page's own script: what drawings share, the drawings, and at last what sets them up."""
     drawings = sorted(path.name for path in (HERE / "static/drawings").glob("*.js"))
-    names = ("shared.js", "layout.js", *(f"drawings/{name}" for name in drawings), *SCRIPTS)
-    return '"use strict";\n' + "\n".join(_text(f"static/{name}") for name in names)
+    shared = [_text(f"static/{name}") for name in SHARED]
+    own = [f"{{\n{_text(f'static/drawings/{name}')}}}" for name in drawings]  # what a drawing names is its own
+    return "\n".join(('"use strict";', *shared, *own, *(_text(f"static/{name}") for name in SCRIPTS)))
 
 
 def _digest(script: str) -> str:
