@@ -13,6 +13,8 @@ drawings["changes"] = (data, theme) => {
     bar.ratios && `${escapeText(bar.ratios)} of standard`,
     escapeText(bar.verdict),
   ].filter(Boolean).join("<br>");
+  const narrow = theme.width < 600;
+  const label = ({ name }) => (narrow ? name.replace("sequence", "seq") : name).replace(" at ", "\n");
   const rows = data.bars.map((bar, place) => place); // two rows may have one name
   return {
     grid: { left: 8, right: 20, top: 8, bottom: 8, containLabel: true },
@@ -21,7 +23,7 @@ drawings["changes"] = (data, theme) => {
       type: "value",
       min: -limit,
       max: limit,
-      splitNumber: theme.width < 600 ? 3 : 5,
+      splitNumber: narrow ? 3 : 5,
       axisLabel: { color: theme.faint, hideOverlap: true, showMinLabel: false, showMaxLabel: false, formatter: (share) => percent(share) },
       splitLine: { lineStyle: { color: theme.rule } },
     },
@@ -34,9 +36,9 @@ drawings["changes"] = (data, theme) => {
       axisLabel: {
         color: theme.ink,
         interval: 0,
-        width: theme.width < 600 ? 120 : 200,
+        width: narrow ? 130 : 200,
         overflow: "truncate",
-        formatter: (place) => data.bars[place].name.replace(" at ", "\n"),
+        formatter: (place) => label(data.bars[place]),
       },
     },
     series: [
