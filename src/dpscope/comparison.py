@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dpscope.errors import UserError
 from dpscope.reports import export
+from dpscope.reports.against import Against, set_against
 from dpscope.reports.latex import to_latex
 from dpscope.reports.outputs import remove_reports, write_reports
 from dpscope.reports.tables import Row, compare_results
@@ -71,6 +72,16 @@ class Comparison:
     def to_latex(self) -> str:
         """Tables for a paper that uses booktabs: time and peak memory, and components where they were measured."""
         return to_latex(self.rows)
+
+    def against(self, before: Comparison | Path | str) -> Against:
+        """What changed since another sweep: `print` it, or take `pairs` or `to_pandas()`."""
+        other = before if isinstance(before, Comparison) else Comparison.read(before)
+        return set_against(
+            self.results,
+            other.results,
+            names=(str(self.folder), str(other.folder)),
+            skipped=[*self.skipped, *other.skipped],
+        )
 
     def __str__(self) -> str:
         return render_plain(summary(self.results, self.skipped))

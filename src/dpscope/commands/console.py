@@ -1,10 +1,35 @@
 """Where commands print: the terminal at its own width, or plain text of a fixed width into a pipe."""
 
-from rich.console import Console
+import codecs
+import io
+import sys
+from collections.abc import Sequence
+from pathlib import Path
 
-from dpscope.reports.text import SUMMARY_WIDTH
+from rich.console import Console
+from rich.text import Text
+
+from dpscope.reports.text import SUMMARY_WIDTH, files_written
+
+# For terminals that are not in Unicode: what says the same there.
+PLAIN = {"×": "x", "–": "-", "—": "-", "−": "-", "→": "->", "…": "...", "≈": "~", "·": ".", "≥": ">=", "’": "'"}
 
 
 def make_console() -> Console:
+    codecs.register_error("dpscope.plain", _say_plainly)
+    if isinstance(sys.stdout, io.TextIOWrapper) and not sys.stdout.encoding.lower().startswith("utf"):
+        sys.stdout.reconfigure(errors="dpscope.plain")
     console = Console()
     return console if console.is_terminal else Console(width=SUMMARY_WIDTH, color_system=None)
+
+
+def name_files(console: Console, files: Sequence[Path]) -> None:
+    """Every file that was written, and at last the one to open."""
+    console.print(f"\n{files_written(files)}", markup=False, highlight=False, soft_wrap=True)
+    for page in (path for path in files if path.suffix == ".html"):
+        console.print(Text(f"\nOpen: {page}", style="bold"), soft_wrap=True)
+
+
+def _say_plainly(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    return "".join(PLAIN.get(character, "?") for character in error.object[error.start : error.end]), error.end

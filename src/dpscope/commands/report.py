@@ -3,48 +3,72 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import click
+from click.core import ParameterSource
 
-from dpscope.commands.console import make_console
+from dpscope.commands.console import make_console, name_files
 from dpscope.comparison import Comparison
 from dpscope.errors import UserError
+from dpscope.reports.against_text import against_summary
 from dpscope.reports.figures import parse_formats
-from dpscope.reports.outputs import write_reports
-from dpscope.reports.text import files_written, summary
+from dpscope.reports.outputs import write_against, write_reports
+from dpscope.reports.text import summary
 
 
 @click.command(name="report")
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@click.option(
+    "--against",
+    metavar="DIR_B",
+    type=click.Path(path_type=Path),
+    help="Say what changed from the sweep in DIR_B (before) to the one in DIR (now), instead.",
+)
 @click.option("--out", type=click.Path(path_type=Path), help="Where to write [default: DIR].")
 @click.option("--format", "formats", default="png", show_default=True, help="Of the figures, as png,svg,pdf.")
 @click.option("--csv", is_flag=True, help="Also results.csv (a line for each method and size) and timeline.csv.")
 @click.option("--latex", is_flag=True, help="Also results.tex: tables for a paper, with booktabs.")
-def command(folder: Path, out: Path | None, formats: str, csv: bool, latex: bool) -> None:
+@click.pass_context
+def command(
+    context: click.Context, folder: Path, against: Path | None, out: Path | None, formats: str, csv: bool, latex: bool
+) -> None:
     """Show the results in DIR again, and write summary and figures. Reads results and measures nothing.
 
     \b
     dpscope report sweep
     dpscope report sweep --out paper --format pdf --latex --csv
+    dpscope report new --against old
+
+    With --against: before and after a change, two GPUs, two versions of torch. DIR_B is the reference. Writes
+    report-against.html and against.txt (and against.csv with --csv); the reports of each sweep stay as they are.
 
     Files in DIR that are no results are named, and the rest is reported.
     """
+    console = make_console()
     kinds = parse_formats(formats)
     comparison = Comparison.read(folder)
-    console = make_console()
-    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
-    console.print(summary(comparison.results, comparison.skipped, width=console.width))
-    tables = [name for name, wanted in (("csv", csv), ("latex", latex)) if wanted]
-    try:
-        files = write_reports(
-            comparison.results, out or folder, skipped=comparison.skipped, formats=kinds, tables=tables
-        )
-    except UserError as error:
-        if out or tables:
-            raise
-        say(f"\nNothing written: {error}")  # the results may lie where only reading is allowed
+    write: Callable[[Path], list[Path]]
+    if against is not None:
+        if latex or context.get_parameter_source("formats") is ParameterSource.COMMANDLINE:
+            raise UserError("--latex and --format are of one sweep: leave them out, or leave out --against")
+        change = comparison.against(against)
+        shown = against_summary(change)
+        write = partial(write_against, change, csv=csv)
     else:
-        say(f"\n{files_written(files)}")
+        tables = [name for name, wanted in (("csv", csv), ("latex", latex)) if wanted]
+        shown = summary(comparison.results, comparison.skipped, width=console.width)
+        write = partial(write_reports, comparison.results, skipped=comparison.skipped, formats=kinds, tables=tables)
+    console.print(shown)
+    try:
+        files = write(out or folder)
+    except UserError as error:
+        if out or csv or latex:
+            raise
+        # the results may lie where only reading is allowed
+        console.print(f"\nNothing written: {error}", markup=False, highlight=False, soft_wrap=True)
+    else:
+        name_files(console, files)
     sys.exit(0 if comparison.ok else 1)

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from dpscope.commands.console import make_console
+from dpscope.commands.console import make_console, name_files
 from dpscope.commands.options import (
     CommaList,
     F,
@@ -23,7 +23,7 @@ from dpscope.commands.options import (
 )
 from dpscope.commands.progress import SweepProgress
 from dpscope.comparison import METHODS, Comparison, compare
-from dpscope.reports.text import files_written, summary
+from dpscope.reports.text import summary
 from dpscope.runner.launcher import Limits
 from dpscope.runner.spec import RunSpec, make_sweep
 from dpscope.trainers.registry import STANDARD, resolve_method
@@ -101,6 +101,6 @@ def follow_sweep(
         sys.exit(130)
     console.print()
     console.print(summary(comparison.results, comparison.skipped, width=console.width))
-    say(f"\n{files_written(comparison.files)}")
-    say(f"\nShow this again: dpscope report {folder}")
+    name_files(console, comparison.files)
+    say(f"Show this again: dpscope report {folder}")
     return comparison

@@ -61,17 +61,17 @@ class Row:
     @property
     def median_ms(self) -> float | None:
         """The median; the mean where a file of an older consumer has no more than that."""
-        return _figure(self.timing.get("median_ms"), self._value("avg_time_ms"))
+        return figure_of(self.timing.get("median_ms"), self._value("avg_time_ms"))
 
     @property
     def spread_ms(self) -> tuple[float, float] | None:
-        low, high = (_figure(self.timing.get(name)) for name in ("p10_ms", "p90_ms"))
+        low, high = (figure_of(self.timing.get(name)) for name in ("p10_ms", "p90_ms"))
         return None if low is None or high is None else (low, high)
 
     @property
     def peak_bytes(self) -> float | None:
-        stated = _figure(self._value("peak_memory_mb"))
-        return _figure(self.memory.get("peak_bytes"), None if stated is None else stated * MIB)
+        stated = figure_of(self._value("peak_memory_mb"))
+        return figure_of(self.memory.get("peak_bytes"), None if stated is None else stated * MIB)
 
     @property
     def size(self) -> tuple[Any, ...]:
@@ -87,7 +87,7 @@ class Row:
         return next((part for part in parts if part), {})
 
 
-def _figure(*candidates: Any) -> float | None:
+def figure_of(*candidates: Any) -> float | None:
     """The first that is a number, and one that can be measured: finite, and not below zero."""
     numbers = (value for value in candidates if isinstance(value, int | float) and not isinstance(value, bool))
     return next((value for value in numbers if math.isfinite(value) and value >= 0), None)
@@ -137,16 +137,16 @@ def _repeats(result: Result) -> tuple[tuple[str, Any], ...]:
 
 def _with_ratios(row: Row, standard: Row | None) -> Row:
     if standard is None:
-        return replace(row, steady=_is_steady(row.spread_ms))
+        return replace(row, steady=is_steady(row.spread_ms))
     return replace(
         row,
         time_ratio=_ratio(row.median_ms, standard.median_ms),
         memory_ratio=_ratio(row.peak_bytes, standard.peak_bytes),
-        steady=all(_is_steady(r.spread_ms) for r in (row, standard)),
+        steady=all(is_steady(r.spread_ms) for r in (row, standard)),
     )
 
 
-def _is_steady(spread: tuple[float, float] | None) -> bool:
+def is_steady(spread: tuple[float, float] | None) -> bool:
     return spread is None or spread[1] <= STEADY * spread[0]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from dpscope.reports.bars import Bars, WithBars
 from dpscope.reports.memory_text import memory_section, snapshot_section
 from dpscope.reports.nsys_text import nsys_section
 from dpscope.reports.story import tell
@@ -55,7 +57,8 @@ def _cost(rows: Sequence[Row], width: int) -> list[RenderableType]:
     """Time and peak memory of every row, and what the figures say."""
     if not any(row.timing or row.memory or not row.result.ok for row in rows):
         return []
-    parts: list[RenderableType] = [_table(rows, narrow=width < NARROW)]
+    ratios = [ratio for row in rows for ratio in (row.time_ratio, row.memory_ratio)]
+    parts: list[RenderableType] = [WithBars(partial(_table, rows, width < NARROW), ratios)]
     if sentences := verdict(rows):
         parts += ["", *(Text(sentence) for sentence in sentences)]
     return [*parts, "", *(Text(note, style="dim") for note in notes(rows))]
@@ -117,7 +120,7 @@ def _describe_environment(environment: dict[str, Any]) -> str:
     return f"On {where}; " + ", ".join(f"{name} {environment.get(name)}" for name in ("torch", "opacus", "dpscope"))
 
 
-def _table(rows: Sequence[Row], *, narrow: bool) -> Table:
+def _table(rows: Sequence[Row], narrow: bool, bars: Bars) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     extra = [name for name in varying_columns(rows, ("dtype", "optimizer")) if name]
     several_models = len({row.result.spec["workload"]["name"] for row in rows}) > 1
@@ -135,6 +138,8 @@ def _table(rows: Sequence[Row], *, narrow: bool) -> Table:
     time, memory = ("time", "memory") if narrow else ("time/step", "peak memory")
     for heading in (time, *spread, "×", memory, "×"):
         table.add_column(heading, justify="right", no_wrap=True)
+        if heading == "×":
+            bars.add_column(table)
     statuses = not (narrow and all(row.result.ok for row in rows))
     if statuses:
         table.add_column("status", no_wrap=True, min_width=4)
@@ -142,7 +147,7 @@ def _table(rows: Sequence[Row], *, narrow: bool) -> Table:
     for group in groups:
         for row in group:
             spec = row.result.spec
-            cells = [spec["workload"]["name"]] if several_models else []
+            cells: list[RenderableType] = [spec["workload"]["name"]] if several_models else []
             cells += [shorten(row.method, LONGEST_NAME), str(spec["batch_size"])]
             cells += [str(spec["seq_len"] or MISSING)] if sequences else []
             cells += [str(spec[name]) for name in extra]
@@ -150,8 +155,10 @@ def _table(rows: Sequence[Row], *, narrow: bool) -> Table:
                 format_ms(row.median_ms),
                 *([] if narrow else [_spread(row)]),
                 format_ratio(row.time_ratio) + ("" if row.steady else "?"),
+                *bars.cell(row.time_ratio),
                 format_bytes(row.peak_bytes),
                 format_ratio(row.memory_ratio),
+                *bars.cell(row.memory_ratio),
             ]
             status = Text(row.result.status, style="green" if row.result.ok else "bold red")
             table.add_row(*cells, *([status] if statuses else []), end_section=row is group[-1])

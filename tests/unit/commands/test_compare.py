@@ -152,7 +152,9 @@ def test_report_shows_the_same_again_from_the_files_alone(comparison):
     shown, files = report.stdout.split("\nWritten:\n")
     assert lines_of(shown) == without_stages(folder / "summary.txt")
     figures = ("memory_breakdown_comparison.png", "memory_timeline.png", "performance_tradeoff.png")
-    assert files.split() == [str(folder / name) for name in ("summary.txt", *figures)]
+    page = str(folder / "report.html")
+    written = [str(folder / "summary.txt"), page, *(str(folder / name) for name in figures)]
+    assert files.split() == [*written, "Open:", page]
 
 
 def test_report_names_files_that_are_no_results_and_goes_on(comparison, tmp_path):

@@ -49,13 +49,19 @@ def test_every_file_is_written_into_the_folder_and_named(measured_both_ways, tmp
     outcome = report(folder, "--csv", "--latex")
     assert outcome.exit_code == 0
     files = [
-        *("summary.txt", "memory_breakdown_comparison.png", "memory_timeline.png", "performance_tradeoff.png"),
+        *(
+            "summary.txt",
+            "report.html",
+            "memory_breakdown_comparison.png",
+            "memory_timeline.png",
+            "performance_tradeoff.png",
+        ),
         *("results.csv", "timeline.csv", "results.tex"),
     ]
     assert names_in(folder) == sorted(files)
-    assert [line.strip() for line in outcome.stdout.split("Written:\n")[1].splitlines()] == [
-        str(folder / name) for name in files
-    ]
+    written, _, last = outcome.stdout.split("Written:\n")[1].partition("\n\n")
+    assert [line.strip() for line in written.splitlines()] == [str(folder / name) for name in files]
+    assert last == f"Open: {folder / 'report.html'}\n"
     assert "Allocated at each stage" in (folder / "summary.txt").read_text()
 
 
@@ -63,7 +69,7 @@ def test_another_folder_and_other_formats_can_be_asked_for(sweep, tmp_path):
     assert report(sweep, "--out", tmp_path / "new" / "paper", "--format", "svg,pdf").exit_code == 0
     assert names_in(sweep) == []
     assert names_in(tmp_path / "new" / "paper") == [
-        *("performance_tradeoff.pdf", "performance_tradeoff.svg", "summary.txt")
+        *("performance_tradeoff.pdf", "performance_tradeoff.svg", "report.html", "summary.txt")
     ]
 
 
@@ -158,7 +164,8 @@ def test_the_script_of_older_suites_writes_three_figures_and_a_summary(make_memo
     done = run_script("--input-dir", tmp_path)
     assert done.returncode == 0, done.stderr
     assert names_in(tmp_path / "visualizations") == [
-        *("memory_breakdown_comparison.png", "memory_timeline.png", "performance_tradeoff.png", "summary.txt")
+        *("memory_breakdown_comparison.png", "memory_timeline.png", "performance_tradeoff.png"),
+        *("report.html", "summary.txt"),
     ]
     assert "ghost holds 228.0 MiB more than standard" in done.stdout
 
@@ -167,7 +174,7 @@ def test_the_script_says_which_figure_there_is_nothing_for(sweep, tmp_path):
     done = run_script("--input-dir", sweep, "--output-dir", tmp_path / "out", "--format", "svg")
     assert done.returncode == 0
     assert "No memory_timeline: no result has what it shows" in done.stdout
-    assert names_in(tmp_path / "out") == ["performance_tradeoff.svg", "summary.txt"]
+    assert names_in(tmp_path / "out") == ["performance_tradeoff.svg", "report.html", "summary.txt"]
 
 
 def test_the_script_refuses_an_empty_folder_with_a_sentence(tmp_path):

@@ -51,14 +51,14 @@ def render_page(
     before: Sequence[Markup] = (),
     charts: Sequence[Chart] | None = None,
 ) -> str:
-    """The page of some results. `before`: sections after the headline, as markup that is trusted; `charts`: instead
-    of those that the results allow."""
+    """The page of some results. `before`: sections in the headline's place, as markup that is trusted; `charts`:
+    instead of those that the results allow."""
     rows = compare_results(results)
     sizes = all_sizes(rows)
     first = first_size(sizes)
     scripts = [_text("vendor/echarts.common.min.js"), _own_script()]
     return (
-        _environment()
+        make_environment()
         .get_template("page.html.jinja")
         .render(
             title=title,
@@ -81,7 +81,7 @@ def render_page(
     )
 
 
-def _environment() -> Environment:
+def make_environment() -> Environment:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     return Environment(

@@ -1,0 +1,93 @@
+"""A small bar for each ratio of a table, where a terminal has room for it. Files and pipes get none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+LONGEST, SHORTEST = 10, 4  # cells
+EIGHTHS = " ▏▎▍▌▋▊▉█"
+# What fills the part that ordinary training costs as well, and what is beyond it.
+BLOCKS, ASCII = ("▒", EIGHTHS), ("-", " #")
+NOTE = "Bars: shaded up to 1.00× (standard), solid beyond."
+
+
+@dataclass(frozen=True)
+class Bars:
+    """How long a ratio is drawn: one scale for all bars of a table. Without cells there are none."""
+
+    cells: int = 0
+    largest: float = 1.0
+    ascii_only: bool = False
+
+    @property
+    def one(self) -> float:
+        """Cells for 1.00×: whole ones wherever the largest ratio leaves room for that, so that the mark is sharp."""
+        exact = self.cells / self.largest
+        return float(int(exact)) if exact >= 1 else exact
+
+    def add_column(self, table: Table) -> None:
+        if self.cells:
+            table.add_column("", no_wrap=True, min_width=self.cells)
+
+    def cell(self, ratio: float | None) -> list[Text]:
+        """What goes into that column: one bar, or nothing where there is no such column."""
+        return [self.draw(ratio)] if self.cells else []
+
+    def draw(self, ratio: float | None) -> Text:
+        if ratio is None:
+            return Text()
+        shade, solid = ASCII if self.ascii_only else BLOCKS
+        one, length = self.one, ratio * self.one
+        if ratio < 1:
+            return Text(_fill(length, solid), style="green")
+        shaded = int(one)
+        return Text.assemble((shade * shaded, "bright_black"), (_fill(length - shaded, solid), "cyan"))
+
+
+def _fill(cells: float, ramp: str) -> str:
+    """Whole cells, and a part of one as finely as the characters allow."""
+    finest = len(ramp) - 1
+    whole, part = divmod(round(cells * finest), finest)
+    return ramp[-1] * whole + (ramp[part] if part else "")
+
+
+@dataclass(frozen=True)
+class WithBars:
+    """A table that has bars on a terminal that is wide enough, as long as there is room for."""
+
+    make: Callable[[Bars], Table]
+    ratios: Sequence[float | None]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        largest = max((ratio for ratio in self.ratios if ratio is not None), default=0.0)
+        if not console.is_terminal or console.is_dumb_terminal or not largest:
+            yield self.make(Bars())
+            return
+        lengths = range(LONGEST, SHORTEST - 1, -2)
+        bars = [Bars(cells, max(largest, 1.0), options.ascii_only) for cells in lengths]
+        chosen = next((each for each in bars if _fits(self.make(each), console, options)), Bars())
+        yield self.make(chosen)
+        if chosen.cells:
+            yield Text(f"\n{NOTE}", style="dim")
+
+
+@dataclass(frozen=True)
+class FirstThatFits:
+    """The first of some tables whose text is not cut; the last if none is."""
+
+    tables: Iterable[Table]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        *preferred, last = self.tables
+        yield next((table for table in preferred if _fits(table, console, options)), last)
+
+
+def _fits(table: Table, console: Console, options: ConsoleOptions) -> bool:
+    unlimited = options.update(max_width=10_000)
+    return Measurement.get(console, unlimited, table).maximum <= options.max_width
