@@ -41,6 +41,11 @@ class Row:
         return next(iter(self.measured.values()))
 
     @property
+    def looked_at(self) -> dict[str, Any]:
+        """The spec whose numbers of steps are worth telling: that of the times."""
+        return self.measured.get("time", self.first).spec
+
+    @property
     def method(self) -> str:
         return self.first.experiment
 

@@ -80,7 +80,7 @@ def render_plain(renderable: RenderableType, width: int = SUMMARY_WIDTH) -> str:
 
 def _headline(results: Sequence[Result]) -> list[str]:
     lines = [f"{TITLE}: each method next to ordinary training (standard) of the same model"]
-    lines += list(dict.fromkeys(_describe(result.spec) for result in results))
+    lines += list(dict.fromkeys(_describe(row.looked_at) for row in compare_results(results)))
     environments = [r.environment for r in results if r.environment]
     lines += list(dict.fromkeys(_describe_environment(environment) for environment in environments))
     return lines

@@ -37,6 +37,7 @@ class Chart:
     title: str
     kind: str  # static/drawings/KIND.js draws it
     how: str  # how it was measured, and what it does not see: one sentence of each
+    short: str  # a word or two, for the way to it
     views: Sequence[View]  # the reader chooses one; those of a size without figures are left out
 
     def to_dict(self) -> dict[str, Any]:

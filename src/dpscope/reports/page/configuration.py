@@ -77,9 +77,13 @@ def _setting(setting: Setting) -> Facts:
         "Optimizer": f"{spec['optimizer']}{rate}",
         "Noise multiplier": f"{spec['noise_multiplier']:g}",
         "Clipping norm": f"{spec['max_grad_norm']:g}",
-        "Steps": f"{spec['steps']} timed after {spec['warmup']} of warm-up",
+        "Steps": ", ".join(dict.fromkeys(_steps(row.looked_at) for row in setting.rows)),
     }
     return {name: text for name, text in facts.items() if text}
+
+
+def _steps(spec: dict[str, Any]) -> str:
+    return f"{spec['steps']} timed after {spec['warmup']} of warm-up"
 
 
 def _environment(environment: dict[str, Any]) -> Facts:

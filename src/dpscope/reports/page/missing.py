@@ -92,7 +92,7 @@ def _some(words: Sequence[str], most: int = 4) -> str:
 def _command(instrument: str, sizes: Sequence[Size]) -> str:
     """For the first setting of those: its rows with this instrument, into the folder that has the others."""
     same = [size for size in sizes if size.setting == sizes[0].setting]
-    specs = [row.first.spec for size in same for row in size.rows]
+    specs = [row.looked_at for size in same for row in size.rows]
     subcommand = ["compare", "--instruments", "time"] if instrument == "time" else [instrument]
     lists = {
         "--methods": dict.fromkeys(spec["method"] for spec in specs),

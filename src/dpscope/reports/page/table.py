@@ -10,7 +10,7 @@ from dpscope.reports.export import to_records
 from dpscope.reports.page.settings import SPEAK_FOR_THEMSELVES, all_sizes
 from dpscope.reports.palette import method_colour
 from dpscope.reports.story import estimated
-from dpscope.reports.tables import Row, varying_columns
+from dpscope.reports.tables import REPEATS, Row, varying_columns
 from dpscope.reports.traffic import Traffic, compare_traffic
 from dpscope.reports.words import size_in_words
 from dpscope.units import MISSING, format_bytes, format_ms, format_ratio, format_traffic
@@ -50,7 +50,10 @@ class RowsTable:
 def make_table(rows: Sequence[Row]) -> RowsTable:
     ordered = [row for size in all_sizes(rows) for row in size.rows]
     traffics = {id(traffic.row): traffic for traffic in compare_traffic(ordered)}
-    settings = varying_columns(ordered, ("dtype", "optimizer", "warmup", "steps", "noise_multiplier", "max_grad_norm"))
+    settings = [
+        *varying_columns(ordered, ("dtype", "optimizer", "noise_multiplier", "max_grad_norm")),
+        *(REPEATS if any(row.apart for row in ordered) else ()),
+    ]
     models = len({row.first.spec["workload"]["name"] for row in ordered}) > 1
     sequences = any(row.first.spec.get("seq_len") for row in ordered)
     made = [

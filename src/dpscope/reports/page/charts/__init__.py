@@ -21,18 +21,21 @@ from dpscope.reports.tables import Row
 
 # None where no row has figures for it.
 CHARTS: tuple[Callable[[Sequence[Row]], Chart | None], ...] = (
+    # what it costs
     step_time,
     memory_peak,
+    traffic,
+    tradeoff,
+    # where it goes
+    phases,
+    operators,
     memory_timeline,
     layers_memory,
     layers_time,
-    tradeoff,
+    roofline,
+    # how it grows
     scaling_over_batch,
     scaling_over_sequence,
-    phases,
-    operators,
-    traffic,
-    roofline,
 )
 
 

@@ -30,6 +30,7 @@ def layers_memory(rows: Sequence[Row]) -> Chart | None:
     return Chart(
         key="layers-memory",
         title="Layer by layer: memory at the peak",
+        short="Layers",
         kind="layers",
         how=(
             "Bytes of a module's parameters, their gradients and optimizer states, and of what its own operators hold, "
@@ -47,6 +48,7 @@ def layers_time(rows: Sequence[Row]) -> Chart | None:
     return Chart(
         key="layers-time",
         title="Layer by layer: time",
+        short="Layers: time",
         kind="layers",
         how=(
             "Time of the operators that worked for a module, forward and backward, in a traced step; its "

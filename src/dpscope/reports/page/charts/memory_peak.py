@@ -21,6 +21,7 @@ def memory_peak(rows: Sequence[Row]) -> Chart | None:
     return Chart(
         key="memory-peak",
         title="Memory at the peak, by component",
+        short="Memory",
         kind="memory-peak",
         how=(
             "Every storage was followed from birth to death through one step; shown is the moment at which most bytes "

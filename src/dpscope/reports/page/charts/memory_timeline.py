@@ -26,6 +26,7 @@ def memory_timeline(rows: Sequence[Row]) -> Chart | None:
     return Chart(
         key="memory-timeline",
         title="Memory over one training step",
+        short="Timeline",
         kind="memory-timeline",
         how=(
             "Live bytes after every allocation and free of one step, thinned out for this page; every highest value is "

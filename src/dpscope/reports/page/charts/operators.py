@@ -26,6 +26,7 @@ def operators(rows: Sequence[Row]) -> Chart | None:
     return Chart(
         key="operators",
         title="Operators that grew",
+        short="Operators",
         kind="operators",
         how=(
             "Each operator's own time in a step under torch.profiler, less its time in standard's: the bars of a "

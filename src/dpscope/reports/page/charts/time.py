@@ -20,6 +20,7 @@ def step_time(rows: Sequence[Row]) -> Chart | None:
     return Chart(
         key="step-time",
         title="Time of a step",
+        short="Time",
         kind="step-time",
         how=(
             "A bar is the median of the timed steps after warm-up, the line its 10th to 90th percentile, each point "

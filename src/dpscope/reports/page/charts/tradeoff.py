@@ -29,6 +29,7 @@ def tradeoff(rows: Sequence[Row]) -> Chart | None:
     return Chart(
         key="tradeoff",
         title="Memory against time",
+        short="Trade-off",
         kind="tradeoff",
         how=(
             "Median time of the timed steps and peak of allocated bytes"
