@@ -28,13 +28,14 @@ POINTS_JS = """drawing => {
   });
   return shapes.map((shape) => shape.getBoundingClientRect())
     .sort((a, b) => b.width * b.height - a.width * a.height)
-    .flatMap((box) => [[0.5, 0.5], [0.25, 0.5], [0.75, 0.5]].map(([x, y]) => [box.x + x * box.width, box.y + y * box.height]));
+    .flatMap((box) => [0.5, 0.25, 0.75].map((share) => [box.x + share * box.width, box.y + box.height / 2]));
 }"""
 
+# ECharts's tooltip floats above everything else in the drawing, or is there unseen.
 TOOLTIP_JS = """drawing => {
-  const boxes = [...document.querySelectorAll("div")].filter((box) => box.style.position === "absolute" && box.style.zIndex > 1000);
-  const shown = boxes.filter((box) => getComputedStyle(box).visibility === "visible" && +getComputedStyle(box).opacity && box.innerText.trim());
-  return shown.length ? shown[0].innerText : "";
+  const floating = [...drawing.querySelectorAll("div")].filter((box) => box.style.zIndex > 1000);
+  const seen = (box) => getComputedStyle(box).visibility === "visible" && getComputedStyle(box).opacity > 0;
+  return floating.find(seen)?.innerText.trim() ?? "";
 }"""
 
 
@@ -44,9 +45,9 @@ def data_of(page: Page) -> dict[str, Any]:
     return data
 
 
-def drawings_of(page: Page) -> Iterator[tuple[dict[str, Any], Locator]]:
-    """Every chart's data and its drawing, scrolled to the middle of the window and drawn."""
-    charts = data_of(page)["charts"]
+def drawings_of(page: Page, key: str | None = None) -> Iterator[tuple[dict[str, Any], Locator]]:
+    """The data and the drawing of every chart (or of one), scrolled to the middle of the window and drawn."""
+    charts = [chart for chart in data_of(page)["charts"] if key in (None, chart["key"])]
     assert charts
     for chart in charts:
         drawing = page.locator(f"[id='{chart['key']}'] .drawing")
@@ -72,6 +73,15 @@ def hover(page: Page, drawing: Locator, tries: int = 40) -> str:
         if text := tooltip_of(drawing):
             return text
     return ""
+
+
+def tooltips(page: Page, drawing: Locator, tries: int = 24) -> list[str]:
+    """What the largest painted shapes of a drawing tell."""
+    told = []
+    for x, y in points_in(drawing)[:tries]:
+        page.mouse.move(x, y)
+        told.append(tooltip_of(drawing))
+    return told
 
 
 def figures_in(text: str) -> list[tuple[float, float, str]]:
@@ -108,3 +118,21 @@ def save(page: Page, chart: dict[str, Any], kind: str) -> tuple[str, bytes]:
         page.locator(f"[id='{chart['key']}'] [data-save={kind}]").click()
     path = download.value.path()
     return download.value.suggested_filename, Path(path).read_bytes()
+
+
+def chart_at(page: Page, key: str) -> tuple[dict[str, Any], Locator]:
+    """One chart's data and its drawing."""
+    return next((chart, drawing) for chart, drawing in drawings_of(page, key))
+
+
+def view_of(page: Page, chart: dict[str, Any]) -> dict[str, Any]:
+    """What a chart has to show at the size that is chosen on the page."""
+    sizes = data_of(page)["sizes"]
+    chooser = page.locator("#size")
+    chosen = sizes[int(chooser.input_value()) if chooser.count() else 0]
+    view: dict[str, Any] = next(
+        view
+        for view in chart["views"]
+        if view["size"] in ("", chosen["size"]) and view["setting"] in ("", chosen["setting"])
+    )
+    return view

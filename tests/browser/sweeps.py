@@ -22,7 +22,7 @@ BATCHES = range(1, 51)  # 200 rows with the methods
 
 LONG = "a-name-without-an-end-" * 12
 SCRIPT = "<script>window.planted = 'script'</script>"
-IMAGE = "\"><img src=x onerror=\"window.planted = 'image'\">"
+IMAGE = '"><img src=x onerror="window.planted = \'image\'">'
 CLOSING = "</script><script>window.planted = 'closing'</script>"
 LINK = "javascript:window.planted='link'"
 TEMPLATE = "{{ 7 * 191 }}${7 * 191}"
@@ -48,10 +48,8 @@ def measure_sweep(make_spec: Callable[..., Any]) -> list[Result]:
 
 def read_h200() -> list[Result]:
     """What an H200 gave for the model of 1B parameters, each file a real result, as of one sweep."""
-    folders = ("traces", "memory/8x1024", "memory/1x16384", "flash-grid/bf16-1024")
-    paths = [
-        path for name in folders for path in sorted((H200 / f"2026-11-15-h200-{name}" / "results").glob("*.json"))
-    ]
+    folders = ("traces", "memory/8x1024", "memory/1x16384", "flash-grid/bf16-16384", "flash-grid/bf16-256")
+    paths = [path for name in folders for path in sorted((H200 / f"2026-11-15-h200-{name}" / "results").glob("*.json"))]
     assert paths, f"no results in {H200}"
     results = [parse_result(path.read_text(encoding="utf-8")) for path in paths]
     # They were taken on one day with different numbers of steps; equal ones make them rows of one table.
