@@ -60,7 +60,7 @@ def open_page(browser: Browser, complaints: list[str]) -> Iterator[Callable[...,
         context = browser.new_context(**{"offline": True, "viewport": DESKTOP, **options})
         contexts.append(context)
         page = context.new_page()
-        page.set_default_timeout(10_000)
+        page.set_default_timeout(5_000)
         page.on("console", lambda said: said.type in ("error", "warning") and complaints.append(said.text))
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("dialog", lambda dialog: (complaints.append(f"dialog: {dialog.message}"), dialog.dismiss()))
@@ -68,6 +68,7 @@ def open_page(browser: Browser, complaints: list[str]) -> Iterator[Callable[...,
         allowed = (path.as_uri(), "data:", "blob:")
         page.on("request", lambda asked: asked.url.startswith(allowed) or complaints.append(f"asked for {asked.url}"))
         page.goto(path.as_uri())
+        assert not complaints  # at once, rather than after waiting for what a broken page never shows
         return page
 
     yield open_file
