@@ -20,6 +20,7 @@ FIGURE = re.compile(r"(\d+(?:\.(\d+))?) ?(KiB|MiB|GiB|kB|MB|GB|TB|B|µs|ms|s|×|
 
 # Points inside what is painted in a drawing, the largest shapes first, in the window's coordinates.
 POINTS_JS = """drawing => {
+  const places = [[0.5, 0.5], [0.5, 0.1], [0.2, 0.5]];
   const outer = drawing.getBoundingClientRect();
   const shapes = [...drawing.querySelectorAll("svg path, svg rect, svg circle")].filter((shape) => {
     const fill = getComputedStyle(shape).fill, box = shape.getBoundingClientRect();
@@ -28,7 +29,7 @@ POINTS_JS = """drawing => {
   });
   return shapes.map((shape) => shape.getBoundingClientRect())
     .sort((a, b) => b.width * b.height - a.width * a.height)
-    .flatMap((box) => [0.5, 0.25, 0.75].map((share) => [box.x + share * box.width, box.y + box.height / 2]));
+    .flatMap(({ x, y, width, height }) => places.map(([right, down]) => [x + right * width, y + down * height]));
 }"""
 
 # ECharts's tooltip floats above everything else in the drawing, or is there unseen.
@@ -67,12 +68,13 @@ def tooltip_of(drawing: Locator) -> str:
 
 
 def hover(page: Page, drawing: Locator, tries: int = 40) -> str:
-    """The first tooltip that painted shapes of a drawing give."""
+    """The first tooltip with a figure that painted shapes of a drawing give."""
+    text = ""
     for x, y in points_in(drawing)[:tries]:
         page.mouse.move(x, y)
-        if text := tooltip_of(drawing):
-            return text
-    return ""
+        if figures_in(text := tooltip_of(drawing) or text):
+            break
+    return text
 
 
 def tooltips(page: Page, drawing: Locator, tries: int = 24) -> list[str]:
@@ -114,7 +116,7 @@ def colours_in(image: bytes) -> dict[tuple[int, ...], int]:
 
 def save(page: Page, chart: dict[str, Any], kind: str) -> tuple[str, bytes]:
     """The name and content of what a chart's button downloads."""
-    with page.expect_download() as download:
+    with page.expect_download(timeout=15_000) as download:
         page.locator(f"[id='{chart['key']}'] [data-save={kind}]").click()
     path = download.value.path()
     return download.value.suggested_filename, Path(path).read_bytes()

@@ -94,7 +94,9 @@ def test_the_timeline_can_be_zoomed(way: str, h200_page: Path, open_page: Callab
     assert box is not None
     if way == "wheel":
         page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+        page.keyboard.down("Control")  # a wheel alone scrolls the page
         page.mouse.wheel(0, -300)
+        page.keyboard.up("Control")
     elif way == "button":
         page.locator(f"[id='{chart['key']}'] [data-zoom='0.5']").click()
     else:
