@@ -115,7 +115,7 @@ def compare_results(results: Iterable[Result]) -> list[Row]:
 
 def _with_ratios(row: Row, standard: Row | None) -> Row:
     if standard is None:
-        return row
+        return replace(row, steady=_is_steady(row.spread_ms))
     return replace(
         row,
         time_ratio=_ratio(row.median_ms, standard.median_ms),

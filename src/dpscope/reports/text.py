@@ -13,6 +13,7 @@ from rich.text import Text
 
 from dpscope.reports.memory_text import memory_section, snapshot_section
 from dpscope.reports.nsys_text import nsys_section
+from dpscope.reports.story import tell
 from dpscope.reports.tables import STANDARD, STEADY, Row, compare_results, group_by_size, varying_columns
 from dpscope.reports.trace_text import trace_section
 from dpscope.reports.traffic_text import traffic_section
@@ -57,7 +58,7 @@ def _cost(rows: Sequence[Row], width: int) -> list[RenderableType]:
     parts: list[RenderableType] = [_table(rows, narrow=width < NARROW)]
     if sentences := verdict(rows):
         parts += ["", *(Text(sentence) for sentence in sentences)]
-    return [*parts, "", *(Text(note, style="dim") for note in _notes(rows))]
+    return [*parts, "", *(Text(note, style="dim") for note in notes(rows))]
 
 
 # What a summary is made of, in this order. A section without anything to say is empty.
@@ -84,7 +85,7 @@ def _headline(results: Sequence[Result]) -> list[str]:
 
 def _describe(spec: dict[str, Any]) -> str:
     workload = spec["workload"]
-    sizes = ", ".join(_sizes(workload))
+    sizes = ", ".join(workload_sizes(workload))
     return (
         f"Model {workload['name']} ({sizes}); {spec['dtype']}, {spec['optimizer']}, "
         f"noise multiplier {spec['noise_multiplier']:g}, max grad norm {spec['max_grad_norm']:g}; "
@@ -92,7 +93,7 @@ def _describe(spec: dict[str, Any]) -> str:
     )
 
 
-def _sizes(workload: dict[str, Any]) -> Iterator[str]:
+def workload_sizes(workload: dict[str, Any]) -> Iterator[str]:
     """What describes a workload, and the numbers of what is nested in it (a model's own configuration)."""
     for name, value in workload.items():
         if name == "lora":
@@ -194,6 +195,9 @@ def verdict(rows: Sequence[Row]) -> list[str]:
         where = size_in_words(group[0].result.spec).capitalize()
         if costs:
             sentences.append(f"{where}: {'; '.join(costs)}.")
+        story = tell(group)
+        if story.winner:
+            sentences.append(f"{where}: of the private methods {story.winner} {story.praise}. {story.saves}".rstrip())
         shaky = [row.method for row in group if row.method != STANDARD and not row.steady]
         if shaky:
             sentences.append(
@@ -203,7 +207,7 @@ def verdict(rows: Sequence[Row]) -> list[str]:
     return sentences
 
 
-def _notes(rows: Sequence[Row]) -> list[str]:
+def notes(rows: Sequence[Row]) -> list[str]:
     notes = ["× is the ratio to standard. Time: median over the timed steps, with 10th and 90th percentile."]
     if not all(row.steady for row in rows):
         notes.append(f"? marks a ratio of times that varied by more than {STEADY:g}× within a row: a busy machine.")

@@ -28,6 +28,7 @@ class View:
     says: str  # what is to be seen, in a sentence with numbers: also the drawing's description for a screen reader
     data: dict[str, Any]
     table: Table
+    setting: str = ""  # which of the page's settings, where there are several: filled in by `make_charts`
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,14 +6,34 @@ import base64
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import dpscope
+from dpscope.reports.page.chart import Chart
 from dpscope.reports.page.charts import make_charts
+from dpscope.reports.page.configuration import describe_configuration
+from dpscope.reports.page.headline import first_size, make_headline
+from dpscope.reports.page.missing import find_missing
+from dpscope.reports.page.settings import Size, all_sizes, group_by_setting
+from dpscope.reports.page.table import make_table
 from dpscope.reports.tables import compare_results
+from dpscope.reports.text import TITLE, notes
 from dpscope.results.schema import Result
 from dpscope.results.store import Skipped, write_atomically
 
+if TYPE_CHECKING:
+    from jinja2 import Environment
+    from markupsafe import Markup
+
 PAGE = "report.html"
 HERE = Path(__file__).parent
+SCRIPTS = ("save.js", "theme.js", "drawn.js", "rows.js", "page.js")  # after what drawings share, and the drawings
+
+# Two bars: what ordinary training takes, and what privacy adds.
+ICON = (
+    '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 16 16"><rect width="16" height="16" rx="3" fill="#0072b2"/>'
+    '<path d="M4 12V8M8 12V4M12 12V7" stroke="#fff" stroke-width="2"/></svg>'
+)
 
 
 def write_page(results: Sequence[Result], folder: Path, *, skipped: Sequence[Skipped] = ()) -> list[Path]:
@@ -22,32 +42,69 @@ def write_page(results: Sequence[Result], folder: Path, *, skipped: Sequence[Ski
     return [path]
 
 
-def render_page(results: Sequence[Result], skipped: Sequence[Skipped] = ()) -> str:
+def render_page(
+    results: Sequence[Result],
+    skipped: Sequence[Skipped] = (),
+    *,
+    title: str = TITLE,
+    before: Sequence[Markup] = (),
+    charts: Sequence[Chart] | None = None,
+) -> str:
+    """The page of some results. `before`: sections after the headline, as markup that is trusted; `charts`: instead
+    of those that the results allow."""
+    rows = compare_results(results)
+    sizes = all_sizes(rows)
+    first = first_size(sizes)
+    scripts = [_text("vendor/echarts.common.min.js"), _own_script()]
+    return (
+        _environment()
+        .get_template("page.html.jinja")
+        .render(
+            title=title,
+            version=dpscope.__version__,
+            icon=ICON,
+            style=_text("static/page.css"),
+            scripts=scripts,
+            # Nothing may be loaded, and no script may run but these two: whatever a result's text holds.
+            script_hashes=" ".join(f"'sha256-{_digest(script)}'" for script in scripts),
+            sizes=_choices(sizes),
+            first=first,
+            headlines=[make_headline(size) for size in sizes],
+            before=before,
+            configuration=describe_configuration(group_by_setting(rows), results),
+            charts=[chart.to_dict() for chart in (make_charts(rows) if charts is None else charts)],
+            table=make_table(rows),
+            notes=notes(rows),
+            missing=find_missing(rows, skipped),
+        )
+    )
+
+
+def _environment() -> Environment:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    rows = compare_results(results)
-    environment = Environment(
+    return Environment(
         loader=FileSystemLoader(HERE / "templates"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    scripts = [_text("vendor/echarts.common.min.js"), _own_script()]
-    return environment.get_template("page.html.jinja").render(
-        charts=[chart.to_dict() for chart in make_charts(rows)],
-        style=_text("static/page.css"),
-        scripts=scripts,
-        # Nothing may be loaded, and no script may run but these two: whatever a result's text holds.
-        script_hashes=" ".join(f"'sha256-{_digest(script)}'" for script in scripts),
-        skipped=skipped,
-    )
+
+
+def _choices(sizes: Sequence[Size]) -> list[dict[str, Any]]:
+    """What the reader chooses from, settings kept together."""
+    settings = list(dict.fromkeys(size.setting for size in sizes))
+    return [
+        {"index": index, "setting": size.setting, "place": settings.index(size.setting), "size": size.size}
+        for index, size in enumerate(sizes)
+    ]
 
 
 def _own_script() -> str:
     """The page's own script: what drawings share, the drawings, and at last what sets them up."""
     drawings = sorted(path.name for path in (HERE / "static/drawings").glob("*.js"))
-    names = ("shared.js", *(f"drawings/{name}" for name in drawings), "page.js")
+    names = ("shared.js", *(f"drawings/{name}" for name in drawings), *SCRIPTS)
     return '"use strict";\n' + "\n".join(_text(f"static/{name}") for name in names)
 
 

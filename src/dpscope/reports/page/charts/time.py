@@ -10,6 +10,8 @@ from dpscope.reports.tables import Row, group_by_size
 from dpscope.reports.words import size_in_words
 from dpscope.units import format_ms, format_ratio
 
+UNSTEADY = " Step times varied too much for a verdict (?)."
+
 
 def step_time(rows: Sequence[Row]) -> Chart | None:
     views = [_view(group) for group in group_by_size(rows) if any(row.median_ms is not None for row in group)]
@@ -20,8 +22,9 @@ def step_time(rows: Sequence[Row]) -> Chart | None:
         title="Time of a step",
         kind="step-time",
         how=(
-            "A bar is the median of the timed steps after warm-up, each point one step, in a process without "
-            "any profiler. It does not see data loading: every step trains on the same batch."
+            "A bar is the median of the timed steps after warm-up, the line its 10th to 90th percentile, each point "
+            "one step, in a process without any profiler. It does not see data loading: every step trains on the "
+            "same batch."
         ),
         views=views,
     )
@@ -36,20 +39,22 @@ def _view(rows: Sequence[Row]) -> View:
             "median_ms": row.median_ms,
             "spread_ms": row.spread_ms,
             "ratio": row.time_ratio,
+            "steady": row.steady,
             "steps_ms": row.timing.get("step_ms") or [],
         }
         for row in timed
     ]
-    costs = [
-        f"{row.method} {format_ms(row.median_ms)}" + (f" ({format_ratio(row.time_ratio)})" if row.time_ratio else "")
-        for row in timed
-    ]
+    costs = [f"{row.method} {format_ms(row.median_ms)}{_ratio(row)}" for row in timed]
     return View(
         size=size_in_words(rows[0].first.spec),
-        says=f"A step takes {', '.join(costs)}.",
+        says=f"A step takes {', '.join(costs)}." + ("" if all(row.steady for row in timed) else UNSTEADY),
         data={"bars": bars},
         table=Table(
             columns=("method", "median_ms", "p10_ms", "p90_ms", "ratio_to_standard"),
             rows=[(row.method, row.median_ms, *(row.spread_ms or (None, None)), row.time_ratio) for row in timed],
         ),
     )
+
+
+def _ratio(row: Row) -> str:
+    return "" if row.time_ratio is None else f" ({format_ratio(row.time_ratio)}{'' if row.steady else '?'})"

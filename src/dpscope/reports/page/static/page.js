@@ -1,31 +1,69 @@
-// Sets the page up: draws every chart, and gives it its buttons.
+// Sets the page up: the chosen size, the theme, charts that are drawn when they come near, and paper.
 
 const page = JSON.parse(document.getElementById("data").textContent);
 
-function currentTheme() {
-  const style = getComputedStyle(document.documentElement);
-  const colour = (name) => style.getPropertyValue(`--${name}`).trim();
-  return { ink: colour("ink"), faint: colour("faint"), rule: colour("rule"), panel: colour("panel"), accent: colour("accent") };
-}
-
-class Drawn {
-  constructor(chart) {
-    this.chart = chart;
-    this.figure = document.getElementById(chart.key);
-    this.view = chart.views[0];
-    this.instance = echarts.init(this.figure.querySelector(".drawing"), null, { renderer: "svg" });
-    for (const button of this.figure.querySelectorAll("[data-save]"))
-      button.addEventListener("click", () => this.save(button.dataset.save));
-    this.draw();
-  }
-
-  draw() {
-    const theme = currentTheme();
-    const text = { color: theme.ink, fontFamily: "system-ui, sans-serif" };
-    const option = drawings[this.chart.kind](this.view.data, theme);
-    this.instance.setOption({ animation: false, textStyle: text, aria: { enabled: true, label: { description: this.view.says } }, ...option }, true);
-  }
+// What a screen reader is told when nothing else on the page changes its text.
+function announce(text) {
+  document.getElementById("live").textContent = text;
 }
 
 const drawn = page.charts.map((chart) => new Drawn(chart));
-addEventListener("resize", () => drawn.forEach((each) => each.instance.resize()));
+const chooser = document.getElementById("size");
+let choice = page.sizes[chooser ? Number(chooser.value) : 0] ?? { setting: "", size: "" };
+
+function choose(index) {
+  choice = page.sizes[index] ?? choice;
+  for (const story of document.querySelectorAll(".story")) story.hidden = story.dataset.size !== String(index);
+  for (const each of drawn) each.show(choice);
+  later(drawRest);
+}
+
+function redrawAll() {
+  for (const each of drawn) each.redraw();
+  later(drawRest);
+}
+
+// What is far from the window is drawn when there is nothing else to do, one chart at a time.
+const later = window.requestIdleCallback ?? ((work) => setTimeout(work, 50));
+function drawRest() {
+  const next = drawn.find((each) => each.stale && each.view);
+  if (!next) return;
+  next.draw();
+  later(drawRest);
+}
+
+setUpTheme(redrawAll);
+
+const nearness = new IntersectionObserver((entries) => {
+  for (const { target, isIntersecting } of entries) {
+    const each = drawn.find((candidate) => candidate.figure === target);
+    each.near = isIntersecting;
+    if (isIntersecting) each.draw();
+  }
+}, { rootMargin: "600px" });
+for (const each of drawn) {
+  each.show(choice);
+  nearness.observe(each.figure);
+}
+chooser?.addEventListener("change", () => choose(Number(chooser.value)));
+
+let waiting;
+addEventListener("resize", () => {
+  clearTimeout(waiting);
+  waiting = setTimeout(() => drawn.forEach((each) => each.resize()), 100);
+});
+
+// Paper: everything drawn, in light colours, as wide as a sheet.
+function drawForPaper(printing) {
+  root.classList.toggle("printing", printing);
+  for (const each of drawn) {
+    each.stale = true;
+    if (printing || each.near) each.draw();
+  }
+}
+addEventListener("beforeprint", () => drawForPaper(true));
+addEventListener("afterprint", () => drawForPaper(false));
+paper.addEventListener("change", ({ matches }) => drawForPaper(matches));
+
+setUpRows();
+later(drawRest);

@@ -1,0 +1,124 @@
+"""What was trained, and on what: the settings of the rows, and the machines they were measured on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dpscope.reports.page.settings import Setting
+from dpscope.reports.text import workload_sizes
+from dpscope.results.schema import Result
+from dpscope.units import GIB
+
+# What is shown of an environment, and what two of them can differ in.
+SHOWN = {
+    "gpu": "GPU",
+    "cpu": "CPU",
+    "threads": "CPU threads",
+    "cuda": "CUDA",
+    "driver": "driver",
+    "torch": "torch",
+    "opacus": "Opacus",
+    "triton": "Triton",
+    "transformers": "transformers",
+    "peft": "PEFT",
+    "python": "Python",
+    "dpscope": "dpscope",
+    "git_commit": "its commit",
+}
+COMPARED = [name for key, name in SHOWN.items() if key not in ("python", "git_commit")]
+VERSIONS = ("torch", "Opacus", "dpscope")
+Facts = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Configuration:
+    settings: list[tuple[str, Facts]]
+    environments: list[Facts]
+    differing: str  # a warning, where results come from unlike environments
+    summary: str  # model, machine and versions in a line
+
+
+def describe_configuration(settings: Sequence[Setting], results: Sequence[Result]) -> Configuration:
+    shown = _merged([_environment(result.environment) for result in results if result.environment])
+    if measured := _dates(results):
+        shown = [{**facts, "measured on": f"{measured} (UTC)"} for facts in shown] or [{"measured on": measured}]
+    return Configuration(
+        settings=[(setting.label, _setting(setting)) for setting in settings],
+        environments=shown,
+        differing=_warning(shown),
+        summary=_in_a_line(settings, shown),
+    )
+
+
+def _in_a_line(settings: Sequence[Setting], environments: Sequence[Facts]) -> str:
+    """`1b in bf16 on NVIDIA H200 (140 GiB); torch 2.11.0, Opacus 1.6.0, dpscope 0.1.0`."""
+    specs = [setting.rows[0].first.spec for setting in settings]
+    models = dict.fromkeys(f"{spec['workload']['name']} in {spec['dtype']}" for spec in specs)
+    machines = dict.fromkeys(facts.get("GPU") or facts.get("CPU") or "an unknown machine" for facts in environments)
+    versions = dict.fromkeys(f"{name} {facts[name]}" for name in VERSIONS for facts in environments if name in facts)
+    where = [f"on {' and '.join(machines)}"] if machines else []
+    return "; ".join(filter(None, (" ".join([", ".join(models), *where]), ", ".join(versions))))
+
+
+def _setting(setting: Setting) -> Facts:
+    spec = setting.rows[0].first.spec
+    batches = dict.fromkeys(row.first.spec["batch_size"] for row in setting.rows)
+    lengths = dict.fromkeys(row.first.spec.get("seq_len") for row in setting.rows)
+    rate = f", learning rate {spec['learning_rate']:g}" if "learning_rate" in spec else ""
+    facts = {
+        "Model": str(spec["workload"]["name"]),
+        "Its size": ", ".join(workload_sizes(spec["workload"])),
+        "Batch sizes": ", ".join(map(str, batches)),
+        "Sequence lengths": ", ".join(str(length) for length in lengths if length),
+        "Number format": str(spec["dtype"]),
+        "Optimizer": f"{spec['optimizer']}{rate}",
+        "Noise multiplier": f"{spec['noise_multiplier']:g}",
+        "Clipping norm": f"{spec['max_grad_norm']:g}",
+        "Steps": f"{spec['steps']} timed after {spec['warmup']} of warm-up",
+    }
+    return {name: text for name, text in facts.items() if text}
+
+
+def _environment(environment: dict[str, Any]) -> Facts:
+    facts = {name: str(environment[key]) for key, name in SHOWN.items() if environment.get(key) is not None}
+    if memory := environment.get("gpu_memory_bytes"):
+        facts["GPU"] = f"{facts.get('GPU', '')} ({memory / GIB:.0f} GiB)".strip()
+    return facts
+
+
+def _merged(environments: Sequence[Facts]) -> list[Facts]:
+    """One where they agree: a name that only one of them knows is no difference."""
+    merged: list[Facts] = []
+    for facts in environments:
+        alike = next((other for other in merged if not _differ([facts, other])), None)
+        if alike is None:
+            merged.append(dict(facts))
+        else:
+            alike |= {name: text for name, text in facts.items() if name not in alike}
+    return merged
+
+
+def _differ(environments: Sequence[Facts]) -> dict[str, list[str]]:
+    """What they disagree on, with each value."""
+    values = {name: list(dict.fromkeys(f[name] for f in environments if name in f)) for name in COMPARED}
+    return {name: found for name, found in values.items() if len(found) > 1}
+
+
+def _warning(environments: Sequence[Facts]) -> str:
+    differing = [f"{name} ({' / '.join(found)})" for name, found in _differ(environments).items()]
+    if not differing:
+        return ""
+    return (
+        f"These results come from {len(environments)} environments, which differ in {', '.join(differing)}: a ratio "
+        "between rows of different environments is not the cost of privacy alone."
+    )
+
+
+def _dates(results: Sequence[Result]) -> str:
+    """The day or days, in UTC, as far as memory snapshots know the time."""
+    stamps = [snapshot.get("timestamp") for result in results for snapshot in result.snapshots[:1]]
+    days = sorted({time.strftime("%Y-%m-%d", time.gmtime(stamp)) for stamp in stamps if isinstance(stamp, int | float)})
+    return " to ".join(dict.fromkeys((days[0], days[-1]))) if days else ""

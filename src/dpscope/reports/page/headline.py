@@ -1,0 +1,82 @@
+"""The ten-second answer at each size: sentences, and a card for each method."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from dpscope.reports.page.settings import Size
+from dpscope.reports.palette import method_colour
+from dpscope.reports.story import OUTCOMES, estimated, tell
+from dpscope.reports.tables import Row
+from dpscope.reports.traffic import Traffic, compare_traffic
+from dpscope.units import MISSING, format_bytes, format_ms, format_ratio, format_traffic
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A ratio to ordinary training with the absolute figure below it."""
+
+    name: str
+    ratio: str
+    absolute: str
+    steady: bool = True
+
+
+@dataclass(frozen=True)
+class Card:
+    method: str
+    colour: str
+    badge: str  # of the winner
+    outcome: str  # of a method that has no figures: what became of it
+    reason: str
+    figures: list[Figure] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Headline:
+    setting: str
+    size: str
+    sentences: list[str]
+    cards: list[Card]
+
+
+def make_headline(size: Size) -> Headline:
+    story = tell(size.rows)
+    traffics = {id(traffic.row): traffic for traffic in compare_traffic(size.rows)}
+    badges = {story.winner: story.badge}
+    cards = [_card(row, traffics.get(id(row)), bool(traffics), badges.get(row.method, "")) for row in size.rows]
+    return Headline(size.setting, size.size, story.sentences, cards)
+
+
+def first_size(sizes: Sequence[Size]) -> int:
+    """Where the reader begins: the size most is known of, and of those the largest."""
+    if not sizes:
+        return 0
+    return max(range(len(sizes)), key=lambda place: (*_known(sizes[place].rows), -place))
+
+
+def _known(rows: Sequence[Row]) -> tuple[int, int, int]:
+    spec = rows[0].first.spec
+    instruments = {name for row in rows for name, result in row.measured.items() if result.ok}
+    figures = sum((row.median_ms is not None) + (row.peak_bytes is not None) for row in rows)
+    return (len(instruments), figures, spec["batch_size"] * (spec.get("seq_len") or 1))
+
+
+def _card(row: Row, traffic: Traffic | None, moves: bool, badge: str) -> Card:
+    outcome = "" if row.result.ok else OUTCOMES[row.result.status]
+    figures = [
+        Figure("time", format_ratio(row.time_ratio), format_ms(row.median_ms), row.steady),
+        Figure("memory", format_ratio(row.memory_ratio), format_bytes(row.peak_bytes)),
+    ]
+    if moves:
+        figures.append(_bytes_moved(traffic))
+    shown = [figure for figure in figures if figure.absolute != MISSING]
+    return Card(row.method, method_colour(row.method), badge, outcome, row.result.reason or "", shown)
+
+
+def _bytes_moved(traffic: Traffic | None) -> Figure:
+    if traffic is None or traffic.dram_bytes is None:
+        return Figure("DRAM bytes", MISSING, MISSING)
+    ratio = MISSING if traffic.ratio is None else estimated(traffic, format_ratio(traffic.ratio))
+    return Figure("DRAM bytes", ratio, estimated(traffic, format_traffic(traffic.dram_bytes)))

@@ -1,0 +1,146 @@
+"""The table of all rows: what a reader sees of each, what a column sorts by, and the same unrounded for CSV."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dpscope.reports.export import to_records
+from dpscope.reports.page.settings import SPEAK_FOR_THEMSELVES, all_sizes
+from dpscope.reports.palette import method_colour
+from dpscope.reports.story import estimated
+from dpscope.reports.tables import Row, varying_columns
+from dpscope.reports.traffic import Traffic, compare_traffic
+from dpscope.reports.words import size_in_words
+from dpscope.units import MISSING, format_bytes, format_ms, format_ratio, format_traffic
+
+NO_STANDARD = "standard has no such figure at this size"
+
+
+@dataclass(frozen=True)
+class TableCell:
+    text: str
+    value: str | float  # what its column sorts by; "" where there is nothing
+    why: str = ""  # why it is missing
+    share: float | None = None  # of the column's largest ratio: the length of its bar
+    number: bool = True
+
+
+@dataclass(frozen=True)
+class TableRow:
+    method: str
+    status: str
+    size: str
+    colour: str
+    reason: str
+    cells: list[TableCell]
+
+
+@dataclass(frozen=True)
+class RowsTable:
+    columns: list[tuple[str, bool]]  # heading, and whether it holds numbers
+    rows: list[TableRow]
+    csv: dict[str, Any] = field(default_factory=dict)
+
+    def choices(self, name: str) -> list[str]:
+        return list(dict.fromkeys(getattr(row, name) for row in self.rows))
+
+
+def make_table(rows: Sequence[Row]) -> RowsTable:
+    ordered = [row for size in all_sizes(rows) for row in size.rows]
+    traffics = {id(traffic.row): traffic for traffic in compare_traffic(ordered)}
+    settings = varying_columns(ordered, ("dtype", "optimizer", "warmup", "steps", "noise_multiplier", "max_grad_norm"))
+    models = len({row.first.spec["workload"]["name"] for row in ordered}) > 1
+    sequences = any(row.first.spec.get("seq_len") for row in ordered)
+    made = [
+        {
+            **({"model": _text(row.first.spec["workload"]["name"])} if models else {}),
+            "method": _text(row.method),
+            "batch": _count(row.first.spec["batch_size"]),
+            **({"sequence": _count(row.first.spec.get("seq_len"))} if sequences else {}),
+            **{name.replace("_", " "): _setting(name, row.first.spec.get(name)) for name in settings},
+            **_cost(row),
+            **(_moved(traffics.get(id(row)), row) if traffics else {}),
+            "status": TableCell(row.result.status, row.result.status, number=False),
+        }
+        for row in ordered
+    ]
+    _add_bars(made)
+    columns = [(name, cell.number) for name, cell in made[0].items()] if made else []
+    lines = [
+        TableRow(
+            row.method,
+            row.result.status,
+            size_in_words(row.first.spec),
+            method_colour(row.method),
+            row.result.reason or "",
+            list(cells.values()),
+        )
+        for row, cells in zip(ordered, made, strict=True)
+    ]
+    return RowsTable(columns, lines, _csv(ordered, traffics))
+
+
+def _text(value: object) -> TableCell:
+    return TableCell(str(value), str(value), number=False)
+
+
+def _count(value: int | None) -> TableCell:
+    return TableCell(MISSING, "") if value is None else TableCell(str(value), value)
+
+
+def _setting(name: str, value: Any) -> TableCell:
+    return _text(value) if name in SPEAK_FOR_THEMSELVES else TableCell(f"{value:g}", value)
+
+
+def _cost(row: Row) -> dict[str, TableCell]:
+    ms, peak = row.median_ms, row.peak_bytes
+    failed = f"{row.result.status}: {row.result.reason}" if not row.result.ok else ""
+    spread = "" if row.spread_ms is None else f"{row.spread_ms[0]:.1f}–{row.spread_ms[1]:.1f}"
+    return {
+        "time a step": _figure(ms, format_ms(ms), failed or "not timed"),
+        "p10–p90, ms": _figure(row.spread_ms and row.spread_ms[0], spread, failed or "not timed"),
+        "time ×": _figure(
+            row.time_ratio, format_ratio(row.time_ratio) + ("" if row.steady else "?"), failed or NO_STANDARD
+        ),
+        "peak memory": _figure(peak, format_bytes(peak), failed or "not measured"),
+        "memory ×": _figure(row.memory_ratio, format_ratio(row.memory_ratio), failed or NO_STANDARD),
+    }
+
+
+def _moved(traffic: Traffic | None, row: Row) -> dict[str, TableCell]:
+    count, ratio = (traffic.dram_bytes, traffic.ratio) if traffic else (None, None)
+    failed = f"{row.result.status}: {row.result.reason}" if not row.result.ok else ""
+    show = (lambda text: estimated(traffic, text)) if traffic else str
+    return {
+        "DRAM bytes": _figure(count, show(format_traffic(count)), failed or "not counted: dpscope ncu"),
+        "bytes ×": _figure(ratio, show(format_ratio(ratio)), failed or NO_STANDARD),
+    }
+
+
+def _figure(value: float | None, text: str, why: str) -> TableCell:
+    return TableCell(MISSING, "", why) if value is None else TableCell(text, value)
+
+
+def _add_bars(made: Sequence[dict[str, TableCell]]) -> None:
+    """A bar beside each ratio, as long as it is of its column's largest."""
+    for name in ("time ×", "memory ×", "bytes ×"):
+        known = [cells[name] for cells in made if name in cells and isinstance(cells[name].value, float)]
+        largest = max((float(cell.value) for cell in known), default=0.0)
+        for cells in made:
+            cell = cells.get(name)
+            if cell and isinstance(cell.value, float) and largest:
+                cells[name] = TableCell(cell.text, cell.value, share=cell.value / largest)
+
+
+def _csv(rows: Sequence[Row], traffics: dict[int, Traffic]) -> dict[str, Any]:
+    records = to_records(rows)
+    for row, record in zip(rows, records, strict=True):
+        traffic = traffics.get(id(row))
+        if traffics:
+            record["dram_bytes"] = traffic.dram_bytes if traffic else None
+            record["dram_bytes_ratio"] = traffic.ratio if traffic else None
+            record["dram_bytes_source"] = traffic.source if traffic else None
+    columns = list(records[0]) if records else []
+    return {"columns": columns, "rows": [[record[name] for name in columns] for record in records]}

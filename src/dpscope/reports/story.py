@@ -1,0 +1,220 @@
+"""What a comparison comes to, in sentences: which private method to take at a size, what it costs and what it saves.
+
+Nothing is called better on a difference that the measurement does not carry: times whose 10th to 90th percentiles
+overlap are equal, and so are peaks within `SAME_MEMORY` of each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from dpscope.reports.tables import STANDARD, Row
+from dpscope.reports.traffic import APPROXIMATELY, Traffic, compare_traffic
+from dpscope.results.schema import FAILED, OOM, SKIPPED, TIMEOUT
+from dpscope.units import format_bytes, format_ms, format_ratio
+
+SAME_MEMORY = 0.01
+FEWEST_STEPS = 3  # with fewer there is no spread to speak of
+USUAL = "flat"  # what people have who do not choose: savings are told against it
+
+OUTCOMES = {
+    OOM: "ran out of memory",
+    FAILED: "failed",
+    TIMEOUT: "did not finish in time",
+    SKIPPED: "was not run",
+}
+
+
+@dataclass(frozen=True)
+class Story:
+    """Rows of one size: who wins among the private methods, and the sentences that say so."""
+
+    winner: str | None
+    praise: str  # what the winner is best at, and in fewer words
+    badge: str
+    saves: str  # what it saves, as a sentence
+    sentences: list[str] = field(default_factory=list)
+
+
+def tell(rows: Sequence[Row]) -> Story:
+    """The story of rows that are compared with each other."""
+    private = [row for row in rows if row.method != STANDARD]
+    leaders = _leaders(private)
+    winner = leaders.winner
+    if winner:
+        praise, badge = leaders.praise
+        saves = _of_savings(winner, [row for row in private if row is not winner])
+    else:
+        praise = badge = saves = ""
+    sentences = [
+        *([f"Of the private methods {winner.method} {praise}: {cost_in_words(winner, rows)}."] if winner else []),
+        *([saves] if saves else []),
+        *(_of_all(private, rows) if winner is None else []),
+        *(leaders.undecided() if winner is None else []),
+        *_of_unsteady(rows),
+        *_of_failed(rows, private),
+        *_of_no_standard(rows),
+    ]
+    return Story(winner.method if winner else None, praise, badge, saves, sentences)
+
+
+@dataclass(frozen=True)
+class Leaders:
+    """The private rows that no other beats: in time, in memory. Empty where there is nothing to compare."""
+
+    time: list[Row]
+    memory: list[Row]
+
+    @property
+    def praise(self) -> tuple[str, str]:
+        """What being the winner means here, for a sentence and for a label."""
+        if self.time and self.memory:
+            return "costs least", "costs least"
+        return ("is the fastest", "fastest") if self.time else ("needs the least memory", "least memory")
+
+    @property
+    def winner(self) -> Row | None:
+        """Beaten by none in whatever was compared, and the only one."""
+        lists = [rows for rows in (self.time, self.memory) if rows]
+        unbeaten = [row for row in (lists[0] if lists else []) if all(any(row is r for r in rows) for rows in lists)]
+        return unbeaten[0] if len(unbeaten) == 1 else None
+
+    def undecided(self) -> list[str]:
+        """Why nobody wins, where there was a race."""
+        if not self.time and not self.memory:
+            return []
+        if self.time and self.memory and not any(a is b for a in self.time for b in self.memory):
+            fast, lean = self.time[0], self.memory[0]
+            return [
+                f"No method is best at both: {_names(self.time)} {_verb(self.time, 'is', 'are')} the fastest "
+                f"({format_ms(fast.median_ms)}), {_names(self.memory)} {_verb(self.memory, 'needs', 'need')} the least "
+                f"memory ({format_bytes(lean.peak_bytes)})."
+            ]
+        equal = [row for row in (self.time or self.memory) if not self.memory or any(row is r for r in self.memory)]
+        return [f"Between {_names(equal)} the measurement sees no difference beyond its spread."]
+
+
+def _leaders(private: Sequence[Row]) -> Leaders:
+    timed = [row for row in private if row.median_ms is not None]
+    sized = [row for row in private if row.peak_bytes is not None]
+    comparable = len(timed) > 1 and all(row.steady and knows_spread(row) for row in timed)
+    fastest = min(timed, key=lambda row: row.median_ms or 0.0, default=None)
+    leanest = min(sized, key=lambda row: row.peak_bytes or 0.0, default=None)
+    time = [row for row in timed if fastest and (row is fastest or not beyond_spread(row, fastest))]
+    memory = [row for row in sized if leanest and _same_memory(row, leanest)]
+    return Leaders(time if comparable else [], memory if len(sized) > 1 else [])
+
+
+def knows_spread(row: Row) -> bool:
+    steps = row.timing.get("step_ms")
+    return row.spread_ms is not None and (not isinstance(steps, list) or len(steps) >= FEWEST_STEPS)
+
+
+def beyond_spread(row: Row, other: Row) -> bool:
+    """Do the times of the two lie apart, 10th to 90th percentile? No where either's spread is not known."""
+    if not (knows_spread(row) and knows_spread(other)) or row.spread_ms is None or other.spread_ms is None:
+        return False
+    return row.spread_ms[0] > other.spread_ms[1] or row.spread_ms[1] < other.spread_ms[0]
+
+
+def _same_memory(row: Row, other: Row) -> bool:
+    one, two = row.peak_bytes or 0.0, other.peak_bytes or 0.0
+    return abs(one - two) <= SAME_MEMORY * max(one, two)
+
+
+def _of_savings(winner: Row, others: Sequence[Row]) -> str:
+    usual = next((row for row in others if row.method == USUAL), None) or min(others, key=_expense, default=None)
+    saved = _savings(winner, usual) if usual else []
+    return f"Against {usual.method} it saves {' and '.join(saved)} a step." if usual and saved else ""
+
+
+def _expense(row: Row) -> tuple[bool, float, float]:
+    """Order of cost, time first: the next best is what a reader would have taken."""
+    return (row.median_ms is None, row.median_ms or 0.0, row.peak_bytes or 0.0)
+
+
+def _savings(winner: Row, other: Row) -> list[str]:
+    """What is surely saved: time beyond the spread, memory beyond rounding."""
+    saved = []
+    mine, theirs = winner.median_ms, other.median_ms
+    steady = winner.steady and other.steady and beyond_spread(other, winner)
+    if mine is not None and theirs is not None and steady and mine < theirs:
+        saved.append(f"{format_ms(theirs - mine)} ({1 - mine / theirs:.0%} of the time)")
+    small, large = winner.peak_bytes, other.peak_bytes
+    if small is not None and large is not None and small < large and not _same_memory(winner, other):
+        saved.append(f"{format_bytes(large - small)} ({1 - small / large:.0%} of the memory)")
+    return saved
+
+
+def cost_in_words(row: Row, rows: Sequence[Row]) -> str:
+    """`1.09× the time and 0.96× the memory of ordinary training`; absolute where there is no standard."""
+    moved = next((each for each in compare_traffic(rows) if each.row is row), None)
+    parts = [
+        f"{format_ratio(ratio)} the {what}"
+        for ratio, what in ((row.time_ratio if row.steady else None, "time"), (row.memory_ratio, "memory"))
+        if ratio is not None
+    ]
+    if moved and moved.ratio is not None:
+        parts.append(f"{estimated(moved, format_ratio(moved.ratio))} the DRAM bytes")
+    if parts:
+        return f"{_and(parts)} of ordinary training"
+    figures: tuple[tuple[float | None, Callable[[float | None], str]], ...] = (
+        (row.median_ms, format_ms),
+        (row.peak_bytes, format_bytes),
+    )
+    return _and([show(value) for value, show in figures if value is not None]) + " a step"
+
+
+def estimated(traffic: Traffic, text: str) -> str:
+    return f"{APPROXIMATELY}{text}" if traffic.estimated else text
+
+
+def _of_all(private: Sequence[Row], rows: Sequence[Row]) -> list[str]:
+    """Without a winner each method is told for itself."""
+    known = [row for row in private if row.peak_bytes is not None or (row.median_ms is not None and row.steady)]
+    return [f"{row.method} trains at {cost_in_words(row, rows)}." for row in known]
+
+
+def _of_unsteady(rows: Sequence[Row]) -> list[str]:
+    timed = [row for row in rows if row.median_ms is not None and row.method != STANDARD]
+    if shaky := [row for row in timed if not row.steady]:
+        return [
+            f"No verdict on the time of {_names(shaky)}: step times varied too much. Close other programs, or raise "
+            "--steps."
+        ]
+    if len(timed) > 1 and not all(map(knows_spread, timed)):
+        return [f"Which is fastest is not said on fewer than {FEWEST_STEPS} timed steps: raise --steps."]
+    return []
+
+
+def _of_failed(rows: Sequence[Row], private: Sequence[Row]) -> list[str]:
+    sentences = []
+    for status, outcome in OUTCOMES.items():
+        if failed := [row for row in rows if row.result.status == status]:
+            words = outcome.replace("was", "were") if len(failed) > 1 else outcome
+            sentences.append(f"{_names(failed)} {words} here.")
+    fits = [row for row in private if row.result.ok]
+    if len(fits) == 1 and len(private) > 1 and all(row.result.status == OOM for row in private if row is not fits[0]):
+        sentences.append(f"{fits[0].method} is the only private method that fits.")
+    return sentences
+
+
+def _of_no_standard(rows: Sequence[Row]) -> list[str]:
+    standard = next((row for row in rows if row.method == STANDARD), None)
+    if standard is not None and (standard.median_ms is not None or standard.peak_bytes is not None):
+        return []
+    what = "was not measured" if standard is None else "has no figures"
+    return [f"There are no ratios: ordinary training (standard) {what} at this size."]
+
+
+def _names(rows: Sequence[Row]) -> str:
+    return _and([row.method for row in rows])
+
+
+def _and(words: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(words[:-1]), words[-1]))) if words else ""
+
+
+def _verb(rows: Sequence[Row], one: str, several: str) -> str:
+    return one if len(rows) == 1 else several
