@@ -14,7 +14,7 @@ from .reading import data_of, drawings_of, figures_in, tooltip_of, view_of
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
-CONTROLS = "button, input, select, summary, a[href], .drawing[tabindex='0']"
+CONTROLS = "button, input, select, summary, a[href], [tabindex='0']"
 
 # What has the focus: which control of the page it is, where, and whether one can see it.
 FOCUS_JS = """controls => {
@@ -27,7 +27,8 @@ FOCUS_JS = """controls => {
   };
 }"""
 
-# Text whose contrast with what is behind it is below what WCAG asks for (AA: 4.5, large text 3).
+# Text whose contrast with what is behind it is below what WCAG asks for (AA: 4.5, large text 3). Drawings write in
+# the same inks; what they write on a bar has the bar behind it, which no style tells.
 FAINT_JS = """() => {
   const parse = (colour) => (colour.match(/[\\d.]+/g) ?? []).map(Number);
   const light = (c) => [0.2126, 0.7152, 0.0722].reduce((sum, weight, i) => {
@@ -43,9 +44,8 @@ FAINT_JS = """() => {
   };
   const ownText = (element) => [...element.childNodes].some((node) => node.nodeType === 3 && node.data.trim());
   return [...document.querySelectorAll("body *:not(script):not(style)")].flatMap((element) => {
-    if (!ownText(element) || !element.getClientRects().length || element.closest("defs")) return [];
-    const style = getComputedStyle(element), drawn = element instanceof SVGElement;
-    const [a, b] = [light(parse(drawn ? style.fill : style.color)), light(behind(element))];
+    if (!ownText(element) || !element.getClientRects().length || element.closest(".drawing")) return [];
+    const style = getComputedStyle(element), [a, b] = [light(parse(style.color)), light(behind(element))];
     const contrast = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
     const size = parseFloat(style.fontSize), large = size >= 24 || (size >= 18.66 && style.fontWeight >= 700);
     return contrast < (large ? 3 : 4.5) ? [`${contrast.toFixed(2)} ${element.textContent.slice(0, 50)}`] : [];
