@@ -70,12 +70,13 @@ def test_arrow_keys_read_a_drawing_out(h200_page: Path, open_page: Callable[...,
     page = open_page(h200_page)
     for chart, drawing in drawings_of(page):
         drawing.focus()
-        tooltips = []
-        for _ in range(2):
-            page.keyboard.press("ArrowRight")
-            tooltips.append(tooltip_of(drawing))
-        assert all(figures_in(text) for text in tooltips), f"{chart['key']}: {tooltips}"
-        assert len(set(tooltips)) == 2, f"{chart['key']}: the second key shows what the first did: {tooltips[0]}"
+        told = []
+        for key in ("ArrowRight", "ArrowRight", "ArrowDown", "ArrowRight", "ArrowDown"):
+            page.keyboard.press(key)
+            told.append(tooltip_of(drawing))
+        assert all(told), f"{chart['key']}: a key that shows nothing: {told}"
+        assert any(figures_in(text) for text in told), f"{chart['key']}: no figures in {told}"
+        assert len(set(told)) > 1, f"{chart['key']}: every key shows {told[0]}"
         page.keyboard.press("Escape")
 
 
@@ -106,7 +107,9 @@ def test_every_control_has_a_name(cpu_page: Path, open_page: Callable[..., Page]
         names = [
             each.get_attribute("aria-label") or each.inner_text() for each in page.locator(f"[data-save={kind}]").all()
         ]
-        assert len(set(names)) == len(data_of(page)["charts"]), f"a screen reader hears the same name twice: {names}"
+        assert len(set(names)) == len(names) >= len(data_of(page)["charts"]), (
+            f"a screen reader hears the same name twice: {names}"
+        )
 
 
 @pytest.mark.parametrize("made_of", ["cpu_page", "broken_page"])

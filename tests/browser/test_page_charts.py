@@ -93,7 +93,7 @@ def test_the_timeline_can_be_zoomed(way: str, h200_page: Path, open_page: Callab
     box = drawing.bounding_box()
     assert box is not None
     if way == "wheel":
-        page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+        page.mouse.move(box["x"] + box["width"] / 4, box["y"] + box["height"] / 3)
         page.keyboard.down("Control")  # a wheel alone scrolls the page
         page.mouse.wheel(0, -300)
         page.keyboard.up("Control")
