@@ -40,6 +40,10 @@ TOOLTIP_JS = """drawing => {
 }"""
 
 
+ALL_DRAWN_JS = """() =>
+  [...document.querySelectorAll(".drawing:not([hidden])")].every((drawing) => drawing.querySelector("svg"))"""
+
+
 def data_of(page: Page) -> dict[str, Any]:
     """What the page draws from."""
     data: dict[str, Any] = page.evaluate("JSON.parse(document.getElementById('data').textContent)")
@@ -50,6 +54,7 @@ def drawings_of(page: Page, key: str | None = None) -> Iterator[tuple[dict[str, 
     """The data and the drawing of every chart (or of one), scrolled to the middle of the window and drawn."""
     charts = [chart for chart in data_of(page)["charts"] if key in (None, chart["key"])]
     assert charts
+    page.wait_for_function(ALL_DRAWN_JS)  # a drawing takes its height when it is drawn, and moves what is below it
     for chart in charts:
         drawing = page.locator(f"[id='{chart['key']}'] .drawing")
         drawing.evaluate("drawing => drawing.scrollIntoView({ block: 'center', behavior: 'instant' })")
