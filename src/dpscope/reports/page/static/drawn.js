@@ -108,7 +108,8 @@ class Drawn {
   next(seriesStep, pointStep) {
     const lengths = this.instance.getOption().series.map((series, index) => this.instance.getModel().getSeriesByIndex(index)?.getData().count() ?? 0);
     const silent = this.instance.getOption().series.map((series) => series.silent);
-    const filled = lengths.flatMap((length, index) => length && !silent[index] ? [index] : []);
+    const speaking = silent.every(Boolean) ? () => true : (index) => !silent[index]; // tooltips may be the axis's alone
+    const filled = lengths.flatMap((length, index) => length && speaking(index) ? [index] : []);
     if (!filled.length) return null;
     if (!this.place) return { seriesIndex: filled[0], dataIndex: 0 };
     const clamp = (value, last) => Math.min(Math.max(value, 0), last);

@@ -1,9 +1,9 @@
 // Light, dark, or as the reader's system has it. On paper always light.
 
-const THEMES = ["auto", "light", "dark"];
 const THEME_KEY = "dpscope-theme";
 const root = document.documentElement;
 const paper = matchMedia("print"), darkSystem = matchMedia("(prefers-color-scheme: dark)");
+const THEMES = darkSystem.matches ? ["auto", "light", "dark"] : ["auto", "dark", "light"]; // the first press is seen
 
 // A page opened from a file may be refused storage: then the choice lasts as long as the page.
 function remember(value) {

@@ -1,0 +1,145 @@
+"""What a test reads off an open page: its data, its drawings, their tooltips, and what buttons download."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Locator, Page
+
+# Unit -> how many of the data's own unit (bytes, ms, or a bare number) one of it is.
+UNITS = {
+    **{"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12},
+    **{"µs": 1e-3, "ms": 1, "s": 1e3, "×": 1, "": 1},
+}
+FIGURE = re.compile(r"(\d+(?:\.(\d+))?) ?(KiB|MiB|GiB|kB|MB|GB|TB|B|µs|ms|s|×|)(?![\w/])")
+
+# Points inside what is painted in a drawing, the largest shapes first, in the window's coordinates.
+POINTS_JS = """drawing => {
+  const places = [[0.5, 0.5], [0.5, 0.1], [0.2, 0.5]];
+  const outer = drawing.getBoundingClientRect();
+  const shapes = [...drawing.querySelectorAll("svg path, svg rect, svg circle")].filter((shape) => {
+    const fill = getComputedStyle(shape).fill, box = shape.getBoundingClientRect();
+    const whole = box.width > 0.95 * outer.width && box.height > 0.95 * outer.height;
+    return fill !== "none" && fill !== "transparent" && !whole && box.width > 1 && box.height > 1;
+  });
+  return shapes.map((shape) => shape.getBoundingClientRect())
+    .sort((a, b) => b.width * b.height - a.width * a.height)
+    .flatMap(({ x, y, width, height }) => places.map(([right, down]) => [x + right * width, y + down * height]));
+}"""
+
+# ECharts's tooltip floats above everything else in the drawing, or is there unseen.
+TOOLTIP_JS = """drawing => {
+  const floating = [...drawing.querySelectorAll("div")].filter((box) => box.style.zIndex > 1000);
+  const seen = (box) => getComputedStyle(box).visibility === "visible" && getComputedStyle(box).opacity > 0;
+  return floating.find(seen)?.innerText.trim() ?? "";
+}"""
+
+
+ALL_DRAWN_JS = """() =>
+  [...document.querySelectorAll(".drawing:not([hidden])")].every((drawing) => drawing.querySelector("svg"))"""
+
+
+def data_of(page: Page) -> dict[str, Any]:
+    """What the page draws from."""
+    data: dict[str, Any] = page.evaluate("JSON.parse(document.getElementById('data').textContent)")
+    return data
+
+
+def drawings_of(page: Page, key: str | None = None) -> Iterator[tuple[dict[str, Any], Locator]]:
+    """The data and the drawing of every chart (or of one), scrolled to the middle of the window and drawn."""
+    charts = [chart for chart in data_of(page)["charts"] if key in (None, chart["key"])]
+    assert charts
+    page.wait_for_function(ALL_DRAWN_JS)  # a drawing takes its height when it is drawn, and moves what is below it
+    for chart in charts:
+        drawing = page.locator(f"[id='{chart['key']}'] .drawing")
+        drawing.evaluate("drawing => drawing.scrollIntoView({ block: 'center', behavior: 'instant' })")
+        drawing.locator("svg").first.wait_for()
+        yield chart, drawing
+
+
+def points_in(drawing: Locator) -> list[tuple[float, float]]:
+    points: list[tuple[float, float]] = drawing.evaluate(POINTS_JS)
+    return points
+
+
+def tooltip_of(drawing: Locator) -> str:
+    text: str = drawing.evaluate(TOOLTIP_JS)
+    return text
+
+
+def hover(page: Page, drawing: Locator, tries: int = 40) -> str:
+    """The first tooltip with a figure that painted shapes of a drawing give."""
+    text = ""
+    for x, y in points_in(drawing)[:tries]:
+        page.mouse.move(x, y)
+        if figures_in(text := tooltip_of(drawing) or text):
+            break
+    return text
+
+
+def tooltips(page: Page, drawing: Locator, tries: int = 24) -> list[str]:
+    """What the largest painted shapes of a drawing tell."""
+    told = []
+    for x, y in points_in(drawing)[:tries]:
+        page.mouse.move(x, y)
+        told.append(tooltip_of(drawing))
+    return told
+
+
+def figures_in(text: str) -> list[tuple[float, float, str]]:
+    """(value, how far rounding may have moved it, unit as written) of every number in a text."""
+    found = []
+    for match in FIGURE.finditer(text.replace("\u202f", "").replace(",", "")):
+        number, decimals, unit = match[1], len(match[2] or ""), match[3]
+        found.append((float(number) * UNITS[unit], 0.501 * 10**-decimals * UNITS[unit], unit))
+    return found
+
+
+def numbers_in(value: Any) -> Iterator[float]:
+    """Every number of a chart's data."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for part in value:
+            yield from numbers_in(part)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield value
+
+
+def colours_in(image: bytes) -> dict[tuple[int, ...], int]:
+    """Colour -> pixels of a PNG."""
+    from PIL import Image
+
+    picture = Image.open(io.BytesIO(image)).convert("RGB")
+    return {colour: count for count, colour in picture.getcolors(maxcolors=picture.width * picture.height)}
+
+
+def save(page: Page, chart: dict[str, Any], kind: str) -> tuple[str, bytes]:
+    """The name and content of what a chart's button downloads."""
+    with page.expect_download(timeout=15_000) as download:
+        page.locator(f"[id='{chart['key']}'] [data-save={kind}]").click()
+    path = download.value.path()
+    return download.value.suggested_filename, Path(path).read_bytes()
+
+
+def chart_at(page: Page, key: str) -> tuple[dict[str, Any], Locator]:
+    """One chart's data and its drawing."""
+    return next((chart, drawing) for chart, drawing in drawings_of(page, key))
+
+
+def view_of(page: Page, chart: dict[str, Any]) -> dict[str, Any]:
+    """What a chart has to show at the size that is chosen on the page."""
+    sizes = data_of(page)["sizes"]
+    chooser = page.locator("#size")
+    chosen = sizes[int(chooser.input_value()) if chooser.count() else 0]
+    view: dict[str, Any] = next(
+        view
+        for view in chart["views"]
+        if view["size"] in ("", chosen["size"]) and view["setting"] in ("", chosen["setting"])
+    )
+    return view
