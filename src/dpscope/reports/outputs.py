@@ -16,7 +16,7 @@ from dpscope.reports.figures import FIGURES, FORMATS, traffic, write_figures
 from dpscope.reports.figures.traces import write_trace_figures
 from dpscope.reports.figures.traffic import write_traffic_figures
 from dpscope.reports.latex import RESULTS_TEX, write_latex
-from dpscope.reports.page import write_page
+from dpscope.reports.page import GENERATOR, PAGE, write_page
 from dpscope.reports.page.against import AGAINST_PAGE, write_against_page
 from dpscope.reports.tables import Row, compare_results
 from dpscope.reports.text import TITLE, render_plain, summary
@@ -26,6 +26,10 @@ from dpscope.results.schema import Result
 from dpscope.results.store import Skipped, write_atomically
 
 SUMMARY, AGAINST = "summary.txt", "against.txt"
+
+# What the first characters of a file hold if dpscope wrote it.
+FIRST = 2000
+OURS = {SUMMARY: TITLE, AGAINST: AGAINST_TITLE, PAGE: GENERATOR, AGAINST_PAGE: GENERATOR}
 
 # Each writes what it can say of the rows into a folder and names the files; none if it has nothing to say.
 # The last argument is the formats of figures: png, svg, pdf.
@@ -54,11 +58,11 @@ def write_reports(
     """The summary and whatever else the results allow, figures in each of `formats`; the files written."""
     text = folder / SUMMARY
     try:
-        _require_ours(text, TITLE)
+        _require_ours(text, folder / PAGE)
         write_atomically(text, render_plain(summary(results, skipped, detailed=True)))
+        page = write_page(results, folder, skipped=skipped)  # first: the rest takes seconds
         rows = compare_results(results)
         drawn = [path for writer in WRITERS for path in writer(rows, folder, formats)]
-        page = write_page(results, folder, skipped=skipped)
         return [text, *page, *drawn, *(path for name in tables for path in TABLES[name](rows, folder))]
     except OSError as error:
         raise UserError(f"cannot write to {folder}: {error.strerror}; choose another folder with --out") from None
@@ -68,7 +72,7 @@ def write_against(against: Against, folder: Path, *, csv: bool = False) -> list[
     """Two sweeps side by side, in files of their own: the reports of each sweep stay as they are."""
     text = folder / AGAINST
     try:
-        _require_ours(text, AGAINST_TITLE)
+        _require_ours(text, folder / AGAINST_PAGE)
         write_atomically(text, render_plain(against_summary(against)))
         return [text, *write_against_page(against, folder), *(write_against_csv(against, folder) if csv else [])]
     except OSError as error:
@@ -78,19 +82,24 @@ def write_against(against: Against, folder: Path, *, csv: bool = False) -> list[
 def remove_reports(folder: Path) -> None:
     """Remove the files of an earlier sweep that no longer belong to the results, and nothing else."""
     figure = re.compile(rf"({'|'.join((*FIGURES, *traffic.FIGURES))})(_.*bs\d+.*)?\.({'|'.join(FORMATS)})")
-    names = (*EXPORTS, TRAFFIC, KERNELS, AGAINST_PAGE, AGAINST_CSV)
-    if _is_ours(folder / AGAINST, AGAINST_TITLE):
-        (folder / AGAINST).unlink()
+    names = (*EXPORTS, TRAFFIC, KERNELS, AGAINST_CSV)
     for path in folder.iterdir():
-        if path.is_file() and (figure.fullmatch(path.name) or path.name in names):
+        known = figure.fullmatch(path.name) or path.name in names or path.name in OURS
+        if path.is_file() and known and _is_ours(path):
             path.unlink()
 
 
-def _require_ours(path: Path, title: str) -> None:
-    """A text that somebody else wrote is not replaced."""
-    if path.is_file() and not _is_ours(path, title):
-        raise UserError(f"{path} is there already and is not dpscope's: choose another --out")
+def _require_ours(*paths: Path) -> None:
+    """A file that somebody else wrote is not replaced."""
+    for path in paths:
+        if path.is_file() and not _is_ours(path):
+            raise UserError(f"{path} is there already and is not dpscope's: choose another --out")
 
 
-def _is_ours(path: Path, title: str) -> bool:
-    return path.is_file() and path.read_text(encoding="utf-8", errors="replace").startswith(title)
+def _is_ours(path: Path) -> bool:
+    """Names that others use too say so in their first lines."""
+    if path.name not in OURS:
+        return True
+    with path.open(encoding="utf-8", errors="replace") as file:
+        head, mark = file.read(FIRST), OURS[path.name]
+    return head.startswith(mark) if path.suffix == ".txt" else mark in head

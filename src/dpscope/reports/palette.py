@@ -85,11 +85,6 @@ def method_markers(methods: Iterable[str]) -> dict[str, str]:
     return _by_name(methods, METHOD_MARKERS)
 
 
-def method_colour(method: str) -> str:
-    """Where there is no other to be told apart from."""
-    return method_colours([method])[method]
-
-
 def _by_name(methods: Iterable[str], looks: Sequence[str]) -> dict[str, str]:
     names = list(dict.fromkeys(methods))
     chosen = {name: looks[METHODS.index(name)] for name in names if name in METHODS}

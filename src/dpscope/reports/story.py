@@ -50,8 +50,7 @@ def tell(rows: Sequence[Row]) -> Story:
     sentences = [
         *([f"Of the private methods {winner.method} {praise}: {cost_in_words(winner, rows)}."] if winner else []),
         *([saves] if saves else []),
-        *(_of_all(private, rows) if winner is None else []),
-        *(leaders.undecided() if winner is None else []),
+        *([*leaders.undecided(), *_of_all(private, rows)] if winner is None else []),
         *_of_unsteady(rows),
         *_of_failed(rows, private),
         *_of_no_standard(rows),
@@ -173,7 +172,7 @@ def estimated(traffic: Traffic, text: str) -> str:
 def _of_all(private: Sequence[Row], rows: Sequence[Row]) -> list[str]:
     """Without a winner each method is told for itself."""
     known = [row for row in private if row.peak_bytes is not None or (row.median_ms is not None and row.steady)]
-    return [f"{row.method} trains at {cost_in_words(row, rows)}." for row in known]
+    return [f"{row.method} takes {cost_in_words(row, rows)}." for row in known]
 
 
 def _of_unsteady(rows: Sequence[Row]) -> list[str]:

@@ -30,6 +30,7 @@ class Row:
     memory_ratio: float | None
     steady: bool = True  # neither this row's times nor standard's varied by more than STEADY
     apart: tuple[tuple[str, Any], ...] = ()  # (warmup, steps) by name, where the same was measured with several of them
+    methods: tuple[str, ...] = ()  # all that the results hold: they are told apart by how they look
 
     @property
     def result(self) -> Result:
@@ -44,6 +45,10 @@ class Row:
     def looked_at(self) -> dict[str, Any]:
         """The spec whose numbers of steps are worth telling: that of the times."""
         return self.measured.get("time", self.first).spec
+
+    @property
+    def repeats(self) -> dict[str, Any]:
+        return dict(self.apart) or {name: self.looked_at.get(name) for name in REPEATS}
 
     @property
     def method(self) -> str:
@@ -108,35 +113,48 @@ def compare_results(results: Iterable[Result]) -> list[Row]:
     """A row for each method at each size, in order of first appearance."""
     rows = join_instruments(list(results))
     standards = {row.size: row for row in rows if row.method == STANDARD}
-    return [_with_ratios(row, standards.get(row.size)) for row in rows]
+    methods = tuple(dict.fromkeys(row.method for row in rows))
+    return [replace(_with_ratios(row, standards.get(row.size)), methods=methods) for row in rows]
 
 
 def join_instruments(results: Sequence[Result]) -> list[Row]:
     """What was measured of the same method at the same size, together; in order of first appearance.
 
-    Numbers of steps keep rows apart only where one instrument looked with several of them.
+    Numbers of steps keep rows apart only where one instrument looked with several of them; what another saw, with
+    one number of steps, belongs to each of those rows.
     """
-    several = _measured_with_several_repeats(results)
+    several = _several_repeats(results)
     joined: dict[tuple[Any, ...], list[Row]] = {}
     for result in results:
-        apart = _repeats(result) if comparison_key(result) in several else ()
-        places = joined.setdefault((result.experiment, *comparison_key(result), *apart), [])
-        free = next((row for row in places if result.instrument not in row.measured), None)
-        if free is None:
-            places.append(Row({result.instrument: result}, None, None, apart=apart))
-        else:
-            free.measured[result.instrument] = result
+        key = comparison_key(result)
+        instruments = several.get(key, {})
+        every = dict.fromkeys(apart for repeats in instruments.values() for apart in repeats) or [()]
+        for apart in [_repeats(result)] if result.instrument in instruments else every:
+            places = joined.setdefault((result.experiment, *key, *apart), [])
+            free = next((row for row in places if result.instrument not in row.measured), None)
+            if free is None:
+                places.append(Row({result.instrument: result}, None, None, apart=apart))
+            else:
+                free.measured[result.instrument] = result
     return [row for places in joined.values() for row in places]
 
 
-def _measured_with_several_repeats(results: Sequence[Result]) -> set[tuple[Any, ...]]:
-    found: dict[tuple[Any, ...], set[tuple[tuple[str, Any], ...]]] = {}
+Repeats = tuple[tuple[str, Any], ...]
+
+
+def _several_repeats(results: Sequence[Result]) -> dict[tuple[Any, ...], dict[str, dict[Repeats, None]]]:
+    """Comparison -> instruments that looked at one method with several numbers of steps, and those."""
+    found: dict[tuple[Any, ...], dict[Repeats, None]] = {}
     for result in results:
-        found.setdefault((result.experiment, result.instrument, *comparison_key(result)), set()).add(_repeats(result))
-    return {key[2:] for key, repeats in found.items() if len(repeats) > 1}
+        found.setdefault((result.experiment, result.instrument, comparison_key(result)), {})[_repeats(result)] = None
+    several: dict[tuple[Any, ...], dict[str, dict[Repeats, None]]] = {}
+    for (_, instrument, key), repeats in found.items():
+        if len(repeats) > 1:
+            several.setdefault(key, {}).setdefault(instrument, {}).update(repeats)
+    return several
 
 
-def _repeats(result: Result) -> tuple[tuple[str, Any], ...]:
+def _repeats(result: Result) -> Repeats:
     return tuple((name, result.spec.get(name)) for name in REPEATS)
 
 
@@ -149,6 +167,18 @@ def _with_ratios(row: Row, standard: Row | None) -> Row:
         memory_ratio=_ratio(row.peak_bytes, standard.peak_bytes),
         steady=all(is_steady(r.spread_ms) for r in (row, standard)),
     )
+
+
+def seen_once(rows: Iterable[Row], instrument: str) -> list[Row]:
+    """Without rows that would tell again what the instrument saw of an earlier one."""
+    seen: set[int] = set()
+    kept = []
+    for row in rows:
+        result = row.measured.get(instrument)
+        if result is None or id(result) not in seen:
+            kept.append(row)
+            seen.add(id(result))
+    return kept
 
 
 def is_steady(spread: tuple[float, float] | None) -> bool:

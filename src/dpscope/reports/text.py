@@ -15,11 +15,12 @@ from rich.text import Text
 from dpscope.reports.bars import Bars, WithBars
 from dpscope.reports.memory_text import memory_section, snapshot_section
 from dpscope.reports.nsys_text import nsys_section
+from dpscope.reports.settings import all_sizes
 from dpscope.reports.story import tell
-from dpscope.reports.tables import STANDARD, STEADY, Row, compare_results, group_by_size, varying_columns
+from dpscope.reports.tables import REPEATS, STEADY, Row, compare_results, group_by_size, seen_once
 from dpscope.reports.trace_text import trace_section
 from dpscope.reports.traffic_text import traffic_section
-from dpscope.reports.words import shorten, size_in_words
+from dpscope.reports.words import shorten
 from dpscope.results.schema import FAILED, Result
 from dpscope.results.store import Skipped
 from dpscope.units import GIB, MISSING, format_bytes, format_ms, format_ratio
@@ -28,6 +29,7 @@ TITLE = "What privacy costs"
 SUMMARY_WIDTH = 110
 NARROW = 86  # columns
 LONGEST_NAME = 24  # characters of a method in the table
+LEAST_WIDTH = {"batch": 5, "seq": 3, "warmup": 6, "steps": 5}  # of columns that hold numbers
 
 MEMORY_NOTES = {
     "cuda_allocator": "Peak memory: the CUDA allocator's peak of allocated bytes over the whole run.",
@@ -45,8 +47,8 @@ def summary(
     """Everything there is to say about a set of results; `detailed` for readers who have the time."""
     rows = compare_results(results)
     parts: list[RenderableType] = [Text(line, style="bold") for line in _headline(results)]
-    for section in (*SECTIONS, *(DETAILS if detailed else ())):
-        if lines := section(rows, width):
+    for section, instrument in {**SECTIONS, **(DETAILS if detailed else {})}.items():
+        if lines := section(seen_once(rows, instrument), width):
             parts += ["", *lines]
     parts += [Text(line) for line in _troubles(rows)]
     parts += [Text(f"Left out: {item.path.name}: {item.reason}", style="yellow") for item in skipped]
@@ -64,10 +66,16 @@ def _cost(rows: Sequence[Row], width: int) -> list[RenderableType]:
     return [*parts, "", *(Text(note, style="dim") for note in notes(rows))]
 
 
-# What a summary is made of, in this order. A section without anything to say is empty.
+# What a summary is made of, in this order, and whose results it tells. A section without anything to say is empty.
 Section = Callable[[Sequence[Row], int], list[RenderableType]]
-SECTIONS: tuple[Section, ...] = (_cost, memory_section, trace_section, nsys_section, traffic_section)
-DETAILS: tuple[Section, ...] = (snapshot_section,)  # for the file, where there is room
+SECTIONS: dict[Section, str] = {
+    _cost: "",  # of every row
+    memory_section: "memory",
+    trace_section: "trace",
+    nsys_section: "nsys",
+    traffic_section: "ncu",
+}
+DETAILS: dict[Section, str] = {snapshot_section: "memory"}  # for the file, where there is room
 
 
 def render_plain(renderable: RenderableType, width: int = SUMMARY_WIDTH) -> str:
@@ -122,18 +130,12 @@ def _describe_environment(environment: dict[str, Any]) -> str:
 
 def _table(rows: Sequence[Row], narrow: bool, bars: Bars) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    extra = [name for name in varying_columns(rows, ("dtype", "optimizer")) if name]
-    several_models = len({row.result.spec["workload"]["name"] for row in rows}) > 1
-    sequences = any(row.result.spec["seq_len"] is not None for row in rows)
-    if several_models:
-        table.add_column("model")
-    table.add_column("method", no_wrap=True)
+    identities = {id(row): _identity(row) for row in rows}
+    shown = _telling_apart(rows, list(identities.values()))
     # What tells rows apart keeps its place on the narrowest terminal; the spread is the first to go.
-    table.add_column("batch", justify="right", no_wrap=True, min_width=5)
-    if sequences:
-        table.add_column("seq", justify="right", no_wrap=True, min_width=3)
-    for name in extra:
-        table.add_column(name)
+    for name in shown:
+        width = LEAST_WIDTH.get(name)
+        table.add_column(name, justify="right" if width else "left", no_wrap=name != "model", min_width=width)
     spread = [] if narrow else ["p10–p90"]
     time, memory = ("time", "memory") if narrow else ("time/step", "peak memory")
     for heading in (time, *spread, "×", memory, "×"):
@@ -143,18 +145,13 @@ def _table(rows: Sequence[Row], narrow: bool, bars: Bars) -> Table:
     statuses = not (narrow and all(row.result.ok for row in rows))
     if statuses:
         table.add_column("status", no_wrap=True, min_width=4)
-    groups = group_by_size(rows)
-    for group in groups:
+    for group in group_by_size(rows):
         for row in group:
-            spec = row.result.spec
-            cells: list[RenderableType] = [spec["workload"]["name"]] if several_models else []
-            cells += [shorten(row.method, LONGEST_NAME), str(spec["batch_size"])]
-            cells += [str(spec["seq_len"] or MISSING)] if sequences else []
-            cells += [str(spec[name]) for name in extra]
-            cells += [
+            cells: list[RenderableType] = [
+                *(identities[id(row)][name] for name in shown),
                 format_ms(row.median_ms),
                 *([] if narrow else [_spread(row)]),
-                format_ratio(row.time_ratio) + ("" if row.steady else "?"),
+                format_ratio(row.time_ratio) + ("" if row.steady or row.time_ratio is None else "?"),
                 *bars.cell(row.time_ratio),
                 format_bytes(row.peak_bytes),
                 format_ratio(row.memory_ratio),
@@ -163,6 +160,27 @@ def _table(rows: Sequence[Row], narrow: bool, bars: Bars) -> Table:
             status = Text(row.result.status, style="green" if row.result.ok else "bold red")
             table.add_row(*cells, *([status] if statuses else []), end_section=row is group[-1])
     return table
+
+
+def _identity(row: Row) -> dict[str, str]:
+    """Column -> what the row is: which method, on what, at what size."""
+    spec = row.first.spec
+    return {
+        "model": str(spec["workload"]["name"]),
+        "method": shorten(row.method, LONGEST_NAME),
+        "batch": str(spec["batch_size"]),
+        "seq": str(spec.get("seq_len") or MISSING),
+        **{name: str(spec[name]) for name in ("dtype", "optimizer")},
+        **{name: str(value) for name, value in row.repeats.items()},
+    }
+
+
+def _telling_apart(rows: Sequence[Row], identities: Sequence[dict[str, str]]) -> list[str]:
+    """Method and size; of the rest what differs, and numbers of steps only where they keep rows apart."""
+    always = {"method", "batch", *(["seq"] if any(each["seq"] != MISSING for each in identities) else [])}
+    never = {"seq", *(() if any(row.apart for row in rows) else REPEATS)}
+    varying = {name for name in identities[0] if len({each[name] for each in identities}) > 1}
+    return [name for name in identities[0] if name in always or name in varying - never]
 
 
 def _spread(row: Row) -> str:
@@ -174,11 +192,12 @@ def _spread(row: Row) -> str:
 
 def _troubles(rows: Sequence[Row]) -> list[str]:
     """One line for each row without figures: which, and what to do."""
-    lines = []
-    for row in rows:
-        if not row.result.ok:
-            size = size_in_words(row.result.spec)
-            lines.append(f"{row.result.status}: {row.method} at {size}: {row.result.reason}")
+    lines = [
+        f"{row.result.status}: {row.method} at {size.label}: {row.result.reason}"
+        for size in all_sizes(rows)
+        for row in size.rows
+        if not row.result.ok
+    ]
     return ["", *lines, *_own_tracebacks(rows)] if lines else []
 
 
@@ -190,28 +209,13 @@ def _own_tracebacks(rows: Sequence[Row]) -> list[str]:
 
 
 def verdict(rows: Sequence[Row]) -> list[str]:
-    """What the figures say, a sentence for each size."""
-    sentences = []
-    for group in group_by_size(rows):
-        costs = [
-            f"{row.method} takes {format_ratio(row.time_ratio)} the time and "
-            f"{format_ratio(row.memory_ratio)} the memory"
-            for row in group
-            if row.method != STANDARD and row.time_ratio is not None and row.steady
-        ]
-        where = size_in_words(group[0].result.spec).capitalize()
-        if costs:
-            sentences.append(f"{where}: {'; '.join(costs)}.")
-        story = tell(group)
-        if story.winner:
-            sentences.append(f"{where}: of the private methods {story.winner} {story.praise}. {story.saves}".rstrip())
-        shaky = [row.method for row in group if row.method != STANDARD and not row.steady]
-        if shaky:
-            sentences.append(
-                f"{where}: no verdict on the time of {', '.join(shaky)}: step times varied too much. Close other "
-                "programs, or raise --steps."
-            )
-    return sentences
+    """What the figures come to, a paragraph for each size: the page's own sentences."""
+    told = ((size, tell(size.rows).sentences) for size in all_sizes(rows))
+    return [
+        f"{size.label if size.setting else size.size.capitalize()}. {' '.join(sentences)}"
+        for size, sentences in told
+        if sentences
+    ]
 
 
 def notes(rows: Sequence[Row]) -> list[str]:

@@ -110,7 +110,7 @@ def _rest(trace: dict[str, Any], basis: str) -> dict[str, float]:
     if basis == CPU:
         return {"outside operators (Python, hooks, the profiler)": trace["outside_operators_ms"]}
     gpu = trace["gpu"]
-    rest = {"the GPU idle": gpu["idle_ms"]}
+    rest = {IDLE: gpu["idle_ms"]}
     return rest | {"less: work side by side on several streams": -gpu["overlap_ms"]}
 
 

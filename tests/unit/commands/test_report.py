@@ -109,7 +109,7 @@ def test_a_folder_that_cannot_be_written_is_still_shown(sweep):
     (sweep / "summary.txt").mkdir()  # stands in for a read-only folder: root may write anywhere
     outcome = report(sweep)
     assert outcome.exit_code == 0
-    assert "flat takes 2.50× the time" in outcome.stdout
+    assert "flat takes 2.50× the time and" in outcome.stdout
     assert "Nothing written: cannot write to" in outcome.stdout
     assert "choose another folder with --out" in outcome.stdout
 
@@ -127,6 +127,22 @@ def test_somebody_elses_summary_is_not_replaced(sweep):
     assert outcome.exit_code == 2
     assert "is there already and is not dpscope's" in outcome.stderr
     assert (sweep / "summary.txt").read_text() == "my notes"
+
+
+def test_somebody_elses_page_is_neither_replaced_nor_removed(sweep):
+    (sweep / "report.html").write_text("<!doctype html><title>My report on dpscope</title>")
+    outcome = report(sweep, "--csv")
+    assert outcome.exit_code == 2
+    assert "report.html is there already and is not dpscope's" in outcome.stderr
+    remove_reports(sweep)
+    assert "My report" in (sweep / "report.html").read_text()
+
+
+def test_a_sweep_that_replaces_another_leaves_neither_its_page_nor_its_summary(sweep):
+    report(sweep)
+    assert {"report.html", "summary.txt"} <= set(names_in(sweep))
+    remove_reports(sweep)
+    assert names_in(sweep) == []
 
 
 def test_a_sweep_that_replaces_another_leaves_none_of_its_figures_and_none_of_yours_is_touched(tmp_path):

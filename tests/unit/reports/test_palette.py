@@ -6,14 +6,13 @@ import itertools
 
 import pytest
 
-from dpscope.reports.palette import (
-    METHOD_COLOURS,
-    METHOD_MARKERS,
-    METHODS,
-    method_colour,
-    method_colours,
-    method_markers,
-)
+from dpscope.reports.palette import METHOD_COLOURS, METHOD_MARKERS, METHODS, method_colours, method_markers
+
+
+def method_colour(method):
+    """Where there is no other to be told apart from."""
+    return method_colours([method])[method]
+
 
 # Of two other packages: the colour that the name alone would give them is the same.
 ALIKE = next(

@@ -15,14 +15,14 @@ def with_spread(result, low, high):
 def test_a_steady_row_gets_its_sentence(make_result):
     results = [make_result(median=10.0), make_result(method="ghost", median=20.0)]
     assert verdict(compare_results(results)) == [
-        "Batch 2, sequence 8: ghost takes 2.00× the time and 1.00× the memory."
+        "Batch 2, sequence 8. ghost takes 2.00× the time and 1.00× the memory of ordinary training."
     ]
 
 
 def test_an_unsteady_denominator_is_no_denominator(make_result):
     results = [with_spread(make_result(median=10.0), 5.0, 50.0), make_result(method="ghost", median=2.0)]
     (sentence,) = verdict(compare_results(results))
-    assert "no verdict on the time of ghost" in sentence
+    assert "No verdict on the time of ghost" in sentence
     text = render_plain(summary(results))
     assert "0.20×?" in text
     assert "? marks a ratio of times that varied" in text

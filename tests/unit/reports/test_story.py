@@ -97,7 +97,7 @@ def test_one_or_two_steps_have_no_spread_and_name_no_fastest(told):
 
 def test_running_out_of_memory_is_a_finding(told):
     story = told(standard=STANDARD, flat="oom", ghost="oom", flash=((108, 109, 110), 9))
-    assert "flash trains at 1.09× the time and 0.90× the memory of ordinary training." in story.sentences
+    assert "flash takes 1.09× the time and 0.90× the memory of ordinary training." in story.sentences
     assert "flat and ghost ran out of memory here." in story.sentences
     assert "flash is the only private method that fits." in story.sentences
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from dpscope.reports.tables import compare_results, group_by_size, varying_columns
+from dpscope.reports.tables import compare_results, group_by_size, seen_once, varying_columns
 from dpscope.results.schema import STATUSES
 
 
@@ -44,6 +44,17 @@ def test_instruments_that_looked_at_other_numbers_of_steps_are_joined(make_resul
     results = [make_result(steps=10, median=20.0), make_result(steps=1, instrument="memory", peak=7)]
     (row,) = compare_results(results)
     assert (row.median_ms, row.memory["peak_bytes"]) == (20.0, 7)
+
+
+def test_what_one_instrument_saw_belongs_to_each_row_that_another_s_steps_keep_apart(make_result):
+    memory = make_result(steps=1, instrument="memory", peak=7)
+    rows = compare_results([make_result(steps=2, median=20.0), make_result(steps=3, median=30.0), memory])
+    assert [(row.repeats["steps"], row.median_ms, row.memory["peak_bytes"]) for row in rows] == [
+        (2, 20.0, 7),
+        (3, 30.0, 7),
+    ]
+    assert [row.repeats["steps"] for row in seen_once(rows, "memory")] == [2]
+    assert seen_once(rows, "time") == rows
 
 
 def test_one_instrument_at_two_numbers_of_steps_makes_rows_that_are_not_compared(make_result):

@@ -58,8 +58,8 @@ def test_what_the_figures_say_is_said_in_a_sentence_for_each_size(shown, make_re
         make_result(method="ghost", median=15.0, peak=150),
     )
     sentence = (
-        "Batch 2, sequence 8: flat takes 2.50× the time and 4.00× the memory; "
-        "ghost takes 1.50× the time and 1.50× the memory."
+        "Batch 2, sequence 8. Of the private methods ghost needs the least memory: 1.50× the time and 1.50× the "
+        "memory of ordinary training. Against flat it saves 250 B (62% of the memory) a step."
     )
     assert sentence in in_one_line(text)
 
@@ -161,7 +161,31 @@ def test_the_terminal_names_the_winner_that_the_page_names(shown, make_result):
 
     text = shown(steady("standard", 10.0, GIB), steady("flat", 25.0, 2 * GIB), steady("flash", 11.0, GIB))
     sentence = (
-        "Batch 2, sequence 8: of the private methods flash costs least. Against flat it saves 14.0 ms (56% of the "
-        "time) and 1.00 GiB (50% of the memory) a step."
+        "Batch 2, sequence 8. Of the private methods flash costs least: 1.10× the time and 1.00× the memory of "
+        "ordinary training. Against flat it saves 14.0 ms (56% of the time) and 1.00 GiB (50% of the memory) a step."
     )
     assert sentence in in_one_line(text)
+
+
+def test_each_size_of_several_models_is_told_with_its_model(shown, make_result):
+    def of(model, **options):
+        result = make_result(**options)
+        return replace(result, spec={**result.spec, "workload": {**result.spec["workload"], "name": model}})
+
+    text = in_one_line(shown(*(of(model, method=m) for model in ("one", "two") for m in ("standard", "flat"))))
+    assert "one: batch 2, sequence 8. flat takes" in text
+    assert "two: batch 2, sequence 8. flat takes" in text
+
+
+def test_numbers_of_steps_have_a_column_where_they_keep_rows_apart(shown, make_result):
+    apart = [make_result(method=m, steps=steps) for steps in (2, 3) for m in ("standard", "flat")]
+    assert "steps  time/step" in shown(*apart)
+    assert "2 timed steps: batch 2, sequence 8. flat takes" in in_one_line(shown(*apart))
+    assert "steps  time/step" not in shown(*apart[:2])
+
+
+def test_a_ratio_that_is_missing_is_not_in_doubt_as_well(shown, make_result):
+    result = make_result()
+    shaky = replace(result, timing={**result.timing, "p10_ms": 1.0, "p90_ms": 99.0})
+    text = shown(shaky, make_result(method="flat", status="oom", reason="full"))
+    assert row_of("flat", text)[3:] == ["—"] * 5 + ["oom"]

@@ -1,5 +1,5 @@
 """report.html: everything the results say on one page that needs no network."""
 
-from dpscope.reports.page.render import PAGE, render_page, write_page
+from dpscope.reports.page.render import GENERATOR, PAGE, render_page, write_page
 
-__all__ = ["PAGE", "render_page", "write_page"]
+__all__ = ["GENERATOR", "PAGE", "render_page", "write_page"]

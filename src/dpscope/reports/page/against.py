@@ -26,7 +26,8 @@ def write_against_page(against: Against, folder: Path) -> list[Path]:
 
 def render_against(against: Against) -> str:
     rows = [*(pair.now for pair in against.pairs), *against.only_now]
-    results = [result for row in rows for result in row.measured.values()]
+    # Rows that only their numbers of steps keep apart share results.
+    results = list({id(result): result for row in rows for result in row.measured.values()}.values())
     title, section, charts = AGAINST_TITLE, _section(against), change_charts(against)
     return render_page(results, against.skipped, title=title, before=[section], charts=charts)
 

@@ -28,7 +28,11 @@ class View:
     says: str  # what is to be seen, in a sentence with numbers: also the drawing's description for a screen reader
     data: dict[str, Any]
     table: Table
-    setting: str = ""  # which of the page's settings, where there are several: filled in by `make_charts`
+    # Filled in by `make_charts` where the page has several settings: which, and what it is called and how it was
+    # measured there if that is not as in the chart.
+    setting: str = ""
+    title: str = ""
+    how: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

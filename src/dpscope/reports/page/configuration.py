@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dpscope.reports.page.settings import Setting
+from dpscope.reports.settings import Setting
 from dpscope.reports.text import workload_sizes
 from dpscope.results.schema import Result
 from dpscope.units import GIB

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from dpscope.reports.page.settings import Size
-from dpscope.reports.palette import method_colour
+from dpscope.reports.page.looks import looks_of
+from dpscope.reports.settings import Size
 from dpscope.reports.story import OUTCOMES, estimated, tell
 from dpscope.reports.tables import Row
 from dpscope.reports.traffic import Traffic, compare_traffic
@@ -45,7 +45,10 @@ def make_headline(size: Size) -> Headline:
     story = tell(size.rows)
     traffics = {id(traffic.row): traffic for traffic in compare_traffic(size.rows)}
     badges = {story.winner: story.badge}
-    cards = [_card(row, traffics.get(id(row)), bool(traffics), badges.get(row.method, "")) for row in size.rows]
+    looks = looks_of(size.rows)
+    cards = [
+        _card(row, looks[row.method]["colour"], badges.get(row.method, ""), traffics.get(id(row))) for row in size.rows
+    ]
     return Headline(size.setting, size.size, story.sentences, cards)
 
 
@@ -63,20 +66,18 @@ def _known(rows: Sequence[Row]) -> tuple[int, int, int]:
     return (len(instruments), figures, spec["batch_size"] * (spec.get("seq_len") or 1))
 
 
-def _card(row: Row, traffic: Traffic | None, moves: bool, badge: str) -> Card:
+def _card(row: Row, colour: str, badge: str, traffic: Traffic | None) -> Card:
     outcome = "" if row.result.ok else OUTCOMES[row.result.status]
     figures = [
         Figure("time", format_ratio(row.time_ratio), format_ms(row.median_ms), row.steady),
         Figure("memory", format_ratio(row.memory_ratio), format_bytes(row.peak_bytes)),
     ]
-    if moves:
+    if traffic and traffic.dram_bytes is not None:
         figures.append(_bytes_moved(traffic))
     shown = [figure for figure in figures if figure.absolute != MISSING]
-    return Card(row.method, method_colour(row.method), badge, outcome, row.result.reason or "", shown)
+    return Card(row.method, colour, badge, outcome, row.result.reason or "", shown)
 
 
-def _bytes_moved(traffic: Traffic | None) -> Figure:
-    if traffic is None or traffic.dram_bytes is None:
-        return Figure("DRAM bytes", MISSING, MISSING)
+def _bytes_moved(traffic: Traffic) -> Figure:
     ratio = MISSING if traffic.ratio is None else estimated(traffic, format_ratio(traffic.ratio))
     return Figure("DRAM bytes", ratio, estimated(traffic, format_traffic(traffic.dram_bytes)))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dpscope.reports.page.settings import Size, all_sizes
+from dpscope.reports.settings import Size, all_sizes
 from dpscope.reports.tables import Row
 from dpscope.results.store import Skipped
 
@@ -58,7 +58,7 @@ class Missing:
 def find_missing(rows: Sequence[Row], skipped: Sequence[Skipped]) -> Missing:
     sizes = all_sizes(rows)
     failed = [
-        (row.method, _place(size), result.status, result.reason or "no reason given")
+        (row.method, size.label, result.status, result.reason or "no reason given")
         for size in sizes
         for row in size.rows
         for result in row.measured.values()
@@ -71,16 +71,12 @@ def find_missing(rows: Sequence[Row], skipped: Sequence[Skipped]) -> Missing:
     )
 
 
-def _place(size: Size) -> str:
-    return f"{size.setting}: {size.size}" if size.setting else size.size
-
-
 def _gap(instrument: str, sizes: Sequence[Size]) -> Gap | None:
     """Sizes that no row was looked at with the instrument, though it was measured with another."""
     lacking = [size for size in sizes if not any(instrument in row.measured for row in size.rows)]
     if not lacking:
         return None
-    where = "" if len(lacking) == len(sizes) else _some([_place(size) for size in lacking])
+    where = "" if len(lacking) == len(sizes) else _some([size.label for size in lacking])
     return Gap(SHOWS[instrument], where, _command(instrument, lacking))
 
 

@@ -14,8 +14,8 @@ from dpscope.reports.page.charts import make_charts
 from dpscope.reports.page.configuration import describe_configuration
 from dpscope.reports.page.headline import first_size, make_headline
 from dpscope.reports.page.missing import find_missing
-from dpscope.reports.page.settings import Size, all_sizes, group_by_setting
 from dpscope.reports.page.table import make_table
+from dpscope.reports.settings import Size, all_sizes, group_by_setting
 from dpscope.reports.tables import compare_results
 from dpscope.reports.text import TITLE, notes
 from dpscope.results.schema import Result
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from markupsafe import Markup
 
 PAGE = "report.html"
+GENERATOR = '<meta name="generator" content="dpscope'  # what a page begins with, so that it is known as ours
 HERE = Path(__file__).parent
 SHARED = ("shared.js", "layout.js")
 SCRIPTS = ("save.js", "theme.js", "drawn.js", "rows.js", "page.js")  # after what drawings share, and the drawings

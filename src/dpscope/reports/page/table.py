@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dpscope.reports.export import to_records
-from dpscope.reports.page.settings import SPEAK_FOR_THEMSELVES, all_sizes
-from dpscope.reports.palette import method_colour
+from dpscope.reports.page.looks import looks_of
+from dpscope.reports.settings import SPEAK_FOR_THEMSELVES, all_sizes
 from dpscope.reports.story import estimated
 from dpscope.reports.tables import REPEATS, Row, varying_columns
 from dpscope.reports.traffic import Traffic, compare_traffic
@@ -62,7 +62,7 @@ def make_table(rows: Sequence[Row]) -> RowsTable:
             "method": _text(row.method),
             "batch": _count(row.first.spec["batch_size"]),
             **({"sequence": _count(row.first.spec.get("seq_len"))} if sequences else {}),
-            **{name.replace("_", " "): _setting(name, row.first.spec.get(name)) for name in settings},
+            **{name.replace("_", " "): _setting(name, {**row.first.spec, **row.repeats}[name]) for name in settings},
             **_cost(row),
             **(_moved(traffics.get(id(row)), row) if traffics else {}),
             "status": TableCell(row.result.status, row.result.status, number=False),
@@ -70,13 +70,14 @@ def make_table(rows: Sequence[Row]) -> RowsTable:
         for row in ordered
     ]
     _add_bars(made)
+    looks = looks_of(ordered)
     columns = [(name, cell.number) for name, cell in made[0].items()] if made else []
     lines = [
         TableRow(
             row.method,
             row.result.status,
             size_in_words(row.first.spec),
-            method_colour(row.method),
+            looks[row.method]["colour"],
             row.result.reason or "",
             list(cells.values()),
         )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from dpscope.reports.page.charts import make_charts
 from dpscope.reports.page.charts.roofline import roofline
 from dpscope.reports.page.charts.traffic import traffic
 from dpscope.reports.tables import compare_results
@@ -31,8 +34,18 @@ def test_a_bar_is_what_was_read_and_written_with_its_ratio():
     assert sums(view, "direction") == [total(traffic_of(method)) for method in ("standard", "flat")]
     assert not sums(view, "family")
     assert [bar["ratio"] for bar in view.data["bars"]] == pytest.approx([1.0, 1.93], abs=0.01)
-    assert "flat 4.15 GB (1.93×)" in view.says
+    assert "4.15 GB (1.93×) with flat" in view.says
     assert "≈" not in chart.title + chart.how + view.says
+
+
+def test_a_setting_of_estimates_says_so_beside_one_that_was_measured():
+    estimates = [replace(result, spec={**result.spec, "dtype": "fp32"}) for result in results_for(measured=False)]
+    measured = [replace(result, spec={**result.spec, "dtype": "bf16"}) for result in results_for()]
+    chart = next(chart for chart in make_charts(compare_results([*measured, *estimates])) if chart.key == "traffic")
+    assert [(view.setting, "estimate" in view.title, "not measured" in view.how) for view in chart.views] == [
+        ("bf16", False, False),
+        ("fp32", True, True),
+    ]
 
 
 def test_with_kernels_families_and_what_they_leave_over_make_up_the_same_bytes():
@@ -63,8 +76,8 @@ def test_an_estimate_among_measurements_is_marked_and_has_no_ratio_to_them():
     (view,) = chart.views
     assert "partly ≈ estimate" in chart.title
     assert [(bar["estimated"], bar["ratio"]) for bar in view.data["bars"]] == [(False, 1.0), (True, None)]
-    assert "standard 2.15 GB" in view.says
-    assert "ghost ≈" in view.says
+    assert "2.15 GB with standard" in view.says
+    assert "≈2.53 GB with ghost" in view.says
 
 
 def test_every_size_is_a_view():

@@ -66,7 +66,7 @@ def test_a_page_has_headline_charts_rows_gaps_and_settings(page_of, make_result)
     assert len(ids) == len(set(ids))
     assert {"theme", "headline", "step-time", "rows", "filter", "missing", "configuration", "data"} <= set(ids)
     assert "size" not in ids  # with one size there is nothing to choose
-    assert "flat trains at 2.00× the time and 1.00× the memory of ordinary training." in page.text
+    assert "flat takes 2.00× the time and 1.00× the memory of ordinary training." in page.text
 
 
 def test_nothing_in_a_result_is_markup(page_of, make_result):
@@ -127,6 +127,22 @@ def test_sizes_of_unlike_settings_are_not_confused(page_of, make_result):
     ]
     (chart,) = page.data["charts"]
     assert [view["setting"] for view in chart["views"]] == ["fp32", "bf16"]
+
+
+def test_a_method_has_one_colour_on_the_page_and_no_other_has_it(page_of, make_result):
+    """Two of another package whose names ask for the same colour, in settings of their own."""
+    methods = ("standard", "method_0", "method_5", "method_7")
+    results = [
+        replace(make_result(dtype=dtype), experiment=method)
+        for dtype, some in (("fp32", methods[:3]), ("bf16", methods[1:]))
+        for method in some
+    ]
+    page = page_of(*results)
+    (chart, *_) = page.data["charts"]
+    drawn = {(bar["method"], bar["colour"]) for view in chart["views"] for bar in view["data"]["bars"]}
+    assert len(drawn) == len({colour for _, colour in drawn}) == len(methods)
+    shown = {a["style"].removeprefix("--method: ") for _, a in page.tags if "--method" in a.get("style", "")}
+    assert shown == {colour for _, colour in drawn}
 
 
 def test_environments_that_differ_are_said_loudly(page_of, make_result):

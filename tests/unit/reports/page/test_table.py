@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dpscope.reports.page.settings import group_by_setting
 from dpscope.reports.page.table import NO_STANDARD, make_table
+from dpscope.reports.settings import group_by_setting
 from dpscope.reports.tables import compare_results
 
 GIB = 2**30
@@ -71,6 +71,6 @@ def test_a_setting_is_called_by_what_tells_it_apart(make_result):
     assert labels(make_result(), make_result(dtype="bf16")) == ["fp32", "bf16"]
     assert labels(make_result(), make_result(dtype="bf16"), make_result(dtype="bf16", steps=3)) == [
         "fp32",
-        "bf16, steps 1",
-        "bf16, steps 3",
+        "bf16, 1 timed steps",
+        "bf16, 3 timed steps",
     ]

@@ -16,7 +16,7 @@ from dpscope.reports.page.charts.scaling import scaling_over_batch, scaling_over
 from dpscope.reports.page.charts.time import step_time
 from dpscope.reports.page.charts.tradeoff import tradeoff
 from dpscope.reports.page.charts.traffic import traffic
-from dpscope.reports.page.settings import Setting, group_by_setting
+from dpscope.reports.settings import Setting, group_by_setting
 from dpscope.reports.tables import Row
 
 # None where no row has figures for it.
@@ -47,5 +47,17 @@ def make_charts(rows: Sequence[Row]) -> list[Chart]:
 
 def _over_settings(make: Callable[[Sequence[Row]], Chart | None], settings: Sequence[Setting]) -> Chart | None:
     made = [(setting.label, chart) for setting in settings if (chart := make(setting.rows))]
-    views = [replace(view, setting=label) for label, chart in made for view in chart.views]
-    return replace(made[0][1], views=views) if made else None
+    if not made:
+        return None
+    first = made[0][1]
+    views = [
+        replace(
+            view,
+            setting=label,
+            title=chart.title if chart.title != first.title else "",
+            how=chart.how if chart.how != first.how else "",
+        )
+        for label, chart in made
+        for view in chart.views
+    ]
+    return replace(first, views=views)

@@ -9,7 +9,7 @@ from dpscope.reports.composition import composition_of, label_of
 from dpscope.reports.page.chart import Chart, Table, View
 from dpscope.reports.page.charts.components import unit_for
 from dpscope.reports.page.charts.folding import Cost, Line, fold, total
-from dpscope.reports.palette import method_colour
+from dpscope.reports.page.looks import looks_of
 from dpscope.reports.tables import Row, group_by_size
 from dpscope.reports.trace import CPU, GPU, trace_of
 from dpscope.reports.words import shorten, size_in_words
@@ -95,7 +95,7 @@ def _view(rows: Sequence[Row], measure: Callable[[Sequence[Row]], list[Costs]], 
         data={
             "unit": unit,
             "axis": unit_for(max(line.heaviest for line in drawn)) if unit == "bytes" else {"size": 1, "name": unit},
-            "methods": [{"name": method, "colour": method_colour(method)} for method in methods],
+            "methods": [{"name": method, "colour": looks_of(rows)[method]["colour"]} for method in methods],
             "lines": [{"name": line.name, "bars": list(map(_bar, line.modules))} for line in drawn],
         },
         table=Table(

@@ -40,7 +40,7 @@ def operators(rows: Sequence[Row]) -> Chart | None:
 def _view(rows: Sequence[Row], found: Sequence[Difference]) -> View:
     return View(
         size=size_in_words(rows[0].first.spec),
-        says=" ".join(map(_says, found)),
+        says=f"A traced step, against standard: {'; '.join(map(_says, found))}.",
         data={"grew": GREW, "shrank": SHRANK, "panels": [_panel(each) for each in found]},
         table=Table(
             columns=("method", "basis", "operator", "phase", "kind", "standard_ms", "method_ms", "difference_ms"),
@@ -72,13 +72,12 @@ def _bar(change: Change) -> dict[str, Any]:
 
 
 def _says(found: Difference) -> str:
-    biggest = sorted(found.grown, key=lambda change: -change.ms)[:2]
-    told = [
-        f"{operator_label(change.operator, 40)}{f' in {change.phase}' if change.phase else ''} ({change.ms:+.1f} ms)"
-        for change in biggest
-    ]
-    most = f"; what grew most is {' and '.join(told)}" if told else ""
-    return f"{found.method}: {found.total_ms:+.1f} ms a traced step {WHERE[found.basis == GPU]}{most}."
+    longer = f"{found.method} {found.total_ms:+.1f} ms {WHERE[found.basis == GPU]}"
+    if not found.grown:
+        return longer
+    most = max(found.grown, key=lambda change: change.ms)
+    phase = f" in {most.phase}" if most.phase else ""
+    return f"{longer}, most of all {operator_label(most.operator, 40)}{phase} ({most.ms:+.1f} ms)"
 
 
 def _lines(found: Difference) -> list[tuple[Any, ...]]:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from dpscope.reports.page.chart import Chart, Table, View
-from dpscope.reports.page.charts.series import looks_of
 from dpscope.reports.page.charts.traffic import estimate_in_title
+from dpscope.reports.page.looks import looks_of
 from dpscope.reports.roofline import BANDWIDTH, Point, kernel_points, level_roofs, placed, point_notes, step_point
 from dpscope.reports.tables import Row
 from dpscope.reports.traffic import APPROXIMATELY, Traffic

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from dpscope.reports.page.chart import Chart, View
-from dpscope.reports.page.charts.series import cost_table, looks_of, named
+from dpscope.reports.page.charts.series import cost_table, named
+from dpscope.reports.page.looks import looks_of
 from dpscope.reports.tables import STANDARD, Row
 from dpscope.units import format_bytes, format_ms, format_ratio
 

@@ -1,22 +1,14 @@
-"""What charts across sizes share: how a method looks, how sizes are ordered, how a range reads."""
+"""What charts across sizes share: how sizes are ordered, how a range reads."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
 from dpscope.reports.page.chart import Cell, Table
-from dpscope.reports.palette import method_colours, method_markers
 from dpscope.reports.tables import Row
 from dpscope.reports.words import size_in_words
 
 MOST = 3  # rows that a sentence names
-
-
-def looks_of(rows: Sequence[Row]) -> dict[str, dict[str, str]]:
-    """Method -> its colour and symbol, the same in every chart of the page."""
-    methods = [row.method for row in rows]
-    colours, markers = method_colours(methods), method_markers(methods)
-    return {method: {"colour": colours[method], "marker": markers[method]} for method in colours}
 
 
 def work_of(row: Row) -> tuple[int, int]:

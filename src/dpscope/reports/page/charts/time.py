@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dpscope.reports.page.chart import Chart, Table, View
-from dpscope.reports.palette import method_colour
-from dpscope.reports.tables import Row, group_by_size
+from dpscope.reports.page.looks import looks_of
+from dpscope.reports.tables import STANDARD, Row, group_by_size
 from dpscope.reports.words import size_in_words
 from dpscope.units import format_ms, format_ratio
 
@@ -36,7 +36,7 @@ def _view(rows: Sequence[Row]) -> View:
     bars = [
         {
             "method": row.method,
-            "colour": method_colour(row.method),
+            "colour": looks_of(rows)[row.method]["colour"],
             "median_ms": row.median_ms,
             "spread_ms": row.spread_ms,
             "ratio": row.time_ratio,
@@ -45,7 +45,7 @@ def _view(rows: Sequence[Row]) -> View:
         }
         for row in timed
     ]
-    costs = [f"{row.method} {format_ms(row.median_ms)}{_ratio(row)}" for row in timed]
+    costs = [f"{format_ms(row.median_ms)}{_ratio(row)} with {row.method}" for row in timed]
     return View(
         size=size_in_words(rows[0].first.spec),
         says=f"A step takes {', '.join(costs)}." + ("" if all(row.steady for row in timed) else UNSTEADY),
@@ -58,4 +58,6 @@ def _view(rows: Sequence[Row]) -> View:
 
 
 def _ratio(row: Row) -> str:
-    return "" if row.time_ratio is None else f" ({format_ratio(row.time_ratio)}{'' if row.steady else '?'})"
+    if row.time_ratio is None or row.method == STANDARD:
+        return ""
+    return f" ({format_ratio(row.time_ratio)}{'' if row.steady else '?'})"

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from dpscope.reports.page.chart import Chart, View
-from dpscope.reports.page.charts.series import cost_table, looks_of, named, ranged, work_of
+from dpscope.reports.page.charts.series import cost_table, named, ranged, work_of
+from dpscope.reports.page.looks import looks_of
 from dpscope.reports.tables import STANDARD, Row
 from dpscope.reports.words import size_in_words
 from dpscope.units import format_bytes, format_ms, format_ratio

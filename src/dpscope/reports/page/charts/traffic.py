@@ -110,7 +110,7 @@ def _says(group: Sequence[Traffic]) -> str:
     for each in group:
         mark = APPROXIMATELY if each.estimated else ""
         ratio = "" if each.ratio is None or each.row.method == STANDARD else f" ({mark}{format_ratio(each.ratio)})"
-        told.append(f"{each.row.method} {mark}{format_traffic(each.dram_bytes)}{ratio}")
+        told.append(f"{mark}{format_traffic(each.dram_bytes)}{ratio} with {each.row.method}")
     estimate = all(each.estimated for each in group)
     verb = f"{APPROXIMATELY} estimate: a step has to move" if estimate else "A step moves"
     partly = "" if estimate or not any(each.estimated for each in group) else f" {APPROXIMATELY}: an estimate."

@@ -23,12 +23,16 @@ function echartsTheme(theme) {
 // A view without a size or a setting spans them all.
 const isAt = (view, { setting, size }) => (!view.setting || view.setting === setting) && (!view.size || view.size === size);
 
+const placeOf = ({ setting, size }) => [setting, size].filter(Boolean).join(": ");
+
 class Drawn {
   constructor(chart) {
     this.chart = chart;
     this.figure = document.getElementById(chart.key);
     this.drawing = this.figure.querySelector(".drawing");
+    this.title = this.figure.querySelector("h2");
     this.says = this.figure.querySelector(".says");
+    this.how = this.figure.querySelector(".how");
     this.data = this.figure.querySelector("details.data");
     this.near = false; // drawn when it comes near the window, so that a long page opens at once
     this.stale = true;
@@ -43,7 +47,9 @@ class Drawn {
 
   show(choice) {
     this.view = this.chart.views.find((view) => isAt(view, choice));
-    this.says.textContent = this.view ? this.view.says : `Not measured at ${choice.size}; there are figures at ${this.elsewhere()}.`;
+    this.title.textContent = this.view?.title || this.chart.title;
+    this.how.textContent = this.view?.how || this.chart.how;
+    this.says.textContent = this.view ? this.view.says : `Not measured at ${choice.size}; there are figures at ${this.elsewhere(choice)}.`;
     this.drawing.setAttribute("aria-label", this.says.textContent);
     this.drawing.hidden = this.data.hidden = !this.view;
     for (const button of this.figure.querySelectorAll("button")) button.disabled = !this.view;
@@ -51,10 +57,11 @@ class Drawn {
     this.redraw();
   }
 
-  // Where this chart has figures: the first sizes, and how many more.
-  elsewhere(most = 4) {
-    const sizes = this.chart.views.map((view) => [view.setting, view.size].filter(Boolean).join(": "));
-    return sizes.slice(0, most).join("; ") + (sizes.length > most ? `; and ${sizes.length - most} more sizes` : "");
+  // Where this chart has figures: the first sizes, those of the chosen setting before others, and how many more.
+  elsewhere({ setting }, most = 3) {
+    const [here, there] = [true, false].map((same) => this.chart.views.filter((view) => (view.setting === setting) === same));
+    const sizes = [...here.map((view) => view.size), ...there.map(placeOf)];
+    return sizes.slice(0, most).join("; ") + (sizes.length > most ? `; and ${sizes.length - most} more` : "");
   }
 
   redraw() {
@@ -142,7 +149,7 @@ class Drawn {
   async save(kind) {
     if (kind === "csv") return download(`${this.name}.csv`, toCsv(this.view.table), "text/csv");
     this.draw();
-    const where = [this.view.setting, this.view.size].filter(Boolean).join(": ");
+    const where = placeOf(this.view);
     const svg = standaloneSvg(this.drawing, this.chart.title, where, currentTheme());
     if (kind === "svg") download(`${this.name}.svg`, svgText(svg), "image/svg+xml");
     else download(`${this.name}.png`, await toPng(svg), "image/png");

@@ -1,4 +1,4 @@
-"""Which comparisons a page holds: settings that differ in more than their size, and the sizes of each."""
+"""Which comparisons results hold: settings that differ in more than their size, and the sizes of each."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from dpscope.reports.words import size_in_words
 SIZES = ("batch_size", "seq_len")
 NOT_A_SETTING = (*SIZES, *HOW_IT_WAS_LOOKED_AT)
 SPEAK_FOR_THEMSELVES = ("name", "dtype", "optimizer", "device")  # "bf16", not "dtype bf16"
+SPOKEN = {**dict.fromkeys(SPEAK_FOR_THEMSELVES, "{}"), "warmup": "{} warm-up", "steps": "{} timed steps"}
 
 
 @dataclass(frozen=True)
 class Setting:
-    label: str  # what tells it from the page's other settings; "" where there is but one
+    label: str  # what tells it from the other settings; "" where there is but one
     rows: list[Row]
 
 
@@ -29,16 +30,28 @@ class Size:
     size: str
     rows: list[Row]
 
+    @property
+    def label(self) -> str:
+        return f"{self.setting}: {self.size}" if self.setting else self.size
+
 
 def group_by_setting(rows: Sequence[Row]) -> list[Setting]:
     """Rows with the same model, number format, optimizer and so on, in order of first appearance.
 
-    Within a setting, a size in words names one comparison.
+    Within a setting, a size in words names one comparison. Numbers of steps are a part of it only where they keep rows
+    apart, and then of every row: those of the first row that it is compared with.
     """
+    repeats: dict[tuple[Any, ...], dict[str, Any]] = {}
+    if any(row.apart for row in rows):
+        repeats = {group[0].size: group[0].repeats for group in group_by_size(rows)}
     groups: dict[str, list[Row]] = {}
+    described: dict[str, dict[str, Any]] = {}
     for row in rows:
-        groups.setdefault(repr(sorted(_settings(row).items())), []).append(row)
-    labels = _labels([_settings(group[0]) for group in groups.values()])
+        settings = {**_settings(row), **repeats.get(row.size, {})}
+        key = repr(sorted(settings.items()))
+        groups.setdefault(key, []).append(row)
+        described[key] = settings
+    labels = _labels(list(described.values()))
     return [Setting(label, group) for label, group in zip(labels, groups.values(), strict=True)]
 
 
@@ -54,17 +67,18 @@ def _settings(row: Row) -> dict[str, Any]:
     """Everything of a spec that is neither size nor method, the model's dimensions among it."""
     spec = row.first.spec
     rest = {name: value for name, value in spec.items() if name not in (*NOT_A_SETTING, "workload")}
-    return {**spec["workload"], **rest, **dict(row.apart)}
+    return {**spec["workload"], **rest}
 
 
 def _labels(described: Sequence[dict[str, Any]]) -> list[str]:
-    """As few words as tell one from the other; a number where no words do."""
+    """As few words as tell one from the other; a number where no words do. Of several each has a label."""
     spoken = [name for name in _varying(described) if name in SPEAK_FOR_THEMSELVES]
     short = [_words(settings, spoken) for settings in described]
     labels = []
     for settings, words in zip(described, short, strict=True):
         alike = [other for other, others in zip(described, short, strict=True) if others == words]
-        labels.append(", ".join(filter(None, (words, _words(settings, _varying(alike))))))
+        label = ", ".join(filter(None, (words, _words(settings, _varying(alike)))))
+        labels.append(label if label or len(described) == 1 else "the rest")
     places = [labels[:place].count(label) for place, label in enumerate(labels)]
     return [f"{label} ({place + 1})" if place else label for label, place in zip(labels, places, strict=True)]
 
@@ -76,8 +90,4 @@ def _varying(described: Sequence[dict[str, Any]]) -> list[str]:
 
 def _words(settings: dict[str, Any], names: Sequence[str]) -> str:
     known = {name: settings[name] for name in names if not isinstance(settings.get(name), dict | list | NoneType)}
-    words = (
-        str(value) if name in SPEAK_FOR_THEMSELVES else f"{name.replace('_', ' ')} {value}"
-        for name, value in known.items()
-    )
-    return ", ".join(words)
+    return ", ".join(SPOKEN.get(name, f"{name.replace('_', ' ')} {{}}").format(value) for name, value in known.items())
