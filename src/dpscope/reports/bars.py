@@ -14,7 +14,7 @@ LONGEST, SHORTEST = 10, 4  # cells
 EIGHTHS = " ▏▎▍▌▋▊▉█"
 # What fills the part that ordinary training costs as well, and what is beyond it.
 BLOCKS, ASCII = ("▒", EIGHTHS), ("-", " #")
-NOTE = "Bars: shaded up to 1.00× (standard), solid beyond."
+NOTE = "Bars: shaded up to 1.00× (standard), solid beyond; all solid where it is less."
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Bars:
             return Text()
         shade, solid = ASCII if self.ascii_only else BLOCKS
         one, length = self.one, ratio * self.one
-        if ratio < 1:
+        if round(ratio, 2) < 1:  # as it is printed
             return Text(_fill(length, solid), style="green")
         shaded = int(one)
         return Text.assemble((shade * shaded, "bright_black"), (_fill(length - shaded, solid), "cyan"))

@@ -18,7 +18,7 @@ from dpscope.reports.figures.traffic import write_traffic_figures
 from dpscope.reports.latex import RESULTS_TEX, write_latex
 from dpscope.reports.page import GENERATOR, PAGE, write_page
 from dpscope.reports.page.against import AGAINST_PAGE, write_against_page
-from dpscope.reports.tables import Row, compare_results
+from dpscope.reports.tables import Row, compare_results, seen_once
 from dpscope.reports.text import TITLE, render_plain, summary
 from dpscope.reports.trace_csv import write_trace_csv
 from dpscope.reports.traffic_csv import KERNELS, TRAFFIC, write_traffic_csv
@@ -32,15 +32,15 @@ FIRST = 2000
 OURS = {SUMMARY: TITLE, AGAINST: AGAINST_TITLE, PAGE: GENERATOR, AGAINST_PAGE: GENERATOR}
 
 # Each writes what it can say of the rows into a folder and names the files; none if it has nothing to say.
-# The last argument is the formats of figures: png, svg, pdf.
+# The last argument is the formats of figures: png, svg, pdf. With the instrument whose results it tells, each once.
 Writer = Callable[[Sequence[Row], Path, Sequence[str]], list[Path]]
-WRITERS: tuple[Writer, ...] = (
-    write_figures,
-    write_trace_figures,
-    write_trace_csv,
-    write_traffic_figures,
-    write_traffic_csv,
-)
+WRITERS: dict[Writer, str] = {
+    write_figures: "",  # of every row
+    write_trace_figures: "trace",
+    write_trace_csv: "trace",
+    write_traffic_figures: "ncu",
+    write_traffic_csv: "ncu",
+}
 
 # Written when they are asked for.
 EXPORTS = (RESULTS_CSV, TIMELINE_CSV, RESULTS_TEX)
@@ -62,7 +62,11 @@ def write_reports(
         write_atomically(text, render_plain(summary(results, skipped, detailed=True)))
         page = write_page(results, folder, skipped=skipped)  # first: the rest takes seconds
         rows = compare_results(results)
-        drawn = [path for writer in WRITERS for path in writer(rows, folder, formats)]
+        drawn = [
+            path
+            for writer, instrument in WRITERS.items()
+            for path in writer(seen_once(rows, instrument), folder, formats)
+        ]
         return [text, *page, *drawn, *(path for name in tables for path in TABLES[name](rows, folder))]
     except OSError as error:
         raise UserError(f"cannot write to {folder}: {error.strerror}; choose another folder with --out") from None

@@ -172,7 +172,9 @@ def _percent(fraction: float | None) -> str:
 
 def _error(traffic: Traffic, name: str) -> str:
     error = traffic.estimate_error(name)
-    return MISSING if error is None else f"{100 * error:+.0f}%"
+    if error is None:
+        return MISSING
+    return f"{100 * error:+.0f}%".replace("-", "−") if round(100 * error) else "0%"
 
 
 # -- words -------------------------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ def test_counted_bytes_with_estimated_operations_are_marked_where_it_matters():
 def test_caches_and_the_estimates_error_have_their_own_table():
     text = section(results_for())
     line = [line for line in text.splitlines() if line.startswith("standard ")][1]
-    assert " ".join(line.split()) == "standard 4 256 3.45 GB 1.78 GB 4.57 GB 1.18 GB -20% +10%"
+    assert " ".join(line.split()) == "standard 4 256 3.45 GB 1.78 GB 4.57 GB 1.18 GB −20% +10%"
     assert "how far the bytes computed from tensor sizes are" in text
 
 
