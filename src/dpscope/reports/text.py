@@ -100,7 +100,7 @@ def _describe(spec: dict[str, Any]) -> str:
     return (
         f"Model {workload['name']} ({sizes}); {spec['dtype']}, {spec['optimizer']}, "
         f"noise multiplier {spec['noise_multiplier']:g}, max grad norm {spec['max_grad_norm']:g}; "
-        f"{spec['warmup']} warm-up and {spec['steps']} timed steps"
+        f"{spec['warmup']} warm-up and {spec['steps']} timed step{'s' * (spec['steps'] != 1)}"
     )
 
 

@@ -89,7 +89,7 @@ def parse_result(text: str) -> Result:
     try:
         data = json.loads(text)
     except json.JSONDecodeError as error:
-        raise UnreadableResult(f"not complete JSON ({error.msg} at line {error.lineno})") from None
+        raise UnreadableResult(f"not complete JSON (line {error.lineno}: {error.msg})") from None
     except (ValueError, RecursionError):
         raise UnreadableResult("not a dpscope result (numbers or nesting beyond measure)") from None
     if not isinstance(data, dict) or "schema_version" not in data or "experiment" not in data:
