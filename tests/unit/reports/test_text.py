@@ -93,7 +93,7 @@ def test_when_every_row_failed_the_summary_still_says_why(shown, make_result):
 def test_the_model_the_settings_and_the_machine_are_named(shown, make_result):
     text = in_one_line(shown(make_result(noise_multiplier=0.5, max_grad_norm=2.0)))
     assert "Model tiny (vocab size 50, hidden dim 16, num layers 1, num heads 2" in text
-    assert "fp32, adamw, noise multiplier 0.5, max grad norm 2; 0 warm-up and 1 timed steps" in text
+    assert "fp32, adamw, noise multiplier 0.5, max grad norm 2; 0 warm-up and 1 timed step" in text
     assert "On a processor, 2 threads; torch 2.13.0, opacus 1.6.0, dpscope 0.1.0" in text
 
 
