@@ -57,6 +57,7 @@ addEventListener("resize", () => {
 function drawForPaper(printing) {
   root.classList.toggle("printing", printing);
   for (const each of drawn) {
+    each.reserve();
     each.stale = true;
     if (printing || each.near) each.draw();
   }

@@ -1,7 +1,7 @@
 // What every drawing uses: numbers as people read them (as in units.py), and a place for the drawings.
 
 // kind -> function (data of a view, theme) -> option for ECharts. One file a kind.
-// A drawing may have a `height` of its own: function (data, theme) -> pixels.
+// A drawing may have a `height` of its own: function (data, theme) -> pixels. `zooms`: it has a part to look at closer.
 const drawings = {};
 
 const KIB = 2 ** 10, MIB = 2 ** 20, GIB = 2 ** 30;

@@ -43,6 +43,7 @@ drawings["memory-timeline"] = (data, theme) => {
   };
 };
 
+drawings["memory-timeline"].zooms = true;
 drawings["memory-timeline"].height = (data, { width }) => {
   const lines = Math.ceil(data.panels.length / timelineColumns(data, width));
   return timelineTop(data, width) + lines * (PANEL.title + PANEL.plot + PANEL.axis + PANEL.gap) + 40;
