@@ -172,7 +172,8 @@ def hostile_against_page(measured: list[Any], tmp_path_factory: pytest.TempPathF
     now = sweeps.make_hostile(measured)
     folder = tmp_path_factory.mktemp(f"against {sweeps.FOLDER}")
     folders = [
-        sweeps.write_sweep(folder / name, results) for name, results in (("now", now), ("before", sweeps.slow_down(now)))
+        sweeps.write_sweep(folder / name, results)
+        for name, results in (("now", now), ("before", sweeps.slow_down(now)))
     ]
     return sweeps.against_page_of(*folders, out=folder)
 

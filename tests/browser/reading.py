@@ -37,7 +37,7 @@ POINTS_JS = """drawing => {
 # ECharts's tooltip floats above everything else in the drawing, or is there unseen.
 TOOLTIP_JS = """drawing => {
   const floating = [...drawing.querySelectorAll("div")].filter((box) => box.style.zIndex > 1000);
-  const seen = (box) => getComputedStyle(box).visibility === "visible" && getComputedStyle(box).opacity > 0;
+  const seen = (box) => box.checkVisibility({ visibilityProperty: true, opacityProperty: true });
   return floating.find(seen)?.innerText.trim() ?? "";
 }"""
 

@@ -45,6 +45,8 @@ class Drawn {
     this.data.addEventListener("toggle", () => this.fillTable());
     this.drawing.addEventListener("keydown", (event) => this.press(event));
     this.drawing.addEventListener("blur", () => this.point(null));
+    // ECharts keeps a wheel over a drawing that zooms from the page, even where it zooms with Ctrl only.
+    this.drawing.addEventListener("wheel", (event) => { if (!event.ctrlKey) event.stopPropagation(); }, { capture: true, passive: true });
   }
 
   show(choice) {
