@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -26,9 +27,11 @@ DESKTOP = {"width": 1280, "height": 900}
 
 def find_chromium() -> str:
     """Skips the test that asks where there is none; where there has to be one (in CI), fails it."""
+    refuse = pytest.fail if os.environ.get("DPSCOPE_REQUIRE_CHROMIUM") else pytest.skip
+    if importlib.util.find_spec("playwright") is None:
+        refuse("report.html is tested in a browser, which Playwright drives: pip install playwright")
     found = next(filter(None, map(shutil.which, NAMES)), None)
     if found is None:
-        refuse = pytest.fail if os.environ.get("DPSCOPE_REQUIRE_CHROMIUM") else pytest.skip
         refuse("report.html is tested in a browser, and there is no Chromium here: apt-get install chromium")
     return found
 

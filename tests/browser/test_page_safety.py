@@ -31,7 +31,7 @@ def test_markup_in_results_is_shown_and_not_run(hostile_page: Path, read_page: R
 
 def test_a_tooltip_shows_a_hostile_name_as_text(hostile_page: Path, read_page: Reads) -> None:
     page = read_page(hostile_page)
-    told = {chart["key"]: "".join(tooltips(page, drawing)) for chart, drawing in drawings_of(page)}
+    told = {chart["key"]: "".join(tooltips(page, drawing, tries=9)) for chart, drawing in drawings_of(page)}
     for name in ("</script><script>", "'\"&{{ 7 * 191 }}"):
         assert name in told["step-time"]
     assert "onerror" in told["layers-memory"], "names of modules"

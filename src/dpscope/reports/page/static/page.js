@@ -50,7 +50,10 @@ chooser?.addEventListener("change", () => choose(Number(chooser.value)));
 let waiting;
 addEventListener("resize", () => {
   clearTimeout(waiting);
-  waiting = setTimeout(() => drawn.forEach((each) => each.resize()), 100);
+  waiting = setTimeout(() => {
+    for (const each of drawn) each.resize();
+    later(drawRest);
+  }, 100);
 });
 
 // Paper: everything drawn, in light colours, as wide as a sheet.

@@ -61,6 +61,15 @@ const textWidth = (text, size = 12) => {
   return pen.measureText(text).width;
 };
 
+// As much of a text as `width` pixels hold.
+const shortenTo = (text, width, size) => {
+  let length = text.length;
+  while (length > 3 && textWidth(shorten(text, length), size) > width) length -= 1;
+  return shorten(text, length);
+};
+
+const widest = (texts) => Math.max(...texts.map((text) => textWidth(text)));
+
 // Its height in pixels: a drawing begins below it.
 function legendHeight(names, width) {
   const widths = names.map((name) => 14 + 5 + textWidth(shorten(name, LONGEST_NAME)) + 14);
