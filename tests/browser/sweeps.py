@@ -93,7 +93,7 @@ def make_hostile(measured: Sequence[Result]) -> list[Result]:
 
 
 def _poison(result: Result) -> Result:
-    renamed = {"standard": "standard", "flat": CLOSING, "flash": f"'\"&{TEMPLATE}{LONG}"}
+    renamed = {"standard": "standard", "flat": CLOSING, "flash": f"=1+1'\"&{TEMPLATE}{LONG}"}
     name = renamed[result.experiment]
     # Names of modules, operators and kernels, wherever an instrument wrote them.
     poisoned = _replace_names(asdict(result), {"module": IMAGE, "operator": SCRIPT, "name": CLOSING, "phase": ""})
