@@ -68,7 +68,7 @@ const shortenTo = (text, width, size) => {
   return shorten(text, length);
 };
 
-const widest = (texts) => Math.max(...texts.map((text) => textWidth(text)));
+const widest = (texts, size) => Math.max(...texts.map((text) => textWidth(text, size)));
 
 // Its height in pixels: a drawing begins below it.
 function legendHeight(names, width) {
