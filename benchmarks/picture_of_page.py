@@ -13,6 +13,9 @@ from pathlib import Path
 
 from playwright.sync_api import sync_playwright
 
+# A chart without figures at the chosen size is hidden, and one that cannot be drawn says so: neither is waited for.
+ALL_DRAWN_JS = "() => !document.querySelector(\".drawing[aria-busy='true']:not([hidden])\")"
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -34,9 +37,7 @@ def main() -> None:
             color_scheme="dark" if asked.dark else "light",
         )
         page.goto(asked.report.resolve().as_uri())
-        page.wait_for_function(
-            "document.querySelectorAll('.drawing').length <= document.querySelectorAll('.drawing svg').length"
-        )
+        page.wait_for_function(ALL_DRAWN_JS)
         page.screenshot(path=asked.out, full_page=asked.full)
         browser.close()
 

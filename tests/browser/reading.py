@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 if TYPE_CHECKING:
     from playwright.sync_api import Locator, Page
@@ -35,31 +37,89 @@ POINTS_JS = """drawing => {
 # ECharts's tooltip floats above everything else in the drawing, or is there unseen.
 TOOLTIP_JS = """drawing => {
   const floating = [...drawing.querySelectorAll("div")].filter((box) => box.style.zIndex > 1000);
-  const seen = (box) => getComputedStyle(box).visibility === "visible" && getComputedStyle(box).opacity > 0;
+  const seen = (box) => box.checkVisibility({ visibilityProperty: true, opacityProperty: true });
   return floating.find(seen)?.innerText.trim() ?? "";
 }"""
 
 
-ALL_DRAWN_JS = """() =>
-  [...document.querySelectorAll(".drawing:not([hidden])")].every((drawing) => drawing.querySelector("svg"))"""
+ALL_DRAWN_JS = "() => !document.querySelector(\".drawing[aria-busy='true']:not([hidden])\")"
+
+# What a reader can change.
+STATE_JS = """() => ({
+  theme: document.documentElement.dataset.theme,
+  chosen: [...document.querySelectorAll("select, input")].map((control) => control.value),
+  open: [...document.querySelectorAll("details")].map((details) => details.open),
+  order: [...document.querySelectorAll("#rows tbody tr")].map((row) => row.dataset.row).join(),
+  zoomed: [...document.querySelectorAll(".drawing")].map((drawing) => {
+    const [zoom] = echarts.getInstanceByDom(drawing)?.getOption().dataZoom ?? [];
+    return zoom && [zoom.start, zoom.end];
+  }),
+})"""
+
+# Texts of a drawing that go beyond it.
+CUT_JS = """drawing => {
+  const outer = drawing.getBoundingClientRect();
+  return [...drawing.querySelectorAll("svg text")].filter((text) => {
+    const box = text.getBoundingClientRect();
+    const beyond = [outer.left - box.left, box.right - outer.right, outer.top - box.top, box.bottom - outer.bottom];
+    return box.width && Math.max(...beyond) > 1;
+  }).map((text) => text.textContent);
+}"""
+
+# Labels of one drawing that are printed over each other.
+COLLISIONS_JS = """drawing => {
+  const labels = [...drawing.querySelectorAll("svg text")].filter((text) => text.textContent.trim())
+    .map((text) => [text.textContent, text.getBoundingClientRect()]);
+  const found = [];
+  for (const [index, [first, a]] of labels.entries())
+    for (const [second, b] of labels.slice(index + 1)) {
+      const wide = Math.min(a.right, b.right) - Math.max(a.left, b.left);
+      const high = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);
+      if (wide > 3 && high > 4) found.push(`${first} / ${second}`);
+    }
+  return found;
+}"""
+
+CONTRAST_JS = """
+  const parse = (colour) => (colour.match(/[\\d.]+/g) ?? []).map(Number);
+  const light = (c) => [0.2126, 0.7152, 0.0722].reduce((sum, weight, i) => {
+    const v = c[i] / 255;
+    return sum + weight * (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+  }, 0);
+  const contrast = (one, other) => {
+    const [a, b] = [light(one), light(other)];
+    return (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+  };
+  const behind = (element) => {
+    for (let at = element; at; at = at.parentElement) {
+      const colour = parse(getComputedStyle(at).backgroundColor);
+      if (colour.length === 3 || colour[3] === 1) return colour;
+    }
+    return [255, 255, 255];
+  };
+"""
+
+
+_data: WeakKeyDictionary[Page, dict[str, Any]] = WeakKeyDictionary()
 
 
 def data_of(page: Page) -> dict[str, Any]:
-    """What the page draws from."""
-    data: dict[str, Any] = page.evaluate("JSON.parse(document.getElementById('data').textContent)")
-    return data
+    """What the page draws from. Read once: nothing changes it."""
+    if page not in _data:
+        _data[page] = json.loads(page.locator("#data").text_content() or "")
+    return _data[page]
 
 
 def drawings_of(page: Page, key: str | None = None) -> Iterator[tuple[dict[str, Any], Locator]]:
-    """The data and the drawing of every chart (or of one), scrolled to the middle of the window and drawn."""
+    """The data and the drawing of every chart at the chosen size (or of one), in the middle of the window and drawn."""
     charts = [chart for chart in data_of(page)["charts"] if key in (None, chart["key"])]
     assert charts
-    page.wait_for_function(ALL_DRAWN_JS)  # a drawing takes its height when it is drawn, and moves what is below it
+    page.wait_for_function(ALL_DRAWN_JS)
     for chart in charts:
         drawing = page.locator(f"[id='{chart['key']}'] .drawing")
-        drawing.evaluate("drawing => drawing.scrollIntoView({ block: 'center', behavior: 'instant' })")
-        drawing.locator("svg").first.wait_for()
-        yield chart, drawing
+        if drawing.is_visible():
+            drawing.evaluate("drawing => drawing.scrollIntoView({ block: 'center', behavior: 'instant' })")
+            yield chart, drawing
 
 
 def points_in(drawing: Locator) -> list[tuple[float, float]]:

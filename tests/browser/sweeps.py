@@ -10,16 +10,20 @@ from typing import Any
 
 from dpscope.comparison import Comparison
 from dpscope.reports.page import write_page
-from dpscope.results.schema import FAILED, OOM, Result, parse_result, result_for
+from dpscope.reports.page.against import write_against_page
+from dpscope.results.schema import FAILED, OOM, Result, result_for
 from dpscope.results.store import ResultStore
 
-METHODS = ("standard", "flat", "ghost", "flash")
+METHODS = ("standard", "flat", "flash")
 INSTRUMENTS = ("time", "memory", "trace", "ncu")
-SIZES = ((2, 16), (4, 16), (2, 32))  # batch, sequence: 12 rows with the methods
+FULL, PART = (2, 16), (4, 16)  # batch, sequence: seen by every instrument, and only timed and weighed
+
 H200 = Path(__file__).parents[2] / "benchmarks" / "results"
+H200_TWICE = (H200 / "2026-11-15-h200-traffic", H200 / "2026-11-15-h200-flash-grid" / "bf16-1024")  # now, before
 
-BATCHES = range(1, 51)  # 200 rows with the methods
+BATCHES = range(1, 68)  # 201 rows with the methods
 
+FOLDER = "<img src=x onerror=planted=1>"
 LONG = "a-name-without-an-end-" * 12
 SCRIPT = "<script>window.planted = 'script'</script>"
 IMAGE = '"><img src=x onerror="window.planted = \'image\'">'
@@ -30,45 +34,57 @@ BACKWARDS = "\u202etxt.nepo\u202c"
 
 
 def measure_sweep(make_spec: Callable[..., Any]) -> list[Result]:
-    """Every instrument on every method at three sizes, in this process: starting 48 children would take minutes."""
+    """In this process: a child for each measurement would take minutes."""
     import torch
 
     from dpscope.runner.measure import measure
 
     torch.set_num_threads(1)  # tests share the machine
-    sizes = ({"batch_size": batch, "seq_len": length} for batch, length in SIZES)
-    specs = (
-        make_spec(method=method, instrument=instrument, warmup=1, steps=4, **size)
-        for size in sizes
+    plan = {FULL: INSTRUMENTS, PART: ("time", "memory")}
+    return [
+        measure(make_spec(method=method, instrument=instrument, warmup=1, steps=4, batch_size=batch, seq_len=length))
+        for (batch, length), instruments in plan.items()
         for method in METHODS
-        for instrument in INSTRUMENTS
-    )
-    return [measure(spec) for spec in specs]
+        for instrument in instruments
+    ]
 
 
 def read_h200() -> list[Result]:
-    """What an H200 gave for the model of 1B parameters, each file a real result, as of one sweep."""
-    folders = ("traces", "memory/8x1024", "memory/1x16384", "flash-grid/bf16-16384", "flash-grid/bf16-256")
-    paths = [path for name in folders for path in sorted((H200 / f"2026-11-15-h200-{name}" / "results").glob("*.json"))]
-    assert paths, f"no results in {H200}"
-    results = [parse_result(path.read_text(encoding="utf-8")) for path in paths]
-    # They were taken on one day with different numbers of steps; equal ones make them rows of one table.
-    return [replace(result, spec={**result.spec, "warmup": 3, "steps": 10}) for result in results]
+    """What an H200 gave for the model of 1B parameters: four methods at four sizes, one of them by every instrument."""
+    seen: dict[tuple[Any, ...], Result] = {}
+    for name in ("traffic", "memory/8x1024", "traces"):
+        for result in Comparison.read(H200 / f"2026-11-15-h200-{name}").results:
+            # The traces' own times were taken with fewer steps, and would be rows of their own.
+            looked = (result.experiment, result.spec["batch_size"], result.spec["seq_len"], result.instrument)
+            seen.setdefault(looked, result)
+    return list(seen.values())
 
 
-def multiply(measured: Sequence[Result]) -> list[Result]:
-    """The rows of one size again at fifty batch sizes: real figures, so that every chart has its full weight."""
-    one_size = [result for result in measured if _size(result) == SIZES[0]]
-    return [
-        replace(result, spec={**result.spec, "batch_size": batch}, config={**result.config, "batch_size": batch})
-        for batch in BATCHES
-        for result in one_size
-    ]
+def at(size: tuple[int, int], results: Iterable[Result]) -> list[Result]:
+    return [result for result in results if (result.spec["batch_size"], result.spec["seq_len"]) == size]
+
+
+def with_spec(result: Result, **changes: Any) -> Result:
+    return replace(result, spec={**result.spec, **changes}, config={**result.config, **changes})
+
+
+def multiply(results: Sequence[Result], batches: Iterable[int], size: tuple[int, int] = FULL) -> list[Result]:
+    """The rows of one size again at other batch sizes: real figures, so that every chart has its full weight."""
+    return [with_spec(result, batch_size=batch) for batch in batches for result in at(size, results)]
+
+
+def slow_down(results: Iterable[Result], factor: float = 1.5) -> list[Result]:
+    """The same sweep when every step took longer."""
+
+    def scale(value: Any) -> Any:
+        return [factor * each for each in value] if isinstance(value, list) else factor * value
+
+    return [replace(r, timing={key: scale(value) for key, value in r.timing.items()}) for r in results]
 
 
 def make_hostile(measured: Sequence[Result]) -> list[Result]:
     """Markup and code wherever a result holds text that somebody else chose."""
-    one_size = [result for result in measured if _size(result) == SIZES[0]]
+    one_size = at(FULL, measured)
     hostile = [_poison(result) for result in one_size]
     first = one_size[0]
     failed = {**first.spec, "method": IMAGE, "workload": {**first.spec["workload"], "name": SCRIPT}}
@@ -77,7 +93,7 @@ def make_hostile(measured: Sequence[Result]) -> list[Result]:
 
 
 def _poison(result: Result) -> Result:
-    renamed = {"standard": "standard", "flat": CLOSING, "ghost": f"'\"&{TEMPLATE}", "flash": LONG}
+    renamed = {"standard": "standard", "flat": CLOSING, "flash": f"=1+1'\"&{TEMPLATE}{LONG}"}
     name = renamed[result.experiment]
     # Names of modules, operators and kernels, wherever an instrument wrote them.
     poisoned = _replace_names(asdict(result), {"module": IMAGE, "operator": SCRIPT, "name": CLOSING, "phase": ""})
@@ -106,21 +122,23 @@ def _replace_names(value: Any, poison: dict[str, str]) -> Any:
 
 
 def break_some(measured: Sequence[Result]) -> list[Result]:
-    """One size whole, one in which flat ran out of memory and ghost failed, one that nobody finished."""
-
-    def of(size: tuple[int, int]) -> list[Result]:
-        return [result for result in measured if _size(result) == size]
-
-    def ended(result: Result, status: str, reason: str) -> Result:
-        return result_for(result.spec, status=status, reason=reason, environment=result.environment)
-
+    """One size whole, one in which flat ran out of memory and flash failed, one that nobody finished."""
     endings = {
         "flat": (OOM, "out of memory: 12.0 GiB asked for, 3.1 GiB free; try --batch-size 1"),
-        "ghost": (FAILED, "RuntimeError: no ghost norm for a layer of this kind"),
+        "flash": (FAILED, "RuntimeError: no norm for a layer of this kind"),
     }
-    second = [ended(r, *endings[r.experiment]) if r.experiment in endings else r for r in of(SIZES[1])]
-    third = [r for r in of(SIZES[2]) if r.instrument == "time" and r.experiment != "flash"]
-    return [*of(SIZES[0]), *second, *third]
+
+    def end(result: Result) -> Result:
+        status, reason = endings[result.experiment]
+        return result_for(result.spec, status=status, reason=reason, environment=result.environment)
+
+    second = [end(result) if result.experiment in endings else result for result in at(PART, measured)]
+    third = [
+        with_spec(result, seq_len=32)
+        for result in at(FULL, measured)
+        if result.instrument == "time" and result.experiment != "flash"
+    ]
+    return [*at(FULL, measured), *second, *third]
 
 
 def write_sweep(folder: Path, results: Iterable[Result]) -> Path:
@@ -146,5 +164,6 @@ def page_of(folder: Path) -> Path:
     return write_page(comparison.results, folder, skipped=comparison.skipped)[0]
 
 
-def _size(result: Result) -> tuple[int, int]:
-    return result.spec["batch_size"], result.spec["seq_len"]
+def against_page_of(now: Path, before: Path, *, out: Path) -> Path:
+    """report-against.html of two folders, as `dpscope report NOW --against BEFORE` makes it."""
+    return write_against_page(Comparison.read(now).against(before), out)[0]

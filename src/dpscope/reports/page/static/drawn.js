@@ -38,11 +38,15 @@ class Drawn {
     this.stale = true;
     for (const button of this.figure.querySelectorAll("[data-save]"))
       button.addEventListener("click", () => this.save(button.dataset.save));
-    for (const button of this.figure.querySelectorAll("[data-zoom]"))
+    for (const button of this.figure.querySelectorAll("[data-zoom]")) {
+      button.hidden = !drawings[chart.kind].zooms;
       button.addEventListener("click", () => this.zoom(Number(button.dataset.zoom)));
+    }
     this.data.addEventListener("toggle", () => this.fillTable());
     this.drawing.addEventListener("keydown", (event) => this.press(event));
     this.drawing.addEventListener("blur", () => this.point(null));
+    // ECharts keeps a wheel over a drawing that zooms from the page, even where it zooms with Ctrl only.
+    this.drawing.addEventListener("wheel", (event) => { if (!event.ctrlKey) event.stopPropagation(); }, { capture: true, passive: true });
   }
 
   show(choice) {
@@ -54,7 +58,27 @@ class Drawn {
     this.drawing.hidden = this.data.hidden = !this.view;
     for (const button of this.figure.querySelectorAll("button")) button.disabled = !this.view;
     this.fillTable();
+    this.reserve();
     this.redraw();
+  }
+
+  // Its height before it is drawn: what is below stays where it is, and a link leads to where it says.
+  reserve() {
+    const { height } = drawings[this.chart.kind];
+    this.attempt(() => { this.drawing.style.height = height ? `${height(this.view.data, this.theme)}px` : ""; });
+  }
+
+  // Whether what is drawn is not yet what is chosen: for who hears the page too.
+  get stale() {
+    return this.drawing.ariaBusy === "true";
+  }
+
+  set stale(stale) {
+    this.drawing.ariaBusy = String(stale);
+  }
+
+  get theme() {
+    return { ...currentTheme(), width: this.drawing.clientWidth };
   }
 
   // Where this chart has figures: the first sizes, those of the chosen setting before others, and how many more.
@@ -69,12 +93,17 @@ class Drawn {
     if (this.near) this.draw();
   }
 
-  // One drawing that fails leaves the others, and its own figures, where they are.
   draw() {
     if (!this.stale || !this.view) return;
     this.stale = false;
+    this.attempt(() => this.drawNow());
+  }
+
+  // One drawing that fails leaves the others, and its own figures, where they are.
+  attempt(work) {
+    if (!this.view) return;
     try {
-      this.drawNow();
+      work();
     } catch (error) {
       console.error(error);
       this.says.textContent = `${this.view.says} (It could not be drawn: ${error.message}. The figures are under Data.)`;
@@ -82,20 +111,17 @@ class Drawn {
   }
 
   drawNow() {
-    const theme = { ...currentTheme(), width: this.drawing.clientWidth };
-    const draw = drawings[this.chart.kind];
-    this.drawing.style.height = draw.height ? `${draw.height(this.view.data, theme)}px` : "";
+    const { theme } = this;
     this.instance?.dispose();
     this.instance = echarts.init(this.drawing, echartsTheme(theme), { renderer: "svg" });
-    const option = draw(this.view.data, theme);
-    this.instance.setOption({ animation: false, ...option });
+    this.instance.setOption({ animation: false, ...drawings[this.chart.kind](this.view.data, theme) });
     this.drawing.setAttribute("aria-label", this.view.says);
     this.drawing.setAttribute("role", "application");
-    for (const button of this.figure.querySelectorAll("[data-zoom]")) button.hidden = !option.dataZoom;
     this.place = null;
   }
 
   resize() {
+    this.reserve();
     if (!this.instance || this.instance.getWidth() === this.drawing.clientWidth) return;
     this.redraw(); // a drawing may be another one at another width
   }
@@ -106,7 +132,7 @@ class Drawn {
     const moves = { ArrowRight: [0, 1], ArrowLeft: [0, -1], ArrowDown: [1, 0], ArrowUp: [-1, 0], PageDown: [0, 10], PageUp: [0, -10], Home: [0, -Infinity], End: [0, Infinity] };
     const zooms = { "+": 0.5, "=": 0.5, "-": 2, "0": 0 };
     if (event.key in moves) this.point(this.next(...moves[event.key]));
-    else if (event.key in zooms && this.instance.getOption().dataZoom?.length) this.zoom(zooms[event.key]);
+    else if (event.key in zooms && drawings[this.chart.kind].zooms) this.zoom(zooms[event.key]);
     else if (event.key === "Escape") this.point(null);
     else return;
     event.preventDefault();

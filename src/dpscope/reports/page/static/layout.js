@@ -138,7 +138,7 @@ const panelPlaces = (count, theme, { columns, height, top, left, right = 16, abo
 };
 
 const panelTitle = (theme, text, place) => ({
-  text: shorten(text, Math.floor(place.across / 7.5)),
+  text: shortenTo(text, 0.9 * (place.across - 8), 13), // bold is wider
   left: place.x,
   top: place.y,
   padding: 0,

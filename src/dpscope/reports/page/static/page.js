@@ -50,13 +50,17 @@ chooser?.addEventListener("change", () => choose(Number(chooser.value)));
 let waiting;
 addEventListener("resize", () => {
   clearTimeout(waiting);
-  waiting = setTimeout(() => drawn.forEach((each) => each.resize()), 100);
+  waiting = setTimeout(() => {
+    for (const each of drawn) each.resize();
+    later(drawRest);
+  }, 100);
 });
 
 // Paper: everything drawn, in light colours, as wide as a sheet.
 function drawForPaper(printing) {
   root.classList.toggle("printing", printing);
   for (const each of drawn) {
+    each.reserve();
     each.stale = true;
     if (printing || each.near) each.draw();
   }

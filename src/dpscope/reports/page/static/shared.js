@@ -1,7 +1,7 @@
 // What every drawing uses: numbers as people read them (as in units.py), and a place for the drawings.
 
 // kind -> function (data of a view, theme) -> option for ECharts. One file a kind.
-// A drawing may have a `height` of its own: function (data, theme) -> pixels.
+// A drawing may have a `height` of its own: function (data, theme) -> pixels. `zooms`: it has a part to look at closer.
 const drawings = {};
 
 const KIB = 2 ** 10, MIB = 2 ** 20, GIB = 2 ** 30;
@@ -60,6 +60,15 @@ const textWidth = (text, size = 12) => {
   pen.font = `${size}px system-ui, sans-serif`;
   return pen.measureText(text).width;
 };
+
+// As much of a text as `width` pixels hold.
+const shortenTo = (text, width, size) => {
+  let length = text.length;
+  while (length > 3 && textWidth(shorten(text, length), size) > width) length -= 1;
+  return shorten(text, length);
+};
+
+const widest = (texts, size) => Math.max(...texts.map((text) => textWidth(text, size)));
 
 // Its height in pixels: a drawing begins below it.
 function legendHeight(names, width) {

@@ -43,6 +43,7 @@ drawings["memory-timeline"] = (data, theme) => {
   };
 };
 
+drawings["memory-timeline"].zooms = true;
 drawings["memory-timeline"].height = (data, { width }) => {
   const lines = Math.ceil(data.panels.length / timelineColumns(data, width));
   return timelineTop(data, width) + lines * (PANEL.title + PANEL.plot + PANEL.axis + PANEL.gap) + 40;
@@ -83,9 +84,9 @@ function namesThatFit(panel, width) {
 
 function panelTitle({ panel, box }, theme) {
   const maker = panel.maker ? ` in ${panel.maker}` : "";
-  const room = Math.floor((box.width + PANEL.left) / 6.4);
+  const room = box.width + PANEL.left;
   return {
-    text: shorten(panel.method, Math.floor(room * 0.8)), subtext: shorten(`peak ${format.bytes(panel.peak.bytes)}${maker}`, room),
+    text: shortenTo(panel.method, 0.9 * room, 13), subtext: shortenTo(`peak ${format.bytes(panel.peak.bytes)}${maker}`, room), // bold is wider
     left: box.left - PANEL.left, top: box.top - PANEL.title, padding: [0, 4], itemGap: 2,
     textStyle: { color: theme.ink, fontSize: 13, fontWeight: "bold" }, subtextStyle: { color: theme.faint, fontSize: 12 },
   };

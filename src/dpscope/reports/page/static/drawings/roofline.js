@@ -17,7 +17,7 @@ drawings["roofline"] = (data, theme) => {
     series: [
       ...(slope ? [memoryRoof(slope, highest, x, y, theme, plot)] : []),
       ...levels.map(([name, rate]) => computeRoof(name, rate, { solid: rate === highest, start: slope ? Math.max(rate / slope, x.min) : x.min, end: x.max }, theme)),
-      ...rooflineSeries(data.points, theme, x, y, plot),
+      ...rooflineSeries(data.points, theme, x, y, plot, slope ? memoryRoofEnds(slope, highest, x, y) : null),
     ],
   };
 };
@@ -25,11 +25,12 @@ drawings["roofline"] = (data, theme) => {
 drawings["roofline"].height = (data, theme) => methodLegendHeight(theme, data.points.filter((point) => !point.kernel)) + (isNarrow(theme) ? 380 : 430);
 
 // A series a method: its step with its name where that covers nothing, and its kernels.
-function rooflineSeries(points, theme, x, y, [width, height]) {
+function rooflineSeries(points, theme, x, y, [width, height], roof) {
   const logarithms = (range) => ({ min: Math.log10(range.min), max: Math.log10(range.max) });
   const toPixel = inPixels(logarithms(x), logarithms(y), width, height);
   const steps = points.filter((point) => !point.kernel);
-  const positions = labelPositions(steps.map((point) => toPixel([Math.log10(point.x), Math.log10(point.y)])), steps.map(rooflineName), { size: 16, width, fontSize: 12 });
+  const pixelOf = (point) => toPixel([Math.log10(point.x), Math.log10(point.y)]);
+  const positions = labelPositions(steps.map(pixelOf), steps.map(rooflineName), { size: 16, width, fontSize: 12, taken: roof ? alongRoof(...roof.map(pixelOf)) : [] });
   const positionOf = new Map(steps.map((point, index) => [point, positions[index]]));
   return methodsOf(steps).map(({ method }) => rooflinePoints(points.filter((point) => point.method === method), theme, positionOf));
 }
@@ -42,16 +43,27 @@ const decades = (values) => {
   return { min: power(Math.floor, Math.min(...values) / 1.5), max: power(Math.ceil, Math.max(...values) * 1.5) };
 };
 
+// Boxes along a roof, and above it, where its name is: pixels.
+const alongRoof = (start, end, count = 40) => Array.from({ length: count + 1 }, (_, place) => {
+  const [x, y] = [0, 1].map((axis) => start[axis] + (end[axis] - start[axis]) * place / count);
+  return [x - 16, y - 16, x + 4, y + 4];
+});
+
 const roofLook = (theme, type = "solid") => ({ type: "line", silent: true, symbol: "none", tooltip: { show: false }, color: theme.faint, lineStyle: { color: theme.faint, width: 1.5, type } });
 
 // What memory lets through, up to where computing is the limit.
-function memoryRoof(slope, highest, x, y, theme, [width, height]) {
+function memoryRoofEnds(slope, highest, x, y) {
   const start = Math.max(x.min, y.min / slope), end = Math.min(x.max, highest > 0 ? highest / slope : Infinity, y.max / slope);
-  const place = Math.sqrt(start * end);
+  return [start, end].map((intensity) => ({ x: intensity, y: slope * intensity }));
+}
+
+function memoryRoof(slope, highest, x, y, theme, [width, height]) {
+  const [start, end] = memoryRoofEnds(slope, highest, x, y);
+  const place = Math.sqrt(start.x * end.x);
   const rise = height / Math.log10(y.max / y.min), run = width / Math.log10(x.max / x.min); // pixels of a power of ten
   return {
     ...roofLook(theme),
-    data: [[start, slope * start], [end, slope * end]],
+    data: [start, end].map((point) => [point.x, point.y]),
     markPoint: {
       silent: true,
       symbol: "circle",

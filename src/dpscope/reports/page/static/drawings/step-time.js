@@ -9,7 +9,7 @@ drawings["step-time"] = (data, theme) => {
   // Spreads are lines, each from its own two points.
   const spread = (bar, index) => bar.spread_ms && [{ coord: [bar.spread_ms[0], index] }, { coord: [bar.spread_ms[1], index] }];
   return {
-    grid: { left: 4, right: narrow ? 112 : 124, top: 4, bottom: 40, containLabel: true },
+    grid: { left: 4, right: widest(bars.map(costs), 13) + 16, top: 4, bottom: 40, containLabel: true },
     tooltip: {
       trigger: "item",
       formatter: ({ seriesName, data: item, dataIndex, value }) => {

@@ -77,6 +77,7 @@ function betterCorner(data, theme, left, bottom) {
     symbolSize: 0.01,
     tooltip: { show: false },
     data: [[left, bottom]],
+    itemStyle: { opacity: 1 }, // which the words would share
     label: { show: true, position: "right", offset: [4, -12], color: theme.accent, fontSize: 12, formatter: "↙ better" },
     ...(data.relative ? { markArea: area } : {}),
   };

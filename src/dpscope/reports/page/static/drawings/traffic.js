@@ -4,16 +4,19 @@ drawings["traffic"] = (data, theme) => {
   const [unit, unitName] = decimalUnit(largest);
   const families = data.parts.some((part) => part.stack === "family");
   const names = data.parts.map((part) => part.label);
+  const letters = isNarrow(theme) ? 12 : 28, methods = data.bars.map((bar) => bar.method);
+  const ends = data.bars.map((bar) => trafficEnd(bar, isNarrow(theme)));
+  const plot = theme.width - widest(methods.map((name) => shorten(name, letters))) - 40;
   const room = largest / unit * (isNarrow(theme) ? 0.16 : 0.07); // that a figure needs
   return {
     grid: { left: 8, right: 16, top: legendHeight(names, theme.width), bottom: 34, containLabel: true },
     legend: legendOf(names, theme),
     tooltip: tooltipOf(theme, (items) => trafficTip(data, items[0].dataIndex), { trigger: "axis", axisPointer: { type: "shadow" } }),
-    xAxis: valueAxis(theme, `DRAM bytes of a step (${unitName})`, fromZero([largest / unit], isNarrow(theme) ? 1.8 : 1.3, isNarrow(theme) ? 4 : 6)),
-    yAxis: nameAxis(theme, data.bars.map((bar) => bar.method), isNarrow(theme) ? 12 : 28),
+    xAxis: valueAxis(theme, `DRAM bytes of a step (${unitName})`, fromZero([largest / unit], plot / Math.max(plot - 1.1 * widest(ends) - 12, 0.25 * plot), isNarrow(theme) ? 4 : 6)), // ends are bold
+    yAxis: nameAxis(theme, methods, letters),
     series: [
       ...data.parts.map((part) => trafficBars(part, data.bars, theme, { unit, room, slim: families && part.stack === "direction" })),
-      endLabels(theme, data.bars.map((bar) => trafficEnd(bar, isNarrow(theme))), families ? "family" : "direction"),
+      endLabels(theme, ends, families ? "family" : "direction"),
     ],
   };
 };
