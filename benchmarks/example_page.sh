@@ -13,7 +13,7 @@ cp "$DAY"-traffic/results/*.json "$DAY"-memory/*/results/*.json "$DAY"-traces/re
   "$DAY"-traces/results/*-nsys-*.json "$DAY"-flash-grid/bf16-16384/results/*.json "$WORK/results/"
 "$PYTHON" -m dpscope report "$WORK" >"$WORK/log" || { cat "$WORK/log"; exit 1; }
 cp "$WORK/report.html" "$DOCS/example-report.html"
-"$PYTHON" "$HERE/picture_of_page.py" "$DOCS/example-report.html" "$DOCS/report.png" --height 1180
-"$PYTHON" "$HERE/picture_of_page.py" "$DOCS/example-report.html" "$DOCS/report-dark.png" --height 1180 --dark
+"$PYTHON" "$HERE/picture_of_page.py" "$DOCS/example-report.html" "$DOCS/report.png" --width 1200 --height 1440
+"$PYTHON" "$HERE/picture_of_page.py" "$DOCS/example-report.html" "$DOCS/report-dark.png" --width 1200 --height 1440 --dark
 ls -l "$DOCS"/example-report.html "$DOCS"/report.png "$DOCS"/report-dark.png
 rm -r "$WORK"
