@@ -179,8 +179,16 @@ def colours_in(image: bytes) -> dict[tuple[int, ...], int]:
     return {colour: count for count, colour in picture.getcolors(maxcolors=picture.width * picture.height)}
 
 
+_saved: WeakKeyDictionary[Page, int] = WeakKeyDictionary()
+MOST_DOWNLOADS = 10  # that Chromium gives one page before it asks the reader, and here there is none
+
+
 def save(page: Page, chart: dict[str, Any], kind: str) -> tuple[str, bytes]:
     """The name and content of what a chart's button downloads."""
+    _saved[page] = _saved.get(page, 0) + 1
+    if _saved[page] % MOST_DOWNLOADS == 0:
+        page.reload()
+        page.wait_for_function(ALL_DRAWN_JS)
     with page.expect_download(timeout=15_000) as download:
         page.locator(f"[id='{chart['key']}'] [data-save={kind}]").click()
     path = download.value.path()
