@@ -46,7 +46,7 @@ def summary(
 ) -> RenderableType:
     """Everything there is to say about a set of results; `detailed` for readers who have the time."""
     rows = compare_results(results)
-    parts: list[RenderableType] = [Text(line, style="bold") for line in _headline(results)]
+    parts: list[RenderableType] = [Text(line, style="bold") for line in _headline(rows, results)]
     for section, instrument in {**SECTIONS, **(DETAILS if detailed else {})}.items():
         if lines := section(seen_once(rows, instrument), width):
             parts += ["", *lines]
@@ -86,9 +86,9 @@ def render_plain(renderable: RenderableType, width: int = SUMMARY_WIDTH) -> str:
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()) + "\n"
 
 
-def _headline(results: Sequence[Result]) -> list[str]:
+def _headline(rows: Sequence[Row], results: Sequence[Result]) -> list[str]:
     lines = [f"{TITLE}: each method next to ordinary training (standard) of the same model"]
-    lines += list(dict.fromkeys(_describe(row.looked_at) for row in compare_results(results)))
+    lines += list(dict.fromkeys(_describe(row.looked_at) for row in rows))
     environments = [r.environment for r in results if r.environment]
     lines += list(dict.fromkeys(_describe_environment(environment) for environment in environments))
     return lines

@@ -9,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from dpscope.cli import main
 from dpscope.comparison import Comparison
 from dpscope.reports.outputs import remove_reports
+
+from .reporting import names_in, report
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "visualize_memory_breakdown.py"
 
@@ -23,16 +23,6 @@ def save(results, folder):
     for number, result in enumerate(results):
         (folder / f"{number}.json").write_text(result.to_json())
     return folder
-
-
-def report(*arguments):
-    outcome = CliRunner().invoke(main, ["report", *map(str, arguments)])
-    assert outcome.exception is None or isinstance(outcome.exception, SystemExit), outcome.exception
-    return outcome
-
-
-def names_in(folder):
-    return sorted(path.name for path in folder.iterdir() if path.is_file())
 
 
 @pytest.fixture

@@ -9,11 +9,11 @@ import sys
 from dataclasses import replace
 
 import pytest
-from click.testing import CliRunner
 
-from dpscope.cli import main
 from dpscope.comparison import Comparison
 from dpscope.reports.outputs import remove_reports
+
+from .reporting import names_in, report
 
 DPSCOPE = [sys.executable, "-m", "dpscope"]
 
@@ -35,16 +35,6 @@ def sweeps(make_result, tmp_path):
 
     before = save([make("standard", 10.0), make("flat", 40.0)], tmp_path / "old")
     return save([make("standard", 10.0), make("flat", 20.0)], tmp_path / "new"), before
-
-
-def report(*arguments):
-    outcome = CliRunner().invoke(main, ["report", *map(str, arguments)])
-    assert outcome.exception is None or isinstance(outcome.exception, SystemExit), outcome.exception
-    return outcome
-
-
-def names_in(folder):
-    return sorted(path.name for path in folder.iterdir() if path.is_file())
 
 
 def test_what_changed_is_said_and_every_file_is_named(sweeps):

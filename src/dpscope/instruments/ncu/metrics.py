@@ -32,7 +32,7 @@ TENSOR_OPS_OF = {"bf16": TENSOR_OPS[0], "tf32": TENSOR_OPS[1], "fp32": TENSOR_OP
 FADD, FMUL, FFMA = (f"smsp__sass_thread_inst_executed_op_{op}_pred_on.sum" for op in ("fadd", "fmul", "ffma"))
 
 # A whole step, in one pass on Hopper: every further pass runs the program again, and is paid for in seconds. What
-# crosses to the SMs and what the copy engine alone moved cost two passes more each: `--metrics xbar,tma`. Two kinds of
+# crosses to each SM costs two passes more, what the copy engine alone moved others: `--metrics xbar,tma`. Two kinds of
 # tensor operations do not fit either, so the kind is that of the step's dtype. FP32 operations ncu counts by rewriting
 # a kernel's instructions, which it cannot do in a range ("Metric … is not supported in range replay").
 RANGE_METRICS = (
