@@ -81,6 +81,7 @@ def test_every_chart_says_something_with_a_number_and_how_it_was_measured(any_pa
     said, how = (page.locator(f"figure.chart {part}").all_inner_texts() for part in (".says", ".how"))
     assert said == [view_of(page, chart)["says"] for chart in charts]
     assert how == [chart["how"] for chart in charts]
+    assert all("not see" in sentence for sentence in how), how
     assert all(any(map(str.isdigit, sentence)) for sentence in said), said
 
 
