@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sysconfig
 import traceback
 from pathlib import Path
@@ -9,8 +10,8 @@ from pathlib import Path
 import dpscope
 from dpscope.workloads.configs import CustomConfig, WorkloadConfig
 
-_OURS = str(Path(dpscope.__file__).parent)
-_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_OURS = f"{Path(dpscope.__file__).parent}{os.sep}"  # with the separator: dpscope_experiments.py beside it is not ours
+_INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
 def details_of(error: BaseException, workload: WorkloadConfig) -> str:

@@ -18,6 +18,7 @@ from dpscope.results.schema import FAILED, SKIPPED
 from dpscope.runner.measure import measure_or_explain
 from dpscope.runner.preflight import explain, require_measurable
 from dpscope.runner.spec import RunSpec
+from dpscope.runner.tracebacks import own_traceback
 from dpscope.workloads.configs import find_workload, workload_at
 from dpscope.workloads.workload import build_workload
 from workloads import own_workloads
@@ -180,6 +181,15 @@ def test_an_error_in_the_users_code_is_shown_as_theirs_with_nothing_of_ours_arou
     assert lines[-1] == "ZeroDivisionError: division by zero"
 
 
+def test_a_users_file_beside_the_package_whose_name_begins_like_it_is_still_theirs():
+    beside = f"{Path(dpscope.__file__).parent}_experiments.py"
+    config = replace(workload_at(f"{OWN}:raises"), file=beside)
+    with pytest.raises(ZeroDivisionError) as caught:
+        exec(compile("1 / 0", beside, "exec"))
+    frames = [line for line in own_traceback(caught.value, config).splitlines() if line.startswith("  File")]
+    assert frames[-1] == f'  File "{beside}", line 1, in <module>'
+
+
 def test_a_model_that_is_not_made_for_the_meta_device_is_left_to_its_rows():
     assert explain(spec_of("not_for_meta", method="flash")) is None
 
@@ -192,7 +202,7 @@ def test_a_row_that_fails_in_the_users_code_keeps_their_traceback_alone(method):
     frames = [line for line in result.details.splitlines() if line.startswith("  File")]
     assert frames[0].endswith("in _wrong_shapes")
     assert f'"{OWN}"' in frames[0]
-    assert not any("/dpscope/" in frame for frame in frames)
+    assert not any(str(Path(dpscope.__file__).parent) in frame for frame in frames)
     assert result.details.splitlines()[-1].startswith("RuntimeError: mat1 and mat2")
 
 
