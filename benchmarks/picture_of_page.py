@@ -2,7 +2,7 @@
 
 python benchmarks/picture_of_page.py REPORT.html OUT.png [--dark] [--width 1280] [--height 800] [--full]
 
-Needs Playwright (`pip install 'dpscope[dev]'`) and Debian's chromium.
+Needs Playwright (`pip install playwright`) and Debian's chromium.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Hugging Face's Trainer with flash clipping: a Trainer whose loader, loss and optimizer are private.
 
-    pip install 'dpscope[hf]' accelerate
+    pip install transformers accelerate
     python examples/huggingface_trainer.py
 
 What Trainer does by itself that private training must not inherit, and what is done here about each:

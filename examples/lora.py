@@ -1,6 +1,6 @@
 """Private fine-tuning of adapters: LoRA on a small Llama with random weights, only the adapters are trained.
 
-    pip install 'dpscope[hf]'
+    pip install transformers peft
     python examples/lora.py
 
 Frozen weights cost flash clipping nothing: neither norms nor sums are taken of them.

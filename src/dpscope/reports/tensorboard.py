@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dpscope.errors import UserError
+from dpscope.packages import install_command
 from dpscope.reports.figures.traces import TRACE_FIGURES
 from dpscope.reports.tables import Row
 from dpscope.reports.trace import Difference, differences, trace_of, traced
@@ -25,7 +26,7 @@ def write_log(rows: Sequence[Row], folder: Path, logdir: Path) -> Path:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        raise UserError("tensorboard is not installed: pip install 'dpscope[tensorboard]'") from None
+        raise UserError(f"tensorboard is not installed: {install_command('tensorboard')}") from None
     log = logdir / folder.name
     groups = traced(rows)
     if not groups:

@@ -6,6 +6,7 @@ import re
 import signal
 
 from dpscope.errors import UserError
+from dpscope.packages import explain_import_error
 from dpscope.results.schema import FAILED, OOM, SKIPPED
 
 SMALLER = "try a smaller --batch-size or --seq-len, or --dtype bf16"
@@ -25,8 +26,8 @@ def outcome_of_exception(error: BaseException) -> tuple[str, str]:
         return OOM, f"out of memory on the CPU: {SMALLER}, or a larger --memory-limit if one was given"
     if isinstance(error, UserError):
         return SKIPPED, str(error)
-    if isinstance(error, ModuleNotFoundError):
-        return SKIPPED, f"the Python package {error.name!r} is not installed: pip install {error.name}"
+    if isinstance(error, ImportError) and (sentence := explain_import_error(error)) is not None:
+        return SKIPPED, sentence
     return FAILED, f"{type(error).__name__}: {_first_sentence(str(error))}"
 
 

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpscope.errors import UserError
+from dpscope.packages import install_command
 from dpscope.workloads.configs.huggingface import (
     CAUSAL_LM,
     IMAGE_CLASSIFICATION,
@@ -53,7 +54,9 @@ def _library(name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name != "transformers":
             raise
-        raise UserError(f"model {name!r} needs Hugging Face's transformers: pip install 'dpscope[hf]'") from None
+        raise UserError(
+            f"model {name!r} needs Hugging Face's transformers: {install_command('transformers')}"
+        ) from None
     transformers.logging.set_verbosity_error()  # small vocabularies leave out published token ids: no matter here
     library: ModuleType = transformers
     return library

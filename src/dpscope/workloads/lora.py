@@ -7,6 +7,7 @@ import warnings
 from torch import nn
 
 from dpscope.errors import UserError
+from dpscope.packages import install_command
 from dpscope.workloads.configs import LoraSettings
 
 ALL_LINEAR = "all-linear"
@@ -23,7 +24,7 @@ def adapt(model: nn.Module, lora: LoraSettings) -> nn.Module:
     except ModuleNotFoundError as error:
         if error.name != "peft":
             raise
-        raise UserError("--lora needs Hugging Face's peft: pip install 'dpscope[hf]'") from None
+        raise UserError(f"--lora needs Hugging Face's peft: {install_command('peft')}") from None
     if lora.target != (ALL_LINEAR,):
         _require_targets(model, lora.target)
     settings = peft.LoraConfig(

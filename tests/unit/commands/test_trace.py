@@ -207,7 +207,7 @@ def test_without_tensorboard_everything_else_is_there_and_a_sentence_says_so(row
     from dpscope.reports.tensorboard import write_log
 
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(UserError, match=r"pip install 'dpscope\[tensorboard\]'"):
+    with pytest.raises(UserError, match=r"pip install tensorboard$"):
         write_log(rows, tmp_path, tmp_path / "runs")
     assert list(tmp_path.iterdir()) == []
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from dpscope.errors import UserError
+from dpscope.packages import install_command
 from dpscope.results.schema import FAILED, OK, OOM, SKIPPED, TIMEOUT
 from dpscope.results.store import ResultStore, read_result
 from dpscope.runner import launcher
@@ -283,6 +284,9 @@ def test_an_exception_becomes_a_status_and_a_sentence():
     assert outcome_of_exception(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"))[0] == OOM
     assert outcome_of_exception(UserError("leave it out")) == (SKIPPED, "leave it out")
     status, reason = outcome_of_exception(ModuleNotFoundError("No module named 'triton'", name="triton"))
-    assert (status, reason) == (SKIPPED, "the Python package 'triton' is not installed: pip install triton")
+    assert (status, reason) == (
+        SKIPPED,
+        f"not installed in this Python: triton. To install: {install_command('triton')}",
+    )
     assert outcome_of_exception(RuntimeError("\n\nfirst line\nsecond")) == (FAILED, "RuntimeError: first line")
     assert outcome_of_exception(RuntimeError()) == (FAILED, "RuntimeError: no message")

@@ -222,9 +222,9 @@ def test_lengths_are_held_to_the_models_positions_and_images_have_none():
         RunSpec(workload=make_config("hf:vit"), method="flat", batch_size=1, seq_len=8)
 
 
-def test_without_transformers_the_extra_to_install_is_named(monkeypatch):
+def test_without_transformers_what_to_install_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(UserError, match=r"'hf:gpt2' needs Hugging Face's transformers: pip install 'dpscope\[hf\]'"):
+    with pytest.raises(UserError, match=r"'hf:gpt2' needs Hugging Face's transformers: .*pip install transformers$"):
         build(make_config("hf:gpt2"), seq_len=8)
 
 
@@ -237,7 +237,7 @@ def test_without_transformers_no_row_is_begun(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     outcome = CliRunner().invoke(main, ["compare", "--device", "cpu", "--model", "hf:bert", "--methods", "standard"])
     assert outcome.exit_code == 2
-    assert "pip install 'dpscope[hf]'" in outcome.stderr
+    assert "pip install transformers" in outcome.stderr
     assert list(tmp_path.iterdir()) == []
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from dpscope.errors import UserError
 from dpscope.instruments.ncu.command import find_ncu, import_command
 from dpscope.instruments.phases import PHASES
+from dpscope.packages import install_command
 
 IMPORT_SECONDS = 300.0
 PHASE_RANGE = "dpscope.phase."  # how the phases of a step are called in NVTX; found again wherever ncu prints ranges
@@ -109,7 +110,7 @@ def _read_with_package(path: Path) -> list[Action]:
     except ImportError:
         raise UnreadableReport(
             f"{path.name} can be read with `ncu` or the package ncu-report, and neither is here: "
-            "pip install 'dpscope[ncu]'"
+            + install_command("ncu_report")
         ) from None
     try:
         context = ncu_report.load_report(str(path))

@@ -91,5 +91,5 @@ def test_what_ncu_says_of_a_file_it_cannot_read_is_passed_on(tmp_path, stand_in_
 
 def test_without_ncu_and_without_the_package_it_says_what_to_install(ncu_captures, monkeypatch):
     monkeypatch.setitem(sys.modules, "ncu_report", None)
-    with pytest.raises(UnreadableReport, match=r"pip install 'dpscope\[ncu\]'"):
+    with pytest.raises(UnreadableReport, match=r"pip install ncu-report$"):
         read_report(ncu_captures["range"])

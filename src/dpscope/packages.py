@@ -1,0 +1,67 @@
+"""The packages that dpscope imports: which are missing, and what to type to install them. Imports none of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+from dpscope.errors import UserError
+
+# Import name -> what pip calls it, where the two differ.
+DISTRIBUTIONS = {"ncu_report": "ncu-report"}
+
+# What a sweep needs before its first row and after its last: to measure, and to write the page and the figures.
+REPORTING = ("jinja2", "matplotlib")
+MEASURING = ("torch", *REPORTING)
+TABLES = ("pandas",)  # CSV and LaTeX
+
+
+def install_command(*packages: str, upgrade: bool = False) -> str:
+    """What to type, in any folder, to install packages (by their import names) for the Python that runs this.
+
+    The packages themselves are named and not an extra of dpscope, which is on no index.
+    """
+    names = [DISTRIBUTIONS.get(package, package) for package in packages]
+    return shlex.join([*_installer(), *(["--upgrade"] if upgrade else []), *names])
+
+
+def _installer() -> list[str]:
+    """`pip` where that is this Python's own; an environment that uv made has none."""
+    if not _is_there("pip"):
+        return ["uv", "pip", "install", "--python", sys.executable]
+    pip = shutil.which("pip")
+    beside = pip is not None and os.path.realpath(Path(pip).parent) == os.path.realpath(Path(sys.executable).parent)
+    return ["pip", "install"] if beside else [sys.executable, "-m", "pip", "install"]
+
+
+def require(*packages: str) -> None:
+    """Raise `UserError` that names every package that is not installed, before any work is done."""
+    if missing := [package for package in packages if not _is_there(package)]:
+        raise UserError(_missing(missing))
+
+
+def explain_import_error(error: ImportError) -> str | None:
+    """The sentence for a package that is missing or broken; None if it is dpscope's own module that is."""
+    name = error.name or ""
+    package = name.partition(".")[0]
+    if not package or package == "dpscope":
+        return None
+    if isinstance(error, ModuleNotFoundError) and name == package:
+        return _missing([package])
+    return f"{package} cannot be used as it is installed here ({error}): {install_command(package, upgrade=True)}"
+
+
+def _missing(packages: list[str]) -> str:
+    names = ", ".join(DISTRIBUTIONS.get(package, package) for package in packages)
+    return f"not installed in this Python: {names}. To install: {install_command(*packages)}"
+
+
+def _is_there(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except (ImportError, ValueError):  # something on the import path refuses it, or it was loaded without a spec
+        return package in sys.modules and sys.modules[package] is not None
