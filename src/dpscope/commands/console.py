@@ -19,13 +19,14 @@ def make_console() -> Console:
     codecs.register_error("dpscope.plain", _say_plainly)
     if isinstance(sys.stdout, io.TextIOWrapper) and not sys.stdout.encoding.lower().startswith("utf"):
         sys.stdout.reconfigure(errors="dpscope.plain")
-    console = Console()
-    return console if console.is_terminal else Console(width=SUMMARY_WIDTH, color_system=None)
+    # No markup: `[triton]` in a remedy or a module's name is text, not a style.
+    console = Console(markup=False)
+    return console if console.is_terminal else Console(width=SUMMARY_WIDTH, color_system=None, markup=False)
 
 
 def name_files(console: Console, files: Sequence[Path]) -> None:
     """Every file that was written, and at last the one to open."""
-    console.print(f"\n{files_written(files)}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"\n{files_written(files)}", highlight=False, soft_wrap=True)
     for page in (path for path in files if path.suffix == ".html"):
         console.print(Text(f"\nOpen: {page}", style="bold"), soft_wrap=True)
 

@@ -80,7 +80,7 @@ DETAILS: dict[Section, str] = {snapshot_section: "memory"}  # for the file, wher
 
 def render_plain(renderable: RenderableType, width: int = SUMMARY_WIDTH) -> str:
     """The same without colours or terminal control, for files and pipes."""
-    console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False)
+    console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False, markup=False)
     console.print(renderable)
     assert isinstance(console.file, io.StringIO)
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()) + "\n"
