@@ -171,4 +171,4 @@ def _specs(workload: Any, sweep: dict[str, Any]) -> list[RunSpec]:
 
 
 def _several(sizes: int | Iterable[int]) -> list[int]:
-    return [sizes] if isinstance(sizes, int) else list(sizes)
+    return list(sizes) if isinstance(sizes, Iterable) else [sizes]

@@ -3,3 +3,7 @@
 
 class UserError(ValueError):
     """What happened, what was expected, what to type next. The command line prints it and exits with 2."""
+
+
+class MeasurementFailed(Exception):
+    """A row that ran, and whose figures mean nothing. The message is the reason that the row gives."""

@@ -82,6 +82,7 @@ def command(
             tolerance=tolerance,
             seed=spec.seed,
             device=spec.device,
+            batch_size=spec.batch_size,
             progress=lambda what: status.update(f"checking: {what}"),
         )
     console.print(describe(found, paths=paths), highlight=False, markup=False)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import dpscope
+from dpscope import numbers
 from dpscope.errors import UserError
 from dpscope.exactness import report
 from dpscope.exactness.faults import Evidence, find_faults
@@ -27,6 +28,7 @@ from dpscope.exactness.reference import (
 from dpscope.exactness.report import Check, MethodCheck, StepErrors
 from dpscope.exactness.subject import Subject, listing, make_subject, narrows
 from dpscope.exactness.updates import take_update
+from dpscope.runner.assembly import require_batch_of
 from dpscope.runner.outcome import outcome_of_exception
 from dpscope.trainers.base import TrainerBase
 from dpscope.trainers.registry import Method, resolve_method
@@ -52,20 +54,29 @@ def check(
     tolerance: float | None = None,
     seed: int = 0,
     device: str = "cpu",
+    batch_size: int | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Check:
     """Is each method exact on the workload? Default: every private method that is installed.
 
     A method is a name or a trainer class of one's own: `print(dpscope.check(workload, ["flash", MyTrainer]))`.
-    `max_grad_norm` replaces the middle one of the three clip norms, which otherwise half of the samples exceed.
+    `max_grad_norm` replaces the middle one of the three clip norms, which otherwise half of the samples exceed;
+    `batch_size` is what the workload's batch must hold, where one knows.
     """
+    if dtype not in FORMATS:
+        raise UserError(f"unknown dtype {dtype!r}: choose one of {', '.join(FORMATS)}")
+    tolerance = None if tolerance is None else numbers.TOLERANCE(tolerance)
+    max_grad_norm = None if max_grad_norm is None else numbers.MAX_GRAD_NORM(max_grad_norm)
+    batch_size = None if batch_size is None else numbers.BATCH_SIZE(batch_size)
     asked = methods or [name for name, method in all_methods().items() if method.private]
     chosen = {method.name: method for method in map(_method_of, asked)}
     number_format, usual = FORMATS[dtype]
     limit = usual if tolerance is None else tolerance
 
     progress("building the model")
-    subject = make_subject(workload, seed=seed, device=device)
+    subject = make_subject(workload, seed=numbers.SEED(seed), device=device)
+    if batch_size is not None:
+        require_batch_of(subject.batch, batch_size)
     narrow = number_format == torch.float64 and narrows(subject)
     if narrow and tolerance is None:
         limit = FORMATS["fp32"][1]
@@ -74,6 +85,8 @@ def check(
     progress("do samples mix?")
     gradient = gradient_of_the_batch(subject)
     mixing = find_mixing(subject) or find_mixing_in_backward(gradient, reference)
+    if not any(reference.finite):
+        raise UserError("the gradient of every sample is inf or NaN, though a loss is finite: there is nothing to clip")
     if not reference.norms.any():
         raise UserError("no parameter receives a gradient from any sample: there is nothing to clip")
     clip_norms = reference.clip_norms(max_grad_norm)

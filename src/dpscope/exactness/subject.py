@@ -117,6 +117,12 @@ def _require_repeatable(subject: Subject) -> None:
             f"the loss of a batch of {subject.batch_size} samples has shape {tuple(first.shape)}: one loss per sample "
             "is needed, and the first dimension of every tensor of the batch has to be the sample"
         )
+    if not first.isfinite().any():
+        values = ", ".join(sorted({str(value) for value in first.tolist()}))
+        raise UserError(
+            f"the loss of every sample is {values}: there is nothing to check. Look for a division by zero, a "
+            "logarithm of zero or an overflow in the model, the data and the loss function"
+        )
     if not torch.allclose(first, second, rtol=SAME, atol=0, equal_nan=True):
         raise UserError(
             "the same batch gives another loss the second time: something in the model is random (dropout that is no "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import signal
 import subprocess
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from dpscope.errors import UserError
+from dpscope import numbers
 from dpscope.results.schema import TIMEOUT, Result, UnreadableResult, result_for
 from dpscope.results.store import ResultStore, read_result
 from dpscope.runner.outcome import outcome_of_exit
@@ -37,10 +36,9 @@ class Limits:
     memory: float | None = None  # bytes of data (CPU)
 
     def __post_init__(self) -> None:
-        if self.timeout is not None and not self.timeout > 0:
-            raise UserError(f"--timeout must be a number of seconds above 0, not {self.timeout}")
-        if self.memory is not None and not (math.isfinite(self.memory) and self.memory >= 1):
-            raise UserError(f"--memory-limit must be a number above 0, not {self.memory} bytes")
+        for name, door in (("timeout", numbers.TIMEOUT), ("memory", numbers.MEMORY_LIMIT)):
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, door(value))
 
 
 def launch(

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from dpscope.errors import MeasurementFailed
 from dpscope.instruments.timing import Progress, no_progress
 from dpscope.results.schema import FAILED, Result, result_for
 from dpscope.runner import environment
@@ -39,7 +40,8 @@ def measure_or_explain(spec: RunSpec, progress: Progress = no_progress, files: P
     except Exception as error:
         traceback.print_exc()
         status, reason = outcome_of_exception(error)
-        details = details_of(error, spec.workload) if status == FAILED else None
+        explained = isinstance(error, MeasurementFailed)  # by its reason; its traceback is ours
+        details = details_of(error, spec.workload) if status == FAILED and not explained else None
     # Outside the handler, so that the frames holding the memory that ran out are gone.
     where = environment.collect(spec.device)
     return result_for(spec.to_dict(), status=status, reason=reason, details=details, environment=where)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import signal
 
-from dpscope.errors import UserError
+from dpscope.errors import MeasurementFailed, UserError
 from dpscope.packages import explain_import_error
 from dpscope.results.schema import FAILED, OOM, SKIPPED
 
@@ -24,6 +24,8 @@ def outcome_of_exception(error: BaseException) -> tuple[str, str]:
         return OOM, f"out of GPU memory ({_first_sentence(str(error))}): {SMALLER}"
     if isinstance(error, MemoryError) or _OUT_OF_MEMORY.search(str(error)):
         return OOM, f"out of memory on the CPU: {SMALLER}, or a larger --memory-limit if one was given"
+    if isinstance(error, MeasurementFailed):
+        return FAILED, str(error)
     if isinstance(error, UserError):
         return SKIPPED, str(error)
     if isinstance(error, ImportError) and (sentence := explain_import_error(error)) is not None:

@@ -21,6 +21,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from dpscope.instruments.ncu.reading import PHASE_RANGE
 from dpscope.instruments.nvtx import ProcessRanges, nvtx_phases, nvtx_range
@@ -29,8 +30,9 @@ from dpscope.instruments.processes import end_with_lifeline
 from dpscope.results.schema import OK
 from dpscope.runner.outcome import outcome_of_exception
 from dpscope.runner.spec import RunSpec
-from dpscope.trainers.base import TrainerBase
-from dpscope.workloads.workload import Batch
+
+if TYPE_CHECKING:
+    from dpscope.runner.steps import TrainingSteps
 
 OUTCOME = "dpscope-outcome: "
 KEEP_GOING = "--keep-going"
@@ -44,19 +46,20 @@ def program(spec: RunSpec, *more: str) -> list[str]:
 
 def run_ranged_step(spec: RunSpec, seconds: float | None = None) -> None:
     """What ncu counts."""
-    trainer, batch = _warmed_up(spec)
+    step = _warmed_up(spec)
     with listening(ProcessRanges(PHASE_RANGE)), _profiled(seconds):
-        trainer.train_step(batch)
+        step()
         _synchronise()
+    step.require_finite()
 
 
 def run_captured_steps(spec: RunSpec, *, keep_going: bool = False) -> None:
     """What nsys records."""
-    trainer, batch = _warmed_up(spec)
+    train = _warmed_up(spec)
 
     def step() -> None:
         with nvtx_range(STEP):
-            trainer.train_step(batch)
+            train()
 
     with _profiled(), nvtx_phases(autograd=spec.option("autograd")):
         for _ in range(spec.option("captured_steps")):
@@ -65,20 +68,20 @@ def run_captured_steps(spec: RunSpec, *, keep_going: bool = False) -> None:
         said = 0.0
         while keep_going:
             step()
-            _synchronise()
+            train.require_finite_losses()  # which waits for the step
             if time.monotonic() - said > 5:
                 said = time.monotonic()
                 print(f"{time.strftime('%H:%M:%S')} training: record when you like; Ctrl-C ends it", flush=True)
+    train.require_finite()
 
 
-def _warmed_up(spec: RunSpec) -> tuple[TrainerBase, Batch]:
-    from dpscope.runner.assembly import make_trainer
+def _warmed_up(spec: RunSpec) -> TrainingSteps:
+    from dpscope.runner.steps import TrainingSteps
 
-    trainer, batch = make_trainer(spec)
-    for _ in range(max(spec.warmup, 1)):  # lazily made state and compiled kernels are no part of a step
-        trainer.train_step(batch)
+    step = TrainingSteps(spec, warmup=max(spec.warmup, 1))  # lazily made state and compiled kernels are no part of one
+    step.warm_up()
     _synchronise()
-    return trainer, batch
+    return step
 
 
 def _synchronise() -> None:

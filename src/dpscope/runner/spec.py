@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from dpscope import numbers
 from dpscope.errors import UserError
 from dpscope.trainers.registry import resolve_method
 from dpscope.workloads.configs import WorkloadConfig, config_from_dict, config_to_dict
@@ -45,6 +45,23 @@ INSTRUMENTS: dict[str, dict[str, Any]] = {
     },
 }
 
+# Each number of a spec, and of an instrument's options, with its door.
+_NUMBERS: dict[str, Callable[[object], int | float]] = {
+    "batch_size": numbers.BATCH_SIZE,
+    "warmup": numbers.WARMUP_STEPS,
+    "steps": numbers.STEPS,
+    "seed": numbers.SEED,
+    "learning_rate": numbers.LEARNING_RATE,
+    "noise_multiplier": numbers.NOISE_MULTIPLIER,
+    "max_grad_norm": numbers.MAX_GRAD_NORM,
+}
+_OPTION_NUMBERS: dict[str, Callable[[object], int | float]] = {
+    "top": numbers.WholeNumber("--top", 1, 10**6),
+    "budget": numbers.RealNumber("--budget, in seconds,", 1e-3, 1e7),
+    "captured_steps": numbers.WholeNumber("captured steps", 1, 1000),
+    "trace_steps": numbers.WholeNumber("--trace-steps", 1, 1000),
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpec:
@@ -68,26 +85,15 @@ class RunSpec:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "method", resolve_method(self.method).name)
-        if self.seq_len is not None:
-            _at_least("sequence length", self.seq_len, 1)
-        object.__setattr__(self, "seq_len", self.workload.resolve_seq_len(self.seq_len))
-        _at_least("batch size", self.batch_size, 1)
-        _at_least("warm-up steps", self.warmup, 0)
-        _at_least("steps", self.steps, 1)
-        _at_least("seed", self.seed, 0)
-        if self.seed >= 2**63:
-            raise UserError(f"seed must be below 2^63, not {self.seed}")
+        for name, door in _NUMBERS.items():  # 1 and 1.0 and numpy's are one spec, one digest
+            object.__setattr__(self, name, door(getattr(self, name)))
+        length = None if self.seq_len is None else numbers.SEQUENCE_LENGTH(self.seq_len)
+        object.__setattr__(self, "seq_len", self.workload.resolve_seq_len(length))
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("optimizer", self.optimizer, OPTIMIZER_NAMES)
         _one_of("device", self.device, ("cpu", "cuda"))
         _one_of("instrument", self.instrument, tuple(INSTRUMENTS))
         object.__setattr__(self, "options", _changed_options(self.instrument, self.options))
-        _finite("learning rate", self.learning_rate, above=0.0)
-        _finite("max grad norm", self.max_grad_norm, above=0.0)
-        if not (math.isfinite(self.noise_multiplier) and self.noise_multiplier >= 0):
-            raise UserError(f"noise multiplier must be zero or more, not {self.noise_multiplier}")
-        for name in ("learning_rate", "max_grad_norm", "noise_multiplier"):
-            object.__setattr__(self, name, float(getattr(self, name)))  # 1 and 1.0 are one spec, one digest
         if self.dtype == "tf32" and self.device == "cpu":
             raise UserError("dtype tf32 is a CUDA number format: use fp32 or bf16 on the CPU")
 
@@ -162,19 +168,22 @@ def _changed_options(instrument: str, options: Mapping[str, Any]) -> dict[str, A
     if foreign := sorted(set(options) - set(known)):
         allowed = f"it knows {', '.join(known)}" if known else "it has none"
         raise UserError(f"instrument {instrument!r} has no option {', '.join(foreign)}: {allowed}")
-    return {name: options[name] for name, default in known.items() if name in options and options[name] != default}
+    checked = {name: _option(name, options[name], default) for name, default in known.items() if name in options}
+    return {name: value for name, value in checked.items() if value != known[name]}
 
 
-def _at_least(what: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise UserError(f"{what} must be a whole number of at least {least}, not {value!r}")
+def _option(name: str, value: Any, default: Any) -> Any:
+    """The value as its door returns it, or as it is if it is the default or of the default's type."""
+    if value is default:
+        return value
+    if name in _OPTION_NUMBERS:
+        return _OPTION_NUMBERS[name](value)
+    wanted = str if default is None else type(default)
+    if not isinstance(value, wanted):
+        raise UserError(f"option {name!r} must be a {wanted.__name__}, not {value!r}")
+    return value
 
 
 def _one_of(what: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise UserError(f"unknown {what} {value!r}: choose one of {', '.join(allowed)}")
-
-
-def _finite(what: str, value: float, *, above: float) -> None:
-    if not (math.isfinite(value) and value > above):
-        raise UserError(f"{what} must be a number above {above:g}, not {value}")

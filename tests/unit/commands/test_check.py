@@ -90,6 +90,13 @@ def broken(batch_size):
         return model(batch).no_such_method()
     workload = make(batch_size)
     return Workload(model=workload.model, batch=workload.batch, loss=loss)
+
+def of_six(batch_size):
+    return make(6)
+
+def undefined(batch_size):
+    workload = make(batch_size)
+    return Workload(model=workload.model, batch=workload.batch, loss=lambda m, b: workload.loss(m, b) * float("nan"))
 """
 
 
@@ -114,6 +121,19 @@ def test_an_error_in_ones_own_workload_is_shown_as_ones_own(workload_file):
     assert "no_such_method" in said and "src/dpscope" not in said
 
 
+def test_a_batch_of_another_size_than_asked_for_is_refused(workload_file):
+    result = run("--workload", f"{workload_file}:of_six", "--methods", "flash")
+    assert result.exit_code == 2
+    assert "the workload's batch has 6 samples where --batch-size says 4" in result.stderr
+    assert run("--workload", f"{workload_file}:of_six", "--methods", "flash", "--batch-size", "6").exit_code == 0
+
+
+def test_a_loss_of_nan_is_called_a_loss_of_nan(workload_file):
+    result = run("--workload", f"{workload_file}:undefined")
+    assert result.exit_code == 2
+    assert "the loss of every sample is nan: there is nothing to check" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
@@ -121,6 +141,12 @@ def test_an_error_in_ones_own_workload_is_shown_as_ones_own(workload_file):
         (["--batch-size", "0"], "batch size must be a whole number of at least 1"),
         (["--tolerance", "0"], "0.0 is not in the range x>0"),
         (["--max-grad-norm", "-1"], "-1.0 is not in the range x>0"),
+        (["--tolerance", "nan"], "tolerance must be a number above 0, not nan"),
+        (["--tolerance", "inf"], "tolerance must be a number above 0, not inf"),
+        (["--tolerance", "5"], "tolerance must be a number above 0, from 1e-15 to 0.1, not 5.0"),
+        (["--max-grad-norm", "nan"], "max grad norm must be a number above 0, not nan"),
+        (["--max-grad-norm", "1e-300"], "max grad norm must be a number above 0, from 1e-12 to 1e+12, not 1e-300"),
+        (["--batch-size", "1" + "0" * 23], "batch size must be a whole number of at most"),
         (["--dtype", "bf16"], "'bf16' is not one of 'fp32', 'fp64'"),
         (["--seq-len", "40"], "longer than the 32 positions"),
     ],

@@ -169,12 +169,31 @@ def test_dropout_is_switched_off_and_said(check_planted):
         (lambda model, batch: little_loss(model, batch) * (1 + torch.rand(())), "gives another loss the second time"),
         (lambda model, batch: little_loss(model, batch).mean(), "must return one loss per sample"),
         (lambda model, batch: little_loss(model, batch)[:2], "one loss per sample is needed"),
+        (lambda model, batch: little_loss(model, batch) * torch.inf, "the loss of every sample is inf"),
+        (lambda model, batch: (little_loss(model, batch) * 0).sqrt(), "the gradient of every sample is inf or NaN"),
         (lambda model, batch: little_loss(model, batch).detach(), "no parameter receives a gradient"),
     ],
 )
 def test_a_workload_that_cannot_be_checked_is_a_users_mistake(check_planted, loss, sentence):
     with pytest.raises(UserError, match=sentence):
         check_planted("ByHand", replace(LITTLE, loss=loss))
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"tolerance": float("nan")}, "tolerance must be a number above 0, not nan"),
+        ({"tolerance": 1.0}, "tolerance must be a number above 0, from 1e-15 to 0.1"),
+        ({"max_grad_norm": float("inf")}, "max grad norm must be a number above 0, not inf"),
+        ({"max_grad_norm": True}, "max grad norm must be a number above 0, not True"),
+        ({"seed": -1}, "seed must be a whole number of at least 0"),
+        ({"batch_size": 3}, "the workload's batch has 4 samples where --batch-size says 3"),
+        ({"dtype": "bf16"}, "unknown dtype 'bf16': choose one of fp32, fp64"),
+    ],
+)
+def test_numbers_that_mean_nothing_are_refused(check_planted, options, sentence):
+    with pytest.raises(UserError, match=sentence):
+        check_planted("ByHand", **options)
 
 
 def test_a_model_without_trainable_parameters_is_a_users_mistake(check_planted):

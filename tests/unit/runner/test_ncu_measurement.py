@@ -13,7 +13,7 @@ from dpscope.errors import UserError
 from dpscope.instruments.ncu import metrics
 from dpscope.instruments.ncu.metrics import DRAM_READ, DRAM_WRITE, L2_TEX_READ, RANGE_METRICS, TENSOR_OPS, XBAR_READ
 from dpscope.instruments.timing import no_progress
-from dpscope.runner import environment, ranged_step
+from dpscope.runner import environment, ranged_step, steps
 from dpscope.runner.launcher import ROW_SECONDS
 from dpscope.runner.measurements import ncu as measurement
 from dpscope.runner.measurements.ncu import measure
@@ -41,7 +41,7 @@ def machine(monkeypatch):
     estimate = ModuleType("dpscope.instruments.estimate")
     estimate.estimate_traffic = lambda step, *, device: {**GUESS}
     monkeypatch.setitem(sys.modules, "dpscope.instruments.estimate", estimate)
-    monkeypatch.setattr(measurement, "make_trainer", lambda spec: (Trainer(), None))
+    monkeypatch.setattr(steps, "make_trainer", lambda spec: (Trainer(), None))
     monkeypatch.setattr(measurement, "measure_ceilings", lambda device: {"how": "a stand-in"})
     monkeypatch.setattr(measurement, "count_launches", lambda step: 3)
     monkeypatch.setattr(environment, "collect", lambda device: {"gpu": "NVIDIA H200"})
@@ -49,6 +49,8 @@ def machine(monkeypatch):
 
 
 class Trainer:
+    model = torch.nn.Identity()
+
     def train_step(self, batch):
         return None
 

@@ -24,9 +24,9 @@ from dpscope.results.checks import NotConserved, conservation_faults
 from dpscope.results.components import INPUTS, KEYS, UNATTRIBUTED
 from dpscope.results.schema import Result, result_for
 from dpscope.runner import environment
-from dpscope.runner.assembly import make_trainer
 from dpscope.runner.rules import load_rule
 from dpscope.runner.spec import RunSpec
+from dpscope.runner.steps import TrainingSteps
 from dpscope.trainers.base import TrainerBase
 from dpscope.trainers.registry import resolve_method
 from dpscope.units import mib
@@ -40,22 +40,20 @@ def measure(spec: RunSpec, progress: Progress, files: Path) -> Result:
     rules = [load_rule(spec.option("rule"))] if spec.option("rule") else []
     snapshots = Snapshots(spec.device, private=resolve_method(spec.method).private)
     with listening(snapshots.at_stage):
-        trainer, batch = make_trainer(spec)
-    step = partial(trainer.train_step, batch)
-    for done in range(spec.warmup):
-        step()
-        progress("warm-up", done + 1, spec.warmup)
+        step = TrainingSteps(spec)
+    step.warm_up(progress)
     snapshots.take(AFTER_WARMUP)
     watch = _on_cuda if spec.device == "cuda" else _on_cpu
-    tracker = Tracker(spec.device, trainer.plain_model, partial(_holdings, trainer, batch))
-    allocator = watch(trainer, batch, tracker, snapshots, min(spec.steps, ITERATIONS), progress)
-    use = attribute(tracker.record, [*rules, *trainer.memory_rules])
+    tracker = Tracker(spec.device, step.trainer.plain_model, partial(_holdings, step.trainer, step.batch))
+    allocator = watch(step, tracker, snapshots, min(spec.steps, ITERATIONS), progress)
+    use = attribute(tracker.record, [*rules, *step.trainer.memory_rules])
     written = {}
     if spec.option("memory_viz"):
         write_memory_history(step, files / MEMORY_VIZ)
         written["allocations of a step, for pytorch.org/memory_viz"] = MEMORY_VIZ
     if spec.device == "cuda":
         allocator["cublas_workspace_bytes"] = cublas_workspace_bytes()
+    step.require_finite()
     memory = _memory(use, allocator)
     result = result_for(
         spec.to_dict(),
@@ -78,36 +76,39 @@ def _holdings(trainer: TrainerBase, batch: Batch) -> list[Holding]:
 
 
 def _on_cuda(
-    trainer: TrainerBase, batch: Batch, tracker: Tracker, snapshots: Snapshots, iterations: int, progress: Progress
+    step: TrainingSteps, tracker: Tracker, snapshots: Snapshots, iterations: int, progress: Progress
 ) -> dict[str, Any]:
     """The allocator's peaks over untracked steps, with a snapshot at each stage; then the tracked step."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     for iteration in range(iterations):
         with listening(snapshots.in_iteration(iteration)):
-            trainer.train_step(batch)
+            step()
+        step.require_finite_losses()  # no loss of an earlier step lives in a later one
         snapshots.after_step(iteration)
         progress("untracked step", iteration + 1, iterations)
     torch.cuda.synchronize()
     peaks = cuda_peak()
     with tracker.tracking():
-        trainer.train_step(batch)
+        step()
+        step.require_finite_losses()
     torch.cuda.synchronize()
     progress("tracked step", 1, 1)
     return peaks
 
 
 def _on_cpu(
-    trainer: TrainerBase, batch: Batch, tracker: Tracker, snapshots: Snapshots, iterations: int, progress: Progress
+    step: TrainingSteps, tracker: Tracker, snapshots: Snapshots, iterations: int, progress: Progress
 ) -> dict[str, Any]:
     """The tracked step, with a snapshot at each stage; then one under the profiler to compare with."""
     with tracker.tracking(), listening(snapshots.in_iteration(0, lambda: tracker.live_bytes)):
-        trainer.train_step(batch)
+        step()
+        step.require_finite_losses()
         snapshots.after_step(0, tracker.live_bytes)
     progress("tracked step", 1, 1)
-    trainer.optimizer.zero_grad(set_to_none=True)
-    live = [tensor for _, _, tensor in _holdings(trainer, batch)]
-    peaks = cpu_peak(lambda: trainer.train_step(batch), live)
+    step.trainer.optimizer.zero_grad(set_to_none=True)
+    live = [tensor for _, _, tensor in _holdings(step.trainer, step.batch)]
+    peaks = cpu_peak(step, live)
     progress("checked step", 1, 1)
     return {"allocator_peak_bytes": peaks["peak_bytes"], "peak_rss_bytes": peaks["peak_rss_bytes"]}
 

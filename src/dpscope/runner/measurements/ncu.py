@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from dpscope.errors import UserError
+from dpscope.errors import MeasurementFailed, UserError
 from dpscope.instruments.ceilings import measure_ceilings
 from dpscope.instruments.ncu.command import find_ncu, kernel_command, ncu_version, range_command
 from dpscope.instruments.ncu.failures import NO_GPU, NO_NCU
@@ -32,10 +32,10 @@ from dpscope.instruments.ncu.running import Capture, capture, one_pass_metrics
 from dpscope.instruments.timing import Progress
 from dpscope.results.schema import OK, Result, result_for
 from dpscope.runner import environment
-from dpscope.runner.assembly import make_trainer
 from dpscope.runner.launcher import ROW_SECONDS
 from dpscope.runner.ranged_step import OUTCOME, program
 from dpscope.runner.spec import RunSpec
+from dpscope.runner.steps import TrainingSteps
 
 STEP_REPORT, KERNELS_REPORT = "step.ncu-rep", "kernels.ncu-rep"
 MOST_SECONDS = 900.0
@@ -173,6 +173,8 @@ def _add_estimate(spec: RunSpec, seen: dict[str, Any]) -> None:
     measured = seen["source"] == "measured"
     try:
         estimate = _estimate(spec, seen["kernels"] if measured else {})
+    except MeasurementFailed:
+        raise
     except Exception as error:
         if not measured:
             raise
@@ -189,13 +191,10 @@ def _estimate(spec: RunSpec, kernels: dict[str, Any]) -> dict[str, Any]:
     """The estimate of a step; on the way, how many kernels that step launches is noted in `kernels`."""
     from dpscope.instruments.estimate import estimate_traffic
 
-    trainer, batch = make_trainer(spec)
-
-    def step() -> object:
-        return trainer.train_step(batch)
-
-    for _ in range(max(spec.warmup, 1)):
-        step()
+    step = TrainingSteps(spec, warmup=max(spec.warmup, 1))
+    step.warm_up()
     if kernels:
         kernels["calls_total"] = count_launches(step)
-    return dict(estimate_traffic(step, device=spec.device))
+    estimate = dict(estimate_traffic(step, device=spec.device))
+    step.require_finite()
+    return estimate

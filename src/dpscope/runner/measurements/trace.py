@@ -12,18 +12,18 @@ from dpscope.instruments.trace.schedules import make_schedule
 from dpscope.instruments.trace.summary import summarise
 from dpscope.results.schema import Result, result_for
 from dpscope.runner import environment
-from dpscope.runner.assembly import make_trainer
 from dpscope.runner.spec import RunSpec
+from dpscope.runner.steps import TrainingSteps
 
 
 def measure(spec: RunSpec, progress: Progress, files: Path) -> Result:
     schedule = make_schedule(spec.option("schedule"), warmup=spec.warmup, active=spec.option("trace_steps"))
     detail = Detail(**{name: spec.option(name) for name in ("shapes", "memory", "stacks", "modules", "flops")})
-    trainer, batch = make_trainer(spec)
+    step = TrainingSteps(spec)
     # Opacus wraps the model; its own modules keep their names.
-    model = getattr(trainer.model, "_module", trainer.model)
+    model = getattr(step.trainer.model, "_module", step.trainer.model)
     recording = record(
-        lambda: trainer.train_step(batch),
+        step,
         files,
         device=spec.device,
         schedule=schedule,
@@ -31,6 +31,7 @@ def measure(spec: RunSpec, progress: Progress, files: Path) -> Result:
         model=model,
         progress=progress,
     )
+    step.require_finite()
     progress("reading the trace", 0, 1)
     summary = summarise([read_trace(path) for path in recording.paths])
     summary |= {"schedule": asdict(schedule), "detail": asdict(detail)}

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, TypeVar
 
 from dpscope.errors import UserError
+from dpscope.numbers import WholeNumber
 from dpscope.workloads.configs.lora import LoraSettings
 
 C = TypeVar("C", bound="WorkloadConfig")
@@ -38,9 +39,14 @@ def refuse_foreign_sizes(model: str, foreign: set[str]) -> None:
         raise UserError(f"model {model!r} has no {flags}")
 
 
-def require_positive(what: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UserError(f"{what.replace('_', ' ')} must be a whole number of at least 1, not {value!r}")
+def set_sizes(config: object, *names: str) -> None:
+    """Check that sizes of a frozen config are whole numbers of at least 1, and store them as Python's own."""
+    for name in names:
+        object.__setattr__(config, name, whole_size(name, getattr(config, name)))
+
+
+def whole_size(name: str, value: object) -> int:
+    return WholeNumber(name.replace("_", " "))(value)
 
 
 def require_one_of(what: str, value: str, allowed: tuple[str, ...]) -> None:

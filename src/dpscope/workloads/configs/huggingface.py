@@ -15,7 +15,7 @@ from dpscope.workloads.configs.base import (
     no_length,
     refuse_foreign_sizes,
     require_divisible,
-    require_positive,
+    whole_size,
 )
 
 CAUSAL_LM, SEQUENCE_CLASSIFICATION, IMAGE_CLASSIFICATION = TASKS = (
@@ -66,7 +66,7 @@ class HuggingFaceConfig(WorkloadConfig):
         for size in _SIZE_NAMES:
             value = self.size(size)
             if value is not None and not isinstance(value, list):  # an image may have two sides
-                require_positive(size, value)
+                whole_size(size, value)
         hidden, heads, shared = (self.size(name) for name in ("hidden_dim", "num_heads", "kv_heads"))
         if hidden and heads and self.settings.get("head_dim") is None:
             require_divisible(hidden, heads)
@@ -105,7 +105,7 @@ class HuggingFaceConfig(WorkloadConfig):
         """Sizes by our names. A feed-forward width that is not asked for stays in proportion to the hidden size."""
         keys = {name: self._key(name) if name in _SIZE_NAMES else None for name in sizes}
         refuse_foreign_sizes(self.name, {name for name, key in keys.items() if key is None})
-        changed = {str(keys[name]): value for name, value in sizes.items()}
+        changed = {str(keys[name]): whole_size(name, value) for name, value in sizes.items()}
         wide, inner = self._key("hidden_dim"), self._key("intermediate_dim")
         if wide in changed and inner is not None and inner not in changed and self.settings[inner] is not None:
             changed[inner] = max(1, self.settings[inner] * changed[wide] // self.settings[wide])

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dpscope.errors import UserError
+from dpscope.numbers import WholeNumber
 
 EXAMPLE = "r=8,alpha=16,target=q_proj,v_proj"
 
@@ -20,9 +21,7 @@ class LoraSettings:
 
     def __post_init__(self) -> None:
         for name in ("r", "alpha"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise UserError(f"--lora {name} must be a whole number of at least 1, not {value!r}")
+            object.__setattr__(self, name, WholeNumber(f"--lora {name}")(getattr(self, name)))
         object.__setattr__(self, "target", tuple(self.target))  # lists come back from JSON
         if not self.target or not all(self.target):
             raise UserError(f"--lora needs the modules to adapt: as in --lora {EXAMPLE}")

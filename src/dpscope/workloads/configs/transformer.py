@@ -10,7 +10,7 @@ from dpscope.workloads.configs.base import (
     length_within,
     require_divisible,
     require_one_of,
-    require_positive,
+    set_sizes,
 )
 
 ATTENTIONS = ("sdpa", "opacus")
@@ -31,8 +31,7 @@ class TransformerConfig(WorkloadConfig):
     attention: str = "sdpa"
 
     def __post_init__(self) -> None:
-        for size in ("vocab_size", "hidden_dim", "num_layers", "num_heads", "max_seq_len"):
-            require_positive(size, getattr(self, size))
+        set_sizes(self, "vocab_size", "hidden_dim", "num_layers", "num_heads", "max_seq_len")
         require_one_of("attention", self.attention, ATTENTIONS)
         require_divisible(self.hidden_dim, self.num_heads)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from dpscope.errors import UserError
-from dpscope.workloads.configs.base import WorkloadConfig, no_length, require_one_of, require_positive
+from dpscope.workloads.configs.base import WorkloadConfig, no_length, require_one_of, set_sizes
 
 NORMS = ("none", "group", "batch")
 
@@ -27,8 +27,7 @@ class ImageConfig(WorkloadConfig):
     norm: str
 
     def __post_init__(self) -> None:
-        require_positive("image_size", self.image_size)
-        require_positive("num_classes", self.num_classes)
+        set_sizes(self, "image_size", "num_classes")
         require_one_of("norm", self.norm, self.norms)
         if self.image_size < self.least_size:
             raise UserError(
@@ -70,7 +69,7 @@ class ResNetConfig(ImageConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_positive("width", self.width)
+        set_sizes(self, "width")
         if self.depth not in RESNET_STAGES:
             raise UserError(f"a ResNet's depth must be one of {', '.join(map(str, RESNET_STAGES))}, not {self.depth}")
 

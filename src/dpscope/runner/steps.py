@@ -1,0 +1,84 @@
+"""The steps of a measurement: training steps whose losses are remembered, and looked at where nothing is timed."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from dpscope.errors import MeasurementFailed
+from dpscope.instruments.timing import Progress, no_progress
+from dpscope.runner.assembly import make_trainer
+from dpscope.runner.spec import RunSpec
+from dpscope.trainers.base import TrainerBase
+
+BEFORE_ANY_UPDATE = (
+    "before any update: look for a division by zero, a logarithm of zero or an overflow in the model, the data and the "
+    "loss function"
+)
+
+
+class TrainingSteps:
+    """Calling it does one step. Reading a loss waits for the GPU, so losses are kept until `require_finite_losses`."""
+
+    def __init__(self, spec: RunSpec, *, warmup: int | None = None) -> None:
+        self.trainer, self.batch = make_trainer(spec)
+        self._spec = spec
+        self._warmup = spec.warmup if warmup is None else warmup
+        self._done = 0  # steps whose loss was looked at
+        self._losses: list[object] = []  # of the steps since
+
+    def __call__(self) -> None:
+        self._losses.append(self.trainer.train_step(self.batch))
+
+    def warm_up(self, progress: Progress = no_progress) -> None:
+        """The steps that are not measured. A loss that is not finite ends them at once."""
+        for done in range(self._warmup):
+            self()
+            self.require_finite_losses()
+            progress("warm-up", done + 1, self._warmup)
+
+    def require_finite_losses(self) -> None:
+        """Raise `MeasurementFailed`, which names the first step whose loss is inf or NaN. Waits for the device."""
+        losses, self._losses = self._losses, []
+        for loss in losses:
+            if isinstance(loss, Tensor | float | int) and not math.isfinite(value := float(loss)):
+                raise MeasurementFailed(self._sentence(value))
+            self._done += 1
+
+    def require_finite(self) -> None:
+        """The losses, and what the last update left: it shows in no loss any more. To be called after all figures."""
+        self.require_finite_losses()
+        if name := _parameter_not_finite(self.trainer):
+            raise MeasurementFailed(
+                f"the loss was finite, but after {self._name(self._done - 1)} parameter {name} holds inf or NaN: its "
+                f"gradient is not finite, or training diverges. {self._advice()}"
+            )
+
+    def _sentence(self, loss: float) -> str:
+        if self._done == 0:
+            return f"the loss is {loss} from the first step on ({self._name(0)}), {BEFORE_ANY_UPDATE}"
+        return (
+            f"the loss is {loss} from {self._name(self._done)} on, and was finite before: training diverges, or a "
+            f"gradient is not finite. {self._advice()}"
+        )
+
+    def _name(self, step: int) -> str:
+        if step < self._warmup:
+            return f"warm-up step {step + 1}"
+        return f"step {step - self._warmup + 1}" + (" after the warm-up" if self._warmup else "")
+
+    def _advice(self) -> str:
+        return f"Try --learning-rate {self._spec.learning_rate / 100:g}, and look at the loss function"
+
+
+def _parameter_not_finite(trainer: TrainerBase) -> str | None:
+    """The first of them by name. The extremes of a tensor tell, and take no memory of its size."""
+    for name, parameter in trainer.model.named_parameters():
+        values = parameter.detach()
+        if values.numel() and parameter.requires_grad and (values.is_floating_point() or values.is_complex()):
+            plain = torch.view_as_real(values) if values.is_complex() else values
+            if not all(math.isfinite(float(extreme)) for extreme in torch.aminmax(plain)):
+                return name
+    return None
