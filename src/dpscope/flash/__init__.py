@@ -12,15 +12,16 @@ if TYPE_CHECKING:
     from dpscope.flash.engine import FlashEngine
     from dpscope.flash.explanation import Explanation
     from dpscope.flash.layers import register_layer
-    from dpscope.flash.opacus import DPFlashOptimizer, PrivacyEngine
+    from dpscope.flash.opacus import PrivacyEngine
     from dpscope.flash.oracle import OracleResult, run_oracle
     from dpscope.flash.paths import Decision, choose_path
+    from dpscope.flash.private_optimizer import DPFlashOptimizer
     from dpscope.flash.scaler import GradScaler
     from dpscope.flash.taps import LayerTap
 
 _HOME = {
     "Decision": "paths",
-    "DPFlashOptimizer": "opacus",
+    "DPFlashOptimizer": "private_optimizer",
     "Explanation": "explanation",
     "FlashEngine": "engine",
     "GradScaler": "scaler",

@@ -28,6 +28,7 @@ from torch.utils.weak import TensorWeakRef
 from dpscope.errors import UserError
 from dpscope.flash import layers
 from dpscope.flash.contributions import Contribution, Kept, wide
+from dpscope.flash.distributed import ReplicaTap, refuse_ddp_forward, refuse_distributed_model
 from dpscope.flash.explanation import Explanation, explain_slots
 from dpscope.flash.microbatch import FactoredSum, MicroBatch, RunningSum
 from dpscope.flash.paths import DIRECT, FORCEABLE, Decision, choose_path
@@ -114,6 +115,7 @@ class FlashEngine:
         self._slots: dict[nn.Parameter, Slot] = {}
         for name, parameter in model.named_parameters():
             self._slots[parameter] = Slot(name, parameter, name.rpartition(".")[0])
+        refuse_distributed_model(model)
         units = layers.plan(model)
         self._taps: list[InstanceMethod] = []
         self._hooks: list[RemovableHandle] = []
@@ -122,6 +124,7 @@ class FlashEngine:
                 self._install(unit.make(self, unit.name, unit.module))
             self._install(RootTap(self, model))
             self._install(ZeroGradTap(self, model))
+            self._install(ReplicaTap(model))
             for slot in self._slots.values():
                 self._guard(slot)
         except BaseException:
@@ -160,6 +163,9 @@ class FlashEngine:
         parameter.requires_grad_(True)  # hooks can be registered only so; it may be switched on later
         self._hooks.append(parameter.register_post_accumulate_grad_hook(refuse))  # type: ignore[no-untyped-call]
         parameter.requires_grad_(trainable)
+
+    def remove_on_detach(self, hook: RemovableHandle) -> None:
+        self._hooks.append(hook)
 
     def detach(self) -> None:
         """Gives the model back as it was. Contributions that were not summed are dropped; gradients stay."""
@@ -210,6 +216,7 @@ class FlashEngine:
 
     def open(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The root's forward begins, gradients enabled."""
+        refuse_ddp_forward()
         self._close_if_left()
         if self.batch_size_of is not None:
             self.batch_size = self.batch_size_of(args, kwargs)

@@ -1,4 +1,4 @@
-"""Flash clipping for Opacus users: the only file that touches Opacus's internals.
+"""Flash clipping for Opacus users: `opacus.PrivacyEngine` with another engine inside.
 
     from dpscope.flash import PrivacyEngine
     model, optimizer, loader = PrivacyEngine().make_private(module=model, optimizer=optimizer, data_loader=loader, …)
@@ -10,265 +10,45 @@ loader, BatchMemoryManager, checkpoints, noise and clip schedulers are Opacus's 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, NoReturn
+import numbers
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
-import torch
 from opacus import PrivacyEngine as OpacusPrivacyEngine
+from opacus.accountants.utils import get_noise_multiplier
 from opacus.grad_sample import AbstractGradSampleModule
 from opacus.optimizers import DPOptimizer
-from opacus.optimizers.optimizer import _generate_noise
-from torch import Tensor, nn
+from opacus.utils.module_utils import clone_module
+from opacus.validators.errors import UnsupportedModuleError
+from opacus.validators.module_validator import ModuleValidator
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
+from torch.utils.hooks import RemovableHandle
 
 from dpscope.errors import UserError
+from dpscope.flash import layers
+from dpscope.flash.distributed import refuse_distributed_model
 from dpscope.flash.engine import FlashEngine
-from dpscope.flash.optimizer import FusedUpdate, NoiseSource, Privatisation, privatise_gradients
+from dpscope.flash.private_optimizer import DPFlashOptimizer
+from dpscope.flash.taps import RootTap
 
 FLASH = "flash"
-NOISE_STATE = "dpscope_noise_generator"
+OPACUS_PREFIX = "_module."  # Opacus's wrapper keeps the model under this name, and so do its checkpoints
+# What make_private_with_epsilon hands to the search for the noise multiplier and to the accountant.
+ACCOUNTING_OPTIONS = ("epsilon_tolerance", "alphas", "eps_error", "delta_error", "poisson")
 
 
-class DPFlashOptimizer(DPOptimizer):
-    """An Opacus optimizer whose clipped sums come from a `FlashEngine`.
-
-    `fused`: update SGD, Adam and AdamW in the same pass that adds the noise (default: on a GPU with Triton, wherever
-    that is torch's own update). The gradient then never exists as a whole and `.grad` is None after a step.
-    """
-
-    # torch's GradScaler then leaves gradients alone and tells step() that it is there, which refuses.
-    _step_supports_amp_scaling = True
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        *,
-        engine: FlashEngine,
-        noise_multiplier: float,
-        max_grad_norm: float,
-        expected_batch_size: int | None,
-        loss_reduction: str = "mean",
-        generator: torch.Generator | None = None,
-        secure_mode: bool = False,
-        fused: bool | None = None,
-    ) -> None:
-        if not (math.isfinite(noise_multiplier) and noise_multiplier >= 0):
-            raise UserError(f"noise_multiplier must be zero or more, not {noise_multiplier}")
-        if expected_batch_size is not None and expected_batch_size <= 0:
-            raise UserError(
-                f"the expected batch size is {expected_batch_size}: give the data loader a batch size of at least 1"
-            )
-        if fused and not FusedUpdate.serves(optimizer):
-            raise UserError(f"{type(optimizer).__name__} with these options has no fused update: leave out fused=True")
-        self.engine = engine
-        self.noise = NoiseSource(generator)
-        self._own = frozenset(map(id, engine.parameters))
-        self.forbid_accumulation = False
-        self._fused_update = FusedUpdate(optimizer) if FusedUpdate.serves(optimizer) else None
-        self._fused = fused
-        super().__init__(
-            optimizer,
-            noise_multiplier=noise_multiplier,
-            max_grad_norm=max_grad_norm,
-            expected_batch_size=expected_batch_size,
-            loss_reduction=loss_reduction,
-            generator=generator,
-            secure_mode=secure_mode,
-        )
-        engine.wide_sums = True
-        engine.clear_gradients()  # what is in `.grad` by now was not clipped
-
-    @property
-    def max_grad_norm(self) -> float:
-        """C; schedulers set it here."""
-        return self.engine.max_grad_norm
-
-    @max_grad_norm.setter
-    def max_grad_norm(self, value: float) -> None:
-        self.engine.max_grad_norm = value
-
-    @property
-    def accumulated_iterations(self) -> int:
-        """Micro-batches in this step. Opacus's accountants multiply the sample rate by it."""
-        return max(1, self.engine.micro_batches + self.engine.pending)
-
-    @property
-    def _is_last_step_skipped(self) -> bool:
-        """Opacus's name for it: a logical batch is open."""
-        return self.engine.holding
-
-    @_is_last_step_skipped.setter
-    def _is_last_step_skipped(self, value: bool) -> None:
-        self.engine.holding = value
-
-    # -- the step ----------------------------------------------------------------------------------------------------
-
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        if closure is not None:
-            with torch.enable_grad():
-                closure()
-        self._begin()
-        if self._check_skip_next_step():  # a physical batch that does not end its logical batch
-            self.clip_and_accumulate()
-            self._is_last_step_skipped = True
-            self.engine.micro_batches = 0
-            return None
-        self._is_last_step_skipped = False
-        if self._uses_fused_update():
-            self._fused_step()
-            return None
-        self.clip_and_accumulate()
-        self.add_noise()
-        self._account()
-        result: float | None = self.original_optimizer.step()
-        return result
-
-    def pre_step(self, closure: Callable[[], float] | None = None) -> bool:
-        """Everything of a step but the update itself: for code that calls the two halves on its own."""
-        self._begin()
-        self.clip_and_accumulate()
-        self._is_last_step_skipped = self._check_skip_next_step()
-        if self._is_last_step_skipped:
-            self.engine.micro_batches = 0
-            return False
-        self.add_noise()
-        self._account()
-        return True
-
-    def _begin(self) -> None:
-        if "found_inf" in vars(self):
-            del self.found_inf, self.grad_scale
-            raise UserError(
-                "torch's GradScaler scales the loss without flash clipping's knowledge, which then clips scaled "
-                "gradients: use dpscope.flash.GradScaler(optimizer=optimizer)"
-            )
-        if not self.engine.attached:
-            raise UserError(
-                "the flash engine was detached: gradients are no longer clipped; make the model private anew"
-            )
-        if not (math.isfinite(self.noise_multiplier) and self.noise_multiplier >= 0):
-            raise UserError(f"noise_multiplier must be zero or more, not {self.noise_multiplier}")
-        own = self._own
-        if any(id(p) not in own for p in self.params):  # Opacus leaves frozen ones out
-            raise UserError(
-                "the optimizer was given parameters that are not the private model's: their gradients are not clipped; "
-                "make them part of the model before make_private, or give them an optimizer of their own"
-            )
-        if self.engine.applied:
-            raise ValueError(
-                "Gradients haven't been cleared since the last optimizer step. In order to obtain privacy guarantees "
-                "you must call optimizer.zero_grad() on each step"
-            )
-        if self.forbid_accumulation and self.accumulated_iterations > 1:
-            raise ValueError(
-                f"{self.accumulated_iterations} backward passes since the last step, but Poisson sampling makes each "
-                "batch a whole step: use opacus.utils.batch_memory_manager.BatchMemoryManager, or leave out Poisson "
-                "sampling with poisson_sampling=False"
-            )
-
-    def clip_and_accumulate(self) -> None:
-        """Close the micro-batch: clipped sums are added into `.grad`."""
-        self.engine.finish()
-
-    def add_noise(self) -> None:
-        """`.grad` from the clipped sum to the private gradient: noise and division in one pass."""
-        for group in self.param_groups:
-            for p in group["params"]:
-                if not p.requires_grad:  # frozen since backward: torch would still apply its sum
-                    p.grad = None
-        parameters = self.params
-        sums = [total for total in map(self.engine.running_sum, parameters) if total is not None]
-        how = self._privatisation()
-        if self.secure_mode:
-            self._add_secure_noise(sums, how)
-        else:
-            privatise_gradients(sums, how)
-        self.engine.write_wide_sums(parameters)
-
-    def scale_grad(self) -> None:
-        """Done together with the noise."""
-
-    def _uses_fused_update(self) -> bool:
-        if self._fused_update is None or self._fused is False or self.secure_mode:
-            return False
-        if not FusedUpdate.serves(self.original_optimizer):
-            return False
-        return bool(self._fused) or FusedUpdate.pays(self.original_optimizer)
-
-    def _fused_step(self) -> None:
-        assert self._fused_update is not None
-        running = self.engine.running_sum
-        if any(running(p) is not None for p in self.params):  # earlier micro-batches
-            self.clip_and_accumulate()
-            sums = [(p, total, None) for p in self.params if (total := running(p)) is not None]
-            how = self._privatisation()
-            self._account()
-            self._fused_update(sums, how)
-            self.engine.clear_gradients()
-        else:
-            stream = self.engine.factored_sums()
-            how = self._privatisation()
-            self._account()
-            self._fused_update(stream, how)
-
-    def _account(self) -> None:
-        self.engine.applied = True
-        if self.step_hook:
-            self.step_hook(self)
-        self.engine.micro_batches = 0
-        self.engine.largest_clip = 0.0
-
-    def _privatisation(self) -> Privatisation:
-        divisor = self.expected_batch_size * self.accumulated_iterations if self.loss_reduction == "mean" else 1
-        clip = max(self.max_grad_norm, self.engine.largest_clip)  # it may have changed since a micro-batch was summed
-        return Privatisation(noise_std=self.noise_multiplier * clip, grad_scale=1.0 / divisor, noise=self.noise)
-
-    @torch.no_grad()
-    def _add_secure_noise(self, sums: list[Tensor], how: Privatisation) -> None:
-        for total in sums:
-            noise = _generate_noise(how.noise_std, total, generator=self.generator, secure_mode=True)
-            total.add_(noise).mul_(how.grad_scale)
-
-    # -- bookkeeping -------------------------------------------------------------------------------------------------
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients; after a skipped step the sums of the logical batch are kept."""
-        self.engine.discard()
-        if self._is_last_step_skipped:
-            return
-        self.engine.applied = False
-        self.original_optimizer.zero_grad(set_to_none)
-        self.engine.clear_gradients(set_to_none)  # those of parameters that are not the optimizer's too
-
-    def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's, and where the noise stream stands if a noise generator was given.
-
-        With that and the weights before and after a step anyone can take the noise off again: a checkpoint of a run
-        with a noise generator is a secret. Without a generator nothing of the noise is saved.
-        """
-        state = self.original_optimizer.state_dict()
-        noise = None if self.secure_mode else self.noise.state()
-        return state if noise is None else {**state, NOISE_STATE: noise}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Noise goes on where it stood if both runs were given a noise generator, and is fresh otherwise."""
-        own = {key: value for key, value in state_dict.items() if key != NOISE_STATE}
-        self.original_optimizer.load_state_dict(own)
-        if NOISE_STATE in state_dict and not self.secure_mode:
-            self.noise.restore(state_dict[NOISE_STATE])
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise UserError(
-            "a private optimizer belongs to one model and cannot be copied: save optimizer.state_dict() instead"
-        )
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        self.__deepcopy__({})
+class UnsupportedModelError(UserError, UnsupportedModuleError):
+    """A model that cannot be made private as it is; Opacus's own error as well, for code that catches that."""
 
 
-class _Attached:
-    """What Opacus's make_private asks of a prepared model."""
+class FlashHooks:
+    """What make_private(wrap_model=False) returns beside the optimizer; the model itself is used as before."""
 
     def __init__(self, engine: FlashEngine) -> None:
         self.engine = engine
@@ -277,50 +57,152 @@ class _Attached:
     def forbid_grad_accumulation(self) -> None:
         self.accumulation_forbidden = True
 
+    def cleanup(self) -> None:
+        """Gives the model back as it was."""
+        self.engine.detach()
+
 
 class PrivacyEngine(OpacusPrivacyEngine):
-    """`opacus.PrivacyEngine` with `grad_sample_mode="flash"`, which is the default here; other modes still work.
+    """`opacus.PrivacyEngine` with `grad_sample_mode="flash"`, which is the default here.
 
     In flash mode the model is returned as it was given: no wrapper, the same names, `state_dict` and class. Its
     `FlashEngine` is `privacy_engine.flash_engine` (and `optimizer.engine`); `flash_engine.detach()` undoes it all.
     """
 
     flash_engine: FlashEngine | None = None
-    _attached: _Attached | None = None
+    _prepared: FlashHooks | None = None
 
-    def make_private(self, *, module: nn.Module, grad_sample_mode: str = FLASH, **kwargs: Any) -> Any:
-        if grad_sample_mode != FLASH:
-            return super().make_private(module=module, grad_sample_mode=grad_sample_mode, **kwargs)
+    def make_private(
+        self, *, module: nn.Module, grad_sample_mode: str = FLASH, wrap_model: bool = True, **kwargs: Any
+    ) -> Any:
+        """As Opacus's. `fused` (of `DPFlashOptimizer`) may be given besides."""
+        if not _is_flash(grad_sample_mode):
+            return super().make_private(
+                module=module,
+                grad_sample_mode=grad_sample_mode,
+                **({} if wrap_model else {"wrap_model": False}),
+                **kwargs,
+            )
+        for name in ("max_grad_norm", "noise_multiplier"):
+            if name in kwargs:
+                kwargs[name] = _number(kwargs[name])
         _check_arguments(module, **kwargs)
+        _detach_previous(module, kwargs["optimizer"])
         try:
             _, optimizer, loader = super().make_private(module=module, grad_sample_mode=FLASH, **kwargs)
         except BaseException:
-            if self._attached is not None:
-                self._attached.engine.detach()
+            if self._prepared is not None:
+                self._prepared.cleanup()
             raise
-        finally:
-            self._attached = None
-        self.flash_engine = optimizer.engine
-        return module, optimizer, loader
+        hooks, self._prepared = self._prepared, None
+        self.flash_engine = engine = optimizer.engine
+        engine.remove_on_detach(_accept_opacus_names(module))
+        _warn_of_untrained(engine, optimizer)
+        return module if wrap_model else hooks, optimizer, loader
 
-    def make_private_with_epsilon(self, *, grad_sample_mode: str = FLASH, **kwargs: Any) -> Any:
-        return super().make_private_with_epsilon(grad_sample_mode=grad_sample_mode, **kwargs)
+    def make_private_with_epsilon(
+        self,
+        *,
+        data_loader: DataLoader[Any],
+        target_epsilon: float,
+        target_delta: float,
+        epochs: int,
+        grad_sample_mode: str = FLASH,
+        **kwargs: Any,
+    ) -> Any:
+        """As Opacus's; `epsilon_tolerance` and the accountant's options (`alphas`, …) may be given besides."""
+        if len(self.accountant) > 0:
+            warnings.warn(
+                "make_private_with_epsilon takes the privacy budget to be unspent, but this engine has counted steps "
+                "already: the total will be larger than target_epsilon",
+                stacklevel=2,
+            )
+        options = {name: kwargs.pop(name) for name in ACCOUNTING_OPTIONS if name in kwargs}
+        noise_multiplier = get_noise_multiplier(
+            target_epsilon=float(target_epsilon),
+            target_delta=float(target_delta),
+            sample_rate=1 / len(data_loader),
+            epochs=epochs,
+            accountant=self.accountant.mechanism(),
+            **options,
+        )
+        return self.make_private(
+            data_loader=data_loader, noise_multiplier=noise_multiplier, grad_sample_mode=grad_sample_mode, **kwargs
+        )
+
+    # -- which models ------------------------------------------------------------------------------------------------
+
+    def validate(self, *, module: nn.Module, optimizer: Any = None, data_loader: Any = None) -> None:
+        """Raises UnsupportedModelError for a model that make_private would refuse."""
+        _validate(module)
+
+    def is_compatible(self, *, module: nn.Module, optimizer: Any = None, data_loader: Any = None) -> bool:
+        """Whether make_private would take the model."""
+        try:
+            _validate(module)
+        except UnsupportedModelError:
+            return False
+        return True
+
+    @classmethod
+    def get_compatible_module(cls, module: nn.Module) -> nn.Module:
+        """A copy in which the layers that flash clipping refuses are replaced by Opacus's replacements for them."""
+        module = clone_module(module)
+        for name, layer in list(module.named_modules()):
+            replace = ModuleValidator.FIXERS.get(type(layer))
+            if replace is not None and not _is_valid(layer):
+                replacement = replace(layer).to(next(layer.parameters()).device)
+                module = ModuleValidator._replace_sub_module(
+                    root=module, sub_module_name=name, new_sub_module=replacement
+                )
+        _validate(module)
+        return module
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self, *, module: nn.Module, module_state_dict_kwargs: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        """Opacus's file, which Opacus can load: parameters are named as in its wrapper."""
+        if not isinstance(module, AbstractGradSampleModule):
+            module_state_dict_kwargs = {"prefix": OPACUS_PREFIX, **(module_state_dict_kwargs or {})}
+        super().save_checkpoint(module=module, module_state_dict_kwargs=module_state_dict_kwargs, **kwargs)
+
+    def load_checkpoint(
+        self, *, module: nn.Module, optimizer: Any = None, resume_noise: bool = False, **kwargs: Any
+    ) -> Any:
+        """Loads a checkpoint of this engine or of Opacus.
+
+        `resume_noise`: see `DPFlashOptimizer.load_state_dict`; without it noise is fresh.
+        """
+        if resume_noise:
+            if not isinstance(optimizer, DPFlashOptimizer):
+                raise UserError("resume_noise=True needs the private optimizer: load_checkpoint(optimizer=…)")
+            load_state_dict = partial(optimizer.load_state_dict, resume_noise=True)
+            optimizer = SimpleNamespace(load_state_dict=load_state_dict)
+        with _accepting_opacus_names(module):
+            return super().load_checkpoint(module=module, optimizer=optimizer, **kwargs)
+
+    # -- what Opacus's make_private calls ----------------------------------------------------------------------------
 
     def _prepare_model(self, module: nn.Module, *, grad_sample_mode: str = FLASH, **kwargs: Any) -> Any:
         if grad_sample_mode != FLASH:
             return super()._prepare_model(module, grad_sample_mode=grad_sample_mode, **kwargs)
-        engine = FlashEngine(
-            module,
-            max_grad_norm=kwargs.get("max_grad_norm", 1.0),
-            loss_reduction=kwargs.get("loss_reduction", "mean"),
-        )
-        self._attached = _Attached(engine)
-        return self._attached
+        try:
+            engine = FlashEngine(
+                module,
+                max_grad_norm=kwargs.get("max_grad_norm", 1.0),
+                loss_reduction=kwargs.get("loss_reduction", "mean"),
+            )
+        except UserError as refusal:
+            raise UnsupportedModelError(str(refusal)) from None
+        self._prepared = FlashHooks(engine)
+        return self._prepared
 
     def _prepare_optimizer(self, *, optimizer: Optimizer, grad_sample_mode: str = FLASH, **kwargs: Any) -> Any:
         if grad_sample_mode != FLASH:
             return super()._prepare_optimizer(optimizer=optimizer, grad_sample_mode=grad_sample_mode, **kwargs)
-        assert self._attached is not None
+        assert self._prepared is not None
         if isinstance(optimizer, DPOptimizer):
             optimizer = optimizer.original_optimizer
         for unused in ("distributed", "clipping"):
@@ -328,13 +210,106 @@ class PrivacyEngine(OpacusPrivacyEngine):
         generator = kwargs.pop("noise_generator", None)
         private = DPFlashOptimizer(
             optimizer,
-            engine=self._attached.engine,
+            engine=self._prepared.engine,
             generator=self.secure_rng if self.secure_mode else generator,
             secure_mode=self.secure_mode,
             **kwargs,
         )
-        private.forbid_accumulation = self._attached.accumulation_forbidden
+        private.forbid_accumulation = self._prepared.accumulation_forbidden
         return private
+
+
+def _is_flash(grad_sample_mode: str) -> bool:
+    """Opacus's own default, passed in so many words, is flash too: the sums are the same. Either way it is said."""
+    if grad_sample_mode == FLASH:
+        return True
+    if grad_sample_mode == "hooks":
+        warnings.warn(
+            "dpscope.flash.PrivacyEngine clips with its own engine (grad_sample_mode='flash') where 'hooks' was asked "
+            "for: the steps are the same, but there is no p.grad_sample; opacus.PrivacyEngine is Opacus's engine",
+            stacklevel=3,
+        )
+        return True
+    warnings.warn(
+        f"grad_sample_mode={grad_sample_mode!r} is Opacus's engine: leave it out to use flash clipping",
+        stacklevel=3,
+    )
+    return False
+
+
+def _number(value: Any) -> Any:
+    """A Python float of a number or of a numpy or torch scalar; anything else as it is."""
+    is_scalar = isinstance(value, numbers.Real) or getattr(value, "ndim", None) == 0
+    return float(value) if is_scalar else value
+
+
+def _validate(module: nn.Module) -> None:
+    try:
+        refuse_distributed_model(module)
+        layers.plan(module)
+    except UserError as refusal:
+        raise UnsupportedModelError(str(refusal)) from None
+
+
+def _is_valid(module: nn.Module) -> bool:
+    try:
+        _validate(module)
+    except UnsupportedModelError:
+        return False
+    return True
+
+
+def _detach_previous(module: nn.Module, optimizer: Optimizer) -> None:
+    """Make_private on the outputs of make_private replaces the engine; a second optimizer for a model is refused."""
+    taps = (vars(each).get("forward") for each in module.modules())
+    previous = next((tap.engine for tap in taps if isinstance(tap, RootTap)), None)
+    if previous is None:
+        return
+    if not isinstance(optimizer, DPFlashOptimizer) or optimizer.engine is not previous or previous.model is not module:
+        raise UserError(
+            "the model is already private, with an optimizer of its own, and a sample is clipped once, over all "
+            "parameters: give one optimizer several parameter groups instead of making two. To make the model private "
+            "anew, pass make_private's own model and optimizer, or call optimizer.engine.detach() first"
+        )
+    previous.detach()
+
+
+def _warn_of_untrained(engine: FlashEngine, optimizer: DPFlashOptimizer) -> None:
+    trained = set(map(id, optimizer.params))
+    left = [name for name, p in engine.model.named_parameters() if p.requires_grad and id(p) not in trained]
+    if left:
+        warnings.warn(
+            f"{left[0]}{f' and {len(left) - 1} more parameters' if len(left) > 1 else ''} of the model are not in the "
+            "optimizer: they count towards a sample's norm and are not trained, by another optimizer neither; freeze "
+            "them with requires_grad_(False)",
+            stacklevel=3,
+        )
+
+
+@contextmanager
+def _accepting_opacus_names(module: nn.Module) -> Iterator[None]:
+
+    if isinstance(module, AbstractGradSampleModule):
+        yield
+        return
+    hook = _accept_opacus_names(module)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _accept_opacus_names(module: nn.Module) -> RemovableHandle:
+    """From now on `module` loads a state_dict of Opacus's wrapper around it as well as its own."""
+    hook: RemovableHandle = module.register_load_state_dict_pre_hook(_strip_prefix)  # type: ignore[no-untyped-call]
+    return hook
+
+
+def _strip_prefix(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    wrapped = prefix + OPACUS_PREFIX
+    if state and all(name.startswith(wrapped) for name in state):
+        for name in list(state):
+            state[prefix + name[len(wrapped) :]] = state.pop(name)
 
 
 def _check_arguments(
@@ -352,19 +327,17 @@ def _check_arguments(
 ) -> None:
     """What Opacus would accept, or stumble over later, and flash clipping cannot do."""
     if isinstance(module, AbstractGradSampleModule):
-        raise UserError(
+        raise UnsupportedModelError(
             "the model is already private (wrapped by Opacus): pass the original module, model._module, instead"
         )
-    if isinstance(module, nn.parallel.DistributedDataParallel) or type(module).__name__ == "DPDDP":
-        raise UserError("grad_sample_mode='flash' trains on one device: pass the module without the DDP wrapper")
-    if not isinstance(max_grad_norm, int | float) or not (math.isfinite(max_grad_norm) and max_grad_norm > 0):
+    if not isinstance(max_grad_norm, float) or not (math.isfinite(max_grad_norm) and max_grad_norm > 0):
         raise UserError(f"max_grad_norm must be one number above 0 (flat clipping), not {max_grad_norm!r}")
-    if not (math.isfinite(noise_multiplier) and noise_multiplier >= 0):
-        raise UserError(f"noise_multiplier must be zero or more, not {noise_multiplier}")
+    if not isinstance(noise_multiplier, float) or not (math.isfinite(noise_multiplier) and noise_multiplier >= 0):
+        raise UserError(f"noise_multiplier must be one number, zero or more, not {noise_multiplier!r}")
     if clipping != "flat":
-        raise UserError(f"grad_sample_mode='flash' does flat clipping: clipping={clipping!r} needs another mode")
+        raise UserError(f"flash clipping is flat: for clipping={clipping!r} use opacus.PrivacyEngine")
     if not batch_first:
-        raise UserError("grad_sample_mode='flash' needs the batch as the first dimension: batch_first=True")
+        raise UserError("flash clipping needs the batch as the first dimension: batch_first=True")
     if loss_reduction not in ("mean", "sum"):
         raise UserError(f"loss_reduction must be 'mean' or 'sum' over samples, not {loss_reduction!r}")
     if criterion is not None and getattr(criterion, "reduction", loss_reduction) != loss_reduction:

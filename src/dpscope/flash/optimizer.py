@@ -7,7 +7,7 @@ the private gradient in `.grad` (`privatise_gradients`). Nothing here knows Opac
 
 from __future__ import annotations
 
-import secrets
+import os
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from dpscope.errors import UserError
 from dpscope.flash.kernels.fused_update import fused_adam_, fused_sgd_
 from dpscope.flash.kernels.philox_noise import add_noise_
 from dpscope.flash.kernels.triton_runtime import use_triton
@@ -23,40 +24,68 @@ from dpscope.flash.microbatch import FactoredSum
 
 # Sums are handed to the fused update in pieces of about this size: few launches, and little of the gradient at a time.
 PIECE_BYTES = 2**30
-# Normals made at a time on a CPU.
-HOST_PIECE = 2**18
 
 
 class NoiseSource:
-    """Keys of the noise stream, one a use, drawn from a torch.Generator.
+    """Keys of the noise stream (see philox_noise), one a use.
 
-    Given a generator, noise can be repeated: its state (a secret, for it holds the seed) may be saved and restored.
-    Without one it is seeded from the operating system's entropy, and nobody can draw the same noise again.
+    Without a generator a key is 128 bits from the operating system, drawn when it is used: nothing is kept that could
+    be saved, searched or shared with a forked process. Given a generator, keys are drawn from it and noise can be
+    repeated: its state (a secret, for it gives the noise) may be saved and restored.
     """
 
     def __init__(self, generator: torch.Generator | None = None) -> None:
-        self.given = generator is not None
-        self.generator = generator or torch.Generator().manual_seed(secrets.randbits(63))
+        self.generator = generator
+        self._draws = 0
+        self._process = os.getpid()
 
     def draw(self) -> tuple[int, int]:
         """(seed, offset) of a stream that was not used before. Waits for no device."""
         generator = self.generator
+        if generator is None:
+            key = os.urandom(16)
+            return int.from_bytes(key[:8], "little"), int.from_bytes(key[8:], "little")
+        if os.getpid() != self._process:
+            raise UserError(
+                "the noise generator was given before this process was forked: its processes would add the same noise; "
+                "call make_private in the process that trains, or leave out noise_generator"
+            )
+        self._draws += 1
         if generator.device.type == "cpu":
-            key = torch.randint(2**63 - 1, (1,), generator=generator, dtype=torch.int64, device="cpu")
-            return int(key), 0
+            seed, offset = torch.randint(2**63 - 1, (2,), generator=generator, dtype=torch.int64, device="cpu").tolist()
+            return seed, offset
         # A CUDA generator's position is known on the host; drawing from it would wait for the device.
         offset = generator.get_offset()
         generator.set_offset(offset + 4)
         return generator.initial_seed(), offset
 
-    def state(self) -> Tensor | None:
-        """None where no generator was given."""
-        return self.generator.get_state() if self.given else None
+    def state(self) -> dict[str, Any] | None:
+        """Where the stream stands; None where no generator was given."""
+        if self.generator is None:
+            return None
+        seed = self.generator.initial_seed()
+        return {"seed": seed, "draws": self._draws, "generator": self.generator.get_state()}
 
-    def restore(self, state: Tensor) -> None:
-        """Continues a saved stream; without a generator of its own the source stays with fresh entropy."""
-        if self.given:
-            self.generator.set_state(state.cpu())
+    def resume(self, state: dict[str, Any]) -> None:
+        """Go on where a saved stream stood, with its noise."""
+        if self.generator is None:
+            raise UserError(
+                "the saved noise stream came from a noise generator, and this run has none: give make_private one "
+                "(noise_generator=…), or leave out resume_noise"
+            )
+        self.generator.set_state(state["generator"].cpu())
+        self._draws = state["draws"]
+
+    def refuse_to_repeat(self, state: dict[str, Any]) -> None:
+        """Refuse a generator that is about to draw again what the saved run has drawn."""
+        if self.generator is None or self.generator.initial_seed() != state["seed"]:
+            return
+        if self._draws < state["draws"]:
+            raise UserError(
+                "the noise generator has the seed of the run that was saved, and would add that run's noise again: "
+                "give it another seed, or go on with the saved run's noise: load_state_dict(state, resume_noise=True) "
+                "or load_checkpoint(…, resume_noise=True)"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,31 +97,10 @@ class Privatisation:
     noise: NoiseSource
 
 
-@torch.no_grad()
 def privatise_gradients(gradients: Sequence[Tensor], how: Privatisation) -> None:
-    """From clipped sums to private gradients, in place, without a full-size temporary.
-
-    On a CPU the normals are the generator's own; on CUDA they are made in registers, keyed by the generator.
-    """
-    if all(g.device == how.noise.generator.device for g in gradients) and how.noise.generator.device.type == "cpu":
-        for gradient in gradients:
-            _add_host_noise(gradient, how)
-        return
+    """From clipped sums to private gradients, in place, without a full-size temporary."""
     seed, offset = how.noise.draw()
     add_noise_(gradients, how.noise_std, how.grad_scale, seed, offset)
-
-
-def _add_host_noise(gradient: Tensor, how: Privatisation) -> None:
-    flat = gradient.view(-1) if gradient.is_contiguous() else gradient.reshape(-1)
-    dtype = torch.promote_types(flat.dtype, torch.float32)
-    for piece in flat.split(HOST_PIECE):  # type: ignore[no-untyped-call]
-        if how.noise_std:
-            noise = torch.randn(piece.shape, dtype=dtype, generator=how.noise.generator, device=piece.device)
-            piece.copy_((noise.mul_(how.noise_std).add_(piece)).mul_(how.grad_scale))
-        else:
-            piece.mul_(how.grad_scale)
-    if flat.data_ptr() != gradient.data_ptr():
-        gradient.copy_(flat.view(gradient.shape))
 
 
 class FusedUpdate:

@@ -10,7 +10,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from dpscope.errors import UserError
-from dpscope.flash.opacus import DPFlashOptimizer
+from dpscope.flash.private_optimizer import DPFlashOptimizer
 
 
 class GradScaler(torch.amp.GradScaler):

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from dpscope.flash.contributions import Kept, Saved
 from dpscope.flash.engine import FlashEngine
-from dpscope.flash.opacus import DPFlashOptimizer
+from dpscope.flash.private_optimizer import DPFlashOptimizer
 from dpscope.instruments.memory import Birth, Holding
 from dpscope.instruments.phases import CLIP, NOISE, OPTIMIZER, in_phase
 from dpscope.results.components import ACTIVATION_HOOKS, GRADIENTS, NORM_SAMPLES, PER_SAMPLE_GRADIENTS

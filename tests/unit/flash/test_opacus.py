@@ -146,30 +146,79 @@ def test_an_empty_batch_gives_a_step_of_noise_alone(backward: bool) -> None:
     assert abs(change.std().item() / (0.5 / 16) - 1) < 5 / math.sqrt(2 * change.numel())
 
 
+class Seeded:
+    """A private run whose noise comes from a given generator; always the same batch."""
+
+    def __init__(self, seed: int = 11, fused: bool | None = None) -> None:
+        self.engine = PrivacyEngine()
+        self.model = make_model()
+        self.model, self.optimizer, _ = make_private(
+            self.model,
+            torch.optim.AdamW(self.model.parameters(), lr=0.1),
+            self.engine,
+            noise_multiplier=1.0,
+            noise_generator=torch.Generator().manual_seed(seed),
+            fused=fused,
+        )
+
+    def steps(self, count: int) -> torch.Tensor:
+        x, y = make_data().tensors
+        for _ in range(count):
+            step(self.model, self.optimizer, x[:16], y[:16])
+        return self.model[0].weight.detach().clone()
+
+    def save(self) -> io.BytesIO:
+        path = io.BytesIO()
+        self.engine.save_checkpoint(path=path, module=self.model, optimizer=self.optimizer)
+        return path
+
+    def load(self, path: io.BytesIO, **options: bool) -> None:
+        path.seek(0)
+        self.engine.load_checkpoint(path=path, module=self.model, optimizer=self.optimizer, **options)
+
+
 @pytest.mark.parametrize("fused", [True, False])
-def test_a_seed_gives_the_same_noise_and_a_checkpoint_continues_it(fused: bool | None) -> None:
-    def start():
-        model = make_model()
-        generator = torch.Generator().manual_seed(11)
-        engine = PrivacyEngine()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        private = make_private(model, optimizer, engine, noise_multiplier=1.0, noise_generator=generator, fused=fused)
-        return engine, *private
+def test_a_checkpoint_continues_the_noise_of_a_given_generator_if_told_to(fused: bool) -> None:
+    run = Seeded(fused=fused)
+    run.steps(2)
+    saved = run.save()
+    expected = run.steps(1)
+    other = Seeded(fused=fused)
+    other.load(saved, resume_noise=True)
+    torch.testing.assert_close(other.steps(1), expected, rtol=0, atol=0)
 
-    x, y = make_data().tensors[0][:16], make_data().tensors[1][:16]
-    engine, model, optimizer, _ = start()
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_going_back_to_a_checkpoint_and_on_draws_other_noise(fused: bool) -> None:
+    run = Seeded(fused=fused)
+    run.steps(2)
+    saved = run.save()
+    branches = [run.steps(1)]
     for _ in range(2):
-        step(model, optimizer, x, y)
-    saved = io.BytesIO()
-    engine.save_checkpoint(path=saved, module=model, optimizer=optimizer)
-    step(model, optimizer, x, y)
+        run.load(saved)
+        branches.append(run.steps(1))
+    assert not any(torch.equal(a, b) for i, a in enumerate(branches) for b in branches[:i])
 
-    engine, other, other_optimizer, _ = start()
-    saved.seek(0)
-    engine.load_checkpoint(path=saved, module=other, optimizer=other_optimizer)
-    step(other, other_optimizer, x, y)
-    for a, b in zip(model.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+def test_a_resumed_run_of_the_same_seed_is_refused_unless_it_resumes_the_noise() -> None:
+    """It would add the noise of the first steps again."""
+    run = Seeded()
+    run.steps(2)
+    saved = run.save()
+    with pytest.raises(UserError, match=r"another seed.*resume_noise=True"):
+        Seeded().load(saved)
+    Seeded(seed=12).load(saved)
+
+
+def test_noise_that_was_not_saved_is_not_resumed() -> None:
+    model = make_model()
+    engine = PrivacyEngine()
+    model, optimizer, _ = make_private(model, sgd(model), engine, noise_multiplier=1.0)
+    with pytest.raises(UserError, match="no noise stream"):
+        optimizer.load_state_dict(optimizer.state_dict(), resume_noise=True)
+    run = Seeded()
+    with pytest.raises(UserError, match="give make_private one"):
+        optimizer.load_state_dict(run.optimizer.state_dict(), resume_noise=True)
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -329,15 +378,21 @@ def test_parameters_outside_the_model_are_refused_unless_frozen(fused: bool) -> 
         optimizer.step()
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_zero_grad_clears_parameters_that_the_optimizer_does_not_hold(set_to_none: bool) -> None:
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_second_optimizer_finds_no_sums_without_noise(fused: bool, micro_batches: int) -> None:
+    """Only the private optimizer adds noise; what it does not hold is left without a gradient, and that is said."""
     model = make_model()
-    private, optimizer, loader = make_private(model, torch.optim.SGD(model[0].parameters(), lr=1.0), fused=False)
+    with pytest.warns(UserWarning, match=r"2\.weight and 3 more.*not in the optimizer"):
+        private, optimizer, loader = make_private(model, torch.optim.SGD(model[0].parameters(), lr=1.0), fused=fused)
+    other = torch.optim.SGD(model[3].parameters(), lr=1.0)
     x, y = next(iter(loader))
-    step(private, optimizer, x, y)
-    assert model[3].weight.grad is not None
-    optimizer.zero_grad(set_to_none)
-    assert model[3].weight.grad is None or not model[3].weight.grad.any()
+    before = model[3].weight.detach().clone()
+    for _ in range(micro_batches):
+        F.cross_entropy(private(x), y).backward()
+    optimizer.step()
+    other.step()
+    torch.testing.assert_close(model[3].weight.detach(), before, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -370,9 +425,10 @@ def test_noise_is_added_to_a_half_precision_sum_before_it_is_rounded(monkeypatch
         noised.append(reference.clone())
         return torch.zeros_like(reference)
 
-    monkeypatch.setattr("dpscope.flash.opacus._generate_noise", record)
+    monkeypatch.setattr("dpscope.flash.private_optimizer._generate_noise", record)
     monkeypatch.setattr(
-        "dpscope.flash.opacus.privatise_gradients", lambda sums, how: noised.extend(total.clone() for total in sums)
+        "dpscope.flash.private_optimizer.privatise_gradients",
+        lambda sums, how: noised.extend(total.clone() for total in sums),
     )
     for _ in range(2):
         noised.clear()
@@ -411,30 +467,6 @@ def test_accounting_is_opacuss_own() -> None:
         return engine.get_epsilon(1e-5)
 
     assert spend(PrivacyEngine, "flash") == spend(OpacusPrivacyEngine, "hooks")
-
-
-def test_other_modes_still_work() -> None:
-    model = make_model()
-    private, _, _ = make_private(model, sgd(model), grad_sample_mode="hooks")
-    assert isinstance(private, GradSampleModule)
-
-
-def test_make_private_with_epsilon_finds_opacuss_noise_multiplier() -> None:
-    def noise(engine_class, **mode: str) -> float:
-        model = make_model()
-        _, optimizer, _ = engine_class(accountant="rdp").make_private_with_epsilon(
-            module=model,
-            optimizer=sgd(model),
-            data_loader=make_loader(),
-            target_epsilon=3.0,
-            target_delta=1e-5,
-            epochs=2,
-            max_grad_norm=1.0,
-            **mode,
-        )
-        return optimizer.noise_multiplier
-
-    assert noise(PrivacyEngine) == noise(OpacusPrivacyEngine, grad_sample_mode="hooks") > 0
 
 
 def test_schedulers_reach_the_engine() -> None:
@@ -492,7 +524,7 @@ BAD_INPUT = {
     "max_grad_norm": ({"max_grad_norm": 0.0}, "max_grad_norm"),
     "one norm a layer": ({"max_grad_norm": [1.0, 1.0]}, "flat clipping"),
     "negative noise": ({"noise_multiplier": -1.0}, "noise_multiplier"),
-    "per-layer clipping": ({"clipping": "per_layer"}, "flat clipping"),
+    "per-layer clipping": ({"clipping": "per_layer"}, r"flat.*opacus\.PrivacyEngine"),
     "batch second": ({"batch_first": False}, "batch_first"),
     "reduction": ({"loss_reduction": "median"}, "loss_reduction"),
     "a criterion that does not reduce": ({"criterion": nn.CrossEntropyLoss(reduction="none")}, "reduction is 'none'"),
@@ -517,11 +549,7 @@ def test_batch_norm_is_refused_by_name_with_the_replacement() -> None:
         make_private(model, sgd(model))
 
 
-def test_a_private_model_is_not_made_private_again() -> None:
-    model = make_model()
-    make_private(model, sgd(model))
-    with pytest.raises(UserError, match="already"):
-        make_private(model, sgd(model))
+def test_a_model_wrapped_by_opacus_is_not_made_private_again() -> None:
     wrapped = GradSampleModule(make_model())
     with pytest.raises(UserError, match="already private"):
         make_private(wrapped, sgd(wrapped))

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import copy
 import math
+import os
+import random
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
 
+from dpscope.errors import UserError
+from dpscope.flash.kernels.philox_noise import philox_normal
 from dpscope.flash.optimizer import FusedUpdate, NoiseSource, Privatisation, privatise_gradients
 
 SHAPES = [(7, 5), (3,), (2, 3, 4), ()]
@@ -166,19 +171,110 @@ def test_a_noise_source_repeats_itself_only_when_told_to() -> None:
     state = source.state()
     second, third = source.draw(), source.draw()
     assert len({first, second, third}) == 3
-    source.restore(state)
+    source.resume(state)
     assert source.draw() == second
     assert NoiseSource(torch.Generator().manual_seed(1)).draw() == first
     assert NoiseSource().draw() != NoiseSource().draw()
 
 
-def test_a_noise_source_without_a_generator_tells_nobody_its_seed() -> None:
-    given = NoiseSource(torch.Generator().manual_seed(1))
-    source, other = NoiseSource(), NoiseSource()
+def test_a_noise_source_without_a_generator_has_no_state() -> None:
+    source = NoiseSource()
     assert source.state() is None
-    for source_like in (source, other):
-        source_like.restore(given.state())
-    assert len({given.draw(), source.draw(), other.draw()}) == 3
+    with pytest.raises(UserError, match="noise_generator"):
+        source.resume(NoiseSource(torch.Generator().manual_seed(1)).state())
+
+
+# -- keys from the operating system ------------------------------------------------------------------------------------
+
+
+def from_system(key: int) -> Callable[[int], bytes]:
+    """What os.urandom is replaced by: the operating system gives these 128 bits, and must be asked for all of them."""
+
+    def urandom(count: int) -> bytes:
+        assert count == 16
+        return key.to_bytes(16, "little")
+
+    return urandom
+
+
+def noise_of(path: str) -> tuple[float, ...]:
+    """The noise of a step without a generator, by the path."""
+    how = Privatisation(noise_std=1.0, grad_scale=1.0, noise=NoiseSource())
+    if path == "fused":
+        parameter = nn.Parameter(torch.zeros(8))
+        FusedUpdate(torch.optim.SGD([parameter], lr=1.0))([(parameter, torch.zeros(8), None)], how)
+        return tuple((-parameter.detach()).tolist())
+    gradient = torch.zeros(8)
+    privatise_gradients([gradient], how)
+    return tuple(gradient.tolist())
+
+
+@pytest.mark.parametrize("path", ["fused", "unfused"])
+def test_every_one_of_128_bits_from_the_operating_system_changes_the_noise(path: str, monkeypatch) -> None:
+    base = random.Random(0).getrandbits(128)
+    streams = set()
+    for key in [base, *(base ^ 1 << bit for bit in range(128))]:
+        monkeypatch.setattr(os, "urandom", from_system(key))
+        streams.add(noise_of(path))
+    assert len(streams) == 129
+    monkeypatch.setattr(os, "urandom", from_system(base))
+    assert noise_of(path) in streams  # and nothing else does
+
+
+@pytest.mark.parametrize("path", ["fused", "unfused"])
+def test_the_bits_of_the_operating_system_are_the_key_of_the_stream_themselves(path: str, monkeypatch) -> None:
+    """No seeding in between: a generator of 32 bits' seed would keep 32 of them, whichever."""
+    key = random.Random(1).getrandbits(128)
+    monkeypatch.setattr(os, "urandom", from_system(key))
+    seed, offset = NoiseSource().draw()
+    assert seed | offset << 64 == key
+    assert noise_of(path) == tuple(philox_normal((8,), seed, offset).tolist())
+
+
+def test_noise_does_not_depend_on_torchs_seed() -> None:
+    keys = set()
+    for _ in range(2):
+        torch.manual_seed(0)
+        random.seed(0)
+        keys.add(NoiseSource().draw())
+    assert len(keys) == 2
+
+
+def in_a_fork(work: Callable[[], str]) -> str:
+    """What `work` returns in a forked process."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(write, work().encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    os.waitpid(child, 0)
+    with os.fdopen(read) as pipe:
+        return pipe.read()
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_forked_processes_draw_other_keys() -> None:
+    source = NoiseSource()
+    source.draw()
+    keys = {in_a_fork(lambda: str(source.draw())) for _ in range(3)} | {str(source.draw())}
+    assert len(keys) == 4
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_given_generator_is_not_used_by_two_processes() -> None:
+    source = NoiseSource(torch.Generator().manual_seed(1))
+
+    def draw() -> str:
+        try:
+            return str(source.draw())
+        except UserError as error:
+            return str(error)
+
+    assert "forked" in in_a_fork(draw)
+    assert "forked" not in draw()
 
 
 def test_noise_is_drawn_where_its_generator_is_whatever_the_default_device() -> None:

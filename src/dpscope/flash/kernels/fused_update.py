@@ -35,7 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpscope.flash.kernels.philox_noise import checked_factor, clip_at, noise_chunks, normal_block, times_factor_
+from dpscope.flash.kernels.philox_noise import HostStream, checked_factor, chunks, clip_at, normal_block, times_factor_
 from dpscope.flash.kernels.tensor_lists import (
     ListLaunch,
     chunk_size,
@@ -217,13 +217,14 @@ def _update(
         # Autograd cannot see that a kernel wrote to them.
         torch.autograd.graph.increment_version([params[i] for i in listed.members])
         announce(partial(_described, kernel.__name__, columns, listed.members))
+    stream = HostStream(seed, offset, starts[-1] + params[-1].numel() if left else 0)
     for i in left:
         param, total = params[i], sums[i]
         dtype = torch.promote_types(torch.promote_types(param.dtype, total.dtype), torch.float32)
         grad = times_factor_(total.detach().to(dtype, copy=True), factor)
         if noise_std:
-            for part, noise in noise_chunks(grad, starts[i], seed, offset):
-                part.add_(noise.to(dtype), alpha=noise_std)
+            for part, first in chunks(grad):
+                part.add_(stream.normals(starts[i] + first, part), alpha=noise_std)
         with torch.no_grad():
             fallback(grad.mul_(grad_scale), param, *(state[i] for state in states))
 

@@ -1,13 +1,18 @@
-"""The noise: one counter-based stream of standard normals, the same on every backend.
+"""The noise: one counter-based stream of standard normals, the same from every kernel, from torch, and on every device.
 
 Philox 4×32-10 with key = seed (64 bits) and counter = (element // 4: 64 bits, offset: 64 bits) gives four 32-bit words
-w0…w3 for four neighbouring elements. Box-Muller makes them normal:
+w0…w3 for four neighbouring elements. Its own two words get the offset once more (w2, w3 ← w2, w3 ⊕ offset), and
+Box-Muller makes the words normal:
 
     u = (w0 + ½)·2⁻³²,  r = √(-2 ln u),  θ = 2π·w1·2⁻³²:   z0 = r cos θ,  z1 = r sin θ;  z2, z3 from w2, w3 alike.
 
-`element` runs through a whole list of tensors (tensor_lists.noise_starts); `offset` is the caller's and must differ
-between any two calls under one seed, however many elements they have: then no counter is ever used twice. Given seed
-and offset the values are reproducible; between devices they agree to the rounding of ln, sin and cos.
+`element` runs through a whole list of tensors (tensor_lists.noise_starts). No two calls may share (seed, offset),
+however many elements they have: then no counter is ever used twice. Given both, the values are reproducible; between
+devices they agree to the rounding of ln, sin and cos.
+
+Seed and offset together are 128 bits of secret. Philox under one key is a permutation that anyone can run backwards:
+without the ⊕, four known words and a guess of the 64-bit seed would give the offset, a search among 2⁶⁴. With it a
+guess of the seed tells nothing until the offset is guessed too: a search among 2¹²⁸.
 
 What it is not: Philox passes the statistical tests in use (BigCrush) but is no cryptographic generator, and the normals
 end at |z| = √(2·33·ln 2) = 6.8. Both hold for the generators deep-learning frameworks use by default.
@@ -39,7 +44,9 @@ from dpscope.instruments.launches import Launch, announce
 from dpscope.results.families import NOISE
 
 _WORD = 2**32 - 1
-_TORCH_CHUNK = 2**20  # elements of noise the fallback makes at a time
+# Elements of noise torch makes at a time: the words stay in cache. 14 ns an element on one core of a Xeon (2026-11-15),
+# 32 ns with 2²⁰; more, and shared between tensors, because a call costs 200 µs however few they are.
+_WINDOW = 2**16
 
 
 def philox_normal(
@@ -115,10 +122,13 @@ def _add(
                 num_warps=8,
             )
         announce(partial(_described, tensors, launch.members))
+    stream = HostStream(seed, offset, starts[-1] + tensors[-1].numel() if left else 0)
     for i in left:
-        for part, noise in noise_chunks(tensors[i], starts[i], seed, offset):
-            wide = part.to(torch.promote_types(part.dtype, torch.float32))
-            part.copy_((times_factor_(wide, factor) + std * noise) * scale)
+        for part, first in chunks(tensors[i]):
+            wide = times_factor_(part.to(torch.promote_types(part.dtype, torch.float32), copy=True), factor)
+            if std:
+                wide.add_(stream.normals(starts[i] + first, part), alpha=std)
+            part.copy_(wide.mul_(scale))
 
 
 def _described(tensors: Sequence[Tensor], members: Sequence[int]) -> Launch:
@@ -134,12 +144,11 @@ def normal_block(seed, offset, element, SIZE: tl.constexpr):
     """SIZE normals for elements [element, element + SIZE); element is a multiple of four, seed and offset int64."""
     block = element // 4 + tl.arange(0, SIZE // 4).to(tl.int64)
     low = block.to(tl.uint32)
-    zero = low * 0
-    w0, w1, w2, w3 = tl.philox(
-        seed, low, (block >> 32).to(tl.uint32), zero + offset.to(tl.uint32), zero + (offset >> 32).to(tl.uint32)
-    )
+    offset_low = low * 0 + offset.to(tl.uint32)
+    offset_high = low * 0 + (offset >> 32).to(tl.uint32)
+    w0, w1, w2, w3 = tl.philox(seed, low, (block >> 32).to(tl.uint32), offset_low, offset_high)
     z0, z1 = _box_muller(w0, w1)
-    z2, z3 = _box_muller(w2, w3)
+    z2, z3 = _box_muller(w2 ^ offset_low, w3 ^ offset_high)
     return tl.interleave(tl.interleave(z0, z2), tl.interleave(z1, z3))
 
 
@@ -195,23 +204,44 @@ def _add_noise_kernel(
 # -- torch -------------------------------------------------------------------------------------------------------------
 
 
-def noise_chunks(tensor: Tensor, start: int, seed: int, offset: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Pieces of `tensor` (views) with their normals; one piece if its elements do not lie in order."""
+def chunks(tensor: Tensor) -> Iterator[tuple[Tensor, int]]:
+    """Views of `tensor` with the number of their first element; one view if its elements do not lie in order."""
     if not tensor.is_contiguous():
-        yield tensor, _normals(tensor.numel(), start, seed, offset, tensor.device).view(tensor.shape)
+        yield tensor, 0
         return
     flat = tensor.view(-1)
-    for first in range(0, flat.numel(), _TORCH_CHUNK):
-        part = flat[first : first + _TORCH_CHUNK]
-        yield part, _normals(part.numel(), start + first, seed, offset, tensor.device)
+    for first in range(0, flat.numel(), _WINDOW):
+        yield flat[first : first + _WINDOW], first
 
 
-def _normals(count: int, start: int, seed: int, offset: int, device: torch.device) -> Tensor:
-    """Elements [start, start + count) of the stream, float32."""
-    block = torch.arange(start // 4, start // 4 + -(-count // 4), dtype=torch.int64, device=device)
-    w0, w1, w2, w3 = _philox(block, as_word(seed), as_word(offset))
-    quads = torch.stack([*_box_muller_torch(w0, w1), *_box_muller_torch(w2, w3)], dim=1)
-    return quads.view(-1)[:count]
+class HostStream:
+    """Elements [0, end) of the stream (seed, offset), made a window at a time for tensors that ask in their order."""
+
+    def __init__(self, seed: int, offset: int, end: int) -> None:
+        self.seed, self.offset = as_word(seed), as_word(offset)
+        self.end = end
+        self.first = 0
+        self.window = torch.empty(0)
+
+    def normals(self, start: int, like: Tensor) -> Tensor:
+        """One float32 normal for each element of `like`, the first of which has the number `start`."""
+        if like.is_complex():
+            raise ValueError("noise is real: give the real and the imaginary part as tensors of their own")
+        count = like.numel()
+        inside = self.first <= start and start + count <= self.first + self.window.numel()
+        if not inside or self.window.device != like.device:
+            self.first = start
+            size = max(count, min(_WINDOW, self.end - start))
+            block = torch.arange(start // 4, start // 4 + -(-size // 4), dtype=torch.int64, device=like.device)
+            self.window = _normals(block, self.seed, self.offset)
+        return self.window[start - self.first :][:count].view(like.shape)
+
+
+def _normals(block: Tensor, seed: int, offset: int) -> Tensor:
+    """The four normals of each block, in order, float32."""
+    w0, w1, w2, w3 = _philox(block, seed, offset)
+    w2, w3 = w2 ^ (offset & _WORD), w3 ^ ((offset >> 32) & _WORD)
+    return torch.stack([*_box_muller_torch(w0, w1), *_box_muller_torch(w2, w3)], dim=1).view(-1)
 
 
 def _philox(block: Tensor, seed: int, offset: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -221,8 +251,9 @@ def _philox(block: Tensor, seed: int, offset: int) -> tuple[Tensor, Tensor, Tens
     k0, k1 = seed & _WORD, (seed >> 32) & _WORD
     for _ in range(10):
         right, left = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        c0, c1 = ((left >> 32) & _WORD) ^ c1 ^ k0, left & _WORD
-        c2, c3 = ((right >> 32) & _WORD) ^ c3 ^ k1, right & _WORD
+        torch.bitwise_right_shift(left, 32, out=c0).bitwise_and_(_WORD).bitwise_xor_(c1).bitwise_xor_(k0)
+        torch.bitwise_right_shift(right, 32, out=c2).bitwise_and_(_WORD).bitwise_xor_(c3).bitwise_xor_(k1)
+        c1, c3 = left.bitwise_and_(_WORD), right.bitwise_and_(_WORD)
         k0, k1 = (k0 + 0x9E3779B9) & _WORD, (k1 + 0xBB67AE85) & _WORD
     return c0, c1, c2, c3
 

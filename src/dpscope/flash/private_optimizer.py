@@ -1,0 +1,266 @@
+"""DPFlashOptimizer: an Opacus optimizer whose clipped sums come from a `FlashEngine`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from opacus.optimizers import DPOptimizer
+from opacus.optimizers.optimizer import _generate_noise
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dpscope.errors import UserError
+from dpscope.flash.distributed import refuse_several_processes
+from dpscope.flash.engine import FlashEngine
+from dpscope.flash.optimizer import FusedUpdate, NoiseSource, Privatisation, privatise_gradients
+
+NOISE_STATE = "dpscope_noise_generator"
+
+
+class DPFlashOptimizer(DPOptimizer):
+    """An Opacus optimizer whose clipped sums come from a `FlashEngine`.
+
+    `fused`: update SGD, Adam and AdamW in the same pass that adds the noise (default: on a GPU with Triton, wherever
+    that is torch's own update). The gradient then never exists as a whole and `.grad` is None after a step.
+    """
+
+    # torch's GradScaler then leaves gradients alone and tells step() that it is there, which refuses.
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        engine: FlashEngine,
+        noise_multiplier: float,
+        max_grad_norm: float,
+        expected_batch_size: int | None,
+        loss_reduction: str = "mean",
+        generator: torch.Generator | None = None,
+        secure_mode: bool = False,
+        fused: bool | None = None,
+    ) -> None:
+        if not (math.isfinite(noise_multiplier) and noise_multiplier >= 0):
+            raise UserError(f"noise_multiplier must be zero or more, not {noise_multiplier}")
+        refuse_several_processes()
+        if expected_batch_size is not None and expected_batch_size <= 0:
+            raise UserError(
+                f"the expected batch size is {expected_batch_size}: give the data loader a batch size of at least 1"
+            )
+        if fused and not FusedUpdate.serves(optimizer):
+            raise UserError(f"{type(optimizer).__name__} with these options has no fused update: leave out fused=True")
+        self.engine = engine
+        self.noise = NoiseSource(generator)
+        self._own = frozenset(map(id, engine.parameters))
+        self.forbid_accumulation = False
+        self._fused_update = FusedUpdate(optimizer) if FusedUpdate.serves(optimizer) else None
+        self._fused = fused
+        super().__init__(
+            optimizer,
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=max_grad_norm,
+            expected_batch_size=expected_batch_size,
+            loss_reduction=loss_reduction,
+            generator=generator,
+            secure_mode=secure_mode,
+        )
+        engine.wide_sums = True
+        engine.clear_gradients()  # what is in `.grad` by now was not clipped
+
+    @property
+    def max_grad_norm(self) -> float:
+        """C; schedulers set it here."""
+        return self.engine.max_grad_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: float) -> None:
+        self.engine.max_grad_norm = value
+
+    @property
+    def accumulated_iterations(self) -> int:
+        """Micro-batches in this step. Opacus's accountants multiply the sample rate by it."""
+        return max(1, self.engine.micro_batches + self.engine.pending)
+
+    @property
+    def _is_last_step_skipped(self) -> bool:
+        """Opacus's name for it: a logical batch is open."""
+        return self.engine.holding
+
+    @_is_last_step_skipped.setter
+    def _is_last_step_skipped(self, value: bool) -> None:
+        self.engine.holding = value
+
+    # -- the step ----------------------------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        self._begin()
+        if self._check_skip_next_step():  # a physical batch that does not end its logical batch
+            self.clip_and_accumulate()
+            self._is_last_step_skipped = True
+            self.engine.micro_batches = 0
+            return None
+        self._is_last_step_skipped = False
+        if self._uses_fused_update():
+            self._fused_step()
+            return None
+        self.clip_and_accumulate()
+        self.add_noise()
+        self._account()
+        result: float | None = self.original_optimizer.step()
+        return result
+
+    def pre_step(self, closure: Callable[[], float] | None = None) -> bool:
+        """Everything of a step but the update itself: for code that calls the two halves on its own."""
+        self._begin()
+        self.clip_and_accumulate()
+        self._is_last_step_skipped = self._check_skip_next_step()
+        if self._is_last_step_skipped:
+            self.engine.micro_batches = 0
+            return False
+        self.add_noise()
+        self._account()
+        return True
+
+    def _begin(self) -> None:
+        if "found_inf" in vars(self):
+            del self.found_inf, self.grad_scale
+            raise UserError(
+                "torch's GradScaler scales the loss without flash clipping's knowledge, which then clips scaled "
+                "gradients: use dpscope.flash.GradScaler(optimizer=optimizer)"
+            )
+        refuse_several_processes()
+        if not self.engine.attached:
+            raise UserError(
+                "the flash engine was detached: gradients are no longer clipped; make the model private anew"
+            )
+        if not (math.isfinite(self.noise_multiplier) and self.noise_multiplier >= 0):
+            raise UserError(f"noise_multiplier must be zero or more, not {self.noise_multiplier}")
+        own = self._own
+        if any(id(p) not in own for p in self.params):  # Opacus leaves frozen ones out
+            raise UserError(
+                "the optimizer was given parameters that are not the private model's: their gradients are not clipped; "
+                "make them part of the model before make_private, or give them an optimizer of their own"
+            )
+        if self.engine.applied:
+            raise ValueError(
+                "Gradients haven't been cleared since the last optimizer step. In order to obtain privacy guarantees "
+                "you must call optimizer.zero_grad() on each step"
+            )
+        if self.forbid_accumulation and self.accumulated_iterations > 1:
+            raise ValueError(
+                f"{self.accumulated_iterations} backward passes since the last step, but Poisson sampling makes each "
+                "batch a whole step: use opacus.utils.batch_memory_manager.BatchMemoryManager, or leave out Poisson "
+                "sampling with poisson_sampling=False"
+            )
+
+    def clip_and_accumulate(self) -> None:
+        """Close the micro-batch: clipped sums are added into `.grad`."""
+        self.engine.finish()
+
+    def add_noise(self) -> None:
+        """`.grad` from the clipped sum to the private gradient: noise and division in one pass."""
+        parameters = self.params
+        noised = set(map(id, parameters))
+        for p in self.engine.parameters:
+            if id(p) not in noised:  # frozen since backward, or another optimizer's: a sum without noise stays here
+                p.grad = None
+        sums = [total for total in map(self.engine.running_sum, parameters) if total is not None]
+        how = self._privatisation()
+        if self.secure_mode:
+            self._add_secure_noise(sums, how)
+        else:
+            privatise_gradients(sums, how)
+        self.engine.write_wide_sums(parameters)
+
+    def scale_grad(self) -> None:
+        """Done together with the noise."""
+
+    def _uses_fused_update(self) -> bool:
+        if self._fused_update is None or self._fused is False or self.secure_mode:
+            return False
+        if not FusedUpdate.serves(self.original_optimizer):
+            return False
+        return bool(self._fused) or FusedUpdate.pays(self.original_optimizer)
+
+    def _fused_step(self) -> None:
+        assert self._fused_update is not None
+        running = self.engine.running_sum
+        if any(running(p) is not None for p in self.params):  # earlier micro-batches
+            self.clip_and_accumulate()
+            sums = [(p, total, None) for p in self.params if (total := running(p)) is not None]
+            how = self._privatisation()
+            self._account()
+            self._fused_update(sums, how)
+            self.engine.clear_gradients()
+        else:
+            stream = self.engine.factored_sums()
+            how = self._privatisation()
+            self._account()
+            self._fused_update(stream, how)
+
+    def _account(self) -> None:
+        self.engine.applied = True
+        if self.step_hook:
+            self.step_hook(self)
+        self.engine.micro_batches = 0
+        self.engine.largest_clip = 0.0
+
+    def _privatisation(self) -> Privatisation:
+        divisor = self.expected_batch_size * self.accumulated_iterations if self.loss_reduction == "mean" else 1
+        clip = max(self.max_grad_norm, self.engine.largest_clip)  # it may have changed since a micro-batch was summed
+        return Privatisation(noise_std=self.noise_multiplier * clip, grad_scale=1.0 / divisor, noise=self.noise)
+
+    @torch.no_grad()
+    def _add_secure_noise(self, sums: list[Tensor], how: Privatisation) -> None:
+        for total in sums:
+            noise = _generate_noise(how.noise_std, total, generator=self.generator, secure_mode=True)
+            total.add_(noise).mul_(how.grad_scale)
+
+    # -- bookkeeping -------------------------------------------------------------------------------------------------
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget gradients; after a skipped step the sums of the logical batch are kept."""
+        self.engine.discard()
+        if self._is_last_step_skipped:
+            return
+        self.engine.applied = False
+        self.original_optimizer.zero_grad(set_to_none)
+        self.engine.clear_gradients(set_to_none)  # those of parameters that are not the optimizer's too
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's, and where the noise stream stands if a noise generator was given.
+
+        With that and the weights before and after a step anyone can take the noise off again: a checkpoint of a run
+        with a noise generator is a secret. Without a generator nothing of the noise is saved.
+        """
+        state = self.original_optimizer.state_dict()
+        noise = None if self.secure_mode else self.noise.state()
+        return state if noise is None else {**state, NOISE_STATE: noise}
+
+    def load_state_dict(self, state_dict: dict[str, Any], *, resume_noise: bool = False) -> None:
+        """Restore the wrapped optimizer's state. A noise generator goes on from where it is now, with fresh noise.
+
+        `resume_noise=True` sets it back to where it stood when the state was saved. Steps from there repeat noise that
+        the saved run may have used already: only for a run that ended at this checkpoint and published nothing later.
+        """
+        noise = state_dict.get(NOISE_STATE)
+        if resume_noise and noise is None:
+            raise UserError("the state holds no noise stream to resume: it was saved by a run without noise_generator")
+        if noise is not None and not self.secure_mode:
+            (self.noise.resume if resume_noise else self.noise.refuse_to_repeat)(noise)
+        own = {key: value for key, value in state_dict.items() if key != NOISE_STATE}
+        self.original_optimizer.load_state_dict(own)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise UserError(
+            "a private optimizer belongs to one model and cannot be copied: save optimizer.state_dict() instead"
+        )
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        self.__deepcopy__({})

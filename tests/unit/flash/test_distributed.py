@@ -1,0 +1,115 @@
+"""Flash clipping trains in one process on one device: everything that spreads a model is refused in a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
+from private_training import FEATURES, make_model, make_private, sgd
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from dpscope.errors import UserError
+from dpscope.flash import FlashEngine, PrivacyEngine
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    """One process over gloo."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def two_processes() -> Iterator[None]:
+    """What the first of two processes sees."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+def sharded(model: nn.Module) -> nn.Module:
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    return model
+
+
+def tensor_parallel(model: nn.Module) -> nn.Module:
+    return parallelize_module(model, init_device_mesh("cpu", (1,)), {"0": ColwiseParallel()})
+
+
+WRAPPERS = {
+    "DataParallel": nn.DataParallel,
+    "DistributedDataParallel": DistributedDataParallel,
+    "Opacus": DifferentiallyPrivateDistributedDataParallel,
+    "FSDP": lambda model: FullyShardedDataParallel(model, device_id=torch.device("cpu")),
+    "fully_shard": sharded,
+    "tensor parallel": tensor_parallel,
+}
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_a_model_that_is_spread_is_refused_before_it_is_made_private(name: str, inside: bool) -> None:
+    model = WRAPPERS[name](make_model())
+    if inside:
+        model = nn.Sequential(model, nn.Flatten())
+    with pytest.raises(UserError, match="one process on one device"):
+        make_private(model, sgd(model))
+    assert not PrivacyEngine().is_compatible(module=model)
+    with pytest.raises(UserError, match="one process on one device"):
+        FlashEngine(model, max_grad_norm=1.0)
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("name", sorted(set(WRAPPERS) - {"DataParallel", "Opacus"}))  # which pass everything on
+def test_a_private_model_that_is_spread_afterwards_is_refused_at_the_first_batch(name: str) -> None:
+    model, optimizer, loader = make_private(model := make_model(), sgd(model))
+    x, y = next(iter(loader))
+    with pytest.raises(UserError):
+        spread = WRAPPERS[name](model)
+        F.cross_entropy(spread(x), y).backward()
+        optimizer.step()
+
+
+def test_data_parallel_makes_no_replica_of_a_private_model() -> None:
+    model, optimizer, _ = make_private(model := make_model(), sgd(model))
+    with pytest.raises(UserError, match="DataParallel"):
+        model._replicate_for_data_parallel()
+    optimizer.engine.detach()
+    model._replicate_for_data_parallel()
+
+
+@pytest.mark.usefixtures("two_processes")
+def test_a_model_is_not_made_private_in_one_of_two_processes() -> None:
+    model = make_model()
+    with pytest.raises(UserError, match="2 processes"):
+        make_private(model, sgd(model))
+    assert "forward" not in vars(model)
+
+
+@pytest.mark.parametrize("wrapper", [None, "Opacus"])
+def test_a_step_in_one_of_two_processes_is_refused(wrapper: str | None, request: pytest.FixtureRequest) -> None:
+    """They would drift apart; torch.distributed may be initialised after make_private."""
+    model, optimizer, _ = make_private(model := make_model(), sgd(model))
+    request.getfixturevalue("two_processes")
+    called = WRAPPERS[wrapper](model) if wrapper else model
+    F.cross_entropy(called(torch.randn(4, FEATURES)), torch.zeros(4, dtype=torch.long)).backward()
+    with pytest.raises(UserError, match="2 processes"):
+        optimizer.step()
+
+
+def test_one_process_of_one_is_no_hindrance(process_group: None) -> None:
+    model, optimizer, loader = make_private(model := make_model(), sgd(model))
+    x, y = next(iter(loader))
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
