@@ -92,8 +92,11 @@ class FlashEngine:
         self.wide_sums = False
         self._wide: dict[nn.Parameter, Tensor] = {}
         self._attach()
-        # Stands in for the parameters where autograd asks whether a layer's output requires a gradient.
+        # Stands in for the parameters in autograd's graph: every tapped call has it as an input.
         self.anchor = torch.zeros((), requires_grad=True, device="cpu")
+        self._anchor_node = torch.autograd.graph.get_gradient_edge(self.anchor).node
+        self._graph_task = -1
+        self._recording = False
 
     @property
     def max_grad_norm(self) -> float:
@@ -209,6 +212,17 @@ class FlashEngine:
             return
         slot.contributions.append(contribution)
         self.pending = True
+
+    def is_recording(self) -> bool:
+        """Whether the backward pass that runs is one that accumulates the gradients of parameters.
+
+        It is not in `torch.autograd.grad(loss, x)` and `backward(inputs=[x])`: autograd then passes the anchor by.
+        """
+        task = torch._C._current_graph_task_id()
+        if task != self._graph_task:
+            self._recording = torch._C._will_engine_execute_node(self._anchor_node)  # type: ignore[attr-defined]
+            self._graph_task = task
+        return self._recording
 
     def note_empty(self) -> None:
         """A backward pass of an empty batch: it leaves nothing, but it was one."""
@@ -345,6 +359,12 @@ class FlashEngine:
 
     def _sums(self, *, into: RunningSum | None = None, factored: bool = False) -> Iterator[FactoredSum]:
         closing = self.pending
+        if self.batch_size and not closing and not self.micro_batches:
+            raise UserError(
+                f"there was a forward pass of {self.batch_size} samples, but no backward pass that accumulates the "
+                "parameters' gradients: call loss.backward() without inputs=..., and freeze what is not to be trained "
+                "with requires_grad_(False); zero_grad() forgets the forward pass"
+            )
         slots = self._drop(keep_contributions=True)
         if not slots:  # an empty batch, or no backward at all
             self.micro_batches += closing

@@ -116,11 +116,12 @@ class Tapped(torch.autograd.Function):
     """One tapped call: `tap.forward` and `tap.backward` do the work.
 
     Parameters are not inputs of this function, so autograd has no ordinary gradient to give them and no
-    weight-gradient GEMM to run. `anchor` makes the output require a gradient where x does not.
+    weight-gradient GEMM to run. `anchor` stands for them: it makes the output require a gradient, and whether autograd
+    would reach it tells whether a backward pass asks for the parameters' gradients at all.
     """
 
     @staticmethod
-    def forward(ctx: Any, tap: LayerTap, x: Tensor, live: list[bool], anchor: Tensor | None) -> Tensor:
+    def forward(ctx: Any, tap: LayerTap, x: Tensor, live: list[bool], anchor: Tensor) -> Tensor:
         ctx.tap = tap
         ctx.live = live
         ctx.generation = tap.engine.generation
@@ -134,16 +135,31 @@ class Tapped(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         tap: LayerTap = ctx.tap
         engine = tap.engine
-        if ctx.generation != engine.generation or torch.is_grad_enabled():
+        recording = engine.is_recording()
+        if torch.is_grad_enabled() or (recording and ctx.generation != engine.generation):
             engine.refuse_backward(tap.name, ctx.generation)
         if ctx.empty is not None:
-            engine.note_empty()
+            if recording:
+                engine.note_empty()
             return None, g.new_zeros(ctx.empty), None, None
+        if not recording:
+            return None, _input_gradient(ctx, g) if ctx.needs_input_grad[1] else None, None, None
         device = g.device.type
         if torch.is_autocast_enabled(device):  # backward() called inside the autocast context: no cast is wanted here
             with torch.autocast(device, enabled=False):
                 return None, tap.backward(ctx, g), None, None
         return None, tap.backward(ctx, g), None, None
+
+
+def _input_gradient(ctx: Any, g: Tensor) -> Tensor | None:
+    """The gradient of x alone: to a family's backward, the parameters are frozen."""
+    live, ctx.live = ctx.live, [False] * len(ctx.live)
+    try:
+        with torch.autocast(g.device.type, enabled=False):
+            gradient: Tensor | None = ctx.tap.backward(ctx, g)
+            return gradient
+    finally:
+        ctx.live = live
 
 
 class LayerTap(InstanceMethod):
@@ -191,7 +207,7 @@ class LayerTap(InstanceMethod):
         return self.apply(x, live)
 
     def apply(self, x: Tensor, live: list[bool]) -> Any:
-        return Tapped.apply(self, x, live, None if x.requires_grad else self.engine.anchor)  # type: ignore[no-untyped-call]
+        return Tapped.apply(self, x, live, self.engine.anchor)  # type: ignore[no-untyped-call]
 
     def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """x, weight and bias of a matrix product or convolution, as autocast would hand them to it."""
