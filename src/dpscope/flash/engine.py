@@ -220,7 +220,7 @@ class FlashEngine:
         """
         task = torch._C._current_graph_task_id()
         if task != self._graph_task:
-            self._recording = torch._C._will_engine_execute_node(self._anchor_node)  # type: ignore[attr-defined]
+            self._recording = torch._C._will_engine_execute_node(self._anchor_node)
             self._graph_task = task
         return self._recording
 
