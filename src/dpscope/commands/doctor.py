@@ -23,12 +23,24 @@ from dpscope.instruments.ncu.failures import NO_NCU
 from dpscope.instruments.ncu.running import try_counters
 from dpscope.instruments.nsys.failures import NO_NSYS, missing_library, sampling_refused
 from dpscope.instruments.nsys.finding import find_importer, find_nsys, look_at
+from dpscope.packages import DISTRIBUTIONS, install_command
 from dpscope.units import GIB
 
 OK, MISSING, BROKEN = "ok", "missing", "broken"
 STYLES = {OK: "green", MISSING: "yellow", BROKEN: "bold red"}
 
 MIN_PYTHON, MIN_TORCH = (3, 10), (2, 6)
+
+# Import name, what cannot be had without it, whether every sweep needs it.
+PACKAGES = (
+    ("jinja2", "no page (report.html)", True),
+    ("matplotlib", "no figures", True),
+    ("pandas", "no `report --csv`, `--latex` or data frames", False),
+    ("transformers", "no `--model hf:…` or `--hf-config`", False),
+    ("peft", "no `--lora`", False),
+    ("tensorboard", "no TensorBoard log from `dpscope trace`", False),
+    ("ncu_report", ".ncu-rep files are read only where ncu is", False),
+)
 
 
 @dataclass(frozen=True)
@@ -44,7 +56,7 @@ class Finding:
 
 @click.command(name="doctor")
 def command() -> None:
-    """Check Python, torch, CUDA, Opacus, Triton, Nsight and disk; say how to mend what is missing."""
+    """Check Python, torch, CUDA, Opacus, Triton, other packages, Nsight and disk; say how to mend what is missing."""
     findings = [finding for check in CHECKS for finding in check()]
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("what", "status", "found"):
@@ -71,9 +83,9 @@ def check_torch() -> list[Finding]:
     try:
         import torch
     except ImportError as error:
-        return [Finding("torch", MISSING, f"cannot be imported ({error})", "pip install torch", required=True)]
+        return [Finding("torch", MISSING, f"cannot be imported ({error})", install_command("torch"), required=True)]
     numbers = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
-    remedy = f"pip install 'torch>={MIN_TORCH[0]}.{MIN_TORCH[1]}'"
+    remedy = install_command(f"torch>={MIN_TORCH[0]}.{MIN_TORCH[1]}")
     status = OK if numbers >= MIN_TORCH else BROKEN
     return [Finding("torch", status, torch.__version__, remedy, required=True), *_check_cuda()]
 
@@ -106,7 +118,7 @@ def check_opacus() -> list[Finding]:
     try:
         import opacus  # noqa: F401
     except ImportError as error:
-        remedy = "pip install opacus (without it only `standard` can be measured)"
+        remedy = f"{install_command('opacus')} (without it only `standard` can be measured)"
         return [Finding("Opacus", MISSING, f"cannot be imported ({error})", remedy)]
     return [Finding("Opacus", OK, _version("opacus"))]
 
@@ -115,8 +127,19 @@ def check_triton() -> list[Finding]:
     found = _version("triton")
     if found:
         return [Finding("Triton", OK, found)]
-    remedy = "CUDA builds of torch bring it; otherwise pip install 'dpscope[triton]'"
+    remedy = f"CUDA builds of torch bring it; otherwise {install_command('triton')}"
     return [Finding("Triton", MISSING, "not installed: kernels fall back to plain torch", remedy)]
+
+
+def check_packages() -> list[Finding]:
+    """What pages, figures, exports and models of others need. Nothing here is imported: that would take seconds."""
+    return [_check_package(*row) for row in PACKAGES]
+
+
+def _check_package(package: str, without: str, required: bool) -> Finding:
+    found = _version(DISTRIBUTIONS.get(package, package))
+    status, said = (OK, found) if found else (MISSING, f"not installed: {without}")
+    return Finding(package, status, said, install_command(package), required=required)
 
 
 def check_ncu() -> list[Finding]:
@@ -190,6 +213,7 @@ CHECKS: tuple[Callable[[], list[Finding]], ...] = (
     check_torch,
     check_opacus,
     check_triton,
+    check_packages,
     check_ncu,
     check_nsys,
     check_disk,
@@ -201,12 +225,6 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return ""
-
-
-def _tool_version(path: str) -> str:
-    output = _output([path, "--version"], timeout=30)
-    match = re.search(r"[Vv]ersion\s+(\S+)", output)
-    return match.group(1) if match else "version unknown"
 
 
 def _output(command_line: list[str], timeout: float) -> str:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import fake_nsys
 import pytest
 import torch
+from click.testing import CliRunner
 from ncu_stand_in import NO_PERMISSION
 
 from dpscope.commands import doctor
@@ -64,6 +65,26 @@ def test_missing_tools_come_with_a_remedy(monkeypatch, no_ncu):
     for checked in (doctor.check_ncu(), doctor.check_nsys()):
         assert [found.status for found in checked] == [MISSING]
         assert "PATH" in checked[0].remedy
+
+
+@pytest.mark.parametrize(
+    ("package", "required"),
+    [("jinja2", True), ("matplotlib", True), ("pandas", False), ("transformers", False), ("peft", False)],
+)
+def test_a_missing_package_is_named_with_what_it_is_for_and_what_to_type(monkeypatch, package, required):
+    present = doctor._version
+    monkeypatch.setattr(doctor, "_version", lambda name: "" if name == package else present(name))
+    found = finding(doctor.check_packages(), package)
+    assert (found.status, found.required) == (MISSING, required)
+    assert found.remedy.endswith(f"install {package}")
+    assert [other.status for other in doctor.check_packages() if other.name != package] == [OK] * 6
+
+
+def test_brackets_in_a_remedy_are_printed(monkeypatch):
+    trouble = doctor.Finding("a part", MISSING, "not there", "pip install 'package[extra]'")
+    monkeypatch.setattr(doctor, "CHECKS", (lambda: [trouble],))
+    printed = CliRunner().invoke(doctor.command).output
+    assert "pip install 'package[extra]'" in printed
 
 
 @pytest.mark.parametrize(
