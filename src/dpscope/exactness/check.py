@@ -191,9 +191,6 @@ def _check_method(
         again = take_update(trainer, subject, clip_norm=clip_norms[1], dtype=dtype, seed=subject.seed + 1)
     except Exception as error:
         status, reason = outcome_of_exception(error)
-        # Where Opacus stumbles over a model, it is as good as a refusal.
-        if status == report.FAILED and method.trainer.startswith("dpscope.trainers.opacus:"):
-            status, reason = report.SKIPPED, f"Opacus cannot train this model: {reason}"
         if status == report.SKIPPED or isinstance(error, NotImplementedError):
             return MethodCheck(method.name, report.SKIPPED, reason)
         return MethodCheck(method.name, report.FAILED, reason, _their_traceback(error))

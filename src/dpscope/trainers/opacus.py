@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import traceback
 import warnings
+from abc import abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from opacus.grad_sample import GradSampleModule
@@ -17,11 +16,11 @@ from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClippi
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dpscope.errors import UserError
 from dpscope.instruments.memory import Birth, Holding
 from dpscope.instruments.phases import BACKWARD, CLIP, NOISE, OPTIMIZER, in_phase, phase
 from dpscope.results.components import ACTIVATION_HOOKS, GRADIENTS, NORM_SAMPLES, PER_SAMPLE_GRADIENTS
 from dpscope.trainers.base import TrainerBase
+from dpscope.trainers.opacus_refusals import CallWatch, refusals, require_supported
 from dpscope.trainers.privacy_rules import require_private_trainable
 from dpscope.workloads.workload import Batch
 
@@ -53,29 +52,6 @@ def made_by_opacus(birth: Birth) -> str | None:
     return MADE_BY_OPACUS.get((birth.code, birth.operator))
 
 
-@contextmanager
-def _refusals() -> Iterator[None]:
-    """What Opacus says it cannot do is a sentence about the model, not a failure of the measurement."""
-    try:
-        yield
-    except NotImplementedError as error:
-        if not _raised_by_opacus(error):
-            raise
-        raise UserError(f"Opacus refuses this model: {_sentence(error)}") from error
-
-
-def _raised_by_opacus(error: BaseException) -> bool:
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return bool(frames) and str(frames[-1].f_globals.get("__name__")).partition(".")[0] == "opacus"
-
-
-def _sentence(error: BaseException) -> str:
-    """Opacus gives a list of exceptions where several layers are refused: the first says enough."""
-    reasons = error.args[0] if error.args and isinstance(error.args[0], list) and error.args[0] else [error]
-    more = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
-    return " ".join(str(reasons[0]).split()) + more
-
-
 class _OpacusTrainer(TrainerBase):
     """What flat and ghost share: an Opacus optimizer that makes the gradient private before the step."""
 
@@ -83,9 +59,32 @@ class _OpacusTrainer(TrainerBase):
     optimizer: DPOptimizer
     optimizer_class: type[DPOptimizer]
 
+    def prepare_model(self, model: nn.Module) -> GradSampleModule:
+        require_private_trainable(model)
+        require_supported(model)
+        with refusals(model):
+            wrapped = self.wrap(model)
+        self.first_calls: CallWatch | None = CallWatch(wrapped)
+        return wrapped
+
+    @abstractmethod
+    def wrap(self, model: nn.Module) -> GradSampleModule:
+        """The model in Opacus's hooks."""
+
     def train_step(self, batch: Batch) -> Tensor:
-        with _refusals():  # some are found out only by hooks, while the model runs
+        with refusals(self.plain_model):  # some are found out only by hooks, while the model runs
             return super().train_step(batch)
+
+    def backward(self, losses: Tensor) -> None:
+        if self.first_calls is not None:
+            self.first_calls.require_batch_first(len(losses))
+            self.first_calls = None
+        with phase(BACKWARD):
+            self.private_backward(losses)
+
+    @abstractmethod
+    def private_backward(self, losses: Tensor) -> None:
+        """Per-sample gradients, or the clipped gradient, from one loss per sample, (B,)."""
 
     def holdings(self) -> Iterator[Holding]:
         yield from super().holdings()
@@ -123,19 +122,16 @@ class DPSGDTrainer(_OpacusTrainer):
 
     optimizer_class = DPOptimizer
 
-    def prepare_model(self, model: nn.Module) -> GradSampleModule:
-        require_private_trainable(model)
-        with _refusals():
-            return GradSampleModule(model, batch_first=True, loss_reduction="mean")
+    def wrap(self, model: nn.Module) -> GradSampleModule:
+        return GradSampleModule(model, batch_first=True, loss_reduction="mean")
 
     def prepare_optimizer(self, optimizer: Optimizer) -> DPOptimizer:
         private = super().prepare_optimizer(optimizer)
         private.clip_and_accumulate = in_phase(CLIP, private.clip_and_accumulate)
         return private
 
-    def backward(self, losses: Tensor) -> None:
-        with phase(BACKWARD):
-            losses.mean().backward()  # type: ignore[no-untyped-call]
+    def private_backward(self, losses: Tensor) -> None:
+        losses.mean().backward()  # type: ignore[no-untyped-call]
 
 
 class DPGhostClippingTrainer(_OpacusTrainer):
@@ -143,22 +139,19 @@ class DPGhostClippingTrainer(_OpacusTrainer):
 
     optimizer_class = DPOptimizerFastGradientClipping
 
-    def prepare_model(self, model: nn.Module) -> GradSampleModuleFastGradientClipping:
-        require_private_trainable(model)
-        with _refusals():
-            wrapped = GradSampleModuleFastGradientClipping(
-                model,
-                batch_first=True,
-                loss_reduction="mean",
-                max_grad_norm=self.settings.max_grad_norm,
-                use_ghost_clipping=True,
-            )
+    def wrap(self, model: nn.Module) -> GradSampleModuleFastGradientClipping:
+        wrapped = GradSampleModuleFastGradientClipping(
+            model,
+            batch_first=True,
+            loss_reduction="mean",
+            max_grad_norm=self.settings.max_grad_norm,
+            use_ghost_clipping=True,
+        )
         wrapped.get_clipping_coef = in_phase(CLIP, wrapped.get_clipping_coef)
         return wrapped
 
-    def backward(self, losses: Tensor) -> None:
-        with phase(BACKWARD):
-            DPTensorFastGradientClipping(self.model, self.optimizer, losses, "mean").backward()
+    def private_backward(self, losses: Tensor) -> None:
+        DPTensorFastGradientClipping(self.model, self.optimizer, losses, "mean").backward()
 
 
 def _tensors(value: Any) -> list[Tensor]:

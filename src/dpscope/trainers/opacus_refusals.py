@@ -1,0 +1,276 @@
+"""What Opacus cannot train, each as a sentence that names the module and says what to write instead.
+
+Three moments show it: the model before it is wrapped (`require_supported`), the first call of each module that Opacus
+hooks (`CallWatch`), and the errors that Opacus then raises (`refusals`). An error that is none of these is not
+explained here: it stays an error.
+
+Why calls are looked at: Opacus's hooks see positional arguments alone. A module that owns parameters and for which
+Opacus has no rule is run a second time under torch.func.vmap, with its first argument and nothing else. Where that
+leaves out a mask or a flag, Opacus raises no error and the per-sample gradients are those of another function.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType, TracebackType
+from typing import Any
+
+import opacus.layers
+import torch
+from opacus.grad_sample import GradSampleModule
+from opacus.layers.dp_rnn import DPGRU, DPLSTM, DPRNN, RNNLinear
+from opacus.utils.module_utils import trainable_modules
+from opacus.validators import ModuleValidator
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from dpscope.errors import UserError
+
+REFUSES = "Opacus refuses this model"  # Opacus's own word
+CANNOT = "Opacus cannot train this model"  # what follows from how it works
+
+BATCH_FIRST = "keep the batch first and unfolded, and expand positions to a row for each sample"
+
+
+def require_supported(model: nn.Module) -> None:
+    """Raise `UserError` for what Opacus says it does not support, and for the layers its rules have forgotten."""
+    refused = [
+        f"{_called(name, module)}: {_in_a_line(error)}"
+        for name, module in trainable_modules(model)
+        for error in ModuleValidator.VALIDATORS.get(type(module), lambda _: [])(module)
+    ]
+    if refused:
+        raise UserError(
+            f"{REFUSES}: {_first_of(refused)} opacus.validators.ModuleValidator.fix(model) makes the replacement"
+        )
+    if errors := ModuleValidator.validate(model):  # of the model as a whole: its mode
+        raise UserError(f"{REFUSES}: {_in_a_line(errors[0])}: call model.train()")
+    if GradSampleModule.validate(model):
+        holders = [
+            f"{_called(name, module)} holds {_listed(module.named_buffers())}"
+            for name, module in trainable_modules(model)
+            if any(True for _ in module.buffers())
+        ]
+        raise UserError(
+            f"{REFUSES}: {_first_of(holders)}, and buffers in a module with trainable parameters of its own are not "
+            "supported: give these parameters to a submodule without buffers"
+        )
+    for name, module in trainable_modules(model):
+        if type(module) is nn.LayerNorm and module.bias is None:
+            raise UserError(
+                f"{CANNOT}: {_called(name, module)} has no bias, which Opacus's rule for LayerNorm needs: "
+                "make it with bias=True, or use nn.RMSNorm"
+            )
+
+
+class CallWatch:
+    """Looks at the first call of each module that Opacus hooks, and refuses what Opacus would not see of it."""
+
+    def __init__(self, wrapped: GradSampleModule) -> None:
+        self._rules = wrapped.GRAD_SAMPLERS
+        self._sizes: dict[str, torch.Size] = {}  # name of a module -> shape of what Opacus takes for its batch
+        self._handles: list[RemovableHandle] = []
+        names = {module: _called(name, module) for name, module in wrapped._module.named_modules()}
+        for module in wrapped.iterate_submodules(wrapped._module):
+            if type(module) not in (DPRNN, DPLSTM, DPGRU, RNNLinear):
+                self._handles += self._watch(names[module], module)
+
+    def require_batch_first(self, samples: int) -> None:
+        """Raise `UserError` if a module saw another number of samples than the loss has; look at no further call."""
+        self.close()
+        for called, shape in self._sizes.items():
+            if not shape or shape[0] != samples:
+                raise UserError(
+                    f"{CANNOT}: {called} was given a tensor of shape {tuple(shape)} in a batch of {samples} samples, "
+                    f"and Opacus takes dimension 0 for the samples: {BATCH_FIRST}"
+                )
+
+    def close(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _watch(self, called: str, module: nn.Module) -> Iterator[RemovableHandle]:
+        has_rule = type(module) in self._rules
+
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if not module.training:
+                raise UserError(f"{CANNOT}: {called} is in evaluation mode, where its hooks see nothing: call train()")
+            if why := _unseen_input(module, args, kwargs):
+                raise UserError(f"{CANNOT}: {called} {why}")
+            self._sizes[called] = args[-1].shape if isinstance(module, nn.EmbeddingBag) else args[0].shape
+
+        def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            if not isinstance(output, Tensor):
+                raise UserError(
+                    f"{CANNOT}: {called} owns parameters and returns a {type(output).__name__}, where Opacus's hooks "
+                    f"need one tensor: {_instead(module)}"
+                )
+            further = [f"argument {place}" for place in range(2, len(args) + 1)]
+            further += [name for name, value in kwargs.items() if value is not None]
+            if further and not has_rule and not _answers_alike(module, args[0], output):
+                raise UserError(
+                    f"{CANNOT}: {called} owns parameters, and Opacus, which has no rule for it, takes their gradients "
+                    f"from its first argument alone, without {_words(further)}: {_instead(module)}"
+                )
+
+        yield module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+        yield module.register_forward_hook(after, with_kwargs=True, prepend=True)
+
+
+def _unseen_input(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> str | None:
+    """Why Opacus's hooks would not see a module's input, and what to do about it."""
+    strange = [type(value).__name__ for value in args if not isinstance(value, Tensor)]
+    if strange:
+        return f"owns parameters and is given a {strange[0]}, where Opacus's hooks need tensors: {_instead(module)}"
+    if not args:
+        by_position = len(kwargs) == 1 and _takes_by_position(module, *kwargs)
+        return (
+            f"owns parameters and is given {_words(kwargs) or 'nothing'} by keyword, which Opacus's hooks do not see: "
+            f"{'pass it by position' if by_position else _instead(module)}"
+        )
+    if isinstance(module, nn.EmbeddingBag) and len(args) < 2:
+        return "is called without offsets, which Opacus's rule for EmbeddingBag needs: use nn.Embedding and a sum"
+    return None
+
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def _takes_by_position(module: nn.Module, name: str) -> bool:
+    parameter = inspect.signature(module.forward).parameters.get(name)
+    return parameter is not None and parameter.kind in _POSITIONAL
+
+
+@torch.no_grad()
+def _answers_alike(module: nn.Module, first: Tensor, output: Tensor) -> bool:
+    """Whether the module gives the same output for its first argument alone: then nothing is lost on Opacus."""
+    with torch.random.fork_rng([output.device] if output.is_cuda else []):
+        try:
+            alone = module.forward(first)
+        except Exception:
+            return False
+    alike = isinstance(alone, Tensor) and alone.shape == output.shape
+    return alike and torch.allclose(alone.double(), output.double(), rtol=1e-4, atol=1e-6, equal_nan=True)
+
+
+def _instead(module: nn.Module) -> str:
+    """What to write in place of a module that owns parameters and that Opacus cannot run through vmap."""
+    for kind in type(module).__mro__:
+        if kind.__module__.startswith("torch.nn."):
+            if replacement := getattr(opacus.layers, f"DP{kind.__name__}", None):
+                return f"use opacus.layers.{replacement.__name__}"
+            if kind is not nn.Module:
+                return "write it with layers that Opacus has rules for, such as nn.Linear"
+    return "give its own parameters to a submodule that takes one tensor and returns one"
+
+
+@contextmanager
+def refusals(model: nn.Module) -> Iterator[None]:
+    """Turn an error by which Opacus says that it cannot train a model into a `UserError`; others pass as they are."""
+    try:
+        yield
+    except (UserError, torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:
+        sentence = _explained(error, model)
+        if sentence is None:
+            raise
+        raise UserError(sentence) from error
+
+
+def _explained(error: Exception, model: nn.Module) -> str | None:
+    frames = _frames(error.__traceback__)
+    in_opacus = bool(frames) and _module_of(frames[-1]).partition(".")[0] == "opacus"
+    said = _in_a_line(error)
+    at = _hooked_module(frames)
+    names = {module: name for name, module in model.named_modules()}
+    where = "a layer" if at is None else _called(names.get(at, ""), at)
+    if isinstance(error, NotImplementedError) and in_opacus:
+        return f"{REFUSES}: {said}{'' if at is None else f' (at {where})'}"
+    if "BackwardHookFunction" in said and "inplace" in said:
+        return (
+            f"{CANNOT}: an operation changes the output of one of its layers in place, which backward hooks forbid: "
+            "write h = h + x for h += x, and ReLU() for ReLU(inplace=True)"
+        )
+    if in_opacus and _NOT_REACHED.search(said) and (unreached := _not_reached(model)):
+        return (
+            f"{CANNOT}: no per-sample gradient reaches {_words(unreached)}. Opacus sees what goes through the forward of "
+            "the module that owns a parameter: call that module, or freeze what is not used with requires_grad_(False)"
+        )
+    if "view size is not compatible" in said and any(_is_opacus(frame) for frame in frames):
+        return f"{CANNOT}: {where} is given a tensor that is not contiguous: call .contiguous() on it"
+    by_vmap = any(_module_of(frame) == "opacus.grad_sample.functorch" for frame in frames)
+    if by_vmap and at is not None and not _of_the_device(said):
+        return (
+            f"{CANNOT}: it has no rule for {where} and runs it through torch.func.vmap, which cannot follow "
+            f"it ({type(error).__name__}: {_shortened(said)}): {_instead(at)}"
+        )
+    return None
+
+
+# How flat, ghost and ghost's optimizer stumble over a parameter without per-sample gradient.
+_NOT_REACHED = re.compile(
+    r"Per sample gradient is not initialized|'_norm_sample'|'NoneType' object has no attribute 'data'"
+)
+
+
+def _not_reached(model: nn.Module) -> list[str]:
+    def reached(parameter: nn.Parameter) -> bool:
+        seen = getattr(parameter, "grad_sample", None) is not None or hasattr(parameter, "_norm_sample")
+        return seen and (parameter.grad is not None or not hasattr(parameter, "_norm_sample"))
+
+    return [name for name, p in model.named_parameters() if p.requires_grad and not reached(p)]
+
+
+def _of_the_device(said: str) -> bool:
+    return bool(re.search(r"CUDA|CUBLAS|CUDNN|allocate memory|not enough memory", said))
+
+
+def _frames(trace: TracebackType | None) -> list[FrameType]:
+    return [frame for frame, _ in traceback.walk_tb(trace)]
+
+
+def _module_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__"))
+
+
+def _is_opacus(frame: FrameType) -> bool:
+    return _module_of(frame).partition(".")[0] == "opacus"
+
+
+def _hooked_module(frames: Sequence[FrameType]) -> nn.Module | None:
+    """The module in whose hook an error was raised."""
+    hooks = ("capture_activations_hook", "capture_backprops_hook")
+    return next((frame.f_locals.get("module") for frame in frames if frame.f_code.co_name in hooks), None)
+
+
+def _called(name: str, module: nn.Module) -> str:
+    kind = type(module).__name__
+    return f"{name} ({kind})" if name else f"the model itself ({kind})"
+
+
+def _in_a_line(error: BaseException) -> str:
+    return " ".join(str(error).split())
+
+
+def _shortened(text: str, most: int = 120) -> str:
+    return text if len(text) <= most else f"{text[:most]}…"
+
+
+def _first_of(sentences: Sequence[str]) -> str:
+    more = f" (and {len(sentences) - 1} more such)" if len(sentences) > 1 else ""
+    return f"{sentences[0]}{more}"
+
+
+def _listed(named: Iterator[tuple[str, Tensor]]) -> str:
+    return f"the buffer {_words([name for name, _ in named])}"
+
+
+def _words(names: Any, most: int = 3) -> str:
+    shown = list(names)
+    rest = len(shown) - most
+    return ", ".join(shown[:most]) + (f" and {rest} more" if rest > 0 else "")
