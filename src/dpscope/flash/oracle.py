@@ -36,8 +36,7 @@ class OracleResult:
 
 def batch_size_of(batch: Batch) -> int:
     """The length of dimension 0 of the batch's first tensor."""
-    sizes: list[int] = []
-    map_tensors(batch, lambda leaf: sizes.append(leaf.shape[0]) if leaf.dim() else None)
+    sizes = [tensor.shape[0] for tensor in tensors_of(batch) if tensor.dim()]
     if not sizes:
         raise ValueError("the batch holds no tensor with a batch dimension")
     return sizes[0]
@@ -54,6 +53,13 @@ def map_tensors(batch: Batch, change: Callable[[Tensor], Any]) -> Batch:
         return leaf
 
     return pytree.tree_map(visit, batch)
+
+
+def tensors_of(batch: Batch) -> list[Tensor]:
+    """Every tensor in the batch."""
+    found: list[Tensor] = []
+    map_tensors(batch, found.append)
+    return found
 
 
 def sample_of(batch: Batch, index: int, size: int) -> Batch:

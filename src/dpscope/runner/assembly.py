@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from dpscope.errors import UserError
+from dpscope.flash.oracle import tensors_of
 from dpscope.runner.spec import RunSpec
 from dpscope.trainers.base import TrainerBase, TrainerSettings
 from dpscope.trainers.registry import resolve_method
@@ -38,7 +37,7 @@ def make_trainer(spec: RunSpec) -> tuple[TrainerBase, Batch]:
 
 def require_batch_of(batch: Batch, samples: int) -> None:
     """Raise `UserError` unless the batch has as many samples as the noisy sum is divided by."""
-    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
+    tensors = [tensor for tensor in tensors_of(batch) if tensor.dim()]
     if not tensors:
         raise UserError("the workload's batch holds no tensor whose first dimension is the sample")
     sizes = {len(tensor) for tensor in tensors}

@@ -198,8 +198,8 @@ def _explained(error: Exception, model: nn.Module) -> str | None:
         )
     if in_opacus and _NOT_REACHED.search(said) and (unreached := _not_reached(model)):
         return (
-            f"{CANNOT}: no per-sample gradient reaches {_words(unreached)}. Opacus sees what goes through the forward of "
-            "the module that owns a parameter: call that module, or freeze what is not used with requires_grad_(False)"
+            f"{CANNOT}: no per-sample gradient reaches {_words(unreached)}. Opacus sees what goes through the forward "
+            "of the module that owns a parameter: call that module, or freeze what is not used (requires_grad_(False))"
         )
     if "view size is not compatible" in said and any(_is_opacus(frame) for frame in frames):
         return f"{CANNOT}: {where} is given a tensor that is not contiguous: call .contiguous() on it"

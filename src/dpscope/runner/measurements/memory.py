@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from dpscope.flash.oracle import tensors_of
 from dpscope.instruments.memory import Holding, MemoryUse, Tracker, attribute
 from dpscope.instruments.memory.snapshots import AFTER_WARMUP, Snapshots
 from dpscope.instruments.peaks import cpu_peak, cublas_workspace_bytes, cuda_peak, write_memory_history
@@ -71,7 +70,7 @@ def measure(spec: RunSpec, progress: Progress, files: Path) -> Result:
 
 
 def _holdings(trainer: TrainerBase, batch: Batch) -> list[Holding]:
-    inputs = [(INPUTS, "", leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    inputs = [(INPUTS, "", tensor) for tensor in tensors_of(batch)]
     return [*inputs, *trainer.holdings()]
 
 

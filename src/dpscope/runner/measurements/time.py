@@ -5,9 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.utils._pytree import tree_leaves
-
+from dpscope.flash.oracle import tensors_of
 from dpscope.instruments.peaks import cpu_peak, cuda_peak
 from dpscope.instruments.timing import Progress, time_steps
 from dpscope.results.schema import Result, result_for
@@ -37,5 +35,4 @@ def _cpu_peak(step: TrainingSteps) -> dict[str, Any]:
     step.require_finite_losses()  # what is kept of the losses is none of the step's
     step.trainer.optimizer.zero_grad(set_to_none=True)
     held = (step.trainer.model.state_dict(keep_vars=True), step.trainer.optimizer.state_dict(), step.batch)
-    live = [leaf for leaf in tree_leaves(held) if isinstance(leaf, torch.Tensor)]
-    return cpu_peak(step, live)
+    return cpu_peak(step, tensors_of(held))
