@@ -122,6 +122,8 @@ class Tapped(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tap: LayerTap, x: Tensor, live: list[bool], anchor: Tensor) -> Tensor:
+        if x.is_neg():  # lazily negated: kernels that read memory by its address would see the other sign
+            x = x.resolve_neg()
         ctx.tap = tap
         ctx.live = live
         ctx.generation = tap.engine.generation
@@ -142,6 +144,8 @@ class Tapped(torch.autograd.Function):
             if recording:
                 engine.note_empty()
             return None, g.new_zeros(ctx.empty), None, None
+        if g.is_neg():
+            g = g.resolve_neg()
         if not recording:
             return None, _input_gradient(ctx, g) if ctx.needs_input_grad[1] else None, None, None
         device = g.device.type

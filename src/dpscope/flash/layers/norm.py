@@ -147,8 +147,9 @@ class GroupNormTap(LayerTap):
         x, weight, mean, rstd = ctx.saved_tensors
         needs_x, (needs_weight, needs_bias) = ctx.needs_input_grad[1], ctx.live
         batch, channels = x.shape[:2]
+        # The kernel takes g to be contiguous, and does not look.
         dx, weight_sums, bias_sums = torch.ops.aten.native_group_norm_backward(
-            g.to(x.dtype).reshape(1, batch * channels, -1),
+            g.to(x.dtype).contiguous().view(1, batch * channels, -1),
             x.view(1, batch * channels, -1),
             mean.reshape(1, -1),
             rstd.reshape(1, -1),
