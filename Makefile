@@ -24,7 +24,7 @@ demo: $(READY)  ## compare standard, flat, ghost and flash training of a small m
 test: $(READY)  ## lint, types and tests
 	@echo "==> ruff"; $(BIN)/ruff check . && $(BIN)/ruff format --check .
 	@echo "==> mypy"; $(BIN)/mypy
-	@echo "==> pytest"; $(BIN)/python -m pytest
+	@echo "==> pytest"; $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 wheel: $(READY)  ## build dist/dpscope-VERSION-py3-none-any.whl, to install anywhere
 	@$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist .
