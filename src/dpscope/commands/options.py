@@ -18,6 +18,7 @@ from dpscope.workloads.configs import (
     PRESETS,
     WorkloadConfig,
     config_from_file,
+    config_from_json,
     make_config,
     parse_lora,
     with_lora,
@@ -84,9 +85,8 @@ def workload_options(function: F) -> F:
             click.option("--model", metavar="NAME", help=f"{', '.join(PRESETS)} [default: {DEFAULT_MODEL}]."),
             click.option(
                 "--hf-config",
-                type=click.Path(path_type=Path),
                 metavar="FILE",
-                help="Any Hugging Face architecture: its config.json. Weights are random; nothing is downloaded.",
+                help="Any Hugging Face architecture: its config.json, or that text; random weights, no download.",
             ),
             click.option(
                 "--workload",
@@ -151,11 +151,16 @@ def workload_from(options: dict[str, Any]) -> WorkloadConfig:
     if sum(value is not None for value in (model, file, own)) > 1:
         raise UserError("--model, --hf-config and --workload each say what is trained: give one of them")
     if own is not None or file is not None:
-        config: WorkloadConfig = workload_at(own) if own is not None else config_from_file(file)
+        config: WorkloadConfig = workload_at(own) if own is not None else _hugging_face(file)
         config = config.resized(**{name: value for name, value in sizes.items() if value is not None})
     else:
         config = make_config(model or DEFAULT_MODEL, **sizes)
     return config if lora is None else with_lora(config, parse_lora(lora))
+
+
+def _hugging_face(source: str) -> WorkloadConfig:
+    """From a file, or from its text, which begins as no file's name does."""
+    return config_from_json(source) if source.lstrip().startswith("{") else config_from_file(Path(source))
 
 
 def output_folder(out: Path | None, *, resume: bool, command: str) -> Path:

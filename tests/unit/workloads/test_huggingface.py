@@ -158,7 +158,7 @@ def test_a_decoder_can_classify_sequences(config_file):
 @pytest.mark.parametrize(
     ("data", "sentence"),
     [
-        ("{", "not a JSON file"),
+        ("{", "not JSON"),
         ("[]", 'not the configuration of a model, for it has no "model_type"'),
         ({"hidden_size": 32}, 'not the configuration of a model, for it has no "model_type"'),
         ({"model_type": "llama"}, r"which model of type 'llama'\? Add \"architectures\": \[NAME\]"),

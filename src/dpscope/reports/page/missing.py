@@ -2,50 +2,35 @@
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dpscope.reports.page.command_lines import can_be_typed, command_lines
 from dpscope.reports.settings import Size, all_sizes
 from dpscope.reports.tables import Row
 from dpscope.results.store import Skipped
 
-# Instrument -> what it would have shown. Each is a subcommand's name but `time`, which `compare` takes.
+# Instrument -> what it would have shown.
 SHOWS = {
     "time": "The time of a step",
     "memory": "Memory by component and over the step",
-    "trace": "Operators, kernels and modules",
+    "trace": "Phases and operators",
     "ncu": "DRAM bytes and the roofline",
     "nsys": "The timeline of kernels and idle gaps",
 }
-OPTIONS = (
-    "dtype",
-    "optimizer",
-    "learning_rate",
-    "noise_multiplier",
-    "max_grad_norm",
-    "warmup",
-    "steps",
-    "seed",
-    "device",
-)
-
-# Kind of a built-in model -> what of it has a flag.
-SIZED = {
-    "transformer": ("vocab_size", "hidden_dim", "num_layers", "num_heads", "max_seq_len", "attention"),
-    "cnn": ("image_size", "num_classes", "norm"),
-    "resnet": ("width", "image_size", "num_classes", "norm"),
-}
+ESTIMATED = " (≈ estimate: on a CPU nothing counts bytes)"
+GPU_ONLY = ("nsys",)
 
 
 @dataclass(frozen=True)
 class Gap:
-    """An instrument that did not look, and the command that would make it."""
+    """An instrument that did not look at some rows, and the commands that make it look at those and no others."""
 
     what: str
     where: str  # "" for nowhere on the page
-    command: str
+    commands: list[str]
+    untyped: str  # rows of models that were made in Python: no command can name them
 
 
 @dataclass(frozen=True)
@@ -53,6 +38,15 @@ class Missing:
     failed: list[tuple[str, str, str, str]]  # method, size, status, reason
     skipped: list[tuple[str, str]]  # file, reason
     gaps: list[Gap]
+
+
+@dataclass(frozen=True)
+class Lacking:
+    """A row that an instrument did not look at, and the spec with which it would."""
+
+    method: str
+    size: Size
+    spec: dict[str, Any]
 
 
 def find_missing(rows: Sequence[Row], skipped: Sequence[Skipped]) -> Missing:
@@ -72,48 +66,55 @@ def find_missing(rows: Sequence[Row], skipped: Sequence[Skipped]) -> Missing:
 
 
 def _gap(instrument: str, sizes: Sequence[Size]) -> Gap | None:
-    """Sizes that no row was looked at with the instrument, though it was measured with another."""
-    lacking = [size for size in sizes if not any(instrument in row.measured for row in size.rows)]
+    lacking = list(_lacking(instrument, sizes))
     if not lacking:
         return None
-    where = "" if len(lacking) == len(sizes) else _some([size.label for size in lacking])
-    return Gap(SHOWS[instrument], where, _command(instrument, lacking))
+    everywhere = not any(instrument in row.measured for size in sizes for row in size.rows)
+    estimated = instrument == "ncu" and all(each.spec.get("device") == "cpu" for each in lacking)
+    return Gap(
+        what=SHOWS[instrument] + (ESTIMATED if estimated else ""),
+        where="" if everywhere else _where(lacking),
+        commands=command_lines([each.spec for each in lacking]),
+        untyped=_where([each for each in lacking if not can_be_typed(each.spec)]),
+    )
 
 
-def _some(words: Sequence[str], most: int = 4) -> str:
+def _lacking(instrument: str, sizes: Sequence[Size]) -> Iterator[Lacking]:
+    """Rows that the instrument did not look at, though it could: each once, with however many steps it was timed."""
+    seen: set[tuple[Any, ...]] = set()
+    for size in sizes:
+        for row in size.rows:
+            spec = {**row.looked_at, "instrument": instrument, "options": _options(instrument, size, sizes)}
+            row_of_any_steps = (row.method, row.size[: len(row.size) - len(row.apart)])
+            if instrument in row.measured or row_of_any_steps in seen or not _works(row, instrument):
+                continue
+            seen.add(row_of_any_steps)
+            yield Lacking(row.method, size, spec)
+
+
+def _works(row: Row, instrument: str) -> bool:
+    """Not what ran out of memory or could not apply: that is told with its reason. Nor what a CPU does not have."""
+    plain = row.measured.get("time")
+    trains = plain.ok if plain is not None else all(result.ok for result in row.measured.values())
+    return trains and not (instrument in GPU_ONLY and row.looked_at.get("device") == "cpu")
+
+
+def _options(instrument: str, size: Size, sizes: Sequence[Size]) -> dict[str, Any]:
+    """How the instrument looked at rows of this size, or of this setting: what is compared is measured alike."""
+    nearest = [size, *(other for other in sizes if other.setting == size.setting)]
+    found = (row.measured[instrument].spec for near in nearest for row in near.rows if instrument in row.measured)
+    return dict(next(found, {}).get("options") or {})
+
+
+def _where(lacking: Sequence[Lacking], most: int = 4) -> str:
+    """The sizes; where some of a size's methods were looked at, also which were not."""
+    methods: dict[str, list[str]] = {}
+    whole: dict[str, int] = {}
+    for each in lacking:
+        methods.setdefault(each.size.label, []).append(each.method)
+        whole[each.size.label] = len({row.method for row in each.size.rows})
+    words = [
+        label if len(names) == whole[label] else f"{label} ({', '.join(names)})" for label, names in methods.items()
+    ]
     rest = f"; and {len(words) - most} more" if len(words) > most else ""
     return "; ".join(words[:most]) + rest
-
-
-def _command(instrument: str, sizes: Sequence[Size]) -> str:
-    """For the first setting of those: its rows with this instrument, into the folder that has the others."""
-    same = [size for size in sizes if size.setting == sizes[0].setting]
-    specs = [row.looked_at for size in same for row in size.rows]
-    subcommand = ["compare", "--instruments", "time"] if instrument == "time" else [instrument]
-    lists = {
-        "--methods": dict.fromkeys(spec["method"] for spec in specs),
-        "--batch-size": dict.fromkeys(spec["batch_size"] for spec in specs),
-        "--seq-len": dict.fromkeys(spec["seq_len"] for spec in specs if spec.get("seq_len")),
-    }
-    words = [*subcommand, *_workload(specs[0]["workload"])]
-    words += [word for flag, values in lists.items() if values for word in (flag, ",".join(map(str, values)))]
-    settings = {name: specs[0][name] for name in OPTIONS if name in specs[0]}
-    words += [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", _plain(value))]
-    return " ".join(["dpscope", *map(shlex.quote, words), "--out DIR --resume"])
-
-
-def _plain(value: object) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _workload(workload: dict[str, Any]) -> list[str]:
-    """The flags that name a workload, as far as a result knows them."""
-    kind, name = workload.get("kind"), str(workload["name"]).partition("+lora")[0]
-    if kind == "custom":
-        return ["--workload", f"{workload.get('file')}:{workload.get('function')}"]
-    words = ["--model", name] if kind in SIZED or name.startswith("hf:") else ["--hf-config", "FILE"]
-    sizes = {key: workload[key] for key in SIZED.get(str(kind), ()) if workload.get(key) is not None}
-    words += [word for key, value in sizes.items() for word in (f"--{key.replace('_', '-')}", str(value))]
-    if lora := workload.get("lora"):
-        words += ["--lora", f"r={lora['r']},alpha={lora['alpha']},target={','.join(lora['target'])}"]
-    return words

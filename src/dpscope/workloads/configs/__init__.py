@@ -12,7 +12,7 @@ from dpscope.errors import UserError
 from dpscope.workloads.configs import huggingface, transformer, vision
 from dpscope.workloads.configs.base import WorkloadConfig
 from dpscope.workloads.configs.custom import CustomConfig, workload_at, workload_of
-from dpscope.workloads.configs.huggingface import HuggingFaceConfig, config_from_file
+from dpscope.workloads.configs.huggingface import HuggingFaceConfig, config_from_file, config_from_json
 from dpscope.workloads.configs.lora import LoraSettings, lora_from_dict, parse_lora
 from dpscope.workloads.configs.transformer import ATTENTIONS, TransformerConfig
 from dpscope.workloads.configs.vision import NORMS, CNNConfig, ImageConfig, ResNetConfig
@@ -31,6 +31,7 @@ __all__ = [
     "WorkloadConfig",
     "config_from_dict",
     "config_from_file",
+    "config_from_json",
     "config_to_dict",
     "find_workload",
     "make_config",

@@ -115,18 +115,27 @@ class HuggingFaceConfig(WorkloadConfig):
 def config_from_file(path: Path) -> HuggingFaceConfig:
     """The architecture that a `config.json` describes."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise UserError(f"--hf-config {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"--hf-config {path}: not JSON") from None
+    return config_from_json(text, source=str(path))
+
+
+def config_from_json(text: str, *, source: str = "{…}") -> HuggingFaceConfig:
+    """The same from the text of such a file; `source`: what errors call it."""
+    try:
+        data = json.loads(text)
     except ValueError:
-        raise UserError(f"--hf-config {path}: not a JSON file") from None
+        raise UserError(f"--hf-config {source}: not JSON") from None
     if not isinstance(data, dict) or not isinstance(data.get("model_type"), str):
-        raise UserError(f'--hf-config {path}: not the configuration of a model, for it has no "model_type"')
+        raise UserError(f'--hf-config {source}: not the configuration of a model, for it has no "model_type"')
     architectures = data.get("architectures")
     if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
         raise UserError(
-            f'--hf-config {path}: which model of type {data["model_type"]!r}? Add "architectures": [NAME], where NAME '
-            f"ends in {', '.join(_TASK_OF_ENDING)}"
+            f'--hf-config {source}: which model of type {data["model_type"]!r}? Add "architectures": [NAME], where '
+            f"NAME ends in {', '.join(_TASK_OF_ENDING)}"
         )
     aside = ("model_type", "architectures", *_NOT_THE_ARCHITECTURE)
     settings = {key: value for key, value in data.items() if key not in aside}
