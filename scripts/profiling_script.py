@@ -13,6 +13,8 @@ import argparse
 import os
 import sys
 
+from door import ends_in_a_sentence
+
 from dpscope.cli import main as dpscope
 from dpscope.commands.selftest import run_local_test
 
@@ -34,7 +36,9 @@ def find_device() -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--mode", choices=["test", "profile"], default="profile")
     parser.add_argument("--trainers", default=os.environ.get("TRAINERS", TRAINERS), help=f"default {TRAINERS}")
     for name in ("model", "batch_sizes", "seq_lens"):
@@ -42,6 +46,8 @@ def main() -> int:
     parser.add_argument("--logdir", default=os.environ.get("LOGDIR", "runs"), help="TensorBoard log, default ./runs")
     args, further = parser.parse_known_args()
     if args.mode == "test":
+        if further:
+            parser.error(f"--mode=test takes no {' '.join(further)}")
         return 0 if run_local_test() else 1
     device = find_device()
     sizes = {name: getattr(args, name) or default for name, default in EXPERIMENTS[device].items()}
@@ -53,4 +59,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with ends_in_a_sentence():
+        sys.exit(main())

@@ -11,6 +11,8 @@ Only the active steps are counted: they stand between cudaProfilerStart and cuda
 import argparse
 import sys
 
+from door import ends_in_a_sentence
+
 from dpscope.commands.selftest import run_local_test
 from dpscope.errors import UserError
 from dpscope.instruments.processes import end_with_lifeline
@@ -73,15 +75,11 @@ def main() -> int:
     import torch
 
     if not torch.cuda.is_available():
-        print("Error: --mode=profile needs a CUDA device; --mode=test runs on the CPU", file=sys.stderr)
-        return 2
-    try:
-        run_gpu_profile_step(args.model, args.trainer, args.batch_size, args.seq_len, args.dtype, args.active_steps)
-    except UserError as error:
-        print(f"Error: {error}", file=sys.stderr)
-        return 2
+        raise UserError("--mode=profile needs a CUDA device; --mode=test runs on the CPU")
+    run_gpu_profile_step(args.model, args.trainer, args.batch_size, args.seq_len, args.dtype, args.active_steps)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with ends_in_a_sentence():
+        sys.exit(main())

@@ -12,9 +12,11 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+from door import ends_in_a_sentence
+
 from dpscope.commands.options import resolve_device
-from dpscope.errors import UserError
 from dpscope.instruments.timing import no_progress
+from dpscope.packages import require
 from dpscope.results.schema import Result, merge_results
 from dpscope.results.store import ResultStore, require_writable, write_atomically
 from dpscope.runner.launcher import Limits, launch
@@ -36,24 +38,21 @@ def main() -> int:
     parser.add_argument("--optimizer", default="adam")
     parser.add_argument("--device", choices=DEVICES, default="auto")
     args = parser.parse_args()
-    try:
-        sizes = {flag.replace("-", "_"): getattr(args, flag.replace("-", "_")) for flag in SIZES}
-        spec = RunSpec(
-            workload=TransformerConfig(name="custom", max_seq_len=args.seq_len, **sizes),
-            method=args.experiment,
-            batch_size=args.batch_size,
-            seq_len=args.seq_len,
-            steps=args.num_iter,
-            warmup=args.warmup_iter,
-            dtype=args.dtype,
-            optimizer=args.optimizer,
-            device=resolve_device(args.device),
-        )
-        require_writable(args.output)
-    except UserError as error:
-        print(f"Error: {error}", file=sys.stderr)
-        return 2
-    result = run_experiment(spec)
+    sizes = {flag.replace("-", "_"): getattr(args, flag.replace("-", "_")) for flag in SIZES}
+    spec = RunSpec(
+        workload=TransformerConfig(name="custom", max_seq_len=args.seq_len, **sizes),
+        method=args.experiment,
+        batch_size=args.batch_size,
+        seq_len=args.seq_len,
+        steps=args.num_iter,
+        warmup=args.warmup_iter,
+        dtype=args.dtype,
+        optimizer=args.optimizer,
+        device=resolve_device(args.device),
+    )
+    require("torch")
+    require_writable(args.output)
+    result = replace(run_experiment(spec), experiment=args.experiment)  # by the name that its reader asked for
     write_atomically(args.output, result.to_json())
     if not result.ok:
         print(f"{result.status}: {result.reason}", file=sys.stderr)
@@ -76,4 +75,5 @@ def run_experiment(spec: RunSpec) -> Result:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with ends_in_a_sentence():
+        sys.exit(main())

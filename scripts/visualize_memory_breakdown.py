@@ -8,8 +8,10 @@ import argparse
 import sys
 from pathlib import Path
 
+from door import ends_in_a_sentence
+
 from dpscope.comparison import Comparison
-from dpscope.errors import UserError
+from dpscope.packages import REPORTING, require
 from dpscope.reports.figures import FIGURES, parse_formats
 from dpscope.reports.outputs import write_reports
 from dpscope.reports.text import files_written
@@ -21,14 +23,11 @@ def main() -> int:
     parser.add_argument("--output-dir", type=Path, help="where to write [default: INPUT_DIR/visualizations]")
     parser.add_argument("--format", default="png", help="of the figures, as png,svg,pdf [default: png]")
     args = parser.parse_args()
-    try:
-        formats = parse_formats(args.format)
-        comparison = Comparison.read(args.input_dir)
-        folder = args.output_dir or args.input_dir / "visualizations"
-        written = write_reports(comparison.results, folder, skipped=comparison.skipped, formats=formats)
-    except UserError as error:
-        print(f"Error: {error}", file=sys.stderr)
-        return 2
+    require(*REPORTING)
+    formats = parse_formats(args.format)
+    comparison = Comparison.read(args.input_dir)
+    folder = args.output_dir or args.input_dir / "visualizations"
+    written = write_reports(comparison.results, folder, skipped=comparison.skipped, formats=formats)
     print(comparison)
     print(files_written(written))
     for name in FIGURES:
@@ -38,4 +37,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with ends_in_a_sentence():
+        sys.exit(main())

@@ -1,14 +1,15 @@
-"""The `dpscope` command: finds the subcommand's file, runs it, and shows a user's mistake as a sentence."""
+"""The `dpscope` command: finds the subcommand's file, runs it, and ends in a sentence where it cannot."""
 
 from __future__ import annotations
 
 import importlib
-import sys
+from itertools import pairwise
 from typing import Any
 
 import click
 
 from dpscope import __version__
+from dpscope.endings import ends_in_a_sentence
 from dpscope.errors import UserError
 
 # Subcommand -> what `dpscope --help` says of it. Each lives in commands/NAME.py (`-` as `_`) as `command`.
@@ -42,12 +43,28 @@ class LazyGroup(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
 
+    def make_context(self, *arguments: Any, **options: Any) -> click.Context:
+        with ends_in_a_sentence():
+            return super().make_context(*arguments, **options)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        _refuse_empty(args[1:])
+        return super().resolve_command(ctx, args)
+
     def invoke(self, ctx: click.Context) -> Any:
-        try:
+        with ends_in_a_sentence():
             return super().invoke(ctx)
-        except UserError as error:
-            print(f"Error: {error}", file=sys.stderr)
-            sys.exit(2)
+
+
+def _refuse_empty(arguments: list[str]) -> None:
+    """An empty value, mostly of a shell variable that was never set, is not taken for a default."""
+    for before, argument in pairwise(["", *arguments]):
+        name, equals, value = argument.partition("=")
+        if not argument or (equals and not value and name.startswith("-")):
+            what = name or (before if before.startswith("-") else "an argument")
+            raise UserError(f"{what} is empty: give it a value, or leave it out")
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpscope.errors import UserError
+from dpscope.packages import MEASURING, require
 from dpscope.reports import export
 from dpscope.reports.against import Against, set_against
 from dpscope.reports.latex import to_latex
@@ -122,6 +123,7 @@ def compare(
     >>> print(dpscope.compare("tiny", methods=["standard", "ghost"], batch_size=[4], seq_len=64))  # doctest: +SKIP
     """
     refuse_in_child()
+    require(*MEASURING)
     specs = _specs(workload, sweep)
     require_measurable(specs)
     store = ResultStore(new_folder("compare") if out is None else Path(out))

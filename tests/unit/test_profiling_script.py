@@ -20,6 +20,7 @@ def script(monkeypatch):
         monkeypatch.setattr("dpscope.cli.main", asked.append)
         monkeypatch.setattr("torch.cuda.is_available", lambda: cuda)
         monkeypatch.setattr(sys, "argv", [str(SCRIPT), *flags])
+        monkeypatch.syspath_prepend(SCRIPT.parent)  # as `python SCRIPT` would
         with pytest.raises(SystemExit) as outcome:
             runpy.run_path(str(SCRIPT), run_name="__main__")
         return asked, outcome.value.code

@@ -1,7 +1,9 @@
 """Where commands print: the terminal at its own width, or plain text of a fixed width into a pipe."""
 
 import codecs
+import errno
 import io
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,13 +17,20 @@ from dpscope.reports.text import SUMMARY_WIDTH, files_written
 PLAIN = {"×": "x", "–": "-", "—": "-", "−": "-", "→": "->", "…": "...", "≈": "~", "·": ".", "≥": ">=", "’": "'"}
 
 
+class PipeConsole(Console):
+    """A console that lets a reader's end through, for whoever has to say where the finished rows are."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+
 def make_console() -> Console:
     codecs.register_error("dpscope.plain", _say_plainly)
     if isinstance(sys.stdout, io.TextIOWrapper) and not sys.stdout.encoding.lower().startswith("utf"):
         sys.stdout.reconfigure(errors="dpscope.plain")
     # No markup: `[triton]` in a remedy or a module's name is text, not a style.
-    console = Console(markup=False)
-    return console if console.is_terminal else Console(width=SUMMARY_WIDTH, color_system=None, markup=False)
+    console = PipeConsole(markup=False)
+    return console if console.is_terminal else PipeConsole(width=SUMMARY_WIDTH, color_system=None, markup=False)
 
 
 def name_files(console: Console, files: Sequence[Path]) -> None:

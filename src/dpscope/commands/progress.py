@@ -20,7 +20,8 @@ class SweepProgress:
 
     def __init__(self, console: Console, rows: int) -> None:
         self._console = console
-        self._rows = rows
+        self.rows = rows
+        self.finished = 0
         self._measured: list[float] = []  # seconds of the rows measured so far
         self._started = 0.0
         self._bar = Progress(
@@ -55,7 +56,8 @@ class SweepProgress:
     def row_finished(self, row: int, result: Result, *, kept: bool) -> None:
         if not kept:
             self._measured.append(time.monotonic() - self._started)
-        left = self._rows - row - 1
+        self.finished += 1
+        left = self.rows - row - 1
         if self._measured and left:
             mean = sum(self._measured) / len(self._measured)
             self._bar.update(self._all, note=f"about {format_duration(mean * left)} left")
@@ -66,7 +68,7 @@ class SweepProgress:
         spec = RunSpec.from_dict(result.spec)
         figures = ", ".join(_figures(result))
         note = " (kept)" if kept else ""
-        return escape(f"[{row + 1}/{self._rows}] {spec.label} {spec.instrument}: {figures}{note}")
+        return escape(f"[{row + 1}/{self.rows}] {spec.label} {spec.instrument}: {figures}{note}")
 
 
 def _figures(result: Result) -> Iterator[str]:

@@ -13,6 +13,7 @@ from click.core import ParameterSource
 from dpscope.commands.console import make_console, name_files
 from dpscope.comparison import Comparison
 from dpscope.errors import UserError
+from dpscope.packages import REPORTING, TABLES, require
 from dpscope.reports.against_text import against_summary
 from dpscope.reports.figures import parse_formats
 from dpscope.reports.outputs import write_against, write_reports
@@ -47,6 +48,7 @@ def command(
 
     Files in DIR that are no results are named, and the rest is reported.
     """
+    require(*REPORTING, *(TABLES if csv or latex else ()))
     console = make_console()
     kinds = parse_formats(formats)
     comparison = Comparison.read(folder)

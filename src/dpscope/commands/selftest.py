@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import click
 
+from dpscope.packages import explain_import_error, require
+
 
 @click.command(name="selftest")
 def command() -> None:
@@ -16,6 +18,7 @@ def command() -> None:
 
 def run_local_test(say: Callable[[str], object] = click.echo) -> bool:
     """One step of every method; True if all passed."""
+    require("torch")
     from dpscope.trainers.registry import methods
 
     passed = True
@@ -24,10 +27,15 @@ def run_local_test(say: Callable[[str], object] = click.echo) -> bool:
             name, loss = _one_step(method.name)
         except Exception as error:
             passed = False
-            say(f"[TEST FAILED] {method.name}: {type(error).__name__}: {error}")
+            say(f"[TEST FAILED] {method.name}: {_reason(error)}")
         else:
             say(f"[TEST OK] {name} passed local test. (loss {loss:.4f})")
     return passed
+
+
+def _reason(error: Exception) -> str:
+    sentence = explain_import_error(error) if isinstance(error, ImportError) else None
+    return sentence or f"{type(error).__name__}: {error}"
 
 
 def _one_step(method: str) -> tuple[str, float]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Mapping
-from functools import partial
+import shlex
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ from dpscope.commands.options import (
 )
 from dpscope.commands.progress import SweepProgress
 from dpscope.comparison import METHODS, Comparison, compare
+from dpscope.endings import Ended, ending_of
+from dpscope.packages import MEASURING, require
 from dpscope.reports.text import summary
 from dpscope.runner.launcher import Limits
 from dpscope.runner.spec import RunSpec, make_sweep
@@ -61,6 +63,8 @@ def specs_from(
 
     `elsewhere`: for a machine with a GPU, which this one need not be.
     """
+    if not elsewhere:
+        require(*MEASURING)  # all that is missing, at once
     names = [resolve_method(name).name for name in options.pop("methods")]
     step = ("dtype", "optimizer", "learning_rate", "noise_multiplier", "max_grad_norm", "seed", "warmup", "steps")
     device = options.pop("device")
@@ -86,21 +90,35 @@ def follow_sweep(
     timeout: float,
     memory_limit: float | None,
 ) -> Comparison:
-    """Measure with live progress, then print the summary and name every file. Exits with 130 on Ctrl-C."""
+    """Measure with live progress, then print the summary and name every file."""
     folder = output_folder(out, resume=resume, command=command)
     limits = Limits(timeout=timeout, memory=None if memory_limit is None else memory_limit * GIB)
     console = make_console()
-    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
-    try:
-        with SweepProgress(console, len(specs)) as progress:
+    progress = SweepProgress(console, len(specs))
+    with _finished_rows_are_named(progress, folder, overwrite=overwrite):
+        with progress:
             comparison = compare(
                 specs, out=folder, resume=resume, overwrite=overwrite, limits=limits, observer=progress
             )
-    except KeyboardInterrupt:
-        say(f"Interrupted. Finished rows are in {folder}: go on with the same command and --resume.")
-        sys.exit(130)
-    console.print()
-    console.print(summary(comparison.results, comparison.skipped, width=console.width))
-    name_files(console, comparison.files)
-    say(f"Show this again: dpscope report {folder}")
+        console.print()
+        console.print(summary(comparison.results, comparison.skipped, width=console.width))
+        name_files(console, comparison.files)
+        again = f"Show this again: dpscope report {shlex.quote(str(folder))}"
+        console.print(again, markup=False, highlight=False, soft_wrap=True)
     return comparison
+
+
+@contextmanager
+def _finished_rows_are_named(progress: SweepProgress, folder: Path, *, overwrite: bool) -> Iterator[None]:
+    """However a sweep ends early, its last sentence says where the finished rows are and how to go on."""
+    try:
+        yield
+    except BaseException as error:
+        ending = ending_of(error)
+        if ending is None or not progress.finished:
+            raise
+        where = shlex.quote(str(folder))
+        resume = "--resume instead of --overwrite" if overwrite else "--resume"
+        rows = f"{progress.finished} of {progress.rows} rows are finished and in {where}"
+        go_on = f"{rows}: go on with the same command, --out {where} and {resume}."
+        raise Ended(f"{ending.sentence}\n{go_on}".lstrip(), ending.code) from None

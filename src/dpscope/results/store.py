@@ -143,7 +143,17 @@ def require_writable(path: Path) -> None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Readers see the old file or the whole new one, whatever moment this process dies at."""
+    """Readers see the old file or the whole new one, whatever moment this process dies at.
+
+    An `OSError` names the file, which one of writing alone does not.
+    """
+    try:
+        _write_beside_and_move(path, text)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def _write_beside_and_move(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:

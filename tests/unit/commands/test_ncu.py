@@ -194,7 +194,7 @@ def test_one_failure_does_not_stop_the_rest(tmp_path, stand_in_ncu):
     done = run_script(tmp_path, TRAINERS="standard flash_clip", BATCH_SIZES="2", SEQ_LENS="8", MODEL="tiny")
     assert done.returncode == 1
     assert done.stdout.count("!!! NCU FAILED") == 2
-    assert "The application returned an error code (2)" in done.stderr
+    assert done.stderr.count("the program under ncu failed: --mode=profile needs a CUDA device") == 2
     assert "0 of 2 runs left a report" in done.stdout
     assert "Failed: report_flash_clip_bs2_seq8" in done.stdout
     log = (tmp_path / "ncu_reports" / "report_standard_bs2_seq8.log").read_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import stat
@@ -108,10 +109,10 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(store, make_res
     path = store.write("row.json", make_result(median=1.0))
 
     def full(descriptor):
-        raise OSError("No space left on device")
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match=r"No space left on device: .*/row\.json"):
         store.write("row.json", make_result(median=2.0))
     assert read_result(path) == make_result(median=1.0)
     assert list(store.results.iterdir()) == [path]

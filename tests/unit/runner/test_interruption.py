@@ -126,15 +126,26 @@ def test_a_child_killed_is_a_failed_row_which_resume_measures_again(sweep, wait_
     require_complete(sweep, kept, printed)
 
 
-def test_ctrl_c_leaves_finished_rows_ends_the_child_and_says_how_to_go_on(sweep, wait_until, running_workers, alive):
+@pytest.mark.parametrize(
+    ("number", "says"),
+    [
+        (signal.SIGINT, "Interrupted."),
+        (signal.SIGTERM, "Interrupted by SIGTERM."),
+        (signal.SIGHUP, "Interrupted by SIGHUP."),
+    ],
+)
+def test_a_signal_leaves_finished_rows_ends_the_child_and_says_how_to_go_on(
+    sweep, wait_until, running_workers, alive, number, says
+):
     process = sweep.start()
     wait_until(lambda: sweep.begun(1) and running_workers(process.pid), "the second row is being measured")
     (worker,) = running_workers(process.pid)
-    process.send_signal(signal.SIGINT)
-    printed, complaints = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert "go on with the same command and --resume" in " ".join(printed.split())
-    assert "Traceback" not in complaints
+    process.send_signal(number)
+    _, complaints = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    where = sweep.store.folder
+    told = f"1 of 2 rows are finished and in {where}: go on with the same command, --out {where} and --resume."
+    assert complaints.splitlines() == [says, told]
     assert not alive(worker)
     (first,) = sweep.files_of_row(0)[0]
     assert read_result(first).status == OK

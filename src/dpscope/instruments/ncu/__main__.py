@@ -11,6 +11,8 @@ import shlex
 import sys
 from pathlib import Path
 
+from dpscope.endings import ends_in_a_sentence
+from dpscope.errors import UserError
 from dpscope.instruments.ncu.command import find_ncu, ncu_version, range_command
 from dpscope.instruments.ncu.failures import NO_NCU
 from dpscope.instruments.ncu.metrics import RANGE_METRICS, resolve_metrics
@@ -28,8 +30,7 @@ def main() -> int:
     args = parser.parse_args()
     ncu = find_ncu()
     if ncu is None:
-        print(f"Error: {NO_NCU}", file=sys.stderr)
-        return 2
+        raise UserError(NO_NCU)
     if args.version:
         print(f"Nsight Compute {ncu_version(ncu) or '(version unknown)'}: {ncu}")
         return 0
@@ -49,4 +50,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with ends_in_a_sentence():
+        sys.exit(main())

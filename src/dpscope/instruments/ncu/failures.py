@@ -16,6 +16,9 @@ COUNTERS_REMEDY = (
     "NVreg_RestrictProfilingToAdminUsers=0 (put `options nvidia NVreg_RestrictProfilingToAdminUsers=0` in a file "
     "in /etc/modprobe.d/, then reboot); in a container add --cap-add=SYS_ADMIN; on a rented GPU ask the provider"
 )
+# The same failure is told by `dpscope ncu` and by the script, each of which has its own words for these.
+LONGER = "--timeout, or LIMIT for run_profiling_ncu.sh"
+BY_HAND = "run its command by hand (`dpscope ncu --print-command`; run_profiling_ncu.sh keeps it in the run's .log)"
 
 # What ncu prints -> what happened and what to do. The first that is found decides.
 _KNOWN: tuple[tuple[str, str], ...] = (
@@ -38,6 +41,7 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     ),
     (r"No space left on device", "the disk is full: free some space in --out and TMPDIR"),
 )
+_PROGRAM_FAILED = "The application returned an error code"
 _UNKNOWN_METRIC = re.compile(
     r"Failed to find metric (?:regex:\^?)?([\w.]+)|Metric ([\w.]+) is not supported in \w+ replay"
 )
@@ -58,8 +62,8 @@ def unknown_option(output: str) -> str | None:
 
 def took_too_long(seconds: float) -> str:
     return (
-        f"ncu gave no report within {format_duration(seconds)} and was ended: raise --timeout, use a smaller size, or "
-        "see whether another profiler runs or `nvidia-smi` hangs as well"
+        f"ncu gave no report within {format_duration(seconds)} and was ended: give it longer ({LONGER}), use a "
+        "smaller size, or see whether another profiler runs or `nvidia-smi` hangs as well"
     )
 
 
@@ -71,7 +75,9 @@ def explain(output: str, returncode: int) -> str:
     if option := unknown_option(output):
         return f"this ncu does not know {option}: install Nsight Compute 2023.1 or newer"
     if "No kernels were profiled" in output or "No ranges were profiled" in output:
-        return "ncu saw nothing between the start and the stop of the step: run the command by hand (--print-command)"
+        return f"ncu saw nothing between the start and the stop of the step: {BY_HAND}"
+    if _PROGRAM_FAILED in output and (complaint := re.search(r"^Error: (.+)$", output, re.MULTILINE)):
+        return f"the program under ncu failed: {complaint.group(1)}"
     said = [line.strip() for line in output.splitlines() if "==ERROR==" in line]
     last = said[-1].replace("==ERROR==", "").strip() if said else f"exit code {returncode}, without a message"
-    return f"ncu failed ({last}): run the command by hand to see more (--print-command)"
+    return f"ncu failed ({last}): {BY_HAND}"

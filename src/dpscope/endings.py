@@ -1,0 +1,130 @@
+"""How a command ends when it does not end well: one sentence on standard error, and an exit code.
+
+0 and 1 are the command's own. 2: wrong usage, or a set-up that has to be mended (a missing package, a full disk).
+128 + n: signal n, as shells count (130 Ctrl-C, 143 SIGTERM, 129 SIGHUP, 141 a pipe that nobody reads).
+Whatever is none of these is a fault of dpscope and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from types import FrameType
+from typing import NoReturn
+
+from dpscope.errors import UserError
+from dpscope.packages import explain_import_error
+
+WRONG_USAGE = 2
+BROKEN_PIPE = 128 + signal.SIGPIPE
+
+
+class Terminated(KeyboardInterrupt):
+    """A signal has asked this process to end. It unwinds the stack as Ctrl-C does, so that children end too."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+class Ended(Exception):
+    """An ending: its sentence (empty: nothing is said) and its exit code."""
+
+    def __init__(self, sentence: str, code: int) -> None:
+        super().__init__(sentence)
+        self.sentence = sentence
+        self.code = code
+
+
+@contextlib.contextmanager
+def ends_in_a_sentence() -> Iterator[None]:
+    """Print how the block ended and exit, if it ended in a way that is no fault of dpscope."""
+    try:
+        with _signals_raise(signal.SIGTERM, signal.SIGHUP):
+            try:
+                yield
+            except SystemExit:
+                _flush()
+                raise
+            _flush()
+    except BaseException as error:
+        ending = ending_of(error)
+        if ending is None:
+            raise
+        _leave(ending)
+
+
+def ending_of(error: BaseException) -> Ended | None:
+    """What to say and how to exit; None for a fault of dpscope, or an exit that was meant."""
+    if isinstance(error, Ended):
+        return error
+    if isinstance(error, KeyboardInterrupt):
+        number = error.number if isinstance(error, Terminated) else signal.SIGINT
+        name = "" if number == signal.SIGINT else f" by {signal.Signals(number).name}"
+        return Ended(f"Interrupted{name}.", 128 + number)
+    if isinstance(error, BrokenPipeError):
+        return Ended("", BROKEN_PIPE)
+    reason = _reason_of(error)
+    return None if reason is None else Ended(f"Error: {reason}", WRONG_USAGE)
+
+
+def _reason_of(error: BaseException) -> str | None:
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, OSError) and error.errno:
+        return _refused_by_system(error)
+    return explain_import_error(error) if isinstance(error, ImportError) else None
+
+
+def _refused_by_system(error: OSError) -> str:
+    if error.filename is None and _stdout_is_broken():
+        return f"cannot write to standard output: {error.strerror}"
+    return f"{error.strerror}{'' if error.filename is None else f': {error.filename}'}"
+
+
+def _stdout_is_broken() -> bool:
+    """An error in writing does not say which stream it was: try again with an empty line."""
+    try:
+        print(flush=True)
+    except OSError:
+        return True
+    return False
+
+
+def _flush() -> None:
+    """What is only found at the interpreter's end would be a message of its own and exit code 120."""
+    if sys.stdout is not None and not sys.stdout.closed:
+        sys.stdout.flush()
+
+
+def _leave(ending: Ended) -> NoReturn:
+    try:
+        _flush()
+    except OSError:  # the interpreter would try once more at its end, and complain
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if ending.sentence:
+        with contextlib.suppress(OSError, ValueError):
+            print(ending.sentence, file=sys.stderr, flush=True)
+    raise SystemExit(ending.code) from None
+
+
+@contextlib.contextmanager
+def _signals_raise(*numbers: signal.Signals) -> Iterator[None]:
+    """Turn signals into `Terminated`, except those that somebody has arranged otherwise (nohup)."""
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        raise Terminated(number)
+
+    ours = threading.current_thread() is threading.main_thread()
+    taken = [number for number in numbers if ours and signal.getsignal(number) is signal.SIG_DFL]
+    for number in taken:
+        signal.signal(number, terminate)
+    try:
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, signal.SIG_DFL)
