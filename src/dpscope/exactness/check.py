@@ -203,6 +203,7 @@ def _check_method(
         norm_error=norm_error,
         steps=steps,
         faults=faults,
+        notes=updates[1].notes,
         paths=None if updates[1].paths is None else [asdict(row) for row in updates[1].paths],
     )
 

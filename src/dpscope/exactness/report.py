@@ -34,6 +34,7 @@ class MethodCheck:
     norm_error: float | None = None
     steps: list[StepErrors] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # worth knowing about how it trains this model
     paths: list[dict[str, str]] | None = None
 
     @property

@@ -80,6 +80,8 @@ def _sentences(check: Check) -> Iterator[str]:
     for method in check.methods:
         for fault in method.faults:
             yield f"{method.method}: {fault}."
+        for note in method.notes:
+            yield f"{method.method}: {note}"
 
 
 def _path_summary(method: MethodCheck) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ class Update:
     clip_norm: float
     sums: Tensors  # of trainable parameters; float64, on the CPU
     moved_frozen: list[str]  # frozen parameters that are not where they were
+    notes: list[str] = field(default_factory=list)  # what the trainer says about how it trains this model
     paths: Any = None  # what the method's engine says of each parameter, if it has one that explains itself
 
 
@@ -53,7 +54,8 @@ def take_update(
         elif step.any():
             moved.append(name)
     explain = getattr(getattr(trainer, "engine", None), "explain", None)
-    return Update(clip_norm, sums, moved, explain() if explain else None)
+    notes = [note["sentence"] for note in trainer.notes()]
+    return Update(clip_norm, sums, moved, notes, explain() if explain else None)
 
 
 def _trained_parameters(trainer: TrainerBase, model: nn.Module) -> dict[str, Tensor]:

@@ -29,7 +29,8 @@ from dpscope.errors import UserError
 from dpscope.flash import layers
 from dpscope.flash.contributions import Contribution, Kept, wide
 from dpscope.flash.distributed import ReplicaTap, refuse_ddp_forward, refuse_distributed_model
-from dpscope.flash.explanation import Explanation, explain_slots
+from dpscope.flash.explanation import Explanation, OpaqueUnit, describe_opaque, explain_slots
+from dpscope.flash.layers.opaque import OpaqueTap
 from dpscope.flash.microbatch import FactoredSum, MicroBatch, RunningSum
 from dpscope.flash.paths import DIRECT, FORCEABLE, Decision, choose_path
 from dpscope.flash.taps import KEEP_BATCH_FIRST, InstanceMethod, LayerTap, RootTap, SharedCast, Slot, ZeroGradTap
@@ -455,6 +456,11 @@ class FlashEngine:
     def explain(self) -> Explanation:
         """One row a trainable parameter: which module, what was seen last, which path its norms take, and why."""
         return explain_slots(slot for slot in self._slots.values() if slot.parameter.requires_grad)
+
+    def opaque_units(self) -> list[OpaqueUnit]:
+        """The modules that run sample by sample through torch.func.vmap, the largest first."""
+        opaque = {tap.module for tap in self._taps if isinstance(tap, OpaqueTap)}
+        return describe_opaque(self.model, ((n, m) for n, m in self.model.named_modules() if m in opaque))
 
 
 def _no_autocast(device: str) -> AbstractContextManager[Any]:

@@ -1,11 +1,20 @@
-"""What the engine does with each parameter, as rows to read or print."""
+"""What the engine does with each parameter, as rows to read or print, and which modules cost more than they have to."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, fields
 
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+
 from dpscope.flash.taps import Slot
+
+# Share of the trainable parameters from which opaque modules are felt: below, the per-sample gradients that they keep
+# are lost in a step's memory. Convolutions and recurrent layers are felt at any size, in time: under vmap a convolution
+# becomes a grouped one, and a recurrent layer does without cuDNN. Measured in docs/flash.md.
+FELT_SHARE = 0.1
+SLOW_UNDER_VMAP = (_ConvNd, nn.RNNBase)
 
 
 @dataclass(frozen=True)
@@ -45,3 +54,86 @@ def explain_slots(slots: Iterable[Slot]) -> Explanation:
         path, why = ("", slot.why) if slot.decision is None else (slot.decision.path, slot.decision.reason)
         rows.append(ExplanationRow(slot.name, slot.module, slot.kind, slot.shapes, path, why))
     return Explanation(rows)
+
+
+@dataclass(frozen=True)
+class OpaqueUnit:
+    """A module that runs sample by sample with all it contains, because it owns parameters and has no layer family."""
+
+    name: str  # "" for the model itself
+    kind: str
+    own: tuple[str, ...]  # the parameters that it owns itself
+    numbers: int  # trainable, all it contains together
+    bytes_a_sample: int  # of the per-sample gradients that it keeps
+    share: float  # of the model's trainable numbers
+    slow: bool  # holds layers that vmap makes slow
+    instead: str  # what to write
+
+    @property
+    def called(self) -> str:
+        return name_module(self.name, self.kind)
+
+
+def name_module(name: str, kind: str) -> str:
+    return f"{name} ({kind})" if name else f"the model itself ({kind})"
+
+
+def why_opaque(name: str, module: nn.Module, how: str) -> str:
+    """Why a parameter takes no path of its own, for `explain()`."""
+    called = name_module(name, type(module).__name__)
+    if _is_torchs(module):
+        return f"{called} has no layer family; its per-sample gradients come from {how}"
+    own = ", ".join(key for key, parameter in module._parameters.items() if parameter is not None)
+    because = f"owns {own} itself" if own else "has parametrized weights"
+    return f"{called} {because}, so all of it takes its per-sample gradients from {how}"
+
+
+def describe_opaque(model: nn.Module, units: Iterable[tuple[str, nn.Module]]) -> list[OpaqueUnit]:
+    """The opaque units of a model, given by name, the largest first."""
+    total = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    found = []
+    for name, module in units:
+        live = [p for p in module.parameters() if p.requires_grad]
+        numbers = sum(p.numel() for p in live)
+        if not numbers:
+            continue
+        found.append(
+            OpaqueUnit(
+                name=name,
+                kind=type(module).__name__,
+                own=tuple(key for key, p in module._parameters.items() if p is not None),
+                numbers=numbers,
+                bytes_a_sample=sum(p.numel() * p.element_size() for p in live),
+                share=numbers / total,
+                slow=any(isinstance(each, SLOW_UNDER_VMAP) for each in module.modules()),
+                instead=_instead(module),
+            )
+        )
+    return sorted(found, key=lambda unit: -unit.numbers)
+
+
+def felt(units: Sequence[OpaqueUnit]) -> list[OpaqueUnit]:
+    """Those that cost time or memory worth a word; none where all of them together are a trifle."""
+    if sum(unit.share for unit in units) >= FELT_SHARE:
+        return list(units)
+    return [unit for unit in units if unit.slow]
+
+
+def _instead(module: nn.Module) -> str:
+    if isinstance(module, nn.MultiheadAttention):
+        return "write its projections as four nn.Linear around F.scaled_dot_product_attention"
+    if _is_torchs(module):
+        return ""
+    own = {key: p for key, p in module._parameters.items() if p is not None}
+    tables = {key: [n for n in p.shape if n > 1] for key, p in own.items()}
+    table = next(((key, shape) for key, shape in tables.items() if len(shape) == 2), None)
+    if not own:
+        return ""
+    submodule = f"give {', '.join(own)} to a small submodule that takes and returns a tensor"
+    if table is None:
+        return submodule
+    return f"{submodule}, or, for positions, write self.{table[0]} = nn.Embedding({table[1][0]}, {table[1][1]})"
+
+
+def _is_torchs(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn.")

@@ -32,6 +32,7 @@ def to_records(rows: Sequence[Row]) -> list[dict[str, Any]]:
             **{name: _setting(row, name) for name in varying},
             **_cost(row),
             **(_memory(composition, components) if components else {}),
+            **({"notes": " ".join(row.notes) or None} if any(each.notes for each in rows) else {}),
             **_where(row),
         }
         for row, composition in zip(rows, compositions, strict=True)

@@ -54,6 +54,7 @@ def tell(rows: Sequence[Row]) -> Story:
         *_of_unsteady(rows),
         *_of_failed(rows, private),
         *_of_no_standard(rows),
+        *(f"{row.method}: {note}" for row in rows for note in row.notes),
     ]
     return Story(winner.method if winner else None, praise, badge, saves, sentences)
 

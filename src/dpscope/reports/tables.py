@@ -84,6 +84,11 @@ class Row:
         return figure_of(self.memory.get("peak_bytes"), None if stated is None else stated * MIB)
 
     @property
+    def notes(self) -> list[str]:
+        """What is worth knowing beside the figures, each sentence once."""
+        return list(dict.fromkeys(note["sentence"] for result in self.measured.values() for note in result.notes))
+
+    @property
     def size(self) -> tuple[Any, ...]:
         """What has to be equal for two rows to be compared."""
         return (*comparison_key(self.first), *self.apart)

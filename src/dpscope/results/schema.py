@@ -28,6 +28,10 @@ SPEC_KEYS = {
 }
 
 
+# What is worth knowing beside a row's figures: "topic", "sentence", and whatever data the sentence is made of.
+Note = dict[str, Any]
+
+
 class UnreadableResult(UserError):
     """A file that is not a result this version of dpscope can read, and why."""
 
@@ -50,6 +54,7 @@ class Result:
     ncu: dict[str, Any] = field(default_factory=dict)
     nsys: dict[str, Any] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)  # what it is -> path below the folder of the sweep
+    notes: list[Note] = field(default_factory=list)
     environment: dict[str, Any] = field(default_factory=dict)
     details: str | None = None  # traceback or last lines of the child, for whoever has to mend it
     schema_version: int = SCHEMA_VERSION
@@ -120,4 +125,7 @@ _PARTS: dict[str, Callable[[Any], bool]] = {
     ),
     **dict.fromkeys(("config", "breakdown", "timing", "memory", "environment", *INSTRUMENT_PARTS, "files"), _is_dict),
     "snapshots": lambda value: isinstance(value, list),
+    "notes": lambda value: (
+        isinstance(value, list) and all(_is_dict(note) and isinstance(note.get("sentence"), str) for note in value)
+    ),
 }

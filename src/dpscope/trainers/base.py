@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from dpscope.errors import UserError
 from dpscope.instruments.phases import FORWARD, MODEL_LOADED, MODEL_WRAPPED, OPTIMIZER_CREATED, moment, phase
+from dpscope.results.schema import Note
 from dpscope.workloads.workload import Batch
 
 if TYPE_CHECKING:
@@ -97,6 +98,10 @@ class TrainerBase(ABC):
         from dpscope.instruments.memory import model_holdings
 
         yield from model_holdings(self.plain_model, self.optimizer)
+
+    def notes(self) -> list[Note]:
+        """What a reader of this row's figures should know about how the method trains this model."""
+        return []
 
     def noise_generator(self) -> torch.Generator:
         return torch.Generator(device=self.device).manual_seed(self.settings.seed)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import nn
 from torch.optim import Optimizer
 
 from dpscope.flash.contributions import Kept, Saved
 from dpscope.flash.engine import FlashEngine
+from dpscope.flash.explanation import OpaqueUnit, felt
 from dpscope.flash.private_optimizer import DPFlashOptimizer
 from dpscope.instruments.memory import Birth, Holding
 from dpscope.instruments.phases import CLIP, NOISE, OPTIMIZER, in_phase
 from dpscope.results.components import ACTIVATION_HOOKS, GRADIENTS, NORM_SAMPLES, PER_SAMPLE_GRADIENTS
+from dpscope.results.schema import Note
 from dpscope.trainers.privacy_rules import require_private_trainable
 from dpscope.trainers.standard import StandardTrainer
+from dpscope.units import format_bytes
 
 # What the engine holds in local variables only: (function that asked for it, operator) -> component.
 MADE_BY_FLASH = {
@@ -34,6 +37,29 @@ def made_by_flash(birth: Birth) -> str | None:
     return MADE_BY_FLASH.get(made) or (SUMS_IN_UPDATE.get(made) if birth.phase == OPTIMIZER else None)
 
 
+OPAQUE = "opaque modules"
+
+
+def note_on_opaque(units: Sequence[OpaqueUnit], batch_size: int) -> list[Note]:
+    """Which modules go through torch.func.vmap where that is felt, what it costs, what to write instead."""
+    costly = felt(units)
+    if not costly:
+        return []
+    first, more = costly[0], len(costly) - 1
+    kept = batch_size * sum(unit.bytes_a_sample for unit in costly)
+    share = sum(unit.share for unit in costly)
+    names = first.called + (f" and {more} more module{'s' * (more > 1)}" if more else "")
+    why = f"because {first.kind} owns {', '.join(first.own)} itself" if first.instead else "for which it has no rule"
+    sentence = (
+        f"{names}, {share:.0%} of the trainable parameters, run{'' if more else 's'} sample by sample through "
+        f"torch.func.vmap ({why}), which takes more time and keeps {format_bytes(kept)} of per-sample gradients."
+    )
+    if first.instead:
+        sentence += f" To be rid of it, {first.instead} (docs/flash.md)."
+    data = {"modules": [unit.name for unit in costly], "parameter_share": share, "kept_bytes": kept}
+    return [{"topic": OPAQUE, "sentence": sentence, **data}]
+
+
 class DPFlashClippingTrainer(StandardTrainer):
     """Flat clipping, exact, by `dpscope.flash`: norms from what the backward pass leaves, then one sum a layer."""
 
@@ -50,6 +76,9 @@ class DPFlashClippingTrainer(StandardTrainer):
         for norms in (self.engine.norms, self.engine.factors):
             if norms is not None:
                 yield NORM_SAMPLES, "", norms
+
+    def notes(self) -> list[Note]:
+        return note_on_opaque(self.engine.opaque_units(), self.settings.batch_size)
 
     def prepare_model(self, model: nn.Module) -> nn.Module:
         require_private_trainable(model)

@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from dpscope.errors import UserError
 from dpscope.flash.contributions import Kept
+from dpscope.flash.explanation import why_opaque
 from dpscope.flash.taps import KEEP_BATCH_FIRST, InstanceMethod, Slot
 
 # Where samples are not in dimension 0: argument name -> dimension (None: shared by all samples); outputs in order.
@@ -100,8 +101,8 @@ class OpaqueTap(InstanceMethod):
             self._describe(slot, "torch.func.vmap over samples")
 
     def _describe(self, slot: Slot, how: str) -> None:
-        kind = type(self.module).__name__
-        slot.describe("opaque", "", f"{kind} {self.name} has no layer family: per-sample gradients by {how}")
+        name = "" if self.module is self.engine.model else self.name
+        slot.describe("opaque", "", why_opaque(name, self.module, how))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():

@@ -62,6 +62,7 @@ def measure(spec: RunSpec, progress: Progress, files: Path) -> Result:
         snapshots=snapshots.taken,
         timeline=use.timeline(),
         files=written,
+        notes=step.trainer.notes(),
         environment=environment.collect(spec.device),
     )
     if faults := conservation_faults(result):

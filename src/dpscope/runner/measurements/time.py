@@ -27,6 +27,7 @@ def measure(spec: RunSpec, progress: Progress, files: Path) -> Result:
         peak_memory_mb=mib(memory["peak_bytes"]),
         timing=timing.to_dict(),
         memory=memory,
+        notes=step.trainer.notes(),
         environment=environment.collect(spec.device),
     )
 

@@ -42,5 +42,6 @@ def measure(spec: RunSpec, progress: Progress, files: Path) -> Result:
         spec.to_dict(),
         trace=summary,
         files={path.name.removesuffix(".json.gz"): path.name for path in recording.paths},
+        notes=step.trainer.notes(),
         environment=environment.collect(spec.device),
     )

@@ -142,7 +142,7 @@ def test_a_parameter_shared_between_a_unit_and_a_layer():
 
 def test_explain_says_which_way_a_unit_runs_and_why():
     why = {row.parameter: row.why for row in assert_exact(*loop_case()).explain()}
-    assert "DataDependent unit has no layer family" in why["unit.weight"]
+    assert "unit (DataDependent) owns weight itself, so all of it" in why["unit.weight"]
     assert "a loop over samples, for vmap failed" in why["unit.weight"]
 
 

@@ -1,0 +1,127 @@
+"""A row says what a reader of its figures should know: which modules flash clipping runs through vmap, and the cost."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from dpscope.comparison import Comparison
+from dpscope.exactness.check import check
+from dpscope.reports.export import to_records
+from dpscope.reports.page import render_page
+from dpscope.reports.tables import compare_results
+from dpscope.reports.text import render_plain, summary
+from dpscope.results.schema import parse_result, result_for
+from dpscope.results.store import UnreadableResult
+from dpscope.trainers.base import TrainerSettings
+from dpscope.trainers.flash import DPFlashClippingTrainer
+
+from .refused_models import BATCH, LENGTH, WIDTH, Positions, Words, between, workload
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x):
+        return x * self.scale
+
+
+class Patches(nn.Module):
+    """A class token beside a convolution, as vision transformers have it: few parameters, much time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = nn.Conv2d(3, 4, 2, 2)
+        self.token = nn.Parameter(torch.zeros(1, 1, 4))
+
+    def forward(self, images):
+        patches = self.patch(images).flatten(2).mT
+        return torch.cat([self.token.expand(len(patches), -1, -1), patches], 1)
+
+
+def notes_of(model, batch_size=BATCH):
+    trainer = DPFlashClippingTrainer(model, lambda m, b: m(b), TrainerSettings(batch_size=batch_size))
+    return trainer.notes()
+
+
+def test_a_bare_parameter_at_the_root_is_told_with_its_cost_and_what_to_write():
+    model = Positions()
+    numbers = sum(p.numel() for p in model.parameters())
+    (note,) = notes_of(model, batch_size=5)
+    assert note["modules"] == [""]
+    assert note["parameter_share"] == 1
+    assert note["kept_bytes"] == 5 * numbers * 4
+    assert "the model itself (Positions), 100% of the trainable parameters, runs sample by sample" in note["sentence"]
+    assert f"write self.positions = nn.Embedding({LENGTH}, {WIDTH})" in note["sentence"]
+
+
+def test_the_same_model_with_an_embedding_has_nothing_to_tell():
+    assert notes_of(Words()) == []
+
+
+def test_small_parameters_of_leaf_modules_cost_nothing_worth_a_word():
+    assert notes_of(between(Scale)()) == []
+    frozen = Positions().requires_grad_(False)
+    frozen.last.requires_grad_(True)
+    frozen.positions.requires_grad_(False)
+    assert [note["modules"] for note in notes_of(frozen)] == [[""]]  # what trains in it still goes through vmap
+
+
+def test_a_convolution_in_an_opaque_module_is_told_however_few_its_parameters():
+    model = nn.Sequential(Patches(), nn.Linear(4, 500))
+    (note,) = notes_of(model)
+    assert note["parameter_share"] < 0.1
+    assert note["sentence"].startswith("0 (Patches), ")
+    assert "because Patches owns token itself" in note["sentence"]
+
+
+def test_a_layer_of_torch_without_a_rule_is_told_without_a_remedy_that_there_is_not():
+    (note,) = notes_of(between(lambda: nn.LSTM(WIDTH, WIDTH, batch_first=True))())
+    assert "middle (LSTM)" in note["sentence"] and "for which it has no rule" in note["sentence"]
+    assert "To be rid of it" not in note["sentence"]
+
+
+@pytest.fixture
+def noted(make_result):
+    """Results of one size, of which the private one carries a note."""
+    results = [make_result(), make_result(method="flash")]
+    sentence = "the model itself (Net) runs sample by sample <b>"
+    note = {"topic": "opaque modules", "sentence": sentence, "modules": [""]}
+    return [results[0], parse_result(result_for(results[1].spec, notes=[note]).to_json())], sentence
+
+
+def test_a_note_reaches_the_result_file_the_summary_the_page_and_the_records(noted, tmp_path):
+    results, sentence = noted
+    assert results[1].notes[0]["modules"] == [""]
+    assert f"flash: {sentence}" in " ".join(render_plain(summary(results)).split())
+    assert f"flash: {sentence}" in " ".join(str(Comparison(results, tmp_path, [], [])).split())
+    page = render_page(results)
+    assert "runs sample by sample &lt;b&gt;" in page
+    assert "runs sample by sample <b>" not in page
+    assert [record["notes"] for record in to_records(compare_results(results))] == [None, sentence]
+
+
+def test_without_notes_there_is_no_column_for_them(make_result):
+    assert "notes" not in to_records(compare_results([make_result()]))[0]
+
+
+def test_a_result_whose_notes_are_none_is_not_read(make_result):
+    text = make_result().to_json().replace('"notes": []', '"notes": ["x"]')
+    with pytest.raises(UnreadableResult, match="damaged dpscope result"):
+        parse_result(text)
+
+
+def test_check_tells_it_too_and_its_paths_are_sentences():
+    (flash,) = check(workload(Positions), ["flash"]).methods
+    assert "runs sample by sample through torch.func.vmap" in flash.notes[0]
+    whys = {row["parameter"]: row["why"] for row in flash.paths}
+    expected = "the model itself (Positions) owns positions itself, so all of it takes its per-sample gradients from"
+    assert whys["first.weight"].startswith(expected)
+    (flash,) = check(workload(between(lambda: nn.LSTM(WIDTH, WIDTH, batch_first=True))), ["flash"]).methods
+    whys = {row["parameter"]: row["why"] for row in flash.paths}
+    assert whys["middle.weight_ih_l0"].startswith(
+        "middle (LSTM) has no layer family; its per-sample gradients come from"
+    )
