@@ -42,6 +42,16 @@ def _decimal(value: float, unit: str) -> str:
     return f"{value:.0f} {unit}"
 
 
+def format_throughput(per_second: float | None) -> str:
+    """Samples or tokens in a second: three digits or whole numbers, 4.38, 87.2, 1,234, 2.51 M."""
+    if per_second is None:
+        return MISSING
+    if per_second >= 999_999.5:
+        return f"{per_second / 1e6:.2f} M" if per_second < 1e8 else f"{per_second / 1e6:,.0f} M"
+    digits = 2 if per_second < 9.995 else 1 if per_second < 99.95 else 0
+    return f"{per_second:,.{digits}f}"
+
+
 def format_ms(milliseconds: float | None) -> str:
     if milliseconds is None:
         return MISSING

@@ -46,7 +46,7 @@ def test_the_table_has_a_row_for_every_method_at_every_size(
         batch, length = result.spec["batch_size"], result.spec["seq_len"]
         wanted = (result.experiment, str(batch), str(length))
         row = next(row for row in rows if (row["method"], row["batch"], row["sequence"]) == wanted)
-        assert row["time a step"] == f"{result.timing['median_ms']:.1f} ms"
+        assert row["time a step"].removesuffix("?") == f"{result.timing['median_ms']:.1f} ms"
         assert row["status"] == "ok"
 
 

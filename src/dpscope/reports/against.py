@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from dpscope.errors import UserError
 from dpscope.reports.changes import FIGURES, MEMORY, RATIOS, TIME, TRAFFIC, Change, Figure, Reading
 from dpscope.reports.pairing import Difference, list_differences, pair_rows
-from dpscope.reports.tables import STANDARD, Row, compare_results, figure_of, is_steady
+from dpscope.reports.tables import STANDARD, Row, compare_results
 from dpscope.reports.traffic import Traffic, compare_traffic
 from dpscope.reports.words import size_in_words
 from dpscope.results.schema import Result
@@ -51,6 +51,7 @@ class Against:
     only_before: list[Row]
     only_now: list[Row]
     skipped: list[Skipped]  # files of either that are no results
+    memory_sources: tuple[str, str] = ("", "")  # how the peaks that are shown were measured: before, now
 
     @property
     def changed(self) -> bool:
@@ -89,7 +90,8 @@ def set_against(
             f"  {names[1]}: {list_rows(older)}"
         )
     sides = _sides(older), _sides(rows)
-    pairs = [Pair(old, new, _changes(sides[0][id(old)], sides[1][id(new)])) for old, new in together]
+    sources = _memory_sources(together)
+    pairs = [Pair(old, new, _changes(sides[0][id(old)], sides[1][id(new)], sources)) for old, new in together]
     paired = {id(row) for both in together for row in both}
     return Against(
         before=names[1],
@@ -99,6 +101,7 @@ def set_against(
         only_before=[row for row in older if id(row) not in paired],
         only_now=[row for row in rows if id(row) not in paired],
         skipped=list(skipped),
+        memory_sources=sources,
     )
 
 
@@ -128,8 +131,8 @@ class _Side:
 
     @property
     def time(self) -> Reading:
-        spread = self.row.spread_ms
-        return Reading(value=self.row.median_ms, spread=spread, steady=is_steady(spread), steps=_steps(self.row))
+        row = self.row
+        return Reading(value=row.median_ms, spread=row.spread_ms, doubt=row.time_doubt, steps=row.steps)
 
     @property
     def time_ratio(self) -> Reading:
@@ -141,15 +144,14 @@ class _Side:
             spread = (1.0, 1.0)
         elif own is not None and other is not None and other[0] > 0:
             spread = (own[0] / other[1], own[1] / other[0])
-        steps = min(_steps(self.row), _steps(self.standard))
-        return Reading(value=value, spread=spread, steady=self.row.steady, steps=steps)
+        return Reading(value=value, spread=spread, doubt=self.row.ratio_doubt)
 
     def memory(self, source: str) -> Reading:
-        return Reading(value=_peaks(self.row).get(source), source=source)
+        return Reading(value=peaks_by_source(self.row).get(source), source=source)
 
     def memory_ratio(self, source: str) -> Reading:
-        standard = _peaks(self.standard).get(source) if self.standard else None
-        own = _peaks(self.row).get(source)
+        standard = peaks_by_source(self.standard).get(source) if self.standard else None
+        own = peaks_by_source(self.row).get(source)
         return Reading(value=own / standard if own and standard else None, source=source)
 
     @property
@@ -167,8 +169,7 @@ def _sides(rows: Sequence[Row]) -> dict[int, _Side]:
     return {id(row): _Side(row, standards.get(row.size), traffics.get(id(row))) for row in rows}
 
 
-def _changes(before: _Side, now: _Side) -> dict[str, Change]:
-    sources = _memory_sources(before.row, now.row)
+def _changes(before: _Side, now: _Side, sources: tuple[str, str]) -> dict[str, Change]:
     old, new = (
         (side.memory(source), side.memory_ratio(source)) for side, source in zip((before, now), sources, strict=True)
     )
@@ -185,23 +186,27 @@ def _changes(before: _Side, now: _Side) -> dict[str, Change]:
     return changes
 
 
-def _memory_sources(before: Row, now: Row) -> tuple[str, str]:
-    """The way in which both peaks were taken, the memory instrument's where both have it; else each its own."""
-    old, new = _peaks(before), _peaks(now)
-    both = next((source for source in new if source in old), None)
-    return (both, both) if both else (next(iter(old), ""), next(iter(new), ""))
+def _memory_sources(pairs: Sequence[tuple[Row, Row]]) -> tuple[str, str]:
+    """One definition of the peak for the whole table: the way in which most pairs have it on both sides.
+
+    Where no pair has, each sweep's own: then the two are shown and not compared.
+    """
+    known = [(peaks_by_source(old), peaks_by_source(new)) for old, new in pairs]
+    both = [source for old, new in known for source in new if source in old]
+    if both:
+        return (_most_common(both),) * 2
+    before, now = ([source for sides in known for source in sides[place]] for place in (0, 1))
+    return _most_common(before), _most_common(now)
 
 
-def _peaks(row: Row) -> dict[str, float]:
-    """source -> peak in bytes: the memory instrument's first, then those taken beside other figures."""
-    results = sorted((result for result in row.measured.values() if result.ok), key=lambda r: r.instrument != "memory")
-    found = {
-        str(result.memory.get("source")): figure_of(result.memory.get("peak_bytes")) for result in reversed(results)
-    }
-    known = {source: peak for source, peak in reversed(found.items()) if peak is not None}
-    stated = row.peak_bytes  # of a file that says no more than how much
-    return known or ({"stated": stated} if stated is not None else {})
+def _most_common(sources: Sequence[str]) -> str:
+    """The first of those that occur most often: the memory instrument's comes first."""
+    return max(dict.fromkeys(sources), key=sources.count, default="")
 
 
-def _steps(row: Row) -> int:
-    return len(row.timing.get("step_ms") or [])
+def peaks_by_source(row: Row) -> dict[str, float]:
+    """How it was measured -> peak in bytes, the memory instrument's first."""
+    found: dict[str, float] = {}
+    for instrument, peak in row.peaks.items():
+        found.setdefault(str(row.measured[instrument].memory.get("source") or "stated"), peak)
+    return found

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from dpscope.reports.against import Against, Pair
-from dpscope.reports.changes import FIGURES, RATIOS, Change
+from dpscope.reports.changes import FIGURES, MEMORY, RATIOS, TIME, Change
 from dpscope.reports.export import IDENTITY, write_frame
 from dpscope.reports.tables import Row
 
+TIMES = (TIME.key, RATIOS[TIME.key].key)  # figures that have a spread, and can be doubtful
 AGAINST_CSV = "against.csv"
 
 
@@ -62,7 +63,11 @@ def _figure(key: str, change: Change) -> dict[str, Any]:
         f"{key}_change": change.relative,
         f"{key}_verdict": change.verdict or None,
     }
-    if key == "time":
+    if key in TIMES:
+        named |= {f"{key}_doubt_before": change.before.doubt or None, f"{key}_doubt_now": change.now.doubt or None}
+    if key == MEMORY.key:
+        named |= {"memory_source_before": change.before.source or None, "memory_source_now": change.now.source or None}
+    if key == TIME.key:
         for side, reading in (("before", change.before), ("now", change.now)):
             low, high = reading.spread or (None, None)
             named |= {

@@ -9,9 +9,10 @@ from rich.text import Text
 from dpscope.reports.against import Against, Pair, list_rows
 from dpscope.reports.against_words import AGAINST_TITLE, format_change, headline, sentences
 from dpscope.reports.bars import FirstThatFits
-from dpscope.reports.changes import RATIOS, RULES, TIME, Change, Figure, Reading
+from dpscope.reports.changes import MEMORY, RATIOS, RULES, TIME, Change, Figure, Reading
+from dpscope.reports.doubt import explain
 from dpscope.reports.tables import varying_columns
-from dpscope.reports.words import shorten
+from dpscope.reports.words import peak_notes, shorten
 from dpscope.units import MISSING
 
 LONGEST_NAME = 24
@@ -31,13 +32,22 @@ def against_summary(against: Against) -> RenderableType:
     ]
     for figure in against.figures:
         parts += ["", Text(figure.title, style="bold"), "", _tables(against, figure)]
-        parts += ["", Text(RULES[figure.key], style="dim")]
+        parts += ["", *(Text(note, style="dim") for note in (RULES[figure.key], *_notes(against, figure)))]
     for label, rows in (("before", against.only_before), ("now", against.only_now)):
         if rows:
             parts += ["", Text(f"Only {label}: {list_rows(rows)}")]
     if against.skipped:
         parts += ["", *(Text(f"Left out: {item.path}: {item.reason}", style="yellow") for item in against.skipped)]
     return Group(*parts)
+
+
+def _notes(against: Against, figure: Figure) -> list[str]:
+    """What `?` marks, and which peak it is."""
+    if figure is MEMORY:
+        return peak_notes(against.memory_sources)
+    changes = [pair.changes[key] for pair in against.pairs for key in (figure.key, RATIOS[figure.key].key)]
+    note = explain(reading.doubt for change in changes for reading in (change.before, change.now))
+    return [note] if note else []
 
 
 def _differences(against: Against) -> list[RenderableType]:

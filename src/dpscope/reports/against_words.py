@@ -5,18 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dpscope.reports.against import Against, Pair
-from dpscope.reports.changes import FEW, FEW_STEPS, RATIOS, TIME, UNDECIDED, UNSTEADY, Change, Figure
+from dpscope.reports.changes import RATIOS, TIME, UNDECIDED, Change, Figure
+from dpscope.reports.doubt import ADVICE, EXPLAINED
 from dpscope.reports.tables import STANDARD, Row, varying_columns
 from dpscope.reports.words import size_in_words
 from dpscope.units import MISSING
 
 AGAINST_TITLE = "Two sweeps side by side"
 MOST = 8  # rows named one by one in a sentence; the table has all of them
-
-UNDECIDED_ADVICE = {
-    FEW: f"their spread is hardly known. Measure with --steps {FEW_STEPS} or more",
-    UNSTEADY: "step times varied too much. Close other programs, or raise --steps",
-}
 
 
 def headline(against: Against) -> str:
@@ -124,12 +120,12 @@ def _standard_sentences(against: Against) -> list[str]:
 
 def _undecided_sentences(against: Against) -> list[str]:
     lines = []
-    for verdict, advice in UNDECIDED_ADVICE.items():
+    for verdict, why in EXPLAINED.items():
         pairs = [pair for pair in against.pairs if pair.changes[TIME.key].verdict == verdict]
         if pairs:
             everywhere = len(pairs) == len(against.pairs)
             names = "any row" if everywhere else "; ".join(name_of(pair, against) for pair in pairs[:MOST])
-            lines.append(f"No verdict on the time of {names}: {advice}.")
+            lines.append(f"No verdict on the time of {names}: {why}. {ADVICE[verdict]}.")
     return lines
 
 

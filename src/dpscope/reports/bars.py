@@ -59,22 +59,24 @@ def _fill(cells: float, ramp: str) -> str:
 
 @dataclass(frozen=True)
 class WithBars:
-    """A table that has bars on a terminal that is wide enough, as long as there is room for."""
+    """The first of some tables that fits; on a terminal that is wide enough with bars, as long as there is room for."""
 
-    make: Callable[[Bars], Table]
+    makes: Sequence[Callable[[Bars], Table]]  # the preferred first
     ratios: Sequence[float | None]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         largest = max((ratio for ratio in self.ratios if ratio is not None), default=0.0)
-        if not console.is_terminal or console.is_dumb_terminal or not largest:
-            yield self.make(Bars())
-            return
-        lengths = range(LONGEST, SHORTEST - 1, -2)
-        bars = [Bars(cells, max(largest, 1.0), options.ascii_only) for cells in lengths]
-        chosen = next((each for each in bars if _fits(self.make(each), console, options)), Bars())
-        yield self.make(chosen)
-        if chosen.cells:
-            yield Text(f"\n{NOTE}", style="dim")
+        bars = []
+        if console.is_terminal and not console.is_dumb_terminal and largest:
+            bars = [Bars(cells, max(largest, 1.0), options.ascii_only) for cells in range(LONGEST, SHORTEST - 1, -2)]
+        for chosen in (*bars, Bars()):
+            for make in self.makes:
+                if _fits(table := make(chosen), console, options):
+                    yield table
+                    if chosen.cells:
+                        yield Text(f"\n{NOTE}", style="dim")
+                    return
+        yield self.makes[-1](Bars())
 
 
 @dataclass(frozen=True)

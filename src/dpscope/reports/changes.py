@@ -10,18 +10,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from dpscope.reports.doubt import FEW, FEWEST_STEPS, NO_SPREAD, REASONS, marked
 from dpscope.reports.traffic import APPROXIMATELY, ESTIMATE
 from dpscope.units import format_bytes, format_ms, format_ratio, format_traffic
 
-FEW_STEPS = 5  # fewer say hardly anything about the spread
 SMALLEST_TIME = 0.01  # of the time before: two runs of one program on one GPU differ by about as much at the median
 SMALLEST_COUNT = 0.005  # of peak memory, which repeats
 SMALLEST_TRAFFIC = 0.02  # of DRAM bytes: what the GPU counts varies a little with its caches
 
 SAME, WITHIN = "the same", "within spread"
-UNSTEADY, FEW, NO_SPREAD = "not steady", "too few steps", "spread unknown"
 ANOTHER_SOURCE, NO_FIGURES = "measured differently", ""
-UNDECIDED = (UNSTEADY, FEW, NO_SPREAD, ANOTHER_SOURCE)
+UNDECIDED = (*REASONS, ANOTHER_SOURCE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +29,8 @@ class Reading:
 
     value: float | None
     spread: tuple[float, float] | None = None  # 10th and 90th percentile
-    steady: bool = True
-    steps: int = 0  # that the spread is from
+    doubt: str = ""  # what makes a time, or a ratio of times, doubtful
+    steps: int | None = None  # that the spread is from
     source: str | None = None  # how it was measured
 
 
@@ -73,9 +72,9 @@ class Change:
         return found if isinstance(found, str) else self.figure.more if found > 0 else self.figure.less
 
     def show(self, reading: Reading) -> str:
-        """With its unit; an estimate is marked as one."""
+        """With its unit; an estimate is marked as one, and so is what is doubtful."""
         mark = APPROXIMATELY if reading.source == ESTIMATE and reading.value is not None else ""
-        return mark + self.figure.format(reading.value)
+        return mark + marked(self.figure.format(reading.value), reading.doubt)
 
     @property
     def found(self) -> bool:
@@ -102,10 +101,8 @@ def judge_by_spread(before: Reading, now: Reading, relative: float) -> int | str
     """A change where the two spreads do not overlap, both were steady, and it is not too small to repeat."""
     if before.spread is None or now.spread is None:
         return NO_SPREAD
-    if min(before.steps, now.steps) < FEW_STEPS:
-        return FEW
-    if not (before.steady and now.steady):
-        return UNSTEADY
+    if doubt := next((reason for reason in (FEW, *REASONS) if reason in (before.doubt, now.doubt)), None):
+        return doubt
     apart = before.spread[1] < now.spread[0] or now.spread[1] < before.spread[0]
     return _direction(relative) if apart and abs(relative) >= SMALLEST_TIME else WITHIN
 
@@ -136,9 +133,9 @@ FIGURES = (TIME, MEMORY, TRAFFIC)
 RULES = {
     TIME.key: (
         "Faster or slower: the 10th to 90th percentiles of the two do not overlap, their medians differ by at least "
-        f"{SMALLEST_TIME:.0%}, both were steady, and each had {FEW_STEPS} timed steps or more. The spread is that of "
-        "steps within one run: two runs of the same program can differ by more, so look at standard too, or measure "
-        "twice."
+        f"{SMALLEST_TIME:.0%}, both were steady, and each had {FEWEST_STEPS} timed steps or more. The spread is that "
+        "of steps within one run: two runs of the same program can differ by more, so look at standard too, or "
+        "measure twice."
     ),
     MEMORY.key: f"Larger or smaller: by more than {SMALLEST_COUNT:.1%}. A peak is counted once, and repeats.",
     TRAFFIC.key: (

@@ -78,9 +78,15 @@ def _cost(row: Row) -> dict[str, Any]:
         "time_median_ms": row.median_ms,
         "time_p10_ms": low,
         "time_p90_ms": high,
+        "time_steps": row.steps,
+        "time_doubt": row.time_doubt or None,
+        "samples_per_second": row.samples_per_second,
+        "tokens_per_second": row.tokens_per_second,
         "time_ratio": row.time_ratio,
+        "time_ratio_doubt": row.ratio_doubt or None,
         "time_steady": row.steady if row.median_ms is not None else None,
         "peak_memory_bytes": None if row.peak_bytes is None else round(row.peak_bytes),
+        "peak_memory_source": row.peak_source or None,
         "memory_ratio": row.memory_ratio,
     }
 

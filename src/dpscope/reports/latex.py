@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from dpscope.reports.composition import composition_of, in_order, is_private_only, label_of
-from dpscope.reports.tables import Row, group_by_size, varying_columns
-from dpscope.reports.words import size_in_words
+from dpscope.reports.doubt import explain, marked
+from dpscope.reports.tables import RATES, Row, group_by_size, varying_columns
+from dpscope.reports.words import peak_notes, size_in_words
 from dpscope.results.store import write_atomically
-from dpscope.units import GIB, MIB
+from dpscope.units import GIB, MIB, format_throughput
 
 HEAD = "% Made by dpscope. Needs \\usepackage{booktabs}; then \\input this file.\n"
 RESULTS_TEX = "results.tex"
@@ -56,6 +57,7 @@ def _cost_table(rows: Sequence[Row]) -> str:
     sizes = [name for name in ("batch_size", "seq_len") if any(row.first.spec.get(name) for row in rows)]
     settings = [*models, *varying_columns(rows, ("dtype", "optimizer", "noise_multiplier", "steps", "device"))]
     unit, name = _unit([row.peak_bytes or 0.0 for row in rows])
+    rate = next(name for name in reversed(RATES) if name == "samples/s" or any(RATES[name](row) for row in rows))
     titles = {"workload": "model", "batch_size": "batch", "seq_len": "sequence"}
     lines = []
     for row in rows:
@@ -64,9 +66,10 @@ def _cost_table(rows: Sequence[Row]) -> str:
         line |= {escape(titles.get(key, key)): _text(spec.get(key)) for key in (*settings, *sizes)}
         low, high = row.spread_ms or (None, None)
         line |= {
-            "time (ms)": _number(row.median_ms, 1),
+            "time (ms)": _doubted(_number(row.median_ms, 1), row.time_doubt),
             "p10--p90 (ms)": NONE if low is None else f"{_number(low, 1)}--{_number(high, 1)}",
-            r"time ($\times$)": _number(row.time_ratio, 2),
+            rate: _doubted(escape(format_throughput(RATES[rate](row))), row.time_doubt),
+            r"time ($\times$)": _doubted(_number(row.time_ratio, 2), row.ratio_doubt),
             f"peak ({name})": _number(None if row.peak_bytes is None else row.peak_bytes / unit, 2),
             r"peak ($\times$)": _number(row.memory_ratio, 2),
         }
@@ -75,7 +78,13 @@ def _cost_table(rows: Sequence[Row]) -> str:
     caption = "Time of a training step (median, with 10th and 90th percentile) and peak memory. " + (
         r"$\times$: multiple of standard, non-private training. "
     )
+    notes = [*peak_notes(row.peak_source for row in rows), explain(row.ratio_doubt for row in rows)]
+    caption += "".join(f"{escape(note)} " for note in notes if note)
     return _table(lines, caption + _measured_on(rows), "tab:dpscope-cost", text_columns=1)
+
+
+def _doubted(text: str, doubt: str) -> str:
+    return NONE if text == NONE else marked(text, doubt)
 
 
 def _component_table(rows: Sequence[Row], number: int) -> str:
@@ -92,7 +101,7 @@ def _component_table(rows: Sequence[Row], number: int) -> str:
     totals = [_number(each.total / unit, 2) for _, each in found]
     lines.append({"component": "total", **dict(zip(columns, totals, strict=True))})
     private = r"$^\ast$ held by private training only. " if any(marks.values()) else ""
-    caption = f"Memory at the peak of a training step by component, in {name}. {private}"
+    caption = f"Memory at the peak of a training step by component, in {name}, by the memory instrument. {private}"
     where = escape(size_in_words(rows[0].first.spec)) + "; "
     return _table(lines, caption + where + _measured_on(rows), f"tab:dpscope-memory-{number}", text_columns=1)
 

@@ -17,10 +17,11 @@ from dpscope.reports.composition import (
     snapshots_of,
     why_no_composition,
 )
-from dpscope.reports.tables import STANDARD, Row, group_by_size
+from dpscope.reports.doubt import explain, marked
+from dpscope.reports.tables import RATES, STANDARD, Row, group_by_size
 from dpscope.reports.words import shorten, size_in_words
 from dpscope.results.components import ACTIVATION_HOOKS, ACTIVATIONS, UNATTRIBUTED
-from dpscope.units import MISSING, format_bytes, format_ms, format_ratio, mib
+from dpscope.units import MISSING, format_bytes, format_ms, format_ratio, format_throughput, mib
 
 LABELS = 24  # characters of the first column
 LONGEST_NAME = 20  # of a method, as a heading
@@ -80,14 +81,17 @@ def _by_component(described: Sequence[Described], width: int) -> list[Renderable
     if standard and standard.total > 0:
         lines.append(("  × standard", [format_ratio(each.total / standard.total) for each in compositions]))
     if any(row.median_ms for row in rows):
-        lines.append(("time/step", [format_ms(row.median_ms) for row in rows]))
-        lines.append(("  × standard", [format_ratio(row.time_ratio) + ("" if row.steady else "?") for row in rows]))
+        lines.append(("time/step", [marked(format_ms(row.median_ms), row.time_doubt) for row in rows]))
+        lines.append(("  × standard", [marked(format_ratio(row.time_ratio), row.ratio_doubt) for row in rows]))
+        for name, rate in RATES.items():
+            if any(rate(row) is not None for row in rows):
+                lines.append((name, [marked(format_throughput(rate(row)), row.time_doubt) for row in rows]))
         lines.append(("memory/time", [_memory_per_time(row, each) for row, each in described]))
     return _tables("component", [row.method for row in rows], lines, width)
 
 
 def _memory_per_time(row: Row, composition: Composition) -> str:
-    return f"{mib(composition.total) / row.median_ms:.2f} MiB/ms" if row.median_ms else MISSING
+    return marked(f"{mib(composition.total) / row.median_ms:.2f} MiB/ms", row.time_doubt) if row.median_ms else MISSING
 
 
 def _tables(
@@ -163,6 +167,7 @@ def _notes(described: Sequence[Described]) -> list[str]:
     notes = ["* only private training holds this."] if any(map(is_private_only, components)) else []
     if any(row.median_ms for row, _ in described):
         notes.append("memory/time: MiB at the peak for each millisecond of a step.")
+        notes += [note] if (note := explain(row.ratio_doubt for row, _ in described)) else []
     if UNATTRIBUTED in components:
         notes.append(f"Unattributed (the allocator's peak less all that was tracked): {_explained(described)}.")
     return notes

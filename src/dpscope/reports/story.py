@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from dpscope.reports.doubt import ADVICE, EXPLAINED
 from dpscope.reports.tables import STANDARD, Row
 from dpscope.reports.traffic import APPROXIMATELY, Traffic, compare_traffic
 from dpscope.results.schema import FAILED, OOM, SKIPPED, TIMEOUT
 from dpscope.units import format_bytes, format_ms, format_ratio
 
 SAME_MEMORY = 0.01
-FEWEST_STEPS = 3  # with fewer there is no spread to speak of
 USUAL = "flat"  # what people have who do not choose: savings are told against it
 
 OUTCOMES = {
@@ -51,7 +51,7 @@ def tell(rows: Sequence[Row]) -> Story:
         *([f"Of the private methods {winner.method} {praise}: {cost_in_words(winner, rows)}."] if winner else []),
         *([saves] if saves else []),
         *([*leaders.undecided(), *_of_all(private, rows)] if winner is None else []),
-        *_of_unsteady(rows),
+        *_of_doubt(rows),
         *_of_failed(rows, private),
         *_of_no_standard(rows),
         *(f"{row.method}: {note}" for row in rows for note in row.notes),
@@ -92,13 +92,15 @@ class Leaders:
                 f"memory ({format_bytes(lean.peak_bytes)})."
             ]
         equal = [row for row in (self.time or self.memory) if not self.memory or any(row is r for r in self.memory)]
+        if not self.time:
+            return [f"{_names(equal)} need the same memory, to within {SAME_MEMORY:.0%}."]
         return [f"Between {_names(equal)} the measurement sees no difference beyond its spread."]
 
 
 def _leaders(private: Sequence[Row]) -> Leaders:
     timed = [row for row in private if row.median_ms is not None]
     sized = [row for row in private if row.peak_bytes is not None]
-    comparable = len(timed) > 1 and all(row.steady and knows_spread(row) for row in timed)
+    comparable = len(timed) > 1 and not any(row.ratio_doubt for row in timed)
     fastest = min(timed, key=lambda row: row.median_ms or 0.0, default=None)
     leanest = min(sized, key=lambda row: row.peak_bytes or 0.0, default=None)
     time = [row for row in timed if fastest and (row is fastest or not beyond_spread(row, fastest))]
@@ -106,14 +108,9 @@ def _leaders(private: Sequence[Row]) -> Leaders:
     return Leaders(time if comparable else [], memory if len(sized) > 1 else [])
 
 
-def knows_spread(row: Row) -> bool:
-    steps = row.timing.get("step_ms")
-    return row.spread_ms is not None and (not isinstance(steps, list) or len(steps) >= FEWEST_STEPS)
-
-
 def beyond_spread(row: Row, other: Row) -> bool:
-    """Do the times of the two lie apart, 10th to 90th percentile? No where either's spread is not known."""
-    if not (knows_spread(row) and knows_spread(other)) or row.spread_ms is None or other.spread_ms is None:
+    """Do the times of the two lie apart, 10th to 90th percentile? No where either is doubtful."""
+    if row.time_doubt or other.time_doubt or row.spread_ms is None or other.spread_ms is None:
         return False
     return row.spread_ms[0] > other.spread_ms[1] or row.spread_ms[1] < other.spread_ms[0]
 
@@ -138,8 +135,7 @@ def _savings(winner: Row, other: Row) -> list[str]:
     """What is surely saved: time beyond the spread, memory beyond rounding."""
     saved = []
     mine, theirs = winner.median_ms, other.median_ms
-    steady = winner.steady and other.steady and beyond_spread(other, winner)
-    if mine is not None and theirs is not None and steady and mine < theirs:
+    if mine is not None and theirs is not None and beyond_spread(other, winner) and mine < theirs:
         saved.append(f"{format_ms(theirs - mine)} ({1 - mine / theirs:.0%} of the time)")
     small, large = winner.peak_bytes, other.peak_bytes
     if small is not None and large is not None and small < large and not _same_memory(winner, other):
@@ -160,7 +156,7 @@ def cost_in_words(row: Row, rows: Sequence[Row]) -> str:
     if parts:
         return f"{_and(parts)} of ordinary training"
     figures: tuple[tuple[float | None, Callable[[float | None], str]], ...] = (
-        (row.median_ms, format_ms),
+        (None if row.time_doubt else row.median_ms, format_ms),
         (row.peak_bytes, format_bytes),
     )
     return _and([show(value) for value, show in figures if value is not None]) + " a step"
@@ -176,16 +172,15 @@ def _of_all(private: Sequence[Row], rows: Sequence[Row]) -> list[str]:
     return [f"{row.method} takes {cost_in_words(row, rows)}." for row in known]
 
 
-def _of_unsteady(rows: Sequence[Row]) -> list[str]:
+def _of_doubt(rows: Sequence[Row]) -> list[str]:
+    """On whose time there is no verdict, and what to do about it."""
     timed = [row for row in rows if row.median_ms is not None and row.method != STANDARD]
-    if shaky := [row for row in timed if not row.steady]:
-        return [
-            f"No verdict on the time of {_names(shaky)}: step times varied too much. Close other programs, or raise "
-            "--steps."
-        ]
-    if len(timed) > 1 and not all(map(knows_spread, timed)):
-        return [f"Which is fastest is not said on fewer than {FEWEST_STEPS} timed steps: raise --steps."]
-    return []
+    doubtful = {reason: [row for row in timed if row.ratio_doubt == reason] for reason in EXPLAINED}
+    return [
+        f"No verdict on the time of {_names(found)}: {EXPLAINED[reason]}. {ADVICE[reason]}."
+        for reason, found in doubtful.items()
+        if found
+    ]
 
 
 def _of_failed(rows: Sequence[Row], private: Sequence[Row]) -> list[str]:

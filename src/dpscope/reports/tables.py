@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from dpscope.reports.doubt import doubt_of_times
 from dpscope.results.schema import Result
 from dpscope.units import MIB
 
 STANDARD = "standard"
-
-# A row whose 90th percentile is this much above its 10th was measured on a busy machine: its ratios mean little.
-STEADY = 1.5
-
 
 # Ten timed steps and a tracked one are two ways to look at one row.
 REPEATS = ("warmup", "steps")
@@ -28,7 +25,8 @@ class Row:
     measured: dict[str, Result]  # instrument -> result
     time_ratio: float | None
     memory_ratio: float | None
-    steady: bool = True  # neither this row's times nor standard's varied by more than STEADY
+    ratio_doubt: str = ""  # what makes the ratio of times doubtful: this row's times, or standard's
+    peak_instrument: str | None = None  # whose peak is shown; the same in every row of a comparison
     apart: tuple[tuple[str, Any], ...] = ()  # (warmup, steps) by name, where the same was measured with several of them
     methods: tuple[str, ...] = ()  # all that the results hold: they are told apart by how they look
 
@@ -59,12 +57,6 @@ class Row:
         return self._part("timing")
 
     @property
-    def memory(self) -> dict[str, Any]:
-        """What the memory instrument saw, where it looked: a step's peak. Otherwise the peak beside the times."""
-        seen = self.measured.get("memory")
-        return seen.memory if seen is not None and seen.memory else self._part("memory")
-
-    @property
     def ncu(self) -> dict[str, Any]:
         return self._part("ncu")
 
@@ -79,9 +71,52 @@ class Row:
         return None if low is None or high is None else (low, high)
 
     @property
+    def steps(self) -> int | None:
+        """How many steps were timed; None where a file does not say."""
+        listed = self.timing.get("step_ms")
+        return len(listed) if isinstance(listed, list) else None
+
+    @property
+    def time_doubt(self) -> str:
+        """What makes this row's times doubtful; empty where nothing does, or there are none."""
+        return "" if self.median_ms is None else doubt_of_times(self.spread_ms, self.steps)
+
+    @property
+    def steady(self) -> bool:
+        """Is its ratio of times, or its time where there is no ratio, beyond doubt?"""
+        return not self.ratio_doubt
+
+    @property
+    def samples_per_second(self) -> float | None:
+        return None if not self.median_ms else 1e3 * self.first.spec["batch_size"] / self.median_ms
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Positions of all sequences of a batch; None for a workload without a sequence."""
+        length, samples = self.first.spec.get("seq_len"), self.samples_per_second
+        return samples * length if samples is not None and length else None
+
+    @property
+    def peaks(self) -> dict[str, float]:
+        """Instrument -> the peak it gives, in bytes; the memory instrument first."""
+        ordered = sorted(self.measured.items(), key=lambda item: item[0] != "memory")
+        found = {name: _peak_of(result) for name, result in ordered if result.ok}
+        return {name: peak for name, peak in found.items() if peak is not None}
+
+    @property
     def peak_bytes(self) -> float | None:
-        stated = figure_of(self._value("peak_memory_mb"))
-        return figure_of(self.memory.get("peak_bytes"), None if stated is None else stated * MIB)
+        return self.peaks.get(self.peak_instrument or next(iter(self.peaks), ""))
+
+    @property
+    def memory(self) -> dict[str, Any]:
+        """What goes with the peak that is shown."""
+        result = self.measured.get(self.peak_instrument or next(iter(self.peaks), ""))
+        return result.memory if result is not None and result.ok else {}
+
+    @property
+    def peak_source(self) -> str:
+        """How the peak that is shown was measured; empty where there is none, or the file does not say."""
+        return str(self.memory.get("source") or "") if self.peak_bytes is not None else ""
 
     @property
     def notes(self) -> list[str]:
@@ -102,10 +137,22 @@ class Row:
         return next((part for part in parts if part), {})
 
 
+Rate = Callable[[Row], float | None]
+RATES: dict[str, Rate] = {
+    "samples/s": lambda row: row.samples_per_second,
+    "tokens/s": lambda row: row.tokens_per_second,
+}
+
+
 def figure_of(*candidates: Any) -> float | None:
     """The first that is a number, and one that can be measured: finite, and not below zero."""
     numbers = (value for value in candidates if isinstance(value, int | float) and not isinstance(value, bool))
     return next((value for value in numbers if math.isfinite(value) and value >= 0), None)
+
+
+def _peak_of(result: Result) -> float | None:
+    stated = figure_of(result.peak_memory_mb)
+    return figure_of(result.memory.get("peak_bytes"), None if stated is None else stated * MIB)
 
 
 def comparison_key(result: Result) -> tuple[Any, ...]:
@@ -116,10 +163,24 @@ def comparison_key(result: Result) -> tuple[Any, ...]:
 
 def compare_results(results: Iterable[Result]) -> list[Row]:
     """A row for each method at each size, in order of first appearance."""
-    rows = join_instruments(list(results))
+    joined = join_instruments(list(results))
+    instrument = choose_peaks(joined)
+    rows = [replace(row, peak_instrument=instrument) for row in joined]
     standards = {row.size: row for row in rows if row.method == STANDARD}
     methods = tuple(dict.fromkeys(row.method for row in rows))
     return [replace(_with_ratios(row, standards.get(row.size)), methods=methods) for row in rows]
+
+
+def choose_peaks(rows: Sequence[Row]) -> str | None:
+    """The instrument whose peaks a table shows: peaks of two definitions are not compared.
+
+    The one that gives most rows a peak; of equals the memory instrument.
+    """
+    counts: dict[str, int] = {}
+    for row in rows:
+        for name in row.peaks:
+            counts[name] = counts.get(name, 0) + 1
+    return max(counts, key=lambda name: (counts[name], name == "memory"), default=None)
 
 
 def join_instruments(results: Sequence[Result]) -> list[Row]:
@@ -165,12 +226,12 @@ def _repeats(result: Result) -> Repeats:
 
 def _with_ratios(row: Row, standard: Row | None) -> Row:
     if standard is None:
-        return replace(row, steady=is_steady(row.spread_ms))
+        return replace(row, ratio_doubt=row.time_doubt)
     return replace(
         row,
         time_ratio=_ratio(row.median_ms, standard.median_ms),
         memory_ratio=_ratio(row.peak_bytes, standard.peak_bytes),
-        steady=all(is_steady(r.spread_ms) for r in (row, standard)),
+        ratio_doubt=row.time_doubt or (standard.time_doubt if row.median_ms is not None else ""),
     )
 
 
@@ -184,10 +245,6 @@ def seen_once(rows: Iterable[Row], instrument: str) -> list[Row]:
             kept.append(row)
             seen.add(id(result))
     return kept
-
-
-def is_steady(spread: tuple[float, float] | None) -> bool:
-    return spread is None or spread[1] <= STEADY * spread[0]
 
 
 def _ratio(value: float | None, denominator: float | None) -> float | None:

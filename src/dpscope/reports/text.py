@@ -13,32 +13,24 @@ from rich.table import Table
 from rich.text import Text
 
 from dpscope.reports.bars import Bars, WithBars
+from dpscope.reports.doubt import explain, marked
 from dpscope.reports.memory_text import memory_section, snapshot_section
 from dpscope.reports.nsys_text import nsys_section
 from dpscope.reports.settings import all_sizes
 from dpscope.reports.story import tell
-from dpscope.reports.tables import REPEATS, STEADY, Row, compare_results, group_by_size, seen_once
+from dpscope.reports.tables import RATES, REPEATS, Row, compare_results, group_by_size, seen_once
 from dpscope.reports.trace_text import trace_section
 from dpscope.reports.traffic_text import traffic_section
-from dpscope.reports.words import shorten
+from dpscope.reports.words import peak_notes, shorten
 from dpscope.results.schema import FAILED, Result
 from dpscope.results.store import Skipped
-from dpscope.units import GIB, MISSING, format_bytes, format_ms, format_ratio
+from dpscope.units import GIB, MISSING, format_bytes, format_ms, format_ratio, format_throughput
 
 TITLE = "What privacy costs"
 SUMMARY_WIDTH = 110
 NARROW = 86  # columns
 LONGEST_NAME = 24  # characters of a method in the table
 LEAST_WIDTH = {"batch": 5, "seq": 3, "warmup": 6, "steps": 5}  # of columns that hold numbers
-
-MEMORY_NOTES = {
-    "cuda_allocator": "Peak memory: the CUDA allocator's peak of allocated bytes over the whole run.",
-    "tracker": "Peak memory: of one step after warm-up; its parts from one more step whose every storage was tracked.",
-    "cpu_allocator": (
-        "Peak memory: live tensors at their peak during one step, from torch's CPU allocator (a step after the "
-        "timed ones)."
-    ),
-}
 
 
 def summary(
@@ -60,7 +52,9 @@ def _cost(rows: Sequence[Row], width: int) -> list[RenderableType]:
     if not any(row.timing or row.memory or not row.result.ok for row in rows):
         return []
     ratios = [ratio for row in rows for ratio in (row.time_ratio, row.memory_ratio)]
-    parts: list[RenderableType] = [WithBars(partial(_table, rows, width < NARROW), ratios)]
+    narrow = width < NARROW
+    makes = [partial(_table, rows, narrow, rates) for rates in ((0,) if narrow else (2, 1, 0))]
+    parts: list[RenderableType] = [WithBars(makes, ratios)]
     if sentences := verdict(rows):
         parts += ["", *(Text(sentence) for sentence in sentences)]
     return [*parts, "", *(Text(note, style="dim") for note in notes(rows))]
@@ -128,17 +122,20 @@ def _describe_environment(environment: dict[str, Any]) -> str:
     return f"On {where}; " + ", ".join(f"{name} {environment.get(name)}" for name in ("torch", "opacus", "dpscope"))
 
 
-def _table(rows: Sequence[Row], narrow: bool, bars: Bars) -> Table:
+def _table(rows: Sequence[Row], narrow: bool, most_rates: int, bars: Bars) -> Table:
+    """`most_rates`: columns for samples and tokens in a second; of one, it is tokens where there is a sequence."""
+    known = {name: rate for name, rate in RATES.items() if any(rate(row) is not None for row in rows)}
+    rates = dict(list(known.items())[-most_rates:] if most_rates else [])
     table = Table(box=None, pad_edge=False, header_style="bold")
     identities = {id(row): _identity(row) for row in rows}
     shown = _telling_apart(rows, list(identities.values()))
     # What tells rows apart keeps its place on the narrowest terminal; the spread is the first to go.
     for name in shown:
-        width = LEAST_WIDTH.get(name)
-        table.add_column(name, justify="right" if width else "left", no_wrap=name != "model", min_width=width)
+        least = LEAST_WIDTH.get(name)
+        table.add_column(name, justify="right" if least else "left", no_wrap=name != "model", min_width=least)
     spread = [] if narrow else ["p10–p90"]
     time, memory = ("time", "memory") if narrow else ("time/step", "peak memory")
-    for heading in (time, *spread, "×", memory, "×"):
+    for heading in (time, *spread, *rates, "×", memory, "×"):
         table.add_column(heading, justify="right", no_wrap=True)
         if heading == "×":
             bars.add_column(table)
@@ -149,9 +146,10 @@ def _table(rows: Sequence[Row], narrow: bool, bars: Bars) -> Table:
         for row in group:
             cells: list[RenderableType] = [
                 *(identities[id(row)][name] for name in shown),
-                format_ms(row.median_ms),
+                marked(format_ms(row.median_ms), row.time_doubt),
                 *([] if narrow else [_spread(row)]),
-                format_ratio(row.time_ratio) + ("" if row.steady or row.time_ratio is None else "?"),
+                *(marked(format_throughput(rate(row)), row.time_doubt) for rate in rates.values()),
+                marked(format_ratio(row.time_ratio), row.ratio_doubt),
                 *bars.cell(row.time_ratio),
                 format_bytes(row.peak_bytes),
                 format_ratio(row.memory_ratio),
@@ -220,12 +218,11 @@ def verdict(rows: Sequence[Row]) -> list[str]:
 
 def notes(rows: Sequence[Row]) -> list[str]:
     notes = ["× is the ratio to standard. Time: median over the timed steps, with 10th and 90th percentile."]
-    if not all(row.steady for row in rows):
-        notes.append(f"? marks a ratio of times that varied by more than {STEADY:g}× within a row: a busy machine.")
+    if note := explain(row.ratio_doubt for row in rows):
+        notes.append(note)
     if any(row.median_ms is not None and row.time_ratio is None for row in rows):
         notes.append(f"× is {MISSING} where standard has no figures at that size: measure it with --methods standard,…")
-    sources = dict.fromkeys(row.memory.get("source") for row in rows)
-    return notes + [MEMORY_NOTES[source] for source in sources if source in MEMORY_NOTES]
+    return notes + peak_notes(row.peak_source for row in rows)
 
 
 def files_written(paths: Sequence[Path]) -> str:

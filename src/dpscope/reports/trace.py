@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dpscope.reports.doubt import MARK, is_stretched, stretch_of
 from dpscope.reports.tables import STANDARD, Row, group_by_size
+from dpscope.units import format_ratio
 
 GPU, CPU = "gpu", "cpu"
 GREW, NEW, GONE = "grew", "new", "gone"
@@ -26,6 +28,22 @@ def traced(rows: Sequence[Row]) -> list[list[Row]]:
     """Rows with a trace that are compared with each other."""
     groups = ([row for row in group if trace_of(row)] for group in group_by_size(rows))
     return [group for group in groups if group]
+
+
+def stretch(row: Row) -> float | None:
+    """How many times as long as the unprofiled step the traced one is; None where either is not known."""
+    return stretch_of(trace_of(row).get("step_ms"), row.median_ms)
+
+
+def stretched_in_words(rows: Sequence[Row]) -> str:
+    """`? The profiler makes a step of flat 10.2× as long …`; nothing where it leaves every step about as it is."""
+    found = [f"{row.method} {format_ratio(stretch(row))}" for row in rows if is_stretched(stretch(row))]
+    if not found:
+        return ""
+    return (
+        f"{MARK} The profiler makes a step much longer ({', '.join(found)} the unprofiled one): what the host does in "
+        "it is mostly the profiler's, and is not compared. Larger sizes are stretched less."
+    )
 
 
 def phase_names(rows: Sequence[Row]) -> list[str]:
@@ -71,6 +89,7 @@ class Difference:
     basis: str
     total_ms: float
     changes: list[Change]  # most milliseconds first; the last lines are what no operator accounts for
+    doubt: str = ""  # what makes its total, and all time on the host, doubtful
 
     def biggest(self, most: int) -> tuple[list[Change], float]:
         """The changes that matter most, whichever way, and what all others sum to."""
@@ -97,7 +116,8 @@ def difference(method: Row, standard: Row) -> Difference:
         Change(what, "", _rest(before, basis)[what], _rest(after, basis)[what], GREW) for what in _rest(after, basis)
     ]
     ordered = sorted((change for change in changes if change.ms), key=lambda change: -change.ms)
-    return Difference(method.method, basis, after["step_ms"] - before["step_ms"], [*ordered, *rest])
+    doubt = stretched_in_words([standard, method])
+    return Difference(method.method, basis, after["step_ms"] - before["step_ms"], [*ordered, *rest], doubt)
 
 
 def _self_times(trace: dict[str, Any], basis: str) -> dict[tuple[str, str], float]:

@@ -9,8 +9,18 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from dpscope.reports.doubt import MARK, is_stretched, marked
 from dpscope.reports.tables import STANDARD, Row
-from dpscope.reports.trace import Difference, boundness, differences, phase_names, trace_of, traced
+from dpscope.reports.trace import (
+    Difference,
+    boundness,
+    differences,
+    phase_names,
+    stretch,
+    stretched_in_words,
+    trace_of,
+    traced,
+)
 from dpscope.reports.words import shorten, size_in_words
 from dpscope.results.families import FAMILY_LABELS
 from dpscope.units import MIB, MISSING, format_bytes, format_ms
@@ -29,6 +39,8 @@ def trace_section(rows: Sequence[Row], width: int) -> list[RenderableType]:
         where = size_in_words(group[0].first.spec)
         parts += [Text(f"Where the time goes ({where}): milliseconds of a traced step", style="bold"), ""]
         parts += [_phase_table(group), ""]
+        if doubt := stretched_in_words(group):
+            parts += [Text(doubt), ""]
         if any("gpu" in trace_of(row) for row in group):
             parts += [_gpu_table(group), "", *(Text(line) for line in _bound_lines(group)), ""]
             parts += [_family_table(group), ""]
@@ -58,7 +70,8 @@ def _phase_table(rows: Sequence[Row]) -> Table:
             table.add_row("less: side by side", *(cell for row in rows for cell in _gpu_cells(row, "overlap_ms", -1)))
     table.add_row("traced step", *(cell for row in rows for cell in _step_cells(row, gpu=gpu)), style="bold")
     table.add_row(
-        "unprofiled step", *(cell for row in rows for cell in (_figure(row.median_ms), *([""] if gpu else [])))
+        "unprofiled step",
+        *(cell for row in rows for cell in (marked(_figure(row.median_ms), row.time_doubt), *([""] if gpu else []))),
     )
     return table
 
@@ -78,7 +91,7 @@ def _gpu_cells(row: Row, name: str, sign: int = 1) -> list[str]:
 
 
 def _step_cells(row: Row, *, gpu: bool) -> list[str]:
-    cell = _figure(trace_of(row)["step_ms"])
+    cell = marked(_figure(trace_of(row)["step_ms"]), MARK if is_stretched(stretch(row)) else "")
     return [cell, cell] if gpu else [cell]
 
 
@@ -136,7 +149,8 @@ def _named_cell(row: Row, word: str) -> str:
 
 def _difference(found: Difference) -> list[RenderableType]:
     what = "GPU time" if found.basis == "gpu" else "time on the host"
-    title = f"{found.method} against {STANDARD}: {found.total_ms:+.2f} ms a traced step, {what} by operator"
+    longer = marked(f"{found.total_ms:+.2f} ms", found.doubt)
+    title = f"{found.method} against {STANDARD}: {longer} a traced step, {what} by operator"
     table = _table("operator", "phase", "", STANDARD, found.method, "difference")
     table.columns[1].justify = table.columns[2].justify = "left"
     operators = [change for change in found.changes if change.phase]
@@ -154,7 +168,8 @@ def _difference(found: Difference) -> list[RenderableType]:
     for change in found.changes:
         if not change.phase and (change.before_ms or change.after_ms):
             table.add_row(change.operator, "", "", *_sums([change]))
-    table.add_row("the whole step", "", "", *_sums(found.changes), style="bold")
+    whole = [marked(cell, found.doubt) for cell in _sums(found.changes)]
+    table.add_row("the whole step", "", "", *whole, style="bold")
     return [Text(title, style="bold"), table]
 
 

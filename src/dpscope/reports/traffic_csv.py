@@ -50,6 +50,7 @@ _COLUMNS: dict[str, Column] = {
     "flops_source": lambda t: None if t.flops is None else ESTIMATE if t.flops_estimated else MEASURED,
     "arithmetic_intensity_flops_per_byte": lambda t: t.intensity,
     "median_step_ms": lambda t: t.row.median_ms,
+    "time_doubt": lambda t: t.row.time_doubt or None,
     "dram_bytes_per_second": lambda t: t.bandwidth,
     "flops_per_second": lambda t: t.flop_rate,
     "fraction_of_measured_dram_ceiling": lambda t: t.bandwidth_fraction,

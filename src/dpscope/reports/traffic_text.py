@@ -8,6 +8,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from dpscope.reports.doubt import marked
 from dpscope.reports.tables import STANDARD, Row, varying_columns
 from dpscope.reports.traffic import (
     APPROXIMATELY,
@@ -126,10 +127,10 @@ def _dram_columns(traffics: Sequence[Traffic]) -> dict[str, Cell]:
         "×": lambda t: _marked(t, format_ratio(t.ratio)),
         "per item": lambda t: _marked(t, format_traffic(t.bytes_per_item)),
         "FLOP/B": lambda t: MISSING if t.intensity is None else f"{_mark(t.flops_estimated)}{t.intensity:.0f}",
-        "bandwidth": lambda t: _marked(t, format_rate(t.bandwidth)),
+        "bandwidth": lambda t: marked(_marked(t, format_rate(t.bandwidth)), t.row.time_doubt),
     }
     if any(traffic.bandwidth_fraction for traffic in traffics):
-        columns["of peak"] = lambda t: _marked(t, _percent(t.bandwidth_fraction))
+        columns["of peak"] = lambda t: marked(_marked(t, _percent(t.bandwidth_fraction)), t.row.time_doubt)
     if len({traffic.source for traffic in traffics}) > 1:
         columns["bytes are"] = lambda t: t.source
     return columns

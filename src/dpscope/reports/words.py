@@ -2,7 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
+
+# How a peak was measured -> what it is. One table shows peaks of one of them.
+PEAKS = {
+    "tracker": "of one step after warm-up; its parts from one more step whose every storage was tracked",
+    "cuda_allocator": "the CUDA allocator's peak of allocated bytes over the whole run",
+    "cpu_allocator": (
+        "live tensors at their peak during one step, from torch's CPU allocator (a step after the timed ones)"
+    ),
+}
+
+
+def peak_notes(sources: Iterable[str]) -> list[str]:
+    """What the peaks of a table are, a sentence for each way in which they were measured."""
+    return [f"Peak memory: {PEAKS[source]}." for source in dict.fromkeys(sources) if source in PEAKS]
 
 
 def size_in_words(spec: dict[str, Any]) -> str:

@@ -47,7 +47,7 @@ def test_every_row_is_ok_and_so_is_the_exit_code(comparison):
 
 def test_the_table_has_absolute_figures_and_ratios_with_standard_first(comparison):
     process, _ = comparison
-    figures = r"\s+2\s+8\s+[\d.]+ m?s\s+[\d.]+–[\d.]+\s+([\d.]+)×\??\s+[\d.]+ MiB\s+([\d.]+)×\s+ok$"
+    figures = r"\s+2\s+8\s+[\d.]+ m?s\?\s+[\d.]+–[\d.]+(?:\s+[\d.,]+\?){2}\s+([\d.]+)×\?\s+[\d.]+ MiB\s+([\d.]+)×\s+ok$"
     rows = [line for line in lines_of(process.stdout) if re.match(r"(standard|flat) +2 ", line)]
     standard, flat = (re.search(figures, row) for row in rows)
     assert rows[0].startswith("standard")

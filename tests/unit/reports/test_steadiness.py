@@ -25,7 +25,7 @@ def test_an_unsteady_denominator_is_no_denominator(make_result):
     assert "No verdict on the time of ghost" in sentence
     text = render_plain(summary(results))
     assert "0.20×?" in text
-    assert "? marks a ratio of times that varied" in text
+    assert "? marks a figure of time that is doubtful: step times varied by more than 1.5× within a row." in text
 
 
 def test_an_unsteady_row_is_marked_alone(make_result):

@@ -154,7 +154,7 @@ def test_a_long_difference_is_cut_and_still_adds_up(rows):
     table = lines[: 1 + next(n for n, line in enumerate(lines) if line.startswith("the whole step"))]
     shown = [float(line.split()[-1]) for line in table[:-1]]
     assert len(shown) == 12
-    assert sum(shown) == pytest.approx(float(table[-1].split()[-1]), abs=0.06)
+    assert sum(shown) == pytest.approx(float(table[-1].split()[-1].removesuffix("?")), abs=0.06)
 
 
 def test_rows_without_traces_add_nothing_to_the_summary(make_result):

@@ -6,11 +6,21 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dpscope.reports.doubt import marked
 from dpscope.reports.figures import suffixed
 from dpscope.reports.figures.style import SMALL, new_figure, save, set_title, settle, styled, three_digits
 from dpscope.reports.palette import FAMILY_COLOURS, GREW, SHRANK, is_dark, phase_colour
 from dpscope.reports.tables import Row
-from dpscope.reports.trace import IDLE, Change, differences, on_gpu, phase_names, phase_times, trace_of
+from dpscope.reports.trace import (
+    IDLE,
+    Change,
+    differences,
+    on_gpu,
+    phase_names,
+    phase_times,
+    stretched_in_words,
+    trace_of,
+)
 from dpscope.reports.trace_text import operator_label
 from dpscope.reports.words import shorten
 from dpscope.results.families import FAMILY_LABELS
@@ -36,7 +46,9 @@ def draw_phases(rows: Sequence[Row]) -> Figure | None:
     colours = {name: phase_colour(name) for name in names if any(times.get(name) for times in parts)}
     _stack(ax, [row.method for row in shown], parts, colours)
     ax.set_xlabel("GPU milliseconds of an unprofiled step" if gpu else "milliseconds of a traced step")
-    set_title(figure, "Where the time of a training step goes", shown, [_unprofiled(shown)])
+    doubt = "" if gpu else stretched_in_words(shown).removesuffix(".")
+    notes = [_unprofiled(shown), *([doubt] if doubt else [])]
+    set_title(figure, "Where the time of a training step goes", shown, notes)
     _legend(figure, colours)
     settle(figure)
     return figure
@@ -44,7 +56,9 @@ def draw_phases(rows: Sequence[Row]) -> Figure | None:
 
 def _unprofiled(rows: Sequence[Row]) -> str:
     """Nobody should read a step's time off a bar that was drawn under a profiler."""
-    told = ", ".join(f"{row.method} {row.median_ms:.1f} ms" for row in rows if row.median_ms)
+    told = ", ".join(
+        f"{row.method} {marked(f'{row.median_ms:.1f} ms', row.time_doubt)}" for row in rows if row.median_ms
+    )
     return f"Unprofiled steps: {told}" if told else "Steps were not timed without the profiler"
 
 

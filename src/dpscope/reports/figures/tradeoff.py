@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dpscope.reports.composition import why_no_composition
+from dpscope.reports.doubt import explain, marked
 from dpscope.reports.figures.labels import Box, label_points
 from dpscope.reports.figures.style import SMALL, byte_unit, new_figure, not_drawn, set_title, settle, styled
 from dpscope.reports.palette import method_colours, method_markers
@@ -59,7 +60,7 @@ def draw_tradeoff(rows: Sequence[Row]) -> Figure | None:
             (row.median_ms or 0.0) / second,
             (row.peak_bytes or 0.0) / unit,
             tuple(edge / second for edge in row.spread_ms or (row.median_ms or 0.0,) * 2),
-            shorten(row.method, LONGEST_NAME),
+            marked(shorten(row.method, LONGEST_NAME), row.time_doubt),
             colours[row.method],
             markers[row.method],
         )
@@ -96,8 +97,8 @@ def draw_tradeoff(rows: Sequence[Row]) -> Figure | None:
 
 def _notes(rows: Sequence[Row], drawn: Sequence[Row]) -> list[str]:
     notes = not_drawn([(row, _why_none(row)) for row in rows if not (row.median_ms and row.peak_bytes)])
-    shaky = [row.method for row in drawn if not row.steady]
-    return [*notes, f"? step times varied too much for a verdict: {', '.join(shaky)}"] if shaky else notes
+    doubt = explain(row.ratio_doubt for row in drawn)
+    return [*notes, doubt.removesuffix(".")] if doubt else notes
 
 
 def _why_none(row: Row) -> str:
@@ -163,4 +164,4 @@ def _label(ax: Axes, points: Sequence[Point]) -> None:
 
 def _ratio_label(row: Row) -> str:
     name = shorten(row.method, LONGEST_NAME)
-    return f"{name} {format_ratio(row.time_ratio)}{'' if row.steady else '?'}, {format_ratio(row.memory_ratio)}"
+    return f"{name} {marked(format_ratio(row.time_ratio), row.ratio_doubt)}, {format_ratio(row.memory_ratio)}"

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from dpscope.reports.doubt import EXPLAINED, marked
 from dpscope.reports.page.looks import looks_of
 from dpscope.reports.settings import Size
 from dpscope.reports.story import OUTCOMES, estimated, tell
-from dpscope.reports.tables import Row
+from dpscope.reports.tables import RATES, Row
 from dpscope.reports.traffic import Traffic, compare_traffic
-from dpscope.units import MISSING, format_bytes, format_ms, format_ratio, format_traffic
+from dpscope.units import MISSING, format_bytes, format_ms, format_ratio, format_throughput, format_traffic
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class Figure:
     name: str
     ratio: str
     absolute: str
-    steady: bool = True
+    doubt: str = ""  # what makes it doubtful, for whoever asks what the mark means
 
 
 @dataclass(frozen=True)
@@ -69,13 +70,20 @@ def _known(rows: Sequence[Row]) -> tuple[int, int, int]:
 def _card(row: Row, colour: str, badge: str, traffic: Traffic | None) -> Card:
     outcome = "" if row.result.ok else OUTCOMES[row.result.status]
     figures = [
-        Figure("time", format_ratio(row.time_ratio), format_ms(row.median_ms), row.steady),
+        Figure("time", format_ratio(row.time_ratio), _time(row), EXPLAINED.get(row.ratio_doubt, "")),
         Figure("memory", format_ratio(row.memory_ratio), format_bytes(row.peak_bytes)),
     ]
     if traffic and traffic.dram_bytes is not None:
         figures.append(_bytes_moved(traffic))
     shown = [figure for figure in figures if figure.absolute != MISSING]
     return Card(row.method, colour, badge, outcome, row.result.reason or "", shown)
+
+
+def _time(row: Row) -> str:
+    """`12.3 ms, 650 samples/s`; tokens where there is a sequence."""
+    rates = [(name, rate(row)) for name, rate in RATES.items() if rate(row) is not None]
+    shown = [format_ms(row.median_ms), *(f"{format_throughput(rate)} {name}" for name, rate in rates[-1:])]
+    return ", ".join(marked(text, row.time_doubt) for text in shown)
 
 
 def _bytes_moved(traffic: Traffic) -> Figure:

@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dpscope.reports.doubt import marked
 from dpscope.reports.export import to_records
 from dpscope.reports.page.looks import looks_of
 from dpscope.reports.settings import SPEAK_FOR_THEMSELVES, all_sizes
 from dpscope.reports.story import estimated
-from dpscope.reports.tables import REPEATS, Row, varying_columns
+from dpscope.reports.tables import RATES, REPEATS, Rate, Row, varying_columns
 from dpscope.reports.traffic import Traffic, compare_traffic
 from dpscope.reports.words import size_in_words
-from dpscope.units import MISSING, format_bytes, format_ms, format_ratio, format_traffic
+from dpscope.units import MISSING, format_bytes, format_ms, format_ratio, format_throughput, format_traffic
 
 NO_STANDARD = "standard has no such figure at this size"
 
@@ -56,6 +57,7 @@ def make_table(rows: Sequence[Row]) -> RowsTable:
     ]
     models = len({row.first.spec["workload"]["name"] for row in ordered}) > 1
     sequences = any(row.first.spec.get("seq_len") for row in ordered)
+    rates = {name: rate for name, rate in RATES.items() if any(rate(row) is not None for row in ordered)}
     made = [
         {
             **({"model": _text(row.first.spec["workload"]["name"])} if models else {}),
@@ -63,7 +65,7 @@ def make_table(rows: Sequence[Row]) -> RowsTable:
             "batch": _count(row.first.spec["batch_size"]),
             **({"sequence": _count(row.first.spec.get("seq_len"))} if sequences else {}),
             **{name.replace("_", " "): _setting(name, {**row.first.spec, **row.repeats}[name]) for name in settings},
-            **_cost(row),
+            **_cost(row, rates),
             **(_moved(traffics.get(id(row)), row) if traffics else {}),
             "status": TableCell(row.result.status, row.result.status, number=False),
         }
@@ -98,19 +100,22 @@ def _setting(name: str, value: Any) -> TableCell:
     return _text(value) if name in SPEAK_FOR_THEMSELVES else TableCell(f"{value:g}", value)
 
 
-def _cost(row: Row) -> dict[str, TableCell]:
+def _cost(row: Row, rates: dict[str, Rate]) -> dict[str, TableCell]:
     ms, peak = row.median_ms, row.peak_bytes
     failed = f"{row.result.status}: {row.result.reason}" if not row.result.ok else ""
     spread = "" if row.spread_ms is None else f"{row.spread_ms[0]:.1f}–{row.spread_ms[1]:.1f}"
     return {
-        "time a step": _figure(ms, format_ms(ms), failed or "not timed"),
+        "time a step": _figure(ms, marked(format_ms(ms), row.time_doubt), failed or "not timed"),
         "p10–p90, ms": _figure(row.spread_ms and row.spread_ms[0], spread, failed or "not timed"),
-        "time ×": _figure(
-            row.time_ratio, format_ratio(row.time_ratio) + ("" if row.steady else "?"), failed or NO_STANDARD
-        ),
+        **{name: _rate(rate(row), row, failed) for name, rate in rates.items()},
+        "time ×": _figure(row.time_ratio, marked(format_ratio(row.time_ratio), row.ratio_doubt), failed or NO_STANDARD),
         "peak memory": _figure(peak, format_bytes(peak), failed or "not measured"),
         "memory ×": _figure(row.memory_ratio, format_ratio(row.memory_ratio), failed or NO_STANDARD),
     }
+
+
+def _rate(value: float | None, row: Row, failed: str) -> TableCell:
+    return _figure(value, marked(format_throughput(value), row.time_doubt), failed or "not timed")
 
 
 def _moved(traffic: Traffic | None, row: Row) -> dict[str, TableCell]:

@@ -9,7 +9,6 @@ from dpscope.reports.against import Against, Pair
 from dpscope.reports.against_words import format_change, name_of
 from dpscope.reports.changes import MEMORY, RATIOS, TIME, Change, Figure
 from dpscope.reports.page.chart import Cell, Chart, Table, View
-from dpscope.units import format_ratio
 
 SMALLEST = 0.0005  # what rounds to nothing is not drawn
 MOST = 24  # rows that can be told apart in one drawing: of more, those that changed most
@@ -72,7 +71,7 @@ def _relative(pair: Pair, figure: Figure) -> float:
 
 def _bar(against: Against, figure: Figure, pair: Pair) -> dict[str, Any]:
     change, ratio = pair.changes[figure.key], pair.changes[RATIOS[figure.key].key]
-    ratios = "" if ratio.relative is None else f"{format_ratio(ratio.before.value)} → {format_ratio(ratio.now.value)}"
+    ratios = "" if ratio.relative is None else f"{ratio.show(ratio.before)} → {ratio.show(ratio.now)}"
     return {
         "name": name_of(pair, against),
         "before": change.before.value,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from dpscope.reports.doubt import marked
 from dpscope.reports.page.chart import Chart, Table, View
 from dpscope.reports.palette import GREW, SHRANK
 from dpscope.reports.tables import Row
@@ -40,7 +41,7 @@ def operators(rows: Sequence[Row]) -> Chart | None:
 def _view(rows: Sequence[Row], found: Sequence[Difference]) -> View:
     return View(
         size=size_in_words(rows[0].first.spec),
-        says=f"A traced step, against standard: {'; '.join(map(_says, found))}.",
+        says=_in_words(found),
         data={"grew": GREW, "shrank": SHRANK, "panels": [_panel(each) for each in found]},
         table=Table(
             columns=("method", "basis", "operator", "phase", "kind", "standard_ms", "method_ms", "difference_ms"),
@@ -71,9 +72,14 @@ def _bar(change: Change) -> dict[str, Any]:
     }
 
 
+def _in_words(found: Sequence[Difference]) -> str:
+    doubts = dict.fromkeys(each.doubt for each in found if each.doubt)
+    return " ".join([f"A traced step, against standard: {'; '.join(map(_says, found))}.", *doubts])
+
+
 def _says(found: Difference) -> str:
-    longer = f"{found.method} {found.total_ms:+.1f} ms {WHERE[found.basis == GPU]}"
-    if not found.grown:
+    longer = f"{found.method} {marked(f'{found.total_ms:+.1f} ms', found.doubt)} {WHERE[found.basis == GPU]}"
+    if not found.grown or found.doubt:
         return longer
     most = max(found.grown, key=lambda change: change.ms)
     phase = f" in {most.phase}" if most.phase else ""

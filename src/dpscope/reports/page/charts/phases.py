@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dpscope.reports.page.chart import Chart, Table, View
 from dpscope.reports.palette import is_dark, phase_colour
 from dpscope.reports.tables import STANDARD, Row
-from dpscope.reports.trace import IDLE, on_gpu, phase_names, phase_times, traced
+from dpscope.reports.trace import IDLE, on_gpu, phase_names, phase_times, stretched_in_words, traced
 from dpscope.reports.words import size_in_words
 from dpscope.units import format_ms
 
@@ -54,7 +54,8 @@ def _view(rows: Sequence[Row]) -> View:
     what = "GPU milliseconds of an unprofiled step" if gpu else "milliseconds of a traced step"
     return View(
         size=size_in_words(rows[0].first.spec),
-        says=_says(times),
+        # GPU time is as long as without the profiler; time on the host is not.
+        says=("" if gpu else stretched_in_words(rows)) or _says(times),
         data={
             "methods": [method for method, _ in times],
             "axis": what,

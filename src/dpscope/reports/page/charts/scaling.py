@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dpscope.reports.doubt import marked
 from dpscope.reports.page.chart import Chart, View
 from dpscope.reports.page.charts.series import cost_table, named
 from dpscope.reports.page.looks import looks_of
@@ -111,7 +112,7 @@ def _point(row: Row, way: Way) -> dict[str, Any]:
         "peak_bytes": row.peak_bytes,
         "time_ratio": row.time_ratio,
         "memory_ratio": row.memory_ratio,
-        "steady": row.steady,
+        "mark": marked("", row.ratio_doubt),
         "status": row.result.status,
     }
 
@@ -129,7 +130,7 @@ def _says(panels: Sequence[Panel], way: Way, *, relative: bool) -> str:
             parts = []
         parts += [_from_to(peaks, format_bytes)]
         if any(parts):
-            doubt = "" if all(row.steady for row in own) else " (unsteady)"
+            doubt = marked("", "".join(row.ratio_doubt for row in own))
             told.append(f"{method}{doubt} {', '.join(filter(None, parts))}")
     fixed = panel[0].first.spec.get(way.fixed)
     where = f" at {way.fixed_word} {fixed}" if fixed else ""

@@ -34,10 +34,12 @@ def named(what: str, reasons: Sequence[tuple[Row, str]]) -> str:
 def cost_table(rows: Sequence[Row]) -> Table:
     """Time and peak of every row, of those without figures too."""
     columns = ("model", "method", "batch_size", "seq_len", "dtype", "status", "median_ms", "peak_bytes")
-    return Table(columns=(*columns, "time_ratio_to_standard", "memory_ratio_to_standard"), rows=list(map(_costs, rows)))
+    ratios = ("time_ratio_to_standard", "memory_ratio_to_standard", "time_doubt")
+    return Table(columns=(*columns, *ratios), rows=list(map(_costs, rows)))
 
 
 def _costs(row: Row) -> tuple[Cell, ...]:
     spec = row.first.spec
     what = (spec["workload"]["name"], row.method, spec["batch_size"], spec.get("seq_len"), spec.get("dtype"))
-    return *what, row.result.status, row.median_ms, row.peak_bytes, row.time_ratio, row.memory_ratio
+    costs = (row.median_ms, row.peak_bytes, row.time_ratio, row.memory_ratio, row.ratio_doubt or None)
+    return *what, row.result.status, *costs

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from dpscope.reports.doubt import explain, marked
 from dpscope.reports.page.chart import Chart, Table, View
 from dpscope.reports.page.looks import looks_of
-from dpscope.reports.tables import STANDARD, Row, group_by_size
+from dpscope.reports.tables import RATES, STANDARD, Row, group_by_size
 from dpscope.reports.words import size_in_words
-from dpscope.units import format_ms, format_ratio
-
-UNSTEADY = " Step times varied too much for a verdict (?)."
+from dpscope.units import format_ms, format_ratio, format_throughput
 
 
 def step_time(rows: Sequence[Row]) -> Chart | None:
@@ -40,19 +39,27 @@ def _view(rows: Sequence[Row]) -> View:
             "median_ms": row.median_ms,
             "spread_ms": row.spread_ms,
             "ratio": row.time_ratio,
-            "steady": row.steady,
+            "marks": [marked("", doubt) for doubt in (row.time_doubt, row.ratio_doubt)],  # of the time, of the ratio
+            "per_second": [f"{format_throughput(rate(row))} {name}" for name, rate in RATES.items() if rate(row)],
             "steps_ms": row.timing.get("step_ms") or [],
         }
         for row in timed
     ]
-    costs = [f"{format_ms(row.median_ms)}{_ratio(row)} with {row.method}" for row in timed]
+    costs = [f"{marked(format_ms(row.median_ms), row.time_doubt)}{_ratio(row)} with {row.method}" for row in timed]
     return View(
         size=size_in_words(rows[0].first.spec),
-        says=f"A step takes {', '.join(costs)}." + ("" if all(row.steady for row in timed) else UNSTEADY),
+        says=" ".join(filter(None, (f"A step takes {', '.join(costs)}.", explain(row.ratio_doubt for row in timed)))),
         data={"bars": bars},
         table=Table(
-            columns=("method", "median_ms", "p10_ms", "p90_ms", "ratio_to_standard"),
-            rows=[(row.method, row.median_ms, *(row.spread_ms or (None, None)), row.time_ratio) for row in timed],
+            columns=("method", "median_ms", "p10_ms", "p90_ms", *RATES, "ratio_to_standard", "doubt"),
+            rows=[
+                (
+                    *(row.method, row.median_ms, *(row.spread_ms or (None, None))),
+                    *(rate(row) for rate in RATES.values()),
+                    *(row.time_ratio, row.ratio_doubt or None),
+                )
+                for row in timed
+            ],
         ),
     )
 
@@ -60,4 +67,4 @@ def _view(rows: Sequence[Row]) -> View:
 def _ratio(row: Row) -> str:
     if row.time_ratio is None or row.method == STANDARD:
         return ""
-    return f" ({format_ratio(row.time_ratio)}{'' if row.steady else '?'})"
+    return f" ({marked(format_ratio(row.time_ratio), row.ratio_doubt)})"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from dpscope.reports.doubt import EXPLAINED, marked
 from dpscope.reports.page.chart import Chart, View
 from dpscope.reports.page.charts.series import cost_table, named, ranged, work_of
 from dpscope.reports.page.looks import looks_of
@@ -76,7 +77,7 @@ def _point(row: Row) -> dict[str, Any]:
         "peak_bytes": row.peak_bytes,
         "time_ratio": row.time_ratio,
         "memory_ratio": row.memory_ratio,
-        "steady": row.steady,
+        "doubt": EXPLAINED.get(row.ratio_doubt, ""),
     }
 
 
@@ -85,7 +86,7 @@ def _says(drawn: Sequence[Row], *, relative: bool) -> str:
     for method in dict.fromkeys(row.method for row in drawn):
         own = [row for row in drawn if row.method == method]
         if relative and method != STANDARD:
-            doubt = "" if all(row.steady for row in own) else " (unsteady)"
+            doubt = marked("", "".join(row.ratio_doubt for row in own))
             times = ranged((row.time_ratio or 0.0 for row in own), format_ratio)
             told.append(f"{method} {times} the time{doubt} and {_memory_ratios(own)} the memory")
         elif not relative:

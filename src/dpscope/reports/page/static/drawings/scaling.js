@@ -126,7 +126,7 @@ function scalingTip(items, axis) {
 function scalingFigures(point) {
   const ratio = (value) => value == null ? "" : ` (${format.ratio(value)})`;
   const parts = [
-    point.median_ms == null ? null : `${format.ms(point.median_ms)}${ratio(point.time_ratio)}${point.steady ? "" : " unsteady"}`,
+    point.median_ms == null ? null : `${format.ms(point.median_ms)}${ratio(point.time_ratio)}${point.mark}`,
     point.peak_bytes == null ? null : `${format.bytes(point.peak_bytes)}${ratio(point.memory_ratio)}`,
     point.status === "ok" ? null : escapeText(point.status),
   ];

@@ -4,7 +4,7 @@ drawings["step-time"] = (data, theme) => {
   const at = (index) => bars[index];
   const narrow = theme.width < 560;
   const reach = (bar) => Math.max(bar.median_ms, ...bar.steps_ms, ...(bar.spread_ms ?? []));
-  const costs = (bar) => [format.ms(bar.median_ms), ...(bar.ratio == null ? [] : [format.ratio(bar.ratio) + (bar.steady ? "" : "?")])].join("  ");
+  const costs = (bar) => [format.ms(bar.median_ms) + bar.marks[0], ...(bar.ratio == null ? [] : [format.ratio(bar.ratio) + bar.marks[1]])].join("  ");
   const points = bars.flatMap((bar, index) => bar.steps_ms.map((ms) => ({ value: [ms, index], bar })));
   // Spreads are lines, each from its own two points.
   const spread = (bar, index) => bar.spread_ms && [{ coord: [bar.spread_ms[0], index] }, { coord: [bar.spread_ms[1], index] }];
@@ -17,7 +17,7 @@ drawings["step-time"] = (data, theme) => {
         const name = `<b>${escapeText(bar.method)}</b>`;
         if (seriesName === "steps") return `${name}<br>one step: ${format.ms(value[0])}`;
         const wide = bar.spread_ms ? `<br>10th to 90th percentile: ${bar.spread_ms.map(format.ms).join(" to ")}` : "";
-        return `${name}<br>median of ${bar.steps_ms.length || "the"} steps: ${costs(bar)}${wide}`;
+        return `${name}<br>median of ${bar.steps_ms.length || "the"} steps: ${costs(bar)}<br>${bar.per_second.map((rate) => escapeText(rate) + bar.marks[0]).join(", ")}${wide}`;
       },
     },
     xAxis: { type: "value", min: 0, name: "ms a step", nameLocation: "middle", nameGap: 26, splitNumber: narrow ? 3 : 6 },

@@ -1,0 +1,61 @@
+"""What makes a figure doubtful: the one definition that every table, chart, figure and export asks.
+
+A time is doubtful where its steps varied too much, were too few, or where nothing is known of their spread. So is every
+figure made from it: ratios, rates, verdicts. The parts of a traced step are doubtful where the profiler made that step
+much longer than it is without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from dpscope.units import MISSING
+
+STEADY = 1.5  # a 90th percentile this many times the 10th: the machine was busy
+FEWEST_STEPS = 5  # with fewer timed steps there is no spread to speak of, and no verdict
+STRETCHED = 2.0  # a traced step this many times the unprofiled one is mostly the profiler
+
+MARK = "?"
+UNSTEADY, FEW, NO_SPREAD = REASONS = ("not steady", "too few steps", "spread unknown")
+
+# What a note, a verdict that is not given, and a tooltip say of each.
+EXPLAINED = {
+    UNSTEADY: f"step times varied by more than {STEADY:g}× within a row",
+    FEW: f"fewer than {FEWEST_STEPS} steps were timed",
+    NO_SPREAD: "the spread of the steps is not known",
+}
+ADVICE = {
+    UNSTEADY: "Close other programs, or raise --steps",
+    FEW: f"Measure with --steps {FEWEST_STEPS} or more",
+    NO_SPREAD: f"Measure again with --steps {FEWEST_STEPS} or more",
+}
+
+
+def doubt_of_times(spread: tuple[float, float] | None, steps: int | None) -> str:
+    """One of `REASONS`, or nothing. `spread`: 10th and 90th percentile; `steps`: how many were timed, where known."""
+    if spread is None:
+        return NO_SPREAD
+    if steps is not None and steps < FEWEST_STEPS:
+        return FEW
+    return UNSTEADY if spread[1] > STEADY * spread[0] else ""
+
+
+def marked(text: str, doubt: str) -> str:
+    """A figure as it is shown: with a `?` where it is doubtful."""
+    return text + MARK if doubt and text != MISSING else text
+
+
+def explain(doubts: Iterable[str]) -> str:
+    """`? marks figures of times that …`, or nothing where there is no doubt."""
+    found = set(doubts)
+    reasons = [EXPLAINED[reason] for reason in REASONS if reason in found]
+    return f"{MARK} marks a figure of time that is doubtful: {'; '.join(reasons)}." if reasons else ""
+
+
+def stretch_of(traced_ms: float | None, unprofiled_ms: float | None) -> float | None:
+    """How many times as long as the unprofiled step a traced one is."""
+    return traced_ms / unprofiled_ms if traced_ms and unprofiled_ms else None
+
+
+def is_stretched(stretch: float | None) -> bool:
+    return stretch is not None and stretch > STRETCHED
