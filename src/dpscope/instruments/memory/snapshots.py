@@ -75,7 +75,12 @@ def live_tensor_bytes() -> int:
     return storage_bytes(
         tensor
         for tensor in tensors
-        if not is_lazy(tensor) and tensor.device.type == "cpu" and tensor.layout == torch.strided
+        if not is_lazy(tensor)
+        and tensor.device.type == "cpu"
+        and tensor.layout == torch.strided
+        and torch._C._has_storage(
+            tensor
+        )  # not so those of torch.func's transforms, which an error may have left behind
     )
 
 

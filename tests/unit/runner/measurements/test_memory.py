@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dpscope.errors import UserError
+from dpscope.instruments.memory.snapshots import live_tensor_bytes
 from dpscope.results.components import KEYS
 from dpscope.results.schema import merge_results
 from dpscope.runner.measure import measure, measure_or_explain
@@ -132,3 +133,9 @@ def test_a_rule_that_is_not_there_is_a_sentence(where, sentence, make_spec):
     result = measure_or_explain(make_spec(instrument="memory", options={"rule": where}))
     assert result.status == "skipped"
     assert sentence in result.reason
+
+
+def test_a_tensor_that_vmap_left_behind_has_no_bytes_of_its_own():
+    left = []
+    torch.func.vmap(lambda x: left.append(x) or x)(torch.ones(3, 2))
+    assert live_tensor_bytes() >= 0
