@@ -21,21 +21,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
 from dpscope.errors import UserError
 from dpscope.flash import layers
+from dpscope.flash.arguments import leaves_in, rows_of, signature
 from dpscope.flash.contributions import Contribution, Kept, wide
 from dpscope.flash.distributed import ReplicaTap, refuse_ddp_forward, refuse_distributed_model
 from dpscope.flash.explanation import Explanation, OpaqueUnit, describe_opaque, explain_slots
 from dpscope.flash.layers.opaque import OpaqueTap
 from dpscope.flash.microbatch import FactoredSum, MicroBatch, RunningSum
 from dpscope.flash.paths import DIRECT, FORCEABLE, Decision, choose_path
-from dpscope.flash.taps import KEEP_BATCH_FIRST, InstanceMethod, LayerTap, RootTap, SharedCast, Slot, ZeroGradTap
+from dpscope.flash.rehearsal import KEEP_BATCH_FIRST, Rehearsal, Run
+from dpscope.flash.taps import InstanceMethod, LayerTap, RootTap, SharedCast, Slot, TapOfSamples, ZeroGradTap
 
 LOSS_REDUCTIONS = ("mean", "sum")
+
+BatchSizeOf = Callable[[tuple[Any, ...], dict[str, Any]], int]  # of a call's args and kwargs
 
 
 class FlashEngine:
@@ -44,7 +47,8 @@ class FlashEngine:
     loss_reduction   how the loss joins samples: their mean or their sum
     path             forces "gram", "direct" or "keep" for every layer (tests); None lets the cost model choose
     memory_allowance how much more memory than x and g the kept per-sample gradients of a layer may take
-    batch_size_of    (args, kwargs) of the root's forward -> number of samples, if not dim 0 of the first tensor
+    batch_size_of    (args, kwargs) of the root's forward -> number of samples, if not dim 0 of the first tensor; also
+                     asked for layers that are called outside of the root's forward, which it allows: row b is sample b
     loss_scale       what the loss was multiplied by before backward (a GradScaler's scale): a number, a 0-dimensional
                      tensor, or a callable that gives one
     """
@@ -57,7 +61,7 @@ class FlashEngine:
         loss_reduction: str = "mean",
         path: str | None = None,
         memory_allowance: float = 1.0,
-        batch_size_of: Callable[[tuple[Any, ...], dict[str, Any]], int] | None = None,
+        batch_size_of: BatchSizeOf | None = None,
         loss_scale: float | Tensor | Callable[[], float | Tensor] = 1.0,
     ) -> None:
         if loss_reduction not in LOSS_REDUCTIONS:
@@ -86,7 +90,10 @@ class FlashEngine:
         self.norms: Tensor | None = None
         self.factors: Tensor | None = None
         self.nonfinite_samples: Tensor | None = None
-        self._root_inputs: list[Tensor] = []
+        self.run: Run | None = None  # of a rehearsal
+        self._depth = 0  # of calls of the root's forward
+        self._rehearsed: set[Any] = set()  # ways in which the root was called
+        self._unknown: list[tuple[TapOfSamples, int, bool]] = []  # calls of this forward that no rehearsal has seen
         self._touched: list[Slot] = []
         self._written: dict[int, TensorWeakRef] = {}  # gradients that finish() made, by their parameter's id
         # Sums of half-precision parameters stay here in float32 until noise is added, if whoever adds it says so.
@@ -233,13 +240,62 @@ class FlashEngine:
         """The root's forward begins, gradients enabled."""
         refuse_ddp_forward()
         self._close_if_left()
+        self.batch_size = self._count(args, kwargs)
+
+    def _count(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """The number of samples of a call."""
         if self.batch_size_of is not None:
-            self.batch_size = self.batch_size_of(args, kwargs)
-        self._root_inputs = [
-            leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim()
-        ]
-        if self.batch_size_of is None:
-            self.batch_size = self._root_inputs[0].shape[0] if self._root_inputs else None
+            return self.batch_size_of(args, kwargs)
+        leaves = leaves_in((args, kwargs))
+        if not leaves:
+            raise UserError(
+                "the number of samples is not known: there is no tensor in what the model was called with; say it with "
+                "batch_size_of (of FlashEngine or make_private), a function of the call's args and kwargs"
+            )
+        return rows_of(leaves[0])
+
+    def call_root(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The root's forward, gradients enabled; the first time it is called in some way it is rehearsed."""
+        self.open(args, kwargs)
+        outermost = self._depth == 0
+        in_backward = torch._C._current_graph_task_id() != -1  # a checkpoint runs it again
+        failure: Exception | None = None
+        if outermost and not in_backward and (self.batch_size or 0) > 1:
+            way = signature((args, kwargs, self.model.training))
+            if way not in self._rehearsed:
+                failure = self._rehearse(forward, args, kwargs)
+                self._rehearsed.add(way)
+        self._depth += 1
+        try:
+            output = forward(*args, **kwargs)
+        finally:
+            self._depth -= 1
+            unknown = self._unknown
+            if outermost:
+                self._unknown = []
+        if outermost and unknown:
+            self._settle(unknown, failure or self._rehearse(forward, args, kwargs))
+        return output
+
+    def _rehearse(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception | None:
+        """What kept the rehearsal from being run, if something did."""
+        assert self.batch_size is not None
+        try:
+            Rehearsal(self, forward, args, kwargs, self.batch_size).judge()
+        except (UserError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            return error
+        return None
+
+    def _settle(self, unknown: list[tuple[TapOfSamples, int, bool]], failure: Exception | None) -> None:
+        for tap, dim, shared in unknown:
+            if dim not in (tap.shared if shared else tap.known):
+                reason = f"the forward could not be run again to find out: {failure}" if failure else "it changes"
+                raise UserError(
+                    f"whether the rows of what {tap.name} was given are the samples is not known ({reason}): "
+                    f"{KEEP_BATCH_FIRST}"
+                )
 
     def _close_if_left(self) -> None:
         """A forward outside of backward (checkpointing runs some inside) begins a new micro-batch."""
@@ -250,34 +306,47 @@ class FlashEngine:
         """The rare cases at a layer's door: a new micro-batch, a broadcast input, a wrong shape."""
         self._close_if_left()
         tap.admit(x)
+        batch = self.batch_for(tap, (x,), {})
         size = x.shape[0]
-        if self.batch_size is None:
-            self.batch_size = size
-        if size == self.batch_size:
-            return x
-        if size == 1:
-            return x.expand(self.batch_size, *x.shape[1:])
-        raise UserError(
-            f"{tap.name} was given a tensor of shape {tuple(x.shape)} in a batch of {self.batch_size} samples: "
-            f"{KEEP_BATCH_FIRST}"
-        )
+        shared = size == 1 != batch
+        if size != batch and not shared:
+            raise UserError(
+                f"{tap.name} was given a tensor of shape {tuple(x.shape)} in a batch of {batch} samples: "
+                f"{KEEP_BATCH_FIRST}"
+            )
+        self.admit_unit(tap, x.dim(), shared=shared)
+        return x.expand(batch, *x.shape[1:]) if shared else x
 
-    def batch_for(self, seen: int | None) -> int:
-        """The number of samples for a unit that sees `seen` rows itself (None: it sees no tensor)."""
+    def batch_for(self, tap: TapOfSamples, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """The number of samples, which the root's forward tells; outside of it, `batch_size_of`."""
         self._close_if_left()
+        if self._depth == 0 and self.batch_size_of is not None and torch._C._current_graph_task_id() == -1:
+            size = self.batch_size_of(args, kwargs)
+            if self.batch_size not in (None, size):
+                raise UserError(
+                    f"{tap.name} was called with {size} samples after a forward pass of {self.batch_size}: forward "
+                    "passes before a backward pass are about the same samples"
+                )
+            self.batch_size = size
         if self.batch_size is None:
-            if seen is None:
-                raise UserError("the number of samples is not known: call the model itself, or give batch_size_of")
-            self.batch_size = seen
+            raise UserError(
+                f"{tap.name} was called outside of the model's own forward: the number of samples is not known; "
+                "call the model itself, or say it with batch_size_of (of FlashEngine or make_private), which is then "
+                "asked with the args and kwargs of each layer called so"
+            )
         return self.batch_size
 
-    def is_ambiguous(self, ids: Tensor) -> bool:
-        """Whether one-dimensional ids, one for each sample by their number, may as well be something else."""
-        size = ids.shape[0]
-        for x in self._root_inputs:
-            if x.shape[0] == size and x.untyped_storage().data_ptr() == ids.untyped_storage().data_ptr():
-                return False
-        return any(size in x.shape[1:] for x in self._root_inputs)
+    def admit_unit(self, tap: TapOfSamples, dim: int, *, shared: bool) -> None:
+        """Lets a call pass whose rows are known to be samples; any other has to be rehearsed after the forward."""
+        if self.run is not None or (self.batch_size or 0) < 2 or dim in (tap.shared if shared else tap.known):
+            return
+        if self._depth:
+            self._unknown.append((tap, dim, shared))
+        elif self.batch_size_of is None or shared:
+            raise UserError(
+                f"{tap.name} was called outside of the model's own forward with what was not seen there: whether its "
+                "rows are the samples is not known; call the model itself"
+            )
 
     def refuse_parameter(self, module: str, key: str) -> None:
         raise UserError(
@@ -434,7 +503,6 @@ class FlashEngine:
             self.generation += 1
         self.pending = False
         self.batch_size = None
-        self._root_inputs = []
         return slots
 
     def discard(self) -> None:

@@ -33,7 +33,7 @@ from torch.utils.hooks import RemovableHandle
 from dpscope.errors import UserError
 from dpscope.flash import layers
 from dpscope.flash.distributed import refuse_distributed_model
-from dpscope.flash.engine import FlashEngine
+from dpscope.flash.engine import BatchSizeOf, FlashEngine
 from dpscope.flash.private_optimizer import DPFlashOptimizer
 from dpscope.flash.taps import RootTap
 
@@ -73,9 +73,15 @@ class PrivacyEngine(OpacusPrivacyEngine):
     _prepared: FlashHooks | None = None
 
     def make_private(
-        self, *, module: nn.Module, grad_sample_mode: str = FLASH, wrap_model: bool = True, **kwargs: Any
+        self,
+        *,
+        module: nn.Module,
+        grad_sample_mode: str = FLASH,
+        wrap_model: bool = True,
+        batch_size_of: BatchSizeOf | None = None,
+        **kwargs: Any,
     ) -> Any:
-        """As Opacus's. `fused` (of `DPFlashOptimizer`) may be given besides."""
+        """As Opacus's. `fused` (of `DPFlashOptimizer`) and `batch_size_of` (of `FlashEngine`) may be given besides."""
         if not _is_flash(grad_sample_mode):
             return super().make_private(
                 module=module,
@@ -96,6 +102,7 @@ class PrivacyEngine(OpacusPrivacyEngine):
             raise
         hooks, self._prepared = self._prepared, None
         self.flash_engine = engine = optimizer.engine
+        engine.batch_size_of = batch_size_of
         engine.remove_on_detach(_accept_opacus_names(module))
         _warn_of_untrained(engine, optimizer)
         return module if wrap_model else hooks, optimizer, loader

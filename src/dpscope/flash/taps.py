@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from dpscope.errors import UserError
 from dpscope.flash.contributions import Contribution, Kept
+from dpscope.flash.rehearsal import KEEP_BATCH_FIRST
 
 if TYPE_CHECKING:
     from dpscope.flash.engine import FlashEngine
@@ -84,7 +85,7 @@ class RootTap(InstanceMethod):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
-            self.engine.open(args, kwargs)
+            return self.engine.call_root(self.original, args, kwargs)
         return self.original(*args, **kwargs)
 
 
@@ -166,7 +167,19 @@ def _input_gradient(ctx: Any, g: Tensor) -> Tensor | None:
         ctx.live = live
 
 
-class LayerTap(InstanceMethod):
+class TapOfSamples(InstanceMethod):
+    """A tap that needs to know where the samples are in what it is given."""
+
+    def __init__(self, engine: FlashEngine, name: str, module: nn.Module) -> None:
+        super().__init__(module)
+        self.engine = engine
+        self.name = name or type(module).__name__
+        # Numbers of dimensions of x for which it is known that its rows are the samples, or one row for all of them.
+        self.known: set[int] = set()
+        self.shared: set[int] = set()
+
+
+class LayerTap(TapOfSamples):
     """The forward of one layer. A family says how in `forward` and `backward`; what they share is here.
 
     `names`: the parameters the family knows; `slots` and `ctx.live` (does it require a gradient?) go in that order.
@@ -176,9 +189,7 @@ class LayerTap(InstanceMethod):
     min_dim = 2  # of x, the batch dimension included
 
     def __init__(self, engine: FlashEngine, name: str, module: nn.Module) -> None:
-        super().__init__(module)
-        self.engine = engine
-        self.name = name or type(module).__name__
+        super().__init__(engine, name, module)
         self.parameters = module._parameters
         self.expected = [(key, module._parameters.get(key)) for key in self.names]
         self.slots = [
@@ -194,7 +205,7 @@ class LayerTap(InstanceMethod):
 
     def __call__(self, *args: Tensor, **kwargs: Tensor) -> Any:
         if not torch.is_grad_enabled():
-            return self.original(*args, **kwargs)
+            return self.original(*args, **kwargs) if self.engine.run is None else self.rehearse(*args, **kwargs)
         (x,) = (*args, *kwargs.values()) if kwargs else args
         parameters = self.parameters
         live = []
@@ -206,9 +217,21 @@ class LayerTap(InstanceMethod):
         if True not in live:
             return self.original(x)
         engine = self.engine
-        if engine.pending or x.dim() < self.min_dim or x.shape[0] != engine.batch_size:
+        if engine.pending or x.dim() not in self.known or x.shape[0] != engine.batch_size:
             x = engine.admit(self, x)
         return self.apply(x, live)
+
+    def rehearse(self, *args: Tensor, **kwargs: Tensor) -> Any:
+        """The layer's own answer, as a rehearsal wants it."""
+        run = self.engine.run
+        assert run is not None
+        if not any(parameter is not None and parameter.requires_grad for parameter in self.parameters.values()):
+            return self.original(*args, **kwargs)
+        (x,) = (*args, *kwargs.values())
+        self.admit(x)
+        shared = x.shape[0] == 1 != run.batch
+        run.see(self, x, (0,), shared=shared)
+        return run.answer(self, self.original(x), shared=shared)
 
     def apply(self, x: Tensor, live: list[bool]) -> Any:
         return Tapped.apply(self, x, live, self.engine.anchor)  # type: ignore[no-untyped-call]
@@ -244,12 +267,6 @@ class LayerTap(InstanceMethod):
     def backward(self, ctx: Any, g: Tensor) -> Tensor | None:
         """The gradient of x where `ctx.needs_input_grad[1]`; those of the parameters go to the engine, in pieces."""
         raise NotImplementedError
-
-
-KEEP_BATCH_FIRST = (
-    "flash clipping needs the batch as the first dimension of every layer's input; "
-    "keep it first and do not flatten it into others (a leading dimension of 1 is broadcast)"
-)
 
 
 class SharedCast:

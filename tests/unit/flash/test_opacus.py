@@ -553,3 +553,24 @@ def test_a_model_wrapped_by_opacus_is_not_made_private_again() -> None:
     wrapped = GradSampleModule(make_model())
     with pytest.raises(UserError, match="already private"):
         make_private(wrapped, sgd(wrapped))
+
+
+def test_make_private_is_told_how_many_samples_there_are():
+    class Flat(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(FEATURES, CLASSES)
+
+        def forward(self, names, x):
+            return self.layer(x)
+
+    model = Flat()
+    model, optimizer, _ = make_private(
+        model, torch.optim.SGD(model.parameters(), lr=1.0), batch_size_of=lambda args, kwargs: len(args[0])
+    )
+    model(["a", "b", "c"], torch.randn(3, FEATURES)).sum().backward()
+    optimizer.step()
+    assert optimizer.engine.samples == 3
+    optimizer.zero_grad()
+    with pytest.raises(UserError, match=r"layer .*\(4, 8\) .*3 samples"):
+        model(["a", "b", "c"], torch.randn(4, FEATURES))

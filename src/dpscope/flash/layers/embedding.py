@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 from dpscope.errors import UserError
 from dpscope.flash.contributions import Kept, Lookup
-from dpscope.flash.taps import KEEP_BATCH_FIRST, LayerTap
+from dpscope.flash.taps import LayerTap
 
 
 class EmbeddingTap(LayerTap):
     names = ("weight",)
+    min_dim = 1  # one id a sample
 
     def __init__(self, engine: Any, name: str, module: nn.Module) -> None:
         assert isinstance(module, nn.Embedding)
@@ -25,14 +26,6 @@ class EmbeddingTap(LayerTap):
                 )
         super().__init__(engine, name, module)
         self.padding_idx = module.padding_idx
-
-    def admit(self, x: Tensor) -> None:
-        """One-dimensional ids are a batch of single ids, or positions shared by all samples: told apart, or refused."""
-        if x.dim() == 0 or (x.dim() == 1 and self.engine.is_ambiguous(x)):
-            raise UserError(
-                f"{self.name} was given ids of shape {tuple(x.shape)}, which may be positions rather than samples: "
-                f"{KEEP_BATCH_FIRST}; for positions give ids.unsqueeze(0)"
-            )
 
     def forward(self, ctx: Any, x: Tensor) -> Tensor:
         weight = self.parameters["weight"]

@@ -24,7 +24,8 @@ from torch.utils import _pytree as pytree
 from dpscope.errors import UserError
 from dpscope.flash.contributions import Kept
 from dpscope.flash.explanation import why_opaque
-from dpscope.flash.taps import KEEP_BATCH_FIRST, InstanceMethod, Slot
+from dpscope.flash.rehearsal import KEEP_BATCH_FIRST, OutputOf
+from dpscope.flash.taps import Slot, TapOfSamples
 
 # Where samples are not in dimension 0: argument name -> dimension (None: shared by all samples); outputs in order.
 _DIMENSIONS: dict[type[nn.Module], tuple[dict[str, int | None], tuple[int, ...]]] = {
@@ -85,12 +86,11 @@ class _PaddingRows(TorchFunctionMode):
 _EMBEDDING = inspect.signature(F.embedding)
 
 
-class OpaqueTap(InstanceMethod):
+class OpaqueTap(TapOfSamples):
     def __init__(self, engine: Any, name: str, module: nn.Module) -> None:
-        super().__init__(module)
-        self.engine = engine
-        self.name = name or type(module).__name__
+        super().__init__(engine, name, module)
         self.call = _Call(module, self.original)
+        self.output = OutputOf(self)
         self.slots = {key: engine.slot(parameter) for key, parameter in module.named_parameters()}
         self.input_dims, self.output_dims = next(
             (dims for cls, dims in _DIMENSIONS.items() if isinstance(module, cls)), ({}, ())
@@ -106,7 +106,7 @@ class OpaqueTap(InstanceMethod):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
-            return self.original(*args, **kwargs)
+            return self.original(*args, **kwargs) if self.engine.run is None else self._rehearse(args, kwargs)
         live = {key: slot for key, slot in self.slots.items() if slot.parameter.requires_grad}
         if not live:
             return self.original(*args, **kwargs)
@@ -127,6 +127,23 @@ class OpaqueTap(InstanceMethod):
         # A batched bias is added outside of autocast's sight: the module's own dtype is restored.
         dtypes = iter(self.checked[precision])
         return pytree.tree_map(lambda leaf: leaf.to(next(dtypes)) if isinstance(leaf, Tensor) else leaf, output)
+
+    def _rehearse(self, args: Any, kwargs: Any) -> Any:
+        """The module's own answer, as a rehearsal wants it."""
+        run = self.engine.run
+        assert run is not None
+        if not any(slot.parameter.requires_grad for slot in self.slots.values()):
+            return self.original(*args, **kwargs)
+        call = _SampleCall(self, args, kwargs)
+        x, dim = call.main()
+        run.see(self, x, (dim,), shared=call.is_shared())
+        leaves, spec = pytree.tree_flatten(self.original(*args, **kwargs))
+        tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        for position, index in enumerate(tensors):
+            dim = call.output_dim(position)
+            run.see(self.output, leaves[index], (dim,))
+            leaves[index] = run.answer(self, leaves[index], dim, shared=call.is_shared())
+        return pytree.tree_unflatten(leaves, spec)
 
     def _run(self, sample_call: _SampleCall, expanded: dict[str, Tensor]) -> Any:
         if sample_call.batch == 0:
@@ -187,13 +204,24 @@ class _SampleCall:
             self.specs.append(spec)
             leaf_names += [name] * len(leaves)
         self.kwarg_names = list(kwargs)
-        self.batch = tap.engine.batch_for(self._first_size(leaf_names))
+        self.batch = tap.engine.batch_for(tap, args, kwargs)
         self.mapped: dict[int, int] = {}  # leaf -> dimension of samples
+        self.expanded: set[int] = set()  # leaves that had one row for all samples
         main = True
         for index, leaf in enumerate(self.leaves):
             if isinstance(leaf, Tensor):
                 self._place(index, leaf, leaf_names[index], main)
                 main = False
+        tap.engine.admit_unit(tap, self.main()[0].dim(), shared=self.is_shared())
+
+    def main(self) -> tuple[Tensor, int]:
+        """The first tensor that has a row for each sample, and the dimension of samples."""
+        index = next((index for index in self.mapped if index not in self.expanded), next(iter(self.mapped), None))
+        return (torch.empty(0), 0) if index is None else (self.leaves[index], self.mapped[index])
+
+    def is_shared(self) -> bool:
+        """Whether all samples share what the unit was given."""
+        return self.batch != 1 and self.expanded >= self.mapped.keys()
 
     def precision(self) -> Any:
         """What the dtypes of the outputs depend on; one sample alone shows nothing of how a module treats several."""
@@ -208,13 +236,6 @@ class _SampleCall:
     def _dim(self, name: str) -> int | None:
         return self.tap.input_dims.get(name, 0)
 
-    def _first_size(self, leaf_names: list[str]) -> int | None:
-        for leaf, name in zip(self.leaves, leaf_names, strict=True):
-            dim = self._dim(name)
-            if isinstance(leaf, Tensor) and dim is not None and leaf.dim() > dim:
-                return int(leaf.shape[dim])
-        return None
-
     def _place(self, index: int, leaf: Tensor, name: str, main: bool) -> None:
         dim = self._dim(name)
         size = leaf.shape[dim] if dim is not None and leaf.dim() > dim else None
@@ -224,6 +245,7 @@ class _SampleCall:
             shape = [self.batch if axis == dim else length for axis, length in enumerate(leaf.shape)]
             self.leaves[index] = leaf.expand(shape)
             self.mapped[index] = dim
+            self.expanded.add(index)
         elif leaf.requires_grad or (main and leaf.dim()) or (name in self.tap.input_dims and leaf.dim() > 2):
             raise UserError(
                 f"{self.tap.name} was given a tensor of shape {tuple(leaf.shape)} in a batch of {self.batch} samples: "
@@ -253,7 +275,7 @@ class _SampleCall:
             leaves[index] = leaf
         return leaves
 
-    def _output_dim(self, position: int) -> int:
+    def output_dim(self, position: int) -> int:
         dims = self.tap.output_dims
         return dims[position] if position < len(dims) else 0
 
@@ -275,11 +297,11 @@ class _SampleCall:
         with _PaddingRows():
             stacked = vmap(one, in_dims=(0, *self.mapped.values()), randomness="different")(expanded, *inputs)
         found, spec = shape
-        tensors = iter([leaf.movedim(0, self._output_dim(position)) for position, leaf in enumerate(stacked)])
+        tensors = iter([leaf.movedim(0, self.output_dim(position)) for position, leaf in enumerate(stacked)])
         return pytree.tree_unflatten([next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in found], spec)
 
     def _without_batch(self, leaf: Tensor, position: int) -> Tensor:
-        dim = self._output_dim(position)
+        dim = self.output_dim(position)
         if leaf.dim() <= dim or leaf.shape[dim] != 1:
             raise UserError(
                 f"{self.tap.name} gave a tensor of shape {tuple(leaf.shape)} for one sample: {KEEP_BATCH_FIRST}"
@@ -299,7 +321,7 @@ class _SampleCall:
             if isinstance(leaves[0], Tensor):
                 for leaf in leaves:
                     self._without_batch(leaf, position)
-                joined.append(torch.cat(leaves, self._output_dim(position)))
+                joined.append(torch.cat(leaves, self.output_dim(position)))
                 position += 1
             else:
                 joined.append(leaves[0])

@@ -1,0 +1,100 @@
+"""What a call was given: the tensors in it, wherever they are, and the same call with other rows of the batch.
+
+Lists, tuples, dictionaries and what behaves like them, dataclasses, and any other object's attributes are opened;
+modules, functions and classes are not. A PackedSequence is one thing: its samples are not rows of a tensor.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.device, torch.dtype, torch.Generator, torch.Size)
+_CLOSED = (nn.Module, type, ModuleType, FunctionType, MethodType, BuiltinFunctionType)
+
+Leaf = Tensor | PackedSequence
+
+
+def leaves_in(value: Any) -> list[Leaf]:
+    """Tensors with at least one dimension, and packed sequences, in the order in which they are met."""
+    found = (leaf for leaf in _walk(value, set()) if isinstance(leaf, Leaf))
+    return [leaf for leaf in found if isinstance(leaf, PackedSequence) or leaf.dim()]
+
+
+def signature(value: Any) -> Hashable:
+    """Equal for calls that take the same way through a forward: types, dimensions, flags and options, but no sizes."""
+    return tuple(_describe(leaf) for leaf in _walk(value, set()))
+
+
+def rows_of(leaf: Leaf) -> int:
+    return int(leaf.batch_sizes[0]) if isinstance(leaf, PackedSequence) else leaf.shape[0]
+
+
+def take(leaf: Leaf, index: Tensor, dim: int) -> Leaf:
+    """The rows `index` of a leaf, along the dimension of samples."""
+    if isinstance(leaf, PackedSequence):
+        padded, lengths = pad_packed_sequence(leaf, batch_first=True)
+        lengths = lengths[index.to(lengths.device)]
+        return pack_padded_sequence(padded[index.to(padded.device)], lengths, batch_first=True, enforce_sorted=False)
+    return leaf.index_select(dim, index.to(leaf.device))
+
+
+def replace_leaves(value: Any, change: Callable[[Leaf], Leaf], copies: dict[int, Any] | None = None) -> Any:
+    """A copy of `value` with every leaf changed; containers are copied, so that nobody can write into the caller's."""
+    copies = {} if copies is None else copies
+    if id(value) in copies:
+        return copies[id(value)]
+    if isinstance(value, PackedSequence) or (isinstance(value, Tensor) and value.dim()):
+        copies[id(value)] = changed = change(value)
+        return changed
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, (*_PLAIN, *_CLOSED)) or not (children := _children(value)):
+        return value
+    if isinstance(value, tuple):
+        items = [replace_leaves(child, change, copies) for _, child in children]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    copies[id(value)] = clone = copy.copy(value)
+    for key, child in children:
+        new = replace_leaves(child, change, copies)
+        if isinstance(value, (list, Mapping)):
+            clone[key] = new
+        else:
+            object.__setattr__(clone, key, new)  # a frozen dataclass is copied, too
+    return clone
+
+
+def _walk(value: Any, opened: set[int]) -> Iterator[Any]:
+    if isinstance(value, (Tensor, PackedSequence, *_PLAIN, *_CLOSED)) or id(value) in opened:
+        yield value
+        return
+    opened.add(id(value))
+    yield type(value)
+    for key, child in _children(value):
+        if isinstance(key, str):
+            yield key
+        yield from _walk(child, opened)
+
+
+def _children(value: Any) -> list[tuple[Any, Any]]:
+    """(key, child) pairs; none for what cannot be opened."""
+    if isinstance(value, Mapping):
+        return list(value.items())
+    if isinstance(value, (list, tuple)):
+        return list(enumerate(value))
+    if dataclasses.is_dataclass(value):
+        return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
+    return list(vars(value).items()) if hasattr(value, "__dict__") else []
+
+
+def _describe(leaf: Any) -> Hashable:
+    if isinstance(leaf, Tensor):
+        return leaf.dim(), leaf.is_floating_point()
+    return (leaf,) if isinstance(leaf, (bool, str, type(None))) else (type(leaf),)

@@ -1,0 +1,417 @@
+"""A rehearsal of a forward pass: which rows of which layer belong to which sample, found out and not guessed.
+
+The first time the model is called in some way, its forward runs a few times more, without gradients, random numbers
+and buffers put back each time:
+
+1. as it is;
+2. with one sample replaced by another, and, in the same row, the output of every layer changed (for the first sample,
+   then for the last). In the inputs of all layers and in the model's output only the row of that sample may be another
+   than in the first run. So positions that have the size of the batch by chance, a batch in another dimension, and
+   samples that mix are found, whatever the sizes;
+3. for layers whose input is the same whatever the samples are, with one sample more: there must be one row more;
+4. for layers whose input has a single row, shared by all samples and expanded here, with that layer's output alone
+   changed: it must show, and only in the row of that sample.
+
+It costs a few forward passes once, and nothing afterwards. `known` and `shared` of a
+tap remember the result, by the number of dimensions of x.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from dpscope.errors import UserError
+from dpscope.flash.arguments import Leaf, leaves_in, replace_leaves, rows_of, take
+
+if TYPE_CHECKING:
+    from dpscope.flash.engine import FlashEngine
+    from dpscope.flash.taps import TapOfSamples
+
+KEEP_BATCH_FIRST = (
+    "flash clipping needs the batch as the first dimension of every layer's input; "
+    "keep it first and do not flatten it into others (a leading dimension of 1 is broadcast)"
+)
+
+# How far other rows may move, of the largest element: another kernel may be chosen for another batch (a mask that has
+# become all ones), which rounds differently.
+_ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4}
+_HALF_ROUNDING = 5e-2
+
+Key = tuple[Any, int]  # a tap, OutputOf one, or None for the model's output; and the how-many-th of its tensors
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(eq=False)
+class OutputOf:
+    """Stands where a tap would, for what a unit of several operations gives back."""
+
+    unit: TapOfSamples
+
+
+@dataclass
+class Seen:
+    """One tensor that a run met: `dims` are those that may hold the samples; `shared`: it had one row for all."""
+
+    shape: tuple[int, ...]
+    dims: tuple[int, ...]
+    prints: list[Tensor] = field(default_factory=list)  # of each of `dims`: (B, 2), equal where rows are equal
+    value: Tensor | None = None
+    shared: bool = False
+
+
+class Run:
+    """One forward pass. `row`: the sample whose layer outputs are changed; `only`: of that tap alone."""
+
+    def __init__(
+        self,
+        batch: int,
+        row: int | None = None,
+        *,
+        only: Any = None,
+        expand: bool = True,
+        keep: frozenset[Key] = frozenset(),
+    ) -> None:
+        self.batch = batch
+        self.row = row
+        self.only = only
+        self.expand = expand
+        self.keep = keep  # tensors whose values are wanted
+        self.seen: dict[Key, Seen] = {}
+        self._counts: Counter[Any] = Counter()
+
+    def see(
+        self, tap: TapOfSamples | OutputOf | None, x: Tensor, dims: tuple[int, ...], *, shared: bool = False
+    ) -> None:
+        key = (tap, self._counts[tap])
+        self._counts[tap] += 1
+        dims = tuple(dim for dim in dims if x.dim() > dim and x.shape[dim] == self.batch)
+        seen = self.seen[key] = Seen(tuple(x.shape), dims, shared=shared)
+        seen.prints = [_fingerprints(x, dim) for dim in dims]
+        if key in self.keep:
+            seen.value = x.detach().clone()
+
+    def answer(self, tap: TapOfSamples, y: Tensor, dim: int = 0, *, shared: bool = False) -> Tensor:
+        """What stands for a layer's output: one row for all samples becomes B rows, and `row` is changed."""
+        if y.dim() <= dim:
+            return y
+        if shared and y.shape[dim] == 1 and self.expand:
+            y = y.expand([self.batch if axis == dim else size for axis, size in enumerate(y.shape)])
+        if self.row is None or y.shape[dim] != self.batch or not y.is_floating_point():
+            return y
+        if self.only is not None and self.only is not tap:
+            return y
+        y = y.clone(memory_format=torch.contiguous_format)
+        part = y.select(dim, self.row)
+        if part.numel():
+            # Neither constant nor small, so that no normalisation and no rounding takes it away again.
+            wave = torch.arange(part.numel(), device=y.device).cos().view(part.shape)
+            part.add_((wave * (1 + part.abs().amax())).to(y.dtype))
+        return y
+
+
+def _fingerprints(x: Tensor, dim: int) -> Tensor:
+    """(B, 2) integers, of the bits of each sample's elements: all of them, and every other one."""
+    x = x.detach().resolve_conj().resolve_neg()
+    x = torch.view_as_real(x) if x.is_complex() else x
+    rows = x.movedim(dim, 0).reshape(x.shape[dim], -1)
+    bits = rows if rows.dtype == torch.bool else rows.view(_BITS[rows.element_size()])
+    return torch.stack([bits.sum(1, dtype=torch.int64), bits[:, ::2].sum(1, dtype=torch.int64)], 1)
+
+
+class Rehearsal:
+    """Of one call of the root's forward with `batch` samples."""
+
+    def __init__(
+        self,
+        engine: FlashEngine,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        batch: int,
+    ) -> None:
+        self.engine = engine
+        self.forward = forward
+        self.call = (args, kwargs)
+        self.batch = batch
+        self.row = 0  # the sample that is changed
+        self.devices = list({p.device for p in engine.parameters if p.device.type == "cuda"})
+        self.sampled: dict[int, int] = {}  # arguments that hold a row for each sample: their id -> dimension
+        self._content: Run | None = None
+
+    def _sampled_leaves(self) -> dict[int, int]:
+        found = {id(leaf): 0 for leaf in leaves_in(self.call) if rows_of(leaf) == self.batch}
+        if not found and self.engine.batch_size_of is not None:
+            tensors = [leaf for leaf in leaves_in(self.call) if isinstance(leaf, Tensor) and self.batch in leaf.shape]
+            found = {id(leaf): leaf.shape.index(self.batch) for leaf in tensors}
+        return found
+
+    # -- running -----------------------------------------------------------------------------------------------------
+
+    def _run(self, run: Run, index: list[int] | None = None) -> Run:
+        """The forward on the samples `index` (None: all, in order)."""
+        rows = torch.tensor(range(self.batch) if index is None else index)
+
+        def chosen(leaf: Leaf) -> Leaf:
+            if id(leaf) in self.sampled:
+                return take(leaf, rows, self.sampled[id(leaf)])
+            return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+        args, kwargs = replace_leaves(self.call, chosen)
+        engine = self.engine
+        outer, size = engine.run, engine.batch_size
+        engine.run, engine.batch_size = run, run.batch
+        try:
+            with torch.no_grad(), _untouched(engine.model, self.devices), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                output = self.forward(*args, **kwargs)
+        finally:
+            engine.run, engine.batch_size = outer, size
+        for leaf in leaves_in(output):
+            if isinstance(leaf, Tensor):
+                run.see(None, leaf, tuple(range(leaf.dim())))
+        return run
+
+    def _replaced(self) -> list[int]:
+        """Indices of samples, that of `row` replaced by its neighbour."""
+        index = list(range(self.batch))
+        index[self.row] = 1 if self.row == 0 else self.row - 1
+        return index
+
+    # -- judging -----------------------------------------------------------------------------------------------------
+
+    def judge(self) -> None:
+        """Marks what is known of every layer that was reached; raises UserError where rows are not samples."""
+        sampled = self._sampled_leaves()
+        # An argument may be shared by all samples and have as many rows by chance: a mask, a table.
+        for hypothesis in (sampled, dict([*sampled.items()][:1])):
+            self.sampled, self._content = hypothesis, None
+            try:
+                return self._judge()
+            except UserError as error:
+                refusal = error
+                if len(sampled) < 2:
+                    break
+        self.sampled, self._content = sampled, None
+        raise refusal
+
+    def _judge(self) -> None:
+        plain = self._first_run()
+        for key in _inputs(plain):
+            if not plain.seen[key].dims and not plain.seen[key].shared:
+                raise UserError(f"{self._given(key[0], plain)}: {KEEP_BATCH_FIRST}")
+        moved: set[Key] = set()
+        for row in (0, self.batch - 1):
+            self.row, self._content = row, None
+            changed = self._run(Run(self.batch, row), self._replaced())
+            wrong = self._wrong_rows(plain, changed)
+            if wrong:
+                self._refuse_mixing(plain, wrong[0])
+            moved |= {key for key, parts in self._moved(plain, changed).items() if any(part.any() for part in parts)}
+        if self.sampled:
+            self._check_constant([key for key in _inputs(plain) if key not in moved], plain)
+        self._check_shared(plain)
+        for key in _inputs(plain):
+            seen = plain.seen[key]
+            (key[0].shared if seen.shared else key[0].known).add(len(seen.shape))
+
+    def _first_run(self) -> Run:
+        run = Run(self.batch)
+        try:
+            self._run(run)
+        except UserError:
+            raise
+        except Exception:
+            shared = next((tap for (tap, _), seen in run.seen.items() if seen.shared), None)
+            if shared is None:
+                raise
+            self._run(Run(self.batch, expand=False))  # an error of the model's own is the user's
+            self._refuse_shared(shared)
+        return run
+
+    def _moved(self, plain: Run, other: Run) -> dict[Key, list[Tensor]]:
+        """For each tensor and each dimension that may hold samples: which rows are not the same, (B,) on the CPU."""
+        both = [key for key, seen in plain.seen.items() if key in other.seen and seen.shape == other.seen[key].shape]
+        flags = {
+            key: [
+                (mine != theirs).any(1)
+                for mine, theirs in zip(plain.seen[key].prints, other.seen[key].prints, strict=True)
+            ]
+            for key in both
+        }
+        return {key: [flag.cpu() for flag in parts] for key, parts in flags.items()}
+
+    def _others(self, flag: Tensor) -> bool:
+        return bool(flag[: self.row].any() or flag[self.row + 1 :].any())
+
+    def _wrong_rows(self, plain: Run, other: Run) -> list[Key]:
+        """Tensors in which rows of samples that were left alone have moved, by more than rounding."""
+        suspects = self._suspects(plain, other)
+        if not suspects:
+            return []
+        keep = frozenset(suspects)
+        index = None if other.only is not None else self._replaced()
+        before = self._run(Run(self.batch, keep=keep)).seen
+        after = self._run(Run(self.batch, other.row, only=other.only, keep=keep), index).seen
+        return [key for key, dims in suspects.items() if self._differs(before.get(key), after.get(key), dims)]
+
+    def _suspects(self, plain: Run, other: Run) -> dict[Key, list[int]]:
+        """Tensors in which other rows are not the same bit for bit, with the dimensions that may hold the samples."""
+        found = {}
+        for key, parts in self._moved(plain, other).items():
+            flags = dict(zip(plain.seen[key].dims, parts, strict=True))
+            if len(flags) > 1 and other is not self.content():  # an output with several dimensions of the batch's size
+                content = self._moved(plain, self.content()).get(key, [])
+                apart = [dim for dim, flag in zip(flags, content, strict=False) if not self._others(flag)]
+                flags = {dim: flags[dim] for dim in apart} or flags
+            if flags and all(self._others(flag) for flag in flags.values()):
+                found[key] = list(flags)
+        return found
+
+    def content(self) -> Run:
+        """A run in which samples were replaced, and nothing else was changed."""
+        if self._content is None:
+            self._content = self._run(Run(self.batch, self.row, only=self), self._replaced())
+        return self._content
+
+    def _differs(self, before: Seen | None, after: Seen | None, dims: list[int]) -> bool:
+        if before is None or after is None or before.shape != after.shape:
+            return False
+        assert before.value is not None
+        assert after.value is not None
+        others = [row for row in range(self.batch) if row != self.row]
+        index = torch.tensor(others, device=before.value.device)
+        for dim in dims:
+            a, b = (value.index_select(dim, index) for value in (before.value, after.value))
+            if not a.is_floating_point():
+                if torch.equal(a, b):
+                    return False
+                continue
+            tolerance = _ROUNDING.get(a.dtype, _HALF_ROUNDING) * float(a.abs().nan_to_num(0).amax())
+            if bool(((a - b).abs() <= tolerance).logical_or(a.isnan() & b.isnan()).all()):
+                return False
+        return True
+
+    def _check_constant(self, keys: list[Key], plain: Run) -> None:
+        """Inputs that are the same whatever the samples are: they have one row more where there is one sample more."""
+        keys = [key for key in keys if not plain.seen[key].shared]
+        if not keys:
+            return
+        try:
+            larger = self._run(Run(self.batch + 1), [*range(self.batch), 0])
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            raise self._refusal_of_constant(keys[0], plain, f"with one sample more, forward fails: {error}") from error
+        for key in keys:
+            seen = larger.seen.get(key)
+            if seen is None or not seen.dims:
+                raise self._refusal_of_constant(key, plain, "with one sample more it has as many")
+
+    def _check_shared(self, plain: Run) -> None:
+        taps = list(dict.fromkeys(key[0] for key in _inputs(plain) if plain.seen[key].shared))
+        if not taps:
+            return
+        as_it_is = self._run(Run(self.batch, expand=False))
+        outputs = [[seen.shape for (tap, _), seen in run.seen.items() if tap is None] for run in (plain, as_it_is)]
+        for tap in taps:
+            alone = self._run(Run(self.batch, self.row, only=tap))
+            moved = [flag for parts in self._moved(plain, alone).values() for flag in parts]
+            if outputs[0] != outputs[1] or not any(flag.any() for flag in moved) or self._wrong_rows(plain, alone):
+                self._refuse_shared(tap)
+
+    # -- refusing ----------------------------------------------------------------------------------------------------
+
+    def _given(self, tap: TapOfSamples, plain: Run) -> str:
+        shape = next(seen.shape for (each, _), seen in plain.seen.items() if each is tap)
+        return f"{tap.name} was given a tensor of shape {shape} in a batch of {self.batch} samples"
+
+    def _refuse_mixing(self, plain: Run, key: Key) -> None:
+        """Names the layer whose rows are not the samples: the first that one can say it of."""
+        wrong = list(self._suspects(plain, self.content()))
+        taps = [] if wrong else dict.fromkeys(tap for tap, _ in _inputs(plain))
+        for tap in taps:
+            if self._wrong_rows(plain, self._run(Run(self.batch, self.row, only=tap))):
+                if tap.shared or any(seen.shared for (each, _), seen in plain.seen.items() if each is tap):
+                    self._refuse_shared(tap)
+                raise UserError(
+                    f"{self._given(tap, plain)}, but a row of its output reaches other samples, too: its rows are not "
+                    f"the samples. {_ADVICE}"
+                )
+        tap = (wrong or [key])[0][0]
+        if isinstance(tap, OutputOf):
+            raise UserError(
+                f"{tap.unit.name} ({type(tap.unit.module).__name__}) mixes samples, so no sample has a gradient of its "
+                "own: what it gives for one sample changes with the others; replace it by a module that treats samples "
+                f"apart, the batch as the first dimension. {_ADVICE}"
+            )
+        if tap is None:
+            raise UserError(
+                f"in a batch of {self.batch} samples, what the model gives for one sample changes with the others: "
+                f"samples mix in its forward, so no sample has a gradient of its own. {_ADVICE}"
+            )
+        raise UserError(
+            f"{self._given(tap, plain)}, but rows of other samples change when one sample does: its rows are not the "
+            f"samples, or samples were mixed before. {_ADVICE}"
+        )
+
+    def _refusal_of_constant(self, key: Key, plain: Run, why: str) -> UserError:
+        return UserError(
+            f"{self._given(key[0], plain)}, which does not depend on the samples, and its rows are not theirs ({why}). "
+            f"{_ADVICE}"
+        )
+
+    def _refuse_shared(self, tap: TapOfSamples) -> None:
+        raise UserError(
+            f"{tap.name} was given a tensor with one row for all {self.batch} samples, and its output is not simply "
+            "broadcast over them: a sample's share of its gradient cannot be told; give it a row for each sample "
+            "(x.expand(batch_size, ...)), so that row b is used by sample b alone"
+        )
+
+
+def _inputs(run: Run) -> list[Key]:
+    """Of layers, and not outputs."""
+    return [key for key in run.seen if not isinstance(key[0], OutputOf | None)]
+
+
+_ADVICE = (
+    "Flash clipping needs the batch as the first dimension of every layer's input, samples unmixed; positions and "
+    "tables that all samples share go in with a leading dimension of 1 (ids.unsqueeze(0)). Where the model's first "
+    "argument is not what has a row for each sample, give batch_size_of"
+)
+
+
+@contextmanager
+def _untouched(model: nn.Module, devices: list[torch.device]) -> Iterator[None]:
+    """Random states, buffers and attributes of the model are afterwards what they were before."""
+    attributes = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
+    buffers = [(each, each._version, each.clone()) for each in model.buffers() if not each.is_inference()]
+    numpy = sys.modules.get("numpy")
+    numpy_state = numpy.random.get_state() if numpy is not None else None
+    state = random.getstate()
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(state)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)
+        for module, found, own_buffers in attributes:
+            vars(module).clear()
+            vars(module).update(found)
+            module._buffers.clear()
+            module._buffers.update(own_buffers)
+        for buffer, version, value in buffers:
+            if buffer._version != version:
+                buffer.copy_(value)
+        # Casts of weights made without gradients would be taken for those of the real forward.
+        torch.clear_autocast_cache()

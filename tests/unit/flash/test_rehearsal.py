@@ -1,0 +1,421 @@
+"""The engine knows which rows of a layer's input are samples: it is exact, or refuses by name, whatever the sizes."""
+
+import random
+from collections import UserDict
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from agreement import assert_agrees, assert_exact, private_step, reference
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+from dpscope.errors import UserError
+from dpscope.flash import FlashEngine
+
+B, T, D = 4, 4, 6  # as many positions as samples: what is told by sizes alone is told wrongly
+
+
+def ids(batch: int = B, length: int = T) -> Tensor:
+    return torch.stack([torch.randperm(9)[:length] for _ in range(batch)])
+
+
+def assert_refused(model, x, match):
+    with FlashEngine(model, max_grad_norm=1.0), pytest.raises(UserError, match=match):
+        model(x)
+
+
+# -- positions and tables in place of samples ------------------------------------------------------------------------
+
+
+class Tokens(nn.Module):
+    """Tokens and positions; `how` the ids of positions are given."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.tokens, self.positions, self.head = nn.Embedding(9, D), nn.Embedding(16, D), nn.Linear(D, 3)
+        self.how = how
+
+    def forward(self, ids: Tensor) -> Tensor:
+        batch, length = ids.shape
+        at = torch.arange(length)
+        if self.how == "one row":
+            at = at.unsqueeze(0)
+        if self.how in ("a row each", "first row"):
+            at = at.expand(batch, -1)
+        where = self.positions(at)
+        if self.how == "first row":
+            where = where[0]
+        return self.head(self.tokens(ids) + where).mean(1)
+
+
+def sine_losses(model, batch):
+    return model(batch["x"]).sin().flatten(1).sum(1)
+
+
+@pytest.mark.parametrize("how", ["one row", "a row each"])
+@pytest.mark.parametrize("batch", [1, 2, 3, 4, 5])
+def test_positions_with_a_row_for_all_or_for_each_sample_are_exact(how, batch):
+    assert_exact(Tokens(how), {"x": ids(batch)}, sine_losses)
+
+
+@pytest.mark.parametrize("how", ["bare", "first row"])
+def test_positions_that_number_as_many_as_samples_are_refused_by_name(how):
+    assert_refused(Tokens(how), ids(), r"^positions .*\(4,.*\) .*4 samples.*rows are not")
+
+
+class RelativeBias(nn.Module):
+    """As T5's: a table looked up with (T, T) distances, added to every sample's attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.bias, self.value = nn.Embedding(9, D), nn.Embedding(2 * T, 1), nn.Linear(D, D)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        at = torch.arange(ids.shape[1])
+        scores = x @ x.transpose(1, 2) + self.bias(at[:, None] - at + T).permute(2, 0, 1)
+        return (scores.softmax(-1) @ self.value(x)).mean(1)
+
+
+def test_a_relative_position_bias_is_refused_by_name():
+    assert_refused(RelativeBias(), ids(), r"^bias .*\(4, 4\) .*4 samples")
+
+
+class TimeMajor(nn.Module):
+    def __init__(self, *, attend: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.attend = nn.Linear(D, D), nn.Linear(D, 3), attend
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x.transpose(0, 1)).tanh()
+        if self.attend:
+            x = (x.transpose(0, 1) @ x.permute(1, 2, 0)).softmax(-1) @ x.transpose(0, 1)
+            x = x.transpose(0, 1)
+        return self.second(x).mean(0)
+
+
+@pytest.mark.parametrize("attend", [False, True])
+def test_a_linear_that_sees_time_first_is_refused_by_name(attend):
+    assert_refused(TimeMajor(attend=attend), torch.randn(B, T, D), r"^first .*\(4, 4, 6\) .*first dimension")
+
+
+def test_a_batch_of_one_needs_no_proof():
+    assert_exact(Tokens("one row"), {"x": ids(1, 1)}, sine_losses)
+    assert_exact(TimeMajor(attend=True), {"x": torch.randn(1, 1, D)}, sine_losses)
+
+
+class Columns(nn.Module):
+    """Categorical columns, each with a table of its own: ids of shape (B,)."""
+
+    def __init__(self, columns: int) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(5, D) for _ in range(columns))
+        self.head = nn.Linear(D, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(sum(table(x[:, i]) for i, table in enumerate(self.tables)).tanh())
+
+
+@pytest.mark.parametrize("columns", [3, 4])
+@pytest.mark.parametrize("form", ["view", "copy", "constant"])
+def test_ids_of_a_tables_column_are_samples_though_there_are_as_many_columns(columns, form):
+    x = torch.randint(0, 5, (4, columns))
+    if form == "constant":
+        x[:, 1] = 3
+    model = Columns(columns)
+    assert_exact(model, {"x": x.float().long() if form == "copy" else x}, sine_losses)
+
+
+class Mixing(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first, self.second, self.how = nn.Linear(D, D), nn.Linear(D, 3), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.how == "batch norm":
+            x = F.batch_norm(x, None, None, training=True)
+        if self.how == "roll":
+            x = x.roll(1, 0)
+        if self.how == "last sample":
+            x = x - x[-1:]
+        y = self.second(x)
+        return y - y.mean(0) if self.how == "at the end" else y
+
+
+@pytest.mark.parametrize("how", ["batch norm", "roll", "last sample", "at the end"])
+@pytest.mark.parametrize("batch", [2, 3, 8])
+def test_samples_that_mix_are_refused(how, batch):
+    assert_refused(Mixing(how), torch.randn(batch, D), "mix|first dimension")
+
+
+# -- inputs with one row for all samples -----------------------------------------------------------------------------
+
+
+class SharedTable(nn.Module):
+    """A network that reads a table, one row of its answer chosen by each sample."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.register_buffer("table", torch.randn(5, D))
+        self.mlp = nn.Sequential(nn.Linear(D, 7), nn.Tanh(), nn.Linear(7, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "chosen":
+            return self.mlp(self.table[None]).view(-1)[x].unsqueeze(1)
+        if self.how == "first":
+            return self.mlp(self.table[None])[0][x]
+        if self.how == "repeated":
+            return self.mlp(self.table[None]).repeat(len(x), 1, 1).gather(1, x.view(-1, 1, 1)).squeeze(1)
+        if self.how == "returned":
+            return self.mlp(self.table[None])
+        return self.mlp(self.table[None]) * F.one_hot(x, 5).unsqueeze(2)
+
+
+@pytest.mark.parametrize("how", ["broadcast", "repeated"])
+def test_an_answer_that_is_broadcast_over_samples_is_exact(how):
+    assert_exact(SharedTable(how), {"x": torch.tensor([0, 3, 1, 3])}, sine_losses)
+
+
+@pytest.mark.parametrize("how", ["chosen", "first", "returned"])
+def test_an_answer_that_samples_share_in_any_other_way_is_refused_by_name(how):
+    assert_refused(SharedTable(how), torch.tensor([0, 3, 1, 3]), r"^mlp\.0 .*one row for all 4 samples.*expand")
+
+
+def test_a_row_that_is_looked_at_besides_is_refused_and_not_expanded():
+    model = nn.Sequential(nn.Linear(D, 3))
+    with FlashEngine(model, max_grad_norm=1.0):
+        model(torch.randn(B, D))
+        with pytest.raises(UserError, match=r"^0 was called outside"):
+            model[0](torch.randn(1, D))
+
+
+# -- how many samples there are --------------------------------------------------------------------------------------
+
+
+class PerToken(nn.Module):
+    """Every layer sees (B·T, d)."""
+
+    def __init__(self, opened) -> None:
+        super().__init__()
+        self.layer, self.opened = nn.Linear(D, 3), opened
+
+    def forward(self, batch) -> Tensor:
+        x = self.opened(batch)
+        return self.layer(x.flatten(0, 1)).view(len(x), -1)
+
+
+@dataclass
+class Pair:
+    name: str
+    x: Tensor
+
+
+@dataclass(frozen=True)
+class Frozen:
+    x: Tensor
+
+
+@dataclass(slots=True)
+class Slotted:
+    x: Tensor
+
+
+class Plain:
+    def __init__(self, x: Tensor) -> None:
+        self.inner = {"deep": [x]}
+
+
+HOLDERS = {
+    "dataclass": (lambda x: Pair("a", x), lambda h: h.x),
+    "frozen dataclass": (Frozen, lambda h: h.x),
+    "slots": (Slotted, lambda h: h.x),
+    "UserDict": (lambda x: UserDict(x=x), lambda h: h["x"]),
+    "object": (Plain, lambda h: h.inner["deep"][0]),
+    "list": (lambda x: [{"x": x}], lambda h: h[0]["x"]),
+}
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_the_batch_is_found_in_what_holds_it(holder):
+    hold, opened = HOLDERS[holder]
+    assert_refused(PerToken(opened), hold(torch.randn(B, 3, D)), r"^layer .*\(12, 6\) .*4 samples")
+    model = nn.Sequential(Opening(opened), nn.Linear(D, 3))
+    x = torch.randn(B, 3, D)
+    losses = lambda m, b: m(hold(b["x"])).sin().flatten(1).sum(1)  # noqa: E731
+    truth, c = reference(model, {"x": x}, losses)
+    with FlashEngine(model, max_grad_norm=c) as engine:
+        private_step(engine, {"x": x}, losses)
+    assert_agrees(model, {"x": x}, losses, engine, truth, c)
+
+
+class Opening(nn.Module):
+    def __init__(self, opened) -> None:
+        super().__init__()
+        self.opened = opened
+
+    def forward(self, batch):
+        return self.opened(batch)
+
+
+def test_where_nothing_tells_the_number_of_samples_the_caller_is_asked():
+    data = torch.randn(10, 3, D)
+    model = PerToken(lambda index: data[index])
+    with FlashEngine(model, max_grad_norm=1.0), pytest.raises(UserError, match=r"number of samples.*batch_size_of"):
+        model([1, 2, 3])
+    asked = FlashEngine(model, max_grad_norm=1.0, batch_size_of=lambda args, kwargs: len(args[0]))
+    with asked, pytest.raises(UserError, match=r"^layer .*\(9, 6\) .*3 samples"):
+        model([1, 2, 3])
+
+
+def test_parts_called_without_the_model_are_refused_where_nothing_tells():
+    model = PerToken(lambda x: x)
+    with FlashEngine(model, max_grad_norm=1.0), pytest.raises(UserError, match=r"^layer was called outside"):
+        model.layer(torch.randn(B * T, D))
+
+
+# -- what a rehearsal leaves as it was -------------------------------------------------------------------------------
+
+
+class Stateful(nn.Module):
+    """Random numbers of three kinds, a buffer, a counter, an input changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(D, D), 0
+        self.register_buffer("count", torch.zeros(()))
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.count += 1
+        x += 1
+        return self.drop(self.layer(x)) * random.random() * float(np.random.rand())
+
+
+def test_random_numbers_buffers_attributes_and_inputs_are_as_without_a_rehearsal():
+    answers = []
+    for private in (False, True):
+        torch.manual_seed(0), random.seed(0), np.random.seed(0)
+        model, x = Stateful(), torch.zeros(B, D)
+        if private:
+            with FlashEngine(model, max_grad_norm=1.0):
+                answers.append(model(x).detach())
+        else:
+            answers.append(model(x).detach())
+        assert model.calls == 1
+        assert model.count == 1
+        assert (x == 1).all()
+    torch.testing.assert_close(*answers)
+
+
+def test_a_forward_is_rehearsed_once_for_each_way_it_is_called():
+    calls = []
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(D, 3)
+
+        def forward(self, x, *, twice=False):
+            calls.append(x.shape[0])
+            return self.layer(x) * (2 if twice else 1)
+
+    model = Counting()
+    with FlashEngine(model, max_grad_norm=1.0):
+        model(torch.randn(4, D))
+        assert len(calls) > 1
+        calls.clear()
+        for batch in (4, 7, 1, 0, 3):
+            model(torch.randn(batch, D))
+        assert calls == [4, 7, 1, 0, 3]
+        calls.clear()
+        model(torch.randn(4, D), twice=True)
+        assert len(calls) > 1
+
+
+class Branching(nn.Module):
+    """A branch that the first batches do not take."""
+
+    def __init__(self, *, bad: bool) -> None:
+        super().__init__()
+        self.layer, self.rare, self.step, self.bad = nn.Linear(D, D), nn.Linear(D, D), 0, bad
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.step += 1
+        x = self.layer(x)
+        if self.step < 3:
+            return x
+        return self.rare(x.transpose(0, 1)).transpose(0, 1) if self.bad else self.rare(x)
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_a_layer_first_reached_later_is_rehearsed_then(bad):
+    model = Branching(bad=bad)
+    with FlashEngine(model, max_grad_norm=1.0):
+        model(torch.randn(B, T, D))
+        model(torch.randn(B, T, D))
+        if bad:
+            with pytest.raises(UserError, match=r"^rare .*first dimension"):
+                model(torch.randn(B, T, D))
+        else:
+            model(torch.randn(B, T, D))
+            assert 3 in engine_tap(model.rare).known
+
+
+def engine_tap(module):
+    return vars(module)["forward"]
+
+
+def test_a_mask_that_all_samples_share_may_have_as_many_rows_as_there_are_samples():
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(D, D)
+
+        def forward(self, x, mask):
+            return self.layer((x @ x.transpose(1, 2) + mask).softmax(-1) @ x)
+
+    mask = torch.full((T, T), -torch.inf).triu(1)
+    assert_exact(Masked(), {"x": torch.randn(B, T, D)}, lambda m, b: m(b["x"], mask).sin().flatten(1).sum(1))
+
+
+def test_a_batch_in_another_dimension_of_the_argument_is_said_with_batch_size_of():
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(D, 3)
+
+        def forward(self, x):
+            return self.layer(x.transpose(0, 1))
+
+    model, x = Turned(), torch.randn(B, 5, D)
+    losses = lambda m, b: m(b["x"].transpose(0, 1)).sin().flatten(1).sum(1)  # noqa: E731
+    truth, c = reference(model, {"x": x}, losses)
+    with FlashEngine(model, max_grad_norm=c) as engine, pytest.raises(UserError, match=r"^layer"):
+        private_step(engine, {"x": x}, losses)
+    with FlashEngine(model, max_grad_norm=c, batch_size_of=lambda args, kwargs: args[0].shape[1]) as engine:
+        private_step(engine, {"x": x}, losses)
+    assert_agrees(model, {"x": x}, losses, engine, truth, c)
+
+
+def test_a_packed_sequence_has_as_many_samples_as_sequences():
+    class Packed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(D, 3)
+
+        def forward(self, packed):
+            return self.layer(pad_packed_sequence(packed, batch_first=True)[0]).sum(1)
+
+    x, lengths = torch.randn(B, 5, D), torch.tensor([2, 5, 1, 4])
+    packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+    model = Packed()
+    with FlashEngine(model, max_grad_norm=1.0) as engine:
+        model(packed).sin().sum().backward()
+        engine.finish()
+        assert engine.samples == B
