@@ -31,6 +31,14 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def refuse_complex(name: str, parameter: Tensor) -> None:
+    if parameter.is_complex():
+        raise UserError(
+            f"{name} is a complex parameter: norms and noise are taken of real ones; keep its real and imaginary parts "
+            "as one real parameter (..., 2) and call torch.view_as_complex on it in forward, or freeze it"
+        )
+
+
 def last_norms(values: Tensor) -> Tensor:
     """(..., n) -> (...), norms over the last dimension.
 

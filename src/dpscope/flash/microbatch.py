@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from dpscope.errors import UserError
 from dpscope.flash.combination import combine
-from dpscope.flash.contributions import Contribution, Kept, Outer, outer_sums
+from dpscope.flash.contributions import Contribution, Kept, Outer, outer_sums, refuse_complex
 from dpscope.flash.norms import Decide, Factors, NormSum, SmallRows, clip_factors, gather_small
 from dpscope.flash.taps import Slot
 
@@ -37,6 +37,7 @@ class MicroBatch:
         self.parameters = [slot.parameter for slot in slots]
         self._parts: list[tuple[Contribution, ...]] = []
         for slot in slots:
+            refuse_complex(slot.name, slot.parameter)
             for contribution in slot.contributions:
                 contribution.check_unchanged(slot.name)
             contributions, slot.contributions = slot.contributions, []

@@ -11,6 +11,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
 from dpscope.errors import UserError
+from dpscope.flash.contributions import refuse_complex
 from dpscope.flash.layers.conv import ConvTap
 from dpscope.flash.layers.embedding import EmbeddingTap, ScaledEmbeddingTap
 from dpscope.flash.layers.linear import LinearTap, TransposedLinearTap
@@ -122,6 +123,9 @@ def plan(model: nn.Module) -> list[Unit]:
     """Which modules are tapped, and how. Raises UserError for what cannot be made private."""
     for name, module in model.named_modules():
         _refuse(name, module)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            refuse_complex(name, parameter)
     return list(_units(model, "", set()))
 
 
@@ -129,12 +133,30 @@ def _units(module: nn.Module, name: str, seen: set[nn.Module]) -> Iterator[Unit]
     if module in seen:
         return
     seen.add(module)
-    if any(parameter is not None for parameter in module._parameters.values()) or parametrize.is_parametrized(module):
+    owned = [parameter for parameter in module._parameters.values() if parameter is not None]
+    if owned or parametrize.is_parametrized(module):
         family = family_of(module)
-        if family is None:
+        if family is not None:
+            yield Unit(name, module, family)
+        elif not (_owns_frozen_alone(module, owned) and _calls_its_children(module)):
             seen.update(module.modules())
             yield Unit(name, module, OpaqueTap)
             return
-        yield Unit(name, module, family)
     for key, child in module.named_children():
         yield from _units(child, f"{name}.{key}" if name else key, seen)
+
+
+def _owns_frozen_alone(module: nn.Module, owned: list[nn.Parameter]) -> bool:
+    """Its own parameters are constants. (One that is switched on later is refused at its first gradient.)"""
+    return not parametrize.is_parametrized(module) and not any(parameter.requires_grad for parameter in owned)
+
+
+def _calls_its_children(module: nn.Module) -> bool:
+    """Whether parameters below it are used by the modules that own them: torch's own layers reach through to them."""
+    built_in = any(
+        cls.__module__.startswith("torch.nn.modules.") and cls not in _CONTAINERS for cls in type(module).__mro__
+    )
+    return not built_in and any(True for child in module.children() for _ in child.parameters())
+
+
+_CONTAINERS = (nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict)

@@ -5,26 +5,26 @@ module runs under vmap over samples, each seeing a batch of one; ordinary autogr
 which are the per-sample gradients. Nothing is computed twice, and random numbers are drawn as usual. Where vmap cannot
 follow (data-dependent control flow, operators without a batching rule) the samples run one after the other.
 
-On the first call the module is also run once on the whole batch, without gradients: a module whose answer for a batch
-is not what it answers for each sample alone (it mixes samples, or has its batch elsewhere) is refused.
+At the first call of each kind, and at the 2nd, 4th, 8th, … of all, the module is also run on whole batches, without
+gradients (`unit_check`): one whose answer for a batch is not what it answers for each sample alone is refused.
 """
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call, vmap
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import _StopRecomputationError
 
 from dpscope.errors import UserError
 from dpscope.flash.contributions import Kept
 from dpscope.flash.explanation import why_opaque
-from dpscope.flash.rehearsal import KEEP_BATCH_FIRST, OutputOf
+from dpscope.flash.layers.sample_call import SampleCall
+from dpscope.flash.layers.unit_check import UnitCheck
+from dpscope.flash.layers.unit_state import UnitState
+from dpscope.flash.rehearsal import OutputOf
 from dpscope.flash.taps import Slot, TapOfSamples
 
 # Where samples are not in dimension 0: argument name -> dimension (None: shared by all samples); outputs in order.
@@ -32,9 +32,6 @@ _DIMENSIONS: dict[type[nn.Module], tuple[dict[str, int | None], tuple[int, ...]]
     nn.RNNBase: ({"hx": 1}, (0, 1, 1)),
     nn.MultiheadAttention: ({"attn_mask": None}, (0, 0)),
 }
-
-# What a forward may return besides tensors.
-_PLAIN = (type(None), bool, int, float, str)
 
 
 class Expand(torch.autograd.Function):
@@ -58,32 +55,24 @@ class Expand(torch.autograd.Function):
 
 
 class _Call(nn.Module):
-    """Lets functional_call replace the unit's parameters without running the unit's hooks a second time."""
+    """Lets functional_call replace the unit's parameters without running the unit's hooks a second time.
+
+    Gives the output, and what forward left on the unit, which is taken off. The parameters are replaced by then: some
+    modules (nn.LSTM) note them in attributes.
+    """
 
     def __init__(self, unit: nn.Module, forward: Any) -> None:
         super().__init__()
         self.unit = unit
         self._run = forward
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(*args, **kwargs)
-
-
-class _PaddingRows(TorchFunctionMode):
-    """Row `padding_idx` of an embedding receives no gradient; vmap's rule, where weights are batched, gives it one."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
-        if func is not F.embedding:
-            return output
-        call = _EMBEDDING.bind(*args, **(kwargs or {})).arguments
-        padding_idx, rows = call.get("padding_idx"), call["weight"].shape[0]
-        if padding_idx is None:
-            return output
-        return torch.where((call["input"] == padding_idx % rows).unsqueeze(-1), output.detach(), output)
-
-
-_EMBEDDING = inspect.signature(F.embedding)
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        state = UnitState(self.unit)
+        try:
+            output = self._run(*args, **kwargs)
+        finally:
+            changes = state.take_changes()
+        return output, changes
 
 
 class OpaqueTap(TapOfSamples):
@@ -96,7 +85,9 @@ class OpaqueTap(TapOfSamples):
             (dims for cls, dims in _DIMENSIONS.items() if isinstance(module, cls)), ({}, ())
         )
         self.by_loop = False
-        self.checked: dict[Any, list[torch.dtype]] = {}  # precision -> dtypes of the module's own outputs
+        self.calls = 0
+        self.dtypes: dict[Any, list[torch.dtype]] = {}  # kind of call -> dtypes of the module's own outputs
+        self.per_sample: dict[Any, bool] = {}  # arguments of which it is known: SampleCall.key -> one entry a sample?
         for slot in self.slots.values():
             self._describe(slot, "torch.func.vmap over samples")
 
@@ -113,20 +104,20 @@ class OpaqueTap(TapOfSamples):
         for key, parameter in self.module.named_parameters():
             if key not in self.slots or self.slots[key].parameter is not parameter:
                 self.engine.refuse_parameter(self.name, key)
-        sample_call = _SampleCall(self, args, kwargs)
+        sample_call = SampleCall(self, args, kwargs)
+        if sample_call.batch:
+            self._check(sample_call)
         expanded = {
             f"unit.{key}": Expand.apply(self.engine.anchor, slot.parameter.detach(), sample_call.batch, self, slot)  # type: ignore[no-untyped-call]
             for key, slot in live.items()
         }
-        output = self._run(sample_call, expanded)
-        if sample_call.batch == 0:
-            return output
-        precision = sample_call.precision()
-        if precision not in self.checked:
-            self.checked[precision] = self._check(output, sample_call, args, kwargs)
+        # In backward it is a checkpointed forward that runs again: its state is written by the first.
+        output = self.run(sample_call, expanded, commit=torch._C._current_graph_task_id() == -1)
         # A batched bias is added outside of autocast's sight: the module's own dtype is restored.
-        dtypes = iter(self.checked[precision])
-        return pytree.tree_map(lambda leaf: leaf.to(next(dtypes)) if isinstance(leaf, Tensor) else leaf, output)
+        dtypes = iter(self.dtypes.get(sample_call.kind(), ()))
+        return pytree.tree_map(
+            lambda leaf: leaf.to(next(dtypes, leaf.dtype)) if isinstance(leaf, Tensor) else leaf, output
+        )
 
     def _rehearse(self, args: Any, kwargs: Any) -> Any:
         """The module's own answer, as a rehearsal wants it."""
@@ -134,7 +125,7 @@ class OpaqueTap(TapOfSamples):
         assert run is not None
         if not any(slot.parameter.requires_grad for slot in self.slots.values()):
             return self.original(*args, **kwargs)
-        call = _SampleCall(self, args, kwargs)
+        call = SampleCall(self, args, kwargs)
         x, dim = call.main()
         run.see(self, x, (dim,), shared=call.is_shared())
         leaves, spec = pytree.tree_flatten(self.original(*args, **kwargs))
@@ -145,19 +136,31 @@ class OpaqueTap(TapOfSamples):
             leaves[index] = run.answer(self, leaves[index], dim, shared=call.is_shared())
         return pytree.tree_unflatten(leaves, spec)
 
-    def _run(self, sample_call: _SampleCall, expanded: dict[str, Tensor]) -> Any:
+    def _check(self, sample_call: SampleCall) -> None:
+        """How the module treats a batch: not in every call, for it takes several forward passes."""
+        self.calls += 1
+        check = UnitCheck(self, sample_call)
+        if sample_call.undecided:
+            check.decide()
+        kind = sample_call.kind()
+        if kind not in self.dtypes or self.calls & (self.calls - 1) == 0:
+            self.dtypes[kind] = check.run()
+
+    def run(self, sample_call: SampleCall, expanded: dict[str, Tensor], *, commit: bool) -> Any:
+        """`commit`: what all samples have left on the module is written to it."""
         if sample_call.batch == 0:
             return sample_call.on_empty_batch(expanded)
         if not self.by_loop:
             try:
-                return sample_call.by_vmap(expanded)
-            except UserError:
-                raise
+                return sample_call.by_vmap(expanded, commit=commit)
+            except (UserError, _StopRecomputationError):
+                raise  # a checkpointed forward that runs again is stopped, by an exception, once it has all it needs
             except Exception as error:  # whatever vmap cannot follow; the loop meets real mistakes again
                 reason = str(error).splitlines()[0] if str(error) else type(error).__name__
                 self.by_loop = True
                 for slot in self.slots.values():
                     self._describe(slot, f"a loop over samples, for vmap failed: {reason}")
+<<<<<<< HEAD
         return sample_call.by_loop(expanded)
 
     def _check(self, output: Any, sample_call: _SampleCall, args: Any, kwargs: Any) -> list[torch.dtype]:
@@ -337,3 +340,5 @@ def _argument_names(forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     ]
     names = [*positional, *(f"argument {index}" for index in range(len(positional), len(args)))]
     return [*names[: len(args)], *kwargs]
+=======
+        return sample_call.by_loop(expanded, commit=commit)

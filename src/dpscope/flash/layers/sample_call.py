@@ -1,0 +1,262 @@
+"""One call of a unit, taken apart into what belongs to each sample and what is shared, and run sample by sample."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.func import functional_call, vmap
+from torch.nn.utils import parametrize
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from dpscope.errors import UserError
+from dpscope.flash.layers.unit_state import Remains
+from dpscope.flash.rehearsal import KEEP_BATCH_FIRST
+
+if TYPE_CHECKING:
+    from dpscope.flash.layers.opaque import OpaqueTap
+
+# What a forward may return besides tensors.
+_PLAIN = (type(None), bool, int, float, str)
+
+_EMBEDDING = inspect.signature(F.embedding)
+_BATCH_NORM = inspect.signature(F.batch_norm)
+
+
+class _Semantics(TorchFunctionMode):
+    """Operators that mean something else for a sample alone than in ordinary training.
+
+    Row `padding_idx` of an embedding receives no gradient; vmap's rule, where weights are batched, gives it one.
+    Batch normalisation by the batch's own statistics mixes samples: refused whenever it runs, whatever comes of it.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.batch_norm and _BATCH_NORM.bind(*args, **kwargs).arguments.get("training"):
+            raise UserError(
+                f"{self.name} calls torch.nn.functional.batch_norm with the statistics of the batch: it mixes samples, "
+                "so no sample has a gradient of its own; use group_norm or layer_norm"
+            )
+        output = func(*args, **kwargs)
+        if func is not F.embedding:
+            return output
+        call = _EMBEDDING.bind(*args, **kwargs).arguments
+        padding_idx, rows = call.get("padding_idx"), call["weight"].shape[0]
+        if padding_idx is None:
+            return output
+        return torch.where((call["input"] == padding_idx % rows).unsqueeze(-1), output.detach(), output)
+
+
+@contextmanager
+def _parametrizations_computed_anew() -> Iterator[None]:
+    """Inside parametrize.cached() a weight made of one sample's copy would be handed to others, and outlive vmap."""
+    enabled, cache = parametrize._cache_enabled, parametrize._cache
+    parametrize._cache_enabled, parametrize._cache = 0, {}
+    try:
+        yield
+    finally:
+        parametrize._cache_enabled, parametrize._cache = enabled, cache
+
+
+class SampleCall:
+    """`leaves`: the arguments, flat; `mapped`: which of them hold one entry a sample, and in which dimension."""
+
+    def __init__(self, tap: OpaqueTap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.tap = tap
+        self.args_count = len(args)
+        self.kwarg_names = list(kwargs)
+        self.leaves: list[Any] = []
+        self.specs: list[Any] = []
+        self.names: list[str] = []  # of the argument each leaf belongs to
+        names = _argument_names(tap.original, args, kwargs)
+        for name, value in zip(names, (*args, *kwargs.values()), strict=True):
+            leaves, spec = pytree.tree_flatten(value)
+            self.leaves += leaves
+            self.specs.append(spec)
+            self.names += [name] * len(leaves)
+        self.batch: int = tap.engine.batch_for(tap, args, kwargs)
+        self.mapped: dict[int, int] = {}  # leaf -> dimension of samples
+        self.expanded: set[int] = set()  # leaves that had one row for all samples
+        self.undecided: list[int] = []  # leaves that may be one entry a sample, or shared: their sizes do not tell
+        main = True
+        for index, leaf in enumerate(self.leaves):
+            if isinstance(leaf, Tensor):
+                self._place(index, leaf, main)
+                main = False
+        tap.engine.admit_unit(tap, self.main()[0].dim(), shared=self.is_shared())
+
+    def main(self) -> tuple[Tensor, int]:
+        """The first tensor that has a row for each sample, and the dimension of samples."""
+        index = next((index for index in self.mapped if index not in self.expanded), next(iter(self.mapped), None))
+        return (torch.empty(0), 0) if index is None else (self.leaves[index], self.mapped[index])
+
+    def is_shared(self) -> bool:
+        """Whether all samples share what the unit was given."""
+        return self.batch != 1 and self.expanded >= self.mapped.keys()
+
+    def kind(self) -> Any:
+        """What outputs' dtypes, and the way a module treats its arguments, may depend on."""
+        tensors = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+        devices = {leaf.device.type for leaf in tensors} or {"cpu"}
+        return (
+            self.batch > 1,  # one sample alone shows nothing of how a module treats several
+            tuple((leaf.dtype, leaf.dim()) for leaf in tensors),
+            tuple(self.mapped),
+            self.tap.module.training,
+            *(torch.get_autocast_dtype(device) for device in devices if torch.is_autocast_enabled(device)),
+        )
+
+    # -- which arguments are per sample --------------------------------------------------------------------------------
+
+    def _dim(self, name: str) -> int | None:
+        return self.tap.input_dims.get(name, 0)
+
+    def key(self, index: int) -> tuple[Any, ...]:
+        """An argument's place in every call of the unit."""
+        return self.names[index], index - self.names.index(self.names[index]), self.leaves[index].dim()
+
+    def _place(self, index: int, leaf: Tensor, main: bool) -> None:
+        """Decides by the size of this call where it tells, and by what was found out in other calls where not.
+
+        A size that differs from the batch's says once and for all that the argument is shared: a mask (T, T) stays
+        shared in a later batch of T samples. A size that equals it may do so by coincidence, and is looked into.
+        """
+        name, known = self.names[index], self.tap.per_sample.get(self.key(index))
+        dim = self._dim(name)
+        size = leaf.shape[dim] if dim is not None and leaf.dim() > dim else None
+        certain = main or leaf.requires_grad or dim is None or name in self.tap.input_dims
+        if dim is not None and size == self.batch and (certain or known is not False):
+            self.mapped[index] = dim
+            if not certain and known is None and self.batch > 1:
+                self.undecided.append(index)
+        elif dim is not None and size == 1 and (leaf.requires_grad or main):
+            shape = [self.batch if axis == dim else length for axis, length in enumerate(leaf.shape)]
+            self.leaves[index] = leaf.expand(shape)
+            self.mapped[index] = dim
+            self.expanded.add(index)
+        elif leaf.requires_grad or (main and leaf.dim()) or (name in self.tap.input_dims and leaf.dim() > 2) or known:
+            raise UserError(
+                f"{self.tap.name} was given a tensor of shape {tuple(leaf.shape)} ({name}) in a batch of {self.batch} "
+                f"samples: {KEEP_BATCH_FIRST}"
+            )
+        elif size is not None and size != self.batch and self.tap.engine.run is None:  # rehearsals try other sizes
+            self.tap.per_sample[self.key(index)] = False
+
+    # -- running -------------------------------------------------------------------------------------------------------
+
+    def call(self, parameters: dict[str, Tensor], leaves: Sequence[Any]) -> tuple[list[Any], Any, dict[str, Any]]:
+        """The unit's forward: its outputs, flat, their structure, and what it left on the module (taken off)."""
+        values, start = [], 0
+        for spec in self.specs:
+            values.append(pytree.tree_unflatten(list(leaves[start : start + spec.num_leaves]), spec))
+            start += spec.num_leaves
+        args = tuple(values[: self.args_count])
+        kwargs = dict(zip(self.kwarg_names, values[self.args_count :], strict=True))
+        unit = self.tap.module
+        given = {f"unit.{key}": buffer.clone() for key, buffer in unit.named_buffers()}
+        replaced = {**given, **parameters}
+        with _parametrizations_computed_anew():
+            output, changes = functional_call(self.tap.call, replaced, args, kwargs)
+        for key, buffer in given.items():
+            if key not in parameters and (replaced[key] is not buffer or buffer._version):
+                changes[key.removeprefix("unit.")] = replaced[key]
+        found, spec = pytree.tree_flatten(output)
+        for leaf in found:
+            if not isinstance(leaf, (Tensor, *_PLAIN)):
+                raise UserError(
+                    f"{self.tap.name} returns a {type(leaf).__name__}; flash clipping needs tensors, in tuples, lists "
+                    "or dictionaries"
+                )
+        return found, spec, changes
+
+    def _with(self, replacements: Any) -> list[Any]:
+        leaves = list(self.leaves)
+        for index, leaf in zip(self.mapped, replacements, strict=True):
+            leaves[index] = leaf
+        return leaves
+
+    def output_dim(self, position: int) -> int:
+        dims = self.tap.output_dims
+        return dims[position] if position < len(dims) else 0
+
+    def on_empty_batch(self, expanded: dict[str, Tensor]) -> Any:
+        found, spec, _ = self.call({key: value.sum(0) for key, value in expanded.items()}, self.leaves)
+        return pytree.tree_unflatten(found, spec)
+
+    def by_vmap(self, expanded: dict[str, Tensor], *, commit: bool = True) -> Any:
+        shape: list[Any] = []
+        remains = Remains(self.tap.module, self.tap.name)
+
+        def one(parameters: dict[str, Tensor], *inputs: Tensor) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+            inputs = tuple(leaf.unsqueeze(dim) for leaf, dim in zip(inputs, self.mapped.values(), strict=True))
+            found, spec, changes = self.call(parameters, self._with(inputs))
+            state = {path: value for path, value in changes.items() if isinstance(value, Tensor)}
+            plain = {path: value for path, value in changes.items() if path not in state}
+            shape[:] = [found, spec, remains.agreed([plain])]
+            tensors = [leaf for leaf in found if isinstance(leaf, Tensor)]
+            return tuple(self._without_batch(leaf, position) for position, leaf in enumerate(tensors)), state
+
+        inputs = [self.leaves[index] for index in self.mapped]
+        with _Semantics(self.tap.name):
+            run = vmap(one, in_dims=(0, *self.mapped.values()), randomness="different")
+            stacked, state = run(expanded, *inputs)
+        found, spec, agreed = shape
+        agreed.update({path: remains.agreed_rows(path, rows) for path, rows in state.items()})
+        if commit:
+            remains.commit(agreed)
+        tensors = iter([leaf.movedim(0, self.output_dim(position)) for position, leaf in enumerate(stacked)])
+        return pytree.tree_unflatten([next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in found], spec)
+
+    def _without_batch(self, leaf: Tensor, position: int) -> Tensor:
+        dim = self.output_dim(position)
+        if leaf.dim() <= dim or leaf.shape[dim] != 1:
+            raise UserError(
+                f"{self.tap.name} gave a tensor of shape {tuple(leaf.shape)} for one sample: {KEEP_BATCH_FIRST}"
+            )
+        return leaf.squeeze(dim)
+
+    def by_loop(self, expanded: dict[str, Tensor], *, commit: bool = True) -> Any:
+        split = {key: value.unbind(0) for key, value in expanded.items()}
+        inputs = [self.leaves[index].split(1, dim) for index, dim in self.mapped.items()]
+        answers, left = [], []
+        with _Semantics(self.tap.name):
+            for b in range(self.batch):
+                parameters = {key: values[b] for key, values in split.items()}
+                found, spec, changes = self.call(parameters, self._with(chunks[b] for chunks in inputs))
+                answers.append(found)
+                left.append(changes)
+        remains = Remains(self.tap.module, self.tap.name)
+        agreed = remains.agreed(left)
+        if commit:
+            remains.commit(agreed)
+        joined, position = [], 0
+        for leaves in zip(*answers, strict=True):
+            if isinstance(leaves[0], Tensor):
+                for leaf in leaves:
+                    self._without_batch(leaf, position)
+                joined.append(torch.cat(leaves, self.output_dim(position)))
+                position += 1
+            else:
+                joined.append(leaves[0])
+        return pytree.tree_unflatten(joined, spec)
+
+
+def _argument_names(forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+    """The parameter names of forward for args, then those of kwargs."""
+    positional = [
+        parameter.name
+        for parameter in inspect.signature(forward).parameters.values()
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    names = [*positional, *(f"argument {index}" for index in range(len(positional), len(args)))]
+    return [*names[: len(args)], *kwargs]

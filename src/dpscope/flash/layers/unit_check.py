@@ -1,0 +1,288 @@
+"""Does a unit treat the samples of a batch apart? Asked of the module itself, on whole batches, without gradients.
+
+Two questions, each put with dropout switched off in both answers that are compared:
+
+1. Is the answer for the batch that for its samples one by one? It is not where the batch is in another dimension, or
+   where an argument that all samples share was split among them.
+2. Does a sample's answer stay the same when the other samples are replaced? It does not where the module mixes
+   samples. To find mixing that is small, or behind a gate that is closed at first, this is asked in float64, relative
+   to what a mere change of the samples' order does to the rounding, and with parameters moved by random numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from dpscope.errors import UserError
+from dpscope.flash.layers.sample_call import SampleCall
+from dpscope.flash.rehearsal import KEEP_BATCH_FIRST
+
+if TYPE_CHECKING:
+    from dpscope.flash.layers.opaque import OpaqueTap
+
+# How far two ways to compute the same may differ, relative to the largest value.
+_ROUNDING = {torch.float64: 1e-4, torch.float32: 1e-3}  # of float64 too: some modules compute in float32 inside
+_HALF_ROUNDING = 0.05
+# A sample's answer may move by this much of itself when others are replaced; by what the order of samples does to its
+# rounding, times _ORDER, where that is more and looks like rounding.
+_UNMOVED = {torch.float64: 1e-7, torch.float32: 1e-5}
+_HALF_UNMOVED = 2.0**-6
+_ORDER = 100.0
+_MOVES = (0.0, 0.5, 0.05)  # what parameters are moved by: standard deviations
+_WIDE_NUMEL = 1 << 26  # larger units are not copied to float64
+_MAX_UNDECIDED = 4
+
+_DROPOUTS = {
+    getattr(F, name)
+    for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+}
+Answers = list[Tensor]
+
+
+class _WithoutDropout(TorchFunctionMode):
+    """Dropout draws other numbers for a batch than for its samples one by one: none here."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        if func is F.scaled_dot_product_attention:
+            args, kwargs["dropout_p"] = (*args[:4], *args[5:]), 0.0
+            if len(args) > 4:
+                kwargs["is_causal"], args = args[4], args[:4]
+        return func(*args, **kwargs)
+
+
+class UnitCheck:
+    def __init__(self, tap: OpaqueTap, sample_call: SampleCall) -> None:
+        self.tap = tap
+        self.call = sample_call
+        self.kind = f"{tap.name} ({type(tap.module).__name__})"
+        self.devices = {leaf.device for leaf in sample_call.leaves if isinstance(leaf, Tensor) and leaf.is_cuda}
+
+    @contextmanager
+    def _quiet(self) -> Iterator[None]:
+        """Nothing of this is seen outside: no gradients, no random numbers drawn, no state left."""
+        with torch.no_grad(), torch.random.fork_rng(sorted(self.devices, key=str)), _WithoutDropout():
+            yield
+
+    def run(self) -> list[torch.dtype]:
+        """The dtypes of the module's own outputs. Raises UserError where samples are not treated apart."""
+        with self._quiet():
+            own = self._own({}, self.call.leaves)
+            if self._own_is_repeatable(own):
+                self._compare(self._one_by_one(), own)
+        if self.call.batch > 1 and self.call.mapped:
+            self._find_mixing()
+        return [answer.dtype for answer in own]
+
+    # -- a batch, and its samples one by one ---------------------------------------------------------------------------
+
+    def _own(self, parameters: dict[str, Tensor], leaves: Sequence[Any]) -> Answers:
+        found, _, _ = self.call.call(parameters, leaves)
+        return [leaf for leaf in found if isinstance(leaf, Tensor)]
+
+    def _own_is_repeatable(self, own: Answers) -> bool:
+        again = self._own({}, self.call.leaves)
+        return all(_distance(a, b) == 0 for a, b in zip(own, again, strict=True))
+
+    def _one_by_one(self) -> Answers:
+        expanded = {
+            f"unit.{key}": slot.parameter.detach().expand(self.call.batch, *slot.parameter.shape)
+            for key, slot in self.tap.slots.items()
+            if slot.parameter.requires_grad
+        }
+        output = self.tap.run(self.call, expanded, commit=False)
+        return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+
+    def _compare(self, found: Answers, own: Answers) -> None:
+        if len(found) != len(own):
+            raise UserError(f"{self.kind} gives {len(own)} tensors for a batch, but {len(found)} for its samples")
+        for mine, once in zip(found, own, strict=True):
+            if not self.call.mapped and once.dim() and once.shape[0] == 1:
+                once = once.expand(mine.shape)  # noqa: PLW2901 - an answer shared by all samples
+            if mine.shape != once.shape:
+                raise UserError(
+                    f"{self.kind} gave {tuple(once.shape)} for a batch but {tuple(mine.shape)} from its samples one by "
+                    f"one: {KEEP_BATCH_FIRST}"
+                )
+            if _distance(mine, once) > _ROUNDING.get(once.dtype, _HALF_ROUNDING) * _size(once):
+                raise UserError(
+                    f"{self.kind} answers differently for a batch than for its samples one by one: it mixes samples, "
+                    "so no sample has a gradient of its own, or its samples are not in the first dimension of every "
+                    "argument; replace it by a module that treats samples apart"
+                )
+
+    # -- arguments whose size is the batch's, perhaps by coincidence ---------------------------------------------------
+
+    def decide(self) -> None:
+        """Splits undecided arguments among samples, or shares them: whichever gives the module's own answer.
+
+        Their values are shuffled for this, so that they matter and no two readings agree by coincidence.
+        """
+        call, undecided = self.call, self.call.undecided
+        if len(undecided) > _MAX_UNDECIDED:
+            raise UserError(
+                f"{self.kind} was given {len(undecided)} tensors whose first dimension is {call.batch}, the number of "
+                "samples: it cannot be told which of them are shared by all samples; give it a batch of another size"
+            )
+        leaves, mapped = list(call.leaves), dict(call.mapped)
+        readings: list[tuple[bool, ...]] = []
+        try:
+            for shuffled in (True, False):
+                call.leaves = [
+                    _shuffled(leaf) if shuffled and i in undecided else leaf for i, leaf in enumerate(leaves)
+                ]
+                readings = [
+                    reading for reading in product((True, False), repeat=len(undecided)) if self._fits(mapped, reading)
+                ]
+                if readings:
+                    break
+        finally:
+            call.leaves, call.mapped = leaves, mapped
+        if not readings:
+            names = ", ".join(sorted({call.names[index] for index in undecided}))
+            raise UserError(
+                f"{self.kind} answers differently for a batch of {call.batch} than for its samples one by one, whether "
+                f"{names} is taken to hold one entry a sample or to be shared: {KEEP_BATCH_FIRST}"
+            )
+        for position, index in enumerate(undecided):
+            meanings = {reading[position] for reading in readings}
+            if not readings[0][position]:
+                del call.mapped[index]
+            if len(meanings) == 1:
+                self.tap.per_sample[call.key(index)] = readings[0][position]
+        call.undecided = []
+
+    def _fits(self, mapped: dict[int, int], reading: tuple[bool, ...]) -> bool:
+        chosen = dict(zip(self.call.undecided, reading, strict=True))
+        self.call.mapped = {index: dim for index, dim in mapped.items() if chosen.get(index, True)}
+        with self._quiet():
+            try:
+                own = self._own({}, self.call.leaves)
+                self._compare(self._one_by_one(), own)
+            except Exception:  # a reading that does not fit fails in whatever way the module fails
+                return False
+        return True
+
+    # -- a sample, and the others --------------------------------------------------------------------------------------
+
+    def _find_mixing(self) -> None:
+        for move in _MOVES:
+            try:
+                finite = self._is_apart(move, wide=True)
+            except UserError:
+                raise
+            except Exception:  # something in it has no float64
+                finite = self._is_apart(move, wide=False)
+            if move and finite:
+                return
+
+    def _is_apart(self, move: float, *, wide: bool) -> bool:
+        """Raises UserError if a sample's answer depends on others. False if there were no finite answers to compare."""
+        unit = self.tap.module
+        named = {**dict(unit.named_parameters()), **dict(unit.named_buffers())}
+        wide = wide and sum(tensor.numel() for tensor in named.values()) <= _WIDE_NUMEL
+        with self._quiet(), _no_autocast(self.devices, wide):
+            torch.manual_seed(0)
+            replaced = {f"unit.{key}": _moved(tensor.detach(), move, wide) for key, tensor in named.items()}
+            leaves = [
+                _moved(leaf.detach(), 0.0, wide) if isinstance(leaf, Tensor) else leaf for leaf in self.call.leaves
+            ]
+            answers = self._answers(replaced, leaves)
+            order = torch.arange(self.call.batch).roll(1)
+            rolled = self._answers(replaced, self._exchanged(leaves, order))
+            finite = all(bool(answer.isfinite().all()) for answer in answers)
+            for kept in {0, self.call.batch - 1}:
+                others = self._answers(replaced, self._others(leaves, kept))
+                for position, (mine, turned, other) in enumerate(zip(answers, rolled, others, strict=True)):
+                    dim = self.call.output_dim(position)
+                    if mine.dim() <= dim or mine.shape[dim] != self.call.batch:
+                        continue  # shared by all samples: the other question's
+                    before = mine.select(dim, kept)
+                    moved = _distance(other.select(dim, kept), before)
+                    noise = _distance(turned.select(dim, (kept + 1) % self.call.batch), before)
+                    size = _size(mine)
+                    rounding = min(_ORDER * noise, _UNMOVED[torch.float32] * size)
+                    if moved > max(_UNMOVED.get(mine.dtype, _HALF_UNMOVED) * size, rounding):
+                        self._refuse_mixing()
+        return finite
+
+    def _answers(self, replaced: dict[str, Tensor], leaves: Sequence[Any]) -> Answers:
+        torch.manual_seed(0)
+        return self._own({key: tensor.clone() for key, tensor in replaced.items()}, leaves)
+
+    def _exchanged(self, leaves: list[Any], order: Tensor) -> list[Any]:
+        return [
+            leaf.index_select(self.call.mapped[index], order.to(leaf.device)) if index in self.call.mapped else leaf
+            for index, leaf in enumerate(leaves)
+        ]
+
+    def _others(self, leaves: list[Any], kept: int) -> list[Any]:
+        """Sample `kept` as it is; the others are exchanged, and moved where they are real numbers."""
+        order = torch.arange(self.call.batch).roll(1)
+        result = self._exchanged(leaves, order)
+        for index, dim in self.call.mapped.items():
+            leaf = result[index]
+            if leaf.is_floating_point():
+                leaf = leaf + torch.randn_like(leaf) * (leaf.std(correction=0) + 0.1)
+            result[index] = leaf.index_copy(
+                dim, torch.tensor([kept], device=leaf.device), leaves[index].narrow(dim, kept, 1)
+            )
+        return result
+
+    def _refuse_mixing(self) -> None:
+        raise UserError(
+            f"{self.kind} mixes samples: what it answers for a sample depends on the others in its batch, so no sample "
+            "has a gradient of its own; replace it by a module that treats samples apart"
+        )
+
+
+@contextmanager
+def _no_autocast(devices: set[torch.device], wide: bool) -> Iterator[None]:
+    if not wide:
+        yield
+        return
+    with torch.autocast("cuda" if devices else "cpu", enabled=False):
+        yield
+
+
+def _moved(tensor: Tensor, move: float, wide: bool) -> Tensor:
+    if not tensor.is_floating_point():
+        return tensor
+    tensor = tensor.double() if wide else tensor
+    return tensor + move * torch.randn_like(tensor) if move else tensor
+
+
+def _shuffled(leaf: Tensor) -> Tensor:
+    """Its values in random order, real ones moved as well."""
+    flat = leaf.detach().flatten()
+    order = torch.randperm(flat.numel(), generator=torch.Generator().manual_seed(0)).to(leaf.device)
+    flat = flat[order]
+    if flat.is_floating_point():
+        flat = flat + torch.linspace(0.1, 1.0, flat.numel(), dtype=flat.dtype, device=flat.device)
+    return flat.view(leaf.shape)
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    """The largest difference; values that are not finite have to be the same."""
+    if a.numel() == 0:
+        return 0.0
+    dtype = torch.complex128 if a.is_complex() else torch.float64
+    a, b = a.to(dtype), b.to(dtype)
+    same = (a == b) | (a.isnan() & b.isnan())
+    return float(torch.where(same, 0.0, (a - b).abs().nan_to_num(nan=float("inf"))).max())
+
+
+def _size(answer: Tensor) -> float:
+    values = answer.abs().double()
+    return float(torch.where(values.isfinite(), values, 0.0).max()) if answer.numel() else 0.0

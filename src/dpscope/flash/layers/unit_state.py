@@ -1,0 +1,198 @@
+"""What a unit keeps between calls besides its parameters: buffers, and attributes of its modules.
+
+A unit runs once for each sample, and each run has to find the state as it was. What a run leaves behind is taken off
+again and compared between samples. If all leave the same (the singular vectors of a spectral norm, a counter, a cache
+of positions) it depends on no sample and is written to the module once. If not, it is refused: a running mean would go
+out without noise, and an auxiliary loss that is read from the module would be that of one sample.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from dpscope.errors import UserError
+
+_INTERNAL = frozenset(vars(nn.Module())) | {"forward", "_is_full_backward_hook"}
+_DEPTH = 4  # containers in containers that are looked into
+
+
+class UnitState:
+    """The attributes of a module and its children as they are now, and what a run has changed of them."""
+
+    def __init__(self, unit: nn.Module) -> None:
+        self.unit = unit
+        self._undo: list[Callable[[], None]] = []
+        seen: set[int] = set()
+        self._tokens: dict[str, tuple[nn.Module, str, Any]] = {}
+        for name, module in unit.named_modules():
+            for key, value in vars(module).items():
+                if key not in _INTERNAL:
+                    path = f"{name}.{key}" if name else key
+                    self._tokens[path] = (module, key, (value, _token(value)))
+                    self._undo += _undo_of(value, seen)
+
+    def take_changes(self) -> dict[str, Any]:
+        """Attributes that are new or differ, by their path; the modules are as they were afterwards.
+
+        Of a container that holds tensors only they are given. Notes of the parameters themselves (nn.LSTM's flat
+        weights) say nothing of samples, and are left out.
+        """
+        own = {id(tensor) for tensor in (*self.unit.parameters(), *self.unit.buffers())}
+        changed: dict[str, Any] = {}
+        for name, module in self.unit.named_modules():
+            attributes = vars(module)
+            for key in [key for key in attributes if key not in _INTERNAL]:
+                path = f"{name}.{key}" if name else key
+                known = self._tokens.get(path)
+                value = attributes[key]
+                if known is None:
+                    del attributes[key]
+                elif value is known[2][0] and _token(value) == known[2][1]:
+                    continue
+                tensors = list(_tensors(value))
+                if not tensors or any(id(tensor) not in own for tensor in tensors):
+                    changed[path] = value if isinstance(value, Tensor) else tensors or copy.copy(value)
+        self.restore()
+        return changed
+
+    def restore(self) -> None:
+        for undo in self._undo:
+            undo()
+        for module, key, (value, _) in self._tokens.values():
+            vars(module)[key] = value
+
+
+def _is_object(value: Any) -> bool:
+    """An instance of an ordinary class, whose attributes may be state."""
+    if isinstance(value, (nn.Module, Tensor, type, torch.Generator)) or callable(value):
+        return False
+    return hasattr(value, "__dict__")
+
+
+def _parts(value: Any) -> Sequence[Any] | None:
+    """What a container, or an ordinary object, holds; None for everything else."""
+    if isinstance(value, (list, tuple, deque, set)):
+        return list(value)
+    if isinstance(value, Mapping):
+        return list(value.values())
+    return list(vars(value).values()) if _is_object(value) else None
+
+
+def _token(value: Any, depth: int = _DEPTH, *, identity: bool = True) -> Any:
+    """Equal for two looks at a value between which nothing in it changed; without `identity`, for equal contents."""
+    if isinstance(value, Tensor):
+        return id(value), value._version
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, weakref.ref):
+        return weakref.ref  # it holds nothing
+    parts = _parts(value) if depth else None
+    if parts is None:
+        return id(value)
+    return id(value) if identity else type(value), *(_token(part, depth - 1, identity=identity) for part in parts)
+
+
+def _undo_of(value: Any, seen: set[int], depth: int = _DEPTH) -> Iterator[Callable[[], None]]:
+    """Functions that put back what containers hold now."""
+    parts = _parts(value) if depth else None
+    if parts is None or id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, (list, deque)):
+        yield partial(_refill, value, value.extend, parts)
+    elif isinstance(value, (set, dict)):
+        yield partial(_refill, value, value.update, value.copy())
+    elif _is_object(value):
+        attributes = vars(value)
+        yield partial(_refill, attributes, attributes.update, attributes.copy())
+    for part in parts:
+        yield from _undo_of(part, seen, depth - 1)
+
+
+def _refill(container: Any, fill: Callable[[Any], None], content: Any) -> None:
+    container.clear()
+    fill(content)
+
+
+def _tensors(value: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    for part in (_parts(value) if depth else None) or ():
+        yield from _tensors(part, depth - 1)
+
+
+class Remains:
+    """What the runs of all samples have left on the unit."""
+
+    def __init__(self, unit: nn.Module, name: str) -> None:
+        self.unit, self.name = unit, name
+        self.buffers = {key for key, _ in unit.named_buffers()}
+
+    def agreed(self, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Path -> value, the same for all samples. Raises UserError where samples differ, or autograd would be cut."""
+        paths = {path for run in runs for path in run}
+        return {path: self._agreed(path, [run.get(path) for run in runs]) for path in sorted(paths)}
+
+    def _agreed(self, path: str, values: list[Any]) -> Any:
+        first = values[0]
+        if isinstance(first, Tensor):
+            same = all(isinstance(value, Tensor) and _equal(first, value) for value in values[1:])
+            agree = same and not first.requires_grad
+        else:
+            contents = [_token(value, identity=False) for value in values]
+            agree = contents.count(contents[0]) == len(contents) and not any(map(list, map(_tensors, values)))
+        if not agree:
+            self.refuse(path)
+        return first
+
+    def agreed_rows(self, path: str, rows: Tensor) -> Tensor:
+        """The same for values (B, ...), one a sample."""
+        first = rows[0]
+        if rows.requires_grad or not _equal(first.expand_as(rows), rows):
+            self.refuse(path)
+        return first.clone()
+
+    def refuse(self, path: str) -> NoReturn:
+        kind = f"{self.name} ({type(self.unit).__name__})"
+        if path in self.buffers:
+            raise UserError(
+                f"{kind} computes its buffer {path} from the samples of the batch in forward: it would leave training "
+                "without noise; put the module into eval() mode, or leave the buffer out"
+            )
+        raise UserError(
+            f"{kind} keeps {path} on the module in forward, a value of each sample or of the parameters, and its "
+            "samples run one by one here: whoever reads it would see one sample alone; return it from forward instead "
+            "(an auxiliary loss: one value a sample), or do not keep it in training"
+        )
+
+    @torch.no_grad()
+    def commit(self, agreed: dict[str, Any]) -> None:
+        """Writes what all samples have left to the unit, once."""
+        for path, value in agreed.items():
+            owner, _, key = path.rpartition(".")
+            module = self.unit.get_submodule(owner)
+            buffer = module._buffers.get(key)
+            known = vars(module).get(key)
+            if key not in module._buffers:
+                if type(known) is type(value) and _is_object(value):
+                    vars(known).update(vars(value))
+                else:
+                    vars(module)[key] = value
+            elif buffer is not None and buffer.shape == value.shape and buffer.dtype == value.dtype:
+                buffer.copy_(value)
+            else:
+                module._buffers[key] = value
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return bool(((a == b) | (a.isnan() & b.isnan())).all())

@@ -1,0 +1,432 @@
+"""What a unit does behind its outputs: shared arguments, mixed samples, state it keeps, complex numbers."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from agreement import assert_agrees, assert_exact, private_step, reference
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize
+from torch.utils.checkpoint import checkpoint
+
+from dpscope.errors import UserError
+from dpscope.flash import FlashEngine, run_oracle
+
+pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")
+
+
+def sine_losses(model, batch):
+    return model(batch["x"]).sin().flatten(1).sum(1)
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------------
+
+
+class MaskedMixing(nn.Module):
+    """Positions mix by a mask (T, T) that all samples share; where `per_sample`, a bias (B, d) is each sample's own."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(width))
+
+    def forward(self, x, mask, bias=None):
+        mixed = (mask @ x) * self.scale
+        return mixed if bias is None else mixed + bias.unsqueeze(1)
+
+
+class SharedMask(nn.Module):
+    def __init__(self, *, biased: bool = False) -> None:
+        super().__init__()
+        self.before, self.unit, self.biased = nn.Linear(6, 6), MaskedMixing(), biased
+
+    def forward(self, x):
+        mask = torch.ones(x.shape[1], x.shape[1]).tril() * torch.arange(1.0, x.shape[1] + 1)
+        bias = x.detach().sum(1).cos() if self.biased else None
+        return self.unit(self.before(x), mask, bias)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("batches", [(4,), (3, 4), (4, 3), (1, 4), (6, 4, 5)])
+def test_a_mask_that_all_samples_share_is_never_split_among_them(batches, biased):
+    """T = 4: a batch of four samples could be taken for one mask row a sample."""
+    model = SharedMask(biased=biased)
+    with FlashEngine(model, max_grad_norm=1.0) as engine:
+        for size in batches[:-1]:
+            private_step(engine, {"x": torch.randn(size, 4, 6)}, sine_losses)
+        model.zero_grad()
+        x = torch.randn(batches[-1], 4, 6)
+        private_step(engine, {"x": x}, sine_losses)
+        found = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+        c = engine.max_grad_norm
+    truth = run_oracle(model, {"x": x}, lambda m, batch: sine_losses(m, batch).sum(), max_grad_norm=c).clipped_sums
+    for name, total in truth.items():
+        torch.testing.assert_close(found[name], total, rtol=1e-4, atol=1e-5)
+
+
+def test_an_argument_that_once_had_one_entry_a_sample_is_refused_when_it_no_longer_has():
+    class TakesBias(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.randn(6))
+
+        def forward(self, x, bias):
+            return x * self.scale + bias
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.unit = TakesBias()
+
+        def forward(self, x, bias):
+            return self.unit(x, bias)
+
+    model = Model()
+    with FlashEngine(model, max_grad_norm=1.0):
+        model(torch.randn(3, 6), torch.randn(3, 6))
+        with pytest.raises(UserError, match=r"unit .*\(5, 6\) \(bias\)"):
+            model(torch.randn(2, 6), torch.randn(5, 6))
+
+
+# -- mixing ------------------------------------------------------------------------------------------------------------
+
+
+class Mixing(nn.Module):
+    """Batch normalisation by hand, hidden in different ways."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.gate = how, nn.Parameter(torch.zeros(6) if how == "closed gate" else torch.ones(6))
+        self.opening = 0.0
+
+    def forward(self, x):
+        normal = (x - x.mean(0)) / (x.var(0, correction=0) + 1e-5).sqrt()
+        return {
+            "small": lambda: x * self.gate + 1e-4 * normal,
+            "dropout": lambda: F.dropout(x, 0.5) * self.gate + 0.02 * normal,
+            "dropout after": lambda: F.dropout(x * self.gate + 0.02 * normal, 0.5),
+            "random numbers": lambda: (x + torch.randn_like(x)) * self.gate + 0.02 * normal,
+            "functional": lambda: x * self.gate + 1e-9 * F.batch_norm(x, None, None, training=True),
+            "neighbour": lambda: x * self.gate + 1e-3 * x.roll(1, 0),
+            "cumulative": lambda: x * self.gate + 1e-3 * x.cumsum(0),
+            "largest": lambda: x * self.gate + 1e-3 * x.amax(0),
+        }.get(self.how, lambda: x + self.gate * normal)()
+
+
+HIDDEN = (
+    "small", "dropout", "dropout after", "random numbers", "functional", "neighbour", "cumulative", "largest",
+    "closed gate", "open",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("how", HIDDEN)
+@pytest.mark.parametrize("half", [False, True], ids=["float32", "bfloat16"])
+def test_mixing_is_found_however_it_is_hidden(how, half):
+    model = nn.Sequential(nn.Linear(6, 6), Mixing(how))
+    precision = torch.autocast("cpu", torch.bfloat16, enabled=half)
+    with FlashEngine(model, max_grad_norm=1.0), precision, pytest.raises(UserError, match=r"1 .*mixes samples"):
+        model(torch.randn(5, 6))
+
+
+def test_mixing_that_begins_later_is_found_within_twice_the_calls():
+    class Later(Mixing):
+        def forward(self, x):
+            return x * self.gate + self.opening * x.mean(0)
+
+    model = nn.Sequential(nn.Linear(6, 6), Later("open"))
+    with FlashEngine(model, max_grad_norm=1.0) as engine:
+        for _ in range(5):
+            private_step(engine, {"x": torch.randn(4, 6)}, sine_losses)
+        model[1].opening = 0.5
+        with pytest.raises(UserError, match="mixes samples"):
+            for _ in range(4):
+                private_step(engine, {"x": torch.randn(4, 6)}, sine_losses)
+
+
+class Routed(nn.Module):
+    """A mixture of experts: rows of different samples meet in one product, but do not mix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(6, 3), nn.Parameter(torch.randn(3, 6, 6))
+
+    def forward(self, x):
+        flat = x.reshape(-1, 6)
+        weights, chosen = self.router(flat).softmax(-1).max(-1)
+        output = torch.zeros_like(flat)
+        for expert in range(3):
+            rows = (chosen == expert).nonzero().flatten()
+            output = output.index_add(0, rows, flat[rows] @ self.experts[expert] * weights[rows, None])
+        return output.view(x.shape)
+
+
+@pytest.mark.parametrize("unit", [Routed, lambda: nn.LSTM(6, 6, batch_first=True, dropout=0.5, num_layers=2)])
+def test_units_whose_samples_only_meet_are_not_taken_to_mix(unit):
+    class First(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.unit = unit()
+
+        def forward(self, x):
+            output = self.unit(x)
+            return output[0] if isinstance(output, tuple) else output
+
+    model = nn.Sequential(nn.Linear(6, 6), First())
+    with FlashEngine(model, max_grad_norm=1.0) as engine:
+        for size in (2, 4, 7, 3):
+            private_step(engine, {"x": torch.randn(size, 3, 6)}, sine_losses)
+
+
+# -- state -------------------------------------------------------------------------------------------------------------
+
+
+class RunningMean(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.weight = how, nn.Parameter(torch.ones(6))
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x):
+        new = 0.9 * self.mean + 0.1 * x.detach().reshape(-1, 6).mean(0)
+        if self.training:
+            if self.how == "in place":
+                self.mean.copy_(new)
+            elif self.how == "by a loop":
+                self.mean = self.mean + 0.0 * x.sum().item()
+                self.mean = new
+            else:
+                self.mean = new
+        return x * self.weight - self.mean * 0
+
+
+@pytest.mark.parametrize("how", ["in place", "assigned", "by a loop"])
+def test_a_buffer_made_of_the_samples_is_refused_and_left_as_it_was(how):
+    model = nn.Sequential(nn.Linear(6, 6), RunningMean(how))
+    with FlashEngine(model, max_grad_norm=1.0):
+        with pytest.raises(UserError, match=r"1 .*buffer mean from the samples"):
+            model(torch.randn(4, 6))
+        assert model[1].mean.count_nonzero() == 0
+        model.eval()
+        model(torch.randn(4, 6))
+
+
+def test_buffers_of_a_parametrisation_are_updated_once_a_step():
+    class Centred(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("steps", torch.zeros(()))
+
+        def forward(self, weight):
+            self.steps += 1
+            return weight - weight.mean()
+
+    model = nn.Sequential(nn.Linear(6, 6))
+    parametrize.register_parametrization(model[0], "weight", Centred())
+    before = int(model[0].parametrizations.weight[0].steps)
+    with FlashEngine(model, max_grad_norm=1.0) as engine:
+        private_step(engine, {"x": torch.randn(4, 6)}, sine_losses)
+    assert int(model[0].parametrizations.weight[0].steps) == before + 1  # once a step, not once a sample
+
+
+def test_a_spectral_norm_is_exact_and_takes_one_power_iteration_a_step():
+    model = nn.Sequential(parametrizations.spectral_norm(nn.Linear(6, 5)))
+    state = model[0].parametrizations.weight[0]
+    x = torch.randn(4, 6)
+    state._u.normal_()
+    before = state._u.clone(), state._v.clone()
+    model(x)
+    once = state._u.clone()
+    state._u.copy_(before[0])
+    state._v.copy_(before[1])
+    with FlashEngine(model, max_grad_norm=1.0) as engine:
+        private_step(engine, {"x": x}, sine_losses)
+        torch.testing.assert_close(state._u, once)
+    for _ in range(100):
+        model(x)
+    assert_exact(model, {"x": x}, sine_losses)
+
+
+class Router(nn.Module):
+    """Leaves an auxiliary loss on the module, in different ways."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.weight = how, nn.Parameter(torch.ones(6))
+        self.auxiliary, self.losses, self.box = None, [], Box()
+
+    def forward(self, x):
+        auxiliary = (x * self.weight).square().sum()
+        if self.how.startswith("loop"):
+            auxiliary.item()
+        if self.how.endswith("attribute"):
+            self.auxiliary = auxiliary
+        elif self.how.endswith("list"):
+            self.losses.append(auxiliary)
+        elif self.how.endswith("object"):
+            self.box.loss = auxiliary
+        elif self.how.endswith("number"):
+            self.auxiliary = auxiliary.item()
+        elif self.how.endswith("detached"):
+            self.auxiliary = auxiliary.detach()
+        return x * self.weight
+
+
+class Box:
+    loss = None
+
+
+@pytest.mark.parametrize(
+    "how", ["attribute", "list", "object", "detached", "loop attribute", "loop list", "loop object", "loop number"]
+)
+def test_a_value_of_each_sample_left_on_the_module_is_refused(how):
+    model = nn.Sequential(nn.Linear(6, 6), Router(how))
+    with FlashEngine(model, max_grad_norm=1.0):
+        with pytest.raises(UserError, match=r"1 \(Router\) keeps (auxiliary|losses|box) .*return it from forward"):
+            model(torch.randn(3, 6))
+        assert model[1].auxiliary is None and model[1].losses == [] and model[1].box.loss is None
+
+
+def test_state_that_depends_on_no_sample_is_written_once():
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.calls, self.positions = nn.Parameter(torch.ones(6)), 0, None
+
+        def forward(self, x):
+            self.calls += 1
+            self.positions = torch.arange(x.shape[-1])
+            return x * self.weight + self.positions
+
+    model = nn.Sequential(nn.Linear(6, 6), Counting())
+    with FlashEngine(model, max_grad_norm=1.0) as engine:
+        for steps in (1, 2, 3):
+            private_step(engine, {"x": torch.randn(4, 6)}, sine_losses)
+            assert model[1].calls == steps
+    assert model[1].positions.tolist() == list(range(6))
+
+
+# -- complex numbers ---------------------------------------------------------------------------------------------------
+
+
+class Spectral(nn.Module):
+    def __init__(self, *, trainable: bool = True) -> None:
+        super().__init__()
+        self.linear, self.inner = nn.Linear(6, 6), nn.Module()
+        self.inner.filter = nn.Parameter(torch.randn(4, dtype=torch.complex64), requires_grad=trainable)
+
+    def forward(self, x):
+        return self.linear(torch.fft.irfft(torch.fft.rfft(x) * self.inner.filter, 6))
+
+
+def test_complex_parameters_are_refused_by_name_unless_they_are_frozen():
+    with pytest.raises(UserError, match=r"filter.*complex.*view_as_complex"):
+        FlashEngine(Spectral(), max_grad_norm=1.0)
+    model, batch = Spectral(trainable=False), {"x": torch.randn(3, 6)}
+    truth = run_oracle(model, batch, lambda m, b: sine_losses(m, b).sum(), max_grad_norm=1.0).clipped_sums
+    with FlashEngine(model, max_grad_norm=1.0) as engine:
+        private_step(engine, batch, sine_losses)
+        torch.testing.assert_close(model.linear.weight.grad, truth["linear.weight"])
+        model.zero_grad()
+        model.inner.filter.requires_grad_(True)
+        with pytest.raises(UserError, match="filter"):
+            private_step(engine, {"x": torch.randn(3, 6)}, sine_losses)
+
+
+def test_complex_numbers_made_of_real_parameters_are_exact():
+    class Real(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.filter = nn.Parameter(torch.randn(4, 2))
+
+        def forward(self, x):
+            return torch.fft.irfft(torch.fft.rfft(x) * torch.complex(self.filter[:, 0], self.filter[:, 1]), 6)
+
+    assert_exact(nn.Sequential(nn.Linear(6, 6), Real()), {"x": torch.randn(3, 6)}, sine_losses)
+
+
+# -- checkpoints, caches, frozen roots ---------------------------------------------------------------------------------
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, unit: nn.Module, *, use_reentrant: bool) -> None:
+        super().__init__()
+        self.before, self.unit, self.use_reentrant = nn.Linear(6, 6), unit, use_reentrant
+
+    def forward(self, x):
+        return checkpoint(self._inner, self.before(x), use_reentrant=self.use_reentrant)
+
+    def _inner(self, h):
+        return self.unit(self.unit(h).tanh())
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.inner, self.drop = nn.Parameter(torch.randn(6)), nn.Linear(6, 6), nn.Dropout(0.0)
+
+    def forward(self, x):
+        return self.drop(self.inner(x * self.scale).sin() * self.scale)
+
+
+class Looped(Scaled):
+    def forward(self, x):
+        x.sum().item()  # vmap cannot follow
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("unit", [Scaled, Looped, nn.PReLU])
+def test_units_inside_checkpoints(unit, use_reentrant):
+    model = Checkpointed(unit(), use_reentrant=False)
+    for size in (3, 2):
+        batch = {"x": torch.randn(size, 4, 6)}
+        truth, c = reference(model, batch, sine_losses)  # torch.autograd.grad cannot pass reentrant checkpoints
+        model.zero_grad()
+        model.use_reentrant = use_reentrant
+        with FlashEngine(model, max_grad_norm=c) as engine:
+            for _ in range(2):
+                model.zero_grad()
+                private_step(engine, batch, sine_losses)
+        model.use_reentrant = False
+        assert_agrees(model, batch, sine_losses, engine, truth, c)
+
+
+def test_parametrised_units_inside_parametrize_cached():
+    model = nn.Sequential(parametrizations.weight_norm(nn.Linear(6, 6)), nn.Tanh())
+    twice = nn.Sequential(model[0], nn.Tanh(), model[0])
+
+    def cached_losses(m, batch):
+        with parametrize.cached():
+            return sine_losses(m, batch)
+
+    for _ in range(2):
+        assert_exact(twice, {"x": torch.randn(3, 6)}, cached_losses)
+
+
+class FrozenRoot(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.randn(6), requires_grad=False)
+        self.linear, self.norm = nn.Linear(6, 6), nn.LayerNorm(6)
+
+    def forward(self, x):
+        return self.norm(self.linear(x + self.shift))
+
+
+def test_a_frozen_parameter_of_the_root_leaves_its_layers_to_their_families():
+    model = FrozenRoot()
+    engine = assert_exact(model, {"x": torch.randn(3, 6)}, sine_losses)
+    assert "opaque" not in {row.kind for row in engine.explain()}
+    with FlashEngine(model, max_grad_norm=1.0) as engine:
+        model.shift.requires_grad_(True)
+        with pytest.raises(UserError, match="shift"):
+            private_step(engine, {"x": torch.randn(3, 6)}, sine_losses)
+
+
+def test_attention_with_frozen_projections_still_trains_the_last_one():
+    model = nn.MultiheadAttention(6, 2, batch_first=True)
+    model.in_proj_weight.requires_grad_(False)
+    model.in_proj_bias.requires_grad_(False)
+
+    def losses(m, batch):
+        return m(batch["x"], batch["x"], batch["x"])[0].sin().sum((1, 2))
+
+    assert_exact(model, {"x": torch.randn(3, 4, 6)}, losses)
