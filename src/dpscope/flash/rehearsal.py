@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from dpscope.errors import UserError
 from dpscope.flash.arguments import Leaf, leaves_in, replace_leaves, rows_of, take
+from dpscope.flash.module_state import ModuleState
 
 if TYPE_CHECKING:
     from dpscope.flash.engine import FlashEngine
@@ -393,7 +394,8 @@ _ADVICE = (
 @contextmanager
 def _untouched(model: nn.Module, devices: list[torch.device]) -> Iterator[None]:
     """Random states, buffers and attributes of the model are afterwards what they were before."""
-    attributes = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
+    state_of_modules = ModuleState(model)
+    buffers_of = [(module, dict(module._buffers)) for module in model.modules()]
     buffers = [(each, each._version, each.clone()) for each in model.buffers() if not each.is_inference()]
     numpy = sys.modules.get("numpy")
     numpy_state = numpy.random.get_state() if numpy is not None else None
@@ -405,9 +407,8 @@ def _untouched(model: nn.Module, devices: list[torch.device]) -> Iterator[None]:
         random.setstate(state)
         if numpy is not None:
             numpy.random.set_state(numpy_state)
-        for module, found, own_buffers in attributes:
-            vars(module).clear()
-            vars(module).update(found)
+        state_of_modules.take_changes()
+        for module, own_buffers in buffers_of:
             module._buffers.clear()
             module._buffers.update(own_buffers)
         for buffer, version, value in buffers:

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from dpscope.errors import UserError
-from dpscope.flash.layers.unit_state import Remains
+from dpscope.flash.module_state import Remains
 from dpscope.flash.rehearsal import KEEP_BATCH_FIRST
 
 if TYPE_CHECKING:

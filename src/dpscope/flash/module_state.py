@@ -1,9 +1,9 @@
-"""What a unit keeps between calls besides its parameters: buffers, and attributes of its modules.
+"""What a module keeps between calls besides its parameters: buffers, and attributes of it and its children.
 
-A unit runs once for each sample, and each run has to find the state as it was. What a run leaves behind is taken off
-again and compared between samples. If all leave the same (the singular vectors of a spectral norm, a counter, a cache
-of positions) it depends on no sample and is written to the module once. If not, it is refused: a running mean would go
-out without noise, and an auxiliary loss that is read from the module would be that of one sample.
+A unit without a layer family runs once for each sample, and each run has to find the state as it was. What a run leaves
+behind is taken off again and compared between samples. If all leave the same (the singular vectors of a spectral norm,
+a counter, a cache of positions) it depends on no sample and is written to the module once. If not, it is refused: a
+running mean would go out without noise, and an auxiliary loss read from the module would be that of one sample.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _INTERNAL = frozenset(vars(nn.Module())) | {"forward", "_is_full_backward_hook"}
 _DEPTH = 4  # containers in containers that are looked into
 
 
-class UnitState:
+class ModuleState:
     """The attributes of a module and its children as they are now, and what a run has changed of them."""
 
     def __init__(self, unit: nn.Module) -> None:
