@@ -58,6 +58,7 @@ def make_memory_result(make_result: Callable[..., Any]) -> Callable[..., Any]:
                 "components": components,
             },
             "modules": [{"module": f"blocks.{n}.up", "components": {"activations": (n + 1) * MIB}} for n in range(5)],
+            "tensors": make_tensors(tracked),
             "unattributed": [{"what": "cuBLAS workspaces", "bytes": round(unattributed * MIB)}],
         }
         totals = {"total_allocated_mb": total / MIB, "peak_allocated_mb": total / MIB}
@@ -77,6 +78,28 @@ def make_memory_result(make_result: Callable[..., Any]) -> Callable[..., Any]:
         )
 
     return make
+
+
+def make_tensors(tracked: dict[str, int]) -> dict[str, Any]:
+    """A tensor of each component that has bytes, two halves of the activations, and nothing left."""
+    largest = [
+        {
+            "bytes": count // (2 if component == "activations" else 1),
+            "count": 2 if component == "activations" else 1,
+            "shape": [8, count // 8],
+            "dtype": "float32",
+            "component": component,
+            "module": "blocks.*.up",
+            "phase": "forward",
+            "operator": "aten::addmm",
+            "line": "model.py:12 forward",
+            "by_autograd": component == "gradients",
+        }
+        for component, count in tracked.items()
+        if count
+    ]
+    largest.sort(key=lambda each: -each["bytes"])
+    return {"largest": largest, "rest": {"bytes": 0, "count": 0}}
 
 
 def make_timeline(peak: dict[str, int], points: int = 60) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from dpscope.reports.nsys_text import nsys_section
 from dpscope.reports.settings import all_sizes
 from dpscope.reports.story import tell
 from dpscope.reports.tables import RATES, REPEATS, Row, compare_results, group_by_size, seen_once
+from dpscope.reports.tensors import tensor_section
 from dpscope.reports.trace_text import trace_section
 from dpscope.reports.traffic_text import traffic_section
 from dpscope.reports.words import peak_notes, shorten
@@ -65,6 +66,7 @@ Section = Callable[[Sequence[Row], int], list[RenderableType]]
 SECTIONS: dict[Section, str] = {
     _cost: "",  # of every row
     memory_section: "memory",
+    tensor_section: "memory",
     trace_section: "trace",
     nsys_section: "nsys",
     traffic_section: "ncu",

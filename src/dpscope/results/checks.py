@@ -27,6 +27,8 @@ def conservation_faults(result: Result) -> list[str]:
     parts: dict[str, Any] = memory["peak"]["components"]
     tracked = sum(amount for key, amount in parts.items() if key != "unattributed")
     by_module = sum(sum(row["components"].values()) for row in memory["modules"])
+    tensors = memory["tensors"]
+    by_tensor = sum(each["bytes"] * each["count"] for each in tensors["largest"]) + tensors["rest"]["bytes"]
     explained = sum(item["bytes"] for item in memory["unattributed"])
     breakdown = sum(value for key, value in result.breakdown.items() if key.removesuffix("_mb") in parts)
     drawn = sum(timeline["points"][timeline["peak"]][1:])
@@ -35,6 +37,7 @@ def conservation_faults(result: Result) -> list[str]:
         ("components at the peak and the peak", sum(parts.values()), memory["peak_bytes"]),
         ("tracked components and the tracked peak", tracked, memory["tracked_peak_bytes"]),
         ("modules at the peak and the tracked peak", by_module, memory["tracked_peak_bytes"]),
+        ("tensors at the peak and the tracked peak", by_tensor, memory["tracked_peak_bytes"]),
         ("the timeline's peak and the tracked peak", drawn, memory["tracked_peak_bytes"]),
         ("the timeline's highest point and the tracked peak", highest, memory["tracked_peak_bytes"]),
         ("what explains unattributed and unattributed", explained, parts["unattributed"]),

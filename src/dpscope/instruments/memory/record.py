@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from torch.utils.weak import TensorWeakRef
 
+from dpscope.instruments.memory.code_lines import Line
+
 BEFORE = ""  # the operator of a storage that was there before the step
 ELSEWHERE = "step"  # the phase of what happens outside every phase
 
@@ -22,6 +24,9 @@ class Birth:
     module      path of the module it was made for, as `blocks.3.up`: the one whose forward ran, or, in a backward pass,
                 the one whose forward made the node that ran; empty where there is none
     code        the innermost Python function outside torch that asked for it, as `package.module:function`
+    line        the Python line that asked for it; of what autograd's engine makes, the line of the forward pass that it
+                goes back through, None where there is none
+    by_autograd autograd's engine made it, for that line
     shape       of the tensor it first appeared as
     dtype       likewise, as `float32`
     nbytes      its size at birth
@@ -36,6 +41,8 @@ class Birth:
     dtype: str
     nbytes: int
     recomputed: bool = False
+    line: Line | None = None
+    by_autograd: bool = False
 
 
 class Life:

@@ -15,7 +15,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from types import FrameType
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import TensorWeakRef
 
+from dpscope.instruments.memory.code_lines import Asker, ForwardLines, find_asker
 from dpscope.instruments.memory.module_paths import ModulePaths, in_backward
 from dpscope.instruments.memory.record import BEFORE, BORN, DIED, ELSEWHERE, RELEASED, RESIZED, Birth, Life, Record
 from dpscope.instruments.phases import listening
@@ -31,8 +31,6 @@ from dpscope.results.components import ACTIVATION_HOOKS
 
 Holding = tuple[str, str, Tensor]  # (component, path of the module it belongs to, tensor)
 Step = Callable[[], object]
-
-_NOT_THE_ASKER = ("torch", "dpscope.instruments")  # packages whose frames only pass a request on
 
 
 class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -44,6 +42,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._device = device
         self._holdings = holdings
         self._paths = ModulePaths(model)
+        self._lines = ForwardLines()
         self._indices: dict[int, int] = {}  # address of a live storage -> its life
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._phases: list[str] = []
@@ -79,6 +78,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     life.owner, life.module = component, module
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not in_backward():
+            self._lines.note()
         result = func(*args, **(kwargs or {}))
         name = func._schema.name
         for tensor in _tensors((args, kwargs, result)):
@@ -101,11 +102,15 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _bear(self, storage: torch.UntypedStorage, tensor: Tensor, operator: str) -> int:
         before = operator == BEFORE
+        asker = Asker("", None) if before else find_asker(sys._getframe(1))
+        by_autograd = not before and asker.line is None
         birth = Birth(
             operator=operator,
             phase=self._phases[-1] if self._phases else ELSEWHERE,
             module="" if before else self._paths.current(),
-            code="" if before else _asker(sys._getframe(1)),
+            code=asker.code,
+            line=self._lines.current() if by_autograd else asker.line,
+            by_autograd=by_autograd,
             shape=tuple(tensor.shape),
             dtype=str(tensor.dtype).removeprefix("torch."),
             nbytes=storage.nbytes(),
@@ -201,16 +206,6 @@ def _storages(tensor: Tensor) -> list[torch.UntypedStorage]:
     if tensor.layout == torch.sparse_coo:
         return [tensor._indices().untyped_storage(), tensor._values().untyped_storage()]
     return []
-
-
-def _asker(frame: FrameType | None) -> str:
-    """The innermost function outside torch; comprehensions and lambdas count as the function around them."""
-    while frame is not None:
-        module: str = frame.f_globals.get("__name__", "")
-        if not module.startswith(_NOT_THE_ASKER) and not frame.f_code.co_name.startswith("<"):
-            return f"{module}:{frame.f_code.co_name}"
-        frame = frame.f_back
-    return ""
 
 
 def _recomputing() -> bool:

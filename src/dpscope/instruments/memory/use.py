@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -80,6 +82,24 @@ class MemoryUse:
             listed.append((OTHER, {key: sum(row.get(key, 0) for _, row in rest) for key in self.components}))
         return [{"module": name, "components": {k: v for k, v in row.items() if v}} for name, row in listed]
 
+    def tensors_at_peak(self, limit: int = 30) -> dict[str, Any]:
+        """What was live at the peak: the largest first, alike ones (of several layers) as one; then all that is left.
+
+        `bytes` is the size of one; they and the rest add up to the peak.
+        """
+        groups: dict[tuple[Any, ...], list[Life]] = {}
+        for life, component, nbytes in self.live_at_peak:
+            pattern = re.sub(r"\d+", "*", life.module)
+            birth = life.birth
+            kind = (birth.shape, birth.dtype, birth.phase, birth.operator, birth.line, birth.by_autograd)
+            groups.setdefault((nbytes, component, pattern, *kind), []).append(life)
+        ordered = sorted(groups.items(), key=lambda item: (-item[0][0], -len(item[1])))
+        rest = [(key[0] * len(lives), len(lives)) for key, lives in ordered[limit:]]
+        return {
+            "largest": [_describe(key[0], key[1], key[2], lives) for key, lives in ordered[:limit]],
+            "rest": {"bytes": sum(nbytes for nbytes, _ in rest), "count": sum(count for _, count in rest)},
+        }
+
     def phases(self) -> list[dict[str, Any]]:
         """Stretches of the timeline, innermost phase each: what nests is cut out of what it nests in."""
         marks = [*self.record.marks, (len(self.record.events), ELSEWHERE)]
@@ -117,3 +137,19 @@ class MemoryUse:
             chosen.add(max(events, key=self.totals.__getitem__))
             chosen.add(min(events, key=self.totals.__getitem__))
         return sorted(chosen)
+
+
+def _describe(nbytes: int, component: str, pattern: str, lives: Sequence[Life]) -> dict[str, Any]:
+    birth, modules = lives[0].birth, {life.module for life in lives}
+    return {
+        "bytes": nbytes,
+        "count": len(lives),
+        "shape": list(birth.shape),
+        "dtype": birth.dtype,
+        "component": component,
+        "module": modules.pop() if len(modules) == 1 else pattern,
+        "phase": birth.phase if birth.operator != BEFORE else "",
+        "operator": birth.operator,
+        "line": "" if birth.line is None else str(birth.line),
+        "by_autograd": birth.by_autograd,
+    }

@@ -131,6 +131,7 @@ def _memory(use: MemoryUse, allocator: dict[str, Any]) -> dict[str, Any]:
             "components": components,
         },
         "modules": use.modules_at_peak(),
+        "tensors": use.tensors_at_peak(),
         "unattributed": unattributed,
     }
 

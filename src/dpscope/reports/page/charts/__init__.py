@@ -13,6 +13,7 @@ from dpscope.reports.page.charts.operators import operators
 from dpscope.reports.page.charts.phases import phases
 from dpscope.reports.page.charts.roofline import roofline
 from dpscope.reports.page.charts.scaling import scaling_over_batch, scaling_over_sequence
+from dpscope.reports.page.charts.tensors import tensors_at_peak
 from dpscope.reports.page.charts.time import step_time
 from dpscope.reports.page.charts.tradeoff import tradeoff
 from dpscope.reports.page.charts.traffic import traffic
@@ -30,6 +31,7 @@ CHARTS: tuple[Callable[[Sequence[Row]], Chart | None], ...] = (
     phases,
     operators,
     memory_timeline,
+    tensors_at_peak,
     layers_memory,
     layers_time,
     roofline,

@@ -1,0 +1,111 @@
+"""The line of Python that asked for a tensor: of a forward pass, or of the forward that a backward pass goes through.
+
+Python is not on the stack while autograd's engine runs a node, but the node has a number, and the line that made the
+node was noted in the forward pass.
+"""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+from functools import cache
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+import torch
+
+import dpscope
+
+_PASS_ON = ("torch", "dpscope.instruments")  # packages whose frames only pass a request on
+_ENGINE = ("torch.autograd.graph", "_engine_run_backward")  # the frame below which autograd's engine calls Python
+
+
+class Line(NamedTuple):
+    file: str
+    number: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{shorten_path(self.file)}:{self.number} {self.function}"
+
+
+class Asker(NamedTuple):
+    """Who asked for a tensor. `line` is None where the engine did, on nobody's behalf that is on the stack."""
+
+    code: str  # the innermost function outside torch; comprehensions and lambdas count as the function around them
+    line: Line | None
+
+
+def find_asker(frame: FrameType | None) -> Asker:
+    line, engine = None, False
+    while frame is not None:
+        module: str = frame.f_globals.get("__name__", "")
+        if not _passes_on(module):
+            name = frame.f_code.co_name
+            if line is None and not engine:
+                line = Line(frame.f_code.co_filename, frame.f_lineno, name)
+            if not name.startswith("<"):
+                return Asker(f"{module}:{name}", line)
+        elif (module, frame.f_code.co_name) == _ENGINE:
+            engine = True
+        frame = frame.f_back
+    return Asker("", line)
+
+
+def _passes_on(module: str) -> bool:
+    return any(module == package or module.startswith(f"{package}.") for package in _PASS_ON)
+
+
+class ForwardLines:
+    """Autograd's nodes by number, with the line that made each."""
+
+    def __init__(self) -> None:
+        self._lines: dict[int, Line] = {}
+        self._next = _next_number()  # when it was last looked at
+
+    def note(self) -> None:
+        """To be called in every operator of a forward pass: its node has just been made."""
+        number = _next_number()
+        if number > self._next:
+            line = find_asker(sys._getframe(1)).line
+            if line is not None:
+                self._lines.update(dict.fromkeys(range(self._next, number), line))
+            self._next = number
+
+    def current(self) -> Line | None:
+        """The line whose node the engine runs now; None for nodes that no line made, such as those that add up."""
+        node = torch._C._current_autograd_node()
+        return None if node is None else self._lines.get(node._sequence_nr())
+
+
+def _next_number() -> int:
+    number: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+    return number
+
+
+@cache
+def shorten_path(file: str) -> str:
+    """A path that says nothing of whose machine it was: from the package's folder, or from where one works."""
+    if file.startswith("<"):
+        return file
+    path = Path(file)
+    for base in _bases():
+        if path.is_relative_to(base):
+            return path.relative_to(base).as_posix()
+    return path.name
+
+
+def _bases() -> list[Path]:
+    """Folders that paths are told from; none of them is above the user's home, whose name would be told with it."""
+    installed = [Path(sysconfig.get_path(name)) for name in ("purelib", "platlib", "stdlib", "platstdlib")]
+    others = [Path(dpscope.__file__).parents[1], Path.cwd(), *(Path(entry) for entry in sys.path if entry)]
+    return [base for base in (*installed, *others) if base.is_absolute() and not _tells_home(base)]
+
+
+def _tells_home(base: Path) -> bool:
+    try:
+        home = Path.home()
+    except RuntimeError:  # nobody's
+        return False
+    return base != home and home.is_relative_to(base)
