@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from dpscope.audit.check import check_loop
+    from dpscope.audit.loop import Loop
     from dpscope.comparison import Comparison, compare
     from dpscope.exactness.check import check
     from dpscope.runner.spec import RunSpec, make_sweep
@@ -19,15 +21,28 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Comparison": "dpscope.comparison",
+    "Loop": "dpscope.audit.loop",
     "RunSpec": "dpscope.runner.spec",
     "Workload": "dpscope.workloads.workload",
     "check": "dpscope.exactness.check",
+    "check_loop": "dpscope.audit.check",
     "compare": "dpscope.comparison",
     "make_config": "dpscope.workloads.configs",
     "make_sweep": "dpscope.runner.spec",
 }
 
-__all__ = ["Comparison", "RunSpec", "Workload", "__version__", "check", "compare", "make_config", "make_sweep"]
+__all__ = [
+    "Comparison",
+    "Loop",
+    "RunSpec",
+    "Workload",
+    "__version__",
+    "check",
+    "check_loop",
+    "compare",
+    "make_config",
+    "make_sweep",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -32,6 +32,17 @@ from dpscope.workloads.configs import WorkloadConfig
 )
 @click.option("--max-grad-norm", type=ABOVE_ZERO, help="The middle clip norm [default: half of the samples exceed it].")
 @click.option("--tolerance", type=ABOVE_ZERO, help="Relative error that is exact [default: 1e-5, 1e-9 in fp64].")
+@click.option(
+    "--neighbours/--no-neighbours",
+    default=True,
+    show_default=True,
+    help="Try neighbouring batches, the noise and the accountant, too.",
+)
+@click.option(
+    "--sizes",
+    type=CommaList(int),
+    help="Batch sizes for that [default: those that coincide with another length of the model].",
+)
 @click.option("--seed", type=int, default=0, show_default=True, help="Of weights and data.")
 @click.option("--device", default="auto", show_default=True, help="auto|cpu|cuda.")
 @click.option("--paths", is_flag=True, help="Show which path each parameter's norms take (flash).")
@@ -43,6 +54,8 @@ def command(
     dtype: str,
     max_grad_norm: float | None,
     tolerance: float | None,
+    neighbours: bool,
+    sizes: list[int] | None,
     seed: int,
     device: str,
     paths: bool,
@@ -52,8 +65,9 @@ def command(
     """Hold each method's norms, factors and clipped sums against one sample at a time through plain autograd.
 
     A method takes one noiseless step at each of three clip norms; what it did to the parameters is all that is looked
-    at, so that any method can be put to the test. Exit code 0: every method that ran is exact. 1: one is not, or none
-    ran. 2: wrong usage, or a workload that cannot be checked.
+    at, so that any method can be put to the test. Then its steps on neighbouring batches, its noise and its accountant
+    are tried. Exit code 0: every method that ran is exact and breaches nothing. 1: one is not or does, or none ran.
+    2: wrong usage, or a workload that cannot be checked.
     """
     config = workload_from(options)
     if seq_len is None and (usual := config.resolve_seq_len(None)):
@@ -80,6 +94,8 @@ def command(
             dtype=dtype,
             max_grad_norm=max_grad_norm,
             tolerance=tolerance,
+            neighbours=neighbours,
+            sizes=sizes,
             seed=spec.seed,
             device=spec.device,
             batch_size=spec.batch_size,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -13,6 +14,9 @@ from torch import Tensor
 
 import dpscope
 from dpscope import numbers
+from dpscope.audit.check import check_loop
+from dpscope.audit.trainer import loop_maker
+from dpscope.audit.verdict import Audit
 from dpscope.errors import UserError
 from dpscope.exactness import report
 from dpscope.exactness.faults import Evidence, find_faults
@@ -28,6 +32,7 @@ from dpscope.exactness.reference import (
 from dpscope.exactness.report import Check, MethodCheck, StepErrors
 from dpscope.exactness.subject import Subject, listing, make_subject, narrows
 from dpscope.exactness.updates import take_update
+from dpscope.flash.oracle import cast_batch
 from dpscope.runner.assembly import require_batch_of
 from dpscope.runner.outcome import outcome_of_exception
 from dpscope.trainers.base import TrainerBase
@@ -41,7 +46,7 @@ FORMATS = {"fp32": (torch.float32, 1e-5), "fp64": (torch.float64, 1e-9)}
 # Where a parameter's rounding alone comes near the tolerance (a deep model), this many times it is allowed instead.
 ROUNDINGS = 4
 # Beyond this the samples' gradients are so nearly parallel that an update does not say who contributed what.
-TELLING = 1e3
+MAX_CONDITION = 1e3
 
 
 def check(
@@ -52,6 +57,8 @@ def check(
     dtype: str = "fp32",
     max_grad_norm: float | None = None,
     tolerance: float | None = None,
+    neighbours: bool = True,
+    sizes: Sequence[int] | None = None,
     seed: int = 0,
     device: str = "cpu",
     batch_size: int | None = None,
@@ -62,6 +69,8 @@ def check(
     A method is a name or a trainer class of one's own: `print(dpscope.check(workload, ["flash", MyTrainer]))`.
     `max_grad_norm` replaces the middle one of the three clip norms, which otherwise half of the samples exceed;
     `batch_size` is what the workload's batch must hold, where one knows.
+    `neighbours`: try neighbouring batches, the noise and the accountant too, at batch sizes that coincide with other
+    lengths of the model, or at `sizes`.
     """
     if dtype not in FORMATS:
         raise UserError(f"unknown dtype {dtype!r}: choose one of {', '.join(FORMATS)}")
@@ -98,7 +107,10 @@ def check(
     checks = []
     for method in chosen.values():
         progress(method.name)
-        checks.append(_check_method(method, subject, reference, clip_norms, number_format, limits))
+        found = _check_method(method, subject, reference, clip_norms, number_format, limits)
+        if neighbours and found.steps:
+            found = replace(found, audit=_audit(method, workload, subject, number_format, sizes, progress))
+        checks.append(found)
     return Check(
         workload=name,
         dtype=dtype,
@@ -119,6 +131,22 @@ def check(
         roundings=ROUNDINGS,
         rounding=rounding,
         methods=checks,
+    )
+
+
+def _audit(
+    method: Method,
+    workload: Workload,
+    subject: Subject,
+    dtype: torch.dtype,
+    sizes: Sequence[int] | None,
+    progress: Callable[[str], None],
+) -> Audit:
+    make_loop = loop_maker(method.load(), lambda: subject.fresh(dtype)[0], subject.loss, subject.batch_size)
+    seeds = itertools.count(subject.seed)
+    batches = (cast_batch(workload.batch(seed, subject.device), dtype) for seed in seeds)
+    return check_loop(
+        make_loop, batches, sizes=sizes, seed=subject.seed, progress=lambda what: progress(f"{method.name}: {what}")
     )
 
 
@@ -220,7 +248,7 @@ def _figures(
         fit = fit_factors(reference, update, reference.names)
         told = reference.norms > 0
         ratios = fit.factors[told] / reference.factors(clip_norm)[told]
-        known = fit.condition < TELLING
+        known = fit.condition < MAX_CONDITION
         norm_error = _largest(1 / ratios - 1) if known else None
         steps.append(
             StepErrors(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from dpscope.audit.verdict import Audit, finite
 
 EXACT, NOT_EXACT, SKIPPED, FAILED = "exact", "NOT EXACT", "skipped", "failed"
 
@@ -36,6 +37,7 @@ class MethodCheck:
     faults: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # worth knowing about how it trains this model
     paths: list[dict[str, str]] | None = None
+    audit: Audit | None = None  # neighbours, noise and accounting, if they were asked for and the method ran
 
     @property
     def worst(self) -> StepErrors:
@@ -69,9 +71,14 @@ class Check:
 
     @property
     def ok(self) -> bool:
-        """Some method ran, every one that ran is exact, and the workload allows it."""
+        """Some method ran, every one that ran is exact and breaches nothing, and the workload allows it."""
         ran = [method for method in self.methods if method.verdict != SKIPPED]
-        return bool(ran) and not self.faults and all(method.verdict == EXACT for method in ran)
+        breached = any(audit.breached for audit in self.audits.values())
+        return bool(ran) and not self.faults and not breached and all(method.verdict == EXACT for method in ran)
+
+    @property
+    def audits(self) -> dict[str, Audit]:
+        return {method.method: method.audit for method in self.methods if method.audit}
 
     def __str__(self) -> str:
         from dpscope.exactness.text import describe
@@ -84,12 +91,4 @@ class Check:
 
     def to_json(self) -> str:
         """JSON knows neither inf nor NaN: an error that is not a number is written as null."""
-        return json.dumps(_finite(self.to_dict()), indent=2, allow_nan=False) + "\n"
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return json.dumps(finite(self.to_dict()), indent=2, allow_nan=False) + "\n"

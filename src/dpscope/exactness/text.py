@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from dpscope.audit.text import audit_sentences, audit_table, conclusion
 from dpscope.exactness.report import EXACT, SKIPPED, Check, MethodCheck
 from dpscope.units import MISSING
 
@@ -26,7 +27,12 @@ def describe(check: Check, *, paths: bool = False) -> RenderableType:
     for method in check.methods:
         if method.paths:
             parts += ["", _path_table(method) if paths else Text(_path_summary(method), style="dim")]
-    return Group(*parts, "", Text(_verdict(check), style="bold"))
+    parts += ["", Text(_verdict(check), style="bold")]
+    if audits := check.audits:
+        sentences = list(audit_sentences(audits))
+        parts += ["", audit_table(audits), *([""] if sentences else []), *map(Text, sentences)]
+        parts += ["", Text(conclusion(audits), style="bold")]
+    return Group(*parts)
 
 
 def _headline(check: Check) -> Iterator[str]:

@@ -8,14 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dpscope.audit.trainer import LEARNING_RATE
 from dpscope.errors import UserError
 from dpscope.exactness.reference import Tensors
 from dpscope.exactness.subject import Subject
 from dpscope.trainers.base import TrainerBase, TrainerSettings
-
-# With a step this large the parameters' own size is lost in the rounding, and not the other way round. A power of two,
-# so that nothing else is.
-LEARNING_RATE = 2.0**40
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,114 @@
+"""The accountant: does it count every step that is taken, empty batches too, at the right rate and noise?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from dpscope.audit.loop import CouldNotStep, RunningLoop, Stage
+from dpscope.audit.samples import Samples
+from dpscope.audit.verdict import Finding, conclude
+
+DELTA = 1e-5
+SAME = 1e-6  # relative: epsilons of the same accountant on the same history
+TIGHTER = 0.99  # of the tightest known epsilon: nobody can truthfully say less
+
+
+@dataclass
+class AccountingTest:
+    stage: Stage
+    samples: Samples
+    clip_norm: float
+    noise_multiplier: float
+    sizes: tuple[int, ...] = (3, 0, 1, 0, 2, 1)  # as Poisson sampling may give them
+    progress: Callable[[str], None] = lambda _: None
+    untried: list[str] = field(default_factory=list)
+
+    def run(self) -> Finding:
+        self.progress("the accountant")
+        try:
+            run, taken = self._take(self.sizes)
+        except CouldNotStep as error:
+            return conclude([], 0, "steps", untried=[str(error)])
+        if run.loop.accountant is None:
+            return conclude([], 0, "steps", untried=["it keeps no accountant that can be asked"])
+        try:
+            history = _history(run.loop.accountant)
+        except (AttributeError, TypeError, ValueError):
+            why = "the accountant has no history of (noise multiplier, sample rate, steps)"
+            return conclude([], 0, "steps", untried=[why])
+        faults = [*self._counts(history, taken), *self._entries(history, run)]
+        if not faults:
+            faults = list(self._epsilon(run, history, sum(taken.values())))
+        figures = {"steps_taken": float(sum(taken.values())), "steps_counted": float(sum(n for *_, n in history))}
+        return conclude(faults, sum(taken.values()), "steps", untried=self.untried, figures=figures)
+
+    def _take(self, sizes: tuple[int, ...]) -> tuple[RunningLoop, dict[str, int]]:
+        """Steps taken, by kind. A loop that refuses empty batches is tried without them."""
+        run = self.stage.loop(max_grad_norm=self.clip_norm, noise_multiplier=self.noise_multiplier)
+        ordinary = self.samples.ordinary
+        for size in sizes if run.loop.accountant is not None else ():
+            try:
+                run.step(self.samples.batch([ordinary[k % len(ordinary)] for k in range(size)]))
+            except CouldNotStep as error:
+                if size:
+                    raise
+                self.untried.append(f"an empty batch: {error}")
+                return self._take(tuple(size for size in sizes if size))
+        return run, {"empty": sizes.count(0), "other": len(sizes) - sizes.count(0)}
+
+    def _counts(self, history: list[tuple[float, float, int]], taken: dict[str, int]) -> Iterator[str]:
+        counted, steps = sum(n for *_, n in history), sum(taken.values())
+        if counted == steps:
+            return
+        why = ""
+        if taken["empty"] and counted == taken["other"]:
+            why = (
+                ": empty batches are not counted, though each is a draw from the data and moves the parameters by noise"
+            )
+        yield f"the accountant has counted {counted} steps where {steps} were taken{why}"
+
+    def _entries(self, history: list[tuple[float, float, int]], run: RunningLoop) -> Iterator[str]:
+        wanted = run.loop.sample_rate
+        for noise_multiplier, sample_rate, steps in history:
+            if abs(noise_multiplier - self.noise_multiplier) > SAME * self.noise_multiplier:
+                yield (
+                    f"the accountant was told a noise multiplier of {noise_multiplier:g} for {steps} steps, where "
+                    f"{self.noise_multiplier:g} was asked for"
+                )
+            if wanted is not None and abs(sample_rate - wanted) > SAME * wanted:
+                yield (
+                    f"the accountant was told a sample rate of {sample_rate:g} for {steps} steps, where batches are "
+                    f"drawn at {wanted:g}"
+                )
+        if wanted is None:
+            self.untried.append("the sample rate: the loop does not say at which rate its batches are drawn")
+
+    def _epsilon(self, run: RunningLoop, history: list[tuple[float, float, int]], steps: int) -> Iterator[str]:
+        accountant = run.loop.accountant
+        if not hasattr(accountant, "get_epsilon"):
+            self.untried.append("epsilon: the accountant has no get_epsilon(delta)")
+            return
+        from opacus.accountants import create_accountant
+
+        mechanism = accountant.mechanism() if hasattr(accountant, "mechanism") else None
+        known = mechanism if mechanism in ("rdp", "prv", "gdp") else None
+        reference = create_accountant(known or "prv")
+        reference.history = [(self.noise_multiplier, run.loop.sample_rate or history[0][1], steps)]
+        said, right = float(accountant.get_epsilon(delta=DELTA)), float(reference.get_epsilon(delta=DELTA))
+        wrong = abs(said - right) > SAME * right if known else said < TIGHTER * right
+        if wrong:
+            yield (
+                f"after {steps} steps the accountant says ε = {said:.4g} at δ = {DELTA:g}; Opacus's {known or 'prv'} "
+                f"accountant says {right:.4g}"
+            )
+
+
+def _history(accountant: Any) -> list[tuple[float, float, int]]:
+    """Steps by (noise multiplier, sample rate)."""
+    steps: dict[tuple[float, float], int] = {}
+    for noise_multiplier, sample_rate, count in accountant.history:
+        key = (float(noise_multiplier), float(sample_rate))
+        steps[key] = steps.get(key, 0) + int(count)
+    return [(*key, count) for key, count in steps.items()]

@@ -1,0 +1,48 @@
+"""The audit itself: a loop, samples, and the three tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from dpscope.audit.accounting import AccountingTest
+from dpscope.audit.loop import Batch, CouldNotStep, MakeLoop, Stage
+from dpscope.audit.neighbours import NeighbourTest
+from dpscope.audit.noise import NoiseTest
+from dpscope.audit.norms import UNCLIPPED, sample_norms, usual_clip_norm
+from dpscope.audit.samples import Samples
+from dpscope.audit.sizes import sizes_to_try
+from dpscope.audit.verdict import NOT_TRIED, Audit, Finding
+
+
+def check_loop(
+    make_loop: MakeLoop,
+    batches: Iterable[Batch],
+    *,
+    noise_multiplier: float = 1.0,
+    max_grad_norm: float | None = None,
+    sizes: Sequence[int] | None = None,
+    seed: int = 0,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Audit:
+    """Try neighbouring batches, the noise and the accountant of a training loop, whatever it is made of.
+
+    `make_loop(noise_multiplier=…, max_grad_norm=…, seed=…)` gives a new `dpscope.Loop`; it is called some ten times,
+    and each loop starts from the parameters of the first. `batches` are where samples are taken from: tensors, or lists
+    and dictionaries of them, whose first dimension is the sample. Clip norms are chosen by the samples' norms, and
+    `max_grad_norm` is tried as well; `sizes` replaces the batch sizes that coincide with other lengths of the model.
+    """
+    stage, samples = Stage(make_loop, seed), Samples(batches)
+    try:
+        progress("norms of single samples")
+        unclipped = stage.loop(max_grad_norm=UNCLIPPED)
+        norms = sample_norms(unclipped, samples)
+        chosen = sizes_to_try(unclipped, samples) if sizes is None else sizes
+    except CouldNotStep as error:
+        return Audit(*(Finding(NOT_TRIED, untried=[f"a step on one sample: {error}"]) for _ in range(3)))
+    clip_norm = max_grad_norm or usual_clip_norm(norms, samples)
+    batch_size = min(4, len(samples.ordinary))
+    return Audit(
+        neighbours=NeighbourTest(stage, samples, norms, chosen, max_grad_norm, progress).run(),
+        noise=NoiseTest(stage, samples, clip_norm, noise_multiplier, batch_size, progress).run(),
+        accounting=AccountingTest(stage, samples, clip_norm, noise_multiplier, progress=progress).run(),
+    )

@@ -1,0 +1,167 @@
+"""A private training loop as an audit drives it: one step on a batch of our choice, read off the parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from dpscope.errors import UserError
+
+Batch = Any
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loop:
+    """A model, and a function that does one private step on a batch, with plain SGD:
+
+        p ← p − scale · (Σ_b c_b v_b + σC·z)        scale = learning rate / expected batch size
+
+    accountant    Opacus's, or anything whose `history` is [(noise multiplier, sample rate, steps), …]; where it has
+                  `get_epsilon(delta)`, that is tried too
+    sample_rate   what the accountant should be told
+    save, resume  give what a checkpoint holds, and take it in a new loop
+    """
+
+    model: nn.Module
+    step: Callable[[Batch], object]
+    scale: float
+    accountant: Any = None
+    sample_rate: float | None = None
+    save: Callable[[], Any] | None = None
+    resume: Callable[[Any], object] | None = None
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.scale) and self.scale > 0):
+            raise UserError(
+                f"Loop(scale=…) is the learning rate / the expected batch size, above 0, not {self.scale!r}"
+            )
+
+
+class MakeLoop(Protocol):
+    def __call__(self, *, noise_multiplier: float, max_grad_norm: float, seed: int) -> Loop: ...
+
+
+class CouldNotStep(Exception):
+    """The loop raised an error of its own, which is said in a sentence."""
+
+
+@dataclass(frozen=True)
+class Observed:
+    """One step: what it added up, and buffers that it changed. float64, on the CPU."""
+
+    sums: Tensors
+    buffers: Tensors
+
+    def distance(self, other: Observed) -> float:
+        """‖Σ − Σ'‖ over all parameters; infinite where either is not finite."""
+        square = sum(float((self.sums[name] - other.sums[name]).square().sum()) for name in self.sums)
+        return math.sqrt(square) if math.isfinite(square) else math.inf
+
+    @property
+    def norm(self) -> float:
+        square = sum(float(total.square().sum()) for total in self.sums.values())
+        return math.sqrt(square) if math.isfinite(square) else math.inf
+
+
+class Stage:
+    """Makes loops that all start from the same parameters: those of the first one."""
+
+    def __init__(self, make_loop: MakeLoop, seed: int) -> None:
+        self.make_loop = make_loop
+        self.seed = seed
+        self.made = 0
+        self.start: Tensors = {}
+        self.start_buffers: Tensors = {}
+        self.trainable: list[str] = []
+
+    def loop(self, *, max_grad_norm: float, noise_multiplier: float = 0.0) -> RunningLoop:
+        return RunningLoop(self, max_grad_norm, noise_multiplier)
+
+    def make(self, max_grad_norm: float, noise_multiplier: float) -> Loop:
+        """A new loop with a seed of its own."""
+        self.made += 1
+        seed = self.seed + self.made
+        torch.manual_seed(seed)
+        with _their_errors():
+            loop = self.make_loop(noise_multiplier=noise_multiplier, max_grad_norm=max_grad_norm, seed=seed)
+        if not isinstance(loop, Loop):
+            raise UserError(f"make_loop has to return a dpscope.Loop, not {type(loop).__name__}")
+        if not self.start:
+            self.start = {name: p.detach().clone() for name, p in loop.model.named_parameters()}
+            self.start_buffers = {name: b.detach().clone() for name, b in loop.model.named_buffers()}
+            self.trainable = [name for name, p in loop.model.named_parameters() if p.requires_grad]
+        return loop
+
+    def rounding(self, scale: float) -> float:
+        """What an update loses by being added to the parameters: a norm, in the unit of the sums."""
+        square = sum(
+            (float(p.double().norm()) * torch.finfo(p.dtype).eps) ** 2
+            for p in self.start.values()
+            if p.is_floating_point()
+        )
+        return math.sqrt(square) / scale
+
+
+class RunningLoop:
+    """A loop whose parameters are put back after every step; whatever else it keeps, it keeps.
+
+    After a step that raised an error a new loop takes its place: nobody knows what the error has left behind.
+    """
+
+    def __init__(self, stage: Stage, max_grad_norm: float, noise_multiplier: float) -> None:
+        self.stage = stage
+        self.max_grad_norm, self.noise_multiplier = max_grad_norm, noise_multiplier
+        self.loop = stage.make(max_grad_norm, noise_multiplier)
+
+    def step(self, batch: Batch) -> Observed:
+        self._restore()
+        try:
+            with _their_errors():
+                self.loop.step(batch)
+            start = self.stage.start
+            sums = {
+                name: (start[name].to("cpu", torch.float64) - p.detach().to("cpu", torch.float64)) / self.loop.scale
+                for name, p in self.loop.model.named_parameters()
+                if p.is_floating_point()
+            }
+            return Observed(sums, self._changed_buffers())
+        except CouldNotStep:
+            self.loop = self.stage.make(self.max_grad_norm, self.noise_multiplier)
+            raise
+
+    @torch.no_grad()
+    def _restore(self) -> None:
+        for name, p in self.loop.model.named_parameters():
+            if name not in self.stage.start or self.stage.start[name].shape != p.shape:
+                raise UserError(f"make_loop has to return the same model every time, but {name} is not in the first")
+            p.copy_(self.stage.start[name])
+        for name, b in self.loop.model.named_buffers():
+            if name in self.stage.start_buffers and self.stage.start_buffers[name].shape == b.shape:
+                b.copy_(self.stage.start_buffers[name])
+
+    def _changed_buffers(self) -> Tensors:
+        start = self.stage.start_buffers
+        return {
+            name: b.detach().to("cpu", torch.float64)
+            for name, b in self.loop.model.named_buffers()
+            if name not in start or not torch.equal(b, start[name])
+        }
+
+
+@contextmanager
+def _their_errors() -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise CouldNotStep("out of GPU memory") from None
+    except Exception as error:
+        said = " ".join(str(error).split()) or "no message"
+        name = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+        raise CouldNotStep(f"{name}{said[:300]}") from error

@@ -1,0 +1,230 @@
+"""Batches that differ in one sample: how far does the noiseless sum move?
+
+With every sample's share of the sum at most C in norm, removing a sample moves it by at most C and replacing one by at
+most 2C, whatever the other samples are. All privacy accounting rests on this and on nothing else of the gradient.
+
+A batch is moved three ways, each on one loop that lives through all of its batches, as in training:
+
+    copies     one sample B times, C a little above its norm: what a neighbour does to the others adds up B − 1 times
+    clipped    ordinary samples in batches of telling sizes, C far below their norms: all that counts is directions
+    mixed      ordinary samples, C between their norms
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from dpscope.audit.loop import CouldNotStep, Observed, RunningLoop, Stage
+from dpscope.audit.norms import UNCLIPPED
+from dpscope.audit.samples import Samples
+from dpscope.audit.tracing import where_others_moved
+from dpscope.audit.verdict import Finding, conclude
+
+REPLACED, REMOVED = "replacing", "removing"
+BOUNDS = {REPLACED: 2.0, REMOVED: 1.0}  # of C
+SLACK = 1e-3  # relative: what rounding may add
+COPIES = 6
+VANISHING = 1e-2  # of the usual norm: a gradient below it may be nothing but rounding
+ROUNDING = 0.05  # of C: beyond it, nothing can be read off the parameters
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A batch, its neighbour, and by how much the sum moved."""
+
+    change: str  # replacing, removing
+    batch: tuple[int, ...]
+    position: int  # of the sample that was replaced or removed
+    other: int | None  # which sample took its place
+    clip_norm: float
+    moved: float  # in C
+    limit: float  # in C
+    buffers: tuple[str, ...] = ()  # that are not the same afterwards
+
+    @property
+    def share(self) -> float:
+        return self.moved / self.limit
+
+    @property
+    def neighbour(self) -> list[int]:
+        kept = list(self.batch)
+        kept[self.position : self.position + 1] = [] if self.other is None else [self.other]
+        return kept
+
+
+@dataclass
+class NeighbourTest:
+    """Runs the trials and gathers what they gave."""
+
+    stage: Stage
+    samples: Samples
+    norms: dict[int, float]  # of samples by themselves
+    sizes: Sequence[int]
+    clip_norm: float | None = None  # one more to try
+    progress: Callable[[str], None] = lambda _: None
+    trials: list[Trial] = field(default_factory=list)
+    untried: dict[str, list[str]] = field(default_factory=dict)  # why -> what
+    drifts: list[str] = field(default_factory=list)
+
+    def run(self) -> Finding:
+        usable = [index for index in self.samples.ordinary if self.norms.get(index)]
+        if not usable:
+            why = "no sample has a finite gradient that is not zero, so that nothing moves"
+            return conclude([], 0, "trials", untried=[why])
+        self._copies(usable)
+        self._sizes(usable)
+        worst = max(self.trials, key=lambda trial: trial.share, default=None)
+        figures = {} if worst is None else {"largest_move_of_allowed": worst.share}
+        untried = [f"{', '.join(what)}: {why}" for why, what in self.untried.items()]
+        return conclude(self._faults(), len(self.trials), "trials", untried=untried, figures=figures)
+
+    # -- batches -------------------------------------------------------------------------------------------------------
+
+    def _copies(self, usable: list[int]) -> None:
+        """Each base repeated, C just above its norm in that company."""
+        extremes = [index for index in self.samples.extremes.values() if self.norms.get(index)]
+        bases = [usable[0], *extremes]
+        others = [usable[-1], *(index for index in self.samples.extremes.values() if index in self.norms)]
+        usual = statistics.median(self.norms[index] for index in usable)
+        unclipped = self.stage.loop(max_grad_norm=UNCLIPPED)
+        for base in bases:
+            self.progress(f"neighbours of {COPIES} copies")
+            batch = [base] * COPIES
+            try:
+                norm = unclipped.step(self.samples.batch(batch)).norm / COPIES
+            except CouldNotStep as error:
+                self._give_up(f"batches of {COPIES}", str(error))
+                return
+            if math.isfinite(norm):
+                clip_norm = 1.05 * max(norm, VANISHING * usual)
+                position = len(self.trials) % COPIES
+                self._around(self.stage.loop(max_grad_norm=clip_norm), clip_norm, batch, position, others)
+
+    def _sizes(self, usable: list[int]) -> None:
+        known = [self.norms[index] for index in usable]
+        low, middle = min(known) / 100, statistics.median(known)
+        own = [] if self.clip_norm is None else [(self.clip_norm, (4,))]
+        for clip_norm, sizes in [(low, (4, *self.sizes, 1)), (middle, (3, 1, 4)), *own]:
+            self._sequence(clip_norm, list(dict.fromkeys(sizes)), usable)
+
+    def _sequence(self, clip_norm: float, sizes: list[int], usable: list[int]) -> None:
+        """Batches of these sizes on one loop, as Poisson sampling gives them; then the first one again."""
+        loop = self.stage.loop(max_grad_norm=clip_norm)
+        extremes = list(self.samples.extremes.values())
+        first: tuple[list[int], Observed] | None = None
+        for turn, size in enumerate(sizes):
+            self.progress(f"neighbours in batches of {size}")
+            batch = [usable[(turn + k) % len(usable)] for k in range(size)]
+            # A sample that is in the batch already, one that is not, and an extreme one: in turn.
+            others = [batch[0], usable[(turn + size) % len(usable)], *extremes][turn % 3 :: 3][:1]
+            base = self._around(loop, clip_norm, batch, [0, size - 1][turn % 2], others)
+            if base is not None and first is None:
+                first = (batch, base)
+        if first is None:
+            return
+        try:
+            again = loop.step(self.samples.batch(first[0]))
+        except CouldNotStep:
+            return
+        drift = again.distance(first[1]) / clip_norm
+        if drift > SLACK * len(first[0]) + self._rounding(loop, clip_norm):
+            self.drifts.append(
+                f"the same batch without noise gives another sum after other batches (by {drift:.3g} C): "
+                "something of one step is carried into the next, so that a sample counts in steps it is not in"
+            )
+
+    # -- trials --------------------------------------------------------------------------------------------------------
+
+    def _around(
+        self, loop: RunningLoop, clip_norm: float, batch: list[int], position: int, others: Sequence[int]
+    ) -> Observed | None:
+        """The batch, then its neighbours: others in the place of one sample, and without it."""
+        rounding = self._rounding(loop, clip_norm)
+        if rounding > ROUNDING:
+            lost = (
+                "updates are lost in the rounding of the parameters: take a larger learning rate, and so a larger scale"
+            )
+            self._give_up(f"clipping at {clip_norm:.3g}", lost)
+            return None
+        base = self._try(loop, batch)
+        if base is None:
+            return None
+        changes: list[tuple[str, int | None]] = [(REPLACED, other) for other in others if other != batch[position]]
+        for change, other in [*changes, (REMOVED, None)]:
+            trial = Trial(change, tuple(batch), position, other, clip_norm, 0.0, 1.0)
+            neighbour = self._try(loop, trial.neighbour)
+            if neighbour is not None:
+                limit = BOUNDS[change] * (1 + SLACK) + rounding
+                moved = neighbour.distance(base) / clip_norm
+                buffers = tuple(_different_buffers(base, neighbour))
+                self.trials.append(Trial(change, tuple(batch), position, other, clip_norm, moved, limit, buffers))
+        return base
+
+    def _rounding(self, loop: RunningLoop, clip_norm: float) -> float:
+        return self.stage.rounding(loop.loop.scale) / clip_norm
+
+    def _try(self, loop: RunningLoop, batch: list[int]) -> Observed | None:
+        try:
+            return loop.step(self.samples.batch(batch))
+        except CouldNotStep as error:
+            self._give_up(f"batches of {len(batch)}" if batch else "an empty batch", str(error))
+            return None
+
+    def _give_up(self, what: str, why: str) -> None:
+        reasons = self.untried.setdefault(why, [])
+        if what not in reasons:
+            reasons.append(what)
+
+    # -- what was found ------------------------------------------------------------------------------------------------
+
+    def _faults(self) -> list[str]:
+        faults = self.drifts[:1]
+        beyond = [trial for trial in self.trials if not trial.moved <= trial.limit]
+        if beyond:
+            faults.append(self._sentence(max(beyond, key=lambda trial: trial.share), len(beyond)))
+            faults += self._culprit(beyond)
+        if leaking := next((trial for trial in self.trials if trial.buffers), None):
+            faults.append(
+                f"{', '.join(leaking.buffers[:3])}, no parameter, changes with a single sample, and no noise is added"
+            )
+        return faults
+
+    def _sentence(self, worst: Trial, count: int) -> str:
+        size, bound = len(worst.batch), BOUNDS[worst.change]
+        kind = f"one of {size} samples" if size > 1 else "the only sample"
+        if size > 1 and len(set(worst.batch)) == 1:
+            kind = f"one of {size} copies of a sample"
+        by = "" if worst.other is None else f" by {self._name(worst.other)}"
+        moved = "is no longer finite" if math.isinf(worst.moved) else f"moves by {worst.moved:.3g} C"
+        return (
+            f"{worst.change} {kind}{by}, the noiseless sum {moved}, where clipping at C allows {bound:g} C (C = "
+            f"{worst.clip_norm:.3g}; {count} of {len(self.trials)} trials are beyond their bound)"
+        )
+
+    def _name(self, index: int) -> str:
+        return next((name for name, i in self.samples.extremes.items() if i == index), "another")
+
+    def _culprit(self, beyond: list[Trial]) -> Iterator[str]:
+        """Where the rows of other samples moved: found by replacing, so that rows stay in their places."""
+        replaced = [trial for trial in beyond if trial.other is not None and len(trial.batch) > 1]
+        if not replaced:
+            if len({trial.change for trial in self.trials}) > 1:
+                yield "replacing a sample stays within its bound: does the sum depend on the batch's own size?"
+            return
+        trial = max(replaced, key=lambda trial: trial.share)
+        loop = self.stage.loop(max_grad_norm=trial.clip_norm)
+        batches = self.samples.batch(trial.batch), self.samples.batch(trial.neighbour)
+        yield where_others_moved(loop, *batches, trial.position, len(trial.batch))
+
+
+def _different_buffers(base: Observed, neighbour: Observed) -> list[str]:
+    both = base.buffers.keys() & neighbour.buffers.keys()
+    return sorted(
+        name
+        for name in both
+        if base.buffers[name].shape == neighbour.buffers[name].shape
+        and not base.buffers[name].allclose(neighbour.buffers[name], rtol=1e-5, equal_nan=True)
+    )

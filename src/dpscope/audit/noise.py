@@ -1,0 +1,129 @@
+"""The noise of a loop: what steps with noise add to those without, along a run, in resumed runs and in another."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from dpscope.audit.loop import CouldNotStep, Observed, RunningLoop, Stage
+from dpscope.audit.normality import VALUES, NoisyStep, find_faults
+from dpscope.audit.samples import Samples
+from dpscope.audit.verdict import Finding, conclude
+
+STEPS, MOST_STEPS = 8, VALUES
+ROUNDING = 0.02  # of σC, in each value: beyond it, noise cannot be read off the parameters
+
+
+@dataclass
+class NoiseTest:
+    stage: Stage
+    samples: Samples
+    clip_norm: float
+    noise_multiplier: float
+    batch_size: int
+    progress: Callable[[str], None] = lambda _: None
+    untried: list[str] = field(default_factory=list)
+    without: dict[int, Observed] = field(default_factory=dict)  # by batch size: the noiseless step
+    steps: list[NoisyStep] = field(default_factory=list)
+
+    def run(self) -> Finding:
+        try:
+            self._noiseless_steps()
+            self._noisy_steps()
+        except CouldNotStep as error:
+            return conclude([], 0, "steps", untried=[str(error)])
+        if rounding := self._rounding():
+            return conclude([], 0, "steps", untried=[rounding])
+        faults = find_faults(self.steps)
+        deviation = math.sqrt(sum(step.variance for step in self.steps) / len(self.steps))
+        figures = {"standard_deviation_over_sigma_c": deviation}
+        return conclude(faults, len(self.steps), "steps", untried=self.untried, figures=figures)
+
+    def _noiseless_steps(self) -> None:
+        self.progress("steps without noise")
+        loop = self.stage.loop(max_grad_norm=self.clip_norm)
+        for size in dict.fromkeys((self.batch_size, 1)):
+            self.without[size] = loop.step(self._batch(size))
+        try:
+            self.without[0] = loop.step(self._batch(0))
+        except CouldNotStep as error:
+            self.untried.append(f"an empty batch: {error}")
+
+    def _noisy_steps(self) -> None:
+        """A run of steps; runs resumed from a checkpoint in its middle; and a run of another seed."""
+        count = self._number_of_steps()
+        run, saved = self._new_run(), None
+        for index in range(count):
+            self.progress(f"noise, step {index + 1} of {count}")
+            sizes = [*self.without, 1, 1]
+            self._draw(run, f"step {index + 1}", sizes[index % len(sizes)])
+            if index + 1 == count // 2:
+                saved = self._save(run)
+        for number, resumed in enumerate(self._resumed(saved), 1):
+            for index in (1, 2):
+                self._draw(resumed, f"step {count // 2 + index} after resuming ({number})", 1)
+        self._draw(self._new_run(), "step 1 of a run with another seed", 1)
+
+    def _number_of_steps(self) -> int:
+        """So many that every parameter shows at least `VALUES` values."""
+        smallest = min(self.stage.start[name].numel() for name in self.stage.trainable)
+        return min(MOST_STEPS, max(STEPS, math.ceil(VALUES / max(1, smallest))))
+
+    def _new_run(self) -> RunningLoop:
+        return self.stage.loop(max_grad_norm=self.clip_norm, noise_multiplier=self.noise_multiplier)
+
+    def _save(self, run: RunningLoop) -> tuple[Any] | None:
+        if run.loop.save is None:
+            self.untried.append("resumed runs: the loop does not say how to save and resume")
+            return None
+        try:
+            return (run.loop.save(),)
+        except Exception as error:
+            self.untried.append(f"resumed runs: saving failed ({type(error).__name__}: {error})")
+            return None
+
+    def _resumed(self, saved: tuple[Any] | None) -> list[RunningLoop]:
+        """Two runs that go on from the same checkpoint."""
+        runs = []
+        for _ in range(2 if saved else 0):
+            run = self._new_run()
+            assert saved is not None
+            if run.loop.resume is None:
+                self.untried.append("resumed runs: the loop does not say how to resume")
+                return []
+            try:
+                run.loop.resume(saved[0])
+            except Exception as error:
+                self.untried.append(f"resumed runs: resuming failed ({type(error).__name__}: {error})")
+                return []
+            runs.append(run)
+        return runs
+
+    def _draw(self, run: RunningLoop, label: str, size: int) -> None:
+        noisy, quiet = run.step(self._batch(size)), self.without[size]
+        unit = self.noise_multiplier * self.clip_norm
+        noise = {name: (noisy.sums[name] - quiet.sums[name]) / unit for name in self.stage.trainable}
+        self.steps.append(NoisyStep.of(label, size, {n: z for n, z in noise.items() if self._trains(n, z)}))
+
+    def _trains(self, name: str, noise: Tensor) -> bool:
+        """A parameter that no sample moves has nothing to hide: it may do without noise."""
+        return bool(noise.any()) or any(bool(step.sums[name].any()) for step in self.without.values())
+
+    def _batch(self, size: int) -> Any:
+        ordinary = self.samples.ordinary
+        return self.samples.batch([ordinary[k % len(ordinary)] for k in range(size)])
+
+    def _rounding(self) -> str | None:
+        scale = self._new_run().loop.scale
+        values = sum(p.numel() for p in self.stage.start.values())
+        lost = self.stage.rounding(scale) / math.sqrt(values) / (self.noise_multiplier * self.clip_norm)
+        if lost <= ROUNDING:
+            return None
+        return (
+            f"noise is lost in the rounding of the parameters ({lost:.2g} of σC): a larger scale, that is, a larger "
+            "learning rate, is needed"
+        )

@@ -1,0 +1,113 @@
+"""Samples to make batches of: those of the batches given, and some made to hurt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpscope.errors import UserError
+from dpscope.flash.oracle import batch_size_of, map_tensors
+
+Batch = Any
+LARGE = 100.0  # how many times larger than an ordinary sample a large one is
+
+
+def _zeros(row: Tensor, others: Tensor) -> Tensor:
+    return torch.zeros_like(row)
+
+
+def _large(row: Tensor, others: Tensor) -> Tensor:
+    return row * LARGE if row.is_floating_point() else row
+
+
+def _full(row: Tensor, others: Tensor) -> Tensor:
+    """The largest value met, everywhere: a mask of ones, a sentence of one word."""
+    return others.amax().expand_as(row).clone() if not row.is_floating_point() else row
+
+
+def _short(row: Tensor, others: Tensor) -> Tensor:
+    """All but the first position takes the smallest value met: a mask of one, padding."""
+    if row.dim() == 0:
+        return row
+    short = row.clone()
+    short[1:] = 0 if row.is_floating_point() else others.amin()
+    return short
+
+
+# What is made of an ordinary sample: (row, all rows) -> row.
+EXTREMES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "a sample of zeros": _zeros,
+    "a sample 100 times larger": _large,
+    "a sample that holds the largest value everywhere": _full,
+    "a sample cut to its first position": _short,
+}
+
+
+class Samples:
+    """Batches of any size from a pool. Tensors whose first dimension is the sample are taken row by row."""
+
+    def __init__(self, batches: Iterable[Batch], *, most: int = 8) -> None:
+        self.pattern: Batch = None
+        self.ordinary: list[int] = []
+        self.extremes: dict[str, int] = {}
+        self.rows: list[Tensor | None] = []  # by tensor of the pattern; None where it belongs to no sample
+        for batch in batches:
+            if self._absorb(batch) >= most:
+                break
+        if self.pattern is None or not len(self):
+            raise UserError("no batch was given: an audit needs samples to make its own batches of")
+        self.ordinary = list(range(min(most, len(self))))
+        for name, change in EXTREMES.items():
+            self._add_extreme(name, change)
+
+    def __len__(self) -> int:
+        return next((len(rows) for rows in self.rows if rows is not None), 0)
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        rows = iter(self.rows)
+
+        def take(leaf: Tensor) -> Tensor:
+            pool = next(rows)
+            return leaf if pool is None else pool[torch.tensor(indices, dtype=torch.long, device=pool.device)]
+
+        return map_tensors(self.pattern, take)
+
+    def shapes(self) -> list[torch.Size]:
+        """Of one sample's tensors."""
+        return [rows.shape[1:] for rows in self.rows if rows is not None]
+
+    def _absorb(self, batch: Batch) -> int:
+        """Adds the batch's samples, unless their shapes are others than those of the first batch."""
+        size = batch_size_of(batch)
+        leaves: list[Tensor] = []
+        map_tensors(batch, leaves.append)
+        found = [leaf if leaf.dim() and leaf.shape[0] == size else None for leaf in leaves]
+        if self.pattern is None:
+            self.pattern, self.rows = batch, found
+        elif _like(self.rows, found):
+            self.rows = [
+                a if a is None or b is None else torch.cat([a, b]) for a, b in zip(self.rows, found, strict=True)
+            ]
+        return len(self)
+
+    def _add_extreme(self, name: str, change: Callable[[Tensor, Tensor], Tensor]) -> None:
+        made = [None if rows is None else change(rows[0], rows[: len(self.ordinary)]) for rows in self.rows]
+        if all(
+            m is None or torch.equal(m, rows[0]) for m, rows in zip(made, self.rows, strict=True) if rows is not None
+        ):
+            return
+        self.rows = [
+            None if rows is None or m is None else torch.cat([rows, m[None]])
+            for m, rows in zip(made, self.rows, strict=True)
+        ]
+        self.extremes[name] = len(self) - 1
+
+
+def _like(rows: list[Tensor | None], found: list[Tensor | None]) -> bool:
+    return len(rows) == len(found) and all(
+        (a is None) == (b is None) and (a is None or b is None or a.shape[1:] == b.shape[1:])
+        for a, b in zip(rows, found, strict=True)
+    )

@@ -1,0 +1,62 @@
+"""Batch sizes at which an engine may take something else for the samples: any other length that the model meets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from dpscope.audit.loop import Batch, CouldNotStep, RunningLoop
+from dpscope.audit.samples import Samples
+
+MOST = 5  # sizes
+SAMPLES = 96  # in all of them together: what a check can afford
+
+
+def sizes_to_try(loop: RunningLoop, samples: Samples) -> list[int]:
+    """The lengths that coincide with a dimension, the likeliest first: positions, heads and groups, features."""
+    model = loop.loop.model
+    found = [
+        *(length for shape in samples.shapes() for length in shape),
+        *_counts(model),
+        *_lengths_met(loop, samples.batch(samples.ordinary[:1])),
+        *(length for p in model.parameters() for length in p.shape),
+    ]
+    chosen: list[int] = []
+    for length in dict.fromkeys(found):
+        if length > 1 and sum(chosen) + length <= SAMPLES and len(chosen) < MOST:
+            chosen.append(length)
+    return chosen
+
+
+def _counts(model: nn.Module) -> Iterator[int]:
+    """Attributes such as `num_heads` and `num_groups`."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if type(value) is int and ("head" in name or "group" in name):
+                yield value
+
+
+def _lengths_met(loop: RunningLoop, batch: Batch) -> list[int]:
+    """Of all that goes through the model's modules."""
+    shapes: list[torch.Size] = []
+
+    def look(module: nn.Module, args: Any, output: Any) -> None:
+        shapes.extend(leaf.shape for leaf in pytree.tree_leaves((args, output)) if isinstance(leaf, Tensor))
+
+    hooks = [module.register_forward_hook(look) for module in loop.loop.model.modules()]
+    try:
+        loop.step(batch)
+    except CouldNotStep:
+        return []
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return sorted(_beyond_the_first(shapes))
+
+
+def _beyond_the_first(shapes: Iterable[torch.Size]) -> set[int]:
+    return {length for shape in shapes for length in shape[1:]}

@@ -1,0 +1,96 @@
+"""Which module's rows moved where they should not: those of other samples, when one sample was replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from dpscope.audit.loop import Batch, CouldNotStep, RunningLoop
+
+MOVED = 1e-4  # relative
+
+
+@dataclass
+class Trace:
+    """What went through the modules of one step, as (where, tensor), in the order it came."""
+
+    values: list[tuple[str, Tensor]] = field(default_factory=list)
+    gradients: list[tuple[str, Tensor]] = field(default_factory=list)  # of outputs
+
+
+def where_others_moved(loop: RunningLoop, batch: Batch, neighbour: Batch, position: int, size: int) -> str:
+    """A sentence that names the first module whose input, output or output gradient changed for another sample."""
+    try:
+        first, second = _trace(loop, batch), _trace(loop, neighbour)
+    except CouldNotStep as error:
+        return f"where samples meet could not be traced: {error}"
+    if where := _first_moved(first.values, second.values, position, size):
+        return f"samples meet {where}: what it holds for other samples changes with the one that was replaced"
+    if name := _first_moved(first.gradients, second.gradients, position, size):
+        return (
+            f"every module's output for the other samples stays as it was, but the gradient that reaches {name} does "
+            "not: samples meet in the loss, or in what follows the last module"
+        )
+    return (
+        "for the other samples every module's output and output gradient stay as they were: it is the method itself "
+        "that gives one sample more than its share"
+    )
+
+
+def _trace(loop: RunningLoop, batch: Batch) -> Trace:
+    with _recording(loop.loop.model) as trace:
+        loop.step(batch)
+    return trace
+
+
+@contextmanager
+def _recording(model: nn.Module) -> Iterator[Trace]:
+    trace = Trace()
+
+    def keep_gradient(label: str) -> Any:
+        return lambda gradient: trace.gradients.append((label, gradient.detach().clone()))
+
+    def keep(name: str) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            label = f"{name or 'the model itself'} ({type(module).__name__})"
+            for leaf in pytree.tree_leaves(args):
+                if _is_plain(leaf):
+                    trace.values.append((f"before {label}", leaf.detach().clone()))
+            for leaf in pytree.tree_leaves(output):
+                if _is_plain(leaf):
+                    trace.values.append((f"in {label}", leaf.detach().clone()))
+                    if leaf.requires_grad:
+                        leaf.register_hook(keep_gradient(label))
+
+        return hook
+
+    hooks = [module.register_forward_hook(keep(name)) for name, module in model.named_modules()]
+    try:
+        yield trace
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _is_plain(leaf: object) -> bool:
+    """A tensor, and not one that vmap is at work on."""
+    return isinstance(leaf, Tensor) and not torch._C._functorch.is_functorch_wrapped_tensor(leaf)
+
+
+def _first_moved(
+    first: list[tuple[str, Tensor]], second: list[tuple[str, Tensor]], position: int, size: int
+) -> str | None:
+    for (name, a), (_, b) in zip(first, second, strict=False):
+        if a.shape != b.shape or not a.dim() or not a.numel() or a.shape[0] % size:
+            continue
+        others = [row for row in range(size) if row != position]
+        x, y = (t.reshape(size, -1)[others].double() for t in (a, b))
+        if float((x - y).norm()) > MOVED * max(float(x.norm()), float(y.norm())):
+            return name
+    return None

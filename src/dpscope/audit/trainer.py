@@ -1,0 +1,67 @@
+"""A trainer as a loop: the methods that dpscope compares, put to the same test as anybody's code."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from dpscope.audit.loop import Batch, Loop, MakeLoop
+from dpscope.trainers.base import LossFunction, TrainerBase, TrainerSettings
+
+# With a step this large the parameters' own size is lost in the rounding, and not the other way round. A power of two,
+# so that nothing else is.
+LEARNING_RATE = 2.0**40
+DATASET = 100  # batches in the data set that the accountant is told of
+
+
+def loop_maker(
+    trainer_class: type[TrainerBase], make_model: Callable[[], nn.Module], loss: LossFunction, batch_size: int
+) -> MakeLoop:
+    def make_loop(*, noise_multiplier: float, max_grad_norm: float, seed: int) -> Loop:
+        settings = TrainerSettings(
+            batch_size=batch_size,
+            optimizer="sgd",
+            learning_rate=LEARNING_RATE,
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=max_grad_norm,
+            seed=seed,
+        )
+        model = make_model()
+        trainer = trainer_class(model, loss, settings)
+        rate = 1 / DATASET
+
+        def step(batch: Batch) -> None:
+            trainer.train_step(batch)
+
+        return Loop(
+            model=trained_model(trainer, model),
+            step=step,
+            scale=LEARNING_RATE / batch_size,
+            accountant=_account(trainer, rate),
+            sample_rate=rate,
+            save=lambda: copy.deepcopy(trainer.optimizer.state_dict()),
+            resume=trainer.optimizer.load_state_dict,
+        )
+
+    return make_loop
+
+
+def trained_model(trainer: TrainerBase, model: nn.Module) -> nn.Module:
+    """The module whose parameters move. A trainer may wrap the model it was given, or train a copy."""
+    own = {id(p) for p in model.parameters()}
+    return model if own & {id(p) for p in trainer.model.parameters()} else trainer.model
+
+
+def _account(trainer: TrainerBase, sample_rate: float) -> Any:
+    """Opacus's accountant on an optimizer that tells one of its steps; None if it tells nobody."""
+    attach = getattr(trainer.optimizer, "attach_step_hook", None)
+    if attach is None:
+        return None
+    from opacus.accountants import RDPAccountant
+
+    accountant = RDPAccountant()
+    attach(accountant.get_optimizer_hook_fn(sample_rate=sample_rate))
+    return accountant
