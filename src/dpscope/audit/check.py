@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+from dpscope import numbers
 from dpscope.audit.accounting import AccountingTest
 from dpscope.audit.loop import Batch, CouldNotStep, MakeLoop, Stage
 from dpscope.audit.neighbours import NeighbourTest
@@ -12,6 +13,9 @@ from dpscope.audit.norms import UNCLIPPED, sample_norms, usual_clip_norm
 from dpscope.audit.samples import Samples
 from dpscope.audit.sizes import sizes_to_try
 from dpscope.audit.verdict import NOT_TRIED, Audit, Finding
+
+# Without noise there is none to be tried.
+NOISE = numbers.RealNumber("noise multiplier", 1e-6, 1e6)
 
 
 def check_loop(
@@ -31,7 +35,10 @@ def check_loop(
     and dictionaries of them, whose first dimension is the sample. Clip norms are chosen by the samples' norms, and
     `max_grad_norm` is tried as well; `sizes` replaces the batch sizes that coincide with other lengths of the model.
     """
-    stage, samples = Stage(make_loop, seed), Samples(batches)
+    noise_multiplier = NOISE(noise_multiplier)
+    max_grad_norm = None if max_grad_norm is None else numbers.MAX_GRAD_NORM(max_grad_norm)
+    sizes = None if sizes is None else [numbers.BATCH_SIZE(size) for size in sizes]
+    stage, samples = Stage(make_loop, numbers.SEED(seed)), Samples(batches)
     try:
         progress("norms of single samples")
         unclipped = stage.loop(max_grad_norm=UNCLIPPED)

@@ -87,7 +87,7 @@ class Stage:
     def make(self, max_grad_norm: float, noise_multiplier: float) -> Loop:
         """A new loop with a seed of its own."""
         self.made += 1
-        seed = self.seed + self.made
+        seed = (self.seed + self.made) % 2**63
         torch.manual_seed(seed)
         with _their_errors():
             loop = self.make_loop(noise_multiplier=noise_multiplier, max_grad_norm=max_grad_norm, seed=seed)

@@ -96,9 +96,10 @@ def check(
     mixing = find_mixing(subject) or find_mixing_in_backward(gradient, reference)
     if not any(reference.finite):
         raise UserError("the gradient of every sample is inf or NaN, though a loss is finite: there is nothing to clip")
-    if not reference.norms.any():
+    comparable = bool(reference.norms.any())
+    if not comparable and not mixing:
         raise UserError("no parameter receives a gradient from any sample: there is nothing to clip")
-    clip_norms = reference.clip_norms(max_grad_norm)
+    clip_norms = reference.clip_norms(max_grad_norm) if comparable else []
     rounding = None
     if number_format != torch.float64:
         progress(f"what {dtype} rounding alone does")
@@ -107,8 +108,10 @@ def check(
     checks = []
     for method in chosen.values():
         progress(method.name)
-        found = _check_method(method, subject, reference, clip_norms, number_format, limits)
-        if neighbours and found.steps:
+        found = MethodCheck(method.name, report.SKIPPED, "alone, no sample has a gradient to hold it against")
+        if comparable:
+            found = _check_method(method, subject, reference, clip_norms, number_format, limits)
+        if neighbours and (found.steps or not comparable):
             found = replace(found, audit=_audit(method, workload, subject, number_format, sizes, progress))
         checks.append(found)
     return Check(
@@ -285,7 +288,7 @@ def _rounding(subject: Subject, reference: Reference, clip_norms: Sequence[float
 
 
 def _error_of(rounding: MethodCheck | None, name: str) -> float:
-    return 0.0 if rounding is None else max(step.parameter_errors[name] for step in rounding.steps)
+    return max((step.parameter_errors[name] for step in rounding.steps), default=0.0) if rounding else 0.0
 
 
 def _their_traceback(error: BaseException) -> str | None:

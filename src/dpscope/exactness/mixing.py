@@ -57,11 +57,10 @@ def find_mixing_in_backward(gradient: dict[str, Tensor | None], reference: Refer
     return None
 
 
-@torch.no_grad()
 def _run(subject: Subject, batch: Any) -> tuple[Tensor, Outputs]:
     model, _ = subject.fresh(torch.float64)
     with _recording(model) as outputs:
-        return subject.loss(model, cast_batch(batch, torch.float64)), outputs
+        return subject.loss(model, cast_batch(batch, torch.float64)).detach(), outputs
 
 
 @contextmanager

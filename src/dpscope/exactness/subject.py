@@ -107,8 +107,8 @@ def _fill_zeros(model: nn.Module) -> list[str]:
     return list(zero)
 
 
-@torch.no_grad()
 def _require_repeatable(subject: Subject) -> None:
+    """Gradients stay enabled wherever a loss is computed: it may take some itself (adversarial training)."""
     model, batch = subject.fresh(torch.float64)
     first, second = subject.loss(model, batch), subject.loss(model, batch)
     require_loss_per_sample(first)
@@ -142,7 +142,6 @@ class _Narrowing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return output
 
 
-@torch.no_grad()
 def narrows(subject: Subject) -> bool:
     """Does the model compute in float32 inside, whatever it is given? (Hugging Face's RMSNorm does.)"""
     model, batch = subject.fresh(torch.float64)

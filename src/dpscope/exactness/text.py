@@ -42,7 +42,8 @@ def _headline(check: Check) -> Iterator[str]:
         f"parameters train; per-sample norms {low:.4g} to {high:.4g}"
     )
     steps = ", ".join(f"{clip:.4g} ({sum(norm > clip for norm in check.norms)} clipped)" for clip in check.clip_norms)
-    yield f"A step without noise at each of three clip norms: {steps}"
+    if steps:
+        yield f"A step without noise at each of three clip norms: {steps}"
     for group in check.tied:
         yield f"Tied: {' = '.join(group)}"
     for note in check.notes:

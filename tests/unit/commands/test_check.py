@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import textwrap
 from pathlib import Path
 
@@ -30,7 +31,21 @@ def test_every_private_method_is_exact_on_the_transformer(small):
     for method in ("flat", "ghost", "flash"):
         row = next(line for line in lines if line.startswith(f"{method} "))
         assert row.split()[1] == "exact" and len(row.split()) == 6
-    assert lines[-1] == "flat, ghost, flash: exact to 1e-05 in every parameter."
+    assert "flat, ghost, flash: exact to 1e-05 in every parameter." in lines
+    assert lines[-1] == "flat, ghost, flash: neighbours, noise, accounting held."
+
+
+def test_neighbours_are_left_out_when_asked_and_then_the_verdict_on_exactness_comes_last():
+    result = run(*SMALL, "--seq-len", "12", "--methods", "flash", "--no-neighbours")
+    assert result.output.splitlines()[-1] == "flash: exact to 1e-05 in every parameter."
+    assert "neighbours" not in result.output
+
+
+def test_batch_sizes_of_ones_own_are_tried():
+    usual, own = (run(*SMALL, "--seq-len", "4", "--methods", "flash", *sizes) for sizes in ((), ("--sizes", "7")))
+    trials = [re.search(r"held in (\d+) trials", result.output)[1] for result in (usual, own)]
+    assert int(trials[0]) > int(trials[1]) > 0
+    assert run(*SMALL, "--sizes", "0").exit_code == 2
 
 
 def test_the_first_lines_say_what_was_checked_and_at_which_clip_norms(small):
@@ -201,4 +216,6 @@ def test_an_installed_method_of_another_package_is_put_to_the_test(start, site):
     said = " ".join(printed.split())
     assert "biasless: does not move hidden.bias" in said
     assert "raising failed, in its own code:" in said and "KeyError: 'no such key'" in said
-    assert said.endswith("right, flash: exact to 1e-05 in every parameter; biasless: NOT EXACT; raising: failed.")
+    assert "right, flash: exact to 1e-05 in every parameter; biasless: NOT EXACT; raising: failed." in said
+    assert "right, noise: no noise is added: with and without it a step is the same." in said  # they forgot it
+    assert said.endswith("right, biasless: BREACH (noise); flash: neighbours, noise, accounting held.")

@@ -27,7 +27,7 @@ def planted(monkeypatch) -> Callable[[str], None]:
 def check_planted(planted) -> Callable[..., tuple[Check, MethodCheck]]:
     def run(fault: str, workload=planted_faults.LITTLE, **options) -> tuple[Check, MethodCheck]:
         planted(fault)
-        found = check(workload, ["planted"], **options)
+        found = check(workload, ["planted"], neighbours=False, **options)
         return found, found.methods[0]
 
     return run

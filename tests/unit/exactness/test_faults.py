@@ -74,7 +74,7 @@ def test_a_method_that_is_right_is_found_exact_wherever_it_keeps_its_model(check
 
 
 def test_a_trainer_class_can_be_given_as_it_is_and_the_answer_prints_as_the_command_does():
-    found = dpscope.check(planted_faults.LITTLE, ["flash", planted_faults.MaxForMin])
+    found = dpscope.check(planted_faults.LITTLE, ["flash", planted_faults.MaxForMin], neighbours=False)
     assert [method.verdict for method in found.methods] == ["exact", "NOT EXACT"]
     printed = str(found).splitlines()
     assert printed[0].startswith("workload, batch 4, fp32: 4 of 6 parameters train")

@@ -54,16 +54,25 @@ def test_opacus_is_exact_wherever_it_runs_and_where_it_does_not_a_sentence_says_
         assert not cannot or by_method[method].reason.startswith("Opacus")
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_neighbours_noise_and_accounting_raise_no_alarm_wherever_a_method_runs(checked, name):
+    audits = checked(name).audits
+    assert set(audits) == {"flat", "ghost", "flash"} - OPACUS_CANNOT.get(name, set())
+    for audit in audits.values():
+        assert not audit.breached and audit.ok, str(audit)
+        assert audit.accounting.verdict == "held" and audit.neighbours.trials >= 25
+
+
 @pytest.mark.parametrize(
     "name", ["GPT-2 (tied)", "BERT with padding", "ResNet with GroupNorm", "a module called twice"]
 )
 def test_in_float64_flash_is_exact_to_1e_9(name):
-    found = check(MODELS[name], ["flash"], dtype="fp64")
+    found = check(MODELS[name], ["flash"], dtype="fp64", neighbours=False)
     assert found.tolerance == 1e-9 and found.ok
 
 
 def test_a_model_that_computes_in_float32_inside_is_held_to_that(checked):
-    found = check(MODELS["Llama"], ["flash"], dtype="fp64")
+    found = check(MODELS["Llama"], ["flash"], dtype="fp64", neighbours=False)
     assert found.tolerance == 1e-5 and found.ok
     assert found.warnings[0].startswith("parts of the model compute in float32 whatever they are given")
 
