@@ -18,6 +18,8 @@ SAYS = {
         "8 private steps in batches of at most 8: ε = ",
     ],
     "lora.py": ["4 adapter matrices trained, 12 weights left as they were", "ε = "],
+    "check_opacus_loop.py": ["the loop: neighbours, noise, accounting held."],
+    "check_own_loop.py": ["the loop: neighbours, noise, accounting held.", "the loop: BREACH (neighbours)."],
     "huggingface_trainer.py": ["in 16 private steps", "ε = "],
 }
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from dpscope.audit.loop import CouldNotStep, Observed, RunningLoop, Stage
 from dpscope.audit.norms import UNCLIPPED
-from dpscope.audit.samples import Samples
+from dpscope.audit.samples import ZEROS, Samples
 from dpscope.audit.tracing import where_others_moved
 from dpscope.audit.verdict import Finding, conclude
 
@@ -85,8 +85,9 @@ class NeighbourTest:
 
     def _copies(self, usable: list[int]) -> None:
         """Each base repeated, C just above its norm in that company."""
-        extremes = [index for index in self.samples.extremes.values() if self.norms.get(index)]
-        bases = [usable[0], *extremes]
+        extremes = [i for name, i in self.samples.extremes.items() if name != ZEROS and self.norms.get(i)]
+        by_norm = sorted(usable, key=lambda index: self.norms[index])
+        bases = list(dict.fromkeys([by_norm[0], by_norm[-1], *extremes]))
         others = [usable[-1], *(index for index in self.samples.extremes.values() if index in self.norms)]
         usual = statistics.median(self.norms[index] for index in usable)
         unclipped = self.stage.loop(max_grad_norm=UNCLIPPED)
@@ -113,14 +114,14 @@ class NeighbourTest:
     def _sequence(self, clip_norm: float, sizes: list[int], usable: list[int]) -> None:
         """Batches of these sizes on one loop, as Poisson sampling gives them; then the first one again."""
         loop = self.stage.loop(max_grad_norm=clip_norm)
-        extremes = list(self.samples.extremes.values())
+        extremes = [index for index in self.samples.extremes.values() if index in self.norms]
         first: tuple[list[int], Observed] | None = None
         for turn, size in enumerate(sizes):
             self.progress(f"neighbours in batches of {size}")
             batch = [usable[(turn + k) % len(usable)] for k in range(size)]
-            # A sample that is in the batch already, one that is not, and an extreme one: in turn.
-            others = [batch[0], usable[(turn + size) % len(usable)], *extremes][turn % 3 :: 3][:1]
-            base = self._around(loop, clip_norm, batch, [0, size - 1][turn % 2], others)
+            # In turn: a sample that is in the batch already, one that is not, and the extreme ones.
+            others = [batch[0], usable[(turn + size) % len(usable)], *extremes]
+            base = self._around(loop, clip_norm, batch, [0, size - 1][turn % 2], [others[turn % len(others)]])
             if base is not None and first is None:
                 first = (batch, base)
         if first is None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from dpscope.audit import normality
 from dpscope.audit.loop import CouldNotStep, Observed, RunningLoop, Stage
 from dpscope.audit.normality import VALUES, NoisyStep, find_faults
 from dpscope.audit.samples import Samples
@@ -31,6 +32,8 @@ class NoiseTest:
     steps: list[NoisyStep] = field(default_factory=list)
 
     def run(self) -> Finding:
+        if normality.stats is None:
+            return conclude([], 0, "steps", untried=["scipy is not installed: pip install scipy"])
         try:
             self._noiseless_steps()
             self._noisy_steps()

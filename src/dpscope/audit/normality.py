@@ -14,8 +14,12 @@ from itertools import combinations
 from typing import Any
 
 import torch
-from scipy import stats  # type: ignore[import-untyped]
 from torch import Tensor
+
+try:
+    from scipy import stats  # type: ignore[import-untyped]
+except ModuleNotFoundError:  # Opacus brings it along, but not everybody has Opacus
+    stats = None
 
 FALSE_ALARM = 1e-6
 VALUES = 128  # of each parameter, over all steps

@@ -25,21 +25,22 @@ def _large(row: Tensor, others: Tensor) -> Tensor:
 
 def _full(row: Tensor, others: Tensor) -> Tensor:
     """The largest value met, everywhere: a mask of ones, a sentence of one word."""
-    return others.amax().expand_as(row).clone() if not row.is_floating_point() else row
+    return row if row.is_floating_point() else others.amax().expand_as(row).clone()
 
 
 def _short(row: Tensor, others: Tensor) -> Tensor:
-    """All but the first position takes the smallest value met: a mask of one, padding."""
-    if row.dim() == 0:
-        return row
-    short = row.clone()
-    short[1:] = 0 if row.is_floating_point() else others.amin()
-    return short
+    """All but the first position takes the smallest value met, and so does a lone number: padding, a length of one."""
+    short, smallest = row.clone(), others.amin()
+    if row.dim():
+        short[1:] = 0 if row.is_floating_point() else smallest
+        return short
+    return row if row.is_floating_point() else smallest
 
 
+ZEROS = "a sample of zeros"
 # What is made of an ordinary sample: (row, all rows) -> row.
 EXTREMES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "a sample of zeros": _zeros,
+    ZEROS: _zeros,
     "a sample 100 times larger": _large,
     "a sample that holds the largest value everywhere": _full,
     "a sample cut to its first position": _short,

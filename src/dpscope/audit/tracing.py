@@ -30,6 +30,8 @@ def where_others_moved(loop: RunningLoop, batch: Batch, neighbour: Batch, positi
         first, second = _trace(loop, batch), _trace(loop, neighbour)
     except CouldNotStep as error:
         return f"where samples meet could not be traced: {error}"
+    if not any(_has_rows(a, b, size) for (_, a), (_, b) in zip(first.values, second.values, strict=False)):
+        return "which module it is cannot be traced: none is called with a batch of samples"
     if where := _first_moved(first.values, second.values, position, size):
         return f"samples meet {where}: what it holds for other samples changes with the one that was replaced"
     if name := _first_moved(first.gradients, second.gradients, position, size):
@@ -83,11 +85,16 @@ def _is_plain(leaf: object) -> bool:
     return isinstance(leaf, Tensor) and not torch._C._functorch.is_functorch_wrapped_tensor(leaf)
 
 
+def _has_rows(a: Tensor, b: Tensor, size: int) -> bool:
+    """Whether both hold something for each sample, first dimension first."""
+    return a.shape == b.shape and a.dim() > 0 and a.numel() > 0 and a.shape[0] % size == 0
+
+
 def _first_moved(
     first: list[tuple[str, Tensor]], second: list[tuple[str, Tensor]], position: int, size: int
 ) -> str | None:
     for (name, a), (_, b) in zip(first, second, strict=False):
-        if a.shape != b.shape or not a.dim() or not a.numel() or a.shape[0] % size:
+        if not _has_rows(a, b, size):
             continue
         others = [row for row in range(size) if row != position]
         x, y = (t.reshape(size, -1)[others].double() for t in (a, b))

@@ -22,7 +22,7 @@ from dpscope.workloads.configs import WorkloadConfig
 @click.option("--methods", type=CommaList(str), help="Which methods to check [default: every private one].")
 @workload_options
 @click.option("--batch-size", type=int, default=4, show_default=True, help="Samples in the batch.")
-@click.option("--seq-len", type=int, help="Sequence length [default: 64 or the model's].")
+@click.option("--seq-len", type=int, help="Sequence length [default: 32 or the model's].")
 @click.option(
     "--dtype",
     type=click.Choice(["fp32", "fp64"]),
@@ -71,7 +71,7 @@ def command(
     """
     config = workload_from(options)
     if seq_len is None and (usual := config.resolve_seq_len(None)):
-        seq_len = min(64, usual)
+        seq_len = min(32, usual)
     spec = RunSpec(  # for its checks of what was asked for
         workload=config,
         method=methods[0] if methods else "flash",
