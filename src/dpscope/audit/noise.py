@@ -9,9 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from dpscope.audit import normality
 from dpscope.audit.loop import CouldNotStep, Observed, RunningLoop, Stage
-from dpscope.audit.normality import VALUES, NoisyStep, find_faults
+from dpscope.audit.normality import AVAILABLE, VALUES, NoisyStep, find_faults
 from dpscope.audit.samples import Samples
 from dpscope.audit.verdict import Finding, conclude
 
@@ -32,7 +31,7 @@ class NoiseTest:
     steps: list[NoisyStep] = field(default_factory=list)
 
     def run(self) -> Finding:
-        if normality.stats is None:
+        if not AVAILABLE:
             return conclude([], 0, "steps", untried=["scipy is not installed: pip install scipy"])
         try:
             self._noiseless_steps()

@@ -18,8 +18,9 @@ from torch import Tensor
 
 try:
     from scipy import stats  # type: ignore[import-untyped]
-except ModuleNotFoundError:  # Opacus brings it along, but not everybody has Opacus
+except ModuleNotFoundError:
     stats = None
+AVAILABLE = stats is not None  # Opacus brings scipy along, but not everybody has Opacus
 
 FALSE_ALARM = 1e-6
 VALUES = 128  # of each parameter, over all steps
