@@ -49,10 +49,11 @@ MIXING = {
 
 
 @pytest.mark.parametrize("name", MIXING)
-def test_samples_that_meet_are_a_breach_of_every_method_and_the_place_is_named(name):
+def test_samples_that_meet_are_a_breach_of_every_method_that_does_not_refuse_and_the_place_is_named(name):
     workload, sentence = MIXING[name]
     found = dpscope.check(workload, ["flat", "ghost", "flash"])
-    assert len(found.audits) == 3 and not found.ok
+    refused = {method.method for method in found.methods} - found.audits.keys()
+    assert refused <= {"flash"} and not found.ok  # only flash clipping looks for samples that meet before it runs
     for audit in found.audits.values():
         assert audit.neighbours.verdict == "BREACH"
         assert sentence in audit.neighbours.faults[1], audit.neighbours.faults
