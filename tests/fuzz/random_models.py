@@ -273,10 +273,10 @@ def _frozen(module: nn.Module) -> nn.Module:
 
 
 def _frozen_batch_norm(width: int) -> nn.Module:
-    norm = nn.BatchNorm1d(width)
+    norm = nn.BatchNorm1d(width).eval()
     norm.running_mean.normal_()
     norm.train = lambda mode=True: norm  # type: ignore[method-assign]
-    return Transposed(_frozen(norm.eval()))
+    return Transposed(_frozen(norm))
 
 
 def _divisor(rng: random.Random, number: int) -> int:

@@ -334,7 +334,8 @@ class Rehearsal:
 
     def _given(self, tap: TapOfSamples, plain: Run) -> str:
         shape = next(seen.shape for (each, _), seen in plain.seen.items() if each is tap)
-        return f"{tap.name} was given a tensor of shape {shape} in a batch of {self.batch} samples"
+        turned = " (made with batch_first=False)" if getattr(tap.module, "batch_first", True) is False else ""
+        return f"{tap.name}{turned} was given a tensor of shape {shape} in a batch of {self.batch} samples"
 
     def _refuse_mixing(self, plain: Run, key: Key) -> None:
         """Names the layer whose rows are not the samples: the first that one can say it of."""

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
-from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
-from dpscope.errors import UserError
 from dpscope.flash.contributions import refuse_complex
 from dpscope.flash.layers.conv import ConvTap
 from dpscope.flash.layers.embedding import EmbeddingTap, ScaledEmbeddingTap
 from dpscope.flash.layers.linear import LinearTap, TransposedLinearTap
 from dpscope.flash.layers.norm import GroupNormTap, LayerNormTap, RMSNormTap
 from dpscope.flash.layers.opaque import OpaqueTap
+from dpscope.flash.layers.refusals import RefusedTap, refusal_of, refuse_trained
+from dpscope.flash.layers.sample_dims import hides_samples_from_its_layers
 from dpscope.flash.taps import InstanceMethod, LayerTap
 
 if TYPE_CHECKING:
@@ -81,48 +81,10 @@ def family_of(module: nn.Module) -> type[LayerTap] | None:
     return None
 
 
-_MIXES_SAMPLES = "mixes the samples of a batch, so no sample has a gradient of its own; use"
-
-_REFUSED: tuple[tuple[type[Any], Callable[[Any], bool], str], ...] = (
-    (
-        nn.modules.batchnorm._BatchNorm,
-        lambda module: True,
-        f"{_MIXES_SAMPLES} nn.GroupNorm (opacus.validators.ModuleValidator.fix(model) replaces it)",
-    ),
-    (
-        nn.modules.instancenorm._InstanceNorm,
-        lambda module: bool(module.track_running_stats),
-        "keeps running statistics of the batch; make it with track_running_stats=False",
-    ),
-    (nn.EmbeddingBag, lambda module: True, "is not supported; use nn.Embedding and a sum over its output"),
-    (
-        nn.RNNBase,
-        lambda module: not module.batch_first,
-        "has its samples in dimension 1; make it with batch_first=True",
-    ),
-    (
-        nn.MultiheadAttention,
-        lambda module: not module.batch_first,
-        "has its samples in dimension 1; make it with batch_first=True",
-    ),
-    (
-        LazyModuleMixin,
-        lambda module: module.has_uninitialized_params(),
-        "has parameters without a shape; run one batch through the model first",
-    ),
-)
-
-
-def _refuse(name: str, module: nn.Module) -> None:
-    for cls, applies, sentence in _REFUSED:
-        if isinstance(module, cls) and applies(module):
-            raise UserError(f"{name or 'the model'} ({type(module).__name__}) {sentence}")
-
-
 def plan(model: nn.Module) -> list[Unit]:
     """Which modules are tapped, and how. Raises UserError for what cannot be made private."""
     for name, module in model.named_modules():
-        _refuse(name, module)
+        refuse_trained(name, module)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             refuse_complex(name, parameter)
@@ -133,6 +95,13 @@ def _units(module: nn.Module, name: str, seen: set[nn.Module]) -> Iterator[Unit]
     if module in seen:
         return
     seen.add(module)
+    if refusal_of(module) is not None:
+        yield Unit(name, module, RefusedTap)
+        return
+    if hides_samples_from_its_layers(module):
+        seen.update(module.modules())
+        yield Unit(name, module, OpaqueTap)
+        return
     owned = [parameter for parameter in module._parameters.values() if parameter is not None]
     if owned or parametrize.is_parametrized(module):
         family = family_of(module)

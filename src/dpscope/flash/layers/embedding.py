@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpscope.errors import UserError
 from dpscope.flash.contributions import Kept, Lookup
 from dpscope.flash.taps import LayerTap
 
@@ -19,11 +18,6 @@ class EmbeddingTap(LayerTap):
 
     def __init__(self, engine: Any, name: str, module: nn.Module) -> None:
         assert isinstance(module, nn.Embedding)
-        for option in ("scale_grad_by_freq", "sparse", "max_norm"):
-            if getattr(module, option) not in (None, False):
-                raise UserError(
-                    f"{name}: nn.Embedding({option}=...) is not supported by flash clipping; make it without {option}"
-                )
         super().__init__(engine, name, module)
         self.padding_idx = module.padding_idx
 

@@ -22,16 +22,11 @@ from dpscope.errors import UserError
 from dpscope.flash.contributions import Kept
 from dpscope.flash.explanation import why_opaque
 from dpscope.flash.layers.sample_call import SampleCall
+from dpscope.flash.layers.sample_dims import sample_dims
 from dpscope.flash.layers.unit_check import UnitCheck
 from dpscope.flash.module_state import ModuleState
 from dpscope.flash.rehearsal import OutputOf
 from dpscope.flash.taps import Slot, TapOfSamples
-
-# Where samples are not in dimension 0: argument name -> dimension (None: shared by all samples); outputs in order.
-_DIMENSIONS: dict[type[nn.Module], tuple[dict[str, int | None], tuple[int, ...]]] = {
-    nn.RNNBase: ({"hx": 1}, (0, 1, 1)),
-    nn.MultiheadAttention: ({"attn_mask": None}, (0, 0)),
-}
 
 
 class Expand(torch.autograd.Function):
@@ -81,9 +76,7 @@ class OpaqueTap(TapOfSamples):
         self.call = _Call(module, self.original)
         self.output = OutputOf(self)
         self.slots = {key: engine.slot(parameter) for key, parameter in module.named_parameters()}
-        self.input_dims, self.output_dims = next(
-            (dims for cls, dims in _DIMENSIONS.items() if isinstance(module, cls)), ({}, ())
-        )
+        self.input_dims, self.output_dims = sample_dims(module)
         self.by_loop = False
         self.calls = 0
         self.dtypes: dict[Any, list[torch.dtype]] = {}  # kind of call -> dtypes of the module's own outputs

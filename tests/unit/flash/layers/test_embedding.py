@@ -96,6 +96,6 @@ def test_positions_without_a_batch_dimension_are_refused_even_where_they_number_
 @pytest.mark.parametrize("option", [{"sparse": True}, {"scale_grad_by_freq": True}, {"max_norm": 1.0}])
 def test_options_without_a_per_sample_meaning_are_refused_by_name(option):
     model = nn.Sequential(nn.Embedding(5, 4, **option))
-    with pytest.raises(UserError, match=f"0: .*{next(iter(option))}"):
+    with pytest.raises(UserError, match=rf"^0 .*{next(iter(option))}"):
         FlashEngine(model, max_grad_norm=1.0)
     assert "forward" not in vars(model[0])

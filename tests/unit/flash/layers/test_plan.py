@@ -12,13 +12,12 @@ from dpscope.flash import layers as families
 REFUSED = [
     (nn.BatchNorm1d(4), "GroupNorm"),
     (nn.BatchNorm2d(4), "GroupNorm"),
-    (nn.BatchNorm3d(4, affine=False), "GroupNorm"),
     (nn.SyncBatchNorm(4), "GroupNorm"),
     (nn.InstanceNorm2d(4, affine=True, track_running_stats=True), "track_running_stats=False"),
     (nn.EmbeddingBag(4, 4), "nn.Embedding"),
-    (nn.LSTM(4, 4), "batch_first=True"),
-    (nn.GRU(4, 4), "batch_first=True"),
-    (nn.MultiheadAttention(4, 2), "batch_first=True"),
+    (nn.Embedding(4, 4, max_norm=1.0), "without max_norm"),
+    (nn.Embedding(4, 4, sparse=True), "without sparse"),
+    (nn.Embedding(4, 4, scale_grad_by_freq=True), "without scale_grad_by_freq"),
     (nn.LazyLinear(4), "run one batch"),
 ]
 
@@ -29,6 +28,51 @@ def test_what_has_no_per_sample_gradient_is_refused_before_anything_is_attached(
     with pytest.raises(UserError, match=rf"1\.bad \({type(module).__name__}\).*{instead}"):
         FlashEngine(model, max_grad_norm=1.0)
     assert all("forward" not in vars(child) for child in model.modules())
+
+
+class HeadOnly(nn.Module):
+    """A backbone that is not trained, with layers that could not be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(9, 6, max_norm=1.0)
+        self.bag = nn.EmbeddingBag(9, 6, mode="mean")
+        self.norm, self.plain = nn.BatchNorm1d(6), nn.BatchNorm1d(6, affine=False)
+        self.cell = nn.LSTM(6, 6)
+        self.requires_grad_(False)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, ids):
+        x = self.plain(self.norm(self.table(ids).transpose(1, 2))).permute(2, 0, 1)
+        return self.head(self.cell(x)[0].mean(0) + self.bag(ids))
+
+
+def test_frozen_modules_that_could_not_be_trained_run_as_they_are():
+    model = HeadOnly()
+    model.norm.running_mean.normal_()
+    model.norm.eval(), model.plain.eval()
+    before = model.norm.running_mean.clone()
+    assert_exact(model, {"x": torch.randint(0, 9, (4, 4))}, lambda m, b: m(b["x"]).sin().sum(1))
+    assert torch.equal(model.norm.running_mean, before)
+
+
+@pytest.mark.parametrize("name", ["table", "bag", "norm"])
+def test_a_frozen_module_that_is_switched_on_is_refused_by_name(name):
+    model = HeadOnly()
+    model.norm.eval(), model.plain.eval()
+    with FlashEngine(model, max_grad_norm=1.0):
+        model(torch.randint(0, 9, (4, 4)))
+        getattr(model, name).requires_grad_(True)
+        with pytest.raises(UserError, match=rf"^{name} \("):
+            model(torch.randint(0, 9, (4, 4)))
+
+
+@pytest.mark.parametrize("name", ["norm", "plain"])
+def test_a_frozen_batch_norm_in_training_mode_is_refused(name):
+    model = HeadOnly().eval()
+    getattr(model, name).train()
+    with FlashEngine(model, max_grad_norm=1.0), pytest.raises(UserError, match=rf"^{name} .*training mode.*eval\(\)"):
+        model(torch.randint(0, 9, (4, 4)))
 
 
 def test_a_subclass_with_a_forward_of_its_own_is_not_taken_for_its_family():

@@ -1,0 +1,81 @@
+"""Modules that cannot be trained privately: refused by name where they are trained, left alone where frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.modules.lazy import LazyModuleMixin
+
+from dpscope.errors import UserError
+from dpscope.flash.taps import InstanceMethod
+
+_EMBEDDING_OPTIONS = ("scale_grad_by_freq", "sparse", "max_norm")
+
+_REFUSED: tuple[tuple[type[Any], Callable[[Any], bool], str], ...] = (
+    (
+        _BatchNorm,
+        lambda module: True,
+        "mixes the samples of a batch, so no sample has a gradient of its own; use nn.GroupNorm "
+        "(opacus.validators.ModuleValidator.fix(model) replaces it)",
+    ),
+    (
+        _InstanceNorm,
+        lambda module: bool(module.track_running_stats),
+        "keeps running statistics of the batch; make it with track_running_stats=False",
+    ),
+    (nn.EmbeddingBag, lambda module: True, "is not supported; use nn.Embedding and a sum over its output"),
+    *(
+        (
+            nn.Embedding,
+            lambda module, option=option: getattr(module, option) not in (None, False),
+            f"is not supported with {option}=...; make it without {option}",
+        )
+        for option in _EMBEDDING_OPTIONS
+    ),
+    (
+        LazyModuleMixin,
+        lambda module: module.has_uninitialized_params(),
+        "has parameters without a shape; run one batch through the model first",
+    ),
+)
+
+_BATCH_STATISTICS = (
+    "is frozen, but in training mode: it takes the statistics of the batch, which mixes samples, and remembers them "
+    "without noise; call eval() on it (after each model.train())"
+)
+
+
+def refusal_of(module: nn.Module) -> str | None:
+    """Why the module could not be trained, if it cannot."""
+    return next((why for cls, applies, why in _REFUSED if isinstance(module, cls) and applies(module)), None)
+
+
+def refuse_trained(name: str, module: nn.Module) -> None:
+    why = refusal_of(module)
+    if why is not None and any(parameter.requires_grad for parameter in module.parameters()):
+        raise UserError(f"{_called(name, module)} {why}")
+
+
+class RefusedTap(InstanceMethod):
+    """The forward of a module that cannot be trained. It runs as it is while it is frozen, which may change."""
+
+    def __init__(self, engine: Any, name: str, module: nn.Module) -> None:
+        super().__init__(module)
+        self.engine = engine
+        self.name = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() or self.engine.run is not None:
+            refuse_trained(self.name, self.module)
+            if self.module.training and isinstance(self.module, _BatchNorm | _InstanceNorm):
+                raise UserError(f"{_called(self.name, self.module)} {_BATCH_STATISTICS}")
+        return self.original(*args, **kwargs)
+
+
+def _called(name: str, module: nn.Module) -> str:
+    return f"{name or 'the model'} ({type(module).__name__})"
