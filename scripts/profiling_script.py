@@ -53,6 +53,7 @@ def main() -> int:
     sizes = {name: getattr(args, name) or default for name, default in EXPERIMENTS[device].items()}
     command = ["trace", "--device", device, "--methods", args.trainers, "--model", sizes["model"]]
     command += ["--batch-size", sizes["batch_sizes"], "--seq-len", sizes["seq_lens"], "--logdir", args.logdir]
+    command += ["--memory"]  # by operator, and over time in TensorBoard
     print(f"dpscope {' '.join([*command, *further])}", flush=True)
     dpscope([*command, *further])  # any further flag is dpscope's: --stacks, --dtype bf16, --out DIR
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from dpscope.reports.text import render_plain, summary
 from dpscope.results.schema import Result
 from dpscope.results.store import ResultStore, Skipped, new_folder
 from dpscope.runner.environment import resolve_device
+from dpscope.runner.instruments import choose_instruments
 from dpscope.runner.launcher import Limits
 from dpscope.runner.preflight import require_measurable
 from dpscope.runner.spec import RunSpec, make_sweep
@@ -148,18 +150,25 @@ def plan_sweep(
     seq_len: int | Iterable[int] | None = None,
     lora: str | None = None,
     device: str = "auto",
-    instruments: Iterable[str] = INSTRUMENTS,
+    instruments: str | Iterable[str] = INSTRUMENTS,
     **settings: Any,
 ) -> list[RunSpec]:
-    """The run specs of a comparison. `settings`: dtype, optimizer, steps, seed … (`RunSpec`), options."""
+    """The run specs of a comparison. `settings`: dtype, optimizer, steps, seed … (`RunSpec`), options.
+
+    `instruments="all"` is every one that can work on this machine; a warning says which cannot, and why.
+    """
     config = find_workload(workload)
+    device = resolve_device(device)
+    choice = choose_instruments(instruments, device)
+    for remark in choice.remarks:
+        warnings.warn(remark, stacklevel=2)
     return make_sweep(
         config if lora is None else with_lora(config, parse_lora(lora)),
         methods=methods,
         batch_sizes=_several(batch_size),
         seq_lens=[None] if seq_len is None else _several(seq_len),
-        device=resolve_device(device),
-        instruments=instruments,
+        device=device,
+        instruments=choice.instruments,
         **settings,
     )
 

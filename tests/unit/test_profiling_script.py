@@ -29,7 +29,13 @@ def script(monkeypatch):
 
 
 def options(command):
-    return dict(zip(command[1::2], command[2::2], strict=True))
+    flags = [word for word in command[1:] if word != "--memory"]
+    return dict(zip(flags[::2], flags[1::2], strict=True))
+
+
+def test_memory_is_recorded_without_asking(script):
+    (command,), _ = script("--mode=profile")
+    assert "--memory" in command
 
 
 def test_without_cuda_it_says_so_and_profiles_the_small_model_on_the_cpu(script, capsys):

@@ -7,9 +7,13 @@ from typing import Any
 
 import click
 
-from dpscope.commands.options import CommaList
+from dpscope.commands.options import CommaList, resolve_device
 from dpscope.commands.sweeping import follow_sweep, specs_from, sweep_arguments
 from dpscope.comparison import INSTRUMENTS
+from dpscope.errors import UserError
+from dpscope.packages import MEASURING, require
+from dpscope.runner.instruments import ALL, choose_instruments
+from dpscope.runner.spec import INSTRUMENTS as KNOWN
 
 
 @click.command(name="compare")
@@ -17,20 +21,34 @@ from dpscope.comparison import INSTRUMENTS
 @click.option(
     "--instruments",
     type=CommaList(str),
-    default=",".join(INSTRUMENTS),
-    show_default=True,
-    help="How to look, each in a process of its own: time alone is twice as quick.",
+    help=f"How to look, each in a process of its own: {', '.join(KNOWN)}, or all "
+    f"[default: {','.join(INSTRUMENTS)}; time alone is twice as quick].",
 )
-def command(instruments: list[str], **options: Any) -> None:
+@click.option(
+    "--all",
+    "everything",
+    is_flag=True,
+    help="Every instrument that can work on this machine, for the whole page: the same as --instruments all.",
+)
+def command(instruments: list[str] | None, everything: bool, **options: Any) -> None:
     """Compare methods on one model: each at every batch size and sequence length, each in a process of its own.
 
     \b
     dpscope compare
     dpscope compare --model 1b --dtype bf16 --batch-size 8 --seq-len 1024
+    dpscope compare --all --model 1b --dtype bf16 --out page --resume
     dpscope compare --methods standard,ghost --batch-size 2,4 --seq-len 64,128 --out mine --resume
     """
-    specs = specs_from(options, instruments=instruments)
+    if everything and instruments is not None:
+        raise UserError("--all is every instrument: leave out --instruments, or --all")
+    require(*MEASURING)
+    asked = [ALL] if everything else instruments or list(INSTRUMENTS)
+    choice = choose_instruments(asked, resolve_device(options["device"]) if ALL in asked else "cpu")
+    specs = specs_from(options, instruments=choice.instruments)
+    if ALL in asked:
+        print(f"{len(specs)} rows, each in a process of its own: {', '.join(choice.instruments)}.")
+        print("".join(f"  {remark}\n" for remark in choice.remarks), end="", flush=True)
     comparison = follow_sweep("compare", specs, **options)
     if comparison.ok:
-        print("Next: sweep sizes with --batch-size 8,16 --seq-len 256,512; on a GPU try --model 1b --dtype bf16.")
+        print("Next: the whole page with --all; sizes with --batch-size 8,16 --seq-len 256,512; --model 1b on a GPU.")
     sys.exit(0 if comparison.ok else 1)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from statistics import mean
 from types import TracebackType
 
 from rich.console import Console
@@ -18,11 +19,13 @@ from dpscope.units import format_bytes, format_duration, format_ms, format_traff
 class SweepProgress:
     """Observes a sweep. Use as a context manager."""
 
-    def __init__(self, console: Console, rows: int) -> None:
+    def __init__(self, console: Console, instruments: Sequence[str]) -> None:
+        """`instruments`: that of each row, in order."""
         self._console = console
-        self.rows = rows
+        self._instruments = instruments
+        self.rows = rows = len(instruments)
         self.finished = 0
-        self._measured: list[float] = []  # seconds of the rows measured so far
+        self._measured: dict[str, list[float]] = {}  # instrument -> seconds of its rows measured so far
         self._started = 0.0
         self._bar = Progress(
             TextColumn("{task.description}", markup=False),
@@ -55,20 +58,28 @@ class SweepProgress:
 
     def row_finished(self, row: int, result: Result, *, kept: bool) -> None:
         if not kept:
-            self._measured.append(time.monotonic() - self._started)
+            self._measured.setdefault(result.instrument, []).append(time.monotonic() - self._started)
         self.finished += 1
-        left = self.rows - row - 1
-        if self._measured and left:
-            mean = sum(self._measured) / len(self._measured)
-            self._bar.update(self._all, note=f"about {format_duration(mean * left)} left")
+        left = self._time_left(row)
+        self._bar.update(self._all, note=left)
         self._bar.advance(self._all)
-        self._console.print(self._line(row, result, kept=kept), highlight=False)
+        self._console.print(self._line(row, result, kept=kept, left=left), highlight=False, soft_wrap=True)
 
-    def _line(self, row: int, result: Result, *, kept: bool) -> str:
+    def _time_left(self, row: int) -> str:
+        """From the rows measured so far, each instrument by its own: one may take ten times as long as another."""
+        everything = [seconds for found in self._measured.values() for seconds in found]
+        ahead = self._instruments[row + 1 :]
+        if not (everything and ahead):
+            return ""
+        return f"about {format_duration(sum(mean(self._measured.get(name, everything)) for name in ahead))} left"
+
+    def _line(self, row: int, result: Result, *, kept: bool, left: str) -> str:
         spec = RunSpec.from_dict(result.spec)
         figures = ", ".join(_figures(result))
         note = " (kept)" if kept else ""
-        return escape(f"[{row + 1}/{self.rows}] {spec.label} {spec.instrument}: {figures}{note}")
+        # A terminal shows it on the bar; who reads a log wants to know it too.
+        left = f" ({left})" if left and not self._console.is_terminal else ""
+        return escape(f"[{row + 1}/{self.rows}] {spec.label} {spec.instrument}: {figures}{note}{left}")
 
 
 def _figures(result: Result) -> Iterator[str]:

@@ -94,7 +94,7 @@ def follow_sweep(
     folder = output_folder(out, resume=resume, command=command)
     limits = Limits(timeout=timeout, memory=None if memory_limit is None else memory_limit * GIB)
     console = make_console()
-    progress = SweepProgress(console, len(specs))
+    progress = SweepProgress(console, [spec.instrument for spec in specs])
     with _finished_rows_are_named(progress, folder, overwrite=overwrite):
         with progress:
             comparison = compare(

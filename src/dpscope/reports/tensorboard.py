@@ -70,6 +70,9 @@ def _write_scalars(writer: Any, row: Row) -> None:
         writer.add_scalar(f"gpu/{name}", value)
     if row.peak_bytes is not None:
         writer.add_scalar("memory/peak_mib", mib(row.peak_bytes))
+    for device, points in trace.get("memory", {}).get("over_time", {}).items():
+        for time_ms, allocated in points:  # TensorBoard's steps are whole numbers: microseconds
+            writer.add_scalar(f"memory/{device}_mib_over_time_us", mib(allocated), round(time_ms * 1000))
 
 
 def _tables(row: Row) -> Iterator[tuple[str, str]]:

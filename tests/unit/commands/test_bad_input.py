@@ -120,3 +120,15 @@ def test_report_refuses_what_is_not_a_folder_of_results(refused, tmp_path):
 
 def test_an_unknown_command_is_refused(refused):
     assert "No such command 'compaer'" in refused("compaer")
+
+
+def test_all_instruments_and_some_of_them_are_not_asked_for_at_once():
+    result = CliRunner().invoke(main, ["compare", "--all", "--instruments", "time"])
+    assert result.exit_code != 0
+    assert "--all is every instrument" in f"{result.output}{result.exception}"
+
+
+def test_help_names_every_instrument_and_the_short_way_to_all():
+    said = " ".join(CliRunner().invoke(main, ["compare", "--help"]).output.split())
+    assert "time, memory, ncu, nsys, trace, or all" in said
+    assert "dpscope compare --all" in said

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
+from itertools import accumulate
+from math import ceil
 from typing import Any
 
 from dpscope.instruments.ncu.families import family_of, short_name
@@ -21,6 +23,7 @@ from dpscope.instruments.trace.capture import MODULE, WAIT
 from dpscope.instruments.trace.events import Event, Trace
 from dpscope.instruments.trace.findings import casts, copies, synchronisations
 
+POINTS = 500  # of memory over time
 MOST = 40  # kernels and modules that are listed; the rest is summed up in one line
 
 NAMED = ("clip", "norm", "einsum", "elementwise", "reduce")  # what readers of DP-SGD traces look for by name
@@ -222,7 +225,7 @@ def _modules(views: Sequence[StepView]) -> list[dict[str, Any]]:
 
 
 def _memory(traces: Sequence[Trace], steps: int) -> dict[str, Any]:
-    """Bytes that operators asked for (less what they freed), and the highest running total of the recording."""
+    """Bytes that operators asked for (less what they freed), and what was allocated over time, with its highest."""
     sums = Sums(steps, "allocations", "allocated_bytes", "net_bytes")
     highest: dict[str, float] = {}
     for trace in traces:
@@ -234,7 +237,23 @@ def _memory(traces: Sequence[Trace], steps: int) -> dict[str, Any]:
     return {
         "operators": _shortened(sums.rows("allocated_bytes", "operator", "device"), ("operator", "device")),
         "highest_total_bytes": highest,
+        "over_time": {device: _over_time(traces[0], device) for device in highest},
     }
+
+
+def _over_time(trace: Trace, device: str) -> list[tuple[float, int]]:
+    """(milliseconds, bytes allocated) of one recording: in each of `POINTS` stretches its highest moment.
+
+    The allocator's own total where it keeps one; torch's on the CPU does not, and there it is what came since the
+    recording began.
+    """
+    events = [event for event in trace.memory if event["device"] == device]
+    levels = list(accumulate(event["bytes"] for event in events))
+    if any(event["total_bytes"] for event in events):
+        levels = [event["total_bytes"] for event in events]
+    points = [(event["time_us"] / 1000, level) for event, level in zip(events, levels, strict=True)]
+    width = ceil(len(points) / POINTS)
+    return [max(points[first : first + width], key=lambda point: point[1]) for first in range(0, len(points), width)]
 
 
 def _shortened(rows: list[dict[str, Any]], keys: Iterable[str]) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ import pytest
 from dpscope.instruments.trace.events import parse_events
 from dpscope.instruments.trace.summary import summarise
 
-from .handmade import annotation, gpu_step, operator
+from .handmade import START, annotation, gpu_step, operator
 
 US = 1e-3  # milliseconds
 
@@ -142,3 +142,39 @@ def test_a_phase_within_another_counts_for_itself_alone():
 def test_a_recording_without_marked_steps_is_one_step():
     summary = summarise([parse_events([operator("aten::mm", 5, 20), operator("aten::mm", 40, 10)])])
     assert (summary["steps"], summary["step_ms"]) == (1, pytest.approx(45 * US))
+
+
+def allocation(start, size, total=None):
+    args = {"Bytes": size, "Device Type": 0 if total is None else 1, "Total Allocated": total or 0, "Ev Idx": start}
+    return {
+        "ph": "i",
+        "cat": "cpu_instant_event",
+        "name": "[memory]",
+        "pid": 1,
+        "tid": 1,
+        "ts": START + start,
+        "args": args,
+    }
+
+
+def over_time(*events):
+    step = [annotation("ProfilerStep#1", 0, 10_000), annotation("dpscope:forward", 0, 10_000)]
+    return summarise([parse_events([*step, *events])])["memory"]["over_time"]
+
+
+def test_memory_over_time_is_the_allocators_total_where_it_keeps_one():
+    assert over_time(allocation(1, 100, 500), allocation(2, -50, 450)) == {
+        "gpu": [(pytest.approx(0.001), 500), (pytest.approx(0.002), 450)]
+    }
+
+
+def test_memory_over_time_on_the_cpu_counts_from_where_the_recording_began():
+    assert over_time(allocation(1, 100), allocation(2, 30), allocation(3, -100)) == {
+        "cpu": [(pytest.approx(0.001), 100), (pytest.approx(0.002), 130), (pytest.approx(0.003), 30)]
+    }
+
+
+def test_a_long_recording_keeps_its_highest_moments():
+    (points,) = over_time(*(allocation(at, 1, 9999 if at == 777 else at) for at in range(1, 4001))).values()
+    assert len(points) == 500
+    assert (pytest.approx(0.777), 9999) in points
