@@ -68,9 +68,11 @@ def test_every_chart_is_drawn_with_all_its_text_inside(any_page: Path, read_page
     assert drawn == [chart["key"] for chart in data_of(page)["charts"]], "first comes the size that most is known of"
 
 
-def test_a_real_gpu_gives_every_kind_of_chart(h200_page: Path, against_page: Path, read_page: Reads) -> None:
+def test_real_sweeps_give_every_kind_of_chart(
+    cpu_page: Path, h200_page: Path, against_page: Path, read_page: Reads
+) -> None:
     """So that what is tested on these pages is tested of every drawing."""
-    pages = [data_of(read_page(path)) for path in (h200_page, against_page)]
+    pages = [data_of(read_page(path)) for path in (cpu_page, h200_page, against_page)]
     kinds = read_page(h200_page).evaluate("Object.keys(drawings)")
     assert {chart["kind"] for data in pages for chart in data["charts"]} == set(kinds)
 
