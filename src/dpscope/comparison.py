@@ -127,13 +127,14 @@ def compare(
     refuse_in_child()
     require(*MEASURING)
     specs = _specs(workload, sweep)
-    require_measurable(specs)
+    limits = limits or Limits()
+    require_measurable(specs, limits)
     store = ResultStore(new_folder("compare") if out is None else Path(out))
     open_store(store, resume=resume, overwrite=overwrite)
     if overwrite:
         remove_reports(store.folder)
     _, skipped = store.read_all()
-    results = run_sweep(specs, store, resume=resume, limits=limits or Limits(), observer=observer or SilentObserver())
+    results = run_sweep(specs, store, resume=resume, limits=limits, observer=observer or SilentObserver())
     files = [
         *write_reports(results, store.folder, skipped=skipped),
         *(store.path_of(spec.file_name) for spec in specs),

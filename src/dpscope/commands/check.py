@@ -13,6 +13,9 @@ import click
 from dpscope.commands.console import make_console
 from dpscope.commands.options import ABOVE_ZERO, CommaList, resolve_device, workload_from, workload_options
 from dpscope.errors import UserError
+from dpscope.results.schema import OOM
+from dpscope.results.store import require_writable
+from dpscope.runner.outcome import outcome_of_exception
 from dpscope.runner.spec import RunSpec
 from dpscope.runner.tracebacks import own_traceback
 from dpscope.workloads.configs import WorkloadConfig
@@ -85,6 +88,8 @@ def command(
     from dpscope.exactness.text import describe
     from dpscope.workloads.workload import build_workload
 
+    if json_file:
+        require_writable(json_file)
     console = make_console()
     with console.status("") as status, _their_mistakes(config):
         found = check(
@@ -116,6 +121,9 @@ def _their_mistakes(config: WorkloadConfig) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
+        status, reason = outcome_of_exception(error)
+        if status == OOM:
+            raise UserError(reason) from None
         theirs = own_traceback(error, config)
         if theirs is None:
             raise

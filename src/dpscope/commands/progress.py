@@ -79,7 +79,7 @@ class SweepProgress:
         note = " (kept)" if kept else ""
         # A terminal shows it on the bar; who reads a log wants to know it too.
         left = f" ({left})" if left and not self._console.is_terminal else ""
-        return escape(f"[{row + 1}/{self.rows}] {spec.label} {spec.instrument}: {figures}{note}{left}")
+        return f"[{row + 1}/{self.rows}] {spec.label} {spec.instrument}: {figures}{note}{left}"
 
 
 def _figures(result: Result) -> Iterator[str]:

@@ -9,6 +9,7 @@ DIR/summary.txt      the table
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import tempfile
@@ -19,6 +20,8 @@ from pathlib import Path
 
 from dpscope.errors import UserError
 from dpscope.results.schema import Result, UnreadableResult, parse_result
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a disk, a quota or a limit on files is full
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import IO
 
 from dpscope import numbers
+from dpscope.errors import UserError
 from dpscope.results.schema import TIMEOUT, Result, UnreadableResult, result_for
 from dpscope.results.store import ResultStore, read_result
 from dpscope.runner.outcome import outcome_of_exit
 from dpscope.runner.spec import RunSpec
+from dpscope.runner.worker import DISK_FULL
 from dpscope.units import format_duration
 
 WORKER = (sys.executable, "-m", "dpscope.runner.worker")
@@ -49,7 +51,7 @@ def launch(
     on_progress: ProgressListener,
     worker: tuple[str, ...] = WORKER,
 ) -> Result:
-    """Measure one spec in a process of its own. Never raises because of what the child does."""
+    """Measure one spec in a process of its own. Whatever the child does is a result, unless the disk is full."""
     store.make_way(spec.file_name)
     output = store.path_of(spec.file_name)
     log = store.log_of(spec.file_name)
@@ -70,6 +72,8 @@ def launch(
             timed_out = _follow(child, spec, store, limits, on_progress)
         finally:
             _end(child)
+    if child.returncode == DISK_FULL:
+        raise UserError(f"no room for the files of {spec.label} in {store.folder} or TMPDIR: free some space")
     if timed_out:
         limit = format_duration(limits.timeout or 0)
         result = result_for(

@@ -12,6 +12,7 @@ from pathlib import Path
 from dpscope.errors import MeasurementFailed
 from dpscope.instruments.timing import Progress, no_progress
 from dpscope.results.schema import FAILED, Result, result_for
+from dpscope.results.store import NO_ROOM
 from dpscope.runner import environment
 from dpscope.runner.outcome import outcome_of_exception
 from dpscope.runner.spec import RunSpec
@@ -38,6 +39,8 @@ def measure_or_explain(spec: RunSpec, progress: Progress = no_progress, files: P
     try:
         return measure(spec, progress, files)
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in NO_ROOM:
+            raise  # not of this row: the next could not be written either
         traceback.print_exc()
         status, reason = outcome_of_exception(error)
         explained = isinstance(error, MeasurementFailed)  # by its reason; its traceback is ours

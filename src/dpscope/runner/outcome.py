@@ -14,6 +14,7 @@ SMALLER = "try a smaller --batch-size or --seq-len, or --dtype bf16"
 # What torch's CPU allocator and the C++ runtime say when memory runs out.
 _OUT_OF_MEMORY = re.compile(
     r"can't allocate memory|not enough memory|std::bad_alloc|Cannot allocate memory|MemoryError"
+    r"|Storage size calculation overflowed"
 )
 
 

@@ -3,30 +3,40 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import traceback
 from collections.abc import Sequence
+from dataclasses import replace
 
 from dpscope.errors import UserError
+from dpscope.results.schema import OOM
+from dpscope.runner.launcher import Limits
+from dpscope.runner.outcome import outcome_of_exception
 from dpscope.runner.spec import RunSpec
-from dpscope.runner.worker import claim_stdout
-from dpscope.trainers.registry import resolve_method
+from dpscope.runner.tracebacks import own_traceback
+from dpscope.runner.worker import claim_stdout, limit_memory
+from dpscope.trainers.registry import STANDARD, resolve_method
+from dpscope.units import format_duration
 from dpscope.workloads.configs import CustomConfig
 
 REFUSED = 4  # the exit code of the child that looks at the user's code; the sentence is its standard output
 
 
-def require_measurable(specs: Sequence[RunSpec]) -> None:
-    """Raise `UserError` if the workload cannot be trained by a method that was asked for.
+def require_measurable(specs: Sequence[RunSpec], limits: Limits | None = None) -> None:
+    """Raise `UserError` if the workload cannot be trained, or not by a method that was asked for.
 
-    The model is built without memory, on torch's meta device. The user's own code runs in a process of its own, which
-    is gone before the first row: whatever it does to the GPU while it is loaded is no part of a measurement.
+    A model of dpscope's is built without memory, on torch's meta device. The user's own takes one ordinary step, so
+    that a fault in it is found once and not in every row; in a process of its own, which is gone before the first row:
+    whatever it does to the GPU is no part of a measurement.
     """
-    first = next((spec for spec in specs if resolve_method(spec.method).private), specs[0])
-    if isinstance(first.workload, CustomConfig):
-        _require_in_child(first)
+    private = [spec for spec in specs if resolve_method(spec.method).private]
+    smallest = min(private or specs, key=lambda spec: spec.batch_size * (spec.seq_len or 1))
+    if isinstance(smallest.workload, CustomConfig):
+        _require_in_child(smallest, limits or Limits())
     else:
-        require_buildable(first)
+        require_buildable(smallest)
 
 
 def require_buildable(spec: RunSpec) -> None:
@@ -36,8 +46,15 @@ def require_buildable(spec: RunSpec) -> None:
     from dpscope.workloads.workload import build_workload
 
     workload = build_workload(spec.workload, batch_size=spec.batch_size, seq_len=spec.seq_len)
-    with torch.device("meta"):
-        model = workload.model()
+    try:
+        with torch.device("meta"):
+            model = workload.model()
+    except RuntimeError as error:
+        if "overflow" not in str(error):
+            raise
+        raise UserError(
+            f"model {spec.workload.name!r} is larger than any memory ({error}): give smaller sizes"
+        ) from None
     if not resolve_method(spec.method).private:
         return
     try:
@@ -46,36 +63,50 @@ def require_buildable(spec: RunSpec) -> None:
         raise UserError(f"model {spec.workload.name!r} {error}. Or compare --methods standard alone") from None
 
 
-def _require_in_child(spec: RunSpec) -> None:
+def _require_in_child(spec: RunSpec, limits: Limits) -> None:
     command = [sys.executable, "-m", "dpscope.runner.preflight"]
-    child = subprocess.run(
-        command, input=json.dumps(spec.to_dict()), capture_output=True, text=True, check=False, errors="replace"
-    )
+    request = json.dumps({"spec": spec.to_dict(), "memory_limit": limits.memory})
+    name = spec.workload.name
+    try:
+        child = subprocess.run(
+            command,
+            input=request,
+            capture_output=True,
+            text=True,
+            check=False,
+            errors="replace",
+            timeout=limits.timeout,
+        )
+    except subprocess.TimeoutExpired:
+        limit = format_duration(limits.timeout or 0)
+        raise UserError(
+            f"{name} took no ordinary step within {limit}: raise --timeout, or see where it waits"
+        ) from None
     if child.returncode == REFUSED:
         raise UserError(child.stdout.rstrip())
-    if child.returncode:
+    if child.returncode and child.returncode != -signal.SIGKILL:  # killed for memory: the rows will say so
         raise UserError(
-            f"{spec.workload.name} ended its process with code {child.returncode} while it was loaded:\n"
+            f"{name} ended its process with code {child.returncode} before its first step was done:\n"
             f"{child.stderr.rstrip()}"
         )
 
 
 def explain(spec: RunSpec) -> str | None:
-    """What is wrong with the user's workload, as far as it shows without memory or a GPU."""
-    import torch
-
-    from dpscope.runner.assembly import require_batch_of
-    from dpscope.runner.tracebacks import details_of
-    from dpscope.workloads.workload import build_workload
+    """What is wrong with the user's workload; None if it can be trained, or if only the rows can tell."""
+    from dpscope.runner.assembly import make_trainer
 
     name = spec.workload.name
     try:
-        workload = build_workload(spec.workload, batch_size=spec.batch_size, seq_len=spec.seq_len)
-        require_batch_of(workload.batch(spec.seed, torch.device("cpu")), spec.batch_size)
+        trainer, batch = make_trainer(replace(spec, method=STANDARD))
+        trainer.train_step(batch)
     except UserError as error:
         return str(error)
-    except (Exception, SystemExit) as error:
-        return f"{name} failed:\n{details_of(error, spec.workload)}"
+    except SystemExit as error:
+        return f"{name} ended Python (SystemExit {error.code}) where it should have returned"
+    except Exception as error:
+        if outcome_of_exception(error)[0] != OOM:
+            theirs = own_traceback(error, spec.workload) or "".join(traceback.format_exception_only(error))
+            return f"{name} failed:\n{theirs}"
     try:
         require_buildable(spec)
     except UserError as error:
@@ -87,7 +118,10 @@ def explain(spec: RunSpec) -> str | None:
 
 def main() -> None:
     results = claim_stdout()
-    sentence = explain(RunSpec.from_dict(json.loads(sys.stdin.readline())))
+    request = json.loads(sys.stdin.readline())
+    if request["memory_limit"] is not None:
+        limit_memory(int(request["memory_limit"]))
+    sentence = explain(RunSpec.from_dict(request["spec"]))
     if sentence is not None:
         print(sentence, file=results, flush=True)
         sys.exit(REFUSED)

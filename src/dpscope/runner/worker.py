@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TextIO
 
 ORPHANED = 3
+DISK_FULL = 74  # EX_IOERR: an exit code that a workload would hardly choose
 CHILD = "DPSCOPE_CHILD"  # set in the environment of a process that measures
 
 
@@ -25,18 +26,23 @@ def main() -> None:
     request = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_parent, daemon=True).start()
     if request.get("memory_limit") is not None:
-        _limit_memory(request["memory_limit"])
+        limit_memory(request["memory_limit"])
 
     def progress(stage: str, done: int, total: int) -> None:
         print(json.dumps({"stage": stage, "done": done, "total": total}), file=events, flush=True)
 
     progress("loading", 0, 1)
-    from dpscope.results.store import write_atomically
+    from dpscope.results.store import NO_ROOM, write_atomically
     from dpscope.runner.measure import measure_or_explain
     from dpscope.runner.spec import RunSpec
 
-    result = measure_or_explain(RunSpec.from_dict(request["spec"]), progress, Path(request["files"]))
-    write_atomically(Path(request["output"]), result.to_json())
+    try:
+        result = measure_or_explain(RunSpec.from_dict(request["spec"]), progress, Path(request["files"]))
+        write_atomically(Path(request["output"]), result.to_json())
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        sys.exit(DISK_FULL)
 
 
 def refuse_in_child() -> None:
@@ -65,7 +71,7 @@ def _end_with_parent() -> None:
     os._exit(ORPHANED)
 
 
-def _limit_memory(limit: int) -> None:
+def limit_memory(limit: int) -> None:
     import resource
 
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))

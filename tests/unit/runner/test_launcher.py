@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -17,7 +18,9 @@ from dpscope.results.schema import FAILED, OK, OOM, SKIPPED, TIMEOUT
 from dpscope.results.store import ResultStore, read_result
 from dpscope.runner import launcher
 from dpscope.runner.launcher import Limits, launch
+from dpscope.runner.measure import measure_or_explain
 from dpscope.runner.outcome import outcome_of_exception, outcome_of_exit
+from dpscope.runner.worker import DISK_FULL
 
 # How every stand-in worker begins: with the request that the parent hands it.
 READ_REQUEST = "import json, os, signal, sys, time\nrequest = json.loads(sys.stdin.readline())\n"
@@ -89,6 +92,19 @@ def test_a_child_that_writes_its_result_gives_that_result(run, store, spec):
     result, _ = run(READ_REQUEST + WRITE_RESULT + "write_result(avg_time_ms=1.5)")
     assert (result.status, result.avg_time_ms) == (OK, 1.5)
     assert read_result(store.path_of(spec.file_name)) == result
+
+
+def test_a_full_disk_ends_the_sweep_and_is_no_row(run, store, spec, make_spec, monkeypatch):
+    with pytest.raises(UserError, match=r"no room for the files of standard tiny .*: free some space"):
+        run(f"raise SystemExit({DISK_FULL})")
+    assert not store.path_of(spec.file_name).exists()
+
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("dpscope.runner.measure.measure", full)
+    with pytest.raises(OSError, match="No space left"):  # the worker exits with that code
+        measure_or_explain(make_spec())
 
 
 def test_a_child_learns_its_spec_and_its_memory_limit(run, spec):

@@ -15,6 +15,7 @@ import dpscope
 from dpscope.cli import main
 from dpscope.errors import UserError
 from dpscope.results.schema import FAILED, SKIPPED
+from dpscope.runner.launcher import Limits
 from dpscope.runner.measure import measure_or_explain
 from dpscope.runner.preflight import explain, require_measurable
 from dpscope.runner.spec import RunSpec
@@ -165,6 +166,9 @@ def test_a_length_that_the_function_does_not_take_gets_a_sentence():
     [
         ("returns_a_number", "must return a dpscope.Workload"),
         ("batch_of_three", "the workload's batch has 3 samples where --batch-size says 2"),
+        ("loss_that_fails", "own_workloads.py:loss_that_fails failed:\nTraceback"),
+        ("scalar_loss", "must return one loss per sample"),
+        ("exits", "ended Python"),
         ("batch_norm", "cannot be trained privately, .*1 is BatchNorm1d, use nn.GroupNorm"),
     ],
 )
@@ -179,6 +183,25 @@ def test_an_error_in_the_users_code_is_shown_as_theirs_with_nothing_of_ours_arou
     assert (sentence, heading) == ("own_workloads.py:raises failed:", "Traceback (most recent call last):")
     assert [line.split(", in ")[1] for line in lines if line.startswith("  File")] == ["raises", "_divide"]
     assert lines[-1] == "ZeroDivisionError: division by zero"
+
+
+def test_a_fault_in_the_users_loss_is_found_before_any_row(tmp_path):
+    with pytest.raises(UserError, match="loss_that_fails failed:"):
+        dpscope.compare(f"{OWN}:loss_that_fails", methods=["flat", "flash"], device="cpu", out=tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_workload_that_never_takes_a_step_is_refused_in_the_time_of_a_row(tmp_path):
+    (tmp_path / "slow.py").write_text("import time\ndef make():\n    time.sleep(600)\n")
+    spec = RunSpec(workload=workload_at(f"{tmp_path}/slow.py:make"), method="flat", batch_size=2)
+    with pytest.raises(UserError, match="took no ordinary step within 8 s: raise --timeout"):
+        require_measurable([spec], Limits(timeout=8))
+
+
+@pytest.mark.parametrize("file", ["/etc/passwd", "/bin/sh"])
+def test_a_file_that_is_not_python_is_refused(file):
+    with pytest.raises(UserError, match=f"{file} is not a Python file"):
+        workload_at(f"{file}:root")
 
 
 def test_a_users_file_beside_the_package_whose_name_begins_like_it_is_still_theirs():

@@ -61,6 +61,8 @@ def workload_at(target: str) -> CustomConfig:
         file = Path(place)
         if not file.is_file():
             raise UserError(f"--workload {target}: there is no file {place}")
+        if file.suffix != ".py":
+            raise UserError(f"--workload {target}: {place} is not a Python file (.py); {HOW}")
         return _config(file, function)
     file_of_module = _file_of_module(place)
     if file_of_module is None:
