@@ -88,7 +88,9 @@ def command(
     from dpscope.exactness.text import describe
     from dpscope.workloads.workload import build_workload
 
-    if json_file:
+    if json_file:  # before minutes are spent
+        if not json_file.parent.is_dir():
+            raise UserError(f"cannot write {json_file}: there is no folder {json_file.parent}")
         require_writable(json_file)
     console = make_console()
     with console.status("") as status, _their_mistakes(config):
