@@ -1,4 +1,4 @@
-"""What Opacus's tests use of torchvision, which need not be installed: made-up images and two models with batch norm."""
+"""What Opacus's tests use of torchvision, which need not be installed: made-up images and models with batch norm."""
 
 from __future__ import annotations
 

@@ -86,6 +86,7 @@ class FlashEngine:
         self.holding = (
             False  # the sums in p.grad are those of a logical batch that is not complete: zero_grad() keeps them
         )
+        self.forbid_accumulation = False  # a step has one micro-batch: under Poisson sampling it is the whole draw
         self.applied = False  # an optimizer has used the sums, and nobody has cleared them since
         self.norms: Tensor | None = None
         self.factors: Tensor | None = None
@@ -218,8 +219,9 @@ class FlashEngine:
             self._touched.append(slot)
         elif isinstance(contribution, Kept) and slot.contributions[-1].absorb(contribution, slot.parameter.dtype):
             return
+        if not self.pending:
+            self.note_backward()
         slot.contributions.append(contribution)
-        self.pending = True
 
     def is_recording(self) -> bool:
         """Whether the backward pass that runs is one that accumulates the gradients of parameters.
@@ -232,8 +234,14 @@ class FlashEngine:
             self._graph_task = task
         return self._recording
 
-    def note_empty(self) -> None:
-        """A backward pass of an empty batch: it leaves nothing, but it was one."""
+    def note_backward(self) -> None:
+        """A backward pass has begun; that of an empty batch leaves nothing else."""
+        if self.forbid_accumulation and self.micro_batches:
+            raise UserError(
+                "a second backward pass since the last step, but Poisson sampling makes each batch a whole step: call "
+                "optimizer.step() and zero_grad(), use opacus.utils.batch_memory_manager.BatchMemoryManager, or leave "
+                "out Poisson sampling with poisson_sampling=False"
+            )
         self.pending = True
 
     def open(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

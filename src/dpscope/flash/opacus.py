@@ -52,10 +52,10 @@ class FlashHooks:
 
     def __init__(self, engine: FlashEngine) -> None:
         self.engine = engine
-        self.accumulation_forbidden = False
 
     def forbid_grad_accumulation(self) -> None:
-        self.accumulation_forbidden = True
+        """For Opacus's make_private, which calls it under Poisson sampling."""
+        self.engine.forbid_accumulation = True
 
     def cleanup(self) -> None:
         """Gives the model back as it was."""
@@ -215,15 +215,13 @@ class PrivacyEngine(OpacusPrivacyEngine):
         for unused in ("distributed", "clipping"):
             kwargs.pop(unused, None)
         generator = kwargs.pop("noise_generator", None)
-        private = DPFlashOptimizer(
+        return DPFlashOptimizer(
             optimizer,
             engine=self._prepared.engine,
             generator=self.secure_rng if self.secure_mode else generator,
             secure_mode=self.secure_mode,
             **kwargs,
         )
-        private.forbid_accumulation = self._prepared.accumulation_forbidden
-        return private
 
 
 def _is_flash(grad_sample_mode: str) -> bool:

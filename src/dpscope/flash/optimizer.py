@@ -52,8 +52,7 @@ class NoiseSource:
             )
         self._draws += 1
         if generator.device.type == "cpu":
-            seed, offset = torch.randint(2**63 - 1, (2,), generator=generator, dtype=torch.int64, device="cpu").tolist()
-            return seed, offset
+            return _draw_words(generator)
         # A CUDA generator's position is known on the host; drawing from it would wait for the device.
         offset = generator.get_offset()
         generator.set_offset(offset + 4)
@@ -77,15 +76,34 @@ class NoiseSource:
         self._draws = state["draws"]
 
     def refuse_to_repeat(self, state: dict[str, Any]) -> None:
-        """Refuse a generator that is about to draw again what the saved run has drawn."""
-        if self.generator is None or self.generator.initial_seed() != state["seed"]:
-            return
-        if self._draws < state["draws"]:
+        """Refuse a generator that stands where the saved run's stood earlier: it would draw that run's noise again."""
+        if self.generator is not None and _stood_earlier(self.generator, state):
             raise UserError(
-                "the noise generator has the seed of the run that was saved, and would add that run's noise again: "
-                "give it another seed, or go on with the saved run's noise: load_state_dict(state, resume_noise=True) "
-                "or load_checkpoint(…, resume_noise=True)"
+                "the noise generator stands where that of the saved run stood, and would add its noise again: give it "
+                "another seed, or go on with the saved run's noise: load_state_dict(state, resume_noise=True) or "
+                "load_checkpoint(…, resume_noise=True)"
             )
+
+
+def _stood_earlier(generator: torch.Generator, state: dict[str, Any]) -> bool:
+    if generator.initial_seed() != state["seed"]:
+        return False
+    saved = torch.Generator(generator.device)
+    if generator.device.type != "cpu":
+        saved.set_state(state["generator"].cpu())
+        return bool(generator.get_offset() < saved.get_offset())
+    saved.manual_seed(state["seed"])
+    now = generator.get_state()
+    for _ in range(state["draws"]):
+        if torch.equal(saved.get_state(), now):
+            return True
+        _draw_words(saved)
+    return False
+
+
+def _draw_words(generator: torch.Generator) -> tuple[int, int]:
+    seed, offset = torch.randint(2**63 - 1, (2,), generator=generator, dtype=torch.int64, device="cpu").tolist()
+    return seed, offset
 
 
 @dataclass(frozen=True, kw_only=True)

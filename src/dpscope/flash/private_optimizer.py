@@ -55,7 +55,6 @@ class DPFlashOptimizer(DPOptimizer):
         self.engine = engine
         self.noise = NoiseSource(generator)
         self._own = frozenset(map(id, engine.parameters))
-        self.forbid_accumulation = False
         self._fused_update = FusedUpdate(optimizer) if FusedUpdate.serves(optimizer) else None
         self._fused = fused
         super().__init__(
@@ -151,12 +150,6 @@ class DPFlashOptimizer(DPOptimizer):
             raise ValueError(
                 "Gradients haven't been cleared since the last optimizer step. In order to obtain privacy guarantees "
                 "you must call optimizer.zero_grad() on each step"
-            )
-        if self.forbid_accumulation and self.accumulated_iterations > 1:
-            raise ValueError(
-                f"{self.accumulated_iterations} backward passes since the last step, but Poisson sampling makes each "
-                "batch a whole step: use opacus.utils.batch_memory_manager.BatchMemoryManager, or leave out Poisson "
-                "sampling with poisson_sampling=False"
             )
 
     def clip_and_accumulate(self) -> None:

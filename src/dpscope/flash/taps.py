@@ -143,7 +143,7 @@ class Tapped(torch.autograd.Function):
             engine.refuse_backward(tap.name, ctx.generation)
         if ctx.empty is not None:
             if recording:
-                engine.note_empty()
+                engine.note_backward()
             return None, g.new_zeros(ctx.empty), None, None
         if g.is_neg():
             g = g.resolve_neg()

@@ -45,7 +45,7 @@ class Expand(torch.autograd.Function):
         if len(g):
             engine.add(ctx.slot, Kept(g, owned=False))
         else:
-            engine.note_empty()
+            engine.note_backward()
         return (None,) * 5
 
 

@@ -1,0 +1,67 @@
+"""Opacus's own tests, which its wheel ships, pass against flash clipping, but for those listed with a reason."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+HERE = Path(__file__).parent
+# How many tests of each file run and pass: fewer would be a loss that no failure shows.
+FILES = {
+    "privacy_engine_test": 106,
+    "privacy_engine_validation_test": 5,
+    "gradient_accumulation_test": 5,
+    "batch_memory_manager_test": 2,
+    "randomness_test": 7,
+    "grad_samples": 17,
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Counter[tuple[str, str]]:
+    """(file, outcome) of every test, from one run in a process of its own: the plugin changes Opacus."""
+    folder = tmp_path_factory.mktemp("opacus")
+    (folder / "pytest.ini").write_text("[pytest]\n")
+    report = folder / "report.xml"
+    path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH", "")]))
+    done = subprocess.run(
+        [
+            *(
+                sys.executable,
+                "-m",
+                "pytest",
+                "-q",
+                "-p",
+                "flash_plugin",
+                "-p",
+                "no:subtests",
+                "-p",
+                "no:cacheprovider",
+            ),
+            *(f"--junitxml={report}", "--pyargs", *(f"opacus.tests.{name}" for name in FILES)),
+        ],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    counted: Counter[tuple[str, str]] = Counter()
+    for case in ElementTree.parse(report).iter("testcase"):
+        file = case.attrib["classname"].removeprefix("opacus.tests.").split(".")[0]
+        counted[file, case[0].tag if len(case) else "passed"] += 1
+    return counted
+
+
+@pytest.mark.skipif(importlib.util.find_spec("opacus") is None, reason="Opacus is not installed")
+@pytest.mark.parametrize("name", FILES)
+def test_opacuss_own_tests_pass(name: str, outcomes: Counter[tuple[str, str]]) -> None:
+    assert outcomes[name, "passed"] >= FILES[name], sorted(outcomes.items())
