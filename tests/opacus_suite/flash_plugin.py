@@ -4,9 +4,9 @@
     python -m pytest -p flash_plugin --pyargs opacus.tests.privacy_engine_test
 
 `opacus.PrivacyEngine` becomes flash clipping's, whatever mode a test asks for. What tests read of Opacus's internals
-has stand-ins made of what flash clipping computes: `p.grad_sample` (contributions of the backward pass), `p.summed_grad`
-(the clipped sum before noise), `_module` (the model itself). Tests that cannot pass are those of `expected_failures`:
-one that passes all the same fails the run, and so does an entry that names no test.
+has stand-ins made of what flash clipping computes: `p.grad_sample` (contributions of the backward pass),
+`p.summed_grad` (the clipped sum before noise), `_module` (the model itself). Tests that cannot pass are those of
+`expected_failures`: one that passes all the same fails the run, and so does an entry that names no test.
 """
 
 from __future__ import annotations

@@ -215,12 +215,12 @@ class FlashEngine:
         )
 
     def add(self, slot: Slot, contribution: Contribution) -> None:
+        if not self.pending:
+            self.note_backward()
         if not slot.contributions:
             self._touched.append(slot)
         elif isinstance(contribution, Kept) and slot.contributions[-1].absorb(contribution, slot.parameter.dtype):
             return
-        if not self.pending:
-            self.note_backward()
         slot.contributions.append(contribution)
 
     def is_recording(self) -> bool:
