@@ -14,6 +14,7 @@ EXPECTED_FAILURES: dict[str, str] = {
             "compare_to_vanilla",
             "deterministic_run",
             "flat_clipping",
+            "make_private_with_epsilon",
             "noise_changes_every_time",
             "noise_level",
             "sample_grad_aggregation",
