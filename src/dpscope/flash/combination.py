@@ -32,7 +32,7 @@ def cross_terms(lookup: Lookup, outer: Outer) -> Tensor:
         part = slice(start, start + step)
         picked = head.gather(2, ids[:, None, part].expand(-1, head.shape[1], -1).to(torch.int64))  # (B, S, t)
         products = torch.bmm(x.to(dtype), g[:, part].to(dtype).transpose(1, 2))  # (B, S, t)
-        total += (picked.to(dtype) * products).sum((1, 2)).double()
+        total += (picked.double() * products.double()).sum((1, 2))
     return total
 
 

@@ -14,7 +14,7 @@ contribution remembers their version counters: a tensor changed in place meanwhi
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -51,9 +51,15 @@ def last_norms(values: Tensor) -> Tensor:
 
 
 def row_norms_squared(values: Tensor) -> Tensor:
-    """(B, ...) -> (B,), ||values_b||². Rows first, then their squares in float64."""
+    """(B, ...) -> (B,), ||values_b||² in float64. Rows first, then their squares.
+
+    On a GPU a row's norm is taken in float32, where squares below 2⁻¹²⁶ count as zero: they are counted as that much,
+    so that no norm is too small. Norms above 1e19 overflow there, and the sample is left out.
+    """
     rows = values.reshape(values.shape[0], 1, -1) if values.dim() < 3 else values.flatten(2)
-    return last_norms(rows).double().square().sum(1)
+    squares = last_norms(rows).double().square().sum(1)
+    underflow = 0.0 if values.device.type == "cpu" or values.dtype == torch.float64 else 2.0**-126
+    return squares + values[0].numel() * underflow if underflow and len(values) else squares
 
 
 # torch 2.8 and later write the float32 product of half-precision matrices themselves, on CUDA.
@@ -97,18 +103,20 @@ class Contribution(Protocol):
 class Kept:
     """Per-sample gradients at hand. `owned`: nobody else holds the storage, it may be overwritten."""
 
-    __slots__ = ("owned", "values")
+    __slots__ = ("owned", "values", "version")
 
     def __init__(self, values: Tensor, *, owned: bool = True) -> None:
         self.values = values
         self.owned = owned
+        self.version = values._version
 
     @property
     def batch_size(self) -> int:
         return self.values.shape[0]
 
     def check_unchanged(self, name: str) -> None:
-        pass
+        if not self.owned and self.values._version != self.version:
+            refuse_changed(name)
 
     def absorb(self, other: Kept, dtype: torch.dtype) -> bool:
         if not self.owned or self.values.dtype != dtype or self.values.shape != other.values.shape:
@@ -141,6 +149,19 @@ class Kept:
         return total if out is None else out.add_(total)
 
 
+def refuse_changed(name: str) -> NoReturn:
+    raise UserError(
+        f"the input or output gradient of the layer that owns {name} was changed in place between backward "
+        "and the optimizer step, where flash clipping still needs it; copy the batch into fresh tensors, or "
+        "call engine.finish() right after loss.backward()"
+    )
+
+
+def held(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy where its memory is not torch's (numpy's, say): others write to it and no one is told."""
+    return tensor if tensor.untyped_storage().resizable() else tensor.clone()
+
+
 class Saved:
     """Tensors of the backward pass, watched for in-place changes until they are summed."""
 
@@ -148,9 +169,9 @@ class Saved:
 
     def __init__(self, first: Tensor, second: Tensor) -> None:
         # The tensor without its history: holding it must not hold the graph of the forward pass.
-        self.first = first.detach() if first.requires_grad else first
-        self.second = second
-        self.versions = (first._version, second._version)
+        self.first = first.detach() if first.requires_grad else held(first)
+        self.second = held(second)
+        self.versions = (self.first._version, self.second._version)
 
     @property
     def batch_size(self) -> int:
@@ -161,11 +182,7 @@ class Saved:
 
     def check_unchanged(self, name: str) -> None:
         if self.versions != (self.first._version, self.second._version):
-            raise UserError(
-                f"the input or output gradient of the layer that owns {name} was changed in place between backward "
-                "and the optimizer step, where flash clipping still needs it; copy the batch into fresh tensors, or "
-                "call engine.finish() right after loss.backward()"
-            )
+            refuse_changed(name)
 
 
 class Outer(Saved):
@@ -202,7 +219,7 @@ class Outer(Saved):
 
     def rank1_norms_squared(self) -> Tensor:
         """T = 1: ||g xᵀ||² = ||x||²||g||²."""
-        return row_norms_squared(self.x) * row_norms_squared(self.g)
+        return row_norms_squared(self.x.double()) * row_norms_squared(self.g.double())
 
     def clipped_sum(self, scale: Tensor, out: Tensor | None) -> Tensor:
         return outer_sums([self], scale, [out])[0]

@@ -15,6 +15,7 @@ from torch import Tensor
 from dpscope.flash.combination import cross_terms
 from dpscope.flash.contributions import Contribution, Kept, Lookup, Outer, wide
 from dpscope.flash.kernels.gram_norms import GramUnit, gram_norms_squared
+from dpscope.flash.kernels.scaled_sum import MIN_SCALE
 from dpscope.flash.paths import DIRECT, KEEP, RANK1, Decision
 
 # Kept gradients of at most this many elements a sample are normed and summed in one go, side by side.
@@ -23,9 +24,10 @@ SMALL = 1 << 13
 # Samples with more ids than this are normed by sorting them; shorter ones join the Gram units' launch.
 SORTED_LENGTH = 256
 
-# Larger norms count as not finite. In float32 their squares overflow on some paths and not on others, and the path
-# depends on the batch: without this bound the other samples of a batch would decide whether such a sample has a share.
-LARGEST_NORM = 1e18
+# Larger norms of what was recorded count as not finite, and so do samples whose factor is too small to be applied
+# (`MIN_SCALE`). Beyond, a product overflows float32 on some paths and not on others, and the path depends on the batch:
+# without this bound the other samples of a batch would decide whether such a sample has a share.
+LARGEST_NORM = 1e30
 
 # ‖A + B‖² of a tied embedding and head is ‖A‖² + ‖B‖² + 2⟨A, B⟩, each known to about 1e-5 in float32. Where the uses
 # cancel, that error is all that is left; below this share of ‖A‖² + ‖B‖² the norm is over-estimated instead, which only
@@ -137,7 +139,8 @@ class NormSum:
             self.add(gram_norms_squared(units))
         if self._single:  # one multi-tensor launch for all of them
             norms = torch.stack([norm.float() for norm in torch._foreach_norm(self._single)])
-            self.add(norms.to(self.total).square().sum().view(1))
+            underflow = 2.0**-126 * sum(values.numel() for values in self._single)  # see row_norms_squared
+            self.add(norms.to(self.total).square().sum().view(1) + underflow)
         self._sharing, self._lookups, self._single = {}, [], []
         return self.total
 
@@ -157,7 +160,10 @@ def clip_factors(squared: Tensor, max_grad_norm: float, multiplier: float | Tens
 
     `multiplier` turns a recorded gradient into the sample's own: B for a mean over B samples, over the loss scale.
     """
-    norms = squared.clamp_min(0.0).sqrt() * multiplier
-    finite = torch.isfinite(squared) & (norms <= LARGEST_NORM)
-    factors = torch.where(finite, (max_grad_norm / norms).clamp(max=1.0), torch.zeros_like(norms))
-    return Factors(norms, factors, torch.where(finite, factors * multiplier, torch.zeros_like(norms)), finite)
+    recorded = squared.clamp_min(0.0).sqrt()
+    norms = recorded * multiplier
+    factors = (max_grad_norm / norms).clamp(max=1.0)
+    scale = factors * multiplier
+    finite = torch.isfinite(squared) & (recorded <= LARGEST_NORM) & (scale >= MIN_SCALE)
+    zero = torch.zeros_like(norms)
+    return Factors(norms, torch.where(finite, factors, zero), torch.where(finite, scale, zero), finite)

@@ -36,14 +36,14 @@ def losses(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def clipped_sum(
-    model: nn.Module, x: Tensor, *, c: float, path: str | None, half: bool, reduction: str = "sum"
+    model: nn.Module, x: Tensor, *, c: float, path: str | None, half: bool, reduction: str = "sum", times: float = 1.0
 ) -> Tensor:
     """All parameters' clipped sums as one vector, and a check that it is finite."""
     model.zero_grad()
     with FlashEngine(model, max_grad_norm=c, path=path, loss_reduction=reduction) as engine:
         with torch.autocast("cpu", torch.bfloat16, enabled=half):
             found = losses(model, x)
-        (found.sum() if reduction == "sum" else found.mean()).backward()
+        ((found.sum() if reduction == "sum" else found.mean()) * times).backward()
         engine.finish()
     total = torch.cat([parameter.grad.flatten() for parameter in model.parameters()]).double()
     assert total.isfinite().all()
@@ -168,10 +168,10 @@ def test_bfloat16_norms_are_those_of_the_very_values_that_are_summed(path, batch
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_whether_a_huge_sample_has_a_share_does_not_depend_on_its_batch(path, batch, reduction):
-    """A gradient whose square overflows float32 on some paths: dropped on all of them, alone or in company."""
+    """A gradient that is too large to be scaled down in float32: dropped on all paths, alone or in company."""
     model = nn.Sequential(nn.Linear(4, 4, bias=False))
     x = torch.ones(batch, 3, 4)
-    x[0] = 1e19
+    x[0] = 1e33
     with FlashEngine(model, max_grad_norm=1.0, path=path, loss_reduction=reduction) as engine:
         output = model(x).flatten(1).sum(1)
         (output.mean() if reduction == "mean" else output.sum()).backward()
@@ -179,3 +179,30 @@ def test_whether_a_huge_sample_has_a_share_does_not_depend_on_its_batch(path, ba
     assert engine.factors.tolist() == [0.0, *engine.factors[1:].tolist()]
     assert (engine.factors[1:] > 0).all()
     assert engine.nonfinite_samples.item() == 1
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("scale", [1e-25, 1e-20, 1e17, 1e22])
+def test_gradients_of_any_size_are_clipped_as_those_of_ordinary_size(tied, path, batch, scale):
+    """The loss is multiplied by hand, and C with it: the clipped sum is that of the plain loss, times the same."""
+    model, ids = Decoder(tied=tied), token_batch(batch, 7)["ids"]
+    c = 0.05
+    plain = clipped_sum(model, ids, c=c, path=path, half=False, reduction="sum")
+    scaled = clipped_sum(model, ids, c=c * scale, path=path, half=False, reduction="sum", times=scale)
+    torch.testing.assert_close(scaled / scale, plain, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("scale", [1e-25, 1e17])
+def test_a_loss_scale_the_engine_knows_changes_nothing(path, scale):
+    model, x = Net(), torch.randn(4, 4, 6)
+    plain = clipped_sum(model, x, c=0.5, path=path, half=False, reduction="sum")
+    model.zero_grad()
+    with FlashEngine(model, max_grad_norm=0.5, path=path, loss_reduction="sum", loss_scale=scale) as engine:
+        (losses(model, x).sum() * scale).backward()
+        engine.finish()
+    assert engine.nonfinite_samples.item() == 0
+    found = torch.cat([parameter.grad.flatten() for parameter in model.parameters()]).double()
+    torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-6)

@@ -26,6 +26,15 @@ large gradient would pass unclipped. So each unit's square is taken to be at lea
 Above the floor the error is a small fraction of the square; below it the norm is over-estimated, which clips more,
 never less. Incoherent positions give a square of S²/T or more, so up to T = 2¹⁴ ordinary data never meets the floor.
 (For tf32 the floor holds against accumulation only: its inputs are rounded to 2⁻¹¹ first.)
+
+Every finite input has its norm. Squares of values below about 1e-19 or above 1e19 leave the range of float32, so each
+position with ‖x_t‖² or ‖g_t‖² below SMALL is counted with the most that may have been lost of it,
+
+    lost = Σ_t √(‖x_t‖² + d·2⁻¹²⁶) √(‖g_t‖² + p·2⁻¹²⁶)     over those t,
+
+and a sample whose square is not finite, or not large beside lost², is computed once more in float64, which holds the
+squares of all float32 squares. The kernel for that runs after every launch and ends at once where there is nothing to
+do: nobody waits for the host to look.
 """
 
 # Kernels are typed by Triton, not by Python.
@@ -36,7 +45,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,6 +54,7 @@ from dpscope.flash.kernels.triton_runtime import (
     INTERPRETED,
     TRITON_DTYPES,
     Backend,
+    constant,
     dot,
     is_hopper,
     jit,
@@ -64,6 +74,16 @@ CHUNK_BYTES = 64 * 2**20
 
 FLOOR, FLOOR_FLOAT64 = 2.0**-14, 2.0**-40
 """The least share of S² a unit's squared norm is taken to be."""
+
+SMALL = 2.0**-90
+"""Squares below it may have lost more than rounding: products below UNDERFLOW count as zero."""
+
+UNDERFLOW = 2.0**-126
+
+NEGLIGIBLE = 2.0**-40
+"""Of a square: what may be lost of it."""
+
+_SMALL, _UNDERFLOW, _NEGLIGIBLE, _FLOOR, UNIT_COLUMNS = map(constant, (SMALL, UNDERFLOW, NEGLIGIBLE, FLOOR, 6))
 
 
 class GramUnit(NamedTuple):
@@ -101,7 +121,7 @@ def gram_norms_squared(
     backend: Backend = "auto",
     tiles: GramTiles | None = None,
 ) -> Tensor:
-    """Σ over units of ‖Σ_t g_t x_tᵀ‖², per sample: (B,) float32, or float64 if any input is float64.
+    """Σ over units of ‖Σ_t g_t x_tᵀ‖², per sample: (B,) float64.
 
     Units share B; T, widths and dtypes may differ. `tiles` forces a configuration (for measurements).
     """
@@ -116,20 +136,17 @@ def gram_norms_squared(
             gs, xs = (tuple(map(with_aligned_rows, side)) for side in (unit.gs, unit.xs))
             kind, rows = _rows(unit._replace(gs=gs, xs=xs), batch)
         groups.setdefault(kind, []).append(rows)
-    total: Tensor | None = None
+    parts: list[Tensor] = []
     for kind, members in groups.items():
         served = batch > 0 and kind.length > 0 and kind.served
         why_not = f"dtypes {kind.x_dtype}, {kind.g_dtype}, B={batch}, T={kind.length}"
-        preferred = backend == "triton" or _kernel_is_better(kind, allow_tf32)
-        if use_triton(backend, device, served=served, why_not=why_not) and preferred:
-            part = _launch(kind, members, batch, device, tiles or _choose_tiles(kind, device, allow_tf32), allow_tf32)
-            total = part if total is None else total + part
-            continue
-        for member in members:
-            part = _gram_norm_torch(member.unit)
-            total = part if total is None else total + part
-    assert total is not None
-    return total
+        by_kernel = use_triton(backend, device, served=served, why_not=why_not)
+        if by_kernel and (backend == "triton" or _kernel_is_better(kind, allow_tf32)):
+            chosen = tiles or _choose_tiles(kind, device, allow_tf32)
+            parts.append(_launch(kind, members, batch, device, chosen, allow_tf32))
+        else:
+            parts.append(_gram_norms_torch(kind, members, on_device=by_kernel))
+    return torch.stack(parts).sum(0) if len(parts) > 1 else parts[0]
 
 
 def _worth_aligning(kind: _Kind, device: torch.device) -> bool:
@@ -250,8 +267,10 @@ def _gram_tile(
 
 
 @jit
-def _store_sums(partials, x_gram, g_gram, row, col, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr):
-    """Σ w_ts x_gram g_gram over the tile, w = 2 below the diagonal, 1 on it, 0 above; and Σ_t ‖x_t‖‖g_t‖ on it."""
+def _store_sums(
+    partials, x_gram, g_gram, row, col, length, x_width, g_width, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr
+):  # fmt: skip
+    """Σ w_ts x_gram g_gram over the tile, w = 2 below the diagonal, 1 on it, 0 above; Σ_t ‖x_t‖‖g_t‖, and `lost`."""
     program = tl.program_id(0)
     t = row + tl.arange(0, BLOCK_T)[:, None]
     s = col + tl.arange(0, BLOCK_S)[None, :]
@@ -259,9 +278,14 @@ def _store_sums(partials, x_gram, g_gram, row, col, BLOCK_T: tl.constexpr, BLOCK
     weight = tl.where(t > s, 2.0, tl.where(t == s, 1.0, 0.0))
     tl.store(partials + program, tl.sum(products * weight))
     lengths = 0.0
+    lost = 0.0
     if row < col + BLOCK_S:  # no tile lies above the diagonal: this one meets it
         lengths = tl.sum(tl.sqrt(tl.where(t == s, products, 0.0)))
+        at_risk = (t == s) & (t < length) & ((x_gram < _SMALL) | (g_gram < _SMALL))
+        most = tl.sqrt(x_gram + x_width * _UNDERFLOW) * tl.sqrt(g_gram + g_width * _UNDERFLOW)
+        lost = tl.sum(tl.where(at_risk, most, 0.0))
     tl.store(partials + tl.num_programs(0) + program, lengths)
+    tl.store(partials + 2 * tl.num_programs(0) + program, lost)
 
 
 @jit
@@ -282,11 +306,11 @@ def _gram_kernel(
     ALIGNED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One program: one tile of one sample of one unit. partials: (2, units, B, tiles), see _store_sums."""
+    """One program: one tile of one sample of one unit. partials: (3, units, B, tiles), see _store_sums."""
     program = tl.program_id(0)
     tile = tile_table + (program % n_tiles) * 2
     sample = (program // n_tiles) % batch
-    unit = unit_table + (program // n_tiles // batch) * 4
+    unit = unit_table + (program // n_tiles // batch) * UNIT_COLUMNS
     row = tl.load(tile).to(tl.int32) * BLOCK_T
     col = tl.load(tile + 1).to(tl.int32) * BLOCK_S
     x_first = tl.load(unit).to(tl.int32)
@@ -299,7 +323,7 @@ def _gram_kernel(
     g_gram = _gram_tile(segments, g_first, g_count, sample, row, col, length,
                         G_DTYPE, BLOCK_T, BLOCK_S, BLOCK_K, TMA, ALIGNED, PRECISION)
     # fmt: on
-    _store_sums(partials, x_gram, g_gram, row, col, BLOCK_T, BLOCK_S)
+    _store_sums(partials, x_gram, g_gram, row, col, length, tl.load(unit + 4), tl.load(unit + 5), BLOCK_T, BLOCK_S)
 
 
 @jit
@@ -323,7 +347,7 @@ def _gram_ids_kernel(
     program = tl.program_id(0)
     tile = tile_table + (program % n_tiles) * 2
     sample = (program // n_tiles) % batch
-    unit = unit_table + (program // n_tiles // batch) * 4
+    unit = unit_table + (program // n_tiles // batch) * UNIT_COLUMNS
     row = tl.load(tile).to(tl.int32) * BLOCK_T
     col = tl.load(tile + 1).to(tl.int32) * BLOCK_S
     ids = tl.load(unit).to(tl.pointer_type(tl.int64)) + sample.to(tl.int64) * length
@@ -340,10 +364,109 @@ def _gram_ids_kernel(
         g_gram = _gram_tile(segments, g_first, g_count, sample, row, col, length,
                             G_DTYPE, BLOCK_T, BLOCK_S, BLOCK_K, TMA, ALIGNED, PRECISION)
         # fmt: on
-        _store_sums(partials, match.to(tl.float32), g_gram, row, col, BLOCK_T, BLOCK_S)
+        x_gram = match.to(tl.float32)
+        _store_sums(partials, x_gram, g_gram, row, col, length, 0, tl.load(unit + 5), BLOCK_T, BLOCK_S)
     else:
-        tl.store(partials + program, 0.0)
-        tl.store(partials + tl.num_programs(0) + program, 0.0)
+        for sum_of in range(3):
+            tl.store(partials + sum_of * tl.num_programs(0) + program, 0.0)
+
+
+@jit
+def _wide_rows(segments, segment, sample, start, k, length, DTYPE: tl.constexpr, BLOCK: tl.constexpr, K: tl.constexpr):
+    """Features [k, k+K) of rows [start, start+BLOCK) of one segment, float64."""
+    entry = segments + segment * 4
+    base = tl.load(entry).to(tl.pointer_type(DTYPE)) + sample.to(tl.int64) * tl.load(entry + 2)
+    t = start + tl.arange(0, BLOCK)
+    f = k + tl.arange(0, K)
+    inside = (t < length)[:, None] & (f < tl.load(entry + 1))[None, :]
+    values = tl.load(base + t.to(tl.int64)[:, None] * tl.load(entry + 3) + f[None, :], mask=inside, other=0.0)
+    return values.to(tl.float32).to(tl.float64)
+
+
+@jit
+def _wide_gram(
+    segments, first, count, sample, row, col, length, DTYPE: tl.constexpr, BLOCK: tl.constexpr, K: tl.constexpr
+):  # fmt: skip
+    """A tile of the Gram matrix in float64."""
+    acc = tl.zeros((BLOCK, BLOCK), dtype=tl.float64)
+    for segment in range(first, first + count):
+        width = tl.load(segments + segment * 4 + 1).to(tl.int32)
+        for k in range(0, width, K):
+            rows = _wide_rows(segments, segment, sample, row, k, length, DTYPE, BLOCK, K)
+            cols = _wide_rows(segments, segment, sample, col, k, length, DTYPE, BLOCK, K)
+            acc += tl.sum(rows[:, None, :] * cols[None, :, :], axis=2)
+    return acc
+
+
+@jit
+def _largest(segments, first, count, sample, length, DTYPE: tl.constexpr, BLOCK: tl.constexpr, K: tl.constexpr):
+    """The largest |value| of a sample; NaN or inf where there is one."""
+    peaks = tl.zeros((BLOCK, K), dtype=tl.float64)
+    for segment in range(first, first + count):
+        width = tl.load(segments + segment * 4 + 1).to(tl.int32)
+        for row in range(0, length, BLOCK):
+            for k in range(0, width, K):
+                values = tl.abs(_wide_rows(segments, segment, sample, row, k, length, DTYPE, BLOCK, K))
+                peaks = tl.where(values <= peaks, peaks, values + peaks * 0.0)  # NaN stays, once it is in
+    return tl.sum(peaks)
+
+
+@jit
+def _finish_kernel(
+    unit_table,
+    segments,
+    sums,
+    squares,
+    batch,
+    length,
+    X_DTYPE: tl.constexpr,
+    G_DTYPE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    K: tl.constexpr,
+):
+    """One program: one sample of one unit. sums: (3, units, B) of _store_sums; squares: (units, B), float64.
+
+    X_DTYPE None: ids. What float32 has held is floored and stored. What it has not is computed anew.
+    """
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    square = tl.load(sums + program).to(tl.float64)
+    lengths = tl.load(sums + programs + program).to(tl.float64)
+    lost = tl.load(sums + 2 * programs + program).to(tl.float64)
+    good = (tl.abs(square) < float("inf")) & (lengths < float("inf")) & (lost * lost <= square * _NEGLIGIBLE)
+    if not good:
+        sample = program % batch
+        unit = unit_table + (program // batch) * UNIT_COLUMNS
+        g_first = tl.load(unit + 2).to(tl.int32)
+        g_count = tl.load(unit + 3).to(tl.int32)
+        largest = _largest(segments, g_first, g_count, sample, length, G_DTYPE, BLOCK, K)
+        if X_DTYPE is not None:
+            x_first = tl.load(unit).to(tl.int32)
+            x_count = tl.load(unit + 1).to(tl.int32)
+            largest *= _largest(segments, x_first, x_count, sample, length, X_DTYPE, BLOCK, K)
+        square = largest * 0.0  # NaN where a value is not finite
+        lengths = square
+        if largest > 0.0 and largest < float("inf"):
+            for row in range(0, length, BLOCK):
+                t = row + tl.arange(0, BLOCK)
+                for col in range(0, row + BLOCK, BLOCK):
+                    s = col + tl.arange(0, BLOCK)
+                    products = _wide_gram(segments, g_first, g_count, sample, row, col, length, G_DTYPE, BLOCK, K)
+                    if X_DTYPE is not None:
+                        products *= _wide_gram(segments, x_first, x_count, sample, row, col, length, X_DTYPE, BLOCK, K)
+                    else:
+                        ids = tl.load(unit).to(tl.pointer_type(tl.int64)) + sample.to(tl.int64) * length
+                        row_ids = tl.load(ids + t, mask=t < length, other=-1)
+                        col_ids = tl.load(ids + s, mask=s < length, other=-2)
+                        match = (row_ids[:, None] == col_ids[None, :]) & (row_ids != tl.load(unit + 1))[:, None]
+                        products = tl.where(match, products, 0.0)
+                    diagonal = t[:, None] == s[None, :]
+                    square += tl.sum(
+                        tl.where(t[:, None] > s[None, :], 2.0 * products, tl.where(diagonal, products, 0.0))
+                    )
+                    lengths += tl.sum(tl.sqrt(tl.where(diagonal, products, 0.0)))
+    floor = lengths * lengths * _FLOOR
+    tl.store(squares + program, tl.where(square < floor, floor, square))
 
 
 def _kernel_is_better(kind: _Kind, allow_tf32: bool) -> bool:
@@ -388,40 +511,62 @@ def _row_major(rows: _Rows, kept: list[Tensor]) -> _Rows:
     return _rows(GramUnit(gs, xs, unit.ids, unit.padding_idx), gs[0].shape[0])[1]
 
 
-def _launch(
-    kind: _Kind, members: list[_Rows], batch: int, device: torch.device, tiles: GramTiles, allow_tf32: bool
-) -> Tensor:
-    """One launch for units of one kind: (B,) float32."""
-    kept: list[Tensor] = []  # copies made here must outlive the launch's enqueueing
+class _Tables(NamedTuple):
+    """Units of one kind on the device: see the kernels. `kept`: copies that must outlive the launches' enqueueing."""
+
+    units: Tensor
+    segments: Tensor
+    kept: list[Tensor]
+
+
+def _tables(kind: _Kind, members: list[_Rows], device: torch.device) -> _Tables:
+    kept: list[Tensor] = []
     if not kind.row_major:
         members = [_row_major(rows, kept) for rows in members]
-    members.sort(key=lambda rows: -rows.width)  # heavy first: the tail of the grid is short
     unit_rows: list[int] = []
     segments: list[int] = []
     for _, own, (gs, xs, ids, padding_idx) in members:
         first = len(segments) // 4
         segments += own
+        g_width = sum(g.shape[2] for g in gs)
         if ids is not None:
             kept.append(ids.to(torch.int64).contiguous())
-            unit_rows += (kept[-1].data_ptr(), -1 if padding_idx is None else padding_idx, first, len(gs))
+            padding = -1 if padding_idx is None else padding_idx
+            unit_rows += (kept[-1].data_ptr(), padding, first, len(gs), 0, g_width)
         else:
-            unit_rows += (first, len(xs), first + len(xs), len(gs))
+            x_width = sum(x.shape[2] for x in xs)
+            unit_rows += (first, len(xs), first + len(xs), len(gs), x_width, g_width)
+    return _Tables(*table_on(device, unit_rows, segments), kept)
+
+
+def _dtypes(kind: _Kind) -> dict[str, Any]:
+    return {
+        "X_DTYPE": None if kind.x_dtype is None else TRITON_DTYPES[kind.x_dtype],
+        "G_DTYPE": TRITON_DTYPES[kind.g_dtype],
+    }
+
+
+def _launch(
+    kind: _Kind, members: list[_Rows], batch: int, device: torch.device, tiles: GramTiles, allow_tf32: bool
+) -> Tensor:
+    """One launch for units of one kind: (B,) float64."""
+    members.sort(key=lambda rows: -rows.width)  # heavy first: the tail of the grid is short
+    tables = _tables(kind, members, device)
     tile_table, n_tiles = _tile_table(kind.length, tiles.block_t, tiles.block_s, device)
-    unit_table, segment_table = table_on(device, unit_rows, segments)
-    partials = torch.empty((2, len(members), batch, n_tiles), dtype=torch.float32, device=device)
-    dtypes = {"G_DTYPE": TRITON_DTYPES[kind.g_dtype]}
-    kernel = _gram_ids_kernel
-    if kind.x_dtype is not None:
-        dtypes["X_DTYPE"] = TRITON_DTYPES[kind.x_dtype]
-        kernel = _gram_kernel
+    partials = torch.empty((3, len(members), batch, n_tiles), dtype=torch.float32, device=device)
+    dtypes = _dtypes(kind)
+    kernel = _gram_kernel
+    if kind.x_dtype is None:
+        kernel = _gram_ids_kernel
+        del dtypes["X_DTYPE"]
     tma = tiles.tma and kind.aligned
     if tma:
         provide_scratch(device)
     with launch_on(device):
         kernel[(len(members) * batch * n_tiles,)](
             tile_table,
-            unit_table,
-            segment_table,
+            tables.units,
+            tables.segments,
             partials,
             batch,
             n_tiles,
@@ -445,26 +590,40 @@ def _launch(
             flops=batch * kind.length * (kind.length + 1) * sum(rows.width for rows in members),
         )
     )
-    squares, lengths = partials.sum(3).unbind(0)
-    return _floored(squares, lengths).sum(0)
+    return _finish_on_device(kind, tables, partials.sum(3))
 
 
-def _floored(squares: Tensor, lengths: Tensor) -> Tensor:
-    """max(square, FLOOR·S²), NaN where either is: see the guarantee above."""
-    floor = FLOOR_FLOAT64 if squares.dtype == torch.float64 else FLOOR
-    return torch.maximum(squares, lengths.square().mul_(floor))
+def _finish_on_device(kind: _Kind, tables: _Tables, sums: Tensor) -> Tensor:
+    """(3, units, B) float32 -> (B,) float64, without waiting for the device."""
+    _, units, batch = sums.shape
+    sums = sums.contiguous()
+    squares = torch.empty((units, batch), dtype=torch.float64, device=sums.device)
+    with launch_on(sums.device):
+        _finish_kernel[(units * batch,)](
+            tables.units,
+            tables.segments,
+            sums,
+            squares,
+            batch,
+            kind.length,
+            **_dtypes(kind),
+            BLOCK=16,
+            K=16,
+            num_warps=4,
+        )
+    announce(lambda: Launch(name=_finish_kernel.__name__, family=CLIPPING, reads=[sums], writes=[squares]))
+    return squares.sum(0)
 
 
 # -- torch -------------------------------------------------------------------------------------------------------------
 
 
-def _gram_norm_torch(unit: GramUnit) -> Tensor:
-    """The same by strips of rows: (B,) in float32, or float64 where an input is."""
-    wide = any(tensor.dtype == torch.float64 for tensor in (*unit.gs, *unit.xs))
-    dtype = torch.float64 if wide else torch.float32
-    batch, length, _ = unit.gs[0].shape
-    squares = torch.zeros(batch, dtype=dtype, device=unit.gs[0].device)
-    lengths = torch.zeros_like(squares)
+def _sums_by_torch(unit: GramUnit, dtype: torch.dtype) -> Tensor:
+    """(3, B): Σ w_ts (x_t·x_s)(g_t·g_s), S and `lost`, by strips of rows."""
+    batch, length, g_width = unit.gs[0].shape[0], unit.gs[0].shape[1], sum(g.shape[2] for g in unit.gs)
+    x_width = sum(x.shape[2] for x in unit.xs)
+    sums = torch.zeros(3, batch, dtype=dtype, device=unit.gs[0].device)
+    squares, lengths, lost = sums.unbind(0)
     rows = max(1, min(length, 512, CHUNK_BYTES // max(1, length * dtype.itemsize)))
     samples = max(1, CHUNK_BYTES // max(1, rows * length * dtype.itemsize))
     for first in range(0, batch, samples):
@@ -479,12 +638,42 @@ def _gram_norm_torch(unit: GramUnit) -> Tensor:
                 if unit.padding_idx is not None:
                     match &= (ids[:, start:stop] != unit.padding_idx)[:, :, None]
                 x_gram = match.to(dtype)
-            products = x_gram.mul_(_gram_strip(unit.gs, chosen, start, stop, dtype))
+            g_gram = _gram_strip(unit.gs, chosen, start, stop, dtype)
+            if dtype == torch.float32:
+                x_own, g_own = (gram[:, :, start:].diagonal(dim1=1, dim2=2) for gram in (x_gram, g_gram))
+                most = (x_own + x_width * UNDERFLOW).sqrt() * (g_own + g_width * UNDERFLOW).sqrt()
+                lost[chosen] += most.where((x_own < SMALL) | (g_own < SMALL), 0.0).sum(1)
+            products = x_gram.mul_(g_gram)
             # Columns before the strip are below the diagonal and count twice; the strip's own square holds both halves.
             own = products[:, :, start:]
             squares[chosen] += 2 * products[:, :, :start].sum(dim=(1, 2)) + own.sum(dim=(1, 2))
             lengths[chosen] += own.diagonal(dim1=1, dim2=2).sqrt().sum(1)
-    return _floored(squares, lengths)
+    return sums
+
+
+def _gram_norms_torch(kind: _Kind, members: list[_Rows], *, on_device: bool) -> Tensor:
+    """The same by torch: (B,) float64. `on_device`: what float32 does not hold is left to the kernel."""
+    units = [member.unit for member in members]
+    if any(tensor.dtype == torch.float64 for unit in units for tensor in (*unit.gs, *unit.xs)):
+        wide = [_floored(_sums_by_torch(unit, torch.float64), FLOOR_FLOAT64) for unit in units]
+        return torch.stack(wide).sum(0)
+    sums = torch.stack([_sums_by_torch(unit, torch.float32) for unit in units], 1)
+    if on_device:
+        return _finish_on_device(kind, _tables(kind, members, sums.device), sums)
+    squares = torch.stack([_floored(each.double(), FLOOR) for each in sums.unbind(1)])
+    again = ~(sums.isfinite().all(0) & (sums[2].double().square() <= NEGLIGIBLE * sums[0]))
+    for index in again.any(1).nonzero().flatten().tolist():
+        chosen = again[index].nonzero().flatten()
+        unit = units[index]
+        gs, xs = (tuple(tensor[chosen].double() for tensor in side) for side in (unit.gs, unit.xs))
+        ids = None if unit.ids is None else unit.ids[chosen]
+        squares[index, chosen] = _floored(_sums_by_torch(GramUnit(gs, xs, ids, unit.padding_idx), torch.float64), FLOOR)
+    return squares.sum(0)
+
+
+def _floored(sums: Tensor, floor: float) -> Tensor:
+    """max(square, floor·S²), NaN where either is: see the guarantee above. sums: (3, B)."""
+    return torch.maximum(sums[0], sums[1].square() * floor)
 
 
 def _gram_strip(tensors: Sequence[Tensor], chosen: slice, start: int, stop: int, dtype: torch.dtype) -> Tensor:

@@ -12,8 +12,7 @@ The kernel walks K = B·T sample by sample and keeps one accumulator, in units o
 
 Floating point is scale-free, so this costs one rounding (2⁻²⁴) a sample whatever the factors' range; it is exact while
 |out| / min c stays below the float32 range. Factors with |c_b| < MIN_SCALE, zero and NaN among them, skip the sample:
-its rows are never read, so inf and NaN in them never reach the sum. (A sample whose norm is 2¹⁰⁰ times the bound has
-overflowed every norm in float32 long before.)
+its rows are never read, so inf and NaN in them never reach the sum. (Such a sample is counted as not finite.)
 
 The rescaling stands after the multiplication, under a condition. Before it, the accumulator would reach the tensor
 cores through that condition in every step, and the compiler would wait for each multiplication before the next.

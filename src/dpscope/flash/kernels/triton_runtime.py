@@ -29,6 +29,7 @@ __all__ = [  # tl and triton are re-exported: kernel files take them from here
     "INTERPRETED",
     "TRITON_DTYPES",
     "Backend",
+    "constant",
     "dot",
     "is_hopper",
     "jit",
@@ -62,7 +63,12 @@ def jit(kernel: Callable[..., Any], *, do_not_specialize: Sequence[str] = ()) ->
     return kernel if triton is None else triton.jit(kernel, do_not_specialize=list(do_not_specialize))
 
 
-_UPCAST = None if tl is None else tl.constexpr(INTERPRETED)
+def constant(value: Any) -> Any:
+    """A module's constant that kernels may read."""
+    return value if tl is None else tl.constexpr(value)
+
+
+_UPCAST = constant(INTERPRETED)
 
 
 @jit

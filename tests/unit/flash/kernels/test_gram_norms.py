@@ -29,8 +29,8 @@ def unit(batch: int, length: int, ds: list[int], ps: list[int], dtype: torch.dty
 def assert_norms(units: list[GramUnit], backend: str, tiles: GramTiles | None = None) -> None:
     dtype = units[0].gs[0].dtype
     got = gram_norms_squared(units, backend=backend, tiles=tiles)
-    assert got.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    torch.testing.assert_close(got.double(), reference.gram_norms_squared(units), rtol=TOLERANCE[dtype], atol=1e-30)
+    assert got.dtype == torch.float64
+    torch.testing.assert_close(got, reference.gram_norms_squared(units), rtol=TOLERANCE[dtype], atol=1e-30)
 
 
 @pytest.mark.parametrize("length", [1, 7, 33, 130])
@@ -219,3 +219,30 @@ def test_forcing_triton_where_it_cannot_run_says_what_to_do() -> None:
 )
 def test_any_shape(batch: int, length: int, d: int, p: int, dtype: torch.dtype, backend: str) -> None:
     assert_norms([unit(batch, length, [d], [p], dtype)], backend, SMALL)
+
+
+@pytest.mark.parametrize(
+    "exponents", [(-25, 0), (0, -25), (-25, -30), (17, 2), (25, 3), (30, -28), (-34, 37), (37, -34)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("with_ids", [False, True])
+def test_norms_hold_for_every_finite_float32(exponents, dtype, with_ids, backend) -> None:
+    """Beside samples of ordinary size, zeros, and one that is not finite, which none of the others notices."""
+    batch, length = 5, 19
+    x, g = torch.randn(batch, length, 8), torch.randn(batch, length, 24)
+    x[1] *= 10.0 ** exponents[0]
+    g[1] *= 10.0 ** exponents[1]
+    g[2] = 0.0
+    x[3, 4, 1] = float("nan")
+    g[3, 2, 3] = float("inf")
+    # A position whose x is tiny and whose g is huge, beside others of ordinary size.
+    x[4, 7], g[4, 7] = x[4, 7] * 1e-30, g[4, 7] * 1e31
+    x, g = x.to(dtype), g.to(dtype)
+    ids = torch.randint(0, 5, (batch, length))
+    unit = GramUnit((g,), ids=ids) if with_ids else GramUnit((g,), (x,))
+    got = gram_norms_squared([unit], backend=backend, tiles=SMALL if backend == "triton" else None)
+    left = torch.nn.functional.one_hot(ids, 5).double() if with_ids else x.double()
+    truth = torch.bmm(g.double().mT, left).square().sum((1, 2))
+    finite = torch.tensor([0, 1, 2, 4])
+    torch.testing.assert_close(got[finite], truth[finite], rtol=1e-5, atol=0.0)
+    assert not got[3].isfinite()
