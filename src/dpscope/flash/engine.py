@@ -32,6 +32,7 @@ from dpscope.flash.distributed import ReplicaTap, refuse_ddp_forward, refuse_dis
 from dpscope.flash.explanation import Explanation, OpaqueUnit, describe_opaque, explain_slots
 from dpscope.flash.layers.opaque import OpaqueTap
 from dpscope.flash.microbatch import FactoredSum, MicroBatch, RunningSum
+from dpscope.flash.parameter_hooks import refuse_hooks
 from dpscope.flash.paths import DIRECT, FORCEABLE, Decision, choose_path
 from dpscope.flash.rehearsal import KEEP_BATCH_FIRST, Rehearsal, Run
 from dpscope.flash.taps import InstanceMethod, LayerTap, RootTap, SharedCast, Slot, TapOfSamples, ZeroGradTap
@@ -128,6 +129,7 @@ class FlashEngine:
         for name, parameter in model.named_parameters():
             self._slots[parameter] = Slot(name, parameter, name.rpartition(".")[0])
         refuse_distributed_model(model)
+        refuse_hooks(self._slots.values(), guards=0)
         units = layers.plan(model)
         self._taps: list[InstanceMethod] = []
         self._hooks: list[RemovableHandle] = []
@@ -165,8 +167,8 @@ class FlashEngine:
             parameter.grad = None
             raise UserError(
                 f"{slot.name} received an ordinary, unclipped gradient: it is used outside the forward of the module "
-                "that owns it (through torch.nn.functional, or in the loss); call the module instead, or give the "
-                "parameter to a module of its own"
+                "that owns it (through torch.nn.functional, or in the loss), or was frozen when the engine was "
+                "attached; call the module instead, give the parameter to a module of its own, or attach a new engine"
             )
 
         parameter, trainable = slot.parameter, slot.parameter.requires_grad
@@ -437,6 +439,7 @@ class FlashEngine:
 
     def _sums(self, *, into: RunningSum | None = None, factored: bool = False) -> Iterator[FactoredSum]:
         closing = self.pending
+        refuse_hooks(self._slots.values(), guards=1)
         if self.batch_size and not closing and not self.micro_batches:
             raise UserError(
                 f"there was a forward pass of {self.batch_size} samples, but no backward pass that accumulates the "

@@ -59,6 +59,32 @@ def assert_norms(units: list[GramUnit], **options: Any) -> None:
 # -- gram_norms --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("with_ids", [False, True])
+@pytest.mark.parametrize("exponents", [(-25, 0), (0, -25), (17, 2), (25, 3), (30, -28)])
+def test_norms_hold_for_every_finite_float32(dtype, with_ids, exponents, nothing_synchronises) -> None:
+    batch, length, d, p = 6, 130, 64, 136
+    x, g = rows(batch, length, d, dtype=torch.float32), rows(batch, length, p, dtype=torch.float32)
+    x[1] *= 10.0 ** exponents[0]
+    g[1] *= 10.0 ** exponents[1]
+    g[2] = 0.0
+    g[3, 5, 7] = float("nan")
+    x[4, 7] *= 1e-30
+    g[4, 7] *= 1e31
+    x, g = x.to(dtype), g.to(dtype)
+    ids = (torch.arange(batch * length, device="cuda") % 7).view(batch, length)
+    units = [GramUnit((g,), ids=ids) if with_ids else GramUnit((g,), (x,))]
+    got = gram_norms_squared(units, backend="triton")
+    by_torch = gram_norms_squared(units)  # float32: sums by cuBLAS, the rest by the kernel
+    torch.cuda.set_sync_debug_mode("default")
+    left = torch.nn.functional.one_hot(ids, 7).double() if with_ids else x.double()
+    truth = torch.bmm(g.double().mT, left).square().sum((1, 2))
+    for found in (got, by_torch):
+        for sample in (0, 1, 2, 4, 5):
+            assert found[sample].item() == pytest.approx(truth[sample].item(), rel=1e-4), sample
+        assert not found[3].isfinite()
+
+
 @pytest.mark.parametrize("length", [1, 7, 33, 130, 256, 1000, 1024])
 def test_gram_norms_of_a_transformer_layer(length: int) -> None:
     """q, k, v sharing their input, o, up and down in one launch."""

@@ -4,9 +4,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor, nn
 
 from dpscope.errors import UserError
-from dpscope.flash import choose_path
+from dpscope.flash import FlashEngine, choose_path
 from dpscope.flash import contributions as c
 from dpscope.flash.combination import combine, cross_terms
 from dpscope.flash.norms import NormSum
@@ -115,3 +116,70 @@ def test_kept_gradients_are_added_to_what_is_there(batch):
     wanted = before + torch.einsum("b,bij->ij", scale, values)
     torch.testing.assert_close(c.Kept(values.clone()).clipped_sum(scale, before.clone()), wanted)
     torch.testing.assert_close(c.Kept(values.clone()).clipped_sum(scale, None), wanted - before)
+
+
+# -- tensors that others may write to ----------------------------------------------------------------------------------
+
+
+def two_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 3), nn.PReLU(3))
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().sum()
+
+
+def test_a_batch_in_numpys_memory_may_be_refilled_before_the_step() -> None:
+    model, memory = two_layers(), torch.randn(5, 4).numpy()
+    x = torch.from_numpy(memory)
+    with FlashEngine(model, max_grad_norm=1.0, loss_reduction="sum") as engine:
+        loss_of(model, x.clone()).backward()
+        engine.finish()
+        truth = [parameter.grad.clone() for parameter in model.parameters()]
+        model.zero_grad()
+        loss_of(model, x).backward()
+        memory[:] = 7.0
+        engine.finish()
+    for parameter, total in zip(model.parameters(), truth, strict=True):
+        torch.testing.assert_close(parameter.grad, total)
+
+
+def test_a_batch_in_torchs_memory_that_is_refilled_before_the_step_is_refused() -> None:
+    model, x = two_layers(), torch.randn(5, 4)
+    with FlashEngine(model, max_grad_norm=1.0, loss_reduction="sum") as engine:
+        loss_of(model, x).backward()
+        x.fill_(7.0)
+        with pytest.raises(UserError, match=r"0\.weight was changed in place"):
+            engine.finish()
+
+
+def test_gradients_of_a_unit_that_are_changed_in_place_are_refused() -> None:
+    gradients = torch.randn(3, 4)
+    kept = c.Kept(gradients, owned=False)
+    kept.check_unchanged("unit.weight")
+    gradients.mul_(2.0)
+    with pytest.raises(UserError, match=r"unit\.weight was changed in place"):
+        kept.check_unchanged("unit.weight")
+
+
+# -- hooks on parameters -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+@pytest.mark.parametrize("late", [False, True])
+def test_hooks_on_parameters_are_refused_by_name(kind: str, late: bool) -> None:
+    model = two_layers()
+
+    def add_hook() -> None:
+        getattr(model[0].weight, kind)(lambda *_: None)
+
+    if not late:
+        add_hook()
+        with pytest.raises(UserError, match=r"0\.weight has a gradient hook"):
+            FlashEngine(model, max_grad_norm=1.0)
+        return
+    with FlashEngine(model, max_grad_norm=1.0) as engine:
+        add_hook()
+        loss_of(model, torch.randn(5, 4)).backward()
+        with pytest.raises(UserError, match=r"0\.weight has a gradient hook"):
+            engine.finish()

@@ -412,7 +412,7 @@ def _largest(segments, first, count, sample, length, DTYPE: tl.constexpr, BLOCK:
 
 
 @jit
-def _finish_kernel(
+def _gram_finish_kernel(
     unit_table,
     segments,
     sums,
@@ -536,7 +536,8 @@ def _tables(kind: _Kind, members: list[_Rows], device: torch.device) -> _Tables:
         else:
             x_width = sum(x.shape[2] for x in xs)
             unit_rows += (first, len(xs), first + len(xs), len(gs), x_width, g_width)
-    return _Tables(*table_on(device, unit_rows, segments), kept)
+    unit_table, segment_table = table_on(device, unit_rows, segments)
+    return _Tables(unit_table, segment_table, kept)
 
 
 def _dtypes(kind: _Kind) -> dict[str, Any]:
@@ -599,7 +600,7 @@ def _finish_on_device(kind: _Kind, tables: _Tables, sums: Tensor) -> Tensor:
     sums = sums.contiguous()
     squares = torch.empty((units, batch), dtype=torch.float64, device=sums.device)
     with launch_on(sums.device):
-        _finish_kernel[(units * batch,)](
+        _gram_finish_kernel[(units * batch,)](
             tables.units,
             tables.segments,
             sums,
@@ -611,7 +612,7 @@ def _finish_on_device(kind: _Kind, tables: _Tables, sums: Tensor) -> Tensor:
             K=16,
             num_warps=4,
         )
-    announce(lambda: Launch(name=_finish_kernel.__name__, family=CLIPPING, reads=[sums], writes=[squares]))
+    announce(lambda: Launch(name=_gram_finish_kernel.__name__, family=CLIPPING, reads=[sums], writes=[squares]))
     return squares.sum(0)
 
 

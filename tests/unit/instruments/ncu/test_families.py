@@ -50,6 +50,7 @@ NAMES = {
     "void at::native::<unnamed>::multi_tensor_apply_kernel<T<(int)2>, LpNormFunctor<float, NormType::L2>>": REDUCTION,
     "void at::native::<unnamed>::distribution_elementwise_grid_stride_kernel<float, 4, normal_and_transform>": NOISE,
     "_gram_kernel": CLIPPING,
+    "_gram_finish_kernel": CLIPPING,
     "_scaled_sum_kernel": GEMM,
     "_adam_kernel": OPTIMIZER,
     "_add_noise_kernel": NOISE,

@@ -1,0 +1,28 @@
+"""Hooks on parameters (`p.register_hook`, `p.register_post_accumulate_grad_hook`).
+
+They are called with the ordinary gradient of a parameter, which flash clipping never makes: a hook that scales, masks
+or logs it would be left out without a word. So they are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from dpscope.errors import UserError
+
+if TYPE_CHECKING:
+    from dpscope.flash.taps import Slot
+
+
+def refuse_hooks(slots: Iterable[Slot], *, guards: int) -> None:
+    """Raises UserError where a parameter has a hook. `guards`: how many post-accumulate hooks are the engine's own."""
+    for slot in slots:
+        parameter = slot.parameter
+        hooks = parameter._post_accumulate_grad_hooks
+        if parameter._backward_hooks or (hooks is not None and len(hooks) > guards):
+            raise UserError(
+                f"{slot.name} has a gradient hook (register_hook or register_post_accumulate_grad_hook), which flash "
+                "clipping would never call: no ordinary gradient is made; remove the hook, and change the private "
+                "gradient between engine.finish() and the optimizer's step instead"
+            )
