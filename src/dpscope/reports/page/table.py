@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,13 +60,14 @@ def make_table(rows: Sequence[Row]) -> RowsTable:
     rates = {name: rate for name, rate in RATES.items() if any(rate(row) is not None for row in ordered)}
     made = [
         {
-            **({"model": _text(row.first.spec["workload"]["name"])} if models else {}),
+            # What is compared comes first: on a phone the rest is a scroll away.
             "method": _text(row.method),
+            **_ratios(row, traffics),
             "batch": _count(row.first.spec["batch_size"]),
             **({"sequence": _count(row.first.spec.get("seq_len"))} if sequences else {}),
+            **({"model": _text(row.first.spec["workload"]["name"])} if models else {}),
             **{name.replace("_", " "): _setting(name, {**row.first.spec, **row.repeats}[name]) for name in settings},
-            **_cost(row, rates),
-            **(_moved(traffics.get(id(row)), row) if traffics else {}),
+            **_absolutes(row, traffics, rates),
             "status": TableCell(row.result.status, row.result.status, number=False),
         }
         for row in ordered
@@ -100,32 +101,47 @@ def _setting(name: str, value: Any) -> TableCell:
     return _text(value) if name in SPEAK_FOR_THEMSELVES else TableCell(f"{value:g}", value)
 
 
-def _cost(row: Row, rates: dict[str, Rate]) -> dict[str, TableCell]:
-    ms, peak = row.median_ms, row.peak_bytes
-    failed = f"{row.result.status}: {row.result.reason}" if not row.result.ok else ""
+def _ratios(row: Row, traffics: Mapping[int, Traffic]) -> dict[str, TableCell]:
+    failed = _failure(row)
+    time = marked(format_ratio(row.time_ratio), row.ratio_doubt)
+    cells = {
+        "time ×": _figure(row.time_ratio, time, failed or NO_STANDARD),
+        "memory ×": _figure(row.memory_ratio, format_ratio(row.memory_ratio), failed or NO_STANDARD),
+    }
+    if traffics:
+        traffic = traffics.get(id(row))
+        ratio = traffic.ratio if traffic else None
+        cells["bytes ×"] = _figure(ratio, _moved(traffic, format_ratio(ratio)), failed or NO_STANDARD)
+    return cells
+
+
+def _absolutes(row: Row, traffics: Mapping[int, Traffic], rates: Mapping[str, Rate]) -> dict[str, TableCell]:
+    ms, peak, failed = row.median_ms, row.peak_bytes, _failure(row)
     spread = "" if row.spread_ms is None else f"{row.spread_ms[0]:.1f}–{row.spread_ms[1]:.1f}"
-    return {
+    cells = {
         "time a step": _figure(ms, marked(format_ms(ms), row.time_doubt), failed or "not timed"),
         "p10–p90, ms": _figure(row.spread_ms and row.spread_ms[0], spread, failed or "not timed"),
         **{name: _rate(rate(row), row, failed) for name, rate in rates.items()},
-        "time ×": _figure(row.time_ratio, marked(format_ratio(row.time_ratio), row.ratio_doubt), failed or NO_STANDARD),
         "peak memory": _figure(peak, format_bytes(peak), failed or "not measured"),
-        "memory ×": _figure(row.memory_ratio, format_ratio(row.memory_ratio), failed or NO_STANDARD),
     }
+    if traffics:
+        traffic = traffics.get(id(row))
+        count = traffic.dram_bytes if traffic else None
+        why = failed or "not counted: dpscope ncu"
+        cells["DRAM bytes"] = _figure(count, _moved(traffic, format_traffic(count)), why)
+    return cells
 
 
 def _rate(value: float | None, row: Row, failed: str) -> TableCell:
     return _figure(value, marked(format_throughput(value), row.time_doubt), failed or "not timed")
 
 
-def _moved(traffic: Traffic | None, row: Row) -> dict[str, TableCell]:
-    count, ratio = (traffic.dram_bytes, traffic.ratio) if traffic else (None, None)
-    failed = f"{row.result.status}: {row.result.reason}" if not row.result.ok else ""
-    show = (lambda text: estimated(traffic, text)) if traffic else str
-    return {
-        "DRAM bytes": _figure(count, show(format_traffic(count)), failed or "not counted: dpscope ncu"),
-        "bytes ×": _figure(ratio, show(format_ratio(ratio)), failed or NO_STANDARD),
-    }
+def _failure(row: Row) -> str:
+    return "" if row.result.ok else f"{row.result.status}: {row.result.reason}"
+
+
+def _moved(traffic: Traffic | None, text: str) -> str:
+    return estimated(traffic, text) if traffic else text
 
 
 def _figure(value: float | None, text: str, why: str) -> TableCell:

@@ -72,10 +72,22 @@ def _panel(row: Row, timeline: Timeline, keys: Sequence[str]) -> dict[str, Any]:
         "method": row.method,
         "maker": composition.maker if composition else None,
         "peak": {"event": timeline.events[at], "bytes": timeline.totals[at]},
-        "phases": [[p.name, p.start, p.end, phase_colour(p.name)] for p in timeline.phases],
+        "phases": [[p.name, p.start, p.end, phase_colour(p.name)] for p in stretches(timeline)],
         "events": _changes([timeline.events[n] for n in kept]),
         "levels": [_changes([timeline.levels[key][n] for n in kept]) if key in timeline.levels else [] for key in keys],
     }
+
+
+def stretches(timeline: Timeline) -> list[Phase]:
+    """The phases, and what lies before, between and after them under a name of its own: the whole step."""
+    whole: list[Phase] = []
+    reached, end = timeline.events[0], timeline.events[-1]
+    for phase in sorted(timeline.phases, key=lambda phase: phase.start):
+        if phase.start > reached:
+            whole.append(Phase(BETWEEN, reached, phase.start))
+        whole.append(phase)
+        reached = max(reached, phase.end)
+    return [*whole, *([Phase(BETWEEN, reached, end)] if end > reached else [])]
 
 
 def _changes(values: Sequence[float]) -> list[int]:

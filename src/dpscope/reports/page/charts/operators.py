@@ -7,16 +7,16 @@ from typing import Any
 
 from dpscope.reports.doubt import marked
 from dpscope.reports.page.chart import Chart, Table, View
+from dpscope.reports.page.prose import in_prose
 from dpscope.reports.palette import GREW, SHRANK
 from dpscope.reports.tables import Row
-from dpscope.reports.trace import GPU, Change, Difference, differences, traced
+from dpscope.reports.trace import GPU, IDLE, Change, Difference, differences, traced
 from dpscope.reports.trace_text import operator_label
 from dpscope.reports.words import size_in_words
 
 SHOWN = 12  # changes of a method that have a bar; all others share one
 LISTED = 40  # changes of a method in the table; trace_operators.csv has every operator
 REST = "everything else"
-WHERE = {True: "on the GPU", False: "on the host"}
 
 
 def operators(rows: Sequence[Row]) -> Chart | None:
@@ -56,8 +56,7 @@ def _panel(found: Difference) -> dict[str, Any]:
     others = len(found.changes) - len(biggest)
     if others:
         bars.append({"label": f"{REST} ({others})", "name": REST, "phase": "", "kind": "", "ms": rest})
-    where = WHERE[found.basis == GPU]
-    return {"method": found.method, "total_ms": found.total_ms, "where": where, "bars": bars}
+    return {"method": found.method, "total_ms": found.total_ms, "parts": _parts(found), "bars": bars}
 
 
 def _bar(change: Change) -> dict[str, Any]:
@@ -74,16 +73,27 @@ def _bar(change: Change) -> dict[str, Any]:
 
 def _in_words(found: Sequence[Difference]) -> str:
     doubts = dict.fromkeys(each.doubt for each in found if each.doubt)
-    return " ".join([f"A traced step, against standard: {'; '.join(map(_says, found))}.", *doubts])
+    return " ".join([f"A traced step, against standard. {'. '.join(map(_says, found))}.", *doubts])
+
+
+def _parts(found: Difference) -> list[tuple[str, float]]:
+    """Where the difference is. A GPU that waits does not work: its idle time is told apart."""
+    if found.basis != GPU:
+        return [("on the host", found.total_ms)]
+    idle = sum(change.ms for change in found.changes if change.operator == IDLE)
+    return [("on the GPU", found.total_ms - idle), (IDLE, idle)]
 
 
 def _says(found: Difference) -> str:
-    longer = f"{found.method} {marked(f'{found.total_ms:+.1f} ms', found.doubt)} {WHERE[found.basis == GPU]}"
-    if not found.grown or found.doubt:
+    parts = _parts(found)
+    longer = f"{found.method} {marked(f'{found.total_ms:+.1f} ms', found.doubt)}"
+    longer += f" {parts[0][0]}" if len(parts) == 1 else f": {', '.join(f'{ms:+.1f} ms {what}' for what, ms in parts)}"
+    grown = [change for change in found.grown if change.operator != IDLE]
+    if not grown or found.doubt:
         return longer
-    most = max(found.grown, key=lambda change: change.ms)
+    most = max(grown, key=lambda change: change.ms)
     phase = f" in {most.phase}" if most.phase else ""
-    return f"{longer}, most of all {operator_label(most.operator, 40)}{phase} ({most.ms:+.1f} ms)"
+    return f"{longer}; what grows most is {in_prose(most.operator)}{phase} ({most.ms:+.1f} ms)"
 
 
 def _lines(found: Difference) -> list[tuple[Any, ...]]:

@@ -22,9 +22,9 @@ def step_time(rows: Sequence[Row]) -> Chart | None:
         short="Time",
         kind="step-time",
         how=(
-            "A bar is the median of the timed steps after warm-up, the line its 10th to 90th percentile, each point "
-            "one step, in a process without any profiler. It does not see data loading: every step trains on the "
-            "same batch."
+            "A bar is the median of the timed steps after warm-up; below it each point is one step, and the line "
+            "spans their 10th to 90th percentile, in a process without any profiler. It does not see data loading: "
+            "every step trains on the same batch."
         ),
         views=views,
     )

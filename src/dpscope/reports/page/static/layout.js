@@ -105,25 +105,107 @@ const closeLog = (values) => {
   return { min, max, axisTick: { customValues: ticks }, axisLabel: { customValues: ticks, formatter: (power) => roundLabel(+(2 ** power).toPrecision(4)) } };
 };
 
-// Where a label beside each point covers no other label, no point and nothing that is `taken`, and is within `width`: a
-// position, or null where there is none. `points`: pixels; `size`: of their symbols.
-const labelPositions = (points, texts, { size, width: all, fontSize = 11, taken = [] }) => {
-  const boxes = points.map(([x, y]) => [x - size / 2, y - size / 2, x + size / 2, y + size / 2]).concat(taken);
-  const apart = (one, other) => one[2] <= other[0] || other[2] <= one[0] || one[3] <= other[1] || other[3] <= one[1];
-  return points.map(([x, y], place) => {
-    const width = textWidth(texts[place], fontSize) + 4, half = fontSize / 2 + 1, off = size / 2 + 4;
-    const around = {
-      right: [x + off, y - half, x + off + width, y + half],
-      left: [x - off - width, y - half, x - off, y + half],
-      top: [x - width / 2, y - off - 2 * half, x + width / 2, y - off],
-      bottom: [x - width / 2, y + off, x + width / 2, y + off + 2 * half],
-    };
-    const found = Object.entries(around).find(([, box]) => box[0] >= 0 && box[2] <= all && boxes.every((other) => apart(box, other)));
-    if (!found) return null;
-    boxes.push(found[1]);
-    return found[0];
-  });
+// Where a label for each point stands: beside it, or farther off with a line to it. It covers no other label, no point
+// and nothing that is `taken`, no line of `lines` strikes it, and it is inside the plot. null: there is no such place.
+// `points`: pixels; `size`: of their symbols; `lines`: pairs of pixels; `crossing`: may a line to a label cross symbols?
+const placeLabels = (points, texts, { size, width, height, fontSize = 11, taken = [], lines = [], crossing = false }) => {
+  const symbols = points.map(([x, y]) => [x - size / 2 - 1, y - size / 2 - 1, x + size / 2 + 1, y + size / 2 + 1]);
+  const once = (order) => {
+    const labels = [...taken], strokes = [...lines], places = points.map(() => null);
+    for (const index of order) {
+      const half = [textWidth(texts[index], fontSize) / 2 + 3, fontSize / 2 + 3];
+      const place = freePlace(points[index], half, size, { width, height, symbols, labels, strokes, crossing });
+      if (!place) continue;
+      places[index] = place;
+      labels.push(place.box);
+      if (place.line) strokes.push(place.line);
+    }
+    return places;
+  };
+  let order = points.map((_, index) => index), best = once(order);
+  // What found no place goes first the next time.
+  for (let tries = points.length > 60 ? 0 : 6; tries && best.includes(null); tries -= 1) {
+    order = [...order.filter((index) => !best[index]), ...order.filter((index) => best[index])];
+    const found = once(order);
+    if (found.filter(Boolean).length >= best.filter(Boolean).length) best = found;
+  }
+  return best;
 };
+
+// Right, left, above and below, the corners, and then what lies between: points on the sides of a square.
+const DIRECTIONS = [
+  [1, 0], [-1, 0], [0, -1], [0, 1], [1, -1], [-1, -1], [1, 1], [-1, 1],
+  ...[0.5, 0.25, 0.75].flatMap((part) => [[1, -part], [-1, -part], [1, part], [-1, part], [part, -1], [-part, -1], [part, 1], [-part, 1]]),
+];
+const DISTANCES = [0, 8, 18, 30, 44, 60, 80, 105, 135, 170, 210, 260, 320]; // pixels beyond the symbol
+
+const apart = (one, other) => one[2] <= other[0] || other[2] <= one[0] || one[3] <= other[1] || other[3] <= one[1];
+
+function freePlace([x, y], [halfWidth, halfHeight], size, { width, height, symbols, labels, strokes, crossing }) {
+  const boxes = [...symbols, ...labels], walls = crossing ? labels : boxes;
+  for (const distance of DISTANCES)
+    for (const [right, down] of DIRECTIONS) {
+      const off = size / 2 + 1 + distance, center = [x + right * (halfWidth + off), y + down * (halfHeight + off)];
+      const box = [center[0] - halfWidth, center[1] - halfHeight, center[0] + halfWidth, center[1] + halfHeight];
+      if (box[0] < 0 || box[1] < 0 || box[2] > width || box[3] > height) continue;
+      if (!boxes.every((other) => apart(box, other)) || strokes.some((stroke) => strikes(stroke, box))) continue;
+      const line = distance ? [[x, y], [Math.min(Math.max(x, box[0]), box[2]), Math.min(Math.max(y, box[1]), box[3])]] : null;
+      const own = (other) => other[0] < x && x < other[2] && other[1] < y && y < other[3];
+      if (line && walls.some((other) => !own(other) && strikes(line, other))) continue;
+      if (line && !crossing && strokes.some((stroke) => strikes(stroke, outerHalf(line)))) continue;
+      return { center, box, line };
+    }
+  return null;
+}
+
+// Around the half of a line that is farther from its point: it runs along no other line.
+const outerHalf = ([from, to]) => {
+  const middle = [(from[0] + to[0]) / 2, (from[1] + to[1]) / 2];
+  return [Math.min(middle[0], to[0]) - 2, Math.min(middle[1], to[1]) - 2, Math.max(middle[0], to[0]) + 2, Math.max(middle[1], to[1]) + 2];
+};
+
+// Does a line between two points touch a box? (Liang and Barsky: what is left of it between the box's four sides.)
+function strikes([[x1, y1], [x2, y2]], [left, top, right, bottom]) {
+  let from = 0, to = 1;
+  for (const [step, room] of [[x1 - x2, x1 - left], [x2 - x1, right - x1], [y1 - y2, y1 - top], [y2 - y1, bottom - y1]]) {
+    if (step === 0 && room < 0) return false;
+    if (step < 0) from = Math.max(from, room / step);
+    if (step > 0) to = Math.min(to, room / step);
+  }
+  return from <= to;
+}
+
+// Labels as shapes over a plot whose corner is at (left, top).
+const labelShapes = (places, texts, theme, { left, top, fontSize = 11, fill = theme.faint }) => places.flatMap((place, index) => place ? [
+  ...(place.line ? [{ type: "line", silent: true, z: 5, shape: { x1: left + place.line[0][0], y1: top + place.line[0][1], x2: left + place.line[1][0], y2: top + place.line[1][1] }, style: { stroke: theme.faint, lineWidth: 0.6 } }] : []),
+  { type: "text", silent: true, z: 6, x: left + place.center[0], y: top + place.center[1], style: { text: texts[index], fill, fontSize, fontFamily: "system-ui, sans-serif", align: "center", verticalAlign: "middle" } },
+] : []);
+
+// The least height, from `least` on, at which `place` finds a place for every label, and those places. Lines cross
+// symbols only where no height helps.
+function fittingHeight(least, place) {
+  const heights = [0, 1, 2, 3, 4, 5].map((step) => Math.round(least * (1 + 0.22 * step)));
+  for (const crossing of [false, true])
+    for (const height of heights) {
+      const places = place(height, crossing);
+      if (!places.includes(null)) return { height, places };
+      if (places.length > 60) return { height: heights[2], places: place(heights[2], true) }; // as many as there is room for
+    }
+  return { height: heights.at(-1), places: place(heights.at(-1), true) };
+}
+
+// What is computed of a chart's data at one width is computed once.
+const atWidth = (compute) => {
+  const known = new WeakMap();
+  return (data, theme) => {
+    if (!known.has(data)) known.set(data, new Map());
+    const widths = known.get(data);
+    if (!widths.has(theme.width)) widths.set(theme.width, compute(data, theme));
+    return widths.get(theme.width);
+  };
+};
+
+const pairs = (values) => values.slice(1).map((value, index) => [values[index], value]);
 
 // Pixels of a point, from the ranges of its axes and the plot's size.
 const inPixels = (x, y, width, height) => ([across, up]) => [(across - x.min) / (x.max - x.min) * width, (y.max - up) / (y.max - y.min) * height];

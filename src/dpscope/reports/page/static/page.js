@@ -34,6 +34,10 @@ function drawRest() {
 
 setUpTheme(redrawAll);
 
+// The bar has as many lines as its links need: a link leads to just below it.
+const bar = document.querySelector(".bar");
+new ResizeObserver(() => root.style.setProperty("--bar", `${bar.offsetHeight}px`)).observe(bar);
+
 const nearness = new IntersectionObserver((entries) => {
   for (const { target, isIntersecting } of entries) {
     const each = drawn.find((candidate) => candidate.figure === target);

@@ -32,11 +32,15 @@ const escapeText = (text) => echarts.format.encodeHTML(String(text));
 const isDark = (theme) => parseInt(theme.panel.slice(1, 3), 16) < 128;
 const onTheme = (colour, theme) => colour === "#000000" ? theme.ink : colour === "#332288" && isDark(theme) ? "#6f63d2" : colour;
 
-// The names of methods and modules beside bars: the middle is what a long name can spare (as in words.py).
+// The names of methods and modules beside bars: the middle is what a long name can spare (as in words.py). It is cut
+// between words where there are any near.
 const shorten = (text, length) => {
   if (text.length <= length) return text;
-  const tail = Math.floor((length - 1) / 2);
-  return `${text.slice(0, length - 1 - tail)}…${text.slice(text.length - tail)}`;
+  const tail = Math.floor((length - 1) / 2), head = length - 1 - tail;
+  const start = text.slice(0, head), end = text.slice(text.length - tail);
+  const whole = { start: start.match(/^.*[._:\s/-](?=[^._:\s/-]*$)/)?.[0] ?? "", end: end.match(/[._:\s/-].*$/)?.[0] ?? "" };
+  const near = (part, all) => part.length >= 0.7 * all.length ? part : all;
+  return `${near(whole.start, start)}…${near(whole.end, end)}`;
 };
 
 const threeDigits = (value) => value.toFixed(Math.abs(value) >= 99.95 ? 0 : Math.abs(value) >= 9.995 ? 1 : 2);

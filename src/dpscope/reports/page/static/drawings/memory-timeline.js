@@ -1,12 +1,30 @@
 // A panel a method, components as stacked areas, on one scale; a strip above each shows the phases.
-const PANEL = { title: 58, plot: 150, axis: 30, gap: 16, left: 54, right: 20 };
+const PANEL = { title: 58, line: 14, plot: 150, axis: 30, gap: 16, left: 54, right: 20 };
 const HEADROOM = 1.2, STRIP = 1.13; // times the highest peak: the panel's top, and where the strip of phases begins
 
 const timelineNames = (data) => data.components.filter((_, n) => data.panels.some((panel) => {
   let level = 0;
   return panel.levels[n].some((change) => (level += change) >= TRIFLE * data.highest);
 }));
-const timelineTop = (data, width) => legendHeight(timelineNames(data).map(({ label }) => label), width) + 6;
+const timelineTop = (data, width) => legendHeight(timelineNames(data).map(({ label }) => label), width) + phaseLegendHeight(data, width) + 6;
+
+// Each phase of a step once, with its colour: not every stretch is long enough for its name.
+const phasesOf = (data) => [...new Map(data.panels.flatMap((panel) => panel.phases).map(([name, , , colour]) => [name, colour]))];
+const PHASES_TITLE = "phases, in the strip above each panel:";
+const titleAside = (width) => width >= 760 ? textWidth(PHASES_TITLE) + 12 : 0; // else above them
+const phaseLegendHeight = (data, width) => legendHeight(phasesOf(data).map(([name]) => name), width - titleAside(width)) + (titleAside(width) ? 0 : 18);
+
+function phaseLegend(data, theme) {
+  const { width } = theme, aside = titleAside(width), top = legendHeight(timelineNames(data).map(({ label }) => label), width);
+  const phases = phasesOf(data);
+  return {
+    title: { text: PHASES_TITLE, left: 0, top: top + 3, padding: 0, textStyle: { color: theme.faint, fontSize: 12, fontWeight: "normal" } },
+    legend: { ...legendOf(phases.map(([name, colour]) => ({ name: `${PHASE}${name}`, itemStyle: { color: onTheme(colour, theme), opacity: 1 } })), theme), left: aside, top: top + (aside ? 0 : 18), itemHeight: 5, selectedMode: false, formatter: (name) => shorten(name.slice(PHASE.length), LONGEST_NAME) },
+    // A legend names series: these have no data.
+    series: phases.map(([name, colour]) => ({ type: "scatter", name: `${PHASE}${name}`, silent: true, color: onTheme(colour, theme), data: [] })),
+  };
+}
+const PHASE = "phase: "; // a component may have a phase's name
 
 const timelineColumns = (data, width) => width >= 760 && data.panels.length > 1 ? 2 : 1;
 
@@ -14,10 +32,11 @@ drawings["memory-timeline"] = (data, theme) => {
   const { width } = theme;
   const columns = timelineColumns(data, width);
   const panels = data.panels.map((panel, place) => laidOut(data, unpacked(panel), place, columns, width));
+  const phases = phaseLegend(data, theme);
   return {
-    title: panels.map((panel) => panelTitle(panel, theme)),
+    title: [...panels.map((panel) => panelTitle(panel, theme)), phases.title],
     grid: panels.map(({ box }) => ({ left: box.left, top: box.top, width: box.width, height: PANEL.plot, outerBoundsMode: "none" })),
-    legend: legendOf(timelineNames(data).map((component) => ({ name: component.label, itemStyle: fillOf(component, theme) })), theme),
+    legend: [legendOf(timelineNames(data).map((component) => ({ name: component.label, itemStyle: fillOf(component, theme) })), theme), phases.legend],
     tooltip: { ...tooltipOn(theme, width), trigger: "axis", axisPointer: { type: "line", snap: true }, formatter: (found) => momentInWords(data, panels, found[0], theme) },
     xAxis: panels.map(({ panel }, gridIndex) => ({
       gridIndex, type: "value", min: panel.events[0], max: panel.events.at(-1), splitLine: { show: false },
@@ -39,14 +58,14 @@ drawings["memory-timeline"] = (data, theme) => {
       },
     ],
     graphic: [{ type: "text", bottom: 2, left: "center", style: { text: "allocations and frees within the step, in order", fill: theme.faint, fontSize: 12, fontFamily: "system-ui, sans-serif" }, silent: true }],
-    series: panels.flatMap((panel, place) => panelSeries(data, panel, place, theme)),
+    series: [...panels.flatMap((panel, place) => panelSeries(data, panel, place, theme)), ...phases.series],
   };
 };
 
 drawings["memory-timeline"].zooms = true;
 drawings["memory-timeline"].height = (data, { width }) => {
   const lines = Math.ceil(data.panels.length / timelineColumns(data, width));
-  return timelineTop(data, width) + lines * (PANEL.title + PANEL.plot + PANEL.axis + PANEL.gap) + 40;
+  return timelineTop(data, width) + lines * (titleHeight(data, width) + PANEL.plot + PANEL.axis + PANEL.gap) + 40;
 };
 
 // Changes from one event to the next -> the events and levels themselves.
@@ -62,9 +81,9 @@ function laidOut(data, panel, place, columns, width) {
   const box = {
     left: column * whole + PANEL.left,
     width: whole - PANEL.left - PANEL.right,
-    top: timelineTop(data, width) + line * (PANEL.title + PANEL.plot + PANEL.axis + PANEL.gap) + PANEL.title,
+    top: timelineTop(data, width) + line * (titleHeight(data, width) + PANEL.plot + PANEL.axis + PANEL.gap) + titleHeight(data, width),
   };
-  return { panel, box, named: namesThatFit(panel, box.width) };
+  return { panel, box: { ...box, title: box.top - titleHeight(data, width) }, named: namesThatFit(panel, box.width) };
 }
 
 // The longest phases whose names do not run into each other above the strip; the others are named by the tooltip.
@@ -82,13 +101,17 @@ function namesThatFit(panel, width) {
   return named;
 }
 
+// What a panel says of its peak, whole: in two lines where one is too short.
+const peakOf = (panel) => `peak ${format.bytes(panel.peak.bytes)}${panel.maker ? ` in ${panel.maker}` : ""}`;
+const peakLines = (panel, room) => Math.min(Math.ceil(textWidth(peakOf(panel), 12) / (0.95 * room)), 3);
+const titleHeight = (data, width) => PANEL.title + PANEL.line * (Math.max(...data.panels.map((panel) => peakLines(panel, width / timelineColumns(data, width) - PANEL.right))) - 1);
+
 function panelTitle({ panel, box }, theme) {
-  const maker = panel.maker ? ` in ${panel.maker}` : "";
   const room = box.width + PANEL.left;
   return {
-    text: shortenTo(panel.method, 0.9 * room, 13), subtext: shortenTo(`peak ${format.bytes(panel.peak.bytes)}${maker}`, room), // bold is wider
-    left: box.left - PANEL.left, top: box.top - PANEL.title, padding: [0, 4], itemGap: 2,
-    textStyle: { color: theme.ink, fontSize: 13, fontWeight: "bold" }, subtextStyle: { color: theme.faint, fontSize: 12 },
+    text: shortenTo(panel.method, 0.9 * room, 13), subtext: peakOf(panel), // bold is wider
+    left: box.left - PANEL.left, top: box.title, padding: [0, 4], itemGap: 2,
+    textStyle: { color: theme.ink, fontSize: 13, fontWeight: "bold" }, subtextStyle: { color: theme.faint, fontSize: 12, width: room, overflow: "breakAll", lineHeight: PANEL.line, height: 3 * PANEL.line, lineOverflow: "truncate" },
   };
 }
 

@@ -1,7 +1,7 @@
 // What a method adds to ordinary training, operator by operator: more to the right, less to the left; a panel a method.
 drawings["operators"] = (data, theme) => {
   const { columns, height } = operatorsLayout(data, theme);
-  const names = Math.min(0.44 * theme.width / columns, 250); // pixels for operators' names
+  const names = Math.min(0.46 * theme.width / columns, 290); // pixels for operators' names
   const places = panelPlaces(data.panels.length, theme, { columns, height, top: 0, left: names, right: 12, above: 24, below: 56 });
   const range = operatorsRange(data.panels, places[0].grid.width);
   return {
@@ -9,7 +9,7 @@ drawings["operators"] = (data, theme) => {
     title: data.panels.map((panel, index) => panelTitle(theme, operatorsTitle(panel), places[index])),
     grid: places.map((place) => place.grid),
     xAxis: data.panels.map((_, index) => ({ gridIndex: index, ...valueAxis(theme, "ms more than standard", { ...range, nameGap: 24 }) })),
-    yAxis: data.panels.map((panel, index) => operatorNames(panel, index, theme, Math.floor(names / 7))),
+    yAxis: data.panels.map((panel, index) => operatorNames(panel, index, theme, names - 10)),
     series: data.panels.map((panel, index) => operatorBars(panel, index, data, theme)),
   };
 };
@@ -27,7 +27,9 @@ drawings["operators"].height = (data, theme) => {
 
 const OPERATOR_FIGURE = 68; // pixels
 
-const operatorsTitle = (panel) => `${panel.method}: ${signed(panel.total_ms)} ms a traced step, ${panel.where}`;
+const operatorsTitle = ({ method, total_ms, parts }) => parts.length > 1
+  ? `${method}: ${signed(total_ms)} ms a traced step (${parts.map(([what, ms]) => `${signed(ms)} ${what}`).join(", ")})`
+  : `${method}: ${signed(total_ms)} ms a traced step, ${parts[0][0]}`;
 
 const signed = (ms) => `${ms < 0 ? "−" : "+"}${threeDigits(Math.abs(ms))}`;
 
@@ -39,13 +41,13 @@ function operatorsRange(panels, width) {
   return ticked(low - (low < 0 ? 0.04 * span : 0), high + OPERATOR_FIGURE * span / (width - OPERATOR_FIGURE), width < 240 ? 3 : 4);
 }
 
-function operatorNames(panel, index, theme, letters) {
+function operatorNames(panel, index, theme, room) {
   const label = (place) => {
     const { label: name, phase } = panel.bars[place];
-    const after = phase && letters - phase.length > 11 ? ` · ${phase}` : ""; // the tooltip has it in any case
-    return shorten(name, letters - after.length) + after;
+    const after = phase && room - textWidth(phase, 11) > 90 ? ` · ${phase}` : ""; // the tooltip has it in any case
+    return shortenTo(name, room - textWidth(after, 11), 11) + after;
   };
-  return nameAxis(theme, panel.bars.map((_, place) => String(place)), letters, {
+  return nameAxis(theme, panel.bars.map((_, place) => String(place)), 0, {
     gridIndex: index,
     axisLine: { onZero: true, lineStyle: { color: theme.faint } },
     axisLabel: { color: theme.ink, fontSize: 11, interval: 0, formatter: (place) => label(Number(place)) },

@@ -1,39 +1,67 @@
 // Roofline: both axes logarithmic, roofs as measured, whole steps large, kernels small, estimates hollow.
+const ROOFLINE = { left: 46, right: 22, below: 46, above: 26, font: 12, key: 16 };
+
 drawings["roofline"] = (data, theme) => {
+  const { top, height, width, x, y, places, texts, roofNames, levels, slope, highest } = rooflineLayout(data, theme);
+  return {
+    grid: { left: ROOFLINE.left, right: ROOFLINE.right, top, height, outerBoundsMode: "none" },
+    legend: methodLegend(theme, stepsOf(data)),
+    tooltip: tooltipOf(theme, ({ data: item }) => item.tip ?? ""),
+    // No grid: its lines would strike names.
+    xAxis: { ...valueAxis(theme, "arithmetic intensity (FLOP / DRAM byte)", { ...x, axisTick: { show: true } }), type: "log", splitLine: { show: false } },
+    yAxis: { ...uprightAxis(theme, "FLOP / s", { ...y, axisTick: { show: true }, axisLabel: { formatter: (rate) => format.decimal(rate, "").replace(/\.0+ /, " ") } }), type: "log", splitLine: { show: false } },
+    graphic: [...roofNames.map(({ text, box }) => ({ type: "text", silent: true, x: ROOFLINE.left + box[0], y: top + (box[1] + box[3]) / 2, style: { text, fill: theme.faint, fontSize: 11, fontFamily: "system-ui, sans-serif", verticalAlign: "middle" } })), ...labelShapes(places, texts, theme, { left: ROOFLINE.left, top, fontSize: ROOFLINE.font, fill: theme.ink }), ...kernelKey(data, theme, top + height + ROOFLINE.below)],
+    series: [
+      ...(slope ? [memoryRoof(slope, highest, x, y, theme, [width, height])] : []),
+      ...levels.map(([, rate]) => computeRoof(rate, { solid: rate === highest, start: slope ? Math.max(rate / slope, x.min) : x.min, end: x.max }, theme)),
+      ...methodsOf(stepsOf(data)).map(({ method }) => rooflinePoints(data.points.filter((point) => point.method === method), theme)),
+    ],
+  };
+};
+
+const stepsOf = (data) => data.points.filter((point) => !point.kernel);
+const kernelsOf = (data) => data.points.filter((point) => point.kernel);
+
+// Kernels have long names: they are numbered, and named below the plot.
+const keyColumns = (theme) => theme.width < 760 ? 1 : 2;
+const keyHeight = (data, theme) => ROOFLINE.key * Math.ceil(kernelsOf(data).length / keyColumns(theme));
+function kernelKey(data, theme, top) {
+  const columns = keyColumns(theme), kernels = kernelsOf(data), lines = Math.ceil(kernels.length / columns), across = theme.width / columns;
+  return kernels.map((point, index) => ({
+    type: "text", silent: true, x: Math.floor(index / lines) * across + 4, y: top + ROOFLINE.key * (index % lines),
+    style: { text: `${index + 1}  ${shortenTo(point.name, across - 40 - textWidth(point.method, 11), 11)} · ${shorten(point.method, 16)}`, fill: theme.faint, fontSize: 11, fontFamily: "system-ui, sans-serif" },
+  }));
+}
+
+// Axes, roofs, the height at which every point can be named, and where the names are: pixels of the plot.
+const rooflineLayout = atWidth((data, theme) => {
   const slope = data.roofs.bytes_per_second, levels = Object.entries(data.roofs.levels);
   const highest = Math.max(...levels.map(([, rate]) => rate), -Infinity);
   const ridge = slope && levels.length ? [highest / slope] : [];
   const x = decades([...data.points.map((point) => point.x), ...ridge]);
   const y = decades([...data.points.map((point) => point.y), ...levels.map(([, rate]) => rate)]);
-  const steps = data.points.filter((point) => !point.kernel);
-  const top = methodLegendHeight(theme, steps) + 26;
-  const plot = [theme.width - 80, drawings["roofline"].height(data, theme) - top - 60];
-  return {
-    grid: { left: 8, right: 20, top, bottom: 36, containLabel: true },
-    legend: methodLegend(theme, steps),
-    tooltip: tooltipOf(theme, ({ data: item }) => item.tip ?? ""),
-    xAxis: { ...valueAxis(theme, "arithmetic intensity (FLOP / DRAM byte)", x), type: "log" },
-    yAxis: { ...uprightAxis(theme, "FLOP / s", { ...y, axisLabel: { formatter: (rate) => format.decimal(rate, "").replace(/\.0+ /, " ") } }), type: "log" },
-    series: [
-      ...(slope ? [memoryRoof(slope, highest, x, y, theme, plot)] : []),
-      ...levels.map(([name, rate]) => computeRoof(name, rate, { solid: rate === highest, start: slope ? Math.max(rate / slope, x.min) : x.min, end: x.max }, theme)),
-      ...rooflineSeries(data.points, theme, x, y, plot, slope ? memoryRoofEnds(slope, highest, x, y) : null),
-    ],
-  };
-};
-
-drawings["roofline"].height = (data, theme) => methodLegendHeight(theme, data.points.filter((point) => !point.kernel)) + (isNarrow(theme) ? 380 : 430);
-
-// A series a method: its step with its name where that covers nothing, and its kernels.
-function rooflineSeries(points, theme, x, y, [width, height], roof) {
+  const top = methodLegendHeight(theme, stepsOf(data)) + ROOFLINE.above, width = theme.width - ROOFLINE.left - ROOFLINE.right;
+  const points = [...stepsOf(data), ...kernelsOf(data)];
+  const texts = points.map((point) => point.kernel ? String(kernelsOf(data).indexOf(point) + 1) : rooflineName(point));
   const logarithms = (range) => ({ min: Math.log10(range.min), max: Math.log10(range.max) });
-  const toPixel = inPixels(logarithms(x), logarithms(y), width, height);
-  const steps = points.filter((point) => !point.kernel);
-  const pixelOf = (point) => toPixel([Math.log10(point.x), Math.log10(point.y)]);
-  const positions = labelPositions(steps.map(pixelOf), steps.map(rooflineName), { size: 16, width, fontSize: 12, taken: roof ? alongRoof(...roof.map(pixelOf)) : [] });
-  const positionOf = new Map(steps.map((point, index) => [point, positions[index]]));
-  return methodsOf(steps).map(({ method }) => rooflinePoints(points.filter((point) => point.method === method), theme, positionOf));
-}
+  let roofNames;
+  const placed = (height, crossing) => {
+    const toPixel = inPixels(logarithms(x), logarithms(y), width, height);
+    const pixelOf = (point) => toPixel([Math.log10(point.x), Math.log10(point.y)]);
+    const roof = slope ? memoryRoofEnds(slope, highest, x, y).map(pixelOf) : null;
+    const flat = levels.map(([, rate]) => [slope ? Math.max(rate / slope, x.min) : x.min, x.max].map((intensity) => pixelOf({ x: intensity, y: rate })));
+    roofNames = namesOfRoofs(levels, flat, points.map(pixelOf));
+    const taken = [...roofNames.map(({ box }) => box), ...(roof ? aboveRoof(...roof, slope) : [])];
+    return placeLabels(points.map(pixelOf), texts, { size: 14, width, height, fontSize: ROOFLINE.font, taken, lines: [...flat, ...(roof ? [roof] : [])], crossing });
+  };
+  const fitting = fittingHeight(isNarrow(theme) ? 300 : 340, placed); // and the names of roofs at that height
+  return { top, ...fitting, roofNames, width, x, y, texts, levels, slope, highest };
+});
+
+drawings["roofline"].height = (data, theme) => {
+  const { top, height } = rooflineLayout(data, theme);
+  return top + height + ROOFLINE.below + keyHeight(data, theme);
+};
 
 const rooflineName = (point) => shorten(point.name, 24) + (point.estimated ? " ≈ estimate" : "");
 
@@ -43,11 +71,15 @@ const decades = (values) => {
   return { min: power(Math.floor, Math.min(...values) / 1.5), max: power(Math.ceil, Math.max(...values) * 1.5) };
 };
 
-// Boxes along a roof, and above it, where its name is: pixels.
-const alongRoof = (start, end, count = 40) => Array.from({ length: count + 1 }, (_, place) => {
-  const [x, y] = [0, 1].map((axis) => start[axis] + (end[axis] - start[axis]) * place / count);
-  return [x - 16, y - 16, x + 4, y + 4];
-});
+// Boxes along the middle of a roof, where its name is: pixels.
+const aboveRoof = (start, end, slope) => {
+  const [across, down] = [0, 1].map((axis) => end[axis] - start[axis]), length = Math.hypot(across, down) || 1;
+  const half = Math.min(textWidth(`DRAM ${format.rate(slope, "B")}`, 11) / 2 + 6, length / 2);
+  return Array.from({ length: 11 }, (_, place) => {
+    const along = length / 2 + half * (place / 5 - 1), x = start[0] + across * along / length, y = start[1] + down * along / length;
+    return [x - 14, y - 18, x + 4, y + 2];
+  });
+};
 
 const roofLook = (theme, type = "solid") => ({ type: "line", silent: true, symbol: "none", tooltip: { show: false }, color: theme.faint, lineStyle: { color: theme.faint, width: 1.5, type } });
 
@@ -74,13 +106,24 @@ function memoryRoof(slope, highest, x, y, theme, [width, height]) {
   };
 }
 
-const computeRoof = (name, rate, { solid, start, end }, theme) => ({
+const computeRoof = (rate, { solid, start, end }, theme) => ({
   ...roofLook(theme, solid ? "solid" : "dashed"),
   data: [[start, rate], [end, rate]],
-  endLabel: { show: true, align: "right", verticalAlign: "bottom", offset: [-6, -4], color: theme.faint, fontSize: 11, formatter: `${name} ${format.rate(rate, "FLOP")}` },
 });
 
-function rooflinePoints(points, theme, positionOf) {
+// The name of each flat roof: above its end, or wherever along and above it no point is. `points` and boxes: pixels.
+function namesOfRoofs(levels, roofs, points) {
+  const boxes = [];
+  for (const [index, [name, rate]] of levels.entries()) {
+    const text = `${name} ${format.rate(rate, "FLOP")}`, width = textWidth(text, 11) + 6, [[from, y], [to]] = roofs[index];
+    const free = (box) => points.every(([px, py]) => px < box[0] - 9 || px > box[2] + 9 || py < box[1] - 9 || py > box[3] + 9) && boxes.every(({ box: other }) => apart(box, other));
+    const places = [4, 20, 36, 52, -20].flatMap((above) => [to - width, (from + to - width) / 2, from].map((left) => [left, y - above - 14, left + width, y - above]));
+    boxes.push({ text, box: places.find(free) ?? places[0] });
+  }
+  return boxes;
+}
+
+function rooflinePoints(points, theme) {
   const colour = onTheme(points[0].colour, theme);
   return {
     type: "scatter",
@@ -92,7 +135,6 @@ function rooflinePoints(points, theme, positionOf) {
       tip: rooflineTip(point),
       symbolSize: point.kernel ? 6 : 14,
       itemStyle: { color: point.hollow ? theme.panel : colour, borderColor: colour, borderWidth: point.hollow ? 2 : 0, opacity: point.kernel ? 0.7 : 1 },
-      label: { show: positionOf.get(point) != null, position: positionOf.get(point) ?? "right", color: theme.ink, fontSize: 12, formatter: rooflineName(point) },
     })),
   };
 }
