@@ -70,7 +70,7 @@ class MemoryUse:
             for i, nbytes in sizes.items()
         ]
 
-    def modules_at_peak(self, limit: int = 30) -> list[dict[str, Any]]:
+    def modules_at_peak(self, limit: int = 1000) -> list[dict[str, Any]]:
         """Which modules the bytes of the peak belong to, the largest first; the rest as one row."""
         table: dict[str, dict[str, int]] = {}
         for life, component, nbytes in self.live_at_peak:

@@ -24,7 +24,8 @@ from dpscope.instruments.trace.events import Event, Trace
 from dpscope.instruments.trace.findings import casts, copies, synchronisations
 
 POINTS = 500  # of memory over time
-MOST = 40  # kernels and modules that are listed; the rest is summed up in one line
+MOST = 40  # kernels and operators that are listed; the rest is summed up in one line
+MODULES = 1000  # likewise; a report chooses the level of modules that it shows
 
 NAMED = ("clip", "norm", "einsum", "elementwise", "reduce")  # what readers of DP-SGD traces look for by name
 
@@ -221,7 +222,7 @@ def _modules(views: Sequence[StepView]) -> list[dict[str, Any]]:
         entry["cpu_ms"] += row["cpu_ms"]
         entry["gpu_ms"] += row["gpu_ms"]
         entry["phases"][row["phase"]] = row[by]
-    return _shortened(sorted(merged.values(), key=lambda row: -row[by]), ("module",))
+    return _shortened(sorted(merged.values(), key=lambda row: -row[by]), ("module",), MODULES)
 
 
 def _memory(traces: Sequence[Trace], steps: int) -> dict[str, Any]:
@@ -256,11 +257,11 @@ def _over_time(trace: Trace, device: str) -> list[tuple[float, int]]:
     return [max(points[first : first + width], key=lambda point: point[1]) for first in range(0, len(points), width)]
 
 
-def _shortened(rows: list[dict[str, Any]], keys: Iterable[str]) -> list[dict[str, Any]]:
+def _shortened(rows: list[dict[str, Any]], keys: Iterable[str], most: int = MOST) -> list[dict[str, Any]]:
     """The first rows, and the rest as one."""
-    if len(rows) <= MOST + 1:
+    if len(rows) <= most + 1:
         return rows
-    shown, rest = rows[:MOST], rows[MOST:]
+    shown, rest = rows[:most], rows[most:]
     first, *others = keys
     merged: dict[str, Any] = {first: f"({len(rest)} others)", **dict.fromkeys(others, "")}
     for name, value in rest[0].items():

@@ -185,14 +185,55 @@ def test_twelve_long_timelines_are_small(make_memory_result):
 # Layers
 
 
-def test_repeated_modules_that_hold_alike_are_one_line_of_what_one_of_them_holds(make_memory_result):
+def test_repeated_modules_that_hold_alike_are_one_line_of_what_they_hold_together(make_memory_result):
     blocks = {f"blocks.{n}.up": {"activations": 10 * MIB, "gradients": 2 * MIB} for n in range(20)}
     result = with_modules(make_memory_result(), {**blocks, "head": {"activations": 50 * MIB}})
-    head, up = only(layers_memory(compare_results([result]))).data["lines"]
+    up, head = only(layers_memory(compare_results([result]))).data["lines"]
     assert (head["name"], up["name"]) == ("head", "blocks.*.up")
     assert up["bars"] == [
-        {"value": 12 * MIB, "count": 20, "parts": [("activations", 10 * MIB), ("gradients", 2 * MIB)]}
+        {"value": 240 * MIB, "count": 20, "parts": [("activations", 200 * MIB), ("gradients", 40 * MIB)]}
     ]
+
+
+def blocks_of(count, cost=lambda block, name: 1.0):
+    names = ("norm", *(f"attention.{part}" for part in ("query", "key", "value", "out")), "up", "down")
+    return {f"blocks.{n}.{name}": {"activations": cost(n, name)} for n in range(count) for name in names}
+
+
+UNEVEN = {
+    "alike": lambda block, name: 5.0,
+    "gradients of later layers": lambda block, name: 5.0 if block < 9 else 9.0,
+    "every layer another": lambda block, name: 5.0 + block,
+    "every module another": lambda block, name: 5.0 + 7 * ((31 * block + len(name)) % 13),
+    "heavy layers far apart": lambda block, name: 50.0 if block % 5 == 0 else 1.0,
+}
+
+
+@pytest.mark.parametrize("kind", UNEVEN)
+@pytest.mark.parametrize("count", [2, 20, 80])
+def test_nine_tenths_of_every_method_are_drawn_by_name(kind, count, make_memory_result):
+    modules = {"tokens": {"activations": 30.0}, "head": {"gradients": 31.0}, "(outside the modules)": {"inputs": 3.0}}
+    methods = {
+        "standard": {**modules, **blocks_of(count)},
+        "flat": {**modules, **blocks_of(count, UNEVEN[kind])},
+    }
+    scaled = {m: {n: {k: v * MIB for k, v in c.items()} for n, c in costs.items()} for m, costs in methods.items()}
+    results = [with_modules(make_memory_result(method), costs) for method, costs in scaled.items()]
+    lines = only(layers_memory(compare_results(results))).data["lines"]
+    assert len(lines) <= LINES + 1
+    for place, costs in enumerate(scaled.values()):
+        whole = sum(sum(cost.values()) for cost in costs.values())
+        drawn = sum(line["bars"][place]["value"] for line in lines if line["bars"][place])
+        by_name = sum(line["bars"][place]["value"] for line in lines if line["name"] != "(all others)")
+        assert drawn == pytest.approx(whole)
+        assert by_name >= 0.9 * whole
+    if kind in ("alike", "gradients of later layers"):
+        assert any("attention" in line["name"] for line in lines), "no coarser than need be"
+
+
+def test_layers_that_hold_more_than_earlier_ones_are_a_run_of_their_own():
+    lines = fold([{f"blocks.{n}.up": {"activations": 1.0 if n < 10 else 2.0} for n in range(20)}])
+    assert [line.name for line in lines] == ["blocks.10–19.up", "blocks.0–9.up"]
 
 
 def test_modules_that_differ_stand_alone():
@@ -215,13 +256,15 @@ def test_a_module_that_a_method_does_not_list_is_unknown_rather_than_zero(make_m
     assert lines["tokens"][1]["value"] == MIB
 
 
-def test_what_is_not_drawn_is_summed_in_the_sentence(make_memory_result):
+def test_what_has_no_line_of_its_own_is_one_bar_and_in_the_sentence(make_memory_result):
     modules = {f"layer{n:02}": {"activations": (100 - n) * MIB} for n in range(LINES + 2)}
     result = with_modules(make_memory_result(), {**modules, "(other)": {"activations": MIB}})
     view = only(layers_memory(compare_results([result])))
-    assert len(view.data["lines"]) == LINES
+    *named, others = view.data["lines"]
+    assert len(named) == LINES
     rest = sum(100 - n for n in (LINES, LINES + 1)) + 1
-    assert f"Lighter modules, not drawn, sum to {rest}.0 MiB in standard." in view.says
+    assert (others["name"], others["bars"][0]["value"]) == ("(all others)", rest * MIB)
+    assert f"All other modules together: {rest}.0 MiB in standard." in view.says
     assert len(view.table.rows) == LINES + 3
 
 

@@ -1,14 +1,17 @@
-"""Modules that repeat, as one line: `blocks.0.up` to `blocks.19.up` are `blocks.*.up` where they cost alike."""
+"""Modules that repeat, as one line: `blocks.0.up` to `blocks.19.up` are `blocks.*.up` where they cost alike; and the
+level of modules at which a few lines hold nearly all of the cost."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 Cost = Mapping[str, float]  # of one module: parts -> bytes or milliseconds
+Costs = Mapping[str, Cost]  # of one method: module -> its cost
 
 ALIKE = 1.1  # times the cheapest: still the same, but for what a step happens to do first
+DRAWN = 0.9  # of every method's whole, at least
 NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole part of a dotted name
 SUMS = re.compile(r"\((\d+ )?others?\)")  # what instruments call the modules that they do not list
 
@@ -21,40 +24,92 @@ class Line:
     modules: list[dict[str, Cost]]
 
     @property
-    def drawn(self) -> bool:
-        return not SUMS.fullmatch(self.name)
-
-    @property
     def named(self) -> bool:
         """Not `(outside the modules)`."""
         return not self.name.startswith("(")
 
     @property
-    def heaviest(self) -> float:
-        return max(total(cost) for modules in self.modules for cost in modules.values())
+    def weight(self) -> float:
+        """What its modules cost together, in the method in which that is most."""
+        return max(sum(map(total, modules.values())) for modules in self.modules)
 
 
 def total(cost: Cost) -> float:
     return sum(cost.values())
 
 
-def fold(methods: Sequence[Mapping[str, Cost]]) -> list[Line]:
+def choose_lines(methods: Sequence[Costs], most: int) -> list[Line]:
+    """At most so many lines: of the deepest level of modules at which they hold `DRAWN` of every method's cost, or of
+    the level at which they hold most. A module's cost is its own and that of submodules below the level."""
+    named = [{name: cost for name, cost in costs.items() if not SUMS.fullmatch(name)} for costs in methods]
+    best: list[Line] = []
+    held = -1.0
+    for depth in range(max((name.count(".") + 1 for costs in named for name in costs), default=0), 0, -1):
+        lines = fold([_to_depth(costs, depth) for costs in named])[:most]
+        share = min(_share(lines, place, costs) for place, costs in enumerate(methods))
+        if share > held + 1e-9:
+            best, held = lines, share
+        if held >= DRAWN:
+            break
+    return best
+
+
+def _to_depth(costs: Costs, depth: int) -> Costs:
+    gathered: dict[str, dict[str, float]] = {}
+    for name, cost in costs.items():
+        own = gathered.setdefault(name if name.startswith("(") else ".".join(name.split(".")[:depth]), {})
+        for part, value in cost.items():
+            own[part] = own.get(part, 0.0) + value
+    return gathered
+
+
+def _share(lines: Sequence[Line], place: int, costs: Costs) -> float:
+    whole = sum(map(total, costs.values()))
+    return sum(total(cost) for line in lines for cost in line.modules[place].values()) / whole if whole else 1.0
+
+
+def fold(methods: Sequence[Costs]) -> list[Line]:
     """The heaviest first; of equals, in the order of the results."""
     families: dict[str, list[str]] = {}
     for name in dict.fromkeys(name for costs in methods for name in costs):
         families.setdefault(NUMBER.sub("*", name), []).append(name)
     lines = []
     for pattern, names in families.items():
-        together = _line(pattern, names, methods)
-        alike = len(names) > 1 and all(map(_alike, together.modules))
-        lines += [together] if alike else [_line(name, [name], methods) for name in names]
-    return sorted(lines, key=lambda line: -line.heaviest)
+        runs = _runs(sorted(names, key=_numbers), methods)
+        lines += [_line(_name_of(run, pattern if len(runs) == 1 else ""), run, methods) for run in runs]
+    return sorted(lines, key=lambda line: -line.weight)
 
 
-def _line(name: str, names: Sequence[str], methods: Sequence[Mapping[str, Cost]]) -> Line:
-    return Line(name, [{each: costs[each] for each in names if each in costs} for costs in methods])
+def _numbers(name: str) -> list[int]:
+    return [int(number) for number in NUMBER.findall(name)]
 
 
-def _alike(modules: Mapping[str, Cost]) -> bool:
-    totals = [total(cost) for cost in modules.values()]
+def _runs(names: Sequence[str], methods: Sequence[Costs]) -> list[list[str]]:
+    """Neighbours that cost alike in every method: at a peak in the backward pass the later layers hold gradients."""
+    runs: list[list[str]] = []
+    for name in names:
+        if runs and all(_alike([*runs[-1], name], costs) for costs in methods):
+            runs[-1].append(name)
+        else:
+            runs.append([name])
+    return runs
+
+
+def _alike(names: Iterable[str], costs: Costs) -> bool:
+    totals = [total(costs[name]) for name in names if name in costs]
     return not totals or max(totals) <= ALIKE * min(totals)
+
+
+def _name_of(run: Sequence[str], pattern: str) -> str:
+    """`blocks.*.up` for all of a family, `blocks.0–9.up` for some, `blocks.3.up` for one."""
+    if len(run) == 1:
+        return run[0]
+    first, last = _numbers(run[0]), _numbers(run[-1])
+    if pattern or sum(one != other for one, other in zip(first, last, strict=True)) > 1:
+        return pattern or f"{run[0]} to {run[-1]}"
+    ends = iter(str(one) if one == other else f"{one}–{other}" for one, other in zip(first, last, strict=True))
+    return NUMBER.sub(lambda _: next(ends), run[0])
+
+
+def _line(name: str, names: Sequence[str], methods: Sequence[Costs]) -> Line:
+    return Line(name, [{each: costs[each] for each in names if each in costs} for costs in methods])

@@ -8,19 +8,22 @@ from typing import Any
 from dpscope.reports.composition import composition_of, label_of
 from dpscope.reports.page.chart import Chart, Table, View
 from dpscope.reports.page.charts.components import unit_for
-from dpscope.reports.page.charts.folding import Cost, Line, fold, total
+from dpscope.reports.page.charts.folding import Cost, Costs, Line, choose_lines, total
 from dpscope.reports.page.looks import looks_of
+from dpscope.reports.page.prose import in_prose
 from dpscope.reports.tables import Row, group_by_size
 from dpscope.reports.trace import CPU, GPU, trace_of
-from dpscope.reports.words import shorten, size_in_words
+from dpscope.reports.words import size_in_words
 from dpscope.units import format_bytes, format_ms
 
 LINES = 15
-LONGEST_NAME = 34  # characters
+REST = "(all others)"
 PARTS = 6  # of a module's bytes or time: named when the pointer is on its bar
 
-Costs = Mapping[str, Cost]
-ALIKE = "A * stands for the numbers of modules that cost alike, and its bar is what one of them costs."
+ALIKE = (
+    "Modules that cost alike share a bar (* stands for their numbers), and submodules without a bar are in their "
+    "parent's: nothing is drawn twice."
+)
 
 
 def layers_memory(rows: Sequence[Row]) -> Chart | None:
@@ -35,7 +38,7 @@ def layers_memory(rows: Sequence[Row]) -> Chart | None:
         how=(
             "Bytes of a module's parameters, their gradients and optimizer states, and of what its own operators hold, "
             f"at the moment of the peak. {ALIKE} It does not see modules too light to be listed in the results: a bar "
-            "that is missing is not known to be zero."
+            f"that is missing is not known to be zero, and {REST} holds them."
         ),
         views=views,
     )
@@ -51,8 +54,7 @@ def layers_time(rows: Sequence[Row]) -> Chart | None:
         short="Layers: time",
         kind="layers",
         how=(
-            "Time of the operators that worked for a module, forward and backward, in a traced step; its "
-            f"submodules' is theirs. {ALIKE} "
+            f"Time of the operators that worked for a module, forward and backward, in a traced step. {ALIKE} "
             "It does not see what a step takes without the profiler, which makes it longer."
         ),
         views=views,
@@ -85,52 +87,64 @@ def _phases(module: Mapping[str, Any], column: str, *, known: bool) -> Cost:
 
 def _view(rows: Sequence[Row], measure: Callable[[Sequence[Row]], list[Costs]], unit: str) -> View | None:
     measured = [(row, costs) for row, costs in zip(rows, measure(rows), strict=True) if costs]
-    drawn = [line for line in fold([costs for _, costs in measured]) if line.drawn][:LINES]
+    every = [costs for _, costs in measured]
+    drawn = choose_lines(every, LINES) if measured else []
     if not drawn:
         return None
     methods = [row.method for row, _ in measured]
+    rests = [_rest(drawn, place, costs) for place, costs in enumerate(every)]
+    lines = [{"name": line.name, "bars": list(map(_bar, line.modules))} for line in drawn]
+    if any(rests):
+        lines.append({"name": REST, "bars": [_bar({REST: {}}, rest) for rest in rests]})
+    heaviest = max(bar["value"] for line in lines for bar in line["bars"] if bar)
     return View(
         size=size_in_words(rows[0].first.spec),
-        says=_in_words(methods, drawn, [costs for _, costs in measured], unit),
+        says=_in_words(methods, drawn, rests, unit),
         data={
             "unit": unit,
-            "axis": unit_for(max(line.heaviest for line in drawn)) if unit == "bytes" else {"size": 1, "name": unit},
+            "axis": unit_for(heaviest) if unit == "bytes" else {"size": 1, "name": unit},
             "methods": [{"name": method, "colour": looks_of(rows)[method]["colour"]} for method in methods],
-            "lines": [{"name": line.name, "bars": list(map(_bar, line.modules))} for line in drawn],
+            "lines": lines,
         },
         table=Table(
             columns=("method", "module", unit),
             rows=[
                 (method, module, total(cost))
-                for method, (_, costs) in zip(methods, measured, strict=True)
+                for method, costs in zip(methods, every, strict=True)
                 for module, cost in costs.items()
             ],
         ),
     )
 
 
-def _bar(modules: Mapping[str, Cost]) -> dict[str, Any] | None:
-    """One module, or the mean of those that are alike; None where the results do not list it."""
+def _rest(drawn: Sequence[Line], place: int, costs: Costs) -> float:
+    """What a method's modules without a line cost; what is lost in rounding is nothing."""
+    whole = sum(map(total, costs.values()))
+    rest = whole - sum(total(cost) for line in drawn for cost in line.modules[place].values())
+    return rest if rest > 1e-9 * whole else 0.0
+
+
+def _bar(modules: Costs, value: float | None = None) -> dict[str, Any] | None:
+    """One module, or all that are alike together; None where the results do not list it."""
     if not modules:
         return None
-    count = len(modules)
     names = dict.fromkeys(name for cost in modules.values() for name in cost)
-    parts = {name: sum(cost.get(name, 0) for cost in modules.values()) / count for name in names}
-    heaviest = sorted(((name, value) for name, value in parts.items() if value), key=lambda part: -part[1])
-    return {"value": sum(map(total, modules.values())) / count, "count": count, "parts": heaviest[:PARTS]}
+    parts = {name: sum(cost.get(name, 0) for cost in modules.values()) for name in names}
+    heaviest = sorted(((name, held) for name, held in parts.items() if held), key=lambda part: -part[1])
+    whole = sum(map(total, modules.values())) if value is None else value
+    return {"value": whole, "count": len(modules), "parts": heaviest[:PARTS]}
 
 
-def _in_words(methods: Sequence[str], drawn: Sequence[Line], costs: Sequence[Costs], unit: str) -> str:
-    """The heaviest named module of each method, and how much is not in the drawing."""
-    show, verb = (format_bytes, "holds") if unit == "bytes" else (format_ms, "takes")
-    told, rests = [], []
+def _in_words(methods: Sequence[str], drawn: Sequence[Line], rests: Sequence[float], unit: str) -> str:
+    """The heaviest named line of each method, and how much is not drawn by name."""
+    show, verb = (format_bytes, "hold") if unit == "bytes" else (format_ms, "take")
+    told = []
     for place, method in enumerate(methods):
-        mine = [(line.name, bar["value"]) for line in drawn if line.named and (bar := _bar(line.modules[place]))]
-        seen = {module for line in drawn for module in line.modules[place]}
-        rest = sum(total(cost) for module, cost in costs[place].items() if module not in seen)
+        mine = [(line, bar) for line in drawn if line.named and (bar := _bar(line.modules[place]))]
         if mine:
-            name, value = max(mine, key=lambda each: each[1])
-            told.append(f"{show(value)} in {method} ({shorten(name, LONGEST_NAME)})")
-        rests += [f"{show(rest)} in {method}"] if rest else []
-    heaviest = f"The heaviest module {verb} {', '.join(told)}." if told else "No module is listed by name."
-    return heaviest + (f" Lighter modules, not drawn, sum to {', '.join(rests)}." if rests else "")
+            line, bar = max(mine, key=lambda each: each[1]["value"])
+            count = f", {bar['count']} of them" if bar["count"] > 1 else ""
+            told.append(f"{show(bar['value'])} in {method} ({in_prose(line.name)}{count})")
+    heaviest = f"The heaviest modules {verb} {', '.join(told)}." if told else "No module is listed by name."
+    others = ", ".join(f"{show(rest)} in {method}" for method, rest in zip(methods, rests, strict=True) if rest)
+    return heaviest + (f" All other modules together: {others}." if others else "")
