@@ -46,7 +46,7 @@ def test_files_that_are_no_results_are_named_with_the_reason(broken_page: Path, 
 def test_what_was_not_measured_is_said_with_the_command_that_would(broken_page: Path, read_page: Reads) -> None:
     page = read_page(broken_page)
     commands = [each.inner_text() for each in page.locator("#missing code").all()]
-    assert any(command.startswith("dpscope memory") and "--seq-len 32" in command for command in commands), commands
+    assert any("--instruments memory" in command and "--seq-len 32" in command for command in commands), commands
 
 
 def test_every_size_of_a_broken_sweep_can_be_looked_at(broken_page: Path, open_page: Opens) -> None:

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import dpscope
+from dpscope.reports.page.beside import files_beside
 from dpscope.reports.page.chart import Chart
 from dpscope.reports.page.charts import make_charts
 from dpscope.reports.page.configuration import describe_configuration
 from dpscope.reports.page.headline import first_size, make_headline
+from dpscope.reports.page.methods import describe_methods
 from dpscope.reports.page.missing import find_missing
 from dpscope.reports.page.table import make_table
 from dpscope.reports.settings import Size, all_sizes, group_by_setting
@@ -40,7 +42,7 @@ ICON = (
 
 def write_page(results: Sequence[Result], folder: Path, *, skipped: Sequence[Skipped] = ()) -> list[Path]:
     path = folder / PAGE
-    write_atomically(path, render_page(results, skipped))
+    write_atomically(path, render_page(results, skipped, folder=folder))
     return [path]
 
 
@@ -51,9 +53,10 @@ def render_page(
     title: str = TITLE,
     before: Sequence[Markup] = (),
     charts: Sequence[Chart] | None = None,
+    folder: Path | None = None,
 ) -> str:
     """The page of some results. `before`: sections in the headline's place, as markup that is trusted; `charts`:
-    instead of those that the results allow."""
+    instead of those that the results allow; `folder`: where it will lie, and so which files it can link to."""
     rows = compare_results(results)
     sizes = all_sizes(rows)
     first = first_size(sizes)
@@ -75,6 +78,8 @@ def render_page(
             before=before,
             configuration=describe_configuration(group_by_setting(rows), results),
             charts=[chart.to_dict() for chart in (make_charts(rows) if charts is None else charts)],
+            methods=describe_methods(rows),
+            beside=files_beside(rows, folder),
             table=make_table(rows),
             notes=notes(rows),
             missing=find_missing(rows, skipped),

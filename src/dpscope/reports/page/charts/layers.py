@@ -93,7 +93,7 @@ def _view(rows: Sequence[Row], measure: Callable[[Sequence[Row]], list[Costs]], 
         return None
     methods = [row.method for row, _ in measured]
     rests = [_rest(drawn, place, costs) for place, costs in enumerate(every)]
-    lines = [{"name": line.name, "bars": list(map(_bar, line.modules))} for line in drawn]
+    lines: list[dict[str, Any]] = [{"name": line.name, "bars": list(map(_bar, line.modules))} for line in drawn]
     if any(rests):
         lines.append({"name": REST, "bars": [_bar({REST: {}}, rest) for rest in rests]})
     heaviest = max(bar["value"] for line in lines for bar in line["bars"] if bar)

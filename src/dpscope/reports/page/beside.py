@@ -1,0 +1,42 @@
+"""Links to files that measurements left beside the page: traces, captures and reports of profilers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from urllib.parse import quote
+
+from dpscope.reports.settings import all_sizes
+from dpscope.reports.tables import Row
+
+
+@dataclass(frozen=True)
+class FileBeside:
+    row: str  # method and size
+    instrument: str
+    name: str
+    link: str  # relative to the page
+
+
+def files_beside(rows: Sequence[Row], folder: Path | None) -> list[FileBeside]:
+    """Those that are there now. A page that is sent alone has none, nor has one whose folder is not known."""
+    if folder is None:
+        return []
+    found = [
+        FileBeside(f"{row.method}, {size.label}", instrument, PurePosixPath(path).name, quote(path))
+        for size in all_sizes(rows)
+        for row in size.rows
+        for instrument, result in row.measured.items()
+        for path in result.files.values()
+        if _is_below(path, folder)
+    ]
+    return list(dict.fromkeys(found))
+
+
+def _is_below(path: object, folder: Path) -> bool:
+    """Paths come from results, which may be anybody's: only what is a file in the folder itself is linked."""
+    if not isinstance(path, str) or "\0" in path:
+        return False
+    pure = PurePosixPath(path)
+    return not pure.is_absolute() and ".." not in pure.parts and (folder / pure).is_file()

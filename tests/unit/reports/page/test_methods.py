@@ -1,0 +1,54 @@
+"""What the page says of methods: every one in a sentence, and code that trains with it as it is printed."""
+
+from __future__ import annotations
+
+import pytest
+
+from dpscope.reports.page import render_page
+from dpscope.reports.page.methods import FOREIGN, SWITCHES, WHAT, describe_methods
+from dpscope.reports.tables import compare_results
+from dpscope.trainers.registry import BUILT_IN
+from tests.unit.reports.page.test_charts_memory import renamed
+
+
+def test_every_built_in_method_is_described_and_every_private_one_can_be_switched_to():
+    assert set(WHAT) == {method.name for method in BUILT_IN}
+    assert set(SWITCHES) == {method.name for method in BUILT_IN if method.private}
+
+
+def test_a_method_of_another_package_is_said_to_be_one(make_result):
+    (note,) = describe_methods(compare_results([renamed(make_result(), "<b>mine</b>")]))
+    assert (note.what, note.code) == (FOREIGN, "")
+    assert "<b>mine</b>" not in render_page([renamed(make_result(), "<b>mine</b>")])
+
+
+def test_the_page_says_what_its_methods_are_and_how_to_switch(make_result):
+    page = render_page([make_result(method=name) for name in ("standard", "flash")])
+    assert "from dpscope.flash import PrivacyEngine" in page
+    assert WHAT["standard"] in page
+    assert "ghost clipping" not in page, "it was not measured"
+
+
+@pytest.mark.parametrize("method", SWITCHES)
+def test_the_printed_lines_train_privately_in_a_loop_that_stays_as_it_is(method, make_result):
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("opacus")
+    result = make_result(method=method, noise_multiplier=0.0, max_grad_norm=0.25)
+    (note,) = describe_methods(compare_results([result]))
+    model = torch.nn.Linear(4, 3, bias=False)
+    before = model.weight.detach().clone()
+    data = torch.utils.data.TensorDataset(torch.randn(8, 4) * 100, torch.randint(3, (8,)))
+    names = {
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=1.0),
+        "loader": torch.utils.data.DataLoader(data, batch_size=8),
+        "criterion": torch.nn.CrossEntropyLoss(),
+    }
+    exec(note.code, names)  # as a reader would paste it
+    model, optimizer, criterion, loader = (names[name] for name in ("model", "optimizer", "criterion", "loader"))
+    for x, y in loader:
+        optimizer.zero_grad()
+        criterion(model(x), y).backward()
+        optimizer.step()
+    moved = (next(model.parameters()) - before).norm().item()
+    assert 0 < moved <= 0.25 + 1e-5, "a mean of clipped gradients is no longer than one of them"
