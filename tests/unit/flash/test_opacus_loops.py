@@ -5,10 +5,13 @@ Without noise and with the same batches both engines have to end at the same wei
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
 from opacus import PrivacyEngine as OpacusPrivacyEngine
+from opacus.layers import DPGRU, DPLSTM, DPRNN
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, TensorDataset
@@ -121,6 +124,27 @@ def reviews(engine_class: Engine) -> nn.Module:
     return trained_on_text(engine_class, model, optimizer)
 
 
+def names(recurrent: type[nn.Module]) -> Callable[[Engine], nn.Module]:
+    """Characters through one of Opacus's recurrent layers; the last position is classified."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.emb = nn.Embedding(50, 6)
+            self.rnn = recurrent(6, 5, num_layers=1, batch_first=True)
+            self.out = nn.Linear(5, 2)
+
+        def forward(self, ids, hidden=None):
+            x, _ = self.rnn(self.emb(ids), hidden)
+            return self.out(x[:, -1, :])
+
+    def program(engine_class: Engine) -> nn.Module:
+        model = Net()
+        return trained_on_text(engine_class, model, torch.optim.SGD(model.parameters(), lr=1.0))
+
+    return program
+
+
 def trained_on_text(engine_class: Engine, model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
     generator = torch.Generator().manual_seed(3)
     lengths = torch.randint(3, 9, (24,), generator=generator).tolist()
@@ -184,6 +208,9 @@ PROGRAMS = {
     "objects": objects,
     "reviews": reviews,
     "adversaries": adversaries,
+    "names by DPLSTM": names(DPLSTM),
+    "names by DPGRU": names(DPGRU),
+    "names by DPRNN": names(DPRNN),
 }
 
 
