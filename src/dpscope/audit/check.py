@@ -10,6 +10,7 @@ from dpscope.audit.loop import Batch, CouldNotStep, MakeLoop, Stage
 from dpscope.audit.neighbours import NeighbourTest
 from dpscope.audit.noise import NoiseTest
 from dpscope.audit.norms import UNCLIPPED, sample_norms, usual_clip_norm
+from dpscope.audit.plain_sgd import require_plain_sgd
 from dpscope.audit.samples import Samples
 from dpscope.audit.sizes import sizes_to_try
 from dpscope.audit.verdict import NOT_TRIED, Audit, Finding
@@ -41,11 +42,12 @@ def check_loop(
     stage, samples = Stage(make_loop, numbers.SEED(seed)), Samples(batches)
     try:
         progress("norms of single samples")
+        require_plain_sgd(stage.loop(max_grad_norm=UNCLIPPED), samples)
         unclipped = stage.loop(max_grad_norm=UNCLIPPED)
         norms = sample_norms(unclipped, samples)
         chosen = sizes_to_try(unclipped, samples) if sizes is None else sizes
     except CouldNotStep as error:
-        return Audit(*(Finding(NOT_TRIED, untried=[f"a step on one sample: {error}"]) for _ in range(3)))
+        return Audit(*(Finding(NOT_TRIED, untried=[str(error)]) for _ in range(3)))
     clip_norm = max_grad_norm or usual_clip_norm(norms, samples)
     batch_size = min(4, len(samples.ordinary))
     return Audit(

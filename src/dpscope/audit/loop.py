@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -37,12 +37,6 @@ class Loop:
     save: Callable[[], Any] | None = None
     resume: Callable[[Any], object] | None = None
 
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.scale) and self.scale > 0):
-            raise UserError(
-                f"Loop(scale=…) is the learning rate / the expected batch size, above 0, not {self.scale!r}"
-            )
-
 
 class MakeLoop(Protocol):
     def __call__(self, *, noise_multiplier: float, max_grad_norm: float, seed: int) -> Loop: ...
@@ -54,20 +48,24 @@ class CouldNotStep(Exception):
 
 @dataclass(frozen=True)
 class Observed:
-    """One step: what it added up, and buffers that it changed. float64, on the CPU."""
+    """One step: what it added up, and buffers that it changed. float64, wherever the parameters are."""
 
     sums: Tensors
     buffers: Tensors
 
     def distance(self, other: Observed) -> float:
         """‖Σ − Σ'‖ over all parameters; infinite where either is not finite."""
-        square = sum(float((self.sums[name] - other.sums[name]).square().sum()) for name in self.sums)
-        return math.sqrt(square) if math.isfinite(square) else math.inf
+        return _norm(self.sums[name] - other.sums[name] for name in self.sums)
 
     @property
     def norm(self) -> float:
-        square = sum(float(total.square().sum()) for total in self.sums.values())
-        return math.sqrt(square) if math.isfinite(square) else math.inf
+        return _norm(self.sums.values())
+
+
+def _norm(tensors: Iterable[Tensor]) -> float:
+    norms = [tensor.norm() for tensor in tensors]
+    norm = float(torch.stack([n.to(norms[0].device) for n in norms]).norm()) if norms else 0.0
+    return norm if math.isfinite(norm) else math.inf
 
 
 class Stage:
@@ -93,6 +91,10 @@ class Stage:
             loop = self.make_loop(noise_multiplier=noise_multiplier, max_grad_norm=max_grad_norm, seed=seed)
         if not isinstance(loop, Loop):
             raise UserError(f"make_loop has to return a dpscope.Loop, not {type(loop).__name__}")
+        if not (math.isfinite(loop.scale) and loop.scale > 0):
+            raise UserError(
+                f"Loop(scale=…) is the learning rate / the expected batch size, above 0, not {loop.scale!r}"
+            )
         if not self.start:
             self.start = {name: p.detach().clone() for name, p in loop.model.named_parameters()}
             self.start_buffers = {name: b.detach().clone() for name, b in loop.model.named_buffers()}
@@ -127,7 +129,7 @@ class RunningLoop:
                 self.loop.step(batch)
             start = self.stage.start
             sums = {
-                name: (start[name].to("cpu", torch.float64) - p.detach().to("cpu", torch.float64)) / self.loop.scale
+                name: (start[name].double() - p.detach().double()) / self.loop.scale
                 for name, p in self.loop.model.named_parameters()
                 if p.is_floating_point()
             }
@@ -149,7 +151,7 @@ class RunningLoop:
     def _changed_buffers(self) -> Tensors:
         start = self.stage.start_buffers
         return {
-            name: b.detach().to("cpu", torch.float64)
+            name: b.detach().double()
             for name, b in self.loop.model.named_buffers()
             if name not in start or not torch.equal(b, start[name])
         }

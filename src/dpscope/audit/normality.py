@@ -51,7 +51,7 @@ class NoisyStep:
             counts={name: z.numel() for name, z in flat.items()},
             sums={name: float(z.sum()) for name, z in flat.items()},
             squares={name: float(z.square().sum()) for name, z in flat.items()},
-            kept={name: z[:KEPT].clone() for name, z in flat.items()},
+            kept={name: z[:KEPT].cpu().clone() for name, z in flat.items()},
         )
 
     @property

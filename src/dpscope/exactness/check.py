@@ -35,7 +35,7 @@ from dpscope.exactness.updates import take_update
 from dpscope.flash.oracle import cast_batch
 from dpscope.runner.assembly import require_batch_of
 from dpscope.runner.outcome import outcome_of_exception
-from dpscope.trainers.base import TrainerBase
+from dpscope.trainers.base import TrainerBase, allow_tf32
 from dpscope.trainers.registry import Method, resolve_method
 from dpscope.trainers.registry import methods as all_methods
 from dpscope.workloads.workload import Workload
@@ -82,6 +82,7 @@ def check(
     number_format, usual = FORMATS[dtype]
     limit = usual if tolerance is None else tolerance
 
+    allow_tf32(False)  # it would blur the yardstick, what rounding alone does
     progress("building the model")
     subject = make_subject(workload, seed=numbers.SEED(seed), device=device)
     if batch_size is not None:

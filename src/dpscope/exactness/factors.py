@@ -12,17 +12,17 @@ from dpscope.exactness.reference import Reference
 
 
 @dataclass(frozen=True)
-class Scene:
+class FactorEvidence:
     """Factors as read off the updates at three clip norms (nobody, some, everybody clipped), and what is right."""
 
     clip_norms: Sequence[float]
     factors: Sequence[Tensor]  # (B,) each; NaN where a sample has no gradient
     reference: Reference
     precision: float  # relative: how near is near enough to name a cause
-    fine: float  # relative: what rounding explains
+    rounding: float  # relative: what rounding explains
     norms_without_ties: Callable[[], Tensor]
     ties: list[list[str]]
-    blamed: bool  # gradients were found wrong, from which wrong norms follow
+    gradients_wrong: bool  # gradients were found wrong, from which wrong norms follow
 
     @property
     def active(self) -> Tensor:
@@ -38,8 +38,8 @@ class Scene:
         return float(sum((gram.sum() for gram in self.reference.grams.values()), torch.zeros(())).sqrt())
 
 
-# Factors as (clip norm C, norms, scene) -> (B,), and what it means when they fit. The first one is right.
-RULES: tuple[tuple[Callable[[float, Tensor, Scene], Tensor], str | None], ...] = (
+# Factors as (clip norm C, norms, evidence) -> (B,), and what it means when they fit. The first one is right.
+RULES: tuple[tuple[Callable[[float, Tensor, FactorEvidence], Tensor], str | None], ...] = (
     (lambda c, n, _: (c / n).clamp(max=1), None),
     (lambda c, n, _: torch.ones_like(n), "samples are not clipped: each counts the same whatever its norm"),
     (
@@ -72,24 +72,24 @@ RULES: tuple[tuple[Callable[[float, Tensor, Scene], Tensor], str | None], ...] =
 )
 
 
-def name_rule(scene: Scene) -> Iterator[str]:
+def name_rule(evidence: FactorEvidence) -> Iterator[str]:
     """Why the factors are what they are; nothing if they are right."""
-    active, norms = scene.active, scene.reference.norms
-    found = torch.stack([factors[active] for factors in scene.factors])
+    active, norms = evidence.active, evidence.reference.norms
+    found = torch.stack([factors[active] for factors in evidence.factors])
     for index, (rule, sentence) in enumerate(RULES):
-        expected = torch.stack([rule(c, norms[active], scene) for c in scene.clip_norms])
+        expected = torch.stack([rule(c, norms[active], evidence) for c in evidence.clip_norms])
         ratios = found / expected
         scale = float(ratios.median())
-        if scale <= 0 or float((ratios / scale - 1).abs().max()) > scene.precision:
+        if scale <= 0 or float((ratios / scale - 1).abs().max()) > evidence.precision:
             continue
         if sentence:
             yield sentence
-        if abs(scale - 1) > scene.precision:
-            yield f"every parameter's update is {name_scale(scale, scene.samples)} what it should be"
-        if index == 0 and abs(scale - 1) <= scene.precision and (ratios - 1).abs().max() > scene.fine:
-            yield from _name_norms(scene, 1.0)
+        if abs(scale - 1) > evidence.precision:
+            yield f"every parameter's update is {name_scale(scale, evidence.samples)} what it should be"
+        if index == 0 and abs(scale - 1) <= evidence.precision and (ratios - 1).abs().max() > evidence.rounding:
+            yield from _name_norms(evidence, 1.0)
         return
-    yield from _name_norms(scene, float(scene.factors[0][active].median()))
+    yield from _name_norms(evidence, float(evidence.factors[0][active].median()))
 
 
 def name_scale(scale: float, samples: int) -> str:
@@ -99,29 +99,29 @@ def name_scale(scale: float, samples: int) -> str:
     return f"{scale:.4g} times"
 
 
-def _name_norms(scene: Scene, scale: float) -> Iterator[str]:
+def _name_norms(evidence: FactorEvidence, scale: float) -> Iterator[str]:
     """Factors that follow no rule of the right norms: whose norms are they?"""
-    active, norms = scene.active, scene.reference.norms
-    right = scene.reference.factors(scene.clip_norms[2])
-    factors = scene.factors[2] / scale
-    if sentence := _exchanged(scene, factors, right):
+    active, norms = evidence.active, evidence.reference.norms
+    right = evidence.reference.factors(evidence.clip_norms[2])
+    factors = evidence.factors[2] / scale
+    if sentence := _exchanged(evidence, factors, right):
         yield sentence
         return
-    taken = scene.clip_norms[2] / factors  # the norms that the method must have had
+    taken = evidence.clip_norms[2] / factors  # the norms that the method must have had
     for explain in (_left_out, _untied, _added):
-        if sentence := explain(scene, taken):
+        if sentence := explain(evidence, taken):
             yield sentence
             return
-    if scene.blamed:
+    if evidence.gradients_wrong:
         return
     off = [int(i) for i in (taken / norms - 1).abs().nan_to_num(0.0).argsort(descending=True)[:3] if active[i]]
     shown = ", ".join(f"sample {i} is clipped as if its norm were {taken[i]:.4g}, it is {norms[i]:.4g}" for i in off)
     yield f"norms are wrong: {shown}"
 
 
-def _exchanged(scene: Scene, factors: Tensor, right: Tensor) -> str | None:
+def _exchanged(evidence: FactorEvidence, factors: Tensor, right: Tensor) -> str | None:
     """The right factors, given to the wrong samples."""
-    near = (factors[:, None] / right[None, :] - 1).abs() <= scene.precision  # (found for, factor of)
+    near = (factors[:, None] / right[None, :] - 1).abs() <= evidence.precision  # (found for, factor of)
     owners = near.int().argmax(1)
     moved = [i for i in range(len(right)) if not near[i, i]]
     if not moved or not near.any(1).all() or len(set(owners.tolist())) < len(right):
@@ -130,38 +130,38 @@ def _exchanged(scene: Scene, factors: Tensor, right: Tensor) -> str | None:
     return f"factors are given to the wrong samples: {shown}"
 
 
-def _left_out(scene: Scene, taken: Tensor) -> str | None:
+def _left_out(evidence: FactorEvidence, taken: Tensor) -> str | None:
     """Do the norms lack one parameter, or all those of one name (bias)?"""
-    missing = scene.reference.norms**2 - taken**2
-    squares = {name: gram.diagonal() for name, gram in scene.reference.grams.items()}
+    missing = evidence.reference.norms**2 - taken**2
+    squares = {name: gram.diagonal() for name, gram in evidence.reference.grams.items()}
     groups: dict[str, list[str]] = {}
     for name in squares:
         groups.setdefault(name, [name])
         groups.setdefault(f".{name.rpartition('.')[2]}", []).append(name)
-    total = scene.reference.norms**2
+    total = evidence.reference.norms**2
     for names in groups.values():
         part = torch.stack([squares[name] for name in names]).sum(0)
         size = float((part / total).nan_to_num(0.0).max())
         error = float(((missing - part) / total).nan_to_num(0.0).abs().max())
-        if error <= min(scene.precision, 0.02 * size) and len(names) < len(squares):
+        if error <= min(evidence.precision, 0.02 * size) and len(names) < len(squares):
             shown = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more of that name"
             return f"norms leave out {shown}: samples are clipped too little"
     return None
 
 
-def _untied(scene: Scene, taken: Tensor) -> str | None:
-    if not scene.ties:
+def _untied(evidence: FactorEvidence, taken: Tensor) -> str | None:
+    if not evidence.ties:
         return None
-    apart = scene.norms_without_ties()
-    if float((taken / apart - 1).abs().nan_to_num(0.0).max()) > scene.precision / 10:
+    apart = evidence.norms_without_ties()
+    if float((taken / apart - 1).abs().nan_to_num(0.0).max()) > evidence.precision / 10:
         return None
-    ties = "; ".join(" = ".join(group) for group in scene.ties)
+    ties = "; ".join(" = ".join(group) for group in evidence.ties)
     return f"norms ignore that parameters are tied ({ties}): the uses' gradients add up before the norm is taken"
 
 
-def _added(scene: Scene, taken: Tensor) -> str | None:
+def _added(evidence: FactorEvidence, taken: Tensor) -> str | None:
     """A constant that guards against division by zero."""
-    extra = (taken - scene.reference.norms)[scene.active]
+    extra = (taken - evidence.reference.norms)[evidence.active]
     middle = float(extra.median())
     if middle <= 0 or float((extra / middle - 1).abs().max()) > 0.1:
         return None

@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from dpscope.exactness.factors import Scene, name_rule, name_scale
+from dpscope.exactness.factors import FactorEvidence, name_rule, name_scale
 from dpscope.exactness.reference import Fit, Reference, Tensors, fit_factors, relative_errors
 from dpscope.exactness.subject import Subject, listing
 from dpscope.exactness.tying import norms_without_ties, sums_by_use
@@ -80,7 +80,7 @@ def find_faults(evidence: Evidence) -> list[str]:
         return sentences
     if len(evidence.unmoved) < len(evidence.reference.names):
         wrong = list(_wrong_gradients(evidence))
-        sentences += [*wrong, *_wrong_factors(evidence, blamed=bool(wrong))]
+        sentences += [*wrong, *_wrong_factors(evidence, gradients_wrong=bool(wrong))]
     if not sentences:
         worst = max(max(errors.values()) for errors in evidence.errors)
         sentences = [f"nearly right (to {worst:.1e}), but not to the tolerance: is a part computed in lower precision?"]
@@ -174,7 +174,7 @@ def _in_one_row(evidence: Evidence, name: str, difference: Tensor) -> str | None
     return f"only row {row} of {name} is"
 
 
-def _wrong_factors(evidence: Evidence, *, blamed: bool) -> Iterator[str]:
+def _wrong_factors(evidence: Evidence, *, gradients_wrong: bool) -> Iterator[str]:
     trusted = evidence.trusted
     if not evidence.explained(0, trusted):
         return  # nothing to read factors from
@@ -183,18 +183,18 @@ def _wrong_factors(evidence: Evidence, *, blamed: bool) -> Iterator[str]:
             yield _not_flat(evidence, step, trusted)
             return
     fits = [evidence.fit(step) for step in range(3)]
-    fine = max(fit.condition for fit in fits) * max(evidence.limits.values())
-    scene = Scene(
+    rounding = max(fit.condition for fit in fits) * max(evidence.limits.values())
+    factor_evidence = FactorEvidence(
         clip_norms=[update.clip_norm for update in evidence.updates],
         factors=[fit.factors for fit in fits],
         reference=evidence.reference,
-        precision=max(NEAR, fine),
-        fine=fine,
+        precision=max(NEAR, rounding),
+        rounding=rounding,
         norms_without_ties=lambda: norms_without_ties(evidence.subject),
         ties=evidence.subject.tied,
-        blamed=blamed,
+        gradients_wrong=gradients_wrong,
     )
-    yield from name_rule(scene)
+    yield from name_rule(factor_evidence)
 
 
 def _not_flat(evidence: Evidence, step: int, names: Sequence[str]) -> str:

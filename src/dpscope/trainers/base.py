@@ -57,9 +57,7 @@ class TrainerBase(ABC):
         self.loss = loss
         self.settings = settings
         self.device = next(model.parameters()).device
-        # fp32 means fp32: "high" is what lets CUDA's matrix products use TF32; convolutions use it unless told not to.
-        torch.set_float32_matmul_precision("high" if settings.dtype == "tf32" else "highest")
-        torch.backends.cudnn.allow_tf32 = settings.dtype == "tf32"
+        allow_tf32(settings.dtype == "tf32")
         self.plain_model = model
         moment(MODEL_LOADED)
         self.model = self.prepare_model(model)
@@ -117,6 +115,12 @@ class TrainerBase(ABC):
         options: dict[str, Any] = {"fused": True} if self.device.type == "cuda" else {}
         make = OPTIMIZERS[self.settings.optimizer]
         return make(parameters, lr=self.settings.learning_rate, **options)
+
+
+def allow_tf32(allowed: bool) -> None:
+    """fp32 means fp32: "high" lets CUDA's matrix products use TF32; convolutions use it unless told not to."""
+    torch.set_float32_matmul_precision("high" if allowed else "highest")
+    torch.backends.cudnn.allow_tf32 = allowed
 
 
 def require_loss_per_sample(losses: object) -> None:

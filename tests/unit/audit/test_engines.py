@@ -1,0 +1,103 @@
+"""Privacy engines as their users call them, with Poisson loaders and accountants: Opacus's and flash clipping's."""
+
+from __future__ import annotations
+
+import copy
+
+import opacus
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import dpscope
+from dpscope.flash import PrivacyEngine
+
+DATA = TensorDataset(torch.randn(64, 5, 6), torch.randint(3, (64,)))
+LEARNING_RATE = 1e6
+
+
+class Pooled(nn.Module):
+    """(B, T, d) -> (B, classes)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.head = nn.Linear(6, 5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.inside(x)).mean(1))
+
+
+def loop_of(engine_class, step_of=None, *, accountant="rdp", model=Pooled, **options):
+    def make_loop(noise_multiplier, max_grad_norm, seed):
+        engine, plain = engine_class(accountant=accountant), model()
+        private, optimizer, _ = engine.make_private(
+            module=plain,
+            optimizer=torch.optim.SGD(plain.parameters(), lr=LEARNING_RATE),
+            data_loader=DataLoader(DATA, batch_size=8),
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=max_grad_norm,
+            **options,
+        )
+
+        def step(batch):
+            optimizer.zero_grad()
+            (step_of or ordinary)(private, *batch).backward()
+            optimizer.step()
+
+        return dpscope.Loop(
+            model=private,
+            step=step,
+            scale=LEARNING_RATE / optimizer.expected_batch_size,
+            accountant=engine.accountant,
+            sample_rate=8 / 64,
+            save=lambda: copy.deepcopy(optimizer.state_dict()),
+            resume=optimizer.load_state_dict,
+        )
+
+    return make_loop
+
+
+def ordinary(model, x, y):
+    return F.cross_entropy(model(x), y)
+
+
+def audit(*arguments, **options):
+    return dpscope.check_loop(loop_of(*arguments, **options), DataLoader(DATA, batch_size=4))
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing", "ignore:Secure RNG turned off")
+@pytest.mark.parametrize("accountant", ["rdp", "prv"])
+@pytest.mark.parametrize("engine", [opacus.PrivacyEngine, PrivacyEngine])
+def test_an_engine_in_an_ordinary_loop_holds(engine, accountant):
+    found = audit(engine, accountant=accountant)
+    assert found.ok and found.accounting.verdict == "held", str(found)
+    assert found.noise.untried == found.neighbours.untried == found.accounting.untried == []
+
+
+def adversarial(model, x, y):
+    attacked = x.clone().requires_grad_()
+    (direction,) = torch.autograd.grad(F.cross_entropy(model(attacked), y, reduction="sum"), attacked)
+    return F.cross_entropy(model(x + 0.1 * direction.sign()), y)
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing", "ignore:Secure RNG turned off")
+def test_adversarial_training_with_opacus_is_a_breach_and_with_flash_it_holds():
+    found = audit(opacus.PrivacyEngine, adversarial, poisson_sampling=False)
+    assert found.breached, str(found)
+    assert not audit(PrivacyEngine, adversarial).breached
+
+
+def summed(model, x, y):
+    return F.cross_entropy(model(x), y, reduction="sum")
+
+
+@pytest.mark.parametrize("engine", [opacus.PrivacyEngine, PrivacyEngine])
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing", "ignore:Secure RNG turned off")
+def test_a_summed_loss_taken_for_a_mean_is_a_breach_by_removing(engine):
+    """The engine multiplies by the batch's own size, so that a sample that leaves changes the shares of all others."""
+    found = audit(engine, summed)
+    assert found.neighbours.verdict == "BREACH" and found.noise.verdict == "held"
+    assert found.neighbours.faults[0].startswith("removing one of 6 copies of a sample, the noiseless sum moves by 1.7")
+    assert found.neighbours.faults[1].endswith("does the sum depend on the batch's own size?")
