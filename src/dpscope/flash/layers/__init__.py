@@ -15,6 +15,7 @@ from dpscope.flash.layers.embedding import EmbeddingTap, ScaledEmbeddingTap
 from dpscope.flash.layers.linear import LinearTap, TransposedLinearTap
 from dpscope.flash.layers.norm import GroupNormTap, LayerNormTap, RMSNormTap
 from dpscope.flash.layers.opaque import OpaqueTap
+from dpscope.flash.layers.recurrent import RecurrentTap, is_recurrent
 from dpscope.flash.layers.refusals import RefusedTap, refusal_of, refuse_trained
 from dpscope.flash.layers.sample_dims import hides_samples_from_its_layers
 from dpscope.flash.taps import InstanceMethod, LayerTap
@@ -109,7 +110,7 @@ def _units(module: nn.Module, name: str, seen: set[nn.Module]) -> Iterator[Unit]
             yield Unit(name, module, family)
         elif not (_owns_frozen_alone(module, owned) and _calls_its_children(module)):
             seen.update(module.modules())
-            yield Unit(name, module, OpaqueTap)
+            yield Unit(name, module, RecurrentTap if is_recurrent(module) else OpaqueTap)
             return
     for key, child in module.named_children():
         yield from _units(child, f"{name}.{key}" if name else key, seen)

@@ -7,6 +7,7 @@ import torch
 from agreement import assert_exact
 from opacus.layers import DPGRU, DPLSTM, DPRNN, DPMultiheadAttention
 from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from dpscope.errors import UserError
 from dpscope.flash import FlashEngine
@@ -48,6 +49,48 @@ def test_recurrent_layers_are_exact(cls, batch):
         layer = cls(D, D, num_layers=layers, bidirectional=bidirectional, batch_first=batch_first)
         for length in (batch, 2):  # as many steps as samples, and fewer
             assert_exact(Recurrent(layer, given=bool(given)), {"x": torch.randn(batch, length, D)}, losses)
+
+
+class PackedModel(nn.Module):
+    """Sequences of lengths of their own, packed inside the model; their order and the last states are used."""
+
+    def __init__(self, layer: nn.Module, *, given: bool) -> None:
+        super().__init__()
+        self.entry, self.layer, self.head, self.given = nn.Linear(D, D), layer, nn.Linear(2 * D, 3), given
+
+    def forward(self, x, lengths):
+        first = self.layer.batch_first
+        x = self.entry(x)
+        packed = pack_padded_sequence(x if first else x.transpose(0, 1), lengths, first, enforce_sorted=False)
+        state = x.mean(1).unsqueeze(0)
+        states = ((state, state.tanh()) if "LSTM" in type(self.layer).__name__ else state,) if self.given else ()
+        packed, state = self.layer(packed, *states)
+        y, _ = pad_packed_sequence(packed, batch_first=True, total_length=x.shape[1])
+        last = state[-1] if isinstance(state, tuple) else state
+        return self.head(torch.cat([y.sum(1), last[0]], 1))
+
+
+@pytest.mark.parametrize("cls", RECURRENT)
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_packed_sequences_are_exact(cls, given, batch_first):
+    batch = {"x": torch.randn(4, 5, D), "lengths": torch.tensor([2, 5, 1, 2])}
+    model = PackedModel(cls(D, D, batch_first=batch_first), given=given)
+    assert_exact(model, batch, lambda m, b: m(b["x"], b["lengths"]).sin().sum(1))
+
+
+def test_a_packed_sequence_of_a_bidirectional_layer_of_two_is_exact():
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.LSTM(D, D, num_layers=2, bidirectional=True, batch_first=True)
+
+        def forward(self, x, lengths):
+            packed, (h, c) = self.layer(pack_padded_sequence(x, lengths, True, enforce_sorted=False))
+            return torch.cat([pad_packed_sequence(packed, True)[0].sum(1), h.sum(0), c.sum(0)], 1)
+
+    batch = {"x": torch.randn(3, 4, D), "lengths": torch.tensor([2, 4, 3])}
+    assert_exact(Deep(), batch, lambda m, b: m(b["x"], b["lengths"]).sin().sum(1))
 
 
 class Attention(nn.Module):
