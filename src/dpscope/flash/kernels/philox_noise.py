@@ -44,9 +44,9 @@ from dpscope.instruments.launches import Launch, announce
 from dpscope.results.families import NOISE
 
 _WORD = 2**32 - 1
-# Elements of noise torch makes at a time: the words stay in cache. 14 ns an element on one core of an AMD EPYC
+# Elements of noise torch makes at a time: the words stay in cache. 13 ns an element on one core of an AMD EPYC
 # (2026-11-15), 32 ns with 2²⁰; shared between tensors, because a call costs 200 µs however few they are.
-_WINDOW = 2**16
+_WINDOW = 2**17
 
 
 def philox_normal(
