@@ -45,7 +45,7 @@ from dpscope.results.families import NOISE
 
 _WORD = 2**32 - 1
 # Elements of noise torch makes at a time: the words stay in cache. 13 ns an element on one core of an AMD EPYC
-# (2026-11-15), 32 ns with 2²⁰; shared between tensors, because a call costs 200 µs however few they are.
+# (2026-11-15), 17 ns with 2¹⁶; shared between tensors, because a call costs 200 µs however few they are.
 _WINDOW = 2**17
 
 
