@@ -32,6 +32,7 @@ from dpscope.flash.distributed import ReplicaTap, refuse_ddp_forward, refuse_dis
 from dpscope.flash.explanation import Explanation, OpaqueUnit, describe_opaque, explain_slots
 from dpscope.flash.layers.opaque import OpaqueTap
 from dpscope.flash.microbatch import FactoredSum, MicroBatch, RunningSum
+from dpscope.flash.module_state import BufferWatch
 from dpscope.flash.parameter_hooks import refuse_hooks
 from dpscope.flash.paths import DIRECT, FORCEABLE, Decision, choose_path
 from dpscope.flash.rehearsal import KEEP_BATCH_FIRST, Rehearsal, Run
@@ -131,6 +132,7 @@ class FlashEngine:
         refuse_distributed_model(model)
         refuse_hooks(self._slots.values(), guards=0)
         units = layers.plan(model)
+        self._buffers = BufferWatch(model, [unit.module for unit in units if unit.opaque])
         self._taps: list[InstanceMethod] = []
         self._hooks: list[RemovableHandle] = []
         try:
@@ -275,6 +277,7 @@ class FlashEngine:
             if way not in self._rehearsed:
                 failure = self._rehearse(forward, args, kwargs)
                 self._rehearsed.add(way)
+        buffers = self._buffers.look()
         self._depth += 1
         try:
             output = forward(*args, **kwargs)
@@ -283,9 +286,30 @@ class FlashEngine:
             unknown = self._unknown
             if outermost:
                 self._unknown = []
+        if outermost and not in_backward:
+            changed = self._buffers.changed(buffers)
+            if changed:
+                self._judge_buffers(changed, forward, args, kwargs)
         if outermost and unknown:
             self._settle(unknown, failure or self._rehearse(forward, args, kwargs))
         return output
+
+    def _judge_buffers(
+        self, paths: list[str], forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Buffers that forward has changed: would it have changed them in the same way had a sample been another?"""
+        seen: list[list[Tensor | None]] = []
+
+        def observed(*args: Any, **kwargs: Any) -> Any:
+            output = forward(*args, **kwargs)
+            seen.append(self._buffers.values(paths))
+            return output
+
+        if (self.batch_size or 0) > 1:
+            assert self.batch_size is not None
+            Rehearsal(self, observed, args, kwargs, self.batch_size).run_with_others()
+        for index, path in enumerate(paths):
+            self._buffers.judge(path, [values[index] for values in seen])
 
     def _rehearse(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception | None:
         """What kept the rehearsal from being run, if something did."""

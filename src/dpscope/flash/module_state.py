@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -127,6 +127,52 @@ def _tensors(value: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
         yield value
     for part in (_parts(value) if depth else None) or ():
         yield from _tensors(part, depth - 1)
+
+
+class BufferWatch:
+    """Real-valued buffers of a model outside of units that run sample by sample: none may be made of the samples.
+
+    Those that are not saved (persistent=False) may be replaced, as caches are, but not written to.
+    """
+
+    def __init__(self, model: nn.Module, units: Iterable[nn.Module]) -> None:
+        inside = {id(module) for unit in units for module in unit.modules()}
+        self.independent: set[str] = set()  # paths of buffers that change, whatever the samples are in the same way
+        self._places = [
+            (f"{name}.{key}" if name else key, module, key)
+            for name, module in model.named_modules()
+            if id(module) not in inside
+            for key, buffer in module._buffers.items()
+            if buffer is not None and buffer.is_floating_point() and not buffer.is_inference()
+        ]
+
+    def look(self) -> list[tuple[Tensor | None, int]]:
+        buffers = [module._buffers.get(key) for _, module, key in self._places]
+        return [(buffer, -1 if buffer is None else buffer._version) for buffer in buffers]
+
+    def changed(self, before: list[tuple[Tensor | None, int]]) -> list[str]:
+        """Paths of buffers that are others than when `before` was looked, and may depend on the samples."""
+        found = []
+        for (path, module, key), (buffer, version) in zip(self._places, before, strict=True):
+            replaced = module._buffers.get(key) is not buffer and key not in module._non_persistent_buffers_set
+            if path not in self.independent and (replaced or (buffer is not None and buffer._version != version)):
+                found.append(path)
+        return found
+
+    def values(self, paths: list[str]) -> list[Tensor | None]:
+        buffers = {path: module._buffers.get(key) for path, module, key in self._places if path in paths}
+        return [None if buffer is None else buffer.detach().clone() for buffer in map(buffers.get, paths)]
+
+    def judge(self, path: str, values: list[Tensor | None]) -> None:
+        """`values`: what forward makes of the buffer, given different samples. Raises UserError where they differ."""
+        first = values[0]
+        if len(values) > 1 and all(v is not None and first is not None and _equal(first, v) for v in values):
+            self.independent.add(path)
+            return
+        raise UserError(
+            f"{path} is a buffer that forward computes from the samples: it would leave training without noise; put "
+            "its module into eval() mode, or leave the buffer out"
+        )
 
 
 class Remains:

@@ -182,6 +182,14 @@ class Rehearsal:
                 run.see(None, leaf, tuple(range(leaf.dim())))
         return run
 
+    def run_with_others(self) -> None:
+        """Runs forward as it is, and with the first and the last sample replaced."""
+        self.sampled = self._sampled_leaves()
+        self._run(Run(self.batch))
+        for row in (0, self.batch - 1):
+            self.row = row
+            self._run(Run(self.batch), self._replaced())
+
     def _replaced(self) -> list[int]:
         """Indices of samples, that of `row` replaced by its neighbour."""
         index = list(range(self.batch))

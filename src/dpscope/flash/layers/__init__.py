@@ -67,6 +67,10 @@ class Unit:
     module: nn.Module
     make: MakeTap
 
+    @property
+    def opaque(self) -> bool:
+        return self.make is OpaqueTap
+
 
 def family_of(module: nn.Module) -> type[LayerTap] | None:
     """The family whose forward this very module runs: a subclass with a forward of its own belongs to none."""

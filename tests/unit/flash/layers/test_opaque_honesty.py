@@ -208,6 +208,38 @@ def test_a_buffer_made_of_the_samples_is_refused_and_left_as_it_was(how):
         model(torch.randn(4, 6))
 
 
+class Centring(nn.Module):
+    """No parameters: no tap stands in for it."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.register_buffer("cache", torch.zeros(6), persistent=False)
+
+    def forward(self, x):
+        self.calls += 1
+        self.cache = torch.arange(6.0)
+        if self.training and self.how == "in place":
+            self.mean.lerp_(x.detach().mean(0), 0.1)
+        elif self.training and self.how == "assigned":
+            self.mean = self.mean.lerp(x.detach().mean(0), 0.1)
+        return x + self.cache
+
+
+@pytest.mark.parametrize("how", ["in place", "assigned", "not at all"])
+def test_a_running_mean_in_a_module_without_parameters_is_refused(how):
+    model = nn.Sequential(nn.Linear(6, 6), Centring(how))
+    with FlashEngine(model, max_grad_norm=1.0) as engine:
+        if how != "not at all":
+            with pytest.raises(UserError, match=r"1\.mean is a buffer that forward computes from the samples"):
+                model(torch.randn(4, 6))
+            model.eval()
+        for _ in range(2):
+            private_step(engine, {"x": torch.randn(4, 6)}, sine_losses)
+
+
 def test_buffers_of_a_parametrisation_are_updated_once_a_step():
     class Centred(nn.Module):
         def __init__(self) -> None:
