@@ -11,16 +11,34 @@ import os
 
 import pytest
 import torch
-from agreement import assert_agrees, one_loss, private_step, reference
+from agreement import distance, one_loss, private_step, reference, whole_size
 from random_models import Case, losses_of, make_case, without_checkpoints
 
 from dpscope.errors import UserError
-from dpscope.flash import FlashEngine, run_oracle
+from dpscope.flash import FlashEngine, OracleResult, run_oracle
 
 MODELS = int(os.environ.get("DPSCOPE_FUZZ_MODELS", "200"))
 FIRST_SEED = int(os.environ.get("DPSCOPE_FUZZ_SEED", "0"))
 SEEDS = range(FIRST_SEED, FIRST_SEED + MODELS)
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+# A misread sample moves sums and norms by per cents. Rounding does not come near these, even where a random model's
+# gradient cancels (a sum right after a normalisation); how exact the engine is, layer by layer, other tests hold.
+TOLERANCES = {torch.float32: 3e-3, torch.float64: 1e-7}
+SMALL = 1e-2  # a parameter or a norm below this share of the whole is held against that share
+
+
+def assert_close(case: Case, engine: FlashEngine, truth: OracleResult) -> None:
+    tolerance, whole = TOLERANCES[case.dtype], whole_size(truth)
+    named = dict(case.model.named_parameters())
+    for name, total in truth.clipped_sums.items():
+        error, allowed = distance(named[name].grad, total), tolerance * max(float(total.norm()), SMALL * whole)
+        assert error <= allowed, f"{name}: error {error:.1e} of {total.norm():.1e}, allowed {allowed:.1e}"
+    assert engine.norms is not None
+    scale = truth.norms.clamp(min=SMALL * float(truth.norms.max()))
+    worst = float(((engine.norms.double().cpu() - truth.norms).abs() / scale).max())
+    assert worst <= tolerance, f"norms: {worst:.1e}"
 
 
 def assert_exact_or_refused(case: Case) -> str:
@@ -46,7 +64,7 @@ def assert_exact_or_refused(case: Case) -> str:
             try:
                 with without_checkpoints():
                     truth = run_oracle(case.model, batch, one_loss(losses_of), max_grad_norm=c, dtype=torch.float64)
-                    assert_agrees(case.model, batch, losses_of, engine, truth, c)
+                assert_close(case, engine, truth)
             except AssertionError as wrong:
                 raise AssertionError(f"{case}\nsilently wrong: {wrong}") from None
     return "exact"
