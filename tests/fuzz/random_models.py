@@ -290,7 +290,7 @@ TOKEN_LAYERS: dict[str, Make] = {
     "mlp": lambda rng, s: nn.Sequential(nn.Linear(s.width, 5), nn.GELU(), nn.Linear(5, s.width)),
     "layer norm": lambda rng, s: nn.LayerNorm(s.width, bias=rng.random() < 0.7),
     "layer norm over (T, d)": lambda rng, s: nn.LayerNorm((s.length, s.width)),
-    "rms norm": lambda rng, s: nn.RMSNorm(s.width),
+    "rms norm": lambda rng, s: nn.RMSNorm(s.width, eps=1e-5),
     "group norm": lambda rng, s: Transposed(nn.GroupNorm(_divisor(rng, s.width), s.width)),
     "instance norm": lambda rng, s: Transposed(nn.InstanceNorm1d(s.width, affine=True, eps=0.1)),
     "conv": lambda rng, s: Transposed(nn.Conv1d(s.width, s.width, 3, padding=1, groups=_divisor(rng, s.width))),

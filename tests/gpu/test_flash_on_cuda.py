@@ -147,3 +147,33 @@ def test_without_noise_or_clipping_flash_steps_where_standard_steps(dtype: str) 
         trainer.train_step(batch)
         ends[method] = torch.cat([(p - s).flatten() for p, s in zip(trainer.model.parameters(), start, strict=True)])
     assert relative(ends["flash"], ends["standard"]) < (1e-3 if dtype == "fp32" else 2e-2)
+
+
+class MaskedAttention(nn.Module):
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.register_buffer("mask", torch.triu(torch.ones(length, length, dtype=torch.bool), diagonal=1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x, x, x, attn_mask=self.mask, need_weights=False)[0].square().sum((1, 2))
+
+
+@pytest.mark.parametrize("length", [3, 8, 33])
+@pytest.mark.parametrize("size", [1, 4])
+def test_attention_with_a_mask_of_any_length_is_clipped_exactly(size: int, length: int) -> None:
+    torch.manual_seed(0)
+    model = MaskedAttention(length).cuda()
+    x = torch.randn(size, length, 8, device="cuda")
+    truth = run_oracle(model, x, lambda model, x: model(x).sum(), max_grad_norm=1.0, dtype=torch.float64)
+    with FlashEngine(model, max_grad_norm=1.0, loss_reduction="sum") as engine:
+        model(x).sum().backward()
+        engine.finish()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(
+            parameter.grad.double(),
+            truth.clipped_sums[name],
+            rtol=1e-4,
+            atol=1e-6,
+            msg=lambda text, name=name: name + text,
+        )

@@ -68,7 +68,7 @@ def test_norms_hold_for_every_finite_float32(dtype, with_ids, exponents, nothing
     x[1] *= 10.0 ** exponents[0]
     g[1] *= 10.0 ** exponents[1]
     g[2] = 0.0
-    g[3, 5, 7] = float("nan")
+    g[3, 5, 7].fill_(float("nan"))
     x[4, 7] *= 1e-30
     g[4, 7] *= 1e31
     x, g = x.to(dtype), g.to(dtype)

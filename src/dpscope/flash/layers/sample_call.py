@@ -58,6 +58,20 @@ class _Semantics(TorchFunctionMode):
 
 
 @contextmanager
+def _no_efficient_attention() -> Iterator[None]:
+    """CUDA's memory-efficient attention runs under vmap, and then its backward fails ("LSE is not correctly aligned")."""
+    cuda: Any = torch.backends.cuda
+    efficient, by_hand = cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()
+    cuda.enable_mem_efficient_sdp(False)
+    cuda.enable_math_sdp(efficient or by_hand)
+    try:
+        yield
+    finally:
+        cuda.enable_mem_efficient_sdp(efficient)
+        cuda.enable_math_sdp(by_hand)
+
+
+@contextmanager
 def _parametrizations_computed_anew() -> Iterator[None]:
     """Inside parametrize.cached() a weight made of one sample's copy would be handed to others, and outlive vmap."""
     enabled, cache = parametrize._cache_enabled, parametrize._cache
@@ -207,7 +221,7 @@ class SampleCall:
             return tuple(self._without_batch(leaf, position) for position, leaf in enumerate(tensors)), state
 
         inputs = [self.leaves[index] for index in self.mapped]
-        with _Semantics(self.tap.name):
+        with _Semantics(self.tap.name), _no_efficient_attention():
             run = vmap(one, in_dims=(0, *self.mapped.values()), randomness="different")
             stacked, state = run(expanded, *inputs)
         found, spec, agreed = shape
