@@ -59,7 +59,7 @@ class _Semantics(TorchFunctionMode):
 
 @contextmanager
 def _no_efficient_attention() -> Iterator[None]:
-    """CUDA's memory-efficient attention runs under vmap, and then its backward fails ("LSE is not correctly aligned")."""
+    """CUDA's memory-efficient attention runs under vmap; its backward then fails ("LSE is not correctly aligned")."""
     cuda: Any = torch.backends.cuda
     efficient, by_hand = cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()
     cuda.enable_mem_efficient_sdp(False)
