@@ -46,6 +46,20 @@ def build(config, batch_size=3, seq_len=None):
     return build_workload(config, batch_size=batch_size, seq_len=seq_len)
 
 
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"num_local_experts": 10**9}, "num_local_experts"),
+        ({"decoder_layers": 5000}, "decoder_layers"),
+        ({"depths": [2, 10**8]}, "depths"),
+        ({"text_config": {"num_blocks": 10**7}}, "num_blocks"),
+    ],
+)
+def test_more_modules_than_can_be_built_are_refused_whatever_a_file_calls_them(config_file, settings, named):
+    with pytest.raises(UserError, match=f"{named} must be a whole number of at most 4096, not "):
+        config_from_file(config_file({**LLAMA, **settings}))
+
+
 # Parameters as counted by their authors' releases: GPT-2 small, Llama 3.2 1B, BERT base and ViT-B/16 with their heads.
 @pytest.mark.parametrize(
     ("model", "parameters"),

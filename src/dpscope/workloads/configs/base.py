@@ -6,10 +6,14 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, TypeVar
 
 from dpscope.errors import UserError
-from dpscope.numbers import WholeNumber
+from dpscope.numbers import LARGEST_SIZE, WholeNumber
 from dpscope.workloads.configs.lora import LoraSettings
 
 C = TypeVar("C", bound="WorkloadConfig")
+
+MOST_MODULES = 4096  # of a kind: torch builds them one by one, a few milliseconds each even without memory
+# Sizes that Python counts through, where a tensor of any size is made at once.
+MOST = {"num_layers": MOST_MODULES, "num_classes": 10**6}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +50,7 @@ def set_sizes(config: object, *names: str) -> None:
 
 
 def whole_size(name: str, value: object) -> int:
-    return WholeNumber(name.replace("_", " "))(value)
+    return WholeNumber(name.replace("_", " "), most=MOST.get(name, LARGEST_SIZE))(value)
 
 
 def require_one_of(what: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, ClassVar
 
 from dpscope.errors import UserError
 from dpscope.workloads.configs.base import (
+    MOST_MODULES,
     WorkloadConfig,
     length_within,
     no_length,
@@ -46,6 +48,8 @@ _SIZE_NAMES: dict[str, tuple[str, ...]] = {
     "num_classes": ("num_labels",),
 }
 
+_COUNTS_MODULES = re.compile("layer|block|expert|depth|stage")
+
 # What a published file says beyond the architecture: number formats are --dtype's to decide, weights are random.
 _NOT_THE_ARCHITECTURE = ("dtype", "torch_dtype", "quantization_config", "transformers_version", "_name_or_path")
 
@@ -67,6 +71,7 @@ class HuggingFaceConfig(WorkloadConfig):
             value = self.size(size)
             if value is not None and not isinstance(value, list):  # an image may have two sides
                 whole_size(size, value)
+        _require_few_modules(self.settings)
         hidden, heads, shared = (self.size(name) for name in ("hidden_dim", "num_heads", "kv_heads"))
         if hidden and heads and self.settings.get("head_dim") is None:
             require_divisible(hidden, heads)
@@ -110,6 +115,16 @@ class HuggingFaceConfig(WorkloadConfig):
         if wide in changed and inner is not None and inner not in changed and self.settings[inner] is not None:
             changed[inner] = max(1, self.settings[inner] * changed[wide] // self.settings[wide])
         return replace(self, settings={**self.settings, **changed})
+
+
+def _require_few_modules(settings: Mapping[str, Any]) -> None:
+    """Whatever a configuration calls its layers, experts or stages, also in the configurations of its parts."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            _require_few_modules(value)
+        for count in value if isinstance(value, list) else [value]:
+            if _COUNTS_MODULES.search(name) and isinstance(count, int) and count > MOST_MODULES:
+                raise UserError(f"{name} must be a whole number of at most {MOST_MODULES}, not {count}")
 
 
 def config_from_file(path: Path) -> HuggingFaceConfig:
