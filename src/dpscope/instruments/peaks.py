@@ -12,7 +12,6 @@ import contextlib
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+
+from dpscope.instruments.trace.chrome import chrome_trace
 
 Step = Callable[[], object]
 
@@ -101,10 +102,7 @@ def peak_growth(deltas: Iterable[int]) -> int:
 
 def _memory_events(profiler: profile) -> list[int]:
     """Bytes of every allocation (+) and free (-) on the CPU, in order of time."""
-    with tempfile.TemporaryDirectory() as folder:
-        trace = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(trace))
-        events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+    events = json.loads(chrome_trace(profiler))["traceEvents"]
     memory = [e for e in events if e.get("name") == "[memory]" and e["args"]["Device Type"] == 0]
     return [e["args"]["Bytes"] for e in sorted(memory, key=lambda e: (e["ts"], e["args"].get("Ev Idx", 0)))]
 

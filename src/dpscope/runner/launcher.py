@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -73,7 +74,10 @@ def launch(
         finally:
             _end(child)
     if child.returncode == DISK_FULL:
-        raise UserError(f"no room for the files of {spec.label} in {store.folder} or TMPDIR: free some space")
+        raise UserError(
+            f"no room for the files of {spec.label} in {store.folder} or in TMPDIR ({tempfile.gettempdir()}): free "
+            "some space, or set TMPDIR to a folder that has some"
+        )
     if timed_out:
         limit = format_duration(limits.timeout or 0)
         result = result_for(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import resource
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dpscope.instruments.peaks import cpu_peak, peak_growth, storage_bytes
+from dpscope.results.store import NO_ROOM
 
 KB = 1024
 
@@ -84,3 +87,14 @@ def test_growth_is_the_highest_running_sum(deltas, expected):
 @given(st.lists(st.integers(-(2**40), 2**40)))
 def test_growth_is_the_highest_sum_of_any_beginning(deltas):
     assert peak_growth(iter(deltas)) == max(sum(deltas[:end]) for end in range(len(deltas) + 1))
+
+
+def test_a_profile_that_cannot_be_written_is_a_full_disk():
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        with pytest.raises(OSError, match=r"torch\.profiler could not write its trace") as caught:
+            cpu_peak(lambda: bytes_of(KB), [])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert caught.value.errno in NO_ROOM

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gzip
 import re
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_fun
 
 from dpscope.instruments.phases import listening
 from dpscope.instruments.timing import Progress, Step, no_progress
+from dpscope.instruments.trace.chrome import chrome_trace
 from dpscope.instruments.trace.schedules import Schedule
 
 WAIT = "wait for the GPU"  # our own synchronisation at the end of a step: none of the step's
@@ -99,10 +99,7 @@ def _phase_range(name: str) -> AbstractContextManager[object]:
 
 def export_trace(profiler: profile, path: Path) -> Path:
     """Write a Chrome trace, gzipped, without this machine's name and folders in its head."""
-    with tempfile.TemporaryDirectory() as folder:
-        plain = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(plain))
-        text = plain.read_bytes()
+    text = chrome_trace(profiler)
     text = re.sub(rb'"(host_name|traceName)": "[^"]*"', rb'"\1": ""', text)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(gzip.compress(text, compresslevel=6, mtime=0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import resource
 import shutil
 import socket
 
@@ -16,6 +17,7 @@ from dpscope.instruments.trace.capture import MODULE, Detail, module_ranges, rec
 from dpscope.instruments.trace.events import parse_events, read_trace
 from dpscope.instruments.trace.schedules import Schedule
 from dpscope.instruments.trace.summary import summarise
+from dpscope.results.store import NO_ROOM
 
 EVERYTHING = Detail(shapes=True, memory=True, stacks=True, modules=True, flops=True)
 
@@ -186,3 +188,14 @@ def test_a_module_that_raises_leaves_no_range_open():
 
 def test_an_empty_recording_is_no_trace(tmp_path):
     assert parse_events([]).operators == []
+
+
+def test_a_trace_that_torch_could_not_write_is_a_full_disk_and_not_a_missing_file(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, hard))
+    try:
+        with pytest.raises(OSError, match=r"torch\.profiler could not write its trace") as caught:
+            record(Training(), tmp_path, device="cpu", schedule=Schedule(active=1))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert caught.value.errno in NO_ROOM
