@@ -1,6 +1,6 @@
 """Every script here imports this first: where dpscope cannot be imported it says what to type, and exits with 2.
 
-`python scripts/door.py` does the same for the shell scripts.
+`python scripts/door.py METHOD…` does the same for the shell scripts, and refuses methods that dpscope does not know.
 """
 
 import shlex
@@ -24,3 +24,10 @@ with ends_in_a_sentence():
     require("click", "rich")  # what its commands import as they are loaded
 
 __all__ = ["ends_in_a_sentence"]
+
+if __name__ == "__main__":
+    with ends_in_a_sentence():
+        from dpscope.trainers.registry import resolve_method
+
+        for name in sys.argv[1:]:
+            resolve_method(name)

@@ -22,6 +22,7 @@ WARMUP_ITER="${WARMUP_ITER:-2}"
 OUT="${OUT:-memory_profiling_results/run_$(date +%Y%m%d_%H%M%S)}"
 
 require_some EXPERIMENTS "${EXPERIMENTS[@]}"
+"$PYTHON" "$HERE/door.py" "${EXPERIMENTS[@]}" || exit 2  # a wrong name now, not after the experiments before it
 mkdir -p "$OUT" || exit 2
 failed=()
 for experiment in "${EXPERIMENTS[@]}"; do

@@ -32,6 +32,9 @@ require_numbers BATCH_SIZES "${BATCH_SIZES[@]}"
 require_numbers SEQ_LENS "${SEQ_LENS[@]}"
 require_numbers ACTIVE_STEPS "$ACTIVE_STEPS"
 require_numbers LIMIT "$LIMIT"
+list() { local IFS=,; echo "$*"; }
+"$PYTHON" -m dpscope ncu --print-command --methods "$(list "${TRAINERS[@]}")" --batch-size "$(list "${BATCH_SIZES[@]}")" \
+  --seq-len "$(list "${SEQ_LENS[@]}")" --model "$MODEL" --dtype "$DTYPE" >/dev/null || exit 2  # can all of it be run?
 "$PYTHON" -m dpscope.instruments.ncu --version || exit 2
 mkdir -p "$OUT" || exit 2
 total=$((${#TRAINERS[@]} * ${#BATCH_SIZES[@]} * ${#SEQ_LENS[@]}))

@@ -78,6 +78,10 @@ def test_a_python_without_dpscope_is_told_how_to_install_it(run, script, tmp_pat
         ([], {"SEQ_LENS": "0"}, "SEQ_LENS must be whole numbers above 0, not '0'"),
         ([], {"LIMIT": "1h"}, "LIMIT must be whole numbers above 0, not '1h'"),
         ([], {"TRAINERS": " "}, "TRAINERS is empty"),
+        ([], {"TRAINERS": "standard dpsdg"}, "unknown method 'dpsdg': choose from standard"),
+        ([], {"MODEL": "2b"}, "unknown model '2b'"),
+        ([], {"DTYPE": "fp8"}, "unknown dtype 'fp8'"),
+        ([], {"MODEL": "tiny", "SEQ_LENS": "64 1024"}, "sequence length 1024 is longer than the 512 positions"),
     ],
 )
 def test_what_the_ncu_script_does_not_know_is_refused_before_anything_runs(run, arguments, settings, says):
@@ -92,6 +96,13 @@ def test_a_flag_that_no_experiment_knows_stops_the_experiments_at_once(run):
     assert done.returncode == 2
     assert "unrecognized arguments: --bogus" in done.stderr
     assert done.stdout.count("===") == 1
+
+
+def test_a_wrong_name_among_experiments_is_refused_before_the_first_runs(run):
+    done = run("run_all_experiments.sh", EXPERIMENTS="vanilla gohst", **SMALL)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "unknown method 'gohst'" in done.stderr
+    assert list(run.folder.iterdir()) == []
 
 
 def test_figures_that_fail_are_a_failure_and_results_keep_the_name_that_was_asked_for(run, tmp_path):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +54,9 @@ def command(print_command: bool, **options: Any) -> None:
     _require_regex(options["kernel"])
     looking = {name: options.pop(name) for name in DEFAULTS if name in options}
     looking["per_kernel"] |= bool(looking["kernel"])
-    specs = specs_from(options, instruments=("time", "ncu"), looking={"ncu": looking})
-    if print_command:  # also where there is no GPU: the commands are for a machine that has one
-        _print_commands([replace(spec, device="cuda") for spec in specs if spec.instrument == "ncu"])
+    specs = specs_from(options, instruments=("time", "ncu"), looking={"ncu": looking}, elsewhere=print_command)
+    if print_command:
+        _print_commands([spec for spec in specs if spec.instrument == "ncu"])
         return
     comparison = follow_sweep("ncu", specs, **options)
     sys.exit(0 if comparison.ok else 1)
