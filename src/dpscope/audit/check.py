@@ -38,7 +38,7 @@ def check_loop(
     """
     noise_multiplier = NOISE(noise_multiplier)
     max_grad_norm = None if max_grad_norm is None else numbers.MAX_GRAD_NORM(max_grad_norm)
-    sizes = None if sizes is None else [numbers.BATCH_SIZE(size) for size in sizes]
+    sizes = None if sizes is None else [numbers.TRIED_SIZE(size) for size in sizes]
     stage, samples = Stage(make_loop, numbers.SEED(seed)), Samples(batches)
     try:
         progress("norms of single samples")

@@ -77,6 +77,7 @@ def check(
     tolerance = None if tolerance is None else numbers.TOLERANCE(tolerance)
     max_grad_norm = None if max_grad_norm is None else numbers.MAX_GRAD_NORM(max_grad_norm)
     batch_size = None if batch_size is None else numbers.BATCH_SIZE(batch_size)
+    sizes = None if sizes is None else [numbers.TRIED_SIZE(size) for size in sizes]
     asked = methods or [name for name, method in all_methods().items() if method.private]
     chosen = {method.name: method for method in map(_method_of, asked)}
     number_format, usual = FORMATS[dtype]
@@ -280,6 +281,11 @@ def _rounding(subject: Subject, reference: Reference, clip_norms: Sequence[float
         for clip_norm, total in zip(clip_norms, sums, strict=True):
             for name, g in gradient.items():
                 total[name] = total.get(name, 0.0) + min(1.0, clip_norm / norm) * g
+    if not all(sums):
+        raise UserError(
+            "in float32 the gradient of every sample is zero, inf or NaN, in float64 it is not: scale the loss into "
+            "float32's range (1e-38 to 1e38), give --dtype fp64, or look for state that the loss keeps between calls"
+        )
     errors = [
         relative_errors(found, reference.sums(reference.factors(clip_norm)))
         for clip_norm, found in zip(clip_norms, sums, strict=True)

@@ -63,11 +63,10 @@ def make_subject(workload: Workload, *, seed: int, device: str) -> Subject:
     if not subject.trainable:
         raise UserError("the model has no parameter that requires a gradient: there is nothing to check")
     _require_repeatable(subject)
-    if hidden := _hidden_parameters(subject):
-        filled = _fill_zeros(model)
+    if (hidden := _hidden_parameters(subject)) and (filled := _fill_zeros(model)):
         notes.append(
-            f"{len(hidden)} parameters ({listing(hidden, 1)}) have no gradient at first, because others start at zero; "
-            f"those were given small random values for the check: {listing(filled, 1)}"
+            f"no gradient reaches {listing(hidden, 1)} at first, and others start at zero; those were given small "
+            f"random values for the check: {listing(filled, 1)}"
         )
     return subject
 

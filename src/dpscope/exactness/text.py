@@ -104,8 +104,11 @@ def _path_table(method: MethodCheck) -> Table:
     rows = method.paths or []
     for heading in rows[0]:
         table.add_column(heading, overflow="fold")
+    said = ""
     for row in rows:
-        table.add_row(*(Text(cell) for cell in row.values()))
+        *cells, why = row.values()  # a sentence, which often holds for all parameters of a module
+        table.add_row(*map(Text, cells), Text("as above" if why and why == said else why))
+        said = why
     return table
 
 

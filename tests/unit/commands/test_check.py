@@ -156,6 +156,8 @@ def test_a_loss_of_nan_is_called_a_loss_of_nan(workload_file):
         (["--batch-size", "0"], "batch size must be a whole number of at least 1"),
         (["--tolerance", "0"], "0.0 is not in the range x>0"),
         (["--max-grad-norm", "-1"], "-1.0 is not in the range x>0"),
+        (["--sizes", "4,0"], "--sizes must be a whole number of at least 1, not 0"),
+        (["--sizes", "100000000"], "--sizes must be a whole number of at most 65536, not 100000000"),
         (["--tolerance", "nan"], "tolerance must be a number above 0, not nan"),
         (["--tolerance", "inf"], "tolerance must be a number above 0, not inf"),
         (["--tolerance", "5"], "tolerance must be a number above 0, from 1e-15 to 0.1, not 5.0"),

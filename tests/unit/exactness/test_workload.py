@@ -136,10 +136,31 @@ def test_what_a_zero_hides_is_checked_all_the_same(check_planted):
     found, _ = check_planted("ByHand", workload)
     assert found.ok
     assert found.notes == [
-        "1 parameters (adapter.weight) have no gradient at first, because others start at zero; those were given small "
-        "random values for the check: up.weight"
+        "no gradient reaches adapter.weight at first, and others start at zero; those were given small random values "
+        "for the check: up.weight"
     ]
     assert "does not move adapter.weight" in check_planted("AdapterNeverTrains", workload)[1].faults[0]
+
+
+@pytest.mark.parametrize("scale", [1e-60, 1e60])
+def test_gradients_that_float32_cannot_hold_are_refused_with_what_to_do(check_planted, scale):
+    workload = replace(LITTLE, loss=lambda model, batch: scale * LITTLE.loss(model, batch))
+    with pytest.raises(UserError, match=r"in float32 the gradient of every sample is zero, inf or NaN.*--dtype fp64"):
+        check_planted("ByHand", workload)
+
+
+class Gated(Little):
+    """The gradient of `adapter` is zero by what the model computes, and no parameter is zero."""
+
+    def forward(self, ids):
+        x = torch.tanh(self.hidden(self.tokens(ids)))
+        return self.head(torch.tanh(self.frozen(x) + 0 * self.adapter(x)))
+
+
+def test_where_no_parameter_is_zero_none_is_said_to_be(check_planted):
+    found, _ = check_planted("ByHand", replace(LITTLE, model=Gated))
+    assert found.notes == []
+    assert "the gradient of adapter.weight is zero for every sample" in " ".join(found.warnings)
 
 
 def test_tied_parameters_are_listed(check_planted):
