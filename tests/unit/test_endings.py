@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
@@ -9,8 +10,11 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 from dpscope.cli import main
+from dpscope.commands.progress import SweepProgress
+from dpscope.commands.sweeping import _finished_rows_are_named
 from dpscope.endings import Ended, Terminated, ending_of, ends_in_a_sentence
 from dpscope.errors import UserError
 from dpscope.results.store import ResultStore
@@ -47,6 +51,30 @@ def test_a_sweep_whose_reader_leaves_says_where_its_finished_rows_are(start, tmp
         f"1 of 2 rows are finished and in {where}: go on with the same command, --out {where} and --resume.\n"
     )
     assert len(list((tmp_path / "out dir" / "results").glob("*.json"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("finished", "folder", "sentence"),
+    [
+        (1, "out", "1 of 2 rows are finished and in out: go on with the same command, --out out and --resume."),
+        (1, "-x", "1 of 2 rows are finished and in ./-x: go on with the same command, --out ./-x and --resume."),
+        (
+            2,
+            "out",
+            "2 of 2 rows are finished and in out: dpscope report out shows them, and --out ELSEWHERE writes its files "
+            "to another folder.",
+        ),
+    ],
+)
+def test_what_is_proposed_after_an_early_end_can_be_typed_and_helps(finished, folder, sentence):
+    progress = SweepProgress(Console(file=io.StringIO()), ["time", "time"])
+    progress.finished = finished
+    with (
+        pytest.raises(Ended) as caught,
+        _finished_rows_are_named(progress, Path(folder), overwrite=False),
+    ):
+        raise OSError(28, "No space left on device", f"{folder}/summary.txt")
+    assert caught.value.sentence == f"Error: No space left on device: {folder}/summary.txt\n{sentence}"
 
 
 @pytest.mark.parametrize(

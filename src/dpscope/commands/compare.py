@@ -14,6 +14,7 @@ from dpscope.errors import UserError
 from dpscope.packages import MEASURING, require
 from dpscope.runner.instruments import ALL, choose_instruments
 from dpscope.runner.spec import INSTRUMENTS as KNOWN
+from dpscope.runner.spec import RunSpec
 
 
 @click.command(name="compare")
@@ -50,5 +51,14 @@ def command(instruments: list[str] | None, everything: bool, **options: Any) -> 
         print("".join(f"  {remark}\n" for remark in choice.remarks), end="", flush=True)
     comparison = follow_sweep("compare", specs, **options)
     if comparison.ok:
-        print("Next: the whole page with --all; sizes with --batch-size 8,16 --seq-len 256,512; --model 1b on a GPU.")
+        print(f"Next: {_next_steps(specs[0], whole=ALL in asked)}.")
     sys.exit(0 if comparison.ok else 1)
+
+
+def _next_steps(spec: RunSpec, *, whole: bool) -> str:
+    """What has not been tried yet, of options that this workload takes."""
+    sizes = f"--batch-size {spec.batch_size},{2 * spec.batch_size}"
+    if spec.seq_len is not None and spec.seq_len > 1:
+        sizes += f" --seq-len {spec.seq_len // 2},{spec.seq_len}"
+    page = [] if whole else ["the whole page with --all"]
+    return "; ".join([*page, f"more sizes with {sizes}", "your own model with --workload (docs/workloads.md)"])

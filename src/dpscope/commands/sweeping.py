@@ -103,9 +103,14 @@ def follow_sweep(
         console.print()
         console.print(summary(comparison.results, comparison.skipped, width=console.width))
         name_files(console, comparison.files)
-        again = f"Show this again: dpscope report {shlex.quote(str(folder))}"
+        again = f"Show this again: dpscope report {_argument(folder)}"
         console.print(again, markup=False, highlight=False, soft_wrap=True)
     return comparison
+
+
+def _argument(path: Path) -> str:
+    """As a shell takes it, and no command takes for an option."""
+    return shlex.quote(f"./{path}" if str(path).startswith("-") else str(path))
 
 
 @contextmanager
@@ -117,8 +122,10 @@ def _finished_rows_are_named(progress: SweepProgress, folder: Path, *, overwrite
         ending = ending_of(error)
         if ending is None or not progress.finished:
             raise
-        where = shlex.quote(str(folder))
+        where = _argument(folder)
         resume = "--resume instead of --overwrite" if overwrite else "--resume"
+        go_on = f"go on with the same command, --out {where} and {resume}"
+        if progress.finished == progress.rows:  # only the reports are not written
+            go_on = f"dpscope report {where} shows them, and --out ELSEWHERE writes its files to another folder"
         rows = f"{progress.finished} of {progress.rows} rows are finished and in {where}"
-        go_on = f"{rows}: go on with the same command, --out {where} and {resume}."
-        raise Ended(f"{ending.sentence}\n{go_on}".lstrip(), ending.code) from None
+        raise Ended(f"{ending.sentence}\n{rows}: {go_on}.".lstrip(), ending.code) from None

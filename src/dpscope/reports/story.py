@@ -35,6 +35,7 @@ class Story:
     badge: str
     saves: str  # what it saves, as a sentence
     sentences: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # of its rows; other sizes often have the same
 
 
 def tell(rows: Sequence[Row]) -> Story:
@@ -54,9 +55,9 @@ def tell(rows: Sequence[Row]) -> Story:
         *_of_doubt(rows),
         *_of_failed(rows, private),
         *_of_no_standard(rows),
-        *(f"{row.method}: {note}" for row in rows for note in row.notes),
     ]
-    return Story(winner.method if winner else None, praise, badge, saves, sentences)
+    notes = [f"{row.method}: {note}" for row in rows for note in row.notes]
+    return Story(winner.method if winner else None, praise, badge, saves, sentences, notes)
 
 
 @dataclass(frozen=True)

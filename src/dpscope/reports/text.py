@@ -120,7 +120,8 @@ def _describe_environment(environment: dict[str, Any]) -> str:
         memory = environment.get("gpu_memory_bytes", 0) / GIB
         where = f"{environment['gpu']} ({memory:.0f} GiB), CUDA {environment.get('cuda')}"
     else:
-        where = f"{environment.get('cpu')}, {environment.get('threads')} threads"
+        threads = environment.get("threads")
+        where = f"{environment.get('cpu')}, {threads} thread{'s' * (threads != 1)}"
     return f"On {where}; " + ", ".join(f"{name} {environment.get(name)}" for name in ("torch", "opacus", "dpscope"))
 
 
@@ -191,14 +192,23 @@ def _spread(row: Row) -> str:
 
 
 def _troubles(rows: Sequence[Row]) -> list[str]:
-    """One line for each row without figures: which, and what to do."""
-    lines = [
-        f"{row.result.status}: {row.method} at {size.label}: {row.result.reason}"
-        for size in all_sizes(rows)
-        for row in size.rows
-        if not row.result.ok
-    ]
+    """A line for each reason why rows have no figures: what became of which, and what to do."""
+    alike: dict[tuple[str, str | None], dict[str, list[str]]] = {}  # status and reason -> method -> sizes
+    for size in all_sizes(rows):
+        for row in size.rows:
+            if not row.result.ok:
+                methods = alike.setdefault((row.result.status, row.result.reason), {})
+                methods.setdefault(row.method, []).append(size.label)
+    lines = [f"{status}: {_which(methods)}: {reason}" for (status, reason), methods in alike.items()]
     return ["", *lines, *_own_tracebacks(rows)] if lines else []
+
+
+def _which(methods: dict[str, list[str]]) -> str:
+    """`flat, ghost at batch 4; batch 8`; methods that met it at other sizes stand for themselves."""
+    at: dict[str, list[str]] = {}
+    for method, sizes in methods.items():
+        at.setdefault("; ".join(sizes), []).append(method)
+    return ", ".join(f"{', '.join(names)} at {sizes}" for sizes, names in at.items())
 
 
 def _own_tracebacks(rows: Sequence[Row]) -> list[str]:
@@ -209,13 +219,14 @@ def _own_tracebacks(rows: Sequence[Row]) -> list[str]:
 
 
 def verdict(rows: Sequence[Row]) -> list[str]:
-    """What the figures come to, a paragraph for each size: the page's own sentences."""
-    told = ((size, tell(size.rows).sentences) for size in all_sizes(rows))
-    return [
-        f"{size.label if size.setting else size.size.capitalize()}. {' '.join(sentences)}"
-        for size, sentences in told
-        if sentences
+    """What the figures come to, a paragraph for each size, and each note on rows once: the page's own sentences."""
+    told = [(size, tell(size.rows)) for size in all_sizes(rows)]
+    paragraphs = [
+        f"{size.label if size.setting else size.size.capitalize()}. {' '.join(story.sentences)}"
+        for size, story in told
+        if story.sentences
     ]
+    return [*paragraphs, *dict.fromkeys(note for _, story in told for note in story.notes)]
 
 
 def notes(rows: Sequence[Row]) -> list[str]:

@@ -46,17 +46,19 @@ def note_on_opaque(units: Sequence[OpaqueUnit], batch_size: int) -> list[Note]:
     if not costly:
         return []
     first, more = costly[0], len(costly) - 1
-    kept = batch_size * sum(unit.bytes_a_sample for unit in costly)
+    kept = sum(unit.bytes_a_sample for unit in costly)  # the sentence is the same at every size, and is told once
     share = sum(unit.share for unit in costly)
     names = first.called + (f" and {more} more module{'s' * (more > 1)}" if more else "")
-    why = f"because {first.kind} owns {', '.join(first.own)} itself" if first.instead else "for which it has no rule"
+    how, why = "through torch.func.vmap", f"because {first.kind} owns {', '.join(first.own)} itself"
+    if not first.instead:
+        how, why = f"{how}, or in a loop where that fails", f"flash clipping has no rule for {first.kind}"
     sentence = (
-        f"{names}, {share:.0%} of the trainable parameters, run{'' if more else 's'} sample by sample through "
-        f"torch.func.vmap ({why}), which takes more time and keeps {format_bytes(kept)} of per-sample gradients."
+        f"{names}, {share:.0%} of the trainable parameters, run{'' if more else 's'} sample by sample "
+        f"{how} ({why}), which takes more time and keeps {format_bytes(kept)} of gradients for each sample."
     )
     if first.instead:
         sentence += f" To be rid of it, {first.instead} (docs/flash.md)."
-    data = {"modules": [unit.name for unit in costly], "parameter_share": share, "kept_bytes": kept}
+    data = {"modules": [unit.name for unit in costly], "parameter_share": share, "kept_bytes": batch_size * kept}
     return [{"topic": OPAQUE, "sentence": sentence, **data}]
 
 

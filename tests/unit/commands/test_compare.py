@@ -11,8 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from dpscope.commands.compare import _next_steps
 from dpscope.reports.tables import compare_results
 from dpscope.results.store import ResultStore
+from dpscope.runner.spec import RunSpec
+from dpscope.workloads.configs import make_config
 
 DPSCOPE = str(Path(sys.executable).with_name("dpscope"))
 
@@ -170,3 +173,13 @@ def test_report_names_files_that_are_no_results_and_goes_on(comparison, tmp_path
     assert "Left out: cut.json: not complete JSON" in report.stdout
     assert "Left out: package.json: not a dpscope result" in report.stdout
     assert any(line.startswith("flat ") for line in report.stdout.splitlines())
+
+
+@pytest.mark.parametrize(("model", "takes_a_length"), [("cnn", False), ("tiny", True)])
+def test_what_to_try_next_are_options_that_the_model_takes(model, takes_a_length):
+    spec = RunSpec(workload=make_config(model), method="standard", batch_size=3)
+    (sizes,) = (part for part in _next_steps(spec, whole=False).split("; ") if "--batch-size" in part)
+    assert "--batch-size 3,6" in sizes
+    assert ("--seq-len 128,256" in sizes) == takes_a_length
+    assert "--all" in _next_steps(spec, whole=False)
+    assert "--all" not in _next_steps(spec, whole=True)

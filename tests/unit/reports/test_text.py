@@ -89,7 +89,16 @@ def test_when_every_row_failed_the_summary_still_says_why(shown, make_result):
     failed = [replace(make_result(method=m, status="failed"), environment={}) for m in ("standard", "flat")]
     text = shown(*failed)
     assert row_of("standard", text)[-1] == "failed"
-    assert text.count("because it failed") == 2
+    assert "failed: standard, flat at batch 2, sequence 8: because it failed" in in_one_line(text)
+
+
+def test_a_reason_that_many_rows_share_is_told_once_with_all_their_sizes(shown, make_result):
+    sizes = [("flat", 2), ("flat", 4), ("ghost", 2), ("ghost", 4), ("flash", 4)]
+    refused = [make_result(method=method, batch_size=size, status="skipped") for method, size in sizes]
+    text = in_one_line(shown(make_result(), *refused))
+    both = "batch 2, sequence 8; batch 4, sequence 8"
+    assert f"skipped: flat, ghost at {both}, flash at batch 4, sequence 8: because it skipped" in text
+    assert text.count("because it skipped") == 1
 
 
 def test_the_model_the_settings_and_the_machine_are_named(shown, make_result):

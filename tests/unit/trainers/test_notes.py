@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -79,7 +81,7 @@ def test_a_convolution_in_an_opaque_module_is_told_however_few_its_parameters():
 
 def test_a_layer_of_torch_without_a_rule_is_told_without_a_remedy_that_there_is_not():
     (note,) = notes_of(between(lambda: nn.LSTM(WIDTH, WIDTH, batch_first=True))())
-    assert "middle (LSTM)" in note["sentence"] and "for which it has no rule" in note["sentence"]
+    assert "middle (LSTM)" in note["sentence"] and "flash clipping has no rule for LSTM" in note["sentence"]
     assert "To be rid of it" not in note["sentence"]
 
 
@@ -101,6 +103,14 @@ def test_a_note_reaches_the_result_file_the_summary_the_page_and_the_records(not
     assert "runs sample by sample &lt;b&gt;" in page
     assert "runs sample by sample <b>" not in page
     assert [record["notes"] for record in to_records(compare_results(results))] == [None, sentence]
+
+
+def test_a_note_is_told_once_however_many_sizes_have_it(make_result):
+    (note,), (other,) = (notes_of(Positions(), batch_size=size) for size in (2, 7))
+    assert note["sentence"] == other["sentence"]
+    assert other["kept_bytes"] == 3.5 * note["kept_bytes"]
+    results = [replace(make_result(method="flash", batch_size=size), notes=[note]) for size in (2, 7)]
+    assert " ".join(render_plain(summary(results)).split()).count(note["sentence"]) == 1
 
 
 def test_without_notes_there_is_no_column_for_them(make_result):

@@ -50,7 +50,7 @@ def make_headline(size: Size) -> Headline:
     cards = [
         _card(row, looks[row.method]["colour"], badges.get(row.method, ""), traffics.get(id(row))) for row in size.rows
     ]
-    return Headline(size.setting, size.size, story.sentences, cards)
+    return Headline(size.setting, size.size, [*story.sentences, *story.notes], cards)
 
 
 def first_size(sizes: Sequence[Size]) -> int:
