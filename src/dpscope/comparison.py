@@ -14,8 +14,9 @@ from dpscope.reports import export
 from dpscope.reports.against import Against, set_against
 from dpscope.reports.latex import to_latex
 from dpscope.reports.outputs import remove_reports, write_reports
+from dpscope.reports.sharing import with_paths_from
 from dpscope.reports.tables import Row, compare_results
-from dpscope.reports.text import render_plain, summary
+from dpscope.reports.text import SUMMARY_WIDTH, render_plain, summary
 from dpscope.results.schema import Result
 from dpscope.results.store import ResultStore, Skipped, new_folder
 from dpscope.runner.environment import resolve_device
@@ -30,6 +31,7 @@ from dpscope.workloads.configs import WorkloadConfig, find_workload, parse_lora,
 
 if TYPE_CHECKING:
     import pandas
+    from rich.console import RenderableType
 
 METHODS = tuple(method.name for method in BUILT_IN)
 INSTRUMENTS = ("time", "memory")  # of a comparison, unless others are asked for
@@ -80,14 +82,18 @@ class Comparison:
         """What changed since another sweep: `print` it, or take `pairs` or `to_pandas()`."""
         other = before if isinstance(before, Comparison) else Comparison.read(before)
         return set_against(
-            self.results,
-            other.results,
+            with_paths_from(self.folder, self.results),
+            with_paths_from(self.folder, other.results),
             names=(str(self.folder), str(other.folder)),
             skipped=[*self.skipped, *other.skipped],
         )
 
+    def summary(self, width: int = SUMMARY_WIDTH) -> RenderableType:
+        """The table and what it says, for a console of `width` columns."""
+        return summary(with_paths_from(self.folder, self.results), self.skipped, width=width)
+
     def __str__(self) -> str:
-        return render_plain(summary(self.results, self.skipped))
+        return render_plain(self.summary())
 
 
 def _with_its_own_name(result: Result) -> Result:

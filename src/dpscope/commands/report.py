@@ -17,7 +17,6 @@ from dpscope.packages import REPORTING, TABLES, require
 from dpscope.reports.against_text import against_summary
 from dpscope.reports.figures import parse_formats
 from dpscope.reports.outputs import write_against, write_reports
-from dpscope.reports.text import summary
 
 
 @click.command(name="report")
@@ -61,7 +60,7 @@ def command(
         write = partial(write_against, change, csv=csv)
     else:
         tables = [name for name, wanted in (("csv", csv), ("latex", latex)) if wanted]
-        shown = summary(comparison.results, comparison.skipped, width=console.width)
+        shown = comparison.summary(console.width)
         write = partial(write_reports, comparison.results, skipped=comparison.skipped, formats=kinds, tables=tables)
     console.print(shown)
     try:

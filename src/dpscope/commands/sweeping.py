@@ -25,7 +25,6 @@ from dpscope.commands.progress import SweepProgress
 from dpscope.comparison import METHODS, Comparison, compare
 from dpscope.endings import Ended, ending_of
 from dpscope.packages import MEASURING, require
-from dpscope.reports.text import summary
 from dpscope.runner.launcher import Limits
 from dpscope.runner.spec import RunSpec, make_sweep
 from dpscope.trainers.registry import STANDARD, resolve_method
@@ -101,7 +100,7 @@ def follow_sweep(
                 specs, out=folder, resume=resume, overwrite=overwrite, limits=limits, observer=progress
             )
         console.print()
-        console.print(summary(comparison.results, comparison.skipped, width=console.width))
+        console.print(comparison.summary(console.width))
         name_files(console, comparison.files)
         again = f"Show this again: dpscope report {_argument(folder)}"
         console.print(again, markup=False, highlight=False, soft_wrap=True)

@@ -18,6 +18,7 @@ from dpscope.reports.figures.traffic import write_traffic_figures
 from dpscope.reports.latex import RESULTS_TEX, write_latex
 from dpscope.reports.page import GENERATOR, PAGE, write_page
 from dpscope.reports.page.against import AGAINST_PAGE, write_against_page
+from dpscope.reports.sharing import with_paths_from
 from dpscope.reports.tables import Row, compare_results, seen_once
 from dpscope.reports.text import TITLE, render_plain, summary
 from dpscope.reports.trace_csv import write_trace_csv
@@ -57,6 +58,7 @@ def write_reports(
 ) -> list[Path]:
     """The summary and whatever else the results allow, figures in each of `formats`; the files written."""
     text = folder / SUMMARY
+    results = with_paths_from(folder, results)
     try:
         _require_ours(text, folder / PAGE)
         write_atomically(text, render_plain(summary(results, skipped, detailed=True)))

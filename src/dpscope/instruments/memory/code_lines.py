@@ -7,15 +7,12 @@ node was noted in the forward pass.
 from __future__ import annotations
 
 import sys
-import sysconfig
-from functools import cache
-from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
 import torch
 
-import dpscope
+from dpscope.paths import shorten_path
 
 _PASS_ON = ("torch", "dpscope.instruments")  # packages whose frames only pass a request on
 _ENGINE = ("torch.autograd.graph", "_engine_run_backward")  # the frame below which autograd's engine calls Python
@@ -82,30 +79,3 @@ class ForwardLines:
 def _next_number() -> int:
     number: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
     return number
-
-
-@cache
-def shorten_path(file: str) -> str:
-    """A path that says nothing of whose machine it was: from the package's folder, or from where one works."""
-    if file.startswith("<"):
-        return file
-    path = Path(file)
-    for base in _bases():
-        if path.is_relative_to(base):
-            return path.relative_to(base).as_posix()
-    return path.name
-
-
-def _bases() -> list[Path]:
-    """Folders that paths are told from; none of them is above the user's home, whose name would be told with it."""
-    installed = [Path(sysconfig.get_path(name)) for name in ("purelib", "platlib", "stdlib", "platstdlib")]
-    others = [Path(dpscope.__file__).parents[1], Path.cwd(), *(Path(entry) for entry in sys.path if entry)]
-    return [base for base in (*installed, *others) if base.is_absolute() and not _tells_home(base)]
-
-
-def _tells_home(base: Path) -> bool:
-    try:
-        home = Path.home()
-    except RuntimeError:  # nobody's
-        return False
-    return base != home and home.is_relative_to(base)

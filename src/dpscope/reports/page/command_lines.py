@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePath
@@ -92,7 +93,7 @@ def _line(spec: Spec, methods: Sequence[str], batches: Sequence[int], lengths: S
         *flags({name: spec[name] for name in SETTINGS if name in spec}),
         *("--out", ".", "--resume"),
     ]
-    return " ".join([*_import_path(spec["workload"]), "dpscope", *map(shlex.quote, words)])
+    return " ".join([*_import_path(spec["workload"]), "dpscope", *map(_quote, words)])
 
 
 def _subcommand(spec: Spec) -> list[str]:
@@ -157,6 +158,14 @@ def _import_path(workload: Mapping[str, Any]) -> list[str]:
     module, file = workload.get("module"), workload.get("file")
     if workload.get("kind") != "custom" or not module or not file:
         return []
-    place = PurePath(str(file))
-    root = place.parents[min(str(module).count(".") + (place.name == "__init__.py"), len(place.parents) - 1)]
-    return [] if root.name in SITE else [f"PYTHONPATH={shlex.quote(str(root))}:$PYTHONPATH"]
+    depth = str(module).count(".") + (PurePath(str(file)).name == "__init__.py")
+    root = os.path.normpath(str(file) + "/.." * (depth + 1))  # of a path that may begin with ..
+    return [] if PurePath(root).name in SITE else [f"PYTHONPATH={_quote(root)}:$PYTHONPATH"]
+
+
+def _quote(word: str) -> str:
+    """For a shell, which puts the home in the place of a ~ that is not quoted."""
+    home, slash, rest = word.partition("/")
+    if home != "~":
+        return shlex.quote(word)
+    return home + slash + (shlex.quote(rest) if rest else "")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 from torch import nn
 
 from dpscope.instruments.memory import attribute, track
-from dpscope.instruments.memory.code_lines import shorten_path
 
 from .steps import METHODS, tracked_step, trainer_of
 
@@ -129,20 +127,3 @@ def test_every_method_s_tensors_add_up_to_its_peak_and_have_lines(method):
     assert not any(str(Path.home()) in each["line"] or each["line"].startswith("/") for each in made)
     sizes = [each["bytes"] for each in tensors["largest"]]
     assert sizes == sorted(sizes, reverse=True)
-
-
-def test_paths_name_no_home_and_no_machine(monkeypatch, tmp_path):
-    home, work = tmp_path / "alice", tmp_path / "alice" / "project"
-    work.mkdir(parents=True)
-    monkeypatch.setattr(Path, "home", lambda: home)
-    monkeypatch.chdir(work)
-    monkeypatch.setattr(sys, "path", [])
-    shorten_path.cache_clear()
-    assert shorten_path(str(work / "models" / "net.py")) == "models/net.py"
-    assert shorten_path(str(home / "elsewhere" / "net.py")) == "net.py"
-    assert shorten_path(torch.__file__) == "torch/__init__.py"
-    assert shorten_path("<string>") == "<string>"
-    monkeypatch.chdir(tmp_path)  # above the home: its name would be a part of the path
-    shorten_path.cache_clear()
-    assert shorten_path(str(work / "net.py")) == "net.py"
-    shorten_path.cache_clear()

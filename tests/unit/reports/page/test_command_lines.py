@@ -18,6 +18,7 @@ from dpscope.cli import main
 from dpscope.comparison import Comparison
 from dpscope.reports.page.command_lines import HUGGING_FACE_SIZES, MODELS, SETTINGS, command_lines, products
 from dpscope.reports.page.missing import GPU_ONLY, SHOWS, find_missing
+from dpscope.reports.sharing import with_paths_from
 from dpscope.reports.tables import compare_results
 from dpscope.results.schema import FAILED, OOM, SKIPPED, result_for
 from dpscope.runner.spec import INSTRUMENTS, RunSpec
@@ -65,10 +66,11 @@ def plan(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
 
     def read(command: str) -> list[RunSpec]:
-        words = subprocess.run(["bash", "-c", SHELL + command], capture_output=True, check=True, env={}).stdout
+        home = {"HOME": os.environ["HOME"]} if "HOME" in os.environ else {}
+        words = subprocess.run(["bash", "-c", SHELL + command], capture_output=True, check=True, env=home).stdout
         path, *arguments = words.decode().split("\0")[:-1]
         folders = path.removeprefix("PYTHONPATH=").split(os.pathsep)
-        monkeypatch.setattr(sys, "path", [*filter(None, folders), *sys.path])
+        monkeypatch.setattr(sys, "path", [*map(os.path.abspath, filter(None, folders)), *sys.path])  # as Python does
         planned.clear()
         outcome = CliRunner().invoke(main, arguments, catch_exceptions=False)
         assert outcome.exit_code == 0, outcome.output
@@ -182,7 +184,8 @@ def test_printed_commands_measure_exactly_what_is_missing(kind, plan):
 
 def assert_measures_what_is_missing(results, plan):
     there = {(as_key(result.spec), result.instrument) for result in results}
-    planned = [spec.to_dict() for command in commands_of(results) for spec in plan(command)]
+    shown = with_paths_from(Path.cwd(), results)
+    planned = [spec.to_dict() for command in commands_of(shown) for spec in plan(command)]
     new = {(as_key(spec), spec["instrument"]) for spec in planned} - there  # --resume keeps the rest
     wanted = missing_of(results)
     rows = {(as_row(json.loads(key)), instrument) for key, instrument in wanted}
@@ -238,11 +241,29 @@ def test_a_configuration_of_hugging_face_is_printed_whole(config_json, plan):
 
 @pytest.mark.parametrize("place", ["mine.py:build", "package.models:build"])
 @pytest.mark.parametrize("lora", [None, "r=2,target=q"])
-def test_a_workload_of_the_users_own_is_found_again_from_another_folder(place, lora, folder_of_mine, plan, monkeypatch):
+@pytest.mark.parametrize("page", [".", "it's there/too", "mine/package/sweep"])
+def test_a_workload_of_the_users_own_is_found_again_from_the_pages_folder(
+    place, lora, page, folder_of_mine, plan, monkeypatch
+):
     with monkeypatch.context() as here:
         here.chdir(folder_of_mine)
         config = workload_at(place) if lora is None else with_lora(workload_at(place), parse_lora(lora))
+    folder = folder_of_mine.parent / page.replace("mine", folder_of_mine.name)
+    folder.mkdir(parents=True, exist_ok=True)
+    monkeypatch.chdir(folder)
     assert_measures_what_is_missing(results_of(specs_of(config, sizes=((2, None), (2, 8), (4, 8)))), plan)
+
+
+@pytest.mark.parametrize("place", ["mine.py:build", "package.models:build"])
+def test_a_workload_in_ones_home_is_found_again_from_outside_of_it(place, folder_of_mine, plan, monkeypatch, tmp_path):
+    with monkeypatch.context() as here:
+        here.chdir(folder_of_mine)
+        results = results_of(specs_of(workload_at(place)))
+    monkeypatch.setenv("HOME", str(folder_of_mine))
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.chdir(tmp_path / "scratch")
+    assert_measures_what_is_missing(results, plan)
+    assert not any(folder_of_mine.name in c for c in commands_of(with_paths_from(Path.cwd(), results)))
 
 
 def test_a_method_of_another_package_is_named(plan, monkeypatch):

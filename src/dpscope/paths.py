@@ -1,0 +1,63 @@
+"""Paths as shared files show them: reports are sent around, and say nothing of whose machine it was."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+
+import dpscope
+
+FOLDERS_OF_HOMES = (Path("/home"), Path("/Users"))
+SOMEBODYS = (*FOLDERS_OF_HOMES, Path("/root"))
+
+
+def path_from(folder: Path, file: str) -> str:
+    """A file as it is found from a folder: `../model.py`; `~/model.py` from outside of one's home.
+
+    A path in somebody else's home, which a command typed here cannot use, is the file's name alone. Elsewhere a path
+    says nothing of a person and stays as it is.
+    """
+    path = Path(file)
+    if not path.is_absolute():
+        return file
+    folder = folder.resolve()
+    if not _is_above_homes(Path(os.path.commonpath([folder, path]))):
+        return os.path.relpath(path, folder)
+    for home in _homes():
+        if path.is_relative_to(home):
+            return f"~/{path.relative_to(home)}"
+    return path.name if any(path.is_relative_to(folder) for folder in SOMEBODYS) else file
+
+
+@cache
+def shorten_path(file: str) -> str:
+    """A line of code's file: from the folder that Python imports it from, or from the working folder."""
+    if file.startswith("<"):
+        return file
+    path = Path(file)
+    return next((path.relative_to(base).as_posix() for base in _bases() if path.is_relative_to(base)), path.name)
+
+
+def _bases() -> Iterable[Path]:
+    installed = [Path(sysconfig.get_path(name)) for name in ("purelib", "platlib", "stdlib", "platstdlib")]
+    others = [Path(dpscope.__file__).parents[1], Path.cwd(), *(Path(entry) for entry in sys.path if entry)]
+    return [base for base in (*installed, *others) if base.is_absolute() and not _is_above_homes(base)]
+
+
+def _is_above_homes(folder: Path) -> bool:
+    """A path from there would name whose home it passes through."""
+    return folder in (Path("/"), *FOLDERS_OF_HOMES) or any(
+        folder != home and home.is_relative_to(folder) for home in _homes()
+    )
+
+
+def _homes() -> list[Path]:
+    """The home of who runs this, as it is called and, where that is a link, as it is."""
+    try:
+        return list(dict.fromkeys((Path.home(), Path.home().resolve())))
+    except RuntimeError:  # a user without one
+        return []
