@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import pkgutil
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import dpscope
+import dpscope.audit
 import dpscope.instruments
 import dpscope.reports
 import dpscope.results
@@ -90,6 +92,21 @@ def test_instruments_know_no_method_and_no_workload_and_start_no_cuda():
     others = ("dpscope.trainers", "dpscope.workloads", "dpscope.runner", "dpscope.reports", "dpscope.commands")
     assert [module for module in known if module.startswith(others)] == []
     assert not cuda_started
+
+
+def test_the_audit_runs_nothing_and_reports_nothing():
+    loaded = loaded_after_importing(*modules_of(dpscope.audit))
+    others = ("dpscope.runner", "dpscope.reports", "dpscope.commands", "dpscope.exactness")
+    assert [module for module in set.union(*loaded.values()) if module.startswith(others)] == []
+
+
+def test_only_checks_import_the_audit():
+    """`dpscope.exactness` and the names of the package; `dpscope.commands.check` reaches it through the former."""
+    source = Path(dpscope.__file__).parent
+    importing = re.compile(r"^\s*(from|import) dpscope\.audit\b", re.MULTILINE)
+    files = [path.relative_to(source) for path in source.rglob("*.py") if importing.search(path.read_text("utf-8"))]
+    assert {str(file.parent) for file in files} == {".", "audit", "exactness"}
+    assert [str(file) for file in files if file.parent == Path()] == ["__init__.py"]
 
 
 def test_help_takes_a_third_of_a_second_of_the_processor():
