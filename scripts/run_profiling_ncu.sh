@@ -15,7 +15,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/door.sh"
 if [ "$*" = --guide ]; then
   exec "$PYTHON" "$HERE/profiling_script_ncu.py" --guide
 fi
-[ $# -eq 0 ] || refuse "unknown argument '$1': sizes are set as variables, as BATCH_SIZES=8 $0; see --help"
+[ $# -eq 0 ] || refuse "unknown argument '$1': sizes are set as variables, as BATCH_SIZES=8 $(printf %q "$0"); see --help"
 
 read -r -a TRAINERS <<< "${TRAINERS:-standard dpsgd dpsgd_ghost}"
 read -r -a BATCH_SIZES <<< "${BATCH_SIZES:-8 16}"

@@ -92,7 +92,7 @@ def merge_results(time: Result, memory: Result) -> Result:
 def parse_result(text: str) -> Result:
     """The result in a file's text, or `UnreadableResult` with a sentence."""
     try:
-        data = json.loads(text)
+        data = json.loads(text, parse_int=_parse_int)
     except json.JSONDecodeError as error:
         raise UnreadableResult(f"not complete JSON (line {error.lineno}: {error.msg})") from None
     except (ValueError, RecursionError):
@@ -112,19 +112,54 @@ def parse_result(text: str) -> Result:
     return Result(**{name: value for name, value in data.items() if name in known})
 
 
+def _parse_int(digits: str) -> int:
+    """A whole number that is also a float: bytes and operations are divided by other figures."""
+    if len(digits) > 300:
+        raise ValueError("beyond measure")
+    return int(digits)
+
+
 def _is_dict(value: object) -> bool:
     return isinstance(value, dict)
 
 
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e300
+
+
+# What the values of a spec are, in every file that has them.
+_SPEC: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("method", "dtype", "optimizer", "device", "instrument"), _is_text),
+    **dict.fromkeys(("batch_size", "warmup", "steps", "seed"), _is_count),
+    **dict.fromkeys(("learning_rate", "noise_multiplier", "max_grad_norm"), _is_number),
+    "seq_len": lambda value: value is None or _is_count(value),
+    "workload": lambda value: _is_dict(value) and _is_text(value.get("name")),
+    "options": _is_dict,
+}
+
+
 # What every reader may take for granted about the parts of a result.
 _PARTS: dict[str, Callable[[Any], bool]] = {
-    "experiment": lambda value: isinstance(value, str),
+    "experiment": _is_text,
     "status": lambda value: value in STATUSES,
     "spec": lambda value: (
-        _is_dict(value) and set(value) >= SPEC_KEYS and _is_dict(value["workload"]) and "name" in value["workload"]
+        _is_dict(value)
+        and set(value) >= SPEC_KEYS
+        and all(intact(value[name]) for name, intact in _SPEC.items() if name in value)
     ),
-    **dict.fromkeys(("config", "breakdown", "timing", "memory", "environment", *INSTRUMENT_PARTS, "files"), _is_dict),
-    "snapshots": lambda value: isinstance(value, list),
+    "environment": lambda value: (
+        _is_dict(value) and all(value.get(name) is None or _is_text(value[name]) for name in ("cpu", "gpu"))
+    ),
+    **dict.fromkeys(("config", "breakdown", "timing", "memory", *INSTRUMENT_PARTS, "files"), _is_dict),
+    "snapshots": lambda value: isinstance(value, list) and all(map(_is_dict, value)),
     "notes": lambda value: (
         isinstance(value, list) and all(_is_dict(note) and isinstance(note.get("sentence"), str) for note in value)
     ),

@@ -80,6 +80,7 @@ def test_a_result_without_a_part_is_damaged_and_says_which(document, key):
         ("timing", [1.0]),
         ("memory", 12),
         ("environment", None),
+        ("snapshots", [3.5]),
     ],
 )
 def test_a_part_of_the_wrong_kind_is_damage(document, key, value):
@@ -88,7 +89,36 @@ def test_a_part_of_the_wrong_kind_is_damage(document, key, value):
         parse_result(json.dumps(document))
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, '{"schema_version": ' + "9" * 5000 + "}"])
+@pytest.mark.parametrize(
+    ("part", "name", "value"),
+    [
+        ("spec", "batch_size", "8"),
+        ("spec", "batch_size", -1),
+        ("spec", "seq_len", "long"),
+        ("spec", "seq_len", float("nan")),
+        ("spec", "steps", {"timed": 3}),
+        ("spec", "warmup", True),
+        ("spec", "seed", []),
+        ("spec", "learning_rate", None),
+        ("spec", "noise_multiplier", 10**400),
+        ("spec", "max_grad_norm", float("inf")),
+        ("spec", "method", 7),
+        ("spec", "device", {}),
+        ("spec", "workload", {"name": None}),
+        ("spec", "options", [None]),
+        ("environment", "gpu", 3),
+        ("environment", "cpu", ["AMD"]),
+    ],
+)
+def test_a_value_of_the_wrong_kind_within_a_part_is_damage(document, part, name, value):
+    document[part][name] = value
+    with pytest.raises(UnreadableResult, match=f"damaged dpscope result .*{part}"):
+        parse_result(json.dumps(document))
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, '{"schema_version": ' + "9" * 5000 + "}", '{"peak_memory_mb": 1' + "0" * 400 + "}"]
+)
 def test_json_that_no_parser_takes_is_refused_like_any_other_damage(text):
     with pytest.raises(UnreadableResult):
         parse_result(text)
