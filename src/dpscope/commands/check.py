@@ -127,6 +127,8 @@ def _their_mistakes(config: WorkloadConfig) -> Iterator[None]:
         yield
     except UserError:
         raise
+    except SystemExit as error:  # its exit code would be taken for the verdict
+        raise UserError(f"{config.name} ended Python (SystemExit {error.code}) where it should have returned") from None
     except Exception as error:
         status, reason = outcome_of_exception(error)
         if status == OOM:

@@ -221,3 +221,12 @@ def test_an_installed_method_of_another_package_is_put_to_the_test(start, site):
     assert "right, flash: exact to 1e-05 in every parameter; biasless: NOT EXACT; raising: failed." in said
     assert "right, noise: no noise is added: with and without it a step is the same." in said  # they forgot it
     assert said.endswith("right, biasless: BREACH (noise); flash: neighbours, noise, accounting held.")
+
+
+@pytest.mark.parametrize("code", ["0", "'bye'", ""])
+def test_a_workload_that_ends_python_is_no_verdict(tmp_path, code):
+    file = tmp_path / "leaving.py"
+    file.write_text(f"import sys\ndef make(batch_size):\n    sys.exit({code})\n")
+    result = run("--workload", f"{file}:make")
+    assert result.exit_code == 2
+    assert "leaving.py:make ended Python (SystemExit" in result.stderr
