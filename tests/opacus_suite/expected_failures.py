@@ -25,7 +25,6 @@ EXPECTED_FAILURES: dict[str, str] = {
         "nothing is summed twice there"
     ),
     "dp_multihead_attention_test.py::*::test_multihead_attention": BATCH_FIRST,
-    "dp_rnn_test.py::*::test_rnn": "refused: a PackedSequence given to DPRNN, DPGRU or DPLSTM",
     "embedding_bag_test.py::*::test_input_across_dims": "refused: a trainable EmbeddingBag (docs/flash.md)",
     "privacy_engine_validation_test.py::*::test_custom_linear_hooks": INTERNAL,
     "privacy_engine_validation_test.py::*::test_unsupported_hooks": INTERNAL,

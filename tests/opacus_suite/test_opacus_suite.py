@@ -21,7 +21,7 @@ FILES = {
     "gradient_accumulation_test": 4,
     "batch_memory_manager_test": 2,
     "randomness_test": 7,
-    "grad_samples": 17,
+    "grad_samples": 18,
 }
 
 
