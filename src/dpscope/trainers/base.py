@@ -54,6 +54,7 @@ class TrainerBase(ABC):
     memory_rules: ClassVar[tuple[Rule, ...]] = ()
 
     def __init__(self, model: nn.Module, loss: LossFunction, settings: TrainerSettings) -> None:
+        require_trainable(model)
         self.loss = loss
         self.settings = settings
         self.device = next(model.parameters()).device
@@ -123,10 +124,22 @@ def allow_tf32(allowed: bool) -> None:
     torch.backends.cudnn.allow_tf32 = allowed
 
 
+def require_trainable(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise UserError(f"the workload's model must be an nn.Module, but it is {type(model).__name__} {model!r:.60}")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UserError("the model has no parameter that requires a gradient: there is nothing to train")
+
+
 def require_loss_per_sample(losses: object) -> None:
     if not isinstance(losses, Tensor) or losses.dim() != 1:
         got = f"a tensor of shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else repr(losses)
         raise UserError(
             f"the workload's loss must return one loss per sample, shape (batch,), but it returned {got}: "
             "use reduction='none' and average over everything but the first dimension"
+        )
+    if not losses.requires_grad:
+        raise UserError(
+            "no parameter receives a gradient: the loss is detached from the model (look for .detach(), .item(), "
+            "torch.no_grad() and whole numbers)"
         )

@@ -240,3 +240,29 @@ def test_a_loss_that_is_not_one_number_a_sample_is_refused_with_what_to_do(shape
     trainer = StandardTrainer(model, loss, TrainerSettings(batch_size=BATCH))
     with pytest.raises(UserError, match=r"one loss per sample, shape \(batch,\).* use reduction='none'"):
         trainer.train_step(torch.ones(BATCH, 3))
+
+
+@pytest.mark.parametrize(
+    ("loss", "sentence"),
+    [
+        (lambda model, x: model(x).sum(1).detach(), "the loss is detached from the model"),
+        (lambda model, x: torch.ones(len(x), dtype=torch.long), "the loss is detached from the model"),
+    ],
+)
+def test_a_loss_that_trains_nothing_is_refused_in_a_sentence(loss, sentence):
+    trainer = StandardTrainer(torch.nn.Linear(3, 2), loss, TrainerSettings(batch_size=2))
+    with pytest.raises(UserError, match=sentence):
+        trainer.train_step(torch.ones(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("model", "sentence"),
+    [
+        (torch.nn.Identity(), "no parameter that requires a gradient: there is nothing to train"),
+        (torch.nn.Linear(3, 2).requires_grad_(False), "no parameter that requires a gradient"),
+        (3, "must be an nn.Module, but it is int 3"),
+    ],
+)
+def test_a_model_that_cannot_be_trained_is_refused_in_a_sentence(model, sentence):
+    with pytest.raises(UserError, match=sentence):
+        StandardTrainer(model, lambda model, x: model(x).sum(1), TrainerSettings(batch_size=2))
