@@ -1,6 +1,6 @@
-"""Numbers that people give, checked once at the door: finite, in a range that means something, of Python's own types.
+"""Numbers that people give, checked once where they come in: finite, in a range that means something, plain types.
 
-NumPy's scalars are numbers; `True` and NaN are not. A door is called with a value and returns it as `int` or `float`,
+NumPy's scalars are numbers; `True` and NaN are not. A check is called with a value and returns it as `int` or `float`,
 or raises `UserError` with a sentence.
 """
 
@@ -17,7 +17,7 @@ LARGEST_SIZE = 2**31 - 1  # of one dimension: kernels index it with 32 bits
 
 @dataclass(frozen=True)
 class WholeNumber:
-    """A door for whole numbers from `least` to `most`."""
+    """A check for whole numbers from `least` to `most`."""
 
     what: str
     least: int = 1
@@ -33,7 +33,7 @@ class WholeNumber:
 
 @dataclass(frozen=True)
 class RealNumber:
-    """A door for finite numbers from `least` to `most`; zero passes where `zero` says so."""
+    """A check for finite numbers from `least` to `most`; zero passes where `zero` says so."""
 
     what: str
     least: float

@@ -11,10 +11,11 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from dpscope.sentences import list_names
 
 try:
     from scipy import stats  # type: ignore[import-untyped]
@@ -87,7 +88,7 @@ def find_faults(steps: Sequence[NoisyStep]) -> list[str]:
     noisy = [step for step in steps if step not in silent]
     faults = []
     if missing:
-        faults.append(f"no noise is added to {_listing(missing)}, which every sample moves")
+        faults.append(f"no noise is added to {list_names(missing)}, which every sample moves")
     if silent:
         sizes = sorted({step.size for step in silent})
         faults.append(
@@ -189,7 +190,8 @@ def _sentences(alarms: Sequence[Outcome], steps: Sequence[NoisyStep], names: Seq
     yield from _about_repetitions(again)
     if means := by_kind.get(MEAN):
         worst = max(means, key=lambda a: abs(a.figure))
-        yield f"the noise on {_listing([a.about[0] for a in means])} is not centred: its mean is {worst.figure:.3g} σC"
+        names = list_names(a.about[0] for a in means)
+        yield f"the noise on {names} is not centred: its mean is {worst.figure:.3g} σC"
         return  # from which the rest may follow
     if copied := [a for a in by_kind.get(INSIDE, []) if abs(a.figure) > SAME]:
         yield f"the noise on {_names(copied)} repeats itself: one value is given to several entries"
@@ -217,7 +219,7 @@ def _about_sharing(shared: Sequence[Outcome]) -> Iterator[str]:
 
 
 def _names(alarms: Sequence[Outcome]) -> str:
-    return _listing(list(dict.fromkeys(alarm.about[0] for alarm in alarms)))
+    return list_names(list(dict.fromkeys(alarm.about[0] for alarm in alarms)))
 
 
 def _about_repetitions(alarms: Sequence[Outcome]) -> Iterator[str]:
@@ -242,8 +244,9 @@ def _about_sizes(by_kind: dict[str, list[Outcome]], steps: Sequence[NoisyStep], 
         yield f"the size of the noise depends on the batch: {shown}; is it divided by the batch's own size?"
     elif len(parameters) < len(names) and parameters:
         worst = max(parameters, key=lambda a: abs(math.log(a.figure)))
+        names = list_names(a.about[0] for a in parameters)
         yield (
-            f"the noise on {_listing([a.about[0] for a in parameters])} has a standard deviation of {worst.figure:.3g} "
+            f"the noise on {names} has a standard deviation of {worst.figure:.3g} "
             f"σC ({worst.about[0]}) where σC is asked for"
         )
     else:
@@ -258,8 +261,3 @@ def _again(cosine: float) -> str:
     if abs(cosine) <= SAME:
         return f"noise that goes along with (cosine {cosine:.2f}) that"
     return "the noise" if cosine > 0 else "the noise, with its sign changed,"
-
-
-def _listing(names: Sequence[Any], most: int = 3) -> str:
-    rest = len(names) - most
-    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")

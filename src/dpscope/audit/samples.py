@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dpscope.errors import UserError
-from dpscope.flash.oracle import batch_size_of, map_tensors
+from dpscope.flash.oracle import batch_size_of, map_tensors, tensors_of
 
 Batch = Any
 LARGE = 100.0  # how many times larger than an ordinary sample a large one is
@@ -83,9 +83,7 @@ class Samples:
     def _absorb(self, batch: Batch) -> int:
         """Adds the batch's samples, unless their shapes are others than those of the first batch."""
         size = batch_size_of(batch)
-        leaves: list[Tensor] = []
-        map_tensors(batch, leaves.append)
-        found = [leaf if leaf.dim() and leaf.shape[0] == size else None for leaf in leaves]
+        found = [leaf if leaf.dim() and leaf.shape[0] == size else None for leaf in tensors_of(batch)]
         if self.pattern is None:
             self.pattern, self.rows = batch, found
         elif _like(self.rows, found):

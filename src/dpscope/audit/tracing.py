@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from dpscope.audit.loop import Batch, CouldNotStep, RunningLoop
+from dpscope.sentences import name_module
 
 MOVED = 1e-4  # relative
 
@@ -60,7 +61,7 @@ def _recording(model: nn.Module) -> Iterator[Trace]:
 
     def keep(name: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            label = f"{name or 'the model itself'} ({type(module).__name__})"
+            label = name_module(name, module)
             for leaf in pytree.tree_leaves(args):
                 if _is_plain(leaf):
                     trace.values.append((f"before {label}", leaf.detach().clone()))

@@ -71,14 +71,18 @@ class Audit:
         return {"ok": self.ok, **asdict(self)}
 
     def to_json(self) -> str:
-        """JSON knows neither inf nor NaN: what is not a number is written as null."""
-        return json.dumps(finite(self.to_dict()), indent=2, allow_nan=False) + "\n"
+        return as_json(self.to_dict())
 
 
-def finite(value: Any) -> Any:
+def as_json(value: Any) -> str:
+    """JSON knows neither inf nor NaN: what is not a number is written as null."""
+    return json.dumps(_finite(value), indent=2, allow_nan=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
     """The same with null for every number that is not one."""
     if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
+        return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [finite(item) for item in value]
+        return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -30,11 +30,12 @@ from dpscope.exactness.reference import (
     sample_gradients,
 )
 from dpscope.exactness.report import Check, MethodCheck, StepErrors
-from dpscope.exactness.subject import Subject, listing, make_subject, narrows
+from dpscope.exactness.subject import Subject, make_subject, narrows
 from dpscope.exactness.updates import take_update
 from dpscope.flash.oracle import cast_batch
 from dpscope.runner.assembly import require_batch_of
 from dpscope.runner.outcome import outcome_of_exception
+from dpscope.sentences import list_names
 from dpscope.trainers.base import TrainerBase, allow_tf32
 from dpscope.trainers.registry import Method, resolve_method
 from dpscope.trainers.registry import methods as all_methods
@@ -180,9 +181,9 @@ def _warnings(subject: Subject, reference: Reference, gradient: dict[str, Tensor
         if name not in unreached and not any(v[name].any() for v in reference.gradients)
     ]
     if unreached:
-        yield f"no gradient reaches {listing(unreached)}: the loss does not depend on it, so it never trains"
+        yield f"no gradient reaches {list_names(unreached)}: the loss does not depend on it, so it never trains"
     if still:
-        yield f"the gradient of {listing(still)} is zero for every sample: it does not move in this step"
+        yield f"the gradient of {list_names(still)} is zero for every sample: it does not move in this step"
     if infinite := [str(i) for i, finite in enumerate(reference.finite) if not finite]:
         yield f"the gradient of sample {', '.join(infinite)} is inf or NaN: it has to be left out of the sum"
     silent = [

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from dpscope.exactness.factors import FactorEvidence, name_rule, name_scale
 from dpscope.exactness.reference import Fit, Reference, Tensors, fit_factors, relative_errors
-from dpscope.exactness.subject import Subject, listing
+from dpscope.exactness.subject import Subject
 from dpscope.exactness.tying import norms_without_ties, sums_by_use
 from dpscope.exactness.updates import Update
+from dpscope.sentences import list_names
 
 NEAR = 1e-3  # how well a wrong factor has to be explained before the explanation is offered
 CLEAR = 0.02  # what an explanation may leave unexplained, as a share of the error
@@ -90,7 +91,7 @@ def find_faults(evidence: Evidence) -> list[str]:
 def _not_finite(evidence: Evidence) -> Iterator[str]:
     for update in evidence.updates:
         if bad := [name for name, value in update.sums.items() if not value.isfinite().all()]:
-            yield f"the step leaves inf or NaN in {listing(bad)}"
+            yield f"the step leaves inf or NaN in {list_names(bad)}"
             return
 
 
@@ -107,7 +108,7 @@ def _random(evidence: Evidence) -> Iterator[str]:
 
 def _frozen(evidence: Evidence) -> Iterator[str]:
     if moved := evidence.updates[1].moved_frozen:
-        yield f"moves parameters that are frozen (requires_grad is False): {listing(moved)}"
+        yield f"moves parameters that are frozen (requires_grad is False): {list_names(moved)}"
 
 
 def _unmoved(evidence: Evidence) -> Iterator[str]:
@@ -116,7 +117,7 @@ def _unmoved(evidence: Evidence) -> Iterator[str]:
         yield "no parameter moves in a step: nothing is trained"
     elif unmoved:
         yield (
-            f"does not move {listing(unmoved)}, though the loss depends on {'it' if len(unmoved) == 1 else 'them'}: "
+            f"does not move {list_names(unmoved)}, though the loss depends on {'it' if len(unmoved) == 1 else 'them'}: "
             "forgotten, or never trained"
         )
 
@@ -138,7 +139,7 @@ def _wrong_gradients(evidence: Evidence) -> Iterator[str]:
     if others := [name for name in wrong if name not in ties]:
         worst = max(others, key=lambda name: evidence.errors[0][name])
         yield (
-            f"the gradient of {listing(others)} is wrong even where nothing is clipped: "
+            f"the gradient of {list_names(others)} is wrong even where nothing is clipped: "
             f"{_how_wrong(evidence, worst, update)}"
         )
 

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from dpscope.exactness.reference import VANISHING, Reference
 from dpscope.exactness.subject import SAME, Subject, relative
 from dpscope.flash.oracle import cast_batch, sample_of
+from dpscope.sentences import name_module
 
 Outputs = list[tuple[str, list[Tensor]]]  # (module, tensors in its output), in the order modules finished
 
@@ -70,7 +71,7 @@ def _recording(model: nn.Module) -> Iterator[Outputs]:
     def keep(name: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             tensors = [leaf.detach().clone() for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
-            outputs.append((f"{name or 'the model itself'} ({type(module).__name__})", tensors))
+            outputs.append((name_module(name, module), tensors))
 
         return hook
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from dpscope.audit.verdict import Audit, finite
+from dpscope.audit.verdict import Audit, as_json
 
 EXACT, NOT_EXACT, SKIPPED, FAILED = "exact", "NOT EXACT", "skipped", "failed"
 
@@ -90,5 +89,4 @@ class Check:
         return {"ok": self.ok, **asdict(self)}
 
     def to_json(self) -> str:
-        """JSON knows neither inf nor NaN: an error that is not a number is written as null."""
-        return json.dumps(finite(self.to_dict()), indent=2, allow_nan=False) + "\n"
+        return as_json(self.to_dict())

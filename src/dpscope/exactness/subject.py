@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpscope.errors import UserError
 from dpscope.flash.oracle import batch_size_of, cast_batch
+from dpscope.sentences import list_names
 from dpscope.trainers.base import LossFunction, require_loss_per_sample
 from dpscope.workloads.workload import Batch, Workload
 
@@ -65,8 +65,8 @@ def make_subject(workload: Workload, *, seed: int, device: str) -> Subject:
     _require_repeatable(subject)
     if (hidden := _hidden_parameters(subject)) and (filled := _fill_zeros(model)):
         notes.append(
-            f"no gradient reaches {listing(hidden, 1)} at first, and others start at zero; those were given small "
-            f"random values for the check: {listing(filled, 1)}"
+            f"no gradient reaches {list_names(hidden, 1)} at first, and others start at zero; those were given small "
+            f"random values for the check: {list_names(filled, 1)}"
         )
     return subject
 
@@ -147,11 +147,6 @@ def narrows(subject: Subject) -> bool:
     with _Narrowing() as mode:  # type: ignore[no-untyped-call]
         subject.loss(model, batch)
     return bool(mode.found)
-
-
-def listing(names: Sequence[str], most: int = 3) -> str:
-    rest = len(names) - most
-    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def relative(found: Tensor, wanted: Tensor) -> float:

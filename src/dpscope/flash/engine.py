@@ -85,9 +85,7 @@ class FlashEngine:
         self.samples = 0
         self.micro_batches = 0  # summed since the last step or discard
         self.largest_clip = 0.0  # C of those; the largest, should it have changed in between
-        self.holding = (
-            False  # the sums in p.grad are those of a logical batch that is not complete: zero_grad() keeps them
-        )
+        self.accumulating = False  # a logical batch is not complete: zero_grad() keeps the sums in p.grad
         self.forbid_accumulation = False  # a step has one micro-batch: under Poisson sampling it is the whole draw
         self.applied = False  # an optimizer has used the sums, and nobody has cleared them since
         self.norms: Tensor | None = None
@@ -546,7 +544,7 @@ class FlashEngine:
         for slot in self._slots.values():
             if slot.contributions:
                 slot.contributions = []
-        if not self.holding:
+        if not self.accumulating:
             self.samples = self.micro_batches = 0
             self.largest_clip = 0.0
 

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from dpscope.flash.taps import Slot
+from dpscope.sentences import name_module
 
 # Share of the trainable parameters from which opaque modules are felt: below, the per-sample gradients that they keep
 # are lost in a step's memory. Convolutions and recurrent layers are felt at any size, in time: under vmap a convolution
@@ -61,6 +62,7 @@ class OpaqueUnit:
     """A module that runs sample by sample with all it contains, because it owns parameters and has no layer family."""
 
     name: str  # "" for the model itself
+    called: str  # its name and class, in sentences
     kind: str
     own: tuple[str, ...]  # the parameters that it owns itself
     numbers: int  # trainable, all it contains together
@@ -69,18 +71,10 @@ class OpaqueUnit:
     slow: bool  # holds layers that vmap makes slow
     instead: str  # what to write
 
-    @property
-    def called(self) -> str:
-        return name_module(self.name, self.kind)
-
-
-def name_module(name: str, kind: str) -> str:
-    return f"{name} ({kind})" if name else f"the model itself ({kind})"
-
 
 def why_opaque(name: str, module: nn.Module, how: str) -> str:
     """Why a parameter takes no path of its own, for `explain()`."""
-    called = name_module(name, type(module).__name__)
+    called = name_module(name, module)
     if _is_torchs(module):
         return f"{called} has no layer family; its per-sample gradients come from {how}"
     own = ", ".join(key for key, parameter in module._parameters.items() if parameter is not None)
@@ -100,6 +94,7 @@ def describe_opaque(model: nn.Module, units: Iterable[tuple[str, nn.Module]]) ->
         found.append(
             OpaqueUnit(
                 name=name,
+                called=name_module(name, module),
                 kind=type(module).__name__,
                 own=tuple(key for key, p in module._parameters.items() if p is not None),
                 numbers=numbers,

@@ -86,11 +86,11 @@ class DPFlashOptimizer(DPOptimizer):
     @property
     def _is_last_step_skipped(self) -> bool:
         """Opacus's name for it: a logical batch is open."""
-        return self.engine.holding
+        return self.engine.accumulating
 
     @_is_last_step_skipped.setter
     def _is_last_step_skipped(self, value: bool) -> None:
-        self.engine.holding = value
+        self.engine.accumulating = value
 
     # -- the step ----------------------------------------------------------------------------------------------------
 

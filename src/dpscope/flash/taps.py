@@ -103,7 +103,7 @@ class ZeroGradTap(InstanceMethod):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.engine.discard()
-        if self.engine.holding:
+        if self.engine.accumulating:
             return None
         self.engine.applied = False
         self.engine.clear_gradients(*args, **kwargs)

@@ -45,7 +45,7 @@ INSTRUMENTS: dict[str, dict[str, Any]] = {
     },
 }
 
-# Each number of a spec, and of an instrument's options, with its door.
+# Each number of a spec, and of an instrument's options, with its check.
 _NUMBERS: dict[str, Callable[[object], int | float]] = {
     "batch_size": numbers.BATCH_SIZE,
     "warmup": numbers.WARMUP_STEPS,
@@ -85,8 +85,8 @@ class RunSpec:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "method", resolve_method(self.method).name)
-        for name, door in _NUMBERS.items():  # 1 and 1.0 and numpy's are one spec, one digest
-            object.__setattr__(self, name, door(getattr(self, name)))
+        for name, check in _NUMBERS.items():  # 1 and 1.0 and numpy's are one spec, one digest
+            object.__setattr__(self, name, check(getattr(self, name)))
         length = None if self.seq_len is None else numbers.SEQUENCE_LENGTH(self.seq_len)
         object.__setattr__(self, "seq_len", self.workload.resolve_seq_len(length))
         _one_of("dtype", self.dtype, DTYPES)
@@ -173,7 +173,7 @@ def _changed_options(instrument: str, options: Mapping[str, Any]) -> dict[str, A
 
 
 def _option(name: str, value: Any, default: Any) -> Any:
-    """The value as its door returns it, or as it is if it is the default or of the default's type."""
+    """The value as its check returns it, or as it is if it is the default or of the default's type."""
     if value is default:
         return value
     if name in _OPTION_NUMBERS:

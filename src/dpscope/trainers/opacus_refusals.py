@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from dpscope.errors import UserError
+from dpscope.sentences import list_names, name_module
 
 REFUSES = "Opacus refuses this model"  # Opacus's own word
 CANNOT = "Opacus cannot train this model"  # what follows from how it works
@@ -39,7 +40,7 @@ BATCH_FIRST = "keep the batch first and unfolded, and expand positions to a row 
 def require_supported(model: nn.Module) -> None:
     """Raise `UserError` for what Opacus says it does not support, and for the layers its rules have forgotten."""
     refused = [
-        f"{_called(name, module)}: {_in_a_line(error)}"
+        f"{name_module(name, module)}: {_in_a_line(error)}"
         for name, module in trainable_modules(model)
         for error in ModuleValidator.VALIDATORS.get(type(module), lambda _: [])(module)
     ]
@@ -51,7 +52,7 @@ def require_supported(model: nn.Module) -> None:
         raise UserError(f"{REFUSES}: {_in_a_line(errors[0])}: call model.train()")
     if GradSampleModule.validate(model):
         holders = [
-            f"{_called(name, module)} holds {_listed(module.named_buffers())}"
+            f"{name_module(name, module)} holds {_listed(module.named_buffers())}"
             for name, module in trainable_modules(model)
             if any(True for _ in module.buffers())
         ]
@@ -62,7 +63,7 @@ def require_supported(model: nn.Module) -> None:
     for name, module in trainable_modules(model):
         if type(module) is nn.LayerNorm and module.bias is None:
             raise UserError(
-                f"{CANNOT}: {_called(name, module)} has no bias, which Opacus's rule for LayerNorm needs: "
+                f"{CANNOT}: {name_module(name, module)} has no bias, which Opacus's rule for LayerNorm needs: "
                 "make it with bias=True, or use nn.RMSNorm"
             )
 
@@ -74,7 +75,7 @@ class CallWatch:
         self._rules = wrapped.GRAD_SAMPLERS
         self._sizes: dict[str, torch.Size] = {}  # name of a module -> shape of what Opacus takes for its batch
         self._handles: list[RemovableHandle] = []
-        names = {module: _called(name, module) for name, module in wrapped._module.named_modules()}
+        names = {module: name_module(name, module) for name, module in wrapped._module.named_modules()}
         for module in wrapped.iterate_submodules(wrapped._module):
             if type(module) not in (DPRNN, DPLSTM, DPGRU, RNNLinear):
                 self._handles += self._watch(names[module], module)
@@ -114,7 +115,7 @@ class CallWatch:
             if further and not has_rule and not _answers_alike(module, args[0], output):
                 raise UserError(
                     f"{CANNOT}: {called} owns parameters, and Opacus, which has no rule for it, takes their gradients "
-                    f"from its first argument alone, without {_words(further)}: {_instead(module)}"
+                    f"from its first argument alone, without {list_names(further)}: {_instead(module)}"
                 )
 
         yield module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
@@ -129,8 +130,8 @@ def _unseen_input(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]
     if not args:
         by_position = len(kwargs) == 1 and _takes_by_position(module, *kwargs)
         return (
-            f"owns parameters and is given {_words(kwargs) or 'nothing'} by keyword, which Opacus's hooks do not see: "
-            f"{'pass it by position' if by_position else _instead(module)}"
+            f"owns parameters and is given {list_names(kwargs) or 'nothing'} by keyword, which Opacus's hooks do not "
+            f"see: {'pass it by position' if by_position else _instead(module)}"
         )
     if isinstance(module, nn.EmbeddingBag) and len(args) < 2:
         return "is called without offsets, which Opacus's rule for EmbeddingBag needs: use nn.Embedding and a sum"
@@ -188,7 +189,7 @@ def _explained(error: Exception, model: nn.Module) -> str | None:
     said = _in_a_line(error)
     at = _hooked_module(frames)
     names = {module: name for name, module in model.named_modules()}
-    where = "a layer" if at is None else _called(names.get(at, ""), at)
+    where = "a layer" if at is None else name_module(names.get(at, ""), at)
     if isinstance(error, NotImplementedError) and in_opacus:
         return f"{REFUSES}: {said}{'' if at is None else f' (at {where})'}"
     if "BackwardHookFunction" in said and "inplace" in said:
@@ -198,8 +199,9 @@ def _explained(error: Exception, model: nn.Module) -> str | None:
         )
     if in_opacus and _NOT_REACHED.search(said) and (unreached := _not_reached(model)):
         return (
-            f"{CANNOT}: no per-sample gradient reaches {_words(unreached)}. Opacus sees what goes through the forward "
-            "of the module that owns a parameter: call that module, or freeze what is not used (requires_grad_(False))"
+            f"{CANNOT}: no per-sample gradient reaches {list_names(unreached)}. Opacus sees what goes through the "
+            "forward of the module that owns a parameter: call that module, or freeze what is not used "
+            "(requires_grad_(False))"
         )
     if "view size is not compatible" in said and any(_is_opacus(frame) for frame in frames):
         return f"{CANNOT}: {where} is given a tensor that is not contiguous: call .contiguous() on it"
@@ -248,11 +250,6 @@ def _hooked_module(frames: Sequence[FrameType]) -> nn.Module | None:
     return next((frame.f_locals.get("module") for frame in frames if frame.f_code.co_name in hooks), None)
 
 
-def _called(name: str, module: nn.Module) -> str:
-    kind = type(module).__name__
-    return f"{name} ({kind})" if name else f"the model itself ({kind})"
-
-
 def _in_a_line(error: BaseException) -> str:
     return " ".join(str(error).split())
 
@@ -267,10 +264,4 @@ def _first_of(sentences: Sequence[str]) -> str:
 
 
 def _listed(named: Iterator[tuple[str, Tensor]]) -> str:
-    return f"the buffer {_words([name for name, _ in named])}"
-
-
-def _words(names: Any, most: int = 3) -> str:
-    shown = list(names)
-    rest = len(shown) - most
-    return ", ".join(shown[:most]) + (f" and {rest} more" if rest > 0 else "")
+    return f"the buffer {list_names(name for name, _ in named)}"

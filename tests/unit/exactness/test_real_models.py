@@ -81,4 +81,5 @@ def test_ties_and_hidden_adapters_are_told(checked):
     assert checked("GPT-2 (tied)").tied == [["transformer.wte.weight", "lm_head.weight"]]
     adapted = checked("LoRA on Llama")
     assert (adapted.trainable, adapted.parameters) == (8, 29)
-    assert adapted.notes[0].startswith("4 parameters (base_model.model.model.layers.0.self_attn.q_proj.lora_A")
+    hidden = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight and 3 more"
+    assert adapted.notes[0].startswith(f"no gradient reaches {hidden}")

@@ -1,0 +1,17 @@
+"""Parts of sentences that name modules and parameters, the same in every message."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+def name_module(name: str, module: object) -> str:
+    """`blocks.0.attention (MultiheadAttention)`; the root's own name is empty."""
+    return f"{name or 'the model itself'} ({type(module).__name__})"
+
+
+def list_names(names: Iterable[str], most: int = 3) -> str:
+    """`a, b, c and 2 more`."""
+    shown = list(names)
+    rest = len(shown) - most
+    return ", ".join(shown[:most]) + (f" and {rest} more" if rest > 0 else "")
