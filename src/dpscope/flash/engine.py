@@ -35,7 +35,8 @@ from dpscope.flash.microbatch import FactoredSum, MicroBatch, RunningSum
 from dpscope.flash.module_state import BufferWatch
 from dpscope.flash.parameter_hooks import refuse_hooks
 from dpscope.flash.paths import DIRECT, FORCEABLE, Decision, choose_path
-from dpscope.flash.rehearsal import KEEP_BATCH_FIRST, Rehearsal, Run
+from dpscope.flash.rehearsal import KEEP_BATCH_FIRST, Rehearsal
+from dpscope.flash.rehearsal_run import Run
 from dpscope.flash.taps import InstanceMethod, LayerTap, RootTap, SharedCast, Slot, TapOfSamples, ZeroGradTap
 
 LOSS_REDUCTIONS = ("mean", "sum")

@@ -12,27 +12,22 @@ and buffers put back each time:
 4. for layers whose input has a single row, shared by all samples and expanded here, with that layer's output alone
    changed: it must show, and only in the row of that sample.
 
-It costs a few forward passes once, and nothing afterwards. `known` and `shared` of a
-tap remember the result, by the number of dimensions of x.
+It costs a few forward passes once, and nothing afterwards. `known` and `shared` of a tap remember the result, by the
+number of dimensions of x.
 """
 
 from __future__ import annotations
 
-import random
-import sys
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dpscope.errors import UserError
 from dpscope.flash.arguments import Leaf, leaves_in, replace_leaves, rows_of, take
-from dpscope.flash.module_state import ModuleState
+from dpscope.flash.rehearsal_run import Key, OutputOf, Run, Seen, untouched
 
 if TYPE_CHECKING:
     from dpscope.flash.engine import FlashEngine
@@ -43,90 +38,16 @@ KEEP_BATCH_FIRST = (
     "keep it first and do not flatten it into others (a leading dimension of 1 is broadcast)"
 )
 
+_ADVICE = (
+    "Flash clipping needs the batch as the first dimension of every layer's input, samples unmixed; positions and "
+    "tables that all samples share go in with a leading dimension of 1 (ids.unsqueeze(0)). Where the model's first "
+    "argument is not what has a row for each sample, give batch_size_of"
+)
+
 # How far other rows may move, of the largest element: another kernel may be chosen for another batch (a mask that has
 # become all ones), which rounds differently.
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4}
 _HALF_ROUNDING = 5e-2
-
-Key = tuple[Any, int]  # a tap, OutputOf one, or None for the model's output; and the how-many-th of its tensors
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-@dataclass(eq=False)
-class OutputOf:
-    """Stands where a tap would, for what a unit of several operations gives back."""
-
-    unit: TapOfSamples
-
-
-@dataclass
-class Seen:
-    """One tensor that a run met: `dims` are those that may hold the samples; `shared`: it had one row for all."""
-
-    shape: tuple[int, ...]
-    dims: tuple[int, ...]
-    prints: list[Tensor] = field(default_factory=list)  # of each of `dims`: (B, 2), equal where rows are equal
-    value: Tensor | None = None
-    shared: bool = False
-
-
-class Run:
-    """One forward pass. `row`: the sample whose layer outputs are changed; `only`: of that tap alone."""
-
-    def __init__(
-        self,
-        batch: int,
-        row: int | None = None,
-        *,
-        only: Any = None,
-        expand: bool = True,
-        keep: frozenset[Key] = frozenset(),
-    ) -> None:
-        self.batch = batch
-        self.row = row
-        self.only = only
-        self.expand = expand
-        self.keep = keep  # tensors whose values are wanted
-        self.seen: dict[Key, Seen] = {}
-        self._counts: Counter[Any] = Counter()
-
-    def see(
-        self, tap: TapOfSamples | OutputOf | None, x: Tensor, dims: tuple[int, ...], *, shared: bool = False
-    ) -> None:
-        key = (tap, self._counts[tap])
-        self._counts[tap] += 1
-        dims = tuple(dim for dim in dims if x.dim() > dim and x.shape[dim] == self.batch)
-        seen = self.seen[key] = Seen(tuple(x.shape), dims, shared=shared)
-        seen.prints = [_fingerprints(x, dim) for dim in dims]
-        if key in self.keep:
-            seen.value = x.detach().clone()
-
-    def answer(self, tap: TapOfSamples, y: Tensor, dim: int = 0, *, shared: bool = False) -> Tensor:
-        """What stands for a layer's output: one row for all samples becomes B rows, and `row` is changed."""
-        if y.dim() <= dim:
-            return y
-        if shared and y.shape[dim] == 1 and self.expand:
-            y = y.expand([self.batch if axis == dim else size for axis, size in enumerate(y.shape)])
-        if self.row is None or y.shape[dim] != self.batch or not y.is_floating_point():
-            return y
-        if self.only is not None and self.only is not tap:
-            return y
-        y = y.clone(memory_format=torch.contiguous_format)
-        part = y.select(dim, self.row)
-        if part.numel():
-            # Neither constant nor small, so that no normalisation and no rounding takes it away again.
-            wave = torch.arange(part.numel(), device=y.device).cos().view(part.shape)
-            part.add_((wave * (1 + part.abs().amax())).to(y.dtype))
-        return y
-
-
-def _fingerprints(x: Tensor, dim: int) -> Tensor:
-    """(B, 2) integers, of the bits of each sample's elements: all of them, and every other one."""
-    x = x.detach().resolve_conj().resolve_neg()
-    x = torch.view_as_real(x) if x.is_complex() else x
-    rows = x.movedim(dim, 0).reshape(x.shape[dim], -1)
-    bits = rows if rows.dtype == torch.bool else rows.view(_BITS[rows.element_size()])
-    return torch.stack([bits.sum(1, dtype=torch.int64), bits[:, ::2].sum(1, dtype=torch.int64)], 1)
 
 
 class Rehearsal:
@@ -172,7 +93,7 @@ class Rehearsal:
         outer, size = engine.run, engine.batch_size
         engine.run, engine.batch_size = run, run.batch
         try:
-            with torch.no_grad(), _untouched(engine.model, self.devices), warnings.catch_warnings():
+            with torch.no_grad(), untouched(engine.model, self.devices), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 output = self.forward(*args, **kwargs)
         finally:
@@ -391,37 +312,3 @@ class Rehearsal:
 def _inputs(run: Run) -> list[Key]:
     """Of layers, and not outputs."""
     return [key for key in run.seen if not isinstance(key[0], OutputOf | None)]
-
-
-_ADVICE = (
-    "Flash clipping needs the batch as the first dimension of every layer's input, samples unmixed; positions and "
-    "tables that all samples share go in with a leading dimension of 1 (ids.unsqueeze(0)). Where the model's first "
-    "argument is not what has a row for each sample, give batch_size_of"
-)
-
-
-@contextmanager
-def _untouched(model: nn.Module, devices: list[torch.device]) -> Iterator[None]:
-    """Random states, buffers and attributes of the model are afterwards what they were before."""
-    state_of_modules = ModuleState(model)
-    buffers_of = [(module, dict(module._buffers)) for module in model.modules()]
-    buffers = [(each, each._version, each.clone()) for each in model.buffers() if not each.is_inference()]
-    numpy = sys.modules.get("numpy")
-    numpy_state = numpy.random.get_state() if numpy is not None else None
-    state = random.getstate()
-    try:
-        with torch.random.fork_rng(devices):
-            yield
-    finally:
-        random.setstate(state)
-        if numpy is not None:
-            numpy.random.set_state(numpy_state)
-        state_of_modules.take_changes()
-        for module, own_buffers in buffers_of:
-            module._buffers.clear()
-            module._buffers.update(own_buffers)
-        for buffer, version, value in buffers:
-            if buffer._version != version:
-                buffer.copy_(value)
-        # Casts of weights made without gradients would be taken for those of the real forward.
-        torch.clear_autocast_cache()

@@ -25,7 +25,7 @@ from dpscope.flash.layers.sample_call import SampleCall
 from dpscope.flash.layers.sample_dims import sample_dims
 from dpscope.flash.layers.unit_check import UnitCheck
 from dpscope.flash.module_state import ModuleState
-from dpscope.flash.rehearsal import OutputOf
+from dpscope.flash.rehearsal_run import OutputOf
 from dpscope.flash.taps import Slot, TapOfSamples
 
 

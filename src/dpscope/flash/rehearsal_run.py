@@ -1,0 +1,126 @@
+"""One forward pass of a rehearsal: what every layer was given; the outputs of layers may be changed in one row."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from dpscope.flash.module_state import ModuleState
+
+if TYPE_CHECKING:
+    from dpscope.flash.taps import TapOfSamples
+
+Key = tuple[Any, int]  # a tap, OutputOf one, or None for the model's output; and the how-many-th of its tensors
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(eq=False)
+class OutputOf:
+    """Stands where a tap would, for what a unit of several operations gives back."""
+
+    unit: TapOfSamples
+
+
+@dataclass
+class Seen:
+    """One tensor that a run met: `dims` are those that may hold the samples; `shared`: it had one row for all."""
+
+    shape: tuple[int, ...]
+    dims: tuple[int, ...]
+    prints: list[Tensor] = field(default_factory=list)  # of each of `dims`: (B, 2), equal where rows are equal
+    value: Tensor | None = None
+    shared: bool = False
+
+
+class Run:
+    """One forward pass. `row`: the sample whose layer outputs are changed; `only`: of that tap alone."""
+
+    def __init__(
+        self,
+        batch: int,
+        row: int | None = None,
+        *,
+        only: Any = None,
+        expand: bool = True,
+        keep: frozenset[Key] = frozenset(),
+    ) -> None:
+        self.batch = batch
+        self.row = row
+        self.only = only
+        self.expand = expand
+        self.keep = keep  # tensors whose values are wanted
+        self.seen: dict[Key, Seen] = {}
+        self._counts: Counter[Any] = Counter()
+
+    def see(
+        self, tap: TapOfSamples | OutputOf | None, x: Tensor, dims: tuple[int, ...], *, shared: bool = False
+    ) -> None:
+        key = (tap, self._counts[tap])
+        self._counts[tap] += 1
+        dims = tuple(dim for dim in dims if x.dim() > dim and x.shape[dim] == self.batch)
+        seen = self.seen[key] = Seen(tuple(x.shape), dims, shared=shared)
+        seen.prints = [_fingerprints(x, dim) for dim in dims]
+        if key in self.keep:
+            seen.value = x.detach().clone()
+
+    def answer(self, tap: TapOfSamples, y: Tensor, dim: int = 0, *, shared: bool = False) -> Tensor:
+        """What stands for a layer's output: one row for all samples becomes B rows, and `row` is changed."""
+        if y.dim() <= dim:
+            return y
+        if shared and y.shape[dim] == 1 and self.expand:
+            y = y.expand([self.batch if axis == dim else size for axis, size in enumerate(y.shape)])
+        if self.row is None or y.shape[dim] != self.batch or not y.is_floating_point():
+            return y
+        if self.only is not None and self.only is not tap:
+            return y
+        y = y.clone(memory_format=torch.contiguous_format)
+        part = y.select(dim, self.row)
+        if part.numel():
+            # Neither constant nor small, so that no normalisation and no rounding takes it away again.
+            wave = torch.arange(part.numel(), device=y.device).cos().view(part.shape)
+            part.add_((wave * (1 + part.abs().amax())).to(y.dtype))
+        return y
+
+
+def _fingerprints(x: Tensor, dim: int) -> Tensor:
+    """(B, 2) integers, of the bits of each sample's elements: all of them, and every other one."""
+    x = x.detach().resolve_conj().resolve_neg()
+    x = torch.view_as_real(x) if x.is_complex() else x
+    rows = x.movedim(dim, 0).reshape(x.shape[dim], -1)
+    bits = rows if rows.dtype == torch.bool else rows.view(_BITS[rows.element_size()])
+    return torch.stack([bits.sum(1, dtype=torch.int64), bits[:, ::2].sum(1, dtype=torch.int64)], 1)
+
+
+@contextmanager
+def untouched(model: nn.Module, devices: list[torch.device]) -> Iterator[None]:
+    """Random states, buffers and attributes of the model are afterwards what they were before."""
+    state_of_modules = ModuleState(model)
+    buffers_of = [(module, dict(module._buffers)) for module in model.modules()]
+    buffers = [(each, each._version, each.clone()) for each in model.buffers() if not each.is_inference()]
+    numpy = sys.modules.get("numpy")
+    numpy_state = numpy.random.get_state() if numpy is not None else None
+    state = random.getstate()
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(state)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)
+        state_of_modules.take_changes()
+        for module, own_buffers in buffers_of:
+            module._buffers.clear()
+            module._buffers.update(own_buffers)
+        for buffer, version, value in buffers:
+            if buffer._version != version:
+                buffer.copy_(value)
+        # Casts of weights made without gradients would be taken for those of the real forward.
+        torch.clear_autocast_cache()
