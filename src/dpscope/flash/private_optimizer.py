@@ -43,8 +43,7 @@ class DPFlashOptimizer(DPOptimizer):
         secure_mode: bool = False,
         fused: bool | None = None,
     ) -> None:
-        if not (math.isfinite(noise_multiplier) and noise_multiplier >= 0):
-            raise UserError(f"noise_multiplier must be zero or more, not {noise_multiplier}")
+        _require_noise(noise_multiplier)
         refuse_several_processes()
         if expected_batch_size is not None and expected_batch_size <= 0:
             raise UserError(
@@ -138,8 +137,7 @@ class DPFlashOptimizer(DPOptimizer):
             raise UserError(
                 "the flash engine was detached: gradients are no longer clipped; make the model private anew"
             )
-        if not (math.isfinite(self.noise_multiplier) and self.noise_multiplier >= 0):
-            raise UserError(f"noise_multiplier must be zero or more, not {self.noise_multiplier}")
+        _require_noise(self.noise_multiplier)  # schedulers set it
         own = self._own
         if any(id(p) not in own for p in self.params):  # Opacus leaves frozen ones out
             raise UserError(
@@ -257,3 +255,8 @@ class DPFlashOptimizer(DPOptimizer):
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         self.__deepcopy__({})
+
+
+def _require_noise(multiplier: float) -> None:
+    if not (math.isfinite(multiplier) and multiplier >= 0):
+        raise UserError(f"noise_multiplier must be zero or more, not {multiplier}")
