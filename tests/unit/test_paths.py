@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -79,6 +81,8 @@ def test_no_report_names_the_home_of_a_workloads_file(alice, make_result, tmp_pa
             make_result(workload=workload_at(f"{file}:build"), seq_len=None, method=method)
             for method in ("standard", "flash")
         ]
+        failed = make_result(workload=workload_at(f"{file}:build"), seq_len=None, method="ghost", status="failed")
+        results.append(replace(failed, details=f'Traceback:\n  File "{file}", line 2, in build\nKeyError: 1'))
     for out in (alice / "sweep", tmp_path / "scratch"):
         out.mkdir()
         comparison = Comparison(results, out, [], [])
@@ -87,7 +91,7 @@ def test_no_report_names_the_home_of_a_workloads_file(alice, make_result, tmp_pa
             *write_against(comparison.against(comparison), out, csv=True),
         ]
         texts = {path.name: path.read_text(encoding="utf-8") for path in files}
-        assert "model.py" in texts["summary.txt"]
+        assert re.search(r'File "(~|\.\.)/project/model.py", line 2, in build', texts["summary.txt"])
         for name, text in {**texts, "terminal": str(comparison)}.items():
             told = text.replace(str(out), "")  # the folders that were asked for by that name
             assert str(alice) not in told, name
