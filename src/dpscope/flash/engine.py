@@ -336,7 +336,7 @@ class FlashEngine:
             self.finish()
 
     def admit(self, tap: LayerTap, x: Tensor) -> Tensor:
-        """The rare cases at a layer's door: a new micro-batch, a broadcast input, a wrong shape."""
+        """Check a layer's input where it is not the usual one: a new micro-batch, a broadcast input, a wrong shape."""
         self._close_if_left()
         tap.admit(x)
         batch = self.batch_for(tap, (x,), {})
