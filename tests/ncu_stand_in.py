@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from python_script import FIRST_LINES
+
 VERSION = """NVIDIA (R) Nsight Compute Command Line Profiler
 Copyright (c) 2018-2025 NVIDIA Corporation
 Version 2025.3.1.0 (build 36398880) (public-release)
@@ -27,8 +29,9 @@ dpscope-outcome: {"status": "ok", "reason": null}
 ==PROF== Disconnected from process 4711
 """
 
-PROGRAM = """#!{python}
-import json, os, shutil, subprocess, sys, time
+PROGRAM = (
+    FIRST_LINES
+    + """import json, os, shutil, subprocess, sys, time
 from pathlib import Path
 
 plan = json.loads(Path({plan!r}).read_text())
@@ -67,6 +70,7 @@ if plan["reports"].get(kind) and not code:
     shutil.copyfile(plan["reports"][kind], options["--export"].replace("%%", "%"))
 sys.exit(plan["code"] or code)
 """
+)
 
 
 class StandIn:

@@ -10,6 +10,8 @@ import json
 import sys
 from pathlib import Path
 
+from python_script import FIRST_LINES
+
 VERSION = "NVIDIA Nsight Systems version 2025.3.1.90-253135822126v0"
 
 # As in the help of the real tool, shortened.
@@ -65,8 +67,9 @@ NO_LIBDW = (
     "No such file or directory\n"
 )
 
-NSYS = """#!{python}
-import json, os, shutil, subprocess, sys
+NSYS = (
+    FIRST_LINES
+    + """import json, os, shutil, subprocess, sys
 from pathlib import Path
 
 plan = json.loads({plan!r})
@@ -103,13 +106,16 @@ elif arguments[0] == "export":
     assert Path(arguments[-1]).exists()
     shutil.copyfile(plan["export"], output)
 """
-IMPORTER = """#!{python}
-import shutil, sys
+)
+IMPORTER = (
+    FIRST_LINES
+    + """import shutil, sys
 if {says!r}:
     sys.exit(print({says!r}, end="") or 127)
 assert sys.argv[1] == "-i" and sys.argv[3] == "-o"
 shutil.copyfile(sys.argv[2], sys.argv[4])
 """
+)
 
 
 def install(
