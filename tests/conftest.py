@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -12,6 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+# A suite that a shell runs in its background ignores SIGINT, and so would every process it starts.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # In CI the same examples every time: a run that fails there is about the change, not about luck. (Imported only there:
 # tests/gpu also runs on machines without hypothesis.)

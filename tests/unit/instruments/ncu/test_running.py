@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 
@@ -151,7 +152,7 @@ def test_a_program_under_ncu_ends_when_its_starter_is_killed(start, tmp_path, al
         "end_with_lifeline()\nPath(sys.argv[1]).write_text(str(os.getpid()))\ntime.sleep(600)\n"
     )
     pid_file = tmp_path / "pid"
-    inner = f"{sys.executable} {program} {pid_file}; true"
+    inner = f"{shlex.join([sys.executable, str(program), str(pid_file)])}; true"
     script = f"from dpscope.instruments.processes import run_limited; run_limited(['sh', '-c', {inner!r}], limit=500)"
     starter = start("-c", script)
     wait_until(lambda: pid_file.exists() and pid_file.read_text(), "the program has started")
