@@ -92,6 +92,7 @@ class FlashEngine:
         self.norms: Tensor | None = None
         self.factors: Tensor | None = None
         self.nonfinite_samples: Tensor | None = None
+        self.refusal: type[UserError] = UserError  # what a model that is refused in forward is told by
         self.run: Run | None = None  # of a rehearsal
         self._depth = 0  # of calls of the root's forward
         self._rehearsed: set[Any] = set()  # ways in which the root was called
@@ -168,7 +169,8 @@ class FlashEngine:
             parameter.grad = None
             raise UserError(
                 f"{slot.name} received an ordinary, unclipped gradient: it is used outside the forward of the module "
-                "that owns it (through torch.nn.functional, or in the loss), or was frozen when the engine was "
+                "that owns it (through torch.nn.functional, or in the loss), in a reentrant checkpoint inside a module "
+                "with a parameter of its own (use_reentrant=False mends that), or was frozen when the engine was "
                 "attached; call the module instead, give the parameter to a module of its own, or attach a new engine"
             )
 
@@ -304,8 +306,7 @@ class FlashEngine:
             seen.append(self._buffers.values(paths))
             return output
 
-        if (self.batch_size or 0) > 1:
-            assert self.batch_size is not None
+        if self.batch_size:
             Rehearsal(self, observed, args, kwargs, self.batch_size).run_with_others()
         for index, path in enumerate(paths):
             self._buffers.judge(path, [values[index] for values in seen])
@@ -338,6 +339,11 @@ class FlashEngine:
     def admit(self, tap: LayerTap, x: Tensor) -> Tensor:
         """Check a layer's input where it is not the usual one: a new micro-batch, a broadcast input, a wrong shape."""
         self._close_if_left()
+        if torch._C._functorch.maybe_get_level(x) > 0:
+            raise UserError(
+                f"{tap.name} was called inside a transform of torch.func (vmap, grad), where its samples cannot be "
+                "told; call it with the whole batch"
+            )
         tap.admit(x)
         batch = self.batch_for(tap, (x,), {})
         size = x.shape[0]

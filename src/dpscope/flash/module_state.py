@@ -36,7 +36,7 @@ class ModuleState:
             for key, value in vars(module).items():
                 if key not in _INTERNAL:
                     path = f"{name}.{key}" if name else key
-                    self._tokens[path] = (module, key, (value, _token(value)))
+                    self._tokens[path] = (module, key, (value, token(value)))
                     self._undo += _undo_of(value, seen)
 
     def take_changes(self) -> dict[str, Any]:
@@ -55,7 +55,7 @@ class ModuleState:
                 value = attributes[key]
                 if known is None:
                     del attributes[key]
-                elif value is known[2][0] and _token(value) == known[2][1]:
+                elif value is known[2][0] and token(value) == known[2][1]:
                     continue
                 tensors = list(_tensors(value))
                 if not tensors or any(id(tensor) not in own for tensor in tensors):
@@ -86,10 +86,10 @@ def _parts(value: Any) -> Sequence[Any] | None:
     return list(vars(value).values()) if _is_object(value) else None
 
 
-def _token(value: Any, depth: int = _DEPTH, *, identity: bool = True) -> Any:
+def token(value: Any, depth: int = _DEPTH, *, identity: bool = True) -> Any:
     """Equal for two looks at a value between which nothing in it changed; without `identity`, for equal contents."""
     if isinstance(value, Tensor):
-        return id(value), value._version
+        return id(value), 0 if value.is_inference() else value._version
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, weakref.ref):
@@ -97,7 +97,7 @@ def _token(value: Any, depth: int = _DEPTH, *, identity: bool = True) -> Any:
     parts = _parts(value) if depth else None
     if parts is None:
         return id(value)
-    return id(value) if identity else type(value), *(_token(part, depth - 1, identity=identity) for part in parts)
+    return id(value) if identity else type(value), *(token(part, depth - 1, identity=identity) for part in parts)
 
 
 def _undo_of(value: Any, seen: set[int], depth: int = _DEPTH) -> Iterator[Callable[[], None]]:
@@ -193,7 +193,7 @@ class Remains:
             same = all(isinstance(value, Tensor) and _equal(first, value) for value in values[1:])
             agree = same and not first.requires_grad
         else:
-            contents = [_token(value, identity=False) for value in values]
+            contents = [token(value, identity=False) for value in values]
             agree = contents.count(contents[0]) == len(contents) and not any(map(list, map(_tensors, values)))
         if not agree:
             self.refuse(path)

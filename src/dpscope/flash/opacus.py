@@ -203,6 +203,7 @@ class PrivacyEngine(OpacusPrivacyEngine):
             )
         except UserError as refusal:
             raise UnsupportedModelError(str(refusal)) from None
+        engine.refusal = UnsupportedModelError
         self._prepared = FlashHooks(engine)
         return self._prepared
 

@@ -9,7 +9,9 @@ and buffers put back each time:
    than in the first run. So positions that have the size of the batch by chance, a batch in another dimension, and
    samples that mix are found, whatever the sizes;
 3. for layers whose input is the same whatever the samples are, with one sample more: there must be one row more;
-4. for layers whose input has a single row, shared by all samples and expanded here, with that layer's output alone
+4. with the outputs of all layers changed, the second once more: what a layer that gives zeros (a gate that is closed
+   at first) keeps from sight is seen then. An output without the batch's size must not join samples either;
+5. for layers whose input has a single row, shared by all samples and expanded here, with that layer's output alone
    changed: it must show, and only in the row of that sample.
 
 It costs a few forward passes once, and nothing afterwards. `known` and `shared` of a tap remember the result, by the
@@ -27,7 +29,7 @@ from torch import Tensor
 
 from dpscope.errors import UserError
 from dpscope.flash.arguments import Leaf, leaves_in, replace_leaves, rows_of, take
-from dpscope.flash.rehearsal_run import Key, OutputOf, Run, Seen, untouched
+from dpscope.flash.rehearsal_run import EVERY_OUTPUT, Key, OutputOf, Run, Seen, untouched
 
 if TYPE_CHECKING:
     from dpscope.flash.engine import FlashEngine
@@ -66,6 +68,7 @@ class Rehearsal:
         self.call = (args, kwargs)
         self.batch = batch
         self.row = 0  # the sample that is changed
+        self.shifted = False  # whether the runs are with the outputs of all layers changed
         self.devices = list({p.device for p in engine.parameters if p.device.type == "cuda"})
         self.sampled: dict[int, int] = {}  # arguments that hold a row for each sample: their id -> dimension
         self._content: Run | None = None
@@ -79,13 +82,15 @@ class Rehearsal:
 
     # -- running -----------------------------------------------------------------------------------------------------
 
-    def _run(self, run: Run, index: list[int] | None = None) -> Run:
-        """The forward on the samples `index` (None: all, in order)."""
+    def _run(self, run: Run, index: list[int] | None = None, *, altered: bool = False) -> Run:
+        """The forward on the samples `index` (None: all, in order); `altered`: on others, made of them."""
+        run.shifted = self.shifted
         rows = torch.tensor(range(self.batch) if index is None else index)
 
         def chosen(leaf: Leaf) -> Leaf:
             if id(leaf) in self.sampled:
-                return take(leaf, rows, self.sampled[id(leaf)])
+                leaf = take(leaf, rows, self.sampled[id(leaf)])
+                return _altered(leaf) if altered and isinstance(leaf, Tensor) else leaf
             return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
         args, kwargs = replace_leaves(self.call, chosen)
@@ -104,9 +109,12 @@ class Rehearsal:
         return run
 
     def run_with_others(self) -> None:
-        """Runs forward as it is, and with the first and the last sample replaced."""
+        """Runs forward as it is, and with the first and the last sample (or the only one) replaced."""
         self.sampled = self._sampled_leaves()
         self._run(Run(self.batch))
+        if self.batch == 1:
+            self._run(Run(1), altered=True)
+            return
         for row in (0, self.batch - 1):
             self.row = row
             self._run(Run(self.batch), self._replaced())
@@ -147,12 +155,57 @@ class Rehearsal:
             if wrong:
                 self._refuse_mixing(plain, wrong[0])
             moved |= {key for key, parts in self._moved(plain, changed).items() if any(part.any() for part in parts)}
+        self._check_behind_gates()
+        self._check_outputs(plain)
         if self.sampled:
             self._check_constant([key for key in _inputs(plain) if key not in moved], plain)
         self._check_shared(plain)
         for key in _inputs(plain):
             seen = plain.seen[key]
             (key[0].shared if seen.shared else key[0].known).add(len(seen.shape))
+
+    def _check_behind_gates(self) -> None:
+        """The same once more, the outputs of all layers changed: a layer that gives zeros hides what it multiplies."""
+        self.row, self.shifted, self._content = 0, True, None
+        try:
+            plain = self._run(Run(self.batch))
+            wrong = self._wrong_rows(plain, self._run(Run(self.batch, 0), self._replaced()))
+            if wrong:
+                self._refuse_mixing(plain, wrong[0])
+        except (UserError, torch.OutOfMemoryError):
+            raise
+        except Exception:  # values that no training would give
+            return
+        finally:
+            self.shifted, self._content = False, None
+
+    def _check_outputs(self, plain: Run) -> None:
+        """An output in which no dimension has the size of the batch: no part of it may be made of two samples.
+
+        A list of samples is found so, whose first one has rows that are no samples.
+        """
+        sizes = [size for (tap, _), seen in plain.seen.items() if tap is None for size in seen.shape]
+        if not sizes or any(size % self.batch == 0 for size in sizes):
+            return
+        runs = [self._run_whole(None), self._run_whole(0), self._run_whole(self.batch - 1)]
+        if len({tuple(each.shape for each in run) for run in runs}) > 1:
+            return
+        for before, first, last in zip(*runs, strict=True):
+            if not any(_apart(before, first, last, dim) for dim in range(before.dim())):
+                raise UserError(
+                    f"the model was taken to be called with {self.batch} samples, but gives a tensor of shape "
+                    f"{tuple(before.shape)}, each part of which depends on several of them: its samples are not the "
+                    f"rows of its first argument (is it a list of samples?), or they mix. {_ADVICE}"
+                )
+
+    def _run_whole(self, row: int | None) -> list[Tensor]:
+        """The real outputs with at least one dimension, sample `row` replaced."""
+        if row is not None:
+            self.row = row
+        run = Run(self.batch, keep=EVERY_OUTPUT)
+        self._run(run, None if row is None else self._replaced())
+        values = [seen.value for (tap, _), seen in run.seen.items() if tap is None and seen.shape]
+        return [value for value in values if value is not None and value.is_floating_point()]
 
     def _first_run(self) -> Run:
         run = Run(self.batch)
@@ -307,6 +360,22 @@ class Rehearsal:
             "broadcast over them: a sample's share of its gradient cannot be told; give it a row for each sample "
             "(x.expand(batch_size, ...)), so that row b is used by sample b alone"
         )
+
+
+def _altered(leaf: Tensor) -> Tensor:
+    """Another sample of the same shape."""
+    return 2 * leaf + 1 if leaf.is_floating_point() else torch.zeros_like(leaf)
+
+
+def _apart(plain: Tensor, first: Tensor, last: Tensor, dim: int) -> bool:
+    """Whether no part along `dim` depends on both the first and the last sample."""
+    of_first, of_last = (
+        (other.nan_to_num() != plain.nan_to_num()).movedim(dim, 0).flatten(1).any(1)
+        if plain.dim() > 1
+        else other.nan_to_num() != plain.nan_to_num()
+        for other in (first, last)
+    )
+    return not bool((of_first & of_last).any())
 
 
 def _inputs(run: Run) -> list[Key]:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from dpscope.flash.taps import TapOfSamples
 
 Key = tuple[Any, int]  # a tap, OutputOf one, or None for the model's output; and the how-many-th of its tensors
+EVERY_OUTPUT: frozenset[Key] = frozenset([(None, -1)])  # `keep` of a run whose outputs are all wanted
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -57,6 +58,7 @@ class Run:
         self.only = only
         self.expand = expand
         self.keep = keep  # tensors whose values are wanted
+        self.shifted = False  # the output of every layer is changed in all rows
         self.seen: dict[Key, Seen] = {}
         self._counts: Counter[Any] = Counter()
 
@@ -68,7 +70,7 @@ class Run:
         dims = tuple(dim for dim in dims if x.dim() > dim and x.shape[dim] == self.batch)
         seen = self.seen[key] = Seen(tuple(x.shape), dims, shared=shared)
         seen.prints = [_fingerprints(x, dim) for dim in dims]
-        if key in self.keep:
+        if key in self.keep or (tap is None and self.keep is EVERY_OUTPUT):
             seen.value = x.detach().clone()
 
     def answer(self, tap: TapOfSamples, y: Tensor, dim: int = 0, *, shared: bool = False) -> Tensor:
@@ -77,13 +79,15 @@ class Run:
             return y
         if shared and y.shape[dim] == 1 and self.expand:
             y = y.expand([self.batch if axis == dim else size for axis, size in enumerate(y.shape)])
-        if self.row is None or y.shape[dim] != self.batch or not y.is_floating_point():
+        if y.shape[dim] != self.batch or not y.is_floating_point() or not y.numel():
             return y
-        if self.only is not None and self.only is not tap:
-            return y
-        y = y.clone(memory_format=torch.contiguous_format)
-        part = y.select(dim, self.row)
-        if part.numel():
+        rows: list[int] = list(range(self.batch)) if self.shifted else []
+        if self.row is not None and (self.only is None or self.only is tap):
+            rows.append(self.row)
+        if rows:
+            y = y.clone(memory_format=torch.contiguous_format)
+        for row in rows:
+            part = y.select(dim, row)
             # Neither constant nor small, so that no normalisation and no rounding takes it away again.
             wave = torch.arange(part.numel(), device=y.device).cos().view(part.shape)
             part.add_((wave * (1 + part.abs().amax())).to(y.dtype))

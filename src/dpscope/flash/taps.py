@@ -84,9 +84,14 @@ class RootTap(InstanceMethod):
         self.engine = engine
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
+            return self.original(*args, **kwargs)
+        try:
             return self.engine.call_root(self.original, args, kwargs)
-        return self.original(*args, **kwargs)
+        except UserError as refusal:
+            if isinstance(refusal, self.engine.refusal):
+                raise
+            raise self.engine.refusal(str(refusal)) from refusal
 
 
 class ZeroGradTap(InstanceMethod):

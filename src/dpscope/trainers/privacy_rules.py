@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from dpscope.errors import UserError
+from dpscope.flash.layers.refusals import uses_the_batchs_statistics
 
 
 class NotPrivateError(UserError):
@@ -17,16 +18,16 @@ def require_private_trainable(model: nn.Module) -> None:
     mixing = [
         f"{name or 'the model itself'} is {type(module).__name__}, use {_replacement(module)}"
         for name, module in model.named_modules()
-        if _replacement(module)
+        if uses_the_batchs_statistics(module)
     ]
     if mixing:
         raise NotPrivateError(f"cannot be trained privately, layers mix the samples of a batch: {'; '.join(mixing)}")
 
 
-def _replacement(module: nn.Module) -> str | None:
+def _replacement(module: nn.Module) -> str:
     if isinstance(module, _BatchNorm):
+        if not any(parameter.requires_grad for parameter in module.parameters()):
+            return "eval() mode, for it is frozen"
         groups = next(g for g in (32, 16, 8, 4, 2, 1) if module.num_features % g == 0)
         return f"nn.GroupNorm({groups}, {module.num_features})"
-    if isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats:
-        return "track_running_stats=False"
-    return None
+    return "track_running_stats=False"

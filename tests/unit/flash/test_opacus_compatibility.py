@@ -262,3 +262,20 @@ def test_a_second_private_optimizer_on_one_model_is_refused() -> None:
     x, y = next(iter(loader))
     F.cross_entropy(private(x), y).backward()  # the first one is as it was
     assert private[0].weight.grad is None
+
+
+def test_a_refusal_at_the_first_batch_is_opacus_error_as_well():
+    class Mixing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(FEATURES, 2)
+
+        def forward(self, x):
+            y = self.layer(x)
+            return y - y.mean(0)
+
+    model = Mixing()
+    private, *_ = make_private(model, sgd(model), PrivacyEngine())
+    with pytest.raises(UnsupportedModuleError, match="samples") as refusal:
+        private(torch.randn(4, FEATURES))
+    assert isinstance(refusal.value, UserError)

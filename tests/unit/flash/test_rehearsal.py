@@ -419,3 +419,95 @@ def test_a_packed_sequence_has_as_many_samples_as_sequences():
         model(packed).sin().sum().backward()
         engine.finish()
         assert engine.samples == B
+
+
+# -- what the values of the first batch keep from sight ----------------------------------------------------------------
+
+
+class ClosedGate(nn.Module):
+    """The mean over the batch comes in through a layer that gives zeros at first."""
+
+    def __init__(self, gate: nn.Module) -> None:
+        super().__init__()
+        self.before, self.gate, self.after = nn.Linear(D, D), gate, nn.Linear(D, 3)
+        for parameter in gate.parameters():
+            nn.init.zeros_(parameter)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.before(x)
+        opening = self.gate(torch.zeros(len(x), dtype=torch.long) if isinstance(self.gate, nn.Embedding) else x)
+        return self.after(h + opening * h.mean(0))
+
+
+@pytest.mark.parametrize("gate", [nn.Linear(D, 1), nn.Embedding(2, 1), nn.Linear(D, D)])
+def test_samples_that_mix_behind_a_gate_that_is_closed_at_first_are_refused(gate):
+    assert_refused(ClosedGate(gate), torch.randn(B, D), "samples")
+
+
+class SampleBySample(nn.Module):
+    """Takes a list of samples, each (T, d), and gives one row for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(D, 3)
+
+    def forward(self, samples: list[Tensor]) -> Tensor:
+        return torch.stack([self.layer(x).tanh().mean(0) for x in samples])
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 4, 5, 7])
+def test_a_list_of_samples_is_not_taken_for_rows_of_the_first_one(batch):
+    assert_refused(SampleBySample(), [torch.randn(T, D) for _ in range(batch)], "list of samples|rows are not")
+
+
+class PicksPositions(nn.Module):
+    """Gives the outputs of some positions alone, (n, 3): no dimension has the size of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(D, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = torch.arange(x.shape[0] * x.shape[1]) % 3 != 1
+        return self.layer(x).flatten(0, 1)[chosen]
+
+
+def test_an_output_of_some_positions_of_each_sample_is_taken():
+    with FlashEngine(PicksPositions(), max_grad_norm=1.0) as engine:
+        assert engine.model(torch.randn(5, T, D)).shape[0] % 5
+
+
+class Counting(nn.Module):
+    def __init__(self, *, of_samples: bool) -> None:
+        super().__init__()
+        self.layer, self.of_samples = nn.Linear(D, 3), of_samples
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += x.mean() if self.of_samples else 1
+        return self.layer(x)
+
+
+def test_a_buffer_that_counts_calls_is_taken_with_one_sample():
+    assert_exact(Counting(of_samples=False), {"x": torch.randn(1, D)}, sine_losses)
+
+
+def test_a_buffer_made_of_the_only_sample_is_refused_by_name():
+    assert_refused(Counting(of_samples=True), torch.randn(1, D), "^calls is a buffer")
+
+
+def test_a_layer_inside_vmap_is_refused_by_name():
+    class Mapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(D, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.func.vmap(self.layer, in_dims=1, out_dims=1)(x)
+
+    assert_refused(Mapped(), torch.randn(B, T, D), "^layer was called inside a transform")
+
+
+def test_a_scripted_module_is_refused_by_name():
+    with pytest.raises(UserError, match=r"^0 \(.*torch.jit"):
+        FlashEngine(nn.Sequential(torch.jit.script(nn.Linear(D, 3))), max_grad_norm=1.0)

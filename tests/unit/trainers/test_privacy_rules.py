@@ -32,3 +32,17 @@ def test_instance_norm_is_refused_only_while_it_keeps_statistics_of_the_batch():
 def test_layers_that_keep_samples_apart_pass():
     """Nothing is raised."""
     require_private_trainable(nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.LayerNorm(8), nn.Linear(8, 2)))
+
+
+def test_a_frozen_batch_norm_passes_in_eval_mode_alone():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
+    model[1].requires_grad_(False)
+    with pytest.raises(NotPrivateError, match="1 is BatchNorm2d, use eval"):
+        require_private_trainable(model)
+    model[1].eval()
+    require_private_trainable(model)
+
+
+def test_a_trained_batch_norm_is_refused_in_eval_mode_too():
+    with pytest.raises(NotPrivateError, match="GroupNorm"):
+        require_private_trainable(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)).eval())

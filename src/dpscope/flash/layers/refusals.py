@@ -38,6 +38,11 @@ _REFUSED: tuple[tuple[type[Any], Callable[[Any], bool], str], ...] = (
         for option in _EMBEDDING_OPTIONS
     ),
     (
+        torch.jit.ScriptModule,
+        lambda module: True,
+        "is compiled by torch.jit, and what it does inside cannot be seen; use the module it was made of",
+    ),
+    (
         LazyModuleMixin,
         lambda module: module.has_uninitialized_params(),
         "has parameters without a shape; run one batch through the model first",
@@ -53,6 +58,13 @@ _BATCH_STATISTICS = (
 def refusal_of(module: nn.Module) -> str | None:
     """Why the module could not be trained, if it cannot."""
     return next((why for cls, applies, why in _REFUSED if isinstance(module, cls) and applies(module)), None)
+
+
+def uses_the_batchs_statistics(module: nn.Module) -> bool:
+    """Whether training mixes samples in it: a normalisation over the batch that is not frozen and in eval() mode."""
+    if not (isinstance(module, _BatchNorm) or (isinstance(module, _InstanceNorm) and module.track_running_stats)):
+        return False
+    return module.training or any(parameter.requires_grad for parameter in module.parameters())
 
 
 def refuse_trained(name: str, module: nn.Module) -> None:
@@ -72,7 +84,7 @@ class RefusedTap(InstanceMethod):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() or self.engine.run is not None:
             refuse_trained(self.name, self.module)
-            if self.module.training and isinstance(self.module, _BatchNorm | _InstanceNorm):
+            if uses_the_batchs_statistics(self.module):
                 raise UserError(f"{_called(self.name, self.module)} {_BATCH_STATISTICS}")
         return self.original(*args, **kwargs)
 

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import ExitStack, contextmanager, suppress
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.func import functional_call, vmap
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from dpscope.errors import UserError
-from dpscope.flash.module_state import Remains
+from dpscope.flash.module_state import Remains, token
 from dpscope.flash.rehearsal import KEEP_BATCH_FIRST
 
 if TYPE_CHECKING:
@@ -72,6 +73,18 @@ def _no_efficient_attention() -> Iterator[None]:
 
 
 @contextmanager
+def _no_checkpoints() -> Iterator[None]:
+    """A checkpoint inside vmap would be run again in backward, outside of it: fails now, and the loop takes over.
+
+    Where hooks on saved tensors are active already, as in a checkpoint around the unit, they cannot be forbidden.
+    """
+    with ExitStack() as stack:
+        with suppress(RuntimeError):
+            stack.enter_context(disable_saved_tensors_hooks("checkpoints and other hooks on saved tensors"))
+        yield
+
+
+@contextmanager
 def _parametrizations_computed_anew() -> Iterator[None]:
     """Inside parametrize.cached() a weight made of one sample's copy would be handed to others, and outlive vmap."""
     enabled, cache = parametrize._cache_enabled, parametrize._cache
@@ -80,6 +93,10 @@ def _parametrizations_computed_anew() -> Iterator[None]:
         yield
     finally:
         parametrize._cache_enabled, parametrize._cache = enabled, cache
+
+
+class WrittenArguments(UserError):
+    """A unit changes what it was given, however its arguments are read."""
 
 
 class SampleCall:
@@ -179,8 +196,11 @@ class SampleCall:
         unit = self.tap.module
         given = {f"unit.{key}": buffer.clone() for key, buffer in unit.named_buffers()}
         replaced = {**given, **parameters}
+        untouched = token(values)
         with _parametrizations_computed_anew():
             output, changes = functional_call(self.tap.call, replaced, args, kwargs)
+        if token(values) != untouched:
+            self._refuse_written_arguments()
         for key, buffer in given.items():
             if key not in parameters and (replaced[key] is not buffer or buffer._version):
                 changes[key.removeprefix("unit.")] = replaced[key]
@@ -192,6 +212,14 @@ class SampleCall:
                     "or dictionaries"
                 )
         return found, spec, changes
+
+    def _refuse_written_arguments(self) -> NoReturn:
+        raise WrittenArguments(
+            f"{self.tap.name} ({type(self.tap.module).__name__}) changes its arguments in forward (a cache, a "
+            "dictionary, a tensor written in place), and its samples run one by one here: whoever reads them "
+            "afterwards would miss what it wrote; return it from forward instead, or switch the cache off "
+            "(use_cache=False)"
+        )
 
     def _with(self, replacements: Any) -> list[Any]:
         leaves = list(self.leaves)
@@ -221,7 +249,7 @@ class SampleCall:
             return tuple(self._without_batch(leaf, position) for position, leaf in enumerate(tensors)), state
 
         inputs = [self.leaves[index] for index in self.mapped]
-        with _Semantics(self.tap.name), _no_efficient_attention():
+        with _Semantics(self.tap.name), _no_efficient_attention(), _no_checkpoints():
             run = vmap(one, in_dims=(0, *self.mapped.values()), randomness="different")
             stacked, state = run(expanded, *inputs)
         found, spec, agreed = shape

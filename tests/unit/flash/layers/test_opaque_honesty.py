@@ -462,3 +462,106 @@ def test_attention_with_frozen_projections_still_trains_the_last_one():
         return m(batch["x"], batch["x"], batch["x"])[0].sin().sum((1, 2))
 
     assert_exact(model, {"x": torch.randn(3, 4, 6)}, losses)
+
+
+# -- arguments that forward writes to ----------------------------------------------------------------------------------
+
+
+class Context:
+    def __init__(self) -> None:
+        self.aux = torch.zeros(())
+
+
+class Writer(nn.Module):
+    """Leaves a value of each sample in what it was given: `where` says how."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.weight, self.where = nn.Parameter(torch.randn(6, 6)), where
+
+    def forward(self, x, given):
+        y = x @ self.weight
+        if self.where == "dictionary":
+            given["aux"] = y.square().mean(-1)
+        elif self.where == "list":
+            given.append(y.square().mean(-1))
+        elif self.where == "object":
+            given.aux = given.aux + y.square().mean(-1)
+        else:
+            given.add_(y)
+        return y
+
+
+class ReadsWhatWasWritten(nn.Module):
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.writer, self.head = Writer(where), nn.Linear(6, 3)
+
+    def forward(self, x):
+        given = {
+            "dictionary": {"aux": torch.zeros(len(x))},
+            "list": [],
+            "object": Context(),
+            "tensor": torch.zeros_like(x),
+        }[self.writer.where]
+        y = self.head(self.writer(x, given))
+        if self.writer.where == "tensor":
+            return y + given.sum(-1, keepdim=True)
+        aux = given["aux"] if isinstance(given, dict) else sum(given) if isinstance(given, list) else given.aux
+        return y + aux.unsqueeze(-1)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 4])
+@pytest.mark.parametrize("where", ["dictionary", "list", "object", "tensor"])
+def test_a_unit_that_writes_into_its_arguments_is_refused_by_name(where, batch):
+    model = ReadsWhatWasWritten(where)
+    with FlashEngine(model, max_grad_norm=1.0), pytest.raises(UserError, match=r"^writer .*changes its arguments"):
+        model(torch.randn(batch, 6))
+
+
+COLLECTED: list[int] = []
+
+
+class GrowingOutput(nn.Module):
+    """Gives what was collected outside of it, as hooks that collect hidden states do: more at each run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6))
+
+    def forward(self, x):
+        COLLECTED.append(1)
+        return tuple(x @ self.weight for _ in COLLECTED)
+
+
+def test_a_unit_whose_number_of_outputs_changes_is_refused_by_name():
+    model = GrowingOutput()
+    with FlashEngine(model, max_grad_norm=1.0), pytest.raises(UserError, match="when it is run again"):
+        model(torch.randn(3, 6))
+
+
+class CheckpointInside(nn.Module):
+    """A parameter of the model's own, and a checkpointed layer beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(6))
+        self.block = nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 6))
+
+    def forward(self, x):
+        return checkpoint(self.block, x, use_reentrant=False) * self.scale
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_checkpoint_inside_a_unit_is_exact(batch):
+    assert_exact(CheckpointInside(), {"x": torch.randn(batch, 6)}, sine_losses)
+
+
+def test_a_reentrant_checkpoint_inside_a_unit_is_refused_with_its_remedy():
+    class Reentrant(CheckpointInside):
+        def forward(self, x):
+            return checkpoint(self.block, x * self.scale, use_reentrant=True)
+
+    model = Reentrant()
+    with FlashEngine(model, max_grad_norm=1.0), pytest.raises(UserError, match="use_reentrant=False"):
+        model(torch.randn(3, 6)).sum().backward()
