@@ -122,12 +122,13 @@ class RunningLoop:
         self.max_grad_norm, self.noise_multiplier = max_grad_norm, noise_multiplier
         self.loop = stage.make(max_grad_norm, noise_multiplier)
 
-    def step(self, batch: Batch) -> Observed:
-        self._restore()
+    def step(self, batch: Batch, factor: float = 1.0) -> Observed:
+        """From the parameters of the start, times `factor`."""
+        start = {name: p * factor if p.is_floating_point() else p for name, p in self.stage.start.items()}
+        self._restore(start)
         try:
             with _their_errors():
                 self.loop.step(batch)
-            start = self.stage.start
             sums = {
                 name: (start[name].double() - p.detach().double()) / self.loop.scale
                 for name, p in self.loop.model.named_parameters()
@@ -139,11 +140,11 @@ class RunningLoop:
             raise
 
     @torch.no_grad()
-    def _restore(self) -> None:
+    def _restore(self, start: Tensors) -> None:
         for name, p in self.loop.model.named_parameters():
             if name not in self.stage.start or self.stage.start[name].shape != p.shape:
                 raise UserError(f"make_loop has to return the same model every time, but {name} is not in the first")
-            p.copy_(self.stage.start[name])
+            p.copy_(start[name])
         for name, b in self.loop.model.named_buffers():
             if name in self.stage.start_buffers and self.stage.start_buffers[name].shape == b.shape:
                 b.copy_(self.stage.start_buffers[name])

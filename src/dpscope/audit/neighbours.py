@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from dpscope.audit.loop import CouldNotStep, Observed, RunningLoop, Stage
 from dpscope.audit.norms import UNCLIPPED
@@ -28,6 +28,7 @@ BOUNDS = {REPLACED: 2.0, REMOVED: 1.0}  # of C
 SLACK = 1e-3  # relative: what rounding may add
 COPIES = 6
 VANISHING = 1e-2  # of the usual norm: a gradient below it may be nothing but rounding
+OTHER_PARAMETERS = (4.0, 0.25)  # times those of the start
 ROUNDING = 0.05  # of C: beyond it, nothing can be read off the parameters
 
 
@@ -126,6 +127,8 @@ class NeighbourTest:
                 first = (batch, base)
         if first is None:
             return
+        if first[0]:
+            self._elsewhere(loop, clip_norm, first[0][0])
         try:
             again = loop.step(self.samples.batch(first[0]))
         except CouldNotStep:
@@ -154,15 +157,37 @@ class NeighbourTest:
         if base is None:
             return None
         changes: list[tuple[str, int | None]] = [(REPLACED, other) for other in others if other != batch[position]]
+        odd: list[tuple[list[int], Observed]] = []  # batches with another sample in that place
         for change, other in [*changes, (REMOVED, None)]:
             trial = Trial(change, tuple(batch), position, other, clip_norm, 0.0, 1.0)
             neighbour = self._try(loop, trial.neighbour)
-            if neighbour is not None:
-                limit = BOUNDS[change] * (1 + SLACK) + rounding
-                moved = neighbour.distance(base) / clip_norm
-                buffers = tuple(_different_buffers(base, neighbour))
-                self.trials.append(Trial(change, tuple(batch), position, other, clip_norm, moved, limit, buffers))
+            if neighbour is None:
+                continue
+            self._note(trial, base, neighbour, rounding)
+            if change == REPLACED:
+                odd.append((trial.neighbour, neighbour))
+            else:  # without it, all of them are the same batch
+                for larger, sums in odd:
+                    without = Trial(REMOVED, tuple(larger), position, None, clip_norm, 0.0, 1.0)
+                    self._note(without, sums, neighbour, rounding)
         return base
+
+    def _elsewhere(self, loop: RunningLoop, clip_norm: float, sample: int) -> None:
+        """A sample alone, at other parameters: norms that were taken at those of the first steps do not fit there."""
+        for factor in OTHER_PARAMETERS:
+            try:
+                alone, nobody = (loop.step(self.samples.batch(batch), factor) for batch in ([sample], []))
+            except CouldNotStep:
+                return
+            if math.isfinite(alone.norm) and math.isfinite(nobody.norm):
+                trial = Trial(REMOVED, (sample,), 0, None, clip_norm, 0.0, 1.0)
+                self._note(trial, alone, nobody, max(1.0, factor) * self._rounding(loop, clip_norm))
+
+    def _note(self, trial: Trial, base: Observed, neighbour: Observed, rounding: float) -> None:
+        limit = BOUNDS[trial.change] * (1 + SLACK) + rounding
+        moved = neighbour.distance(base) / trial.clip_norm
+        buffers = tuple(_different_buffers(base, neighbour))
+        self.trials.append(replace(trial, moved=moved, limit=limit, buffers=buffers))
 
     def _rounding(self, loop: RunningLoop, clip_norm: float) -> float:
         return self.stage.rounding(loop.loop.scale) / clip_norm

@@ -136,6 +136,40 @@ class TokenMeanTimesTheBatchSize(ByHand):
         return iter(token_losses(self.model, batch).sum(1) / mean)
 
 
+class MeanBeforeClipping(ByHand):
+    """The loss of a sample is its part of the batch's mean: fewer samples, larger shares."""
+
+    def shares(self, batch):
+        return (loss / len(batch["x"]) for loss in super().shares(batch))
+
+
+class WeighsByRank(ByHand):
+    """Samples with larger inputs count more, by their rank in the batch."""
+
+    def shares(self, batch):
+        ranks = batch["x"].flatten(1).norm(dim=1).argsort(stable=True).argsort()
+        return (loss * 2 * (rank + 1) / len(ranks) for loss, rank in zip(super().shares(batch), ranks, strict=True))
+
+
+class NormsOfTheFirstStep(ByHand):
+    """Norms are taken with a copy of the model that was made at the first step."""
+
+    def sums(self, batch):
+        if self.steps == 0:
+            self.copy = copy.deepcopy(self.model)
+        total = {name: torch.zeros_like(p) for name, p in self.model.named_parameters()}
+        for i in range(len(batch["x"])):
+            sample = {key: x[i : i + 1] for key, x in batch.items()}
+            then, now = (
+                torch.autograd.grad(sample_losses(model, sample).sum(), list(model.parameters()))
+                for model in (self.copy, self.model)
+            )
+            norm = float(sum(g.square().sum() for g in then)) ** 0.5
+            for name, g in zip(self.names, now, strict=True):
+                total[name] += g * min(1.0, self.clip_norm / max(norm, 1e-30))
+        return total
+
+
 class Contrastive(ByHand):
     """Every sample is told from all others of its batch."""
 

@@ -14,6 +14,9 @@ UNTRACED = "which module it is cannot be traced: none is called with a batch of 
 BREACHES = {
     "TokenMeanOverTheBatch": ("neighbours", "samples meet in the loss"),
     "TokenMeanTimesTheBatchSize": ("neighbours", "samples meet in the loss"),
+    "MeanBeforeClipping": ("neighbours", "does the sum depend on the batch's own size"),
+    "WeighsByRank": ("neighbours", "the noiseless sum moves by"),
+    "NormsOfTheFirstStep": ("neighbours", "removing the only sample, the noiseless sum moves by"),
     "Contrastive": ("neighbours", "samples meet in the loss"),
     "BatchNormalised": ("neighbours", "samples meet before first (Linear)"),
     "PositionsAsSamples": ("neighbours", OTHERS_STAY),
