@@ -99,5 +99,5 @@ def test_a_summed_loss_taken_for_a_mean_is_a_breach_by_removing(engine):
     """The engine multiplies by the batch's own size, so that a sample that leaves changes the shares of all others."""
     found = audit(engine, summed)
     assert found.neighbours.verdict == "BREACH" and found.noise.verdict == "held"
-    assert found.neighbours.faults[0].startswith("removing one of 6 copies of a sample, the noiseless sum moves by 1.7")
+    assert found.neighbours.faults[0].startswith("removing one of 6 samples, the noiseless sum moves by 1.7")
     assert found.neighbours.faults[1].endswith("does the sum depend on the batch's own size?")
