@@ -130,7 +130,7 @@ def test_a_loop_that_cannot_step_at_all_is_not_tried():
         (lambda **settings: (nn.Linear(1, 1), print), {}, "has to return a dpscope.Loop, not tuple"),
         (by_hand(scale=0.0), {}, "learning rate / the expected batch size"),
         (by_hand(), {"noise_multiplier": 0.0}, "noise multiplier must be a number above 0"),
-        (by_hand(), {"sizes": [0]}, "batch size must be a whole number of at least 1"),
+        (by_hand(), {"sizes": [0]}, "--sizes must be a whole number of at least 1"),
     ],
 )
 def test_a_loop_described_wrongly_is_a_users_mistake(make_loop, options, sentence):
