@@ -422,7 +422,8 @@ def make_case(seed: int, device: str = "cpu") -> Case:
         model=model,
         batches=batches,
         loss_reduction=rng.choice(["mean", "sum"]),
-        path=rng.choice([None, None, "gram", "direct", "keep"]),
+        # Gram norms in float32 are over-estimated on purpose where positions cancel (docs/flash.md).
+        path=rng.choice([None, None, "gram" if dtype == torch.float64 else "keep", "direct", "keep"]),
         clipping=rng.choice(["all", "some", "none"]),
         dtype=dtype,
         blocks=names,
@@ -446,8 +447,10 @@ def _block(rng: random.Random, sizes: Sizes, names: list[str], image: bool) -> n
     tokens = HIDDEN_LAYERS if rng.random() < 0.12 else TOKEN_LAYERS
     table = IMAGE_LAYERS if image else tokens
     name = rng.choice(list(table))
-    if name == "channels last" and any("instance norm" in earlier for earlier in names):
-        name = "gaps"  # torch 2.13 on a CPU: a lone sample's instance norm gets a channels-last gradient wrong
+    # torch 2.13 on a CPU: a lone sample's instance norm gets a channels-last gradient wrong (docs/sharp-edges.md).
+    clash = {"channels last": "instance norm", "instance norm": "channels last"}
+    if image and name in clash and any(clash[name] in earlier for earlier in names):
+        name = "gaps"
     block = table[name](rng, sizes)
     while rng.random() < 0.3:
         wrapper = rng.choice(list(WRAPPERS))
