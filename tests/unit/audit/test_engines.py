@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import opacus
 import pytest
@@ -14,7 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import dpscope
 from dpscope.flash import PrivacyEngine
 
-DATA = TensorDataset(torch.randn(64, 5, 6), torch.randint(3, (64,)))
+SEEDED = torch.Generator().manual_seed(0)
+DATA = TensorDataset(torch.randn(64, 5, 6, generator=SEEDED), torch.randint(3, (64,), generator=SEEDED))
 LEARNING_RATE = 1e6
 
 
@@ -99,5 +101,7 @@ def test_a_summed_loss_taken_for_a_mean_is_a_breach_by_removing(engine):
     """The engine multiplies by the batch's own size, so that a sample that leaves changes the shares of all others."""
     found = audit(engine, summed)
     assert found.neighbours.verdict == "BREACH" and found.noise.verdict == "held"
-    assert found.neighbours.faults[0].startswith("removing one of 6 samples, the noiseless sum moves by 1.7")
+    # Two trials are beyond their bound by almost as much; which of them speaks depends on the model's random weights.
+    told = r"removing one of 6 (samples|copies of a sample), the noiseless sum moves by 1\.[67]"
+    assert re.match(told, found.neighbours.faults[0])
     assert found.neighbours.faults[1].endswith("does the sum depend on the batch's own size?")
