@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dpscope.errors import UserError
 from dpscope.flash.oracle import batch_size_of, cast_batch
 from dpscope.sentences import list_names
-from dpscope.trainers.base import LossFunction, require_loss_per_sample
+from dpscope.trainers.base import LossFunction, require_loss_per_sample, require_trainable
 from dpscope.workloads.workload import Batch, Workload
 
 # Two runs of the same float64 computation agree far better; models that go through float32 inside, only to this.
@@ -55,13 +55,12 @@ def make_subject(workload: Workload, *, seed: int, device: str) -> Subject:
     torch.manual_seed(seed)
     with where:
         model = workload.model()
+    require_trainable(model)
     batch = workload.batch(seed, where)
     notes = []
     if quiet := _silence_dropout(model):
         notes.append(f"dropout is off for the check ({quiet} modules)")
     subject = Subject(model, batch, workload.loss, seed, where, batch_size_of(batch), notes)
-    if not subject.trainable:
-        raise UserError("the model has no parameter that requires a gradient: there is nothing to check")
     _require_repeatable(subject)
     if (hidden := _hidden_parameters(subject)) and (filled := _fill_zeros(model)):
         notes.append(

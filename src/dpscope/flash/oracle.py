@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from dpscope.errors import UserError
+
 Batch = Any
 LossFn = Callable[[nn.Module, Batch], Tensor]
 
@@ -38,7 +40,7 @@ def batch_size_of(batch: Batch) -> int:
     """The length of dimension 0 of the batch's first tensor."""
     sizes = [tensor.shape[0] for tensor in tensors_of(batch) if tensor.dim()]
     if not sizes:
-        raise ValueError("the batch holds no tensor with a batch dimension")
+        raise UserError("the batch holds no tensor whose first dimension is the sample")
     return sizes[0]
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from dpscope import Workload
 from dpscope.errors import UserError
+from dpscope.exactness.check import check
 
 
 def images(seed, device):
@@ -264,3 +265,12 @@ class Encoding(UserDict):
 def test_a_batch_may_be_what_a_tokenizer_returns(check_planted):
     found, _ = check_planted("ByHand", replace(LITTLE, batch=lambda seed, device: Encoding(make_batch(seed, device))))
     assert found.ok and found.batch_size == 4
+
+
+def test_a_model_that_is_none_and_a_batch_without_tensors_get_a_sentence():
+    three = Workload(model=lambda: 3, batch=lambda seed, device: torch.randn(4, 3), loss=lambda model, x: x.sum(1))
+    with pytest.raises(UserError, match=r"the workload's model must be an nn\.Module, but it is int 3"):
+        check(three, ["flash"])
+    words = Workload(model=lambda: nn.Linear(3, 1), batch=lambda seed, device: ["a", "b"], loss=lambda model, x: x)
+    with pytest.raises(UserError, match="the batch holds no tensor whose first dimension is the sample"):
+        check(words, ["flash"])
