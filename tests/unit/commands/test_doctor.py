@@ -97,7 +97,7 @@ def test_brackets_in_a_remedy_are_printed(monkeypatch):
 )
 def test_an_nsys_anywhere_is_named_and_its_importer_tried(monkeypatch, tmp_path, importer, status, says):
     monkeypatch.setenv("NSYS", str(fake_nsys.install(tmp_path, importer=importer)))
-    monkeypatch.setattr("dpscope.instruments.nsys.finding.ROOT", tmp_path / "nothing installed")
+    monkeypatch.setattr("dpscope.instruments.nsight.ROOT", tmp_path / "nothing installed")
     checked = doctor.check_nsys()
     assert finding(checked, "Nsight Systems").found == f"2025.3.1.90, {tmp_path}/host/target-linux-x64/nsys"
     found = finding(checked, "nsys importer")

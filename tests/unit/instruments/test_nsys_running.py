@@ -12,7 +12,8 @@ import fake_nsys
 import pytest
 from nsys_exports import a_step
 
-from dpscope.instruments.nsys import failures, finding
+from dpscope.instruments import nsight
+from dpscope.instruments.nsys import failures
 from dpscope.instruments.nsys.command import Looking, interactive_commands, needed_variables, profile_command, shown
 from dpscope.instruments.nsys.finding import Nsys, find_importer, find_nsys, look_at
 from dpscope.instruments.nsys.running import take
@@ -26,8 +27,7 @@ def a_bare_machine(monkeypatch, tmp_path):
     for name in ("NSYS", "NCU"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    monkeypatch.setattr(finding, "ROOT", tmp_path / "root")
-    monkeypatch.setattr("dpscope.instruments.ncu.command.INSTALL_FOLDERS", ())
+    monkeypatch.setattr(nsight, "ROOT", tmp_path / "root")
 
 
 # Finding
@@ -54,11 +54,18 @@ def test_nsys_is_found_beside_ncu(monkeypatch, tmp_path):
     assert find_nsys() == str(nsys)
 
 
-def test_of_several_installed_versions_the_newest_is_taken(tmp_path):
-    for version in ("2024.9.1", "2024.10.2", "2023.4.1"):
-        fake_nsys.install(tmp_path / "root" / "opt" / "nvidia" / "nsight-compute" / version)
-    assert find_nsys() is not None
-    assert "2024.10.2" in find_nsys()
+@pytest.mark.parametrize(
+    ("versions", "newest"),
+    [
+        (["2024.9.1", "2024.10.2", "2023.4.1"], "2024.10.2"),
+        (["2025.1", "2025.1.1"], "2025.1.1"),  # the number in "x64", further on, is no part of the version
+    ],
+)
+def test_of_several_installed_versions_the_newest_is_taken(tmp_path, versions, newest):
+    installed = tmp_path / "root" / "opt" / "nvidia" / "nsight-compute"
+    for version in versions:
+        fake_nsys.install(installed / version)
+    assert find_nsys() == str(installed / newest / "host" / "target-linux-x64" / "nsys")
 
 
 def test_a_version_says_which_options_it_has(tmp_path):
@@ -78,6 +85,17 @@ def test_the_importer_is_looked_for_in_the_host_folder_of_the_same_installation(
     assert find_importer(str(fake_nsys.install(tmp_path / "without"))) is None
     found = find_importer(str(fake_nsys.install(tmp_path / "with", importer="")))
     assert found == str(tmp_path / "with" / "host" / "linux-desktop-glibc_2_11_3-x64" / "QdstrmImporter")
+
+
+def test_of_several_importers_the_newest_is_taken(tmp_path):
+    nsys = fake_nsys.install(tmp_path / "nsight", importer="")
+    (older,) = (tmp_path / "nsight" / "host").glob("linux-desktop-*/QdstrmImporter")
+    newer = older.parent.with_name("linux-desktop-glibc_2_28_0-x64") / older.name
+    oldest = older.parent.with_name("linux-desktop-glibc_2_9-x64") / older.name
+    for path in (newer, oldest):
+        path.parent.mkdir()
+        path.write_bytes(older.read_bytes())
+    assert find_importer(str(nsys)) == str(newer)
 
 
 # The command

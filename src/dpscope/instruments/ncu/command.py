@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
-import subprocess
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-# Where installers put it when it is not on the PATH; of several versions the last, the newest, is taken.
-INSTALL_FOLDERS = ("/opt/nvidia/nsight-compute/*/ncu", "/usr/local/cuda-*/bin/ncu", "/usr/local/cuda/bin/ncu")
+from dpscope.instruments.nsight import ask, find_version, newest
+
+# Where installers put it when it is not on the PATH.
+INSTALLED = ("opt/nvidia/nsight-compute/*/ncu", "usr/local/cuda*/bin/ncu")
 
 # Never touch clocks or caches: a step is to be seen as it runs in training. Without SASS a report of a range is well
 # under 1 MB instead of 64. Options that an older ncu does not know are left out when it says so.
@@ -27,19 +27,11 @@ def find_ncu() -> str | None:
     """$NCU, or `ncu` on the PATH, or the newest in the usual folders."""
     if asked := os.environ.get("NCU"):
         return shutil.which(asked)
-    installed = (sorted(Path("/").glob(pattern.lstrip("/"))) for pattern in INSTALL_FOLDERS)
-    newest = (str(found[-1]) for found in installed if found)
-    return shutil.which("ncu") or next(newest, None)
+    return shutil.which("ncu") or newest(INSTALLED)
 
 
 def ncu_version(ncu: str) -> str | None:
-    """`2025.3.1` of "Version 2025.3.1.0 (build …)"."""
-    try:
-        output = subprocess.run([ncu, "--version"], capture_output=True, text=True, timeout=30, check=False).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    match = re.search(r"[Vv]ersion\s+(\d+(?:\.\d+){1,2})", output)
-    return match.group(1) if match else None
+    return find_version(ask(ncu, "--version"), numbers=3)
 
 
 def range_command(ncu: str, program: Sequence[str], report: Path, metrics: Iterable[str]) -> list[str]:

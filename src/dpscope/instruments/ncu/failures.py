@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from dpscope.instruments.nsight import find_remedy, unknown_option
 from dpscope.units import format_duration
 
 NO_GPU = "there is no GPU to count on: run on a machine with an NVIDIA GPU and --device cuda"
@@ -21,43 +22,32 @@ LONGER = "--timeout, or LIMIT for run_profiling_ncu.sh"
 BY_HAND = "run its command by hand (`dpscope ncu --print-command`; run_profiling_ncu.sh keeps it in the run's .log)"
 
 # What ncu prints -> what happened and what to do. The first that is found decides.
-_KNOWN: tuple[tuple[str, str], ...] = (
-    ("ERR_NVGPUCTRPERM", f"ncu may not read GPU counters (ERR_NVGPUCTRPERM): {COUNTERS_REMEDY}"),
-    (
-        r"driver resource was unavailable|ProfilerInUse|already in use",
-        "another tool holds the GPU's counters: end it, or pause it (`dcgmi profile --pause`, later `--resume`)",
+_REMEDIES = {
+    "ERR_NVGPUCTRPERM": f"ncu may not read GPU counters (ERR_NVGPUCTRPERM): {COUNTERS_REMEDY}",
+    r"driver resource was unavailable|ProfilerInUse|already in use": (
+        "another tool holds the GPU's counters: end it, or pause it (`dcgmi profile --pause`, later `--resume`)"
     ),
-    (
-        r"nsight-compute-lock",
-        "ncu cannot write its lock file: set TMPDIR to a folder of your own, or remove nsight-compute-lock there",
+    r"nsight-compute-lock": (
+        "ncu cannot write its lock file: set TMPDIR to a folder of your own, or remove nsight-compute-lock there"
     ),
-    (
-        r"driver is not compatible with Nsight Compute|[Uu]nsupported driver|Failed to initialize the profiler",
-        "this ncu does not fit the NVIDIA driver: install an Nsight Compute as new as the driver (see `nvidia-smi`)",
+    r"driver is not compatible with Nsight Compute|[Uu]nsupported driver|Failed to initialize the profiler": (
+        "this ncu does not fit the NVIDIA driver: install an Nsight Compute as new as the driver (see `nvidia-smi`)"
     ),
-    (
-        r"is not supported on (this|the) (device|chip)|GPU is not supported",
-        "this ncu does not know this GPU: install a newer one",
+    r"is not supported on (this|the) (device|chip)|GPU is not supported": (
+        "this ncu does not know this GPU: install a newer one"
     ),
-    (r"No space left on device", "the disk is full: free some space in --out and TMPDIR"),
-)
+    r"No space left on device": "the disk is full: free some space in --out and TMPDIR",
+}
 _PROGRAM_FAILED = "The application returned an error code"
 _UNKNOWN_METRIC = re.compile(
     r"Failed to find metric (?:regex:\^?)?([\w.]+)|Metric ([\w.]+) is not supported in \w+ replay"
 )
-_UNKNOWN_OPTION = re.compile(r"unrecogni[sz]ed option '?(--[\w-]+)")
 
 
 def unknown_metrics(output: str) -> list[str]:
     """The metrics that ncu says this GPU does not have, or cannot count in this way."""
     found = (absent or unsupported for absent, unsupported in _UNKNOWN_METRIC.findall(output))
     return list(dict.fromkeys(name.rstrip(".") for name in found))
-
-
-def unknown_option(output: str) -> str | None:
-    """The option that this version of ncu refuses, if that is what it says."""
-    match = _UNKNOWN_OPTION.search(output)
-    return match.group(1) if match else None
 
 
 def took_too_long(seconds: float) -> str:
@@ -69,9 +59,8 @@ def took_too_long(seconds: float) -> str:
 
 def explain(output: str, returncode: int) -> str:
     """Why ncu left no report, as a sentence with the remedy."""
-    for pattern, sentence in _KNOWN:
-        if re.search(pattern, output):
-            return sentence
+    if remedy := find_remedy(output, _REMEDIES):
+        return remedy
     if option := unknown_option(output):
         return f"this ncu does not know {option}: install Nsight Compute 2023.1 or newer"
     if "No kernels were profiled" in output or "No ranges were profiled" in output:

@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dpscope.instruments.ncu.failures import explain, took_too_long, unknown_metrics, unknown_option
+from dpscope.instruments.ncu.failures import explain, took_too_long, unknown_metrics
 from dpscope.instruments.ncu.metrics import DRAM_READ, KERNEL_METRICS
+from dpscope.instruments.nsight import unknown_option
 from dpscope.instruments.processes import Finished, OnLine, run_limited
 
 ATTEMPTS = 6  # each but the last may lose metrics or options that this ncu or this GPU does not know

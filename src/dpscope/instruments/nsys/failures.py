@@ -6,6 +6,8 @@ import os
 import re
 from pathlib import Path
 
+from dpscope.instruments.nsight import find_remedy, unknown_option
+
 NO_GPU = "there is no GPU to look at: run on a machine with an NVIDIA GPU and --device cuda"
 NO_NSYS = (
     "no `nsys` was found: install NVIDIA Nsight Systems and put `nsys` on the PATH, or set NSYS=/path/to/nsys "
@@ -25,32 +27,24 @@ MAX_PARANOID = 2  # nsys samples the host's threads up to here
 BY_HAND = "run the command by hand (--print-command)"
 
 # What nsys prints -> what happened and what to do. The first that is found decides.
-_KNOWN: tuple[tuple[str, str], ...] = (
-    (r"ERR_NVGPUCTRPERM|Insufficient privilege|permission.*GPU [Mm]etrics", COUNTERS),
-    (
-        r"Illegal --gpu-metrics-device",
-        "this nsys has no GPU metrics for this GPU, or may not read them: leave out --gpu-metrics",
+_REMEDIES = {
+    r"ERR_NVGPUCTRPERM|Insufficient privilege|permission.*GPU [Mm]etrics": COUNTERS,
+    r"Illegal --gpu-metrics-device": (
+        "this nsys has no GPU metrics for this GPU, or may not read them: leave out --gpu-metrics"
     ),
-    (r"perf_event_paranoid", SAMPLING),
-    (
-        r"No space left on device",
-        "the disk is full: free some space in --out, or set TMPDIR to a folder with space",
+    r"perf_event_paranoid": SAMPLING,
+    r"No space left on device": ("the disk is full: free some space in --out, or set TMPDIR to a folder with space"),
+    r"Permission denied|Failed to create.*(directory|file)|Read-only file system": (
+        "nsys cannot write its files: choose an --out folder and a TMPDIR that you can write"
     ),
-    (
-        r"Permission denied|Failed to create.*(directory|file)|Read-only file system",
-        "nsys cannot write its files: choose an --out folder and a TMPDIR that you can write",
-    ),
-    (
-        r"CUPTI_ERROR|CUPTI.*(not be initialized|failed)|Subscribe returned",
+    r"CUPTI_ERROR|CUPTI.*(not be initialized|failed)|Subscribe returned": (
         "nsys cannot trace CUDA here: another profiler may be attached (DCGM: `dcgmi profile --pause`), or this nsys "
-        "is older than the driver (see `nvidia-smi`): end the one or install a newer nsys",
+        "is older than the driver (see `nvidia-smi`): end the one or install a newer nsys"
     ),
-    (
-        r"session .*(already exists|is already running)|another .*session",
-        "another nsys session is open: `nsys sessions list` shows it, `nsys shutdown --session=NAME` ends it",
+    r"session .*(already exists|is already running)|another .*session": (
+        "another nsys session is open: `nsys sessions list` shows it, `nsys shutdown --session=NAME` ends it"
     ),
-)
-_UNKNOWN_OPTION = re.compile(r"unrecogni[sz]ed option '?(--[\w-]+)")
+}
 _MISSING_LIBRARY = re.compile(r"(lib[\w+.-]+\.so[\w.]*): cannot open shared object file")
 
 
@@ -62,11 +56,10 @@ def missing_library(output: str) -> str | None:
 
 def why_no_report(output: str, returncode: int) -> str:
     """Why `nsys profile` left no report, as a sentence with the remedy."""
-    for pattern, sentence in _KNOWN:
-        if re.search(pattern, output):
-            return sentence
-    if match := _UNKNOWN_OPTION.search(output):
-        return f"this nsys does not know {match.group(1)}: install Nsight Systems 2021.3 or newer"
+    if remedy := find_remedy(output, _REMEDIES):
+        return remedy
+    if option := unknown_option(output):
+        return f"this nsys does not know {option}: install Nsight Systems 2021.3 or newer"
     if "No reports were generated" in output:
         return (
             "nsys recorded nothing between the start and the stop of the steps: see whether another profiler is "

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dpscope.instruments.ncu import command
+from dpscope.instruments import nsight
 from dpscope.instruments.ncu.command import find_ncu, import_command, kernel_command, ncu_version, range_command
 
 
@@ -22,7 +22,7 @@ def nowhere(monkeypatch, tmp_path):
     """A machine without ncu."""
     monkeypatch.delenv("NCU", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
-    monkeypatch.setattr(command, "INSTALL_FOLDERS", ())
+    monkeypatch.setattr(nsight, "ROOT", tmp_path / "root")
 
 
 @pytest.mark.usefixtures("nowhere")
@@ -35,11 +35,24 @@ class TestFinding:
         monkeypatch.setenv("PATH", str(tmp_path / "bin"))
         assert find_ncu() == found
 
-    def test_the_newest_in_the_usual_folders(self, monkeypatch, tmp_path):
-        executable(tmp_path / "2024.1.0" / "ncu")
-        newest = executable(tmp_path / "2025.3.1" / "ncu")
-        monkeypatch.setattr(command, "INSTALL_FOLDERS", (f"{tmp_path}/*/ncu",))
-        assert find_ncu() == newest
+    @pytest.mark.parametrize(
+        ("versions", "newest"),
+        [
+            (["cuda-9.2", "cuda-12.4", "cuda-11.8"], "cuda-12.4"),
+            (["cuda", "cuda-12", "cuda-12.4", "cuda-12.10"], "cuda-12.10"),
+        ],
+    )
+    def test_the_newest_toolkit_is_the_one_of_the_highest_numbers(self, tmp_path, versions, newest):
+        for version in versions:
+            executable(tmp_path / "root" / "usr" / "local" / version / "bin" / "ncu")
+        assert find_ncu() == str(tmp_path / "root" / "usr" / "local" / newest / "bin" / "ncu")
+
+    def test_an_installation_of_its_own_goes_before_a_toolkit_and_a_patch_release_before_its_release(self, tmp_path):
+        executable(tmp_path / "root" / "usr" / "local" / "cuda-12.4" / "bin" / "ncu")
+        folder = tmp_path / "root" / "opt" / "nvidia" / "nsight-compute"
+        for version in ("2025.1", "2025.1.1", "2024.10.0"):
+            executable(folder / version / "ncu")
+        assert find_ncu() == str(folder / "2025.1.1" / "ncu")
 
     def test_the_environment_goes_before_the_path(self, monkeypatch, tmp_path):
         executable(tmp_path / "bin" / "ncu")
