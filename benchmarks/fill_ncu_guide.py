@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dpscope.reports.tables import compare_results
-from dpscope.reports.traffic import READ, WRITE, Traffic, compare_traffic
-from dpscope.reports.traffic_text import traffic_verdict
+from dpscope.reports.traffic.data import READ, WRITE, Traffic, compare_traffic
+from dpscope.reports.traffic.text import traffic_verdict
 from dpscope.results.schema import Result
 from dpscope.results.store import ResultStore, write_atomically
-from dpscope.trainers.registry import methods
 from dpscope.units import MISSING, format_ms, format_rate, format_ratio, format_traffic
+from dpscope.vocabulary.methods import methods
 
 GUIDE = Path(__file__).parents[1] / "docs" / "ncu-guide.md"
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"

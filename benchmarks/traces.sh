@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 
 from dpscope.reports.tables import compare_results
-from dpscope.reports.trace import boundness, differences, trace_of, traced
+from dpscope.reports.trace.data import boundness, differences, trace_of, traced
 from dpscope.results.store import ResultStore
 
 folder = Path(sys.argv[1])

@@ -27,7 +27,7 @@ __all__ = ["ends_in_a_sentence"]
 
 if __name__ == "__main__":
     with ends_in_a_sentence():
-        from dpscope.trainers.registry import resolve_method
+        from dpscope.vocabulary.methods import resolve_method
 
         for name in sys.argv[1:]:
             resolve_method(name)

@@ -52,7 +52,7 @@ def one_torch_thread() -> None:
 def no_phase_listener_leaks() -> Iterator[None]:
     """A listener that outlives its test would slow down and distort every later step."""
     yield
-    phases = sys.modules.get("dpscope.instruments.phases")
+    phases = sys.modules.get("dpscope.vocabulary.phases")
     if phases is not None and phases._listeners:
         left = list(phases._listeners)
         phases._listeners.clear()
@@ -75,7 +75,8 @@ def make_spec() -> Callable[..., Any]:
 @pytest.fixture(scope="session")
 def make_result(make_spec: Callable[..., Any]) -> Callable[..., Any]:
     """A result as a measurement would give it: a median in milliseconds, a peak in bytes."""
-    from dpscope.results.schema import OK, Result, result_for
+    from dpscope.results.schema import Result, result_for
+    from dpscope.vocabulary.statuses import OK
 
     def make(
         *, status: str = OK, reason: str | None = None, median: float = 10.0, peak: int = 2**20, **spec: Any

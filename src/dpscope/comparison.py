@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from dpscope.errors import UserError
 from dpscope.packages import MEASURING, require
 from dpscope.reports import export
-from dpscope.reports.against import Against, set_against
+from dpscope.reports.against.data import Against, set_against
 from dpscope.reports.latex import to_latex
 from dpscope.reports.outputs import remove_reports, write_reports
 from dpscope.reports.sharing import with_paths_from
@@ -26,7 +26,7 @@ from dpscope.runner.preflight import require_measurable
 from dpscope.runner.spec import RunSpec, make_sweep
 from dpscope.runner.sweep import SilentObserver, SweepObserver, open_store, run_sweep
 from dpscope.runner.worker import refuse_in_child
-from dpscope.trainers.registry import BUILT_IN, methods, resolve_method
+from dpscope.vocabulary.methods import BUILT_IN, methods, resolve_method
 from dpscope.workloads.configs import WorkloadConfig, find_workload, parse_lora, with_lora
 
 if TYPE_CHECKING:

@@ -9,8 +9,7 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
-import dpscope
-
+PACKAGE = Path(__file__).parent  # the sources of dpscope
 FOLDERS_OF_HOMES = (Path("/home"), Path("/Users"))
 SOMEBODYS = (*FOLDERS_OF_HOMES, Path("/root"))
 
@@ -44,7 +43,7 @@ def shorten_path(file: str) -> str:
 
 def _bases() -> Iterable[Path]:
     installed = [Path(sysconfig.get_path(name)) for name in ("purelib", "platlib", "stdlib", "platstdlib")]
-    others = [Path(dpscope.__file__).parents[1], Path.cwd(), *(Path(entry) for entry in sys.path if entry)]
+    others = [PACKAGE.parent, Path.cwd(), *(Path(entry) for entry in sys.path if entry)]
     return [base for base in (*installed, *others) if base.is_absolute() and not _is_above_homes(base)]
 
 

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from dpscope.comparison import Comparison
+from dpscope.reports.against.page import write_against_page
 from dpscope.reports.page import write_page
-from dpscope.reports.page.against import write_against_page
-from dpscope.results.schema import FAILED, OOM, Result, result_for
+from dpscope.results.schema import Result, result_for
 from dpscope.results.store import ResultStore
+from dpscope.vocabulary.statuses import FAILED, OOM
 
 METHODS = ("standard", "flat", "flash")
 INSTRUMENTS = ("time", "memory", "trace", "ncu")

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from dpscope.results.schema import STATUSES, result_for
+from dpscope.results.schema import result_for
+from dpscope.vocabulary.statuses import STATUSES
 
 from .reading import ALL_DRAWN_JS, data_of, drawings_of, hover
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from dpscope.instruments.estimate import estimate_traffic
-from dpscope.instruments.phases import BACKWARD
-from dpscope.results import families
 from dpscope.runner.assembly import make_trainer
 from dpscope.runner.spec import RunSpec
+from dpscope.vocabulary import families
+from dpscope.vocabulary.phases import BACKWARD
 from dpscope.workloads.configs import make_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -14,13 +14,13 @@ import torch
 from dpscope.instruments.memory import Tracker, attribute
 from dpscope.instruments.timing import no_progress
 from dpscope.results.checks import conservation_faults
-from dpscope.results.components import COMPONENTS, GRADIENTS, PER_SAMPLE_GRADIENTS
 from dpscope.results.schema import Result
 from dpscope.results.store import ResultStore
 from dpscope.runner.assembly import make_trainer
 from dpscope.runner.launcher import Limits, launch
 from dpscope.runner.measure import measure
 from dpscope.runner.spec import RunSpec
+from dpscope.vocabulary.components import COMPONENTS, GRADIENTS, PER_SAMPLE_GRADIENTS
 from dpscope.workloads.configs import make_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

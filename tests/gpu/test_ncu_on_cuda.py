@@ -9,10 +9,10 @@ import torch
 
 from dpscope.instruments.ncu.command import find_ncu
 from dpscope.instruments.ncu.running import try_counters
-from dpscope.instruments.phases import BACKWARD, FORWARD, OPTIMIZER
-from dpscope.results.families import GEMM
 from dpscope.runner.measure import measure
 from dpscope.runner.spec import RunSpec
+from dpscope.vocabulary.families import GEMM
+from dpscope.vocabulary.phases import BACKWARD, FORWARD, OPTIMIZER
 from dpscope.workloads.configs import make_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dpscope.instruments.phases import CLIP, FORWARD, phase
 from dpscope.instruments.trace.capture import Detail, record
 from dpscope.instruments.trace.events import read_trace
 from dpscope.instruments.trace.schedules import Schedule
 from dpscope.instruments.trace.summary import summarise
 from dpscope.runner.measure import measure
 from dpscope.runner.spec import RunSpec
+from dpscope.vocabulary.phases import CLIP, FORWARD, phase
 from dpscope.workloads.configs import make_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

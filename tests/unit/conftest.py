@@ -40,7 +40,7 @@ PEAKS = {
 @pytest.fixture(scope="session")
 def make_memory_result(make_result: Callable[..., Any]) -> Callable[..., Any]:
     """A result of the memory instrument; `peak`: component -> MiB, `unattributed`: MiB beside them."""
-    from dpscope.results.components import COMPONENTS
+    from dpscope.vocabulary.components import COMPONENTS
 
     def make(method: str = "standard", *, peak: dict[str, float] | None = None, unattributed: float = 8, **spec: Any):
         chosen = {**{component.key: 0 for component in COMPONENTS}, **(PEAKS[method] if peak is None else peak)}

@@ -47,7 +47,7 @@ def test_what_needs_no_torch_imports_none():
         *("dpscope", "dpscope.cli", "dpscope.errors", "dpscope.units", "dpscope.comparison"),
         *modules_of(dpscope.reports),
         *modules_of(dpscope.results),
-        *("dpscope.trainers.registry", "dpscope.workloads.configs", "dpscope.runner.spec", "dpscope.runner.sweep"),
+        *("dpscope.vocabulary.methods", "dpscope.workloads.configs", "dpscope.runner.spec", "dpscope.runner.sweep"),
         *("dpscope.runner.worker", "dpscope.commands.compare", "dpscope.commands.report"),
     ]
     loaded = loaded_after_importing(*names)

@@ -14,11 +14,11 @@ import click
 from dpscope.commands.console import make_console
 from dpscope.commands.options import ABOVE_ZERO, CommaList, resolve_device, workload_from, workload_options
 from dpscope.errors import UserError
-from dpscope.results.schema import OOM
 from dpscope.results.store import require_writable
 from dpscope.runner.outcome import outcome_of_exception
 from dpscope.runner.spec import RunSpec
 from dpscope.runner.tracebacks import own_traceback
+from dpscope.vocabulary.statuses import OOM
 from dpscope.workloads.configs import WorkloadConfig
 
 # What torch says of operators that vmap runs sample by sample. The report has a sentence of its own for such modules.

@@ -137,7 +137,7 @@ def _nsys_here_or_anywhere() -> Any:
 def _show(path: Path) -> None:
     from dpscope.instruments.nsys.reading import read_timeline
     from dpscope.instruments.nsys.summary import summarise
-    from dpscope.reports.nsys_text import describe_captures
+    from dpscope.reports.trace.nsys_text import describe_captures
 
     summary = summarise(read_timeline(_exported(path)))
     make_console().print(Group(*describe_captures([(path.stem, summary)])))

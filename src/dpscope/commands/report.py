@@ -14,7 +14,7 @@ from dpscope.commands.console import make_console, name_files
 from dpscope.comparison import Comparison
 from dpscope.errors import UserError
 from dpscope.packages import REPORTING, TABLES, require
-from dpscope.reports.against_text import against_summary
+from dpscope.reports.against.text import against_summary
 from dpscope.reports.figures import parse_formats
 from dpscope.reports.outputs import write_against, write_reports
 

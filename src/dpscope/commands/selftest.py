@@ -19,7 +19,7 @@ def command() -> None:
 def run_local_test(say: Callable[[str], object] = click.echo) -> bool:
     """One step of every method; True if all passed."""
     require("torch")
-    from dpscope.trainers.registry import methods
+    from dpscope.vocabulary.methods import methods
 
     passed = True
     for method in methods().values():

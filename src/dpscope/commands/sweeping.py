@@ -27,8 +27,8 @@ from dpscope.endings import Ended, ending_of
 from dpscope.packages import MEASURING, require
 from dpscope.runner.launcher import Limits
 from dpscope.runner.spec import RunSpec, make_sweep
-from dpscope.trainers.registry import STANDARD, resolve_method
 from dpscope.units import GIB
+from dpscope.vocabulary.methods import STANDARD, resolve_method
 
 
 def sweep_arguments(function: F) -> F:

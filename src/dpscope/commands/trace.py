@@ -11,7 +11,7 @@ import click
 from dpscope.commands.sweeping import follow_sweep, specs_from, sweep_arguments
 from dpscope.comparison import Comparison
 from dpscope.errors import UserError
-from dpscope.reports.tensorboard import write_log
+from dpscope.reports.trace.tensorboard import write_log
 
 # Option -> what it records beside names and times.
 DETAILS = {

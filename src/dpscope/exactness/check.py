@@ -7,12 +7,10 @@ import math
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-import dpscope
 from dpscope import numbers
 from dpscope.audit.check import check_loop
 from dpscope.audit.trainer import loop_maker
@@ -33,12 +31,13 @@ from dpscope.exactness.report import Check, MethodCheck, StepErrors
 from dpscope.exactness.subject import Subject, make_subject, narrows
 from dpscope.exactness.updates import take_update
 from dpscope.flash.oracle import cast_batch
+from dpscope.paths import PACKAGE
 from dpscope.runner.assembly import require_batch_of
 from dpscope.runner.outcome import outcome_of_exception
 from dpscope.sentences import list_names
-from dpscope.trainers.base import TrainerBase, allow_tf32
-from dpscope.trainers.registry import Method, resolve_method
-from dpscope.trainers.registry import methods as all_methods
+from dpscope.trainers.base import TrainerBase, allow_tf32, load_trainer
+from dpscope.vocabulary.methods import Method, resolve_method
+from dpscope.vocabulary.methods import methods as all_methods
 from dpscope.workloads.workload import Workload
 
 # Number format -> torch's, and the relative error of a parameter's clipped sum that counts as exact. Sums of some
@@ -148,7 +147,7 @@ def _audit(
     sizes: Sequence[int] | None,
     progress: Callable[[str], None],
 ) -> Audit:
-    make_loop = loop_maker(method.load(), lambda: subject.fresh(dtype)[0], subject.loss, subject.batch_size)
+    make_loop = loop_maker(load_trainer(method), lambda: subject.fresh(dtype)[0], subject.loss, subject.batch_size)
     seeds = itertools.count(subject.seed)
     batches = (cast_batch(workload.batch(seed, subject.device), dtype) for seed in seeds)
     return check_loop(
@@ -217,7 +216,7 @@ def _check_method(
     limits: dict[str, float],
 ) -> MethodCheck:
     try:
-        trainer = method.load()
+        trainer = load_trainer(method)
         updates = [
             take_update(trainer, subject, clip_norm=clip_norm, dtype=dtype, seed=subject.seed)
             for clip_norm in clip_norms
@@ -301,7 +300,7 @@ def _error_of(rounding: MethodCheck | None, name: str) -> float:
 
 def _their_traceback(error: BaseException) -> str | None:
     """What of a traceback is not dpscope's."""
-    ours = str(Path(dpscope.__file__).parent)
+    ours = str(PACKAGE)
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(ours)]
     return (
         "".join([*traceback.format_list(frames), *traceback.format_exception_only(error)]).rstrip() if frames else None

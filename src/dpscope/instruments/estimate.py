@@ -14,8 +14,8 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dpscope.instruments import launches, phases
 from dpscope.instruments.operators import Moved, distinct, extent, family_of, flops_of, moved_by
+from dpscope.vocabulary import launches, phases
 
 BLIND_SPOTS = (
     "Caches are not seen: what one operator leaves in L2 for the next is counted as DRAM traffic (too high).",

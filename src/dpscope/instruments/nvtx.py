@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from dpscope.instruments.phases import listening
+from dpscope.vocabulary.phases import listening
 
 
 def nvtx_available() -> bool:

@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from dpscope.instruments import phases
-from dpscope.results import families
+from dpscope.vocabulary import families, phases
 
 Named = dict[str, list[Tensor]]  # tensors on the device, by the argument that holds them
 
@@ -198,7 +197,7 @@ _GENERIC = {families.ELEMENTWISE, families.REDUCTION, families.COPY}
 
 
 def family_of(func: Any, args: tuple[Any, ...], phase: str | None) -> str:
-    """The family of results/families.py an operator belongs to, in the phase it ran in."""
+    """The family of vocabulary/families.py an operator belongs to, in the phase it ran in."""
     name = short_name(func)
     if "attention" in name:
         return families.ATTENTION

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpscope.reports.composition import Composition, Timeline, composition_of, in_order, timeline_of
+from dpscope.reports.memory.data import Composition, Timeline, composition_of, in_order, timeline_of
 from dpscope.reports.tables import Row
-from dpscope.results.components import COMPONENTS
 from dpscope.results.store import write_atomically
+from dpscope.vocabulary.components import COMPONENTS
 
 if TYPE_CHECKING:
     import pandas

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dpscope.reports.composition import composition_of, in_order, is_private_only, label_of
 from dpscope.reports.doubt import explain, marked
+from dpscope.reports.memory.data import composition_of, in_order, is_private_only, label_of
 from dpscope.reports.tables import RATES, Row, group_by_size, varying_columns
 from dpscope.reports.words import peak_notes, size_in_words
 from dpscope.results.store import write_atomically

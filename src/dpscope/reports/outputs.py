@@ -7,22 +7,23 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dpscope.errors import UserError
-from dpscope.reports.against import Against
-from dpscope.reports.against_records import AGAINST_CSV, write_against_csv
-from dpscope.reports.against_text import against_summary
-from dpscope.reports.against_words import AGAINST_TITLE
+from dpscope.reports.against.csv import AGAINST_CSV, write_against_csv
+from dpscope.reports.against.data import Against
+from dpscope.reports.against.page import AGAINST_PAGE, write_against_page
+from dpscope.reports.against.text import against_summary
+from dpscope.reports.against.words import AGAINST_TITLE
 from dpscope.reports.export import RESULTS_CSV, TIMELINE_CSV, write_csv
-from dpscope.reports.figures import FIGURES, FORMATS, traffic, write_figures
-from dpscope.reports.figures.traces import write_trace_figures
-from dpscope.reports.figures.traffic import write_traffic_figures
+from dpscope.reports.figures import FIGURES, FORMATS, write_figures
 from dpscope.reports.latex import RESULTS_TEX, write_latex
 from dpscope.reports.page import GENERATOR, PAGE, write_page
-from dpscope.reports.page.against import AGAINST_PAGE, write_against_page
 from dpscope.reports.sharing import with_paths_from
 from dpscope.reports.tables import Row, compare_results, seen_once
 from dpscope.reports.text import TITLE, render_plain, summary
-from dpscope.reports.trace_csv import write_trace_csv
-from dpscope.reports.traffic_csv import KERNELS, TRAFFIC, write_traffic_csv
+from dpscope.reports.trace.csv import write_trace_csv
+from dpscope.reports.trace.figures import write_trace_figures
+from dpscope.reports.traffic import figures as traffic
+from dpscope.reports.traffic.csv import KERNELS, TRAFFIC, write_traffic_csv
+from dpscope.reports.traffic.figures import write_traffic_figures
 from dpscope.results.schema import Result
 from dpscope.results.store import Skipped, write_atomically
 

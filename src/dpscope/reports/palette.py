@@ -11,7 +11,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Sequence
 
-from dpscope.results import families
+from dpscope.vocabulary import families
 
 COMPONENT_COLOURS = {
     "model_parameters": "#332288",

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 from dpscope.reports.doubt import ADVICE, EXPLAINED
 from dpscope.reports.tables import STANDARD, Row
-from dpscope.reports.traffic import APPROXIMATELY, Traffic, compare_traffic
-from dpscope.results.schema import FAILED, OOM, SKIPPED, TIMEOUT
+from dpscope.reports.traffic.data import APPROXIMATELY, Traffic, compare_traffic
 from dpscope.units import format_bytes, format_ms, format_ratio
+from dpscope.vocabulary.statuses import FAILED, OOM, SKIPPED, TIMEOUT
 
 SAME_MEMORY = 0.01
 USUAL = "flat"  # what people have who do not choose: savings are told against it

@@ -14,18 +14,19 @@ from rich.text import Text
 
 from dpscope.reports.bars import Bars, WithBars
 from dpscope.reports.doubt import explain, marked
-from dpscope.reports.memory_text import memory_section, snapshot_section
-from dpscope.reports.nsys_text import nsys_section
+from dpscope.reports.memory.tensors import tensor_section
+from dpscope.reports.memory.text import memory_section, snapshot_section
 from dpscope.reports.settings import all_sizes
 from dpscope.reports.story import tell
 from dpscope.reports.tables import RATES, REPEATS, Row, compare_results, group_by_size, seen_once
-from dpscope.reports.tensors import tensor_section
-from dpscope.reports.trace_text import trace_section
-from dpscope.reports.traffic_text import traffic_section
+from dpscope.reports.trace.nsys_text import nsys_section
+from dpscope.reports.trace.text import trace_section
+from dpscope.reports.traffic.text import traffic_section
 from dpscope.reports.words import peak_notes, shorten
-from dpscope.results.schema import FAILED, Result
+from dpscope.results.schema import Result
 from dpscope.results.store import Skipped
 from dpscope.units import GIB, MISSING, format_bytes, format_ms, format_ratio, format_throughput
+from dpscope.vocabulary.statuses import FAILED
 
 TITLE = "What privacy costs"
 SUMMARY_WIDTH = 110

@@ -12,14 +12,12 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from dpscope.errors import UserError
+from dpscope.vocabulary.statuses import OK, STATUSES
 
 SCHEMA_VERSION = 1
 
 # What each instrument fills in beside the figures that all results have.
 INSTRUMENT_PARTS = ("timeline", "trace", "ncu", "nsys")
-
-OK, OOM, FAILED, TIMEOUT, SKIPPED = STATUSES = ("ok", "oom", "failed", "timeout", "skipped")
-
 
 # What every report reads of a spec.
 SPEC_KEYS = {

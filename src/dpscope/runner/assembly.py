@@ -7,14 +7,14 @@ import torch
 from dpscope.errors import UserError
 from dpscope.flash.oracle import tensors_of
 from dpscope.runner.spec import RunSpec
-from dpscope.trainers.base import TrainerBase, TrainerSettings
-from dpscope.trainers.registry import resolve_method
+from dpscope.trainers.base import TrainerBase, TrainerSettings, load_trainer
+from dpscope.vocabulary.methods import resolve_method
 from dpscope.workloads.workload import Batch, build_workload
 
 
 def make_trainer(spec: RunSpec) -> tuple[TrainerBase, Batch]:
     """The trainer of a spec and the batch it trains on, both on the spec's device."""
-    trainer_class = resolve_method(spec.method).load()
+    trainer_class = load_trainer(resolve_method(spec.method))
     workload = build_workload(spec.workload, batch_size=spec.batch_size, seq_len=spec.seq_len)
     device = torch.device(spec.device)
     torch.manual_seed(spec.seed)

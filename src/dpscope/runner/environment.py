@@ -14,9 +14,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import dpscope
 from dpscope.errors import UserError
 from dpscope.runner.spec import DEVICES
+from dpscope.vocabulary.version import __version__
 
 LIBRARIES = ("opacus", "triton", "transformers", "peft")
 
@@ -29,7 +29,7 @@ def collect(device: str) -> dict[str, Any]:
     import torch
 
     environment: dict[str, Any] = {
-        "dpscope": dpscope.__version__,
+        "dpscope": __version__,
         "git_commit": _git_commit(),
         "python": platform.python_version(),
         "platform": platform.platform(),

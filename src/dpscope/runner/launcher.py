@@ -17,12 +17,13 @@ from typing import IO
 
 from dpscope import numbers
 from dpscope.errors import UserError
-from dpscope.results.schema import TIMEOUT, Result, UnreadableResult, result_for
+from dpscope.results.schema import Result, UnreadableResult, result_for
 from dpscope.results.store import ResultStore, read_result
 from dpscope.runner.outcome import outcome_of_exit
 from dpscope.runner.spec import RunSpec
 from dpscope.runner.worker import DISK_FULL
 from dpscope.units import format_duration
+from dpscope.vocabulary.statuses import TIMEOUT
 
 WORKER = (sys.executable, "-m", "dpscope.runner.worker")
 

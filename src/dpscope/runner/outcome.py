@@ -7,7 +7,7 @@ import signal
 
 from dpscope.errors import MeasurementFailed, UserError
 from dpscope.packages import explain_import_error
-from dpscope.results.schema import FAILED, OOM, SKIPPED
+from dpscope.vocabulary.statuses import FAILED, OOM, SKIPPED
 
 SMALLER = "try a smaller --batch-size or --seq-len, or --dtype bf16"
 

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from dpscope.errors import UserError
-from dpscope.results.schema import OOM
 from dpscope.runner.launcher import Limits
 from dpscope.runner.outcome import outcome_of_exception
 from dpscope.runner.spec import RunSpec
 from dpscope.runner.tracebacks import own_traceback
 from dpscope.runner.worker import claim_stdout, limit_memory
-from dpscope.trainers.registry import STANDARD, resolve_method
 from dpscope.units import format_duration
+from dpscope.vocabulary.methods import STANDARD, resolve_method
+from dpscope.vocabulary.statuses import OOM
 from dpscope.workloads.configs import CustomConfig
 
 REFUSED = 4  # the exit code of the child that looks at the user's code; the sentence is its standard output

@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING
 
 from dpscope.instruments.ncu.reading import PHASE_RANGE
 from dpscope.instruments.nvtx import ProcessRanges, nvtx_phases, nvtx_range
-from dpscope.instruments.phases import STEP, listening
 from dpscope.instruments.processes import end_with_lifeline
-from dpscope.results.schema import OK
 from dpscope.runner.outcome import outcome_of_exception
 from dpscope.runner.spec import RunSpec
+from dpscope.vocabulary.phases import STEP, listening
+from dpscope.vocabulary.statuses import OK
 
 if TYPE_CHECKING:
     from dpscope.runner.steps import TrainingSteps

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from dpscope.results.schema import OK, OOM, SKIPPED, Result
+from dpscope.results.schema import Result
 from dpscope.results.store import ResultStore
 from dpscope.runner.environment import collect_in_child, same_environment
 from dpscope.runner.spec import RunSpec
+from dpscope.vocabulary.statuses import OK, OOM, SKIPPED
 
 # These would come out the same again. A failure or a time-out may have been mended since: it is measured again.
 LASTING = (OK, SKIPPED)

@@ -11,7 +11,7 @@ from typing import Any
 
 from dpscope import numbers
 from dpscope.errors import UserError
-from dpscope.trainers.registry import resolve_method
+from dpscope.vocabulary.methods import resolve_method
 from dpscope.workloads.configs import WorkloadConfig, config_from_dict, config_to_dict
 
 DTYPES = ("fp32", "tf32", "bf16")

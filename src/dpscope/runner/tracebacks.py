@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import sysconfig
 import traceback
-from pathlib import Path
 
-import dpscope
+from dpscope.paths import PACKAGE
 from dpscope.workloads.configs import CustomConfig, WorkloadConfig
 
-_OURS = f"{Path(dpscope.__file__).parent}{os.sep}"  # with the separator: dpscope_experiments.py beside it is not ours
+_OURS = f"{PACKAGE}{os.sep}"  # with the separator: dpscope_experiments.py beside it is not ours
 _INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -13,8 +14,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dpscope.errors import UserError
-from dpscope.instruments.phases import FORWARD, MODEL_LOADED, MODEL_WRAPPED, OPTIMIZER_CREATED, moment, phase
 from dpscope.results.schema import Note
+from dpscope.vocabulary.methods import Method
+from dpscope.vocabulary.phases import FORWARD, MODEL_LOADED, MODEL_WRAPPED, OPTIMIZER_CREATED, moment, phase
 from dpscope.workloads.workload import Batch
 
 if TYPE_CHECKING:
@@ -143,3 +145,9 @@ def require_loss_per_sample(losses: object) -> None:
             "no parameter receives a gradient: the loss is detached from the model (look for .detach(), .item(), "
             "torch.no_grad() and whole numbers)"
         )
+
+
+def load_trainer(method: Method) -> type[TrainerBase]:
+    module, _, attribute = method.trainer.partition(":")
+    trainer: type[TrainerBase] = getattr(importlib.import_module(module), attribute)
+    return trainer

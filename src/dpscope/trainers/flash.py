@@ -12,12 +12,12 @@ from dpscope.flash.engine import FlashEngine
 from dpscope.flash.explanation import OpaqueUnit, felt
 from dpscope.flash.private_optimizer import DPFlashOptimizer
 from dpscope.instruments.memory import Birth, Holding
-from dpscope.instruments.phases import CLIP, NOISE, OPTIMIZER, in_phase
-from dpscope.results.components import ACTIVATION_HOOKS, GRADIENTS, NORM_SAMPLES, PER_SAMPLE_GRADIENTS
 from dpscope.results.schema import Note
 from dpscope.trainers.privacy_rules import require_private_trainable
 from dpscope.trainers.standard import StandardTrainer
 from dpscope.units import format_bytes
+from dpscope.vocabulary.components import ACTIVATION_HOOKS, GRADIENTS, NORM_SAMPLES, PER_SAMPLE_GRADIENTS
+from dpscope.vocabulary.phases import CLIP, NOISE, OPTIMIZER, in_phase
 
 # What the engine holds in local variables only: (function that asked for it, operator) -> component.
 MADE_BY_FLASH = {

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dpscope.instruments.memory import Birth, Holding
-from dpscope.instruments.phases import BACKWARD, CLIP, NOISE, OPTIMIZER, in_phase, phase
-from dpscope.results.components import ACTIVATION_HOOKS, GRADIENTS, NORM_SAMPLES, PER_SAMPLE_GRADIENTS
 from dpscope.trainers.base import TrainerBase
 from dpscope.trainers.opacus_refusals import CallWatch, refusals, require_supported
 from dpscope.trainers.privacy_rules import require_private_trainable
+from dpscope.vocabulary.components import ACTIVATION_HOOKS, GRADIENTS, NORM_SAMPLES, PER_SAMPLE_GRADIENTS
+from dpscope.vocabulary.phases import BACKWARD, CLIP, NOISE, OPTIMIZER, in_phase, phase
 from dpscope.workloads.workload import Batch
 
 # Opacus's hooks fire for the first layer too, whose input needs no gradient: that is meant, and is said every time.

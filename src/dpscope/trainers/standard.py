@@ -3,8 +3,8 @@
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dpscope.instruments.phases import BACKWARD, OPTIMIZER, phase
 from dpscope.trainers.base import TrainerBase
+from dpscope.vocabulary.phases import BACKWARD, OPTIMIZER, phase
 
 
 class StandardTrainer(TrainerBase):

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from dpscope.cli import main
-from dpscope.trainers import registry
+from dpscope.vocabulary import methods as registry
 
 SMALL = ["--num-layers", "1", "--hidden-dim", "16", "--num-heads", "2", "--vocab-size", "50", "--max-seq-len", "32"]
 

@@ -6,7 +6,7 @@ import pytest
 from click.testing import CliRunner
 
 from dpscope.cli import main
-from dpscope.trainers.registry import methods
+from dpscope.vocabulary.methods import methods
 
 
 @pytest.fixture

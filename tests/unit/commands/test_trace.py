@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from dpscope.cli import main
 from dpscope.reports.tables import compare_results
-from dpscope.reports.trace import differences
+from dpscope.reports.trace.data import differences
 from dpscope.results.store import ResultStore
 
 pytestmark = pytest.mark.timeout(900)  # six children, a minute in all; several on a machine that others use
@@ -204,7 +204,7 @@ def test_a_log_folder_that_is_a_file_is_refused_before_anything_is_measured(run,
 
 def test_without_tensorboard_everything_else_is_there_and_a_sentence_says_so(rows, tmp_path, monkeypatch):
     from dpscope.errors import UserError
-    from dpscope.reports.tensorboard import write_log
+    from dpscope.reports.trace.tensorboard import write_log
 
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(UserError, match=r"pip install tensorboard$"):
@@ -213,7 +213,7 @@ def test_without_tensorboard_everything_else_is_there_and_a_sentence_says_so(row
 
 
 def test_a_log_replaces_one_of_the_same_name(sweep, rows, tmp_path):
-    from dpscope.reports.tensorboard import write_log
+    from dpscope.reports.trace.tensorboard import write_log
 
     _, folder, _ = sweep
     first = write_log(rows, folder, tmp_path)

@@ -9,7 +9,7 @@ import pytest
 
 from dpscope.exactness.check import check
 from dpscope.exactness.report import Check, MethodCheck
-from dpscope.trainers import registry
+from dpscope.vocabulary import methods as registry
 
 
 @pytest.fixture

@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from dpscope.instruments import launches, phases
 from dpscope.instruments.estimate import estimate_traffic
-from dpscope.results import families
+from dpscope.vocabulary import families, launches, phases
 
 METHODS = ("standard", "flat", "ghost", "flash")
 F32 = 4  # bytes

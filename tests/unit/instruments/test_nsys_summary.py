@@ -12,7 +12,7 @@ from nsys_exports import AUTOGRAD, MAIN, Export, a_step
 
 from dpscope.instruments.nsys.reading import UnreadableCapture, read_timeline
 from dpscope.instruments.nsys.summary import BETWEEN, summarise
-from dpscope.instruments.phases import PHASES
+from dpscope.vocabulary.phases import PHASES
 
 REAL = Path(__file__).parents[2] / "data" / "nsys_step.sqlite"  # one step on an H200, without NVTX ranges
 

@@ -9,8 +9,8 @@ import torch
 
 from dpscope.instruments import nvtx
 from dpscope.instruments.nvtx import nvtx_phases, nvtx_range
-from dpscope.instruments.phases import BACKWARD, CLIP, FORWARD, phase
 from dpscope.runner.assembly import make_trainer
+from dpscope.vocabulary.phases import BACKWARD, CLIP, FORWARD, phase
 
 
 @pytest.fixture

@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 
 from dpscope.errors import UserError
-from dpscope.reports.against import set_against
-from dpscope.reports.against_words import headline, sentences
-from dpscope.reports.page.against import render_against
-from dpscope.reports.page.charts.changes import MOST, change_charts
+from dpscope.reports.against.chart import MOST, change_charts
+from dpscope.reports.against.data import set_against
+from dpscope.reports.against.page import render_against
+from dpscope.reports.against.words import headline, sentences
 
 MIB = 2**20
 

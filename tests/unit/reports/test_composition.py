@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from dpscope.reports.composition import (
+from dpscope.reports.memory.data import (
     Composition,
     composition_of,
     in_order,
@@ -15,7 +15,7 @@ from dpscope.reports.composition import (
     timeline_of,
 )
 from dpscope.reports.tables import compare_results
-from dpscope.results.components import COMPONENTS
+from dpscope.vocabulary.components import COMPONENTS
 
 MIB = 2**20
 

@@ -7,21 +7,21 @@ from dataclasses import replace
 
 import pytest
 
-from dpscope.reports.against import set_against
-from dpscope.reports.against_text import against_summary
+from dpscope.reports.against.data import set_against
+from dpscope.reports.against.text import against_summary
 from dpscope.reports.doubt import FEW, NO_SPREAD, UNSTEADY, doubt_of_times, explain, marked
 from dpscope.reports.export import to_records
-from dpscope.reports.figures.tradeoff import draw_tradeoff
 from dpscope.reports.latex import to_latex
-from dpscope.reports.page.charts.operators import operators
-from dpscope.reports.page.charts.phases import phases
-from dpscope.reports.page.charts.time import step_time
 from dpscope.reports.page.headline import make_headline
 from dpscope.reports.page.table import make_table
 from dpscope.reports.settings import all_sizes
 from dpscope.reports.story import tell
 from dpscope.reports.tables import compare_results
 from dpscope.reports.text import render_plain, summary
+from dpscope.reports.time.chart import step_time
+from dpscope.reports.time.tradeoff_figure import draw_tradeoff
+from dpscope.reports.trace.operators_chart import operators
+from dpscope.reports.trace.phases_chart import phases
 from dpscope.units import MISSING
 
 from .trace_results import make_trace, operator

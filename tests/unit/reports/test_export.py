@@ -13,7 +13,7 @@ from dpscope.comparison import Comparison
 from dpscope.reports.export import to_pandas, to_records, write_csv
 from dpscope.reports.latex import escape, to_latex, write_latex
 from dpscope.reports.tables import compare_results
-from dpscope.results.components import COMPONENTS
+from dpscope.vocabulary.components import COMPONENTS
 
 MIB = 2**20
 

@@ -14,15 +14,15 @@ from matplotlib.patches import Rectangle
 from matplotlib.text import Text
 
 from dpscope.errors import UserError
-from dpscope.reports.composition import composition_of, label_of, timeline_of
 from dpscope.reports.figures import FIGURES, parse_formats, suffixed, write_figures
-from dpscope.reports.figures.breakdown import draw_breakdown
 from dpscope.reports.figures.labels import spread
 from dpscope.reports.figures.style import DPI, PAGE_WIDTH, SMALL
-from dpscope.reports.figures.timeline import draw_timeline
-from dpscope.reports.figures.tradeoff import draw_tradeoff
+from dpscope.reports.memory.breakdown_figure import draw_breakdown
+from dpscope.reports.memory.data import composition_of, label_of, timeline_of
+from dpscope.reports.memory.timeline_figure import draw_timeline
 from dpscope.reports.palette import COMPONENT_COLOURS, METHOD_COLOURS, colour_of
 from dpscope.reports.tables import compare_results
+from dpscope.reports.time.tradeoff_figure import draw_tradeoff
 
 MIB = 2**20
 LONG = "my_packages_own_private_method_with_a_rather_long_name"

@@ -13,7 +13,7 @@ import pytest
 
 from dpscope.reports import guide
 from dpscope.reports.tables import compare_results
-from dpscope.reports.traffic import compare_traffic
+from dpscope.reports.traffic.data import compare_traffic
 from dpscope.results.store import ResultStore
 
 from .traffic_results import results_for

@@ -9,9 +9,9 @@ from nsys_exports import a_step
 
 from dpscope.instruments.nsys.reading import read_timeline
 from dpscope.instruments.nsys.summary import summarise
-from dpscope.reports.nsys_text import agreement
 from dpscope.reports.tables import Row
 from dpscope.reports.text import render_plain, summary
+from dpscope.reports.trace.nsys_text import agreement
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from dpscope.reports.tables import compare_results, group_by_size, seen_once, varying_columns
-from dpscope.results.schema import STATUSES
+from dpscope.vocabulary.statuses import STATUSES
 
 
 def ratios(results):

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from dpscope.reports.page.charts.tensors import tensors_at_peak
+from dpscope.reports.memory.tensors import SHOWN, tensors_of
+from dpscope.reports.memory.tensors_chart import tensors_at_peak
 from dpscope.reports.tables import compare_results
-from dpscope.reports.tensors import SHOWN, tensors_of
 from dpscope.reports.text import render_plain, summary
 
 MIB = 2**20

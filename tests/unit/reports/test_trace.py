@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dpscope.reports.tables import compare_results
 from dpscope.reports.text import render_plain, summary
-from dpscope.reports.trace import boundness, differences
+from dpscope.reports.trace.data import boundness, differences
 from dpscope.results.schema import parse_result
 
 from .test_figures import extent, overlapping, texts
@@ -162,7 +162,7 @@ def test_rows_without_traces_add_nothing_to_the_summary(make_result):
 
 
 def test_figures_are_drawn_from_traces(rows, tmp_path):
-    from dpscope.reports.figures.traces import TRACE_FIGURES
+    from dpscope.reports.trace.figures import TRACE_FIGURES
 
     found = rows(standard=make_trace(GPU, 0.0, idle=3.0), flat=make_trace([*GPU, *GPU[:0]], 0.0, idle=4.0))
     drawn = {name: draw(found) for name, draw in TRACE_FIGURES.items()}
@@ -173,7 +173,7 @@ def test_figures_are_drawn_from_traces(rows, tmp_path):
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_no_two_words_cover_each_other_in_a_figure(rows, count):
-    from dpscope.reports.figures.traces import TRACE_FIGURES
+    from dpscope.reports.trace.figures import TRACE_FIGURES
 
     def many(method):
         return [operator(f"aten::a_rather_long_name_of_{method}_{n}", "clip", 0.1 * 3**n, gpu=True) for n in range(9)]
@@ -190,7 +190,7 @@ def test_no_two_words_cover_each_other_in_a_figure(rows, count):
 
 
 def test_nothing_is_drawn_without_traces(make_result):
-    from dpscope.reports.figures.traces import TRACE_FIGURES
+    from dpscope.reports.trace.figures import TRACE_FIGURES
 
     assert [draw(compare_results([make_result()])) for draw in TRACE_FIGURES.values()] == [None, None, None]
 
@@ -198,7 +198,7 @@ def test_nothing_is_drawn_without_traces(make_result):
 def test_the_tables_are_there_in_full_as_csv(rows, tmp_path):
     import pandas as pd
 
-    from dpscope.reports.trace_csv import write_trace_csv
+    from dpscope.reports.trace.csv import write_trace_csv
 
     (path,) = write_trace_csv(rows(standard=make_trace(STANDARD), flat=make_trace(FLAT)), tmp_path)
     table = pd.read_csv(path)
@@ -208,6 +208,6 @@ def test_the_tables_are_there_in_full_as_csv(rows, tmp_path):
 
 
 def test_no_traces_no_csv(make_result, tmp_path):
-    from dpscope.reports.trace_csv import write_trace_csv
+    from dpscope.reports.trace.csv import write_trace_csv
 
     assert write_trace_csv(compare_results([make_result()]), tmp_path) == []

@@ -7,11 +7,11 @@ import itertools
 
 import pytest
 
-from dpscope.reports.figures.roofline import draw_roofline
-from dpscope.reports.figures.traffic import write_traffic_figures
-from dpscope.reports.figures.traffic_bytes import draw_traffic_bytes
 from dpscope.reports.palette import METHOD_COLOURS
 from dpscope.reports.tables import compare_results
+from dpscope.reports.traffic.bytes_figure import draw_traffic_bytes
+from dpscope.reports.traffic.figures import write_traffic_figures
+from dpscope.reports.traffic.roofline_figure import draw_roofline
 
 from .traffic_results import kernel_rows, results_for, traffic_of
 

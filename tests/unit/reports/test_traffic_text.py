@@ -7,8 +7,8 @@ from rich.console import Group
 
 from dpscope.reports.tables import compare_results
 from dpscope.reports.text import render_plain, summary
-from dpscope.reports.traffic import compare_traffic
-from dpscope.reports.traffic_text import traffic_section, traffic_verdict
+from dpscope.reports.traffic.data import compare_traffic
+from dpscope.reports.traffic.text import traffic_section, traffic_verdict
 
 from .traffic_results import REASON, results_for
 

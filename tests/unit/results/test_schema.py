@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dpscope.results.schema import SCHEMA_VERSION, STATUSES, Result, UnreadableResult, parse_result
+from dpscope.results.schema import SCHEMA_VERSION, Result, UnreadableResult, parse_result
+from dpscope.vocabulary.statuses import STATUSES
 
 
 @pytest.fixture

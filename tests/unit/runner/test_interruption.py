@@ -11,8 +11,8 @@ import subprocess
 
 import pytest
 
-from dpscope.results.schema import FAILED, OK
 from dpscope.results.store import ResultStore, read_result
+from dpscope.vocabulary.statuses import FAILED, OK
 
 ROWS = (1, 2)  # batch sizes
 

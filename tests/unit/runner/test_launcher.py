@@ -14,13 +14,13 @@ import pytest
 
 from dpscope.errors import UserError
 from dpscope.packages import install_command
-from dpscope.results.schema import FAILED, OK, OOM, SKIPPED, TIMEOUT
 from dpscope.results.store import ResultStore, read_result
 from dpscope.runner import launcher
 from dpscope.runner.launcher import Limits, launch
 from dpscope.runner.measure import measure_or_explain
 from dpscope.runner.outcome import outcome_of_exception, outcome_of_exit
 from dpscope.runner.worker import DISK_FULL
+from dpscope.vocabulary.statuses import FAILED, OK, OOM, SKIPPED, TIMEOUT
 
 # How every stand-in worker begins: with the request that the parent hands it.
 READ_REQUEST = "import json, os, signal, sys, time\nrequest = json.loads(sys.stdin.readline())\n"

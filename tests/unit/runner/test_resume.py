@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 from dpscope.errors import UserError
-from dpscope.results.schema import FAILED, OK, OOM, SKIPPED, TIMEOUT
 from dpscope.results.store import ResultStore
 from dpscope.runner import resume, sweep
 from dpscope.runner.environment import IDENTITY, collect
 from dpscope.runner.launcher import Limits
 from dpscope.runner.resume import finished_rows, still_valid
 from dpscope.runner.sweep import open_store, run_sweep
+from dpscope.vocabulary.statuses import FAILED, OK, OOM, SKIPPED, TIMEOUT
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from torch import nn
 from dpscope.errors import UserError
 from dpscope.exactness.check import check
 from dpscope.runner.outcome import outcome_of_exception
-from dpscope.trainers.base import TrainerSettings
-from dpscope.trainers.registry import resolve_method
+from dpscope.trainers.base import TrainerSettings, load_trainer
+from dpscope.vocabulary.methods import resolve_method
 
 from .refused_models import BATCH, REFUSED, WORKS, Positions, calling, features, workload
 
@@ -20,7 +20,7 @@ CASES = [(name, method) for name, (_, methods, _) in REFUSED.items() for method 
 
 
 def train(work, method, steps=2):
-    trainer = resolve_method(method).load()(work.model(), work.loss, TrainerSettings(batch_size=BATCH))
+    trainer = load_trainer(resolve_method(method))(work.model(), work.loss, TrainerSettings(batch_size=BATCH))
     batch = work.batch(0, torch.device("cpu"))
     for _ in range(steps):
         trainer.train_step(batch)
@@ -94,7 +94,7 @@ def test_calls_are_looked_at_in_the_first_step_only():
 def test_the_first_step_is_what_it_is_without_being_looked_at(monkeypatch):
     def first_gradient():
         torch.manual_seed(0)
-        trainer = resolve_method("flat").load()(
+        trainer = load_trainer(resolve_method("flat"))(
             nn.Sequential(nn.Dropout(0.5), nn.Linear(8, 8)),
             lambda model, x: model(x).flatten(1).square().mean(1),
             TrainerSettings(batch_size=BATCH, noise_multiplier=0.0),

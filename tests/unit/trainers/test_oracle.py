@@ -16,8 +16,8 @@ from dpscope.errors import UserError
 from dpscope.runner.assembly import make_trainer
 from dpscope.runner.spec import RunSpec
 from dpscope.trainers.base import TrainerSettings
-from dpscope.trainers.registry import methods
 from dpscope.trainers.standard import StandardTrainer
+from dpscope.vocabulary.methods import methods
 from dpscope.workloads.configs import make_config
 from dpscope.workloads.workload import build_workload
 

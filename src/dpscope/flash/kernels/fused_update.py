@@ -46,8 +46,8 @@ from dpscope.flash.kernels.tensor_lists import (
     size_at,
 )
 from dpscope.flash.kernels.triton_runtime import Backend, jit, launch_on, tl
-from dpscope.instruments.launches import Launch, announce
-from dpscope.results.families import OPTIMIZER
+from dpscope.vocabulary.families import OPTIMIZER
+from dpscope.vocabulary.launches import Launch, announce
 
 
 def fused_sgd_(

@@ -65,8 +65,8 @@ from dpscope.flash.kernels.triton_runtime import (
     use_triton,
     with_aligned_rows,
 )
-from dpscope.instruments.launches import Launch, announce
-from dpscope.results.families import CLIPPING
+from dpscope.vocabulary.families import CLIPPING
+from dpscope.vocabulary.launches import Launch, announce
 
 CHUNK_BYTES = 64 * 2**20
 """The fallback holds no temporary larger than this."""

@@ -40,8 +40,8 @@ from dpscope.flash.kernels.tensor_lists import (
     size_at,
 )
 from dpscope.flash.kernels.triton_runtime import Backend, jit, launch_on, tl
-from dpscope.instruments.launches import Launch, announce
-from dpscope.results.families import NOISE
+from dpscope.vocabulary.families import NOISE
+from dpscope.vocabulary.launches import Launch, announce
 
 _WORD = 2**32 - 1
 # Elements of noise torch makes at a time: the words stay in cache. 13 ns an element on one core of an AMD EPYC

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from dpscope.flash.kernels.triton_runtime import Backend, jit, launch_on, tl, use_triton
-from dpscope.instruments.launches import Launch, announce
-from dpscope.results.families import CLIPPING
+from dpscope.vocabulary.families import CLIPPING
+from dpscope.vocabulary.launches import Launch, announce
 
 ROWS = 128
 """Positions a program sums: fixed, so that one long sample is many programs and the order of addition never varies."""

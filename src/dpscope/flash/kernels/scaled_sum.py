@@ -50,8 +50,8 @@ from dpscope.flash.kernels.triton_runtime import (
     use_triton,
     with_aligned_rows,
 )
-from dpscope.instruments.launches import Launch, announce
-from dpscope.results.families import GEMM
+from dpscope.vocabulary.families import GEMM
+from dpscope.vocabulary.launches import Launch, announce
 
 MIN_SCALE = 2.0**-100
 """Smaller factors count as zero."""

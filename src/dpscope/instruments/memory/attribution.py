@@ -21,7 +21,7 @@ from dpscope.errors import UserError
 from dpscope.instruments.memory.record import BEFORE, DIED, RELEASED, Birth, Life, Record
 from dpscope.instruments.memory.use import Belonging, MemoryUse, component_at
 from dpscope.results.checks import require_conserved
-from dpscope.results.components import ACTIVATION_HOOKS, ACTIVATIONS, KEYS, TEMP_MATRICES, UNATTRIBUTED
+from dpscope.vocabulary.components import ACTIVATION_HOOKS, ACTIVATIONS, KEYS, TEMP_MATRICES, UNATTRIBUTED
 
 Rule = Callable[[Birth], str | None]
 

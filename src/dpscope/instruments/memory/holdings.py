@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from dpscope.instruments.memory.tracker import Holding
-from dpscope.results.components import GRADIENTS, MODEL_PARAMETERS, OPTIMIZER_STATES
+from dpscope.vocabulary.components import GRADIENTS, MODEL_PARAMETERS, OPTIMIZER_STATES
 
 
 def model_holdings(model: nn.Module, optimizer: Optimizer) -> Iterator[Holding]:

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from dpscope.instruments.peaks import storage_bytes
-from dpscope.instruments.phases import BACKWARD, FORWARD, MODEL_LOADED, MODEL_WRAPPED, OPTIMIZER_CREATED
 from dpscope.units import mib
+from dpscope.vocabulary.phases import BACKWARD, FORWARD, MODEL_LOADED, MODEL_WRAPPED, OPTIMIZER_CREATED
 
 # Stage -> the snapshot's name. Wrapping is a stage of private training alone.
 STAGES = {

@@ -26,8 +26,8 @@ from torch.utils.weak import TensorWeakRef
 from dpscope.instruments.memory.code_lines import Asker, ForwardLines, find_asker
 from dpscope.instruments.memory.module_paths import ModulePaths, in_backward
 from dpscope.instruments.memory.record import BEFORE, BORN, DIED, ELSEWHERE, RELEASED, RESIZED, Birth, Life, Record
-from dpscope.instruments.phases import listening
-from dpscope.results.components import ACTIVATION_HOOKS
+from dpscope.vocabulary.components import ACTIVATION_HOOKS
+from dpscope.vocabulary.phases import listening
 
 Holding = tuple[str, str, Tensor]  # (component, path of the module it belongs to, tensor)
 Step = Callable[[], object]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from dpscope.results.families import (
+from dpscope.vocabulary.families import (
     ATTENTION,
     CLIPPING,
     COPY,

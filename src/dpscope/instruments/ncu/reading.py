@@ -14,8 +14,8 @@ from pathlib import Path
 
 from dpscope.errors import UserError
 from dpscope.instruments.ncu.command import find_ncu, import_command
-from dpscope.instruments.phases import PHASES
 from dpscope.packages import install_command
+from dpscope.vocabulary.phases import PHASES
 
 IMPORT_SECONDS = 300.0
 PHASE_RANGE = "dpscope.phase."  # how the phases of a step are called in NVTX; found again wherever ncu prints ranges

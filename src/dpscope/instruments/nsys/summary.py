@@ -20,7 +20,7 @@ from typing import Any
 
 from dpscope.instruments.ncu.families import short_name
 from dpscope.instruments.nsys.reading import COPY, KERNEL, MEMSET, Activity, Call, Range, Timeline
-from dpscope.instruments.phases import PHASES, STEP
+from dpscope.vocabulary.phases import PHASES, STEP
 
 BETWEEN = "between phases"  # launched in none of them
 KEPT_NAMES = 40  # kernels and calls listed by name; the rest is added up

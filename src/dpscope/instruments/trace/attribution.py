@@ -6,9 +6,9 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from dpscope.instruments.phases import PHASES
 from dpscope.instruments.trace.capture import MODULE, WAIT
 from dpscope.instruments.trace.events import ANNOTATION, OPERATOR, Event, Trace
+from dpscope.vocabulary.phases import PHASES
 
 BETWEEN = "between phases"
 NO_MODULE = "(no module)"

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function
 
-from dpscope.instruments.phases import listening
 from dpscope.instruments.timing import Progress, Step, no_progress
 from dpscope.instruments.trace.chrome import chrome_trace
 from dpscope.instruments.trace.schedules import Schedule
+from dpscope.vocabulary.phases import listening
 
 WAIT = "wait for the GPU"  # our own synchronisation at the end of a step: none of the step's
 RECORDING = (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)

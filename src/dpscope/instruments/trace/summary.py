@@ -9,7 +9,6 @@ from math import ceil
 from typing import Any
 
 from dpscope.instruments.ncu.families import family_of, short_name
-from dpscope.instruments.phases import PHASES
 from dpscope.instruments.trace.attribution import (
     BETWEEN,
     ModuleTable,
@@ -22,6 +21,7 @@ from dpscope.instruments.trace.attribution import (
 from dpscope.instruments.trace.capture import MODULE, WAIT
 from dpscope.instruments.trace.events import Event, Trace
 from dpscope.instruments.trace.findings import casts, copies, synchronisations
+from dpscope.vocabulary.phases import PHASES
 
 POINTS = 500  # of memory over time
 MOST = 40  # kernels and operators that are listed; the rest is summed up in one line

@@ -6,11 +6,11 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from dpscope.reports.figures.breakdown import draw_breakdown
 from dpscope.reports.figures.style import FORMATS, parse_formats, save
-from dpscope.reports.figures.timeline import draw_timeline
-from dpscope.reports.figures.tradeoff import draw_tradeoff
+from dpscope.reports.memory.breakdown_figure import draw_breakdown
+from dpscope.reports.memory.timeline_figure import draw_timeline
 from dpscope.reports.tables import Row, group_by_size, varying_columns
+from dpscope.reports.time.tradeoff_figure import draw_tradeoff
 
 __all__ = ["FIGURES", "FORMATS", "parse_formats", "write_figures"]
 

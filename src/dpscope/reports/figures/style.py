@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from dpscope.errors import UserError
-from dpscope.reports.composition import is_private_only, label_of
+from dpscope.reports.memory.data import is_private_only, label_of
 from dpscope.reports.palette import colour_of
 from dpscope.reports.tables import Row
 from dpscope.reports.words import size_in_words

@@ -10,7 +10,7 @@ from dpscope.reports.page.looks import looks_of
 from dpscope.reports.settings import Size
 from dpscope.reports.story import OUTCOMES, estimated, tell
 from dpscope.reports.tables import RATES, Row
-from dpscope.reports.traffic import Traffic, compare_traffic
+from dpscope.reports.traffic.data import Traffic, compare_traffic
 from dpscope.units import MISSING, format_bytes, format_ms, format_ratio, format_throughput, format_traffic
 
 

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import dpscope
 from dpscope.reports.page.beside import files_beside
 from dpscope.reports.page.chart import Chart
 from dpscope.reports.page.charts import make_charts
@@ -22,6 +21,7 @@ from dpscope.reports.tables import compare_results
 from dpscope.reports.text import TITLE, notes
 from dpscope.results.schema import Result
 from dpscope.results.store import Skipped, write_atomically
+from dpscope.vocabulary.version import __version__
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -66,7 +66,7 @@ def render_page(
         .get_template("page.html.jinja")
         .render(
             title=title,
-            version=dpscope.__version__,
+            version=__version__,
             icon=ICON,
             style=_text("static/page.css"),
             scripts=scripts,

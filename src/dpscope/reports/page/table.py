@@ -12,7 +12,7 @@ from dpscope.reports.page.looks import looks_of
 from dpscope.reports.settings import SPEAK_FOR_THEMSELVES, all_sizes
 from dpscope.reports.story import estimated
 from dpscope.reports.tables import RATES, REPEATS, Rate, Row, varying_columns
-from dpscope.reports.traffic import Traffic, compare_traffic
+from dpscope.reports.traffic.data import Traffic, compare_traffic
 from dpscope.reports.words import size_in_words
 from dpscope.units import MISSING, format_bytes, format_ms, format_ratio, format_throughput, format_traffic
 

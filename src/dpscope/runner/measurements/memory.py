@@ -17,18 +17,18 @@ from dpscope.flash.oracle import tensors_of
 from dpscope.instruments.memory import Holding, MemoryUse, Tracker, attribute
 from dpscope.instruments.memory.snapshots import AFTER_WARMUP, Snapshots
 from dpscope.instruments.peaks import cpu_peak, cublas_workspace_bytes, cuda_peak, write_memory_history
-from dpscope.instruments.phases import listening
 from dpscope.instruments.timing import Progress
 from dpscope.results.checks import NotConserved, conservation_faults
-from dpscope.results.components import INPUTS, KEYS, UNATTRIBUTED
 from dpscope.results.schema import Result, result_for
 from dpscope.runner import environment
 from dpscope.runner.rules import load_rule
 from dpscope.runner.spec import RunSpec
 from dpscope.runner.steps import TrainingSteps
 from dpscope.trainers.base import TrainerBase
-from dpscope.trainers.registry import resolve_method
 from dpscope.units import mib
+from dpscope.vocabulary.components import INPUTS, KEYS, UNATTRIBUTED
+from dpscope.vocabulary.methods import resolve_method
+from dpscope.vocabulary.phases import listening
 from dpscope.workloads.workload import Batch
 
 ITERATIONS = 3  # untracked steps with snapshots, at most: every step of a run is like the next

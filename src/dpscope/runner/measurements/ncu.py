@@ -30,12 +30,13 @@ from dpscope.instruments.ncu.metrics import (
 from dpscope.instruments.ncu.reading import Action, UnreadableReport, read_report
 from dpscope.instruments.ncu.running import Capture, capture, one_pass_metrics
 from dpscope.instruments.timing import Progress
-from dpscope.results.schema import OK, Result, result_for
+from dpscope.results.schema import Result, result_for
 from dpscope.runner import environment
 from dpscope.runner.launcher import ROW_SECONDS
 from dpscope.runner.ranged_step import OUTCOME, program
 from dpscope.runner.spec import RunSpec
 from dpscope.runner.steps import TrainingSteps
+from dpscope.vocabulary.statuses import OK
 
 STEP_REPORT, KERNELS_REPORT = "step.ncu-rep", "kernels.ncu-rep"
 MOST_SECONDS = 900.0

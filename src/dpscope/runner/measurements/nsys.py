@@ -19,10 +19,11 @@ from dpscope.instruments.nsys.reading import UnreadableCapture, read_timeline
 from dpscope.instruments.nsys.running import Capture, take
 from dpscope.instruments.nsys.summary import summarise
 from dpscope.instruments.timing import Progress
-from dpscope.results.schema import FAILED, OK, Result, result_for
+from dpscope.results.schema import Result, result_for
 from dpscope.runner import environment
 from dpscope.runner.ranged_step import OUTCOME, program
 from dpscope.runner.spec import RunSpec
+from dpscope.vocabulary.statuses import FAILED, OK
 
 
 def measure(spec: RunSpec, progress: Progress, files: Path) -> Result:

@@ -10,8 +10,8 @@ from dpscope.flash.kernels.gram_norms import GramUnit, gram_norms_squared
 from dpscope.flash.kernels.philox_noise import add_noise_
 from dpscope.flash.kernels.sample_sums import layer_norm_sums
 from dpscope.flash.kernels.scaled_sum import scaled_sums
-from dpscope.instruments.launches import hearing
-from dpscope.results import families
+from dpscope.vocabulary import families
+from dpscope.vocabulary.launches import hearing
 
 B, T, D, P = 2, 16, 32, 16
 

@@ -10,8 +10,8 @@ import torch
 
 from dpscope.instruments.memory import Tracker
 from dpscope.instruments.peaks import storage_bytes
-from dpscope.results.components import COMPONENTS
 from dpscope.runner.measurements.memory import _holdings
+from dpscope.vocabulary.components import COMPONENTS
 
 from .allocator_events import allocator_peak
 from .steps import METHODS, WORKLOADS, tracked_step, trainer_of

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dpscope.instruments.memory import Tracker, attribute, model_holdings, track
 from dpscope.instruments.memory.record import RELEASED
-from dpscope.instruments.phases import phase
+from dpscope.vocabulary.phases import phase
 
 KB = 1024
 

@@ -10,7 +10,7 @@ import pytest
 import dpscope.flash.kernels.triton_runtime as kernels_home
 from dpscope.instruments.ncu.families import family_of, short_name
 from dpscope.instruments.ncu.reading import read_report
-from dpscope.results.families import (
+from dpscope.vocabulary.families import (
     ATTENTION,
     CLIPPING,
     COPY,

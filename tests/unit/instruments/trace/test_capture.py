@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-from dpscope.instruments.phases import BACKWARD, CLIP, FORWARD, OPTIMIZER, phase
 from dpscope.instruments.trace.capture import MODULE, Detail, module_ranges, record
 from dpscope.instruments.trace.events import parse_events, read_trace
 from dpscope.instruments.trace.schedules import Schedule
 from dpscope.instruments.trace.summary import summarise
 from dpscope.results.store import NO_ROOM
+from dpscope.vocabulary.phases import BACKWARD, CLIP, FORWARD, OPTIMIZER, phase
 
 EVERYTHING = Detail(shapes=True, memory=True, stacks=True, modules=True, flops=True)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from dpscope.reports.page.charts.scaling import scaling_over_batch, scaling_over_sequence
-from dpscope.reports.page.charts.tradeoff import tradeoff
 from dpscope.reports.palette import method_colours
 from dpscope.reports.tables import compare_results
+from dpscope.reports.time.scaling_chart import scaling_over_batch, scaling_over_sequence
+from dpscope.reports.time.tradeoff_chart import tradeoff
 
 MIB = 2**20
 

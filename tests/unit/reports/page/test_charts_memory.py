@@ -8,14 +8,14 @@ from itertools import accumulate
 
 import pytest
 
-from dpscope.reports.composition import Phase, Timeline, composition_of, timeline_of
-from dpscope.reports.page.charts.folding import fold
-from dpscope.reports.page.charts.layers import LINES, layers_memory, layers_time
-from dpscope.reports.page.charts.memory_peak import memory_peak
-from dpscope.reports.page.charts.memory_timeline import PANELS, memory_timeline, phase_at
-from dpscope.reports.page.charts.thinning import MOMENTS, moments
+from dpscope.reports.memory.data import Phase, Timeline, composition_of, timeline_of
+from dpscope.reports.memory.peak_chart import memory_peak
+from dpscope.reports.memory.thinning import MOMENTS, moments
+from dpscope.reports.memory.timeline_chart import PANELS, memory_timeline, phase_at
 from dpscope.reports.page.render import render_page
 from dpscope.reports.tables import compare_results
+from dpscope.reports.trace.folding import fold
+from dpscope.reports.trace.layers_chart import LINES, layers_memory, layers_time
 from tests.unit.conftest import MIB, make_timeline
 from tests.unit.reports.trace_results import make_trace, operator
 

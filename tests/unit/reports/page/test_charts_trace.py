@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from dpscope.reports.page.charts.operators import SHOWN, operators
-from dpscope.reports.page.charts.phases import phases
 from dpscope.reports.tables import compare_results
+from dpscope.reports.trace.operators_chart import SHOWN, operators
+from dpscope.reports.trace.phases_chart import phases
 
 from ..trace_results import make_trace, operator
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from dpscope.reports.page.charts import make_charts
-from dpscope.reports.page.charts.roofline import roofline
-from dpscope.reports.page.charts.traffic import traffic
 from dpscope.reports.tables import compare_results
+from dpscope.reports.traffic.chart import traffic
+from dpscope.reports.traffic.roofline_chart import roofline
 
 from ..traffic_results import CEILINGS, kernel_rows, results_for, traffic_of
 

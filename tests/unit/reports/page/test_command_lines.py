@@ -20,8 +20,9 @@ from dpscope.reports.page.command_lines import HUGGING_FACE_SIZES, MODELS, SETTI
 from dpscope.reports.page.missing import GPU_ONLY, SHOWS, find_missing
 from dpscope.reports.sharing import with_paths_from
 from dpscope.reports.tables import compare_results
-from dpscope.results.schema import FAILED, OOM, SKIPPED, result_for
+from dpscope.results.schema import result_for
 from dpscope.runner.spec import INSTRUMENTS, RunSpec
+from dpscope.vocabulary.statuses import FAILED, OOM, SKIPPED
 from dpscope.workloads.configs import (
     PRESETS,
     HuggingFaceConfig,
@@ -267,7 +268,7 @@ def test_a_workload_in_ones_home_is_found_again_from_outside_of_it(place, folder
 
 
 def test_a_method_of_another_package_is_named(plan, monkeypatch):
-    from dpscope.trainers import registry
+    from dpscope.vocabulary import methods as registry
 
     own = registry.Method("mine-2", "package:Trainer", "from package")
     monkeypatch.setattr(registry, "methods", lambda: {**{m.name: m for m in registry.BUILT_IN}, own.name: own})

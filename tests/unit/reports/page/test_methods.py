@@ -7,7 +7,7 @@ import pytest
 from dpscope.reports.page import render_page
 from dpscope.reports.page.methods import FOREIGN, SWITCHES, WHAT, describe_methods
 from dpscope.reports.tables import compare_results
-from dpscope.trainers.registry import BUILT_IN
+from dpscope.vocabulary.methods import BUILT_IN
 from tests.unit.reports.page.test_charts_memory import renamed
 
 

@@ -1,0 +1,124 @@
+"""How the bytes of one step come and go, by component: a panel a method, on one scale."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from dpscope.reports.memory.chart_series import looks, present, unit_for, without
+from dpscope.reports.memory.data import Phase, Timeline, composition_of, timeline_of, why_no_composition
+from dpscope.reports.memory.thinning import moments
+from dpscope.reports.page.chart import Cell, Chart, Table, View
+from dpscope.reports.palette import phase_colour
+from dpscope.reports.tables import Row, group_by_size
+from dpscope.reports.words import size_in_words
+from dpscope.units import format_bytes
+
+PANELS = 6  # more on one scale are too many to look at
+BETWEEN = "between phases"
+
+
+def memory_timeline(rows: Sequence[Row]) -> Chart | None:
+    views = [view for group in group_by_size(rows) if (view := _view(group))]
+    if not views:
+        return None
+    return Chart(
+        key="memory-timeline",
+        title="Memory over one training step",
+        short="Timeline",
+        kind="memory-timeline",
+        how=(
+            "Live bytes after every allocation and free of one step, thinned out for this page; every highest value is "
+            "kept as measured. It does not see time (a step to the right is an event, not a millisecond), nor what is "
+            "unattributed."
+        ),
+        views=views,
+    )
+
+
+def _view(rows: Sequence[Row]) -> View | None:
+    found = [(row, timeline_of(row)) for row in rows]
+    timelines = [(row, timeline) for row, timeline in found if timeline]
+    if not timelines:
+        return None
+    drawn = timelines[:PANELS]
+    missing = [(row, _why_none(row)) for row, timeline in found if not timeline]
+    missing += [(row, f"only {PANELS} fit") for row, _ in timelines[PANELS:]]
+    keys = present({key: any(level) for key, level in timeline.levels.items()} for _, timeline in drawn)
+    highest = max(max(timeline.totals) for _, timeline in drawn)
+    return View(
+        size=size_in_words(rows[0].first.spec),
+        says=f"Live bytes are highest {', '.join(_in_words(*each) for each in drawn)}.{without(missing)}",
+        data={
+            "components": looks(keys),
+            "panels": [_panel(row, timeline, keys) for row, timeline in drawn],
+            "unit": unit_for(highest),
+            "highest": highest,
+        },
+        table=Table(
+            columns=("method", "phase", "first_event", "last_event", "highest_bytes", *(f"{k}_bytes" for k in keys)),
+            rows=[line for row, timeline in drawn for line in _by_phase(row.method, timeline, keys)],
+        ),
+    )
+
+
+def _panel(row: Row, timeline: Timeline, keys: Sequence[str]) -> dict[str, Any]:
+    """Events and levels as changes from one moment to the next: most are 0, which keeps the page small, to the byte."""
+    kept = moments(timeline)
+    composition = composition_of(row)
+    at = timeline.peak
+    return {
+        "method": row.method,
+        "maker": composition.maker if composition else None,
+        "peak": {"event": timeline.events[at], "bytes": timeline.totals[at]},
+        "phases": [[p.name, p.start, p.end, phase_colour(p.name)] for p in stretches(timeline)],
+        "events": _changes([timeline.events[n] for n in kept]),
+        "levels": [_changes([timeline.levels[key][n] for n in kept]) if key in timeline.levels else [] for key in keys],
+    }
+
+
+def stretches(timeline: Timeline) -> list[Phase]:
+    """The phases, and what lies before, between and after them under a name of its own: the whole step."""
+    whole: list[Phase] = []
+    reached, end = timeline.events[0], timeline.events[-1]
+    for phase in sorted(timeline.phases, key=lambda phase: phase.start):
+        if phase.start > reached:
+            whole.append(Phase(BETWEEN, reached, phase.start))
+        whole.append(phase)
+        reached = max(reached, phase.end)
+    return [*whole, *([Phase(BETWEEN, reached, end)] if end > reached else [])]
+
+
+def _changes(values: Sequence[float]) -> list[int]:
+    whole = [round(value) for value in values]  # bytes and events are counted, whatever a file says
+    return [*whole[:1], *(later - earlier for earlier, later in pairwise(whole))]
+
+
+def _by_phase(method: str, timeline: Timeline, keys: Sequence[str]) -> list[tuple[Cell, ...]]:
+    """The fullest moment of each phase."""
+    totals = timeline.totals
+    lines: list[tuple[Cell, ...]] = []
+    for phase in timeline.phases:
+        within = [n for n, event in enumerate(timeline.events) if phase.start <= event <= phase.end]
+        if within:
+            at = max(within, key=lambda n: totals[n])
+            held = [timeline.levels[key][at] if key in timeline.levels else 0 for key in keys]
+            lines.append((method, phase.name, phase.start, phase.end, totals[at], *held))
+    return lines
+
+
+def phase_at(phases: Sequence[Phase], event: float) -> str:
+    """The innermost: what runs inside `clip` inside `backward` belongs to `clip`."""
+    inside = [phase for phase in phases if phase.start <= event <= phase.end]
+    return min(inside, key=lambda phase: phase.end - phase.start).name if inside else BETWEEN
+
+
+def _in_words(row: Row, timeline: Timeline) -> str:
+    at = timeline.peak
+    where = phase_at(timeline.phases, timeline.events[at])
+    return f"in {row.method} at {format_bytes(timeline.totals[at])} ({where})"
+
+
+def _why_none(row: Row) -> str:
+    return "no timeline was measured" if row.result.ok else why_no_composition(row)

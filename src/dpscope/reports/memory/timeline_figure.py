@@ -1,0 +1,192 @@
+"""`memory_timeline`: how the bytes of one step come and go, a panel a method, on one scale."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from dpscope.reports.figures.labels import in_figure, spread
+from dpscope.reports.figures.style import (
+    SMALL,
+    byte_unit,
+    component_legend,
+    look_of,
+    new_figure,
+    not_drawn,
+    set_title,
+    settle,
+    styled,
+    three_digits,
+)
+from dpscope.reports.memory.data import (
+    Phase,
+    Timeline,
+    composition_of,
+    in_order,
+    snapshots_of,
+    timeline_of,
+    why_no_composition,
+)
+from dpscope.reports.tables import Row
+from dpscope.reports.words import shorten
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.text import Annotation
+
+HEADROOM = 1.32  # of the highest peak: where peaks are labelled
+PANEL, STRIP = 1.3, 0.32  # inches: a panel, and the names of the phases above it
+TITLE_HEIGHT = 17.0  # points from a panel to the method's name: the phases' names fit below it
+LONGEST_NAME = 60  # characters, over the whole width
+GAP = 3.0  # points between two names of phases
+EVENTS = "allocations and frees within the step, in order"
+STAGES = "stages of the run (total only)"
+MANY = 4  # panels; beyond that they stand in two columns
+
+
+@styled
+def draw_timeline(rows: Sequence[Row]) -> Figure | None:
+    """Rows of one size; None if none of them has a timeline or snapshots."""
+    found = [(row, timeline_of(row), snapshots_of(row)) for row in rows]
+    drawn = [(row, timeline, stages) for row, timeline, stages in found if timeline or stages]
+    if not drawn:
+        return None
+    timelines = [timeline for _, timeline, _ in drawn if timeline]
+    columns = 1 if len(drawn) <= MANY else 2
+    lines = -(-len(drawn) // columns)
+    figure = new_figure(1.3 + lines * (PANEL + STRIP))
+    axes = figure.subplots(lines, columns, sharey=True, squeeze=False).flatten()
+    for spare in axes[len(drawn) :]:
+        spare.set_axis_off()
+    notes = not_drawn([(row, _why_none(row)) for row, timeline, stages in found if not (timeline or stages)])
+    set_title(figure, "Memory over one training step" if timelines else "Memory at the stages of a run", rows, notes)
+    highest = max(_highest(timeline, stages) for _, timeline, stages in drawn)
+    unit, name = byte_unit(highest)
+    for (row, timeline, stages), ax in zip(drawn, axes, strict=False):
+        name_above = shorten(row.method, LONGEST_NAME // columns)
+        ax.set_title(name_above, loc="left", fontweight="bold", pad=TITLE_HEIGHT if timeline else None)
+        if timeline:
+            _draw_components(ax, timeline, unit)
+        else:
+            _draw_stages(ax, stages, unit)
+        ax.set_ylabel(f"live memory ({name})" if ax.get_subplotspec().is_first_col() else "")
+    lowest = axes[max(len(drawn) - columns, 0) : len(drawn)]
+    for ax in lowest:
+        ax.set_xlabel(EVENTS if timelines else STAGES)
+    if len({tuple(name for name, _ in stages) for _, timeline, stages in drawn if not timeline}) == 1 and not timelines:
+        for ax in axes[: len(drawn) - len(lowest)]:
+            ax.tick_params(labelbottom=False)  # every run went through the same stages
+    axes[0].set_ylim(0, HEADROOM * highest / unit or 1)
+    if timelines:
+        present = in_order(k for t in timelines for k, level in t.levels.items() if any(level))
+        component_legend(figure, present)
+    settle(figure)
+    for (row, timeline, _), ax in zip(drawn, axes, strict=False):
+        if timeline:
+            _name_phases(ax, timeline.phases)
+            _mark_peak(ax, row, timeline, (unit, name))
+    return figure
+
+
+def _highest(timeline: Timeline | None, stages: Sequence[tuple[str, float]]) -> float:
+    return max(timeline.totals) if timeline else max(count for _, count in stages)
+
+
+def _why_none(row: Row) -> str:
+    return "no timeline was measured" if row.result.ok else why_no_composition(row)
+
+
+def _draw_components(ax: Axes, timeline: Timeline, unit: float) -> None:
+    """Stacked areas; a level holds from its event to the next."""
+    events = timeline.events
+    floor = [0.0] * len(events)
+    for key, level in timeline.levels.items():
+        top = [low + count / unit for low, count in zip(floor, level, strict=True)]
+        if any(level):
+            look = {**look_of(key), "linewidth": 0.0}
+            ax.fill_between(events, floor, top, step="post", label=key, **look)
+        floor = top
+    ax.set_xlim(events[0], max(events[-1], events[0] + 1))
+    for phase in timeline.phases:
+        for edge in (phase.start, phase.end):
+            ax.axvline(edge, color="0.35", linewidth=0.5, linestyle=(0, (4, 2)))
+
+
+def _draw_stages(ax: Axes, stages: Sequence[tuple[str, float]], unit: float) -> None:
+    """What older files have: the total at named stages of the run."""
+    places = range(len(stages))
+    ax.step(places, [count / unit for _, count in stages], where="post", color="black", linewidth=1.0)
+    step = -(-len(stages) // 12)
+    ax.set_xticks(places[::step], [shorten(name, 22) for name, _ in stages[::step]], rotation=30, ha="right")
+
+
+def _name_phases(ax: Axes, phases: Sequence[Phase]) -> None:
+    """Names in a strip above the panel, moved aside where phases are short, with a line to the phase they name."""
+    scale = ax.figure.dpi / 72
+    frame = ax.get_window_extent()
+    texts = [ax.text(0, 0, phase.name, fontsize=SMALL, ha="center", va="bottom") for phase in phases]
+    widths = [text.get_window_extent().width for text in texts]
+    named = _that_fit(phases, widths, frame.width, GAP * scale)
+    centres = [ax.transData.transform(((p.start + p.end) / 2, 0))[0] for p in phases]
+    places = spread([centres[n] for n in named], [widths[n] for n in named], frame.x0, frame.x1, GAP * scale)
+    for number, place in zip(named, places, strict=True):
+        text = texts[number]
+        text.set_transform(ax.figure.transFigure)
+        text.set_position(in_figure(ax, (place, frame.y1 + 5 * scale)))
+        text.set_gid("phase")
+        _connect(ax, (centres[number], frame.y1), (place, frame.y1 + 5 * scale))
+    for number, text in enumerate(texts):
+        if number not in named:
+            text.remove()
+
+
+def _that_fit(phases: Sequence[Phase], widths: Sequence[float], room: float, gap: float) -> list[int]:
+    """The longest phases whose names fit side by side, in their order."""
+    longest = sorted(range(len(phases)), key=lambda n: phases[n].start - phases[n].end)
+    used = list(accumulate(widths[n] + gap for n in longest))
+    return sorted(n for n, total in zip(longest, used, strict=True) if total <= room)
+
+
+def _connect(ax: Axes, start: tuple[float, float], end: tuple[float, float]) -> None:
+    from matplotlib.lines import Line2D
+
+    xs, ys = zip(in_figure(ax, start), in_figure(ax, end), strict=True)
+    line = Line2D(xs, ys, color="0.35", linewidth=0.5, transform=ax.figure.transFigure, clip_on=False)
+    ax.figure.add_artist(line)
+
+
+def _mark_peak(ax: Axes, row: Row, timeline: Timeline, unit: tuple[float, str]) -> None:
+    """A marker at the peak and, in the headroom above, its value and what made it."""
+    peak = timeline.peak
+    event, total = timeline.events[peak], timeline.totals[peak] / unit[0]
+    composition = composition_of(row)
+    maker = composition.maker if composition else None
+    ax.plot(event, total, marker="v", markersize=4, color="black", clip_on=False, zorder=5)
+    start, end = ax.get_xlim()
+    left = (event - start) / (end - start) < 0.5
+    room = ax.get_window_extent().width * ((end - event) if left else (event - start)) / (end - start)
+    text = ax.annotate(
+        "",
+        (event, total),
+        xytext=(event, 0.97 * ax.get_ylim()[1]),
+        ha="left" if left else "right",
+        va="top",
+        fontsize=SMALL,
+        arrowprops={"arrowstyle": "-", "linewidth": 0.5, "shrinkA": 0, "shrinkB": 3, "relpos": (0 if left else 1, 0)},
+        bbox={"boxstyle": "square,pad=0.15", "facecolor": "white", "edgecolor": "none"},
+        gid="peak",
+    )
+    _fit(text, room, f"peak {three_digits(total)} {unit[1]}", maker)
+
+
+def _fit(text: Annotation, room: float, value: str, maker: str | None) -> None:
+    """As much of what made the peak as there is room for beside it."""
+    from matplotlib.text import Text
+
+    lengths = range(len(maker or ""), 11, -4)
+    for wording in (*(f"{value} in {shorten(maker or '', length)}" for length in lengths), value):
+        text.set_text(wording)
+        if Text.get_window_extent(text).width <= room:  # of the words alone, without the line to the peak
+            return

@@ -1,0 +1,65 @@
+"""The page's charts, in their order: one file a chart, each a pure function of the rows of a comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from dpscope.reports.memory.peak_chart import memory_peak
+from dpscope.reports.memory.tensors_chart import tensors_at_peak
+from dpscope.reports.memory.timeline_chart import memory_timeline
+from dpscope.reports.page.chart import Chart
+from dpscope.reports.settings import Setting, group_by_setting
+from dpscope.reports.tables import Row
+from dpscope.reports.time.chart import step_time
+from dpscope.reports.time.scaling_chart import scaling_over_batch, scaling_over_sequence
+from dpscope.reports.time.tradeoff_chart import tradeoff
+from dpscope.reports.trace.layers_chart import layers_memory, layers_time
+from dpscope.reports.trace.operators_chart import operators
+from dpscope.reports.trace.phases_chart import phases
+from dpscope.reports.traffic.chart import traffic
+from dpscope.reports.traffic.roofline_chart import roofline
+
+# None where no row has figures for it.
+CHARTS: tuple[Callable[[Sequence[Row]], Chart | None], ...] = (
+    # what it costs
+    step_time,
+    memory_peak,
+    traffic,
+    tradeoff,
+    # where it goes
+    phases,
+    operators,
+    memory_timeline,
+    tensors_at_peak,
+    layers_memory,
+    layers_time,
+    roofline,
+    # how it grows
+    scaling_over_batch,
+    scaling_over_sequence,
+)
+
+
+def make_charts(rows: Sequence[Row]) -> list[Chart]:
+    """Each chart with its views of every setting: a size in words names one comparison only within a setting."""
+    settings = group_by_setting(rows)
+    return [chart for make in CHARTS if (chart := _over_settings(make, settings))]
+
+
+def _over_settings(make: Callable[[Sequence[Row]], Chart | None], settings: Sequence[Setting]) -> Chart | None:
+    made = [(setting.label, chart) for setting in settings if (chart := make(setting.rows))]
+    if not made:
+        return None
+    first = made[0][1]
+    views = [
+        replace(
+            view,
+            setting=label,
+            title=chart.title if chart.title != first.title else "",
+            how=chart.how if chart.how != first.how else "",
+        )
+        for label, chart in made
+        for view in chart.views
+    ]
+    return replace(first, views=views)

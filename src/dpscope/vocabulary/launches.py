@@ -1,0 +1,50 @@
+"""Kernels that torch's dispatcher does not see, announced to whoever listens.
+
+A hand-written kernel gets bare pointers, so no dispatch mode learns what it moves. Whoever launches one says it here:
+which tensors are read and written in full, and how many floating-point operations are done. Without a listener a launch
+costs one look at an empty list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """One launch: each tensor of `reads` is read once and each of `writes` written once, whatever caches do."""
+
+    name: str
+    family: str  # of vocabulary/families.py
+    reads: Sequence[Tensor]
+    writes: Sequence[Tensor]
+    flops: int = 0
+
+
+Listener = Callable[[Launch], None]
+
+_listeners: list[Listener] = []
+
+
+def announce(describe: Callable[[], Launch]) -> None:
+    """Tell listeners of a launch; `describe` is not called where nobody listens."""
+    if _listeners:
+        launch = describe()
+        for listener in list(_listeners):
+            listener(launch)
+
+
+@contextmanager
+def hearing(listener: Listener) -> Iterator[None]:
+    """Announce every launch to `listener` for as long as the context is open."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)

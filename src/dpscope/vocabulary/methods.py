@@ -1,0 +1,58 @@
+"""The methods dpscope can compare. A new one is a trainer class in a file of its own and one line here.
+
+Other packages add theirs through the entry-point group `dpscope.methods`:
+
+    [project.entry-points."dpscope.methods"]
+    mymethod = "mypackage.trainer:MyTrainer"    # a subclass of dpscope.trainers.base.TrainerBase
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import entry_points
+
+from dpscope.errors import UserError
+
+ENTRY_POINT_GROUP = "dpscope.methods"
+STANDARD = "standard"  # the denominator of every ratio
+
+
+@dataclass(frozen=True)
+class Method:
+    """A name people type, and where its trainer class is."""
+
+    name: str
+    trainer: str  # "package.module:Class"
+    label: str
+    aliases: tuple[str, ...] = ()
+    private: bool = True
+
+
+BUILT_IN = (
+    Method(STANDARD, "dpscope.trainers.standard:StandardTrainer", "not private", ("vanilla",), private=False),
+    Method("flat", "dpscope.trainers.opacus:DPSGDTrainer", "Opacus per-sample gradients", ("dpsgd",)),
+    Method("ghost", "dpscope.trainers.opacus:DPGhostClippingTrainer", "Opacus ghost clipping", ("dpsgd_ghost",)),
+    Method("flash", "dpscope.trainers.flash:DPFlashClippingTrainer", "flash clipping", ("flash_clip",)),
+)
+
+
+@cache
+def methods() -> dict[str, Method]:
+    """Every method by name: the built-in ones first, then those of installed packages."""
+    found = {method.name: method for method in BUILT_IN}
+    taken = {name for method in BUILT_IN for name in (method.name, *method.aliases)}
+    for entry in entry_points(group=ENTRY_POINT_GROUP):
+        if entry.name not in taken:  # a package can add a method, not replace one
+            found[entry.name] = Method(entry.name, entry.value, f"from {entry.module.partition('.')[0]}")
+    return found
+
+
+def resolve_method(name: str) -> Method:
+    """The method of a name or alias."""
+    known = methods()
+    aliases = {alias: method for method in known.values() for alias in method.aliases}
+    try:
+        return known.get(name) or aliases[name]
+    except KeyError:
+        raise UserError(f"unknown method {name!r}: choose from {', '.join([*known, *aliases])}") from None
