@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from dpscope.errors import UserError
+from dpscope.results.payloads import PAYLOADS
+from dpscope.results.validation import find_mismatch
 from dpscope.vocabulary.statuses import OK, STATUSES
 
 SCHEMA_VERSION = 1
@@ -106,6 +108,9 @@ def parse_result(text: str) -> Result:
         raise UnreadableResult(f"a damaged dpscope result ({', '.join(damaged)})")
     if missing := sorted({"config", "spec", "status"} - set(data)):
         raise UnreadableResult(f"a damaged dpscope result (no {', '.join(missing)})")
+    for part, shape in PAYLOADS.items():
+        if data.get(part) and (mismatch := find_mismatch(data[part], shape, part)):
+            raise UnreadableResult(f"a damaged dpscope result ({mismatch})")
     known = {f.name for f in fields(Result)}
     return Result(**{name: value for name, value in data.items() if name in known})
 
