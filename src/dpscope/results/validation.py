@@ -15,6 +15,7 @@ from typing_extensions import NotRequired, get_type_hints, is_typeddict
 
 LARGEST_INT = 2**63
 LARGEST_FLOAT = 1e300  # figures are multiplied with each other
+OPTIONAL_KEY: Any = NotRequired
 _WORDS = {str: "text", bool: "true or false", int: "a whole number", float: "a number"}
 _WORDS |= {list: "a list", dict: "an object", type(None): "nothing"}
 
@@ -60,7 +61,7 @@ def _in_object(value: dict[str, Any], expected: Any, where: str) -> Iterator[str
 def _fields(expected: Any) -> dict[str, tuple[Any, bool]]:
     """Name -> type, and whether it has to be there. `__required_keys__` is wrong where annotations are postponed."""
     hints = get_type_hints(expected, include_extras=True)
-    optional = {name for name, kind in hints.items() if get_origin(kind) is NotRequired}
+    optional = {name for name, kind in hints.items() if get_origin(kind) is OPTIONAL_KEY}
     return {
         name: (get_args(kind)[0] if name in optional else kind, expected.__total__ and name not in optional)
         for name, kind in hints.items()
