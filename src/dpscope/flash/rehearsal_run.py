@@ -84,8 +84,8 @@ class Run:
         rows: list[int] = list(range(self.batch)) if self.shifted else []
         if self.row is not None and (self.only is None or self.only is tap):
             rows.append(self.row)
-        if rows:
-            y = y.clone(memory_format=torch.contiguous_format)
+        # A copy in every run, changed or not: in another layout sums are in another order, and round differently.
+        y = y.clone()
         for row in rows:
             part = y.select(dim, row)
             # Neither constant nor small, so that no normalisation and no rounding takes it away again.

@@ -444,6 +444,38 @@ def test_samples_that_mix_behind_a_gate_that_is_closed_at_first_are_refused(gate
     assert_refused(ClosedGate(gate), torch.randn(B, D), "samples")
 
 
+class Cancelling(nn.Module):
+    """Sums that are zero but for rounding, and rounding goes by the layout of what a unit gave."""
+
+    def __init__(self, layout: str) -> None:
+        super().__init__()
+        self.scale, self.head = Scale(layout), nn.Linear(D, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.scale(x - x.mean(1, keepdim=True)).sum(1))
+
+
+class Scale(nn.Module):
+    def __init__(self, layout: str) -> None:
+        super().__init__()
+        self.scale, self.layout = nn.Parameter(torch.ones(())), layout
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.layout == "transposed":
+            return (self.scale * x.mT.contiguous()).mT
+        if self.layout == "gaps":
+            return (self.scale * torch.stack([x.mT, x.mT], -1))[..., 0].mT
+        return (self.scale * x[..., :1]).expand(-1, -1, D)
+
+
+@pytest.mark.parametrize("layout", ["transposed", "gaps", "expanded"])
+def test_samples_whose_sums_are_nothing_but_rounding_are_not_taken_for_mixed(layout):
+    for seed in range(8):
+        torch.manual_seed(seed)
+        with FlashEngine(Cancelling(layout), max_grad_norm=1.0) as engine:
+            engine.model(torch.randn(B, 67, D))
+
+
 class SampleBySample(nn.Module):
     """Takes a list of samples, each (T, d), and gives one row for each."""
 
