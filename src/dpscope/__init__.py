@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from dpscope.audit.loop import Loop
     from dpscope.comparison import Comparison, compare
     from dpscope.exactness.check import check
-    from dpscope.runner.spec import RunSpec, make_sweep
+    from dpscope.runner.planning import make_sweep
+    from dpscope.runner.spec import RunSpec
     from dpscope.workloads.configs import make_config
     from dpscope.workloads.workload import Workload
 
@@ -28,7 +29,7 @@ _HOMES = {
     "check_loop": "dpscope.audit.check",
     "compare": "dpscope.comparison",
     "make_config": "dpscope.workloads.configs",
-    "make_sweep": "dpscope.runner.spec",
+    "make_sweep": "dpscope.runner.planning",
 }
 
 __all__ = [

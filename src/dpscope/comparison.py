@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,22 +19,18 @@ from dpscope.reports.tables import Row, compare_results
 from dpscope.reports.text import SUMMARY_WIDTH, render_plain, summary
 from dpscope.results.schema import Result
 from dpscope.results.store import ResultStore, Skipped, new_folder
-from dpscope.runner.environment import resolve_device
-from dpscope.runner.instruments import choose_instruments
 from dpscope.runner.launcher import Limits
+from dpscope.runner.planning import plan_sweep
 from dpscope.runner.preflight import require_measurable
-from dpscope.runner.spec import RunSpec, make_sweep
+from dpscope.runner.spec import RunSpec
 from dpscope.runner.sweep import SilentObserver, SweepObserver, open_store, run_sweep
 from dpscope.runner.worker import refuse_in_child
-from dpscope.vocabulary.methods import BUILT_IN, methods, resolve_method
-from dpscope.workloads.configs import WorkloadConfig, find_workload, parse_lora, with_lora
+from dpscope.vocabulary.methods import methods, resolve_method
+from dpscope.workloads.configs import WorkloadConfig
 
 if TYPE_CHECKING:
     import pandas
     from rich.console import RenderableType
-
-METHODS = tuple(method.name for method in BUILT_IN)
-INSTRUMENTS = ("time", "memory")  # of a comparison, unless others are asked for
 
 
 @dataclass(frozen=True)
@@ -124,15 +120,16 @@ def compare(
     """Measure every method at every size, each in a process of its own; results and `summary.txt` go to `out`.
 
     `workload`: a preset ("tiny", "hf:gpt2"), a config (`make_config`), or your own: a function at the top level of a
-    file that returns a `Workload`, or the text "FILE.py:function". `sweep`: see `plan_sweep`. A list of run specs
-    instead of both is measured as it is.
+    file that returns a `Workload`, or the text "FILE.py:function". `sweep`: see `runner.planning.plan_sweep`.
+    With `instruments="all"` a warning says which cannot work here, and why. A list of run specs instead of both is
+    measured as it is.
 
     >>> import dpscope
     >>> print(dpscope.compare("tiny", methods=["standard", "ghost"], batch_size=[4], seq_len=64))  # doctest: +SKIP
     """
     refuse_in_child()
     require(*MEASURING)
-    specs = _specs(workload, sweep)
+    specs = specs_of(workload, sweep)
     limits = limits or Limits()
     require_measurable(specs, limits)
     store = ResultStore(new_folder("compare") if out is None else Path(out))
@@ -149,44 +146,15 @@ def compare(
     return Comparison(results, store.folder, files, skipped)
 
 
-def plan_sweep(
-    workload: WorkloadConfig | str | Callable[..., Any],
-    *,
-    methods: Iterable[str] = METHODS,
-    batch_size: int | Iterable[int] = 8,
-    seq_len: int | Iterable[int] | None = None,
-    lora: str | None = None,
-    device: str = "auto",
-    instruments: str | Iterable[str] = INSTRUMENTS,
-    **settings: Any,
-) -> list[RunSpec]:
-    """The run specs of a comparison. `settings`: dtype, optimizer, steps, seed … (`RunSpec`), options.
-
-    `instruments="all"` is every one that can work on this machine; a warning says which cannot, and why.
-    """
-    config = find_workload(workload)
-    device = resolve_device(device)
-    choice = choose_instruments(instruments, device)
-    for remark in choice.remarks:
-        warnings.warn(remark, stacklevel=2)
-    return make_sweep(
-        config if lora is None else with_lora(config, parse_lora(lora)),
-        methods=methods,
-        batch_sizes=_several(batch_size),
-        seq_lens=[None] if seq_len is None else _several(seq_len),
-        device=device,
-        instruments=choice.instruments,
-        **settings,
-    )
-
-
-def _specs(workload: Any, sweep: dict[str, Any]) -> list[RunSpec]:
-    if not isinstance(workload, list | tuple):
-        return plan_sweep(workload, **sweep)
-    if sweep:
-        raise UserError(f"run specs say everything already: leave out {', '.join(sweep)}, or give a workload instead")
-    return list(workload)
-
-
-def _several(sizes: int | Iterable[int]) -> list[int]:
-    return list(sizes) if isinstance(sizes, Iterable) else [sizes]
+def specs_of(workload: Any, sweep: dict[str, Any]) -> list[RunSpec]:
+    """The run specs that `compare` measures."""
+    if isinstance(workload, list | tuple):
+        if sweep:
+            raise UserError(
+                f"run specs say everything already: leave out {', '.join(sweep)}, or give a workload instead"
+            )
+        return list(workload)
+    plan = plan_sweep(workload, **sweep)
+    for remark in plan.remarks:
+        warnings.warn(remark, stacklevel=3)
+    return plan.specs

@@ -7,14 +7,12 @@ from typing import Any
 
 import click
 
-from dpscope.commands.options import CommaList, resolve_device
-from dpscope.commands.sweeping import follow_sweep, specs_from, sweep_arguments
-from dpscope.comparison import INSTRUMENTS
+from dpscope.commands.options import CommaList
+from dpscope.commands.sweeping import follow_sweep, plan_from, sweep_arguments
 from dpscope.errors import UserError
-from dpscope.packages import MEASURING, require
-from dpscope.runner.instruments import ALL, choose_instruments
-from dpscope.runner.spec import INSTRUMENTS as KNOWN
-from dpscope.runner.spec import RunSpec
+from dpscope.runner.instruments import ALL
+from dpscope.runner.planning import COMPARE_INSTRUMENTS
+from dpscope.runner.spec import INSTRUMENTS, RunSpec
 
 
 @click.command(name="compare")
@@ -22,8 +20,8 @@ from dpscope.runner.spec import RunSpec
 @click.option(
     "--instruments",
     type=CommaList(str),
-    help=f"How to look, each in a process of its own: {', '.join(KNOWN)}, or all "
-    f"[default: {','.join(INSTRUMENTS)}; time alone is twice as quick].",
+    help=f"How to look, each in a process of its own: {', '.join(INSTRUMENTS)}, or all "
+    f"[default: {','.join(COMPARE_INSTRUMENTS)}; time alone is twice as quick].",
 )
 @click.option(
     "--all",
@@ -42,16 +40,14 @@ def command(instruments: list[str] | None, everything: bool, **options: Any) -> 
     """
     if everything and instruments is not None:
         raise UserError("--all is every instrument: leave out --instruments, or --all")
-    require(*MEASURING)
-    asked = [ALL] if everything else instruments or list(INSTRUMENTS)
-    choice = choose_instruments(asked, resolve_device(options["device"]) if ALL in asked else "cpu")
-    specs = specs_from(options, instruments=choice.instruments)
+    asked = [ALL] if everything else instruments or COMPARE_INSTRUMENTS
+    plan = plan_from(options, instruments=asked)
     if ALL in asked:
-        print(f"{len(specs)} rows, each in a process of its own: {', '.join(choice.instruments)}.")
-        print("".join(f"  {remark}\n" for remark in choice.remarks), end="", flush=True)
-    comparison = follow_sweep("compare", specs, **options)
+        print(f"{len(plan.specs)} rows, each in a process of its own: {', '.join(plan.instruments)}.")
+        print("".join(f"  {remark}\n" for remark in plan.remarks), end="", flush=True)
+    comparison = follow_sweep("compare", plan.specs, **options)
     if comparison.ok:
-        print(f"Next: {_next_steps(specs[0], whole=ALL in asked)}.")
+        print(f"Next: {_next_steps(plan.specs[0], whole=ALL in asked)}.")
     sys.exit(0 if comparison.ok else 1)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from dpscope.commands.sweeping import follow_sweep, specs_from, sweep_arguments
+from dpscope.commands.sweeping import follow_sweep, plan_from, sweep_arguments
 from dpscope.errors import UserError
 
 
@@ -24,15 +24,16 @@ def command(memory_viz: bool, rule: str | None, **options: Any) -> None:
     dpscope memory --model 1b --dtype bf16 --batch-size 8 --seq-len 1024
     dpscope memory --methods standard,ghost --rule mine.py:attention_scores
     """
-    specs = specs_from(options, instruments=("memory",), looking={"memory": looking(memory_viz, rule)})
+    asked = {"memory": instrument_options(memory_viz, rule)}
+    specs = plan_from(options, instruments=("memory",), instrument_options=asked).specs
     if memory_viz and specs[0].device != "cuda":
         raise UserError("--memory-viz records the CUDA allocator: leave it out on the CPU")
     comparison = follow_sweep("memory", specs, **options)
     sys.exit(0 if comparison.ok else 1)
 
 
-def looking(memory_viz: bool, rule: str | None) -> dict[str, Any]:
-    """The instrument's options. A rule's file is named in full: the measurement runs in a process of its own."""
+def instrument_options(memory_viz: bool, rule: str | None) -> dict[str, Any]:
+    """A rule's file is named in full: the measurement runs in a process of its own."""
     if rule is None:
         return {"memory_viz": memory_viz}
     source, colon, name = rule.rpartition(":")

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from dpscope.commands.options import ABOVE_ZERO
-from dpscope.commands.sweeping import follow_sweep, specs_from, sweep_arguments
+from dpscope.commands.sweeping import follow_sweep, plan_from, sweep_arguments
 from dpscope.errors import UserError
 from dpscope.reports.guide import guide_text
 from dpscope.runner.spec import INSTRUMENTS, RunSpec
@@ -52,9 +52,11 @@ def command(print_command: bool, **options: Any) -> None:
     dpscope ncu --print-command
     """
     _require_regex(options["kernel"])
-    looking = {name: options.pop(name) for name in DEFAULTS if name in options}
-    looking["per_kernel"] |= bool(looking["kernel"])
-    specs = specs_from(options, instruments=("time", "ncu"), looking={"ncu": looking}, elsewhere=print_command)
+    asked = {name: options.pop(name) for name in DEFAULTS if name in options}
+    asked["per_kernel"] |= bool(asked["kernel"])
+    specs = plan_from(
+        options, instruments=("time", "ncu"), instrument_options={"ncu": asked}, for_other_machine=print_command
+    ).specs
     if print_command:
         _print_commands([spec for spec in specs if spec.instrument == "ncu"])
         return

@@ -11,7 +11,7 @@ import click
 from rich.console import Group
 
 from dpscope.commands.console import make_console
-from dpscope.commands.sweeping import follow_sweep, specs_from, sweep_arguments
+from dpscope.commands.sweeping import follow_sweep, plan_from, sweep_arguments
 from dpscope.errors import UserError
 from dpscope.runner.spec import INSTRUMENTS, RunSpec
 
@@ -50,8 +50,10 @@ def command(print_command: bool, launch: bool, read: Path | None, **options: Any
     if read is not None:
         _show(read)
         return
-    looking = {"nsys": {name: options.pop(name) for name in OPTIONS}}
-    specs = specs_from(options, instruments=("nsys",), looking=looking, elsewhere=print_command or launch)
+    asked = {"nsys": {name: options.pop(name) for name in OPTIONS}}
+    specs = plan_from(
+        options, instruments=("nsys",), instrument_options=asked, for_other_machine=print_command or launch
+    ).specs
     if print_command:
         _print_commands(specs, options["out"])
     elif launch:
@@ -72,26 +74,26 @@ def _measure(specs: list[RunSpec], options: dict[str, Any]) -> None:
 
 def _print_commands(specs: list[RunSpec], out: Path | None) -> None:
     from dpscope.instruments.nsys.command import needed_variables, profile_command, shown
-    from dpscope.runner.measurements.nsys import looking, report_name
+    from dpscope.runner.measurements.nsys import capture_settings, report_name
     from dpscope.runner.ranged_step import program
 
     nsys = _nsys_here_or_anywhere()
     for spec in specs:
         report = (out or Path()).resolve() / report_name(spec)
-        command_line = profile_command(nsys, program(spec), report, looking(spec))
+        command_line = profile_command(nsys, program(spec), report, capture_settings(spec))
         print(shown(command_line, needed_variables(os.environ)))
 
 
 def _print_recipe(specs: list[RunSpec]) -> None:
     from dpscope.instruments.nsys.command import interactive_commands, needed_variables
-    from dpscope.runner.measurements.nsys import looking, report_name
+    from dpscope.runner.measurements.nsys import capture_settings, report_name
     from dpscope.runner.ranged_step import KEEP_GOING, program
 
     spec = specs[0]
     commands = interactive_commands(
         _nsys_here_or_anywhere(),
         program(spec, KEEP_GOING),
-        looking(spec),
+        capture_settings(spec),
         session=report_name(spec).replace("_", "-"),
         environment=needed_variables(os.environ),
     )

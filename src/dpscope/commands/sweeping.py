@@ -15,24 +15,23 @@ from dpscope.commands.options import (
     CommaList,
     F,
     output_folder,
-    resolve_device,
     step_options,
     sweep_options,
     workload_from,
     workload_options,
 )
 from dpscope.commands.progress import SweepProgress
-from dpscope.comparison import METHODS, Comparison, compare
+from dpscope.comparison import Comparison, compare
 from dpscope.endings import Ended, ending_of
 from dpscope.packages import MEASURING, require
 from dpscope.runner.launcher import Limits
-from dpscope.runner.spec import RunSpec, make_sweep
+from dpscope.runner.planning import BATCH_SIZE, METHODS, Plan, plan_sweep
+from dpscope.runner.spec import RunSpec
 from dpscope.units import GIB
-from dpscope.vocabulary.methods import STANDARD, resolve_method
 
 
 def sweep_arguments(function: F) -> F:
-    """Which rows to measure, what a step is, and how the sweep runs: the options of `specs_from` and `run_sweep`."""
+    """Which rows to measure, what a step is, and how the sweep runs: the options of `plan_from` and `follow_sweep`."""
     methods = click.option(
         "--methods",
         type=CommaList(str),
@@ -41,7 +40,11 @@ def sweep_arguments(function: F) -> F:
         help="What to compare; standard is the denominator.",
     )
     batch_size = click.option(
-        "--batch-size", type=CommaList(int), default="8", show_default=True, help="Samples in a batch, as 8,16."
+        "--batch-size",
+        type=CommaList(int),
+        default=str(BATCH_SIZE),
+        show_default=True,
+        help="Samples in a batch, as 8,16.",
     )
     seq_len = click.option(
         "--seq-len", type=CommaList(int), help="Sequence lengths, as 256,1024 [default: 256 or the model's]."
@@ -51,31 +54,28 @@ def sweep_arguments(function: F) -> F:
     return function
 
 
-def specs_from(
+def plan_from(
     options: dict[str, Any],
     *,
     instruments: Iterable[str],
-    looking: Mapping[str, Mapping[str, Any]] | None = None,
-    elsewhere: bool = False,
-) -> list[RunSpec]:
-    """Take what makes a sweep's rows out of a command's keyword arguments; `looking`: instrument -> its options.
+    instrument_options: Mapping[str, Mapping[str, Any]] | None = None,
+    for_other_machine: bool = False,
+) -> Plan:
+    """Take what makes a sweep's rows out of a command's keyword arguments.
 
-    `elsewhere`: for a machine with a GPU, which this one need not be.
+    `instrument_options`: instrument -> its options. `for_other_machine`: for one with a GPU, which this need not be.
     """
-    if not elsewhere:
+    if not for_other_machine:
         require(*MEASURING)  # all that is missing, at once
-    names = [resolve_method(name).name for name in options.pop("methods")]
+    workload = workload_from(options)
+    rows = ("methods", "batch_size", "seq_len", "device")
     step = ("dtype", "optimizer", "learning_rate", "noise_multiplier", "max_grad_norm", "seed", "warmup", "steps")
-    device = options.pop("device")
-    return make_sweep(
-        workload_from(options),
-        methods=sorted(dict.fromkeys(names), key=lambda name: name != STANDARD),
-        batch_sizes=options.pop("batch_size"),
-        seq_lens=options.pop("seq_len") or [None],
+    return plan_sweep(
+        workload,
         instruments=instruments,
-        options=looking,
-        device="cuda" if elsewhere else resolve_device(device),
-        **{name: options.pop(name) for name in step},
+        options=instrument_options,
+        for_other_machine=for_other_machine,
+        **{name: options.pop(name) for name in (*rows, *step)},
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from dpscope.commands.sweeping import follow_sweep, specs_from, sweep_arguments
+from dpscope.commands.sweeping import follow_sweep, plan_from, sweep_arguments
 from dpscope.comparison import Comparison
 from dpscope.errors import UserError
 from dpscope.reports.trace.tensorboard import write_log
@@ -59,8 +59,8 @@ def command(*, schedule: str, trace_steps: int | None, logdir: Path, no_log: boo
     dpscope trace --methods standard,flat,ghost --model 1b --dtype bf16 --batch-size 8 --seq-len 1024
     dpscope trace --methods standard,flat --stacks --modules --shapes
     """
-    looking = {name: options.pop(name) for name in DETAILS} | {"schedule": schedule, "trace_steps": trace_steps}
-    specs = specs_from(options, instruments=("time", "trace"), looking={"trace": looking})
+    asked = {name: options.pop(name) for name in DETAILS} | {"schedule": schedule, "trace_steps": trace_steps}
+    specs = plan_from(options, instruments=("time", "trace"), instrument_options={"trace": asked}).specs
     if logdir.exists() and not logdir.is_dir():
         raise UserError(f"{logdir} is a file, not a folder: choose another --logdir")
     comparison = follow_sweep("trace", specs, **options)

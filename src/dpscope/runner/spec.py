@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -127,39 +127,6 @@ class RunSpec:
         """What a person would ask, in characters that every file system takes; the digest tells equal names apart."""
         readable = re.sub(r"[^A-Za-z0-9._+-]+", "-", self.label.replace(" ", "_"))[:120]
         return f"{readable}-{self.instrument}-{self.digest[:8]}.json"
-
-
-def make_sweep(
-    workload: WorkloadConfig,
-    *,
-    methods: Iterable[str],
-    batch_sizes: Iterable[int],
-    seq_lens: Iterable[int | None],
-    instruments: Iterable[str] = ("time",),
-    options: Mapping[str, Mapping[str, Any]] | None = None,
-    **common: Any,
-) -> list[RunSpec]:
-    """Every method at every size under every instrument; what is compared with each other stands together.
-
-    `options` says how an instrument should look: instrument -> option -> value.
-    """
-    asked = options or {}
-    specs = [
-        RunSpec(
-            workload=workload,
-            method=method,
-            batch_size=batch_size,
-            seq_len=seq_len,
-            instrument=instrument,
-            options=asked.get(instrument, {}),
-            **common,
-        )
-        for batch_size in batch_sizes
-        for seq_len in seq_lens
-        for method in methods
-        for instrument in instruments
-    ]
-    return list(dict.fromkeys(specs))
 
 
 def _changed_options(instrument: str, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from dpscope.comparison import plan_sweep
-from dpscope.errors import UserError
 from dpscope.runner.instruments import choose_instruments
 
 
@@ -45,14 +43,3 @@ def test_on_the_cpu_tools_of_the_gpu_are_not_asked_for(machine):
 def test_names_are_taken_as_they_are_given():
     assert choose_instruments("time, trace", "cpu").instruments == ("time", "trace")
     assert choose_instruments(("memory",), "cuda").instruments == ("memory",)
-
-
-def test_in_python_all_is_a_word_and_what_is_left_out_a_warning():
-    with pytest.warns(UserWarning, match="nsys is left out: there is no GPU"):
-        specs = plan_sweep("tiny", instruments="all", methods=["standard"], device="cpu")
-    assert [spec.instrument for spec in specs] == ["time", "memory", "ncu", "trace"]
-
-
-def test_an_instrument_that_there_is_not_is_refused():
-    with pytest.raises(UserError, match="unknown instrument 'everything'"):
-        plan_sweep("tiny", instruments="everything", device="cpu")

@@ -1,4 +1,4 @@
-"""The run spec: what it refuses, what makes two of them the same, and how a sweep is laid out."""
+"""The run spec: what it refuses and what makes two of them the same."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from dpscope.errors import UserError
 from dpscope.runner.launcher import Limits
-from dpscope.runner.spec import DTYPES, OPTIMIZER_NAMES, RunSpec, make_sweep
+from dpscope.runner.spec import DTYPES, OPTIMIZER_NAMES, RunSpec
 from dpscope.workloads.configs import ATTENTIONS, NORMS, CNNConfig, TransformerConfig, make_config
 
 TINY = make_config("tiny")
@@ -238,29 +238,3 @@ def test_a_spec_comes_back_the_same_from_json(spec):
 def test_a_file_name_says_what_a_person_would_ask(make_spec):
     assert make_spec(method="ghost").file_name.startswith("ghost_tiny_bs2_seq8_fp32-time-")
     assert RunSpec(workload=CNN, method="flat", batch_size=4).label == "flat cnn bs4 fp32"
-
-
-def test_a_sweep_keeps_rows_that_are_compared_together():
-    sweep = make_sweep(TINY, methods=["standard", "flat"], batch_sizes=[2, 4], seq_lens=[8, 16])
-    assert [(spec.batch_size, spec.seq_len, spec.method) for spec in sweep] == [
-        (2, 8, "standard"),
-        (2, 8, "flat"),
-        (2, 16, "standard"),
-        (2, 16, "flat"),
-        (4, 8, "standard"),
-        (4, 8, "flat"),
-        (4, 16, "standard"),
-        (4, 16, "flat"),
-    ]
-
-
-def test_a_sweep_measures_a_row_named_twice_once():
-    sweep = make_sweep(
-        TINY, methods=["vanilla", "standard", "flat", "dpsgd"], batch_sizes=[4, 2, 4], seq_lens=[256, None]
-    )
-    assert [(spec.batch_size, spec.method) for spec in sweep] == [
-        (4, "standard"),
-        (4, "flat"),
-        (2, "standard"),
-        (2, "flat"),
-    ]

@@ -38,7 +38,9 @@ def measure(spec: RunSpec, progress: Progress, files: Path) -> Result:
 
     progress("under nsys", 0, 1)
     variables = needed_variables(os.environ)
-    taken = take(nsys, program(spec), files, report_name(spec), looking(spec), environment=variables, on_line=on_line)
+    taken = take(
+        nsys, program(spec), files, report_name(spec), capture_settings(spec), environment=variables, on_line=on_line
+    )
     part: dict[str, Any] = {"nsys_version": nsys.version, "command": taken.command}
     part["foreign_variables"] = taken.foreign_variables
     status, reason = ended.get("status", OK), ended.get("reason")
@@ -75,7 +77,7 @@ def require_nsys(spec: RunSpec) -> str:
     return path
 
 
-def looking(spec: RunSpec) -> Looking:
+def capture_settings(spec: RunSpec) -> Looking:
     return Looking(**{name: spec.option(name) for name in ("trace", "cpu_sampling", "gpu_metrics")})
 
 

@@ -1,0 +1,96 @@
+"""From what a person asks for to run specs: the one planner of the command line and of `dpscope.compare`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dpscope.runner.environment import resolve_device
+from dpscope.runner.instruments import choose_instruments
+from dpscope.runner.spec import RunSpec
+from dpscope.vocabulary.methods import BUILT_IN, STANDARD, resolve_method
+from dpscope.workloads.configs import WorkloadConfig, find_workload, parse_lora, with_lora
+
+# What a comparison is of, unless something else is asked for.
+METHODS = tuple(method.name for method in BUILT_IN)
+BATCH_SIZE = 8
+COMPARE_INSTRUMENTS = ("time", "memory")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The rows of a sweep in the order in which they are measured."""
+
+    specs: list[RunSpec]
+    instruments: tuple[str, ...]
+    remarks: list[str]  # a sentence for each instrument that is left out of "all", or cannot do all it could
+
+
+def plan_sweep(
+    workload: WorkloadConfig | str | Callable[..., Any],
+    *,
+    methods: Iterable[str] = METHODS,
+    batch_size: int | Iterable[int] = BATCH_SIZE,
+    seq_len: int | Iterable[int] | None = None,
+    lora: str | None = None,
+    device: str = "auto",
+    instruments: str | Iterable[str] = COMPARE_INSTRUMENTS,
+    for_other_machine: bool = False,
+    **settings: Any,
+) -> Plan:
+    """Plan a comparison. `settings`: dtype, optimizer, steps, seed … (`RunSpec`), and `options` (`make_sweep`).
+
+    `instruments="all"` is every one that can work on this machine. `for_other_machine` plans for a machine with a GPU,
+    which this one need not be.
+    """
+    config = find_workload(workload)
+    device = "cuda" if for_other_machine else resolve_device(device)
+    choice = choose_instruments(instruments, device)
+    specs = make_sweep(
+        config if lora is None else with_lora(config, parse_lora(lora)),
+        methods=methods,
+        batch_sizes=_several(batch_size),
+        seq_lens=[None] if seq_len is None else _several(seq_len),
+        instruments=choice.instruments,
+        device=device,
+        **settings,
+    )
+    return Plan(specs, choice.instruments, choice.remarks)
+
+
+def make_sweep(
+    workload: WorkloadConfig,
+    *,
+    methods: Iterable[str],
+    batch_sizes: Iterable[int],
+    seq_lens: Iterable[int | None],
+    instruments: Iterable[str] = ("time",),
+    options: Mapping[str, Mapping[str, Any]] | None = None,
+    **settings: Any,
+) -> list[RunSpec]:
+    """Every method at every size under every instrument, each once; what is compared with each other stands together.
+
+    `standard` comes first, since it is the denominator. `options`: instrument -> option -> value.
+    """
+    names = dict.fromkeys(resolve_method(name).name for name in methods)
+    specs = [
+        RunSpec(
+            workload=workload,
+            method=method,
+            batch_size=batch_size,
+            seq_len=seq_len,
+            instrument=instrument,
+            options=(options or {}).get(instrument, {}),
+            **settings,
+        )
+        for batch_size in batch_sizes
+        for seq_len in seq_lens
+        for method in sorted(names, key=lambda name: name != STANDARD)
+        for instrument in instruments
+    ]
+    return list(dict.fromkeys(specs))
+
+
+def _several(sizes: int | Iterable[int]) -> list[int]:
+    return list(sizes) if isinstance(sizes, Iterable) else [sizes]

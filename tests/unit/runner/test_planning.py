@@ -1,0 +1,101 @@
+"""The command line and Python plan one sweep alike: the same rows in the same order, each once."""
+
+from __future__ import annotations
+
+import click
+import pytest
+
+from dpscope import comparison
+from dpscope.commands.sweeping import plan_from, sweep_arguments
+from dpscope.errors import UserError
+from dpscope.runner.planning import make_sweep, plan_sweep
+from dpscope.workloads.configs import make_config
+
+TINY = make_config("tiny")
+
+
+def planned_by_command(*arguments, **asked):
+    """The specs of a command line, as every measuring subcommand plans them."""
+    found = []
+
+    @click.command()
+    @sweep_arguments
+    def command(**options):
+        found.extend(plan_from(options, instruments=("time", "memory"), **asked).specs)
+
+    command.main(["--device", "cpu", *arguments], standalone_mode=False)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("flags", "asked"),
+    [
+        ((), {}),
+        (("--methods", "ghost,vanilla,flat"), {"methods": ["ghost", "vanilla", "flat"]}),
+        (("--methods", "flash,dpsgd,flat,standard"), {"methods": ["flash", "dpsgd", "flat", "standard"]}),
+        (("--batch-size", "4,2", "--seq-len", "16,8"), {"batch_size": [4, 2], "seq_len": (16, 8)}),
+        (
+            ("--dtype", "bf16", "--optimizer", "sgd", "--learning-rate", "0.5", "--noise-multiplier", "2"),
+            {"dtype": "bf16", "optimizer": "sgd", "learning_rate": 0.5, "noise_multiplier": 2},
+        ),
+        (
+            ("--max-grad-norm", "0.1", "--seed", "3", "--warmup", "0", "--steps", "1"),
+            {"max_grad_norm": 0.1, "seed": 3, "warmup": 0, "steps": 1},
+        ),
+        (("--lora", "r=2,target=head"), {"lora": "r=2,target=head"}),
+    ],
+)
+def test_a_command_line_and_python_plan_the_same_rows_in_the_same_order(flags, asked):
+    assert planned_by_command(*flags) == comparison.specs_of("tiny", {"device": "cpu", **asked})
+
+
+def test_standard_is_measured_first_whoever_plans():
+    methods = ["ghost", "flash", "standard"]
+    rows = make_sweep(TINY, methods=methods, batch_sizes=[2, 4], seq_lens=[8])
+    assert [(spec.batch_size, spec.method) for spec in rows] == [
+        *((2, method) for method in ("standard", "ghost", "flash")),
+        *((4, method) for method in ("standard", "ghost", "flash")),
+    ]
+    assert plan_sweep(TINY, methods=methods, device="cpu").specs[0].method == "standard"
+
+
+def test_what_is_for_another_machine_is_for_one_with_a_gpu():
+    specs = planned_by_command("--dtype", "tf32", for_other_machine=True)
+    assert {spec.device for spec in specs} == {"cuda"}
+
+
+def test_in_python_all_is_a_word_and_what_is_left_out_a_warning():
+    with pytest.warns(UserWarning, match="nsys is left out: there is no GPU"):
+        specs = comparison.specs_of("tiny", {"instruments": "all", "methods": ["standard"], "device": "cpu"})
+    assert [spec.instrument for spec in specs] == ["time", "memory", "ncu", "trace"]
+
+
+def test_an_instrument_that_there_is_not_is_refused():
+    with pytest.raises(UserError, match="unknown instrument 'everything'"):
+        plan_sweep("tiny", instruments="everything", device="cpu")
+
+
+def test_a_sweep_keeps_rows_that_are_compared_together():
+    sweep = make_sweep(TINY, methods=["standard", "flat"], batch_sizes=[2, 4], seq_lens=[8, 16])
+    assert [(spec.batch_size, spec.seq_len, spec.method) for spec in sweep] == [
+        (2, 8, "standard"),
+        (2, 8, "flat"),
+        (2, 16, "standard"),
+        (2, 16, "flat"),
+        (4, 8, "standard"),
+        (4, 8, "flat"),
+        (4, 16, "standard"),
+        (4, 16, "flat"),
+    ]
+
+
+def test_a_sweep_measures_a_row_named_twice_once():
+    sweep = make_sweep(
+        TINY, methods=["vanilla", "standard", "flat", "dpsgd"], batch_sizes=[4, 2, 4], seq_lens=[256, None]
+    )
+    assert [(spec.batch_size, spec.method) for spec in sweep] == [
+        (4, "standard"),
+        (4, "flat"),
+        (2, "standard"),
+        (2, "flat"),
+    ]
