@@ -27,6 +27,8 @@ if os.environ.get("CI"):
     settings.load_profile("ci")
 
 # A transformer so small that a child process is all import and no arithmetic.
+from tests import DATA
+
 TINY_SIZES = {"num_layers": 1, "hidden_dim": 16, "num_heads": 2, "vocab_size": 50, "max_seq_len": 32}
 
 ENVIRONMENT = {
@@ -179,16 +181,15 @@ def _command_line(pid: str) -> bytes:
 @pytest.fixture(scope="session")
 def ncu_captures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Real reports of one step of a small transformer on an H200 (ncu 2025.3.1): as one range, and kernel by kernel."""
-    data = Path(__file__).parent / "data"
     kernels = tmp_path_factory.mktemp("captures") / "kernels_small.ncu-rep"
-    kernels.write_bytes(gzip.decompress((data / "kernels_small.ncu-rep.gz").read_bytes()))
-    return {"range": data / "apprange_small.ncu-rep", "kernels": kernels}
+    kernels.write_bytes(gzip.decompress((DATA / "kernels_small.ncu-rep.gz").read_bytes()))
+    return {"range": DATA / "apprange_small.ncu-rep", "kernels": kernels}
 
 
 @pytest.fixture
 def stand_in_ncu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """An `ncu` that behaves as a plan says, found as the real one would be found."""
-    from ncu_stand_in import StandIn
+    from tests.stand_ins.ncu import StandIn
 
     def make(**plan: Any) -> StandIn:
         stand_in = StandIn(tmp_path / "stand-in", **plan)

@@ -2,38 +2,24 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from . import sweeps
-from .reading import ALL_DRAWN_JS, STATE_JS
+from tests.browser import sweeps
+from tests.browser.chromium import find_chromium
+from tests.browser.reading import ALL_DRAWN_JS, STATE_JS
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-NAMES = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = (
     *("--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-sync"),
     *("--disable-background-networking", "--disable-component-update"),
 )
 DESKTOP = {"width": 1280, "height": 900}
-
-
-def find_chromium() -> str:
-    """Skips the test that asks where there is none; where there has to be one (in CI), fails it."""
-    refuse = pytest.fail if os.environ.get("DPSCOPE_REQUIRE_CHROMIUM") else pytest.skip
-    if importlib.util.find_spec("playwright") is None:
-        refuse("report.html is tested in a browser, which Playwright drives: pip install playwright")
-    found = next(filter(None, map(shutil.which, NAMES)), None)
-    if found is None:
-        refuse("report.html is tested in a browser, and there is no Chromium here: apt-get install chromium")
-    return found
 
 
 @pytest.fixture(scope="package")

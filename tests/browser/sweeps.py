@@ -14,12 +14,13 @@ from dpscope.reports.page import write_page
 from dpscope.results.schema import Result, result_for
 from dpscope.results.store import ResultStore
 from dpscope.vocabulary.statuses import FAILED, OOM
+from tests import ROOT
 
 METHODS = ("standard", "flat", "flash")
 INSTRUMENTS = ("time", "memory", "trace", "ncu")
 FULL, PART = (2, 16), (4, 16)  # batch, sequence: seen by every instrument, and only timed and weighed
 
-H200 = Path(__file__).parents[2] / "benchmarks" / "results"
+H200 = ROOT / "benchmarks" / "results"
 H200_TWICE = (H200 / "2026-11-15-h200-traffic", H200 / "2026-11-15-h200-flash-grid" / "bf16-1024")  # now, before
 
 BATCHES = range(1, 68)  # 201 rows with the methods

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import NAMES, find_chromium
+from tests.browser.chromium import NAMES, find_chromium
 
 WHAT_TO_TYPE = "there is no Chromium here: apt-get install chromium"
 

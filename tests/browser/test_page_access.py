@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from .reading import ALL_DRAWN_JS, CONTRAST_JS, TOOLTIP_JS, data_of, drawings_of, figures_in, tooltip_of, view_of
+from tests.browser.reading import (
+    ALL_DRAWN_JS,
+    CONTRAST_JS,
+    TOOLTIP_JS,
+    data_of,
+    drawings_of,
+    figures_in,
+    tooltip_of,
+    view_of,
+)
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page

@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from .reading import ALL_DRAWN_JS, chart_at, data_of, drawings_of, figures_in, hover, numbers_in, tooltips, view_of
+from tests.browser.reading import (
+    ALL_DRAWN_JS,
+    chart_at,
+    data_of,
+    drawings_of,
+    figures_in,
+    hover,
+    numbers_in,
+    tooltips,
+    view_of,
+)
 
 if TYPE_CHECKING:
     from playwright.sync_api import Locator, Page

@@ -11,8 +11,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from . import sweeps
-from .reading import chart_at, colours_in, drawings_of, save, view_of
+from tests.browser import sweeps
+from tests.browser.reading import chart_at, colours_in, drawings_of, save, view_of
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from . import sweeps
-from .reading import ALL_DRAWN_JS, COLLISIONS_JS, CUT_JS, chart_at, data_of, view_of
+from tests.browser import sweeps
+from tests.browser.reading import ALL_DRAWN_JS, COLLISIONS_JS, CUT_JS, chart_at, data_of, view_of
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page

@@ -8,8 +8,17 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from . import sweeps
-from .reading import ALL_DRAWN_JS, COLLISIONS_JS, CUT_JS, colours_in, data_of, drawings_of, points_in, view_of
+from tests.browser import sweeps
+from tests.browser.reading import (
+    ALL_DRAWN_JS,
+    COLLISIONS_JS,
+    CUT_JS,
+    colours_in,
+    data_of,
+    drawings_of,
+    points_in,
+    view_of,
+)
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page

@@ -11,8 +11,7 @@ import pytest
 
 from dpscope.results.schema import result_for
 from dpscope.vocabulary.statuses import STATUSES
-
-from .reading import ALL_DRAWN_JS, data_of, drawings_of, hover
+from tests.browser.reading import ALL_DRAWN_JS, data_of, drawings_of, hover
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page

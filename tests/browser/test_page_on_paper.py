@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from .reading import COLLISIONS_JS, CUT_JS, colours_in, data_of, drawings_of, points_in
+from tests.browser.reading import COLLISIONS_JS, CUT_JS, colours_in, data_of, drawings_of, points_in
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .reading import CUT_JS, data_of, drawings_of, points_in
-from .sweeps import BATCHES, METHODS
+from tests.browser.reading import CUT_JS, data_of, drawings_of, points_in
+from tests.browser.sweeps import BATCHES, METHODS
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page

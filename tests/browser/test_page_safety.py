@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from . import sweeps
-from .reading import drawings_of, tooltips
+from tests.browser import sweeps
+from tests.browser.reading import drawings_of, tooltips
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page

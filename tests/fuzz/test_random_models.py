@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from agreement import distance, one_loss, private_step, reference, whole_size
-from random_models import Case, losses_of, make_case, without_checkpoints
 
 from dpscope.errors import UserError
 from dpscope.flash import FlashEngine, OracleResult, run_oracle
 from dpscope.flash.oracle import cast_batch
+from tests.fuzz.random_models import Case, losses_of, make_case, without_checkpoints
+from tests.unit.flash.agreement import distance, one_loss, private_step, reference, whole_size
 
 MODELS = int(os.environ.get("DPSCOPE_FUZZ_MODELS", "200"))
 FIRST_SEED = int(os.environ.get("DPSCOPE_FUZZ_SEED", "0"))

@@ -1,7 +1,6 @@
 """A pytest plugin that runs Opacus's own tests against flash clipping.
 
-    export PYTHONPATH=tests/opacus_suite
-    python -m pytest -p flash_plugin --pyargs opacus.tests.privacy_engine_test
+    python -m pytest -p tests.opacus_suite.flash_plugin --pyargs opacus.tests.privacy_engine_test
 
 `opacus.PrivacyEngine` becomes flash clipping's, whatever mode a test asks for. What tests read of Opacus's internals
 has stand-ins made of what flash clipping computes: `p.grad_sample` (contributions of the backward pass),
@@ -23,11 +22,11 @@ import opacus
 import opacus.utils.per_sample_gradients_utils as reference
 import pytest
 import torch
-import torchvision_stand_in
-from expected_failures import EXPECTED_FAILURES
 from torch import Tensor, nn
 
 from dpscope.flash import DPFlashOptimizer, FlashEngine, PrivacyEngine
+from tests.opacus_suite import torchvision_stand_in
+from tests.opacus_suite.expected_failures import EXPECTED_FAILURES
 
 # Few examples, the same ones in every run: these are tests of the loop, not a search. Tests take the profile that is
 # loaded when they are imported.

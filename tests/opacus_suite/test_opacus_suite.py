@@ -12,7 +12,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-HERE = Path(__file__).parent
+from tests import ROOT
+
 pytestmark = pytest.mark.timeout(900)  # 35 s of one core; a busy machine takes longer
 # How many tests of each file run and pass: fewer would be a loss that no failure shows.
 FILES = {
@@ -35,10 +36,10 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Counter[tuple[str, str
     if opacus is None or opacus.origin is None:
         pytest.skip("Opacus is not installed")
     site_packages = Path(opacus.origin).parents[1]
-    path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH", "")]))
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "pytest", "-q", "-p", "flash_plugin", "-p", "no:cacheprovider"),
+            *(sys.executable, "-m", "pytest", "-q", "-p", "tests.opacus_suite.flash_plugin", "-p", "no:cacheprovider"),
             *("-c", str(folder / "pytest.ini"), f"--rootdir={site_packages}", f"--junitxml={report}"),
             *("--pyargs", *(f"opacus.tests.{name}" for name in FILES)),
         ],

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import kernel_references as reference
 import pytest
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from dpscope.flash.kernels.philox_noise import add_noise_, philox_normal
 from dpscope.flash.kernels.sample_sums import bias_sums, layer_norm_sums, rms_norm_sums
 from dpscope.flash.kernels.scaled_sum import SumTiles, scaled_sums
 from dpscope.flash.kernels.tensor_lists import noise_starts
+from tests.unit.flash.kernels import kernel_references as reference
 
 pytestmark = [
     pytest.mark.gpu,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 
-import planted_loops
 import pytest
 import torch
-from planted_loops import ByHand, make_batches
 from torch import nn
 
 import dpscope
 from dpscope.errors import UserError
+from tests.unit.audit import planted_loops
+from tests.unit.audit.planted_loops import ByHand, make_batches
 
 
 def check(make_loop, **options):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import planted_loops
 import pytest
 
 import dpscope
+from tests.unit.audit import planted_loops
 
 OTHERS_STAY = "for the other samples every module's output and output gradient stay as they were"
 UNTRACED = "which module it is cannot be traced: none is called with a batch of samples"

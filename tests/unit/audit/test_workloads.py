@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import planted_loops
 import pytest
 import torch
 import torch.nn.functional as F
-from planted_loops import Sentences, sample_losses, token_losses
 
 import dpscope
 from dpscope import Workload
 from dpscope.workloads.configs import make_config
 from dpscope.workloads.workload import build_workload
+from tests.unit.audit import planted_loops
+from tests.unit.audit.planted_loops import Sentences, sample_losses, token_losses
 
 
 def sentences(seed, device):

@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from dpscope.cli import main
 from dpscope.vocabulary import methods as registry
+from tests.unit.exactness import planted_faults
 
 SMALL = ["--num-layers", "1", "--hidden-dim", "16", "--num-heads", "2", "--vocab-size", "50", "--max-seq-len", "32"]
 
@@ -180,7 +181,7 @@ def test_a_file_that_cannot_be_written_is_a_sentence(tmp_path):
     assert result.exit_code == 2 and "cannot write" in result.stderr
 
 
-PLANTED = Path(__file__).parents[1] / "exactness" / "planted_faults.py"
+PLANTED = Path(planted_faults.__file__)
 
 
 @pytest.fixture(scope="module")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import fake_nsys
 import pytest
 import torch
 from click.testing import CliRunner
-from ncu_stand_in import NO_PERMISSION
 
 from dpscope.commands import doctor
 from dpscope.commands.doctor import BROKEN, MISSING, OK
+from tests.stand_ins import nsys as fake_nsys
+from tests.stand_ins.ncu import NO_PERMISSION
 
 # Lines ncu prints around a profiled kernel.
 NCU_FIGURES = """==PROF== Connected to process 4711

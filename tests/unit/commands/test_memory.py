@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from tests import ROOT
+
 DPSCOPE = str(Path(sys.executable).with_name("dpscope"))
-EXPERIMENT = Path(__file__).parents[3] / "scripts" / "single_experiment.py"
+EXPERIMENT = ROOT / "scripts" / "single_experiment.py"
 SIZES = {"vocab-size": 50, "hidden-dim": 16, "num-layers": 1, "num-heads": 2, "seq-len": 8, "batch-size": 2}
 SMALL = [text for name, value in {**SIZES, "num-iter": 2}.items() for text in (f"--{name}", value)]
 

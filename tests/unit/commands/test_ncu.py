@@ -18,9 +18,10 @@ from click.testing import CliRunner
 
 from dpscope.cli import main
 from dpscope.runner.spec import RunSpec
+from tests import ROOT
 
 DPSCOPE = str(Path(sys.executable).with_name("dpscope"))
-SCRIPTS = Path(__file__).parents[3] / "scripts"
+SCRIPTS = ROOT / "scripts"
 
 
 def invoke(*arguments):
@@ -166,7 +167,7 @@ def run_script(tmp_path, **settings):
 
 
 def test_the_script_makes_twelve_reports_and_a_table(tmp_path, stand_in_ncu, ncu_captures):
-    from ncu_stand_in import raw_csv
+    from tests.stand_ins.ncu import raw_csv
 
     ncu = stand_in_ncu(
         reports={"range": str(ncu_captures["range"])},

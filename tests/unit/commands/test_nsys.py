@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import shlex
-from pathlib import Path
 
-import fake_nsys
 import pytest
 from click.testing import CliRunner
-from nsys_exports import a_step
 
 from dpscope.cli import main
+from tests import DATA
+from tests.stand_ins import nsys as fake_nsys
+from tests.stand_ins.nsys_exports import a_step
 
-REAL = Path(__file__).parents[2] / "data" / "nsys_step.sqlite"
+REAL = DATA / "nsys_step.sqlite"
 
 
 @pytest.fixture

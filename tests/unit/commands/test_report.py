@@ -6,16 +6,15 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from dpscope.comparison import Comparison
 from dpscope.reports.outputs import remove_reports
+from tests import ROOT
+from tests.unit.commands.reporting import names_in, report
 
-from .reporting import names_in, report
-
-SCRIPT = Path(__file__).parents[3] / "scripts" / "visualize_memory_breakdown.py"
+SCRIPT = ROOT / "scripts" / "visualize_memory_breakdown.py"
 
 
 def save(results, folder):

@@ -12,8 +12,7 @@ import pytest
 
 from dpscope.comparison import Comparison
 from dpscope.reports.outputs import remove_reports
-
-from .reporting import names_in, report
+from tests.unit.commands.reporting import names_in, report
 
 DPSCOPE = [sys.executable, "-m", "dpscope"]
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import planted_faults
 import pytest
 
 from dpscope.exactness.check import check
 from dpscope.exactness.report import Check, MethodCheck
 from dpscope.vocabulary import methods as registry
+from tests.unit.exactness import planted_faults
 
 
 @pytest.fixture

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import planted_faults
 import pytest
 
 import dpscope
+from tests.unit.exactness import planted_faults
 
 TIE = "tokens.weight = head.weight"
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from real_models import MODELS
 
 from dpscope.exactness.check import check
+from tests.unit.exactness.real_models import MODELS
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from planted_faults import LITTLE, Little, little_loss, make_batch
 from torch import nn
 
 from dpscope import Workload
 from dpscope.errors import UserError
 from dpscope.exactness.check import check
+from tests.unit.exactness.planted_faults import LITTLE, Little, little_loss, make_batch
 
 
 def images(seed, device):

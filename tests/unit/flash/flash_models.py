@@ -84,3 +84,25 @@ class EveryFamily(nn.Module):
         x = self.act(self.instance_norm(self.group_norm(self.act(self.conv(x))))) + x
         x = x + self.attention(x, x, x, need_weights=False)[0]
         return scale * self.head(self.slope(x))
+
+
+def randomised(norm: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        for parameter in norm.parameters():
+            parameter.normal_()
+    return norm
+
+
+class LlamaRMSNorm(nn.Module):
+    """Hugging Face's, by its published code."""
+
+    __module__ = "transformers.models.llama.modeling_llama"
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight, self.variance_epsilon = nn.Parameter(torch.ones(width)), 1e-4
+
+    def forward(self, hidden_states):
+        wide = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * wide.to(hidden_states.dtype)

@@ -3,9 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from agreement import assert_agrees, private_step, reference
 
 from dpscope.flash import FlashEngine
+from tests.unit.flash.agreement import assert_agrees, private_step, reference
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")

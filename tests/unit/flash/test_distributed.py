@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
-from private_training import FEATURES, make_model, make_private, sgd
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -19,6 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dpscope.errors import UserError
 from dpscope.flash import FlashEngine, PrivacyEngine
+from tests.unit.flash.private_training import FEATURES, make_model, make_private, sgd
 
 
 @pytest.fixture

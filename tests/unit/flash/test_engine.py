@@ -4,8 +4,6 @@ import weakref
 
 import pytest
 import torch
-from agreement import CLIPPING, PATHS, REDUCTIONS, assert_agrees, assert_exact, one_loss, private_step, reference
-from flash_models import Decoder, token_batch, token_losses
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -13,6 +11,17 @@ from torch.utils.checkpoint import checkpoint
 
 from dpscope.errors import UserError
 from dpscope.flash import FlashEngine, run_oracle
+from tests.unit.flash.agreement import (
+    CLIPPING,
+    PATHS,
+    REDUCTIONS,
+    assert_agrees,
+    assert_exact,
+    one_loss,
+    private_step,
+    reference,
+)
+from tests.unit.flash.flash_models import Decoder, token_batch, token_losses
 
 
 @pytest.mark.parametrize("path", PATHS)

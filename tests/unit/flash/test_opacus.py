@@ -14,7 +14,12 @@ from opacus import PrivacyEngine as OpacusPrivacyEngine
 from opacus.grad_sample import GradSampleModule
 from opacus.schedulers import ExponentialGradClip, ExponentialNoise
 from opacus.utils.batch_memory_manager import BatchMemoryManager
-from private_training import (
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from dpscope.errors import UserError
+from dpscope.flash import PrivacyEngine
+from tests.unit.flash.private_training import (
     CLASSES,
     FEATURES,
     clipped_mean,
@@ -26,11 +31,6 @@ from private_training import (
     sgd,
     step,
 )
-from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
-
-from dpscope.errors import UserError
-from dpscope.flash import PrivacyEngine
 
 
 def test_the_model_comes_back_as_it_was_given() -> None:

@@ -11,7 +11,11 @@ import torch.nn.functional as F
 from opacus import PrivacyEngine as OpacusPrivacyEngine
 from opacus.grad_sample import GradSampleModule
 from opacus.validators.errors import UnsupportedModuleError
-from private_training import (
+from torch import nn
+
+from dpscope.errors import UserError
+from dpscope.flash import PrivacyEngine
+from tests.unit.flash.private_training import (
     FEATURES,
     clipped_mean,
     make_data,
@@ -22,10 +26,6 @@ from private_training import (
     sgd,
     step,
 )
-from torch import nn
-
-from dpscope.errors import UserError
-from dpscope.flash import PrivacyEngine
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 

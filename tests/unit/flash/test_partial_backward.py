@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from agreement import assert_agrees, reference
 from torch import nn
 
 from dpscope.errors import UserError
 from dpscope.flash import FlashEngine
+from tests.unit.flash.agreement import assert_agrees, reference
 
 
 class Gated(nn.Module):

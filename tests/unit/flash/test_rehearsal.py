@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from agreement import assert_agrees, assert_exact, private_step, reference
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from dpscope.errors import UserError
 from dpscope.flash import FlashEngine
+from tests.unit.flash.agreement import assert_agrees, assert_exact, private_step, reference
 
 B, T, D = 4, 4, 6  # as many positions as samples: what is told by sizes alone is told wrongly
 

@@ -7,7 +7,10 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from private_training import (
+
+from dpscope.errors import UserError
+from dpscope.flash import GradScaler
+from tests.unit.flash.private_training import (
     clipped_mean,
     make_model,
     make_private,
@@ -15,9 +18,6 @@ from private_training import (
     sgd,
     step,
 )
-
-from dpscope.errors import UserError
-from dpscope.flash import GradScaler
 
 
 def scaled_backward(scaler, private, x, y) -> None:

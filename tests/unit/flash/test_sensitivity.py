@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from flash_models import Decoder, EveryFamily, token_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from dpscope.flash import FlashEngine
+from tests.unit.flash.flash_models import Decoder, EveryFamily, token_batch
 
 SLACK = 1e-3  # the contract's, in every dtype
 PATHS = (None, "gram", "direct", "keep")

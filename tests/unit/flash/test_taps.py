@@ -7,13 +7,13 @@ import pickle
 
 import pytest
 import torch
-from flash_models import Decoder, EveryFamily, token_batch, token_losses
 from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpscope.errors import UserError
 from dpscope.flash import FlashEngine
+from tests.unit.flash.flash_models import Decoder, EveryFamily, token_batch, token_losses
 
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop", "ignore:Mismatch dtype between input")
 

@@ -23,8 +23,7 @@ from dpscope.reports.time.tradeoff_figure import draw_tradeoff
 from dpscope.reports.trace.operators_chart import operators
 from dpscope.reports.trace.phases_chart import phases
 from dpscope.units import MISSING
-
-from .trace_results import make_trace, operator
+from tests.unit.reports.trace_results import make_trace, operator
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -15,10 +14,8 @@ from dpscope.reports import guide
 from dpscope.reports.tables import compare_results
 from dpscope.reports.traffic.data import compare_traffic
 from dpscope.results.store import ResultStore
-
-from .traffic_results import results_for
-
-ROOT = Path(__file__).parents[3]
+from tests import ROOT
+from tests.unit.reports.traffic_results import results_for
 
 
 @pytest.fixture(scope="module")

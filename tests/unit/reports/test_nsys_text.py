@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from nsys_exports import a_step
 
 from dpscope.instruments.nsys.reading import read_timeline
 from dpscope.instruments.nsys.summary import summarise
 from dpscope.reports.tables import Row
 from dpscope.reports.text import render_plain, summary
 from dpscope.reports.trace.nsys_text import agreement
+from tests.stand_ins.nsys_exports import a_step
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,8 @@ from dpscope.reports.tables import compare_results
 from dpscope.reports.text import render_plain, summary
 from dpscope.reports.trace.data import boundness, differences
 from dpscope.results.schema import parse_result
-
-from .test_figures import extent, overlapping, texts
-from .trace_results import make_trace, operator
+from tests.unit.reports.test_figures import extent, overlapping, texts
+from tests.unit.reports.trace_results import make_trace, operator
 
 
 @pytest.fixture

@@ -10,8 +10,15 @@ from dpscope.reports.tables import compare_results
 from dpscope.reports.traffic.csv import KERNELS, TRAFFIC, write_traffic_csv
 from dpscope.reports.traffic.data import compare_traffic
 from dpscope.results.schema import result_for
-
-from .traffic_results import CAPTURE, CEILINGS, ENVIRONMENT, SPEC, kernel_rows, results_for, traffic_of
+from tests.unit.reports.traffic_results import (
+    CAPTURE,
+    CEILINGS,
+    ENVIRONMENT,
+    SPEC,
+    kernel_rows,
+    results_for,
+    traffic_of,
+)
 
 
 def traffics(*methods, **options):

@@ -12,8 +12,7 @@ from dpscope.reports.tables import compare_results
 from dpscope.reports.traffic.bytes_figure import draw_traffic_bytes
 from dpscope.reports.traffic.figures import write_traffic_figures
 from dpscope.reports.traffic.roofline_figure import draw_roofline
-
-from .traffic_results import kernel_rows, results_for, traffic_of
+from tests.unit.reports.traffic_results import kernel_rows, results_for, traffic_of
 
 METHODS = ("standard", "flat", "ghost", "flash")
 

@@ -9,8 +9,7 @@ from dpscope.reports.tables import compare_results
 from dpscope.reports.text import render_plain, summary
 from dpscope.reports.traffic.data import compare_traffic
 from dpscope.reports.traffic.text import traffic_section, traffic_verdict
-
-from .traffic_results import REASON, results_for
+from tests.unit.reports.traffic_results import REASON, results_for
 
 
 def section(results, width=110):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 from dpscope.results.schema import Result, result_for
+from tests import DATA
 
-CAPTURE = json.loads((Path(__file__).parents[2] / "data" / "ncu_small_step.json").read_text(encoding="utf-8"))
+CAPTURE = json.loads((DATA / "ncu_small_step.json").read_text(encoding="utf-8"))
 
 SPEC = {
     "workload": {"kind": "transformer", "name": "small", "hidden_dim": 512, "num_layers": 4},

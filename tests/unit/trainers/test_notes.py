@@ -18,8 +18,7 @@ from dpscope.results.schema import parse_result, result_for
 from dpscope.results.store import UnreadableResult
 from dpscope.trainers.base import TrainerSettings
 from dpscope.trainers.flash import DPFlashClippingTrainer
-
-from .refused_models import BATCH, LENGTH, WIDTH, Positions, Words, between, workload
+from tests.unit.trainers.refused_models import BATCH, LENGTH, WIDTH, Positions, Words, between, workload
 
 
 class Scale(nn.Module):

@@ -13,8 +13,7 @@ from dpscope.exactness.check import check
 from dpscope.runner.outcome import outcome_of_exception
 from dpscope.trainers.base import TrainerSettings, load_trainer
 from dpscope.vocabulary.methods import resolve_method
-
-from .refused_models import BATCH, REFUSED, WORKS, Positions, calling, features, workload
+from tests.unit.trainers.refused_models import BATCH, REFUSED, WORKS, Positions, calling, features, workload
 
 CASES = [(name, method) for name, (_, methods, _) in REFUSED.items() for method in methods]
 

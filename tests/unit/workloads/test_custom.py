@@ -22,7 +22,8 @@ from dpscope.runner.tracebacks import own_traceback
 from dpscope.vocabulary.statuses import FAILED, SKIPPED
 from dpscope.workloads.configs import find_workload, workload_at
 from dpscope.workloads.workload import build_workload
-from workloads import own_workloads
+from tests import ROOT
+from tests.unit.workloads import own_workloads
 
 OWN = Path(__file__).with_name("own_workloads.py")
 
@@ -89,8 +90,8 @@ def test_a_place_where_nothing_is_gets_a_sentence(target, sentence):
 
 def test_a_function_object_is_found_again_by_its_file():
     config = find_workload(own_workloads.called_twice)
-    assert (config.file, config.function, config.module) == (str(OWN), "called_twice", "workloads.own_workloads")
-    assert config.import_root == OWN.parents[1]
+    assert (config.file, config.function, config.module) == (str(OWN), "called_twice", own_workloads.__name__)
+    assert config.import_root == ROOT
     assert isinstance(build_workload(config, batch_size=2, seq_len=None), dpscope.Workload)
 
 
@@ -323,7 +324,7 @@ def test_the_command_line_refuses_with_a_sentence(tmp_path, monkeypatch, options
 
 
 def test_the_example_in_the_docs_runs(tmp_path):
-    page = (Path(__file__).parents[3] / "docs" / "workloads.md").read_text()
+    page = (ROOT / "docs" / "workloads.md").read_text()
     (tmp_path / "mine.py").write_text(page.partition("```python\n")[2].partition("```")[0])
     (tmp_path / "mylibrary.py").write_text(
         "from torch import nn\ndef MyModel(): return nn.Sequential(nn.Embedding(1000, 8), nn.Linear(8, 1000))\n"

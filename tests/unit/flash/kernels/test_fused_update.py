@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import kernel_references as reference
 import pytest
 import torch
 from torch import Tensor
@@ -12,6 +11,7 @@ from torch import Tensor
 from dpscope.flash.kernels.fused_update import fused_adam_, fused_sgd_
 from dpscope.flash.kernels.philox_noise import philox_normal
 from dpscope.flash.kernels.tensor_lists import noise_starts
+from tests.unit.flash.kernels import kernel_references as reference
 
 SHAPES = [(13, 7), (17000,), (5,), (4, 3, 2)]
 STEPS = 2

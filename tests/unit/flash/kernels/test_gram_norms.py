@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import kernel_references as reference
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -10,6 +9,7 @@ from hypothesis import strategies as st
 
 from dpscope.flash.kernels import gram_norms
 from dpscope.flash.kernels.gram_norms import GramTiles, GramUnit, gram_norms_squared
+from tests.unit.flash.kernels import kernel_references as reference
 
 # Products of half types are exact in float32, so all that is left is float32 summation: ~sqrt(T·d) roundings of 6e-8,
 # under 1e-5 at these sizes. The reference sees the same rounded inputs.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import kernel_references as reference
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from dpscope.flash.kernels import sample_sums
 from dpscope.flash.kernels.sample_sums import bias_sums, layer_norm_sums, rms_norm_sums
+from tests.unit.flash.kernels import kernel_references as reference
 
 
 def operands(batch: int, length: int, width: int, g: torch.dtype, x: torch.dtype) -> tuple[Tensor, ...]:

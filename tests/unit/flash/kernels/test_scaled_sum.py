@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import kernel_references as reference
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -12,6 +11,7 @@ from torch import Tensor
 from dpscope.flash.kernels import scaled_sum as module
 from dpscope.flash.kernels.scaled_sum import SumTiles, default_tiles, scaled_sums
 from dpscope.flash.kernels.triton_runtime import Backend
+from tests.unit.flash.kernels import kernel_references as reference
 
 # Blocks so small that every shape here has inner tiles and edges.
 SMALL = SumTiles(16, 32, 16, 4, 2)

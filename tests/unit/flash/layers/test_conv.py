@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from agreement import CLIPPING, PATHS, REDUCTIONS, assert_exact
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 from dpscope.flash import contributions
+from tests.unit.flash.agreement import CLIPPING, PATHS, REDUCTIONS, assert_exact
 
 CONVOLUTIONS = [nn.Conv1d, nn.Conv2d, nn.Conv3d]
 

@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from agreement import CLIPPING, PATHS, REDUCTIONS, assert_exact
-from flash_models import Decoder, token_batch, token_losses
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 from dpscope.errors import UserError
 from dpscope.flash import FlashEngine
+from tests.unit.flash.agreement import CLIPPING, PATHS, REDUCTIONS, assert_exact
+from tests.unit.flash.flash_models import Decoder, token_batch, token_losses
 
 
 class Bag(nn.Module):

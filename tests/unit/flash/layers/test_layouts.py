@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from agreement import PATHS, assert_agrees, assert_exact, private_step, reference
-from test_norm import LlamaRMSNorm, randomised
 from torch import Tensor, nn
 
 from dpscope.flash import FlashEngine
+from tests.unit.flash.agreement import PATHS, assert_agrees, assert_exact, private_step, reference
+from tests.unit.flash.flash_models import LlamaRMSNorm, randomised
 
 BATCHES = (1, 3)
 

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from agreement import CLIPPING, PATHS, REDUCTIONS, assert_exact
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+
+from tests.unit.flash.agreement import CLIPPING, PATHS, REDUCTIONS, assert_exact
 
 
 def sine_losses(model, batch):

@@ -2,36 +2,16 @@
 
 import pytest
 import torch
-from agreement import CLIPPING, REDUCTIONS, assert_exact
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from tests.unit.flash.agreement import CLIPPING, REDUCTIONS, assert_exact
+from tests.unit.flash.flash_models import LlamaRMSNorm, randomised
+
 
 def sine_losses(model, batch):
     return (model(batch["x"]) * 1.7).sin().flatten(1).sum(1)
-
-
-def randomised(norm: nn.Module) -> nn.Module:
-    with torch.no_grad():
-        for parameter in norm.parameters():
-            parameter.normal_()
-    return norm
-
-
-class LlamaRMSNorm(nn.Module):
-    """Hugging Face's, by its published code."""
-
-    __module__ = "transformers.models.llama.modeling_llama"
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight, self.variance_epsilon = nn.Parameter(torch.ones(width)), 1e-4
-
-    def forward(self, hidden_states):
-        wide = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-        return self.weight * wide.to(hidden_states.dtype)
 
 
 def over_features(kind: str, width: int) -> nn.Module:

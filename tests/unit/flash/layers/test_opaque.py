@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from agreement import CLIPPING, REDUCTIONS, assert_exact, private_step
 from torch import nn
 
 from dpscope.errors import UserError
 from dpscope.flash import FlashEngine
+from tests.unit.flash.agreement import CLIPPING, REDUCTIONS, assert_exact, private_step
 
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")
 

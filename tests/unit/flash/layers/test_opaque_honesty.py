@@ -3,13 +3,13 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from agreement import assert_agrees, assert_exact, private_step, reference
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 from dpscope.errors import UserError
 from dpscope.flash import FlashEngine, run_oracle
+from tests.unit.flash.agreement import assert_agrees, assert_exact, private_step, reference
 
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")
 

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from agreement import assert_exact
 from torch import Tensor, nn
 
 from dpscope.errors import UserError
 from dpscope.flash import FlashEngine, LayerTap, register_layer
 from dpscope.flash import layers as families
+from tests.unit.flash.agreement import assert_exact
 
 REFUSED = [
     (nn.BatchNorm1d(4), "GroupNorm"),

@@ -4,13 +4,13 @@ import itertools
 
 import pytest
 import torch
-from agreement import assert_exact
 from opacus.layers import DPGRU, DPLSTM, DPRNN, DPMultiheadAttention
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from dpscope.errors import UserError
 from dpscope.flash import FlashEngine
+from tests.unit.flash.agreement import assert_exact
 
 D = 4
 RECURRENT = (nn.RNN, nn.GRU, nn.LSTM, DPRNN, DPGRU, DPLSTM)

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from dpscope.instruments.memory import attribute, track
-
-from .steps import METHODS, tracked_step, trainer_of
+from tests.unit.instruments.memory.steps import METHODS, tracked_step, trainer_of
 
 KB = 1024
 

@@ -12,9 +12,8 @@ from dpscope.instruments.memory import Tracker
 from dpscope.instruments.peaks import storage_bytes
 from dpscope.runner.measurements.memory import _holdings
 from dpscope.vocabulary.components import COMPONENTS
-
-from .allocator_events import allocator_peak
-from .steps import METHODS, WORKLOADS, tracked_step, trainer_of
+from tests.unit.instruments.memory.allocator_events import allocator_peak
+from tests.unit.instruments.memory.steps import METHODS, WORKLOADS, tracked_step, trainer_of
 
 BOTH = pytest.mark.parametrize("workload", list(WORKLOADS))
 EACH = pytest.mark.parametrize("method", METHODS)

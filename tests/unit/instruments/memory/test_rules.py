@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
 from dpscope.errors import UserError
+from tests import ROOT
+from tests.unit.instruments.memory.steps import tracked_step, trainer_of
 
-from .steps import tracked_step, trainer_of
-
-PAGE = Path(__file__).parents[4] / "docs" / "memory.md"
+PAGE = ROOT / "docs" / "memory.md"
 
 
 @pytest.fixture(scope="module")

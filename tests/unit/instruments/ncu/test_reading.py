@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 
 import pytest
-from ncu_stand_in import raw_csv
 
 from dpscope.instruments.ncu.metrics import DRAM_READ, DRAM_WRITE, TIME
 from dpscope.instruments.ncu.reading import UnreadableReport, find_phase, parse_raw_csv, read_report
+from tests.stand_ins.ncu import raw_csv
 
 
 @pytest.fixture(autouse=True)

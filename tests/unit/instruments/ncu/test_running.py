@@ -7,13 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from ncu_stand_in import COUNTED, NO_PERMISSION
 
 from dpscope.instruments.ncu.command import range_command
 from dpscope.instruments.ncu.failures import explain
 from dpscope.instruments.ncu.metrics import KERNEL_METRICS, L2_RED, LSU_STORE, RANGE_METRICS, TENSOR_OPS
 from dpscope.instruments.ncu.running import capture, one_pass_metrics, try_counters
 from dpscope.instruments.processes import LIFELINE, run_limited
+from tests.stand_ins.ncu import COUNTED, NO_PERMISSION
 
 
 def take(ncu, report, program=("true",), limit=30.0, **options):

@@ -21,8 +21,7 @@ from dpscope.instruments.trace import (
     read_trace,
 )
 from dpscope.instruments.trace.events import parse_events
-
-from .handmade import gpu_step
+from tests.unit.instruments.trace.handmade import gpu_step
 
 B, D = 48, 96
 RECURSIVE = "aten::arange"  # what sort calls calls itself

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
 from dpscope.instruments.trace.analysis import operator_table
 from dpscope.instruments.trace.events import read_trace
 from dpscope.instruments.trace.summary import summarise
+from tests import DATA
 
-DATA = Path(__file__).parents[3] / "data"
 CAPTURE, EXPECTED = DATA / "cuda_step_trace.json.gz", DATA / "cuda_step_trace.expected.json"
 
 pytestmark = pytest.mark.skipif(not CAPTURE.exists(), reason="no capture in tests/data")

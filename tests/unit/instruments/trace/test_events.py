@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from dpscope.errors import UserError
 from dpscope.instruments.trace.events import Around, Event, nest, parse_events, read_trace
-
-from .handmade import gpu_step, operator
+from tests.unit.instruments.trace.handmade import gpu_step, operator
 
 
 def write(path, document):

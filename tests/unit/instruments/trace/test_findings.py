@@ -7,8 +7,7 @@ import pytest
 from dpscope.instruments.trace.attribution import step_views
 from dpscope.instruments.trace.events import parse_events
 from dpscope.instruments.trace.findings import casts, copies, synchronisations
-
-from .handmade import annotation, call, copy, event, gpu_step, operator
+from tests.unit.instruments.trace.handmade import annotation, call, copy, event, gpu_step, operator
 
 
 def views(events):

@@ -6,8 +6,7 @@ import pytest
 
 from dpscope.instruments.trace.events import parse_events
 from dpscope.instruments.trace.summary import summarise
-
-from .handmade import START, annotation, gpu_step, operator
+from tests.unit.instruments.trace.handmade import START, annotation, gpu_step, operator
 
 US = 1e-3  # milliseconds
 

@@ -9,8 +9,7 @@ import pytest
 from dpscope.reports.tables import compare_results
 from dpscope.reports.trace.operators_chart import SHOWN, operators
 from dpscope.reports.trace.phases_chart import phases
-
-from ..trace_results import make_trace, operator
+from tests.unit.reports.trace_results import make_trace, operator
 
 STANDARD = [operator("aten::mm", "backward", 5.0), operator("aten::add", "forward", 2.0)]
 FLAT = [operator("aten::mm", "backward", 4.0), operator("aten::bmm", "clip", 9.0)]

@@ -10,8 +10,7 @@ from dpscope.reports.page.charts import make_charts
 from dpscope.reports.tables import compare_results
 from dpscope.reports.traffic.chart import traffic
 from dpscope.reports.traffic.roofline_chart import roofline
-
-from ..traffic_results import CEILINGS, kernel_rows, results_for, traffic_of
+from tests.unit.reports.traffic_results import CEILINGS, kernel_rows, results_for, traffic_of
 
 
 def rows(*methods, **options):

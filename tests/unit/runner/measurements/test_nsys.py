@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import sys
 
-import fake_nsys
 import pytest
 import torch
-from nsys_exports import Export, a_step
 
 from dpscope.errors import UserError
 from dpscope.instruments.nsys.reading import read_timeline
@@ -17,6 +15,8 @@ from dpscope.instruments.timing import no_progress
 from dpscope.runner import environment, ranged_step
 from dpscope.runner.measure import measure, measure_or_explain
 from dpscope.runner.ranged_step import program
+from tests.stand_ins import nsys as fake_nsys
+from tests.stand_ins.nsys_exports import Export, a_step
 
 
 @pytest.fixture

@@ -8,15 +8,15 @@ import shlex
 import subprocess
 import sys
 
-import fake_nsys
 import pytest
-from nsys_exports import a_step
 
 from dpscope.instruments import nsight
 from dpscope.instruments.nsys import failures
 from dpscope.instruments.nsys.command import Looking, interactive_commands, needed_variables, profile_command, shown
 from dpscope.instruments.nsys.finding import Nsys, find_importer, find_nsys, look_at
 from dpscope.instruments.nsys.running import take
+from tests.stand_ins import nsys as fake_nsys
+from tests.stand_ins.nsys_exports import a_step
 
 ANY = Nsys("nsys", "2025.3.1", frozenset())
 

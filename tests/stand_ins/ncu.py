@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from python_script import FIRST_LINES
+from tests.stand_ins.python_script import FIRST_LINES
 
 VERSION = """NVIDIA (R) Nsight Compute Command Line Profiler
 Copyright (c) 2018-2025 NVIDIA Corporation

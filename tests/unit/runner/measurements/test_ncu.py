@@ -7,7 +7,6 @@ from types import ModuleType
 
 import pytest
 import torch
-from ncu_stand_in import COUNTED, NO_PERMISSION, raw_csv
 
 from dpscope.errors import UserError
 from dpscope.instruments.ncu import metrics
@@ -17,6 +16,7 @@ from dpscope.runner import environment, ranged_step, steps
 from dpscope.runner.launcher import ROW_SECONDS
 from dpscope.runner.measurements import ncu as measurement
 from dpscope.runner.measurements.ncu import measure
+from tests.stand_ins.ncu import COUNTED, NO_PERMISSION, raw_csv
 
 GUESS = {
     "dram_read_bytes": 1_000,

@@ -6,16 +6,14 @@ import sqlite3
 import subprocess
 import sys
 from contextlib import closing
-from pathlib import Path
 
 import pytest
-from nsys_exports import a_step
 
 from dpscope.instruments.nsys.reading import UnreadableCapture, read_timeline
 from dpscope.instruments.nsys.stripping import strip
 from dpscope.instruments.nsys.summary import summarise
-
-SHARED = Path(__file__).parents[2] / "data"
+from tests import DATA
+from tests.stand_ins.nsys_exports import a_step
 
 
 @pytest.fixture
@@ -73,7 +71,7 @@ def test_it_is_a_command(telling, tmp_path):
     read_timeline(tmp_path / "shared.sqlite")
 
 
-@pytest.mark.parametrize("path", sorted(SHARED.glob("nsys*.sqlite")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(DATA.glob("nsys*.sqlite")), ids=lambda path: path.stem)
 def test_captures_in_this_repository_are_stripped(path, tmp_path):
     strip(path, tmp_path / "again.sqlite")
 

@@ -8,11 +8,12 @@ import shutil
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
+from tests import ROOT
+
+SCRIPTS = ROOT / "scripts"
 SHELL = sorted(path.name for path in SCRIPTS.glob("run_*.sh"))
 SMALL = {"VOCAB_SIZE": 50, "HIDDEN_DIM": 16, "NUM_LAYERS": 1, "NUM_HEADS": 2, "SEQ_LEN": 8, "NUM_ITER": 1}
 

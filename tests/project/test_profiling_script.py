@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import runpy
 import sys
-from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "profiling_script.py"
+from tests import ROOT
+
+SCRIPT = ROOT / "scripts" / "profiling_script.py"
 
 
 @pytest.fixture

@@ -5,16 +5,16 @@ from __future__ import annotations
 import random
 import sqlite3
 from contextlib import closing
-from pathlib import Path
 
 import pytest
-from nsys_exports import AUTOGRAD, MAIN, Export, a_step
 
 from dpscope.instruments.nsys.reading import UnreadableCapture, read_timeline
 from dpscope.instruments.nsys.summary import BETWEEN, summarise
 from dpscope.vocabulary.phases import PHASES
+from tests import DATA
+from tests.stand_ins.nsys_exports import AUTOGRAD, MAIN, Export, a_step
 
-REAL = Path(__file__).parents[2] / "data" / "nsys_step.sqlite"  # one step on an H200, without NVTX ranges
+REAL = DATA / "nsys_step.sqlite"  # one step on an H200, without NVTX ranges
 
 
 @pytest.fixture(scope="module")

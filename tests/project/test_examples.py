@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import runpy
 import socket
-from pathlib import Path
 
 import pytest
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+from tests import ROOT
+
+EXAMPLES = ROOT / "examples"
 # Each script and what its last lines have to say.
 SAYS = {
     "ordinary_loop.py": ["accuracy 0.", "-differentially private"],

@@ -1,6 +1,0 @@
-"""The flash tests' tolerances are those of the fuzz."""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "flash"))
