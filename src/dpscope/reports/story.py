@@ -13,17 +13,10 @@ from dpscope.reports.doubt import ADVICE, EXPLAINED
 from dpscope.reports.tables import STANDARD, Row
 from dpscope.reports.traffic.data import APPROXIMATELY, Traffic, compare_traffic
 from dpscope.units import format_bytes, format_ms, format_ratio
-from dpscope.vocabulary.statuses import FAILED, OOM, SKIPPED, TIMEOUT
+from dpscope.vocabulary.statuses import OOM, STATUSES, status_named
 
 SAME_MEMORY = 0.01
 USUAL = "flat"  # what people have who do not choose: savings are told against it
-
-OUTCOMES = {
-    OOM: "ran out of memory",
-    FAILED: "failed",
-    TIMEOUT: "did not finish in time",
-    SKIPPED: "was not run",
-}
 
 
 @dataclass(frozen=True)
@@ -186,10 +179,10 @@ def _of_doubt(rows: Sequence[Row]) -> list[str]:
 
 def _of_failed(rows: Sequence[Row], private: Sequence[Row]) -> list[str]:
     sentences = []
-    for status, outcome in OUTCOMES.items():
-        if failed := [row for row in rows if row.result.status == status]:
-            words = outcome.replace("was", "were") if len(failed) > 1 else outcome
-            sentences.append(f"{_names(failed)} {words} here.")
+    for name in dict.fromkeys([*STATUSES, *(row.result.status for row in rows)]):
+        status, ended_so = status_named(name), [row for row in rows if row.result.status == name]
+        if ended_so and status.is_failure:
+            sentences.append(f"{_names(ended_so)} {status.outcomes if len(ended_so) > 1 else status.outcome} here.")
     fits = [row for row in private if row.result.ok]
     if len(fits) == 1 and len(private) > 1 and all(row.result.status == OOM for row in private if row is not fits[0]):
         sentences.append(f"{fits[0].method} is the only private method that fits.")

@@ -26,7 +26,7 @@ from dpscope.reports.words import peak_notes, shorten
 from dpscope.results.schema import Result
 from dpscope.results.store import Skipped
 from dpscope.units import GIB, MISSING, format_bytes, format_ms, format_ratio, format_throughput
-from dpscope.vocabulary.statuses import FAILED
+from dpscope.vocabulary.statuses import status_named
 
 TITLE = "What privacy costs"
 SUMMARY_WIDTH = 110
@@ -215,7 +215,8 @@ def _which(methods: dict[str, list[str]]) -> str:
 def _own_tracebacks(rows: Sequence[Row]) -> list[str]:
     """Where the user's own code failed, each place once."""
     results = (row.result for row in rows if row.result.spec["workload"].get("kind") == "custom")
-    found = dict.fromkeys(result.details for result in results if result.status == FAILED and result.details)
+    shown = (result.details for result in results if status_named(result.status).shows_traceback)
+    found = dict.fromkeys(filter(None, shown))
     return [line for details in found for line in ("", details.rstrip())]
 
 

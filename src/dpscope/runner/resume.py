@@ -9,16 +9,12 @@ from dpscope.results.schema import Result
 from dpscope.results.store import ResultStore
 from dpscope.runner.environment import collect_in_child, same_environment
 from dpscope.runner.spec import RunSpec
-from dpscope.vocabulary.statuses import OK, OOM, SKIPPED
-
-# These would come out the same again. A failure or a time-out may have been mended since: it is measured again.
-LASTING = (OK, SKIPPED)
+from dpscope.vocabulary.statuses import status_named
 
 
 def still_valid(result: Result, spec: RunSpec, environment: dict[str, Any]) -> bool:
     """The same spec, measured by this version in this environment (the schema was checked on reading)."""
-    # A GPU's memory does not change; the host's limit, and what else runs there, do.
-    lasting = result.status in LASTING or (result.status == OOM and spec.device == "cuda")
+    lasting = spec.device in status_named(result.status).kept_on
     # What kept ncu from counting on this GPU (no ncu, no permission) may have been mended since.
     lasting &= not (spec.instrument == "ncu" and spec.device == "cuda") or result.ncu.get("source") == "measured"
     return lasting and result.spec == spec.to_dict() and same_environment(result.environment, environment)

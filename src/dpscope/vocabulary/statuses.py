@@ -1,5 +1,43 @@
-"""How a measurement ended."""
+"""How a measurement can end. A new status is a line in `STATUS_TABLE`, named by whoever finds that a row ended so."""
 
 from __future__ import annotations
 
-OK, OOM, FAILED, TIMEOUT, SKIPPED = STATUSES = ("ok", "oom", "failed", "timeout", "skipped")
+from dataclasses import dataclass
+
+DEVICES = ("cpu", "cuda")
+
+
+@dataclass(frozen=True)
+class Status:
+    """`name` stands in result files, tables and logs; the other words in sentences and figures of reports."""
+
+    name: str
+    outcome: str  # what became of a method: "ghost ran out of memory"
+    outcomes: str  # of several methods
+    instead: str  # stands where a figure would be
+    kept_on: tuple[str, ...] = ()  # devices on which --resume keeps such a row, since it would end so again
+    shows_traceback: bool = False  # of the user's own code, below the tables
+
+    @property
+    def is_failure(self) -> bool:
+        return self.name != OK
+
+
+OK, OOM, FAILED, TIMEOUT, SKIPPED = "ok", "oom", "failed", "timeout", "skipped"
+
+# In the order in which reports tell of them. The memory of a GPU does not change from day to day; that of a host, and
+# what else runs there, do. What failed or took too long may have been mended since.
+STATUS_TABLE = (
+    Status(OK, "ended well", "ended well", "ok", kept_on=DEVICES),
+    Status(OOM, "ran out of memory", "ran out of memory", "out of memory", kept_on=("cuda",)),
+    Status(FAILED, "failed", "failed", "failed", shows_traceback=True),
+    Status(TIMEOUT, "did not finish in time", "did not finish in time", "timeout"),
+    Status(SKIPPED, "was not run", "were not run", "skipped", kept_on=DEVICES),
+)
+STATUSES = tuple(status.name for status in STATUS_TABLE)
+_BY_NAME = {status.name: status for status in STATUS_TABLE}
+
+
+def status_named(name: str) -> Status:
+    """The status of a result; one that this version does not know is called by its name."""
+    return _BY_NAME.get(name) or Status(name, f"ended as {name}", f"ended as {name}", name)

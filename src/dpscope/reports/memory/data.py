@@ -12,6 +12,7 @@ from dpscope.reports.tables import Row
 from dpscope.results.schema import Result
 from dpscope.units import MIB
 from dpscope.vocabulary.components import COMPONENTS, UNATTRIBUTED
+from dpscope.vocabulary.statuses import status_named
 
 KNOWN = {component.key: component for component in COMPONENTS}
 TOTALS = ("total_allocated_mb", "peak_allocated_mb")  # in a breakdown, but no components
@@ -102,7 +103,7 @@ def composition_of(row: Row) -> Composition | None:
 def why_no_composition(row: Row) -> str:
     if row.result.ok:
         return "no breakdown by component was measured"
-    return {"oom": "out of memory"}.get(row.result.status, row.result.status)
+    return status_named(row.result.status).instead
 
 
 def timeline_of(row: Row) -> Timeline | None:

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from dpscope.reports.doubt import EXPLAINED, marked
 from dpscope.reports.page.looks import looks_of
 from dpscope.reports.settings import Size
-from dpscope.reports.story import OUTCOMES, estimated, tell
+from dpscope.reports.story import estimated, tell
 from dpscope.reports.tables import RATES, Row
 from dpscope.reports.traffic.data import Traffic, compare_traffic
 from dpscope.units import MISSING, format_bytes, format_ms, format_ratio, format_throughput, format_traffic
+from dpscope.vocabulary.statuses import status_named
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def _known(rows: Sequence[Row]) -> tuple[int, int, int]:
 
 
 def _card(row: Row, colour: str, badge: str, traffic: Traffic | None) -> Card:
-    outcome = "" if row.result.ok else OUTCOMES[row.result.status]
+    outcome = "" if row.result.ok else status_named(row.result.status).outcome
     figures = [
         Figure("time", format_ratio(row.time_ratio), _time(row), EXPLAINED.get(row.ratio_doubt, "")),
         Figure("memory", format_ratio(row.memory_ratio), format_bytes(row.peak_bytes)),

@@ -1,0 +1,48 @@
+"""Every status a result can have is told in every report, and so is one that this version does not know."""
+
+from __future__ import annotations
+
+import pytest
+
+from dpscope.reports.page.headline import make_headline
+from dpscope.reports.settings import all_sizes
+from dpscope.reports.tables import compare_results
+from dpscope.reports.text import render_plain, summary
+from dpscope.runner.resume import still_valid
+from dpscope.vocabulary.statuses import OK, STATUS_TABLE, Status, status_named
+from tests.conftest import ENVIRONMENT
+
+UNKNOWN = "preempted"
+
+
+@pytest.mark.parametrize("status", [*STATUS_TABLE[1:], status_named(UNKNOWN)], ids=lambda status: status.name)
+def test_summary_and_headline_say_what_became_of_a_method(make_result, status):
+    results = [
+        make_result(method="standard"),
+        make_result(method="flat", status=status.name),
+        make_result(method="ghost"),
+    ]
+    (size,) = all_sizes(compare_results(results))
+    headline = make_headline(size)
+    assert [card.outcome for card in headline.cards] == ["", status.outcome, ""]
+    assert f"flat {status.outcome} here." in headline.sentences
+    text = " ".join(render_plain(summary(results, [])).split())
+    assert f"flat {status.outcome} here." in text
+    assert f"{status.name}: flat at batch 2" in text
+
+
+def test_several_methods_that_ended_alike_share_a_sentence(make_result):
+    results = [make_result(method=method, status="skipped") for method in ("flat", "ghost")]
+    (size,) = all_sizes(compare_results([make_result(), *results]))
+    assert "flat and ghost were not run here." in make_headline(size).sentences
+
+
+def test_a_status_that_is_not_known_is_measured_again(make_result, make_spec):
+    assert still_valid(make_result(), make_spec(), ENVIRONMENT)
+    assert not still_valid(make_result(status=UNKNOWN), make_spec(), ENVIRONMENT)
+
+
+def test_a_status_in_the_table_is_known_by_its_name():
+    assert [status_named(status.name) for status in STATUS_TABLE] == list(STATUS_TABLE)
+    assert [status.name for status in STATUS_TABLE if not status.is_failure] == [OK]
+    assert status_named(UNKNOWN) == Status(UNKNOWN, "ended as preempted", "ended as preempted", UNKNOWN)
