@@ -12,8 +12,8 @@ from door import ends_in_a_sentence
 
 from dpscope.comparison import Comparison
 from dpscope.packages import REPORTING, require
-from dpscope.reports.figures import FIGURES, parse_formats
-from dpscope.reports.outputs import write_reports
+from dpscope.reports.figures.style import parse_formats
+from dpscope.reports.outputs import FIGURES, write_reports
 from dpscope.reports.text import files_written
 
 
@@ -27,12 +27,12 @@ def main() -> int:
     formats = parse_formats(args.format)
     comparison = Comparison.read(args.input_dir)
     folder = args.output_dir or args.input_dir / "visualizations"
-    written = write_reports(comparison.results, folder, skipped=comparison.skipped, formats=formats)
+    written = write_reports(comparison.report, folder, formats=formats)
     print(comparison)
     print(files_written(written))
-    for name in FIGURES:
-        if not any(path.name.startswith(name) for path in written):
-            print(f"No {name}: no result has what it shows")
+    for figure in FIGURES:
+        if not any(figure.has_name(path.name) for path in written):
+            print(f"No {figure.name}: no result has what it shows")
     return 0
 
 

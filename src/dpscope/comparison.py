@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +15,11 @@ from dpscope.reports import export
 from dpscope.reports.against.data import Against, set_against
 from dpscope.reports.latex import to_latex
 from dpscope.reports.outputs import remove_reports, write_reports
-from dpscope.reports.sharing import with_paths_from
-from dpscope.reports.tables import Row, compare_results
+from dpscope.reports.report import Report
+from dpscope.reports.tables import Row
 from dpscope.reports.text import SUMMARY_WIDTH, render_plain, summary
 from dpscope.results.schema import Result
-from dpscope.results.store import ResultStore, Skipped, new_folder
+from dpscope.results.store import ResultStore, Skipped, new_folder, write_atomically
 from dpscope.runner.launcher import Limits
 from dpscope.runner.planning import plan_sweep
 from dpscope.runner.preflight import require_measurable
@@ -42,9 +43,13 @@ class Comparison:
     files: list[Path]
     skipped: list[Skipped]  # files among the results that are none
 
+    @cached_property
+    def report(self) -> Report:
+        return Report.of(self.results, self.skipped, folder=self.folder)
+
     @property
     def rows(self) -> list[Row]:
-        return compare_results(self.results)
+        return self.report.rows
 
     @property
     def ok(self) -> bool:
@@ -68,7 +73,7 @@ class Comparison:
         return export.to_pandas(self.rows)
 
     def to_csv(self, path: Path | str) -> None:
-        export.write_frame(self.to_pandas(), Path(path))
+        write_atomically(Path(path), export.frame_to_csv(self.to_pandas()))
 
     def to_latex(self) -> str:
         """Tables for a paper that uses booktabs: time and peak memory, and components where they were measured."""
@@ -77,16 +82,12 @@ class Comparison:
     def against(self, before: Comparison | Path | str) -> Against:
         """What changed since another sweep: `print` it, or take `pairs` or `to_pandas()`."""
         other = before if isinstance(before, Comparison) else Comparison.read(before)
-        return set_against(
-            with_paths_from(self.folder, self.results),
-            with_paths_from(self.folder, other.results),
-            names=(str(self.folder), str(other.folder)),
-            skipped=[*self.skipped, *other.skipped],
-        )
+        older = Report.of(other.results, other.skipped, folder=self.folder)
+        return set_against(self.report, older, names=(str(self.folder), str(other.folder)))
 
     def summary(self, width: int = SUMMARY_WIDTH) -> RenderableType:
         """The table and what it says, for a console of `width` columns."""
-        return summary(with_paths_from(self.folder, self.results), self.skipped, width=width)
+        return summary(self.report, width=width)
 
     def __str__(self) -> str:
         return render_plain(self.summary())
@@ -138,12 +139,13 @@ def compare(
         remove_reports(store.folder)
     _, skipped = store.read_all()
     results = run_sweep(specs, store, resume=resume, limits=limits, observer=observer or SilentObserver())
-    files = [
-        *write_reports(results, store.folder, skipped=skipped),
+    comparison = Comparison(results, store.folder, [], skipped)
+    comparison.files[:] = [
+        *write_reports(comparison.report, store.folder),
         *(store.path_of(spec.file_name) for spec in specs),
         *(store.folder / name for result in results for name in result.files.values()),
     ]
-    return Comparison(results, store.folder, files, skipped)
+    return comparison
 
 
 def specs_of(workload: Any, sweep: dict[str, Any]) -> list[RunSpec]:

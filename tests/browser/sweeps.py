@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from dpscope.comparison import Comparison
-from dpscope.reports.against.page import write_against_page
-from dpscope.reports.page import write_page
+from dpscope.reports.against.page import AGAINST_PAGE
+from dpscope.reports.page.render import PAGE
 from dpscope.results.schema import Result, result_for
 from dpscope.results.store import ResultStore
 from dpscope.vocabulary.statuses import FAILED, OOM
@@ -163,9 +163,9 @@ def add_damaged_files(folder: Path, measured: Sequence[Result]) -> None:
 def page_of(folder: Path) -> Path:
     """report.html of a folder, as `dpscope report` makes it."""
     comparison = Comparison.read(folder)
-    return write_page(comparison.results, folder, skipped=comparison.skipped)[0]
+    return PAGE.write(comparison.report, folder, ())[0]
 
 
 def against_page_of(now: Path, before: Path, *, out: Path) -> Path:
     """report-against.html of two folders, as `dpscope report NOW --against BEFORE` makes it."""
-    return write_against_page(Comparison.read(now).against(before), out)[0]
+    return AGAINST_PAGE.write(Comparison.read(now).against(before), out, ())[0]

@@ -13,6 +13,7 @@ import torch
 from dpscope.comparison import Comparison
 from dpscope.paths import path_from, shorten_path
 from dpscope.reports.outputs import write_against, write_reports
+from dpscope.reports.report import Report
 from dpscope.workloads.configs import workload_at
 
 WORKLOAD = "def build(batch_size, seq_len=None):\n    raise NotImplementedError\n"
@@ -87,8 +88,8 @@ def test_no_report_names_the_home_of_a_workloads_file(alice, make_result, tmp_pa
         out.mkdir()
         comparison = Comparison(results, out, [], [])
         files = [
-            *write_reports(results, out, formats=["svg"], tables=["csv", "latex"]),
-            *write_against(comparison.against(comparison), out, csv=True),
+            *write_reports(Report.of(results), out, formats=["svg"], wishes=["csv", "latex"]),
+            *write_against(comparison.against(comparison), out, wishes=["csv"]),
         ]
         texts = {path.name: path.read_text(encoding="utf-8") for path in files}
         assert re.search(r'File "(~|\.\.)/project/model.py", line 2, in build', texts["summary.txt"])

@@ -15,7 +15,7 @@ from dpscope.comparison import Comparison
 from dpscope.errors import UserError
 from dpscope.packages import REPORTING, TABLES, require
 from dpscope.reports.against.text import against_summary
-from dpscope.reports.figures import parse_formats
+from dpscope.reports.figures.style import parse_formats
 from dpscope.reports.outputs import write_against, write_reports
 
 
@@ -52,16 +52,16 @@ def command(
     kinds = parse_formats(formats)
     comparison = Comparison.read(folder)
     write: Callable[[Path], list[Path]]
+    wishes = [name for name, wanted in (("csv", csv), ("latex", latex)) if wanted]
     if against is not None:
         if latex or context.get_parameter_source("formats") is ParameterSource.COMMANDLINE:
             raise UserError("--latex and --format are of one sweep: leave them out, or leave out --against")
         change = comparison.against(against)
         shown = against_summary(change)
-        write = partial(write_against, change, csv=csv)
+        write = partial(write_against, change, wishes=wishes)
     else:
-        tables = [name for name, wanted in (("csv", csv), ("latex", latex)) if wanted]
         shown = comparison.summary(console.width)
-        write = partial(write_reports, comparison.results, skipped=comparison.skipped, formats=kinds, tables=tables)
+        write = partial(write_reports, comparison.report, formats=kinds, wishes=wishes)
     console.print(shown)
     try:
         files = write(out or folder)

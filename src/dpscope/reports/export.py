@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpscope.reports.memory.data import Composition, Timeline, composition_of, in_order, timeline_of
+from dpscope.reports.output import text_output
+from dpscope.reports.report import Report
 from dpscope.reports.tables import Row
-from dpscope.results.store import write_atomically
 from dpscope.vocabulary.components import COMPONENTS
 
 if TYPE_CHECKING:
     import pandas
 
 IDENTITY = ("batch_size", "seq_len", "dtype")  # beside model and method; the rest of the spec only where it varies
-RESULTS_CSV, TIMELINE_CSV = "results.csv", "timeline.csv"
 SOFTWARE = ("torch", "opacus", "dpscope")
 
 
@@ -45,23 +44,17 @@ def to_pandas(rows: Sequence[Row]) -> pandas.DataFrame:
     return pandas.DataFrame(to_records(rows)).convert_dtypes()
 
 
-def write_csv(rows: Sequence[Row], folder: Path) -> list[Path]:
-    """`results.csv`, and `timeline.csv` where a timeline was measured."""
-    import pandas
-
-    paths = [folder / RESULTS_CSV]
-    write_frame(to_pandas(rows), paths[0])
-    points = [point for row in rows if (timeline := timeline_of(row)) for point in _points(row, timeline)]
-    if points:
-        paths.append(folder / TIMELINE_CSV)
-        write_frame(pandas.DataFrame(points).convert_dtypes(), paths[-1])
-    return paths
-
-
-def write_frame(frame: pandas.DataFrame, path: Path) -> None:
+def frame_to_csv(frame: pandas.DataFrame) -> str:
     text = io.StringIO()
     frame.to_csv(text, index=False)
-    write_atomically(path, text.getvalue())
+    return text.getvalue() if len(frame) else ""
+
+
+def _timelines(rows: Sequence[Row]) -> pandas.DataFrame:
+    import pandas
+
+    points = [point for row in rows if (timeline := timeline_of(row)) for point in _points(row, timeline)]
+    return pandas.DataFrame(points).convert_dtypes()
 
 
 def _identity(row: Row) -> dict[str, Any]:
@@ -128,3 +121,17 @@ def _varying_settings(rows: Sequence[Row]) -> list[str]:
 def _setting(row: Row, name: str) -> Any:
     spec = row.first.spec
     return spec[name] if name in spec else spec["workload"].get(name)
+
+
+def _results_csv(report: Report) -> str:
+    return frame_to_csv(to_pandas(report.rows))
+
+
+def _timeline_csv(report: Report) -> str:
+    return frame_to_csv(_timelines(report.rows))
+
+
+CSV = (
+    text_output("results.csv", "a line for each method and size", _results_csv, asked_for="csv"),
+    text_output("timeline.csv", "live bytes by component after each event", _timeline_csv, asked_for="csv"),
+)

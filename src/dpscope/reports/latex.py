@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from dpscope.reports.doubt import explain, marked
 from dpscope.reports.memory.data import composition_of, in_order, is_private_only, label_of
+from dpscope.reports.output import text_output
+from dpscope.reports.report import Report
 from dpscope.reports.tables import RATES, Row, group_by_size, varying_columns
 from dpscope.reports.words import peak_notes, size_in_words
-from dpscope.results.store import write_atomically
 from dpscope.units import GIB, MIB, format_throughput
 
 HEAD = "% Made by dpscope. Needs \\usepackage{booktabs}; then \\input this file.\n"
-RESULTS_TEX = "results.tex"
 NONE = "---"
 SPECIAL = str.maketrans(
     {
@@ -44,12 +43,6 @@ def to_latex(rows: Sequence[Row]) -> str:
     groups = [group for group in group_by_size(rows) if any(composition_of(row) for row in group)]
     tables += [_component_table(group, number) for number, group in enumerate(groups, start=1)]
     return HEAD + "\n".join(tables)
-
-
-def write_latex(rows: Sequence[Row], folder: Path) -> list[Path]:
-    path = folder / RESULTS_TEX
-    write_atomically(path, to_latex(rows))
-    return [path]
 
 
 def _cost_table(rows: Sequence[Row]) -> str:
@@ -153,3 +146,10 @@ def _text(value: Any) -> str:
 
 def _number(value: float | None, decimals: int) -> str:
     return NONE if value is None else f"{value:.{decimals}f}".replace("-", "$-$")
+
+
+def _results_tex(report: Report) -> str:
+    return to_latex(report.rows)
+
+
+LATEX = text_output("results.tex", "tables for a paper, with booktabs", _results_tex, asked_for="latex")

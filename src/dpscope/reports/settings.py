@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from types import NoneType
 from typing import Any
 
-from dpscope.reports.tables import HOW_IT_WAS_LOOKED_AT, Row, group_by_size
+from dpscope.reports.tables import MEASUREMENT_FIELDS, Row, group_by_size
 from dpscope.reports.words import size_in_words
 
 SIZES = ("batch_size", "seq_len")
-NOT_A_SETTING = (*SIZES, *HOW_IT_WAS_LOOKED_AT)
-SPEAK_FOR_THEMSELVES = ("name", "dtype", "optimizer", "device")  # "bf16", not "dtype bf16"
-SPOKEN = {**dict.fromkeys(SPEAK_FOR_THEMSELVES, "{}"), "warmup": "{} warm-up", "steps": "{} timed steps"}
+NOT_A_SETTING = (*SIZES, *MEASUREMENT_FIELDS)
+UNLABELLED = ("name", "dtype", "optimizer", "device")  # "bf16", not "dtype bf16"
+SPOKEN = {**dict.fromkeys(UNLABELLED, "{}"), "warmup": "{} warm-up", "steps": "{} timed steps"}
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def group_by_setting(rows: Sequence[Row]) -> list[Setting]:
     apart, and then of every row: those of the first row that it is compared with.
     """
     repeats: dict[tuple[Any, ...], dict[str, Any]] = {}
-    if any(row.apart for row in rows):
+    if any(row.step_counts for row in rows):
         repeats = {group[0].size: group[0].repeats for group in group_by_size(rows)}
     groups: dict[str, list[Row]] = {}
     described: dict[str, dict[str, Any]] = {}
@@ -55,12 +55,8 @@ def group_by_setting(rows: Sequence[Row]) -> list[Setting]:
     return [Setting(label, group) for label, group in zip(labels, groups.values(), strict=True)]
 
 
-def all_sizes(rows: Sequence[Row]) -> list[Size]:
-    return [
-        Size(setting.label, size_in_words(group[0].first.spec), group)
-        for setting in group_by_setting(rows)
-        for group in group_by_size(setting.rows)
-    ]
+def sizes_of(setting: Setting) -> list[Size]:
+    return [Size(setting.label, size_in_words(group[0].first.spec), group) for group in group_by_size(setting.rows)]
 
 
 def _settings(row: Row) -> dict[str, Any]:
@@ -72,7 +68,7 @@ def _settings(row: Row) -> dict[str, Any]:
 
 def _labels(described: Sequence[dict[str, Any]]) -> list[str]:
     """As few words as tell one from the other; a number where no words do. Of several each has a label."""
-    spoken = [name for name in _varying(described) if name in SPEAK_FOR_THEMSELVES]
+    spoken = [name for name in _varying(described) if name in UNLABELLED]
     short = [_words(settings, spoken) for settings in described]
     labels = []
     for settings, words in zip(described, short, strict=True):

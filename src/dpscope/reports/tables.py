@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from functools import cached_property, wraps
+from typing import Any, TypeVar
 
 from dpscope.reports.doubt import doubt_of_times
 from dpscope.results.schema import Result
@@ -15,20 +16,38 @@ STANDARD = "standard"
 
 # Ten timed steps and a tracked one are two ways to look at one row.
 REPEATS = ("warmup", "steps")
-HOW_IT_WAS_LOOKED_AT = ("method", "instrument", "options", *REPEATS)
+MEASUREMENT_FIELDS = ("method", "instrument", "options", *REPEATS)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Row:
     """One method on one workload at one size: what every instrument saw of it, and its ratios to ordinary training."""
 
     measured: dict[str, Result]  # instrument -> result
-    time_ratio: float | None
-    memory_ratio: float | None
-    ratio_doubt: str = ""  # what makes the ratio of times doubtful: this row's times, or standard's
     peak_instrument: str | None = None  # whose peak is shown; the same in every row of a comparison
-    apart: tuple[tuple[str, Any], ...] = ()  # (warmup, steps) by name, where the same was measured with several of them
+    step_counts: tuple[tuple[str, Any], ...] = ()  # (warmup, steps) by name, where rows differ in them alone
     methods: tuple[str, ...] = ()  # all that the results hold: they are told apart by how they look
+    reference: Row | None = field(default=None, repr=False)  # ordinary training of this size, if it is another row
+    derived: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)  # what `once_a_row` has computed
+
+    @property
+    def standard(self) -> Row | None:
+        """Ordinary training of this size."""
+        return self.reference or (self if self.method == STANDARD else None)
+
+    @property
+    def time_ratio(self) -> float | None:
+        return None if self.standard is None else _ratio(self.median_ms, self.standard.median_ms)
+
+    @property
+    def memory_ratio(self) -> float | None:
+        return None if self.standard is None else _ratio(self.peak_bytes, self.standard.peak_bytes)
+
+    @property
+    def ratio_doubt(self) -> str:
+        """What makes the ratio of times doubtful: this row's times, or standard's."""
+        of_standard = self.standard.time_doubt if self.standard and self.median_ms is not None else ""
+        return self.time_doubt or of_standard
 
     @property
     def result(self) -> Result:
@@ -46,7 +65,7 @@ class Row:
 
     @property
     def repeats(self) -> dict[str, Any]:
-        return dict(self.apart) or {name: self.looked_at.get(name) for name in REPEATS}
+        return dict(self.step_counts) or {name: self.looked_at.get(name) for name in REPEATS}
 
     @property
     def method(self) -> str:
@@ -123,10 +142,10 @@ class Row:
         """What is worth knowing beside the figures, each sentence once."""
         return list(dict.fromkeys(note["sentence"] for result in self.measured.values() for note in result.notes))
 
-    @property
+    @cached_property
     def size(self) -> tuple[Any, ...]:
         """What has to be equal for two rows to be compared."""
-        return (*comparison_key(self.first), *self.apart)
+        return (*comparison_key(self.first), *self.step_counts)
 
     def _value(self, name: str) -> float | None:
         values: Iterable[float | None] = (getattr(result, name) for result in self.measured.values() if result.ok)
@@ -135,6 +154,22 @@ class Row:
     def _part(self, name: str) -> dict[str, Any]:
         parts: Iterable[dict[str, Any]] = (getattr(result, name) for result in self.measured.values() if result.ok)
         return next((part for part in parts if part), {})
+
+
+Value = TypeVar("Value")
+
+
+def once_a_row(compute: Callable[[Row], Value]) -> Callable[[Row], Value]:
+    """`compute`, whose value for a row is kept with the row: text, page, figures and exports share it."""
+
+    @wraps(compute)
+    def kept(row: Row) -> Value:
+        if compute not in row.derived:
+            row.derived[compute] = compute(row)
+        value: Value = row.derived[compute]
+        return value
+
+    return kept
 
 
 Rate = Callable[[Row], float | None]
@@ -157,7 +192,7 @@ def _peak_of(result: Result) -> float | None:
 
 def comparison_key(result: Result) -> tuple[Any, ...]:
     """Everything in the spec but the method and how it was looked at."""
-    spec = {name: value for name, value in result.spec.items() if name not in HOW_IT_WAS_LOOKED_AT}
+    spec = {name: value for name, value in result.spec.items() if name not in MEASUREMENT_FIELDS}
     return (repr(sorted(spec.pop("workload").items())), *sorted(spec.items()))
 
 
@@ -165,10 +200,10 @@ def compare_results(results: Iterable[Result]) -> list[Row]:
     """A row for each method at each size, in order of first appearance."""
     joined = join_instruments(list(results))
     instrument = choose_peaks(joined)
-    rows = [replace(row, peak_instrument=instrument) for row in joined]
+    methods = tuple(dict.fromkeys(row.method for row in joined))
+    rows = [replace(row, peak_instrument=instrument, methods=methods) for row in joined]
     standards = {row.size: row for row in rows if row.method == STANDARD}
-    methods = tuple(dict.fromkeys(row.method for row in rows))
-    return [replace(_with_ratios(row, standards.get(row.size)), methods=methods) for row in rows]
+    return [row if row is (found := standards.get(row.size)) else replace(row, reference=found) for row in rows]
 
 
 def choose_peaks(rows: Sequence[Row]) -> str | None:
@@ -194,12 +229,12 @@ def join_instruments(results: Sequence[Result]) -> list[Row]:
     for result in results:
         key = comparison_key(result)
         instruments = several.get(key, {})
-        every = dict.fromkeys(apart for repeats in instruments.values() for apart in repeats) or [()]
-        for apart in [_repeats(result)] if result.instrument in instruments else every:
-            places = joined.setdefault((result.experiment, *key, *apart), [])
+        every = dict.fromkeys(counts for repeats in instruments.values() for counts in repeats) or [()]
+        for counts in [_repeats(result)] if result.instrument in instruments else every:
+            places = joined.setdefault((result.experiment, *key, *counts), [])
             free = next((row for row in places if result.instrument not in row.measured), None)
             if free is None:
-                places.append(Row({result.instrument: result}, None, None, apart=apart))
+                places.append(Row({result.instrument: result}, step_counts=counts))
             else:
                 free.measured[result.instrument] = result
     return [row for places in joined.values() for row in places]
@@ -222,17 +257,6 @@ def _several_repeats(results: Sequence[Result]) -> dict[tuple[Any, ...], dict[st
 
 def _repeats(result: Result) -> Repeats:
     return tuple((name, result.spec.get(name)) for name in REPEATS)
-
-
-def _with_ratios(row: Row, standard: Row | None) -> Row:
-    if standard is None:
-        return replace(row, ratio_doubt=row.time_doubt)
-    return replace(
-        row,
-        time_ratio=_ratio(row.median_ms, standard.median_ms),
-        memory_ratio=_ratio(row.peak_bytes, standard.peak_bytes),
-        ratio_doubt=row.time_doubt or (standard.time_doubt if row.median_ms is not None else ""),
-    )
 
 
 def seen_once(rows: Iterable[Row], instrument: str) -> list[Row]:

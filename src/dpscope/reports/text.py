@@ -16,15 +16,13 @@ from dpscope.reports.bars import Bars, WithBars
 from dpscope.reports.doubt import explain, marked
 from dpscope.reports.memory.tensors import tensor_section
 from dpscope.reports.memory.text import memory_section, snapshot_section
-from dpscope.reports.settings import all_sizes
-from dpscope.reports.story import tell
-from dpscope.reports.tables import RATES, REPEATS, Row, compare_results, group_by_size, seen_once
+from dpscope.reports.output import text_output
+from dpscope.reports.report import Report
+from dpscope.reports.tables import RATES, REPEATS, Row, group_by_size
 from dpscope.reports.trace.nsys_text import nsys_section
 from dpscope.reports.trace.text import trace_section
 from dpscope.reports.traffic.text import traffic_section
 from dpscope.reports.words import peak_notes, shorten
-from dpscope.results.schema import Result
-from dpscope.results.store import Skipped
 from dpscope.units import GIB, MISSING, format_bytes, format_ms, format_ratio, format_throughput
 from dpscope.vocabulary.statuses import status_named
 
@@ -35,37 +33,37 @@ LONGEST_NAME = 24  # characters of a method in the table
 LEAST_WIDTH = {"batch": 5, "seq": 3, "warmup": 6, "steps": 5}  # of columns that hold numbers
 
 
-def summary(
-    results: Sequence[Result], skipped: Sequence[Skipped] = (), *, width: int = SUMMARY_WIDTH, detailed: bool = False
-) -> RenderableType:
+def summary(report: Report, *, width: int = SUMMARY_WIDTH, detailed: bool = False) -> RenderableType:
     """Everything there is to say about a set of results; `detailed` for readers who have the time."""
-    rows = compare_results(results)
-    parts: list[RenderableType] = [Text(line, style="bold") for line in _headline(rows, results)]
+    parts: list[RenderableType] = [Text(line, style="bold") for line in _headline(report)]
+    if lines := _cost(report, width):
+        parts += ["", *lines]
     for section, instrument in {**SECTIONS, **(DETAILS if detailed else {})}.items():
-        if lines := section(seen_once(rows, instrument), width):
+        if lines := section(report.rows_of(instrument), width):
             parts += ["", *lines]
-    parts += [Text(line) for line in _troubles(rows)]
-    parts += [Text(f"Left out: {item.path.name}: {item.reason}", style="yellow") for item in skipped]
+    parts += [Text(line) for line in _troubles(report)]
+    parts += [Text(f"Left out: {item.path.name}: {item.reason}", style="yellow") for item in report.skipped]
     return Group(*parts)
 
 
-def _cost(rows: Sequence[Row], width: int) -> list[RenderableType]:
+def _cost(report: Report, width: int) -> list[RenderableType]:
     """Time and peak memory of every row, and what the figures say."""
+    rows = report.rows
     if not any(row.timing or row.memory or not row.result.ok for row in rows):
         return []
     ratios = [ratio for row in rows for ratio in (row.time_ratio, row.memory_ratio)]
     narrow = width < NARROW
     makes = [partial(_table, rows, narrow, rates) for rates in ((0,) if narrow else (2, 1, 0))]
     parts: list[RenderableType] = [WithBars(makes, ratios)]
-    if sentences := verdict(rows):
+    if sentences := verdict(report):
         parts += ["", *(Text(sentence) for sentence in sentences)]
     return [*parts, "", *(Text(note, style="dim") for note in notes(rows))]
 
 
-# What a summary is made of, in this order, and whose results it tells. A section without anything to say is empty.
+# What a summary is made of after the costs, in this order, and whose results it tells. A section without anything to
+# say is empty.
 Section = Callable[[Sequence[Row], int], list[RenderableType]]
 SECTIONS: dict[Section, str] = {
-    _cost: "",  # of every row
     memory_section: "memory",
     tensor_section: "memory",
     trace_section: "trace",
@@ -83,10 +81,10 @@ def render_plain(renderable: RenderableType, width: int = SUMMARY_WIDTH) -> str:
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()) + "\n"
 
 
-def _headline(rows: Sequence[Row], results: Sequence[Result]) -> list[str]:
+def _headline(report: Report) -> list[str]:
     lines = [f"{TITLE}: each method next to ordinary training (standard) of the same model"]
-    lines += list(dict.fromkeys(_describe(row.looked_at) for row in rows))
-    environments = [r.environment for r in results if r.environment]
+    lines += list(dict.fromkeys(_describe(row.looked_at) for row in report.rows))
+    environments = [r.environment for r in report.results if r.environment]
     lines += list(dict.fromkeys(_describe_environment(environment) for environment in environments))
     return lines
 
@@ -180,7 +178,7 @@ def _identity(row: Row) -> dict[str, str]:
 def _telling_apart(rows: Sequence[Row], identities: Sequence[dict[str, str]]) -> list[str]:
     """Method and size; of the rest what differs, and numbers of steps only where they keep rows apart."""
     always = {"method", "batch", *(["seq"] if any(each["seq"] != MISSING for each in identities) else [])}
-    never = {"seq", *(() if any(row.apart for row in rows) else REPEATS)}
+    never = {"seq", *(() if any(row.step_counts for row in rows) else REPEATS)}
     varying = {name for name in identities[0] if len({each[name] for each in identities}) > 1}
     return [name for name in identities[0] if name in always or name in varying - never]
 
@@ -192,16 +190,16 @@ def _spread(row: Row) -> str:
     return f"{low:.1f}–{high:.1f}"
 
 
-def _troubles(rows: Sequence[Row]) -> list[str]:
+def _troubles(report: Report) -> list[str]:
     """A line for each reason why rows have no figures: what became of which, and what to do."""
     alike: dict[tuple[str, str | None], dict[str, list[str]]] = {}  # status and reason -> method -> sizes
-    for size in all_sizes(rows):
+    for size in report.sizes:
         for row in size.rows:
             if not row.result.ok:
                 methods = alike.setdefault((row.result.status, row.result.reason), {})
                 methods.setdefault(row.method, []).append(size.label)
     lines = [f"{status}: {_which(methods)}: {reason}" for (status, reason), methods in alike.items()]
-    return ["", *lines, *_own_tracebacks(rows)] if lines else []
+    return ["", *lines, *_own_tracebacks(report.rows)] if lines else []
 
 
 def _which(methods: dict[str, list[str]]) -> str:
@@ -220,9 +218,9 @@ def _own_tracebacks(rows: Sequence[Row]) -> list[str]:
     return [line for details in found for line in ("", details.rstrip())]
 
 
-def verdict(rows: Sequence[Row]) -> list[str]:
+def verdict(report: Report) -> list[str]:
     """What the figures come to, a paragraph for each size, and each note on rows once: the page's own sentences."""
-    told = [(size, tell(size.rows)) for size in all_sizes(rows)]
+    told = list(zip(report.sizes, report.stories, strict=True))
     paragraphs = [
         f"{size.label if size.setting else size.size.capitalize()}. {' '.join(story.sentences)}"
         for size, story in told
@@ -242,3 +240,10 @@ def notes(rows: Sequence[Row]) -> list[str]:
 
 def files_written(paths: Sequence[Path]) -> str:
     return "\n".join(["Written:", *(f"  {path}" for path in paths)])
+
+
+def _summary_text(report: Report) -> str:
+    return render_plain(summary(report, detailed=True))
+
+
+SUMMARY = text_output("summary.txt", "every table and sentence", _summary_text, mark=TITLE)

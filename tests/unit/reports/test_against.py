@@ -13,6 +13,7 @@ from dpscope.reports.against.chart import MOST, change_charts
 from dpscope.reports.against.data import set_against
 from dpscope.reports.against.page import render_against
 from dpscope.reports.against.words import headline, sentences
+from dpscope.reports.report import Report
 
 MIB = 2**20
 
@@ -30,7 +31,7 @@ def timed(make_result):
 
 
 def compare(now, before):
-    return set_against(now, before, names=("new", "old"))
+    return set_against(Report.of(now), Report.of(before), names=("new", "old"))
 
 
 def only_pair(now, before):

@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from dpscope.reports.bars import NOTE, Bars
+from dpscope.reports.report import Report
 from dpscope.reports.text import render_plain, summary
 
 BLOCKS = set("▒▏▎▍▌▋▊▉█")
@@ -22,7 +23,7 @@ def shown(results, *, width=120, encoding="utf-8", environment=None, **options):
     """The summary on a console as wide as that, line by line."""
     file = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="replace")
     console = Console(file=file, width=width, _environ=environment or {}, **{"force_terminal": True, **options})
-    console.print(summary(results, width=width))
+    console.print(summary(Report.of(results), width=width))
     file.flush()
     return file.buffer.getvalue().decode(encoding).splitlines()
 
@@ -78,7 +79,7 @@ def test_without_room_or_a_terminal_there_are_none_and_no_figure_is_cut(results,
 
 
 def test_summary_txt_has_none(results):
-    assert not BLOCKS & set(render_plain(summary(results)))
+    assert not BLOCKS & set(render_plain(summary(Report.of(results))))
 
 
 def test_a_terminal_that_is_not_in_unicode_has_bars_of_ascii(results):

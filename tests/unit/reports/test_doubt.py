@@ -14,7 +14,7 @@ from dpscope.reports.export import to_records
 from dpscope.reports.latex import to_latex
 from dpscope.reports.page.headline import make_headline
 from dpscope.reports.page.table import make_table
-from dpscope.reports.settings import all_sizes
+from dpscope.reports.report import Report
 from dpscope.reports.story import tell
 from dpscope.reports.tables import compare_results
 from dpscope.reports.text import render_plain, summary
@@ -24,6 +24,7 @@ from dpscope.reports.trace.operators_chart import operators
 from dpscope.reports.trace.phases_chart import phases
 from dpscope.units import MISSING
 from tests.unit.reports.trace_results import make_trace, operator
+from tests.unit.reports.writing import report_of
 
 
 @pytest.mark.parametrize(
@@ -73,15 +74,15 @@ def doubtful(request, make_result):
 def test_the_mark_is_in_every_table_figure_and_sentence(doubtful):
     reason, results = doubtful
     rows = compare_results(results)
-    text = render_plain(summary(results))
+    text = render_plain(summary(Report.of(results)))
     assert "25.0 ms?" in text and "2.50×?" in text and explain([reason]) in " ".join(text.split())
     latex = to_latex(rows)
     assert "25.0? & " in latex and "2.50? & " in latex and "marks a figure of time that is doubtful" in latex
     record = to_records(rows)[1]
     assert (record["time_doubt"], record["time_ratio_doubt"], record["time_steady"]) == (reason, reason, False)
-    cells = {cell.text for cell in make_table(rows).rows[1].cells}
+    cells = {cell.text for cell in make_table(Report.of(results)).rows[1].cells}
     assert {"25.0 ms?", "2.50×?"} <= cells
-    card = make_headline(all_sizes(rows)[0]).cards[1].figures[0]
+    card = make_headline(report_of(rows).sizes[0], report_of(rows).stories[0]).cards[1].figures[0]
     assert card.doubt and card.absolute.startswith("25.0 ms?")
     view = step_time(rows).views[0]
     assert "25.0 ms? (2.50×?) with flat" in view.says and view.data["bars"][1]["marks"] == ["?", "?"]
@@ -93,7 +94,7 @@ def test_the_mark_is_in_every_table_figure_and_sentence(doubtful):
 def test_what_is_beyond_doubt_has_no_mark(make_result):
     results = [make_result(median=10.0), make_result(method="flat", median=25.0)]
     rows = compare_results(results)
-    assert "?" not in render_plain(summary(results))
+    assert "?" not in render_plain(summary(Report.of(results)))
     assert "?" not in to_latex(rows)
     assert {record["time_doubt"] for record in to_records(rows)} == {None}
 
@@ -106,7 +107,7 @@ def test_a_doubtful_standard_makes_every_ratio_doubtful_but_not_the_other_times(
 def test_two_sweeps_side_by_side_carry_the_doubt(make_result):
     before = [make_result(median=10.0), make_result(method="flat", median=25.0)]
     now = [make_result(median=10.0), few(make_result(method="flat", median=0.5))]
-    found = set_against(now, before, names=("now", "before"))
+    found = set_against(Report.of(now), Report.of(before), names=("now", "before"))
     text = render_plain(against_summary(found))
     assert "0.5 ms?" in text and "0.05×?" in text and "25.0 ms?" not in text
     assert explain([FEW]) in " ".join(text.split())
@@ -136,7 +137,7 @@ def traced(make_result):
 
 def test_a_traced_step_ten_times_the_unprofiled_one_is_not_compared_in_earnest(traced):
     results = traced(0.1)
-    text = render_plain(summary(results))
+    text = render_plain(summary(Report.of(results)))
     assert "? The profiler makes a step much longer (standard 10.00×, flat 10.00× the unprofiled one)" in text
     line = next(line for line in text.splitlines() if line.startswith("flat against standard"))
     assert " ms? a traced step" in line
@@ -148,7 +149,7 @@ def test_a_traced_step_ten_times_the_unprofiled_one_is_not_compared_in_earnest(t
 
 def test_a_traced_step_about_as_long_as_the_unprofiled_one_is_compared(traced):
     results = traced(0.9)
-    text = render_plain(summary(results))
+    text = render_plain(summary(Report.of(results)))
     assert "The profiler makes" not in text and "ms? a traced step" not in text
     assert "what grows most" in operators(compare_results(results)).views[0].says
 
@@ -159,11 +160,14 @@ def test_rates_stand_beside_times_and_tokens_need_a_sequence(make_result):
     image = make_result(median=10.0, batch_size=4)
     (image,) = compare_results([replace(image, spec={**image.spec, "seq_len": None})])
     assert (image.samples_per_second, image.tokens_per_second) == (400.0, None)
-    assert [name for name, _ in make_table([image]).columns if name.endswith("/s")] == ["samples/s"]
+    assert [name for name, _ in make_table(report_of([image])).columns if name.endswith("/s")] == ["samples/s"]
     record = to_records([row])[0]
     assert (record["samples_per_second"], record["tokens_per_second"]) == (400.0, 6400.0)
     assert json.loads(json.dumps(record)) == record
-    assert "6,400 tokens/s" in make_headline(all_sizes([row])[0]).cards[0].figures[0].absolute
+    assert (
+        "6,400 tokens/s"
+        in make_headline(report_of([row]).sizes[0], report_of([row]).stories[0]).cards[0].figures[0].absolute
+    )
 
 
 def test_a_table_shows_peaks_of_one_definition(make_result, make_memory_result):
@@ -173,7 +177,7 @@ def test_a_table_shows_peaks_of_one_definition(make_result, make_memory_result):
     rows = compare_results([timed[0], make_memory_result("standard"), timed[1], failed])
     assert [row.peak_source for row in rows] == ["cpu_allocator"] * 2
     assert rows[1].memory_ratio == 3.0
-    text = render_plain(summary([timed[0], make_memory_result("standard"), timed[1], failed]))
+    text = render_plain(summary(Report.of([timed[0], make_memory_result("standard"), timed[1], failed])))
     assert text.count("Peak memory:") == 1
     both = compare_results([timed[0], make_memory_result("standard"), timed[1], make_memory_result("flat")])
     assert [row.peak_source for row in both] == ["tracker"] * 2
@@ -183,7 +187,7 @@ def test_two_sweeps_show_peaks_of_one_definition(make_result, make_memory_result
     timed = [make_result(method=method, peak=2**30) for method in ("standard", "flat")]
     before = [*timed, make_memory_result("standard")]
     now = [*timed, make_memory_result("standard"), make_memory_result("flat")]
-    found = set_against(now, before, names=("now", "before"))
+    found = set_against(Report.of(now), Report.of(before), names=("now", "before"))
     sources = {reading.source for pair in found.pairs for reading in _readings(pair.changes["memory"])}
     assert sources == {"cpu_allocator"}
     assert render_plain(against_summary(found)).count("Peak memory:") == 1

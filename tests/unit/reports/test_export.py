@@ -10,10 +10,11 @@ import pandas
 import pytest
 
 from dpscope.comparison import Comparison
-from dpscope.reports.export import to_pandas, to_records, write_csv
-from dpscope.reports.latex import escape, to_latex, write_latex
+from dpscope.reports.export import CSV, to_pandas, to_records
+from dpscope.reports.latex import escape, to_latex
 from dpscope.reports.tables import compare_results
 from dpscope.vocabulary.components import COMPONENTS
+from tests.unit.reports.writing import write
 
 MIB = 2**20
 
@@ -72,7 +73,7 @@ def test_a_users_own_component_has_a_column(make_memory_result):
 
 
 def test_a_csv_file_comes_back_the_same(rows, tmp_path):
-    results, timeline = write_csv(rows, tmp_path)
+    results, timeline = write(CSV, rows, tmp_path)
     frame = pandas.read_csv(results)
     assert list(frame["peak_memory_bytes"]) == [709 * MIB, 1309 * MIB, 937 * MIB + 1049, 659 * MIB]
     points = pandas.read_csv(timeline)
@@ -84,7 +85,7 @@ def test_a_csv_file_comes_back_the_same(rows, tmp_path):
 
 
 def test_without_a_timeline_there_is_no_file_for_it(make_result, tmp_path):
-    assert [path.name for path in write_csv(compare_results([make_result()]), tmp_path)] == ["results.csv"]
+    assert [path.name for path in write(CSV, compare_results([make_result()]), tmp_path)] == ["results.csv"]
 
 
 @pytest.mark.parametrize(
@@ -118,7 +119,7 @@ def test_a_row_that_is_not_ok_has_dashes_and_its_status(make_result):
 @pytest.mark.skipif(shutil.which("pdflatex") is None, reason="no LaTeX on this machine")
 def test_the_latex_file_compiles(rows, tmp_path):
     odd = [replace(row, measured={name: _odd(result) for name, result in row.measured.items()}) for row in rows]
-    write_latex([*rows, *odd], tmp_path)
+    (tmp_path / "results.tex").write_text(to_latex([*rows, *odd]))
     document = r"\documentclass{article}\usepackage{booktabs}\begin{document}\input{results.tex}\end{document}"
     (tmp_path / "paper.tex").write_text(document)
     command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "paper.tex"]

@@ -14,15 +14,17 @@ from matplotlib.patches import Rectangle
 from matplotlib.text import Text
 
 from dpscope.errors import UserError
-from dpscope.reports.figures import FIGURES, parse_formats, suffixed, write_figures
 from dpscope.reports.figures.labels import spread
-from dpscope.reports.figures.style import DPI, PAGE_WIDTH, SMALL
+from dpscope.reports.figures.style import DPI, PAGE_WIDTH, SMALL, parse_formats
+from dpscope.reports.figures.suffixes import suffixed
 from dpscope.reports.memory.breakdown_figure import draw_breakdown
 from dpscope.reports.memory.data import composition_of, label_of, timeline_of
 from dpscope.reports.memory.timeline_figure import draw_timeline
+from dpscope.reports.outputs import FIGURES
 from dpscope.reports.palette import COMPONENT_COLOURS, METHOD_COLOURS, colour_of
 from dpscope.reports.tables import compare_results
 from dpscope.reports.time.tradeoff_figure import draw_tradeoff
+from tests.unit.reports.writing import write
 
 MIB = 2**20
 LONG = "my_packages_own_private_method_with_a_rather_long_name"
@@ -328,7 +330,7 @@ def _ends(annotation):
 # What all figures keep
 
 
-@pytest.mark.parametrize("draw", FIGURES.values(), ids=list(FIGURES))
+@pytest.mark.parametrize("draw", [draw_breakdown, draw_timeline, draw_tradeoff])
 @pytest.mark.parametrize("count", [1, 4, 6, 12])
 def test_no_two_words_cover_each_other_and_none_leaves_the_figure(measured_both_ways, draw, count):
     figure = draw(many(measured_both_ways, count))
@@ -379,7 +381,7 @@ def test_the_users_own_settings_of_matplotlib_neither_reach_the_figures_nor_are_
     assert max(text.get_fontsize() for text in texts(figure)) <= 8
 
 
-@pytest.mark.parametrize("draw", FIGURES.values(), ids=list(FIGURES))
+@pytest.mark.parametrize("draw", [draw_breakdown, draw_timeline, draw_tradeoff])
 def test_rows_with_nothing_to_show_make_no_figure(make_result, draw):
     assert draw(compare_results([make_result(status="failed")])) is None
 
@@ -419,8 +421,8 @@ def test_a_users_own_component_has_one_colour_and_none_of_the_known():
 
 
 def test_every_figure_is_written_and_named(rows, tmp_path):
-    paths = write_figures(rows, tmp_path, ("png",))
-    assert [path.name for path in paths] == [f"{name}.png" for name in FIGURES]
+    paths = write(FIGURES, rows, tmp_path, ("png",))
+    assert [path.name for path in paths] == [f"{figure.name}.png" for figure in FIGURES]
     assert sorted(tmp_path.iterdir()) == sorted(paths)
     for path in paths:
         assert int.from_bytes(path.read_bytes()[16:20], "big") == int(PAGE_WIDTH * DPI)  # pixels across
@@ -429,12 +431,12 @@ def test_every_figure_is_written_and_named(rows, tmp_path):
 
 def test_each_format_is_what_its_name_says_and_the_same_every_time(make_result, tmp_path):
     rows = compare_results([make_result(), make_result(method="flat", median=20.0)])
-    paths = write_figures(rows, tmp_path, ("png", "svg", "pdf"))
+    paths = write(FIGURES, rows, tmp_path, ("png", "svg", "pdf"))
     magic = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}
     once = [path.read_bytes() for path in paths]
     assert all(data.startswith(magic[path.suffix]) for path, data in zip(paths, once, strict=True))
     assert b"peak memory (KiB)" in once[1]  # text stays text
-    assert [path.read_bytes() for path in write_figures(rows, tmp_path, ("png", "svg", "pdf"))] == once
+    assert [path.read_bytes() for path in write(FIGURES, rows, tmp_path, ("png", "svg", "pdf"))] == once
 
 
 def test_sizes_are_not_mixed_each_has_figures_of_its_own(make_result, tmp_path):
@@ -443,7 +445,7 @@ def test_sizes_are_not_mixed_each_has_figures_of_its_own(make_result, tmp_path):
         for batch, length in ((2, 8), (4, 16))
         for method in ("standard", "flat")
     ]
-    paths = write_figures(compare_results(results), tmp_path, ("png",))
+    paths = write(FIGURES, compare_results(results), tmp_path, ("png",))
     assert [path.name for path in paths] == ["performance_tradeoff_bs2_seq8.png", "performance_tradeoff_bs4_seq16.png"]
 
 
@@ -461,7 +463,7 @@ def test_what_tells_sizes_apart_is_in_the_name(make_result, changes, suffixes):
 def test_a_figure_that_cannot_be_written_leaves_nothing_half_done(rows, tmp_path):
     (tmp_path / "performance_tradeoff.png").mkdir()
     with pytest.raises(OSError):
-        write_figures(compare_results([rows[0].first]), tmp_path, ("png",))
+        write(FIGURES, compare_results([rows[0].first]), tmp_path, ("png",))
     assert list(Path(tmp_path).iterdir()) == [tmp_path / "performance_tradeoff.png"]
 
 

@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 
+from dpscope.reports.report import Report
 from dpscope.reports.text import render_plain, summary
 
 MIB = 2**20
 
 
 def shown(*results, width=110, **options):
-    return render_plain(summary(results, width=width, **options), width=width)
+    return render_plain(summary(Report.of(results), width=width, **options), width=width)
 
 
 def cells(label, text):

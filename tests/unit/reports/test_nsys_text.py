@@ -8,6 +8,7 @@ import pytest
 
 from dpscope.instruments.nsys.reading import read_timeline
 from dpscope.instruments.nsys.summary import summarise
+from dpscope.reports.report import Report
 from dpscope.reports.tables import Row
 from dpscope.reports.text import render_plain, summary
 from dpscope.reports.trace.nsys_text import agreement
@@ -43,7 +44,7 @@ def in_one_line(text):
 
 
 def test_gpu_time_is_shown_by_phase_with_the_ratio_to_standard(captured):
-    text = render_plain(summary([captured(gpu={"total_ms": 0.2275}), captured("ghost")]))
+    text = render_plain(summary(Report.of([captured(gpu={"total_ms": 0.2275}), captured("ghost")])))
     headings = "method forward backward clip optimizer between phases GPU time × busy kernels"
     assert headings in in_one_line(text)
     assert row_of("ghost", text, "Nsight Systems") == [
@@ -53,27 +54,27 @@ def test_gpu_time_is_shown_by_phase_with_the_ratio_to_standard(captured):
 
 
 def test_what_the_gpu_waited_for_is_a_sentence(captured):
-    text = in_one_line(render_plain(summary([captured()])))
+    text = in_one_line(render_plain(summary(Report.of([captured()]))))
     assert "standard: the GPU idles 525.0 µs of 980.0 µs, 515.0 µs of it waiting for the host: launch-bound" in text
     busy = captured(gpu={"idle_ms": 0.02, "idle_waiting_for_host_ms": 0.0})
-    assert "launch-bound" not in render_plain(summary([busy]))
+    assert "launch-bound" not in render_plain(summary(Report.of([busy])))
 
 
 @pytest.mark.parametrize(("step_ms", "bound"), [(0.5, False), (0.6, True)])
 def test_where_the_unprofiled_step_is_known_it_decides_what_is_launch_bound(captured, make_result, step_ms, bound):
     """nsys slows the host: 455 µs of kernels fill nine tenths of a step of 0.5 ms, whatever the capture looks like."""
-    text = render_plain(summary([make_result(median=step_ms), captured()]))
+    text = render_plain(summary(Report.of([make_result(median=step_ms), captured()])))
     assert ("launch-bound" in text) == bound
 
 
 def test_a_capture_too_long_to_open_is_told(captured):
-    text = render_plain(summary([captured(gpu={"span_ms": 61_000})]))
+    text = render_plain(summary(Report.of([captured(gpu={"span_ms": 61_000})])))
     assert "standard: the capture is 61 s long, too large to open well: --captured-steps 1." in text
-    assert "too large to open" not in render_plain(summary([captured()]))
+    assert "too large to open" not in render_plain(summary(Report.of([captured()])))
 
 
 def test_kernels_copies_calls_and_gaps_have_their_tables(captured):
-    text = render_plain(summary([captured()]))
+    text = render_plain(summary(Report.of([captured()])))
     assert row_of("standard", text, "Longest kernels") == ["standard", "380.0 µs", "84%", "3", "126.7 µs", "gemm"]
     assert row_of("standard", text, "Copies") == ["standard", "1.0", "4.0 KiB", "5.0 µs", "Host-to-Device"]
     assert row_of("standard", text, "CUDA calls")[-1] == "cudaLaunchKernel"
@@ -82,18 +83,18 @@ def test_kernels_copies_calls_and_gaps_have_their_tables(captured):
 
 
 def test_rows_that_only_nsys_saw_have_no_table_of_times(captured):
-    text = render_plain(summary([captured()]))
+    text = render_plain(summary(Report.of([captured()])))
     assert "time/step" not in text
     assert "Nsight Systems" in text
 
 
 def test_rows_that_nsys_did_not_see_have_no_section(make_result):
-    assert "Nsight Systems" not in render_plain(summary([make_result()]))
+    assert "Nsight Systems" not in render_plain(summary(Report.of([make_result()])))
 
 
 def test_a_failed_capture_is_told_with_its_reason(make_result, captured):
     failed = make_result(method="flat", instrument="nsys", status="failed", reason="no report, do this")
-    text = render_plain(summary([captured(), failed]))
+    text = render_plain(summary(Report.of([captured(), failed])))
     assert "failed: flat at batch 2, sequence 8: no report, do this" in in_one_line(text)
 
 
@@ -118,15 +119,15 @@ def test_two_tools_that_saw_the_same_row_are_compared_phase_by_phase(captured, m
     ours = replace(ours, nsys={**ours.nsys, "phases": longer})
     # Noise is short, and torch.profiler saw twice as much of it: not worth comparing.
     theirs = traced(make_result, forward=10, backward=backward, clip=3, noise=0.4, optimizer=3)
-    row = Row({"nsys": ours, "trace": theirs}, None, None)
+    row = Row({"nsys": ours, "trace": theirs})
     assert says in in_one_line(" ".join(agreement([row])))
 
 
 def test_a_row_that_only_one_tool_saw_is_not_compared(captured):
-    assert agreement([Row({"nsys": captured()}, None, None)]) == []
+    assert agreement([Row({"nsys": captured()})]) == []
 
 
 def test_two_sizes_are_told_apart(captured):
-    text = render_plain(summary([captured(), captured(batch_size=4)]))
+    text = render_plain(summary(Report.of([captured(), captured(batch_size=4)])))
     assert "Nsight Systems, batch 2, sequence 8: GPU time by phase" in text
     assert "Nsight Systems, batch 4, sequence 8: GPU time by phase" in text

@@ -8,6 +8,7 @@ import pytest
 
 from dpscope.reports.memory.tensors import SHOWN, tensors_of
 from dpscope.reports.memory.tensors_chart import tensors_at_peak
+from dpscope.reports.report import Report
 from dpscope.reports.tables import compare_results
 from dpscope.reports.text import render_plain, summary
 
@@ -20,7 +21,7 @@ def rows(make_memory_result):
 
 
 def test_the_text_names_size_shape_use_maker_and_line(make_memory_result):
-    text = render_plain(summary([make_memory_result("standard"), make_memory_result("flat")]), width=160)
+    text = render_plain(summary(Report.of([make_memory_result("standard"), make_memory_result("flat")])), width=160)
     lines = text.partition("Largest tensors at the peak: batch 2, sequence 8")[2].splitlines()
     first = next(line for line in lines if line.startswith("standard"))
     words = "standard 200.0 MiB 8×26214400 float32 optimizer states blocks.*.up · addmm model.py:12"
@@ -46,4 +47,4 @@ def test_results_without_tensors_or_with_damaged_ones_have_no_such_part(make_mem
     damaged = replace(result, memory={**result.memory, "tensors": tensors})
     (row,) = compare_results([damaged])
     assert tensors_of(row)[0] == [] and tensors_at_peak([row]) is None
-    assert "Largest tensors" not in render_plain(summary([damaged]))
+    assert "Largest tensors" not in render_plain(summary(Report.of([damaged])))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from dpscope.reports.report import Report
 from dpscope.reports.text import SUMMARY_WIDTH, files_written, render_plain, summary
 from dpscope.results.store import Skipped
 
@@ -18,7 +19,7 @@ def shown(make_result):
     """The summary of results as plain text."""
 
     def show(*results, **options):
-        return render_plain(summary(results, **options))
+        return render_plain(summary(Report.of(results, options.pop("skipped", ())), **options))
 
     return show
 

@@ -8,12 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dpscope.reports.report import Report
 from dpscope.reports.tables import compare_results
 from dpscope.reports.text import render_plain, summary
 from dpscope.reports.trace.data import boundness, differences
 from dpscope.results.schema import parse_result
 from tests.unit.reports.test_figures import extent, overlapping, texts
 from tests.unit.reports.trace_results import make_trace, operator
+from tests.unit.reports.writing import write
 
 
 @pytest.fixture
@@ -72,7 +74,7 @@ def test_on_a_gpu_the_changes_sum_to_the_difference_of_the_traced_steps(before, 
 
     def row(method, trace):
         spec = {"workload": {"name": "w"}, "instrument": "trace"}
-        return Row({"trace": Result(experiment=method, config={}, spec=spec, trace=trace)}, None, None)
+        return Row({"trace": Result(experiment=method, config={}, spec=spec, trace=trace)})
 
     (found,) = differences(
         [
@@ -110,7 +112,7 @@ def test_a_cpu_row_is_neither_launch_bound_nor_not(rows):
 
 
 def printed(found):
-    return render_plain(summary([result for row in found for result in row.measured.values()]))
+    return render_plain(summary(Report.of([result for row in found for result in row.measured.values()])))
 
 
 def test_the_summary_shows_traced_and_unprofiled_steps_side_by_side(rows):
@@ -157,14 +159,14 @@ def test_a_long_difference_is_cut_and_still_adds_up(rows):
 
 
 def test_rows_without_traces_add_nothing_to_the_summary(make_result):
-    assert "traced" not in render_plain(summary([make_result()]))
+    assert "traced" not in render_plain(summary(Report.of([make_result()])))
 
 
 def test_figures_are_drawn_from_traces(rows, tmp_path):
-    from dpscope.reports.trace.figures import TRACE_FIGURES
+    from dpscope.reports.trace.figures import DRAWINGS
 
     found = rows(standard=make_trace(GPU, 0.0, idle=3.0), flat=make_trace([*GPU, *GPU[:0]], 0.0, idle=4.0))
-    drawn = {name: draw(found) for name, draw in TRACE_FIGURES.items()}
+    drawn = {name: draw(found) for name, (_, draw) in DRAWINGS.items()}
     assert all(figure is not None for figure in drawn.values())
     bars = drawn["trace_phases"].axes[0].patches
     assert sum(bar.get_width() for bar in bars) == pytest.approx(2 * 10.0)  # every bar is a whole unprofiled step
@@ -172,14 +174,14 @@ def test_figures_are_drawn_from_traces(rows, tmp_path):
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_no_two_words_cover_each_other_in_a_figure(rows, count):
-    from dpscope.reports.trace.figures import TRACE_FIGURES
+    from dpscope.reports.trace.figures import DRAWINGS
 
     def many(method):
         return [operator(f"aten::a_rather_long_name_of_{method}_{n}", "clip", 0.1 * 3**n, gpu=True) for n in range(9)]
 
     methods = ("standard", "flat", "ghost", "flash")[: count + 1]
     found = rows(median=4e3, **{name: make_trace(many(name), 0.0, idle=3.0 * n) for n, name in enumerate(methods)})
-    for draw in TRACE_FIGURES.values():
+    for _, draw in DRAWINGS.values():
         figure = draw(found)
         assert overlapping(figure) == []
         width, height = figure.canvas.get_width_height()
@@ -189,17 +191,17 @@ def test_no_two_words_cover_each_other_in_a_figure(rows, count):
 
 
 def test_nothing_is_drawn_without_traces(make_result):
-    from dpscope.reports.trace.figures import TRACE_FIGURES
+    from dpscope.reports.trace.figures import DRAWINGS
 
-    assert [draw(compare_results([make_result()])) for draw in TRACE_FIGURES.values()] == [None, None, None]
+    assert [draw(compare_results([make_result()])) for _, draw in DRAWINGS.values()] == [None, None, None]
 
 
 def test_the_tables_are_there_in_full_as_csv(rows, tmp_path):
     import pandas as pd
 
-    from dpscope.reports.trace.csv import write_trace_csv
+    from dpscope.reports.trace.csv import TRACE_CSV
 
-    (path,) = write_trace_csv(rows(standard=make_trace(STANDARD), flat=make_trace(FLAT)), tmp_path)
+    (path,) = write(TRACE_CSV, rows(standard=make_trace(STANDARD), flat=make_trace(FLAT)), tmp_path)
     table = pd.read_csv(path)
     assert list(table.method) == ["standard"] * 2 + ["flat"] * 3
     assert table.self_cpu_ms.sum() == pytest.approx(5 + 2 + 4 + 9 + 3)
@@ -207,6 +209,6 @@ def test_the_tables_are_there_in_full_as_csv(rows, tmp_path):
 
 
 def test_no_traces_no_csv(make_result, tmp_path):
-    from dpscope.reports.trace.csv import write_trace_csv
+    from dpscope.reports.trace.csv import TRACE_CSV
 
-    assert write_trace_csv(compare_results([make_result()]), tmp_path) == []
+    assert write(TRACE_CSV, compare_results([make_result()]), tmp_path) == []

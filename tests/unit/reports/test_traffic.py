@@ -7,7 +7,7 @@ import csv
 import pytest
 
 from dpscope.reports.tables import compare_results
-from dpscope.reports.traffic.csv import KERNELS, TRAFFIC, write_traffic_csv
+from dpscope.reports.traffic.csv import TRAFFIC_CSV
 from dpscope.reports.traffic.data import compare_traffic
 from dpscope.results.schema import result_for
 from tests.unit.reports.traffic_results import (
@@ -19,6 +19,7 @@ from tests.unit.reports.traffic_results import (
     results_for,
     traffic_of,
 )
+from tests.unit.reports.writing import write
 
 
 def traffics(*methods, **options):
@@ -143,8 +144,8 @@ def read(path):
 
 def test_the_csv_holds_every_figure_of_every_row(tmp_path):
     rows = compare_results(results_for(per_kernel=True))
-    assert write_traffic_csv(rows, tmp_path) == [tmp_path / TRAFFIC, tmp_path / KERNELS]
-    lines = read(tmp_path / TRAFFIC)
+    assert write(TRAFFIC_CSV, rows, tmp_path) == [tmp_path / "traffic.csv", tmp_path / "traffic_kernels.csv"]
+    lines = read(tmp_path / "traffic.csv")
     assert [line["method"] for line in lines] == ["standard", "flat", "ghost", "flash"]
     assert lines[0]["dram_read_bytes"] == "1135307776"
     assert lines[0]["l2_to_sm_bytes"] == str(CAPTURE["traffic"]["l2_to_sm_bytes"])
@@ -152,7 +153,7 @@ def test_the_csv_holds_every_figure_of_every_row(tmp_path):
     assert lines[0]["l2_tex_read_bytes"] == ""  # not there
     assert float(lines[1]["dram_bytes_ratio_to_standard"]) == pytest.approx(1.93, abs=0.01)
     assert float(lines[0]["median_step_ms"]) == 19.0
-    kernels = read(tmp_path / KERNELS)
+    kernels = read(tmp_path / "traffic_kernels.csv")
     assert len(kernels) == sum(len(kernel_rows(method)) for method in ("standard", "flat", "ghost", "flash"))
     first = kernels[0]
     assert (first["method"], first["family"], first["calls"]) == ("standard", "optimizer", "2")
@@ -160,12 +161,12 @@ def test_the_csv_holds_every_figure_of_every_row(tmp_path):
 
 
 def test_an_estimate_is_called_one_in_both_csv_files(tmp_path):
-    write_traffic_csv(compare_results(results_for(measured=False)), tmp_path)
-    assert {line["source"] for line in read(tmp_path / TRAFFIC)} == {"estimate"}
-    assert all("ERR_NVGPUCTRPERM" in line["reason"] for line in read(tmp_path / TRAFFIC))
-    assert {line["kernels_source"] for line in read(tmp_path / KERNELS)} == {"estimate"}
+    write(TRAFFIC_CSV, compare_results(results_for(measured=False)), tmp_path)
+    assert {line["source"] for line in read(tmp_path / "traffic.csv")} == {"estimate"}
+    assert all("ERR_NVGPUCTRPERM" in line["reason"] for line in read(tmp_path / "traffic.csv"))
+    assert {line["kernels_source"] for line in read(tmp_path / "traffic_kernels.csv")} == {"estimate"}
 
 
 def test_results_without_traffic_write_no_csv(tmp_path, make_result):
-    assert write_traffic_csv(compare_results([make_result()]), tmp_path) == []
+    assert write(TRAFFIC_CSV, compare_results([make_result()]), tmp_path) == []
     assert list(tmp_path.iterdir()) == []

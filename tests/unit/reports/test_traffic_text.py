@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from rich.console import Group
 
+from dpscope.reports.report import Report
 from dpscope.reports.tables import compare_results
 from dpscope.reports.text import render_plain, summary
 from dpscope.reports.traffic.data import compare_traffic
@@ -133,8 +134,10 @@ def test_bandwidth_is_said_to_combine_two_runs():
 
 def test_results_without_traffic_have_no_section(make_result):
     assert traffic_section(compare_results([make_result()]), 110) == []
-    assert "DRAM" not in render_plain(summary([make_result()]))
+    assert "DRAM" not in render_plain(summary(Report.of([make_result()])))
 
 
 def test_the_section_is_part_of_the_summary():
-    assert "DRAM traffic of one step, counted by Nsight Compute 2025.3.1" in render_plain(summary(results_for()))
+    assert "DRAM traffic of one step, counted by Nsight Compute 2025.3.1" in render_plain(
+        summary(Report.of(results_for()))
+    )

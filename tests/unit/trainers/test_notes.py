@@ -11,7 +11,8 @@ from torch import nn
 from dpscope.comparison import Comparison
 from dpscope.exactness.check import check
 from dpscope.reports.export import to_records
-from dpscope.reports.page import render_page
+from dpscope.reports.page.render import render_page
+from dpscope.reports.report import Report
 from dpscope.reports.tables import compare_results
 from dpscope.reports.text import render_plain, summary
 from dpscope.results.schema import parse_result, result_for
@@ -96,9 +97,9 @@ def noted(make_result):
 def test_a_note_reaches_the_result_file_the_summary_the_page_and_the_records(noted, tmp_path):
     results, sentence = noted
     assert results[1].notes[0]["modules"] == [""]
-    assert f"flash: {sentence}" in " ".join(render_plain(summary(results)).split())
+    assert f"flash: {sentence}" in " ".join(render_plain(summary(Report.of(results))).split())
     assert f"flash: {sentence}" in " ".join(str(Comparison(results, tmp_path, [], [])).split())
-    page = render_page(results)
+    page = render_page(Report.of(results))
     assert "runs sample by sample &lt;b&gt;" in page
     assert "runs sample by sample <b>" not in page
     assert [record["notes"] for record in to_records(compare_results(results))] == [None, sentence]
@@ -109,7 +110,7 @@ def test_a_note_is_told_once_however_many_sizes_have_it(make_result):
     assert note["sentence"] == other["sentence"]
     assert other["kept_bytes"] == 3.5 * note["kept_bytes"]
     results = [replace(make_result(method="flash", batch_size=size), notes=[note]) for size in (2, 7)]
-    assert " ".join(render_plain(summary(results)).split()).count(note["sentence"]) == 1
+    assert " ".join(render_plain(summary(Report.of(results))).split()).count(note["sentence"]) == 1
 
 
 def test_without_notes_there_is_no_column_for_them(make_result):

@@ -14,6 +14,7 @@ import pytest
 import dpscope
 from dpscope.cli import main
 from dpscope.errors import UserError
+from dpscope.reports.report import Report
 from dpscope.runner.launcher import Limits
 from dpscope.runner.measure import measure_or_explain
 from dpscope.runner.preflight import explain, require_measurable
@@ -241,7 +242,7 @@ def test_the_summary_shows_the_users_traceback_once():
 
     results = [measure_or_explain(spec_of("loss_that_fails", batch_size=size)) for size in (2, 2)]
     results[1] = replace(results[1], experiment="other")
-    shown = render_plain(summary(results))
+    shown = render_plain(summary(Report.of(results)))
     assert shown.count("Traceback (most recent call last):") == 1
     assert "in _wrong_shapes" in " ".join(shown.split())  # wrapped where the path is long
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from dpscope.reports.against.changes import FIGURES, MEMORY, RATIOS, TIME, Change
 from dpscope.reports.against.data import Against, Pair
-from dpscope.reports.export import IDENTITY, write_frame
+from dpscope.reports.export import IDENTITY, frame_to_csv
+from dpscope.reports.output import text_output
 from dpscope.reports.tables import Row
 
 TIMES = (TIME.key, RATIOS[TIME.key].key)  # figures that have a spread, and can be doubtful
-AGAINST_CSV = "against.csv"
 
 
 def to_records(against: Against) -> list[dict[str, Any]]:
@@ -28,12 +27,6 @@ def to_records(against: Against) -> list[dict[str, Any]]:
             for row in rows
         ),
     ]
-
-
-def write_against_csv(against: Against, folder: Path) -> list[Path]:
-    path = folder / AGAINST_CSV
-    write_frame(against.to_pandas(), path)
-    return [path]
 
 
 def _identity(row: Row) -> dict[str, Any]:
@@ -76,3 +69,10 @@ def _figure(key: str, change: Change) -> dict[str, Any]:
                 f"time_steps_{side}": reading.steps or None,
             }
     return named
+
+
+def _against_csv(against: Against) -> str:
+    return frame_to_csv(against.to_pandas())
+
+
+AGAINST_CSV = text_output("against.csv", "a line for each row of either sweep", _against_csv, asked_for="csv")

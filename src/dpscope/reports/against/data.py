@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from dpscope.errors import UserError
 from dpscope.reports.against.changes import FIGURES, MEMORY, RATIOS, TIME, TRAFFIC, Change, Figure, Reading
 from dpscope.reports.against.pairing import Difference, list_differences, pair_rows
-from dpscope.reports.tables import STANDARD, Row, compare_results
+from dpscope.reports.report import Report
+from dpscope.reports.tables import Row
 from dpscope.reports.traffic.data import Traffic, compare_traffic
 from dpscope.reports.words import size_in_words
-from dpscope.results.schema import Result
 from dpscope.results.store import Skipped
 
 if TYPE_CHECKING:
@@ -77,11 +77,9 @@ class Against:
         return render_plain(against_summary(self))
 
 
-def set_against(
-    now: Sequence[Result], before: Sequence[Result], *, names: tuple[str, str], skipped: Sequence[Skipped] = ()
-) -> Against:
+def set_against(now: Report, before: Report, *, names: tuple[str, str]) -> Against:
     """Pair what can be compared and say what changed; `names`: what to call now and before."""
-    rows, older = compare_results(now), compare_results(before)
+    rows, older = now.rows, before.rows
     together = pair_rows(rows, older)
     if not together:
         raise UserError(
@@ -100,7 +98,7 @@ def set_against(
         differences=list_differences(together),
         only_before=[row for row in older if id(row) not in paired],
         only_now=[row for row in rows if id(row) not in paired],
-        skipped=list(skipped),
+        skipped=[*now.skipped, *before.skipped],
         memory_sources=sources,
     )
 
@@ -123,10 +121,9 @@ def _known(change: Change) -> bool:
 
 @dataclass(frozen=True)
 class _Side:
-    """A row with what its ratios are to, and with its traffic."""
+    """A row with its traffic."""
 
     row: Row
-    standard: Row | None
     traffic: Traffic | None
 
     @property
@@ -136,11 +133,11 @@ class _Side:
 
     @property
     def time_ratio(self) -> Reading:
-        value, own = self.row.time_ratio, self.row.spread_ms
-        if value is None or self.standard is None:
+        value, own, standard = self.row.time_ratio, self.row.spread_ms, self.row.standard
+        if value is None or standard is None:
             return Reading(value=None)
-        other, spread = self.standard.spread_ms, None
-        if self.standard is self.row:
+        other, spread = standard.spread_ms, None
+        if standard is self.row:
             spread = (1.0, 1.0)
         elif own is not None and other is not None and other[0] > 0:
             spread = (own[0] / other[1], own[1] / other[0])
@@ -150,7 +147,7 @@ class _Side:
         return Reading(value=peaks_by_source(self.row).get(source), source=source)
 
     def memory_ratio(self, source: str) -> Reading:
-        standard = peaks_by_source(self.standard).get(source) if self.standard else None
+        standard = peaks_by_source(self.row.standard).get(source) if self.row.standard else None
         own = peaks_by_source(self.row).get(source)
         return Reading(value=own / standard if own and standard else None, source=source)
 
@@ -164,9 +161,8 @@ class _Side:
 
 
 def _sides(rows: Sequence[Row]) -> dict[int, _Side]:
-    standards = {row.size: row for row in rows if row.method == STANDARD}
     traffics = {id(traffic.row): traffic for traffic in compare_traffic(rows)}
-    return {id(row): _Side(row, standards.get(row.size), traffics.get(id(row))) for row in rows}
+    return {id(row): _Side(row, traffics.get(id(row))) for row in rows}
 
 
 def _changes(before: _Side, now: _Side, sources: tuple[str, str]) -> dict[str, Change]:

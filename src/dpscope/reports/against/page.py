@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpscope.reports.against.changes import RATIOS, RULES, Figure
 from dpscope.reports.against.chart import change_charts
 from dpscope.reports.against.data import Against, Pair, list_rows
 from dpscope.reports.against.words import AGAINST_TITLE, format_change, headline, name_of, sentences
-from dpscope.reports.page.render import make_environment, render_page
-from dpscope.results.store import write_atomically
+from dpscope.reports.output import text_output
+from dpscope.reports.page.render import GENERATOR, make_environment, render_page
+from dpscope.reports.report import Report
 
 if TYPE_CHECKING:
     from markupsafe import Markup
-
-AGAINST_PAGE = "report-against.html"
-
-
-def write_against_page(against: Against, folder: Path) -> list[Path]:
-    path = folder / AGAINST_PAGE
-    write_atomically(path, render_against(against))
-    return [path]
 
 
 def render_against(against: Against) -> str:
@@ -29,7 +21,7 @@ def render_against(against: Against) -> str:
     # Rows that only their numbers of steps keep apart share results.
     results = list({id(result): result for row in rows for result in row.measured.values()}.values())
     title, section, charts = AGAINST_TITLE, _section(against), change_charts(against)
-    return render_page(results, against.skipped, title=title, before=[section], charts=charts)
+    return render_page(Report.of(results, against.skipped), title=title, before=[section], charts=charts)
 
 
 def _section(against: Against) -> Markup:
@@ -68,3 +60,6 @@ def _cells(pair: Pair, figure: Figure, name: str) -> dict[str, Any]:
         "verdict": verdict,
         "tone": tones.get(change.verdict, ""),
     }
+
+
+AGAINST_PAGE = text_output("report-against.html", "the same as a page", render_against, mark=GENERATOR)

@@ -11,7 +11,9 @@ from dpscope.reports.against.data import Against, Pair, list_rows
 from dpscope.reports.against.words import AGAINST_TITLE, format_change, headline, sentences
 from dpscope.reports.bars import FirstThatFits
 from dpscope.reports.doubt import explain
+from dpscope.reports.output import text_output
 from dpscope.reports.tables import varying_columns
+from dpscope.reports.text import render_plain
 from dpscope.reports.words import peak_notes, shorten
 from dpscope.units import MISSING
 
@@ -115,3 +117,10 @@ def _verdict(pair: Pair, change: Change) -> Text:
         return Text(pair.now.result.status, style="red")
     styles = {change.figure.less: "green", change.figure.more: "red"}
     return Text(change.verdict, style=styles.get(change.verdict, "dim"))
+
+
+def _against_text(against: Against) -> str:
+    return render_plain(against_summary(against))
+
+
+AGAINST_TEXT = text_output("against.txt", "what changed between two sweeps", _against_text, mark=AGAINST_TITLE)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from urllib.parse import quote
 
-from dpscope.reports.settings import all_sizes
-from dpscope.reports.tables import Row
+from dpscope.reports.report import Report
 
 
 @dataclass(frozen=True)
@@ -19,13 +17,14 @@ class FileBeside:
     link: str  # relative to the page
 
 
-def files_beside(rows: Sequence[Row], folder: Path | None) -> list[FileBeside]:
+def files_beside(report: Report) -> list[FileBeside]:
     """Those that are there now. A page that is sent alone has none, nor has one whose folder is not known."""
+    folder = report.folder
     if folder is None:
         return []
     found = [
         FileBeside(f"{row.method}, {size.label}", instrument, PurePosixPath(path).name, quote(path))
-        for size in all_sizes(rows)
+        for size in report.sizes
         for row in size.rows
         for instrument, result in row.measured.items()
         for path in result.files.values()

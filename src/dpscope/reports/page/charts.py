@@ -9,7 +9,7 @@ from dpscope.reports.memory.peak_chart import memory_peak
 from dpscope.reports.memory.tensors_chart import tensors_at_peak
 from dpscope.reports.memory.timeline_chart import memory_timeline
 from dpscope.reports.page.chart import Chart
-from dpscope.reports.settings import Setting, group_by_setting
+from dpscope.reports.settings import Setting
 from dpscope.reports.tables import Row
 from dpscope.reports.time.chart import step_time
 from dpscope.reports.time.scaling_chart import scaling_over_batch, scaling_over_sequence
@@ -41,9 +41,8 @@ CHARTS: tuple[Callable[[Sequence[Row]], Chart | None], ...] = (
 )
 
 
-def make_charts(rows: Sequence[Row]) -> list[Chart]:
+def make_charts(settings: Sequence[Setting]) -> list[Chart]:
     """Each chart with its views of every setting: a size in words names one comparison only within a setting."""
-    settings = group_by_setting(rows)
     return [chart for make in CHARTS if (chart := _over_settings(make, settings))]
 
 

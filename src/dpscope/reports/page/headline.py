@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from dpscope.reports.doubt import EXPLAINED, marked
 from dpscope.reports.page.looks import looks_of
 from dpscope.reports.settings import Size
-from dpscope.reports.story import estimated, tell
+from dpscope.reports.story import Story, estimated
 from dpscope.reports.tables import RATES, Row
 from dpscope.reports.traffic.data import Traffic, compare_traffic
 from dpscope.units import MISSING, format_bytes, format_ms, format_ratio, format_throughput, format_traffic
@@ -43,8 +43,7 @@ class Headline:
     cards: list[Card]
 
 
-def make_headline(size: Size) -> Headline:
-    story = tell(size.rows)
+def make_headline(size: Size, story: Story) -> Headline:
     traffics = {id(traffic.row): traffic for traffic in compare_traffic(size.rows)}
     badges = {story.winner: story.badge}
     looks = looks_of(size.rows)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from dpscope.reports.page.command_lines import can_be_typed, command_lines
-from dpscope.reports.settings import Size, all_sizes
+from dpscope.reports.report import Report
+from dpscope.reports.settings import Size
 from dpscope.reports.tables import Row
-from dpscope.results.store import Skipped
 
 # Instrument -> what it would have shown.
 SHOWS = {
@@ -49,8 +49,8 @@ class Lacking:
     spec: dict[str, Any]
 
 
-def find_missing(rows: Sequence[Row], skipped: Sequence[Skipped]) -> Missing:
-    sizes = all_sizes(rows)
+def find_missing(report: Report) -> Missing:
+    sizes = report.sizes
     failed = [
         (row.method, size.label, result.status, result.reason or "no reason given")
         for size in sizes
@@ -60,7 +60,7 @@ def find_missing(rows: Sequence[Row], skipped: Sequence[Skipped]) -> Missing:
     ]
     return Missing(
         failed=list(dict.fromkeys(failed)),
-        skipped=[(item.path.name, item.reason) for item in skipped],
+        skipped=[(item.path.name, item.reason) for item in report.skipped],
         gaps=[gap for instrument in SHOWS if (gap := _gap(instrument, sizes))],
     )
 
@@ -85,7 +85,7 @@ def _lacking(instrument: str, sizes: Sequence[Size]) -> Iterator[Lacking]:
     for size in sizes:
         for row in size.rows:
             spec = {**row.looked_at, "instrument": instrument, "options": _options(instrument, size, sizes)}
-            row_of_any_steps = (row.method, row.size[: len(row.size) - len(row.apart)])
+            row_of_any_steps = (row.method, row.size[: len(row.size) - len(row.step_counts)])
             if instrument in row.measured or row_of_any_steps in seen or not _works(row, instrument):
                 continue
             seen.add(row_of_any_steps)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dpscope.reports.output import text_output
 from dpscope.reports.page.beside import files_beside
 from dpscope.reports.page.chart import Chart
 from dpscope.reports.page.charts import make_charts
@@ -16,18 +17,15 @@ from dpscope.reports.page.headline import first_size, make_headline
 from dpscope.reports.page.methods import describe_methods
 from dpscope.reports.page.missing import find_missing
 from dpscope.reports.page.table import make_table
-from dpscope.reports.settings import Size, all_sizes, group_by_setting
-from dpscope.reports.tables import compare_results
+from dpscope.reports.report import Report
+from dpscope.reports.settings import Size
 from dpscope.reports.text import TITLE, notes
-from dpscope.results.schema import Result
-from dpscope.results.store import Skipped, write_atomically
 from dpscope.vocabulary.version import __version__
 
 if TYPE_CHECKING:
     from jinja2 import Environment
     from markupsafe import Markup
 
-PAGE = "report.html"
 GENERATOR = '<meta name="generator" content="dpscope'  # what a page begins with, so that it is known as ours
 HERE = Path(__file__).parent
 SHARED = ("shared.js", "layout.js")
@@ -40,26 +38,12 @@ ICON = (
 )
 
 
-def write_page(results: Sequence[Result], folder: Path, *, skipped: Sequence[Skipped] = ()) -> list[Path]:
-    path = folder / PAGE
-    write_atomically(path, render_page(results, skipped, folder=folder))
-    return [path]
-
-
 def render_page(
-    results: Sequence[Result],
-    skipped: Sequence[Skipped] = (),
-    *,
-    title: str = TITLE,
-    before: Sequence[Markup] = (),
-    charts: Sequence[Chart] | None = None,
-    folder: Path | None = None,
+    report: Report, *, title: str = TITLE, before: Sequence[Markup] = (), charts: Sequence[Chart] | None = None
 ) -> str:
-    """The page of some results. `before`: sections in the headline's place, as markup that is trusted; `charts`:
-    instead of those that the results allow; `folder`: where it will lie, and so which files it can link to."""
-    rows = compare_results(results)
-    sizes = all_sizes(rows)
-    first = first_size(sizes)
+    """`before`: sections in the headline's place, as markup that is trusted; `charts`: instead of those that the
+    results allow."""
+    rows = report.rows
     scripts = [_text("vendor/echarts.common.min.js"), _own_script()]
     return (
         make_environment()
@@ -72,17 +56,17 @@ def render_page(
             scripts=scripts,
             # Nothing may be loaded, and no script may run but these two: whatever a result's text holds.
             script_hashes=" ".join(f"'sha256-{_digest(script)}'" for script in scripts),
-            sizes=_choices(sizes),
-            first=first,
-            headlines=[make_headline(size) for size in sizes],
+            sizes=_choices(report.sizes),
+            first=first_size(report.sizes),
+            headlines=[make_headline(*told) for told in zip(report.sizes, report.stories, strict=True)],
             before=before,
-            configuration=describe_configuration(group_by_setting(rows), results),
-            charts=[chart.to_dict() for chart in (make_charts(rows) if charts is None else charts)],
+            configuration=describe_configuration(report.settings, report.results),
+            charts=[chart.to_dict() for chart in (make_charts(report.settings) if charts is None else charts)],
             methods=describe_methods(rows),
-            beside=files_beside(rows, folder),
-            table=make_table(rows),
+            beside=files_beside(report),
+            table=make_table(report),
             notes=notes(rows),
-            missing=find_missing(rows, skipped),
+            missing=find_missing(report),
         )
     )
 
@@ -122,3 +106,6 @@ def _digest(script: str) -> str:
 
 def _text(name: str) -> str:
     return (HERE / name).read_text(encoding="utf-8")
+
+
+PAGE = text_output("report.html", "everything as one page, for any browser", render_page, mark=GENERATOR)

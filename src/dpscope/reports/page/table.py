@@ -9,7 +9,8 @@ from typing import Any
 from dpscope.reports.doubt import marked
 from dpscope.reports.export import to_records
 from dpscope.reports.page.looks import looks_of
-from dpscope.reports.settings import SPEAK_FOR_THEMSELVES, all_sizes
+from dpscope.reports.report import Report
+from dpscope.reports.settings import UNLABELLED
 from dpscope.reports.story import estimated
 from dpscope.reports.tables import RATES, REPEATS, Rate, Row, varying_columns
 from dpscope.reports.traffic.data import Traffic, compare_traffic
@@ -48,12 +49,12 @@ class RowsTable:
         return list(dict.fromkeys(getattr(row, name) for row in self.rows))
 
 
-def make_table(rows: Sequence[Row]) -> RowsTable:
-    ordered = [row for size in all_sizes(rows) for row in size.rows]
+def make_table(report: Report) -> RowsTable:
+    ordered = [row for size in report.sizes for row in size.rows]
     traffics = {id(traffic.row): traffic for traffic in compare_traffic(ordered)}
     settings = [
         *varying_columns(ordered, ("dtype", "optimizer", "noise_multiplier", "max_grad_norm")),
-        *(REPEATS if any(row.apart for row in ordered) else ()),
+        *(REPEATS if any(row.step_counts for row in ordered) else ()),
     ]
     models = len({row.first.spec["workload"]["name"] for row in ordered}) > 1
     sequences = any(row.first.spec.get("seq_len") for row in ordered)
@@ -98,7 +99,7 @@ def _count(value: int | None) -> TableCell:
 
 
 def _setting(name: str, value: Any) -> TableCell:
-    return _text(value) if name in SPEAK_FOR_THEMSELVES else TableCell(f"{value:g}", value)
+    return _text(value) if name in UNLABELLED else TableCell(f"{value:g}", value)
 
 
 def _ratios(row: Row, traffics: Mapping[int, Traffic]) -> dict[str, TableCell]:

@@ -10,6 +10,7 @@ from dpscope.reports.doubt import explain, marked
 from dpscope.reports.figures.labels import Box, label_points
 from dpscope.reports.figures.style import SMALL, byte_unit, new_figure, not_drawn, set_title, settle, styled
 from dpscope.reports.memory.data import why_no_composition
+from dpscope.reports.output import figure_output
 from dpscope.reports.palette import method_colours, method_markers
 from dpscope.reports.tables import Row
 from dpscope.reports.words import shorten
@@ -165,3 +166,6 @@ def _label(ax: Axes, points: Sequence[Point]) -> None:
 def _ratio_label(row: Row) -> str:
     name = shorten(row.method, LONGEST_NAME)
     return f"{name} {marked(format_ratio(row.time_ratio), row.ratio_doubt)}, {format_ratio(row.memory_ratio)}"
+
+
+TRADEOFF_FIGURE = figure_output("performance_tradeoff", "time against memory of each method", draw_tradeoff)

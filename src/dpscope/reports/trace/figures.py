@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from dpscope.reports.doubt import marked
-from dpscope.reports.figures import suffixed
-from dpscope.reports.figures.style import SMALL, new_figure, save, set_title, settle, styled, three_digits
+from dpscope.reports.figures.style import SMALL, new_figure, set_title, settle, styled, three_digits
+from dpscope.reports.output import figure_output
 from dpscope.reports.palette import FAMILY_COLOURS, GREW, SHRANK, is_dark, phase_colour
 from dpscope.reports.tables import Row
 from dpscope.reports.trace.data import (
@@ -138,18 +137,9 @@ def _legend(figure: Figure, colours: Mapping[str, str], labels: Mapping[str, str
     figure.legend(handles=patches, loc="outside lower center", ncols=min(len(colours), 6), frameon=False)
 
 
-TRACE_FIGURES: dict[str, Callable[[Sequence[Row]], Any]] = {
-    "trace_phases": draw_phases,
-    "trace_families": draw_families,
-    "trace_differences": draw_differences,
+DRAWINGS = {
+    "trace_phases": ("where the time of a step goes, by phase", draw_phases),
+    "trace_families": ("what the GPU works on, by family of kernels", draw_families),
+    "trace_differences": ("operators that make a step longer than standard's", draw_differences),
 }
-
-
-def write_trace_figures(rows: Sequence[Row], folder: Path, formats: Sequence[str] = ("png",)) -> list[Path]:
-    """Each figure that the rows allow, in each format; with several sizes, each gets its own."""
-    paths = []
-    for suffix, group in suffixed(rows).items():
-        for name, draw in TRACE_FIGURES.items():
-            if (figure := draw(group)) is not None:
-                paths += save(figure, folder, name + suffix, formats)
-    return paths
+TRACE_FIGURES = tuple(figure_output(name, holds, draw, instrument="trace") for name, (holds, draw) in DRAWINGS.items())

@@ -15,7 +15,7 @@ from dpscope.errors import UserError
 from dpscope.packages import install_command
 from dpscope.reports.tables import Row
 from dpscope.reports.trace.data import Difference, differences, trace_of, traced
-from dpscope.reports.trace.figures import TRACE_FIGURES
+from dpscope.reports.trace.figures import DRAWINGS
 from dpscope.units import mib
 
 COMPARED = "comparison"
@@ -44,7 +44,7 @@ def write_log(rows: Sequence[Row], folder: Path, logdir: Path) -> Path:
         with SummaryWriter(str(log / size / COMPARED)) as writer:
             for found in differences(group):
                 writer.add_text(f"difference/{found.method}", difference_markdown(found))
-            for name, draw in TRACE_FIGURES.items():
+            for name, (_, draw) in DRAWINGS.items():
                 if (figure := draw(group)) is not None:
                     writer.add_image(name, _pixels(figure), dataformats="HWC")
     return log

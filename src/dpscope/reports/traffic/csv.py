@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
+from dpscope.reports.output import csv_output
 from dpscope.reports.tables import Row
 from dpscope.reports.traffic.data import ESTIMATE, MEASURED, READ, WRITE, Traffic, compare_traffic
-from dpscope.results.store import write_atomically
-
-TRAFFIC, KERNELS = "traffic.csv", "traffic_kernels.csv"
 
 Column = Callable[[Traffic], Any]
 
@@ -68,26 +63,24 @@ _COLUMNS: dict[str, Column] = {
 _OF_KERNEL = ("name", "family", "phase", "calls", READ, WRITE, "l2_to_sm_bytes", "flops", "time_ns")
 
 
-def write_traffic_csv(rows: Sequence[Row], folder: Path, formats: Sequence[str] = ()) -> list[Path]:
-    """Both files, each only if it has lines."""
-    traffics = compare_traffic(rows)
-    lines = [[column(traffic) for column in _COLUMNS.values()] for traffic in traffics]
-    kernels = [
-        [*(name(traffic) for name in _NAMES.values()), found.source, *(kernel.get(key) for key in _OF_KERNEL)]
-        for traffic in traffics
+def _traffic(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    return [{name: column(traffic) for name, column in _COLUMNS.items()} for traffic in compare_traffic(rows)]
+
+
+def _kernels(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    return [
+        {
+            **{name: column(traffic) for name, column in _NAMES.items()},
+            "kernels_source": found.source,
+            **{"kernel" if key == "name" else key: kernel.get(key) for key in _OF_KERNEL},
+        }
+        for traffic in compare_traffic(rows)
         if (found := traffic.kernels)
         for kernel in found.rows
     ]
-    headings = [*_NAMES, "kernels_source", *("kernel" if key == "name" else key for key in _OF_KERNEL)]
-    return [*_write(folder / TRAFFIC, list(_COLUMNS), lines), *_write(folder / KERNELS, headings, kernels)]
 
 
-def _write(path: Path, headings: Sequence[str], lines: Sequence[Sequence[Any]]) -> list[Path]:
-    if not lines:
-        return []
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(headings)
-    writer.writerows(lines)
-    write_atomically(path, text.getvalue())
-    return [path]
+TRAFFIC_CSV = (
+    csv_output("traffic.csv", "bytes, operations and rates of each row", _traffic, instrument="ncu"),
+    csv_output("traffic_kernels.csv", "bytes of each kernel", _kernels, instrument="ncu"),
+)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+from functools import partial
 
-from dpscope.reports.figures.style import save
-from dpscope.reports.tables import Row
+from dpscope.reports.output import figure_output
 from dpscope.reports.traffic.bytes_figure import draw_traffic_bytes
 from dpscope.reports.traffic.roofline_figure import draw_roofline
 
-FIGURES = {"roofline": draw_roofline, "traffic_bytes": draw_traffic_bytes}
+_figure = partial(figure_output, instrument="ncu", sizes_apart=False)
 
-
-def write_traffic_figures(rows: Sequence[Row], folder: Path, formats: Sequence[str] = ("png",)) -> list[Path]:
-    """Each figure that the rows allow, in each format."""
-    drawn = {name: draw(rows) for name, draw in FIGURES.items()}
-    return [path for name, figure in drawn.items() if figure for path in save(figure, folder, name, formats)]
+TRAFFIC_FIGURES = (
+    _figure("roofline", "operations a byte against what the GPU can do", draw_roofline),
+    _figure("traffic_bytes", "DRAM bytes of a step by family of kernels", draw_traffic_bytes),
+)

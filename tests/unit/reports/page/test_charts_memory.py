@@ -13,6 +13,7 @@ from dpscope.reports.memory.peak_chart import memory_peak
 from dpscope.reports.memory.thinning import MOMENTS, moments
 from dpscope.reports.memory.timeline_chart import PANELS, memory_timeline, phase_at
 from dpscope.reports.page.render import render_page
+from dpscope.reports.report import Report
 from dpscope.reports.tables import compare_results
 from dpscope.reports.trace.folding import fold
 from dpscope.reports.trace.layers_chart import LINES, layers_memory, layers_time
@@ -291,7 +292,7 @@ def test_markup_in_names_stays_text(make_memory_result):
     result = renamed(with_modules(make_memory_result("flat"), {HOSTILE: {HOSTILE: MIB}}), HOSTILE)
     phases = [{**phase, "name": HOSTILE} for phase in result.timeline["phases"]]
     result = replace(result, timeline={**result.timeline, "phases": phases})
-    page = render_page([result])
+    page = render_page(Report.of([result]))
     assert "Layer by layer" in page
     assert HOSTILE not in page
     assert "<img src=x" not in page

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from dpscope.reports.page.charts import make_charts
+from dpscope.reports.report import Report
 from dpscope.reports.tables import compare_results
 from dpscope.reports.traffic.chart import traffic
 from dpscope.reports.traffic.roofline_chart import roofline
@@ -40,7 +41,7 @@ def test_a_bar_is_what_was_read_and_written_with_its_ratio():
 def test_a_setting_of_estimates_says_so_beside_one_that_was_measured():
     estimates = [replace(result, spec={**result.spec, "dtype": "fp32"}) for result in results_for(measured=False)]
     measured = [replace(result, spec={**result.spec, "dtype": "bf16"}) for result in results_for()]
-    chart = next(chart for chart in make_charts(compare_results([*measured, *estimates])) if chart.key == "traffic")
+    chart = next(chart for chart in make_charts(Report.of([*measured, *estimates]).settings) if chart.key == "traffic")
     assert [(view.setting, "estimate" in view.title, "not measured" in view.how) for view in chart.views] == [
         ("bf16", False, False),
         ("fp32", True, True),

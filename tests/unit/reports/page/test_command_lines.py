@@ -18,8 +18,8 @@ from dpscope.cli import main
 from dpscope.comparison import Comparison
 from dpscope.reports.page.command_lines import HUGGING_FACE_SIZES, MODELS, SETTINGS, command_lines, products
 from dpscope.reports.page.missing import GPU_ONLY, SHOWS, find_missing
+from dpscope.reports.report import Report
 from dpscope.reports.sharing import with_paths_from
-from dpscope.reports.tables import compare_results
 from dpscope.results.schema import result_for
 from dpscope.runner.spec import INSTRUMENTS, RunSpec
 from dpscope.vocabulary.statuses import FAILED, OOM, SKIPPED
@@ -172,7 +172,7 @@ def as_row(spec):
 
 
 def commands_of(results):
-    gaps = find_missing(compare_results(results), ()).gaps
+    gaps = find_missing(Report.of(results)).gaps
     return [command for gap in gaps for command in gap.commands]
 
 
@@ -288,7 +288,7 @@ MADE_IN_PYTHON = {
 
 @pytest.mark.parametrize("kind", MADE_IN_PYTHON)
 def test_no_command_is_printed_for_what_cannot_be_typed_but_the_gap_is_told(kind):
-    gaps = find_missing(compare_results(results_of(specs_of(MADE_IN_PYTHON[kind]))), ()).gaps
+    gaps = find_missing(Report.of(results_of(specs_of(MADE_IN_PYTHON[kind])))).gaps
     assert [gap.commands for gap in gaps] == [[]] * len(gaps)
     assert all(gap.untyped == "batch 4, sequence 32" for gap in gaps)
 

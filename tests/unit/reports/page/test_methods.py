@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from dpscope.reports.page import render_page
 from dpscope.reports.page.methods import FOREIGN, SWITCHES, WHAT, describe_methods
+from dpscope.reports.page.render import render_page
+from dpscope.reports.report import Report
 from dpscope.reports.tables import compare_results
 from dpscope.vocabulary.methods import BUILT_IN
 from tests.unit.reports.page.test_charts_memory import renamed
@@ -19,11 +20,11 @@ def test_every_built_in_method_is_described_and_every_private_one_can_be_switche
 def test_a_method_of_another_package_is_said_to_be_one(make_result):
     (note,) = describe_methods(compare_results([renamed(make_result(), "<b>mine</b>")]))
     assert (note.what, note.code) == (FOREIGN, "")
-    assert "<b>mine</b>" not in render_page([renamed(make_result(), "<b>mine</b>")])
+    assert "<b>mine</b>" not in render_page(Report.of([renamed(make_result(), "<b>mine</b>")]))
 
 
 def test_the_page_says_what_its_methods_are_and_how_to_switch(make_result):
-    page = render_page([make_result(method=name) for name in ("standard", "flash")])
+    page = render_page(Report.of([make_result(method=name) for name in ("standard", "flash")]))
     assert "from dpscope.flash import PrivacyEngine" in page
     assert WHAT["standard"] in page
     assert "ghost clipping" not in page, "it was not measured"

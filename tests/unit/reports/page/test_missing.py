@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from dpscope.reports.page.missing import ESTIMATED, SHOWS, find_missing
-from dpscope.reports.tables import compare_results
+from dpscope.reports.report import Report
 from dpscope.results.store import Skipped
 from tests.unit.reports.traffic_results import results_for
 
 
 def gaps_of(*results):
-    return {gap.what: gap for gap in find_missing(compare_results(results), ()).gaps}
+    return {gap.what: gap for gap in find_missing(Report.of(results)).gaps}
 
 
 def test_every_instrument_that_did_not_look_is_named_with_its_command(make_result):
@@ -38,12 +38,12 @@ def test_what_was_measured_is_no_gap():
 
 
 def test_an_instrument_that_failed_is_a_failure_and_not_a_gap(make_result):
-    rows = compare_results([make_result(), make_result(instrument="memory", status="failed", reason="no tracker")])
-    missing = find_missing(rows, ())
+    results = [make_result(), make_result(instrument="memory", status="failed", reason="no tracker")]
+    missing = find_missing(Report.of(results))
     assert missing.failed == [("standard", "batch 2, sequence 8", "failed", "no tracker")]
     assert SHOWS["memory"] not in [gap.what for gap in missing.gaps]
 
 
 def test_files_left_out_are_named_with_the_reason():
-    missing = find_missing([], [Skipped(Path("results/cut.json"), "not complete JSON")])
+    missing = find_missing(Report.of([], [Skipped(Path("results/cut.json"), "not complete JSON")]))
     assert missing.skipped == [("cut.json", "not complete JSON")]

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 from markupsafe import Markup
 
-from dpscope.reports.page import render_page
 from dpscope.reports.page.chart import Chart, Table, View
+from dpscope.reports.page.render import render_page
+from dpscope.reports.report import Report
 from dpscope.results.store import Skipped
 from tests.unit.reports.traffic_results import results_for
 
@@ -57,7 +58,7 @@ class Reader(HTMLParser):
 
 @pytest.fixture
 def page_of():
-    return lambda *results, **options: Reader(render_page(results, **options))
+    return lambda *results, **options: Reader(render_page(Report.of(results, options.pop("skipped", ())), **options))
 
 
 def test_a_page_has_headline_charts_rows_gaps_and_settings(page_of, make_result):
@@ -170,11 +171,11 @@ def test_a_caller_adds_sections_and_charts(page_of, make_result):
 def test_two_hundred_rows_stay_within_a_megabyte_and_a_half(make_result):
     methods = ("standard", "flat", "ghost", "flash")
     results = [make_result(method=m, batch_size=size) for size in range(1, 51) for m in methods]
-    assert len(render_page(results)) < 1.5e6
+    assert len(render_page(Report.of(results))) < 1.5e6
 
 
 def test_estimated_bytes_are_marked_in_cards_and_rows():
-    page = Reader(render_page(results_for("standard", "flat", measured=False)))
+    page = Reader(render_page(Report.of(results_for("standard", "flat", measured=False))))
     ratios = re.findall(r"(≈?)\d+\.\d+× ≈?\d", page.text)
     assert "≈" in ratios
     assert page.data["rows"]["columns"][-1] == "dram_bytes_source"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dpscope.reports.page.table import NO_STANDARD, make_table
+from dpscope.reports.report import Report
 from dpscope.reports.settings import group_by_setting
 from dpscope.reports.tables import compare_results
 
@@ -12,7 +13,7 @@ GIB = 2**30
 
 
 def table_of(*results):
-    return make_table(compare_results(results))
+    return make_table(Report.of(results))
 
 
 def cells_of(table, place):

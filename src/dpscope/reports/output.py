@@ -1,0 +1,103 @@
+"""A file that reports write, declared beside the function that writes it: its name, and what it holds.
+
+Writing, naming, removing and documenting files all go through these declarations (`reports/outputs.py` lists them).
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from dpscope.reports.figures.style import FORMATS, save
+from dpscope.reports.figures.suffixes import SUFFIX, suffixed
+from dpscope.reports.report import Report
+from dpscope.reports.tables import Row
+from dpscope.results.store import write_atomically
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+FIRST = 2000  # characters of a file that its mark stands in
+Subject = TypeVar("Subject")  # a Report, or two sweeps side by side
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output(Generic[Subject]):
+    """`write` returns the files it has written: none where there is nothing to say."""
+
+    name: str  # of a figure: without size and format
+    holds: str  # what it holds, for people
+    write: Callable[[Subject, Path, Sequence[str]], list[Path]]  # the last: formats of figures
+    figure: bool = False
+    asked_for: str = ""  # written only on this wish: "csv", "latex"
+    mark: str = ""  # what its first characters hold, for names that others use too
+
+    def is_own(self, path: Path) -> bool:
+        """Is this file one that dpscope wrote as this output?"""
+        return self.has_name(path.name) and path.is_file() and self.is_marked(path)
+
+    def has_name(self, name: str) -> bool:
+        pattern = rf"{re.escape(self.name)}{SUFFIX}\.({'|'.join(FORMATS)})" if self.figure else re.escape(self.name)
+        return re.fullmatch(pattern, name) is not None
+
+    def is_marked(self, path: Path) -> bool:
+        if not self.mark:
+            return True
+        with path.open(encoding="utf-8", errors="replace") as file:
+            head = file.read(FIRST)
+        return head.startswith(self.mark) if path.suffix == ".txt" else self.mark in head
+
+
+def text_output(
+    name: str, holds: str, render: Callable[[Subject], str], *, asked_for: str = "", mark: str = ""
+) -> Output[Subject]:
+    """A file of text; none where `render` gives an empty one."""
+
+    def write(subject: Subject, folder: Path, formats: Sequence[str]) -> list[Path]:
+        if not (text := render(subject)):
+            return []
+        write_atomically(folder / name, text)
+        return [folder / name]
+
+    return Output(name=name, holds=holds, write=write, asked_for=asked_for, mark=mark)
+
+
+def figure_output(
+    name: str,
+    holds: str,
+    draw: Callable[[Sequence[Row]], Figure | None],
+    *,
+    instrument: str = "",
+    sizes_apart: bool = True,
+) -> Output[Report]:
+    """A picture in each format; with several sizes one for each of them, named by its size, or all in one."""
+
+    def write(report: Report, folder: Path, formats: Sequence[str]) -> list[Path]:
+        rows = report.rows_of(instrument)
+        groups = suffixed(rows) if sizes_apart else {"": rows}
+        drawn = {suffix: figure for suffix, group in groups.items() if (figure := draw(group)) is not None}
+        return [path for suffix, figure in drawn.items() for path in save(figure, folder, name + suffix, formats)]
+
+    return Output(name=name, holds=holds, write=write, figure=True)
+
+
+def csv_output(
+    name: str, holds: str, lines: Callable[[Sequence[Row]], Sequence[Mapping[str, Any]]], *, instrument: str
+) -> Output[Report]:
+    """A table for spreadsheets, its columns those of the first line."""
+    return text_output(name, holds, lambda report: to_csv(lines(report.rows_of(instrument))))
+
+
+def to_csv(lines: Sequence[Mapping[str, Any]]) -> str:
+    if not lines:
+        return ""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(lines[0]), lineterminator="\n", extrasaction="ignore")
+    writer.writeheader()
+    writer.writerows(lines)
+    return text.getvalue()
