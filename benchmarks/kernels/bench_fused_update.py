@@ -1,4 +1,4 @@
-"""Noise, factor and optimizer step in one pass over 1.14B parameters, against torch.optim and separate noise."""
+"""Noise and optimizer step in one pass over 1.14B parameters, against torch.optim and separate noise."""
 
 from __future__ import annotations
 
@@ -53,8 +53,6 @@ def main() -> None:
     )
     report.measure(label, "fused_adam_, noise", partial(adam, noise_std=1.0), nbytes=28 * count)
     report.measure(label, "fused_adam_, no noise", adam, nbytes=28 * count)
-    factor = torch.ones((), device="cuda", dtype=torch.float64)
-    report.measure(label, "fused_adam_, noise, factor", partial(adam, noise_std=1.0, factor=factor), nbytes=28 * count)
     torch.cuda.synchronize()
     print(f"{label:<26} host time of one call {host_ms(partial(adam, noise_std=1.0)):.2f} ms")
     report.measure(
@@ -73,7 +71,7 @@ def main() -> None:
         nbytes=12 * 2**30,
     )
     for chunk, block in ((8192, 1024), (32768, 1024), (16384, 2048)):
-        tensor_lists.CHUNK, tensor_lists.BLOCK = chunk, block
+        tensor_lists.CUT = tensor_lists.Cut(chunk, block)
         variant = f"fused_adam_, noise, chunk {chunk} block {block}"
         report.measure(label, variant, partial(adam, noise_std=1.0), nbytes=28 * count)
     reference(report, label, params, sums)

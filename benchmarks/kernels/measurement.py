@@ -55,7 +55,8 @@ class Report:
 
         try:
             deviation = None if error is None else error()
-            rep = 30 if self.options.quick else 80
+            rep = (3 if self.options.quick else 21) * do_bench(call, warmup=1, rep=1)  # as many calls, at least
+            rep = max(rep, 30 if self.options.quick else 80)
             median, low, high = do_bench(call, warmup=20, rep=rep, quantiles=[0.5, 0.2, 0.8])
         except Exception as problem:
             reason = " ".join(f"{type(problem).__name__}: {problem}".split())[:150]

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from dpscope.errors import UserError
+from dpscope.flash.kernels.kept_gradients import kept_norms_squared, kept_sums
 from dpscope.flash.kernels.scaled_sum import scaled_sums
 
 # Room for per-sample gradients that are made, squared and thrown away (`direct`) and for gathered rows.
@@ -37,29 +38,6 @@ def refuse_complex(name: str, parameter: Tensor) -> None:
             f"{name} is a complex parameter: norms and noise are taken of real ones; keep its real and imaginary parts "
             "as one real parameter (..., 2) and call torch.view_as_complex on it in forward, or freeze it"
         )
-
-
-def last_norms(values: Tensor) -> Tensor:
-    """(..., n) -> (...), norms over the last dimension.
-
-    torch adds up a norm's squares in few running sums on a CPU: float32 then loses 1e-5 at n = 10⁴ and a percent at
-    10⁷. There it is taken in float64; on a GPU it is a tree of partial sums.
-    """
-    dtype = torch.float64 if values.device.type == "cpu" else wide(values.dtype)
-    norms: Tensor = torch.linalg.vector_norm(values, dim=-1, dtype=dtype)
-    return norms
-
-
-def row_norms_squared(values: Tensor) -> Tensor:
-    """(B, ...) -> (B,), ||values_b||² in float64. Rows first, then their squares.
-
-    On a GPU a row's norm is taken in float32, where squares below 2⁻¹²⁶ count as zero: they are counted as that much,
-    so that no norm is too small. Norms above 1e19 overflow there, and the sample is left out.
-    """
-    rows = values.reshape(values.shape[0], 1, -1) if values.dim() < 3 else values.flatten(2)
-    squares = last_norms(rows).double().square().sum(1)
-    underflow = 0.0 if values.device.type == "cpu" or values.dtype == torch.float64 else 2.0**-126
-    return squares + values[0].numel() * underflow if underflow and len(values) else squares
 
 
 # torch 2.8 and later write the float32 product of half-precision matrices themselves, on CUDA.
@@ -128,25 +106,10 @@ class Kept:
         return self.values
 
     def norms_squared(self) -> Tensor:
-        return row_norms_squared(self.values)
-
-    def finite_values(self) -> Tensor:
-        """The values with the entries of samples that are left out made finite, so that 0 times them is 0."""
-        if not self.owned:
-            self.values, self.owned = self.values.clone(), True
-        return self.values.nan_to_num_(0.0, 0.0, 0.0)
+        return kept_norms_squared([self.values])
 
     def clipped_sum(self, scale: Tensor, out: Tensor | None) -> Tensor:
-        values = self.finite_values()
-        dtype = wide(values.dtype)  # inside: the factor is never rounded to the values' dtype
-        if values.shape[0] == 1:
-            total = values[0].to(dtype).mul_(scale[0])
-        else:
-            total = values.new_empty(values.shape[1:], dtype=dtype)
-            factors, rows, flat = scale.to(dtype), values.flatten(1), total.view(-1)
-            for part in chunks(rows.shape[1], rows.shape[0] * dtype.itemsize):
-                torch.mv(rows[:, part].to(dtype).t(), factors, out=flat[part])
-        return total if out is None else out.add_(total)
+        return kept_sums([self.values], scale, outs=[out])[0]
 
 
 def refuse_changed(name: str) -> NoReturn:
@@ -212,14 +175,14 @@ class Outer(Saved):
         """
         each = self.x.shape[-1] * self.g.shape[-1] * wide(self.g.dtype).itemsize
         norms = [
-            row_norms_squared(wide_product(self.g[part].transpose(1, 2), self.x[part]))
+            kept_norms_squared([wide_product(self.g[part].transpose(1, 2), self.x[part])])
             for part in chunks(self.batch_size, each)
         ]
         return torch.cat(norms)
 
     def rank1_norms_squared(self) -> Tensor:
         """T = 1: ||g xᵀ||² = ||x||²||g||²."""
-        return row_norms_squared(self.x.double()) * row_norms_squared(self.g.double())
+        return kept_norms_squared([self.x]) * kept_norms_squared([self.g])
 
     def clipped_sum(self, scale: Tensor, out: Tensor | None) -> Tensor:
         return outer_sums([self], scale, [out])[0]
@@ -283,7 +246,7 @@ class Lookup(Saved):
         labels = torch.empty_like(order).scatter_(1, order, first)
         labels += torch.arange(batch, device=labels.device).unsqueeze(1) * length
         g = self.without_padding(self.g)
-        return row_norms_squared(self._table(g.to(wide(g.dtype)), labels, batch * length).view(batch, length, -1))
+        return kept_norms_squared([self._table(g.to(wide(g.dtype)), labels, batch * length).view(batch, length, -1)])
 
     def clipped_sum(self, scale: Tensor, out: Tensor | None) -> Tensor:
         factors = scale.to(wide(self.g.dtype)).view(-1, 1, 1)

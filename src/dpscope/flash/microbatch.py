@@ -60,13 +60,13 @@ class MicroBatch:
                 self._parts[index] = norm_sum.add_parts(parts)
 
     def sums(self, *, into: RunningSum | None, factored: bool) -> Iterator[list[FactoredSum]]:
-        """(parameter, tensor, factor): the clipped sum is factor·tensor, or the tensor itself where factor is None.
+        """(parameter, tensor, factors): the clipped sum is Σ_b factors_b·tensor_b, or the tensor where factors is None.
 
         They come in handfuls, each made at once; what a handful was made of is freed before it is handed out.
-        `factored`: a lone sample's gradient comes as it is, with its factor (0-dimensional), so that a fused update
-        may apply it on its own; where the factor is 0 the tensor is to be ignored, for it may hold NaN. `into`: what
-        a parameter's sum is added into, where there is something. Sums are as wide as they were accumulated, so that
-        noise can be added before they are rounded to a half-precision parameter's dtype.
+        `factored`: per-sample gradients that are kept come as they are, (B, *shape), with the factors (B,), so that a
+        fused update may sum them in its own pass; where a factor is 0 the sample is to be ignored, for it may hold
+        NaN. `into`: what a parameter's sum is added into, where there is something. Sums are as wide as they were
+        accumulated, so that noise can be added before they are rounded to a half-precision parameter's dtype.
         """
         scale = self.clipping.scale
         if self._small is not None:
@@ -75,12 +75,12 @@ class MicroBatch:
             yield self._sum_group(group, scale, into=into)
         for index, parameter in enumerate(self.parameters):
             if self._parts[index]:
-                alone = self._alone(index) if factored else None
-                if alone is None:
+                kept = self._kept(index) if factored else None
+                if kept is None:
                     yield [(parameter, self._sum(index, scale, into=into), None)]
                 else:
-                    yield [(parameter, alone, scale[0])]
-                    del alone
+                    yield [(parameter, kept, scale)]
+                    del kept
 
     def _groups(self) -> list[list[int]]:
         """Parameters that are one product each, those of equal shapes together: a group is one launch."""
@@ -103,13 +103,13 @@ class MicroBatch:
             self._parts[index] = ()
         return [(p, total, None) for p, total in zip(parameters, totals, strict=True)]
 
-    def _alone(self, index: int) -> Tensor | None:
-        """A lone sample's kept gradient."""
+    def _kept(self, index: int) -> Tensor | None:
+        """The parameter's per-sample gradients, where they are kept."""
         parts = self._parts[index]
-        if self.size != 1 or not isinstance(parts[0], Kept):
+        if len(parts) != 1 or not isinstance(parts[0], Kept):
             return None
         self._parts[index] = ()
-        return parts[0].values[0]
+        return parts[0].values
 
     def _sum(self, index: int, scale: Tensor, *, into: RunningSum | None) -> Tensor:
         """The parameter's clipped sum; what it was made of is let go."""

@@ -157,15 +157,15 @@ class FusedUpdate:
         groups = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
         pieces: dict[tuple[int, int, bool], _Piece] = {}
         waiting = 0
-        for parameter, total, factor in sums:
+        for parameter, total, factors in sums:
             group = groups.get(id(parameter))
             if group is None or not parameter.requires_grad:  # frozen since backward
                 continue
             step = self._next_step(parameter)
-            key = (id(group), step, factor is None)
+            key = (id(group), step, factors is None)
             piece = pieces.get(key)
             if piece is None:
-                piece = pieces[key] = _Piece(group, step, factor)
+                piece = pieces[key] = _Piece(group, step, factors)
             piece.parameters.append(parameter)
             piece.sums.append(total)
             waiting += total.nbytes
@@ -189,7 +189,7 @@ class FusedUpdate:
         for piece in pieces.values():
             seed, offset = how.noise.draw()
             privacy = {"grad_scale": how.grad_scale, "noise_std": how.noise_std, "seed": seed, "offset": offset}
-            self._update(piece, self.optimizer.state, {**privacy, "factor": piece.factor})
+            self._update(piece, self.optimizer.state, {**privacy, "factors": piece.factors})
             for parameter in piece.parameters:
                 state = self.optimizer.state.get(parameter)
                 counter = None if state is None else state.get("step")
@@ -204,7 +204,7 @@ class _Piece:
 
     group: dict[str, Any]
     step: int
-    factor: Tensor | None  # of a lone sample, the same for all
+    factors: Tensor | None  # of the samples whose gradients stand for the sums, the same for all
     parameters: list[nn.Parameter] = field(default_factory=list)
     sums: list[Tensor] = field(default_factory=list)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dpscope.flash.kernels.fused_update import fused_adam_, fused_sgd_
 from dpscope.flash.kernels.gram_norms import GramTiles, GramUnit, gram_norms_squared
+from dpscope.flash.kernels.kept_gradients import kept_norms_squared, kept_sums
 from dpscope.flash.kernels.philox_noise import add_noise_, philox_normal
 from dpscope.flash.kernels.sample_sums import bias_sums, layer_norm_sums, rms_norm_sums
 from dpscope.flash.kernels.scaled_sum import SumTiles, scaled_sums
@@ -314,21 +315,6 @@ def test_the_fused_step_is_that_of_torch_optim(kind: type[torch.optim.Optimizer]
         torch.testing.assert_close(got, wanted, rtol=2e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("factor", [0.3, 0.0])
-def test_a_factor_on_the_device(factor: float) -> None:
-    """It multiplies the sums, not the noise; where it is zero they are not read."""
-    params = [rows(70_000, dtype=torch.float32), rows(7, dtype=torch.float32)]
-    expected = [param.clone() for param in params]
-    sums = [torch.randn_like(param) for param in params]
-    common: dict[str, Any] = {"lr": 0.1, "noise_std": 0.5, "seed": 3, "backend": "triton"}
-    fused_sgd_(expected, [factor * s for s in sums], **common)
-    if factor == 0.0:
-        sums[0][::3] = torch.nan
-    fused_sgd_(params, sums, factor=torch.tensor(factor, dtype=torch.float64, device="cuda"), **common)
-    for got, wanted in zip(params, expected, strict=True):
-        torch.testing.assert_close(got, wanted, rtol=2e-5, atol=1e-6)
-
-
 # -- all ---------------------------------------------------------------------------------------------------------------
 
 
@@ -337,16 +323,26 @@ def calls() -> dict[str, Callable[[], object]]:
     g, x, scale = rows(4, 256, 256), rows(4, 256, 128), torch.rand(4, device="cuda")
     params = [rows(1000, dtype=torch.float32), rows(7, dtype=torch.float32)]
     state = [[torch.zeros_like(param) for param in params] for _ in range(2)]
+    kept = [rows(4, 1000), rows(4, 7)]
     return {
         "gram_norms": lambda: gram_norms_squared([one, GramUnit(ids=embedding, gs=(g,))]),
         "scaled_sums": lambda: scaled_sums([g, g], [x, x], scale),
         "sample_sums": lambda: rms_norm_sums(g, g, g[:, :, 0]),
         "add_noise": lambda: add_noise_(params, 1.0, 1.0, 0, 0),
-        "fused_adam": lambda: fused_adam_(params, params, *state, step=1, lr=0.1, noise_std=1.0, factor=scale[0]),
+        "fused_adam": lambda: fused_adam_(params, params, *state, step=1, lr=0.1, noise_std=1.0),
+        "fused_adam of samples": lambda: fused_adam_(params, kept, *state, step=1, lr=0.1, factors=scale),
+        "kept_norms": lambda: kept_norms_squared(kept),
+        "kept_sums": lambda: kept_sums(kept, scale, outs=[params[0], None]),
     }
 
 
-@pytest.mark.parametrize("name", ["gram_norms", "scaled_sums", "sample_sums", "add_noise", "fused_adam"])
+CALLS = [
+    *("gram_norms", "scaled_sums", "sample_sums", "add_noise"),
+    *("fused_adam", "fused_adam of samples", "kept_norms", "kept_sums"),
+]
+
+
+@pytest.mark.parametrize("name", CALLS)
 def test_no_call_waits_for_the_device(name: str, request: pytest.FixtureRequest) -> None:
     call = calls()[name]
     call()  # compiling may wait

@@ -140,12 +140,12 @@ def test_the_fused_update_adds_noise_of_the_promised_size() -> None:
     assert abs(applied.var().item() / std**2 - 1) < 5 * math.sqrt(2 / size)
 
 
-def test_a_lone_samples_factor_is_applied_with_the_update() -> None:
+def test_samples_are_summed_by_their_factors_in_the_update() -> None:
     parameter = nn.Parameter(torch.zeros(4))
     update = FusedUpdate(torch.optim.SGD([parameter], lr=1.0))
-    update([(parameter, torch.full((4,), 8.0), torch.tensor(0.25))], quiet(1.0))
+    update([(parameter, torch.tensor([[8.0] * 4, [1.0] * 4]), torch.tensor([0.125, 1.0]))], quiet(1.0))
     torch.testing.assert_close(parameter.detach(), torch.full((4,), -2.0))
-    update([(parameter, torch.full((4,), float("nan")), torch.tensor(0.0))], quiet(1.0))
+    update([(parameter, torch.full((1, 4), float("nan")), torch.tensor([0.0]))], quiet(1.0))
     torch.testing.assert_close(parameter.detach(), torch.full((4,), -2.0))
 
 

@@ -2,7 +2,7 @@
 
 With s the clipped sum of a parameter's per-sample gradients and z the noise stream of philox_noise,
 
-    g = (factor · s + noise_std · z) · grad_scale   noise_std = σC, grad_scale = 1 / expected batch size
+    g = (s + noise_std · z) · grad_scale        noise_std = σC, grad_scale = 1 / expected batch size
 
 and then exactly what torch.optim does with g, in float32, rounded once where a value is stored:
 
@@ -11,11 +11,11 @@ and then exactly what torch.optim does with g, in float32, rounded once where a 
     Adam(W)     g ← g + λp, or p ← (1 - ηλ)p (decoupled);  m ← m + (1 - β₁)(g - m);  v ← β₂v + (1 - β₂)g²;
                 p ← p - η/(1 - β₁ᵗ) · m / (√v̂ + ε),  √v̂ = √v / √(1 - β₂ᵗ), with the running maximum of v for amsgrad
 
-`factor` is one number on the device: a lone sample's clip factor, applied here instead of in a pass of its own. Where
-it is zero (a sample that is left out) or NaN, s is not read, whatever it holds.
+s is given, or made here: with `factors` c: (B,), "sums" are the per-sample gradients v: (B, *shape) themselves, and
+s = Σ_b c_b v_b (see kept_gradients: where c_b is zero or NaN the sample has no share, whatever it holds).
 
-g and z live in registers only. Each parameter and state element is read once and written once, each sum is read once
-and not modified: the noise costs arithmetic that hides behind memory traffic.
+g, z and such an s live in registers only. Each parameter and state element is read once and written once, sums or
+per-sample gradients are read once and not modified: the noise costs arithmetic that hides behind memory traffic.
 
 Served by the kernel: contiguous bfloat16, float16 and float32 tensors, dtypes of parameter, sum and state mixed freely.
 float64 and other layouts take the fallback, tensor by tensor.
@@ -35,7 +35,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpscope.flash.kernels.philox_noise import HostStream, checked_factor, chunks, clip_at, normal_block, times_factor_
+from dpscope.flash.kernels.kept_gradients import checked_factors, samples_at_once, sum_of_samples, sums_by_torch
+from dpscope.flash.kernels.philox_noise import HostStream, chunks, normal_block
 from dpscope.flash.kernels.tensor_lists import (
     ListLaunch,
     chunk_size,
@@ -62,26 +63,28 @@ def fused_sgd_(
     nesterov: bool = False,
     maximize: bool = False,
     first_step: bool = False,
-    factor: Tensor | None = None,
+    factors: Tensor | None = None,
     grad_scale: float = 1.0,
     noise_std: float = 0.0,
     seed: int = 0,
     offset: int = 0,
     backend: Backend = "auto",
 ) -> None:
-    """torch.optim.SGD on grad = (factor·sum + noise)·grad_scale, in place.
+    """torch.optim.SGD on grad = (sum + noise)·grad_scale, in place.
 
+    factors: (B,); then `sums` holds per-sample gradients, (B, *shape) each, and the sums are made of them.
     momentum_buffers: one a parameter if momentum is not zero; what they hold is ignored when `first_step`.
     `offset` must differ between any two calls under one seed.
     """
     if bool(momentum) != bool(momentum_buffers):
         raise ValueError("momentum_buffers go with momentum: give one buffer a parameter, or neither")
 
-    def launch(listed: ListLaunch) -> None:
+    def launch(listed: ListLaunch, factors: Tensor | None) -> None:
         dtypes = listed.dtypes
         _sgd_kernel[(listed.programs,)](
             *listed.arguments,
-            factor,
+            factors,
+            1 if factors is None else len(factors),
             noise_std,
             grad_scale,
             lr,
@@ -96,6 +99,7 @@ def fused_sgd_(
             FIRST=first_step,
             NESTEROV=nesterov,
             MAXIMIZE=maximize,
+            AT_ONCE=samples_at_once(factors),
             ALIGNED=listed.aligned,
             **listed.cut,
             num_warps=8,
@@ -112,7 +116,7 @@ def fused_sgd_(
         param.copy_(values.sub(grad, alpha=lr))
 
     columns = [params, sums, momentum_buffers] if momentum else [params, sums]
-    _update(_sgd_kernel, columns, launch, fallback, factor, grad_scale, noise_std, seed, offset, backend)
+    _update(_sgd_kernel, columns, launch, fallback, factors, grad_scale, noise_std, seed, offset, backend)
 
 
 def fused_adam_(
@@ -130,15 +134,16 @@ def fused_adam_(
     decoupled_weight_decay: bool = False,
     amsgrad: bool = False,
     maximize: bool = False,
-    factor: Tensor | None = None,
+    factors: Tensor | None = None,
     grad_scale: float = 1.0,
     noise_std: float = 0.0,
     seed: int = 0,
     offset: int = 0,
     backend: Backend = "auto",
 ) -> None:
-    """torch.optim.Adam, or AdamW if decoupled_weight_decay, on grad = (factor·sum + noise)·grad_scale, in place.
+    """torch.optim.Adam, or AdamW if decoupled_weight_decay, on grad = (sum + noise)·grad_scale, in place.
 
+    factors: (B,); then `sums` holds per-sample gradients, (B, *shape) each, and the sums are made of them.
     `step` counts from 1, this step included. max_exp_avg_sqs: one a parameter if `amsgrad`.
     `offset` must differ between any two calls under one seed.
     """
@@ -150,11 +155,12 @@ def fused_adam_(
     shrink = 1.0 - lr * weight_decay if decoupled_weight_decay else 1.0
     coupled = 0.0 if decoupled_weight_decay else weight_decay
 
-    def launch(listed: ListLaunch) -> None:
+    def launch(listed: ListLaunch, factors: Tensor | None) -> None:
         dtypes = listed.dtypes
         _adam_kernel[(listed.programs,)](
             *listed.arguments,
-            factor,
+            factors,
+            1 if factors is None else len(factors),
             noise_std,
             grad_scale,
             step_size,
@@ -172,6 +178,7 @@ def fused_adam_(
             NOISE=noise_std != 0.0,
             AMSGRAD=amsgrad,
             MAXIMIZE=maximize,
+            AT_ONCE=samples_at_once(factors),
             ALIGNED=listed.aligned,
             **listed.cut,
             num_warps=8,
@@ -191,15 +198,15 @@ def fused_adam_(
         param.copy_(values.addcdiv_(first, (second.sqrt() / root_correction).add_(eps), value=-step_size))
 
     columns = [params, sums, exp_avgs, exp_avg_sqs, *([max_exp_avg_sqs] if amsgrad else [])]
-    _update(_adam_kernel, columns, launch, fallback, factor, grad_scale, noise_std, seed, offset, backend)
+    _update(_adam_kernel, columns, launch, fallback, factors, grad_scale, noise_std, seed, offset, backend)
 
 
 def _update(
     kernel: Any,
     columns: Sequence[Sequence[Tensor]],
-    launch: Callable[[ListLaunch], None],
+    launch: Callable[[ListLaunch, Tensor | None], None],
     fallback: Callable[..., None],
-    factor: Tensor | None,
+    factors: Tensor | None,
     grad_scale: float,
     noise_std: float,
     seed: int,
@@ -207,21 +214,24 @@ def _update(
     backend: Backend,
 ) -> None:
     """Hand each parameter to the kernel or to the fallback."""
-    checked_factor(factor)
     params, sums, *states = columns
+    if factors is not None:
+        factors = checked_factors(factors, sums)
     starts = noise_starts(params)
-    launches, left = list_launches(columns, starts, seed, offset, backend)
+    launches, left = list_launches(columns, starts, seed, offset, backend, stacked=None if factors is None else 1)
     for listed in launches:
         with launch_on(listed.device):
-            launch(listed)
+            launch(listed, factors)
         # Autograd cannot see that a kernel wrote to them.
         torch.autograd.graph.increment_version([params[i] for i in listed.members])
-        announce(partial(_described, kernel.__name__, columns, listed.members))
+        announce(partial(_described, kernel.__name__, columns, factors, listed.members))
     stream = HostStream(seed, offset, starts[-1] + params[-1].numel() if left else 0)
     for i in left:
         param, total = params[i], sums[i]
         dtype = torch.promote_types(torch.promote_types(param.dtype, total.dtype), torch.float32)
-        grad = times_factor_(total.detach().to(dtype, copy=True), factor)
+        if factors is not None:
+            total = sums_by_torch(total.reshape(len(factors), param.numel()), factors).view(param.shape)
+        grad = total.detach().to(dtype, copy=factors is None)
         if noise_std:
             for part, first in chunks(grad):
                 part.add_(stream.normals(starts[i] + first, part), alpha=noise_std)
@@ -229,13 +239,15 @@ def _update(
             fallback(grad.mul_(grad_scale), param, *(state[i] for state in states))
 
 
-def _described(name: str, columns: Sequence[Sequence[Tensor]], members: Sequence[int]) -> Launch:
+def _described(
+    name: str, columns: Sequence[Sequence[Tensor]], factors: Tensor | None, members: Sequence[int]
+) -> Launch:
     """Parameters, sums and state are read; parameters and state are written."""
     params, sums, *states = ([column[i] for i in members] for column in columns)
     return Launch(
         name=name,
         family=OPTIMIZER,
-        reads=list(chain(params, sums, *states)),
+        reads=list(chain(params, sums, *states, [] if factors is None else [factors])),
         writes=list(chain(params, *states)),
     )
 
@@ -247,18 +259,20 @@ def _described(name: str, columns: Sequence[Sequence[Tensor]], members: Sequence
 def _gradient(
     sums,
     index,
-    filled,
+    size,
+    factors,
+    samples,
     key,
     element,
-    clip,
     noise_std,
     grad_scale,
     NOISE: tl.constexpr,
     MAXIMIZE: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """(clip·sum + noise)·scale for one block, negated to maximize; float32."""
-    grad = clip * tl.load(sums + index, mask=index < filled, other=0.0).to(tl.float32)
+    """(sum + noise)·scale for one block, negated to maximize; float32."""
+    grad = sum_of_samples(sums, index, size, factors, samples, AT_ONCE, BLOCK)
     if NOISE:
         grad += noise_std * normal_block(tl.load(key), tl.load(key + 1), element, BLOCK)
     grad *= grad_scale
@@ -267,7 +281,7 @@ def _gradient(
     return grad
 
 
-@partial(jit, do_not_specialize=("n_tensors", "steps"))
+@partial(jit, do_not_specialize=("n_tensors", "steps", "samples"))
 def _sgd_kernel(
     key,
     chunk_starts,
@@ -275,7 +289,8 @@ def _sgd_kernel(
     rows,
     n_tensors,
     steps,
-    factor,
+    factors,
+    samples,
     noise_std,
     grad_scale,
     lr,
@@ -290,6 +305,7 @@ def _sgd_kernel(
     FIRST: tl.constexpr,
     NESTEROV: tl.constexpr,
     MAXIMIZE: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     ALIGNED: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -298,14 +314,16 @@ def _sgd_kernel(
     row = rows + tensor * (3 if MOMENTUM else 2)
     size = size_at(extents + tensor * 2, ALIGNED)
     start = tl.load(extents + tensor * 2 + 1) + first
-    clip, filled = clip_at(factor, size)
     params = pointer_at(row, P_DTYPE, ALIGNED)
     sums = pointer_at(row + 1, S_DTYPE, ALIGNED)
     for at in range(0, chunk_size(first, size, CHUNK), BLOCK):
         index = first + at + tl.arange(0, BLOCK)
         inside = index < size
         param = tl.load(params + index, mask=inside, other=0.0).to(tl.float32)
-        grad = _gradient(sums, index, filled, key, start + at, clip, noise_std, grad_scale, NOISE, MAXIMIZE, BLOCK)
+        # fmt: off
+        grad = _gradient(sums, index, size, factors, samples, key, start + at, noise_std, grad_scale,
+                         NOISE, MAXIMIZE, AT_ONCE, BLOCK)
+        # fmt: on
         grad += weight_decay * param
         if MOMENTUM:
             buffers = pointer_at(row + 2, B_DTYPE, ALIGNED)
@@ -317,7 +335,7 @@ def _sgd_kernel(
         tl.store(params + index, (param - lr * grad).to(P_DTYPE), mask=inside)
 
 
-@partial(jit, do_not_specialize=("n_tensors", "steps"))
+@partial(jit, do_not_specialize=("n_tensors", "steps", "samples"))
 def _adam_kernel(
     key,
     chunk_starts,
@@ -325,7 +343,8 @@ def _adam_kernel(
     rows,
     n_tensors,
     steps,
-    factor,
+    factors,
+    samples,
     noise_std,
     grad_scale,
     step_size,
@@ -343,6 +362,7 @@ def _adam_kernel(
     NOISE: tl.constexpr,
     AMSGRAD: tl.constexpr,
     MAXIMIZE: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     ALIGNED: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -351,7 +371,6 @@ def _adam_kernel(
     row = rows + tensor * (5 if AMSGRAD else 4)
     size = size_at(extents + tensor * 2, ALIGNED)
     start = tl.load(extents + tensor * 2 + 1) + first
-    clip, filled = clip_at(factor, size)
     params = pointer_at(row, P_DTYPE, ALIGNED)
     sums = pointer_at(row + 1, S_DTYPE, ALIGNED)
     exp_avgs = pointer_at(row + 2, M_DTYPE, ALIGNED)
@@ -362,7 +381,10 @@ def _adam_kernel(
         param = tl.load(params + index, mask=inside, other=0.0).to(tl.float32)
         exp_avg = tl.load(exp_avgs + index, mask=inside, other=0.0).to(tl.float32)
         exp_avg_sq = tl.load(exp_avg_sqs + index, mask=inside, other=0.0).to(tl.float32)
-        grad = _gradient(sums, index, filled, key, start + at, clip, noise_std, grad_scale, NOISE, MAXIMIZE, BLOCK)
+        # fmt: off
+        grad = _gradient(sums, index, size, factors, samples, key, start + at, noise_std, grad_scale,
+                         NOISE, MAXIMIZE, AT_ONCE, BLOCK)
+        # fmt: on
         grad += weight_decay * param
         exp_avg += weight1 * (grad - exp_avg)
         exp_avg_sq = beta2 * exp_avg_sq + weight2 * grad * grad

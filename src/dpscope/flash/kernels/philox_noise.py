@@ -62,7 +62,7 @@ def philox_normal(
     if first % 4:
         raise ValueError(f"first must be a multiple of four, got {first}")
     values = torch.zeros(tuple(shape), dtype=torch.float32, device=device)
-    _add([values], [first], 1.0, 1.0, seed, offset, None, backend)
+    _add([values], [first], 1.0, 1.0, seed, offset, backend)
     return values
 
 
@@ -73,28 +73,10 @@ def add_noise_(
     seed: int,
     offset: int,
     *,
-    factor: Tensor | None = None,
     backend: Backend = "auto",
 ) -> None:
-    """g ← (factor·g + std·z)·scale in place for every tensor of the list, without a full-size temporary.
-
-    factor: one number on the tensors' device; where it is zero or NaN, g counts as zero whatever it holds.
-    """
-    _add(tensors, noise_starts(tensors), std, scale, seed, offset, checked_factor(factor), backend)
-
-
-def checked_factor(factor: Tensor | None) -> Tensor | None:
-    if factor is not None and (factor.numel() != 1 or not factor.is_floating_point()):
-        raise ValueError(f"expected a factor of one floating-point number, got {tuple(factor.shape)} {factor.dtype}")
-    return factor
-
-
-def times_factor_(values: Tensor, factor: Tensor | None) -> Tensor:
-    """values ← factor·values, zeros where the factor is zero or NaN."""
-    if factor is None:
-        return values
-    factor = factor.reshape(()).to(values.dtype)
-    return values.mul_(factor).masked_fill_(~(factor.abs() > 0), 0.0)
+    """g ← (g + std·z)·scale in place for every tensor of the list, without a full-size temporary."""
+    _add(tensors, noise_starts(tensors), std, scale, seed, offset, backend)
 
 
 @torch.no_grad()
@@ -105,7 +87,6 @@ def _add(
     scale: float,
     seed: int,
     offset: int,
-    factor: Tensor | None,
     backend: Backend,
 ) -> None:
     launches, left = list_launches([tensors], starts, seed, offset, backend)
@@ -113,7 +94,6 @@ def _add(
         with launch_on(launch.device):
             _add_noise_kernel[(launch.programs,)](
                 *launch.arguments,
-                factor,
                 std,
                 scale,
                 DTYPE=launch.dtypes[0],
@@ -125,7 +105,7 @@ def _add(
     stream = HostStream(seed, offset, starts[-1] + tensors[-1].numel() if left else 0)
     for i in left:
         for part, first in chunks(tensors[i]):
-            wide = times_factor_(part.to(torch.promote_types(part.dtype, torch.float32), copy=True), factor)
+            wide = part.to(torch.promote_types(part.dtype, torch.float32), copy=True)
             if std:
                 wide.add_(stream.normals(starts[i] + first, part), alpha=std)
             part.copy_(wide.mul_(scale))
@@ -159,18 +139,6 @@ def _box_muller(a, b):
     return radius * tl.cos(angle), radius * tl.sin(angle)
 
 
-@jit
-def clip_at(factor, size):
-    """A clip factor out of memory, one where there is none; and how many elements to read: none if it is zero."""
-    clip = tl.full((), 1.0, tl.float32)
-    filled = size
-    if factor is not None:
-        clip = tl.load(factor).to(tl.float32)
-        clip = tl.where(tl.abs(clip) > 0, clip, 0.0)  # NaN counts as zero
-        filled = tl.where(clip != 0.0, size, 0)
-    return clip, filled
-
-
 @partial(jit, do_not_specialize=("n_tensors", "steps"))
 def _add_noise_kernel(
     key,
@@ -179,7 +147,6 @@ def _add_noise_kernel(
     rows,
     n_tensors,
     steps,
-    factor,
     std,
     scale,
     DTYPE: tl.constexpr,
@@ -191,12 +158,11 @@ def _add_noise_kernel(
     size = size_at(extents + tensor * 2, ALIGNED)
     start = tl.load(extents + tensor * 2 + 1)
     values = pointer_at(rows + tensor, DTYPE, ALIGNED)
-    clip, filled = clip_at(factor, size)
     seed = tl.load(key)
     offset = tl.load(key + 1)
     for at in range(0, chunk_size(first, size, CHUNK), BLOCK):
         index = first + at + tl.arange(0, BLOCK)
-        value = clip * tl.load(values + index, mask=index < filled, other=0.0).to(tl.float32)
+        value = tl.load(values + index, mask=index < size, other=0.0).to(tl.float32)
         value = (value + std * normal_block(seed, offset, start + first + at, BLOCK)) * scale
         tl.store(values + index, value.to(DTYPE), mask=index < size)
 

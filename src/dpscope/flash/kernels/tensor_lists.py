@@ -18,19 +18,23 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 from operator import attrgetter, or_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dpscope.flash.kernels.triton_runtime import TRITON_DTYPES, Backend, jit, table_on, tl, use_triton
 
-# Measured on an H200 over 1.14B parameters (2026-11-15): 7.87 ms for AdamW with noise, against 8.05 with BLOCK = 2048.
-CHUNK = 16384
-"""Elements a program updates."""
 
-BLOCK = 1024
-"""Elements it holds in registers at a time."""
+class Cut(NamedTuple):
+    """Elements a program works on, and those it holds in registers at a time."""
+
+    chunk: int
+    block: int
+
+
+# Measured on an H200 over 1.14B parameters (2026-11-15): 7.87 ms for AdamW with noise, against 8.05 with block = 2048.
+CUT = Cut(chunk=16384, block=1024)
 
 _SHAPE, _DTYPE, _DEVICE = attrgetter("shape"), attrgetter("dtype"), attrgetter("device")
 
@@ -63,39 +67,28 @@ class ListLaunch:
 
 
 def list_launches(
-    columns: Sequence[Sequence[Tensor]], starts: Sequence[int], seed: int, offset: int, backend: Backend
+    columns: Sequence[Sequence[Tensor]],
+    starts: Sequence[int],
+    seed: int,
+    offset: int,
+    backend: Backend,
+    *,
+    stacked: int | None = None,
+    cut: Cut | None = None,
 ) -> tuple[list[ListLaunch], list[int]]:
     """Launches for the tensors the kernels serve, and the indices of the others.
 
     `columns`: lists of equally many tensors, tensors of one index of equal shape and on one device; the parameters
-    first, then gradients and state. `starts`: noise_starts of the list. Tensors of equal dtypes and alignment share a
-    launch. Loops are over whole columns: this runs on the host in every step.
+    first, then gradients and state. `stacked`: the column whose tensors hold such a tensor for every sample, one after
+    the other. `starts`: noise_starts of the list. Tensors of equal dtypes and alignment share a launch. Loops are over
+    whole columns: this runs on the host in every step.
     """
-    shapes = list(map(_SHAPE, columns[0]))
-    for column in columns[1:]:
-        others = list(map(_SHAPE, column))
-        if others != shapes:
-            if len(others) != len(shapes):
-                raise ValueError(
-                    f"expected one tensor a parameter in every list, got {[len(each) for each in columns]}"
-                )
-            i = next(i for i, shape in enumerate(shapes) if others[i] != shape)
-            raise ValueError(f"parameter {i}: shapes differ, {[tuple(each[i].shape) for each in columns]}")
-    sizes = list(map(Tensor.numel, columns[0]))
+    sizes = _common_sizes(columns, stacked)
     pointers = [list(map(Tensor.data_ptr, column)) for column in columns]
-    in_order = map(all, zip(*(map(Tensor.is_contiguous, column) for column in columns), strict=True))
-    dtypes = zip(*(map(_DTYPE, column) for column in columns), strict=True)
-    # 16-byte loads and stores are possible: `pointer_at` and `size_at` may be told so.
-    low_bits: Iterable[int] = (2 * size for size in sizes)  # eight elements, of two bytes each at least
-    for column_pointers in pointers:
-        low_bits = map(or_, low_bits, column_pointers)
-    aligned = [bits % 16 == 0 for bits in low_bits]
-    groups: dict[tuple[Any, ...], list[int]] = {}
-    for i, kind in enumerate(zip(map(_DEVICE, columns[0]), aligned, in_order, dtypes, strict=True)):
-        groups.setdefault(kind, []).append(i)
+    cut = cut or CUT
     launches: list[ListLaunch] = []
     left: list[int] = []
-    for (device, is_aligned, ordered, types), found in groups.items():
+    for (device, is_aligned, ordered, types), found in _kinds(columns, sizes, pointers).items():
         served = ordered and all(dtype in TRITON_DTYPES for dtype in types)
         if not use_triton(backend, device, served=served, why_not=f"dtypes {types}, or not contiguous"):
             left += found
@@ -107,7 +100,7 @@ def list_launches(
         chunk_starts, extents, programs = _extents(
             tuple(sizes if whole else [sizes[i] for i in members]),
             tuple(starts if whole else [starts[i] for i in members]),
-            CHUNK,
+            cut.chunk,
             device,
         )
         chosen = pointers if whole else [[column[i] for i in members] for column in pointers]
@@ -122,10 +115,49 @@ def list_launches(
                 aligned=is_aligned,
                 programs=programs,
                 arguments=(key, chunk_starts, extents, rows, len(members), len(members).bit_length()),
-                cut={"CHUNK": CHUNK, "BLOCK": BLOCK},
+                cut={"CHUNK": cut.chunk, "BLOCK": cut.block},
             )
         )
     return launches, left
+
+
+def _common_sizes(columns: Sequence[Sequence[Tensor]], stacked: int | None) -> list[int]:
+    """Elements of the tensors of each index; in the column `stacked`, of one sample."""
+    shapes: list[torch.Size] | None = None
+    for number, column in enumerate(columns):
+        own = [shape[1:] for shape in map(_SHAPE, column)] if number == stacked else list(map(_SHAPE, column))
+        if shapes is None:
+            shapes = own
+        elif own != shapes:
+            if len(own) != len(shapes):
+                raise ValueError(
+                    f"expected one tensor a parameter in every list, got {[len(each) for each in columns]}"
+                )
+            i = next(i for i, shape in enumerate(shapes) if own[i] != shape)
+            raise ValueError(f"parameter {i}: shapes differ, {[tuple(each[i].shape) for each in columns]}")
+    assert shapes is not None
+    if stacked is None:
+        return list(map(Tensor.numel, columns[0]))
+    samples = {len(tensor) for tensor in columns[stacked]}
+    if len(samples) > 1:
+        raise ValueError(f"expected as many samples in every tensor, got {sorted(samples)}")
+    return [shape.numel() for shape in shapes]
+
+
+def _kinds(
+    columns: Sequence[Sequence[Tensor]], sizes: list[int], pointers: list[list[int]]
+) -> dict[tuple[Any, ...], list[int]]:
+    """The indices by (device, whether 16-byte loads and stores are possible, whether elements lie in order, dtypes)."""
+    in_order = map(all, zip(*(map(Tensor.is_contiguous, column) for column in columns), strict=True))
+    dtypes = zip(*(map(_DTYPE, column) for column in columns), strict=True)
+    low_bits: Iterable[int] = (2 * size for size in sizes)  # eight elements, of two bytes each at least
+    for column_pointers in pointers:
+        low_bits = map(or_, low_bits, column_pointers)
+    aligned = [bits % 16 == 0 for bits in low_bits]  # `pointer_at` and `size_at` may be told so
+    kinds: dict[tuple[Any, ...], list[int]] = {}
+    for i, kind in enumerate(zip(map(_DEVICE, columns[0]), aligned, in_order, dtypes, strict=True)):
+        kinds.setdefault(kind, []).append(i)
+    return kinds
 
 
 @functools.lru_cache(maxsize=64)

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpscope.flash.contributions import last_norms, wide
+from dpscope.flash.contributions import wide
+from dpscope.flash.kernels.kept_gradients import last_norms
 from dpscope.flash.kernels.sample_sums import layer_norm_sums, rms_norm_sums
 from dpscope.flash.taps import LayerTap, autocast_dtype, autocast_output_dtype
 

@@ -44,6 +44,20 @@ def scaled_sum(g: Tensor, x: Tensor, scale: Tensor) -> Tensor:
     return total
 
 
+def kept_norms_squared(values: list[Tensor]) -> Tensor:
+    squares = [[v[b].double().square().sum() for v in values] for b in range(len(values[0]))]
+    return torch.stack([torch.stack(own).sum() for own in squares])
+
+
+def kept_sum(values: Tensor, factors: Tensor) -> Tensor:
+    """Adds up the samples that have a factor, one by one."""
+    total = torch.zeros(values.shape[1:], dtype=torch.float64, device=values.device)
+    for factor, value in zip(factors.double(), values.double(), strict=True):
+        if factor != 0:
+            total += factor * value
+    return total
+
+
 def layer_norm_sums(g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
     """Position by position."""
     g, x, mean, rstd = (tensor.double() for tensor in (g, x, mean, rstd))

@@ -7,6 +7,7 @@ import torch
 
 from dpscope.flash.kernels.fused_update import fused_adam_, fused_sgd_
 from dpscope.flash.kernels.gram_norms import GramUnit, gram_norms_squared
+from dpscope.flash.kernels.kept_gradients import kept_norms_squared, kept_sums
 from dpscope.flash.kernels.philox_noise import add_noise_
 from dpscope.flash.kernels.sample_sums import layer_norm_sums
 from dpscope.flash.kernels.scaled_sum import scaled_sums
@@ -80,6 +81,23 @@ def test_scaled_sums_that_are_added_to_read_what_they_add_to(heard, backend):
     assert holds(heard[0].reads, g, x, scale, out)
 
 
+def test_kept_gradients(heard, backend):
+    values, factors, out = torch.randn(B, 16), torch.rand(B), torch.zeros(16)
+    kept_norms_squared([values], backend=backend)
+    kept_sums([values], factors, outs=[out], backend=backend)
+    (fresh,) = kept_sums([values], factors, backend=backend)
+    norms, added, made = heard
+    assert [(launch.name, launch.family) for launch in heard] == [
+        ("_kept_norms_kernel", families.CLIPPING),
+        *[("_kept_sums_kernel", families.CLIPPING)] * 2,
+    ]
+    assert holds(norms.reads, values)
+    assert holds(added.reads, values, factors, out)
+    assert holds(added.writes, out)
+    assert holds(made.reads, values, factors)
+    assert holds(made.writes, fresh)
+
+
 def test_noise(heard, backend):
     tensors = [torch.randn(10), torch.randn(20)]
     add_noise_(tensors, 1.0, 1.0, seed=0, offset=0, backend=backend)
@@ -99,3 +117,9 @@ def test_updates(heard, backend):
     assert sgd.name == "_sgd_kernel"
     assert holds(sgd.reads, param, total)
     assert holds(sgd.writes, param)
+
+
+def test_an_update_that_sums_reads_every_samples_gradient(heard, backend):
+    param, values, factors = torch.rand(16), torch.rand(B, 16), torch.rand(B)
+    fused_sgd_([param], [values], lr=0.1, factors=factors, backend=backend)
+    assert holds(heard[0].reads, param, values, factors)

@@ -138,57 +138,67 @@ def test_bfloat16_state(backend: str) -> None:
         torch.testing.assert_close(v, (0.001 * s * s).bfloat16(), rtol=2**-7, atol=1e-6)
 
 
-@pytest.mark.parametrize("shape", [(), (1,)])
+@pytest.mark.parametrize("batch", [1, 2, 3, 5, 9])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["sgd", "adam"])
-def test_a_factor_multiplies_the_sums_but_not_the_noise(kind: str, shape: tuple[int, ...], backend: str) -> None:
-    """A lone sample's clip factor; float64, as norms are, beside float32 sums."""
-    factor = torch.full(shape, 0.3, dtype=torch.float64)
-    params, sums = fresh(), fresh()
+def test_per_sample_gradients_step_as_their_clipped_sum_does(
+    kind: str, dtype: torch.dtype, batch: int, backend: str
+) -> None:
+    """One pass over stored gradients, against the same step on their sum. float64 factors, as norms are."""
+    factors = torch.rand(batch, dtype=torch.float64)
+    values = [torch.randn(batch, *shape).to(dtype) for shape in SHAPES]
+    params = fresh()
     expected = [param.clone() for param in params]
-    scaled = [s * 0.3 for s in sums]
     common = {"lr": 0.1, "noise_std": 0.7, "grad_scale": 0.25, "seed": 5, "backend": backend}
-    for targets, given, options in ((expected, scaled, {}), (params, sums, {"factor": factor})):
+    sums = [reference.kept_sum(v, factors).float() for v in values]
+    for targets, given, options in ((expected, sums, {}), (params, values, {"factors": factors})):
         if kind == "sgd":
             fused_sgd_(targets, given, **common, **options)
         else:
-            fused_adam_(targets, given, zeros(), zeros(), step=1, **common, **options)
+            # eps: Adam's first step is the gradient's sign but for it, and a sign magnifies rounding near zero.
+            fused_adam_(targets, given, zeros(), zeros(), step=1, eps=0.1, **common, **options)
     for got, wanted in zip(params, expected, strict=True):
         torch.testing.assert_close(got, wanted, **CLOSE)
 
 
-@pytest.mark.parametrize("factor", [0.0, torch.nan])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_where_the_factor_is_zero_only_noise_makes_the_step(factor: float, dtype: torch.dtype, backend: str) -> None:
-    """A sample that is left out: its gradient holds NaN and inf and is not to be read. float64 takes the fallback."""
-    params = zeros(dtype)
-    sums = [torch.full(shape, torch.nan, dtype=dtype) for shape in SHAPES]
-    sums[1][::2] = torch.inf
+@pytest.mark.parametrize("left_out", [0.0, torch.nan])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_samples_without_a_factor_leave_the_step_to_the_others_and_the_noise(
+    left_out: float, dtype: torch.dtype, backend: str
+) -> None:
+    """Their gradients hold NaN and inf. float64 takes the fallback."""
+    wide = dtype if dtype == torch.float64 else torch.float32
+    params = zeros(wide)
+    values = [torch.ones(3, *shape, dtype=dtype) for shape in SHAPES]
+    for v in values:
+        v[0], v[2] = torch.nan, torch.inf
     fused_sgd_(
         params,
-        sums,
+        values,
         lr=1.0,
         noise_std=2.0,
         grad_scale=0.5,
         seed=3,
         offset=1,
-        factor=torch.tensor(factor),
+        factors=torch.tensor([left_out, 0.5, left_out]),
         backend="auto" if dtype == torch.float64 else backend,
     )
     for param, noise in zip(params, noisy(zeros(), 2.0, 0.5, 3, 1), strict=True):
-        torch.testing.assert_close(param.float(), -noise, rtol=0, atol=1e-5)
+        torch.testing.assert_close(param.float(), -(noise + 0.25), rtol=0, atol=1e-5)
 
 
-def test_a_factor_is_one_floating_point_number() -> None:
-    for factor in (torch.ones(2), torch.tensor(1)):
-        with pytest.raises(ValueError, match="one floating-point number"):
-            fused_sgd_(fresh(), fresh(), lr=0.1, factor=factor)
+def test_factors_are_one_floating_point_number_a_sample() -> None:
+    for factors in (torch.ones(2), torch.ones(()), torch.ones(1, dtype=torch.int64)):
+        with pytest.raises(ValueError, match="one floating-point factor a sample"):
+            fused_sgd_([torch.zeros(4)], [torch.ones(1, 4)], lr=0.1, factors=factors)
 
 
 def test_the_sums_are_left_alone(backend: str) -> None:
-    params, sums = fresh(), fresh()
-    kept = [s.clone() for s in sums]
-    fused_sgd_(params, sums, lr=0.1, noise_std=1.0, grad_scale=0.5, factor=torch.tensor(0.5), backend=backend)
-    assert all(torch.equal(s, k) for s, k in zip(sums, kept, strict=True))
+    params, sums, values = fresh(), fresh(), [torch.randn(2, *shape) for shape in SHAPES]
+    before = [each.clone() for each in (*sums, *values)]
+    fused_sgd_(params, sums, lr=0.1, noise_std=1.0, grad_scale=0.5, backend=backend)
+    fused_sgd_(params, values, lr=0.1, noise_std=1.0, factors=torch.tensor([0.5, 0.0]), backend=backend)
+    assert all(torch.equal(now, then) for now, then in zip((*sums, *values), before, strict=True))
 
 
 def test_noise_alone_makes_a_step(backend: str) -> None:

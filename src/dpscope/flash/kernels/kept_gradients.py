@@ -1,0 +1,292 @@
+"""Norms and clipped sums of per-sample gradients that are stored, each in one read, all parameters in one launch.
+
+A parameter whose per-sample gradients v_b are kept as values: (B, *shape) needs of them, once all parameters are known,
+
+    norms   Σ ‖v_b‖² over all parameters, per sample;
+    sums    Σ_b c_b v_b, written, or added to what is there.
+
+Guarantee: norms are of the values that are stored, and the sums are of those same values, whatever dtype they were
+rounded to: a sample's share of the sum is at most C up to the rounding of float32. A sample whose factor is zero or NaN
+has no share: what it holds is replaced by zero, not multiplied, so that inf and NaN never reach a sum.
+
+Every finite value has its square. A program adds up its chunk's squares in float32; where that sum is not finite, or
+so small that squares below 2⁻¹²⁶ may be missing from it, the chunk (by now in L2) is added up again in float64, which
+holds the square of every float32. What is left are inf and NaN, which make their sample's norm inf or NaN: samples that
+are not finite are found in the same read. Chunks' squares are added up in float64.
+
+Sums are accumulated in float32, sample by sample, a few samples' loads in flight together. `sum_of_samples` is also
+what the fused update reads (fused_update.py): there the sum never leaves the registers.
+
+Served by the kernels: bfloat16, float16 and float32, dtypes mixed freely; other layouts are copied first. float64, and
+outputs whose elements do not lie in order, take the fallback.
+"""
+
+# Kernels are typed by Triton, not by Python.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from dpscope.flash.kernels.tensor_lists import Cut, chunk_size, find_tensor, list_launches, pointer_at, size_at
+from dpscope.flash.kernels.triton_runtime import Backend, constant, jit, launch_on, tl
+from dpscope.vocabulary.families import CLIPPING
+from dpscope.vocabulary.launches import Launch, announce
+
+NORM_CUT = Cut(chunk=32768, block=8192)
+"""A block is 64 bytes of bfloat16 a thread: four loads of 16 bytes in flight."""
+
+SAMPLES_AT_ONCE = 4
+"""Samples whose values are loaded before the first is added."""
+
+LEAST_SQUARE = 2.0**-80
+"""Of a chunk: below it, squares that float32 does not hold (at most 2⁻¹²⁶ each) may count."""
+
+CHUNK_BYTES = 64 * 2**20
+"""The fallback converts and masks this much at a time."""
+
+SMALL = 2**13
+"""The fallback takes tensors of at most this many elements a sample side by side: a call costs more than they do."""
+
+_LEAST_SQUARE = constant(LEAST_SQUARE)
+_WIDE_BLOCK = constant(1024)  # few registers: those of the rare case are taken from all
+
+
+def kept_norms_squared(values: Sequence[Tensor], *, backend: Backend = "auto") -> Tensor:
+    """Σ over tensors of ‖values_b‖²: (B,) float64, inf or NaN for samples that are not finite. values: (B, …) each."""
+    if not values:
+        raise ValueError("kept_norms_squared needs at least one tensor")
+    values = list(map(Tensor.contiguous, values))
+    batch, device = len(values[0]), values[0].device
+    launches, left = list_launches([values], [0] * len(values), 0, 0, backend, stacked=0, cut=NORM_CUT)
+    total = torch.zeros(batch, dtype=torch.float64, device=device)
+    for launch in launches:
+        partials = torch.empty((batch, launch.programs), dtype=torch.float64, device=device)
+        with launch_on(device):
+            _kept_norms_kernel[(launch.programs, batch)](
+                *launch.arguments,
+                partials,
+                DTYPE=launch.dtypes[0],
+                ALIGNED=launch.aligned,
+                **launch.cut,
+                num_warps=8,
+            )
+        read = [values[i] for i in launch.members]
+        announce(partial(Launch, name=_kept_norms_kernel.__name__, family=CLIPPING, reads=read, writes=[partials]))
+        total += partials.sum(1)
+    for rows, _ in _rows(values, left):
+        total += row_norms_squared(rows)
+    return total
+
+
+def kept_sums(
+    values: Sequence[Tensor],
+    factors: Tensor,
+    *,
+    outs: Sequence[Tensor | None] | None = None,
+    backend: Backend = "auto",
+) -> list[Tensor]:
+    """Σ_b factors_b · values_b of every tensor, added into its `out` where given. values: (B, *shape), factors: (B,).
+
+    Fresh sums are float32, float64 for float64 values; an `out` of another dtype is rounded to once.
+    """
+    factors = checked_factors(factors, values)
+    values = list(map(Tensor.contiguous, values))
+    given = outs or [None] * len(values)
+    results = [
+        torch.empty(v.shape[1:], dtype=torch.promote_types(v.dtype, torch.float32), device=v.device)
+        if out is None
+        else out
+        for v, out in zip(values, given, strict=True)
+    ]
+    for add in (False, True):
+        chosen = [i for i, out in enumerate(given) if (out is not None) == add]
+        if chosen:
+            _sum([values[i] for i in chosen], factors, [results[i] for i in chosen], add, backend)
+    return results
+
+
+def checked_factors(factors: Tensor, values: Sequence[Tensor]) -> Tensor:
+    if factors.dim() != 1 or not factors.is_floating_point() or any(len(v) != len(factors) for v in values):
+        raise ValueError(
+            f"expected one floating-point factor a sample, got {tuple(factors.shape)} {factors.dtype} for "
+            f"{sorted({len(v) for v in values})} samples"
+        )
+    return factors.contiguous()
+
+
+def _sum(values: list[Tensor], factors: Tensor, outs: list[Tensor], add: bool, backend: Backend) -> None:
+    launches, left = list_launches([outs, values], [0] * len(values), 0, 0, backend, stacked=1)
+    for launch in launches:
+        with launch_on(launch.device):
+            _kept_sums_kernel[(launch.programs,)](
+                *launch.arguments,
+                factors,
+                len(factors),
+                O_DTYPE=launch.dtypes[0],
+                V_DTYPE=launch.dtypes[1],
+                ADD=add,
+                AT_ONCE=samples_at_once(factors),
+                ALIGNED=launch.aligned,
+                **launch.cut,
+                num_warps=8,
+            )
+        read, written = [values[i] for i in launch.members], [outs[i] for i in launch.members]
+        if add:
+            torch.autograd.graph.increment_version(written)
+            read += written
+        announce(
+            partial(Launch, name=_kept_sums_kernel.__name__, family=CLIPPING, reads=[*read, factors], writes=written)
+        )
+    for rows, members in _rows(values, left):
+        total = sums_by_torch(rows, factors)
+        for i, piece in zip(members, total.split([outs[i].numel() for i in members]), strict=True):
+            (outs[i].add_ if add else outs[i].copy_)(piece.view(outs[i].shape))
+
+
+def samples_at_once(factors: Tensor | None) -> int:
+    """Two kernels for batches of any size: one for a single sample, one for more."""
+    return 1 if factors is None or len(factors) == 1 else SAMPLES_AT_ONCE
+
+
+# -- Triton ------------------------------------------------------------------------------------------------------------
+
+
+@jit
+def sum_of_samples(values, index, size, factors, samples, AT_ONCE: tl.constexpr, BLOCK: tl.constexpr):
+    """Σ_b factors_b · values_b at `index`, float32. values: (samples, size); the sum itself where factors is None."""
+    if factors is None:
+        total = tl.load(values + index, mask=index < size, other=0.0).to(tl.float32)
+    else:
+        total = tl.zeros((BLOCK,), dtype=tl.float32)
+        for first in range(0, samples, AT_ONCE):
+            for k in tl.static_range(AT_ONCE):
+                b = first + k
+                factor = tl.load(factors + b, mask=b < samples, other=0.0).to(tl.float32)
+                # The load does not wait for the factor; what a sample without one holds is put aside afterwards.
+                value = tl.load(values + b * size + index, mask=(index < size) & (b < samples), other=0.0)
+                total += tl.where(tl.abs(factor) > 0, factor * value.to(tl.float32), 0.0)
+    return total
+
+
+@partial(jit, do_not_specialize=("n_tensors", "steps", "samples"))
+def _kept_sums_kernel(
+    key,
+    chunk_starts,
+    extents,
+    rows,
+    n_tensors,
+    steps,
+    factors,
+    samples,
+    O_DTYPE: tl.constexpr,
+    V_DTYPE: tl.constexpr,
+    ADD: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program: one chunk of one parameter. rows: (tensors, 2) pointers to out and values."""
+    tensor, first = find_tensor(chunk_starts, n_tensors, steps, CHUNK)
+    size = size_at(extents + tensor * 2, ALIGNED)
+    outs = pointer_at(rows + tensor * 2, O_DTYPE, ALIGNED)
+    values = pointer_at(rows + tensor * 2 + 1, V_DTYPE, ALIGNED)
+    for at in range(0, chunk_size(first, size, CHUNK), BLOCK):
+        index = first + at + tl.arange(0, BLOCK)
+        total = sum_of_samples(values, index, size, factors, samples, AT_ONCE, BLOCK)
+        if ADD:
+            total += tl.load(outs + index, mask=index < size, other=0.0).to(tl.float32)
+        tl.store(outs + index, total.to(O_DTYPE), mask=index < size)
+
+
+@partial(jit, do_not_specialize=("n_tensors", "steps"))
+def _kept_norms_kernel(
+    key,
+    chunk_starts,
+    extents,
+    rows,
+    n_tensors,
+    steps,
+    partials,
+    DTYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Program (chunk, sample). rows: (tensors,) pointers to (B, size) values; partials: (B, chunks) float64."""
+    tensor, first = find_tensor(chunk_starts, n_tensors, steps, CHUNK)
+    size = size_at(extents + tensor * 2, ALIGNED)
+    sample = tl.program_id(1).to(tl.int64)
+    values = pointer_at(rows + tensor, DTYPE, ALIGNED) + sample * size
+    count = chunk_size(first, size, CHUNK)
+    squares = tl.zeros((BLOCK,), dtype=tl.float32)
+    for at in range(0, count, BLOCK):
+        index = first + at + tl.arange(0, BLOCK)
+        value = tl.load(values + index, mask=index < size, other=0.0).to(tl.float32)
+        squares += value * value
+    total = tl.sum(squares).to(tl.float64)
+    held = (total >= _LEAST_SQUARE) & (total < float("inf"))
+    if not held:
+        wide = tl.zeros((_WIDE_BLOCK,), dtype=tl.float64)
+        for at in range(0, count, _WIDE_BLOCK):
+            index = first + at + tl.arange(0, _WIDE_BLOCK)
+            value = tl.load(values + index, mask=index < size, other=0.0).to(tl.float32).to(tl.float64)
+            wide += value * value
+        total = tl.sum(wide)
+    tl.store(partials + sample * tl.num_programs(0) + tl.program_id(0), total)
+
+
+# -- torch -------------------------------------------------------------------------------------------------------------
+
+
+def sums_by_torch(rows: Tensor, factors: Tensor) -> Tensor:
+    """(B, n), (B,) -> (n,): Σ_b factors_b rows_b, in float32, float64 for float64."""
+    dtype = torch.promote_types(rows.dtype, torch.float32)
+    live = (factors.abs() > 0).unsqueeze(1)
+    factors = factors.to(dtype).nan_to_num()
+    total = rows.new_empty(rows.shape[1], dtype=dtype)
+    step = max(1, CHUNK_BYTES // max(1, len(rows) * dtype.itemsize))
+    for start in range(0, rows.shape[1], step):
+        part = slice(start, start + step)
+        finite = rows[:, part].to(dtype).where(live, 0.0)
+        torch.mv(finite.t(), factors, out=total[part])
+    return total
+
+
+def row_norms_squared(rows: Tensor) -> Tensor:
+    """(B, …) -> (B,), ‖rows_b‖² in float64. Rows first, then their squares.
+
+    On a GPU a row's norm is taken in float32, where squares below 2⁻¹²⁶ count as zero: they are counted as that much,
+    so that no norm is too small. Norms above 1e19 overflow there, and the sample is left out.
+    """
+    rows = rows.reshape(rows.shape[0], 1, -1) if rows.dim() < 3 else rows.flatten(2)
+    squares = last_norms(rows).double().square().sum(1)
+    underflow = 0.0 if rows.dtype == torch.float64 or rows.device.type == "cpu" else 2.0**-126
+    return squares + rows[0].numel() * underflow if underflow and len(rows) else squares
+
+
+def last_norms(values: Tensor) -> Tensor:
+    """(..., n) -> (...), norms over the last dimension.
+
+    torch adds up a norm's squares in few running sums on a CPU: float32 then loses 1e-5 at n = 10⁴ and a percent at
+    10⁷. There it is taken in float64; on a GPU it is a tree of partial sums.
+    """
+    dtype = torch.float64 if values.device.type == "cpu" else torch.promote_types(values.dtype, torch.float32)
+    norms: Tensor = torch.linalg.vector_norm(values, dim=-1, dtype=dtype)
+    return norms
+
+
+def _rows(values: Sequence[Tensor], chosen: Sequence[int]) -> Iterator[tuple[Tensor, list[int]]]:
+    """The chosen tensors as rows (B, n), with their indices: the small ones side by side, the others on their own."""
+    flat = {i: values[i].reshape(len(values[i]), values[i].shape[1:].numel()) for i in chosen}
+    small = [i for i, rows in flat.items() if rows.shape[1] <= SMALL]
+    if small:
+        yield torch.cat([flat[i] for i in small], 1), small
+    for i, rows in flat.items():
+        if rows.shape[1] > SMALL:
+            yield rows, [i]
