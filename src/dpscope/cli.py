@@ -8,9 +8,9 @@ from typing import Any
 
 import click
 
-from dpscope import __version__
 from dpscope.endings import ends_in_a_sentence
 from dpscope.errors import UserError
+from dpscope.vocabulary.version import __version__
 
 # Subcommand -> what `dpscope --help` says of it. Each lives in commands/NAME.py (`-` as `_`) as `command`.
 COMMANDS = {

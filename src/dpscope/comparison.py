@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from dpscope.errors import UserError
 from dpscope.packages import MEASURING, require
+from dpscope.plain_text import SUMMARY_WIDTH, render_plain
 from dpscope.reports import export
 from dpscope.reports.against.data import Against, set_against
 from dpscope.reports.latex import to_latex
 from dpscope.reports.outputs import remove_reports, write_reports
 from dpscope.reports.report import Report
 from dpscope.reports.tables import Row
-from dpscope.reports.text import SUMMARY_WIDTH, render_plain, summary
+from dpscope.reports.text import summary
 from dpscope.results.schema import Result
 from dpscope.results.store import ResultStore, Skipped, new_folder, write_atomically
 from dpscope.runner.launcher import Limits

@@ -14,6 +14,11 @@ FOLDERS_OF_HOMES = (Path("/home"), Path("/Users"))
 SOMEBODYS = (*FOLDERS_OF_HOMES, Path("/root"))
 
 
+def is_own_source(file: str) -> bool:
+    """Whether a file is one of dpscope's. With the separator: dpscope_experiments.py beside the package is not."""
+    return file.startswith(f"{PACKAGE}{os.sep}")
+
+
 def path_from(folder: Path, file: str) -> str:
     """A file as it is found from a folder: `../model.py`; `~/model.py` from outside of one's home.
 

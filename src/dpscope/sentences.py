@@ -1,4 +1,4 @@
-"""Parts of sentences that name modules and parameters, the same in every message."""
+"""Parts of sentences that name modules, parameters and methods, the same in every message."""
 
 from __future__ import annotations
 
@@ -15,3 +15,11 @@ def list_names(names: Iterable[str], most: int = 3) -> str:
     shown = list(names)
     rest = len(shown) - most
     return ", ".join(shown[:most]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def group_names(said: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Of pairs (name, what is said of it): what is said -> `a, b`, the names it is said of."""
+    groups: dict[str, list[str]] = {}
+    for name, what in said:
+        groups.setdefault(what, []).append(name)
+    return {what: ", ".join(names) for what, names in groups.items()}

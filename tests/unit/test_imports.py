@@ -1,20 +1,46 @@
-"""Data flows one way, and what needs no torch starts without it. Each look is taken in a fresh process."""
+"""Data flows one way, and what needs no torch starts without it.
+
+The layers are read off the source, imports within functions and for type checkers included; what is loaded, off fresh
+processes.
+"""
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import pkgutil
 import re
 import subprocess
 import sys
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+
+import pytest
 
 import dpscope
 import dpscope.audit
 import dpscope.instruments
 import dpscope.reports
 import dpscope.results
+
+# From the bottom: a package imports from earlier lines of this table, and from itself.
+LAYERS = (
+    ("errors", "paths", "plain_text", "sentences", "units"),
+    ("numbers", "packages", "vocabulary"),
+    ("endings", "outcomes"),
+    ("flash", "workloads", "results"),
+    ("instruments",),
+    ("trainers",),
+    ("audit",),
+    ("runner", "exactness"),
+    ("reports",),
+    ("comparison",),
+    ("commands",),
+    ("cli",),
+    ("__main__",),
+)
+ACYCLIC = ("vocabulary", "workloads", "results", "instruments", "trainers", "audit", "exactness", "runner")
 
 DPSCOPE = str(Path(sys.executable).with_name("dpscope"))
 
@@ -26,6 +52,61 @@ for name in sys.argv[1:]:
     seen[name] = sorted(sys.modules)
 print(json.dumps(seen))
 """
+
+
+SOURCE = Path(dpscope.__file__).parent
+
+
+def imports_in(file):
+    """Every module of dpscope that a file imports, wherever in it."""
+    for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("dpscope"):
+            for name in node.names:
+                inner = SOURCE.joinpath(*node.module.split(".")[1:], name.name)
+                is_module = inner.is_dir() or inner.with_suffix(".py").is_file()
+                yield f"{node.module}.{name.name}" if is_module else node.module
+        elif isinstance(node, ast.Import):
+            yield from (name.name for name in node.names if name.name.startswith("dpscope"))
+
+
+def graph():
+    """module -> the modules of dpscope that it imports."""
+    modules = {}
+    for file in SOURCE.rglob("*.py"):
+        parts = file.relative_to(SOURCE.parent).with_suffix("").parts
+        modules[".".join(parts).removesuffix(".__init__")] = set(imports_in(file))
+    return modules
+
+
+def package_of(module):
+    return module.split(".")[1] if "." in module else module
+
+
+def test_every_package_has_a_layer_and_imports_from_lower_ones_only():
+    level = {name: number for number, names in enumerate(LAYERS) for name in names}
+    imports = {module: names for module, names in graph().items() if module != "dpscope"}  # whose names are all lazy
+    assert {package_of(module) for module in imports} == set(level)
+    upwards = [
+        (module, name)
+        for module, names in imports.items()
+        for name in names
+        if package_of(module) != package_of(name)
+        and level[package_of(module)] <= level.get(package_of(name), len(LAYERS))
+    ]
+    assert upwards == []
+
+
+@pytest.mark.parametrize("package", ACYCLIC)
+def test_no_module_imports_itself_by_way_of_others(package):
+    inner = {
+        module: {name for name in names if package_of(name) == package}
+        for module, names in graph().items()
+        if package_of(module) == package
+    }
+    try:
+        TopologicalSorter(inner).prepare()
+    except CycleError as error:
+        pytest.fail(" <- ".join(error.args[1]))
 
 
 def modules_of(package):

@@ -1,4 +1,4 @@
-"""What an audit found, as plain data."""
+"""What an audit found: as plain data, and told to a person."""
 
 from __future__ import annotations
 
@@ -8,8 +8,16 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from dpscope.plain_text import render_plain
+from dpscope.sentences import group_names
+
 # A breach is proven. What held has held in so many trials and is not thereby proved. What was not tried has a reason.
 HELD, BREACH, NOT_TRIED = "held", "BREACH", "not tried"
+STYLES = {HELD: "green", BREACH: "bold red", NOT_TRIED: "yellow"}
 
 
 @dataclass(frozen=True)
@@ -59,12 +67,9 @@ class Audit:
         return not self.breached and NOT_TRIED not in (self.neighbours.verdict, self.noise.verdict)
 
     def findings(self) -> Iterator[tuple[str, Finding]]:
-        return iter([("neighbours", self.neighbours), ("noise", self.noise), ("accounting", self.accounting)])
+        return iter(vars(self).items())
 
     def __str__(self) -> str:
-        from dpscope.audit.text import describe_loop
-        from dpscope.reports.text import render_plain
-
         return render_plain(describe_loop(self))
 
     def to_dict(self) -> dict[str, Any]:
@@ -86,3 +91,55 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list):
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# -- for a person ------------------------------------------------------------------------------------------------------
+
+
+def describe_loop(audit: Audit) -> RenderableType:
+    named = {"the loop": audit}
+    lines = [f"{name}: {_cell(name, finding)}" for name, finding in audit.findings()]
+    sentences = list(audit_sentences(named))
+    return Group(*map(Text, [*lines, *([""] if sentences else []), *sentences, "", conclusion(named)]))
+
+
+def audit_table(audits: dict[str, Audit]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("method", "neighbours", "noise", "accounting"):
+        table.add_column(heading, no_wrap=True)
+    for method, audit in audits.items():
+        cells = [Text(_cell(name, finding), style=STYLES[finding.verdict]) for name, finding in audit.findings()]
+        table.add_row(method, *cells)
+    return table
+
+
+def _cell(name: str, finding: Finding) -> str:
+    figure = next(iter(finding.figures.values()), None)
+    if figure is None or name == "accounting":
+        return str(finding)
+    what = "moved at most {:.2f} of the bound" if name == "neighbours" else "{:.3f} σC"
+    return f"{finding} ({what.format(figure)})" if finding.verdict == HELD else str(finding)
+
+
+def audit_sentences(audits: dict[str, Audit]) -> Iterator[str]:
+    findings = [(method, test, finding) for method, audit in audits.items() for test, finding in audit.findings()]
+    for method, test, finding in findings:
+        for fault in finding.faults:
+            yield f"{method}, {test}: {fault}" + ("" if fault.endswith("?") else ".")
+    for reason in dict.fromkeys(reason for *_, finding in findings for reason in finding.untried):
+        untried = [(method, test) for method, test, finding in findings if reason in finding.untried]
+        methods, tests = (", ".join(dict.fromkeys(names)) for names in zip(*untried, strict=True))
+        yield f"Not tried: {tests} of {methods}: {reason.rstrip('.')}."
+
+
+def conclusion(audits: dict[str, Audit]) -> str:
+    """The last line. What held is not proved."""
+    endings = group_names((method, _ending(audit)) for method, audit in audits.items())
+    return "; ".join(f"{methods}: {ending}" for ending, methods in endings.items()) + "."
+
+
+def _ending(audit: Audit) -> str:
+    tests = group_names((name, finding.verdict) for name, finding in audit.findings())
+    if BREACH in tests:
+        return f"BREACH ({tests[BREACH]})"
+    return f"{tests[HELD]} held" if HELD in tests else "not tried"

@@ -14,8 +14,8 @@ import click
 from dpscope.commands.console import make_console
 from dpscope.commands.options import ABOVE_ZERO, CommaList, resolve_device, workload_from, workload_options
 from dpscope.errors import UserError
+from dpscope.outcomes import outcome_of_exception
 from dpscope.results.store import require_writable
-from dpscope.runner.outcome import outcome_of_exception
 from dpscope.runner.spec import RunSpec
 from dpscope.runner.tracebacks import own_traceback
 from dpscope.vocabulary.statuses import OOM
@@ -89,7 +89,7 @@ def command(
     )
 
     from dpscope.exactness.check import check
-    from dpscope.exactness.text import describe
+    from dpscope.exactness.report import describe_check
     from dpscope.workloads.workload import build_workload
 
     if json_file:  # before minutes are spent
@@ -113,7 +113,7 @@ def command(
             batch_size=spec.batch_size,
             progress=lambda what: status.update(f"checking: {what}"),
         )
-    console.print(describe(found, paths=paths), highlight=False, markup=False)
+    console.print(describe_check(found, paths=paths), highlight=False, markup=False)
     if json_file:
         _write(json_file, found.to_json())
         console.print(f"Written: {json_file}", highlight=False, markup=False)

@@ -11,7 +11,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from dpscope.reports.text import SUMMARY_WIDTH, files_written
+from dpscope.plain_text import SUMMARY_WIDTH
+from dpscope.reports.text import files_written
 
 # For terminals that are not in Unicode: what says the same there.
 PLAIN = {"×": "x", "–": "-", "—": "-", "−": "-", "→": "->", "…": "...", "≈": "~", "·": ".", "≥": ">=", "’": "'"}

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from dpscope.plain_text import SUMMARY_WIDTH, render_plain
 from dpscope.reports.bars import Bars, WithBars
 from dpscope.reports.doubt import explain, marked
 from dpscope.reports.memory.tensors import tensor_section
@@ -27,7 +27,6 @@ from dpscope.units import GIB, MISSING, format_bytes, format_ms, format_ratio, f
 from dpscope.vocabulary.statuses import status_named
 
 TITLE = "What privacy costs"
-SUMMARY_WIDTH = 110
 NARROW = 86  # columns
 LONGEST_NAME = 24  # characters of a method in the table
 LEAST_WIDTH = {"batch": 5, "seq": 3, "warmup": 6, "steps": 5}  # of columns that hold numbers
@@ -71,14 +70,6 @@ SECTIONS: dict[Section, str] = {
     traffic_section: "ncu",
 }
 DETAILS: dict[Section, str] = {snapshot_section: "memory"}  # for the file, where there is room
-
-
-def render_plain(renderable: RenderableType, width: int = SUMMARY_WIDTH) -> str:
-    """The same without colours or terminal control, for files and pipes."""
-    console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False, markup=False)
-    console.print(renderable)
-    assert isinstance(console.file, io.StringIO)
-    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()) + "\n"
 
 
 def _headline(report: Report) -> list[str]:

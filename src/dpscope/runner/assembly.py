@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from dpscope.errors import UserError
-from dpscope.flash.oracle import tensors_of
 from dpscope.runner.spec import RunSpec
-from dpscope.trainers.base import TrainerBase, TrainerSettings, load_trainer
+from dpscope.trainers.base import TrainerBase, TrainerSettings, load_trainer, require_batch_of
 from dpscope.vocabulary.methods import resolve_method
 from dpscope.workloads.workload import Batch, build_workload
 
@@ -33,17 +31,3 @@ def make_trainer(spec: RunSpec) -> tuple[TrainerBase, Batch]:
     batch = workload.batch(spec.seed, device)  # last, so that what the model alone takes can be seen
     require_batch_of(batch, spec.batch_size)
     return trainer, batch
-
-
-def require_batch_of(batch: Batch, samples: int) -> None:
-    """Raise `UserError` unless the batch has as many samples as the noisy sum is divided by."""
-    tensors = [tensor for tensor in tensors_of(batch) if tensor.dim()]
-    if not tensors:
-        raise UserError("the workload's batch holds no tensor whose first dimension is the sample")
-    sizes = {len(tensor) for tensor in tensors}
-    if samples not in sizes:
-        found = ", ".join(map(str, sorted(sizes)))
-        raise UserError(
-            f"the workload's batch has {found} samples where --batch-size says {samples}: let the function take "
-            "batch_size and use it, or give the batch size that it makes"
-        )

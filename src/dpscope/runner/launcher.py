@@ -17,9 +17,9 @@ from typing import IO
 
 from dpscope import numbers
 from dpscope.errors import UserError
+from dpscope.outcomes import outcome_of_exit
 from dpscope.results.schema import Result, UnreadableResult, result_for
 from dpscope.results.store import ResultStore, read_result
-from dpscope.runner.outcome import outcome_of_exit
 from dpscope.runner.spec import RunSpec
 from dpscope.runner.worker import DISK_FULL
 from dpscope.units import format_duration

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from dpscope.errors import MeasurementFailed
 from dpscope.instruments.timing import Progress, no_progress
+from dpscope.outcomes import outcome_of_exception
 from dpscope.results.schema import Result, result_for
 from dpscope.results.store import NO_ROOM
 from dpscope.runner import environment
-from dpscope.runner.outcome import outcome_of_exception
 from dpscope.runner.spec import RunSpec
 from dpscope.runner.tracebacks import details_of
 from dpscope.vocabulary.statuses import FAILED

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from dpscope.errors import UserError
+from dpscope.outcomes import outcome_of_exception
 from dpscope.runner.launcher import Limits
-from dpscope.runner.outcome import outcome_of_exception
 from dpscope.runner.spec import RunSpec
 from dpscope.runner.tracebacks import own_traceback
 from dpscope.runner.worker import claim_stdout, limit_memory

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from dpscope.instruments.ncu.reading import PHASE_RANGE
 from dpscope.instruments.nvtx import ProcessRanges, nvtx_phases, nvtx_range
 from dpscope.instruments.processes import end_with_lifeline
-from dpscope.runner.outcome import outcome_of_exception
+from dpscope.outcomes import outcome_of_exception
 from dpscope.runner.spec import RunSpec
 from dpscope.vocabulary.phases import STEP, listening
 from dpscope.vocabulary.statuses import OK

@@ -6,10 +6,9 @@ import os
 import sysconfig
 import traceback
 
-from dpscope.paths import PACKAGE
+from dpscope.paths import is_own_source
 from dpscope.workloads.configs import CustomConfig, WorkloadConfig
 
-_OURS = f"{PACKAGE}{os.sep}"  # with the separator: dpscope_experiments.py beside it is not ours
 _INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
@@ -41,4 +40,4 @@ def _is_theirs(file: str, workload: CustomConfig) -> bool:
 
 
 def _is_ours(file: str) -> bool:
-    return file.startswith((_OURS, "<frozen importlib"))
+    return is_own_source(file) or file.startswith("<frozen importlib")

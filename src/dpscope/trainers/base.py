@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dpscope.errors import UserError
+from dpscope.flash.oracle import tensors_of
 from dpscope.results.schema import Note
 from dpscope.vocabulary.methods import Method
 from dpscope.vocabulary.phases import FORWARD, MODEL_LOADED, MODEL_WRAPPED, OPTIMIZER_CREATED, moment, phase
@@ -144,6 +145,20 @@ def require_loss_per_sample(losses: object) -> None:
         raise UserError(
             "no parameter receives a gradient: the loss is detached from the model (look for .detach(), .item(), "
             "torch.no_grad() and whole numbers)"
+        )
+
+
+def require_batch_of(batch: Batch, samples: int) -> None:
+    """Raise `UserError` unless the batch has as many samples as the noisy sum is divided by."""
+    tensors = [tensor for tensor in tensors_of(batch) if tensor.dim()]
+    if not tensors:
+        raise UserError("the workload's batch holds no tensor whose first dimension is the sample")
+    sizes = {len(tensor) for tensor in tensors}
+    if samples not in sizes:
+        found = ", ".join(map(str, sorted(sizes)))
+        raise UserError(
+            f"the workload's batch has {found} samples where --batch-size says {samples}: let the function take "
+            "batch_size and use it, or give the batch size that it makes"
         )
 
 

@@ -94,3 +94,15 @@ def test_a_method_that_refuses_the_model_is_skipped_and_alone_proves_nothing(che
     found, method = check_planted("Refuses")
     assert method.verdict == "skipped" and "Embedding is not supported" in method.reason
     assert not found.ok
+
+
+def test_a_trainer_class_is_checked_as_it_is_given_wherever_it_was_defined():
+    class Halved(planted_faults.ByHand):
+        def combine(self, name, gradients, factors):
+            return super().combine(name, gradients, factors) / 2
+
+    found = dpscope.check(planted_faults.LITTLE, [planted_faults.ByHand, Halved], neighbours=False)
+    assert [(method.method, method.verdict) for method in found.methods] == [
+        ("ByHand", "exact"),
+        ("Halved", "NOT EXACT"),
+    ]

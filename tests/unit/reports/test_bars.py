@@ -7,9 +7,10 @@ import io
 import pytest
 from rich.console import Console
 
+from dpscope.plain_text import render_plain
 from dpscope.reports.bars import NOTE, Bars
 from dpscope.reports.report import Report
-from dpscope.reports.text import render_plain, summary
+from dpscope.reports.text import summary
 
 BLOCKS = set("▒▏▎▍▌▋▊▉█")
 

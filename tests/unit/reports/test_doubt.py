@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from dpscope.plain_text import render_plain
 from dpscope.reports.against.data import set_against
 from dpscope.reports.against.text import against_summary
 from dpscope.reports.doubt import FEW, NO_SPREAD, UNSTEADY, doubt_of_times, explain, marked
@@ -17,7 +18,7 @@ from dpscope.reports.page.table import make_table
 from dpscope.reports.report import Report
 from dpscope.reports.story import tell
 from dpscope.reports.tables import compare_results
-from dpscope.reports.text import render_plain, summary
+from dpscope.reports.text import summary
 from dpscope.reports.time.chart import step_time
 from dpscope.reports.time.tradeoff_figure import draw_tradeoff
 from dpscope.reports.trace.operators_chart import operators

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from dpscope.plain_text import render_plain
 from dpscope.reports.report import Report
-from dpscope.reports.text import render_plain, summary
+from dpscope.reports.text import summary
 
 MIB = 2**20
 

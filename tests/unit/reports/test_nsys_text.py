@@ -8,9 +8,10 @@ import pytest
 
 from dpscope.instruments.nsys.reading import read_timeline
 from dpscope.instruments.nsys.summary import summarise
+from dpscope.plain_text import render_plain
 from dpscope.reports.report import Report
 from dpscope.reports.tables import Row
-from dpscope.reports.text import render_plain, summary
+from dpscope.reports.text import summary
 from dpscope.reports.trace.nsys_text import agreement
 from tests.stand_ins.nsys_exports import a_step
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from dpscope.plain_text import render_plain
 from dpscope.reports.report import Report
 from dpscope.reports.tables import compare_results
-from dpscope.reports.text import render_plain, summary, verdict
+from dpscope.reports.text import summary, verdict
 
 
 def with_spread(result, low, high):

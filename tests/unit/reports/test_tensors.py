@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from dpscope.plain_text import render_plain
 from dpscope.reports.memory.tensors import SHOWN, tensors_of
 from dpscope.reports.memory.tensors_chart import tensors_at_peak
 from dpscope.reports.report import Report
 from dpscope.reports.tables import compare_results
-from dpscope.reports.text import render_plain, summary
+from dpscope.reports.text import summary
 
 MIB = 2**20
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from dpscope.plain_text import SUMMARY_WIDTH, render_plain
 from dpscope.reports.report import Report
-from dpscope.reports.text import SUMMARY_WIDTH, files_written, render_plain, summary
+from dpscope.reports.text import files_written, summary
 from dpscope.results.store import Skipped
 
 GIB = 2**30

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dpscope.plain_text import render_plain
 from dpscope.reports.report import Report
 from dpscope.reports.tables import compare_results
-from dpscope.reports.text import render_plain, summary
+from dpscope.reports.text import summary
 from dpscope.reports.trace.data import boundness, differences
 from dpscope.results.schema import parse_result
 from tests.unit.reports.test_figures import extent, overlapping, texts

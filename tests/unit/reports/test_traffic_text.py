@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from rich.console import Group
 
+from dpscope.plain_text import render_plain
 from dpscope.reports.report import Report
 from dpscope.reports.tables import compare_results
-from dpscope.reports.text import render_plain, summary
+from dpscope.reports.text import summary
 from dpscope.reports.traffic.data import compare_traffic
 from dpscope.reports.traffic.text import traffic_section, traffic_verdict
 from tests.unit.reports.traffic_results import REASON, results_for

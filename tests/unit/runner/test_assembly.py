@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dpscope.errors import UserError
-from dpscope.runner.assembly import require_batch_of
+from dpscope.trainers.base import require_batch_of
 
 
 @pytest.mark.parametrize(

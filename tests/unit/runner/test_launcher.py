@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from dpscope.errors import UserError
+from dpscope.outcomes import outcome_of_exception, outcome_of_exit
 from dpscope.packages import install_command
 from dpscope.results.store import ResultStore, read_result
 from dpscope.runner import launcher
 from dpscope.runner.launcher import Limits, launch
 from dpscope.runner.measure import measure_or_explain
-from dpscope.runner.outcome import outcome_of_exception, outcome_of_exit
 from dpscope.runner.worker import DISK_FULL
 from dpscope.vocabulary.statuses import FAILED, OK, OOM, SKIPPED, TIMEOUT
 

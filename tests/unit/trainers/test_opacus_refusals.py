@@ -10,7 +10,7 @@ from torch import nn
 
 from dpscope.errors import UserError
 from dpscope.exactness.check import check
-from dpscope.runner.outcome import outcome_of_exception
+from dpscope.outcomes import outcome_of_exception
 from dpscope.trainers.base import TrainerSettings, load_trainer
 from dpscope.vocabulary.methods import resolve_method
 from tests.unit.trainers.refused_models import BATCH, REFUSED, WORKS, Positions, calling, features, workload

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from dpscope.plain_text import render_plain
 from dpscope.reports.page.headline import make_headline
 from dpscope.reports.settings import all_sizes
 from dpscope.reports.tables import compare_results
-from dpscope.reports.text import render_plain, summary
+from dpscope.reports.text import summary
 from dpscope.runner.resume import still_valid
 from dpscope.vocabulary.statuses import OK, STATUS_TABLE, Status, status_named
 from tests.conftest import ENVIRONMENT

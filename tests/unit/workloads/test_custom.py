@@ -238,7 +238,8 @@ def test_a_scalar_loss_gets_a_sentence():
 
 
 def test_the_summary_shows_the_users_traceback_once():
-    from dpscope.reports.text import render_plain, summary
+    from dpscope.plain_text import render_plain
+    from dpscope.reports.text import summary
 
     results = [measure_or_explain(spec_of("loss_that_fails", batch_size=size)) for size in (2, 2)]
     results[1] = replace(results[1], experiment="other")

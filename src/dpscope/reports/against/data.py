@@ -71,8 +71,8 @@ class Against:
         return pandas.DataFrame(to_records(self)).convert_dtypes()
 
     def __str__(self) -> str:
+        from dpscope.plain_text import render_plain
         from dpscope.reports.against.text import against_summary
-        from dpscope.reports.text import render_plain
 
         return render_plain(against_summary(self))
 

@@ -6,6 +6,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from dpscope.plain_text import render_plain
 from dpscope.reports.against.changes import MEMORY, RATIOS, RULES, TIME, Change, Figure, Reading
 from dpscope.reports.against.data import Against, Pair, list_rows
 from dpscope.reports.against.words import AGAINST_TITLE, format_change, headline, sentences
@@ -13,7 +14,6 @@ from dpscope.reports.bars import FirstThatFits
 from dpscope.reports.doubt import explain
 from dpscope.reports.output import text_output
 from dpscope.reports.tables import varying_columns
-from dpscope.reports.text import render_plain
 from dpscope.reports.words import peak_notes, shorten
 from dpscope.units import MISSING
 
