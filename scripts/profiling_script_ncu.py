@@ -17,7 +17,8 @@ from dpscope.commands.selftest import run_local_test
 from dpscope.errors import UserError
 from dpscope.instruments.processes import end_with_lifeline
 from dpscope.reports.guide import guide_text
-from dpscope.runner.spec import DTYPES, RunSpec
+from dpscope.runner.spec import RunSpec
+from dpscope.vocabulary.settings import DTYPES
 from dpscope.workloads.configs import PRESETS, make_config
 
 WARMUP_STEPS, ACTIVE_STEPS = 3, 5

@@ -20,7 +20,8 @@ from dpscope.packages import require
 from dpscope.results.schema import Result, merge_results
 from dpscope.results.store import ResultStore, require_writable, write_atomically
 from dpscope.runner.launcher import Limits, launch
-from dpscope.runner.spec import DEVICES, DTYPES, RunSpec
+from dpscope.runner.spec import RunSpec
+from dpscope.vocabulary.settings import DEVICE_CHOICES, DTYPES
 from dpscope.workloads.configs import TransformerConfig
 
 # Flag -> the default of the large experiment.
@@ -36,7 +37,7 @@ def main() -> int:
         parser.add_argument(f"--{flag}", type=int, default=default, help=f"default {default}")
     parser.add_argument("--dtype", choices=DTYPES, default="fp32")
     parser.add_argument("--optimizer", default="adam")
-    parser.add_argument("--device", choices=DEVICES, default="auto")
+    parser.add_argument("--device", choices=DEVICE_CHOICES, default="auto")
     args = parser.parse_args()
     sizes = {flag.replace("-", "_"): getattr(args, flag.replace("-", "_")) for flag in SIZES}
     spec = RunSpec(

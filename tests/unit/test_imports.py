@@ -27,7 +27,8 @@ import dpscope.results
 # From the bottom: a package imports from earlier lines of this table, and from itself.
 LAYERS = (
     ("errors", "paths", "plain_text", "sentences", "units"),
-    ("numbers", "packages", "vocabulary"),
+    ("numbers", "packages"),
+    ("vocabulary",),
     ("endings", "outcomes"),
     ("flash", "workloads", "results"),
     ("instruments",),

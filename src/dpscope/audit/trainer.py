@@ -9,7 +9,8 @@ from typing import Any
 from torch import nn
 
 from dpscope.audit.loop import Batch, Loop, MakeLoop
-from dpscope.trainers.base import LossFunction, TrainerBase, TrainerSettings
+from dpscope.trainers.base import LossFunction, TrainerBase
+from dpscope.vocabulary.settings import TrainerSettings
 
 # With a step this large the parameters' own size is lost in the rounding, and not the other way round. A power of two,
 # so that nothing else is.

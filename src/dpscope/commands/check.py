@@ -12,10 +12,11 @@ from typing import Any
 import click
 
 from dpscope.commands.console import make_console
-from dpscope.commands.options import ABOVE_ZERO, CommaList, resolve_device, workload_from, workload_options
+from dpscope.commands.options import ABOVE_ZERO, CommaList, setting_option, workload_from, workload_options
 from dpscope.errors import UserError
 from dpscope.outcomes import outcome_of_exception
 from dpscope.results.store import require_writable
+from dpscope.runner.environment import resolve_device
 from dpscope.runner.spec import RunSpec
 from dpscope.runner.tracebacks import own_traceback
 from dpscope.vocabulary.statuses import OOM
@@ -50,8 +51,8 @@ SLOW_VMAP = "There is a performance drop because we have not yet implemented the
     type=CommaList(int),
     help="Batch sizes for that [default: those that coincide with another length of the model].",
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Of weights and data.")
-@click.option("--device", default="auto", show_default=True, help="auto|cpu|cuda.")
+@setting_option("seed", help="Of weights and data.")
+@setting_option("device")
 @click.option("--paths", is_flag=True, help="Show which path each parameter's norms take (flash).")
 @click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write all figures here.")
 def command(

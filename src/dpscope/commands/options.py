@@ -10,8 +10,7 @@ import click
 
 from dpscope.errors import UserError
 from dpscope.results.store import new_folder
-from dpscope.runner.environment import resolve_device
-from dpscope.runner.spec import DEVICES, DTYPES, OPTIMIZER_NAMES
+from dpscope.vocabulary.settings import FLAGS, REPEATS, SETTINGS
 from dpscope.workloads.configs import (
     ATTENTIONS,
     NORMS,
@@ -24,8 +23,6 @@ from dpscope.workloads.configs import (
     with_lora,
     workload_at,
 )
-
-__all__ = ["CommaList", "output_folder", "resolve_device", "step_options", "sweep_options", "workload_from"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -109,20 +106,17 @@ def workload_options(function: F) -> F:
     )
 
 
+def setting_option(name: str, **instead: Any) -> Callable[[F], F]:
+    """The flag of a setting; `instead`: what this command says of it otherwise."""
+    setting = SETTINGS[name]
+    default = setting.default if setting.flag_default is None else setting.flag_default
+    kind = {"is_flag": True} if isinstance(default, bool) else {"type": type(default), "show_default": True}
+    return click.option(setting.flag, **{"default": default, "help": setting.help, **kind, **instead})
+
+
 def step_options(function: F) -> F:
     """What a step is: number format, optimizer, privacy, seed, device."""
-    return _apply(
-        function,
-        [
-            click.option("--dtype", default="fp32", show_default=True, help=f"{'|'.join(DTYPES)} (bf16: autocast)."),
-            click.option("--optimizer", default="adamw", show_default=True, help="|".join(OPTIMIZER_NAMES) + "."),
-            click.option("--learning-rate", type=float, default=1e-4, show_default=True, help="Step size."),
-            click.option("--noise-multiplier", type=float, default=1.0, show_default=True, help="Noise per clip norm."),
-            click.option("--max-grad-norm", type=float, default=1.0, show_default=True, help="Clip norm."),
-            click.option("--seed", type=int, default=0, show_default=True, help="Of weights, data and noise."),
-            click.option("--device", default="auto", show_default=True, help="|".join(DEVICES) + "."),
-        ],
-    )
+    return _apply(function, [setting_option(name) for name in FLAGS if name not in REPEATS])
 
 
 def sweep_options(function: F) -> F:
@@ -130,8 +124,7 @@ def sweep_options(function: F) -> F:
     return _apply(
         function,
         [
-            click.option("--warmup", type=int, default=3, show_default=True, help="Steps before the timed ones."),
-            click.option("--steps", type=int, default=10, show_default=True, help="Timed steps."),
+            *(setting_option(name) for name in REPEATS),
             click.option("--out", type=click.Path(path_type=Path), help="Folder for results [default: a new one]."),
             click.option("--resume", is_flag=True, help="Keep finished rows in --out and measure the rest."),
             click.option("--overwrite", is_flag=True, help="Replace the results in --out."),

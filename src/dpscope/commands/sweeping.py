@@ -28,6 +28,7 @@ from dpscope.runner.launcher import Limits
 from dpscope.runner.planning import BATCH_SIZE, METHODS, Plan, plan_sweep
 from dpscope.runner.spec import RunSpec
 from dpscope.units import GIB
+from dpscope.vocabulary.settings import FLAGS
 
 
 def sweep_arguments(function: F) -> F:
@@ -68,14 +69,12 @@ def plan_from(
     if not for_other_machine:
         require(*MEASURING)  # all that is missing, at once
     workload = workload_from(options)
-    rows = ("methods", "batch_size", "seq_len", "device")
-    step = ("dtype", "optimizer", "learning_rate", "noise_multiplier", "max_grad_norm", "seed", "warmup", "steps")
     return plan_sweep(
         workload,
         instruments=instruments,
         options=instrument_options,
         for_other_machine=for_other_machine,
-        **{name: options.pop(name) for name in (*rows, *step)},
+        **{name: options.pop(name) for name in ("methods", "batch_size", "seq_len", *FLAGS)},
     )
 
 

@@ -12,7 +12,8 @@ from dpscope.audit.trainer import LEARNING_RATE
 from dpscope.errors import UserError
 from dpscope.exactness.reference import Tensors
 from dpscope.exactness.subject import Subject
-from dpscope.trainers.base import TrainerBase, TrainerSettings
+from dpscope.trainers.base import TrainerBase
+from dpscope.vocabulary.settings import TrainerSettings
 
 
 @dataclass(frozen=True)

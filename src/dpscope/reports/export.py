@@ -11,6 +11,7 @@ from dpscope.reports.output import text_output
 from dpscope.reports.report import Report
 from dpscope.reports.tables import Row
 from dpscope.vocabulary.components import COMPONENTS
+from dpscope.vocabulary.settings import LATER_DEFAULTS
 
 if TYPE_CHECKING:
     import pandas
@@ -120,7 +121,7 @@ def _varying_settings(rows: Sequence[Row]) -> list[str]:
 
 def _setting(row: Row, name: str) -> Any:
     spec = row.first.spec
-    return spec[name] if name in spec else spec["workload"].get(name)
+    return {**LATER_DEFAULTS, **spec["workload"], **spec}.get(name)
 
 
 def _results_csv(report: Report) -> str:

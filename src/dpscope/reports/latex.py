@@ -9,9 +9,10 @@ from dpscope.reports.doubt import explain, marked
 from dpscope.reports.memory.data import composition_of, in_order, is_private_only, label_of
 from dpscope.reports.output import text_output
 from dpscope.reports.report import Report
-from dpscope.reports.tables import RATES, Row, group_by_size, varying_columns
-from dpscope.reports.words import peak_notes, size_in_words
+from dpscope.reports.tables import RATES, Row, group_by_size, varying_settings
+from dpscope.reports.words import peak_notes, size_in_words, step_in_words
 from dpscope.units import GIB, MIB, format_throughput
+from dpscope.vocabulary.settings import COMPARED, LATER_DEFAULTS
 
 HEAD = "% Made by dpscope. Needs \\usepackage{booktabs}; then \\input this file.\n"
 NONE = "---"
@@ -48,13 +49,13 @@ def to_latex(rows: Sequence[Row]) -> str:
 def _cost_table(rows: Sequence[Row]) -> str:
     models = ["workload"] if len({row.first.spec["workload"]["name"] for row in rows}) > 1 else []
     sizes = [name for name in ("batch_size", "seq_len") if any(row.first.spec.get(name) for row in rows)]
-    settings = [*models, *varying_columns(rows, ("dtype", "optimizer", "noise_multiplier", "steps", "device"))]
+    settings = [*models, *(each.name for each in varying_settings(rows, (*COMPARED, "steps", "device")))]
     unit, name = _unit([row.peak_bytes or 0.0 for row in rows])
     rate = next(name for name in reversed(RATES) if name == "samples/s" or any(RATES[name](row) for row in rows))
     titles = {"workload": "model", "batch_size": "batch", "seq_len": "sequence"}
     lines = []
     for row in rows:
-        spec = {**row.first.spec, "workload": row.first.spec["workload"]["name"]}
+        spec = {**LATER_DEFAULTS, **row.first.spec, "workload": row.first.spec["workload"]["name"]}
         line = {"method": escape(row.method)}
         line |= {escape(titles.get(key, key)): _text(spec.get(key)) for key in (*settings, *sizes)}
         low, high = row.spread_ms or (None, None)
@@ -125,7 +126,7 @@ def _table(lines: Sequence[dict[str, str]], caption: str, label: str, *, text_co
 def _measured_on(rows: Sequence[Row]) -> str:
     """The model and the machine, as a caption has to name them."""
     models = dict.fromkeys(row.first.spec["workload"]["name"] for row in rows)
-    settings = dict.fromkeys(f"{row.first.spec['dtype']}, {row.first.spec['optimizer']}" for row in rows)
+    settings = dict.fromkeys(step_in_words(row.first.spec) for row in rows)
     machines = dict.fromkeys(_machine(row.first.environment) for row in rows if row.first.environment)
     named = [f"Model {', '.join(models)}", "; ".join(settings), "; ".join(machines)]
     return escape("; ".join(part for part in named if part)) + "."

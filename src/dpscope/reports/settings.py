@@ -9,11 +9,11 @@ from typing import Any
 
 from dpscope.reports.tables import MEASUREMENT_FIELDS, Row, group_by_size
 from dpscope.reports.words import size_in_words
+from dpscope.vocabulary.settings import LATER_DEFAULTS, SETTINGS
 
 SIZES = ("batch_size", "seq_len")
 NOT_A_SETTING = (*SIZES, *MEASUREMENT_FIELDS)
-UNLABELLED = ("name", "dtype", "optimizer", "device")  # "bf16", not "dtype bf16"
-SPOKEN = {**dict.fromkeys(UNLABELLED, "{}"), "warmup": "{} warm-up", "steps": "{} timed steps"}
+UNLABELLED = ("name", *(name for name, each in SETTINGS.items() if each.speaks_for_itself))
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def _settings(row: Row) -> dict[str, Any]:
     """Everything of a spec that is neither size nor method, the model's dimensions among it."""
     spec = row.first.spec
     rest = {name: value for name, value in spec.items() if name not in (*NOT_A_SETTING, "workload")}
-    return {**spec["workload"], **rest}
+    return {**spec["workload"], **LATER_DEFAULTS, **rest}
 
 
 def _labels(described: Sequence[dict[str, Any]]) -> list[str]:
@@ -86,4 +86,10 @@ def _varying(described: Sequence[dict[str, Any]]) -> list[str]:
 
 def _words(settings: dict[str, Any], names: Sequence[str]) -> str:
     known = {name: settings[name] for name in names if not isinstance(settings.get(name), dict | list | NoneType)}
-    return ", ".join(SPOKEN.get(name, f"{name.replace('_', ' ')} {{}}").format(value) for name, value in known.items())
+    return ", ".join(_say(name, value) for name, value in known.items())
+
+
+def _say(name: str, value: Any) -> str:
+    if name in SETTINGS:
+        return SETTINGS[name].in_words(value)
+    return str(value) if name in UNLABELLED else f"{name.replace('_', ' ')} {value}"

@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 from dpscope.reports.doubt import doubt_of_times
 from dpscope.results.schema import Result
 from dpscope.units import MIB
+from dpscope.vocabulary.settings import COMPARED, REPEATS, SETTINGS, SettingField
 
 STANDARD = "standard"
 
 # Ten timed steps and a tracked one are two ways to look at one row.
-REPEATS = ("warmup", "steps")
 MEASUREMENT_FIELDS = ("method", "instrument", "options", *REPEATS)
 
 
@@ -285,6 +285,7 @@ def group_by_size(rows: Iterable[Row]) -> list[list[Row]]:
     return list(groups.values())
 
 
-def varying_columns(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
-    """The spec fields that differ between rows: only those are worth a column."""
-    return [name for name in names if len({repr(row.first.spec.get(name)) for row in rows}) > 1]
+def varying_settings(rows: Sequence[Row], names: Sequence[str] = COMPARED) -> list[SettingField]:
+    """The settings that differ between rows: only those are worth a column."""
+    settings = [SETTINGS[name] for name in names]
+    return [each for each in settings if len({repr(each.of(row.first.spec)) for row in rows}) > 1]

@@ -18,12 +18,13 @@ from dpscope.reports.memory.tensors import tensor_section
 from dpscope.reports.memory.text import memory_section, snapshot_section
 from dpscope.reports.output import text_output
 from dpscope.reports.report import Report
-from dpscope.reports.tables import RATES, REPEATS, Row, group_by_size
+from dpscope.reports.tables import RATES, Row, group_by_size
 from dpscope.reports.trace.nsys_text import nsys_section
 from dpscope.reports.trace.text import trace_section
 from dpscope.reports.traffic.text import traffic_section
 from dpscope.reports.words import peak_notes, shorten
 from dpscope.units import GIB, MISSING, format_bytes, format_ms, format_ratio, format_throughput
+from dpscope.vocabulary.settings import COMPARED, REPEATS, SETTINGS
 from dpscope.vocabulary.statuses import status_named
 
 TITLE = "What privacy costs"
@@ -83,9 +84,9 @@ def _headline(report: Report) -> list[str]:
 def _describe(spec: dict[str, Any]) -> str:
     workload = spec["workload"]
     sizes = ", ".join(workload_sizes(workload))
+    told = [SETTINGS[name] for name in COMPARED if name in spec]
     return (
-        f"Model {workload['name']} ({sizes}); {spec['dtype']}, {spec['optimizer']}, "
-        f"noise multiplier {spec['noise_multiplier']:g}, max grad norm {spec['max_grad_norm']:g}; "
+        f"Model {workload['name']} ({sizes}); {', '.join(each.told_of(spec) for each in told)}; "
         f"{spec['warmup']} warm-up and {spec['steps']} timed step{'s' * (spec['steps'] != 1)}"
     )
 
@@ -161,7 +162,7 @@ def _identity(row: Row) -> dict[str, str]:
         "method": shorten(row.method, LONGEST_NAME),
         "batch": str(spec["batch_size"]),
         "seq": str(spec.get("seq_len") or MISSING),
-        **{name: str(spec[name]) for name in ("dtype", "optimizer")},
+        **{each.column: each.cell(spec) for each in (SETTINGS[name] for name in COMPARED)},
         **{name: str(value) for name, value in row.repeats.items()},
     }
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from dpscope.vocabulary.settings import SETTINGS
+
 # How a peak was measured -> what it is. One table shows peaks of one of them.
 PEAKS = {
     "tracker": "of one step after warm-up; its parts from one more step whose every storage was tracked",
@@ -24,6 +26,12 @@ def size_in_words(spec: dict[str, Any]) -> str:
     """`batch 8, sequence 1024`; images have no sequence."""
     length = spec.get("seq_len")
     return f"batch {spec['batch_size']}" + (f", sequence {length}" if length else "")
+
+
+def step_in_words(spec: dict[str, Any]) -> str:
+    """`bf16, adamw`, and later settings where they are not the usual."""
+    told = [SETTINGS["dtype"], SETTINGS["optimizer"], *(each for each in SETTINGS.values() if each.is_later)]
+    return ", ".join(each.told_of(spec) for each in told if each.name in spec)
 
 
 def shorten(text: str, length: int) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 from dpscope.errors import UserError
 from dpscope.results.payloads import PAYLOADS
 from dpscope.results.validation import find_mismatch
+from dpscope.vocabulary.settings import FLAGS, SETTINGS
 from dpscope.vocabulary.statuses import OK, STATUSES
 
 SCHEMA_VERSION = 1
@@ -138,11 +139,17 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e300
 
 
+_OF_TYPE: dict[type, Callable[[Any], bool]] = {
+    str: _is_text,
+    int: _is_count,
+    float: _is_number,
+    bool: lambda value: isinstance(value, bool),
+}
 # What the values of a spec are, in every file that has them.
 _SPEC: dict[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(("method", "dtype", "optimizer", "device", "instrument"), _is_text),
-    **dict.fromkeys(("batch_size", "warmup", "steps", "seed"), _is_count),
-    **dict.fromkeys(("learning_rate", "noise_multiplier", "max_grad_norm"), _is_number),
+    **{name: _OF_TYPE[type(SETTINGS[name].default)] for name in FLAGS},
+    **dict.fromkeys(("method", "instrument"), _is_text),
+    "batch_size": _is_count,
     "seq_len": lambda value: value is None or _is_count(value),
     "workload": lambda value: _is_dict(value) and _is_text(value.get("name")),
     "options": _is_dict,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from dpscope.runner.spec import RunSpec
-from dpscope.trainers.base import TrainerBase, TrainerSettings, load_trainer, require_batch_of
+from dpscope.trainers.base import TrainerBase, load_trainer, require_batch_of
 from dpscope.vocabulary.methods import resolve_method
 from dpscope.workloads.workload import Batch, build_workload
 
@@ -18,16 +18,7 @@ def make_trainer(spec: RunSpec) -> tuple[TrainerBase, Batch]:
     torch.manual_seed(spec.seed)
     with device:  # parameters are born where they are used: no copy of a large model on the host
         model = workload.model()
-    settings = TrainerSettings(
-        batch_size=spec.batch_size,
-        dtype=spec.dtype,
-        optimizer=spec.optimizer,
-        learning_rate=spec.learning_rate,
-        noise_multiplier=spec.noise_multiplier,
-        max_grad_norm=spec.max_grad_norm,
-        seed=spec.seed,
-    )
-    trainer = trainer_class(model, workload.loss, settings)
+    trainer = trainer_class(model, workload.loss, spec.settings)
     batch = workload.batch(spec.seed, device)  # last, so that what the model alone takes can be seen
     require_batch_of(batch, spec.batch_size)
     return trainer, batch

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dpscope.errors import UserError
-from dpscope.runner.spec import DEVICES
+from dpscope.vocabulary.settings import DEVICE_CHOICES, OneOf
 from dpscope.vocabulary.version import __version__
 
 LIBRARIES = ("opacus", "triton", "transformers", "peft")
@@ -68,9 +68,7 @@ def same_environment(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 def resolve_device(device: str) -> str:
     """`auto` to what is there; `cuda` only if it is."""
-    if device not in DEVICES:
-        raise UserError(f"unknown device {device!r}: choose one of {', '.join(DEVICES)}")
-    if device == "cpu":
+    if OneOf("device", DEVICE_CHOICES)(device) == "cpu":
         return device
     import torch
 

@@ -6,17 +6,14 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from dpscope import numbers
 from dpscope.errors import UserError
 from dpscope.vocabulary.methods import resolve_method
+from dpscope.vocabulary.settings import SETTINGS, OneOf, TrainerSettings
 from dpscope.workloads.configs import WorkloadConfig, config_from_dict, config_to_dict
-
-DTYPES = ("fp32", "tf32", "bf16")
-OPTIMIZER_NAMES = ("sgd", "adam", "adamw")
-DEVICES = ("auto", "cpu", "cuda")
 
 # Each instrument, and how it can be asked to look: option -> default.
 INSTRUMENTS: dict[str, dict[str, Any]] = {
@@ -45,16 +42,7 @@ INSTRUMENTS: dict[str, dict[str, Any]] = {
     },
 }
 
-# Each number of a spec, and of an instrument's options, with its check.
-_NUMBERS: dict[str, Callable[[object], int | float]] = {
-    "batch_size": numbers.BATCH_SIZE,
-    "warmup": numbers.WARMUP_STEPS,
-    "steps": numbers.STEPS,
-    "seed": numbers.SEED,
-    "learning_rate": numbers.LEARNING_RATE,
-    "noise_multiplier": numbers.NOISE_MULTIPLIER,
-    "max_grad_norm": numbers.MAX_GRAD_NORM,
-}
+# Each number among the options of instruments, with its check.
 _OPTION_NUMBERS: dict[str, Callable[[object], int | float]] = {
     "top": numbers.WholeNumber("--top", 1, 10**6),
     "budget": numbers.RealNumber("--budget, in seconds,", 1e-3, 1e7),
@@ -64,41 +52,44 @@ _OPTION_NUMBERS: dict[str, Callable[[object], int | float]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunSpec:
-    """Everything that decides what a measurement measures, and nothing else."""
+class RunSpec(TrainerSettings):
+    """Everything that decides what a measurement measures, and nothing else: beside the settings, these."""
 
     workload: WorkloadConfig
     method: str
-    batch_size: int
     seq_len: int | None = None
-    dtype: str = "fp32"
-    optimizer: str = "adamw"
-    learning_rate: float = 1e-4
-    noise_multiplier: float = 1.0
-    max_grad_norm: float = 1.0
-    warmup: int = 3
-    steps: int = 10
-    seed: int = 0
-    device: str = "cpu"
     instrument: str = "time"
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)  # of the instrument; defaults are left out
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "method", resolve_method(self.method).name)
-        for name, check in _NUMBERS.items():  # 1 and 1.0 and numpy's are one spec, one digest
-            object.__setattr__(self, name, check(getattr(self, name)))
         length = None if self.seq_len is None else numbers.SEQUENCE_LENGTH(self.seq_len)
-        object.__setattr__(self, "seq_len", self.workload.resolve_seq_len(length))
-        _one_of("dtype", self.dtype, DTYPES)
-        _one_of("optimizer", self.optimizer, OPTIMIZER_NAMES)
-        _one_of("device", self.device, ("cpu", "cuda"))
-        _one_of("instrument", self.instrument, tuple(INSTRUMENTS))
-        object.__setattr__(self, "options", _changed_options(self.instrument, self.options))
+        checked = {
+            "method": resolve_method(self.method).name,
+            **self.checked(),
+            "seq_len": self.workload.resolve_seq_len(length),
+            "instrument": OneOf("instrument", tuple(INSTRUMENTS))(self.instrument),
+            "options": _changed_options(self.instrument, self.options),
+        }
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
         if self.dtype == "tf32" and self.device == "cpu":
             raise UserError("dtype tf32 is a CUDA number format: use fp32 or bf16 on the CPU")
 
+    @property
+    def settings(self) -> TrainerSettings:
+        """What a trainer is told."""
+        return TrainerSettings(**{name: getattr(self, name) for name in SETTINGS})
+
     def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "workload": config_to_dict(self.workload), "options": dict(self.options)}
+        return {
+            "workload": config_to_dict(self.workload),
+            "method": self.method,
+            "batch_size": self.batch_size,
+            "seq_len": self.seq_len,
+            **self.written(),
+            "instrument": self.instrument,
+            "options": dict(self.options),
+        }
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> RunSpec:
@@ -120,7 +111,10 @@ class RunSpec:
     def label(self) -> str:
         """What a person calls this run: `ghost tiny bs4 seq128 fp32`."""
         length = "" if self.seq_len is None else f" seq{self.seq_len}"
-        return f"{self.method} {self.workload.name} bs{self.batch_size}{length} {self.dtype}"
+        later = (
+            SETTINGS[name].flag[2:] + ("" if value is True else f"={value}") for name, value in self.changed().items()
+        )
+        return " ".join([f"{self.method} {self.workload.name} bs{self.batch_size}{length} {self.dtype}", *later])
 
     @property
     def file_name(self) -> str:
@@ -149,8 +143,3 @@ def _option(name: str, value: Any, default: Any) -> Any:
     if not isinstance(value, wanted):
         raise UserError(f"option {name!r} must be a {wanted.__name__}, not {value!r}")
     return value
-
-
-def _one_of(what: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise UserError(f"unknown {what} {value!r}: choose one of {', '.join(allowed)}")

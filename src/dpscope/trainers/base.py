@@ -6,7 +6,6 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -18,6 +17,7 @@ from dpscope.flash.oracle import tensors_of
 from dpscope.results.schema import Note
 from dpscope.vocabulary.methods import Method
 from dpscope.vocabulary.phases import FORWARD, MODEL_LOADED, MODEL_WRAPPED, OPTIMIZER_CREATED, moment, phase
+from dpscope.vocabulary.settings import OPTIMIZERS, TrainerSettings
 from dpscope.workloads.workload import Batch
 
 if TYPE_CHECKING:
@@ -25,24 +25,7 @@ if TYPE_CHECKING:
 
 LossFunction = Callable[[nn.Module, Batch], Tensor]  # -> one loss per sample, (B,)
 
-OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
-    "sgd": torch.optim.SGD,
-    "adam": torch.optim.Adam,
-    "adamw": torch.optim.AdamW,
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainerSettings:
-    """How a step is made, whatever the method."""
-
-    batch_size: int  # expected samples in a step: what the noisy sum is divided by
-    dtype: str = "fp32"  # fp32, tf32, or bf16 (autocast)
-    optimizer: str = "adamw"
-    learning_rate: float = 1e-4
-    noise_multiplier: float = 1.0
-    max_grad_norm: float = 1.0
-    seed: int = 0
+AUTOCAST = {"bf16": torch.bfloat16}  # the other formats are those of the parameters
 
 
 class TrainerBase(ABC):
@@ -109,15 +92,14 @@ class TrainerBase(ABC):
         return torch.Generator(device=self.device).manual_seed(self.settings.seed)
 
     def _autocast(self) -> AbstractContextManager[object]:
-        if self.settings.dtype == "bf16":
-            return torch.autocast(self.device.type, dtype=torch.bfloat16)
-        return nullcontext()
+        dtype = AUTOCAST.get(self.settings.dtype)
+        return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype=dtype)
 
     def _plain_optimizer(self, model: nn.Module) -> Optimizer:
         parameters = [p for p in model.parameters() if p.requires_grad]
         # The fused CUDA implementations are what ordinary training would use: an honest denominator.
         options: dict[str, Any] = {"fused": True} if self.device.type == "cuda" else {}
-        make = OPTIMIZERS[self.settings.optimizer]
+        make: Callable[..., Optimizer] = getattr(torch.optim, OPTIMIZERS[self.settings.optimizer])
         return make(parameters, lr=self.settings.learning_rate, **options)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-DEVICES = ("cpu", "cuda")
+from dpscope.vocabulary.settings import DEVICES
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from dpscope.reports.tables import compare_results, group_by_size, seen_once, varying_columns
+from dpscope.reports.tables import compare_results, group_by_size, seen_once, varying_settings
 from dpscope.vocabulary.statuses import STATUSES
 
 
@@ -120,5 +120,5 @@ def test_rows_are_grouped_by_size_in_the_order_they_came(make_result):
 
 def test_only_what_varies_is_worth_a_column(make_result):
     rows = compare_results([make_result(dtype="fp32"), make_result(dtype="bf16")])
-    assert varying_columns(rows, ("dtype", "optimizer")) == ["dtype"]
-    assert varying_columns(rows[:1], ("dtype", "optimizer")) == []
+    assert [setting.name for setting in varying_settings(rows)] == ["dtype"]
+    assert varying_settings(rows[:1]) == []

@@ -6,14 +6,18 @@ import pytest
 
 from dpscope.plain_text import render_plain
 from dpscope.reports.page.headline import make_headline
-from dpscope.reports.settings import all_sizes
-from dpscope.reports.tables import compare_results
+from dpscope.reports.report import Report
 from dpscope.reports.text import summary
 from dpscope.runner.resume import still_valid
 from dpscope.vocabulary.statuses import OK, STATUS_TABLE, Status, status_named
 from tests.conftest import ENVIRONMENT
 
 UNKNOWN = "preempted"
+
+
+def headline_of(report):
+    (size,), (story,) = report.sizes, report.stories
+    return make_headline(size, story)
 
 
 @pytest.mark.parametrize("status", [*STATUS_TABLE[1:], status_named(UNKNOWN)], ids=lambda status: status.name)
@@ -23,19 +27,18 @@ def test_summary_and_headline_say_what_became_of_a_method(make_result, status):
         make_result(method="flat", status=status.name),
         make_result(method="ghost"),
     ]
-    (size,) = all_sizes(compare_results(results))
-    headline = make_headline(size)
+    report = Report.of(results)
+    headline = headline_of(report)
     assert [card.outcome for card in headline.cards] == ["", status.outcome, ""]
     assert f"flat {status.outcome} here." in headline.sentences
-    text = " ".join(render_plain(summary(results, [])).split())
+    text = " ".join(render_plain(summary(report)).split())
     assert f"flat {status.outcome} here." in text
     assert f"{status.name}: flat at batch 2" in text
 
 
 def test_several_methods_that_ended_alike_share_a_sentence(make_result):
     results = [make_result(method=method, status="skipped") for method in ("flat", "ghost")]
-    (size,) = all_sizes(compare_results([make_result(), *results]))
-    assert "flat and ghost were not run here." in make_headline(size).sentences
+    assert "flat and ghost were not run here." in headline_of(Report.of([make_result(), *results])).sentences
 
 
 def test_a_status_that_is_not_known_is_measured_again(make_result, make_spec):

@@ -9,6 +9,7 @@ from dpscope.reports.against.data import Against, Pair
 from dpscope.reports.export import IDENTITY, frame_to_csv
 from dpscope.reports.output import text_output
 from dpscope.reports.tables import Row
+from dpscope.vocabulary.settings import COMPARED, SETTINGS
 
 TIMES = (TIME.key, RATIOS[TIME.key].key)  # figures that have a spread, and can be doubtful
 
@@ -31,8 +32,8 @@ def to_records(against: Against) -> list[dict[str, Any]]:
 
 def _identity(row: Row) -> dict[str, Any]:
     spec = row.first.spec
-    names = (*IDENTITY, "optimizer", "noise_multiplier", "max_grad_norm")
-    return {"model": spec["workload"]["name"], "method": row.method, **{name: spec.get(name) for name in names}}
+    told = {name: spec.get(name) for name in IDENTITY} | {name: SETTINGS[name].of(spec) for name in COMPARED}
+    return {"model": spec["workload"]["name"], "method": row.method, **told}
 
 
 def _statuses(before: str | None = None, now: str | None = None) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from dpscope.reports.against.pairing import Difference, list_differences, pair_r
 from dpscope.reports.report import Report
 from dpscope.reports.tables import Row
 from dpscope.reports.traffic.data import Traffic, compare_traffic
-from dpscope.reports.words import size_in_words
+from dpscope.reports.words import size_in_words, step_in_words
 from dpscope.results.store import Skipped
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def list_rows(rows: Sequence[Row], most: int = 6) -> str:
     groups: dict[str, list[str]] = {}
     for row in rows:
         spec = row.first.spec
-        where = f"{spec['workload']['name']} at {size_in_words(spec)}, {spec['dtype']}, {spec['optimizer']}"
+        where = f"{spec['workload']['name']} at {size_in_words(spec)}, {step_in_words(spec)}"
         groups.setdefault(where, []).append(row.method)
     named = [f"{', '.join(methods)} on {where}" for where, methods in groups.items()]
     more = [f"and {len(named) - most} more sizes"] if len(named) > most else []

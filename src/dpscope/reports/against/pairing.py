@@ -9,15 +9,10 @@ from typing import Any
 
 from dpscope.reports.tables import Row, comparison_key
 from dpscope.units import MISSING, format_bytes
+from dpscope.vocabulary.settings import EVERYWHERE, SETTINGS
 
 # Two rows may differ in these and are compared all the same: they say how long and where was measured, not what.
-MAY_DIFFER = {
-    "device": "device",
-    "learning_rate": "learning rate",
-    "warmup": "warm-up steps",
-    "steps": "timed steps",
-    "seed": "seed",
-}
+MAY_DIFFER = {name: each.label for name, each in SETTINGS.items() if each.identity != EVERYWHERE}
 # One's own workload is its name here: what its file says is what people change between two sweeps.
 OF_WORKLOAD = {"file": "workload's file", "sha256": "workload's text"}
 

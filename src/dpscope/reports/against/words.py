@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dpscope.reports.against.changes import RATIOS, TIME, UNDECIDED, Change, Figure
 from dpscope.reports.against.data import Against, Pair
 from dpscope.reports.doubt import ADVICE, EXPLAINED
-from dpscope.reports.tables import STANDARD, Row, varying_columns
+from dpscope.reports.tables import STANDARD, Row, varying_settings
 from dpscope.reports.words import size_in_words
 from dpscope.units import MISSING
 
@@ -47,7 +47,7 @@ def name_of(pair: Pair, against: Against) -> str:
 
 def row_name(row: Row, among: Sequence[Row]) -> str:
     spec = row.first.spec
-    extra = [str(spec[name]) for name in varying_columns(among, ("dtype", "optimizer"))]
+    extra = [setting.told_of(spec) for setting in varying_settings(among)]
     models = {other.first.spec["workload"]["name"] for other in among}
     model = f" on {spec['workload']['name']}" if len(models) > 1 else ""
     return f"{row.method}{model} at {', '.join([size_in_words(spec), *extra])}"

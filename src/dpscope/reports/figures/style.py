@@ -14,7 +14,7 @@ from dpscope.errors import UserError
 from dpscope.reports.memory.data import is_private_only, label_of
 from dpscope.reports.palette import colour_of
 from dpscope.reports.tables import Row
-from dpscope.reports.words import size_in_words
+from dpscope.reports.words import size_in_words, step_in_words
 from dpscope.units import GIB, MIB
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def describe(rows: Sequence[Row]) -> str:
     """What a figure was measured on."""
     spec, environment = rows[0].first.spec, rows[0].first.environment
     where = environment.get("gpu") or environment.get("cpu")
-    size = f"{spec['workload']['name']}, {size_in_words(spec)}, {spec['dtype']}, {spec['optimizer']}"
+    size = f"{spec['workload']['name']}, {size_in_words(spec)}, {step_in_words(spec)}"
     return size + (f"; {where}" if where else "")
 
 

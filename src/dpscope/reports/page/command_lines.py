@@ -9,13 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
-Spec = Mapping[str, Any]
+from dpscope.vocabulary.settings import FLAGS
 
-# Settings of a step that have a flag of their name; the workload, the method, sizes and instruments are lists.
-SETTINGS = (
-    *("dtype", "optimizer", "learning_rate", "noise_multiplier", "max_grad_norm"),
-    *("warmup", "steps", "seed", "device"),
-)
+Spec = Mapping[str, Any]
 
 # Kind of workload -> the names that --model knows.
 MODELS = {
@@ -90,7 +86,7 @@ def _line(spec: Spec, methods: Sequence[str], batches: Sequence[int], lengths: S
         *_subcommand(spec),
         *(workload_flags(spec["workload"]) or ()),
         *flags({name: ",".join(map(str, values)) for name, values in lists.items() if values}),
-        *flags({name: spec[name] for name in SETTINGS if name in spec}),
+        *flags({name: spec[name] for name in FLAGS if name in spec}),
         *("--out", ".", "--resume"),
     ]
     return " ".join([*_import_path(spec["workload"]), "dpscope", *map(_quote, words)])

@@ -11,6 +11,7 @@ from dpscope.reports.settings import Setting
 from dpscope.reports.text import workload_sizes
 from dpscope.results.schema import Result
 from dpscope.units import GIB
+from dpscope.vocabulary.settings import SETTINGS
 
 # What is shown of an environment, and what two of them can differ in.
 SHOWN = {
@@ -67,18 +68,16 @@ def _setting(setting: Setting) -> Facts:
     spec = setting.rows[0].first.spec
     batches = dict.fromkeys(row.first.spec["batch_size"] for row in setting.rows)
     lengths = dict.fromkeys(row.first.spec.get("seq_len") for row in setting.rows)
-    rate = f", learning rate {spec['learning_rate']:g}" if "learning_rate" in spec else ""
     facts = {
         "Model": str(spec["workload"]["name"]),
         "Its size": ", ".join(workload_sizes(spec["workload"])),
         "Batch sizes": ", ".join(map(str, batches)),
         "Sequence lengths": ", ".join(str(length) for length in lengths if length),
-        "Number format": str(spec["dtype"]),
-        "Optimizer": f"{spec['optimizer']}{rate}",
-        "Noise multiplier": f"{spec['noise_multiplier']:g}",
-        "Clipping norm": f"{spec['max_grad_norm']:g}",
+        **{each.heading: each.cell(spec) for each in SETTINGS.values() if each.heading and each.name in spec},
         "Steps": ", ".join(dict.fromkeys(_steps(row.looked_at) for row in setting.rows)),
     }
+    if "learning_rate" in spec:
+        facts[SETTINGS["optimizer"].heading] += f", learning rate {spec['learning_rate']:g}"
     return {name: text for name, text in facts.items() if text}
 
 

@@ -10,12 +10,12 @@ from dpscope.reports.doubt import marked
 from dpscope.reports.export import to_records
 from dpscope.reports.page.looks import looks_of
 from dpscope.reports.report import Report
-from dpscope.reports.settings import UNLABELLED
 from dpscope.reports.story import estimated
-from dpscope.reports.tables import RATES, REPEATS, Rate, Row, varying_columns
+from dpscope.reports.tables import RATES, Rate, Row, varying_settings
 from dpscope.reports.traffic.data import Traffic, compare_traffic
 from dpscope.reports.words import size_in_words
 from dpscope.units import MISSING, format_bytes, format_ms, format_ratio, format_throughput, format_traffic
+from dpscope.vocabulary.settings import REPEATS, SETTINGS, SettingField
 
 NO_STANDARD = "standard has no such figure at this size"
 
@@ -53,8 +53,8 @@ def make_table(report: Report) -> RowsTable:
     ordered = [row for size in report.sizes for row in size.rows]
     traffics = {id(traffic.row): traffic for traffic in compare_traffic(ordered)}
     settings = [
-        *varying_columns(ordered, ("dtype", "optimizer", "noise_multiplier", "max_grad_norm")),
-        *(REPEATS if any(row.step_counts for row in ordered) else ()),
+        *varying_settings(ordered),
+        *(SETTINGS[name] for name in REPEATS if any(row.step_counts for row in ordered)),
     ]
     models = len({row.first.spec["workload"]["name"] for row in ordered}) > 1
     sequences = any(row.first.spec.get("seq_len") for row in ordered)
@@ -67,7 +67,7 @@ def make_table(report: Report) -> RowsTable:
             "batch": _count(row.first.spec["batch_size"]),
             **({"sequence": _count(row.first.spec.get("seq_len"))} if sequences else {}),
             **({"model": _text(row.first.spec["workload"]["name"])} if models else {}),
-            **{name.replace("_", " "): _setting(name, {**row.first.spec, **row.repeats}[name]) for name in settings},
+            **{each.column: _setting(each, {**row.first.spec, **row.repeats}) for each in settings},
             **_absolutes(row, traffics, rates),
             "status": TableCell(row.result.status, row.result.status, number=False),
         }
@@ -98,8 +98,9 @@ def _count(value: int | None) -> TableCell:
     return TableCell(MISSING, "") if value is None else TableCell(str(value), value)
 
 
-def _setting(name: str, value: Any) -> TableCell:
-    return _text(value) if name in UNLABELLED else TableCell(f"{value:g}", value)
+def _setting(setting: SettingField, spec: Mapping[str, Any]) -> TableCell:
+    value = setting.of(spec)
+    return _text(setting.cell(spec)) if isinstance(value, str | bool) else TableCell(setting.cell(spec), value)
 
 
 def _ratios(row: Row, traffics: Mapping[int, Traffic]) -> dict[str, TableCell]:

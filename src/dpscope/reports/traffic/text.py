@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dpscope.reports.doubt import marked
-from dpscope.reports.tables import STANDARD, Row, varying_columns
+from dpscope.reports.tables import STANDARD, Row, varying_settings
 from dpscope.reports.traffic.data import (
     APPROXIMATELY,
     ESTIMATE,
@@ -25,6 +25,7 @@ from dpscope.reports.traffic.kernels_text import kernels_part
 from dpscope.reports.words import size_in_words
 from dpscope.units import MISSING, format_ms, format_rate, format_ratio, format_traffic
 from dpscope.vocabulary.families import FAMILY_LABELS
+from dpscope.vocabulary.settings import SettingField
 
 MOST = 0.8  # a verdict names families until they make up this share of the extra
 
@@ -110,14 +111,14 @@ def _name_columns(traffics: Sequence[Traffic]) -> dict[str, Cell]:
     if len({row.first.spec["workload"]["name"] for row in rows}) > 1:
         columns["model"] = lambda t: t.row.first.spec["workload"]["name"]
     columns["method"] = lambda t: t.row.method
-    columns["batch"] = _setting("batch_size")
+    columns["batch"] = lambda t: str(t.row.first.spec["batch_size"])
     if any(row.first.spec.get("seq_len") for row in rows):
-        columns["seq"] = _setting("seq_len")
-    return columns | {name: _setting(name) for name in varying_columns(rows, ("dtype", "optimizer"))}
+        columns["seq"] = lambda t: str(t.row.first.spec.get("seq_len") or MISSING)
+    return columns | {each.column: _setting(each) for each in varying_settings(rows)}
 
 
-def _setting(name: str) -> Cell:
-    return lambda t: str(t.row.first.spec.get(name) or MISSING)
+def _setting(setting: SettingField) -> Cell:
+    return lambda t: setting.cell(t.row.first.spec)
 
 
 def _dram_columns(traffics: Sequence[Traffic]) -> dict[str, Cell]:

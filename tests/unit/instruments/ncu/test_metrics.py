@@ -15,7 +15,7 @@ from dpscope.instruments.ncu.metrics import (
     summarise,
 )
 from dpscope.instruments.ncu.reading import read_report
-from dpscope.runner.spec import DTYPES
+from dpscope.vocabulary.settings import DTYPES
 
 
 @pytest.fixture(scope="module")

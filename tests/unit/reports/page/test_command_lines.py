@@ -16,12 +16,13 @@ from click.testing import CliRunner
 
 from dpscope.cli import main
 from dpscope.comparison import Comparison
-from dpscope.reports.page.command_lines import HUGGING_FACE_SIZES, MODELS, SETTINGS, command_lines, products
+from dpscope.reports.page.command_lines import HUGGING_FACE_SIZES, MODELS, command_lines, products
 from dpscope.reports.page.missing import GPU_ONLY, SHOWS, find_missing
 from dpscope.reports.report import Report
 from dpscope.reports.sharing import with_paths_from
 from dpscope.results.schema import result_for
 from dpscope.runner.spec import INSTRUMENTS, RunSpec
+from dpscope.vocabulary.settings import FLAGS
 from dpscope.vocabulary.statuses import FAILED, OOM, SKIPPED
 from dpscope.workloads.configs import (
     PRESETS,
@@ -62,7 +63,7 @@ def plan(monkeypatch, tmp_path):
         __import__(f"dpscope.commands.{name}")
         keep = lambda _, specs, **options: planned.extend(specs) or sys.exit(0)  # noqa: E731
         monkeypatch.setattr(f"dpscope.commands.{name}.follow_sweep", keep)
-    monkeypatch.setattr("dpscope.commands.sweeping.resolve_device", str)  # a GPU's page may be read without one
+    monkeypatch.setattr("dpscope.runner.planning.resolve_device", str)  # a GPU's page may be read without one
     monkeypatch.setattr("dpscope.runner.measurements.nsys.require_nsys", lambda spec: None)
     monkeypatch.chdir(tmp_path)
 
@@ -310,7 +311,7 @@ def test_the_page_knows_the_models_settings_and_sizes_of_the_command_line():
             unsized = set(preset.settings) - set(HUGGING_FACE_SIZES)
             assert unsized <= {"tie_word_embeddings"}, preset.name
     listed = {"workload", "method", "batch_size", "seq_len", "instrument", "options"}
-    assert set(specs_of()[0].to_dict()) == {*SETTINGS, *listed}
+    assert set(specs_of()[0].to_dict()) == {*FLAGS, *listed}
     assert set(SHOWS) == set(INSTRUMENTS)
 
 

@@ -1,0 +1,188 @@
+"""The settings of a row: a field each, with all that commands, result files and reports say of it.
+
+A new setting is a field of `TrainerSettings`, and the code that heeds it. From the field come its flag in every
+measuring command, its argument of `dpscope.compare`, its check, its key in result files, its columns and words in
+reports, and its place in the commands under "Not measured".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import Field, dataclass, field, fields, replace
+from typing import Any
+
+from dpscope import numbers
+from dpscope.errors import UserError
+
+DTYPES = ("fp32", "tf32", "bf16")
+OPTIMIZERS = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW"}  # name -> class in torch.optim
+DEVICES = ("cpu", "cuda")
+DEVICE_CHOICES = ("auto", *DEVICES)  # auto: the one that is there
+
+# What every result file holds. A later setting is written, and counts in a row's digest, only where it differs from its
+# default: rows measured before it existed keep their digest, and `--resume` keeps them.
+FIRST_SETTINGS = (
+    *("batch_size", "dtype", "optimizer", "learning_rate", "noise_multiplier", "max_grad_norm"),
+    *("warmup", "steps", "seed", "device"),
+)
+
+# Where another value makes another row: always, only within one sweep (`report --against` pairs such rows), or never.
+EVERYWHERE, WITHIN_A_SWEEP, NOWHERE = "everywhere", "within a sweep", "nowhere"
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """A check for words."""
+
+    what: str
+    allowed: tuple[str, ...]
+
+    def __call__(self, value: object) -> str:
+        if not isinstance(value, str) or value not in self.allowed:
+            raise UserError(f"unknown {self.what} {value!r}: choose one of {', '.join(self.allowed)}")
+        return value
+
+
+@dataclass(frozen=True)
+class Switch:
+    """A check for what is on or off. A switch is off by default: its flag turns it on."""
+
+    what: str
+
+    def __call__(self, value: object) -> bool:
+        if not isinstance(value, bool):
+            raise UserError(f"{self.what} must be True or False, not {value!r}")
+        return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class SettingField:
+    """What is known of a setting beside its value. `name` and `default` are those of its field."""
+
+    check: Callable[[Any], Any]  # returns the value in its plain type, or raises `UserError`
+    help: str = ""  # of its flag; a setting without has none
+    flag_default: Any = None  # where it is not the field's
+    label: str = ""  # what people call it [default: its name]
+    words: str = ""  # how a sentence tells its value [default: label and value]
+    heading: str = ""  # in the page's table of settings; a setting without is not in it
+    identity: str = EVERYWHERE
+    name: str = ""
+    default: Any = None
+
+    @property
+    def flag(self) -> str:
+        return f"--{self.name.replace('_', '-')}"
+
+    @property
+    def column(self) -> str:
+        return self.name.replace("_", " ")
+
+    @property
+    def is_later(self) -> bool:
+        return self.name not in FIRST_SETTINGS
+
+    @property
+    def speaks_for_itself(self) -> bool:
+        """`bf16`, not `dtype bf16`."""
+        return self.words == "{}"
+
+    def of(self, spec: Mapping[str, Any]) -> Any:
+        """Its value in a result's spec."""
+        return spec.get(self.name, self.default)
+
+    def cell(self, spec: Mapping[str, Any]) -> str:
+        """That value in a table."""
+        value = self.of(spec)
+        if isinstance(value, bool):
+            return "yes" if value else "no"
+        return f"{value:g}" if isinstance(value, float) else str(value)
+
+    def in_words(self, value: Any) -> str:
+        """`noise multiplier 0.5`, `bf16`, `3 warm-up`."""
+        if isinstance(value, bool):
+            return self.label if value else f"no {self.label}"
+        return self.words.format(value)
+
+    def told_of(self, spec: Mapping[str, Any]) -> str:
+        """The same of a spec, with numbers as short as they can be."""
+        value = self.of(spec)
+        return self.in_words(f"{value:g}" if isinstance(value, float) else value)
+
+
+def setting(default: Any, check: Callable[[Any], Any], **more: Any) -> Any:
+    """A field of `TrainerSettings`; `more`: of `SettingField`."""
+    return field(default=default, metadata={"setting": SettingField(check=check, **more)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerSettings:
+    """How a step is made and how often it is taken, whatever the method."""
+
+    # expected samples in a step: what the noisy sum is divided by
+    batch_size: int = field(metadata={"setting": SettingField(check=numbers.BATCH_SIZE)})
+    dtype: str = setting(
+        "fp32",
+        OneOf("dtype", DTYPES),
+        help=f"{'|'.join(DTYPES)} (bf16: autocast).",
+        words="{}",
+        heading="Number format",
+    )
+    optimizer: str = setting(
+        "adamw",
+        OneOf("optimizer", tuple(OPTIMIZERS)),
+        help=f"{'|'.join(OPTIMIZERS)}.",
+        words="{}",
+        heading="Optimizer",
+    )
+    learning_rate: float = setting(1e-4, numbers.LEARNING_RATE, help="Step size.", identity=WITHIN_A_SWEEP)
+    noise_multiplier: float = setting(
+        1.0, numbers.NOISE_MULTIPLIER, help="Noise per clip norm.", heading="Noise multiplier"
+    )
+    max_grad_norm: float = setting(1.0, numbers.MAX_GRAD_NORM, help="Clip norm.", heading="Clipping norm")
+    warmup: int = setting(
+        3,
+        numbers.WARMUP_STEPS,
+        help="Steps before the timed ones.",
+        words="{} warm-up",
+        label="warm-up steps",
+        identity=NOWHERE,
+    )
+    steps: int = setting(
+        10, numbers.STEPS, help="Timed steps.", words="{} timed steps", label="timed steps", identity=NOWHERE
+    )
+    seed: int = setting(0, numbers.SEED, help="Of weights, data and noise.", identity=WITHIN_A_SWEEP)
+    device: str = setting(
+        "cpu",
+        OneOf("device", DEVICES),
+        help=f"{'|'.join(DEVICE_CHOICES)}.",
+        flag_default="auto",
+        words="{}",
+        identity=WITHIN_A_SWEEP,
+    )
+
+    def checked(self) -> dict[str, Any]:
+        """Every setting as its check returns it: 1, 1.0 and numpy's are one value, one digest."""
+        return {name: each.check(getattr(self, name)) for name, each in SETTINGS.items()}
+
+    def written(self) -> dict[str, Any]:
+        """What result files hold of the settings, and digests are made of."""
+        return {name: getattr(self, name) for name in FIRST_SETTINGS} | self.changed()
+
+    def changed(self) -> dict[str, Any]:
+        """The later settings that differ from their defaults."""
+        later = {name: getattr(self, name) for name in LATER_DEFAULTS}
+        return {name: value for name, value in later.items() if value != LATER_DEFAULTS[name]}
+
+
+def _described(each: Field[Any]) -> SettingField:
+    about: SettingField = each.metadata["setting"]
+    label = about.label or each.name.replace("_", " ")
+    words = about.words or f"{label} {{}}"
+    return replace(about, name=each.name, default=each.default, label=label, words=words)
+
+
+SETTINGS = {each.name: _described(each) for each in fields(TrainerSettings)}
+FLAGS = tuple(name for name, each in SETTINGS.items() if each.help)
+LATER_DEFAULTS = {name: each.default for name, each in SETTINGS.items() if each.is_later}
+COMPARED = tuple(name for name in FLAGS if SETTINGS[name].identity == EVERYWHERE)  # what tables show where it varies
+REPEATS = tuple(name for name in FLAGS if SETTINGS[name].identity == NOWHERE)
