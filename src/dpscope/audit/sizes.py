@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from dpscope.audit.loop import Batch, CouldNotStep, RunningLoop
 from dpscope.audit.samples import Samples
+from dpscope.instruments.module_hooks import module_hooks
 
 MOST = 5  # sizes
 SAMPLES = 96  # in all of them together: what a check can afford
@@ -44,19 +45,12 @@ def _lengths_met(loop: RunningLoop, batch: Batch) -> list[int]:
     """Of all that goes through the model's modules."""
     shapes: list[torch.Size] = []
 
-    def look(module: nn.Module, args: Any, output: Any) -> None:
+    def note(name: str, module: nn.Module, args: Any, output: Any) -> None:
         shapes.extend(leaf.shape for leaf in pytree.tree_leaves((args, output)) if isinstance(leaf, Tensor))
 
-    hooks = [module.register_forward_hook(look) for module in loop.loop.model.modules()]
     try:
-        loop.step(batch)
+        with module_hooks(loop.loop.model, after=note):
+            loop.step(batch)
     except CouldNotStep:
         return []
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return sorted(_beyond_the_first(shapes))
-
-
-def _beyond_the_first(shapes: Iterable[torch.Size]) -> set[int]:
-    return {length for shape in shapes for length in shape[1:]}
+    return sorted({length for shape in shapes for length in shape[1:]})

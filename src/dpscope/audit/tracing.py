@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from dpscope.audit.loop import Batch, CouldNotStep, RunningLoop
+from dpscope.instruments.module_hooks import module_hooks
 from dpscope.sentences import name_module
 
 MOVED = 1e-4  # relative
@@ -59,26 +60,17 @@ def _recording(model: nn.Module) -> Iterator[Trace]:
     def keep_gradient(label: str) -> Any:
         return lambda gradient: trace.gradients.append((label, gradient.detach().clone()))
 
-    def keep(name: str) -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            label = name_module(name, module)
-            for leaf in pytree.tree_leaves(args):
-                if _is_plain(leaf):
-                    trace.values.append((f"before {label}", leaf.detach().clone()))
-            for leaf in pytree.tree_leaves(output):
-                if _is_plain(leaf):
-                    trace.values.append((f"in {label}", leaf.detach().clone()))
-                    if leaf.requires_grad:
-                        leaf.register_hook(keep_gradient(label))
+    def keep(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        label = name_module(name, module)
+        inputs, outputs = (filter(_is_plain, pytree.tree_leaves(value)) for value in (args, output))
+        trace.values.extend((f"before {label}", leaf.detach().clone()) for leaf in inputs)
+        for leaf in outputs:
+            trace.values.append((f"in {label}", leaf.detach().clone()))
+            if leaf.requires_grad:
+                leaf.register_hook(keep_gradient(label))
 
-        return hook
-
-    hooks = [module.register_forward_hook(keep(name)) for name, module in model.named_modules()]
-    try:
+    with module_hooks(model, after=keep):
         yield trace
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _is_plain(leaf: object) -> bool:

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from dpscope.exactness.reference import VANISHING, Reference
 from dpscope.exactness.subject import SAME, Subject, relative
 from dpscope.flash.oracle import cast_batch, sample_of
+from dpscope.instruments.module_hooks import module_hooks
 from dpscope.sentences import name_module
 
 Outputs = list[tuple[str, list[Tensor]]]  # (module, tensors in its output), in the order modules finished
@@ -68,19 +69,12 @@ def _run(subject: Subject, batch: Any) -> tuple[Tensor, Outputs]:
 def _recording(model: nn.Module) -> Iterator[Outputs]:
     outputs: Outputs = []
 
-    def keep(name: str) -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            tensors = [leaf.detach().clone() for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
-            outputs.append((name_module(name, module), tensors))
+    def keep(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        tensors = [leaf.detach().clone() for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+        outputs.append((name_module(name, module), tensors))
 
-        return hook
-
-    hooks = [module.register_forward_hook(keep(name)) for name, module in model.named_modules()]
-    try:
+    with module_hooks(model, after=keep):
         yield outputs
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _first_difference(whole: Outputs, single: Outputs, index: int, batch_size: int) -> str | None:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dpscope.instruments.operators import Moved, distinct, extent, family_of, flops_of, moved_by
+from dpscope.instruments.families import operator_family
+from dpscope.instruments.operators import Moved, distinct, extent, flops_of, moved_by, operator_name
+from dpscope.instruments.sums import Sums
 from dpscope.vocabulary import launches, phases
 
 BLIND_SPOTS = (
@@ -32,29 +34,13 @@ ON_A_CPU = (
 )
 
 
-@dataclass
-class _Tally:
-    """What one operator did in one phase, over all its calls."""
-
-    calls: int = 0
-    read: int = 0
-    written: int = 0
-    flops: int = 0
-
-    def add(self, moved: Moved, flops: int) -> None:
-        self.calls += 1
-        self.read += moved.read
-        self.written += moved.written
-        self.flops += flops
-
-
 class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Adds up operators by (name, family, phase). Autograd takes the mode along into its own threads."""
 
     def __init__(self, device: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = device
-        self.tallies: dict[tuple[str, str, str | None], _Tally] = {}
+        self.sums = Sums("calls", "dram_read_bytes", "dram_write_bytes", "flops")
         self._phases: list[str] = []
 
     @property
@@ -76,8 +62,9 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **kwargs)
         moved = moved_by(func, args, kwargs, out, self.device)
         if any(moved):
-            name = func._schema.name
-            self._add(name, family_of(func, args, self.phase), moved, flops_of(func, args, kwargs, out))
+            shapes = [argument.shape for argument in args if isinstance(argument, Tensor)]
+            family = operator_family(operator_name(func), shapes, self.phase)
+            self._add(func._schema.name, family, moved, flops_of(func, args, kwargs, out))
         return out
 
     def hear(self, launch: launches.Launch) -> None:
@@ -85,7 +72,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._add(launch.name, launch.family, Moved(*sizes), launch.flops)
 
     def _add(self, name: str, family: str, moved: Moved, flops: int) -> None:
-        self.tallies.setdefault((name, family, self.phase), _Tally()).add(moved, flops)
+        self.sums.add((name, family, self.phase), 1, moved.read, moved.written, flops)
 
 
 def estimate_traffic(step: Callable[[], object], *, device: str) -> dict[str, Any]:
@@ -96,20 +83,8 @@ def estimate_traffic(step: Callable[[], object], *, device: str) -> dict[str, An
     counter = _Counter(device)
     with phases.listening(counter.enter_phase), launches.hearing(counter.hear), counter:
         step()
-    rows: list[dict[str, Any]] = [
-        {
-            "name": name,
-            "family": family,
-            "phase": phase,
-            "calls": tally.calls,
-            "dram_read_bytes": tally.read,
-            "dram_write_bytes": tally.written,
-            "l2_to_sm_bytes": None,
-            "flops": tally.flops,
-            "time_ns": None,
-        }
-        for (name, family, phase), tally in counter.tallies.items()
-    ]
+    rows = counter.sums.rows("calls", "name", "family", "phase")
+    rows = [{**row, "l2_to_sm_bytes": None, "time_ns": None} for row in rows]
     rows.sort(key=lambda row: -(row["dram_read_bytes"] + row["dram_write_bytes"]))
     calls = sum(row["calls"] for row in rows)
     return {

@@ -14,8 +14,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from dpscope.vocabulary import families, phases
-
 Named = dict[str, list[Tensor]]  # tensors on the device, by the argument that holds them
 
 
@@ -110,7 +108,7 @@ def distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
 def moved_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, device: str) -> Moved:
     """Bytes of `device`'s memory that one call of an operator reads and writes."""
     schema = func._schema
-    name = short_name(func)
+    name = operator_name(func)
     if name in FREE or schema.name.startswith("prim::"):
         return Moved(0, 0)
     values = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)} | kwargs
@@ -141,7 +139,7 @@ def _tensors_on(device: str, value: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.device.type == device]
 
 
-def short_name(func: Any) -> str:
+def operator_name(func: Any) -> str:
     """`mm` of aten::mm.default."""
     return str(func._schema.name.partition("::")[2])
 
@@ -159,61 +157,7 @@ _FORMULA_OF = {
 
 def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
     """Floating-point operations of matrix products, convolutions and attention (a multiply-add is two); others 0."""
-    formula = flop_registry.get(_FORMULA_OF.get(short_name(func), func._overloadpacket))
-    if formula is None and short_name(func) == "addmm_":
+    formula = flop_registry.get(_FORMULA_OF.get(operator_name(func), func._overloadpacket))
+    if formula is None and operator_name(func) == "addmm_":
         formula = flop_registry[torch.ops.aten.addmm]
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
-
-
-# -- families ----------------------------------------------------------------------------------------------------------
-
-_NAMES = {
-    families.GEMM: "mm addmm addmm_ bmm baddbmm baddbmm_ _scaled_mm linear convolution _convolution "
-    "convolution_backward cudnn_convolution mkldnn_convolution",
-    families.NORMALISATION: "native_layer_norm native_layer_norm_backward native_group_norm native_group_norm_backward "
-    "native_batch_norm native_batch_norm_backward cudnn_batch_norm cudnn_batch_norm_backward _fused_rms_norm "
-    "_fused_rms_norm_backward _native_batch_norm_legit _batch_norm_with_update batch_norm_backward",
-    families.EMBEDDING: "embedding embedding_dense_backward embedding_renorm_ _embedding_bag index index_select gather "
-    "index_put_ _index_put_impl_ index_add index_add_ index_copy_ scatter scatter_ scatter_add scatter_add_",
-    families.REDUCTION: "sum mean norm linalg_vector_norm _foreach_norm amax amin max min prod var var_mean std any "
-    "all argmax argmin logsumexp cumsum sort topk dot mv addmv count_nonzero _softmax _log_softmax "
-    "_softmax_backward_data _log_softmax_backward_data nll_loss_forward nll_loss_backward nll_loss2d_forward "
-    "nll_loss2d_backward",
-    families.COPY: "copy_ clone _to_copy cat stack fill_ zero_ zeros ones full zeros_like ones_like full_like "
-    "new_zeros new_ones new_full arange constant_pad_nd repeat roll "
-    "im2col col2im _foreach_copy_ _foreach_zero_ _local_scalar_dense",
-    families.NOISE: "normal normal_ randn randn_like",
-    families.OPTIMIZER: " ".join(UNWRITTEN),
-}
-_FAMILY_OF = {name: family for family, names in _NAMES.items() for name in names.split()}
-
-# Work that could serve anything is named after the phase it serves.
-_OF_PHASE = {
-    phases.CLIP: families.CLIPPING,
-    phases.NOISE: families.NOISE,
-    phases.OPTIMIZER: families.OPTIMIZER,
-}
-_GENERIC = {families.ELEMENTWISE, families.REDUCTION, families.COPY}
-
-
-def family_of(func: Any, args: tuple[Any, ...], phase: str | None) -> str:
-    """The family of vocabulary/families.py an operator belongs to, in the phase it ran in."""
-    name = short_name(func)
-    if "attention" in name:
-        return families.ATTENTION
-    family = _FAMILY_OF.get(name, families.ELEMENTWISE)
-    if family == families.GEMM:
-        family = _family_of_product(args)
-    return _OF_PHASE.get(phase or "", family) if family in _GENERIC else family
-
-
-def _family_of_product(args: tuple[Any, ...]) -> str:
-    """A product with a single row or column is a weighted sum: flat clipping sums per-sample gradients that way."""
-    matrices = [a for a in args if isinstance(a, Tensor)][-2:]
-    if len(matrices) == 2 and {m.dim() for m in matrices} in ({2}, {3}):
-        (rows, inner), columns = matrices[0].shape[-2:], matrices[1].shape[-1]
-        if inner == 1:
-            return families.ELEMENTWISE
-        if rows == 1 or columns == 1:
-            return families.REDUCTION
-    return families.GEMM

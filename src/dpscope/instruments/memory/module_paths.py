@@ -8,27 +8,26 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
+from dpscope.instruments.module_hooks import module_hooks
+
 
 class ModulePaths:
     def __init__(self, model: nn.Module) -> None:
-        self._paths = {module: path for path, module in model.named_modules()}
+        self._model = model
         self._running: list[str] = []  # the forwards that are running, outermost first
         self._numbers: list[int] = []  # autograd's number, and
         self._modules: list[str] = []  # the module whose forward runs from there on
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        with ExitStack() as hooks:
-            for module in self._paths:
-                hooks.callback(module.register_forward_pre_hook(self._enter).remove)
-                # Called also when the forward is left by an exception, as checkpointing does on purpose.
-                hooks.callback(module.register_forward_hook(self._leave, always_call=True).remove)
+        # Always: checkpointing leaves forwards by an exception on purpose.
+        with module_hooks(self._model, before=self._enter, after=self._leave, always=True):
             yield
 
     def current(self) -> str:
@@ -41,11 +40,11 @@ class ModulePaths:
         place = bisect_right(self._numbers, node._sequence_nr()) - 1
         return self._modules[place] if place >= 0 else ""
 
-    def _enter(self, module: nn.Module, args: Any) -> None:
-        self._running.append(self._paths[module])
+    def _enter(self, path: str) -> None:
+        self._running.append(path)
         self._note()
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _leave(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
         self._running.pop()
         self._note()
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from dpscope.instruments.ncu.families import family_of, short_name
+from dpscope.instruments.families import kernel_family, short_kernel_name
 from dpscope.instruments.ncu.metrics import TIME, TRAFFIC, make_figures, make_flops
 from dpscope.instruments.ncu.reading import Action
+from dpscope.instruments.sums import Row
 
 SUMMED = ("calls", "dram_read_bytes", "dram_write_bytes", "l2_to_sm_bytes", "flops", "time_ns")
 
 # Caches are left as they are: what a kernel has written may leave L2 only while a later one runs.
 CACHED = "DRAM writes count for the kernel during which they leave L2"
 TENSOR_ONLY = "operations are those of the tensor cores"
-
-Row = dict[str, Any]
 
 
 def describe_kernels(actions: Sequence[Action], *, top: int, kernel: str = "") -> dict[str, Any]:
@@ -28,20 +28,18 @@ def describe_kernels(actions: Sequence[Action], *, top: int, kernel: str = "") -
 
 def kernel_rows(actions: Iterable[Action]) -> list[Row]:
     """A row for each kernel in each phase, those that move the most DRAM bytes first."""
-    rows = (_row(action) for action in actions)
-    return sorted(_add_up(rows, ("name", "family", "phase")), key=_dram_bytes, reverse=True)
+    return _add_up(map(_row, actions))
 
 
 def keep_top(rows: Sequence[Row], top: int) -> list[Row]:
     """The first `top` rows, and the rest added up by family and phase, so that sums stay whole."""
-    rest = [{**row, "name": "others"} for row in rows[top:]]
-    return [*rows[:top], *sorted(_add_up(rest, ("name", "family", "phase")), key=_dram_bytes, reverse=True)]
+    return [*rows[:top], *_add_up({**row, "name": "others"} for row in rows[top:])]
 
 
 def _row(action: Action) -> Row:
     figures, _ = make_figures(action.metrics, {name: TRAFFIC[name] for name in SUMMED if name in TRAFFIC})
-    family = family_of(action.name, action.phase)
-    row: Row = {"name": short_name(action.name), "family": family, "phase": action.phase, "calls": 1, **figures}
+    family = kernel_family(action.name, action.phase)
+    row: Row = {"name": short_kernel_name(action.name), "family": family, "phase": action.phase, "calls": 1, **figures}
     if flops := make_flops(action.metrics):
         row["flops"] = flops.get("total", sum(flops.values()))
     if TIME in action.metrics:
@@ -49,29 +47,39 @@ def _row(action: Action) -> Row:
     return row
 
 
-def _add_up(rows: Iterable[Row], keys: tuple[str, ...]) -> list[Row]:
-    """Rows that agree in `keys`, as one; a figure that one of them lacks is lacking in the sum."""
+def _add_up(rows: Iterable[Row]) -> list[Row]:
+    """Rows of one name, family and phase as one; a figure that one of them lacks is lacking in the sum."""
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
-        groups.setdefault(tuple(row[key] for key in keys), []).append(row)
-    return [
-        {
-            **dict(zip(keys, group, strict=True)),
-            **{name: sum(row[name] for row in members) for name in SUMMED if all(name in row for row in members)},
-        }
-        for group, members in groups.items()
+        groups.setdefault((row["name"], row["family"], row["phase"]), []).append(row)
+    added = [
+        {"name": name, "family": family, "phase": phase}
+        | {figure: sum(row[figure] for row in same) for figure in SUMMED if all(figure in row for row in same)}
+        for (name, family, phase), same in groups.items()
     ]
-
-
-def _dram_bytes(row: Row) -> int:
-    return int(row.get("dram_read_bytes", 0) + row.get("dram_write_bytes", 0))
+    return sorted(added, key=lambda row: row.get("dram_read_bytes", 0) + row.get("dram_write_bytes", 0), reverse=True)
 
 
 def add_up_metrics(actions: Iterable[Action]) -> dict[str, float]:
     """Raw counts of several ranges or kernels together. (Only sums can be added; rates and shares are left out.)"""
-    total: dict[str, float] = {}
+    total: dict[str, float] = defaultdict(float)
     for action in actions:
         for name, value in action.metrics.items():
             if name.endswith(".sum"):
-                total[name] = total.get(name, 0) + value
-    return total
+                total[name] += value
+    return dict(total)
+
+
+def count_launches(step: Callable[[], object]) -> int | None:
+    """Kernels (no copies, no fills) that one step launches; without ncu, and None where torch.profiler sees none."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    try:
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            step()
+            torch.cuda.synchronize()
+        events = [event.name for event in profiler.events() or () if event.device_type.name == "CUDA"]
+    except (RuntimeError, AttributeError):
+        return None
+    return sum(not name.startswith(("Memcpy", "Memset")) for name in events) or None

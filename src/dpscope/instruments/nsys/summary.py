@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import Any
 
-from dpscope.instruments.ncu.families import short_name
+from dpscope.instruments.families import short_kernel_name
 from dpscope.instruments.nsys.reading import COPY, KERNEL, MEMSET, Activity, Call, Range, Timeline
 from dpscope.vocabulary.phases import PHASES, STEP
 
@@ -44,7 +44,7 @@ def summarise(timeline: Timeline) -> dict[str, Any]:
         "gpu": _busy(timeline.activities, gaps, average)
         | {"launch_to_start_us": median(waits) / 1e3 if waits else None},
         "gaps": sorted(gaps, key=lambda gap: -gap["ms"])[:KEPT_GAPS],
-        "kernels": [{**row, "short": short_name(row["name"])} for row in average.by_name(of_kind[KERNEL])],
+        "kernels": [{**row, "short": short_kernel_name(row["name"])} for row in average.by_name(of_kind[KERNEL])],
         "kernel_total": average.total(of_kind[KERNEL]),
         "copies": average.by_name(of_kind[COPY]),
         "memsets": average.total(of_kind[MEMSET]),
@@ -124,7 +124,7 @@ def _gaps(
             call = launches.get(activity.call)
             late = call is not None and call.end > busy_until
             gaps.append(
-                {"ms": hole / 1e6, "waiting_for_host": late, "phase": phase, "before": short_name(activity.name)}
+                {"ms": hole / 1e6, "waiting_for_host": late, "phase": phase, "before": short_kernel_name(activity.name)}
             )
         busy_until = max(busy_until, activity.end)
     return gaps

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function
 
+from dpscope.instruments.module_hooks import module_hooks
 from dpscope.instruments.timing import Progress, Step, no_progress
 from dpscope.instruments.trace.chrome import chrome_trace
 from dpscope.instruments.trace.schedules import Schedule
@@ -115,28 +116,18 @@ def _add_flops(flops: dict[str, float], profiler: profile, steps: int) -> None:
 @contextlib.contextmanager
 def module_ranges(model: nn.Module) -> Iterator[None]:
     """A range around every submodule's forward pass, named by its path."""
-    handles = []
-    for name, module in model.named_modules():
-        if name:
-            before, after = _range_hooks(MODULE + name)
-            handles.append(module.register_forward_pre_hook(before))
-            handles.append(module.register_forward_hook(after, always_call=True))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    open_ranges: list[record_function] = []
 
+    def enter(name: str) -> None:
+        open_ranges.append(record_function(MODULE + name))
+        if name:  # the model itself has no range
+            open_ranges[-1].__enter__()  # type: ignore[no-untyped-call]
 
-def _range_hooks(name: str) -> tuple[Callable[..., None], Callable[..., None]]:
-    open_ranges: list[record_function] = []  # a module may call itself
-
-    def before(*_: object) -> None:
-        open_ranges.append(record_function(name))
-        open_ranges[-1].__enter__()  # type: ignore[no-untyped-call]
-
-    def after(*_: object) -> None:
+    def leave(name: str, *_: object) -> None:
         if open_ranges:
-            open_ranges.pop().__exit__(None, None, None)
+            range_ = open_ranges.pop()
+            if name:
+                range_.__exit__(None, None, None)
 
-    return before, after
+    with module_hooks(model, before=enter, after=leave, always=True):
+        yield

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+from dpscope.instruments.sums import Sums
 from dpscope.instruments.trace.attribution import StepView
 from dpscope.instruments.trace.events import OPERATOR, Around, Event, Trace, nest
 
@@ -17,20 +19,14 @@ _KIND = re.compile(r"\b([HDP]to[HDPA])\b")
 
 def synchronisations(views: Sequence[StepView], *, on_gpu: bool) -> list[dict[str, Any]]:
     """Where the host waited for the GPU (or, in a CPU trace, would have), longest first: calls of an average step."""
-    found: dict[tuple[str, str, str, str], list[float]] = {}
+    sums = Sums("count", "ms", steps=len(views))
     for view in views:
         places = _Places(view.trace)
         waits = _waits(view) if on_gpu else [event for event in view.operators if _hands_over(event)]
         for wait in waits:
             key = (wait.name, _outermost(view.trace, wait), view.phases.at(wait.start), places.of(wait))
-            sums = found.setdefault(key, [0.0, 0.0])
-            sums[0] += 1 / len(views)
-            sums[1] += wait.duration / 1e3 / len(views)
-    rows = [
-        {"call": call, "operator": operator, "phase": phase, "where": where, "count": count, "ms": ms}
-        for (call, operator, phase, where), (count, ms) in found.items()
-    ]
-    return sorted(rows, key=lambda row: -row["ms"])
+            sums.add(key, 1, wait.duration / 1e3)
+    return sums.rows("ms", "call", "operator", "phase", "where")
 
 
 def _hands_over(event: Event) -> bool:
@@ -79,20 +75,14 @@ def _is_the_users(frame: Event) -> bool:
 
 def copies(views: Sequence[StepView]) -> list[dict[str, Any]]:
     """Copies of an average step by direction (H host, D device), with their bytes and who asked for them."""
-    found: dict[tuple[str, str, str], list[float]] = {}
+    sums = Sums("count", "bytes", "ms", steps=len(views))
     for view in views:
         for work in view.device_work:
             if work.category == "gpu_memcpy":
                 match = _KIND.search(work.name)
                 key = (match.group(1) if match else work.name, _outermost(view.trace, work), view.phase_of(work))
-                sums = found.setdefault(key, [0.0, 0.0, 0.0])
-                for place, value in enumerate((1, work.args.get("bytes", 0), work.duration / 1e3)):
-                    sums[place] += value / len(views)
-    rows = [
-        {"kind": kind, "operator": operator, "phase": phase, "count": count, "bytes": size, "ms": ms}
-        for (kind, operator, phase), (count, size, ms) in found.items()
-    ]
-    return sorted(rows, key=lambda row: -row["bytes"])
+                sums.add(key, 1, work.args.get("bytes", 0), work.duration / 1e3)
+    return sums.rows("bytes", "kind", "operator", "phase")
 
 
 def casts(views: Sequence[StepView]) -> list[dict[str, Any]]:
@@ -100,24 +90,17 @@ def casts(views: Sequence[StepView]) -> list[dict[str, Any]]:
 
     A kernel that converts while it does something else is no cast here.
     """
-    found: dict[tuple[str, str], list[float]] = {}
+    sums = Sums("count", "cpu_ms", "gpu_ms", steps=len(views))
     for view in views:
-        inside: dict[int, float] = {}
+        inside: dict[int, float] = defaultdict(float)  # what each operator launched, in microseconds
         for work in view.device_work:
-            operator = view.trace.operator_of(work)
-            if operator is not None:
-                inside[id(operator)] = inside.get(id(operator), 0.0) + work.duration
+            inside[id(view.trace.operator_of(work))] += work.duration
         for event in view.operators:
             formats = _formats(event)
             if formats is not None:
-                sums = found.setdefault((formats, view.phases.at(event.start)), [0.0, 0.0, 0.0])
-                for place, value in enumerate((1, event.duration / 1e3, inside.get(id(event), 0.0) / 1e3)):
-                    sums[place] += value / len(views)
-    rows = [
-        {"formats": formats, "phase": phase, "count": count, "cpu_ms": cpu, "gpu_ms": gpu}
-        for (formats, phase), (count, cpu, gpu) in found.items()
-    ]
-    return sorted(rows, key=lambda row: -(row["gpu_ms"] or row["cpu_ms"]))
+                key = (formats, view.phases.at(event.start))
+                sums.add(key, 1, event.duration / 1e3, inside[id(event)] / 1e3)
+    return sorted(sums.rows("count", "formats", "phase"), key=lambda row: -(row["gpu_ms"] or row["cpu_ms"]))
 
 
 def _formats(event: Event) -> str | None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from math import ceil
 from typing import Any
 
-from dpscope.instruments.ncu.families import family_of, short_name
+from dpscope.instruments.families import kernel_family, short_kernel_name
+from dpscope.instruments.sums import Sums, shorten_rows
 from dpscope.instruments.trace.attribution import (
     BETWEEN,
     ModuleTable,
@@ -23,11 +23,11 @@ from dpscope.instruments.trace.events import Event, Trace
 from dpscope.instruments.trace.findings import casts, copies, synchronisations
 from dpscope.vocabulary.phases import PHASES
 
-POINTS = 500  # of memory over time
-MOST = 40  # kernels and operators that are listed; the rest is summed up in one line
-MODULES = 1000  # likewise; a report chooses the level of modules that it shows
+MEMORY_POINTS = 500  # of memory over time
+LISTED = 40  # kernels and operators; the rest is summed up in one line
+LISTED_MODULES = 1000  # likewise; a report chooses the level of modules that it shows
 
-NAMED = ("clip", "norm", "einsum", "elementwise", "reduce")  # what readers of DP-SGD traces look for by name
+KEYWORDS = ("clip", "norm", "einsum", "elementwise", "reduce")  # what readers of DP-SGD traces look for by name
 
 
 def summarise(traces: Sequence[Trace]) -> dict[str, Any]:
@@ -72,31 +72,9 @@ def _ms(microseconds: float) -> float:
     return microseconds / 1e3
 
 
-class Sums:
-    """Adds figures up under a key, and gives them back as averages over the steps, largest first."""
-
-    def __init__(self, steps: int, *names: str) -> None:
-        self._steps = steps
-        self._names = names
-        self._sums: dict[Hashable, list[float]] = defaultdict(lambda: [0.0] * len(names))
-
-    def add(self, key: Hashable, *values: float) -> None:
-        sums = self._sums[key]
-        for place, value in enumerate(values):
-            sums[place] += value
-
-    def rows(self, by: str, *keys: str) -> list[dict[str, Any]]:
-        found = []
-        for key, sums in self._sums.items():
-            parts = key if isinstance(key, tuple) else (key,)
-            values = {name: value / self._steps for name, value in zip(self._names, sums, strict=True)}
-            found.append({**dict(zip(keys, parts, strict=True)), **values})
-        return sorted(found, key=lambda row: -row[by])
-
-
 def _phases(views: Sequence[StepView]) -> list[dict[str, Any]]:
     """Host and GPU time of each phase; what lies between them is a row of its own, so that the host column sums."""
-    sums = Sums(len(views), "cpu_ms", "gpu_ms")
+    sums = Sums("cpu_ms", "gpu_ms", steps=len(views))
     for view in views:
         for name, length in view.phases.within(view.step.start, view.step.end):
             sums.add(name, _ms(length), 0.0)
@@ -108,13 +86,13 @@ def _phases(views: Sequence[StepView]) -> list[dict[str, Any]]:
 
 def _operators(views: Sequence[StepView]) -> list[dict[str, Any]]:
     """Self time of every operator in every phase. A kernel that no operator launched goes under its own name."""
-    sums = Sums(len(views), "count", "self_cpu_ms", "gpu_ms")
+    sums = Sums("count", "self_cpu_ms", "gpu_ms", steps=len(views))
     for view in views:
         for event in on_the_steps_thread(view) if not view.trace.on_gpu else view.operators:
             sums.add((event.name, view.phases.at(event.start)), 1, _ms(event.self_time), 0.0)
         for work in view.device_work:
             operator = view.trace.operator_of(work)
-            name = f"kernel {short_name(work.name)}" if operator is None else operator.name
+            name = f"kernel {short_kernel_name(work.name)}" if operator is None else operator.name
             phase = view.phase_of(work) if operator is None else view.phases.at(operator.start)
             sums.add((name, phase), float(operator is None), 0.0, _ms(work.duration))
     return sums.rows("gpu_ms" if views[0].trace.on_gpu else "self_cpu_ms", "operator", "phase")
@@ -161,32 +139,32 @@ def _launch_times(view: StepView) -> dict[float, float]:
 
 
 def _kernels(views: Sequence[StepView]) -> list[dict[str, Any]]:
-    sums = Sums(len(views), "count", "ms", "occupied")
+    sums = Sums("count", "ms", "occupied", steps=len(views))
     for view in views:
         for work in view.device_work:
             if work.category == "kernel":
-                name, occupancy = short_name(work.name), work.args.get("est. achieved occupancy %", 0)
-                key = (name, family_of(work.name, view.phase_of(work)))
+                name, occupancy = short_kernel_name(work.name), work.args.get("est. achieved occupancy %", 0)
+                key = (name, kernel_family(work.name, view.phase_of(work)))
                 sums.add(key, 1, _ms(work.duration), _ms(work.duration) * float(occupancy or 0))
     rows = sums.rows("ms", "kernel", "family")
     for row in rows:
         row["occupancy_percent"] = round(row.pop("occupied") / row["ms"], 1) if row["ms"] else 0.0
-    return _shortened(rows, ("kernel", "family"))
+    return shorten_rows(rows, ("kernel", "family"), LISTED, leave_out=("occupancy_percent",))
 
 
 def _families(views: Sequence[StepView]) -> list[dict[str, Any]]:
-    sums = Sums(len(views), "count", "ms")
+    sums = Sums("count", "ms", steps=len(views))
     for view in views:
         for work in view.device_work:
-            sums.add(family_of(work.name, view.phase_of(work)), 1, _ms(work.duration))
+            sums.add(kernel_family(work.name, view.phase_of(work)), 1, _ms(work.duration))
     return sums.rows("ms", "family")
 
 
 def _named(views: Sequence[StepView]) -> list[dict[str, Any]]:
     """Kernels and operators with a telling word in their names. An operator's time includes what it calls."""
-    sums = Sums(len(views), "kernels", "kernel_ms", "operators", "operator_cpu_ms", "operator_gpu_ms")
+    sums = Sums("kernels", "kernel_ms", "operators", "operator_cpu_ms", "operator_gpu_ms", steps=len(views))
     for view in views:
-        for word in NAMED:
+        for word in KEYWORDS:
             sums.add(word, 0, 0, 0, 0, 0)
             outermost = {id(e) for e in view.operators if word in e.name.lower() and not _inside(e, word)}
             calls = [event for event in view.operators if id(event) in outermost]
@@ -206,28 +184,30 @@ def _inside(event: Event, word: str) -> bool:
 
 def _modules(views: Sequence[StepView]) -> list[dict[str, Any]]:
     """Time of the operators that worked for a module, forward and backward; what its submodules did is theirs."""
-    sums = Sums(len(views), "cpu_ms", "gpu_ms")
+    by = "gpu_ms" if views[0].trace.on_gpu else "cpu_ms"
+    sums, in_phases = (Sums("cpu_ms", "gpu_ms", steps=len(views)) for _ in range(2))
     tables: dict[int, ModuleTable] = {}
     for view in views:
         table = tables.setdefault(id(view.trace), ModuleTable(view.trace))
-        for event in view.operators:
-            sums.add((table.of(event), view.phases.at(event.start)), _ms(event.self_time), 0.0)
-        for work in view.device_work:
-            operator = view.trace.operator_of(work)
-            sums.add((table.of(operator), view.phase_of(work)), 0.0, _ms(work.duration))
-    by = "gpu_ms" if views[0].trace.on_gpu else "cpu_ms"
-    merged: dict[str, dict[str, Any]] = {}
-    for row in sums.rows(by, "module", "phase"):
-        entry = merged.setdefault(row["module"], {"module": row["module"], "cpu_ms": 0.0, "gpu_ms": 0.0, "phases": {}})
-        entry["cpu_ms"] += row["cpu_ms"]
-        entry["gpu_ms"] += row["gpu_ms"]
-        entry["phases"][row["phase"]] = row[by]
-    return _shortened(sorted(merged.values(), key=lambda row: -row[by]), ("module",), MODULES)
+        parts = [(table.of(event), view.phases.at(event.start), _ms(event.self_time), 0.0) for event in view.operators]
+        parts += [
+            (table.of(view.trace.operator_of(work)), view.phase_of(work), 0.0, _ms(work.duration))
+            for work in view.device_work
+        ]
+        for module, phase, *times in parts:
+            sums.add(module, *times)
+            in_phases.add((module, phase), *times)
+    phases: dict[str, dict[str, float]] = {}
+    for row in in_phases.rows(by, "module", "phase"):
+        phases.setdefault(row["module"], {})[row["phase"]] = row[by]
+    rows = [{**row, "phases": phases[row["module"]]} for row in sums.rows(by, "module")]
+    return shorten_rows(rows, ("module",), LISTED_MODULES)
 
 
 def _memory(traces: Sequence[Trace], steps: int) -> dict[str, Any]:
     """Bytes that operators asked for (less what they freed), and what was allocated over time, with its highest."""
-    sums = Sums(steps, "allocations", "allocated_bytes", "net_bytes")
+    keys = ("operator", "device")
+    sums = Sums("allocations", "allocated_bytes", "net_bytes", steps=steps)
     highest: dict[str, float] = {}
     for trace in traces:
         for event in trace.memory:
@@ -236,14 +216,14 @@ def _memory(traces: Sequence[Trace], steps: int) -> dict[str, Any]:
             sums.add(key, float(size > 0), max(size, 0), size)
             highest[event["device"]] = max(highest.get(event["device"], 0), event["total_bytes"])
     return {
-        "operators": _shortened(sums.rows("allocated_bytes", "operator", "device"), ("operator", "device")),
+        "operators": shorten_rows(sums.rows("allocated_bytes", *keys), keys, LISTED),
         "highest_total_bytes": highest,
         "over_time": {device: _over_time(traces[0], device) for device in highest},
     }
 
 
 def _over_time(trace: Trace, device: str) -> list[tuple[float, int]]:
-    """(milliseconds, bytes allocated) of one recording: in each of `POINTS` stretches its highest moment.
+    """(milliseconds, bytes allocated) of one recording: in each of `MEMORY_POINTS` stretches its highest moment.
 
     The allocator's own total where it keeps one; torch's on the CPU does not, and there it is what came since the
     recording began.
@@ -253,18 +233,5 @@ def _over_time(trace: Trace, device: str) -> list[tuple[float, int]]:
     if any(event["total_bytes"] for event in events):
         levels = [event["total_bytes"] for event in events]
     points = [(event["time_us"] / 1000, level) for event, level in zip(events, levels, strict=True)]
-    width = ceil(len(points) / POINTS)
+    width = ceil(len(points) / MEMORY_POINTS)
     return [max(points[first : first + width], key=lambda point: point[1]) for first in range(0, len(points), width)]
-
-
-def _shortened(rows: list[dict[str, Any]], keys: Iterable[str], most: int = MOST) -> list[dict[str, Any]]:
-    """The first rows, and the rest as one."""
-    if len(rows) <= most + 1:
-        return rows
-    shown, rest = rows[:most], rows[most:]
-    first, *others = keys
-    merged: dict[str, Any] = {first: f"({len(rest)} others)", **dict.fromkeys(others, "")}
-    for name, value in rest[0].items():
-        if isinstance(value, (int, float)) and name != "occupancy_percent":
-            merged[name] = sum(row[name] for row in rest)
-    return [*shown, merged]

@@ -16,8 +16,7 @@ from dpscope.errors import MeasurementFailed, UserError
 from dpscope.instruments.ceilings import measure_ceilings
 from dpscope.instruments.ncu.command import find_ncu, kernel_command, ncu_version, range_command
 from dpscope.instruments.ncu.failures import NO_GPU, NO_NCU
-from dpscope.instruments.ncu.kernels import describe_kernels
-from dpscope.instruments.ncu.launches import count_launches
+from dpscope.instruments.ncu.kernels import count_launches, describe_kernels
 from dpscope.instruments.ncu.metrics import (
     KERNEL_METRICS,
     PASSES,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import dpscope.flash.kernels.triton_runtime as kernels_home
-from dpscope.instruments.ncu.families import family_of, short_name
+from dpscope.instruments.families import kernel_family, short_kernel_name
 from dpscope.instruments.ncu.reading import read_report
 from dpscope.vocabulary.families import (
     ATTENTION,
@@ -60,18 +60,18 @@ NAMES = {
 
 @pytest.mark.parametrize(("name", "family"), NAMES.items())
 def test_a_kernel_belongs_to_the_family_a_person_would_name(name, family):
-    assert family_of(name) == family
+    assert kernel_family(name) == family
 
 
 def test_every_kernel_of_flash_clipping_has_a_family():
     sources = Path(kernels_home.__file__).parent.glob("*.py")
     launched = {name for path in sources for name in re.findall(r"^def (_\w+_kernel)\(", path.read_text(), re.M)}
     assert len(launched) >= 6
-    assert {family_of(name) for name in launched} == {CLIPPING, GEMM, NOISE, OPTIMIZER}
+    assert {kernel_family(name) for name in launched} == {CLIPPING, GEMM, NOISE, OPTIMIZER}
 
 
 def test_no_kernel_of_a_real_step_is_left_over(ncu_captures, no_ncu):
-    families = {family_of(action.name) for action in read_report(ncu_captures["kernels"])}
+    families = {kernel_family(action.name) for action in read_report(ncu_captures["kernels"])}
     assert OTHER not in families
     assert families >= {GEMM, ATTENTION, NORMALISATION, COPY, ELEMENTWISE, REDUCTION, EMBEDDING, OPTIMIZER}
 
@@ -80,15 +80,15 @@ def test_no_kernel_of_a_real_step_is_left_over(ncu_captures, no_ncu):
     ("phase", "family"), [(None, ELEMENTWISE), ("forward", ELEMENTWISE), ("clip", CLIPPING), ("noise", NOISE)]
 )
 def test_a_generic_kernel_does_the_work_of_its_phase(phase, family):
-    assert family_of("void at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add<float>>", phase) == family
+    assert kernel_family("void at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add<float>>", phase) == family
 
 
 def test_a_matrix_product_stays_one_in_every_phase():
-    assert family_of("nvjet_sm90_tst_64x64", "clip") == GEMM
+    assert kernel_family("nvjet_sm90_tst_64x64", "clip") == GEMM
 
 
 def test_short_names_keep_what_tells_kernels_apart():
     copy = "void at::native::vectorized_elementwise_kernel<(int)8, at::native::bfloat16_copy_kernel_cuda(at::B &)>(int)"
-    assert short_name(copy) == "vectorized_elementwise_kernel<bfloat16_copy_kernel_cuda>"
-    assert short_name("nvjet_sm90_tst_64x64_64x13_2x1_v_bz_NNT") == "nvjet_sm90_tst_64x64_64x13_2x1_v_bz_NNT"
-    assert len(short_name("k" * 500)) == 80
+    assert short_kernel_name(copy) == "vectorized_elementwise_kernel<bfloat16_copy_kernel_cuda>"
+    assert short_kernel_name("nvjet_sm90_tst_64x64_64x13_2x1_v_bz_NNT") == "nvjet_sm90_tst_64x64_64x13_2x1_v_bz_NNT"
+    assert len(short_kernel_name("k" * 500)) == 80

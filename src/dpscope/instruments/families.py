@@ -1,0 +1,114 @@
+"""From the name of a kernel or of an operator of torch to a family that a person recognises."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from dpscope.vocabulary import phases
+from dpscope.vocabulary.families import (
+    ATTENTION,
+    CLIPPING,
+    COPY,
+    ELEMENTWISE,
+    EMBEDDING,
+    GEMM,
+    NOISE,
+    NORMALISATION,
+    OPTIMIZER,
+    OTHER,
+    REDUCTION,
+)
+
+# In these phases generic work is the phase's own: an addition in `noise` is the noise being added.
+_GENERIC = {ELEMENTWISE, REDUCTION, COPY}
+_WORK_OF_PHASE = {phases.CLIP: CLIPPING, phases.NOISE: NOISE, phases.OPTIMIZER: OPTIMIZER}
+
+# -- kernels -----------------------------------------------------------------------------------------------------------
+
+# The first pattern that is found decides. Attention is looked for before GEMM (its kernels are built of GEMM pieces),
+# and what a generic kernel was made for (`vectorized_elementwise_kernel<…copy_kernel…>`) before the generic name.
+_KERNEL_PATTERNS: tuple[tuple[str, str], ...] = (
+    (CLIPPING, r"_gram_kernel|_gram_ids_kernel|_gram_finish_kernel|_kept_norms_kernel|_sums_kernel"),
+    (NOISE, r"_add_noise_kernel|distribution_elementwise|normal_and_transform|philox|curand|random_from_to"),
+    (OPTIMIZER, r"FusedAdam|FusedSgd|fused_adam|fused_sgd|_adam_kernel|_sgd_kernel|adagrad|lamb_kernel"),
+    (
+        ATTENTION,
+        r"flash_fwd|flash_bwd|pytorch_flash|fmha|sdpa|flash_attn|attention|compute_dot_do_o|convert_dq|mem_eff",
+    ),
+    # Convolutions are matrix products as well; so is flash clipping's sum, in place of ordinary training's own.
+    (GEMM, r"nvjet|gemm|gemv|cutlass|splitKreduce|xmma|cublas|_mma_|bmm|matmul|dot_kernel|wgrad|dgrad|convolve|conv2d"),
+    (GEMM, r"_scaled_sum_kernel"),
+    (NORMALISATION, r"layer_?norm|GammaBeta|batch_?norm|group_?norm|rms_?norm|RowwiseMoments|bn_(fw|bw)"),
+    # Softmax and the loss are reductions over the vocabulary.
+    (REDUCTION, r"[Ss]oft_?[Mm]ax|nll_loss|cross_entropy"),
+    (EMBEDDING, r"embedding|gather|index_?[Ss]elect|scatter|index_elementwise|index_put|indexing_backward|index_add"),
+    (COPY, r"copy|CatArray|memcpy|memset|Memcpy|Memset|fillFunctor|FillFunctor|transpose|_to_copy"),
+    (REDUCTION, r"multi_tensor_apply.*(LpNorm|[Nn]orm)|reduce_kernel|reduce_1Block|DeviceReduce|[Rr]educ|cumsum|Scan"),
+    (OPTIMIZER, r"multi_tensor_apply"),
+    (ELEMENTWISE, r"elementwise|pointwise|unrolled|triton_poi|arange|where|masked_fill|gelu|relu|silu"),
+    (REDUCTION, r"triton_red|triton_per"),
+)
+_KERNEL_FAMILIES = tuple((family, re.compile(pattern)) for family, pattern in _KERNEL_PATTERNS)
+
+
+def kernel_family(name: str, phase: str | None = None) -> str:
+    """The family of a kernel by its demangled name and, for generic kernels, the phase it ran in."""
+    return _in_phase(next((family for family, pattern in _KERNEL_FAMILIES if pattern.search(name)), OTHER), phase)
+
+
+def _in_phase(family: str, phase: str | None) -> str:
+    return _WORK_OF_PHASE.get(phase or "", family) if family in _GENERIC else family
+
+
+def short_kernel_name(name: str, length: int = 80) -> str:
+    """A demangled name without return type, namespaces and arguments, but with what it was instantiated for."""
+    name = name.removeprefix("void ").replace("<unnamed>::", "").replace("(anonymous namespace)::", "")
+    head, _, arguments = name.partition("<")
+    head = head.partition("(")[0].rpartition("::")[2]
+    inner = re.findall(r"(\w+(?:Functor\w*|_kernel_cuda|KernelImpl|Functor))\b", arguments)
+    worth = [part for part in dict.fromkeys(inner) if "Metadata" not in part]
+    short = f"{head}<{worth[0]}>" if worth else head
+    return short if len(short) <= length else short[: length - 1] + "…"
+
+
+# -- operators ---------------------------------------------------------------------------------------------------------
+
+_OPERATOR_NAMES = {
+    GEMM: "mm addmm addmm_ bmm baddbmm baddbmm_ _scaled_mm linear convolution _convolution "
+    "convolution_backward cudnn_convolution mkldnn_convolution",
+    NORMALISATION: "native_layer_norm native_layer_norm_backward native_group_norm native_group_norm_backward "
+    "native_batch_norm native_batch_norm_backward cudnn_batch_norm cudnn_batch_norm_backward _fused_rms_norm "
+    "_fused_rms_norm_backward _native_batch_norm_legit _batch_norm_with_update batch_norm_backward",
+    EMBEDDING: "embedding embedding_dense_backward embedding_renorm_ _embedding_bag index index_select gather "
+    "index_put_ _index_put_impl_ index_add index_add_ index_copy_ scatter scatter_ scatter_add scatter_add_",
+    REDUCTION: "sum mean norm linalg_vector_norm _foreach_norm amax amin max min prod var var_mean std any "
+    "all argmax argmin logsumexp cumsum sort topk dot mv addmv count_nonzero _softmax _log_softmax "
+    "_softmax_backward_data _log_softmax_backward_data nll_loss_forward nll_loss_backward nll_loss2d_forward "
+    "nll_loss2d_backward",
+    COPY: "copy_ clone _to_copy cat stack fill_ zero_ zeros ones full zeros_like ones_like full_like "
+    "new_zeros new_ones new_full arange constant_pad_nd repeat roll "
+    "im2col col2im _foreach_copy_ _foreach_zero_ _local_scalar_dense",
+    NOISE: "normal normal_ randn randn_like",
+    OPTIMIZER: "_fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_",
+}
+_OPERATOR_FAMILIES = {name: family for family, names in _OPERATOR_NAMES.items() for name in names.split()}
+
+
+def operator_family(name: str, shapes: Sequence[Sequence[int]], phase: str | None) -> str:
+    """The family of an operator (`mm`), by the shapes of its tensors and, for generic ones, the phase it ran in."""
+    if "attention" in name:
+        return ATTENTION
+    family = _OPERATOR_FAMILIES.get(name, ELEMENTWISE)
+    return _in_phase(_family_of_product(shapes[-2:]) if family == GEMM else family, phase)
+
+
+def _family_of_product(shapes: Sequence[Sequence[int]]) -> str:
+    """A product with a single row or column is a weighted sum: flat clipping sums per-sample gradients that way."""
+    if len(shapes) == 2 and {len(shape) for shape in shapes} in ({2}, {3}):
+        (rows, inner), columns = shapes[0][-2:], shapes[1][-1]
+        if inner == 1:
+            return ELEMENTWISE
+        if rows == 1 or columns == 1:
+            return REDUCTION
+    return GEMM
