@@ -8,7 +8,7 @@ from dataclasses import astuple, dataclass, fields
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
-from dpscope.flash.taps import Slot
+from dpscope.flash.slots import Slot
 from dpscope.sentences import name_module
 
 # Share of the trainable parameters from which opaque modules are felt: below, the per-sample gradients that they keep

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from dpscope.errors import UserError
 from dpscope.flash.combination import combine
 from dpscope.flash.contributions import Contribution, Kept, Outer, outer_sums, refuse_complex
 from dpscope.flash.norms import Decide, Factors, NormSum, SmallRows, clip_factors, gather_small
-from dpscope.flash.taps import Slot
+from dpscope.flash.step_state import Recorded
 
 # Sums of at most about this size are made at once: few launches, and x and g are freed as they come.
 GROUP_BYTES = 1 << 30
@@ -21,11 +21,11 @@ RunningSum = Callable[[nn.Parameter], Tensor | None]
 
 
 class MicroBatch:
-    """Takes the contributions out of `slots`; on construction norms and factors are computed, sums are not yet."""
+    """On construction norms and factors are computed, sums are not yet."""
 
     def __init__(
         self,
-        slots: Sequence[Slot],
+        recorded: Recorded,
         *,
         decide: Decide,
         max_grad_norm: float,
@@ -33,14 +33,13 @@ class MicroBatch:
         loss_scale: float | Tensor,
         lookups_by_sorting: bool = False,
     ) -> None:
-        self.size = _common_batch_size(slots)
-        self.parameters = [slot.parameter for slot in slots]
+        self.size = _common_batch_size(recorded)
+        self.parameters = [slot.parameter for slot, _ in recorded]
         self._parts: list[tuple[Contribution, ...]] = []
-        for slot in slots:
+        for slot, contributions in recorded:
             refuse_complex(slot.name, slot.parameter)
-            for contribution in slot.contributions:
+            for contribution in contributions:
                 contribution.check_unchanged(slot.name)
-            contributions, slot.contributions = slot.contributions, []
             self._parts.append(combine(contributions, slot.parameter.dtype))
         device = self.parameters[0].device
         self._small: SmallRows | None = gather_small(self._parts)
@@ -62,7 +61,7 @@ class MicroBatch:
     def sums(self, *, into: RunningSum | None, factored: bool) -> Iterator[list[FactoredSum]]:
         """(parameter, tensor, factors): the clipped sum is Σ_b factors_b·tensor_b, or the tensor where factors is None.
 
-        They come in handfuls, each made at once; what a handful was made of is freed before it is handed out.
+        They come in batches of sums, each made at once; what one was made of is freed before it is handed out.
         `factored`: per-sample gradients that are kept come as they are, (B, *shape), with the factors (B,), so that a
         fused update may sum them in its own pass; where a factor is 0 the sample is to be ignored, for it may hold
         NaN. `into`: what a parameter's sum is added into, where there is something. Sums are as wide as they were
@@ -133,8 +132,8 @@ class MicroBatch:
         return items
 
 
-def _common_batch_size(slots: Sequence[Slot]) -> int:
-    sizes = {part.batch_size for slot in slots for part in slot.contributions}
+def _common_batch_size(recorded: Recorded) -> int:
+    sizes = {part.batch_size for _, contributions in recorded for part in contributions}
     if len(sizes) > 1:
         raise UserError(
             f"one backward pass holds micro-batches of {sorted(sizes)} samples; flash clipping takes the forward "

@@ -55,7 +55,7 @@ class FlashHooks:
 
     def forbid_grad_accumulation(self) -> None:
         """For Opacus's make_private, which calls it under Poisson sampling."""
-        self.engine.forbid_accumulation = True
+        self.engine.state.forbid_accumulation()
 
     def cleanup(self) -> None:
         """Gives the model back as it was."""

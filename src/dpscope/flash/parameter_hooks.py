@@ -7,12 +7,9 @@ or logs it would be left out without a word. So they are refused.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from dpscope.errors import UserError
-
-if TYPE_CHECKING:
-    from dpscope.flash.taps import Slot
+from dpscope.flash.slots import Slot
 
 
 def refuse_hooks(slots: Iterable[Slot], *, guards: int) -> None:

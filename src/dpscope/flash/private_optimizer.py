@@ -65,8 +65,7 @@ class DPFlashOptimizer(DPOptimizer):
             generator=generator,
             secure_mode=secure_mode,
         )
-        engine.wide_sums = True
-        engine.clear_gradients()  # what is in `.grad` by now was not clipped
+        engine.running_sums.keep_wide()
 
     @property
     def max_grad_norm(self) -> float:
@@ -80,16 +79,19 @@ class DPFlashOptimizer(DPOptimizer):
     @property
     def accumulated_iterations(self) -> int:
         """Micro-batches in this step. Opacus's accountants multiply the sample rate by it."""
-        return max(1, self.engine.micro_batches + self.engine.pending)
+        return max(1, self.engine.state.micro_batches)
 
     @property
     def _is_last_step_skipped(self) -> bool:
         """Opacus's name for it: a logical batch is open."""
-        return self.engine.accumulating
+        return self.engine.state.accumulating
 
     @_is_last_step_skipped.setter
     def _is_last_step_skipped(self, value: bool) -> None:
-        self.engine.accumulating = value
+        if value:
+            self.engine.state.skip_step()
+        else:
+            self.engine.state.complete()
 
     # -- the step ----------------------------------------------------------------------------------------------------
 
@@ -98,12 +100,8 @@ class DPFlashOptimizer(DPOptimizer):
             with torch.enable_grad():
                 closure()
         self._begin()
-        if self._check_skip_next_step():  # a physical batch that does not end its logical batch
-            self.clip_and_accumulate()
-            self._is_last_step_skipped = True
-            self.engine.micro_batches = 0
+        if self._skips():
             return None
-        self._is_last_step_skipped = False
         if self._uses_fused_update():
             self._fused_step()
             return None
@@ -116,11 +114,9 @@ class DPFlashOptimizer(DPOptimizer):
     def pre_step(self, closure: Callable[[], float] | None = None) -> bool:
         """Everything of a step but the update itself: for code that calls the two halves on its own."""
         self._begin()
-        self.clip_and_accumulate()
-        self._is_last_step_skipped = self._check_skip_next_step()
-        if self._is_last_step_skipped:
-            self.engine.micro_batches = 0
+        if self._skips():
             return False
+        self.clip_and_accumulate()
         self.add_noise()
         self._account()
         return True
@@ -144,11 +140,16 @@ class DPFlashOptimizer(DPOptimizer):
                 "the optimizer was given parameters that are not the private model's: their gradients are not clipped; "
                 "make them part of the model before make_private, or give them an optimizer of their own"
             )
-        if self.engine.applied:
-            raise ValueError(
-                "Gradients haven't been cleared since the last optimizer step. In order to obtain privacy guarantees "
-                "you must call optimizer.zero_grad() on each step"
-            )
+        self.engine.state.begin_step()
+
+    def _skips(self) -> bool:
+        """Whether the physical batch does not end its logical batch: then its sums are kept, and that is all."""
+        if self._check_skip_next_step():
+            self.clip_and_accumulate()
+            self._is_last_step_skipped = True
+        else:
+            self._is_last_step_skipped = False
+        return self._is_last_step_skipped
 
     def clip_and_accumulate(self) -> None:
         """Close the micro-batch: clipped sums are added into `.grad`."""
@@ -161,13 +162,13 @@ class DPFlashOptimizer(DPOptimizer):
         for p in self.engine.parameters:
             if id(p) not in noised:  # frozen since backward, or another optimizer's: a sum without noise stays here
                 p.grad = None
-        sums = [total for total in map(self.engine.running_sum, parameters) if total is not None]
+        sums = [total for total in map(self.engine.running_sums.get, parameters) if total is not None]
         how = self._privatisation()
         if self.secure_mode:
             self._add_secure_noise(sums, how)
         else:
             privatise_gradients(sums, how)
-        self.engine.write_wide_sums(parameters)
+        self.engine.running_sums.write_wide(parameters)
 
     def scale_grad(self) -> None:
         """Done together with the noise."""
@@ -181,7 +182,7 @@ class DPFlashOptimizer(DPOptimizer):
 
     def _fused_step(self) -> None:
         assert self._fused_update is not None
-        running = self.engine.running_sum
+        running = self.engine.running_sums.get
         if any(running(p) is not None for p in self.params):  # earlier micro-batches
             self.clip_and_accumulate()
             sums = [(p, total, None) for p in self.params if (total := running(p)) is not None]
@@ -196,15 +197,12 @@ class DPFlashOptimizer(DPOptimizer):
             self._fused_update(stream, how)
 
     def _account(self) -> None:
-        self.engine.applied = True
-        if self.step_hook:
-            self.step_hook(self)
-        self.engine.micro_batches = 0
-        self.engine.largest_clip = 0.0
+        self.engine.state.apply(lambda: self.step_hook(self) if self.step_hook else None)
 
     def _privatisation(self) -> Privatisation:
         divisor = self.expected_batch_size * self.accumulated_iterations if self.loss_reduction == "mean" else 1
-        clip = max(self.max_grad_norm, self.engine.largest_clip)  # it may have changed since a micro-batch was summed
+        # C may have changed since a micro-batch was summed.
+        clip = max(self.max_grad_norm, self.engine.state.largest_clip)
         return Privatisation(noise_std=self.noise_multiplier * clip, grad_scale=1.0 / divisor, noise=self.noise)
 
     @torch.no_grad()
@@ -217,12 +215,8 @@ class DPFlashOptimizer(DPOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients; after a skipped step the sums of the logical batch are kept."""
-        self.engine.discard()
-        if self._is_last_step_skipped:
-            return
-        self.engine.applied = False
-        self.original_optimizer.zero_grad(set_to_none)
-        self.engine.clear_gradients(set_to_none)  # those of parameters that are not the optimizer's too
+        if self.engine.zero_grad(set_to_none):
+            self.original_optimizer.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's, and where the noise stream stands if a noise generator was given.

@@ -32,7 +32,7 @@ from dpscope.flash.arguments import Leaf, leaves_in, replace_leaves, rows_of, ta
 from dpscope.flash.rehearsal_run import EVERY_OUTPUT, Key, OutputOf, Run, Seen, untouched
 
 if TYPE_CHECKING:
-    from dpscope.flash.engine import FlashEngine
+    from dpscope.flash.forward_passes import ForwardPasses
     from dpscope.flash.taps import TapOfSamples
 
 KEEP_BATCH_FIRST = (
@@ -57,19 +57,20 @@ class Rehearsal:
 
     def __init__(
         self,
-        engine: FlashEngine,
+        forwards: ForwardPasses,
         forward: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         batch: int,
     ) -> None:
-        self.engine = engine
+        self.forwards = forwards
+        self.engine = forwards.engine
         self.forward = forward
         self.call = (args, kwargs)
         self.batch = batch
         self.row = 0  # the sample that is changed
         self.shifted = False  # whether the runs are with the outputs of all layers changed
-        self.devices = list({p.device for p in engine.parameters if p.device.type == "cuda"})
+        self.devices = list({p.device for p in self.engine.parameters if p.device.type == "cuda"})
         self.sampled: dict[int, int] = {}  # arguments that hold a row for each sample: their id -> dimension
         self._content: Run | None = None
 
@@ -94,15 +95,14 @@ class Rehearsal:
             return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
         args, kwargs = replace_leaves(self.call, chosen)
-        engine = self.engine
-        outer, size = engine.run, engine.batch_size
-        engine.run, engine.batch_size = run, run.batch
-        try:
-            with torch.no_grad(), untouched(engine.model, self.devices), warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                output = self.forward(*args, **kwargs)
-        finally:
-            engine.run, engine.batch_size = outer, size
+        with (
+            self.forwards.rehearsing(run),
+            torch.no_grad(),
+            untouched(self.engine.model, self.devices),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")
+            output = self.forward(*args, **kwargs)
         for leaf in leaves_in(output):
             if isinstance(leaf, Tensor):
                 run.see(None, leaf, tuple(range(leaf.dim())))

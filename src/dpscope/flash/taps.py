@@ -8,38 +8,19 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from dpscope.errors import UserError
-from dpscope.flash.contributions import Contribution, Kept
+from dpscope.flash.contributions import Kept
 from dpscope.flash.rehearsal import KEEP_BATCH_FIRST
 
 if TYPE_CHECKING:
     from dpscope.flash.engine import FlashEngine
     from dpscope.flash.paths import Decision
-
-
-class Slot:
-    """One trainable parameter: where its contributions gather during a micro-batch."""
-
-    __slots__ = ("contributions", "decision", "kind", "module", "name", "parameter", "shapes", "why")
-
-    def __init__(self, name: str, parameter: nn.Parameter, module: str) -> None:
-        self.name = name
-        self.parameter = parameter
-        self.module = module
-        self.contributions: list[Contribution] = []
-        # For explain(): what was seen last.
-        self.kind = ""
-        self.shapes = ""
-        self.why = "not reached by a backward pass yet"
-        self.decision: Decision | None = None
-
-    def describe(self, kind: str, shapes: str, why: str) -> None:
-        self.kind, self.shapes, self.why = kind, shapes, why
+    from dpscope.flash.rehearsal_run import Run
 
 
 class InstanceMethod:
@@ -87,7 +68,7 @@ class RootTap(InstanceMethod):
         if not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
         try:
-            return self.engine.call_root(self.original, args, kwargs)
+            return self.engine.forwards.call_root(self.original, args, kwargs)
         except UserError as refusal:
             if isinstance(refusal, self.engine.refusal):
                 raise
@@ -107,12 +88,7 @@ class ZeroGradTap(InstanceMethod):
         self.engine = engine
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.engine.discard()
-        if self.engine.accumulating:
-            return None
-        self.engine.applied = False
-        self.engine.clear_gradients(*args, **kwargs)
-        return self.original(*args, **kwargs)
+        return self.original(*args, **kwargs) if self.engine.zero_grad(*args, **kwargs) else None
 
 
 _unsafe_view = torch.ops.aten._unsafe_view.default
@@ -132,7 +108,7 @@ class Tapped(torch.autograd.Function):
             x = x.resolve_neg()
         ctx.tap = tap
         ctx.live = live
-        ctx.generation = tap.engine.generation
+        ctx.generation = tap.engine.state.generation
         ctx.empty = x.shape if x.shape[0] == 0 else None
         output: Tensor = tap.forward(ctx, x) if ctx.empty is None else tap.original(x)
         if output._is_view():  # autograd forbids in-place operations on views made in here, such as ReLU(inplace=True)
@@ -144,11 +120,11 @@ class Tapped(torch.autograd.Function):
         tap: LayerTap = ctx.tap
         engine = tap.engine
         recording = engine.is_recording()
-        if torch.is_grad_enabled() or (recording and ctx.generation != engine.generation):
-            engine.refuse_backward(tap.name, ctx.generation)
+        if recording or torch.is_grad_enabled():
+            check_backward(tap, ctx.generation)
         if ctx.empty is not None:
             if recording:
-                engine.note_backward()
+                engine.state.record()
             return None, g.new_zeros(ctx.empty), None, None
         if g.is_neg():
             g = g.resolve_neg()
@@ -159,6 +135,13 @@ class Tapped(torch.autograd.Function):
             with torch.autocast(device, enabled=False):
                 return None, tap.backward(ctx, g), None, None
         return None, tap.backward(ctx, g), None, None
+
+
+def check_backward(tap: TapOfSamples, generation: int) -> None:
+    """Refuse what is no first-order backward pass through a forward pass of the open micro-batch."""
+    tap.engine.state.check_graph(tap.name, generation)
+    if torch.is_grad_enabled():
+        raise UserError("backward(create_graph=True) is not supported: per-sample gradients of gradients are not taken")
 
 
 def _input_gradient(ctx: Any, g: Tensor) -> Tensor | None:
@@ -172,6 +155,12 @@ def _input_gradient(ctx: Any, g: Tensor) -> Tensor | None:
         ctx.live = live
 
 
+def refuse_replaced(module: str, key: str) -> NoReturn:
+    raise UserError(
+        f"{module}.{key} was replaced after the engine was attached; detach the engine and attach a new one"
+    )
+
+
 class TapOfSamples(InstanceMethod):
     """A tap that needs to know where the samples are in what it is given."""
 
@@ -182,6 +171,11 @@ class TapOfSamples(InstanceMethod):
         # Numbers of dimensions of x for which it is known that its rows are the samples, or one row for all of them.
         self.known: set[int] = set()
         self.shared: set[int] = set()
+
+    @property
+    def rehearsal(self) -> Run | None:
+        """The rehearsal's forward pass that runs now, if one does."""
+        return self.engine.forwards.run
 
 
 class LayerTap(TapOfSamples):
@@ -210,25 +204,25 @@ class LayerTap(TapOfSamples):
 
     def __call__(self, *args: Tensor, **kwargs: Tensor) -> Any:
         if not torch.is_grad_enabled():
-            return self.original(*args, **kwargs) if self.engine.run is None else self.rehearse(*args, **kwargs)
+            return self.original(*args, **kwargs) if self.rehearsal is None else self.rehearse(*args, **kwargs)
         (x,) = (*args, *kwargs.values()) if kwargs else args
         parameters = self.parameters
         live = []
         for key, expected in self.expected:  # a plain loop: this runs for every layer of every forward
             parameter = parameters.get(key)
             if parameter is not expected:
-                self.engine.refuse_parameter(self.name, key)
+                refuse_replaced(self.name, key)
             live.append(parameter is not None and parameter.requires_grad)
         if True not in live:
             return self.original(x)
-        engine = self.engine
-        if engine.pending or x.dim() not in self.known or x.shape[0] != engine.batch_size:
-            x = engine.admit(self, x)
+        state = self.engine.state
+        if state.recorded or x.dim() not in self.known or x.shape[0] != state.batch_size:
+            x = self.engine.forwards.admit(self, x)
         return self.apply(x, live)
 
     def rehearse(self, *args: Tensor, **kwargs: Tensor) -> Any:
         """The layer's own answer, as a rehearsal wants it."""
-        run = self.engine.run
+        run = self.rehearsal
         assert run is not None
         if not any(parameter is not None and parameter.requires_grad for parameter in self.parameters.values()):
             return self.original(*args, **kwargs)

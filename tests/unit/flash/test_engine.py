@@ -202,6 +202,41 @@ def test_checkpointing_of_both_kinds(reentrant, autocast):
         assert_exact(model, batch, sine_losses)
 
 
+class Scale(nn.Module):
+    """A module with a parameter of its own: it runs sample by sample."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(width))
+
+    def forward(self, x):
+        return x * self.scale
+
+
+@pytest.mark.parametrize("unit", [nn.Linear(5, 5), Scale(5)])
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_zero_grad_may_come_between_forward_and_backward(unit, reentrant):
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.unit, self.reentrant = nn.Linear(5, 5), unit, None
+
+        def forward(self, x):
+            h = self.first(x)
+            return self.unit(h) if self.reentrant is None else checkpoint(self.unit, h, use_reentrant=self.reentrant)
+
+    model, batch = Model(), {"x": torch.randn(4, 5)}
+    truth, c = reference(model, batch, sine_losses)
+    model.reentrant = reentrant
+    with FlashEngine(model, max_grad_norm=c) as engine:
+        for _ in range(2):
+            loss = sine_losses(model, batch).mean()
+            model.zero_grad()
+            loss.backward()
+            engine.finish()
+    assert_close(gradients(model), truth.clipped_sums)
+
+
 def test_a_checkpointed_model_run_twice_stays_one_micro_batch():
     model = mlp()
     batch = {"x": torch.randn(4, 5), "z": torch.randn(4, 5)}

@@ -444,7 +444,7 @@ def test_noise_is_added_to_a_half_precision_sum_before_it_is_rounded(monkeypatch
     assert not torch.equal(noised[0], noised[0].bfloat16().float())
     scale = 1 / 16 if secure else 1.0
     torch.testing.assert_close(grad, (noised[0] * scale).bfloat16())
-    assert not optimizer.engine._wide
+    assert not optimizer.engine.running_sums._wide
 
 
 @pytest.mark.parametrize("value", [float("nan"), -1.0, float("inf")])

@@ -15,7 +15,8 @@ from torch import Tensor
 from dpscope.flash.contributions import WIDE_OUTPUT, Kept, Outer
 from dpscope.flash.kernels.sample_sums import bias_sums
 from dpscope.flash.paths import KEEP
-from dpscope.flash.taps import LayerTap, Slot
+from dpscope.flash.slots import Slot
+from dpscope.flash.taps import LayerTap
 
 
 def as_sequences(x: Tensor) -> Tensor:

@@ -26,7 +26,8 @@ from dpscope.flash.layers.sample_dims import sample_dims
 from dpscope.flash.layers.unit_check import UnitCheck
 from dpscope.flash.module_state import ModuleState
 from dpscope.flash.rehearsal_run import OutputOf
-from dpscope.flash.taps import Slot, TapOfSamples
+from dpscope.flash.slots import Slot
+from dpscope.flash.taps import TapOfSamples, check_backward, refuse_replaced
 
 
 class Expand(torch.autograd.Function):
@@ -34,18 +35,17 @@ class Expand(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, parameter: Tensor, batch: int, tap: OpaqueTap, slot: Slot) -> Tensor:
-        ctx.tap, ctx.slot, ctx.generation = tap, slot, tap.engine.generation
+        ctx.tap, ctx.slot, ctx.generation = tap, slot, tap.engine.state.generation
         return parameter.expand(batch, *parameter.shape)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[None, ...]:
         engine = ctx.tap.engine
-        if ctx.generation != engine.generation or torch.is_grad_enabled():
-            engine.refuse_backward(ctx.tap.name, ctx.generation)
+        check_backward(ctx.tap, ctx.generation)
         if len(g):
             engine.add(ctx.slot, Kept(g, owned=False))
         else:
-            engine.note_backward()
+            engine.state.record()
         return (None,) * 5
 
 
@@ -90,13 +90,13 @@ class OpaqueTap(TapOfSamples):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
-            return self.original(*args, **kwargs) if self.engine.run is None else self._rehearse(args, kwargs)
+            return self.original(*args, **kwargs) if self.rehearsal is None else self._rehearse(args, kwargs)
         live = {key: slot for key, slot in self.slots.items() if slot.parameter.requires_grad}
         if not live:
             return self.original(*args, **kwargs)
         for key, parameter in self.module.named_parameters():
             if key not in self.slots or self.slots[key].parameter is not parameter:
-                self.engine.refuse_parameter(self.name, key)
+                refuse_replaced(self.name, key)
         sample_call = SampleCall(self, args, kwargs)
         if sample_call.batch:
             self._check(sample_call)
@@ -114,7 +114,7 @@ class OpaqueTap(TapOfSamples):
 
     def _rehearse(self, args: Any, kwargs: Any) -> Any:
         """The module's own answer, as a rehearsal wants it."""
-        run = self.engine.run
+        run = self.rehearsal
         assert run is not None
         if not any(slot.parameter.requires_grad for slot in self.slots.values()):
             return self.original(*args, **kwargs)

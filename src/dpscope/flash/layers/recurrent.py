@@ -27,7 +27,7 @@ class RecurrentTap(OpaqueTap):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = args[0] if args else kwargs.get("input")
-        trained = torch.is_grad_enabled() or self.engine.run is not None
+        trained = torch.is_grad_enabled() or self.rehearsal is not None
         if not isinstance(given, PackedSequence) or not trained:
             return super().__call__(*args, **kwargs)
         kwargs.pop("input", None)

@@ -82,7 +82,7 @@ class RefusedTap(InstanceMethod):
         self.name = name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() or self.engine.run is not None:
+        if torch.is_grad_enabled() or self.engine.forwards.run is not None:
             refuse_trained(self.name, self.module)
             if uses_the_batchs_statistics(self.module):
                 raise UserError(f"{_called(self.name, self.module)} {_BATCH_STATISTICS}")

@@ -115,7 +115,7 @@ class SampleCall:
             self.leaves += leaves
             self.specs.append(spec)
             self.names += [name] * len(leaves)
-        self.batch: int = tap.engine.batch_for(tap, args, kwargs)
+        self.batch: int = tap.engine.forwards.batch_for(tap, args, kwargs)
         self.mapped: dict[int, int] = {}  # leaf -> dimension of samples
         self.expanded: set[int] = set()  # leaves that had one row for all samples
         self.undecided: list[int] = []  # leaves that may be one entry a sample, or shared: their sizes do not tell
@@ -124,7 +124,7 @@ class SampleCall:
             if isinstance(leaf, Tensor):
                 self._place(index, leaf, main)
                 main = False
-        tap.engine.admit_unit(tap, self.main()[0].dim(), shared=self.is_shared())
+        tap.engine.forwards.admit_unit(tap, self.main()[0].dim(), shared=self.is_shared())
 
     def main(self) -> tuple[Tensor, int]:
         """The first tensor that has a row for each sample, and the dimension of samples."""
@@ -180,7 +180,7 @@ class SampleCall:
                 f"{self.tap.name} was given a tensor of shape {tuple(leaf.shape)} ({name}) in a batch of {self.batch} "
                 f"samples: {KEEP_BATCH_FIRST}"
             )
-        elif size is not None and size != self.batch and self.tap.engine.run is None:  # rehearsals try other sizes
+        elif size is not None and size != self.batch and self.tap.rehearsal is None:  # a rehearsal tries other sizes
             self.tap.per_sample[self.key(index)] = False
 
     # -- running -------------------------------------------------------------------------------------------------------

@@ -1,0 +1,196 @@
+"""Forward passes of a model with an engine: how many samples they have, and whether rows are samples.
+
+The root's forward tells the number of samples; layers are let in where it is known that row b of what they are given
+belongs to sample b. The first time the root is called in some way, its forward is rehearsed to find that out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from dpscope.errors import UserError
+from dpscope.flash.arguments import leaves_in, rows_of, signature
+from dpscope.flash.distributed import refuse_ddp_forward
+from dpscope.flash.module_state import BufferWatch
+from dpscope.flash.rehearsal import KEEP_BATCH_FIRST, Rehearsal
+from dpscope.flash.rehearsal_run import Run
+
+if TYPE_CHECKING:
+    from dpscope.flash.engine import FlashEngine
+    from dpscope.flash.taps import LayerTap, TapOfSamples
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward pass: a forward in it is that of a checkpoint, run again."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class ForwardPasses:
+    def __init__(self, engine: FlashEngine, buffers: BufferWatch) -> None:
+        self.engine = engine
+        self.state = engine.state
+        self.run: Run | None = None  # of a rehearsal
+        self._buffers = buffers
+        self._depth = 0  # of calls of the root's forward
+        self._rehearsed: set[Any] = set()  # ways in which the root was called
+        self._unknown: list[tuple[TapOfSamples, int, bool]] = []  # calls of this forward that no rehearsal has seen
+
+    @contextmanager
+    def rehearsing(self, run: Run) -> Iterator[None]:
+        """Inside, taps tell `run` what they are given."""
+        outer, self.run = self.run, run
+        try:
+            with self.state.rehearsing(run.batch):
+                yield
+        finally:
+            self.run = outer
+
+    def _close_recorded(self) -> None:
+        """A forward pass after a backward pass begins a new micro-batch."""
+        if self.state.recorded and not in_backward():
+            self.engine.finish()
+
+    # -- the root ----------------------------------------------------------------------------------------------------
+
+    def call_root(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The root's forward, gradients enabled; the first time it is called in some way it is rehearsed."""
+        refuse_ddp_forward()
+        self._close_recorded()
+        again = in_backward()
+        size = self._count(args, kwargs)
+        self.state.open(size, in_backward=again)
+        outermost = self._depth == 0
+        failure: Exception | None = None
+        if outermost and not again and size > 1:
+            way = signature((args, kwargs, self.engine.model.training))
+            if way not in self._rehearsed:
+                failure = self._rehearse(forward, args, kwargs, size)
+                self._rehearsed.add(way)
+        buffers = self._buffers.look()
+        self._depth += 1
+        try:
+            output = forward(*args, **kwargs)
+        finally:
+            self._depth -= 1
+            unknown = self._unknown
+            if outermost:
+                self._unknown = []
+        if outermost and not again:
+            changed = self._buffers.changed(buffers)
+            if changed:
+                self._judge_buffers(changed, forward, args, kwargs, size)
+        if outermost and unknown:
+            self._settle(unknown, failure or self._rehearse(forward, args, kwargs, size))
+        return output
+
+    def _count(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """The number of samples of a call."""
+        if self.engine.batch_size_of is not None:
+            return self.engine.batch_size_of(args, kwargs)
+        leaves = leaves_in((args, kwargs))
+        if not leaves:
+            raise UserError(
+                "the number of samples is not known: there is no tensor in what the model was called with; say it with "
+                "batch_size_of (of FlashEngine or make_private), a function of the call's args and kwargs"
+            )
+        return rows_of(leaves[0])
+
+    def _judge_buffers(
+        self, paths: list[str], forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], size: int
+    ) -> None:
+        """Buffers that forward has changed: would it have changed them in the same way had a sample been another?"""
+        seen: list[list[Tensor | None]] = []
+
+        def observed(*args: Any, **kwargs: Any) -> Any:
+            output = forward(*args, **kwargs)
+            seen.append(self._buffers.values(paths))
+            return output
+
+        if size:
+            Rehearsal(self, observed, args, kwargs, size).run_with_others()
+        for index, path in enumerate(paths):
+            self._buffers.judge(path, [values[index] for values in seen])
+
+    def _rehearse(
+        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], size: int
+    ) -> Exception | None:
+        """What kept the rehearsal from being run, if something did."""
+        try:
+            Rehearsal(self, forward, args, kwargs, size).judge()
+        except (UserError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            return error
+        return None
+
+    def _settle(self, unknown: list[tuple[TapOfSamples, int, bool]], failure: Exception | None) -> None:
+        for tap, dim, shared in unknown:
+            if dim not in (tap.shared if shared else tap.known):
+                reason = f"the forward could not be run again to find out: {failure}" if failure else "it changes"
+                raise UserError(
+                    f"whether the rows of what {tap.name} was given are the samples is not known ({reason}): "
+                    f"{KEEP_BATCH_FIRST}"
+                )
+
+    def _size(self) -> int | None:
+        return self.state.size_in_backward if in_backward() else self.state.batch_size
+
+    # -- layers ------------------------------------------------------------------------------------------------------
+
+    def admit(self, tap: LayerTap, x: Tensor) -> Tensor:
+        """Check a layer's input where it is not the usual one: a new micro-batch, a broadcast input, a wrong shape."""
+        self._close_recorded()
+        if torch._C._functorch.maybe_get_level(x) > 0:
+            raise UserError(
+                f"{tap.name} was called inside a transform of torch.func (vmap, grad), where its samples cannot be "
+                "told; call it with the whole batch"
+            )
+        tap.admit(x)
+        batch = self.batch_for(tap, (x,), {})
+        size = x.shape[0]
+        shared = size == 1 != batch
+        if size != batch and not shared:
+            raise UserError(
+                f"{tap.name} was given a tensor of shape {tuple(x.shape)} in a batch of {batch} samples: "
+                f"{KEEP_BATCH_FIRST}"
+            )
+        self.admit_unit(tap, x.dim(), shared=shared)
+        return x.expand(batch, *x.shape[1:]) if shared else x
+
+    def batch_for(self, tap: TapOfSamples, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """The number of samples, which the root's forward tells; outside of it, `batch_size_of`."""
+        self._close_recorded()
+        known = self._size()
+        if self._depth == 0 and self.engine.batch_size_of is not None and not in_backward():
+            size = self.engine.batch_size_of(args, kwargs)
+            if known not in (None, size):
+                raise UserError(
+                    f"{tap.name} was called with {size} samples after a forward pass of {known}: forward "
+                    "passes before a backward pass are about the same samples"
+                )
+            self.state.open(size)
+            return size
+        if known is None:
+            raise UserError(
+                f"{tap.name} was called outside of the model's own forward: the number of samples is not known; "
+                "call the model itself, or say it with batch_size_of (of FlashEngine or make_private), which is then "
+                "asked with the args and kwargs of each layer called so"
+            )
+        return known
+
+    def admit_unit(self, tap: TapOfSamples, dim: int, *, shared: bool) -> None:
+        """Lets a call pass whose rows are known to be samples; any other has to be rehearsed after the forward."""
+        if self.run is not None or (self._size() or 0) < 2 or dim in (tap.shared if shared else tap.known):
+            return
+        if self._depth:
+            self._unknown.append((tap, dim, shared))
+        elif self.engine.batch_size_of is None or shared:
+            raise UserError(
+                f"{tap.name} was called outside of the model's own forward with what was not seen there: whether its "
+                "rows are the samples is not known; call the model itself"
+            )
