@@ -7,6 +7,7 @@ mix is materialised and added.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import reduce
 
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from dpscope.flash import contributions
 from dpscope.flash.contributions import Contribution, Kept, Lookup, Outer, wide
+from dpscope.flash.paths import KEEP, Decision, PathRules
+from dpscope.flash.slots import Slot
 
 
 def cross_terms(lookup: Lookup, outer: Outer) -> Tensor:
@@ -40,7 +43,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
 
 
-def _merge_outers(outers: list[Outer]) -> Outer:
+def _merge_outers(outers: list[Outer], rules: PathRules) -> Outer:
     """Σ_i Σ_t g_t x_tᵀ: uses of the same x add their g; others stand one after the other along T."""
     merged: list[tuple[Tensor, Tensor]] = []
     for outer in outers:
@@ -50,24 +53,25 @@ def _merge_outers(outers: list[Outer]) -> Outer:
                 break
         else:
             merged.append((outer.x, outer.g))
-    if len(merged) == 1:
-        return Outer(*merged[0])
-    dtype = reduce(torch.promote_types, (x.dtype for x, _ in merged))
-    return Outer(torch.cat([x.to(dtype) for x, _ in merged], 1), torch.cat([g.to(dtype) for _, g in merged], 1))
+    x, g = merged[0]
+    if len(merged) > 1:
+        dtype = reduce(torch.promote_types, (x.dtype for x, _ in merged))
+        x, g = (torch.cat([each.to(dtype) for each in tensors], 1) for tensors in zip(*merged, strict=True))
+    return Outer(x, g, rules.of_product(x.shape, g.shape[-1], itemsize=g.element_size()))
 
 
-def _merge_lookups(lookups: list[Lookup]) -> Lookup:
+def _merge_lookups(lookups: list[Lookup], rules: PathRules) -> Lookup:
     first = lookups[0]
     ids = torch.cat([lookup.ids.to(torch.int64) for lookup in lookups], 1)
     g = torch.cat([lookup.without_padding(lookup.g) for lookup in lookups], 1)
-    return Lookup(ids, g, first.rows, None)
+    return Lookup(ids, g, first.rows, None, rules.of_lookup(*ids.shape))
 
 
-def combine(parts: list[Contribution], dtype: torch.dtype) -> tuple[Contribution, ...]:
+def combine(parts: list[Contribution], dtype: torch.dtype, rules: PathRules) -> tuple[Contribution, ...]:
     """All uses of one parameter, as few pieces: one, or a Lookup beside an Outer (an embedding tied to the head).
 
     Nothing else is left in pieces: what has no closed form for its cross terms is materialised (in the parameter's
-    `dtype`) and added, for the norm is that of the sum.
+    `dtype`) and added, for the norm is that of the sum. What is put together takes the path of the whole.
     """
     if len(parts) == 1:
         return (parts[0],)
@@ -76,9 +80,9 @@ def combine(parts: list[Contribution], dtype: torch.dtype) -> tuple[Contribution
     if len(outers) + len(lookups) == len(parts):
         merged: list[Contribution] = []
         if lookups:
-            merged.append(lookups[0] if len(lookups) == 1 else _merge_lookups(lookups))
+            merged.append(lookups[0] if len(lookups) == 1 else _merge_lookups(lookups, rules))
         if outers:
-            merged.append(outers[0] if len(outers) == 1 else _merge_outers(outers))
+            merged.append(outers[0] if len(outers) == 1 else _merge_outers(outers, rules))
         return tuple(merged)
     total: Tensor | None = None
     while parts:
@@ -91,3 +95,26 @@ def combine(parts: list[Contribution], dtype: torch.dtype) -> tuple[Contribution
             total.add_(values)
     assert total is not None
     return (Kept(total),)
+
+
+def describe_combined(slot: Slot, parts: tuple[Contribution, ...], uses: int) -> None:
+    """For explain(): what became of several uses."""
+    together = f"{uses} uses of the parameter together"
+    last = parts[-1]
+    if isinstance(last, Kept):
+        slot.describe(
+            "kept", Decision(KEEP, f"{together}: they have no closed form, and are added"), {"": last.values.shape}
+        )
+    elif len(parts) == 2:
+        lookup, outer = parts
+        assert isinstance(lookup, Lookup) and isinstance(outer, Outer)
+        path, reason = outer.decision.path, f"{together}, an embedding ({lookup.decision.path}) tied to a head"
+        slot.describe("tied", Decision(path, reason), {"ids": lookup.ids.shape, "x": outer.x.shape, "g": outer.g.shape})
+    elif isinstance(last, Outer):
+        slot.describe("outer", _of(last.decision, together), {"x": last.x.shape, "g": last.g.shape})
+    elif isinstance(last, Lookup):
+        slot.describe("lookup", _of(last.decision, together), {"ids": last.ids.shape, "g": last.g.shape})
+
+
+def _of(decision: Decision, together: str) -> Decision:
+    return replace(decision, reason=f"{together}: {decision.reason}")

@@ -22,6 +22,7 @@ from torch import Tensor
 from dpscope.errors import UserError
 from dpscope.flash.kernels.kept_gradients import kept_norms_squared, kept_sums
 from dpscope.flash.kernels.scaled_sum import scaled_sums
+from dpscope.flash.paths import Decision
 
 # Room for per-sample gradients that are made, squared and thrown away (`direct`) and for gathered rows.
 SCRATCH_BYTES = 64 * 2**20
@@ -75,7 +76,7 @@ class Contribution(Protocol):
         """(B,): without keeping per-sample gradients."""
 
     def clipped_sum(self, scale: Tensor, out: Tensor | None) -> Tensor:
-        """Σ_b scale_b v_b, added into `out` where given. A sample with scale 0 is left out, be it NaN."""
+        """Σ_b scale_b v_b, added into `out` where given. A sample with scale 0 is left out, even if it holds NaN."""
 
 
 class Kept:
@@ -149,9 +150,13 @@ class Saved:
 
 
 class Outer(Saved):
-    """Σ_t g_t x_tᵀ for each sample. `x`: (B, T, d), `g`: (B, T, p)."""
+    """Σ_t g_t x_tᵀ for each sample. `x`: (B, T, d), `g`: (B, T, p). `decision`: the path its norms take."""
 
-    __slots__ = ()
+    __slots__ = ("decision",)
+
+    def __init__(self, x: Tensor, g: Tensor, decision: Decision) -> None:
+        super().__init__(x, g)
+        self.decision = decision
 
     @property
     def x(self) -> Tensor:
@@ -204,12 +209,13 @@ def outer_sums(outers: Sequence[Outer], scale: Tensor, outs: Sequence[Tensor | N
 class Lookup(Saved):
     """Row `ids[b, t]` of the table receives `g[b, t]`; `padding_idx` receives nothing."""
 
-    __slots__ = ("padding_idx", "rows")
+    __slots__ = ("decision", "padding_idx", "rows")
 
-    def __init__(self, ids: Tensor, g: Tensor, rows: int, padding_idx: int | None) -> None:
+    def __init__(self, ids: Tensor, g: Tensor, rows: int, padding_idx: int | None, decision: Decision) -> None:
         super().__init__(ids, g)
         self.rows = rows
         self.padding_idx = padding_idx
+        self.decision = decision
 
     @property
     def ids(self) -> Tensor:

@@ -33,7 +33,7 @@ from dpscope.flash.layers.opaque import OpaqueTap
 from dpscope.flash.microbatch import FactoredSum, MicroBatch, RunningSum
 from dpscope.flash.module_state import BufferWatch
 from dpscope.flash.parameter_hooks import refuse_hooks
-from dpscope.flash.paths import DIRECT, FORCEABLE, Decision, choose_path
+from dpscope.flash.paths import FORCEABLE, PathRules
 from dpscope.flash.running_sums import RunningSums
 from dpscope.flash.slots import Slot
 from dpscope.flash.step_state import Recorded, StepState
@@ -74,8 +74,7 @@ class FlashEngine:
         self.model = model
         self.max_grad_norm = max_grad_norm
         self.loss_reduction = loss_reduction
-        self.path = path
-        self.memory_allowance = memory_allowance
+        self.path_rules = PathRules(path, memory_allowance)
         self.batch_size_of = batch_size_of
         self.loss_scale = loss_scale
 
@@ -201,18 +200,6 @@ class FlashEngine:
         assert isinstance(parameter, nn.Parameter)
         return self._slots[parameter]
 
-    def decide(self, batch: int, length: int, d: int, p: int, *, itemsize: int, x_held: int | None = None) -> Decision:
-        return choose_path(
-            batch,
-            length,
-            d,
-            p,
-            itemsize=itemsize,
-            forced=self.path,
-            memory_allowance=self.memory_allowance,
-            x_held=x_held,
-        )
-
     def add(self, slot: Slot, contribution: Contribution) -> None:
         self.state.record(slot)
         slot.add(contribution)
@@ -274,11 +261,10 @@ class FlashEngine:
         scale = self.loss_scale() if callable(self.loss_scale) else self.loss_scale
         micro = MicroBatch(
             recorded,
-            decide=self.decide,
+            rules=self.path_rules,
             max_grad_norm=self.max_grad_norm,
             mean=self.loss_reduction == "mean",
             loss_scale=scale,
-            lookups_by_sorting=self.path == DIRECT,
         )
         self.norms, self.factors = micro.clipping.norms, micro.clipping.factors
         dropped = (~micro.clipping.finite).sum()

@@ -52,8 +52,11 @@ class Explanation(Sequence[ExplanationRow]):
 def explain_slots(slots: Iterable[Slot]) -> Explanation:
     rows = []
     for slot in slots:
-        path, why = ("", slot.why) if slot.decision is None else (slot.decision.path, slot.decision.reason)
-        rows.append(ExplanationRow(slot.name, slot.module, slot.kind, slot.shapes, path, why))
+        path, why = "" if slot.decision is None else slot.decision.path, slot.why
+        if len(slot.contributions) > 1:
+            path, why = "", "used several times since the last step: decided when the micro-batch is closed"
+        shapes = ", ".join(f"{name} {tuple(shape)}".lstrip() for name, shape in slot.shapes.items())
+        rows.append(ExplanationRow(slot.name, slot.module, slot.kind, shapes, path, why))
     return Explanation(rows)
 
 

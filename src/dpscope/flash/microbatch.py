@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from dpscope.errors import UserError
-from dpscope.flash.combination import combine
+from dpscope.flash.combination import combine, describe_combined
 from dpscope.flash.contributions import Contribution, Kept, Outer, outer_sums, refuse_complex
-from dpscope.flash.norms import Decide, Factors, NormSum, SmallRows, clip_factors, gather_small
+from dpscope.flash.norms import Factors, NormSum, SmallRows, clip_factors, gather_small
+from dpscope.flash.paths import PathRules
 from dpscope.flash.step_state import Recorded
 
 # Sums of at most about this size are made at once: few launches, and x and g are freed as they come.
@@ -27,11 +28,10 @@ class MicroBatch:
         self,
         recorded: Recorded,
         *,
-        decide: Decide,
+        rules: PathRules,
         max_grad_norm: float,
         mean: bool,
         loss_scale: float | Tensor,
-        lookups_by_sorting: bool = False,
     ) -> None:
         self.size = _common_batch_size(recorded)
         self.parameters = [slot.parameter for slot, _ in recorded]
@@ -40,10 +40,14 @@ class MicroBatch:
             refuse_complex(slot.name, slot.parameter)
             for contribution in contributions:
                 contribution.check_unchanged(slot.name)
-            self._parts.append(combine(contributions, slot.parameter.dtype))
+            uses = len(contributions)
+            parts = combine(contributions, slot.parameter.dtype, rules)
+            if uses > 1:
+                describe_combined(slot, parts, uses)
+            self._parts.append(parts)
         device = self.parameters[0].device
         self._small: SmallRows | None = gather_small(self._parts)
-        norm_sum = NormSum(self.size, device, decide, lookups_by_sorting=lookups_by_sorting)
+        norm_sum = NormSum(self.size, device)
         self._count(norm_sum)
         multiplier = (self.size if mean else 1) / loss_scale
         self.clipping: Factors = clip_factors(norm_sum.result(), max_grad_norm, multiplier)

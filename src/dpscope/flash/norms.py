@@ -6,7 +6,7 @@ layers that read the same x (q, k, v) share a unit; one concatenation for all sm
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,13 +16,10 @@ from dpscope.flash.combination import cross_terms
 from dpscope.flash.contributions import Contribution, Kept, Lookup, Outer, wide
 from dpscope.flash.kernels.gram_norms import GramUnit, gram_norms_squared
 from dpscope.flash.kernels.scaled_sum import MIN_SCALE
-from dpscope.flash.paths import DIRECT, KEEP, RANK1, Decision
+from dpscope.flash.paths import DIRECT, GRAM, KEEP, RANK1
 
 # Kept gradients of at most this many elements a sample are normed and summed in one go, side by side.
 SMALL = 1 << 13
-
-# Samples with more ids than this are normed by sorting them; shorter ones join the Gram units' launch.
-SORTED_LENGTH = 256
 
 # Larger norms of what was recorded count as not finite, and so do samples whose factor is too small to be applied
 # (`MIN_SCALE`). Beyond, a product overflows float32 on some paths and not on others, and the path depends on the batch:
@@ -34,8 +31,6 @@ LARGEST_NORM = 1e30
 # clips more.
 TIED_FLOOR = 2.0**-7
 TIED_FLOOR_FLOAT64 = 2.0**-30
-
-Decide = Callable[..., Decision]
 
 
 @dataclass(frozen=True)
@@ -67,12 +62,10 @@ def gather_small(parts: Sequence[tuple[Contribution, ...]]) -> SmallRows | None:
 class NormSum:
     """Adds up squared norms; Gram units wait until all are known."""
 
-    def __init__(self, batch: int, device: torch.device, decide: Decide, *, lookups_by_sorting: bool = False) -> None:
+    def __init__(self, batch: int, device: torch.device) -> None:
         # float64 for this handful of numbers costs nothing; MPS has none.
         dtype = torch.float32 if device.type == "mps" else torch.float64
         self.total = torch.zeros(batch, dtype=dtype, device=device)
-        self.decide = decide
-        self.lookups_by_sorting = lookups_by_sorting
         self._sharing: dict[tuple[object, ...], tuple[Tensor, list[Tensor]]] = {}
         self._lookups: list[GramUnit] = []
         self._single: list[Tensor] = []
@@ -86,12 +79,12 @@ class NormSum:
             return (self._add_one(parts[0]),)
         lookup, outer = parts
         assert isinstance(lookup, Lookup) and isinstance(outer, Outer)
-        if self._path(outer) == KEEP:
+        if outer.decision.path == KEEP:
             values = outer.materialise()
             kept = Kept(values + lookup.materialise().to(values.dtype))
             self.add(kept.norms_squared())
             return (kept,)
-        alone = NormSum(outer.batch_size, self.total.device, self.decide, lookups_by_sorting=self.lookups_by_sorting)
+        alone = NormSum(outer.batch_size, self.total.device)
         alone._add_one(lookup)
         alone._add_one(outer)
         apart = alone.result()  # ‖A‖² + ‖B‖²
@@ -99,14 +92,8 @@ class NormSum:
         self.add(torch.maximum(apart + 2 * cross_terms(lookup, outer).to(apart), apart * floor))
         return parts
 
-    def _path(self, outer: Outer) -> str:
-        return self.decide(*outer.x.shape, outer.g.shape[-1], itemsize=outer.g.element_size()).path
-
     def _add_one(self, part: Contribution) -> Contribution:
-        if isinstance(part, Lookup):
-            if self.lookups_by_sorting or part.ids.shape[1] > SORTED_LENGTH:
-                self.add(part.norms_squared())
-                return part
+        if isinstance(part, Lookup) and part.decision.path == GRAM:
             self._lookups.append(GramUnit(gs=(part.g,), ids=part.ids, padding_idx=part.padding_idx))
         elif isinstance(part, Outer):
             return self._add_outer(part)
@@ -118,7 +105,7 @@ class NormSum:
 
     def _add_outer(self, part: Outer) -> Contribution:
         x, g = part.x, part.g
-        path = self._path(part)
+        path = part.decision.path
         if path == RANK1:
             self.add(part.rank1_norms_squared())
         elif path == DIRECT:

@@ -16,13 +16,17 @@ per-sample gradients take no more memory than the x and g they replace, times `m
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from types import MappingProxyType
 
 RANK1, GRAM, DIRECT, KEEP = "rank-1", "gram", "direct", "keep"
 FORCEABLE = (GRAM, DIRECT, KEEP)
+
+# Samples with more ids than this are normed by adding up the rows that repeat, which are found by sorting; those of
+# shorter ones meet in the Gram kernel, all embeddings' in one launch.
+LONGEST_GRAM_LOOKUP = 256
 
 # Sustained rates of an H200 (measured 2026-11-15): dense GEMMs by the bytes of an element, device memory, and what a
 # triangular Gram kernel reaches of the GEMM rate. Only their ratios decide, and those differ little between devices.
@@ -45,7 +49,12 @@ class Decision:
 
     path: str
     reason: str
-    costs: Mapping[str, PathCost]
+    costs: Mapping[str, PathCost] = field(default_factory=dict)
+
+
+LOOKUP_KEPT = Decision(KEEP, "one sample: its gradient is the gradient")
+LOOKUP_SORTED = Decision(DIRECT, "rows that repeat in a sample are found by sorting, and add up first")
+LOOKUP_COMPARED = Decision(GRAM, f"at most {LONGEST_GRAM_LOOKUP} ids a sample, compared in the Gram kernel")
 
 
 def path_costs(
@@ -101,3 +110,28 @@ def choose_path(
     predicted = ", ".join(f"{name} {cost.seconds * 1e6:.2g} µs" for name, cost in allowed.items())
     left_out = "" if KEEP in allowed else "; keep would hold more memory than x and g"
     return Decision(best, f"cheapest of {predicted}{left_out}", costs)
+
+
+@dataclass(frozen=True)
+class PathRules:
+    """How an engine chooses: a path forced on every layer, or the cheapest within what may be held."""
+
+    forced: str | None = None
+    memory_allowance: float = 1.0
+
+    def of_product(self, x: Sequence[int], p: int, *, itemsize: int, x_held: int | None = None) -> Decision:
+        """Of a layer with x: (batch, length, d) and g: (batch, length, p)."""
+        return choose_path(
+            *x,
+            p,
+            itemsize=itemsize,
+            forced=self.forced,
+            memory_allowance=self.memory_allowance,
+            x_held=x_held,
+        )
+
+    def of_lookup(self, batch: int, length: int) -> Decision:
+        """Of an embedding with ids: (batch, length)."""
+        if self.forced is None and batch == 1:
+            return LOOKUP_KEPT
+        return LOOKUP_SORTED if self.forced == DIRECT or length > LONGEST_GRAM_LOOKUP else LOOKUP_COMPARED

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import torch
 from torch import nn
 
 from dpscope.flash.contributions import Contribution, Kept
 from dpscope.flash.paths import Decision
 
+NO_SHAPES: Mapping[str, torch.Size] = MappingProxyType({})
+
 
 class Slot:
     __slots__ = ("contributions", "decision", "kind", "module", "name", "parameter", "shapes", "why")
+
+    decision: Decision | None
 
     def __init__(self, name: str, parameter: nn.Parameter, module: str) -> None:
         self.name = name
         self.parameter = parameter
         self.module = module
         self.contributions: list[Contribution] = []
-        # For explain(): what was seen last.
-        self.kind = ""
-        self.shapes = ""
-        self.why = "not reached by a backward pass yet"
-        self.decision: Decision | None = None
+        self.describe("", "not reached by a backward pass yet")
 
-    def describe(self, kind: str, shapes: str, why: str) -> None:
-        self.kind, self.shapes, self.why = kind, shapes, why
+    def describe(self, kind: str, why: str | Decision, shapes: Mapping[str, torch.Size] = NO_SHAPES) -> None:
+        """For explain(): what was seen last, and what was decided of it."""
+        self.kind, self.shapes = kind, shapes
+        self.decision, self.why = (None, why) if isinstance(why, str) else (why, why.reason)
 
     def add(self, contribution: Contribution) -> None:
         """Per-sample gradients are added into those that are there, where that is possible: only one need be held."""

@@ -19,7 +19,6 @@ from dpscope.flash.rehearsal import KEEP_BATCH_FIRST
 
 if TYPE_CHECKING:
     from dpscope.flash.engine import FlashEngine
-    from dpscope.flash.paths import Decision
     from dpscope.flash.rehearsal_run import Run
 
 
@@ -194,7 +193,6 @@ class LayerTap(TapOfSamples):
         self.slots = [
             None if module._parameters.get(key) is None else engine.slot(module._parameters[key]) for key in self.names
         ]
-        self.decisions: dict[tuple[int, ...], Decision] = {}
 
     @classmethod
     def accepts(cls, module: nn.Module) -> bool:
@@ -256,8 +254,7 @@ class LayerTap(TapOfSamples):
         """Hands over per-sample gradients (B, ...) of the parameter `names[index]`; the tensor is the engine's then."""
         slot = self.slots[index]
         assert slot is not None
-        if not slot.kind:
-            slot.describe("kept", str(tuple(gradients.shape)), "per-sample sums over positions, taken in backward")
+        slot.describe("kept", "per-sample sums over positions, taken in backward", {"": gradients.shape})
         self.engine.add(slot, Kept(gradients.view(-1, *slot.parameter.shape)))
 
     def forward(self, ctx: Any, x: Tensor) -> Tensor:

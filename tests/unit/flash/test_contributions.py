@@ -7,23 +7,26 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from dpscope.errors import UserError
-from dpscope.flash import FlashEngine, choose_path
+from dpscope.flash import FlashEngine
 from dpscope.flash import contributions as c
 from dpscope.flash.combination import combine, cross_terms
 from dpscope.flash.norms import NormSum
+from dpscope.flash.paths import PathRules
 
 ROWS, WIDTH = 7, 4  # of the parameter
+CHEAPEST = PathRules()
 
 
-def make(kind: str, batch: int, length: int, padding: int | None = None) -> c.Contribution:
+def make(kind: str, batch: int, length: int, padding: int | None = None, rules: PathRules = CHEAPEST) -> c.Contribution:
     double = torch.float64
     if kind == "kept":
         return c.Kept(torch.randn(batch, ROWS, WIDTH, dtype=double))
     if kind == "outer":
         x, g = torch.randn(batch, length, WIDTH, dtype=double), torch.randn(batch, length, ROWS, dtype=double)
-        return c.Outer(x, g)
+        return c.Outer(x, g, rules.of_product(x.shape, ROWS, itemsize=8))
     ids = torch.randint(0, ROWS, (batch, length))
-    return c.Lookup(ids, torch.randn(batch, length, WIDTH, dtype=double), ROWS, padding)
+    g = torch.randn(batch, length, WIDTH, dtype=double)
+    return c.Lookup(ids, g, ROWS, padding, rules.of_lookup(batch, length))
 
 
 def dense(part: c.Contribution) -> torch.Tensor:
@@ -51,15 +54,12 @@ def dense(part: c.Contribution) -> torch.Tensor:
 )
 def test_norm_and_sum_of_any_mix(kinds, batch, lengths, padding, path, seed):
     torch.manual_seed(seed)
-    parts = [make(kind, batch, length, padding) for kind, length in zip(kinds, lengths, strict=False)]
+    rules = PathRules(path)
+    parts = [make(kind, batch, length, padding, rules) for kind, length in zip(kinds, lengths, strict=False)]
     truth = torch.stack([dense(part) for part in parts]).sum(0)
     scale = torch.rand(batch, dtype=torch.float64)
-
-    def decide(*shape, itemsize):
-        return choose_path(*shape, itemsize=itemsize, forced=path)
-
-    norms = NormSum(batch, torch.device("cpu"), decide, lookups_by_sorting=path == "direct")
-    merged = norms.add_parts(combine(parts, torch.float64))
+    norms = NormSum(batch, torch.device("cpu"))
+    merged = norms.add_parts(combine(parts, torch.float64, rules))
     torch.testing.assert_close(norms.result(), truth.square().sum((1, 2)), rtol=1e-12, atol=1e-12)
     total = None
     for part in merged:
@@ -69,8 +69,8 @@ def test_norm_and_sum_of_any_mix(kinds, batch, lengths, padding, path, seed):
 
 def test_two_uses_of_one_input_add_their_gradients_instead_of_growing():
     outer = make("outer", 2, 3)
-    again = c.Outer(outer.x, torch.randn_like(outer.g))
-    (merged,) = combine([outer, again], torch.float64)
+    again = c.Outer(outer.x, torch.randn_like(outer.g), outer.decision)
+    (merged,) = combine([outer, again], torch.float64, PathRules())
     assert merged.x.shape == outer.x.shape
     torch.testing.assert_close(dense(merged), dense(outer) + dense(again))
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 from torch import nn
@@ -11,7 +9,7 @@ from torch import nn
 from dpscope.flash import FlashEngine
 from dpscope.flash.contributions import Lookup, Outer
 from dpscope.flash.norms import TIED_FLOOR, NormSum
-from dpscope.flash.paths import choose_path
+from dpscope.flash.paths import PathRules
 
 ROWS, WIDTH, BATCH, LENGTH = 11, 6, 3, 5
 
@@ -21,11 +19,13 @@ def tied_uses(share: float) -> tuple[Lookup, Outer]:
     ids = torch.randint(0, ROWS, (BATCH, LENGTH))
     g = torch.randn(BATCH, LENGTH, WIDTH)
     one_hot = nn.functional.one_hot(ids, ROWS).float()
-    return Lookup(ids, g, ROWS, None), Outer(g, one_hot * (share - 1))
+    rules = PathRules("gram")
+    outer = Outer(g, one_hot * (share - 1), rules.of_product(g.shape, ROWS, itemsize=4))
+    return Lookup(ids, g, ROWS, None, rules.of_lookup(*ids.shape)), outer
 
 
 def norm_of(parts: tuple[Lookup, Outer]) -> torch.Tensor:
-    total = NormSum(BATCH, torch.device("cpu"), partial(choose_path, forced="gram"))
+    total = NormSum(BATCH, torch.device("cpu"))
     total.add_parts(parts)
     return total.result().sqrt()
 

@@ -51,13 +51,13 @@ class Geometry:
 class Patches(Saved):
     """`x`: (B, C, *), `g`: (B, O, *out); an Outer over patches that are made again for each use."""
 
-    __slots__ = ("geometry", "path", "shape")
+    __slots__ = ("decision", "geometry", "shape")
 
-    def __init__(self, x: Tensor, g: Tensor, geometry: Geometry, shape: tuple[int, ...], path: str) -> None:
+    def __init__(self, x: Tensor, g: Tensor, geometry: Geometry, shape: tuple[int, ...], decision: Decision) -> None:
         super().__init__(x, g)
         self.geometry = geometry
         self.shape = shape  # of the weight
-        self.path = path
+        self.decision = decision
 
     def _outer(self, samples: slice) -> Outer:
         """Of some samples; groups stand as samples beside one another: (b·groups, L, ·)."""
@@ -65,7 +65,7 @@ class Patches(Saved):
         groups = self.geometry.groups
         out = tuple(g.shape[2:])
         rows = g.reshape(g.shape[0] * groups, g.shape[1] // groups, -1).transpose(1, 2)
-        return Outer(self.geometry.unfold(x, out), rows)
+        return Outer(self.geometry.unfold(x, out), rows, self.decision)
 
     def _chunks(self) -> Iterator[slice]:
         patches = math.prod(self.second.shape[2:]) * self.first.shape[1] * math.prod(self.geometry.kernel)
@@ -82,9 +82,9 @@ class Patches(Saved):
 
     def _norms_squared(self, samples: slice) -> Tensor:
         outer = self._outer(samples)
-        if self.path == RANK1:
+        if self.decision.path == RANK1:
             norms = outer.rank1_norms_squared()
-        elif self.path == DIRECT:
+        elif self.decision.path == DIRECT:
             norms = outer.norms_squared()
         else:
             norms = gram_norms_squared([GramUnit(gs=(outer.g,), xs=(outer.x,))])
@@ -148,12 +148,9 @@ class ConvTap(LayerTap):
     def _add_weight(self, x: Tensor, g: Tensor) -> None:
         slot = self.slots[0]
         assert slot is not None
-        key = (*x.shape, *g.shape)
-        if key not in self.decisions:
-            self.decisions[key] = self._decide(x, g)
-            slot.describe("patches", f"x {tuple(x.shape)}, g {tuple(g.shape)}", "")
-        slot.decision = decision = self.decisions[key]
-        patches = Patches(x, g, self.geometry, tuple(slot.parameter.shape), decision.path)
+        decision = self._decide(x, g)
+        slot.describe("patches", decision, {"x": x.shape, "g": g.shape})
+        patches = Patches(x, g, self.geometry, tuple(slot.parameter.shape), decision)
         if decision.path == KEEP:
             values = patches.materialise()
             self.engine.add(slot, Kept(values.to(slot.parameter.dtype) if x.shape[0] == 1 else values))
@@ -164,8 +161,9 @@ class ConvTap(LayerTap):
         groups, kernel = self.geometry.groups, math.prod(self.geometry.kernel)
         d, p = x.shape[1] // groups * kernel, g.shape[1] // groups
         length, held = math.prod(g.shape[2:]), math.prod(x.shape[1:])
-        decision = self.engine.decide(x.shape[0], length, d, p, itemsize=g.element_size(), x_held=held)
-        if groups > 1 and self.engine.path is None:
+        rules = self.engine.path_rules
+        decision = rules.of_product((x.shape[0], length, d), p, itemsize=g.element_size(), x_held=held)
+        if groups > 1 and rules.forced is None:
             return Decision(KEEP, f"{groups} groups: per-sample gradients are small", decision.costs)
         return decision
 

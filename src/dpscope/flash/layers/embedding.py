@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpscope.flash.contributions import Kept, Lookup
+from dpscope.flash.paths import KEEP
 from dpscope.flash.taps import LayerTap
 
 
@@ -32,10 +33,11 @@ class EmbeddingTap(LayerTap):
         slot = self.slots[0]
         assert slot is not None
         batch, (rows, width) = ids.shape[0], slot.parameter.shape
-        if not slot.kind:
-            slot.describe("lookup", f"ids {tuple(ids.shape)}, g {tuple(g.shape)}", "rows that repeat add up first")
-        lookup = Lookup(ids.reshape(batch, -1), g.reshape(batch, -1, width), rows, self.padding_idx)
-        if batch == 1 and self.engine.path is None:
+        flat = ids.reshape(batch, -1)
+        decision = self.engine.path_rules.of_lookup(*flat.shape)
+        slot.describe("lookup", decision, {"ids": ids.shape, "g": g.shape})
+        lookup = Lookup(flat, g.reshape(batch, -1, width), rows, self.padding_idx, decision)
+        if decision.path == KEEP:
             self.engine.add(slot, Kept(lookup.materialise().to(slot.parameter.dtype)))
         else:
             self.engine.add(slot, lookup)

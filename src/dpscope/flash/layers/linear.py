@@ -28,18 +28,12 @@ def as_sequences(x: Tensor) -> Tensor:
 
 def keep_or_defer(tap: LayerTap, slot: Slot, x: Tensor, g: Tensor) -> None:
     """Σ_t g_t x_tᵀ: as per-sample gradients now (and x, g are free), or as x and g until the norms are taken."""
-    batch, length, d = x.shape
-    p = g.shape[-1]
-    shape = (batch, length, d, p)
-    decision = tap.decisions.get(shape)
-    if decision is None:
-        decision = tap.decisions[shape] = tap.engine.decide(*shape, itemsize=g.element_size())
-        slot.describe("outer", f"x {tuple(x.shape)}, g {tuple(g.shape)}", decision.reason)
-    slot.decision = decision
+    decision = tap.engine.path_rules.of_product(x.shape, g.shape[-1], itemsize=g.element_size())
+    slot.describe("outer", decision, {"x": x.shape, "g": g.shape})
     if decision.path == KEEP:
         tap.engine.add(slot, Kept(per_sample_gradients(x, g, slot.parameter.dtype)))
     else:
-        tap.engine.add(slot, Outer(x, g))
+        tap.engine.add(slot, Outer(x, g, decision))
 
 
 def per_sample_gradients(x: Tensor, g: Tensor, dtype: torch.dtype) -> Tensor:

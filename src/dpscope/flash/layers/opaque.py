@@ -42,6 +42,7 @@ class Expand(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[None, ...]:
         engine = ctx.tap.engine
         check_backward(ctx.tap, ctx.generation)
+        ctx.slot.describe("opaque", ctx.tap.why)
         if len(g):
             engine.add(ctx.slot, Kept(g, owned=False))
         else:
@@ -81,12 +82,13 @@ class OpaqueTap(TapOfSamples):
         self.calls = 0
         self.dtypes: dict[Any, list[torch.dtype]] = {}  # kind of call -> dtypes of the module's own outputs
         self.per_sample: dict[Any, bool] = {}  # arguments of which it is known: SampleCall.key -> one entry a sample?
-        for slot in self.slots.values():
-            self._describe(slot, "torch.func.vmap over samples")
+        self.describe("torch.func.vmap over samples")
 
-    def _describe(self, slot: Slot, how: str) -> None:
-        name = "" if self.module is self.engine.model else self.name
-        slot.describe("opaque", "", why_opaque(name, self.module, how))
+    def describe(self, how: str) -> None:
+        """For explain(): how samples are run from now on."""
+        self.why = why_opaque("" if self.module is self.engine.model else self.name, self.module, how)
+        for slot in self.slots.values():
+            slot.describe("opaque", self.why)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -151,6 +153,5 @@ class OpaqueTap(TapOfSamples):
             except Exception as error:  # whatever vmap cannot follow; the loop meets real mistakes again
                 reason = str(error).splitlines()[0] if str(error) else type(error).__name__
                 self.by_loop = True
-                for slot in self.slots.values():
-                    self._describe(slot, f"a loop over samples, for vmap failed: {reason}")
+                self.describe(f"a loop over samples, for vmap failed: {reason}")
         return sample_call.by_loop(expanded, commit=commit)

@@ -51,8 +51,7 @@ class _PaddedTap(OpaqueTap):
         self.call._run = self._forward
         self.input_dims = {**self.input_dims, "lengths": 0}
         self.by_loop = True
-        for slot in self.slots.values():
-            self._describe(slot, "a loop over samples where sequences are packed")
+        self.describe("a loop over samples where sequences are packed")
 
     def _forward(self, input: Tensor, lengths: Tensor, hx: Any = None) -> Any:
         packed = pack_padded_sequence(input, lengths.cpu(), batch_first=self.batch_first, enforce_sorted=False)
