@@ -42,6 +42,7 @@ class MicroBatch:
                 contribution.check_unchanged(slot.name)
             uses = len(contributions)
             parts = combine(contributions, slot.parameter.dtype, rules)
+            contributions.clear()  # what was put together need not outlive this
             if uses > 1:
                 describe_combined(slot, parts, uses)
             self._parts.append(parts)
