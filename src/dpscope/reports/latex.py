@@ -9,7 +9,7 @@ from dpscope.reports.doubt import explain, marked
 from dpscope.reports.memory.data import composition_of, in_order, is_private_only, label_of
 from dpscope.reports.output import text_output
 from dpscope.reports.report import Report
-from dpscope.reports.tables import RATES, Row, group_by_size, varying_settings
+from dpscope.reports.tables import RATES, Row, group_by_size, worth_a_column
 from dpscope.reports.words import peak_notes, size_in_words, step_in_words
 from dpscope.units import GIB, MIB, format_throughput
 from dpscope.vocabulary.settings import COMPARED, LATER_DEFAULTS
@@ -49,7 +49,7 @@ def to_latex(rows: Sequence[Row]) -> str:
 def _cost_table(rows: Sequence[Row]) -> str:
     models = ["workload"] if len({row.first.spec["workload"]["name"] for row in rows}) > 1 else []
     sizes = [name for name in ("batch_size", "seq_len") if any(row.first.spec.get(name) for row in rows)]
-    settings = [*models, *(each.name for each in varying_settings(rows, (*COMPARED, "steps", "device")))]
+    settings = [*models, *worth_a_column(rows, (*COMPARED, "steps", "device"))]
     unit, name = _unit([row.peak_bytes or 0.0 for row in rows])
     rate = next(name for name in reversed(RATES) if name == "samples/s" or any(RATES[name](row) for row in rows))
     titles = {"workload": "model", "batch_size": "batch", "seq_len": "sequence"}

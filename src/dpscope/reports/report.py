@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from dpscope.reports.settings import Setting, Size, group_by_setting, sizes_of
+from dpscope.reports.settings import Setting, Size, group_by_setting
 from dpscope.reports.sharing import with_paths_from
 from dpscope.reports.story import Story, tell
 from dpscope.reports.tables import Row, compare_results, seen_once
@@ -36,7 +36,7 @@ class Report:
 
     @cached_property
     def sizes(self) -> list[Size]:
-        return [size for setting in self.settings for size in sizes_of(setting)]
+        return [size for setting in self.settings for size in setting.sizes]
 
     @cached_property
     def stories(self) -> list[Story]:

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any
 
-from dpscope.reports.tables import MEASUREMENT_FIELDS, Row, group_by_size
-from dpscope.reports.words import size_in_words
-from dpscope.vocabulary.settings import LATER_DEFAULTS, SETTINGS
+from dpscope.reports.tables import SIZES, Row, group_by_size, hashable
+from dpscope.vocabulary.settings import SETTINGS
 
-SIZES = ("batch_size", "seq_len")
-NOT_A_SETTING = (*SIZES, *MEASUREMENT_FIELDS)
 UNLABELLED = ("name", *(name for name, each in SETTINGS.items() if each.speaks_for_itself))
-
-
-@dataclass(frozen=True)
-class Setting:
-    label: str  # what tells it from the other settings; "" where there is but one
-    rows: list[Row]
 
 
 @dataclass(frozen=True)
@@ -27,43 +18,47 @@ class Size:
     """Rows that are compared with each other: one setting at one size."""
 
     setting: str
-    size: str
     rows: list[Row]
+
+    @property
+    def size(self) -> str:
+        return self.rows[0].size
 
     @property
     def label(self) -> str:
         return f"{self.setting}: {self.size}" if self.setting else self.size
 
 
-def group_by_setting(rows: Sequence[Row]) -> list[Setting]:
-    """Rows with the same model, number format, optimizer and so on, in order of first appearance.
+@dataclass(frozen=True)
+class Setting:
+    """Rows with the same model, number format, optimizer and so on: here a size in words names one comparison."""
 
-    Within a setting, a size in words names one comparison. Numbers of steps are a part of it only where they keep rows
-    apart, and then of every row: those of the first row that it is compared with.
-    """
-    repeats: dict[tuple[Any, ...], dict[str, Any]] = {}
-    if any(row.step_counts for row in rows):
-        repeats = {group[0].size: group[0].repeats for group in group_by_size(rows)}
-    groups: dict[str, list[Row]] = {}
-    described: dict[str, dict[str, Any]] = {}
+    label: str  # what tells it from the other settings; "" where there is but one
+    rows: list[Row]
+
+    @property
+    def sizes(self) -> list[Size]:
+        return [Size(self.label, group) for group in group_by_size(self.rows)]
+
+
+def group_by_setting(rows: Sequence[Row]) -> list[Setting]:
+    """In order of first appearance. Where numbers of steps keep rows apart, all settings name theirs."""
+    apart = any(row.step_counts for row in rows)
+    first = {row.comparison: row for row in reversed(rows)}  # of the rows that are compared with each other
+    groups: dict[Hashable, list[Row]] = {}
+    described: dict[Hashable, dict[str, Any]] = {}
     for row in rows:
-        settings = {**_settings(row), **repeats.get(row.size, {})}
-        key = repr(sorted(settings.items()))
-        groups.setdefault(key, []).append(row)
-        described[key] = settings
+        settings = {**_settings(row), **(first[row.comparison].repeats if apart else {})}
+        groups.setdefault(hashable(settings), []).append(row)
+        described[hashable(settings)] = settings
     labels = _labels(list(described.values()))
     return [Setting(label, group) for label, group in zip(labels, groups.values(), strict=True)]
 
 
-def sizes_of(setting: Setting) -> list[Size]:
-    return [Size(setting.label, size_in_words(group[0].first.spec), group) for group in group_by_size(setting.rows)]
-
-
 def _settings(row: Row) -> dict[str, Any]:
-    """Everything of a spec that is neither size nor method, the model's dimensions among it."""
-    spec = row.first.spec
-    rest = {name: value for name, value in spec.items() if name not in (*NOT_A_SETTING, "workload")}
-    return {**spec["workload"], **LATER_DEFAULTS, **rest}
+    """What a row is, without its size; the model's dimensions among it."""
+    rest = {name: value for name, value in row.identity.items() if name not in (*SIZES, "workload")}
+    return {**row.spec["workload"], **rest}
 
 
 def _labels(described: Sequence[dict[str, Any]]) -> list[str]:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
 from typing import Any, TypeVar
 
 from dpscope.reports.doubt import doubt_of_times
+from dpscope.reports.words import size_in_words
 from dpscope.results.schema import Result
-from dpscope.units import MIB
-from dpscope.vocabulary.settings import COMPARED, REPEATS, SETTINGS, SettingField
+from dpscope.units import MIB, MISSING
+from dpscope.vocabulary.settings import LATER_DEFAULTS, REPEATS, SETTINGS
 
 STANDARD = "standard"
-
-# Ten timed steps and a tracked one are two ways to look at one row.
-MEASUREMENT_FIELDS = ("method", "instrument", "options", *REPEATS)
+SIZES = ("batch_size", "seq_len")
+MEASUREMENT_FIELDS = ("method", "instrument", "options", *REPEATS)  # ten timed steps and a tracked one are one row
+StepCounts = tuple[tuple[str, Any], ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +27,7 @@ class Row:
 
     measured: dict[str, Result]  # instrument -> result
     peak_instrument: str | None = None  # whose peak is shown; the same in every row of a comparison
-    step_counts: tuple[tuple[str, Any], ...] = ()  # (warmup, steps) by name, where rows differ in them alone
+    step_counts: StepCounts = ()  # (warmup, steps) by name, where rows differ in them alone
     methods: tuple[str, ...] = ()  # all that the results hold: they are told apart by how they look
     reference: Row | None = field(default=None, repr=False)  # ordinary training of this size, if it is another row
     derived: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)  # what `once_a_row` has computed
@@ -70,6 +72,37 @@ class Row:
     @property
     def method(self) -> str:
         return self.first.experiment
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        return self.first.spec
+
+    @property
+    def size(self) -> str:
+        return size_in_words(self.spec)
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """What rows that are compared with each other have in common; numbers of steps where rows differ in those."""
+        return {**identity_of(self.spec), **dict(self.step_counts)}
+
+    @cached_property
+    def comparison(self) -> Hashable:
+        """Equal in rows that are compared with each other."""
+        return hashable(self.identity)
+
+    def field(self, name: str) -> Any:
+        """The value in a column of this name: of the model, the method, the numbers of steps or the spec."""
+        own = {"model": self.spec["workload"]["name"], "method": self.method, **self.repeats}
+        return {**LATER_DEFAULTS, **self.spec, **own}.get(name)
+
+    def cell(self, name: str) -> str:
+        """The same as a table shows it."""
+        value = self.field(name)
+        return SETTINGS[name].cell({name: value}) if name in SETTINGS else str(value or MISSING)
+
+    def fields(self, *names: str) -> dict[str, Any]:
+        return {name: self.field(name) for name in names}
 
     @property
     def timing(self) -> dict[str, Any]:
@@ -142,11 +175,6 @@ class Row:
         """What is worth knowing beside the figures, each sentence once."""
         return list(dict.fromkeys(note["sentence"] for result in self.measured.values() for note in result.notes))
 
-    @cached_property
-    def size(self) -> tuple[Any, ...]:
-        """What has to be equal for two rows to be compared."""
-        return (*comparison_key(self.first), *self.step_counts)
-
     def _value(self, name: str) -> float | None:
         values: Iterable[float | None] = (getattr(result, name) for result in self.measured.values() if result.ok)
         return next((value for value in values if value is not None), None)
@@ -190,10 +218,16 @@ def _peak_of(result: Result) -> float | None:
     return figure_of(result.memory.get("peak_bytes"), None if stated is None else stated * MIB)
 
 
-def comparison_key(result: Result) -> tuple[Any, ...]:
-    """Everything in the spec but the method and how it was looked at."""
-    spec = {name: value for name, value in result.spec.items() if name not in MEASUREMENT_FIELDS}
-    return (repr(sorted(spec.pop("workload").items())), *sorted(spec.items()))
+def identity_of(spec: dict[str, Any]) -> dict[str, Any]:
+    """Everything in a spec but the method and how it was measured."""
+    return {name: value for name, value in {**LATER_DEFAULTS, **spec}.items() if name not in MEASUREMENT_FIELDS}
+
+
+def hashable(value: Any) -> Hashable:
+    """The same value for a key of a dictionary."""
+    if isinstance(value, dict):
+        return tuple(sorted((name, hashable(each)) for name, each in value.items()))
+    return tuple(map(hashable, value)) if isinstance(value, list | tuple) else value
 
 
 def compare_results(results: Iterable[Result]) -> list[Row]:
@@ -202,8 +236,8 @@ def compare_results(results: Iterable[Result]) -> list[Row]:
     instrument = choose_peaks(joined)
     methods = tuple(dict.fromkeys(row.method for row in joined))
     rows = [replace(row, peak_instrument=instrument, methods=methods) for row in joined]
-    standards = {row.size: row for row in rows if row.method == STANDARD}
-    return [row if row is (found := standards.get(row.size)) else replace(row, reference=found) for row in rows]
+    standards = {row.comparison: row for row in rows if row.method == STANDARD}
+    return [row if row is (found := standards.get(row.comparison)) else replace(row, reference=found) for row in rows]
 
 
 def choose_peaks(rows: Sequence[Row]) -> str | None:
@@ -211,10 +245,7 @@ def choose_peaks(rows: Sequence[Row]) -> str | None:
 
     The one that gives most rows a peak; of equals the memory instrument.
     """
-    counts: dict[str, int] = {}
-    for row in rows:
-        for name in row.peaks:
-            counts[name] = counts.get(name, 0) + 1
+    counts = Counter(name for row in rows for name in row.peaks)
     return max(counts, key=lambda name: (counts[name], name == "memory"), default=None)
 
 
@@ -224,38 +255,35 @@ def join_instruments(results: Sequence[Result]) -> list[Row]:
     Numbers of steps keep rows apart only where one instrument looked with several of them; what another saw, with
     one number of steps, belongs to each of those rows.
     """
-    several = _several_repeats(results)
-    joined: dict[tuple[Any, ...], list[Row]] = {}
+    several = _several_step_counts(results)
+    joined: dict[Hashable, list[Row]] = {}
     for result in results:
-        key = comparison_key(result)
-        instruments = several.get(key, {})
-        every = dict.fromkeys(counts for repeats in instruments.values() for counts in repeats) or [()]
-        for counts in [_repeats(result)] if result.instrument in instruments else every:
-            places = joined.setdefault((result.experiment, *key, *counts), [])
-            free = next((row for row in places if result.instrument not in row.measured), None)
-            if free is None:
-                places.append(Row({result.instrument: result}, step_counts=counts))
-            else:
-                free.measured[result.instrument] = result
+        comparison = hashable(identity_of(result.spec))
+        repeated = several.get(comparison, {})
+        every = dict.fromkeys(counts for of_one in repeated.values() for counts in of_one) or [()]
+        for counts in [_step_counts(result)] if result.instrument in repeated else every:
+            places = joined.setdefault((result.experiment, comparison, counts), [])
+            row = next((row for row in places if result.instrument not in row.measured), None)
+            if row is None:
+                places.append(row := Row({}, step_counts=counts))
+            row.measured[result.instrument] = result
     return [row for places in joined.values() for row in places]
 
 
-Repeats = tuple[tuple[str, Any], ...]
-
-
-def _several_repeats(results: Sequence[Result]) -> dict[tuple[Any, ...], dict[str, dict[Repeats, None]]]:
-    """Comparison -> instruments that looked at one method with several numbers of steps, and those."""
-    found: dict[tuple[Any, ...], dict[Repeats, None]] = {}
+def _several_step_counts(results: Sequence[Result]) -> dict[Hashable, dict[str, dict[StepCounts, None]]]:
+    """Comparison -> instruments that measured one method with several numbers of steps, and those."""
+    found: dict[tuple[str, str, Hashable], dict[StepCounts, None]] = {}
     for result in results:
-        found.setdefault((result.experiment, result.instrument, comparison_key(result)), {})[_repeats(result)] = None
-    several: dict[tuple[Any, ...], dict[str, dict[Repeats, None]]] = {}
-    for (_, instrument, key), repeats in found.items():
-        if len(repeats) > 1:
-            several.setdefault(key, {}).setdefault(instrument, {}).update(repeats)
+        key = (result.experiment, result.instrument, hashable(identity_of(result.spec)))
+        found.setdefault(key, {})[_step_counts(result)] = None
+    several: dict[Hashable, dict[str, dict[StepCounts, None]]] = {}
+    for (_, instrument, comparison), counts in found.items():
+        if len(counts) > 1:
+            several.setdefault(comparison, {}).setdefault(instrument, {}).update(counts)
     return several
 
 
-def _repeats(result: Result) -> Repeats:
+def _step_counts(result: Result) -> StepCounts:
     return tuple((name, result.spec.get(name)) for name in REPEATS)
 
 
@@ -279,13 +307,25 @@ def _ratio(value: float | None, denominator: float | None) -> float | None:
 
 def group_by_size(rows: Iterable[Row]) -> list[list[Row]]:
     """Rows that are compared with each other, in order of first appearance."""
-    groups: dict[tuple[Any, ...], list[Row]] = {}
+    groups: dict[Hashable, list[Row]] = {}
     for row in rows:
-        groups.setdefault(row.size, []).append(row)
+        groups.setdefault(row.comparison, []).append(row)
     return list(groups.values())
 
 
-def varying_settings(rows: Sequence[Row], names: Sequence[str] = COMPARED) -> list[SettingField]:
-    """The settings that differ between rows: only those are worth a column."""
-    settings = [SETTINGS[name] for name in names]
-    return [each for each in settings if len({repr(each.of(row.first.spec)) for row in rows}) > 1]
+def worth_a_column(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
+    """Of the fields of rows those that tell them apart: always the method and the batch, never a lacking sequence.
+
+    Numbers of steps do where rows differ in nothing else.
+    """
+
+    def is_worth_it(name: str) -> bool:
+        if name in ("method", "batch_size"):
+            return True
+        if name == "seq_len":
+            return any(row.field(name) for row in rows)
+        if name in REPEATS and not any(row.step_counts for row in rows):
+            return False
+        return len({repr(row.field(name)) for row in rows}) > 1
+
+    return [name for name in names if is_worth_it(name)]

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from dpscope.reports.tables import compare_results, group_by_size, seen_once, varying_settings
+from dpscope.reports.tables import compare_results, group_by_size, seen_once, worth_a_column
 from dpscope.vocabulary.statuses import STATUSES
 
 
@@ -118,7 +118,53 @@ def test_rows_are_grouped_by_size_in_the_order_they_came(make_result):
     ]
 
 
+def test_rows_are_the_same_comparison_whatever_a_spec_holds(make_result):
+    """A workload's description may hold lists and objects, and a file may say 1 for 1.0."""
+
+    def row(**spec):
+        return compare_results([replace(make_result(), spec={**make_result().spec, **spec})])[0]
+
+    nested = {"name": "m", "lora": {"r": 4, "target": ["up", "down"]}}
+    assert row(workload=nested, extra=[1, 2]).comparison == row(workload=nested, extra=[1, 2]).comparison
+    assert row(noise_multiplier=1).comparison == row(noise_multiplier=1.0).comparison
+    assert row(extra=[1, 2]).comparison != row(extra=[2, 1]).comparison
+    assert row(workload={**nested, "seed": 1}).comparison != row(workload=nested, seed=1).comparison
+
+
+def test_how_a_row_was_measured_is_no_part_of_what_it_is(make_result):
+    time, memory = (
+        compare_results([make_result(steps=10)]),
+        compare_results([make_result(steps=1, instrument="memory")]),
+    )
+    assert time[0].identity == memory[0].identity
+    assert {"method", "instrument", "options", "warmup", "steps"}.isdisjoint(time[0].identity)
+
+
+def test_numbers_of_steps_are_a_part_of_rows_that_differ_in_nothing_else(make_result):
+    rows = compare_results([make_result(steps=2), make_result(steps=3)])
+    assert [row.identity["steps"] for row in rows] == [2, 3]
+    assert worth_a_column(rows, ("dtype", "warmup", "steps")) == ["steps"]
+    apart_by_instrument = compare_results(
+        [make_result(steps=9), make_result(method="flat", steps=1, instrument="memory")]
+    )
+    assert worth_a_column(apart_by_instrument, ("steps",)) == []
+
+
+def test_a_field_of_a_row_is_found_by_the_name_of_its_column(make_result):
+    (row,) = compare_results([make_result(method="flat", batch_size=4, seq_len=8, steps=3)])
+    names = ("model", "method", "batch_size", "seq_len", "steps", "colour")
+    assert row.fields(*names) == dict(zip(names, (row.spec["workload"]["name"], "flat", 4, 8, 3, None), strict=True))
+
+
+def test_a_column_of_sequences_is_there_only_if_any_row_has_one(make_result):
+    text, images = make_result(seq_len=8), make_result(method="flat")
+    images = replace(images, spec={**images.spec, "seq_len": None})
+    names = ("method", "batch_size", "seq_len", "dtype")
+    assert worth_a_column(compare_results([images]), names) == ["method", "batch_size"]
+    assert worth_a_column(compare_results([images, text]), names) == ["method", "batch_size", "seq_len"]
+
+
 def test_only_what_varies_is_worth_a_column(make_result):
     rows = compare_results([make_result(dtype="fp32"), make_result(dtype="bf16")])
-    assert [setting.name for setting in varying_settings(rows)] == ["dtype"]
-    assert varying_settings(rows[:1]) == []
+    assert worth_a_column(rows, ("dtype", "optimizer")) == ["dtype"]
+    assert worth_a_column(rows[:1], ("dtype", "optimizer")) == []

@@ -41,7 +41,7 @@ def _chart(against: Against, figure: Figure, pairs: Sequence[Pair]) -> Chart:
     return Chart(
         key=f"{figure.key}-change",
         title=f"{figure.title}: change from before to now",
-        short=figure.title,
+        nav_label=figure.title,
         kind="changes",
         how=HOW[figure.key],
         views=[

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from dpscope.reports.tables import Row, comparison_key
+from dpscope.reports.tables import Row, hashable
 from dpscope.units import MISSING, format_bytes
 from dpscope.vocabulary.settings import EVERYWHERE, SETTINGS
 
@@ -46,12 +46,11 @@ class Difference:
     now: str
 
 
-def pairing_key(row: Row) -> tuple[Any, ...]:
+def pairing_key(row: Row) -> Hashable:
     """What has to be equal for two rows of two sweeps to be compared: method, workload, size, number format …"""
-    spec = row.first.spec
-    workload = {name: value for name, value in spec["workload"].items() if name not in OF_WORKLOAD}
-    kept = {name: value for name, value in spec.items() if name not in MAY_DIFFER}
-    return (row.method, *comparison_key(replace(row.first, spec={**kept, "workload": workload})))
+    workload = {name: value for name, value in row.spec["workload"].items() if name not in OF_WORKLOAD}
+    identity = {name: value for name, value in row.identity.items() if name not in MAY_DIFFER}
+    return hashable({**identity, "method": row.method, "workload": workload})
 
 
 def pair_rows(now: Sequence[Row], before: Sequence[Row]) -> list[tuple[Row, Row]]:
@@ -60,7 +59,7 @@ def pair_rows(now: Sequence[Row], before: Sequence[Row]) -> list[tuple[Row, Row]
     Where a sweep has several rows that could be compared (two numbers of steps, say), those come together that were
     looked at with the same instruments, and then those with the most settings in common.
     """
-    groups: dict[tuple[Any, ...], tuple[list[int], list[int]]] = {}
+    groups: dict[Hashable, tuple[list[int], list[int]]] = {}
     for side, rows in enumerate((before, now)):
         for place, row in enumerate(rows):
             groups.setdefault(pairing_key(row), ([], []))[side].append(place)

@@ -13,9 +13,10 @@ from dpscope.reports.against.words import AGAINST_TITLE, format_change, headline
 from dpscope.reports.bars import FirstThatFits
 from dpscope.reports.doubt import explain
 from dpscope.reports.output import text_output
-from dpscope.reports.tables import varying_settings
+from dpscope.reports.tables import worth_a_column
 from dpscope.reports.words import peak_notes, shorten
 from dpscope.units import MISSING
+from dpscope.vocabulary.settings import COMPARED, SETTINGS
 
 LONGEST_NAME = 24
 
@@ -77,7 +78,7 @@ def _tables(against: Against, figure: Figure) -> FirstThatFits:
 def _table(against: Against, figure: Figure, *, spread: bool, ratios: bool) -> Table:
     """A row a pair: before, now, the change, and the ratios to each sweep's own standard."""
     rows = [pair.now for pair in against.pairs]
-    extra = varying_settings(rows)
+    extra = worth_a_column(rows, COMPARED)
     several = len({row.first.spec["workload"]["name"] for row in rows}) > 1
     sequences = any(row.first.spec["seq_len"] for row in rows)
     table = _columns(*(["model"] if several else []), "method")
@@ -85,7 +86,7 @@ def _table(against: Against, figure: Figure, *, spread: bool, ratios: bool) -> T
     for heading in (
         "batch",
         *(["seq"] if sequences else []),
-        *(setting.column for setting in extra),
+        *(SETTINGS[name].column for name in extra),
         *sides,
         "change",
         *(["× before", "× now"] if ratios else []),
@@ -97,7 +98,7 @@ def _table(against: Against, figure: Figure, *, spread: bool, ratios: bool) -> T
         cells: list[RenderableType] = [Text(spec["workload"]["name"])] if several else []
         cells += [Text(shorten(pair.now.method, LONGEST_NAME)), str(spec["batch_size"])]
         cells += [str(spec["seq_len"] or MISSING)] if sequences else []
-        cells += [setting.cell(spec) for setting in extra]
+        cells += [pair.now.cell(name) for name in extra]
         for reading in (change.before, change.now):
             cells += [change.show(reading), *([_spread(reading)] if spread else [])]
         cells += [format_change(change.relative)]

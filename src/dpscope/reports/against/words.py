@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dpscope.reports.against.changes import RATIOS, TIME, UNDECIDED, Change, Figure
 from dpscope.reports.against.data import Against, Pair
 from dpscope.reports.doubt import ADVICE, EXPLAINED
-from dpscope.reports.tables import STANDARD, Row, varying_settings
+from dpscope.reports.tables import STANDARD, Row, worth_a_column
 from dpscope.reports.words import size_in_words
 from dpscope.units import MISSING
+from dpscope.vocabulary.settings import COMPARED, SETTINGS
 
 AGAINST_TITLE = "Two sweeps side by side"
 MOST = 8  # rows named one by one in a sentence; the table has all of them
@@ -47,7 +48,7 @@ def name_of(pair: Pair, against: Against) -> str:
 
 def row_name(row: Row, among: Sequence[Row]) -> str:
     spec = row.first.spec
-    extra = [setting.told_of(spec) for setting in varying_settings(among)]
+    extra = [SETTINGS[name].told_of(spec) for name in worth_a_column(among, COMPARED)]
     models = {other.first.spec["workload"]["name"] for other in among}
     model = f" on {spec['workload']['name']}" if len(models) > 1 else ""
     return f"{row.method}{model} at {', '.join([size_in_words(spec), *extra])}"

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from dpscope.reports.tables import Row, group_by_size, varying_settings
-from dpscope.vocabulary.settings import FLAGS
+from dpscope.reports.tables import SIZES, Row, group_by_size, worth_a_column
+from dpscope.vocabulary.settings import FLAGS, SETTINGS
 
+LETTERS = {"batch_size": "bs", "seq_len": "seq"}
 SUFFIX = r"(_.*bs\d+.*)?"  # matches every suffix, and none
 
 
@@ -17,13 +18,10 @@ def suffixed(rows: Sequence[Row]) -> dict[str, list[Row]]:
     if len(groups) == 1:
         return {"": groups[0]}
     named: dict[str, list[Row]] = {}
-    settings = [each for each in varying_settings(rows, FLAGS) if each.speaks_for_itself or each.is_later]
-    several_models = len({row.first.spec["workload"]["name"] for row in rows}) > 1
+    settings = [name for name in FLAGS if SETTINGS[name].speaks_for_itself or SETTINGS[name].is_later]
+    shown = worth_a_column(rows, ("model", *SIZES, *settings))
     for group in groups:
-        spec = group[0].first.spec
-        parts = [spec["workload"]["name"]] if several_models else []
-        parts += [f"bs{spec['batch_size']}"] + ([f"seq{spec['seq_len']}"] if spec.get("seq_len") else [])
-        parts += [setting.told_of(spec) for setting in settings]
+        parts = [_part(group[0], name) for name in shown if group[0].field(name) is not None]
         suffix = re.sub(r"[^\w.-]+", "-", "".join(f"_{part}" for part in parts))
         number = 2
         while suffix in named:  # they differ in something that has no place in a file's name
@@ -31,3 +29,9 @@ def suffixed(rows: Sequence[Row]) -> dict[str, list[Row]]:
             number += 1
         named[suffix] = group
     return named
+
+
+def _part(row: Row, name: str) -> str:
+    if name in SETTINGS and name not in LETTERS:
+        return SETTINGS[name].told_of(row.spec)
+    return f"{LETTERS.get(name, '')}{row.field(name)}"

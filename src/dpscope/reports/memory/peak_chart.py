@@ -8,28 +8,9 @@ from typing import Any
 from dpscope.reports.memory.chart_series import looks, present, unit_for, without
 from dpscope.reports.memory.data import Composition, composition_of, label_of, why_no_composition
 from dpscope.reports.memory.text import TRIFLE, signed
-from dpscope.reports.page.chart import Chart, Table, View
-from dpscope.reports.tables import STANDARD, Row, group_by_size
-from dpscope.reports.words import size_in_words
+from dpscope.reports.page.chart import Table, View, chart_by_size
+from dpscope.reports.tables import STANDARD, Row
 from dpscope.units import format_bytes, format_ratio
-
-
-def memory_peak(rows: Sequence[Row]) -> Chart | None:
-    views = [view for group in group_by_size(rows) if (view := _view(group))]
-    if not views:
-        return None
-    return Chart(
-        key="memory-peak",
-        title="Memory at the peak, by component",
-        short="Memory",
-        kind="memory-peak",
-        how=(
-            "Every storage was followed from birth to death through one step; shown is the moment at which most bytes "
-            "were live, and unattributed is what the allocator counted beyond that. It does not see memory outside "
-            "PyTorch's allocator, nor what the allocator keeps in reserve."
-        ),
-        views=views,
-    )
 
 
 def _view(rows: Sequence[Row]) -> View | None:
@@ -52,7 +33,6 @@ def _view(rows: Sequence[Row]) -> View | None:
     ]
     missing = [(row, why_no_composition(row)) for row, composition in found if not composition]
     return View(
-        size=size_in_words(rows[0].first.spec),
         says=f"At the peak {', '.join(_in_words(*each, standard) for each in described)}.{without(missing)}",
         data={
             "components": looks(keys),
@@ -82,3 +62,17 @@ def _in_words(row: Row, composition: Composition, standard: Composition | None) 
     most = more(extra, key=lambda key: extra[key])
     named = f", above all {label_of(most)} {signed(extra[most])}" if abs(extra[most]) >= TRIFLE * standard.total else ""
     return f"{holds} ({format_ratio(ratio)}{named})"
+
+
+memory_peak = chart_by_size(
+    _view,
+    key="memory-peak",
+    title="Memory at the peak, by component",
+    nav_label="Memory",
+    kind="memory-peak",
+    how=(
+        "Every storage was followed from birth to death through one step; shown is the moment at which most bytes "
+        "were live, and unattributed is what the allocator counted beyond that. It does not see memory outside "
+        "PyTorch's allocator, nor what the allocator keeps in reserve."
+    ),
+)

@@ -8,32 +8,12 @@ from typing import Any
 from dpscope.reports.memory.chart_series import looks, unit_for
 from dpscope.reports.memory.data import label_of
 from dpscope.reports.memory.tensors import TensorAtPeak, tensors_of
-from dpscope.reports.page.chart import Chart, Table, View
-from dpscope.reports.tables import Row, group_by_size
-from dpscope.reports.words import size_in_words
+from dpscope.reports.page.chart import Table, View, chart_by_size
+from dpscope.reports.tables import Row
 from dpscope.units import format_bytes
 
 DRAWN = 8  # of each method
 COLUMNS = ("method", "bytes", "count", "shape", "dtype", "component", "module", "phase", "operator", "line")
-
-
-def tensors_at_peak(rows: Sequence[Row]) -> Chart | None:
-    views = [view for group in group_by_size(rows) if (view := _view(group))]
-    if not views:
-        return None
-    return Chart(
-        key="tensors",
-        title="Largest tensors at the peak",
-        short="Tensors",
-        kind="tensors",
-        how=(
-            "Every storage that was live at the peak of a tracked step, the largest first, with the shape it was made "
-            "in, what it is for, and the innermost line of Python outside torch that asked for it; alike ones of "
-            "several layers share a bar, which is as long as one of them. It does not see what an operator allocates "
-            "and frees inside itself."
-        ),
-        views=views,
-    )
 
 
 def _view(rows: Sequence[Row]) -> View | None:
@@ -43,7 +23,6 @@ def _view(rows: Sequence[Row]) -> View | None:
         return None
     largest = max(tensor.bytes for _, tensors, _ in known for tensor in tensors)
     return View(
-        size=size_in_words(rows[0].first.spec),
         says=" ".join(_in_words(method, tensors) for method, tensors, _ in known),
         data={
             "axis": unit_for(largest),
@@ -89,3 +68,18 @@ def _lines(method: str, tensors: Sequence[TensorAtPeak], rest: float) -> list[tu
         for each in tensors
     ]
     return lines + ([(method, rest, 1, "", "", "all others together", "", "", "", "")] if rest else [])
+
+
+tensors_at_peak = chart_by_size(
+    _view,
+    key="tensors",
+    title="Largest tensors at the peak",
+    nav_label="Tensors",
+    kind="tensors",
+    how=(
+        "Every storage that was live at the peak of a tracked step, the largest first, with the shape it was made "
+        "in, what it is for, and the innermost line of Python outside torch that asked for it; alike ones of "
+        "several layers share a bar, which is as long as one of them. It does not see what an operator allocates "
+        "and frees inside itself."
+    ),
+)

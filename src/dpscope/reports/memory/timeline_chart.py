@@ -9,32 +9,13 @@ from typing import Any
 from dpscope.reports.memory.chart_series import looks, present, unit_for, without
 from dpscope.reports.memory.data import Phase, Timeline, composition_of, timeline_of, why_no_composition
 from dpscope.reports.memory.thinning import moments
-from dpscope.reports.page.chart import Cell, Chart, Table, View
+from dpscope.reports.page.chart import Cell, Table, View, chart_by_size
 from dpscope.reports.palette import phase_colour
-from dpscope.reports.tables import Row, group_by_size
-from dpscope.reports.words import size_in_words
+from dpscope.reports.tables import Row
 from dpscope.units import format_bytes
 
 PANELS = 6  # more on one scale are too many to look at
 BETWEEN = "between phases"
-
-
-def memory_timeline(rows: Sequence[Row]) -> Chart | None:
-    views = [view for group in group_by_size(rows) if (view := _view(group))]
-    if not views:
-        return None
-    return Chart(
-        key="memory-timeline",
-        title="Memory over one training step",
-        short="Timeline",
-        kind="memory-timeline",
-        how=(
-            "Live bytes after every allocation and free of one step, thinned out for this page; every highest value is "
-            "kept as measured. It does not see time (a step to the right is an event, not a millisecond), nor what is "
-            "unattributed."
-        ),
-        views=views,
-    )
 
 
 def _view(rows: Sequence[Row]) -> View | None:
@@ -48,7 +29,6 @@ def _view(rows: Sequence[Row]) -> View | None:
     keys = present({key: any(level) for key, level in timeline.levels.items()} for _, timeline in drawn)
     highest = max(max(timeline.totals) for _, timeline in drawn)
     return View(
-        size=size_in_words(rows[0].first.spec),
         says=f"Live bytes are highest {', '.join(_in_words(*each) for each in drawn)}.{without(missing)}",
         data={
             "components": looks(keys),
@@ -122,3 +102,17 @@ def _in_words(row: Row, timeline: Timeline) -> str:
 
 def _why_none(row: Row) -> str:
     return "no timeline was measured" if row.result.ok else why_no_composition(row)
+
+
+memory_timeline = chart_by_size(
+    _view,
+    key="memory-timeline",
+    title="Memory over one training step",
+    nav_label="Timeline",
+    kind="memory-timeline",
+    how=(
+        "Live bytes after every allocation and free of one step, thinned out for this page; every highest value is "
+        "kept as measured. It does not see time (a step to the right is an event, not a millisecond), nor what is "
+        "unattributed."
+    ),
+)

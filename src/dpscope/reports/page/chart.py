@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
+
+from dpscope.reports.tables import Row, group_by_size
 
 Cell = str | float | int | None
 
@@ -24,10 +26,10 @@ class Table:
 class View:
     """A chart at one size. `data`: what the drawing function of the chart's kind reads; numbers in bytes and ms."""
 
-    size: str  # `size_in_words`, or "" for a chart that spans all sizes
     says: str  # what is to be seen, in a sentence with numbers: also the drawing's description for a screen reader
     data: dict[str, Any]
     table: Table
+    size: str = ""  # in words; "" for a chart that spans all sizes
     # Filled in by `make_charts` where the page has several settings: which, and what it is called and how it was
     # measured there if that is not as in the chart.
     setting: str = ""
@@ -41,8 +43,24 @@ class Chart:
     title: str
     kind: str  # static/drawings/KIND.js draws it
     how: str  # how it was measured, and what it does not see: one sentence of each
-    short: str  # a word or two, for the way to it
+    nav_label: str  # a word or two, for the links at the top of the page
     views: Sequence[View]  # the reader chooses one; those of a size without figures are left out
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+ChartOf = Callable[[Sequence[Row]], Chart | None]  # None where no row has figures for it
+
+
+def chart_by_size(
+    view_of: Callable[[Sequence[Row]], View | None], *, key: str, title: str, kind: str, how: str, nav_label: str
+) -> ChartOf:
+    """A chart with a view of each size: `view_of` is called with the rows that are compared with each other."""
+
+    def make(rows: Sequence[Row]) -> Chart | None:
+        made = [(group[0].size, view) for group in group_by_size(rows) if (view := view_of(group))]
+        views = [replace(view, size=size) for size, view in made]
+        return Chart(key=key, title=title, kind=kind, how=how, nav_label=nav_label, views=views) if views else None
+
+    return make

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from dpscope.reports.memory.peak_chart import memory_peak
 from dpscope.reports.memory.tensors_chart import tensors_at_peak
 from dpscope.reports.memory.timeline_chart import memory_timeline
-from dpscope.reports.page.chart import Chart
+from dpscope.reports.page.chart import Chart, ChartOf
 from dpscope.reports.settings import Setting
-from dpscope.reports.tables import Row
 from dpscope.reports.time.chart import step_time
 from dpscope.reports.time.scaling_chart import scaling_over_batch, scaling_over_sequence
 from dpscope.reports.time.tradeoff_chart import tradeoff
@@ -20,8 +19,7 @@ from dpscope.reports.trace.phases_chart import phases
 from dpscope.reports.traffic.chart import traffic
 from dpscope.reports.traffic.roofline_chart import roofline
 
-# None where no row has figures for it.
-CHARTS: tuple[Callable[[Sequence[Row]], Chart | None], ...] = (
+CHARTS: tuple[ChartOf, ...] = (
     # what it costs
     step_time,
     memory_peak,
@@ -46,7 +44,7 @@ def make_charts(settings: Sequence[Setting]) -> list[Chart]:
     return [chart for make in CHARTS if (chart := _over_settings(make, settings))]
 
 
-def _over_settings(make: Callable[[Sequence[Row]], Chart | None], settings: Sequence[Setting]) -> Chart | None:
+def _over_settings(make: ChartOf, settings: Sequence[Setting]) -> Chart | None:
     made = [(setting.label, chart) for setting in settings if (chart := make(setting.rows))]
     if not made:
         return None

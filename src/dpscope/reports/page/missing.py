@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dpscope.reports.page.command_lines import can_be_typed, command_lines
 from dpscope.reports.report import Report
 from dpscope.reports.settings import Size
-from dpscope.reports.tables import Row
+from dpscope.reports.tables import Row, hashable, identity_of
 
 # Instrument -> what it would have shown.
 SHOWS = {
@@ -81,11 +81,11 @@ def _gap(instrument: str, sizes: Sequence[Size]) -> Gap | None:
 
 def _lacking(instrument: str, sizes: Sequence[Size]) -> Iterator[Lacking]:
     """Rows that the instrument did not look at, though it could: each once, with however many steps it was timed."""
-    seen: set[tuple[Any, ...]] = set()
+    seen: set[Hashable] = set()
     for size in sizes:
         for row in size.rows:
             spec = {**row.looked_at, "instrument": instrument, "options": _options(instrument, size, sizes)}
-            row_of_any_steps = (row.method, row.size[: len(row.size) - len(row.step_counts)])
+            row_of_any_steps = (row.method, hashable(identity_of(row.spec)))
             if instrument in row.measured or row_of_any_steps in seen or not _works(row, instrument):
                 continue
             seen.add(row_of_any_steps)

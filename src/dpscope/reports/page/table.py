@@ -11,11 +11,11 @@ from dpscope.reports.export import to_records
 from dpscope.reports.page.looks import looks_of
 from dpscope.reports.report import Report
 from dpscope.reports.story import estimated
-from dpscope.reports.tables import RATES, Rate, Row, varying_settings
+from dpscope.reports.tables import RATES, Rate, Row, worth_a_column
 from dpscope.reports.traffic.data import Traffic, compare_traffic
 from dpscope.reports.words import size_in_words
 from dpscope.units import MISSING, format_bytes, format_ms, format_ratio, format_throughput, format_traffic
-from dpscope.vocabulary.settings import REPEATS, SETTINGS, SettingField
+from dpscope.vocabulary.settings import COMPARED, REPEATS, SETTINGS, SettingField
 
 NO_STANDARD = "standard has no such figure at this size"
 
@@ -52,10 +52,7 @@ class RowsTable:
 def make_table(report: Report) -> RowsTable:
     ordered = [row for size in report.sizes for row in size.rows]
     traffics = {id(traffic.row): traffic for traffic in compare_traffic(ordered)}
-    settings = [
-        *varying_settings(ordered),
-        *(SETTINGS[name] for name in REPEATS if any(row.step_counts for row in ordered)),
-    ]
+    settings = [SETTINGS[name] for name in worth_a_column(ordered, (*COMPARED, *REPEATS))]
     models = len({row.first.spec["workload"]["name"] for row in ordered}) > 1
     sequences = any(row.first.spec.get("seq_len") for row in ordered)
     rates = {name: rate for name, rate in RATES.items() if any(rate(row) is not None for row in ordered)}

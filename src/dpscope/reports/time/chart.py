@@ -5,33 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dpscope.reports.doubt import explain, marked
-from dpscope.reports.page.chart import Chart, Table, View
+from dpscope.reports.page.chart import Table, View, chart_by_size
 from dpscope.reports.page.looks import looks_of
-from dpscope.reports.tables import RATES, STANDARD, Row, group_by_size
-from dpscope.reports.words import size_in_words
+from dpscope.reports.tables import RATES, STANDARD, Row
 from dpscope.units import format_ms, format_ratio, format_throughput
 
 
-def step_time(rows: Sequence[Row]) -> Chart | None:
-    views = [_view(group) for group in group_by_size(rows) if any(row.median_ms is not None for row in group)]
-    if not views:
-        return None
-    return Chart(
-        key="step-time",
-        title="Time of a step",
-        short="Time",
-        kind="step-time",
-        how=(
-            "A bar is the median of the timed steps after warm-up; below it each point is one step, and the line "
-            "spans their 10th to 90th percentile, in a process without any profiler. It does not see data loading: "
-            "every step trains on the same batch."
-        ),
-        views=views,
-    )
-
-
-def _view(rows: Sequence[Row]) -> View:
+def _view(rows: Sequence[Row]) -> View | None:
     timed = [row for row in rows if row.median_ms is not None]
+    if not timed:
+        return None
     bars = [
         {
             "method": row.method,
@@ -47,7 +30,6 @@ def _view(rows: Sequence[Row]) -> View:
     ]
     costs = [f"{marked(format_ms(row.median_ms), row.time_doubt)}{_ratio(row)} with {row.method}" for row in timed]
     return View(
-        size=size_in_words(rows[0].first.spec),
         says=" ".join(filter(None, (f"A step takes {', '.join(costs)}.", explain(row.ratio_doubt for row in timed)))),
         data={"bars": bars},
         table=Table(
@@ -68,3 +50,17 @@ def _ratio(row: Row) -> str:
     if row.time_ratio is None or row.method == STANDARD:
         return ""
     return f" ({marked(format_ratio(row.time_ratio), row.ratio_doubt)})"
+
+
+step_time = chart_by_size(
+    _view,
+    key="step-time",
+    title="Time of a step",
+    nav_label="Time",
+    kind="step-time",
+    how=(
+        "A bar is the median of the timed steps after warm-up; below it each point is one step, and the line "
+        "spans their 10th to 90th percentile, in a process without any profiler. It does not see data loading: "
+        "every step trains on the same batch."
+    ),
+)

@@ -52,7 +52,7 @@ def _scaling(rows: Sequence[Row], way: Way) -> Chart | None:
     return Chart(
         key=way.key,
         title=f"How the cost grows with {way.axis}",
-        short=way.axis.partition(" ")[0].capitalize(),
+        nav_label=way.axis.partition(" ")[0].capitalize(),
         kind="scaling",
         how=(
             f"Median time of a step{', as a multiple of the time of standard at the same size' if relative else ''}, "

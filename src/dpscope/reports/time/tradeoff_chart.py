@@ -31,7 +31,7 @@ def tradeoff(rows: Sequence[Row]) -> Chart | None:
     return Chart(
         key="tradeoff",
         title="Memory against time",
-        short="Trade-off",
+        nav_label="Trade-off",
         kind="tradeoff",
         how=(
             "Median time of the timed steps and peak of allocated bytes"

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from dpscope.reports.memory.chart_series import unit_for
 from dpscope.reports.memory.data import composition_of, label_of
-from dpscope.reports.page.chart import Chart, Table, View
+from dpscope.reports.page.chart import Table, View, chart_by_size
 from dpscope.reports.page.looks import looks_of
 from dpscope.reports.page.prose import in_prose
-from dpscope.reports.tables import Row, group_by_size
+from dpscope.reports.tables import Row
 from dpscope.reports.trace.data import CPU, GPU, trace_of
 from dpscope.reports.trace.folding import Cost, Costs, Line, choose_lines, total
-from dpscope.reports.words import size_in_words
 from dpscope.units import format_bytes, format_ms
 
 LINES = 15
@@ -24,41 +24,6 @@ ALIKE = (
     "Modules that cost alike share a bar (* stands for their numbers), and submodules without a bar are in their "
     "parent's: nothing is drawn twice."
 )
-
-
-def layers_memory(rows: Sequence[Row]) -> Chart | None:
-    views = [view for group in group_by_size(rows) if (view := _view(group, _held, "bytes"))]
-    if not views:
-        return None
-    return Chart(
-        key="layers-memory",
-        title="Layer by layer: memory at the peak",
-        short="Layers",
-        kind="layers",
-        how=(
-            "Bytes of a module's parameters, their gradients and optimizer states, and of what its own operators hold, "
-            f"at the moment of the peak. {ALIKE} It does not see modules too light to be listed in the results: a bar "
-            f"that is missing is not known to be zero, and {REST} holds them."
-        ),
-        views=views,
-    )
-
-
-def layers_time(rows: Sequence[Row]) -> Chart | None:
-    views = [view for group in group_by_size(rows) if (view := _view(group, _spent, "ms"))]
-    if not views:
-        return None
-    return Chart(
-        key="layers-time",
-        title="Layer by layer: time",
-        short="Layers: time",
-        kind="layers",
-        how=(
-            f"Time of the operators that worked for a module, forward and backward, in a traced step. {ALIKE} "
-            "It does not see what a step takes without the profiler, which makes it longer."
-        ),
-        views=views,
-    )
 
 
 def _held(rows: Sequence[Row]) -> list[Costs]:
@@ -98,7 +63,6 @@ def _view(rows: Sequence[Row], measure: Callable[[Sequence[Row]], list[Costs]], 
         lines.append({"name": REST, "bars": [_bar({REST: {}}, rest) for rest in rests]})
     heaviest = max(bar["value"] for line in lines for bar in line["bars"] if bar)
     return View(
-        size=size_in_words(rows[0].first.spec),
         says=_in_words(methods, drawn, rests, unit),
         data={
             "unit": unit,
@@ -148,3 +112,30 @@ def _in_words(methods: Sequence[str], drawn: Sequence[Line], rests: Sequence[flo
     heaviest = f"The heaviest modules {verb} {', '.join(told)}." if told else "No module is listed by name."
     others = ", ".join(f"{show(rest)} in {method}" for method, rest in zip(methods, rests, strict=True) if rest)
     return heaviest + (f" All other modules together: {others}." if others else "")
+
+
+layers_memory = chart_by_size(
+    partial(_view, measure=_held, unit="bytes"),
+    key="layers-memory",
+    title="Layer by layer: memory at the peak",
+    nav_label="Layers",
+    kind="layers",
+    how=(
+        "Bytes of a module's parameters, their gradients and optimizer states, and of what its own operators hold, "
+        f"at the moment of the peak. {ALIKE} It does not see modules too light to be listed in the results: a bar "
+        f"that is missing is not known to be zero, and {REST} holds them."
+    ),
+)
+
+
+layers_time = chart_by_size(
+    partial(_view, measure=_spent, unit="ms"),
+    key="layers-time",
+    title="Layer by layer: time",
+    nav_label="Layers: time",
+    kind="layers",
+    how=(
+        f"Time of the operators that worked for a module, forward and backward, in a traced step. {ALIKE} "
+        "It does not see what a step takes without the profiler, which makes it longer."
+    ),
+)

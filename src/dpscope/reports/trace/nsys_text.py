@@ -30,7 +30,7 @@ def nsys_section(rows: Sequence[Row], width: int) -> list[RenderableType]:
     """Everything nsys saw of the rows that it looked at; nothing if there are none."""
     parts: list[RenderableType] = []
     for group in group_by_size(row for row in rows if _capture(row)):
-        several = len({row.size for row in rows}) > 1
+        several = len({row.comparison for row in rows}) > 1
         where = _where(group[0]) if several else ""
         parts += ["", *describe_captures([(row.method, _with_time(row)) for row in group], where=where)]
         parts += [Text(line) for line in agreement(group)]

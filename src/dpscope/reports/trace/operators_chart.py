@@ -6,41 +6,24 @@ from collections.abc import Sequence
 from typing import Any
 
 from dpscope.reports.doubt import marked
-from dpscope.reports.page.chart import Chart, Table, View
+from dpscope.reports.page.chart import Table, View, chart_by_size
 from dpscope.reports.page.prose import in_prose
 from dpscope.reports.palette import GREW, SHRANK
 from dpscope.reports.tables import Row
-from dpscope.reports.trace.data import GPU, IDLE, Change, Difference, differences, traced
+from dpscope.reports.trace.data import GPU, IDLE, Change, Difference, differences, trace_of
 from dpscope.reports.trace.text import operator_label
-from dpscope.reports.words import size_in_words
 
 SHOWN = 12  # changes of a method that have a bar; all others share one
 LISTED = 40  # changes of a method in the table; trace_operators.csv has every operator
 REST = "everything else"
 
 
-def operators(rows: Sequence[Row]) -> Chart | None:
+def _view(rows: Sequence[Row]) -> View | None:
     """None without a traced standard and another method."""
-    groups = [(group, found) for group in traced(rows) if (found := differences(group))]
-    if not groups:
+    found = differences([row for row in rows if trace_of(row)])
+    if not found:
         return None
-    return Chart(
-        key="operators",
-        title="Operators that grew",
-        short="Operators",
-        kind="operators",
-        how=(
-            "Each operator's own time in a step under torch.profiler, less its time in standard's: the bars of a "
-            "method sum to how much longer its traced step is. It does not see single kernels within an operator, "
-            "and the profiler stretches what the host does."
-        ),
-        views=[_view(group, found) for group, found in groups],
-    )
-
-
-def _view(rows: Sequence[Row], found: Sequence[Difference]) -> View:
     return View(
-        size=size_in_words(rows[0].first.spec),
         says=_in_words(found),
         data={"grew": GREW, "shrank": SHRANK, "panels": [_panel(each) for each in found]},
         table=Table(
@@ -105,3 +88,17 @@ def _lines(found: Difference) -> list[tuple[Any, ...]]:
     ]
     more = len(found.changes) > len(biggest)
     return lines + ([(found.method, found.basis, REST, "", "", None, None, rest)] if more else [])
+
+
+operators = chart_by_size(
+    _view,
+    key="operators",
+    title="Operators that grew",
+    nav_label="Operators",
+    kind="operators",
+    how=(
+        "Each operator's own time in a step under torch.profiler, less its time in standard's: the bars of a "
+        "method sum to how much longer its traced step is. It does not see single kernels within an operator, "
+        "and the profiler stretches what the host does."
+    ),
+)

@@ -31,7 +31,7 @@ def phases(rows: Sequence[Row]) -> Chart | None:
     return Chart(
         key="phases",
         title="Where the time of a step goes",
-        short="Phases",
+        nav_label="Phases",
         kind="phases",
         how=" ".join(HOW[gpu] for gpu in dict.fromkeys(map(on_gpu, groups))),
         views=[_view(group) for group in groups],

@@ -45,7 +45,7 @@ def traffic(rows: Sequence[Row]) -> Chart | None:
     return Chart(
         key="traffic",
         title=f"DRAM bytes of a step{estimate_in_title(every)}",
-        short="DRAM bytes",
+        nav_label="DRAM bytes",
         kind="traffic",
         how=" ".join(text for source, text in HOW.items() if any(each.source == source for each in every)),
         views=[_view(group) for group in groups],

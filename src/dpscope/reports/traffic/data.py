@@ -7,7 +7,7 @@ compared with each other, except to say how far the estimate is off.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -236,9 +236,9 @@ def compare_traffic(rows: Sequence[Row]) -> list[Traffic]:
 
 def by_size(traffics: Sequence[Traffic]) -> list[list[Traffic]]:
     """What is compared with each other, in order of first appearance."""
-    groups: dict[tuple[Any, ...], list[Traffic]] = {}
+    groups: dict[Hashable, list[Traffic]] = {}
     for traffic in traffics:
-        groups.setdefault(traffic.row.size, []).append(traffic)
+        groups.setdefault(traffic.row.comparison, []).append(traffic)
     return list(groups.values())
 
 

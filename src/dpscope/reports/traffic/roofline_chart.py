@@ -33,7 +33,7 @@ def roofline(rows: Sequence[Row]) -> Chart | None:
     return Chart(
         key="roofline",
         title=f"Roofline{estimate_in_title(every)}",
-        short="Roofline",
+        nav_label="Roofline",
         kind="roofline",
         how=f"{point_notes(every, points)}.{_roofs_in_words(every)} It does not see caches: only DRAM bytes count.",
         views=[_view(group, rows) for group in groups],

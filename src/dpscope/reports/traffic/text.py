@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dpscope.reports.doubt import marked
-from dpscope.reports.tables import STANDARD, Row, varying_settings
+from dpscope.reports.tables import SIZES, STANDARD, Row, worth_a_column
 from dpscope.reports.traffic.data import (
     APPROXIMATELY,
     ESTIMATE,
@@ -25,7 +25,7 @@ from dpscope.reports.traffic.kernels_text import kernels_part
 from dpscope.reports.words import size_in_words
 from dpscope.units import MISSING, format_ms, format_rate, format_ratio, format_traffic
 from dpscope.vocabulary.families import FAMILY_LABELS
-from dpscope.vocabulary.settings import SettingField
+from dpscope.vocabulary.settings import COMPARED
 
 MOST = 0.8  # a verdict names families until they make up this share of the extra
 
@@ -106,19 +106,13 @@ def _width_of(columns: dict[str, Cell], traffics: Sequence[Traffic]) -> int:
 
 def _name_columns(traffics: Sequence[Traffic]) -> dict[str, Cell]:
     """What tells rows apart; only what differs is worth a column."""
-    rows = [traffic.row for traffic in traffics]
-    columns: dict[str, Cell] = {}
-    if len({row.first.spec["workload"]["name"] for row in rows}) > 1:
-        columns["model"] = lambda t: t.row.first.spec["workload"]["name"]
-    columns["method"] = lambda t: t.row.method
-    columns["batch"] = lambda t: str(t.row.first.spec["batch_size"])
-    if any(row.first.spec.get("seq_len") for row in rows):
-        columns["seq"] = lambda t: str(t.row.first.spec.get("seq_len") or MISSING)
-    return columns | {each.column: _setting(each) for each in varying_settings(rows)}
+    shown = worth_a_column([traffic.row for traffic in traffics], ("model", "method", *SIZES, *COMPARED))
+    titles = {"batch_size": "batch", "seq_len": "seq"}
+    return {titles.get(name, name.replace("_", " ")): _field(name) for name in shown}
 
 
-def _setting(setting: SettingField) -> Cell:
-    return lambda t: setting.cell(t.row.first.spec)
+def _field(name: str) -> Cell:
+    return lambda t: t.row.cell(name)
 
 
 def _dram_columns(traffics: Sequence[Traffic]) -> dict[str, Cell]:

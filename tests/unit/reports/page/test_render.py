@@ -161,7 +161,7 @@ def test_what_only_one_result_knows_of_its_environment_is_no_difference(page_of,
 
 def test_a_caller_adds_sections_and_charts(page_of, make_result):
     view = View(size="", says="one", data={}, table=Table(columns=("a",), rows=[(1,)]))
-    chart = Chart(key="mine", title="Mine", short="Mine", kind="step-time", how="so", views=[view])
+    chart = Chart(key="mine", title="Mine", nav_label="Mine", kind="step-time", how="so", views=[view])
     page = page_of(make_result(), title="Two sweeps", before=[Markup('<section id="both">x</section>')], charts=[chart])
     assert [each["key"] for each in page.data["charts"]] == ["mine"]
     assert "both" in page.ids()
