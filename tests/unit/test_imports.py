@@ -97,6 +97,11 @@ def test_every_package_has_a_layer_and_imports_from_lower_ones_only():
     assert upwards == []
 
 
+def test_commands_reach_instruments_through_the_runner():
+    direct = {name for module, names in graph().items() if package_of(module) == "commands" for name in names}
+    assert [name for name in direct if package_of(name) == "instruments"] == []
+
+
 @pytest.mark.parametrize("package", ACYCLIC)
 def test_no_module_imports_itself_by_way_of_others(package):
     inner = {

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-import shlex
 import sys
-from pathlib import Path
 from typing import Any
 
 import click
@@ -14,7 +12,7 @@ from dpscope.commands.options import ABOVE_ZERO
 from dpscope.commands.sweeping import follow_sweep, plan_from, sweep_arguments
 from dpscope.errors import UserError
 from dpscope.reports.guide import guide_text
-from dpscope.runner.spec import INSTRUMENTS, RunSpec
+from dpscope.runner.spec import INSTRUMENTS
 
 DEFAULTS = INSTRUMENTS["ncu"]
 GUIDE_HELP = "Print the guide to reading reports and traffic, and measure nothing."
@@ -58,7 +56,9 @@ def command(print_command: bool, **options: Any) -> None:
         options, instruments=("time", "ncu"), instrument_options={"ncu": asked}, for_other_machine=print_command
     ).specs
     if print_command:
-        _print_commands([spec for spec in specs if spec.instrument == "ncu"])
+        from dpscope.runner.measurements.ncu import printed_commands
+
+        print("\n".join(line for spec in specs if spec.instrument == "ncu" for line in printed_commands(spec)))
         return
     comparison = follow_sweep("ncu", specs, **options)
     sys.exit(0 if comparison.ok else 1)
@@ -69,17 +69,3 @@ def _require_regex(pattern: str) -> None:
         re.compile(pattern)
     except re.error as error:
         raise UserError(f"--kernel {pattern!r} is not a regular expression: {error}") from None
-
-
-def _print_commands(specs: list[RunSpec]) -> None:
-    from dpscope.instruments.ncu.command import find_ncu
-    from dpscope.runner.measurements.ncu import kernels_command, step_command
-
-    ncu = find_ncu() or "ncu"
-    for spec in specs:
-        name = spec.label.replace(" ", "_")
-        print(f"# {spec.label}: one step as a whole")
-        print(shlex.join(step_command(spec, ncu, Path(f"{name}.ncu-rep"))))
-        if spec.option("per_kernel"):
-            print(f"# {spec.label}: its kernels one by one")
-            print(shlex.join(kernels_command(spec, ncu, Path(f"{name}_kernels.ncu-rep"))))

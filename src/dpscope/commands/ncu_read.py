@@ -6,16 +6,13 @@ import csv
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import click
 from rich.table import Table
 
 from dpscope.commands.console import make_console
 from dpscope.errors import UserError
-from dpscope.instruments.ncu.kernels import add_up_metrics
-from dpscope.instruments.ncu.metrics import TRAFFIC, make_figures, make_flops
-from dpscope.instruments.ncu.reading import UnreadableReport, read_report
+from dpscope.runner.captures import Figures, read_ncu_reports
 from dpscope.units import MISSING, format_ratio, format_traffic
 
 COLUMNS = {
@@ -40,14 +37,7 @@ def command(paths: Sequence[Path], steps: int, as_csv: bool) -> None:
     dpscope ncu-read ncu_reports --steps 5
     dpscope ncu-read step.ncu-rep --csv > step.csv
     """
-    figures, broken = {}, {}
-    for path in _reports(paths):
-        try:
-            actions = read_report(path)
-        except UnreadableReport as error:
-            broken[path] = str(error)
-            continue
-        figures[path] = _figures(add_up_metrics(actions), steps) | {"rows": len(actions)}
+    figures, broken = read_ncu_reports(_reports(paths), steps)
     if as_csv:
         _write_csv(figures)
     elif figures:
@@ -64,13 +54,7 @@ def _reports(paths: Sequence[Path]) -> list[Path]:
     return found
 
 
-def _figures(values: dict[str, float], steps: int) -> dict[str, Any]:
-    traffic, _ = make_figures(values, TRAFFIC)
-    flops = {f"{unit}_flops": count for unit, count in make_flops(values).items()}
-    return {name: value / steps for name, value in {**traffic, **flops}.items()}
-
-
-def _show(figures: dict[Path, dict[str, Any]], steps: int) -> None:
+def _show(figures: dict[Path, Figures], steps: int) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("report", overflow="fold")
     for heading in (*COLUMNS, "DRAM ×"):
@@ -86,7 +70,7 @@ def _show(figures: dict[Path, dict[str, Any]], steps: int) -> None:
     )
 
 
-def _ratio(path: Path, figures: dict[Path, dict[str, Any]]) -> float | None:
+def _ratio(path: Path, figures: dict[Path, Figures]) -> float | None:
     """DRAM bytes next to the standard report of the same size: report_dpsgd_bs8_seq256 / report_standard_bs8_seq256."""
     size = path.stem.partition("_bs")[2]
     names = {f"report_{name}_bs{size}" for name in ("standard", "vanilla")}
@@ -98,7 +82,7 @@ def _ratio(path: Path, figures: dict[Path, dict[str, Any]]) -> float | None:
     return own / standard if standard else None
 
 
-def _write_csv(figures: dict[Path, dict[str, Any]]) -> None:
+def _write_csv(figures: dict[Path, Figures]) -> None:
     names = list(dict.fromkeys(name for seen in figures.values() for name in seen))
     writer = csv.writer(sys.stdout)
     writer.writerow(["report", *names])

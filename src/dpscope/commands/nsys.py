@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from rich.console import Group
 
 from dpscope.commands.console import make_console
 from dpscope.commands.sweeping import follow_sweep, plan_from, sweep_arguments
-from dpscope.errors import UserError
 from dpscope.runner.spec import INSTRUMENTS, RunSpec
 
 OPTIONS = tuple(INSTRUMENTS["nsys"])
@@ -73,31 +71,18 @@ def _measure(specs: list[RunSpec], options: dict[str, Any]) -> None:
 
 
 def _print_commands(specs: list[RunSpec], out: Path | None) -> None:
-    from dpscope.instruments.nsys.command import needed_variables, profile_command, shown
-    from dpscope.runner.measurements.nsys import capture_settings, report_name
-    from dpscope.runner.ranged_step import program
+    from dpscope.runner.measurements.nsys import find_or_assume_nsys, printed_command
 
-    nsys = _nsys_here_or_anywhere()
+    nsys = find_or_assume_nsys()
     for spec in specs:
-        report = (out or Path()).resolve() / report_name(spec)
-        command_line = profile_command(nsys, program(spec), report, capture_settings(spec))
-        print(shown(command_line, needed_variables(os.environ)))
+        print(printed_command(spec, nsys, (out or Path()).resolve()))
 
 
 def _print_recipe(specs: list[RunSpec]) -> None:
-    from dpscope.instruments.nsys.command import interactive_commands, needed_variables
-    from dpscope.runner.measurements.nsys import capture_settings, report_name
-    from dpscope.runner.ranged_step import KEEP_GOING, program
+    from dpscope.runner.measurements.nsys import find_or_assume_nsys, recording_commands
 
-    spec = specs[0]
-    commands = interactive_commands(
-        _nsys_here_or_anywhere(),
-        program(spec, KEEP_GOING),
-        capture_settings(spec),
-        session=report_name(spec).replace("_", "-"),
-        environment=needed_variables(os.environ),
-    )
-    print(RECIPE.format(label=spec.label, launch=commands[0], start=commands[1], stop=commands[2]))
+    launch, start, stop = recording_commands(specs[0], find_or_assume_nsys())
+    print(RECIPE.format(label=specs[0].label, launch=launch, start=start, stop=stop))
 
 
 RECIPE = """\
@@ -125,41 +110,8 @@ Mind:
   variables of other processes it finds. Share a stripped export (docs/nsys.md)."""
 
 
-def _nsys_here_or_anywhere() -> Any:
-    """This machine's nsys, or one that knows every option, since the command is for another machine."""
-    from dpscope.instruments.nsys.finding import Nsys, find_nsys, look_at
-
-    path = find_nsys()
-    if path is not None:
-        return look_at(path)
-    print("No nsys on this machine: the command is for one that has a recent one on its PATH.", file=sys.stderr)
-    return Nsys("nsys", None, frozenset())
-
-
 def _show(path: Path) -> None:
-    from dpscope.instruments.nsys.reading import read_timeline
-    from dpscope.instruments.nsys.summary import summarise
     from dpscope.reports.trace.nsys_text import describe_captures
+    from dpscope.runner.captures import read_nsys_capture
 
-    summary = summarise(read_timeline(_exported(path)))
-    make_console().print(Group(*describe_captures([(path.stem, summary)])))
-
-
-def _exported(path: Path) -> Path:
-    """The SQLite export of a report; made beside it if it is not there yet."""
-    from dpscope.instruments.nsys.command import needed_variables
-    from dpscope.instruments.nsys.failures import NO_NSYS
-    from dpscope.instruments.nsys.finding import find_nsys
-    from dpscope.instruments.nsys.running import export
-
-    if path.suffix != ".nsys-rep" or not path.is_file():
-        return path
-    if (database := path.with_suffix(".sqlite")).exists():
-        return database
-    nsys = find_nsys()
-    if nsys is None:
-        raise UserError(f"{path} has to be exported first, and {NO_NSYS}")
-    made, failure, _ = export(nsys, path, environment=needed_variables(os.environ))
-    if made is None:
-        raise UserError(str(failure))
-    return made
+    make_console().print(Group(*describe_captures([(path.stem, read_nsys_capture(path))])))

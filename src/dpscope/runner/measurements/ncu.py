@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+import shlex
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,16 @@ def kernels_command(spec: RunSpec, ncu: str, report: Path, metrics: Sequence[str
     """The command that counts a step's kernels one by one."""
     limited = program(spec, str(spec.option("budget")))
     return kernel_command(ncu, limited, report, metrics, kernel=spec.option("kernel") or None)
+
+
+def printed_commands(spec: RunSpec) -> Iterator[str]:
+    """Lines for a shell that count what a measurement would count, each command after what it is."""
+    ncu, name = find_ncu() or "ncu", spec.label.replace(" ", "_")
+    yield f"# {spec.label}: one step as a whole"
+    yield shlex.join(step_command(spec, ncu, Path(f"{name}.ncu-rep")))
+    if spec.option("per_kernel"):
+        yield f"# {spec.label}: its kernels one by one"
+        yield shlex.join(kernels_command(spec, ncu, Path(f"{name}_kernels.ncu-rep")))
 
 
 def step_metrics(spec: RunSpec) -> list[str]:

@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 from dpscope.errors import UserError
-from dpscope.instruments.nsys.command import Looking, needed_variables
+from dpscope.instruments.nsys.command import Looking, interactive_commands, needed_variables, profile_command, shown
 from dpscope.instruments.nsys.failures import NO_GPU, NO_NSYS, sampling_refused
-from dpscope.instruments.nsys.finding import find_nsys, look_at
+from dpscope.instruments.nsys.finding import Nsys, find_nsys, look_at
 from dpscope.instruments.nsys.reading import UnreadableCapture, read_timeline
 from dpscope.instruments.nsys.running import Capture, take
 from dpscope.instruments.nsys.summary import summarise
 from dpscope.instruments.timing import Progress
 from dpscope.results.schema import Result, result_for
 from dpscope.runner import environment
-from dpscope.runner.ranged_step import OUTCOME, program
+from dpscope.runner.ranged_step import KEEP_GOING, OUTCOME, program
 from dpscope.runner.spec import RunSpec
 from dpscope.vocabulary.statuses import FAILED, OK
 
@@ -84,6 +85,31 @@ def capture_settings(spec: RunSpec) -> Looking:
 def report_name(spec: RunSpec) -> str:
     """So that a person who opens several reports side by side can tell them apart."""
     return spec.label.replace(" ", "_")
+
+
+def find_or_assume_nsys() -> Nsys:
+    """This machine's nsys, or one that knows every option, since a printed command is for another machine."""
+    if path := find_nsys():
+        return look_at(path)
+    print("No nsys on this machine: the command is for one that has a recent one on its PATH.", file=sys.stderr)
+    return Nsys("nsys", None, frozenset())
+
+
+def printed_command(spec: RunSpec, nsys: Nsys, folder: Path) -> str:
+    """The command that records a spec's steps, with the environment it gets."""
+    command = profile_command(nsys, program(spec), folder / report_name(spec), capture_settings(spec))
+    return shown(command, needed_variables(os.environ))
+
+
+def recording_commands(spec: RunSpec, nsys: Nsys) -> list[str]:
+    """What to type to record by hand while a spec's workload trains: launch, start, stop."""
+    return interactive_commands(
+        nsys,
+        program(spec, KEEP_GOING),
+        capture_settings(spec),
+        session=report_name(spec).replace("_", "-"),
+        environment=needed_variables(os.environ),
+    )
 
 
 def _files(taken: Capture) -> dict[str, str]:

@@ -1,0 +1,206 @@
+"""What works on this machine, what does not, and how to mend it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from dpscope.instruments.ncu.command import find_ncu, ncu_version
+from dpscope.instruments.ncu.failures import NO_NCU
+from dpscope.instruments.ncu.running import try_counters
+from dpscope.instruments.nsight import ask
+from dpscope.instruments.nsys.failures import NO_NSYS, missing_library, sampling_refused
+from dpscope.instruments.nsys.finding import find_importer, find_nsys, look_at
+from dpscope.packages import DISTRIBUTIONS, install_command
+from dpscope.units import GIB
+
+OK, ABSENT, BROKEN = "ok", "missing", "broken"
+
+MIN_PYTHON, MIN_TORCH = (3, 10), (2, 6)
+
+# Import name, what cannot be had without it, whether every sweep needs it.
+PACKAGES = (
+    ("jinja2", "no page (report.html)", True),
+    ("matplotlib", "no figures", True),
+    ("pandas", "no `report --csv`, `--latex` or data frames", False),
+    ("transformers", "no `--model hf:…` or `--hf-config`", False),
+    ("peft", "no `--lora`", False),
+    ("tensorboard", "no TensorBoard log from `dpscope trace`", False),
+    ("ncu_report", ".ncu-rep files are read only where ncu is", False),
+)
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """One thing that was looked at. What is `required` and not ok makes the doctor exit with 1."""
+
+    name: str
+    status: str
+    found: str
+    remedy: str = ""
+    required: bool = False
+
+
+def diagnose() -> list[Diagnosis]:
+    return [found for check in CHECKS for found in check()]
+
+
+def check_python() -> list[Diagnosis]:
+    enough = sys.version_info[:2] >= MIN_PYTHON
+    remedy = f"install Python {MIN_PYTHON[0]}.{MIN_PYTHON[1]} or newer"
+    return [Diagnosis("Python", OK if enough else BROKEN, platform.python_version(), remedy, required=True)]
+
+
+def check_torch() -> list[Diagnosis]:
+    try:
+        import torch
+    except ImportError as error:
+        return [Diagnosis("torch", ABSENT, f"cannot be imported ({error})", install_command("torch"), required=True)]
+    numbers = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
+    remedy = install_command(f"torch>={MIN_TORCH[0]}.{MIN_TORCH[1]}")
+    status = OK if numbers >= MIN_TORCH else BROKEN
+    return [Diagnosis("torch", status, torch.__version__, remedy, required=True), *_check_cuda()]
+
+
+def _check_cuda() -> list[Diagnosis]:
+    import torch
+
+    if not torch.cuda.is_available():
+        built = f"torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch is a CPU build"
+        driver = "an NVIDIA driver is here" if shutil.which("nvidia-smi") else "no NVIDIA driver was found"
+        remedy = "for GPU figures install the NVIDIA driver and a CUDA build of torch; --device cpu works without"
+        return [Diagnosis("CUDA", ABSENT, f"{built}, {driver}", remedy)]
+    properties = torch.cuda.get_device_properties(0)
+    free, total = torch.cuda.mem_get_info()
+    found = f"{properties.name}, compute capability {properties.major}.{properties.minor}"
+    memory = f"{free / GIB:.1f} of {total / GIB:.1f} GiB free"
+    busy = free < 0.9 * total
+    return [
+        Diagnosis("CUDA", OK, f"{torch.version.cuda}; {found}"),
+        Diagnosis(
+            "GPU memory",
+            BROKEN if busy else OK,
+            memory,
+            "another process holds memory and will disturb the figures: `nvidia-smi` says which",
+        ),
+    ]
+
+
+def check_opacus() -> list[Diagnosis]:
+    try:
+        import opacus  # noqa: F401
+    except ImportError as error:
+        remedy = f"{install_command('opacus')} (without it only `standard` can be measured)"
+        return [Diagnosis("Opacus", ABSENT, f"cannot be imported ({error})", remedy)]
+    return [Diagnosis("Opacus", OK, _version("opacus"))]
+
+
+def check_triton() -> list[Diagnosis]:
+    found = _version("triton")
+    if found:
+        return [Diagnosis("Triton", OK, found)]
+    remedy = f"CUDA builds of torch bring it; otherwise {install_command('triton')}"
+    return [Diagnosis("Triton", ABSENT, "not installed: kernels fall back to plain torch", remedy)]
+
+
+def check_packages() -> list[Diagnosis]:
+    """What pages, figures, exports and models of others need. Nothing here is imported: that would take seconds."""
+    return [_check_package(*row) for row in PACKAGES]
+
+
+def _check_package(package: str, without: str, required: bool) -> Diagnosis:
+    found = _version(DISTRIBUTIONS.get(package, package))
+    status, said = (OK, found) if found else (ABSENT, f"not installed: {without}")
+    return Diagnosis(package, status, said, install_command(package), required=required)
+
+
+def check_ncu() -> list[Diagnosis]:
+    path = find_ncu()
+    if path is None:
+        found, _, remedy = NO_NCU.partition(": ")
+        return [Diagnosis("Nsight Compute", ABSENT, f"{found}, so `dpscope ncu` would estimate", remedy)]
+    version = ncu_version(path) or "version unknown"
+    return [Diagnosis("Nsight Compute", OK, f"{version}, {path}"), _check_counters(path)]
+
+
+def _check_counters(ncu: str) -> Diagnosis:
+    """Profile one small kernel: the only sure way to know whether counters may be read."""
+    name = "GPU counters"
+    try:
+        import torch
+    except ImportError:
+        return Diagnosis(name, ABSENT, "not tried without torch", "install torch")
+    if not torch.cuda.is_available():
+        return Diagnosis(name, ABSENT, "not tried without a GPU", "run on a machine with an NVIDIA GPU")
+    trouble = try_counters(ncu)
+    if trouble is None:
+        return Diagnosis(name, OK, "ncu read the DRAM counters of a kernel")
+    found, _, remedy = trouble.partition(": ")
+    return Diagnosis(name, BROKEN, f"{found}, so `dpscope ncu` would estimate", remedy)
+
+
+def check_nsys() -> list[Diagnosis]:
+    path = find_nsys()
+    if path is None:
+        what, _, remedy = NO_NSYS.partition(": ")
+        return [Diagnosis("Nsight Systems", ABSENT, what, remedy)]
+    findings = [Diagnosis("Nsight Systems", OK, f"{look_at(path).version or 'version unknown'}, {path}")]
+    return [*findings, *_check_importer(path), *_check_sampling()]
+
+
+def _check_importer(nsys: str) -> list[Diagnosis]:
+    """nsys records raw captures; what makes reports of them is a program of its own, with libraries of its own."""
+    name = "nsys importer"
+    importer = find_importer(nsys)
+    if importer is None:
+        remedy = "install a full Nsight Systems: this nsys leaves raw .qdstrm captures"
+        return [Diagnosis(name, ABSENT, "no QdstrmImporter belongs to this nsys", remedy)]
+    if library := missing_library(ask(importer, "--help")):
+        remedy = f"install {library} (libdw.so.1: apt install libdw1), or add a folder that has it to LD_LIBRARY_PATH"
+        return [Diagnosis(name, BROKEN, f"it lacks {library}", remedy)]
+    return [Diagnosis(name, OK, "raw captures can be turned into reports")]
+
+
+def _check_sampling() -> list[Diagnosis]:
+    refused = sampling_refused()
+    if refused is None:
+        return []
+    what, _, remedy = refused.partition(": ")
+    return [Diagnosis("CPU sampling", ABSENT, what, remedy)]
+
+
+def check_disk() -> list[Diagnosis]:
+    free = shutil.disk_usage(Path.cwd()).free / GIB
+    writable = os.access(Path.cwd(), os.W_OK)
+    if not writable:
+        return [Diagnosis("Disk", BROKEN, "this folder cannot be written", "change folder, or use --out DIR")]
+    status = OK if free >= 1 else BROKEN
+    return [
+        Diagnosis("Disk", status, f"{free:.1f} GiB free here", "free some space: traces and reports need about 1 GiB")
+    ]
+
+
+CHECKS: tuple[Callable[[], list[Diagnosis]], ...] = (
+    check_python,
+    check_torch,
+    check_opacus,
+    check_triton,
+    check_packages,
+    check_ncu,
+    check_nsys,
+    check_disk,
+)
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
