@@ -16,7 +16,8 @@ import torch
 from dpscope.errors import UserError
 from dpscope.flash import FlashEngine, OracleResult, run_oracle
 from dpscope.flash.oracle import cast_batch
-from tests.fuzz.random_models import Case, losses_of, make_case, without_checkpoints
+from tests.fuzz.blocks import without_checkpoints
+from tests.fuzz.random_models import Case, losses_of, make_case
 from tests.unit.flash.agreement import distance, one_loss, private_step, reference, whole_size
 
 MODELS = int(os.environ.get("DPSCOPE_FUZZ_MODELS", "200"))
