@@ -4,16 +4,21 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.installed
 DEMO   := dpscope-results/demo
+# A file of tests at a time, on every core.
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo test wheel clean
+.PHONY: help demo lint test-fast test matrix wheel clean
 
 help:  ## what can be made
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 8
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt package.json
 	@echo "==> making $(VENV) and installing dpscope with its pinned dependencies (a minute or two, once)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@if ! command -v npm >/dev/null; then echo "==> no npm here: the JavaScript of report.html is not linted (apt-get install npm)"; \
+	elif ! npm install --silent --no-package-lock --fetch-retries 0; then \
+		echo "==> npm could not install its linter: the JavaScript of report.html is not linted (npm install)"; fi
 	@touch $@
 
 demo: $(READY)  ## compare standard, flat, ghost and flash training of a small model and show what privacy costs
@@ -21,14 +26,22 @@ demo: $(READY)  ## compare standard, flat, ghost and flash training of a small m
 	@$(BIN)/dpscope compare --methods standard,flat,ghost,flash --model tiny --batch-size 4 --seq-len 128 \
 		--out $(DEMO) --overwrite
 
-test: $(READY)  ## lint, types and tests
+lint: $(READY)  ## ruff and mypy, also before each commit after `.venv/bin/pre-commit install`
 	@echo "==> ruff"; $(BIN)/ruff check . && $(BIN)/ruff format --check .
 	@echo "==> mypy"; $(BIN)/mypy
-	@echo "==> pytest"; $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+
+test-fast: $(READY)  ## the tests that start no process and take no seconds: for the loop while working
+	@$(PYTEST) -m 'not slow'
+
+test: lint  ## lint, types and all tests
+	@echo "==> pytest"; $(PYTEST)
+
+matrix:  ## the tests in the oldest and newest versions of Python and torch that can be had here
+	@.ci/matrix
 
 wheel: $(READY)  ## build dist/dpscope-VERSION-py3-none-any.whl, to install anywhere
 	@$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist .
 	@ls dist/*.whl
 
-clean:  ## remove the virtual environment and caches
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache
+clean:  ## remove the virtual environments and caches
+	rm -rf $(VENV) .matrix node_modules .mypy_cache .pytest_cache .ruff_cache

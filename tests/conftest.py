@@ -14,6 +14,9 @@ from typing import Any
 
 import pytest
 
+from tests import DATA
+from tests.made_up import ENVIRONMENT, TINY_SIZES
+
 # A suite that a shell runs in its background ignores SIGINT, and so would every process it starts.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -25,22 +28,6 @@ if os.environ.get("CI"):
 
     settings.register_profile("ci", derandomize=True)
     settings.load_profile("ci")
-
-# A transformer so small that a child process is all import and no arithmetic.
-from tests import DATA
-
-TINY_SIZES = {"num_layers": 1, "hidden_dim": 16, "num_heads": 2, "vocab_size": 50, "max_seq_len": 32}
-
-ENVIRONMENT = {
-    "dpscope": "0.1.0",
-    "torch": "2.13.0",
-    "opacus": "1.6.0",
-    "cuda": None,
-    "driver": None,
-    "gpu": None,
-    "cpu": "a processor",
-    "threads": 2,
-}
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from dpscope.reports.report import Report
 from dpscope.reports.text import summary
 from dpscope.runner.resume import still_valid
 from dpscope.vocabulary.statuses import OK, STATUS_TABLE, Status, status_named
-from tests.conftest import ENVIRONMENT
+from tests.made_up import ENVIRONMENT
 
 UNKNOWN = "preempted"
 

@@ -15,9 +15,12 @@ function setUpRows() {
     return line.dataset[filter.dataset.filter].toLowerCase() === wanted;
   });
 
-  function filter() {
+  function showMatching() {
     let shown = 0;
-    for (const line of lines) shown += (line.hidden = !matches(line)) ? 0 : 1;
+    for (const line of lines) {
+      line.hidden = !matches(line);
+      if (!line.hidden) shown += 1;
+    }
     count.textContent = shown === lines.length ? `${shown} rows` : `${shown} of ${lines.length} rows`;
   }
 
@@ -36,11 +39,11 @@ function setUpRows() {
     body.append(...sorted);
   }
 
-  for (const input of filters) input.addEventListener("input", filter);
+  for (const input of filters) input.addEventListener("input", showMatching);
   for (const header of table.tHead.rows[0].cells) header.querySelector("button")?.addEventListener("click", () => sort(header));
   document.querySelector("#rows-section [data-save]").addEventListener("click", () => {
     const shown = [...body.rows].filter((line) => !line.hidden).map((line) => page.rows.rows[Number(line.dataset.row)]);
     download("rows.csv", toCsv({ columns: page.rows.columns, rows: shown }), "text/csv");
   });
-  filter();
+  showMatching();
 }

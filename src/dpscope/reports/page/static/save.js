@@ -55,5 +55,5 @@ async function toPng(svg) {
   const canvas = document.createElement("canvas");
   [canvas.width, canvas.height] = [2 * image.width, 2 * image.height];
   canvas.getContext("2d").drawImage(image, 0, 0, canvas.width, canvas.height);
-  return new Promise((resolve) => canvas.toBlob(resolve, "image/png"));
+  return new Promise((resolve) => { canvas.toBlob(resolve, "image/png"); });
 }

@@ -64,11 +64,11 @@ const pen = document.createElement("canvas").getContext("2d");
 // ECharts takes the width of this character for the height of a line. A reader without a Chinese font has a narrow box in
 // its place, and lines would lie on each other: it is as wide as the font is high.
 const SQUARE = "国";
-const fontSize = (font) => parseFloat(/([\d.]+)px/.exec(font)?.[1] ?? 12);
+const sizeOfFont = (font) => parseFloat(/([\d.]+)px/.exec(font)?.[1] ?? 12);
 echarts.setPlatformAPI({
   measureText: (text, font) => {
     pen.font = font;
-    return text === SQUARE ? { width: fontSize(font) } : pen.measureText(text);
+    return text === SQUARE ? { width: sizeOfFont(font) } : pen.measureText(text);
   },
 });
 

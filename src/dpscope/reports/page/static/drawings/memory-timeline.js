@@ -34,7 +34,7 @@ drawings["memory-timeline"] = (data, theme) => {
   const panels = data.panels.map((panel, place) => laidOut(data, unpacked(panel), place, columns, width));
   const phases = phaseLegend(data, theme);
   return {
-    title: [...panels.map((panel) => panelTitle(panel, theme)), phases.title],
+    title: [...panels.map((panel) => timelineTitle(panel, theme)), phases.title],
     grid: panels.map(({ box }) => ({ left: box.left, top: box.top, width: box.width, height: PANEL.plot, outerBoundsMode: "none" })),
     legend: [legendOf(timelineNames(data).map((component) => ({ name: component.label, itemStyle: fillOf(component, theme) })), theme), phases.legend],
     tooltip: { ...tooltipOn(theme, width), trigger: "axis", axisPointer: { type: "line", snap: true }, formatter: (found) => momentInWords(data, panels, found[0], theme) },
@@ -106,7 +106,7 @@ const peakOf = (panel) => `peak ${format.bytes(panel.peak.bytes)}${panel.maker ?
 const peakLines = (panel, room) => Math.min(Math.ceil(textWidth(peakOf(panel), 12) / (0.95 * room)), 3);
 const titleHeight = (data, width) => PANEL.title + PANEL.line * (Math.max(...data.panels.map((panel) => peakLines(panel, width / timelineColumns(data, width) - PANEL.right))) - 1);
 
-function panelTitle({ panel, box }, theme) {
+function timelineTitle({ panel, box }, theme) {
   const room = box.width + PANEL.left;
   return {
     text: shortenTo(panel.method, 0.9 * room, 13), subtext: peakOf(panel), // bold is wider
