@@ -14,18 +14,18 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from dpscope.instruments.trace.chrome import chrome_trace
+from dpscope.results.payloads.memory import MemoryPayload
 
 Step = Callable[[], object]
 
 
-def cuda_peak() -> dict[str, Any]:
+def cuda_peak() -> MemoryPayload:
     """Peaks of the caching allocator since the process began, or since they were reset, in bytes."""
     stats = torch.cuda.memory_stats()
     return {
@@ -57,7 +57,7 @@ def write_memory_history(step: Step, path: Path) -> None:
         torch.cuda.memory._record_memory_history(enabled=None)
 
 
-def cpu_peak(step: Step, live: Iterable[Tensor]) -> dict[str, Any]:
+def cpu_peak(step: Step, live: Iterable[Tensor]) -> MemoryPayload:
     """Peak of live bytes in one `step` that starts with the tensors of `live`, and the process's resident peak."""
     before = storage_bytes(live)
     with _quiet_stderr(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:

@@ -11,7 +11,9 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
+
+from dpscope.results.payloads.memory import TimingPayload
 
 Step = Callable[[], object]
 Progress = Callable[[str, int, int], None]  # (stage, done, total)
@@ -69,7 +71,7 @@ class Timing:
     def median_ms(self) -> float:
         return statistics.median(self.step_ms)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> TimingPayload:
         return {
             "step_ms": self.step_ms,
             "median_ms": self.median_ms,

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from dpscope.reports.doubt import doubt_of_times
 from dpscope.reports.words import size_in_words
+from dpscope.results.payloads.memory import MemoryPayload, TimingPayload
 from dpscope.results.schema import Result
 from dpscope.units import MIB, MISSING
 from dpscope.vocabulary.settings import LATER_DEFAULTS, REPEATS, SETTINGS
@@ -105,8 +106,9 @@ class Row:
         return {name: self.field(name) for name in names}
 
     @property
-    def timing(self) -> dict[str, Any]:
-        return self._part("timing")
+    def timing(self) -> TimingPayload:
+        parts = (result.timing for result in self.measured.values() if result.ok)
+        return next((part for part in parts if part), TimingPayload())
 
     @property
     def ncu(self) -> dict[str, Any]:
@@ -119,14 +121,13 @@ class Row:
 
     @property
     def spread_ms(self) -> tuple[float, float] | None:
-        low, high = (figure_of(self.timing.get(name)) for name in ("p10_ms", "p90_ms"))
+        low, high = figure_of(self.timing.get("p10_ms")), figure_of(self.timing.get("p90_ms"))
         return None if low is None or high is None else (low, high)
 
     @property
     def steps(self) -> int | None:
         """How many steps were timed; None where a file does not say."""
-        listed = self.timing.get("step_ms")
-        return len(listed) if isinstance(listed, list) else None
+        return len(self.timing["step_ms"]) if "step_ms" in self.timing else None
 
     @property
     def time_doubt(self) -> str:
@@ -160,15 +161,15 @@ class Row:
         return self.peaks.get(self.peak_instrument or next(iter(self.peaks), ""))
 
     @property
-    def memory(self) -> dict[str, Any]:
+    def memory(self) -> MemoryPayload:
         """What goes with the peak that is shown."""
         result = self.measured.get(self.peak_instrument or next(iter(self.peaks), ""))
-        return result.memory if result is not None and result.ok else {}
+        return result.memory if result is not None and result.ok else MemoryPayload()
 
     @property
     def peak_source(self) -> str:
         """How the peak that is shown was measured; empty where there is none, or the file does not say."""
-        return str(self.memory.get("source") or "") if self.peak_bytes is not None else ""
+        return self.memory.get("source", "") if self.peak_bytes is not None else ""
 
     @property
     def notes(self) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from dpscope.results.schema import Result
 
@@ -24,7 +23,7 @@ def require_conserved(points: Sequence[Sequence[int]], totals: Sequence[int]) ->
 def conservation_faults(result: Result) -> list[str]:
     """What does not add up in a result of the memory instrument, a sentence each; empty if all does."""
     memory, timeline = result.memory, result.timeline
-    parts: dict[str, Any] = memory["peak"]["components"]
+    parts = memory["peak"]["components"]
     tracked = sum(amount for key, amount in parts.items() if key != "unattributed")
     by_module = sum(sum(row["components"].values()) for row in memory["modules"])
     tensors = memory["tensors"]

@@ -13,6 +13,7 @@ from typing import Any
 
 from dpscope.errors import UserError
 from dpscope.results.payloads import PAYLOADS
+from dpscope.results.payloads.memory import MemoryPayload, Snapshot, TimelinePayload, TimingPayload
 from dpscope.results.validation import find_mismatch
 from dpscope.vocabulary.settings import FLAGS, SETTINGS
 from dpscope.vocabulary.statuses import OK, STATUSES
@@ -47,10 +48,10 @@ class Result:
     avg_time_ms: float | None = None
     peak_memory_mb: float | None = None
     breakdown: dict[str, float] = field(default_factory=dict)
-    snapshots: list[dict[str, Any]] = field(default_factory=list)
-    timing: dict[str, Any] = field(default_factory=dict)
-    memory: dict[str, Any] = field(default_factory=dict)
-    timeline: dict[str, Any] = field(default_factory=dict)
+    snapshots: list[Snapshot] = field(default_factory=list)
+    timing: TimingPayload = field(default_factory=TimingPayload)
+    memory: MemoryPayload = field(default_factory=MemoryPayload)
+    timeline: TimelinePayload = field(default_factory=TimelinePayload)
     trace: dict[str, Any] = field(default_factory=dict)
     ncu: dict[str, Any] = field(default_factory=dict)
     nsys: dict[str, Any] = field(default_factory=dict)

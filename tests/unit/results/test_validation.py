@@ -21,6 +21,7 @@ class Whole(TypedDict):
     peak: Part | None
     pair: NotRequired[tuple[str, int]]
     kind: NotRequired[Literal["a", "b"]]
+    steps: NotRequired[list[float]]
     anything: NotRequired[Any]
 
 
@@ -30,6 +31,7 @@ INTACT = {
     "peak": None,
     "pair": ["p", 1],
     "kind": "a",
+    "steps": [1, 2.5],
 }
 
 
@@ -51,6 +53,9 @@ def test_what_is_as_declared_has_no_mismatch():
         ({"by_name": {"z": "1"}}, "by_name.z: a number expected, not '1'"),
         ({"by_name": {"z": float("nan")}}, "by_name.z: a number expected, not nan"),
         ({"by_name": {"z": 1e308}}, "by_name.z: a number expected, not 1e+308"),
+        ({"steps": [1.0, float("nan")]}, "steps[1]: a number expected, not nan"),
+        ({"steps": [1.0, True]}, "steps[1]: a number expected, not True"),
+        ({"steps": [1, 10**301]}, "steps[1]: a number expected, not 1000000000000000000000000000000000000000"),
         ({"peak": []}, "peak: an object expected, not a list"),
         ({"pair": ["p"]}, "pair: a list of 2 expected, not a list"),
         ({"pair": ["p", "q"]}, "pair[1]: a whole number expected, not 'q'"),

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from dpscope.instruments.peaks import storage_bytes
+from dpscope.results.payloads.memory import Snapshot
 from dpscope.units import mib
 from dpscope.vocabulary.phases import BACKWARD, FORWARD, MODEL_LOADED, MODEL_WRAPPED, OPTIMIZER_CREATED
 
@@ -31,7 +32,7 @@ class Snapshots:
     """`allocated`: bytes live now; on CUDA and between steps it need not be given."""
 
     def __init__(self, device: str, *, private: bool) -> None:
-        self.taken: list[dict[str, Any]] = []
+        self.taken: list[Snapshot] = []
         self._device = device
         self._private = private
 

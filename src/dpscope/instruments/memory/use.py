@@ -10,6 +10,14 @@ from itertools import pairwise
 from typing import Any
 
 from dpscope.instruments.memory.record import BEFORE, DIED, ELSEWHERE, RELEASED, Birth, Life, Record
+from dpscope.results.payloads.memory import (
+    OTHER_MODULES,
+    ModuleAtPeak,
+    TensorAtPeak,
+    TensorsAtPeak,
+    TimelinePayload,
+    TimelinePhase,
+)
 
 Belonging = tuple[str, str]  # a storage's component until autograd lets go of it for the last time, and after
 
@@ -20,7 +28,6 @@ def component_at(event: int, belonging: Belonging, released: int | None) -> str:
 
 
 NO_MODULE = "(outside the modules)"  # the loss, the update, the batch
-OTHER = "(other)"
 
 
 @dataclass(frozen=True)
@@ -70,7 +77,7 @@ class MemoryUse:
             for i, nbytes in sizes.items()
         ]
 
-    def modules_at_peak(self, limit: int = 1000) -> list[dict[str, Any]]:
+    def modules_at_peak(self, limit: int = 1000) -> list[ModuleAtPeak]:
         """Which modules the bytes of the peak belong to, the largest first; the rest as one row."""
         table: dict[str, dict[str, int]] = {}
         for life, component, nbytes in self.live_at_peak:
@@ -79,10 +86,10 @@ class MemoryUse:
         rows = sorted(table.items(), key=lambda item: -sum(item[1].values()))
         listed, rest = rows[:limit], rows[limit:]
         if rest:
-            listed.append((OTHER, {key: sum(row.get(key, 0) for _, row in rest) for key in self.components}))
+            listed.append((OTHER_MODULES, {key: sum(row.get(key, 0) for _, row in rest) for key in self.components}))
         return [{"module": name, "components": {k: v for k, v in row.items() if v}} for name, row in listed]
 
-    def tensors_at_peak(self, limit: int = 30) -> dict[str, Any]:
+    def tensors_at_peak(self, limit: int = 30) -> TensorsAtPeak:
         """What was live at the peak: the largest first, alike ones (of several layers) as one; then all that is left.
 
         `bytes` is the size of one; they and the rest add up to the peak.
@@ -100,7 +107,7 @@ class MemoryUse:
             "rest": {"bytes": sum(nbytes for nbytes, _ in rest), "count": sum(count for _, count in rest)},
         }
 
-    def phases(self) -> list[dict[str, Any]]:
+    def phases(self) -> list[TimelinePhase]:
         """Stretches of the timeline, innermost phase each: what nests is cut out of what it nests in."""
         marks = [*self.record.marks, (len(self.record.events), ELSEWHERE)]
         first = self.record.start
@@ -110,7 +117,7 @@ class MemoryUse:
             if name != ELSEWHERE and end > start
         ]
 
-    def timeline(self, limit: int = 1500) -> dict[str, Any]:
+    def timeline(self, limit: int = 1500) -> TimelinePayload:
         """At most `limit` points: the peak, both sides of every phase's ends, and the highs and lows in between."""
         first = self.record.start
         chosen = self._chosen(limit)
@@ -139,7 +146,7 @@ class MemoryUse:
         return sorted(chosen)
 
 
-def _describe(nbytes: int, component: str, pattern: str, lives: Sequence[Life]) -> dict[str, Any]:
+def _describe(nbytes: int, component: str, pattern: str, lives: Sequence[Life]) -> TensorAtPeak:
     birth, modules = lives[0].birth, {life.module for life in lives}
     return {
         "bytes": nbytes,

@@ -28,6 +28,7 @@ FONT, SMALL = 8.0, 7.0  # points at real size; nothing is smaller
 STYLE = {
     "font.size": FONT,
     "axes.titlesize": FONT,
+    "axes.titley": 1.0,  # where it is; matplotlib would measure every tick to see whether the title covers one
     "axes.labelsize": FONT,
     "xtick.labelsize": SMALL,
     "ytick.labelsize": SMALL,
@@ -44,11 +45,11 @@ STYLE = {
     "svg.hashsalt": "dpscope",
 }
 
-# Without dates and versions, the same results give the same files.
-METADATA: dict[str, dict[str, str | None]] = {
-    "png": {"Software": "dpscope"},
-    "svg": {"Creator": "dpscope", "Date": None},
-    "pdf": {"Creator": "dpscope", "CreationDate": None},
+# Without dates and versions, the same results give the same files. PNG: twice as fast as its default, a tenth larger.
+FILES: dict[str, dict[str, Any]] = {
+    "png": {"metadata": {"Software": "dpscope"}, "pil_kwargs": {"compress_level": 2}},
+    "svg": {"metadata": {"Creator": "dpscope", "Date": None}},
+    "pdf": {"metadata": {"Creator": "dpscope", "CreationDate": None}},
 }
 
 Draw = TypeVar("Draw", bound=Callable[..., Any])
@@ -81,8 +82,10 @@ def new_figure(height: float) -> Figure:
 
 def settle(figure: Figure) -> None:
     """Fix the layout, so that what is placed by measured extents afterwards moves nothing."""
-    figure.draw_without_rendering()
-    figure.set_layout_engine("none")
+    engine = figure.get_layout_engine()
+    assert engine is not None
+    engine.execute(figure)
+    figure.set_layout_engine(None)  # an engine that is done would still cost a drawing before each file
 
 
 @styled
@@ -95,7 +98,7 @@ def save(figure: Figure, folder: Path, name: str, formats: Sequence[str]) -> lis
         with tempfile.NamedTemporaryFile(dir=folder, prefix=f".{name}.", suffix=".tmp", delete=False) as file:
             temporary = Path(file.name)
         try:
-            figure.savefig(temporary, format=kind, metadata=METADATA[kind])
+            figure.savefig(temporary, format=kind, **FILES[kind])
             temporary.chmod(0o644)
             temporary.replace(path)
         finally:

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from dpscope.reports.figures.style import byte_unit, not_drawn
-from dpscope.reports.memory.data import in_order, is_private_only, label_of
+from dpscope.reports.memory.data import is_private_only, label_of
 from dpscope.reports.palette import colour_of, is_dark
 from dpscope.reports.tables import Row
-
-
-def present(held: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The components of which anything was held, as they are stacked."""
-    return in_order(key for each in held for key, count in each.items() if count)
 
 
 def looks(keys: Iterable[str]) -> list[dict[str, Any]]:

@@ -5,22 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dpscope.reports.memory.chart_series import looks, present, unit_for, without
-from dpscope.reports.memory.data import Composition, composition_of, label_of, why_no_composition
+from dpscope.reports.memory.chart_series import looks, unit_for, without
+from dpscope.reports.memory.data import Composition, described_of, label_of, present, standard_of, undescribed
 from dpscope.reports.memory.text import TRIFLE, signed
 from dpscope.reports.page.chart import Table, View, chart_by_size
-from dpscope.reports.tables import STANDARD, Row
+from dpscope.reports.tables import Row
 from dpscope.units import format_bytes, format_ratio
 
 
 def _view(rows: Sequence[Row]) -> View | None:
-    found = [(row, composition_of(row)) for row in rows]
-    described = [(row, composition) for row, composition in found if composition]
+    described = described_of(rows)
     if not described:
         return None
-    keys = present(composition.components for _, composition in described)
-    place = next((place for place, (row, _) in enumerate(described) if row.method == STANDARD), None)
-    standard = None if place is None else described[place][1]
+    keys = present(composition.components for composition in described.values())
+    standard = standard_of(described)
     bars: list[dict[str, Any]] = [
         {
             "method": row.method,
@@ -29,16 +27,16 @@ def _view(rows: Sequence[Row]) -> View | None:
             "ratio": _ratio(composition, standard),
             "bytes": [composition.components.get(key, 0) for key in keys],
         }
-        for row, composition in described
+        for row, composition in described.items()
     ]
-    missing = [(row, why_no_composition(row)) for row, composition in found if not composition]
+    told = [f"{row.method} holds {_in_words(composition, standard)}" for row, composition in described.items()]
     return View(
-        says=f"At the peak {', '.join(_in_words(*each, standard) for each in described)}.{without(missing)}",
+        says=f"At the peak {', '.join(told)}.{without(undescribed(rows))}",
         data={
             "components": looks(keys),
             "bars": bars,
-            "standard": place,
-            "unit": unit_for(max(composition.total for _, composition in described)),
+            "standard": next((place for place, each in enumerate(described.values()) if each is standard), None),
+            "unit": unit_for(max(bar["total"] for bar in bars)),
         },
         table=Table(
             columns=("method", "total_bytes", "ratio_to_standard", *(f"{key}_bytes" for key in keys), "reached_in"),
@@ -51,15 +49,14 @@ def _ratio(composition: Composition, standard: Composition | None) -> float | No
     return composition.total / standard.total if standard and standard.total > 0 else None
 
 
-def _in_words(row: Row, composition: Composition, standard: Composition | None) -> str:
-    """`flat holds 52.8 GiB (1.75×, above all per-sample gradients +18.9 GiB)`"""
-    holds = f"{row.method} holds {format_bytes(composition.total)}"
+def _in_words(composition: Composition, standard: Composition | None) -> str:
+    """`52.8 GiB (1.75×, above all per-sample gradients +18.9 GiB)`"""
+    holds = format_bytes(composition.total)
     ratio = _ratio(composition, standard)
     if standard is None or composition is standard or ratio is None:
         return holds
     extra = composition.extra_over(standard)
-    more = max if sum(extra.values()) >= 0 else min
-    most = more(extra, key=lambda key: extra[key])
+    most = (max if sum(extra.values()) >= 0 else min)(extra, key=lambda key: extra[key])
     named = f", above all {label_of(most)} {signed(extra[most])}" if abs(extra[most]) >= TRIFLE * standard.total else ""
     return f"{holds} ({format_ratio(ratio)}{named})"
 

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from dpscope.reports.memory.chart_series import looks, unit_for
-from dpscope.reports.memory.data import label_of
-from dpscope.reports.memory.tensors import TensorAtPeak, tensors_of
+from dpscope.reports.memory.data import label_of, tensors_of
+from dpscope.reports.memory.tensors import maker_of, place_of, shape_in_words, short_place_of
 from dpscope.reports.page.chart import Table, View, chart_by_size
 from dpscope.reports.tables import Row
+from dpscope.results.payloads.memory import TensorAtPeak, TensorsAtPeak
 from dpscope.units import format_bytes
 
 DRAWN = 8  # of each method
@@ -17,56 +18,50 @@ COLUMNS = ("method", "bytes", "count", "shape", "dtype", "component", "module", 
 
 
 def _view(rows: Sequence[Row]) -> View | None:
-    known = [(row.method, *tensors_of(row)) for row in rows]
-    known = [each for each in known if each[1]]
+    known = [(row.method, tensors) for row in rows if (tensors := tensors_of(row))]
     if not known:
         return None
-    largest = max(tensor.bytes for _, tensors, _ in known for tensor in tensors)
     return View(
-        says=" ".join(_in_words(method, tensors) for method, tensors, _ in known),
+        says=" ".join(f"The largest of {method}: {_in_words(tensors['largest'][0])}." for method, tensors in known),
         data={
-            "axis": unit_for(largest),
+            "axis": unit_for(max(tensor["bytes"] for _, tensors in known for tensor in tensors["largest"])),
             "panels": [
-                {"method": method, "bars": [_bar(tensor) for tensor in tensors[:DRAWN]]} for method, tensors, _ in known
+                {"method": method, "bars": list(map(_bar, tensors["largest"][:DRAWN]))} for method, tensors in known
             ],
         },
-        table=Table(
-            columns=COLUMNS,
-            rows=[line for method, tensors, rest in known for line in _lines(method, tensors, rest)],
-        ),
+        table=Table(columns=COLUMNS, rows=[line for each in known for line in _lines(*each)]),
     )
 
 
-def _in_words(method: str, tensors: Sequence[TensorAtPeak]) -> str:
-    first = tensors[0]
-    several = f"{first.count} of them, each" if first.count > 1 else "it is"
-    return (
-        f"The largest of {method}: {several} {format_bytes(first.bytes)} ({first.shape_in_words}, "
-        f"{label_of(first.component)}, {first.where_in_short})."
-    )
+def _in_words(first: TensorAtPeak) -> str:
+    several = f"{first['count']} of them, each" if first["count"] > 1 else "it is"
+    what = f"{shape_in_words(first)}, {label_of(first['component'])}, {short_place_of(first)}"
+    return f"{several} {format_bytes(first['bytes'])} ({what})"
 
 
 def _bar(tensor: TensorAtPeak) -> dict[str, Any]:
+    maker, made = maker_of(tensor), bool(tensor["operator"])
     return {
-        **looks([tensor.component])[0],
-        "bytes": tensor.bytes,
-        "count": tensor.count,
-        "shape": tensor.shape_in_words,
-        "maker": tensor.maker,
-        "where": tensor.where if tensor.operator else f"{tensor.maker}, {tensor.where}",
-        "short": tensor.where_in_short if tensor.operator else tensor.maker,
-        "phase": tensor.phase,
+        **looks([tensor["component"]])[0],
+        "bytes": tensor["bytes"],
+        "count": tensor["count"],
+        "shape": shape_in_words(tensor),
+        "maker": maker,
+        "where": place_of(tensor) if made else f"{maker}, {place_of(tensor)}",
+        "short": short_place_of(tensor) if made else maker,
+        "phase": tensor["phase"],
     }
 
 
-def _lines(method: str, tensors: Sequence[TensorAtPeak], rest: float) -> list[tuple[Any, ...]]:
+def _lines(method: str, tensors: TensorsAtPeak) -> list[tuple[Any, ...]]:
     lines: list[tuple[Any, ...]] = [
         (
-            *(method, each.bytes, each.count, "×".join(map(str, each.shape)), each.dtype, label_of(each.component)),
-            *(each.module, each.phase, each.operator, each.where),
+            *(method, each["bytes"], each["count"], "×".join(map(str, each["shape"])), each["dtype"]),
+            *(label_of(each["component"]), each["module"], each["phase"], each["operator"], place_of(each)),
         )
-        for each in tensors
+        for each in tensors["largest"]
     ]
+    rest = tensors["rest"]["bytes"]
     return lines + ([(method, rest, 1, "", "", "all others together", "", "", "", "")] if rest else [])
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from rich.console import RenderableType
 from rich.table import Table
@@ -11,74 +12,81 @@ from rich.text import Text
 from dpscope.reports.doubt import explain, marked
 from dpscope.reports.memory.data import (
     Composition,
-    composition_of,
-    in_order,
+    described_of,
     is_private_only,
     label_of,
+    present,
     snapshots_of,
-    why_no_composition,
+    standard_of,
+    undescribed,
 )
 from dpscope.reports.tables import RATES, STANDARD, Row, group_by_size
-from dpscope.reports.words import shorten, size_in_words
-from dpscope.units import MISSING, format_bytes, format_ms, format_ratio, format_throughput, mib
+from dpscope.reports.words import shorten
+from dpscope.results.payloads.memory import OTHER_MODULES
+from dpscope.units import MIB, MISSING, format_bytes, format_ms, format_ratio, format_throughput, mib
 from dpscope.vocabulary.components import ACTIVATION_HOOKS, ACTIVATIONS, UNATTRIBUTED
 
 LABELS = 24  # characters of the first column
 LONGEST_NAME = 20  # of a method, as a heading
 HEAVIEST = 3  # modules named for each method
-OTHERS = "(other)"  # all modules that are too light to be listed, together
 HELD = (ACTIVATIONS, ACTIVATION_HOOKS)  # what a module keeps for the backward pass
 TRIFLE = 0.01  # of standard's peak: differences below this are summed up as the rest
 
-Described = tuple[Row, Composition]
+
+def by_size(
+    rows: Sequence[Row], heading: str, describe: Callable[[Sequence[Row]], list[RenderableType]]
+) -> list[RenderableType]:
+    """Under a heading, what there is to say of each size; nothing of sizes without figures."""
+    parts: list[RenderableType] = []
+    for group in group_by_size(rows):
+        if told := describe(group):
+            title = Text(f"{heading}: {group[0].size}", style="bold")
+            parts += [*([""] if parts else []), title, "", *told]
+    return parts
 
 
 def memory_section(rows: Sequence[Row], width: int) -> list[RenderableType]:
     """For each size: components by method, what private training adds, who makes the peak."""
-    parts: list[RenderableType] = []
-    for group in group_by_size(rows):
-        found = [(row, composition_of(row)) for row in group]
-        if described := [(row, composition) for row, composition in found if composition]:
-            heading = f"Memory at the peak: {size_in_words(group[0].first.spec)}"
-            parts += [*([""] if parts else []), Text(heading, style="bold"), ""]
-            parts += _by_component(described, width)
-            parts += ["", *(Text(sentence) for sentence in extra_in_words(described))]
-            parts += ["", _makers(described)] if any(each.maker or each.modules for _, each in described) else []
-            parts += ["", *(Text(note, style="dim") for note in _notes(described))]
-            missing = [f"{row.method} ({why_no_composition(row)})" for row, composition in found if not composition]
-            parts += [Text(f"Not broken down: {', '.join(missing)}", style="yellow")] if missing else []
-    return parts
+    return by_size(rows, "Memory at the peak", partial(_at_peak, width=width))
 
 
 def snapshot_section(rows: Sequence[Row], width: int) -> list[RenderableType]:
     """For each size: what was allocated at every stage of the run."""
-    parts: list[RenderableType] = []
-    for group in group_by_size(rows):
-        stages = [(row.method, dict(snapshots_of(row))) for row in group if snapshots_of(row)]
-        if stages:
-            longest = sorted((list(allocated) for _, allocated in stages), key=len, reverse=True)
-            names = dict.fromkeys(name for listed in longest for name in listed)
-            lines = [(name, [format_bytes(allocated.get(name)) for _, allocated in stages]) for name in names]
-            heading = f"Allocated at each stage: {size_in_words(group[0].first.spec)}"
-            parts += [*([""] if parts else []), Text(heading, style="bold"), ""]
-            parts += _tables("stage", [method for method, _ in stages], lines, width)
+    return by_size(rows, "Allocated at each stage", partial(_at_stages, width=width))
+
+
+def _at_peak(rows: Sequence[Row], width: int) -> list[RenderableType]:
+    described = described_of(rows)
+    if not described:
+        return []
+    parts = [*_by_component(described, width), "", *map(Text, extra_in_words(described))]
+    if any(each.maker or each.modules for each in described.values()):
+        parts += ["", _makers(described)]
+    parts += ["", *(Text(note, style="dim") for note in _notes(described))]
+    if missing := [f"{row.method} ({reason})" for row, reason in undescribed(rows)]:
+        parts.append(Text(f"Not broken down: {', '.join(missing)}", style="yellow"))
     return parts
 
 
-def _by_component(described: Sequence[Described], width: int) -> list[RenderableType]:
+def _at_stages(rows: Sequence[Row], width: int) -> list[RenderableType]:
+    stages = {row: found for row in rows if (found := snapshots_of(row))}
+    names = dict.fromkeys(name for taken in sorted(stages.values(), key=len, reverse=True) for name in taken)
+    lines = [(name, [format_bytes(taken.get(name)) for taken in stages.values()]) for name in names]
+    return _tables("stage", [row.method for row in stages], lines, width)
+
+
+def _by_component(described: Mapping[Row, Composition], width: int) -> list[RenderableType]:
     """A line a component and a column a method; the totals, times and ratios below."""
-    rows, compositions = zip(*described, strict=True)
-    present = in_order(key for each in compositions for key, count in each.components.items() if count)
+    rows, compositions = list(described), list(described.values())
     lines = [
         (
             label_of(key) + (" *" if is_private_only(key) else ""),
-            [format_bytes(count) if (count := each.components.get(key)) else MISSING for each in compositions],
+            [format_bytes(each.components.get(key) or None) for each in compositions],
         )
-        for key in present
+        for key in present(each.components for each in compositions)
     ]
     lines.append(("total", [format_bytes(each.total) for each in compositions]))
-    standard = next((composition for row, composition in described if row.method == STANDARD), None)
-    if standard and standard.total > 0:
+    if (standard := standard_of(described)) and standard.total > 0:
         lines.append(("  × standard", [format_ratio(each.total / standard.total) for each in compositions]))
     if any(row.median_ms for row in rows):
         lines.append(("time/step", [marked(format_ms(row.median_ms), row.time_doubt) for row in rows]))
@@ -86,7 +94,7 @@ def _by_component(described: Sequence[Described], width: int) -> list[Renderable
         for name, rate in RATES.items():
             if any(rate(row) is not None for row in rows):
                 lines.append((name, [marked(format_throughput(rate(row)), row.time_doubt) for row in rows]))
-        lines.append(("memory/time", [_memory_per_time(row, each) for row, each in described]))
+        lines.append(("memory/time", [_memory_per_time(*each) for each in described.items()]))
     return _tables("component", [row.method for row in rows], lines, width)
 
 
@@ -118,43 +126,41 @@ def _tables(
     return tables
 
 
-def extra_in_words(described: Sequence[Described]) -> list[str]:
+def extra_in_words(described: Mapping[Row, Composition]) -> list[str]:
     """`ghost holds 4.20 GiB more than standard at the peak: temporary matrices +4.00 GiB, …`, a sentence a method."""
-    standard = next((composition for row, composition in described if row.method == STANDARD), None)
+    standard = standard_of(described)
     if standard is None:
         return ["No standard at this size to compare with: measure it with --methods standard,…"]
-    sentences = []
-    for row, composition in described:
-        if row.method == STANDARD:
-            continue
-        extra = composition.extra_over(standard)
-        net = sum(extra.values())
-        told = sorted(
-            ((key, count) for key, count in extra.items() if abs(count) >= TRIFLE * standard.total),
-            key=lambda entry: -abs(entry[1]),
-        )
-        parts = [f"{label_of(key)} {signed(count)}" for key, count in told]
-        rest = net - sum(count for _, count in told)
-        parts += [f"the rest {signed(rest)}"] if told and abs(rest) >= 2**20 / 10 else []
-        amount = f"{format_bytes(abs(net))} {'more' if net >= 0 else 'less'} than" if round(net) else "as much as"
-        sentences.append(
-            f"{row.method} holds {amount} standard at the peak" + (f": {', '.join(parts)}." if parts else ".")
-        )
-    return sentences
+    return [
+        f"{row.method} holds {_compared(composition.extra_over(standard), standard)}"
+        for row, composition in described.items()
+        if row.method != STANDARD
+    ]
+
+
+def _compared(extra: Mapping[str, float], standard: Composition) -> str:
+    """The net of what a method holds beyond standard, and its larger parts, the largest first."""
+    net = sum(extra.values())
+    told = {key: count for key, count in extra.items() if abs(count) >= TRIFLE * standard.total}
+    parts = [f"{label_of(key)} {signed(told[key])}" for key in sorted(told, key=lambda key: -abs(told[key]))]
+    rest = net - sum(told.values())
+    parts += [f"the rest {signed(rest)}"] if told and abs(rest) >= MIB / 10 else []
+    amount = f"{format_bytes(abs(net))} {'more' if net >= 0 else 'less'} than" if round(net) else "as much as"
+    return f"{amount} standard at the peak" + (f": {', '.join(parts)}." if parts else ".")
 
 
 def signed(count: float) -> str:
     return ("+" if count >= 0 else "−") + format_bytes(abs(count))
 
 
-def _makers(described: Sequence[Described]) -> Table:
+def _makers(described: Mapping[Row, Composition]) -> Table:
     """Who reaches the peak, and which modules hold the most then."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("method", "the peak is reached in", "heaviest activations"):
         table.add_column(heading, overflow="fold")
-    for row, composition in described:
-        held = [(module, sum(components.get(key, 0.0) for key in HELD)) for module, components in composition.modules]
-        named = [(module, count) for module, count in held if count > 0 and module != OTHERS]
+    for row, composition in described.items():
+        held = [(module, sum(components.get(key, 0) for key in HELD)) for module, components in composition.modules]
+        named = [(module, count) for module, count in held if count > 0 and module != OTHER_MODULES]
         heaviest = sorted(named, key=lambda entry: -entry[1])[:HEAVIEST]
         modules = ", ".join(f"{shorten(module, 40)} {format_bytes(count)}" for module, count in heaviest)
         maker = shorten(composition.maker or MISSING, 64)
@@ -162,22 +168,22 @@ def _makers(described: Sequence[Described]) -> Table:
     return table
 
 
-def _notes(described: Sequence[Described]) -> list[str]:
-    components = [key for _, composition in described for key, count in composition.components.items() if count]
+def _notes(described: Mapping[Row, Composition]) -> list[str]:
+    components = present(each.components for each in described.values())
     notes = ["* only private training holds this."] if any(map(is_private_only, components)) else []
-    if any(row.median_ms for row, _ in described):
+    if any(row.median_ms for row in described):
         notes.append("memory/time: MiB at the peak for each millisecond of a step.")
-        notes += [note] if (note := explain(row.ratio_doubt for row, _ in described)) else []
+        notes += [note] if (note := explain(row.ratio_doubt for row in described)) else []
     if UNATTRIBUTED in components:
         notes.append(f"Unattributed (the allocator's peak less all that was tracked): {_explained(described)}.")
     return notes
 
 
-def _explained(described: Sequence[Described]) -> str:
+def _explained(described: Mapping[Row, Composition]) -> str:
     """What is known of each method's unattributed bytes; methods that share an explanation stand together."""
     reasons: dict[str, list[str]] = {}
-    for row, composition in described:
+    for row, composition in described.items():
         if count := composition.components.get(UNATTRIBUTED):
-            known = ", ".join(f"{what} {format_bytes(part)}" for what, part in composition.unattributed)
+            known = ", ".join(f"{part['what']} {format_bytes(part['bytes'])}" for part in composition.unattributed)
             reasons.setdefault(format_bytes(count) + (f" ({known})" if known else ""), []).append(row.method)
     return "; ".join(f"{', '.join(methods)}: {reason}" for reason, methods in reasons.items())

@@ -24,7 +24,7 @@ def moments(timeline: Timeline, most: int = MOMENTS) -> list[int]:
     stretches = max((most - len(kept)) // 2, 1)
     for number in range(stretches):
         stretch = range(number * count // stretches, (number + 1) * count // stretches)
-        kept |= {max(stretch, key=lambda n: totals[n]), min(stretch, key=lambda n: totals[n])}
+        kept |= {max(stretch, key=totals.__getitem__), min(stretch, key=totals.__getitem__)}
     return sorted(kept)
 
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from dpscope.reports.memory.chart_series import looks, present, unit_for, without
-from dpscope.reports.memory.data import Phase, Timeline, composition_of, timeline_of, why_no_composition
+from dpscope.reports.memory.chart_series import looks, unit_for, without
+from dpscope.reports.memory.data import Phase, Timeline, composition_of, present, timeline_of, why_no_timeline
 from dpscope.reports.memory.thinning import moments
 from dpscope.reports.page.chart import Cell, Table, View, chart_by_size
 from dpscope.reports.palette import phase_colour
@@ -19,15 +19,14 @@ BETWEEN = "between phases"
 
 
 def _view(rows: Sequence[Row]) -> View | None:
-    found = [(row, timeline_of(row)) for row in rows]
-    timelines = [(row, timeline) for row, timeline in found if timeline]
+    timelines = [(row, timeline) for row in rows if (timeline := timeline_of(row))]
     if not timelines:
         return None
     drawn = timelines[:PANELS]
-    missing = [(row, _why_none(row)) for row, timeline in found if not timeline]
+    missing = [(row, why_no_timeline(row)) for row in rows if not timeline_of(row)]
     missing += [(row, f"only {PANELS} fit") for row, _ in timelines[PANELS:]]
-    keys = present({key: any(level) for key, level in timeline.levels.items()} for _, timeline in drawn)
-    highest = max(max(timeline.totals) for _, timeline in drawn)
+    keys = present({key: max(level) for key, level in timeline.levels.items()} for _, timeline in drawn)
+    highest = max(timeline.totals[timeline.peak] for _, timeline in drawn)
     return View(
         says=f"Live bytes are highest {', '.join(_in_words(*each) for each in drawn)}.{without(missing)}",
         data={
@@ -62,7 +61,7 @@ def stretches(timeline: Timeline) -> list[Phase]:
     """The phases, and what lies before, between and after them under a name of its own: the whole step."""
     whole: list[Phase] = []
     reached, end = timeline.events[0], timeline.events[-1]
-    for phase in sorted(timeline.phases, key=lambda phase: phase.start):
+    for phase in timeline.phases:
         if phase.start > reached:
             whole.append(Phase(BETWEEN, reached, phase.start))
         whole.append(phase)
@@ -70,21 +69,19 @@ def stretches(timeline: Timeline) -> list[Phase]:
     return [*whole, *([Phase(BETWEEN, reached, end)] if end > reached else [])]
 
 
-def _changes(values: Sequence[float]) -> list[int]:
-    whole = [round(value) for value in values]  # bytes and events are counted, whatever a file says
-    return [*whole[:1], *(later - earlier for earlier, later in pairwise(whole))]
+def _changes(values: Sequence[int]) -> list[int]:
+    return [*values[:1], *(later - earlier for earlier, later in pairwise(values))]
 
 
 def _by_phase(method: str, timeline: Timeline, keys: Sequence[str]) -> list[tuple[Cell, ...]]:
     """The fullest moment of each phase."""
-    totals = timeline.totals
     lines: list[tuple[Cell, ...]] = []
     for phase in timeline.phases:
         within = [n for n, event in enumerate(timeline.events) if phase.start <= event <= phase.end]
         if within:
-            at = max(within, key=lambda n: totals[n])
+            at = max(within, key=timeline.totals.__getitem__)
             held = [timeline.levels[key][at] if key in timeline.levels else 0 for key in keys]
-            lines.append((method, phase.name, phase.start, phase.end, totals[at], *held))
+            lines.append((method, phase.name, phase.start, phase.end, timeline.totals[at], *held))
     return lines
 
 
@@ -95,13 +92,8 @@ def phase_at(phases: Sequence[Phase], event: float) -> str:
 
 
 def _in_words(row: Row, timeline: Timeline) -> str:
-    at = timeline.peak
-    where = phase_at(timeline.phases, timeline.events[at])
-    return f"in {row.method} at {format_bytes(timeline.totals[at])} ({where})"
-
-
-def _why_none(row: Row) -> str:
-    return "no timeline was measured" if row.result.ok else why_no_composition(row)
+    where = phase_at(timeline.phases, timeline.events[timeline.peak])
+    return f"in {row.method} at {format_bytes(timeline.totals[timeline.peak])} ({where})"
 
 
 memory_timeline = chart_by_size(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -26,7 +26,7 @@ from dpscope.reports.memory.data import (
     in_order,
     snapshots_of,
     timeline_of,
-    why_no_composition,
+    why_no_timeline,
 )
 from dpscope.reports.tables import Row
 from dpscope.reports.words import shorten
@@ -60,9 +60,9 @@ def draw_timeline(rows: Sequence[Row]) -> Figure | None:
     axes = figure.subplots(lines, columns, sharey=True, squeeze=False).flatten()
     for spare in axes[len(drawn) :]:
         spare.set_axis_off()
-    notes = not_drawn([(row, _why_none(row)) for row, timeline, stages in found if not (timeline or stages)])
+    notes = not_drawn([(row, why_no_timeline(row)) for row, timeline, stages in found if not (timeline or stages)])
     set_title(figure, "Memory over one training step" if timelines else "Memory at the stages of a run", rows, notes)
-    highest = max(_highest(timeline, stages) for _, timeline, stages in drawn)
+    highest = max(max(timeline.totals if timeline else stages.values()) for _, timeline, stages in drawn)
     unit, name = byte_unit(highest)
     for (row, timeline, stages), ax in zip(drawn, axes, strict=False):
         name_above = shorten(row.method, LONGEST_NAME // columns)
@@ -75,7 +75,7 @@ def draw_timeline(rows: Sequence[Row]) -> Figure | None:
     lowest = axes[max(len(drawn) - columns, 0) : len(drawn)]
     for ax in lowest:
         ax.set_xlabel(EVENTS if timelines else STAGES)
-    if len({tuple(name for name, _ in stages) for _, timeline, stages in drawn if not timeline}) == 1 and not timelines:
+    if not timelines and len({tuple(stages) for _, _, stages in drawn}) == 1:
         for ax in axes[: len(drawn) - len(lowest)]:
             ax.tick_params(labelbottom=False)  # every run went through the same stages
     axes[0].set_ylim(0, HEADROOM * highest / unit or 1)
@@ -88,14 +88,6 @@ def draw_timeline(rows: Sequence[Row]) -> Figure | None:
             _name_phases(ax, timeline.phases)
             _mark_peak(ax, row, timeline, (unit, name))
     return figure
-
-
-def _highest(timeline: Timeline | None, stages: Sequence[tuple[str, float]]) -> float:
-    return max(timeline.totals) if timeline else max(count for _, count in stages)
-
-
-def _why_none(row: Row) -> str:
-    return "no timeline was measured" if row.result.ok else why_no_composition(row)
 
 
 def _draw_components(ax: Axes, timeline: Timeline, unit: float) -> None:
@@ -114,12 +106,12 @@ def _draw_components(ax: Axes, timeline: Timeline, unit: float) -> None:
             ax.axvline(edge, color="0.35", linewidth=0.5, linestyle=(0, (4, 2)))
 
 
-def _draw_stages(ax: Axes, stages: Sequence[tuple[str, float]], unit: float) -> None:
+def _draw_stages(ax: Axes, stages: Mapping[str, float], unit: float) -> None:
     """What older files have: the total at named stages of the run."""
-    places = range(len(stages))
-    ax.step(places, [count / unit for _, count in stages], where="post", color="black", linewidth=1.0)
+    places, names = range(len(stages)), [shorten(name, 22) for name in stages]
+    ax.step(places, [count / unit for count in stages.values()], where="post", color="black", linewidth=1.0)
     step = -(-len(stages) // 12)
-    ax.set_xticks(places[::step], [shorten(name, 22) for name, _ in stages[::step]], rotation=30, ha="right")
+    ax.set_xticks(places[::step], names[::step], rotation=30, ha="right")
 
 
 def _name_phases(ax: Axes, phases: Sequence[Phase]) -> None:

@@ -5,4 +5,15 @@ A reader may take for granted what is declared here: `parse_result` holds every 
 
 from __future__ import annotations
 
-PAYLOADS: dict[str, type] = {}  # part of a result -> its shape
+from typing import Any
+
+from dpscope.results.payloads.memory import MemoryPayload, Snapshot, TimelinePayload, TimingPayload
+
+# Part of a result -> its shape.
+PAYLOADS: dict[str, Any] = {
+    "timing": TimingPayload,
+    "memory": MemoryPayload,
+    "breakdown": dict[str, float],
+    "snapshots": list[Snapshot],
+    "timeline": TimelinePayload,
+}

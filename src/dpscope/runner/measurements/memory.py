@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -19,6 +18,7 @@ from dpscope.instruments.memory.snapshots import AFTER_WARMUP, Snapshots
 from dpscope.instruments.peaks import cpu_peak, cublas_workspace_bytes, cuda_peak, write_memory_history
 from dpscope.instruments.timing import Progress
 from dpscope.results.checks import NotConserved, conservation_faults
+from dpscope.results.payloads.memory import MemoryPayload, Remainder
 from dpscope.results.schema import Result, result_for
 from dpscope.runner import environment
 from dpscope.runner.rules import load_rule
@@ -77,7 +77,7 @@ def _holdings(trainer: TrainerBase, batch: Batch) -> list[Holding]:
 
 def _on_cuda(
     step: TrainingSteps, tracker: Tracker, snapshots: Snapshots, iterations: int, progress: Progress
-) -> dict[str, Any]:
+) -> MemoryPayload:
     """The allocator's peaks over untracked steps, with a snapshot at each stage; then the tracked step."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -99,7 +99,7 @@ def _on_cuda(
 
 def _on_cpu(
     step: TrainingSteps, tracker: Tracker, snapshots: Snapshots, iterations: int, progress: Progress
-) -> dict[str, Any]:
+) -> MemoryPayload:
     """The tracked step, with a snapshot at each stage; then one under the profiler to compare with."""
     with tracker.tracking(), listening(snapshots.in_iteration(0, lambda: tracker.live_bytes)):
         step()
@@ -113,7 +113,7 @@ def _on_cpu(
     return {"allocator_peak_bytes": peaks["peak_bytes"], "peak_rss_bytes": peaks["peak_rss_bytes"]}
 
 
-def _memory(use: MemoryUse, allocator: dict[str, Any]) -> dict[str, Any]:
+def _memory(use: MemoryUse, allocator: MemoryPayload) -> MemoryPayload:
     peak_bytes = allocator.get("peak_allocated_bytes", use.peak_bytes)
     unattributed = _unattributed(use, allocator)
     assert peak_bytes - use.peak_bytes == sum(item["bytes"] for item in unattributed)
@@ -136,7 +136,7 @@ def _memory(use: MemoryUse, allocator: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _unattributed(use: MemoryUse, allocator: dict[str, Any]) -> list[dict[str, Any]]:
+def _unattributed(use: MemoryUse, allocator: MemoryPayload) -> list[Remainder]:
     """What makes up the allocator's peak beyond the tracked one."""
     if "peak_allocated_bytes" not in allocator:
         return []
@@ -150,7 +150,7 @@ def _unattributed(use: MemoryUse, allocator: dict[str, Any]) -> list[dict[str, A
     return [{"what": what, "bytes": count} for what, count in parts.items() if count]
 
 
-def _breakdown(memory: dict[str, Any]) -> dict[str, float]:
+def _breakdown(memory: MemoryPayload) -> dict[str, float]:
     parts = memory["peak"]["components"]
     named = {f"{key}_mb": mib(parts[key]) for key in (*KEYS, *(key for key in parts if key not in KEYS))}
     peak = mib(memory["peak_bytes"])

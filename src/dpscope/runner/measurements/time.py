@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from dpscope.flash.oracle import tensors_of
 from dpscope.instruments.peaks import cpu_peak, cuda_peak
 from dpscope.instruments.timing import Progress, time_steps
+from dpscope.results.payloads.memory import MemoryPayload
 from dpscope.results.schema import Result, result_for
 from dpscope.runner import environment
 from dpscope.runner.spec import RunSpec
@@ -32,7 +32,7 @@ def measure(spec: RunSpec, progress: Progress, files: Path) -> Result:
     )
 
 
-def _cpu_peak(step: TrainingSteps) -> dict[str, Any]:
+def _cpu_peak(step: TrainingSteps) -> MemoryPayload:
     step.require_finite_losses()  # what is kept of the losses is none of the step's
     step.trainer.optimizer.zero_grad(set_to_none=True)
     held = (step.trainer.model.state_dict(keep_vars=True), step.trainer.optimizer.state_dict(), step.batch)

@@ -1,0 +1,106 @@
+"""What the instruments `time` and `memory` write: milliseconds of steps, bytes by component. 1 MB = 2^20 bytes."""
+
+from __future__ import annotations
+
+from typing_extensions import NotRequired, TypedDict
+
+OTHER_MODULES = "(other)"  # all modules that are too light to be listed, together
+
+Components = dict[str, int]  # component -> bytes; only `unattributed` may be below zero
+
+
+class TimingPayload(TypedDict, total=False):
+    step_ms: list[float]
+    median_ms: float
+    p10_ms: float
+    p90_ms: float
+    mean_ms: float
+
+
+class Peak(TypedDict):
+    """The moment at which most bytes were live, what was made then, and the components that add up to the peak."""
+
+    phase: str
+    operator: str
+    module: str
+    components: Components
+
+
+class ModuleAtPeak(TypedDict):
+    module: str
+    components: Components
+
+
+class TensorAtPeak(TypedDict):
+    """`count` tensors that are alike but for the number of their layer."""
+
+    bytes: int  # of one
+    count: int
+    shape: list[int]
+    dtype: str
+    component: str
+    module: str
+    phase: str
+    operator: str  # empty for what was there before the step
+    line: str  # `model.py:12 forward`, or nothing
+    by_autograd: bool  # made in a backward pass, for that line of the forward pass
+
+
+class OtherTensors(TypedDict):
+    """All that are not listed, together."""
+
+    bytes: int
+    count: int
+
+
+class TensorsAtPeak(TypedDict):
+    largest: list[TensorAtPeak]
+    rest: OtherTensors
+
+
+class Remainder(TypedDict):
+    """A part of what the allocator counted beyond all that was tracked."""
+
+    what: str
+    bytes: int
+
+
+class MemoryPayload(TypedDict, total=False):
+    source: str  # how the peak was measured: tracker, cuda_allocator or cpu_allocator
+    peak_bytes: int
+    peak_allocated_bytes: int  # of the CUDA allocator, with the next three
+    peak_reserved_bytes: int
+    peak_requested_bytes: int
+    cublas_workspace_bytes: int
+    live_before_step_bytes: int  # of the CPU allocator, with the next two
+    allocator_peak_bytes: int
+    peak_rss_bytes: int | None
+    tracked_peak_bytes: int  # of the tracker, with all that follows
+    peak: Peak
+    modules: list[ModuleAtPeak]
+    tensors: TensorsAtPeak
+    unattributed: list[Remainder]
+
+
+class TimelinePhase(TypedDict):
+    """Between two events."""
+
+    name: str
+    start: int
+    end: int
+
+
+class TimelinePayload(TypedDict, total=False):
+    unit: str
+    event: str
+    components: list[str]
+    points: list[list[int]]  # an event, and live bytes of each component after it
+    phases: list[TimelinePhase]
+    peak: int  # which point
+
+
+class Snapshot(TypedDict):
+    name: str
+    allocated_mb: float
+    reserved_mb: NotRequired[float]
+    timestamp: NotRequired[float]
