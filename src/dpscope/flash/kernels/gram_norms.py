@@ -50,6 +50,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dpscope.flash.kernels.float32_products import operand_rounding
 from dpscope.flash.kernels.triton_runtime import (
     INTERPRETED,
     TRITON_DTYPES,
@@ -141,7 +142,7 @@ def gram_norms_squared(
         served = batch > 0 and kind.length > 0 and kind.served
         why_not = f"dtypes {kind.x_dtype}, {kind.g_dtype}, B={batch}, T={kind.length}"
         by_kernel = use_triton(backend, device, served=served, why_not=why_not)
-        if by_kernel and (backend == "triton" or _kernel_is_better(kind, allow_tf32)):
+        if by_kernel and (backend == "triton" or _kernel_is_better(kind, device, allow_tf32)):
             chosen = tiles or _choose_tiles(kind, device, allow_tf32)
             parts.append(_launch(kind, members, batch, device, chosen, allow_tf32))
         else:
@@ -469,11 +470,11 @@ def _gram_finish_kernel(
     tl.store(squares + program, tl.where(square < floor, floor, square))
 
 
-def _kernel_is_better(kind: _Kind, allow_tf32: bool) -> bool:
+def _kernel_is_better(kind: _Kind, device: torch.device, allow_tf32: bool) -> bool:
     """Tensor cores for half types and tf32. Plain float32: cuBLAS is faster, but only if it may not round to tf32."""
     if torch.float32 not in (kind.x_dtype, kind.g_dtype):
         return True
-    return allow_tf32 or torch.get_float32_matmul_precision() != "highest"
+    return allow_tf32 or operand_rounding(device) > 0.0
 
 
 def _choose_tiles(kind: _Kind, device: torch.device, allow_tf32: bool) -> GramTiles:
@@ -655,7 +656,8 @@ def _sums_by_torch(unit: GramUnit, dtype: torch.dtype) -> Tensor:
 def _gram_norms_torch(kind: _Kind, members: list[_Rows], *, on_device: bool) -> Tensor:
     """The same by torch: (B,) float64. `on_device`: what float32 does not hold is left to the kernel."""
     units = [member.unit for member in members]
-    if any(tensor.dtype == torch.float64 for unit in units for tensor in (*unit.gs, *unit.xs)):
+    rounded = operand_rounding(units[0].gs[0].device) > 0.0  # float32 operands would be: the norms are of exact ones
+    if rounded or any(tensor.dtype == torch.float64 for unit in units for tensor in (*unit.gs, *unit.xs)):
         wide = [_floored(_sums_by_torch(unit, torch.float64), FLOOR_FLOAT64) for unit in units]
         return torch.stack(wide).sum(0)
     sums = torch.stack([_sums_by_torch(unit, torch.float32) for unit in units], 1)

@@ -14,6 +14,9 @@ Floating point is scale-free, so this costs one rounding (2⁻²⁴) a sample wh
 |out| / min c stays below the float32 range. Factors with |c_b| < MIN_SCALE, zero and NaN among them, skip the sample:
 its rows are never read, so inf and NaN in them never reach the sum. (Such a sample is counted as not finite.)
 
+Where torch makes the products (other GPUs, float32) and the user lets it round their operands (TF32), the same holds:
+c_b·g is not what may be rounded. Each sample's product is made as the norms saw it, and summed with its factor.
+
 The rescaling stands after the multiplication, under a condition. Before it, the accumulator would reach the tensor
 cores through that condition in every step, and the compiler would wait for each multiplication before the next.
 
@@ -36,6 +39,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dpscope.flash.kernels.float32_products import TF32_ROUNDING, operand_rounding
+from dpscope.flash.kernels.kept_gradients import kept_sums
 from dpscope.flash.kernels.triton_runtime import (
     TRITON_DTYPES,
     Backend,
@@ -369,6 +374,8 @@ def _torch(g: Tensor, x: Tensor, scale: Tensor, out: Tensor, accumulate: bool) -
         out.zero_()
     if g.shape[:2].numel() == 0:
         return out
+    if _rounds_products(g, out.dtype):
+        return _sum_products(g, x, scale, out)
     factors = scale.to(out.dtype)[:, None, None]
     live = (scale.abs() >= MIN_SCALE)[:, None, None]
     zero = torch.zeros((), dtype=out.dtype, device=g.device)
@@ -378,4 +385,22 @@ def _torch(g: Tensor, x: Tensor, scale: Tensor, out: Tensor, accumulate: bool) -
         left = torch.where(live[part], g[part].to(out.dtype) * factors[part], zero)
         right = torch.where(live[part], x[part].to(out.dtype), zero)
         out.addmm_(left.reshape(-1, g.shape[2]).T, right.reshape(-1, x.shape[2]))
+    return out
+
+
+def _rounds_products(g: Tensor, dtype: torch.dtype) -> bool:
+    """Whether rounded operands could exceed a sample's bound. With one position nothing cancels: the share is at most
+    (1 + rounding)² of what it should be, which for TF32 is less than the 1e-3 that is promised."""
+    rounding = operand_rounding(g.device) if dtype == torch.float32 else 0.0
+    return rounding > (TF32_ROUNDING if g.shape[1] == 1 else 0.0)
+
+
+def _sum_products(g: Tensor, x: Tensor, scale: Tensor, out: Tensor) -> Tensor:
+    """out += Σ_b c_b (G_bᵀX_b), each product rounded as torch rounds it."""
+    scale = scale.where(scale.abs() >= MIN_SCALE, 0.0)
+    samples = max(1, CHUNK_BYTES // max(1, out.nbytes))
+    for first in range(0, g.shape[0], samples):
+        part = slice(first, first + samples)
+        products = torch.bmm(g[part].to(out.dtype).mT, x[part].to(out.dtype))
+        kept_sums([products], scale[part], outs=[out])
     return out

@@ -238,3 +238,37 @@ def test_any_shape(scale: list[float], length: int, p: int, d: int, backend: Bac
     g, x = operands(len(scale), length, 8 * p, 8 * d)
     factors = torch.tensor(scale)
     assert_sum(sum_of(g, x, factors, backend=backend, tiles=SMALL), g, x, factors)
+
+
+# -- float32 products that the user lets torch round -------------------------------------------------------------------
+
+
+def to_tf32(tensor: Tensor) -> Tensor:
+    """The ten leading bits behind the point, as TF32 keeps."""
+    return ((tensor.float().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+
+
+@pytest.fixture
+def products_in_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU where TF32 is allowed."""
+    exact = torch.bmm
+    monkeypatch.setattr(torch, "bmm", lambda a, b: exact(to_tf32(a), to_tf32(b)))
+    monkeypatch.setattr(module, "operand_rounding", lambda device: 2.0**-11)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.usefixtures("products_in_tf32")
+def test_rounded_products_are_summed_as_their_norms_saw_them(
+    dtype: torch.dtype, add: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The factor multiplies the rounded product; nothing is rounded with the factor in it."""
+    monkeypatch.setattr(module, "CHUNK_BYTES", 2 * 4 * 5 * 9)
+    g, x = operands(5, 6, 5, 9, dtype)
+    scale = torch.tensor([0.3, 0.0, 1.7, 2.0**-101, 0.9])
+    g[1], x[3] = torch.nan, torch.inf
+    before = torch.randn(5, 9)
+    got = scaled_sums([g], [x], scale, outs=[before.clone() if add else None])[0]
+    live = scale >= 1e-3
+    expected = reference.scaled_sum(to_tf32(g), to_tf32(x), scale.where(live, 0.0)) + (before if add else 0)
+    torch.testing.assert_close(got.double(), expected.double(), rtol=1e-6, atol=2e-6)  # TF32 errs by 1e-3

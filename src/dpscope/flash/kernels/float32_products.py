@@ -1,0 +1,25 @@
+"""How far torch rounds the operands of float32 matrix products: the user decides (TF32), the engine follows.
+
+A product of rounded operands is another gradient than the exact one, and where positions cancel it may be a much larger
+one. So its norm has to be taken of the products themselves, and the sum has to be of those same products.
+"""
+
+from __future__ import annotations
+
+import torch
+
+ROUNDING = {"tf32": 2.0**-11, "bf16": 2.0**-8}
+
+TF32_ROUNDING = ROUNDING["tf32"]
+
+
+def operand_rounding(device: torch.device) -> float:
+    """The largest relative error of an operand as a float32 product on `device` takes it; 0 where none is rounded."""
+    backend = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
+    chosen = getattr(getattr(backend, "matmul", None), "fp32_precision", None)
+    if chosen is not None:  # torch 2.9 and later; what was said in the old way is seen here, too
+        return ROUNDING.get(chosen, 0.0)
+    precision = torch.get_float32_matmul_precision()
+    if device.type == "cuda":
+        return 0.0 if precision == "highest" else ROUNDING["tf32"]
+    return ROUNDING["bf16"] if precision == "medium" else 0.0

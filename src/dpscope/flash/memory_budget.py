@@ -1,0 +1,100 @@
+"""How much a step may hold: what decides whether per-sample gradients are kept where that is faster.
+
+Ordinary training of the same model peaks where backward begins, with all activations and what the loss needs besides,
+or where backward ends, with all gradients. Until backward reaches its first layer an engine holds just what ordinary
+training holds, so both peaks are known there:
+
+    beginning   what is live at the first layer, and how far forward and loss went above that
+    end         what was live before forward, and the gradients that are not there yet
+
+As backward goes on it frees activations. Kept gradients may take their place up to the larger of the two, so that the
+peak stays that of ordinary training. Forward and loss are seen only where they raise the allocator's peak; where they
+do not, for something larger ran before, what they need besides counts as nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from dpscope.errors import UserError
+
+LEAN = "lean"
+
+MemoryLimit = float | str | None
+
+
+class Allocated(NamedTuple):
+    """Bytes that torch's allocator has handed out: now, and at most since its peak was last reset."""
+
+    current: int
+    peak: int
+
+
+def allocated_on(device: torch.device) -> Allocated | None:
+    """None where nobody counts: torch's allocator does on CUDA. Takes some microseconds, and waits for no device."""
+    if device.type != "cuda":
+        return None
+    counted = torch.cuda.memory_stats_as_nested_dict(device).get("allocated_bytes", {}).get("all", {})
+    return Allocated(counted["current"], counted["peak"]) if counted.get("current") else None
+
+
+def check_limit(limit: MemoryLimit) -> None:
+    if limit is None or limit == LEAN:
+        return
+    if isinstance(limit, str) or not (math.isfinite(limit) and limit > 0):
+        raise UserError(f'memory_budget must be a number of bytes above 0, "{LEAN}" or None, not {limit!r}')
+
+
+class MemoryBudget:
+    """limit: bytes on the device, all of torch's memory counted; "lean": never more than has to be held anyway; None:
+    the peak of ordinary training."""
+
+    def __init__(
+        self,
+        limit: MemoryLimit,
+        parameters: Collection[nn.Parameter],
+        read: Callable[[], Allocated | None] | None = None,
+    ) -> None:
+        check_limit(limit)
+        self.limit = limit
+        self._parameters = parameters
+        self._read = read or (lambda: allocated_on(next(iter(parameters)).device) if parameters else None)
+        self._before_forward: Allocated | None = None
+        self._first_layer: Allocated | None = None
+        self._ceiling: float | None = None  # of this micro-batch, once somebody has asked
+        self._above = 0  # how far forward and loss go above what is live at the first layer
+
+    def begin_forward(self) -> None:
+        """A micro-batch's first forward pass begins."""
+        self._first_layer = self._ceiling = None
+        self._before_forward = None if self.limit == LEAN else self._read()
+
+    def begin_backward(self) -> None:
+        """A micro-batch's first backward pass has reached its first layer."""
+        self._ceiling = None
+        self._first_layer = now = None if self.limit == LEAN else self._read()
+        before = self._before_forward
+        if now is not None and before is not None and now.peak > before.peak:
+            self._above = max(self._above, now.peak - now.current)
+
+    def fits(self, more: int) -> bool:
+        """Whether `more` bytes may be held besides what is live."""
+        if self._first_layer is None:
+            return False
+        if self._ceiling is None:
+            self._ceiling = self._ordinary_peak() if self.limit is None else float(self.limit)
+        now = self._read()
+        return now is not None and now.current + more <= self._ceiling
+
+    def _ordinary_peak(self) -> float:
+        assert self._first_layer is not None
+        beginning = self._first_layer.current + self._above
+        if self._before_forward is None:
+            return beginning
+        missing = sum(p.nbytes for p in self._parameters if p.requires_grad and p.grad is None)
+        return max(beginning, self._before_forward.current + missing)
