@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-import torch
 from torch import Tensor, nn
 
 from dpscope.errors import UserError
 from dpscope.flash.combination import combine, describe_combined
 from dpscope.flash.contributions import Contribution, Kept, Outer, outer_sums, refuse_complex
-from dpscope.flash.norms import Factors, NormSum, SmallRows, clip_factors, gather_small
+from dpscope.flash.kernels.kept_gradients import kept_sums
+from dpscope.flash.norms import Factors, NormSum, clip_factors
 from dpscope.flash.paths import PathRules
 from dpscope.flash.step_state import Recorded
 
@@ -47,21 +47,11 @@ class MicroBatch:
                 describe_combined(slot, parts, uses)
             self._parts.append(parts)
         device = self.parameters[0].device
-        self._small: SmallRows | None = gather_small(self._parts)
         norm_sum = NormSum(self.size, device)
-        self._count(norm_sum)
+        for index, parts in enumerate(self._parts):
+            self._parts[index] = norm_sum.add_parts(parts)
         multiplier = (self.size if mean else 1) / loss_scale
         self.clipping: Factors = clip_factors(norm_sum.result(), max_grad_norm, multiplier)
-
-    def _count(self, norm_sum: NormSum) -> None:
-        small = self._small
-        if small is not None:
-            norm_sum.add(Kept(small.values).norms_squared())
-        for index, parts in enumerate(self._parts):
-            if small is not None and index in small.widths:
-                self._parts[index] = ()  # its values live on in `small`
-            else:
-                self._parts[index] = norm_sum.add_parts(parts)
 
     def sums(self, *, into: RunningSum | None, factored: bool) -> Iterator[list[FactoredSum]]:
         """(parameter, tensor, factors): the clipped sum is Σ_b factors_b·tensor_b, or the tensor where factors is None.
@@ -73,47 +63,40 @@ class MicroBatch:
         accumulated, so that noise can be added before they are rounded to a half-precision parameter's dtype.
         """
         scale = self.clipping.scale
-        if self._small is not None:
-            yield self._sum_small(self._small, scale, into=into)
         for group in self._groups():
-            yield self._sum_group(group, scale, into=into)
+            yield self._sum_group(group, scale, into=into, factored=factored)
         for index, parameter in enumerate(self.parameters):
             if self._parts[index]:
-                kept = self._kept(index) if factored else None
-                if kept is None:
-                    yield [(parameter, self._sum(index, scale, into=into), None)]
-                else:
-                    yield [(parameter, kept, scale)]
-                    del kept
+                yield [(parameter, self._sum(index, scale, into=into), None)]
 
     def _groups(self) -> list[list[int]]:
-        """Parameters that are one product each, those of equal shapes together: a group is one launch."""
-        open_groups: dict[tuple[object, ...], list[int]] = {}
+        """Parameters that are summed in one launch: products of equal shapes; per-sample gradients that are kept."""
+        open_groups: dict[object, list[int]] = {}
+        sizes: dict[object, int] = {}
         full: list[list[int]] = []
         for index, parts in enumerate(self._parts):
-            if len(parts) == 1 and type(parts[0]) is Outer:
-                key = parts[0].kind()
-                group = open_groups.setdefault(key, [])
-                group.append(index)
-                if len(group) * self.parameters[index].numel() * 4 >= GROUP_BYTES:
+            if len(parts) == 1 and type(parts[0]) in (Outer, Kept):
+                key = parts[0].kind() if isinstance(parts[0], Outer) else Kept
+                open_groups.setdefault(key, []).append(index)
+                sizes[key] = sizes.get(key, 0) + 4 * self.parameters[index].numel()
+                if sizes[key] >= GROUP_BYTES:
                     full.append(open_groups.pop(key))
+                    del sizes[key]
         return [*full, *open_groups.values()]
 
-    def _sum_group(self, group: list[int], scale: Tensor, *, into: RunningSum | None) -> list[FactoredSum]:
-        outers = [part for index in group for part in self._parts[index] if isinstance(part, Outer)]
+    def _sum_group(
+        self, group: list[int], scale: Tensor, *, into: RunningSum | None, factored: bool
+    ) -> list[FactoredSum]:
         parameters = [self.parameters[index] for index in group]
-        totals = outer_sums(outers, scale, [into(p) if into else None for p in parameters])
+        outs = [into(p) if into else None for p in parameters]
+        kept = [part.values for index in group for part in self._parts[index] if isinstance(part, Kept)]
+        outers = [part for index in group for part in self._parts[index] if isinstance(part, Outer)]
         for index in group:
             self._parts[index] = ()
+        if kept and factored:
+            return [(p, values, scale) for p, values in zip(parameters, kept, strict=True)]
+        totals = kept_sums(kept, scale, outs=outs) if kept else outer_sums(outers, scale, outs)
         return [(p, total, None) for p, total in zip(parameters, totals, strict=True)]
-
-    def _kept(self, index: int) -> Tensor | None:
-        """The parameter's per-sample gradients, where they are kept."""
-        parts = self._parts[index]
-        if len(parts) != 1 or not isinstance(parts[0], Kept):
-            return None
-        self._parts[index] = ()
-        return parts[0].values
 
     def _sum(self, index: int, scale: Tensor, *, into: RunningSum | None) -> Tensor:
         """The parameter's clipped sum; what it was made of is let go."""
@@ -124,17 +107,6 @@ class MicroBatch:
             out = part.clipped_sum(scale, out)
         assert out is not None
         return out
-
-    def _sum_small(self, small: SmallRows, scale: Tensor, *, into: RunningSum | None) -> list[FactoredSum]:
-        values = small.values.nan_to_num_(0.0, 0.0, 0.0)
-        pieces = torch.split(torch.mv(values.t(), scale.to(values.dtype)), list(small.widths.values()))
-        items: list[FactoredSum] = []
-        for index, piece in zip(small.widths, pieces, strict=True):
-            parameter = self.parameters[index]
-            total = piece if parameter.dim() == 1 else piece.view(parameter.shape)
-            out = into(parameter) if into else None
-            items.append((parameter, total if out is None else out.add_(total), None))
-        return items
 
 
 def _common_batch_size(recorded: Recorded) -> int:

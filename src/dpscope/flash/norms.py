@@ -1,25 +1,22 @@
 """Per-sample squared norms over all parameters of a closed micro-batch, and the factors that follow from them.
 
-Everything that still holds x and g is normed here together, not layer by layer: one call for all Gram units, in which
-layers that read the same x (q, k, v) share a unit; one concatenation for all small kept gradients.
+Everything is normed here together, not layer by layer: one call for all Gram units, in which layers that read the same
+x (q, k, v) share a unit; one call for all per-sample gradients that are kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from dpscope.flash.combination import cross_terms
-from dpscope.flash.contributions import Contribution, Kept, Lookup, Outer, wide
+from dpscope.flash.contributions import Contribution, Kept, Lookup, Outer
 from dpscope.flash.kernels.gram_norms import GramUnit, gram_norms_squared
+from dpscope.flash.kernels.kept_gradients import kept_norms_squared
 from dpscope.flash.kernels.scaled_sum import MIN_SCALE
 from dpscope.flash.paths import DIRECT, GRAM, KEEP, RANK1
-
-# Kept gradients of at most this many elements a sample are normed and summed in one go, side by side.
-SMALL = 1 << 13
 
 # Larger norms of what was recorded count as not finite, and so do samples whose factor is too small to be applied
 # (`MIN_SCALE`). Beyond, a product overflows float32 on some paths and not on others, and the path depends on the batch:
@@ -33,34 +30,8 @@ TIED_FLOOR = 2.0**-7
 TIED_FLOOR_FLOAT64 = 2.0**-30
 
 
-@dataclass(frozen=True)
-class SmallRows:
-    """The small kept gradients side by side: values (B, Σ widths), and each parameter's width in that order."""
-
-    values: Tensor
-    widths: dict[int, int]
-
-
-def gather_small(parts: Sequence[tuple[Contribution, ...]]) -> SmallRows | None:
-    """`parts[i]`: what parameter i is made of. Widths are keyed by i."""
-    rows: list[Tensor] = []
-    widths: dict[int, int] = {}
-    for index, part in enumerate(parts):
-        if len(part) != 1 or not isinstance(part[0], Kept):
-            continue
-        values = part[0].values
-        width = values.numel() // values.shape[0]
-        if width <= SMALL:
-            rows.append(values if values.dim() == 2 else values.reshape(-1, width))
-            widths[index] = width
-    if not rows:
-        return None
-    values = torch.cat(rows, 1)
-    return SmallRows(values.to(wide(values.dtype)), widths)
-
-
 class NormSum:
-    """Adds up squared norms; Gram units wait until all are known."""
+    """Adds up squared norms; Gram units and kept gradients wait until all are known."""
 
     def __init__(self, batch: int, device: torch.device) -> None:
         # float64 for this handful of numbers costs nothing; MPS has none.
@@ -68,7 +39,7 @@ class NormSum:
         self.total = torch.zeros(batch, dtype=dtype, device=device)
         self._sharing: dict[tuple[object, ...], tuple[Tensor, list[Tensor]]] = {}
         self._lookups: list[GramUnit] = []
-        self._single: list[Tensor] = []
+        self._kept: list[Tensor] = []
 
     def add(self, norms_squared: Tensor) -> None:
         self.total += norms_squared.to(self.total)
@@ -81,9 +52,7 @@ class NormSum:
         assert isinstance(lookup, Lookup) and isinstance(outer, Outer)
         if outer.decision.path == KEEP:
             values = outer.materialise()
-            kept = Kept(values + lookup.materialise().to(values.dtype))
-            self.add(kept.norms_squared())
-            return (kept,)
+            return (self._add_kept(values + lookup.materialise().to(values.dtype)),)
         alone = NormSum(outer.batch_size, self.total.device)
         alone._add_one(lookup)
         alone._add_one(outer)
@@ -97,11 +66,15 @@ class NormSum:
             self._lookups.append(GramUnit(gs=(part.g,), ids=part.ids, padding_idx=part.padding_idx))
         elif isinstance(part, Outer):
             return self._add_outer(part)
-        elif isinstance(part, Kept) and part.batch_size == 1 and part.values.is_cuda:
-            self._single.append(part.values)
+        elif isinstance(part, Kept):
+            self._kept.append(part.values)
         else:
             self.add(part.norms_squared())
         return part
+
+    def _add_kept(self, values: Tensor) -> Kept:
+        self._kept.append(values)
+        return Kept(values)
 
     def _add_outer(self, part: Outer) -> Contribution:
         x, g = part.x, part.g
@@ -111,9 +84,7 @@ class NormSum:
         elif path == DIRECT:
             self.add(part.norms_squared())
         elif path == KEEP:
-            kept = Kept(part.materialise())
-            self.add(kept.norms_squared())
-            return kept
+            return self._add_kept(part.materialise())
         else:
             key = (x.data_ptr(), x.shape, x.stride(), x.dtype, g.dtype)
             self._sharing.setdefault(key, (x, []))[1].append(g)
@@ -124,11 +95,9 @@ class NormSum:
         units = [GramUnit(gs=tuple(gs), xs=(x,)) for x, gs in self._sharing.values()] + self._lookups
         if units:
             self.add(gram_norms_squared(units))
-        if self._single:  # one multi-tensor launch for all of them
-            norms = torch.stack([norm.float() for norm in torch._foreach_norm(self._single)])
-            underflow = 2.0**-126 * sum(values.numel() for values in self._single)  # see row_norms_squared
-            self.add(norms.to(self.total).square().sum().view(1) + underflow)
-        self._sharing, self._lookups, self._single = {}, [], []
+        if self._kept:
+            self.add(kept_norms_squared(self._kept))
+        self._sharing, self._lookups, self._kept = {}, [], []
         return self.total
 
 

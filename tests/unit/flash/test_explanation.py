@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from dpscope.flash import FlashEngine, norms
-from dpscope.flash.contributions import Kept, Lookup, Outer
+from dpscope.flash.contributions import Lookup, Outer
 from dpscope.flash.layers import conv
 from dpscope.flash.paths import DIRECT, GRAM, KEEP, RANK1
 
@@ -18,14 +18,13 @@ class Paths:
 
     def __init__(self, monkeypatch) -> None:
         self.taken: set[str] = set()
-        monkeypatch.setattr(norms, "SMALL", 0)  # else small kept gradients are normed together, on every path
         watched = [
             (norms, "gram_norms_squared", GRAM),
             (conv, "gram_norms_squared", GRAM),
             (Outer, "norms_squared", DIRECT),
             (Lookup, "norms_squared", DIRECT),
             (Outer, "rank1_norms_squared", RANK1),
-            (Kept, "norms_squared", KEEP),
+            (norms, "kept_norms_squared", KEEP),
         ]
         for owner, name, path in watched:
             monkeypatch.setattr(owner, name, self._noting(getattr(owner, name), path))
