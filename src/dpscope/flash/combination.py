@@ -15,7 +15,9 @@ from torch import Tensor
 
 from dpscope.flash import contributions
 from dpscope.flash.contributions import Contribution, Kept, Lookup, Outer, wide
-from dpscope.flash.paths import KEEP, Decision, PathRules
+from dpscope.flash.kernels.float32_products import operand_rounding
+from dpscope.flash.kernels.kept_gradients import kept_norms_squared
+from dpscope.flash.paths import KEEP, RANK1, Decision, PathRules
 from dpscope.flash.slots import Slot
 
 
@@ -39,6 +41,24 @@ def cross_terms(lookup: Lookup, outer: Outer) -> Tensor:
     return total
 
 
+def tied_path(outer: Outer) -> str:
+    """The path of an embedding tied to a head. Rank 1 is none where products are rounded: the uses may cancel."""
+    path = outer.decision.path
+    rounded = outer.g.dtype == torch.float32 and operand_rounding(outer.g.device) > 0.0
+    return KEEP if path == RANK1 and rounded else path
+
+
+def tied_norms_squared(lookup: Lookup, outer: Outer) -> Tensor:
+    """The direct path of both: per-sample gradients in slices of the batch, squared, thrown away."""
+    dtype = wide(outer.g.dtype)
+    norms = []
+    for part in contributions.chunks(outer.batch_size, lookup.rows * outer.x.shape[-1] * dtype.itemsize):
+        table = Lookup(lookup.ids[part], lookup.g[part].to(dtype), lookup.rows, lookup.padding_idx, lookup.decision)
+        products = contributions.wide_product(outer.g[part].transpose(1, 2), outer.x[part])
+        norms.append(kept_norms_squared([products.add_(table.materialise())]))
+    return torch.cat(norms)
+
+
 def _same(a: Tensor, b: Tensor) -> bool:
     return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
 
@@ -57,7 +77,7 @@ def _merge_outers(outers: list[Outer], rules: PathRules) -> Outer:
     if len(merged) > 1:
         dtype = reduce(torch.promote_types, (x.dtype for x, _ in merged))
         x, g = (torch.cat([each.to(dtype) for each in tensors], 1) for tensors in zip(*merged, strict=True))
-    return Outer(x, g, rules.of_product(x.shape, g.shape[-1], itemsize=g.element_size()))
+    return Outer(x, g, rules.of_product(x.shape, g))
 
 
 def _merge_lookups(lookups: list[Lookup], rules: PathRules) -> Lookup:
@@ -108,7 +128,7 @@ def describe_combined(slot: Slot, parts: tuple[Contribution, ...], uses: int) ->
     elif len(parts) == 2:
         lookup, outer = parts
         assert isinstance(lookup, Lookup) and isinstance(outer, Outer)
-        path, reason = outer.decision.path, f"{together}, an embedding ({lookup.decision.path}) tied to a head"
+        path, reason = tied_path(outer), f"{together}, an embedding ({lookup.decision.path}) tied to a head"
         slot.describe("tied", Decision(path, reason), {"ids": lookup.ids.shape, "x": outer.x.shape, "g": outer.g.shape})
     elif isinstance(last, Outer):
         slot.describe("outer", _of(last.decision, together), {"x": last.x.shape, "g": last.g.shape})

@@ -22,7 +22,7 @@ from torch import Tensor
 from dpscope.errors import UserError
 from dpscope.flash.kernels.kept_gradients import kept_norms_squared, kept_sums
 from dpscope.flash.kernels.scaled_sum import scaled_sums
-from dpscope.flash.paths import Decision
+from dpscope.flash.paths import Decision, stored_dtype
 
 # Room for per-sample gradients that are made, squared and thrown away (`direct`) and for gathered rows.
 SCRATCH_BYTES = 64 * 2**20
@@ -51,6 +51,12 @@ def wide_product(left: Tensor, right: Tensor) -> Tensor:
     if left.dtype != dtype and left.is_cuda and WIDE_OUTPUT:
         return torch.bmm(left, right, out_dtype=dtype)
     return torch.bmm(left.to(dtype), right.to(dtype))
+
+
+def sample_products(x: Tensor, g: Tensor) -> Tensor:
+    """(B, T, d), (B, T, p) -> (B, p, d): g_bᵀ x_b as it is stored."""
+    left = g.transpose(1, 2)
+    return torch.bmm(left, x) if stored_dtype(g.dtype) == g.dtype else wide_product(left, x)
 
 
 def chunks(count: int, bytes_each: int) -> Iterator[slice]:
@@ -171,7 +177,7 @@ class Outer(Saved):
         return self.x.shape, self.x.dtype, self.g.shape, self.g.dtype
 
     def materialise(self) -> Tensor:
-        return torch.bmm(self.g.transpose(1, 2), self.x)
+        return sample_products(self.x, self.g)
 
     def norms_squared(self) -> Tensor:
         """The direct path: per-sample gradients in slices of the batch, squared, thrown away.
@@ -234,7 +240,8 @@ class Lookup(Saved):
     def materialise(self) -> Tensor:
         batch = self.batch_size
         first_row = torch.arange(batch, device=self.ids.device).unsqueeze(1) * self.rows
-        table = self._table(self.without_padding(self.g), self.ids + first_row, batch * self.rows)
+        g = self.without_padding(self.g).to(stored_dtype(self.g.dtype))
+        table = self._table(g, self.ids + first_row, batch * self.rows)
         return table.view(batch, self.rows, -1)
 
     def norms_squared(self) -> Tensor:

@@ -30,6 +30,7 @@ from dpscope.flash.distributed import ReplicaTap, refuse_distributed_model
 from dpscope.flash.explanation import Explanation, OpaqueUnit, describe_opaque, explain_slots
 from dpscope.flash.forward_passes import ForwardPasses
 from dpscope.flash.layers.opaque import OpaqueTap
+from dpscope.flash.memory_budget import MemoryBudget, MemoryLimit
 from dpscope.flash.microbatch import FactoredSum, MicroBatch, RunningSum
 from dpscope.flash.module_state import BufferWatch
 from dpscope.flash.parameter_hooks import refuse_hooks
@@ -49,7 +50,8 @@ class FlashEngine:
 
     loss_reduction   how the loss joins samples: their mean or their sum
     path             forces "gram", "direct" or "keep" for every layer (tests); None lets the cost model choose
-    memory_allowance how much more memory than x and g the kept per-sample gradients of a layer may take
+    memory_budget    how much may be held so that a step is faster: None (as much as ordinary training would at its
+                     peak), a number of bytes on a CUDA device, or "lean" (nothing more than has to be)
     batch_size_of    (args, kwargs) of the root's forward -> number of samples, if not dim 0 of the first tensor; also
                      asked for layers that are called outside of the root's forward, which it allows: row b is sample b
     loss_scale       what the loss was multiplied by before backward (a GradScaler's scale): a number, a 0-dimensional
@@ -63,7 +65,7 @@ class FlashEngine:
         max_grad_norm: float,
         loss_reduction: str = "mean",
         path: str | None = None,
-        memory_allowance: float = 1.0,
+        memory_budget: MemoryLimit = None,
         batch_size_of: BatchSizeOf | None = None,
         loss_scale: float | Tensor | Callable[[], float | Tensor] = 1.0,
     ) -> None:
@@ -74,7 +76,7 @@ class FlashEngine:
         self.model = model
         self.max_grad_norm = max_grad_norm
         self.loss_reduction = loss_reduction
-        self.path_rules = PathRules(path, memory_allowance)
+        self.path_rules = PathRules(path, MemoryBudget(memory_budget, list(model.parameters())))
         self.batch_size_of = batch_size_of
         self.loss_scale = loss_scale
 
@@ -201,6 +203,7 @@ class FlashEngine:
         return self._slots[parameter]
 
     def add(self, slot: Slot, contribution: Contribution) -> None:
+        self.path_rules.budget.begin_backward()
         self.state.record(slot)
         slot.add(contribution)
 
@@ -213,6 +216,8 @@ class FlashEngine:
         if task != self._graph_task:
             self._recording = torch._C._will_engine_execute_node(self._anchor_node)
             self._graph_task = task
+            if self._recording:
+                self.path_rules.budget.begin_backward()
         return self._recording
 
     # -- closing -----------------------------------------------------------------------------------------------------
@@ -253,6 +258,7 @@ class FlashEngine:
         device = recorded[0][0].parameter.device.type
         with _no_autocast(device):
             micro = self._norm(recorded)
+        self.path_rules.budget.close()
         self.state.count(micro.size, self.max_grad_norm)
         return self._iterate(micro, device, into, factored)
 

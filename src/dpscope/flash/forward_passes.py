@@ -19,6 +19,7 @@ from dpscope.flash.distributed import refuse_ddp_forward
 from dpscope.flash.module_state import BufferWatch
 from dpscope.flash.rehearsal import KEEP_BATCH_FIRST, Rehearsal
 from dpscope.flash.rehearsal_run import Run
+from dpscope.flash.step_state import CLOSED
 
 if TYPE_CHECKING:
     from dpscope.flash.engine import FlashEngine
@@ -63,6 +64,8 @@ class ForwardPasses:
         self._close_recorded()
         again = in_backward()
         size = self._count(args, kwargs)
+        if self.state.micro_batch is CLOSED:
+            self.engine.path_rules.budget.begin_forward()
         self.state.open(size, in_backward=again)
         outermost = self._depth == 0
         failure: Exception | None = None

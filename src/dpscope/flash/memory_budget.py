@@ -67,22 +67,30 @@ class MemoryBudget:
         self._before_forward: Allocated | None = None
         self._first_layer: Allocated | None = None
         self._ceiling: float | None = None  # of this micro-batch, once somebody has asked
+        self._in_backward = False
         self._above = 0  # how far forward and loss go above what is live at the first layer
 
     def begin_forward(self) -> None:
         """A micro-batch's first forward pass begins."""
-        self._first_layer = self._ceiling = None
+        self.close()
         self._before_forward = None if self.limit == LEAN else self._read()
 
     def begin_backward(self) -> None:
-        """A micro-batch's first backward pass has reached its first layer."""
-        self._ceiling = None
+        """A backward pass has reached a layer; only a micro-batch's first counts."""
+        if self._in_backward:
+            return
+        self._in_backward = True
         self._first_layer = now = None if self.limit == LEAN else self._read()
         before = self._before_forward
         if now is not None and before is not None and now.peak > before.peak:
             self._above = max(self._above, now.peak - now.current)
 
-    def fits(self, more: int) -> bool:
+    def close(self) -> None:
+        """The micro-batch is closed: what was live in it says nothing of the next."""
+        self._before_forward = self._first_layer = self._ceiling = None
+        self._in_backward = False
+
+    def fits(self, more: float) -> bool:
         """Whether `more` bytes may be held besides what is live."""
         if self._first_layer is None:
             return False

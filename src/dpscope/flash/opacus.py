@@ -34,6 +34,7 @@ from dpscope.errors import UserError
 from dpscope.flash import layers
 from dpscope.flash.distributed import refuse_distributed_model
 from dpscope.flash.engine import BatchSizeOf, FlashEngine
+from dpscope.flash.memory_budget import MemoryLimit, check_limit
 from dpscope.flash.private_optimizer import DPFlashOptimizer
 from dpscope.flash.taps import RootTap
 
@@ -79,9 +80,11 @@ class PrivacyEngine(OpacusPrivacyEngine):
         grad_sample_mode: str = FLASH,
         wrap_model: bool = True,
         batch_size_of: BatchSizeOf | None = None,
+        memory_budget: MemoryLimit = None,
         **kwargs: Any,
     ) -> Any:
-        """As Opacus's. `fused` (of `DPFlashOptimizer`) and `batch_size_of` (of `FlashEngine`) may be given besides."""
+        """As Opacus's. `fused` (of `DPFlashOptimizer`), `batch_size_of` and `memory_budget` (of `FlashEngine`) may be
+        given besides."""
         if not _is_flash(grad_sample_mode):
             return super().make_private(
                 module=module,
@@ -93,6 +96,7 @@ class PrivacyEngine(OpacusPrivacyEngine):
             if name in kwargs:
                 kwargs[name] = _number(kwargs[name])
         _check_arguments(module, **kwargs)
+        check_limit(memory_budget)
         _detach_previous(module, kwargs["optimizer"])
         try:
             _, optimizer, loader = super().make_private(module=module, grad_sample_mode=FLASH, **kwargs)
@@ -103,6 +107,7 @@ class PrivacyEngine(OpacusPrivacyEngine):
         hooks, self._prepared = self._prepared, None
         self.flash_engine = engine = optimizer.engine
         engine.batch_size_of = batch_size_of
+        engine.path_rules.budget.limit = memory_budget
         engine.remove_on_detach(_accept_opacus_names(module))
         _warn_of_untrained(engine, optimizer)
         return module if wrap_model else hooks, optimizer, loader

@@ -1,25 +1,37 @@
-"""Which way a layer's per-sample norms are taken: a cost model over shapes, and nothing else.
+"""Which way a layer's per-sample norms are taken: a cost model over shapes, and room for what is faster to keep.
 
-A layer that saw x: (B, T, d) and g: (B, T, p) has per-sample weight gradients g_bᵀ x_b (p×d). Norm and clipped sum
-together cost, in multiply-adds counted as two operations:
+A layer that saw x: (B, T, d) and g: (B, T, p) has per-sample weight gradients g_bᵀ x_b (p×d). Norm, clipped sum and the
+update's reading of it cost, in multiply-adds counted as two operations:
 
-| path   | operations            | bytes moved besides the operands                    | bytes held until the sum |
-| ------ | --------------------- | --------------------------------------------------- | ------------------------ |
-| rank-1 | 2BTdp + 2BT(d+p)      | the narrower operand scaled: read and written       | x and g                  |
-| gram   | 2BTdp + BT²(d+p)      | the same                                            | x and g                  |
-| direct | 4BTdp                 | the same; per-sample gradients written and read     | x and g                  |
-| keep   | 2BTdp                 | per-sample gradients written, read twice; the sum   | per-sample gradients     |
+| path   | operations            | bytes moved besides the operands                      | bytes held until the sum |
+| ------ | --------------------- | ----------------------------------------------------- | ------------------------ |
+| rank-1 | 2BTdp + 2BT(d+p)      | operands read once more; the sum written and read     | x and g                  |
+| gram   | 2BTdp + BT²(d+p)      | the sum written and read                              | x and g                  |
+| direct | 4BTdp                 | the same; per-sample gradients written and read       | x and g                  |
+| keep   | 2BTdp                 | per-sample gradients written and read twice           | per-sample gradients     |
 
-(Half of a Gram matrix is enough, by symmetry: T²(d+p) and not 2T²(d+p).) `keep` is a candidate only where the
-per-sample gradients take no more memory than the x and g they replace, times `memory_allowance`.
+Half of a Gram matrix is enough, by symmetry: T²(d+p) and not 2T²(d+p); it is made of whole tiles, though. Per-sample
+gradients are stored in the dtype of x and g, those of float16 in float32: other samples may change the path, and must
+not change whether a gradient overflows.
+
+`keep` is a candidate where the per-sample gradients take no more memory than the x and g they replace, or where they
+fit (memory_budget.py). Where the operands of float32 products are rounded (TF32), `gram` is none: its norm is of exact
+products, the sum would be of rounded ones. `direct` and `keep` take norm and sum of the same products.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from dpscope.flash.kernels.float32_products import TF32_ROUNDING, operand_rounding
+from dpscope.flash.memory_budget import LEAN, MemoryBudget
 
 RANK1, GRAM, DIRECT, KEEP = "rank-1", "gram", "direct", "keep"
 FORCEABLE = (GRAM, DIRECT, KEEP)
@@ -28,11 +40,25 @@ FORCEABLE = (GRAM, DIRECT, KEEP)
 # shorter ones meet in the Gram kernel, all embeddings' in one launch.
 LONGEST_GRAM_LOOKUP = 256
 
-# Sustained rates of an H200 (measured 2026-11-15): dense GEMMs by the bytes of an element, device memory, and what a
-# triangular Gram kernel reaches of the GEMM rate. Only their ratios decide, and those differ little between devices.
-OPERATIONS_PER_SECOND: Mapping[int, float] = MappingProxyType({2: 7e14, 4: 5e13, 8: 3e13})
-BYTES_PER_SECOND = 4e12
-GRAM_EFFICIENCY = 0.6
+
+@dataclass(frozen=True)
+class Rates:
+    """What a device sustains on one kind of operands."""
+
+    products: float  # operations a second
+    gram: float  # the same, in the tiles of Gram matrices
+    tile: int  # positions
+
+
+# Of an H200 (2026-11-15, preset 1b), by the bytes of an element. In bf16: products of weights 22.9 ms at 8 × 1024, Gram
+# norms 22.7 ms at 16 × 1024 and 2.0 ms at 16 × 256; float32 Gram matrices are torch's, in strips of 512. Only
+# ratios decide, and those differ little between devices. benchmarks/kernels/bench_paths.py checks them.
+RATES: Mapping[int, Rates] = MappingProxyType(
+    {2: Rates(7.6e14, 5.9e14, 128), 4: Rates(5e13, 5e13, 512), 8: Rates(3e13, 3e13, 512)}
+)
+TF32_PRODUCTS = 3e14
+BYTES_PER_SECOND = 4.2e12
+SUM_EFFICIENCY = 0.95  # of the products' rate: products with factors, in one launch
 
 
 @dataclass(frozen=True)
@@ -45,7 +71,7 @@ class PathCost:
 
 @dataclass(frozen=True)
 class Decision:
-    """The path taken, why, and what each path was predicted to cost (norm and clipped sum together)."""
+    """The path taken, why, and what each path was predicted to cost (norm, clipped sum and the update's reading)."""
 
     path: str
     reason: str
@@ -57,27 +83,52 @@ LOOKUP_SORTED = Decision(DIRECT, "rows that repeat in a sample are found by sort
 LOOKUP_COMPARED = Decision(GRAM, f"at most {LONGEST_GRAM_LOOKUP} ids a sample, compared in the Gram kernel")
 
 
+def stored_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In which per-sample gradients of several samples are stored."""
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
+def tiled_square(length: int, tile: int) -> int:
+    """T² for a Gram matrix whose lower half is made of whole tiles."""
+    side = min(tile, 64 * math.ceil(length / 64))
+    tiles = math.ceil(length / side)
+    return tiles * (tiles + 1) * side**2
+
+
 def path_costs(
-    batch: int, length: int, d: int, p: int, itemsize: int, x_held: int | None = None
+    batch: int,
+    length: int,
+    d: int,
+    p: int,
+    itemsize: int,
+    *,
+    stored_itemsize: int | None = None,
+    rounding: float = 0.0,
+    x_held: int | None = None,
 ) -> dict[str, PathCost]:
-    """`x_held`: elements of x a sample where x is unfolded from something smaller (a convolution's input)."""
-    rate = OPERATIONS_PER_SECOND.get(itemsize, OPERATIONS_PER_SECOND[4])
-    gemm = 2.0 * batch * length * d * p
+    """`stored_itemsize`: of per-sample gradients that are kept, if not `itemsize`. `rounding`: of float32 operands.
+    `x_held`: elements of x a sample where x is unfolded from something smaller (a convolution's input)."""
+    rates = RATES.get(itemsize, RATES[4])
+    products = 2.0 * batch * length * d * p
+    gemm = products / (TF32_PRODUCTS if itemsize == 4 and rounding else rates.products)
+    sums = gemm / SUM_EFFICIENCY
+    grams = float(batch) * (d + p)
     held = float(batch * ((length * d if x_held is None else x_held) + length * p) * itemsize)
     unfolded = 0.0 if x_held is None else 2.0 * batch * length * d * itemsize  # written and read
-    gradients = float(batch * d * p * itemsize)
-    scaled = 2.0 * batch * length * min(d, p) * itemsize
-    summed = 8.0 * batch * d * p  # the float32 sum is read and written once a sample
+    stored = float(batch * d * p * (stored_itemsize or itemsize))
+    wide = float(batch * d * p * max(itemsize, 4))  # products for the norm alone are not rounded
+    again = 2 * wide if rounding else 0.0  # rounded products are made sample by sample for the sum as well
+    total = 2.0 * d * p * max(itemsize, 4)  # the sum, written and read
 
-    def cost(operations: float, moved: float, kept: float, norm_rate: float = rate) -> PathCost:
-        seconds = gemm / rate + (operations - gemm) / norm_rate + moved / BYTES_PER_SECOND
-        return PathCost(operations, moved, kept, seconds)
+    def cost(operations: float, moved: float, kept: float, seconds: float) -> PathCost:
+        return PathCost(operations, moved, kept, seconds + moved / BYTES_PER_SECOND)
 
+    in_tiles = grams * tiled_square(length, rates.tile) / rates.gram
     return {
-        RANK1: cost(gemm + 2.0 * batch * length * (d + p), scaled + held + 2 * unfolded, held),
-        GRAM: cost(gemm + float(batch) * length**2 * (d + p), scaled + 2 * unfolded, held, rate * GRAM_EFFICIENCY),
-        DIRECT: cost(2 * gemm, scaled + 2 * gradients + 2 * unfolded, held),
-        KEEP: cost(gemm, 3 * gradients + summed + unfolded, gradients),
+        RANK1: cost(products + 2.0 * length * grams, total + held + 2 * unfolded, held, sums),
+        GRAM: cost(products + length**2 * grams, total + 2 * unfolded, held, sums + in_tiles),
+        DIRECT: cost(2 * products, total + 2 * wide + again + 2 * unfolded, held, gemm + sums),
+        KEEP: cost(products, 3 * stored + unfolded, stored, gemm),
     }
 
 
@@ -89,46 +140,69 @@ def choose_path(
     p: int,
     *,
     itemsize: int = 4,
-    forced: str | None = None,
-    memory_allowance: float = 1.0,
+    stored_itemsize: int | None = None,
+    rounding: float = 0.0,
     x_held: int | None = None,
+    forced: str | None = None,
+    keep_fits: bool = False,
 ) -> Decision:
-    """The cheapest exact path for x: (batch, length, d) and g: (batch, length, p). Pure: shapes in, decision out."""
-    costs = MappingProxyType(path_costs(batch, length, d, p, itemsize, x_held))
+    """The cheapest exact path for x: (batch, length, d) and g: (batch, length, p). Pure: shapes in, decision out.
+
+    keep_fits: per-sample gradients may be kept although they take more memory than x and g.
+    """
+    found = path_costs(batch, length, d, p, itemsize, stored_itemsize=stored_itemsize, rounding=rounding, x_held=x_held)
+    costs = MappingProxyType(found)
     if forced is not None:
         if forced not in FORCEABLE:
             raise ValueError(f"path {forced!r} is not one of {', '.join(FORCEABLE)}")
+        if forced == GRAM and rounding:
+            return Decision(DIRECT, "gram was asked for, but products are rounded (TF32): norms are of those", costs)
         return Decision(forced, "forced by the caller", costs)
     if batch == 1:
         return Decision(KEEP, "one sample: its gradient is the gradient, no second GEMM", costs)
-    if length == 1:
+    if length == 1 and rounding <= TF32_ROUNDING:
         return Decision(RANK1, "one position a sample: |g xᵀ|² = |x|²|g|²", costs)
-    allowed = {GRAM: costs[GRAM], DIRECT: costs[DIRECT]}
-    if costs[KEEP].bytes_held <= memory_allowance * costs[GRAM].bytes_held:
+    allowed = {name: costs[name] for name in ((DIRECT,) if rounding else (GRAM, DIRECT))}
+    if keep_fits or costs[KEEP].bytes_held <= costs[GRAM].bytes_held:
         allowed[KEEP] = costs[KEEP]
     best = min(allowed, key=lambda name: allowed[name].seconds)
     predicted = ", ".join(f"{name} {cost.seconds * 1e6:.2g} µs" for name, cost in allowed.items())
-    left_out = "" if KEEP in allowed else "; keep would hold more memory than x and g"
-    return Decision(best, f"cheapest of {predicted}{left_out}", costs)
+    reason = f"cheapest of {predicted}"
+    if KEEP not in allowed:
+        reason += f"; keep ({costs[KEEP].seconds * 1e6:.2g} µs) would hold more memory than x and g, and has no room"
+    if rounding:
+        reason += "; products are rounded (TF32), and norms are of those"
+    return Decision(best, reason, costs)
 
 
-@dataclass(frozen=True)
 class PathRules:
-    """How an engine chooses: a path forced on every layer, or the cheapest within what may be held."""
+    """How an engine chooses: a path forced on every layer, or the cheapest for which there is room."""
 
-    forced: str | None = None
-    memory_allowance: float = 1.0
+    def __init__(self, forced: str | None = None, budget: MemoryBudget | None = None) -> None:
+        self.forced = forced
+        self.budget = budget or MemoryBudget(LEAN, ())
 
-    def of_product(self, x: Sequence[int], p: int, *, itemsize: int, x_held: int | None = None) -> Decision:
-        """Of a layer with x: (batch, length, d) and g: (batch, length, p)."""
-        return choose_path(
+    def of_product(self, x: Sequence[int], g: Tensor, *, p: int | None = None, x_held: int | None = None) -> Decision:
+        """Of a layer with x: (batch, length, d) and g: (batch, length, p), which `p` says where g has another shape."""
+        dtype = g.dtype
+        choose = partial(
+            choose_path,
             *x,
-            p,
-            itemsize=itemsize,
-            forced=self.forced,
-            memory_allowance=self.memory_allowance,
+            g.shape[-1] if p is None else p,
+            itemsize=dtype.itemsize,
+            stored_itemsize=stored_dtype(dtype).itemsize,
+            rounding=operand_rounding(g.device) if dtype == torch.float32 else 0.0,
             x_held=x_held,
         )
+        fitting = choose(forced=self.forced, keep_fits=True)
+        if fitting.path != KEEP or self.forced is not None:
+            return fitting
+        lean = choose()
+        if lean.path == KEEP:
+            return lean
+        # The gradient of x, as large as x, is made while both the kept gradients and x are there.
+        more = fitting.costs[KEEP].bytes_held + math.prod(x) * dtype.itemsize
+        return fitting if self.budget.fits(more) else lean
 
     def of_lookup(self, batch: int, length: int) -> Decision:
         """Of an embedding with ids: (batch, length)."""

@@ -23,7 +23,7 @@ def make(kind: str, batch: int, length: int, padding: int | None = None, rules: 
         return c.Kept(torch.randn(batch, ROWS, WIDTH, dtype=double))
     if kind == "outer":
         x, g = torch.randn(batch, length, WIDTH, dtype=double), torch.randn(batch, length, ROWS, dtype=double)
-        return c.Outer(x, g, rules.of_product(x.shape, ROWS, itemsize=8))
+        return c.Outer(x, g, rules.of_product(x.shape, g))
     ids = torch.randint(0, ROWS, (batch, length))
     g = torch.randn(batch, length, WIDTH, dtype=double)
     return c.Lookup(ids, g, ROWS, padding, rules.of_lookup(batch, length))

@@ -20,7 +20,8 @@ def tied_uses(share: float) -> tuple[Lookup, Outer]:
     g = torch.randn(BATCH, LENGTH, WIDTH)
     one_hot = nn.functional.one_hot(ids, ROWS).float()
     rules = PathRules("gram")
-    outer = Outer(g, one_hot * (share - 1), rules.of_product(g.shape, ROWS, itemsize=4))
+    head = one_hot * (share - 1)
+    outer = Outer(g, head, rules.of_product(g.shape, head))
     return Lookup(ids, g, ROWS, None, rules.of_lookup(*ids.shape)), outer
 
 

@@ -1,10 +1,13 @@
-"""The cost model: pure decisions from shapes."""
+"""The cost model: pure decisions from shapes, and what room in memory changes of them."""
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dpscope.flash.paths import DIRECT, GRAM, KEEP, RANK1, choose_path
+from dpscope.flash import paths
+from dpscope.flash.memory_budget import MemoryBudget
+from dpscope.flash.paths import DIRECT, GRAM, KEEP, RANK1, PathRules, choose_path
 
 SIZES = st.integers(1, 5000)
 
@@ -23,20 +26,96 @@ def test_short_sequences_of_wide_layers_take_the_gram_path():
     assert "more memory" in decision.reason
 
 
-def test_long_sequences_of_narrow_layers_keep_or_go_direct():
+def test_long_sequences_of_narrow_layers_are_kept():
     assert choose_path(4, 16384, 64, 64, itemsize=2).path == KEEP
-    assert choose_path(4, 16384, 64, 64, itemsize=2, memory_allowance=0.0).path == DIRECT
 
 
-@given(batch=SIZES, length=SIZES, d=SIZES, p=SIZES, itemsize=st.sampled_from([2, 4, 8]))
-def test_keeping_never_takes_more_memory_than_what_it_replaces_unless_allowed(batch, length, d, p, itemsize):
-    decision = choose_path(batch, length, d, p, itemsize=itemsize)
+@given(
+    batch=SIZES,
+    length=SIZES,
+    d=SIZES,
+    p=SIZES,
+    itemsize=st.sampled_from([2, 4, 8]),
+    rounding=st.sampled_from([0.0, 2.0**-11]),
+    fits=st.booleans(),
+)
+def test_the_cheapest_path_is_taken_that_is_exact_and_has_room(batch, length, d, p, itemsize, rounding, fits):
+    rounding = rounding if itemsize == 4 else 0.0
+    decision = choose_path(batch, length, d, p, itemsize=itemsize, rounding=rounding, keep_fits=fits)
     costs = decision.costs
-    if decision.path == KEEP and batch > 1:
-        assert costs[KEEP].bytes_held <= costs[GRAM].bytes_held
     if batch > 1 and length > 1:
-        allowed = [GRAM, DIRECT] + [KEEP] * (costs[KEEP].bytes_held <= costs[GRAM].bytes_held)
+        has_room = fits or costs[KEEP].bytes_held <= costs[GRAM].bytes_held
+        allowed = [DIRECT] + [GRAM] * (rounding == 0.0) + [KEEP] * has_room
+        assert decision.path in allowed
         assert costs[decision.path].seconds == min(costs[name].seconds for name in allowed)
+
+
+# The parts that were run on an H200 (2026-11-15), 20 layers of width 2048: keeping costs less than Gram norms from 1024
+# positions on, and more at 512 and below.
+@pytest.mark.parametrize(("batch", "length", "path"), [(2, 4096, KEEP), (4, 2048, KEEP), (8, 1024, KEEP)])
+@pytest.mark.parametrize("p", [2048, 8192])
+def test_long_samples_are_kept_where_there_is_room(batch, length, path, p):
+    assert choose_path(batch, length, 2048, p, itemsize=2, keep_fits=True).path == path
+
+
+@pytest.mark.parametrize(("batch", "length"), [(16, 512), (24, 384), (16, 256), (32, 256), (8, 256), (64, 64)])
+@pytest.mark.parametrize("p", [2048, 8192])
+def test_short_samples_are_not_kept_whatever_the_room(batch, length, p):
+    assert choose_path(batch, length, 2048, p, itemsize=2, keep_fits=True).path == GRAM
+
+
+def test_float32_is_kept_sooner_and_tf32_is_never_normed_by_exact_products():
+    """Gram norms in float32 have no tensor cores; those of TF32's products would not be theirs."""
+    assert choose_path(8, 256, 2048, 2048, itemsize=4, keep_fits=True).path == KEEP
+    assert choose_path(8, 1024, 2048, 2048, itemsize=4, rounding=2.0**-11, keep_fits=True).path == KEEP
+    without_room = choose_path(8, 256, 2048, 2048, itemsize=4, rounding=2.0**-11)
+    assert without_room.path == DIRECT
+    assert "TF32" in without_room.reason
+    assert choose_path(8, 256, 64, 64, itemsize=4, rounding=2.0**-11, forced=GRAM).path == DIRECT
+    assert choose_path(8, 1, 64, 64, itemsize=4, rounding=2.0**-11).path == RANK1
+    assert choose_path(8, 1, 64, 64, itemsize=4, rounding=2.0**-8).path != RANK1  # bfloat16: 2⁻⁷ of a share is too much
+
+
+class Room(MemoryBudget):
+    def __init__(self, room: float) -> None:
+        super().__init__(None, ())
+        self.room, self.asked = room, []
+
+    def fits(self, more: float) -> bool:
+        self.asked.append(more)
+        return more <= self.room
+
+
+def test_rules_ask_for_room_only_where_it_would_change_the_path():
+    """Asking takes microseconds a layer. What is asked for: the kept gradients, and the gradient of x beside them."""
+    g = torch.empty(8, 1024, 8192, dtype=torch.bfloat16, device="meta")
+    more = 2 * (8 * 2048 * 8192 + 8 * 1024 * 2048)
+    for room, path in ((more, KEEP), (more - 1, GRAM)):
+        budget = Room(room)
+        assert PathRules(None, budget).of_product((8, 1024, 2048), g).path == path
+        assert budget.asked == [more]
+    for batch, length, forced in ((16, 256, None), (1, 4096, None), (8, 1024, "gram"), (8, 1024, "keep")):
+        budget = Room(0)
+        PathRules(forced, budget).of_product((batch, length, 2048), g)
+        PathRules(forced, budget).of_product((batch, length, 64), g, p=64)
+        assert budget.asked == []
+
+
+def test_float16_gradients_are_stored_in_float32(monkeypatch):
+    """Else the batch would decide whether a gradient above 65504 overflows."""
+    budget = Room(0)
+    g = torch.empty(4, 8192, 256, dtype=torch.float16, device="meta")
+    decision = PathRules(None, budget).of_product(g.shape, g)
+    assert decision.costs[KEEP].bytes_held == 4 * 4 * 256 * 256
+
+
+def test_the_users_setting_of_tf32_decides_at_each_product(monkeypatch):
+    g = torch.empty(8, 256, 2048, device="meta")
+    taken = []
+    for rounding in (0.0, 2.0**-11, 0.0):
+        monkeypatch.setattr(paths, "operand_rounding", lambda device, rounding=rounding: rounding)
+        taken.append(PathRules().of_product(g.shape, g).path)
+    assert taken == [GRAM, DIRECT, GRAM]
 
 
 @pytest.mark.parametrize("path", [GRAM, DIRECT, KEEP])

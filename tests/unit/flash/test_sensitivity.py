@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from dpscope.flash import FlashEngine
 from tests.unit.flash.flash_models import Decoder, EveryFamily, token_batch
+from tests.unit.flash.rounded_products import round_products
 
 SLACK = 1e-3  # the contract's, in every dtype
 PATHS = (None, "gram", "direct", "keep")
@@ -206,3 +207,47 @@ def test_a_loss_scale_the_engine_knows_changes_nothing(path, scale):
     assert engine.nonfinite_samples.item() == 0
     found = torch.cat([parameter.grad.flatten() for parameter in model.parameters()]).double()
     torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-6)
+
+
+# -- TF32 --------------------------------------------------------------------------------------------------------------
+
+
+def cancelling_sample(length: int, width: int, out: int) -> tuple[Tensor, Tensor]:
+    """x and g whose positions cancel in pairs but for 1/1000 of x: rounding an operand moves the rest a great deal."""
+    x, g = (
+        torch.randn(length // 2, width).repeat_interleave(2, 0),
+        torch.randn(length // 2, out).repeat_interleave(2, 0),
+    )
+    sizes = torch.rand(length // 2, 1) + 0.5  # else c·g and -c·g would be rounded alike
+    x[1::2] *= 1.001 / sizes
+    g[1::2] *= -sizes
+    return x, g
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("room", [False, True])
+@pytest.mark.parametrize("seed", range(5))
+def test_where_products_are_rounded_a_sample_that_cancels_has_no_more_than_its_share(path, room, seed, monkeypatch):
+    torch.manual_seed(seed)
+    round_products(monkeypatch)
+    model, c = nn.Sequential(nn.Linear(24, 40, bias=False)), 1e-3
+    x, g = cancelling_sample(12, 24, 40)
+    x, g = torch.stack([x, torch.zeros_like(x)]), torch.stack([g, torch.zeros_like(g)])
+    with FlashEngine(model, max_grad_norm=c, path=path, loss_reduction="sum") as engine:
+        engine.path_rules.budget.fits = lambda more: room
+        (model(x) * g).sum().backward()
+        engine.finish()
+        assert engine.explain()[0].path in ("keep", "direct")
+    assert model[0].weight.grad.double().norm() == pytest.approx(c, rel=SLACK)
+
+
+@pytest.mark.parametrize("length", [1, 6])
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("half", [False, True], ids=["float32", "bfloat16"])
+def test_where_products_are_rounded_a_head_tied_to_its_embedding_stays_bounded(length, path, half, monkeypatch):
+    round_products(monkeypatch)
+    model, c = Decoder(tied=True, width=16), 1e-3
+    total = clipped_sum(model, token_batch(3, length)["ids"], c=c, path=path, half=half)
+    assert total.norm() <= 3 * c * (1 + SLACK)
+    alone = clipped_sum(model, token_batch(2, length)["ids"][:1].expand(2, length), c=c, path=path, half=half)
+    assert alone.norm() == pytest.approx(2 * c, rel=SLACK)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from dpscope.flash.contributions import Kept, Outer, Saved, chunks, wide
 from dpscope.flash.kernels.gram_norms import GramUnit, gram_norms_squared
-from dpscope.flash.paths import DIRECT, KEEP, RANK1, Decision
+from dpscope.flash.paths import DIRECT, KEEP, RANK1, Decision, stored_dtype
 from dpscope.flash.taps import LayerTap
 
 _CONVOLUTIONS = {nn.Conv1d: F.conv1d, nn.Conv2d: F.conv2d, nn.Conv3d: F.conv3d}
@@ -153,7 +153,7 @@ class ConvTap(LayerTap):
         patches = Patches(x, g, self.geometry, tuple(slot.parameter.shape), decision)
         if decision.path == KEEP:
             values = patches.materialise()
-            self.engine.add(slot, Kept(values.to(slot.parameter.dtype) if x.shape[0] == 1 else values))
+            self.engine.add(slot, Kept(values.to(stored_dtype(slot.parameter.dtype)) if x.shape[0] == 1 else values))
         else:
             self.engine.add(slot, patches)
 
@@ -162,7 +162,7 @@ class ConvTap(LayerTap):
         d, p = x.shape[1] // groups * kernel, g.shape[1] // groups
         length, held = math.prod(g.shape[2:]), math.prod(x.shape[1:])
         rules = self.engine.path_rules
-        decision = rules.of_product((x.shape[0], length, d), p, itemsize=g.element_size(), x_held=held)
+        decision = rules.of_product((x.shape[0], length, d), g, p=p, x_held=held)
         if groups > 1 and rules.forced is None:
             return Decision(KEEP, f"{groups} groups: per-sample gradients are small", decision.costs)
         return decision

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpscope.flash.contributions import Kept, Lookup
-from dpscope.flash.paths import KEEP
+from dpscope.flash.paths import KEEP, stored_dtype
 from dpscope.flash.taps import LayerTap
 
 
@@ -38,7 +38,7 @@ class EmbeddingTap(LayerTap):
         slot.describe("lookup", decision, {"ids": ids.shape, "g": g.shape})
         lookup = Lookup(flat, g.reshape(batch, -1, width), rows, self.padding_idx, decision)
         if decision.path == KEEP:
-            self.engine.add(slot, Kept(lookup.materialise().to(slot.parameter.dtype)))
+            self.engine.add(slot, Kept(lookup.materialise().to(stored_dtype(slot.parameter.dtype))))
         else:
             self.engine.add(slot, lookup)
 

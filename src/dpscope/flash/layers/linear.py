@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpscope.flash.contributions import WIDE_OUTPUT, Kept, Outer
+from dpscope.flash.contributions import WIDE_OUTPUT, Kept, Outer, sample_products
 from dpscope.flash.kernels.sample_sums import bias_sums
-from dpscope.flash.paths import KEEP
+from dpscope.flash.paths import KEEP, stored_dtype
 from dpscope.flash.slots import Slot
 from dpscope.flash.taps import LayerTap
 
@@ -28,7 +28,7 @@ def as_sequences(x: Tensor) -> Tensor:
 
 def keep_or_defer(tap: LayerTap, slot: Slot, x: Tensor, g: Tensor) -> None:
     """Σ_t g_t x_tᵀ: as per-sample gradients now (and x, g are free), or as x and g until the norms are taken."""
-    decision = tap.engine.path_rules.of_product(x.shape, g.shape[-1], itemsize=g.element_size())
+    decision = tap.engine.path_rules.of_product(x.shape, g)
     slot.describe("outer", decision, {"x": x.shape, "g": g.shape})
     if decision.path == KEEP:
         tap.engine.add(slot, Kept(per_sample_gradients(x, g, slot.parameter.dtype)))
@@ -39,8 +39,8 @@ def keep_or_defer(tap: LayerTap, slot: Slot, x: Tensor, g: Tensor) -> None:
 def per_sample_gradients(x: Tensor, g: Tensor, dtype: torch.dtype) -> Tensor:
     """(B, p, d). One sample alone is stored in the parameter's dtype, as ordinary training would."""
     if x.shape[0] > 1:
-        return torch.bmm(g.transpose(1, 2), x)
-    left, right = g[0].t(), x[0]
+        return sample_products(x, g)
+    left, right, dtype = g[0].t(), x[0], stored_dtype(dtype)
     if WIDE_OUTPUT and left.is_cuda and dtype == torch.float32 and left.dtype.itemsize == 2:
         return torch.mm(left, right, out_dtype=dtype).unsqueeze(0)
     return torch.mm(left, right).to(dtype).unsqueeze(0)

@@ -12,6 +12,7 @@ from dpscope.flash.kernels import scaled_sum as module
 from dpscope.flash.kernels.scaled_sum import SumTiles, default_tiles, scaled_sums
 from dpscope.flash.kernels.triton_runtime import Backend
 from tests.unit.flash.kernels import kernel_references as reference
+from tests.unit.flash.rounded_products import round_products, to_tf32
 
 # Blocks so small that every shape here has inner tiles and edges.
 SMALL = SumTiles(16, 32, 16, 4, 2)
@@ -243,26 +244,13 @@ def test_any_shape(scale: list[float], length: int, p: int, d: int, backend: Bac
 # -- float32 products that the user lets torch round -------------------------------------------------------------------
 
 
-def to_tf32(tensor: Tensor) -> Tensor:
-    """The ten leading bits behind the point, as TF32 keeps."""
-    return ((tensor.float().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
-
-
-@pytest.fixture
-def products_in_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU where TF32 is allowed."""
-    exact = torch.bmm
-    monkeypatch.setattr(torch, "bmm", lambda a, b: exact(to_tf32(a), to_tf32(b)))
-    monkeypatch.setattr(module, "operand_rounding", lambda device: 2.0**-11)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("add", [False, True])
-@pytest.mark.usefixtures("products_in_tf32")
 def test_rounded_products_are_summed_as_their_norms_saw_them(
     dtype: torch.dtype, add: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The factor multiplies the rounded product; nothing is rounded with the factor in it."""
+    round_products(monkeypatch)
     monkeypatch.setattr(module, "CHUNK_BYTES", 2 * 4 * 5 * 9)
     g, x = operands(5, 6, 5, 9, dtype)
     scale = torch.tensor([0.3, 0.0, 1.7, 2.0**-101, 0.9])
