@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -177,3 +179,116 @@ def test_attention_with_a_mask_of_any_length_is_clipped_exactly(size: int, lengt
             atol=1e-6,
             msg=lambda text, name=name: name + text,
         )
+
+
+# -- memory and precision ----------------------------------------------------------------------------------------------
+
+
+class Wide(nn.Module):
+    """Linear layers whose activations are large beside what a loss needs, kept or not as memory allows."""
+
+    def __init__(self, width: int = 1024, layers: int = 6) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, 2 * width) for _ in range(layers))
+        self.back = nn.ModuleList(nn.Linear(2 * width, width) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer, back in zip(self.layers, self.back, strict=True):
+            x = x + back(F.gelu(layer(x)))
+        return x
+
+
+def peak_of_steps(engine: FlashEngine | None, model: nn.Module, x: torch.Tensor, steps: int = 4) -> int:
+    """Of the last step, in bytes above what is there all the time. Sums are dropped as an update would."""
+    for _ in range(steps):
+        model.zero_grad(set_to_none=True)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = model(x).float().square().mean()
+        loss.backward()
+        if engine is not None:
+            for _parameter, total, _factors in engine.factored_sums():
+                del total
+        peak = torch.cuda.max_memory_allocated() - before
+        del loss
+    return peak
+
+
+@pytest.mark.parametrize(("size", "length"), [(2, 4096), (4, 2048), (8, 1024), (16, 512)])
+def test_kept_gradients_do_not_raise_the_peak_above_that_of_ordinary_training(size: int, length: int) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(size, length, 1024, device="cuda")
+    ordinary = peak_of_steps(None, model := Wide().cuda(), x)
+    kept = {}
+    for budget in (None, "lean", 10**12):
+        with FlashEngine(model, max_grad_norm=1.0, memory_budget=budget) as engine:
+            peak = peak_of_steps(engine, model, x)
+            kept[budget] = sum(row.path == "keep" for row in engine.explain() if row.kind == "outer")
+        if budget is None:
+            assert peak <= 1.01 * ordinary
+    assert kept["lean"] <= kept[None] <= kept[10**12]
+    if length >= 1024:
+        assert kept[None] > 0
+
+
+@pytest.mark.parametrize("budget", [None, "lean", 10**12])
+@pytest.mark.parametrize(("size", "length"), [(3, 2048), (8, 1024), (6, 77)])
+def test_bfloat16_is_exact_whatever_memory_allows(size: int, length: int, budget: int | str | None) -> None:
+    """Norms of the values that are summed: the sum of one clipped sample has norm C, to the rounding of float32."""
+    torch.manual_seed(0)
+    model, c = Wide(256, 2).cuda(), 1e-3
+    x = torch.randn(size, length, 256, device="cuda")
+    x[1:] = x[0]  # the same sample throughout
+    with FlashEngine(model, max_grad_norm=c, memory_budget=budget, loss_reduction="sum") as engine:
+        for _ in range(2):
+            model.zero_grad()
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = model(x).float().square().mean((1, 2)).sum()
+            loss.backward()
+            engine.finish()
+    total = torch.cat([p.grad.flatten() for p in model.parameters()]).double().norm().item()
+    assert total == pytest.approx(size * c, rel=1e-4)
+
+
+@pytest.fixture
+def tf32() -> Iterator[None]:
+    torch.set_float32_matmul_precision("high")
+    yield
+    torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.usefixtures("tf32")
+@pytest.mark.parametrize("path", [None, "gram", "direct", "keep"])
+@pytest.mark.parametrize("budget", ["lean", 10**12])
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_tf32_norms_are_of_the_products_that_are_summed(path: str | None, budget: int | str, size: int) -> None:
+    """Positions cancel but for 1/1000: TF32 moves what is left a great deal, in the norm and in the sum alike."""
+    torch.manual_seed(0)
+    model, c, length = nn.Linear(256, 512, bias=False).cuda(), 1e-3, 512
+    x = torch.randn(size, length // 2, 256, device="cuda").repeat_interleave(2, 1)
+    g = torch.randn(size, length // 2, 512, device="cuda").repeat_interleave(2, 1)
+    sizes = torch.rand(size, length // 2, 1, device="cuda") + 0.5
+    x[:, 1::2] *= 1.001 / sizes
+    g[:, 1::2] *= -sizes
+    g[1:] = 0.0
+    with FlashEngine(model, max_grad_norm=c, path=path, memory_budget=budget, loss_reduction="sum") as engine:
+        (model(x) * g).sum().backward()
+        engine.finish()
+    assert model.weight.grad.double().norm().item() == pytest.approx(c, rel=1e-3)
+
+
+@pytest.mark.usefixtures("tf32")
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("path", [None, "direct", "keep"])
+def test_tf32_agrees_to_the_rounding_of_tf32(tied: bool, path: str | None) -> None:
+    torch.manual_seed(0)
+    model, batch = Decoder(tied=tied).cuda(), batch_of(4, 128)
+    oracle = run_oracle(model, batch, lambda m, b: token_losses(m, b).mean(), max_grad_norm=0.5)
+    with FlashEngine(model, max_grad_norm=0.5, path=path) as engine:
+        token_losses(model, batch).mean().backward()
+        engine.finish()
+    assert relative(engine.norms, oracle.norms) < 2e-3
+    for name, parameter in model.named_parameters():
+        assert relative(parameter.grad, oracle.clipped_sums[name]) < 5e-3, name

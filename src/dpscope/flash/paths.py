@@ -68,6 +68,10 @@ class PathCost:
     bytes_held: float
     seconds: float
 
+    def __str__(self) -> str:
+        microseconds = self.seconds * 1e6
+        return f"{microseconds:.0f} µs" if microseconds >= 10 else f"{microseconds:.2g} µs"
+
 
 @dataclass(frozen=True)
 class Decision:
@@ -166,10 +170,9 @@ def choose_path(
     if keep_fits or costs[KEEP].bytes_held <= costs[GRAM].bytes_held:
         allowed[KEEP] = costs[KEEP]
     best = min(allowed, key=lambda name: allowed[name].seconds)
-    predicted = ", ".join(f"{name} {cost.seconds * 1e6:.2g} µs" for name, cost in allowed.items())
-    reason = f"cheapest of {predicted}"
+    reason = f"cheapest of {', '.join(f'{name} {cost}' for name, cost in allowed.items())}"
     if KEEP not in allowed:
-        reason += f"; keep ({costs[KEEP].seconds * 1e6:.2g} µs) would hold more memory than x and g, and has no room"
+        reason += f"; keep ({costs[KEEP]}) would hold more memory than x and g, and has no room"
     if rounding:
         reason += "; products are rounded (TF32), and norms are of those"
     return Decision(best, reason, costs)
