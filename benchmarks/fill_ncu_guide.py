@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dpscope.reports.tables import compare_results
-from dpscope.reports.traffic.data import READ, WRITE, Traffic, compare_traffic
+from dpscope.reports.traffic.data import Traffic, by_size
 from dpscope.reports.traffic.text import traffic_verdict
+from dpscope.results.payloads.ncu import READ, WRITE
 from dpscope.results.schema import Result
 from dpscope.results.store import ResultStore, write_atomically
 from dpscope.units import MISSING, format_ms, format_rate, format_ratio, format_traffic
@@ -34,23 +35,24 @@ def main() -> None:
     parser.add_argument("--guide", type=Path, default=GUIDE)
     args = parser.parse_args()
     results = sorted(ResultStore(args.folder).read_all()[0].values(), key=_order)
-    traffics = compare_traffic(compare_results(results))
-    if not traffics or any(traffic.estimated for traffic in traffics):
+    sizes = by_size(compare_results(results))
+    if not sizes or any(traffic.estimated for size in sizes for traffic in size):
         sys.exit(f"{args.folder} holds no traffic, or an estimate among it: the guide shows measurements only")
-    write_atomically(args.guide, fill(args.guide.read_text(encoding="utf-8"), traffics, args.date, args.command))
+    write_atomically(args.guide, fill(args.guide.read_text(encoding="utf-8"), sizes, args.date, args.command))
     print(f"Written: {args.guide}")
 
 
-def fill(guide: str, traffics: Sequence[Traffic], date: str, command: str) -> str:
+def fill(guide: str, sizes: Sequence[Sequence[Traffic]], date: str, command: str) -> str:
     """The guide with a new measured part; the rest stays as it is."""
     before, _, rest = guide.partition(BEGIN)
     _, marker, after = rest.partition(END)
     if not marker:
         raise SystemExit(f"the guide has no {BEGIN} … {END}")
-    return f"{before}{BEGIN}\n{measured_part(traffics, date, command)}\n{END}{after}"
+    return f"{before}{BEGIN}\n{measured_part(sizes, date, command)}\n{END}{after}"
 
 
-def measured_part(traffics: Sequence[Traffic], date: str, command: str) -> str:
+def measured_part(sizes: Sequence[Sequence[Traffic]], date: str, command: str) -> str:
+    traffics = [traffic for size in sizes for traffic in size]
     result = traffics[0].row.measured["ncu"]
     environment = result.environment
     where = (
@@ -60,7 +62,7 @@ def measured_part(traffics: Sequence[Traffic], date: str, command: str) -> str:
     )
     lines = [HEADINGS, ["---"] * len(HEADINGS), *map(_cells, traffics)]
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return "\n\n".join([where, table, *traffic_verdict(traffics)])
+    return "\n\n".join([where, table, *traffic_verdict(sizes)])
 
 
 def _cells(traffic: Traffic) -> list[str]:

@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dpscope.results.payloads.ncu import Ceilings
+
 COPY_BYTES = 2 * 2**30
 GEMM_SIDE = 8192
 REPEATS = 10
 
 
-def measure_ceilings(device: str) -> dict[str, Any]:
+def measure_ceilings(device: str) -> Ceilings:
     """Best of several repeats. Empty without a GPU: a CPU's caches and clocks give no single roof."""
     if device != "cuda":
         return {}

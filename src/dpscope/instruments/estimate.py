@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dpscope.instruments.families import operator_family
 from dpscope.instruments.operators import Moved, distinct, extent, flops_of, moved_by, operator_name
 from dpscope.instruments.sums import Sums
+from dpscope.results.payloads.ncu import Estimate
 from dpscope.vocabulary import launches, phases
 
 BLIND_SPOTS = (
@@ -75,7 +76,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.sums.add((name, family, self.phase), 1, moved.read, moved.written, flops)
 
 
-def estimate_traffic(step: Callable[[], object], *, device: str) -> dict[str, Any]:
+def estimate_traffic(step: Callable[[], object], *, device: str) -> Estimate:
     """Bytes that one `step` reads from and writes to the memory of `device`, by operator and phase; most bytes first.
 
     The step is an ordinary one: it trains, and nothing is left behind.

@@ -22,8 +22,8 @@ class Sums:
         for place, value in enumerate(values):
             sums[place] += value
 
-    def rows(self, by: str, *keys: str) -> list[Row]:
-        """A row for each key, with the parts of the key under the names of `keys`."""
+    def rows(self, by: str, *keys: str) -> list[Any]:
+        """A row for each key, with the parts of the key under the names of `keys`; who asks declares its shape."""
         found = []
         for key, sums in self._sums.items():
             parts = key if isinstance(key, tuple) else (key,)
@@ -32,7 +32,7 @@ class Sums:
         return sorted(found, key=lambda row: -row[by])
 
 
-def shorten_rows(rows: list[Row], keys: Sequence[str], most: int, *, leave_out: Sequence[str] = ()) -> list[Row]:
+def shorten_rows(rows: list[Any], keys: Sequence[str], most: int, *, leave_out: Sequence[str] = ()) -> list[Any]:
     """The first `most` rows, and the rest added up as one, without the figures to `leave_out`."""
     if len(rows) <= most + 1:
         return rows

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from dpscope.reports.doubt import ADVICE, EXPLAINED
 from dpscope.reports.tables import STANDARD, Row
-from dpscope.reports.traffic.data import APPROXIMATELY, Traffic, compare_traffic
+from dpscope.reports.traffic.data import traffic_of
 from dpscope.units import format_bytes, format_ms, format_ratio
 from dpscope.vocabulary.statuses import OOM, STATUSES, status_named
 
@@ -42,9 +42,9 @@ def tell(rows: Sequence[Row]) -> Story:
     else:
         praise = badge = saves = ""
     sentences = [
-        *([f"Of the private methods {winner.method} {praise}: {cost_in_words(winner, rows)}."] if winner else []),
+        *([f"Of the private methods {winner.method} {praise}: {cost_in_words(winner)}."] if winner else []),
         *([saves] if saves else []),
-        *([*leaders.undecided(), *_of_all(private, rows)] if winner is None else []),
+        *([*leaders.undecided(), *_of_all(private)] if winner is None else []),
         *_of_doubt(rows),
         *_of_failed(rows, private),
         *_of_no_standard(rows),
@@ -137,16 +137,16 @@ def _savings(winner: Row, other: Row) -> list[str]:
     return saved
 
 
-def cost_in_words(row: Row, rows: Sequence[Row]) -> str:
+def cost_in_words(row: Row) -> str:
     """`1.09× the time and 0.96× the memory of ordinary training`; absolute where there is no standard."""
-    moved = next((each for each in compare_traffic(rows) if each.row is row), None)
+    moved = traffic_of(row)
     parts = [
         f"{format_ratio(ratio)} the {what}"
         for ratio, what in ((row.time_ratio if row.steady else None, "time"), (row.memory_ratio, "memory"))
         if ratio is not None
     ]
     if moved and moved.ratio is not None:
-        parts.append(f"{estimated(moved, format_ratio(moved.ratio))} the DRAM bytes")
+        parts.append(f"{moved.show(format_ratio(moved.ratio))} the DRAM bytes")
     if parts:
         return f"{_and(parts)} of ordinary training"
     figures: tuple[tuple[float | None, Callable[[float | None], str]], ...] = (
@@ -156,14 +156,10 @@ def cost_in_words(row: Row, rows: Sequence[Row]) -> str:
     return _and([show(value) for value, show in figures if value is not None]) + " a step"
 
 
-def estimated(traffic: Traffic, text: str) -> str:
-    return f"{APPROXIMATELY}{text}" if traffic.estimated else text
-
-
-def _of_all(private: Sequence[Row], rows: Sequence[Row]) -> list[str]:
+def _of_all(private: Sequence[Row]) -> list[str]:
     """Without a winner each method is told for itself."""
     known = [row for row in private if row.peak_bytes is not None or (row.median_ms is not None and row.steady)]
-    return [f"{row.method} takes {cost_in_words(row, rows)}." for row in known]
+    return [f"{row.method} takes {cost_in_words(row)}." for row in known]
 
 
 def _of_doubt(rows: Sequence[Row]) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from dpscope.reports.doubt import doubt_of_times
 from dpscope.reports.words import size_in_words
 from dpscope.results.payloads.memory import MemoryPayload, TimingPayload
+from dpscope.results.payloads.ncu import NcuPayload
 from dpscope.results.schema import Result
 from dpscope.units import MIB, MISSING
 from dpscope.vocabulary.settings import LATER_DEFAULTS, REPEATS, SETTINGS
@@ -111,8 +112,9 @@ class Row:
         return next((part for part in parts if part), TimingPayload())
 
     @property
-    def ncu(self) -> dict[str, Any]:
-        return self._part("ncu")
+    def ncu(self) -> NcuPayload | None:
+        """What the ncu instrument saw; None if it did not look, or failed."""
+        return next((result.ncu for result in self.measured.values() if result.ok and result.ncu), None)
 
     @property
     def median_ms(self) -> float | None:

@@ -14,6 +14,9 @@ from typing import Any
 from dpscope.errors import UserError
 from dpscope.results.payloads import PAYLOADS
 from dpscope.results.payloads.memory import MemoryPayload, Snapshot, TimelinePayload, TimingPayload
+from dpscope.results.payloads.ncu import NcuPayload
+from dpscope.results.payloads.nsys import NsysPayload
+from dpscope.results.payloads.trace import TracePayload
 from dpscope.results.validation import find_mismatch
 from dpscope.vocabulary.settings import FLAGS, SETTINGS
 from dpscope.vocabulary.statuses import OK, STATUSES
@@ -38,6 +41,11 @@ class UnreadableResult(UserError):
     """A file that is not a result this version of dpscope can read, and why."""
 
 
+def _nothing() -> Any:
+    """The part of an instrument that did not look."""
+    return {}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Result:
     experiment: str
@@ -52,9 +60,9 @@ class Result:
     timing: TimingPayload = field(default_factory=TimingPayload)
     memory: MemoryPayload = field(default_factory=MemoryPayload)
     timeline: TimelinePayload = field(default_factory=TimelinePayload)
-    trace: dict[str, Any] = field(default_factory=dict)
-    ncu: dict[str, Any] = field(default_factory=dict)
-    nsys: dict[str, Any] = field(default_factory=dict)
+    trace: TracePayload = field(default_factory=_nothing)
+    ncu: NcuPayload = field(default_factory=_nothing)
+    nsys: NsysPayload = field(default_factory=_nothing)
     files: dict[str, str] = field(default_factory=dict)  # what it is -> path below the folder of the sweep
     notes: list[Note] = field(default_factory=list)
     environment: dict[str, Any] = field(default_factory=dict)
@@ -110,7 +118,7 @@ def parse_result(text: str) -> Result:
         raise UnreadableResult(f"a damaged dpscope result ({', '.join(damaged)})")
     if missing := sorted({"config", "spec", "status"} - set(data)):
         raise UnreadableResult(f"a damaged dpscope result (no {', '.join(missing)})")
-    for part, shape in PAYLOADS.items():
+    for part, shape in PAYLOADS.items() if data["status"] == OK else ():
         if data.get(part) and (mismatch := find_mismatch(data[part], shape, part)):
             raise UnreadableResult(f"a damaged dpscope result ({mismatch})")
     known = {f.name for f in fields(Result)}

@@ -17,6 +17,7 @@ from dpscope.instruments.nsys.finding import find_nsys
 from dpscope.instruments.nsys.reading import read_timeline
 from dpscope.instruments.nsys.running import export
 from dpscope.instruments.nsys.summary import summarise
+from dpscope.results.payloads.nsys import NsysPayload
 
 Figures = dict[str, Any]
 
@@ -39,7 +40,7 @@ def read_ncu_reports(reports: Iterable[Path], steps: int) -> tuple[dict[Path, Fi
     return figures, broken
 
 
-def read_nsys_capture(path: Path) -> dict[str, Any]:
+def read_nsys_capture(path: Path) -> NsysPayload:
     """The summary of a `.sqlite` or `.nsys-rep` file; the latter is exported first, beside it."""
     return summarise(read_timeline(_exported(path)))
 

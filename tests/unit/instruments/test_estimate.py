@@ -11,6 +11,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from dpscope.instruments.estimate import estimate_traffic
+from dpscope.results.payloads.ncu import Estimate
+from dpscope.results.validation import find_mismatch
 from dpscope.vocabulary import families, launches, phases
 
 METHODS = ("standard", "flat", "ghost", "flash")
@@ -307,3 +309,8 @@ def test_a_step_that_is_looked_at_trains_like_any_other(trainers, method):
     for name, value in trainer.model.state_dict().items():
         assert torch.equal(value, watched[name]), name
     assert not launches._listeners
+
+
+def test_an_estimate_is_of_the_shape_that_result_files_have():
+    a = torch.ones(8, 8)
+    assert find_mismatch(estimate_traffic(lambda: a @ a + 1, device="cpu"), Estimate) is None

@@ -12,7 +12,7 @@ import pytest
 
 from dpscope.reports import guide
 from dpscope.reports.tables import compare_results
-from dpscope.reports.traffic.data import compare_traffic
+from dpscope.reports.traffic.data import by_size
 from dpscope.results.store import ResultStore
 from tests import ROOT
 from tests.unit.reports.traffic_results import results_for
@@ -64,7 +64,7 @@ def test_links_of_the_guide_lead_somewhere():
 
 
 def test_measured_numbers_go_between_the_markers_and_replace_earlier_ones(filling):
-    traffics = compare_traffic(compare_results(results_for("standard", "flat")))
+    traffics = by_size(compare_results(results_for("standard", "flat")))
     text = guide.guide_text()
     once = filling.fill(text, traffics, "2026-11-15", "dpscope ncu")
     assert "| `flat` | 4 | 256 | 2.19 GB | 1.96 GB | 1.93× | 4.05 MB | 26 |" in once

@@ -140,8 +140,12 @@ def test_gpu_columns_sum_to_the_traced_step_when_streams_overlap_too(rows):
 
 def test_what_was_asked_for_beside_times_is_told(rows):
     trace = make_trace(STANDARD)
-    trace["modules"] = [{"module": "(no module)", "cpu_ms": 9.0}, {"module": "head", "cpu_ms": 4.0}]
-    trace["memory"] = {"operators": [{"operator": "aten::bmm", "allocated_bytes": 3 * 2**20}]}
+    trace["modules"] = [
+        {"module": name, "cpu_ms": ms, "gpu_ms": 0.0, "phases": {"forward": ms}}
+        for name, ms in (("(no module)", 9.0), ("head", 4.0))
+    ]
+    asked = {"operator": "aten::bmm", "device": "cpu", "allocations": 1.0, "allocated_bytes": 3 * 2**20, "net_bytes": 0}
+    trace["memory"] = {"operators": [asked], "highest_total_bytes": {}, "over_time": {}}
     trace["flops"] = {"aten::mm": 3e9, "aten::bmm": 1e9}
     text = " ".join(printed(rows(median=10.0, standard=trace)).split())
     assert "most expensive modules, forward and backward: head 4.0 ms." in text

@@ -77,7 +77,8 @@ def traffic_of(method: str) -> dict[str, Any]:
 
 def ncu_part(method: str, *, measured: bool = True, per_kernel: bool = False) -> dict[str, Any]:
     traffic = traffic_of(method)
-    guess = {"dram_read_bytes": traffic["dram_read_bytes"] * 0.8, "dram_write_bytes": traffic["dram_write_bytes"] * 1.1}
+    factors = {"dram_read_bytes": 0.8, "dram_write_bytes": 1.1}
+    guess = {name: round(factor * traffic[name]) for name, factor in factors.items()}
     kernels = {"rows": kernel_rows(method), "calls_seen": 298, "calls_total": 298, "note": ""}
     part = {
         "source": "measured",
@@ -94,12 +95,11 @@ def ncu_part(method: str, *, measured: bool = True, per_kernel: bool = False) ->
         return part
     spots = {"blind_spots": ["Caches are not seen."]}
     missing = dict.fromkeys(("l2_read_bytes", "l2_write_bytes"), "an estimate knows no caches")
-    few = {name: round(count) for name, count in guess.items()}
     return part | {
         "source": "estimate",
         "reason": REASON,
-        "traffic": few,
-        "estimate": few | spots,
+        "traffic": guess,
+        "estimate": guess | spots,
         "kernels": kernels,
         "missing": missing,
     }

@@ -10,15 +10,14 @@ from dpscope.instruments.families import kernel_family, short_kernel_name
 from dpscope.instruments.ncu.metrics import TIME, TRAFFIC, make_figures, make_flops
 from dpscope.instruments.ncu.reading import Action
 from dpscope.instruments.sums import Row
-
-SUMMED = ("calls", "dram_read_bytes", "dram_write_bytes", "l2_to_sm_bytes", "flops", "time_ns")
+from dpscope.results.payloads.ncu import KERNEL_FIGURES, Kernels
 
 # Caches are left as they are: what a kernel has written may leave L2 only while a later one runs.
 CACHED = "DRAM writes count for the kernel during which they leave L2"
 TENSOR_ONLY = "operations are those of the tensor cores"
 
 
-def describe_kernels(actions: Sequence[Action], *, top: int, kernel: str = "") -> dict[str, Any]:
+def describe_kernels(actions: Sequence[Action], *, top: int, kernel: str = "") -> Kernels:
     """The kernels of a step as a result holds them; how many the step launches in all is known only without ncu."""
     only = [f"only kernels matching {kernel!r} were counted"] if kernel else []
     no_phases = ["no NVTX ranges in the report: phases are unknown"] if not any(a.phase for a in actions) else []
@@ -26,18 +25,18 @@ def describe_kernels(actions: Sequence[Action], *, top: int, kernel: str = "") -
     return {"rows": keep_top(kernel_rows(actions), top), "calls_seen": len(actions), "calls_total": None, "note": note}
 
 
-def kernel_rows(actions: Iterable[Action]) -> list[Row]:
+def kernel_rows(actions: Iterable[Action]) -> list[Any]:
     """A row for each kernel in each phase, those that move the most DRAM bytes first."""
     return _add_up(map(_row, actions))
 
 
-def keep_top(rows: Sequence[Row], top: int) -> list[Row]:
+def keep_top(rows: Sequence[Any], top: int) -> list[Any]:
     """The first `top` rows, and the rest added up by family and phase, so that sums stay whole."""
     return [*rows[:top], *_add_up({**row, "name": "others"} for row in rows[top:])]
 
 
 def _row(action: Action) -> Row:
-    figures, _ = make_figures(action.metrics, {name: TRAFFIC[name] for name in SUMMED if name in TRAFFIC})
+    figures, _ = make_figures(action.metrics, {name: TRAFFIC[name] for name in KERNEL_FIGURES if name in TRAFFIC})
     family = kernel_family(action.name, action.phase)
     row: Row = {"name": short_kernel_name(action.name), "family": family, "phase": action.phase, "calls": 1, **figures}
     if flops := make_flops(action.metrics):
@@ -54,7 +53,7 @@ def _add_up(rows: Iterable[Row]) -> list[Row]:
         groups.setdefault((row["name"], row["family"], row["phase"]), []).append(row)
     added = [
         {"name": name, "family": family, "phase": phase}
-        | {figure: sum(row[figure] for row in same) for figure in SUMMED if all(figure in row for row in same)}
+        | {figure: sum(row[figure] for row in same) for figure in KERNEL_FIGURES if all(figure in row for row in same)}
         for (name, family, phase), same in groups.items()
     ]
     return sorted(added, key=lambda row: row.get("dram_read_bytes", 0) + row.get("dram_write_bytes", 0), reverse=True)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+
+from dpscope.results.payloads.ncu import Counted
 
 SECTOR_BYTES = 32  # what L2 counts in
 
@@ -129,7 +130,7 @@ def make_flops(values: Mapping[str, float]) -> dict[str, int]:
     return flops if lacking else {**flops, "total": sum(flops.values())}
 
 
-def summarise(values: Mapping[str, float]) -> dict[str, Any]:
+def summarise(values: Mapping[str, float]) -> Counted:
     """What a result says of one range: figures, operations, the raw metrics, and what could not be made of them."""
     traffic, lacking = make_figures(values, TRAFFIC)
     return {"traffic": traffic, "flops": make_flops(values), "metrics": dict(values), "missing": lacking}

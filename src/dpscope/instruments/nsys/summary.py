@@ -16,10 +16,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from statistics import median
-from typing import Any
 
 from dpscope.instruments.families import short_kernel_name
 from dpscope.instruments.nsys.reading import COPY, KERNEL, MEMSET, Activity, Call, Range, Timeline
+from dpscope.results.payloads.nsys import CapturedGpu, CapturedPhase, Gap, Named, NsysPayload, Total
 from dpscope.vocabulary.phases import PHASES, STEP
 
 BETWEEN = "between phases"  # launched in none of them
@@ -27,7 +27,7 @@ KEPT_NAMES = 40  # kernels and calls listed by name; the rest is added up
 KEPT_GAPS = 10
 
 
-def summarise(timeline: Timeline) -> dict[str, Any]:
+def summarise(timeline: Timeline) -> NsysPayload:
     """Milliseconds, calls and bytes of an average step; of the whole capture where no range says what a step is."""
     ranges = phase_ranges(timeline.ranges)
     steps = sum(r.name == STEP for r in ranges)
@@ -41,8 +41,7 @@ def summarise(timeline: Timeline) -> dict[str, Any]:
         "gpu_name": timeline.gpu,
         "steps": steps or None,
         "phases": _by_phase(timeline.activities, phases, ranges, gaps, average) if ranges else [],
-        "gpu": _busy(timeline.activities, gaps, average)
-        | {"launch_to_start_us": median(waits) / 1e3 if waits else None},
+        "gpu": _busy(timeline.activities, gaps, average, waits),
         "gaps": sorted(gaps, key=lambda gap: -gap["ms"])[:KEPT_GAPS],
         "kernels": [{**row, "short": short_kernel_name(row["name"])} for row in average.by_name(of_kind[KERNEL])],
         "kernel_total": average.total(of_kind[KERNEL]),
@@ -62,20 +61,20 @@ class Average:
     def ms(self, nanoseconds: int) -> float:
         return nanoseconds / self.steps / 1e6
 
-    def total(self, events: Sequence[Activity | Call]) -> dict[str, float]:
+    def total(self, events: Sequence[Activity | Call]) -> Total:
         duration = sum(event.end - event.start for event in events)
         size = sum(event.bytes for event in events if isinstance(event, Activity))
-        moved = {"bytes": size / self.steps} if size else {}
-        return {"calls": len(events) / self.steps, "ms": self.ms(duration), **moved}
+        total: Total = {"calls": len(events) / self.steps, "ms": self.ms(duration)}
+        return {**total, "bytes": size / self.steps} if size else total
 
-    def by_name(self, events: Sequence[Activity] | Sequence[Call]) -> list[dict[str, Any]]:
+    def by_name(self, events: Sequence[Activity] | Sequence[Call]) -> list[Named]:
         """What each name took, the longest first; beyond KEPT_NAMES the rest is one row."""
         groups: dict[str, list[Activity | Call]] = defaultdict(list)
         for event in events:
             groups[event.name].append(event)
         rows = {name: self.total(group) for name, group in groups.items()}
         names = sorted(rows, key=lambda name: -rows[name]["ms"])
-        listed: list[dict[str, Any]] = [{"name": name, **rows[name]} for name in names[:KEPT_NAMES]]
+        listed: list[Named] = [{"name": name, **rows[name]} for name in names[:KEPT_NAMES]]
         if rest := names[KEPT_NAMES:]:
             listed.append({"name": f"{len(rest)} others", **self.total([e for name in rest for e in groups[name]])})
         return listed
@@ -115,9 +114,9 @@ def _phase_of_each(
 
 def _gaps(
     activities: Sequence[Activity], launches: dict[tuple[int, int] | None, Call], phases: Sequence[str]
-) -> list[dict[str, Any]]:
+) -> list[Gap]:
     """When the GPU had nothing to do, between the first activity of the capture and the last."""
-    gaps = []
+    gaps: list[Gap] = []
     busy_until = activities[0].end
     for activity, phase in zip(activities, phases, strict=True):
         if (hole := activity.start - busy_until) > 0:
@@ -130,18 +129,19 @@ def _gaps(
     return gaps
 
 
-def _busy(activities: Sequence[Activity], gaps: Sequence[dict[str, Any]], average: Average) -> dict[str, float]:
+def _busy(activities: Sequence[Activity], gaps: Sequence[Gap], average: Average, waits: Sequence[int]) -> CapturedGpu:
     span = average.ms(max(activity.end for activity in activities) - activities[0].start)
     idle = sum(gap["ms"] for gap in gaps) / average.steps
     waiting = sum(gap["ms"] for gap in gaps if gap["waiting_for_host"]) / average.steps
     total = average.total(activities)["ms"]
     return {
-        "total_ms": total,  # of kernels, copies and memsets: more than busy where they overlap
-        "span_ms": span,  # from the first activity to the last
+        "total_ms": total,
+        "span_ms": span,
         "busy_ms": span - idle,
         "idle_ms": idle,
         "idle_waiting_for_host_ms": waiting,
         "gaps": len(gaps) / average.steps,
+        "launch_to_start_us": median(waits) / 1e3 if waits else None,
     }
 
 
@@ -149,9 +149,9 @@ def _by_phase(
     activities: Sequence[Activity],
     phases: Sequence[str],
     ranges: Sequence[Range],
-    gaps: Iterable[dict[str, Any]],
+    gaps: Iterable[Gap],
     average: Average,
-) -> list[dict[str, Any]]:
+) -> list[CapturedPhase]:
     """GPU time and kernels of each phase, the host's own time in it, and how long the GPU idled before its work."""
     launched: dict[str, list[Activity]] = defaultdict(list)
     for activity, phase in zip(activities, phases, strict=True):

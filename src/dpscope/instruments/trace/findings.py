@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
 
 from dpscope.instruments.sums import Sums
 from dpscope.instruments.trace.attribution import StepView
 from dpscope.instruments.trace.events import OPERATOR, Around, Event, Trace, nest
+from dpscope.results.payloads.trace import Cast, Copy, Synchronisation
 
 # On a CPU nothing waits, but these operators hand a tensor's value to Python: on a GPU each would be a wait.
 WOULD_WAIT = ("aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::masked_select")
@@ -17,7 +17,7 @@ WOULD_WAIT = ("aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", 
 _KIND = re.compile(r"\b([HDP]to[HDPA])\b")
 
 
-def synchronisations(views: Sequence[StepView], *, on_gpu: bool) -> list[dict[str, Any]]:
+def synchronisations(views: Sequence[StepView], *, on_gpu: bool) -> list[Synchronisation]:
     """Where the host waited for the GPU (or, in a CPU trace, would have), longest first: calls of an average step."""
     sums = Sums("count", "ms", steps=len(views))
     for view in views:
@@ -73,7 +73,7 @@ def _is_the_users(frame: Event) -> bool:
     return ".py(" in name and not name.startswith(("torch/", "<")) and "/torch/" not in name
 
 
-def copies(views: Sequence[StepView]) -> list[dict[str, Any]]:
+def copies(views: Sequence[StepView]) -> list[Copy]:
     """Copies of an average step by direction (H host, D device), with their bytes and who asked for them."""
     sums = Sums("count", "bytes", "ms", steps=len(views))
     for view in views:
@@ -85,7 +85,7 @@ def copies(views: Sequence[StepView]) -> list[dict[str, Any]]:
     return sums.rows("bytes", "kind", "operator", "phase")
 
 
-def casts(views: Sequence[StepView]) -> list[dict[str, Any]]:
+def casts(views: Sequence[StepView]) -> list[Cast]:
     """Copies from one number format to another, by phase. The formats are known where shapes were recorded.
 
     A kernel that converts while it does something else is no cast here.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 from math import ceil
-from typing import Any
 
 from dpscope.instruments.families import kernel_family, short_kernel_name
 from dpscope.instruments.sums import Sums, shorten_rows
@@ -21,6 +20,7 @@ from dpscope.instruments.trace.attribution import (
 from dpscope.instruments.trace.capture import MODULE, WAIT
 from dpscope.instruments.trace.events import Event, Trace
 from dpscope.instruments.trace.findings import casts, copies, synchronisations
+from dpscope.results.payloads import trace as payload
 from dpscope.vocabulary.phases import PHASES
 
 MEMORY_POINTS = 500  # of memory over time
@@ -30,7 +30,7 @@ LISTED_MODULES = 1000  # likewise; a report chooses the level of modules that it
 KEYWORDS = ("clip", "norm", "einsum", "elementwise", "reduce")  # what readers of DP-SGD traces look for by name
 
 
-def summarise(traces: Sequence[Trace]) -> dict[str, Any]:
+def summarise(traces: Sequence[Trace]) -> payload.TracePayload:
     """The recorded steps of one or several traces, averaged.
 
     `phases` sum to `step_ms` (host); on a GPU `operators`' `gpu_ms` plus `gpu.idle_ms` less `gpu.overlap_ms` sum to
@@ -42,7 +42,7 @@ def summarise(traces: Sequence[Trace]) -> dict[str, Any]:
     operators = _operators(views)
     step_ms = _ms(sum(view.step.duration for view in views)) / count
     own = sum(event.self_time for view in views for event in on_the_steps_thread(view))
-    summary: dict[str, Any] = {
+    summary: payload.TracePayload = {
         "basis": "gpu" if on_gpu else "cpu",
         "steps": count,
         "step_ms": step_ms,
@@ -72,7 +72,7 @@ def _ms(microseconds: float) -> float:
     return microseconds / 1e3
 
 
-def _phases(views: Sequence[StepView]) -> list[dict[str, Any]]:
+def _phases(views: Sequence[StepView]) -> list[payload.Phase]:
     """Host and GPU time of each phase; what lies between them is a row of its own, so that the host column sums."""
     sums = Sums("cpu_ms", "gpu_ms", steps=len(views))
     for view in views:
@@ -84,7 +84,7 @@ def _phases(views: Sequence[StepView]) -> list[dict[str, Any]]:
     return sorted(sums.rows("cpu_ms", "phase"), key=lambda row: order.index(row["phase"]))
 
 
-def _operators(views: Sequence[StepView]) -> list[dict[str, Any]]:
+def _operators(views: Sequence[StepView]) -> list[payload.Operator]:
     """Self time of every operator in every phase. A kernel that no operator launched goes under its own name."""
     sums = Sums("count", "self_cpu_ms", "gpu_ms", steps=len(views))
     for view in views:
@@ -98,7 +98,7 @@ def _operators(views: Sequence[StepView]) -> list[dict[str, Any]]:
     return sums.rows("gpu_ms" if views[0].trace.on_gpu else "self_cpu_ms", "operator", "phase")
 
 
-def _gpu(views: Sequence[StepView]) -> dict[str, Any]:
+def _gpu(views: Sequence[StepView]) -> payload.GpuTime:
     """Busy and idle within the steps, and why it was idle."""
     busy = idle_host = idle_queued = idle_end = total = 0.0
     for view in views:
@@ -138,7 +138,7 @@ def _launch_times(view: StepView) -> dict[float, float]:
     return times
 
 
-def _kernels(views: Sequence[StepView]) -> list[dict[str, Any]]:
+def _kernels(views: Sequence[StepView]) -> list[payload.Kernel]:
     sums = Sums("count", "ms", "occupied", steps=len(views))
     for view in views:
         for work in view.device_work:
@@ -152,7 +152,7 @@ def _kernels(views: Sequence[StepView]) -> list[dict[str, Any]]:
     return shorten_rows(rows, ("kernel", "family"), LISTED, leave_out=("occupancy_percent",))
 
 
-def _families(views: Sequence[StepView]) -> list[dict[str, Any]]:
+def _families(views: Sequence[StepView]) -> list[payload.Family]:
     sums = Sums("count", "ms", steps=len(views))
     for view in views:
         for work in view.device_work:
@@ -160,7 +160,7 @@ def _families(views: Sequence[StepView]) -> list[dict[str, Any]]:
     return sums.rows("ms", "family")
 
 
-def _named(views: Sequence[StepView]) -> list[dict[str, Any]]:
+def _named(views: Sequence[StepView]) -> list[payload.NamedWork]:
     """Kernels and operators with a telling word in their names. An operator's time includes what it calls."""
     sums = Sums("kernels", "kernel_ms", "operators", "operator_cpu_ms", "operator_gpu_ms", steps=len(views))
     for view in views:
@@ -182,7 +182,7 @@ def _inside(event: Event, word: str) -> bool:
     return any(word in around.name.lower() for around in event.ancestors())
 
 
-def _modules(views: Sequence[StepView]) -> list[dict[str, Any]]:
+def _modules(views: Sequence[StepView]) -> list[payload.ModuleTime]:
     """Time of the operators that worked for a module, forward and backward; what its submodules did is theirs."""
     by = "gpu_ms" if views[0].trace.on_gpu else "cpu_ms"
     sums, in_phases = (Sums("cpu_ms", "gpu_ms", steps=len(views)) for _ in range(2))
@@ -204,7 +204,7 @@ def _modules(views: Sequence[StepView]) -> list[dict[str, Any]]:
     return shorten_rows(rows, ("module",), LISTED_MODULES)
 
 
-def _memory(traces: Sequence[Trace], steps: int) -> dict[str, Any]:
+def _memory(traces: Sequence[Trace], steps: int) -> payload.TracedMemory:
     """Bytes that operators asked for (less what they freed), and what was allocated over time, with its highest."""
     keys = ("operator", "device")
     sums = Sums("allocations", "allocated_bytes", "net_bytes", steps=steps)

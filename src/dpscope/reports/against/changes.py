@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from dpscope.reports.doubt import FEW, FEWEST_STEPS, NO_SPREAD, REASONS, marked
-from dpscope.reports.traffic.data import APPROXIMATELY, ESTIMATE
+from dpscope.reports.traffic.data import APPROXIMATELY
+from dpscope.results.payloads.ncu import ESTIMATE
 from dpscope.units import format_bytes, format_ms, format_ratio, format_traffic
 
 SMALLEST_TIME = 0.01  # of the time before: two runs of one program on one GPU differ by about as much at the median

@@ -11,7 +11,7 @@ from dpscope.reports.against.changes import FIGURES, MEMORY, RATIOS, TIME, TRAFF
 from dpscope.reports.against.pairing import Difference, list_differences, pair_rows
 from dpscope.reports.report import Report
 from dpscope.reports.tables import Row
-from dpscope.reports.traffic.data import Traffic, compare_traffic
+from dpscope.reports.traffic.data import Traffic, traffic_of
 from dpscope.reports.words import size_in_words, step_in_words
 from dpscope.results.store import Skipped
 
@@ -161,8 +161,7 @@ class _Side:
 
 
 def _sides(rows: Sequence[Row]) -> dict[int, _Side]:
-    traffics = {id(traffic.row): traffic for traffic in compare_traffic(rows)}
-    return {id(row): _Side(row, traffics.get(id(row))) for row in rows}
+    return {id(row): _Side(row, traffic_of(row)) for row in rows}
 
 
 def _changes(before: _Side, now: _Side, sources: tuple[str, str]) -> dict[str, Change]:

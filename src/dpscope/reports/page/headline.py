@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from dpscope.reports.doubt import EXPLAINED, marked
 from dpscope.reports.page.looks import looks_of
 from dpscope.reports.settings import Size
-from dpscope.reports.story import Story, estimated
+from dpscope.reports.story import Story
 from dpscope.reports.tables import RATES, Row
-from dpscope.reports.traffic.data import Traffic, compare_traffic
+from dpscope.reports.traffic.data import Traffic, traffic_of
 from dpscope.units import MISSING, format_bytes, format_ms, format_ratio, format_throughput, format_traffic
 from dpscope.vocabulary.statuses import status_named
 
@@ -44,12 +44,9 @@ class Headline:
 
 
 def make_headline(size: Size, story: Story) -> Headline:
-    traffics = {id(traffic.row): traffic for traffic in compare_traffic(size.rows)}
     badges = {story.winner: story.badge}
     looks = looks_of(size.rows)
-    cards = [
-        _card(row, looks[row.method]["colour"], badges.get(row.method, ""), traffics.get(id(row))) for row in size.rows
-    ]
+    cards = [_card(row, looks[row.method]["colour"], badges.get(row.method, ""), traffic_of(row)) for row in size.rows]
     return Headline(size.setting, size.size, [*story.sentences, *story.notes], cards)
 
 
@@ -87,5 +84,5 @@ def _time(row: Row) -> str:
 
 
 def _bytes_moved(traffic: Traffic) -> Figure:
-    ratio = MISSING if traffic.ratio is None else estimated(traffic, format_ratio(traffic.ratio))
-    return Figure("DRAM bytes", ratio, estimated(traffic, format_traffic(traffic.dram_bytes)))
+    ratio, count = format_ratio(traffic.ratio), format_traffic(traffic.dram_bytes)
+    return Figure("DRAM bytes", traffic.show(ratio), traffic.show(count))

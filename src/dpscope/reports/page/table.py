@@ -10,9 +10,8 @@ from dpscope.reports.doubt import marked
 from dpscope.reports.export import to_records
 from dpscope.reports.page.looks import looks_of
 from dpscope.reports.report import Report
-from dpscope.reports.story import estimated
 from dpscope.reports.tables import RATES, Rate, Row, worth_a_column
-from dpscope.reports.traffic.data import Traffic, compare_traffic
+from dpscope.reports.traffic.data import Traffic, traffic_of
 from dpscope.reports.words import size_in_words
 from dpscope.units import MISSING, format_bytes, format_ms, format_ratio, format_throughput, format_traffic
 from dpscope.vocabulary.settings import COMPARED, REPEATS, SETTINGS, SettingField
@@ -51,7 +50,7 @@ class RowsTable:
 
 def make_table(report: Report) -> RowsTable:
     ordered = [row for size in report.sizes for row in size.rows]
-    traffics = {id(traffic.row): traffic for traffic in compare_traffic(ordered)}
+    traffics = {id(row): traffic for row in ordered if (traffic := traffic_of(row))}
     settings = [SETTINGS[name] for name in worth_a_column(ordered, (*COMPARED, *REPEATS))]
     models = len({row.first.spec["workload"]["name"] for row in ordered}) > 1
     sequences = any(row.first.spec.get("seq_len") for row in ordered)
@@ -140,7 +139,7 @@ def _failure(row: Row) -> str:
 
 
 def _moved(traffic: Traffic | None, text: str) -> str:
-    return estimated(traffic, text) if traffic else text
+    return traffic.show(text) if traffic else text
 
 
 def _figure(value: float | None, text: str, why: str) -> TableCell:

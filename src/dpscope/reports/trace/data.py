@@ -18,7 +18,7 @@ IDLE = "GPU idle"
 BUSY_ENOUGH = 0.8
 
 
-def trace_of(row: Row) -> dict[str, Any]:
+def trace_of(row: Row) -> Any:
     """What the trace instrument saw of a row; empty if it did not look, or failed."""
     result = row.measured.get("trace")
     return result.trace if result is not None and result.ok else {}

@@ -23,7 +23,7 @@ AGREE = 0.05  # of a phase's GPU time: what two profilers may differ by
 WORTH_COMPARING = 0.02  # of all GPU time: shorter phases are a few short kernels, and differ from run to run
 LONG_CAPTURE_SECONDS = 60.0
 
-Seen = tuple[str, dict[str, Any]]  # whose capture it is -> Result.nsys
+Seen = tuple[str, Any]  # whose capture it is -> Result.nsys
 
 
 def nsys_section(rows: Sequence[Row], width: int) -> list[RenderableType]:
@@ -98,11 +98,11 @@ def agreement(rows: Sequence[Row]) -> list[str]:
     return ["", *lines] if lines else []
 
 
-def _gpu_ms(phases: Sequence[dict[str, Any]]) -> dict[str, float]:
+def _gpu_ms(phases: Sequence[Any]) -> dict[str, float]:
     return {phase["phase"]: phase["gpu_ms"] for phase in phases}
 
 
-def _capture(row: Row) -> dict[str, Any]:
+def _capture(row: Row) -> Any:
     result = row.measured.get(NSYS)
     return result.nsys if result is not None and result.ok else {}
 

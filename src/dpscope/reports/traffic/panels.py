@@ -1,14 +1,12 @@
-"""What the figures of traffic share: a panel for each size, the same look for a method in all of them."""
+"""What the figures of traffic share: a panel for each size, below a heading that says what was measured where."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from dpscope.reports.figures.style import FONT, SMALL, new_figure
-from dpscope.reports.palette import method_colours, method_markers
-from dpscope.reports.tables import Row
 from dpscope.reports.traffic.data import Traffic
 from dpscope.reports.words import size_in_words
 
@@ -19,10 +17,10 @@ if TYPE_CHECKING:
 TITLE_HEIGHT = 0.55  # inches
 WRAP = 110  # characters of a title's line
 
+Groups = Sequence[Sequence[Traffic]]  # by size
 
-def make_panels(
-    groups: Sequence[Sequence[Traffic]], *, columns: int, height: float
-) -> tuple[Figure, Iterator[tuple[Axes, Sequence[Traffic]]]]:
+
+def make_panels(groups: Groups, *, columns: int, height: float) -> tuple[Figure, list[Axes]]:
     """A figure with a panel of `height` inches for each group of one size."""
     columns = min(columns, len(groups))
     lines = -(-len(groups) // columns)
@@ -32,42 +30,23 @@ def make_panels(
         unused.set_axis_off()
     for ax, group in zip(axes, groups, strict=False):
         if len(groups) > 1:
-            ax.set_title(size_in_words(group[0].row.first.spec), fontsize=FONT if columns < 4 else SMALL)
-    return figure, zip(axes, groups, strict=False)
+            ax.set_title(group[0].row.size, fontsize=FONT if columns < 4 else SMALL)
+    return figure, list(axes[: len(groups)])
 
 
-def set_heading(figure: Figure, heading: str, groups: Sequence[Sequence[Traffic]], notes: Sequence[str]) -> None:
+def set_heading(figure: Figure, heading: str, groups: Groups, note: str) -> None:
     """What is shown, of what and on what; an estimate is called one before anything else."""
     traffics = [traffic for group in groups for traffic in group]
     if all(traffic.estimated for traffic in traffics):
         heading += ": an ESTIMATE from tensor sizes, not measured"
-    specs = [traffic.row.first.spec for traffic in traffics]
-    told = ", ".join(
-        "/".join(dict.fromkeys(values))
-        for values in (
-            [s["workload"]["name"] for s in specs],
-            *([str(s[k]) for s in specs] for k in ("dtype", "optimizer")),
-        )
+    results = [traffic.row.first for traffic in traffics]
+    names = (
+        [r.spec["workload"]["name"] for r in results],
+        *([r.spec[k] for r in results] for k in ("dtype", "optimizer")),
     )
-    size = f", {size_in_words(specs[0])}" if len(groups) == 1 else ""
-    where = dict.fromkeys(
-        str(environment.get("gpu") or environment.get("cpu"))
-        for environment in (traffic.row.first.environment for traffic in traffics)
-        if environment
-    )
-    lines = [heading, f"{told}{size}" + (f"; {', '.join(where)}" if where else ""), *notes]
+    measured = ["/".join(dict.fromkeys(values)) for values in names]
+    if len(groups) == 1:
+        measured.append(size_in_words(results[0].spec))
+    where = dict.fromkeys(str(r.environment.get("gpu") or r.environment.get("cpu")) for r in results if r.environment)
+    lines = [heading, "; ".join(filter(None, (", ".join(measured), ", ".join(where)))), note]
     figure.suptitle("\n".join(line for text in lines for line in textwrap.wrap(text, WRAP)), fontsize=FONT)
-
-
-class Looks:
-    """The colour and the marker of a method among all methods."""
-
-    def __init__(self, rows: Sequence[Row]) -> None:
-        methods = [row.method for row in rows]
-        self._colours, self._markers = method_colours(methods), method_markers(methods)
-
-    def colour(self, method: str) -> str:
-        return self._colours[method]
-
-    def marker(self, method: str) -> str:
-        return self._markers[method]

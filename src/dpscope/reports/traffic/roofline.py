@@ -9,11 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dpscope.reports.tables import Row
-from dpscope.reports.traffic.data import MEASURED, Traffic, by_size, compare_traffic, moved
+from dpscope.reports.traffic.data import Traffic, by_size, moved
 
 TOP_KERNELS = 6  # of each method
-BANDWIDTH = "dram_bytes_per_second"
-LEVEL_ROOFS = {"tensor_flops_per_second": "tensor cores", "fp32_flops_per_second": "FP32"}
 
 
 @dataclass(frozen=True)
@@ -25,48 +23,65 @@ class Point:
     name: str  # a method's, or a kernel's in full
     method: str
     hollow: bool = False  # the operations are an estimate, and with them the bytes or not
-    kernel: bool = False
     estimated: bool = False  # the bytes are
+    kernel: bool = False
 
 
-def placed(rows: Sequence[Row]) -> list[list[Traffic]]:
-    """Rows that have bytes, operations and a time, size by size."""
-    groups = ([t for t in group if t.intensity and t.flop_rate] for group in by_size(compare_traffic(rows)))
-    return [group for group in groups if group]
+@dataclass(frozen=True)
+class Roofs:
+    """What the machine reaches, as far as it was measured."""
+
+    bandwidth: float | None  # DRAM bytes a second
+    levels: dict[str, float]  # what computes -> FLOP a second of matrix products
+
+    @classmethod
+    def over(cls, traffic: Traffic) -> Roofs:
+        found = traffic.ceilings
+        levels = {"tensor cores": found.get("tensor_flops_per_second"), "FP32": found.get("fp32_flops_per_second")}
+        return cls(found.get("dram_bytes_per_second"), {label: rate for label, rate in levels.items() if rate})
 
 
-def step_point(traffic: Traffic) -> Point:
-    method = traffic.row.method
-    return Point(
-        traffic.intensity or 0,
-        traffic.flop_rate or 0,
-        method,
-        method,
-        hollow=traffic.flops_estimated,
-        estimated=traffic.estimated,
-    )
+@dataclass(frozen=True)
+class Roofline:
+    """Rows of one size that have bytes, operations and a time."""
+
+    traffics: list[Traffic]
+    points: list[Point]  # whole steps, then kernels by their bytes
+    roofs: Roofs
 
 
-def kernel_points(group: Sequence[Traffic]) -> list[Point]:
-    """The measured kernels that move most, of those that have operations to count; most bytes first."""
+def rooflines(rows: Sequence[Row]) -> list[Roofline]:
+    """One for each size."""
+    groups = by_size(rows, lambda traffic: traffic.intensity and traffic.flop_rate)
+    return [
+        Roofline(group, [*map(_step_point, group), *_kernel_points(group)], Roofs.over(group[0])) for group in groups
+    ]
+
+
+def _step_point(traffic: Traffic) -> Point:
+    place = (traffic.intensity or 0, traffic.flop_rate or 0)
+    return Point(*place, traffic.method, traffic.method, hollow=traffic.flops_estimated, estimated=traffic.estimated)
+
+
+def _kernel_points(group: Sequence[Traffic]) -> list[Point]:
+    """The measured kernels that move most, of those that have operations to count."""
     found = []
     for traffic in group:
-        if traffic.kernels is None or traffic.kernels.source != MEASURED:
-            continue
-        counted = [row for row in traffic.kernels.rows if row.get("flops") and row.get("time_ns") and moved(row)]
-        for row in sorted(counted, key=moved, reverse=True)[:TOP_KERNELS]:
-            x, y = row["flops"] / moved(row), row["flops"] / (row["time_ns"] / 1e9)
-            found.append((moved(row), Point(x, y, str(row["name"]), traffic.row.method, kernel=True)))
+        kernels = [] if traffic.kernels is None or traffic.kernels.estimated else traffic.kernels.rows
+        counted = [
+            (count, flops, time, kernel["name"])
+            for kernel in kernels
+            if (count := moved(kernel)) and (flops := kernel.get("flops")) and (time := kernel.get("time_ns"))
+        ]
+        for count, flops, time, name in sorted(counted, key=lambda each: -each[0])[:TOP_KERNELS]:
+            found.append((count, Point(flops / count, flops / (time / 1e9), name, traffic.method, kernel=True)))
     return [point for _, point in sorted(found, key=lambda pair: -pair[0])]
 
 
-def level_roofs(traffic: Traffic) -> dict[str, float]:
-    """FLOP a second that matrix products reach on this machine, by what computes them."""
-    return {label: traffic.ceilings[name] for name, label in LEVEL_ROOFS.items() if traffic.ceilings.get(name)}
-
-
-def point_notes(traffics: Sequence[Traffic], points: Sequence[Point]) -> str:
+def point_notes(rooflines: Sequence[Roofline]) -> str:
     """What the markers mean."""
+    traffics = [traffic for each in rooflines for traffic in each.traffics]
+    points = [point for each in rooflines for point in each.points]
     notes = ["Whole steps, over their unprofiled time"]
     if any(point.kernel for point in points):
         notes.append("small: the kernels that move most, over their own time")

@@ -13,18 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from dpscope.reports.figures.labels import Box, label_points
 from dpscope.reports.figures.style import SMALL, settle, styled
+from dpscope.reports.page.looks import looks_of
 from dpscope.reports.tables import Row
-from dpscope.reports.traffic.data import Traffic
-from dpscope.reports.traffic.panels import Looks, make_panels, set_heading
-from dpscope.reports.traffic.roofline import (
-    BANDWIDTH,
-    Point,
-    kernel_points,
-    level_roofs,
-    placed,
-    point_notes,
-    step_point,
-)
+from dpscope.reports.traffic.panels import make_panels, set_heading
+from dpscope.reports.traffic.roofline import Point, Roofs, point_notes, rooflines
 from dpscope.reports.words import shorten
 from dpscope.units import format_rate
 
@@ -32,6 +24,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.text import Annotation
+
+Looks = dict[str, dict[str, str]]  # method -> colour and marker
 
 MARKER, SMALL_MARKER = 6.5, 3.0  # points
 NAMED_KERNELS = 4  # of each panel
@@ -44,24 +38,21 @@ ROOM = 3.0  # an axis goes this factor beyond its points
 @styled
 def draw_roofline(rows: Sequence[Row]) -> Figure | None:
     """Every size in a panel of its own, on one scale; None if no row has bytes, operations and a time."""
-    groups = placed(rows)
-    if not groups:
+    found = rooflines(rows)
+    if not found:
         return None
-    looks = Looks(rows)
-    figure, panels = make_panels(groups, columns=2, height=2.9)
-    drawn = [(ax, group, [*map(step_point, group), *kernel_points(group)]) for ax, group in panels]
-    every = [point for _, _, points in drawn for point in points]
-    for ax, group, points in drawn:
-        _set_axes(ax, group, every)
-        for point in points:
+    looks = looks_of(rows)
+    groups = [each.traffics for each in found]
+    figure, axes = make_panels(groups, columns=2, height=2.9)
+    every = [point for each in found for point in each.points]
+    for ax, each in zip(axes, found, strict=True):
+        _set_axes(ax, each.roofs, every)
+        for point in each.points:
             _draw_point(ax, point, looks)
-    set_heading(
-        figure, "Roofline of one training step", groups, [point_notes([t for group in groups for t in group], every)]
-    )
+    set_heading(figure, "Roofline of one training step", groups, point_notes(found))
     settle(figure)
-    for ax, group, points in drawn:
-        roofs = _draw_roofs(ax, group)
-        _label(ax, points, looks, roofs)
+    for ax, each in zip(axes, found, strict=True):
+        _label(ax, each.points, looks, _draw_roofs(ax, each.roofs))
     return figure
 
 
@@ -71,21 +62,16 @@ def _label_of(point: Point) -> str:
     return shorten(point.name, 24) + (" (estimate)" if point.estimated else "")
 
 
-def _set_axes(ax: Axes, group: Sequence[Traffic], points: Sequence[Point]) -> None:
+def _set_axes(ax: Axes, roofs: Roofs, points: Sequence[Point]) -> None:
     from matplotlib.ticker import NullFormatter
 
-    bandwidth = group[0].ceilings.get(BANDWIDTH)
-    roofs = list(level_roofs(group[0]).values())
-    xs = [point.x for point in points] + ([max(roofs) / bandwidth] if roofs and bandwidth else [])
-    ys = [point.y for point in points] + roofs
-    ax.set_xscale("log")
-    ax.set_yscale("log")
-    ax.set_xlim(_limits(xs))
-    ax.set_ylim(_limits(ys))
+    levels = list(roofs.levels.values())
+    knee = [max(levels) / roofs.bandwidth] if levels and roofs.bandwidth else []
+    ax.set(xscale="log", yscale="log", xlabel="arithmetic intensity (FLOP / DRAM byte)", ylabel="FLOP / s")
+    ax.set_xlim(_limits([*(point.x for point in points), *knee]))
+    ax.set_ylim(_limits([*(point.y for point in points), *levels]))
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_minor_formatter(NullFormatter())
-    ax.set_xlabel("arithmetic intensity (FLOP / DRAM byte)")
-    ax.set_ylabel("FLOP / s")
     ax.grid(which="major", color="0.92", linewidth=0.5, zorder=0)
 
 
@@ -97,11 +83,11 @@ def _limits(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _draw_point(ax: Axes, point: Point, looks: Looks) -> None:
-    colour = looks.colour(point.method)
+    colour = looks[point.method]["colour"]
     ax.plot(
         point.x,
         point.y,
-        marker=looks.marker(point.method),
+        marker=looks[point.method]["marker"],
         markersize=SMALL_MARKER if point.kernel else MARKER,
         markerfacecolor="white" if point.hollow else colour,
         markeredgecolor=colour,
@@ -111,16 +97,15 @@ def _draw_point(ax: Axes, point: Point, looks: Looks) -> None:
     )
 
 
-def _draw_roofs(ax: Axes, group: Sequence[Traffic]) -> list[Box]:
+def _draw_roofs(ax: Axes, roofs: Roofs) -> list[Box]:
     """The measured ceilings with their values; the places they take, in pixels."""
-    bandwidth = group[0].ceilings.get(BANDWIDTH)
+    bandwidth = roofs.bandwidth
     left, right = ax.get_xlim()
     line: dict[str, Any] = {"color": "0.35", "linewidth": 0.9, "zorder": 1, "scalex": False, "scaley": False}
     text: dict[str, Any] = {"fontsize": SMALL, "color": "0.25"}
-    levels = level_roofs(group[0])
-    highest = max(levels.values(), default=None)
+    highest = max(roofs.levels.values(), default=None)
     taken: list[Box] = []
-    for name, rate in levels.items():
+    for name, rate in roofs.levels.items():
         start = max(left, rate / bandwidth) if bandwidth else left
         ax.plot([start, right], [rate, rate], linestyle="-" if rate == highest else "--", **line)
         label = f"{name} {format_rate(rate, 'FLOP')}"
@@ -184,7 +169,7 @@ def _label(ax: Axes, points: Sequence[Point], looks: Looks, roofs: Sequence[Box]
         ax,
         [(point.x, point.y) for point in named],
         [_label_of(point) for point in named],
-        [looks.colour(point.method) for point in named],
+        [looks[point.method]["colour"] for point in named],
         obstacles=obstacles,
         fontsize=SMALL,
     )

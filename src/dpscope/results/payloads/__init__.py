@@ -1,6 +1,7 @@
 """What each instrument adds to a result: the shape of its part of the file, as `TypedDict`s, one file an instrument.
 
-A reader may take for granted what is declared here: `parse_result` holds every file against it.
+A reader may take for granted what is declared here: `parse_result` holds every row that is ok against it. A row that
+failed holds what there was until then.
 """
 
 from __future__ import annotations
@@ -8,12 +9,18 @@ from __future__ import annotations
 from typing import Any
 
 from dpscope.results.payloads.memory import MemoryPayload, Snapshot, TimelinePayload, TimingPayload
+from dpscope.results.payloads.ncu import NcuPayload
+from dpscope.results.payloads.nsys import NsysPayload
+from dpscope.results.payloads.trace import TracePayload
 
-# Part of a result -> its shape.
+# Part of a result -> its shape in a row that is ok.
 PAYLOADS: dict[str, Any] = {
     "timing": TimingPayload,
     "memory": MemoryPayload,
     "breakdown": dict[str, float],
     "snapshots": list[Snapshot],
     "timeline": TimelinePayload,
+    "trace": TracePayload,
+    "ncu": NcuPayload,
+    "nsys": NsysPayload,
 }

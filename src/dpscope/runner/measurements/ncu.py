@@ -30,6 +30,7 @@ from dpscope.instruments.ncu.metrics import (
 from dpscope.instruments.ncu.reading import Action, UnreadableReport, read_report
 from dpscope.instruments.ncu.running import Capture, capture, one_pass_metrics
 from dpscope.instruments.timing import Progress
+from dpscope.results.payloads.ncu import ESTIMATE, MEASURED, READ, WRITE, Estimate, Kernels, NcuPayload
 from dpscope.results.schema import Result, result_for
 from dpscope.runner import environment
 from dpscope.runner.launcher import ROW_SECONDS
@@ -52,7 +53,7 @@ class ProgramFailed(Exception):
 
 
 def measure(spec: RunSpec, progress: Progress, files: Path) -> Result:
-    seen: dict[str, Any] = {"source": "measured", "reason": None, "ncu_version": None, "traffic": {}, "flops": {}}
+    seen: NcuPayload = {"source": MEASURED, "reason": None, "ncu_version": None, "traffic": {}, "flops": {}}
     seen |= {"metrics": {}, "missing": {}, "estimate": {}, "kernels": {}, "ceilings": {}, "command": []}
     left: dict[str, str] = {}  # what it is -> file
     try:
@@ -65,14 +66,14 @@ def measure(spec: RunSpec, progress: Progress, files: Path) -> Result:
     except NotCounted as why:
         if spec.option("require_measured"):
             raise UserError(f"not measured, and an estimate was not wanted (--require-measured): {why}") from None
-        seen |= {"source": "estimate", "reason": f"{str(why)[0].upper()}{str(why)[1:]}."}
+        seen |= {"source": ESTIMATE, "reason": f"{str(why)[0].upper()}{str(why)[1:]}."}
     progress("ceilings and estimate", 0, 1)
     seen["ceilings"] = measure_ceilings(spec.device)
     _add_estimate(spec, seen)
     return _result(spec, seen, left)
 
 
-def _result(spec: RunSpec, seen: dict[str, Any], left: dict[str, str], **outcome: Any) -> Result:
+def _result(spec: RunSpec, seen: NcuPayload, left: dict[str, str], **outcome: Any) -> Result:
     return result_for(spec.to_dict(), ncu=seen, files=left, environment=environment.collect(spec.device), **outcome)
 
 
@@ -103,7 +104,7 @@ def step_metrics(spec: RunSpec) -> list[str]:
     )
 
 
-def _count_step(spec: RunSpec, progress: Progress, files: Path, seen: dict[str, Any], left: dict[str, str]) -> None:
+def _count_step(spec: RunSpec, progress: Progress, files: Path, seen: NcuPayload, left: dict[str, str]) -> None:
     if spec.device != "cuda":
         raise NotCounted(NO_GPU)
     ncu = find_ncu()
@@ -116,13 +117,14 @@ def _count_step(spec: RunSpec, progress: Progress, files: Path, seen: dict[str, 
     action = _read(taken, ncu, report)[0]
     left["Nsight Compute report of the step"] = STEP_REPORT
     values = {name: action.metrics[name] for name in (*wanted, PASSES) if name in action.metrics}
-    seen |= summarise(values)
+    counted = summarise(values)
+    seen |= {"traffic": counted["traffic"], "flops": counted["flops"], "metrics": counted["metrics"]}
     absent = {name: "the report does not hold it" for name in wanted if name not in values}
     refused = dict.fromkeys(taken.refused, "this GPU, or this version of ncu, does not know it")
-    seen["missing"] = {**absent, **refused, **seen["missing"]}
+    seen["missing"] = {**absent, **refused, **counted["missing"]}
 
 
-def _count_kernels(spec: RunSpec, progress: Progress, files: Path, seen: dict[str, Any], left: dict[str, str]) -> None:
+def _count_kernels(spec: RunSpec, progress: Progress, files: Path, seen: NcuPayload, left: dict[str, str]) -> None:
     """A failure here costs the row its kernels, not its figures."""
     ncu, report = find_ncu(), files / KERNELS_REPORT
     assert ncu is not None
@@ -179,9 +181,9 @@ def _read(taken: Capture, ncu: str, report: Path) -> list[Action]:
         raise NotCounted(str(error)) from None
 
 
-def _add_estimate(spec: RunSpec, seen: dict[str, Any]) -> None:
+def _add_estimate(spec: RunSpec, seen: NcuPayload) -> None:
     """Bytes from the operators' tensor sizes: in place of a measurement, or beside it to show how far off they are."""
-    measured = seen["source"] == "measured"
+    measured = seen["source"] == MEASURED
     try:
         estimate = _estimate(spec, seen["kernels"] if measured else {})
     except MeasurementFailed:
@@ -192,13 +194,13 @@ def _add_estimate(spec: RunSpec, seen: dict[str, Any]) -> None:
         seen["missing"]["estimate"] = f"{type(error).__name__}: {error}"
         return
     if not measured:
-        traffic = {name: estimate[name] for name in TRAFFIC if name in estimate}
+        traffic: dict[str, int] = {READ: estimate[READ], WRITE: estimate[WRITE]}
         seen |= {"traffic": traffic, "flops": estimate["flops"], "kernels": estimate.pop("kernels")}
         seen["missing"] = {name: NOT_ESTIMATED for name in TRAFFIC if name not in traffic}
     seen["estimate"] = estimate
 
 
-def _estimate(spec: RunSpec, kernels: dict[str, Any]) -> dict[str, Any]:
+def _estimate(spec: RunSpec, kernels: Kernels) -> Estimate:
     """The estimate of a step; on the way, how many kernels that step launches is noted in `kernels`."""
     from dpscope.instruments.estimate import estimate_traffic
 
@@ -206,6 +208,6 @@ def _estimate(spec: RunSpec, kernels: dict[str, Any]) -> dict[str, Any]:
     step.warm_up()
     if kernels:
         kernels["calls_total"] = count_launches(step)
-    estimate = dict(estimate_traffic(step, device=spec.device))
+    estimate = estimate_traffic(step, device=spec.device)
     step.require_finite()
     return estimate

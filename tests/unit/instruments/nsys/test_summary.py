@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import sqlite3
 from contextlib import closing
@@ -10,6 +11,8 @@ import pytest
 
 from dpscope.instruments.nsys.reading import UnreadableCapture, read_timeline
 from dpscope.instruments.nsys.summary import BETWEEN, summarise
+from dpscope.results.payloads.nsys import NsysPayload
+from dpscope.results.validation import find_mismatch
 from dpscope.vocabulary.phases import PHASES
 from tests import DATA
 from tests.stand_ins.nsys_exports import AUTOGRAD, MAIN, Export, a_step
@@ -273,3 +276,7 @@ def test_reading_leaves_no_file_behind(tmp_path):
     path.chmod(0o400)
     read_timeline(path)
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_summaries_are_of_the_shape_that_result_files_have(real, step):
+    assert [find_mismatch(json.loads(json.dumps(each)), NsysPayload) for each in (real, step)] == [None, None]

@@ -16,7 +16,9 @@ from dpscope.instruments.trace.capture import MODULE, Detail, module_ranges, rec
 from dpscope.instruments.trace.events import parse_events, read_trace
 from dpscope.instruments.trace.schedules import Schedule
 from dpscope.instruments.trace.summary import summarise
+from dpscope.results.payloads.trace import TracePayload
 from dpscope.results.store import NO_ROOM
+from dpscope.results.validation import find_mismatch
 from dpscope.vocabulary.phases import BACKWARD, CLIP, FORWARD, OPTIMIZER, phase
 
 EVERYTHING = Detail(shapes=True, memory=True, stacks=True, modules=True, flops=True)
@@ -199,3 +201,8 @@ def test_a_trace_that_torch_could_not_write_is_a_full_disk_and_not_a_missing_fil
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert caught.value.errno in NO_ROOM
+
+
+def test_the_summary_is_of_the_shape_that_result_files_have(summary):
+    assert {"modules", "memory"} <= set(summary)
+    assert find_mismatch(json.loads(json.dumps(summary)), TracePayload) is None

@@ -9,6 +9,8 @@ import pytest
 from dpscope.instruments.trace.analysis import operator_table
 from dpscope.instruments.trace.events import read_trace
 from dpscope.instruments.trace.summary import summarise
+from dpscope.results.payloads.trace import TracePayload
+from dpscope.results.validation import find_mismatch
 from tests import DATA
 
 CAPTURE, EXPECTED = DATA / "cuda_step_trace.json.gz", DATA / "cuda_step_trace.expected.json"
@@ -83,3 +85,7 @@ def test_the_capture_tells_nothing_of_the_machine_it_was_made_on(trace):
     names = [event.name for event in trace.frames]
     assert names
     assert not [name for name in names if name.startswith("/") or any(f"/{home}/" in name for home in ("home", "root"))]
+
+
+def test_the_summary_is_of_the_shape_that_result_files_have(summary):
+    assert find_mismatch(json.loads(json.dumps(summary)), TracePayload) is None

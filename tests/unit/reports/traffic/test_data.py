@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import csv
-
 import pytest
 
+from dpscope.reports.outputs import write_reports
+from dpscope.reports.report import Report
 from dpscope.reports.tables import compare_results
-from dpscope.reports.traffic.csv import TRAFFIC_CSV
-from dpscope.reports.traffic.data import compare_traffic
+from dpscope.reports.traffic import data
+from dpscope.reports.traffic.data import by_size
 from dpscope.results.schema import result_for
 from tests.unit.reports.traffic_results import (
     CAPTURE,
@@ -19,12 +19,14 @@ from tests.unit.reports.traffic_results import (
     results_for,
     traffic_of,
 )
-from tests.unit.reports.writing import write
+
+
+def by_method(results):
+    return {traffic.method: traffic for group in by_size(compare_results(results)) for traffic in group}
 
 
 def traffics(*methods, **options):
-    found = compare_traffic(compare_results(results_for(*methods, **options)))
-    return {traffic.row.method: traffic for traffic in found}
+    return by_method(results_for(*methods, **options))
 
 
 def total(figures):
@@ -55,7 +57,7 @@ def test_operations_that_no_counter_saw_are_the_estimates_and_say_so():
     results = results_for("standard")
     results[1].ncu["flops"] = {"tensor": 0}
     results[1].ncu["estimate"]["flops"] = {"total": 10**11}
-    (traffic,) = compare_traffic(compare_results(results))
+    (traffic,) = by_method(results).values()
     assert (traffic.flops, traffic.flops_estimated, traffic.estimated) == (10**11, True, False)
     assert not traffics("standard")["standard"].flops_estimated
 
@@ -63,13 +65,13 @@ def test_operations_that_no_counter_saw_are_the_estimates_and_say_so():
 def test_images_are_counted_by_sample():
     spec = {**SPEC, "seq_len": None, "method": "standard", "instrument": "ncu"}
     result = result_for(spec, ncu={"source": "measured", "traffic": CAPTURE["traffic"]}, environment=ENVIRONMENT)
-    (traffic,) = compare_traffic(compare_results([result]))
+    (traffic,) = by_method([result]).values()
     assert traffic.items == (4, "sample")
 
 
 def test_a_measurement_is_never_compared_with_an_estimate():
     mixed = results_for("standard") + results_for("ghost", measured=False)
-    found = {traffic.row.method: traffic for traffic in compare_traffic(compare_results(mixed))}
+    found = by_method(mixed)
     assert found["ghost"].ratio is None
     assert found["ghost"].explanation is None
 
@@ -79,7 +81,7 @@ def test_where_only_some_rows_have_kernels_the_estimates_of_all_explain_the_extr
     for result in mixed:
         if result.ncu:
             result.ncu["estimate"]["kernels"] = {"rows": kernel_rows(result.experiment), "note": ""}
-    found = {traffic.row.method: traffic for traffic in compare_traffic(compare_results(mixed))}
+    found = by_method(mixed)
     assert found["standard"].kernels.source == "measured"
     assert found["flat"].explanation.kernels.source == "estimate"
     assert dict(found["flat"].explanation.extra)["clipping"] == 3 * 10**8
@@ -87,7 +89,7 @@ def test_where_only_some_rows_have_kernels_the_estimates_of_all_explain_the_extr
 
 def test_what_is_not_known_is_none_and_not_zero():
     result = result_for({**SPEC, "method": "flat", "instrument": "ncu"}, ncu={"source": "measured", "traffic": {}})
-    (traffic,) = compare_traffic(compare_results([result]))
+    (traffic,) = by_method([result]).values()
     known = (traffic.dram_bytes, traffic.ratio, traffic.intensity, traffic.bandwidth, traffic.flops, traffic.kernels)
     assert known == (None,) * 6
     assert traffic.extra_seconds_at_peak is None
@@ -118,16 +120,16 @@ def test_the_extra_over_standard_adds_up_over_families():
 
 
 def test_a_family_nobody_knows_is_other():
-    traffic = traffics("standard", per_kernel=True)["standard"]
-    traffic.data["kernels"]["rows"][0]["family"] = "a family of tomorrow"
-    assert "other" in traffic.kernels.bytes_by_family()
+    results = results_for("standard", per_kernel=True)
+    results[1].ncu["kernels"]["rows"][0]["family"] = "a family of tomorrow"
+    assert "other" in by_method(results)["standard"].kernels.bytes_by_family()
 
 
 def test_measured_rows_without_kernels_fall_back_to_the_estimates_kernels():
-    traffic = traffics("standard")["standard"]
-    assert traffic.kernels is None
-    traffic.data["estimate"]["kernels"] = {"rows": kernel_rows("standard")}
-    assert traffic.kernels.source == "estimate"
+    results = results_for("standard")
+    assert by_method(results)["standard"].kernels is None
+    results[1].ncu["estimate"]["kernels"] = {"rows": kernel_rows("standard")}
+    assert by_method(results)["standard"].kernels.source == "estimate"
 
 
 def test_extra_bytes_in_seconds_at_the_measured_bandwidth():
@@ -137,36 +139,13 @@ def test_extra_bytes_in_seconds_at_the_measured_bandwidth():
     assert flat.extra_seconds == pytest.approx(0.042 - 0.019)
 
 
-def read(path):
-    with path.open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def test_the_csv_holds_every_figure_of_every_row(tmp_path):
-    rows = compare_results(results_for(per_kernel=True))
-    assert write(TRAFFIC_CSV, rows, tmp_path) == [tmp_path / "traffic.csv", tmp_path / "traffic_kernels.csv"]
-    lines = read(tmp_path / "traffic.csv")
-    assert [line["method"] for line in lines] == ["standard", "flat", "ghost", "flash"]
-    assert lines[0]["dram_read_bytes"] == "1135307776"
-    assert lines[0]["l2_to_sm_bytes"] == str(CAPTURE["traffic"]["l2_to_sm_bytes"])
-    assert lines[0]["source"] == "measured"
-    assert lines[0]["l2_tex_read_bytes"] == ""  # not there
-    assert float(lines[1]["dram_bytes_ratio_to_standard"]) == pytest.approx(1.93, abs=0.01)
-    assert float(lines[0]["median_step_ms"]) == 19.0
-    kernels = read(tmp_path / "traffic_kernels.csv")
-    assert len(kernels) == sum(len(kernel_rows(method)) for method in ("standard", "flat", "ghost", "flash"))
-    first = kernels[0]
-    assert (first["method"], first["family"], first["calls"]) == ("standard", "optimizer", "2")
-    assert first["kernel"] == kernel_rows("standard")[0]["name"]
-
-
-def test_an_estimate_is_called_one_in_both_csv_files(tmp_path):
-    write(TRAFFIC_CSV, compare_results(results_for(measured=False)), tmp_path)
-    assert {line["source"] for line in read(tmp_path / "traffic.csv")} == {"estimate"}
-    assert all("ERR_NVGPUCTRPERM" in line["reason"] for line in read(tmp_path / "traffic.csv"))
-    assert {line["kernels_source"] for line in read(tmp_path / "traffic_kernels.csv")} == {"estimate"}
-
-
-def test_results_without_traffic_write_no_csv(tmp_path, make_result):
-    assert write(TRAFFIC_CSV, compare_results([make_result()]), tmp_path) == []
-    assert list(tmp_path.iterdir()) == []
+def test_text_page_figures_and_tables_of_a_report_compute_a_rows_traffic_once(tmp_path, monkeypatch):
+    made = []
+    original = data.Traffic.__init__
+    monkeypatch.setattr(
+        data.Traffic, "__init__", lambda self, row, *a, **b: made.append(row) or original(self, row, *a, **b)
+    )
+    report = Report.of([r for length in (256, 1024) for r in results_for(per_kernel=True, seq_len=length)])
+    write_reports(report, tmp_path)
+    assert len(made) == 8
+    assert {path.name for path in tmp_path.iterdir()} >= {"summary.txt", "report.html", "traffic.csv", "roofline.png"}

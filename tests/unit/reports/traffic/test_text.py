@@ -9,7 +9,7 @@ from dpscope.plain_text import render_plain
 from dpscope.reports.report import Report
 from dpscope.reports.tables import compare_results
 from dpscope.reports.text import summary
-from dpscope.reports.traffic.data import compare_traffic
+from dpscope.reports.traffic.data import by_size
 from dpscope.reports.traffic.text import traffic_section, traffic_verdict
 from tests.unit.reports.traffic_results import REASON, results_for
 
@@ -19,7 +19,7 @@ def section(results, width=110):
 
 
 def verdict(*methods, **options):
-    return " ".join(traffic_verdict(compare_traffic(compare_results(results_for(*methods, **options)))))
+    return " ".join(traffic_verdict(by_size(compare_results(results_for(*methods, **options)))))
 
 
 def test_a_row_shows_bytes_ratio_intensity_and_bandwidth():

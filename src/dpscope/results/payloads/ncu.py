@@ -1,0 +1,91 @@
+"""What the instrument `ncu` writes: the bytes of one step, counted by Nsight Compute or estimated from tensor sizes."""
+
+from __future__ import annotations
+
+from typing import Any, Final, Literal
+
+from typing_extensions import NotRequired, TypedDict
+
+MEASURED: Final = "measured"
+ESTIMATE: Final = "estimate"
+READ: Final = "dram_read_bytes"
+WRITE: Final = "dram_write_bytes"
+Direction = Literal["dram_read_bytes", "dram_write_bytes"]
+
+# Every figure of a step -> its heading in the tables of a summary; none: it is in traffic.csv alone.
+# `instruments.ncu.metrics.TRAFFIC` says how each is counted.
+BYTES = {
+    READ: "DRAM read",
+    WRITE: "written",
+    "l2_read_bytes": "L2 read",
+    "l2_write_bytes": "L2 written",
+    "l2_tex_read_bytes": "",
+    "l2_tex_write_bytes": "",
+    "l2_to_sm_bytes": "L2 to SM",
+    "sm_to_l2_bytes": "SM to L2",
+    "global_load_bytes": "",
+    "global_store_bytes": "",
+}
+# What is added up over the launches of a kernel.
+KERNEL_FIGURES = ("calls", READ, WRITE, "l2_to_sm_bytes", "flops", "time_ns")
+
+
+class KernelRow(TypedDict):
+    """A kernel, or in an estimate an operator, in one phase: the sum over its launches."""
+
+    name: str
+    family: str
+    phase: NotRequired[str | None]
+    calls: NotRequired[int]
+    dram_read_bytes: NotRequired[int | None]
+    dram_write_bytes: NotRequired[int | None]
+    l2_to_sm_bytes: NotRequired[int | None]
+    flops: NotRequired[int | None]
+    time_ns: NotRequired[int | None]
+
+
+class Kernels(TypedDict, total=False):
+    """Empty where nothing was counted kernel by kernel."""
+
+    rows: list[KernelRow]
+    calls_seen: int
+    calls_total: int | None
+    note: str
+
+
+class Estimate(TypedDict, total=False):
+    """Empty where it failed beside a measurement; without `kernels` where those stand in for measured ones."""
+
+    dram_read_bytes: int
+    dram_write_bytes: int
+    flops: dict[str, int]
+    kernels: Kernels
+    blind_spots: list[str]
+
+
+class Ceilings(TypedDict, total=False):
+    """What this machine reaches at its best; empty without a GPU."""
+
+    dram_bytes_per_second: float
+    tensor_flops_per_second: float
+    fp32_flops_per_second: float
+    how: str
+
+
+class Counted(TypedDict):
+    """What one range comes to."""
+
+    traffic: dict[str, int]  # figures named in `BYTES`
+    flops: NotRequired[dict[str, int]]
+    metrics: NotRequired[dict[str, Any]]  # as ncu names and gives them
+    missing: NotRequired[dict[str, str]]  # figure -> why it is not there
+
+
+class NcuPayload(Counted):
+    source: Literal["measured", "estimate"]
+    reason: NotRequired[str | None]  # why it is an estimate
+    ncu_version: NotRequired[str | None]
+    estimate: NotRequired[Estimate]
+    kernels: NotRequired[Kernels]
+    ceilings: NotRequired[Ceilings]
+    command: NotRequired[list[str]]

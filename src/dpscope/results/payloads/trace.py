@@ -1,0 +1,132 @@
+"""What the instrument `trace` writes: milliseconds of an average step under torch.profiler, and whose they were."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from typing_extensions import NotRequired, TypedDict
+
+
+class Phase(TypedDict):
+    phase: str
+    cpu_ms: float
+    gpu_ms: float
+
+
+class Operator(TypedDict):
+    """An operator in one phase, without what it calls."""
+
+    operator: str
+    phase: str
+    count: float
+    self_cpu_ms: float
+    gpu_ms: float
+
+
+class Kernel(TypedDict):
+    kernel: str
+    family: str
+    count: float
+    ms: float
+    occupancy_percent: NotRequired[float]  # not of those that are summed up
+
+
+class Family(TypedDict):
+    family: str
+    count: float
+    ms: float
+
+
+class NamedWork(TypedDict):
+    """Kernels and operators with a word in their names."""
+
+    word: str
+    kernels: float
+    kernel_ms: float
+    operators: float
+    operator_cpu_ms: float
+    operator_gpu_ms: float
+
+
+class Synchronisation(TypedDict):
+    call: str
+    operator: str
+    phase: str
+    where: str  # a line of Python, where stacks were recorded
+    count: float
+    ms: float
+
+
+class Copy(TypedDict):
+    kind: str  # HtoD, DtoH, DtoD
+    operator: str
+    phase: str
+    count: float
+    bytes: float
+    ms: float
+
+
+class Cast(TypedDict):
+    formats: str
+    phase: str
+    count: float
+    cpu_ms: float
+    gpu_ms: float
+
+
+class ModuleTime(TypedDict):
+    module: str
+    cpu_ms: float
+    gpu_ms: float
+    phases: NotRequired[dict[str, float]]  # in the time of the trace's basis; not of those that are summed up
+
+
+class Allocations(TypedDict):
+    operator: str
+    device: str
+    allocations: float
+    allocated_bytes: float
+    net_bytes: float
+
+
+class TracedMemory(TypedDict):
+    operators: list[Allocations]
+    highest_total_bytes: dict[str, float]  # by device
+    over_time: dict[str, list[tuple[float, int]]]  # by device: milliseconds, bytes
+
+
+class GpuTime(TypedDict):
+    busy_ms: float
+    idle_ms: float
+    idle_waiting_for_host_ms: float
+    idle_between_queued_ms: float
+    idle_at_end_ms: float
+    overlap_ms: float
+    kernels: float
+    mean_kernel_us: float
+
+
+class TracePayload(TypedDict):
+    basis: Literal["gpu", "cpu"]
+    steps: int
+    step_ms: float
+    each_step_ms: list[float]
+    phases: list[Phase]
+    operators: list[Operator]
+    outside_operators_ms: float
+    named: list[NamedWork]
+    synchronisations: list[Synchronisation]
+    casts: list[Cast]
+    # Of a trace with a GPU.
+    gpu: NotRequired[GpuTime]
+    kernels: NotRequired[list[Kernel]]
+    families: NotRequired[list[Family]]
+    copies: NotRequired[list[Copy]]
+    # Where they were asked for.
+    modules: NotRequired[list[ModuleTime]]
+    memory: NotRequired[TracedMemory]
+    flops: NotRequired[dict[str, float]]
+    # How it was recorded, and the size of each file.
+    schedule: NotRequired[dict[str, Any]]
+    detail: NotRequired[dict[str, Any]]
+    files: NotRequired[dict[str, int]]
