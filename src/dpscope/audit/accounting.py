@@ -6,18 +6,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from dpscope.audit.loop import CouldNotStep, RunningLoop, Stage
+from dpscope.audit.loop import LoopFactory, RunningLoop, StepFailed
 from dpscope.audit.samples import Samples
-from dpscope.audit.verdict import Finding, conclude
+from dpscope.audit.verdict import Finding, conclude, not_tried
 
 DELTA = 1e-5
-SAME = 1e-6  # relative: epsilons of the same accountant on the same history
-TIGHTER = 0.99  # of the tightest known epsilon: nobody can truthfully say less
+EPSILON_TOLERANCE = 1e-6  # relative: epsilons of the same accountant on the same history
+TIGHTEST = 0.99  # of the tightest known epsilon: nobody can truthfully say less
 
 
 @dataclass
 class AccountingTest:
-    stage: Stage
+    factory: LoopFactory
     samples: Samples
     clip_norm: float
     noise_multiplier: float
@@ -29,15 +29,15 @@ class AccountingTest:
         self.progress("the accountant")
         try:
             run, taken = self._take(self.sizes)
-        except CouldNotStep as error:
-            return conclude([], 0, "steps", untried=[str(error)])
+        except StepFailed as error:
+            return not_tried("steps", str(error))
         if run.loop.accountant is None:
-            return conclude([], 0, "steps", untried=["it keeps no accountant that can be asked"])
+            return not_tried("steps", "it keeps no accountant that can be asked")
         try:
             history = _history(run.loop.accountant)
         except (AttributeError, TypeError, ValueError):
             why = "the accountant has no history of (noise multiplier, sample rate, steps)"
-            return conclude([], 0, "steps", untried=[why])
+            return not_tried("steps", why)
         faults = [*self._counts(history, taken), *self._entries(history, run)]
         if not faults:
             faults = list(self._epsilon(run, history, sum(taken.values())))
@@ -46,12 +46,12 @@ class AccountingTest:
 
     def _take(self, sizes: tuple[int, ...]) -> tuple[RunningLoop, dict[str, int]]:
         """Steps taken, by kind. A loop that refuses empty batches is tried without them."""
-        run = self.stage.loop(max_grad_norm=self.clip_norm, noise_multiplier=self.noise_multiplier)
+        run = self.factory.loop(max_grad_norm=self.clip_norm, noise_multiplier=self.noise_multiplier)
         ordinary = self.samples.ordinary
         for size in sizes if run.loop.accountant is not None else ():
             try:
                 run.step(self.samples.batch([ordinary[k % len(ordinary)] for k in range(size)]))
-            except CouldNotStep as error:
+            except StepFailed as error:
                 if size:
                     raise
                 self.untried.append(f"an empty batch: {error}")
@@ -72,12 +72,12 @@ class AccountingTest:
     def _entries(self, history: list[tuple[float, float, int]], run: RunningLoop) -> Iterator[str]:
         wanted = run.loop.sample_rate
         for noise_multiplier, sample_rate, steps in history:
-            if abs(noise_multiplier - self.noise_multiplier) > SAME * self.noise_multiplier:
+            if abs(noise_multiplier - self.noise_multiplier) > EPSILON_TOLERANCE * self.noise_multiplier:
                 yield (
                     f"the accountant was told a noise multiplier of {noise_multiplier:g} for {steps} steps, where "
                     f"{self.noise_multiplier:g} was asked for"
                 )
-            if wanted is not None and abs(sample_rate - wanted) > SAME * wanted:
+            if wanted is not None and abs(sample_rate - wanted) > EPSILON_TOLERANCE * wanted:
                 yield (
                     f"the accountant was told a sample rate of {sample_rate:g} for {steps} steps, where batches are "
                     f"drawn at {wanted:g}"
@@ -97,7 +97,7 @@ class AccountingTest:
         reference = create_accountant(known or "prv")
         reference.history = [(self.noise_multiplier, run.loop.sample_rate or history[0][1], steps)]
         said, right = float(accountant.get_epsilon(delta=DELTA)), float(reference.get_epsilon(delta=DELTA))
-        wrong = abs(said - right) > SAME * right if known else said < TIGHTER * right
+        wrong = abs(said - right) > EPSILON_TOLERANCE * right if known else said < TIGHTEST * right
         if wrong:
             yield (
                 f"after {steps} steps the accountant says ε = {said:.4g} at δ = {DELTA:g}; Opacus's {known or 'prv'} "

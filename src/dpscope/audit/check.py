@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from dpscope import numbers
 from dpscope.audit.accounting import AccountingTest
-from dpscope.audit.loop import Batch, CouldNotStep, MakeLoop, Stage
+from dpscope.audit.loop import LoopFactory, MakeLoop, StepFailed
 from dpscope.audit.neighbours import NeighbourTest
 from dpscope.audit.noise import NoiseTest
 from dpscope.audit.norms import UNCLIPPED, sample_norms, usual_clip_norm
@@ -14,9 +14,10 @@ from dpscope.audit.plain_sgd import require_plain_sgd
 from dpscope.audit.samples import Samples
 from dpscope.audit.sizes import sizes_to_try
 from dpscope.audit.verdict import NOT_TRIED, Audit, Finding
+from dpscope.workloads.workload import Batch
 
 # Without noise there is none to be tried.
-NOISE = numbers.RealNumber("noise multiplier", 1e-6, 1e6)
+TRIED_NOISE = numbers.RealNumber("noise multiplier", 1e-6, 1e6)
 
 
 def check_loop(
@@ -36,22 +37,22 @@ def check_loop(
     and dictionaries of them, whose first dimension is the sample. Clip norms are chosen by the samples' norms, and
     `max_grad_norm` is tried as well; `sizes` replaces the batch sizes that coincide with other lengths of the model.
     """
-    noise_multiplier = NOISE(noise_multiplier)
+    noise_multiplier = TRIED_NOISE(noise_multiplier)
     max_grad_norm = None if max_grad_norm is None else numbers.MAX_GRAD_NORM(max_grad_norm)
     sizes = None if sizes is None else [numbers.TRIED_SIZE(size) for size in sizes]
-    stage, samples = Stage(make_loop, numbers.SEED(seed)), Samples(batches)
+    factory, samples = LoopFactory(make_loop, numbers.SEED(seed)), Samples(batches)
     try:
         progress("norms of single samples")
-        require_plain_sgd(stage.loop(max_grad_norm=UNCLIPPED), samples)
-        unclipped = stage.loop(max_grad_norm=UNCLIPPED)
+        require_plain_sgd(factory.loop(max_grad_norm=UNCLIPPED), samples)
+        unclipped = factory.loop(max_grad_norm=UNCLIPPED)
         norms = sample_norms(unclipped, samples)
         chosen = sizes_to_try(unclipped, samples) if sizes is None else sizes
-    except CouldNotStep as error:
+    except StepFailed as error:
         return Audit(*(Finding(NOT_TRIED, untried=[str(error)]) for _ in range(3)))
     clip_norm = max_grad_norm or usual_clip_norm(norms, samples)
     batch_size = min(4, len(samples.ordinary))
     return Audit(
-        neighbours=NeighbourTest(stage, samples, norms, chosen, max_grad_norm, progress).run(),
-        noise=NoiseTest(stage, samples, clip_norm, noise_multiplier, batch_size, progress).run(),
-        accounting=AccountingTest(stage, samples, clip_norm, noise_multiplier, progress=progress).run(),
+        neighbours=NeighbourTest(factory, samples, norms, chosen, max_grad_norm, progress).run(),
+        noise=NoiseTest(factory, samples, clip_norm, noise_multiplier, batch_size, progress).run(),
+        accounting=AccountingTest(factory, samples, clip_norm, noise_multiplier, progress=progress).run(),
     )

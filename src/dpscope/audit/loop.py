@@ -1,4 +1,4 @@
-"""A private training loop as an audit drives it: one step on a batch of our choice, read off the parameters."""
+"""A private training loop as an audit drives it: one step on a given batch, read off the parameters."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from dpscope.errors import UserError
+from dpscope.workloads.workload import Batch
 
-Batch = Any
-Tensors = dict[str, Tensor]
+Tensors = dict[str, Tensor]  # by the name of a parameter or buffer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,18 +42,18 @@ class MakeLoop(Protocol):
     def __call__(self, *, noise_multiplier: float, max_grad_norm: float, seed: int) -> Loop: ...
 
 
-class CouldNotStep(Exception):
-    """The loop raised an error of its own, which is said in a sentence."""
+class StepFailed(Exception):
+    """The loop raised an error; the message says which, in a sentence."""
 
 
 @dataclass(frozen=True)
-class Observed:
+class ObservedStep:
     """One step: what it added up, and buffers that it changed. float64, wherever the parameters are."""
 
     sums: Tensors
     buffers: Tensors
 
-    def distance(self, other: Observed) -> float:
+    def distance(self, other: ObservedStep) -> float:
         """‖Σ − Σ'‖ over all parameters; infinite where either is not finite."""
         return _norm(self.sums[name] - other.sums[name] for name in self.sums)
 
@@ -68,7 +68,7 @@ def _norm(tensors: Iterable[Tensor]) -> float:
     return norm if math.isfinite(norm) else math.inf
 
 
-class Stage:
+class LoopFactory:
     """Makes loops that all start from the same parameters: those of the first one."""
 
     def __init__(self, make_loop: MakeLoop, seed: int) -> None:
@@ -87,7 +87,7 @@ class Stage:
         self.made += 1
         seed = (self.seed + self.made) % 2**63
         torch.manual_seed(seed)
-        with _their_errors():
+        with _loop_errors():
             loop = self.make_loop(noise_multiplier=noise_multiplier, max_grad_norm=max_grad_norm, seed=seed)
         if not isinstance(loop, Loop):
             raise UserError(f"make_loop has to return a dpscope.Loop, not {type(loop).__name__}")
@@ -112,45 +112,45 @@ class Stage:
 
 
 class RunningLoop:
-    """A loop whose parameters are put back after every step; whatever else it keeps, it keeps.
+    """A loop whose parameters and buffers are reset before every step, and nothing else of it.
 
-    After a step that raised an error a new loop takes its place: nobody knows what the error has left behind.
+    A step that raises an error may leave anything behind, so a new loop then takes its place.
     """
 
-    def __init__(self, stage: Stage, max_grad_norm: float, noise_multiplier: float) -> None:
-        self.stage = stage
+    def __init__(self, factory: LoopFactory, max_grad_norm: float, noise_multiplier: float) -> None:
+        self.factory = factory
         self.max_grad_norm, self.noise_multiplier = max_grad_norm, noise_multiplier
-        self.loop = stage.make(max_grad_norm, noise_multiplier)
+        self.loop = factory.make(max_grad_norm, noise_multiplier)
 
-    def step(self, batch: Batch, factor: float = 1.0) -> Observed:
-        """From the parameters of the start, times `factor`."""
-        start = {name: p * factor if p.is_floating_point() else p for name, p in self.stage.start.items()}
+    def step(self, batch: Batch, factor: float = 1.0) -> ObservedStep:
+        """One step from the parameters of the start, times `factor`."""
+        start = {name: p * factor if p.is_floating_point() else p for name, p in self.factory.start.items()}
         self._restore(start)
         try:
-            with _their_errors():
+            with _loop_errors():
                 self.loop.step(batch)
             sums = {
                 name: (start[name].double() - p.detach().double()) / self.loop.scale
                 for name, p in self.loop.model.named_parameters()
                 if p.is_floating_point()
             }
-            return Observed(sums, self._changed_buffers())
-        except CouldNotStep:
-            self.loop = self.stage.make(self.max_grad_norm, self.noise_multiplier)
+            return ObservedStep(sums, self._changed_buffers())
+        except StepFailed:
+            self.loop = self.factory.make(self.max_grad_norm, self.noise_multiplier)
             raise
 
     @torch.no_grad()
     def _restore(self, start: Tensors) -> None:
         for name, p in self.loop.model.named_parameters():
-            if name not in self.stage.start or self.stage.start[name].shape != p.shape:
+            if name not in self.factory.start or self.factory.start[name].shape != p.shape:
                 raise UserError(f"make_loop has to return the same model every time, but {name} is not in the first")
             p.copy_(start[name])
         for name, b in self.loop.model.named_buffers():
-            if name in self.stage.start_buffers and self.stage.start_buffers[name].shape == b.shape:
-                b.copy_(self.stage.start_buffers[name])
+            if name in self.factory.start_buffers and self.factory.start_buffers[name].shape == b.shape:
+                b.copy_(self.factory.start_buffers[name])
 
     def _changed_buffers(self) -> Tensors:
-        start = self.stage.start_buffers
+        start = self.factory.start_buffers
         return {
             name: b.detach().double()
             for name, b in self.loop.model.named_buffers()
@@ -159,12 +159,12 @@ class RunningLoop:
 
 
 @contextmanager
-def _their_errors() -> Iterator[None]:
+def _loop_errors() -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError:
-        raise CouldNotStep("out of GPU memory") from None
+        raise StepFailed("out of GPU memory") from None
     except Exception as error:
         said = " ".join(str(error).split()) or "no message"
         name = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-        raise CouldNotStep(f"{name}{said[:300]}") from error
+        raise StepFailed(f"{name}{said[:300]}") from error

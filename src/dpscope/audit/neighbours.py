@@ -6,7 +6,7 @@ most 2C, whatever the other samples are. All privacy accounting rests on this an
 A batch is moved three ways, each on one loop that lives through all of its batches, as in training:
 
     copies     one sample B times, C a little above its norm: what a neighbour does to the others adds up B − 1 times
-    clipped    ordinary samples in batches of telling sizes, C far below their norms: all that counts is directions
+    clipped    ordinary samples in batches of sizes that coincide with other lengths, C far below their norms
     mixed      ordinary samples, C between their norms
 """
 
@@ -17,19 +17,19 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from dpscope.audit.loop import CouldNotStep, Observed, RunningLoop, Stage
+from dpscope.audit.loop import LoopFactory, ObservedStep, RunningLoop, StepFailed
 from dpscope.audit.norms import UNCLIPPED
 from dpscope.audit.samples import ZEROS, Samples
-from dpscope.audit.tracing import where_others_moved
-from dpscope.audit.verdict import Finding, conclude
+from dpscope.audit.tracing import locate_mixing
+from dpscope.audit.verdict import Finding, conclude, not_tried
 
 REPLACED, REMOVED = "replacing", "removing"
 BOUNDS = {REPLACED: 2.0, REMOVED: 1.0}  # of C
-SLACK = 1e-3  # relative: what rounding may add
-COPIES = 6
-VANISHING = 1e-2  # of the usual norm: a gradient below it may be nothing but rounding
+ROUNDING_SLACK = 1e-3  # relative: what rounding may add
+COPIES_IN_BATCH = 6
+MIN_NORM_SHARE = 1e-2  # of the usual norm: a gradient below it may be nothing but rounding
 OTHER_PARAMETERS = (4.0, 0.25)  # times those of the start
-ROUNDING = 0.05  # of C: beyond it, nothing can be read off the parameters
+MAX_ROUNDING_OF_CLIP_NORM = 0.05  # of C: beyond it, nothing can be read off the parameters
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Trial:
     clip_norm: float
     moved: float  # in C
     limit: float  # in C
-    buffers: tuple[str, ...] = ()  # that are not the same afterwards
+    buffers: tuple[str, ...] = ()  # that differ afterwards
 
     @property
     def share(self) -> float:
@@ -58,9 +58,9 @@ class Trial:
 
 @dataclass
 class NeighbourTest:
-    """Runs the trials and gathers what they gave."""
+    """Runs the trials and collects their results."""
 
-    stage: Stage
+    factory: LoopFactory
     samples: Samples
     norms: dict[int, float]  # of samples by themselves
     sizes: Sequence[int]
@@ -74,7 +74,7 @@ class NeighbourTest:
         usable = [index for index in self.samples.ordinary if self.norms.get(index)]
         if not usable:
             why = "no sample has a finite gradient that is not zero, so that nothing moves"
-            return conclude([], 0, "trials", untried=[why])
+            return not_tried("trials", why)
         self._copies(usable)
         self._sizes(usable)
         worst = max(self.trials, key=lambda trial: trial.share, default=None)
@@ -85,25 +85,25 @@ class NeighbourTest:
     # -- batches -------------------------------------------------------------------------------------------------------
 
     def _copies(self, usable: list[int]) -> None:
-        """Each base repeated, C just above its norm in that company."""
+        """Batches of one sample repeated, C just above its norm in such a batch."""
         extremes = [i for name, i in self.samples.extremes.items() if name != ZEROS and self.norms.get(i)]
         by_norm = sorted(usable, key=lambda index: self.norms[index])
         bases = list(dict.fromkeys([by_norm[0], by_norm[-1], *extremes]))
         others = [usable[-1], *(index for index in self.samples.extremes.values() if index in self.norms)]
         usual = statistics.median(self.norms[index] for index in usable)
-        unclipped = self.stage.loop(max_grad_norm=UNCLIPPED)
+        unclipped = self.factory.loop(max_grad_norm=UNCLIPPED)
         for base in bases:
-            self.progress(f"neighbours of {COPIES} copies")
-            batch = [base] * COPIES
+            self.progress(f"neighbours of {COPIES_IN_BATCH} copies")
+            batch = [base] * COPIES_IN_BATCH
             try:
-                norm = unclipped.step(self.samples.batch(batch)).norm / COPIES
-            except CouldNotStep as error:
-                self._give_up(f"batches of {COPIES}", str(error))
+                norm = unclipped.step(self.samples.batch(batch)).norm / COPIES_IN_BATCH
+            except StepFailed as error:
+                self._note_untried(f"batches of {COPIES_IN_BATCH}", str(error))
                 return
             if math.isfinite(norm):
-                clip_norm = 1.05 * max(norm, VANISHING * usual)
-                position = len(self.trials) % COPIES
-                self._around(self.stage.loop(max_grad_norm=clip_norm), clip_norm, batch, position, others)
+                clip_norm = 1.05 * max(norm, MIN_NORM_SHARE * usual)
+                position = len(self.trials) % COPIES_IN_BATCH
+                self._try_neighbours(self.factory.loop(max_grad_norm=clip_norm), clip_norm, batch, position, others)
 
     def _sizes(self, usable: list[int]) -> None:
         known = [self.norms[index] for index in usable]
@@ -114,27 +114,27 @@ class NeighbourTest:
 
     def _sequence(self, clip_norm: float, sizes: list[int], usable: list[int]) -> None:
         """Batches of these sizes on one loop, as Poisson sampling gives them; then the first one again."""
-        loop = self.stage.loop(max_grad_norm=clip_norm)
+        loop = self.factory.loop(max_grad_norm=clip_norm)
         extremes = [index for index in self.samples.extremes.values() if index in self.norms]
-        first: tuple[list[int], Observed] | None = None
+        first: tuple[list[int], ObservedStep] | None = None
         for turn, size in enumerate(sizes):
             self.progress(f"neighbours in batches of {size}")
             batch = [usable[(turn + k) % len(usable)] for k in range(size)]
             # In turn: a sample that is in the batch already, one that is not, and the extreme ones.
             others = [batch[0], usable[(turn + size) % len(usable)], *extremes]
-            base = self._around(loop, clip_norm, batch, [0, size - 1][turn % 2], [others[turn % len(others)]])
+            base = self._try_neighbours(loop, clip_norm, batch, [0, size - 1][turn % 2], [others[turn % len(others)]])
             if base is not None and first is None:
                 first = (batch, base)
         if first is None:
             return
         if first[0]:
-            self._elsewhere(loop, clip_norm, first[0][0])
+            self._at_other_parameters(loop, clip_norm, first[0][0])
         try:
             again = loop.step(self.samples.batch(first[0]))
-        except CouldNotStep:
+        except StepFailed:
             return
         drift = again.distance(first[1]) / clip_norm
-        if drift > SLACK * len(first[0]) + self._rounding(loop, clip_norm):
+        if drift > ROUNDING_SLACK * len(first[0]) + self._rounding(loop, clip_norm):
             self.drifts.append(
                 f"the same batch without noise gives another sum after other batches (by {drift:.3g} C): "
                 "something of one step is carried into the next, so that a sample counts in steps it is not in"
@@ -142,64 +142,64 @@ class NeighbourTest:
 
     # -- trials --------------------------------------------------------------------------------------------------------
 
-    def _around(
+    def _try_neighbours(
         self, loop: RunningLoop, clip_norm: float, batch: list[int], position: int, others: Sequence[int]
-    ) -> Observed | None:
+    ) -> ObservedStep | None:
         """The batch, then its neighbours: others in the place of one sample, and without it."""
         rounding = self._rounding(loop, clip_norm)
-        if rounding > ROUNDING:
+        if rounding > MAX_ROUNDING_OF_CLIP_NORM:
             lost = (
                 "updates are lost in the rounding of the parameters: take a larger learning rate, and so a larger scale"
             )
-            self._give_up(f"clipping at {clip_norm:.3g}", lost)
+            self._note_untried(f"clipping at {clip_norm:.3g}", lost)
             return None
         base = self._try(loop, batch)
         if base is None:
             return None
         changes: list[tuple[str, int | None]] = [(REPLACED, other) for other in others if other != batch[position]]
-        odd: list[tuple[list[int], Observed]] = []  # batches with another sample in that place
+        replaced: list[tuple[list[int], ObservedStep]] = []  # batches with another sample in that place
         for change, other in [*changes, (REMOVED, None)]:
             trial = Trial(change, tuple(batch), position, other, clip_norm, 0.0, 1.0)
             neighbour = self._try(loop, trial.neighbour)
             if neighbour is None:
                 continue
-            self._note(trial, base, neighbour, rounding)
+            self._record(trial, base, neighbour, rounding)
             if change == REPLACED:
-                odd.append((trial.neighbour, neighbour))
+                replaced.append((trial.neighbour, neighbour))
             else:  # without it, all of them are the same batch
-                for larger, sums in odd:
+                for larger, sums in replaced:
                     without = Trial(REMOVED, tuple(larger), position, None, clip_norm, 0.0, 1.0)
-                    self._note(without, sums, neighbour, rounding)
+                    self._record(without, sums, neighbour, rounding)
         return base
 
-    def _elsewhere(self, loop: RunningLoop, clip_norm: float, sample: int) -> None:
+    def _at_other_parameters(self, loop: RunningLoop, clip_norm: float, sample: int) -> None:
         """A sample alone, at other parameters: norms that were taken at those of the first steps do not fit there."""
         for factor in OTHER_PARAMETERS:
             try:
                 alone, nobody = (loop.step(self.samples.batch(batch), factor) for batch in ([sample], []))
-            except CouldNotStep:
+            except StepFailed:
                 return
             if math.isfinite(alone.norm) and math.isfinite(nobody.norm):
                 trial = Trial(REMOVED, (sample,), 0, None, clip_norm, 0.0, 1.0)
-                self._note(trial, alone, nobody, max(1.0, factor) * self._rounding(loop, clip_norm))
+                self._record(trial, alone, nobody, max(1.0, factor) * self._rounding(loop, clip_norm))
 
-    def _note(self, trial: Trial, base: Observed, neighbour: Observed, rounding: float) -> None:
-        limit = BOUNDS[trial.change] * (1 + SLACK) + rounding
+    def _record(self, trial: Trial, base: ObservedStep, neighbour: ObservedStep, rounding: float) -> None:
+        limit = BOUNDS[trial.change] * (1 + ROUNDING_SLACK) + rounding
         moved = neighbour.distance(base) / trial.clip_norm
         buffers = tuple(_different_buffers(base, neighbour))
         self.trials.append(replace(trial, moved=moved, limit=limit, buffers=buffers))
 
     def _rounding(self, loop: RunningLoop, clip_norm: float) -> float:
-        return self.stage.rounding(loop.loop.scale) / clip_norm
+        return self.factory.rounding(loop.loop.scale) / clip_norm
 
-    def _try(self, loop: RunningLoop, batch: list[int]) -> Observed | None:
+    def _try(self, loop: RunningLoop, batch: list[int]) -> ObservedStep | None:
         try:
             return loop.step(self.samples.batch(batch))
-        except CouldNotStep as error:
-            self._give_up(f"batches of {len(batch)}" if batch else "an empty batch", str(error))
+        except StepFailed as error:
+            self._note_untried(f"batches of {len(batch)}" if batch else "an empty batch", str(error))
             return None
 
-    def _give_up(self, what: str, why: str) -> None:
+    def _note_untried(self, what: str, why: str) -> None:
         reasons = self.untried.setdefault(why, [])
         if what not in reasons:
             reasons.append(what)
@@ -211,7 +211,7 @@ class NeighbourTest:
         beyond = [trial for trial in self.trials if not trial.moved <= trial.limit]
         if beyond:
             faults.append(self._sentence(max(beyond, key=lambda trial: trial.share), len(beyond)))
-            faults += self._culprit(beyond)
+            faults += self._locate(beyond)
         if leaking := next((trial for trial in self.trials if trial.buffers), None):
             faults.append(
                 f"{', '.join(leaking.buffers[:3])}, no parameter, changes with a single sample, and no noise is added"
@@ -233,7 +233,7 @@ class NeighbourTest:
     def _name(self, index: int) -> str:
         return next((name for name, i in self.samples.extremes.items() if i == index), "another")
 
-    def _culprit(self, beyond: list[Trial]) -> Iterator[str]:
+    def _locate(self, beyond: list[Trial]) -> Iterator[str]:
         """Where the rows of other samples moved: found by replacing, so that rows stay in their places."""
         replaced = [trial for trial in beyond if trial.other is not None and len(trial.batch) > 1]
         if not replaced:
@@ -241,12 +241,12 @@ class NeighbourTest:
                 yield "replacing a sample stays within its bound: does the sum depend on the batch's own size?"
             return
         trial = max(replaced, key=lambda trial: trial.share)
-        loop = self.stage.loop(max_grad_norm=trial.clip_norm)
+        loop = self.factory.loop(max_grad_norm=trial.clip_norm)
         batches = self.samples.batch(trial.batch), self.samples.batch(trial.neighbour)
-        yield where_others_moved(loop, *batches, trial.position, len(trial.batch))
+        yield locate_mixing(loop, *batches, trial.position, len(trial.batch))
 
 
-def _different_buffers(base: Observed, neighbour: Observed) -> list[str]:
+def _different_buffers(base: ObservedStep, neighbour: ObservedStep) -> list[str]:
     both = base.buffers.keys() & neighbour.buffers.keys()
     return sorted(
         name

@@ -1,4 +1,4 @@
-"""The noise of a loop: what steps with noise add to those without, along a run, in resumed runs and in another."""
+"""The noise of a loop: the difference of steps with and without it, in one run, in resumed runs and in another run."""
 
 from __future__ import annotations
 
@@ -9,50 +9,50 @@ from typing import Any
 
 from torch import Tensor
 
-from dpscope.audit.loop import CouldNotStep, Observed, RunningLoop, Stage
-from dpscope.audit.normality import AVAILABLE, VALUES, NoisyStep, find_faults
+from dpscope.audit.loop import LoopFactory, ObservedStep, RunningLoop, StepFailed
+from dpscope.audit.normality import SCIPY_INSTALLED, VALUES_PER_PARAMETER, NoisyStep, find_noise_faults
 from dpscope.audit.samples import Samples
-from dpscope.audit.verdict import Finding, conclude
+from dpscope.audit.verdict import Finding, conclude, not_tried
 
-STEPS, MOST_STEPS = 8, VALUES
-ROUNDING = 0.02  # of σC, in each value: beyond it, noise cannot be read off the parameters
+MIN_STEPS, MAX_STEPS = 8, VALUES_PER_PARAMETER
+MAX_ROUNDING_OF_NOISE = 0.02  # of σC, in each value: beyond it, noise cannot be read off the parameters
 
 
 @dataclass
 class NoiseTest:
-    stage: Stage
+    factory: LoopFactory
     samples: Samples
     clip_norm: float
     noise_multiplier: float
     batch_size: int
     progress: Callable[[str], None] = lambda _: None
     untried: list[str] = field(default_factory=list)
-    without: dict[int, Observed] = field(default_factory=dict)  # by batch size: the noiseless step
+    without: dict[int, ObservedStep] = field(default_factory=dict)  # by batch size: the noiseless step
     steps: list[NoisyStep] = field(default_factory=list)
 
     def run(self) -> Finding:
-        if not AVAILABLE:
-            return conclude([], 0, "steps", untried=["scipy is not installed: pip install scipy"])
+        if not SCIPY_INSTALLED:
+            return not_tried("steps", "scipy is not installed: pip install scipy")
         try:
             self._noiseless_steps()
             self._noisy_steps()
-        except CouldNotStep as error:
-            return conclude([], 0, "steps", untried=[str(error)])
+        except StepFailed as error:
+            return not_tried("steps", str(error))
         if rounding := self._rounding():
-            return conclude([], 0, "steps", untried=[rounding])
-        faults = find_faults(self.steps)
+            return not_tried("steps", rounding)
+        faults = find_noise_faults(self.steps)
         deviation = math.sqrt(sum(step.variance for step in self.steps) / len(self.steps))
         figures = {"standard_deviation_over_sigma_c": deviation}
         return conclude(faults, len(self.steps), "steps", untried=self.untried, figures=figures)
 
     def _noiseless_steps(self) -> None:
         self.progress("steps without noise")
-        loop = self.stage.loop(max_grad_norm=self.clip_norm)
+        loop = self.factory.loop(max_grad_norm=self.clip_norm)
         for size in dict.fromkeys((self.batch_size, 1)):
             self.without[size] = loop.step(self._batch(size))
         try:
             self.without[0] = loop.step(self._batch(0))
-        except CouldNotStep as error:
+        except StepFailed as error:
             self.untried.append(f"an empty batch: {error}")
 
     def _noisy_steps(self) -> None:
@@ -71,12 +71,12 @@ class NoiseTest:
         self._draw(self._new_run(), "step 1 of a run with another seed", 1)
 
     def _number_of_steps(self) -> int:
-        """So many that every parameter shows at least `VALUES` values."""
-        smallest = min(self.stage.start[name].numel() for name in self.stage.trainable)
-        return min(MOST_STEPS, max(STEPS, math.ceil(VALUES / max(1, smallest))))
+        """So many that every parameter shows at least `VALUES_PER_PARAMETER` values."""
+        smallest = min(self.factory.start[name].numel() for name in self.factory.trainable)
+        return min(MAX_STEPS, max(MIN_STEPS, math.ceil(VALUES_PER_PARAMETER / max(1, smallest))))
 
     def _new_run(self) -> RunningLoop:
-        return self.stage.loop(max_grad_norm=self.clip_norm, noise_multiplier=self.noise_multiplier)
+        return self.factory.loop(max_grad_norm=self.clip_norm, noise_multiplier=self.noise_multiplier)
 
     def _save(self, run: RunningLoop) -> tuple[Any] | None:
         if run.loop.save is None:
@@ -108,11 +108,11 @@ class NoiseTest:
     def _draw(self, run: RunningLoop, label: str, size: int) -> None:
         noisy, quiet = run.step(self._batch(size)), self.without[size]
         unit = self.noise_multiplier * self.clip_norm
-        noise = {name: (noisy.sums[name] - quiet.sums[name]) / unit for name in self.stage.trainable}
+        noise = {name: (noisy.sums[name] - quiet.sums[name]) / unit for name in self.factory.trainable}
         self.steps.append(NoisyStep.of(label, size, {n: z for n, z in noise.items() if self._trains(n, z)}))
 
     def _trains(self, name: str, noise: Tensor) -> bool:
-        """A parameter that no sample moves has nothing to hide: it may do without noise."""
+        """A parameter that no sample moves needs no noise."""
         return bool(noise.any()) or any(bool(step.sums[name].any()) for step in self.without.values())
 
     def _batch(self, size: int) -> Any:
@@ -121,9 +121,9 @@ class NoiseTest:
 
     def _rounding(self) -> str | None:
         scale = self._new_run().loop.scale
-        values = sum(p.numel() for p in self.stage.start.values())
-        lost = self.stage.rounding(scale) / math.sqrt(values) / (self.noise_multiplier * self.clip_norm)
-        if lost <= ROUNDING:
+        values = sum(p.numel() for p in self.factory.start.values())
+        lost = self.factory.rounding(scale) / math.sqrt(values) / (self.noise_multiplier * self.clip_norm)
+        if lost <= MAX_ROUNDING_OF_NOISE:
             return None
         return (
             f"noise is lost in the rounding of the parameters ({lost:.2g} of σC): a larger scale, that is, a larger "

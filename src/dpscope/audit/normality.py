@@ -2,7 +2,8 @@
 
 All tests together raise a false alarm with a probability of at most `FALSE_ALARM`, shared evenly among them. Each is
 exact for independent normals: Σz² is chi-square, their mean over their spread is Student's t, and the squared cosine of
-two vectors of n values is Beta(1/2, (n − 1)/2). `VALUES` values of a parameter tell noise of half the size.
+two vectors of n values is Beta(1/2, (n − 1)/2). The distributions are scipy's; what is tested are sums, so that a
+parameter may have any number of values. `VALUES_PER_PARAMETER` of them tell noise of half the size.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from itertools import combinations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dpscope.sentences import list_names
@@ -21,15 +24,15 @@ try:
     from scipy import stats  # type: ignore[import-untyped]
 except ModuleNotFoundError:
     stats = None
-AVAILABLE = stats is not None  # Opacus brings scipy along, but not everybody has Opacus
+SCIPY_INSTALLED = stats is not None  # Opacus brings scipy along, but not everybody has Opacus
 
 FALSE_ALARM = 1e-6
-VALUES = 128  # of each parameter, over all steps
-KEPT = 4096  # of a parameter, in each step, that are held against others
-FEW = 32  # values below which a cosine is not looked at
-POOLED = 2**17  # values whose distribution is looked at
-MISSING = 1e-8  # a variance that is none
-SAME = 0.99  # the cosine of vectors that are the same but for rounding
+VALUES_PER_PARAMETER = 128  # of each parameter, over all steps
+KEPT_VALUES = 4096  # of a parameter, in each step, that are held against others
+MIN_COSINE_VALUES = 32  # values below which a cosine is not looked at
+POOLED_VALUES = 2**17  # values whose distribution is looked at
+NO_VARIANCE = 1e-8  # a variance below it is zero
+SAME_COSINE = 0.99  # the cosine of vectors that are the same but for rounding
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ class NoisyStep:
             counts={name: z.numel() for name, z in flat.items()},
             sums={name: float(z.sum()) for name, z in flat.items()},
             squares={name: float(z.square().sum()) for name, z in flat.items()},
-            kept={name: z[:KEPT].cpu().clone() for name, z in flat.items()},
+            kept={name: z[:KEPT_VALUES].cpu().clone() for name, z in flat.items()},
         )
 
     @property
@@ -60,30 +63,36 @@ class NoisyStep:
         return sum(self.squares.values()) / max(1, sum(self.counts.values()))
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """One test: how likely so much is by chance, and what it was about."""
+class Kind(Enum):
+    """What a test measures."""
 
-    kind: str
-    p: float
-    about: tuple[str, ...]
+    SIZE = "standard deviation of a parameter's noise"
+    STEP_SIZE = "standard deviation of a step's noise"
+    MEAN = "mean of a parameter's noise"
+    REPEATED = "cosine of two steps"
+    SERIAL = "cosine of consecutive steps, in one parameter"
+    SHARED = "cosine of two parameters"
+    INSIDE = "cosine of two halves of a parameter"
+    SHAPE = "distance from the normal distribution"
+
+
+@dataclass(frozen=True)
+class TestResult:
+    kind: Kind
+    p: float  # the probability of so large a figure by chance
+    about: tuple[str, ...]  # labels of steps, or names of parameters
     figure: float
 
 
-SIZE, STEP_SIZE, MEAN, REPEATED, SERIAL, SHARED, INSIDE, SHAPE = (
-    *("size", "step size", "mean", "repeated", "serial", "shared", "inside", "shape"),
-)
-
-
-def find_faults(steps: Sequence[NoisyStep]) -> list[str]:
+def find_noise_faults(steps: Sequence[NoisyStep]) -> list[str]:
     """Sentences; none if the noise is what it should be."""
     if not all(math.isfinite(step.variance) for step in steps):
         return ["noisy steps leave inf or NaN in the parameters"]
-    if all(step.variance < MISSING for step in steps):
+    if all(step.variance < NO_VARIANCE for step in steps):
         return ["no noise is added: with and without it a step is the same"]
     names = [name for name in steps[0].counts if all(name in step.counts for step in steps)]
-    missing = [name for name in names if sum(step.squares[name] for step in steps) < MISSING]
-    silent = [step for step in steps if step.variance < MISSING]
+    missing = [name for name in names if sum(step.squares[name] for step in steps) < NO_VARIANCE]
+    silent = [step for step in steps if step.variance < NO_VARIANCE]
     present = [name for name in names if name not in missing]
     noisy = [step for step in steps if step not in silent]
     faults = []
@@ -96,29 +105,29 @@ def find_faults(steps: Sequence[NoisyStep]) -> list[str]:
             f"first is {silent[0].label}"
         )
     repetitions = list(_repetitions(noisy))
-    repeats = {a.about[1] for a in repetitions if a.p < FALSE_ALARM / len(repetitions) and abs(a.figure) > SAME}
+    repeats = {a.about[1] for a in repetitions if a.p < FALSE_ALARM / len(repetitions) and abs(a.figure) > SAME_COSINE}
     fresh = [step for step in noisy if step.label not in repeats]
-    outcomes = [*repetitions, *_look(fresh, present)]
-    alarms = [outcome for outcome in outcomes if outcome.p < FALSE_ALARM / len(outcomes)]
+    results = [*repetitions, *_run_tests(fresh, present)]
+    alarms = [result for result in results if result.p < FALSE_ALARM / len(results)]
     return faults + list(_sentences(alarms, fresh, present))
 
 
-def _look(steps: Sequence[NoisyStep], names: Sequence[str]) -> Iterator[Outcome]:
+def _run_tests(steps: Sequence[NoisyStep], names: Sequence[str]) -> Iterator[TestResult]:
     """All tests but that of repeated steps, on steps that repeat none."""
     yield from _sizes(steps, names)
     rows = {name: torch.stack([_unit_variance(step, name) for step in steps]) for name in names}  # (steps, values) each
     yield from _sharing(rows)
     for name, row in rows.items():
         half = row.shape[1] // 2
-        yield from _cosine(INSIDE, (name,), row[:, :half], row[:, half : 2 * half])
-        yield from _cosine(INSIDE, (name,), row[:, : 2 * half : 2], row[:, 1 : 2 * half : 2])
+        yield from _cosine(Kind.INSIDE, (name,), row[:, :half], row[:, half : 2 * half])
+        yield from _cosine(Kind.INSIDE, (name,), row[:, : 2 * half : 2], row[:, 1 : 2 * half : 2])
         for start in (0, 1):  # pairs of steps that share none
             pairs = row[start : start + 2 * ((len(row) - start) // 2)]
-            yield from _cosine(SERIAL, (name,), pairs[0::2], pairs[1::2])
+            yield from _cosine(Kind.SERIAL, (name,), pairs[0::2], pairs[1::2])
     pooled = torch.cat([row.flatten() for row in rows.values()])
-    pooled = pooled[torch.linspace(0, len(pooled) - 1, min(POOLED, len(pooled))).long()]
+    pooled = pooled[torch.linspace(0, len(pooled) - 1, min(POOLED_VALUES, len(pooled))).long()]
     result = stats.kstest(pooled.numpy(), "norm")
-    yield Outcome(SHAPE, float(result.pvalue), (), float(result.statistic))
+    yield TestResult(Kind.SHAPE, float(result.pvalue), (), float(result.statistic))
 
 
 def _unit_variance(step: NoisyStep, name: str) -> Tensor:
@@ -126,128 +135,129 @@ def _unit_variance(step: NoisyStep, name: str) -> Tensor:
     return step.kept[name] / math.sqrt(step.variance)
 
 
-def _sizes(steps: Sequence[NoisyStep], names: Sequence[str]) -> Iterator[Outcome]:
+def _sizes(steps: Sequence[NoisyStep], names: Sequence[str]) -> Iterator[TestResult]:
     for name in names:
         count = sum(step.counts[name] for step in steps)
         square, total = (sum(values) for values in zip(*((s.squares[name], s.sums[name]) for s in steps), strict=True))
-        yield Outcome(SIZE, _chi_square(square, count), (name,), math.sqrt(square / count))
+        yield TestResult(Kind.SIZE, _chi_square(square, count), (name,), math.sqrt(square / count))
         mean = total / count
-        spread = math.sqrt(max(MISSING, square / count - mean**2))
-        yield Outcome(MEAN, 2 * float(stats.t.sf(abs(mean) / spread * math.sqrt(count - 1), count - 1)), (name,), mean)
+        spread = math.sqrt(max(NO_VARIANCE, square / count - mean**2))
+        yield TestResult(
+            Kind.MEAN, 2 * float(stats.t.sf(abs(mean) / spread * math.sqrt(count - 1), count - 1)), (name,), mean
+        )
     for step in steps:
         count, square = sum(step.counts[n] for n in names), sum(step.squares[n] for n in names)
-        yield Outcome(STEP_SIZE, _chi_square(square, count), (step.label,), math.sqrt(square / count))
+        yield TestResult(Kind.STEP_SIZE, _chi_square(square, count), (step.label,), math.sqrt(square / count))
 
 
 def _chi_square(square: float, count: float) -> float:
     return 2 * min(float(stats.chi2.cdf(square, count)), float(stats.chi2.sf(square, count)))
 
 
-def _repetitions(steps: Sequence[NoisyStep]) -> Iterator[Outcome]:
+def _repetitions(steps: Sequence[NoisyStep]) -> Iterator[TestResult]:
     """Every two steps, over all parameters."""
     whole = torch.stack([torch.cat(list(step.kept.values())) for step in steps])
-    unit = whole / whole.norm(dim=1, keepdim=True)
-    cosines = (unit @ unit.T).tolist()
-    for i, j in combinations(range(len(steps)), 2):
-        yield _cosine_outcome(REPEATED, (steps[i].label, steps[j].label), cosines[i][j], whole.shape[1])
+    yield from _pairwise_cosines(Kind.REPEATED, [step.label for step in steps], whole)
 
 
-def _sharing(rows: dict[str, Tensor]) -> Iterator[Outcome]:
+def _sharing(rows: dict[str, Tensor]) -> Iterator[TestResult]:
     """Every two parameters, as far as both go: those of other shapes may start with the same values."""
     lengths = {row.shape[1] for row in rows.values()}
-    for length in sorted({n for n in lengths if n < 64} | {n for n in (64, KEPT) if n <= max(lengths)}):
+    for length in sorted({n for n in lengths if n < 64} | {n for n in (64, KEPT_VALUES) if n <= max(lengths)}):
         names = [name for name, row in rows.items() if row.shape[1] >= length]
         vectors = torch.stack([rows[name][:, :length].flatten() for name in names])
-        unit = vectors / vectors.norm(dim=1, keepdim=True)
-        cosines = (unit @ unit.T).tolist()
-        if vectors.shape[1] >= FEW:
-            for i, j in combinations(range(len(names)), 2):
-                yield _cosine_outcome(SHARED, (names[i], names[j]), cosines[i][j], vectors.shape[1])
+        yield from _pairwise_cosines(Kind.SHARED, names, vectors)
 
 
-def _cosine(kind: str, about: tuple[str, ...], a: Tensor, b: Tensor) -> Iterator[Outcome]:
-    if a.numel() >= FEW:
-        a, b = a.flatten(), b.flatten()
-        size = float(a.norm() * b.norm())
-        yield _cosine_outcome(kind, about, float(a @ b) / size if size else 0.0, len(a))
+def _pairwise_cosines(kind: Kind, names: Sequence[str], vectors: Tensor) -> Iterator[TestResult]:
+    """vectors: (names, values)."""
+    unit = F.normalize(vectors, dim=1)
+    cosines = (unit @ unit.T).tolist()
+    for i, j in combinations(range(len(names)), 2):
+        yield from _test_cosine(kind, (names[i], names[j]), cosines[i][j], vectors.shape[1])
 
 
-def _cosine_outcome(kind: str, about: tuple[str, ...], cosine: float, values: int) -> Outcome:
-    # A normal bound on the cosine is quick to take; only what comes near the threshold is worth the Beta.
-    likely = cosine**2 * values < 16
-    p = 1.0 if likely or values < FEW else float(stats.beta.sf(min(1.0, cosine**2), 0.5, (values - 1) / 2))
-    return Outcome(kind, p, about, cosine)
+def _cosine(kind: Kind, about: tuple[str, ...], a: Tensor, b: Tensor) -> Iterator[TestResult]:
+    yield from _test_cosine(kind, about, float(torch.cosine_similarity(a.flatten(), b.flatten(), 0)), a.numel())
+
+
+def _test_cosine(kind: Kind, about: tuple[str, ...], cosine: float, values: int) -> Iterator[TestResult]:
+    if values >= MIN_COSINE_VALUES:
+        # A normal bound on the cosine is quick to take; only what comes near the threshold is worth the Beta.
+        likely = cosine**2 * values < 16
+        p = 1.0 if likely else float(stats.beta.sf(min(1.0, cosine**2), 0.5, (values - 1) / 2))
+        yield TestResult(kind, p, about, cosine)
 
 
 # -- sentences -------------------------------------------------------------------------------------------------------
 
 
-def _sentences(alarms: Sequence[Outcome], steps: Sequence[NoisyStep], names: Sequence[str]) -> Iterator[str]:
-    by_kind: dict[str, list[Outcome]] = {}
-    for alarm in alarms:
-        by_kind.setdefault(alarm.kind, []).append(alarm)
-    again = [a for kind in (REPEATED, SERIAL) for a in by_kind.get(kind, []) if abs(a.figure) > SAME]
-    yield from _about_repetitions(again)
-    if means := by_kind.get(MEAN):
+def _sentences(alarms: Sequence[TestResult], steps: Sequence[NoisyStep], names: Sequence[str]) -> Iterator[str]:
+    by_kind = {kind: those for kind in Kind if (those := [alarm for alarm in alarms if alarm.kind is kind])}
+    again = [a for kind in (Kind.REPEATED, Kind.SERIAL) for a in by_kind.get(kind, []) if abs(a.figure) > SAME_COSINE]
+    yield from _describe_repetitions(again)
+    if means := by_kind.get(Kind.MEAN):
         worst = max(means, key=lambda a: abs(a.figure))
-        names = list_names(a.about[0] for a in means)
-        yield f"the noise on {names} is not centred: its mean is {worst.figure:.3g} σC"
+        yield f"the noise on {_names(means)} is not centred: its mean is {worst.figure:.3g} σC"
         return  # from which the rest may follow
-    if copied := [a for a in by_kind.get(INSIDE, []) if abs(a.figure) > SAME]:
+    if copied := [a for a in by_kind.get(Kind.INSIDE, []) if abs(a.figure) > SAME_COSINE]:
         yield f"the noise on {_names(copied)} repeats itself: one value is given to several entries"
         return
     found = [
-        *_about_sizes(by_kind, steps, names),
-        *_about_repetitions([] if again else [*by_kind.get(REPEATED, []), *by_kind.get(SERIAL, [])]),
-        *_about_sharing(by_kind.get(SHARED, [])),
+        *_describe_sizes(by_kind, steps, names),
+        *_describe_repetitions([] if again else [*by_kind.get(Kind.REPEATED, []), *by_kind.get(Kind.SERIAL, [])]),
+        *_describe_sharing(by_kind.get(Kind.SHARED, [])),
     ]
     yield from found
     if again or found:
         return
-    if inside := by_kind.get(INSIDE):
+    if inside := by_kind.get(Kind.INSIDE):
         yield f"the values of the noise on {_names(inside)} depend on each other"
-    if shape := by_kind.get(SHAPE):
+    if shape := by_kind.get(Kind.SHAPE):
         yield f"the noise is not normal (Kolmogorov-Smirnov distance {shape[0].figure:.2g})"
 
 
-def _about_sharing(shared: Sequence[Outcome]) -> Iterator[str]:
+def _describe_sharing(shared: Sequence[TestResult]) -> Iterator[str]:
     if shared:
         worst = max(shared, key=lambda a: abs(a.figure))
         pairs = {a.about for a in shared}
         more = f" ({len(pairs)} pairs of parameters in all)" if len(pairs) > 1 else ""
-        yield f"noise is shared: {worst.about[1]} is given {_again(worst.figure)} of {worst.about[0]}{more}"
+        yield f"noise is shared: {worst.about[1]} is given {_similarity(worst.figure)} of {worst.about[0]}{more}"
 
 
-def _names(alarms: Sequence[Outcome]) -> str:
-    return list_names(list(dict.fromkeys(alarm.about[0] for alarm in alarms)))
+def _names(alarms: Sequence[TestResult]) -> str:
+    return list_names(dict.fromkeys(alarm.about[0] for alarm in alarms))
 
 
-def _about_repetitions(alarms: Sequence[Outcome]) -> Iterator[str]:
-    repeated, serial = ([a for a in alarms if a.kind == kind] for kind in (REPEATED, SERIAL))
+def _describe_repetitions(alarms: Sequence[TestResult]) -> Iterator[str]:
+    repeated, serial = ([a for a in alarms if a.kind == kind] for kind in (Kind.REPEATED, Kind.SERIAL))
     if repeated:
         first = repeated[0]
         more = f" ({len(repeated)} pairs of steps in all)" if len(repeated) > 1 else ""
-        yield f"noise is not fresh: {first.about[1]} draws {_again(first.figure)} of {first.about[0]}{more}"
+        yield f"noise is not fresh: {first.about[1]} draws {_similarity(first.figure)} of {first.about[0]}{more}"
     elif serial:
         worst = max(serial, key=lambda a: abs(a.figure))
-        yield (f"noise is not fresh: a step draws {_again(worst.figure)} of the step before it for {_names(serial)}")
+        yield (
+            f"noise is not fresh: a step draws {_similarity(worst.figure)} of the step before it for {_names(serial)}"
+        )
 
 
-def _about_sizes(by_kind: dict[str, list[Outcome]], steps: Sequence[NoisyStep], names: Sequence[str]) -> Iterator[str]:
-    if not by_kind.keys() & {SIZE, STEP_SIZE}:
+def _describe_sizes(
+    by_kind: dict[Kind, list[TestResult]], steps: Sequence[NoisyStep], names: Sequence[str]
+) -> Iterator[str]:
+    if not by_kind.keys() & {Kind.SIZE, Kind.STEP_SIZE}:
         return
-    parameters = by_kind.get(SIZE, [])
+    parameters = by_kind.get(Kind.SIZE, [])
     deviations = {size: _deviation([s for s in steps if s.size == size]) for size in sorted({s.size for s in steps})}
     low, high = min(deviations.values()), max(deviations.values())
-    if STEP_SIZE in by_kind and high > 1.2 * low:
+    if Kind.STEP_SIZE in by_kind and high > 1.2 * low:
         shown = ", ".join(f"{value:.3g} σC in batches of {size}" for size, value in deviations.items())
         yield f"the size of the noise depends on the batch: {shown}; is it divided by the batch's own size?"
     elif len(parameters) < len(names) and parameters:
         worst = max(parameters, key=lambda a: abs(math.log(a.figure)))
-        names = list_names(a.about[0] for a in parameters)
         yield (
-            f"the noise on {names} has a standard deviation of {worst.figure:.3g} "
-            f"σC ({worst.about[0]}) where σC is asked for"
+            f"the noise on {_names(parameters)} has a standard deviation of {worst.figure:.3g} σC ({worst.about[0]}) "
+            "where σC is asked for"
         )
     else:
         yield f"the noise has a standard deviation of {_deviation(steps):.3g} σC where σC is asked for"
@@ -257,7 +267,7 @@ def _deviation(steps: Sequence[NoisyStep]) -> float:
     return math.sqrt(sum(step.variance for step in steps) / len(steps))
 
 
-def _again(cosine: float) -> str:
-    if abs(cosine) <= SAME:
+def _similarity(cosine: float) -> str:
+    if abs(cosine) <= SAME_COSINE:
         return f"noise that goes along with (cosine {cosine:.2f}) that"
     return "the noise" if cosine > 0 else "the noise, with its sign changed,"

@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 import statistics
 
-from dpscope.audit.loop import CouldNotStep, RunningLoop
+from dpscope.audit.loop import RunningLoop, StepFailed
 from dpscope.audit.samples import Samples
 
 UNCLIPPED = 1e12  # a clip norm that no gradient exceeds
-
-
-COMPANY = 4
+COMPANIONS = 4  # samples in a batch for losses that compare samples
 
 
 def sample_norms(unclipped: RunningLoop, samples: Samples) -> dict[int, float]:
@@ -20,19 +18,19 @@ def sample_norms(unclipped: RunningLoop, samples: Samples) -> dict[int, float]:
     for index in samples.extremes.values():
         try:
             norms[index] = unclipped.step(samples.batch([index])).norm
-        except CouldNotStep:  # it is not one that the loop could meet
+        except StepFailed:  # the loop could not meet such a sample
             continue
-    if not any(norms[index] for index in samples.ordinary):  # a loss that needs company: contrastive
-        norms.update(dict.fromkeys(samples.ordinary, _norm_in_company(unclipped, samples)))
+    if not any(norms[index] for index in samples.ordinary):  # a contrastive loss: zero for a sample alone
+        norms.update(dict.fromkeys(samples.ordinary, _norm_in_batch(unclipped, samples)))
     return {index: norm for index, norm in norms.items() if math.isfinite(norm)}
 
 
-def _norm_in_company(unclipped: RunningLoop, samples: Samples) -> float:
+def _norm_in_batch(unclipped: RunningLoop, samples: Samples) -> float:
     """About that of a sample's gradient in a batch."""
-    together = samples.ordinary[:COMPANY]
+    together = samples.ordinary[:COMPANIONS]
     try:
         return unclipped.step(samples.batch(together)).norm / len(together)
-    except CouldNotStep:
+    except StepFailed:
         return 0.0
 
 

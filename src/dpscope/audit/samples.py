@@ -1,18 +1,17 @@
-"""Samples to make batches of: those of the batches given, and some made to hurt."""
+"""Samples to make batches of: those of the batches given, and extreme ones made of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from dpscope.errors import UserError
 from dpscope.flash.oracle import batch_size_of, map_tensors, tensors_of
+from dpscope.workloads.workload import Batch
 
-Batch = Any
-LARGE = 100.0  # how many times larger than an ordinary sample a large one is
+LARGE_FACTOR = 100.0  # how many times larger than an ordinary sample a large one is
 
 
 def _zeros(row: Tensor, others: Tensor) -> Tensor:
@@ -20,7 +19,7 @@ def _zeros(row: Tensor, others: Tensor) -> Tensor:
 
 
 def _large(row: Tensor, others: Tensor) -> Tensor:
-    return row * LARGE if row.is_floating_point() else row
+    return row * LARGE_FACTOR if row.is_floating_point() else row
 
 
 def _full(row: Tensor, others: Tensor) -> Tensor:
@@ -50,17 +49,17 @@ EXTREMES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 class Samples:
     """Batches of any size from a pool. Tensors whose first dimension is the sample are taken row by row."""
 
-    def __init__(self, batches: Iterable[Batch], *, most: int = 8) -> None:
-        self.pattern: Batch = None
+    def __init__(self, batches: Iterable[Batch], *, max_samples: int = 8) -> None:
+        self.template: Batch = None
         self.ordinary: list[int] = []
         self.extremes: dict[str, int] = {}
-        self.rows: list[Tensor | None] = []  # by tensor of the pattern; None where it belongs to no sample
+        self.rows: list[Tensor | None] = []  # by tensor of the template; None where it belongs to no sample
         for batch in batches:
-            if self._absorb(batch) >= most:
+            if self._add_batch(batch) >= max_samples:
                 break
-        if self.pattern is None or not len(self):
+        if self.template is None or not len(self):
             raise UserError("no batch was given: an audit needs samples to make its own batches of")
-        self.ordinary = list(range(min(most, len(self))))
+        self.ordinary = list(range(min(max_samples, len(self))))
         for name, change in EXTREMES.items():
             self._add_extreme(name, change)
 
@@ -74,19 +73,19 @@ class Samples:
             pool = next(rows)
             return leaf if pool is None else pool[torch.tensor(indices, dtype=torch.long, device=pool.device)]
 
-        return map_tensors(self.pattern, take)
+        return map_tensors(self.template, take)
 
     def shapes(self) -> list[torch.Size]:
         """Of one sample's tensors."""
         return [rows.shape[1:] for rows in self.rows if rows is not None]
 
-    def _absorb(self, batch: Batch) -> int:
-        """Adds the batch's samples, unless their shapes are others than those of the first batch."""
+    def _add_batch(self, batch: Batch) -> int:
+        """Add the batch's samples, if their shapes are those of the first batch; the number of samples so far."""
         size = batch_size_of(batch)
         found = [leaf if leaf.dim() and leaf.shape[0] == size else None for leaf in tensors_of(batch)]
-        if self.pattern is None:
-            self.pattern, self.rows = batch, found
-        elif _like(self.rows, found):
+        if self.template is None:
+            self.template, self.rows = batch, found
+        elif _same_shapes(self.rows, found):
             self.rows = [
                 a if a is None or b is None else torch.cat([a, b]) for a, b in zip(self.rows, found, strict=True)
             ]
@@ -94,18 +93,14 @@ class Samples:
 
     def _add_extreme(self, name: str, change: Callable[[Tensor, Tensor], Tensor]) -> None:
         made = [None if rows is None else change(rows[0], rows[: len(self.ordinary)]) for rows in self.rows]
-        if all(
-            m is None or torch.equal(m, rows[0]) for m, rows in zip(made, self.rows, strict=True) if rows is not None
-        ):
-            return
-        self.rows = [
-            None if rows is None or m is None else torch.cat([rows, m[None]])
-            for m, rows in zip(made, self.rows, strict=True)
-        ]
+        pairs = list(zip(made, self.rows, strict=True))
+        if all(m is None or rows is None or torch.equal(m, rows[0]) for m, rows in pairs):
+            return  # it is the ordinary sample itself
+        self.rows = [None if rows is None or m is None else torch.cat([rows, m[None]]) for m, rows in pairs]
         self.extremes[name] = len(self) - 1
 
 
-def _like(rows: list[Tensor | None], found: list[Tensor | None]) -> bool:
+def _same_shapes(rows: list[Tensor | None], found: list[Tensor | None]) -> bool:
     return len(rows) == len(found) and all(
         (a is None) == (b is None) and (a is None or b is None or a.shape[1:] == b.shape[1:])
         for a, b in zip(rows, found, strict=True)

@@ -1,4 +1,4 @@
-"""Batch sizes at which an engine may take something else for the samples: any other length that the model meets."""
+"""Batch sizes at which an engine may take another dimension for the samples: the lengths of the model's tensors."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from dpscope.audit.loop import Batch, CouldNotStep, RunningLoop
+from dpscope.audit.loop import RunningLoop, StepFailed
 from dpscope.audit.samples import Samples
 from dpscope.instruments.module_hooks import module_hooks
+from dpscope.workloads.workload import Batch
 
-MOST = 5  # sizes
-SAMPLES = 96  # in all of them together: what a check can afford
+MAX_SIZES = 5  # sizes
+MAX_SAMPLES = 96  # in all of them together: what a check can afford
 
 
 def sizes_to_try(loop: RunningLoop, samples: Samples) -> list[int]:
@@ -23,12 +24,12 @@ def sizes_to_try(loop: RunningLoop, samples: Samples) -> list[int]:
     found = [
         *(length for shape in samples.shapes() for length in shape),
         *_counts(model),
-        *_lengths_met(loop, samples.batch(samples.ordinary[:1])),
+        *_activation_lengths(loop, samples.batch(samples.ordinary[:1])),
         *(length for p in model.parameters() for length in p.shape),
     ]
     chosen: list[int] = []
     for length in dict.fromkeys(found):
-        if length > 1 and sum(chosen) + length <= SAMPLES and len(chosen) < MOST:
+        if length > 1 and sum(chosen) + length <= MAX_SAMPLES and len(chosen) < MAX_SIZES:
             chosen.append(length)
     return chosen
 
@@ -41,7 +42,7 @@ def _counts(model: nn.Module) -> Iterator[int]:
                 yield value
 
 
-def _lengths_met(loop: RunningLoop, batch: Batch) -> list[int]:
+def _activation_lengths(loop: RunningLoop, batch: Batch) -> list[int]:
     """Of all that goes through the model's modules."""
     shapes: list[torch.Size] = []
 
@@ -51,6 +52,6 @@ def _lengths_met(loop: RunningLoop, batch: Batch) -> list[int]:
     try:
         with module_hooks(loop.loop.model, after=note):
             loop.step(batch)
-    except CouldNotStep:
+    except StepFailed:
         return []
     return sorted({length for shape in shapes for length in shape[1:]})

@@ -1,4 +1,4 @@
-"""Which module's rows moved where they should not: those of other samples, when one sample was replaced."""
+"""Which module mixes samples: the first whose values for other samples change when one sample is replaced."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from dpscope.audit.loop import Batch, CouldNotStep, RunningLoop
+from dpscope.audit.loop import RunningLoop, StepFailed
 from dpscope.instruments.module_hooks import module_hooks
 from dpscope.sentences import name_module
+from dpscope.workloads.workload import Batch
 
-MOVED = 1e-4  # relative
+CHANGED = 1e-4  # relative
 
 
 @dataclass
-class Trace:
+class ModuleValues:
     """What went through the modules of one step, as (where, tensor), in the order it came."""
 
     values: list[tuple[str, Tensor]] = field(default_factory=list)
     gradients: list[tuple[str, Tensor]] = field(default_factory=list)  # of outputs
 
 
-def where_others_moved(loop: RunningLoop, batch: Batch, neighbour: Batch, position: int, size: int) -> str:
+def locate_mixing(loop: RunningLoop, batch: Batch, neighbour: Batch, position: int, size: int) -> str:
     """A sentence that names the first module whose input, output or output gradient changed for another sample."""
     try:
         first, second = _trace(loop, batch), _trace(loop, neighbour)
-    except CouldNotStep as error:
+    except StepFailed as error:
         return f"where samples meet could not be traced: {error}"
     if not any(_has_rows(a, b, size) for (_, a), (_, b) in zip(first.values, second.values, strict=False)):
         return "which module it is cannot be traced: none is called with a batch of samples"
@@ -47,15 +48,15 @@ def where_others_moved(loop: RunningLoop, batch: Batch, neighbour: Batch, positi
     )
 
 
-def _trace(loop: RunningLoop, batch: Batch) -> Trace:
+def _trace(loop: RunningLoop, batch: Batch) -> ModuleValues:
     with _recording(loop.loop.model) as trace:
         loop.step(batch)
     return trace
 
 
 @contextmanager
-def _recording(model: nn.Module) -> Iterator[Trace]:
-    trace = Trace()
+def _recording(model: nn.Module) -> Iterator[ModuleValues]:
+    trace = ModuleValues()
 
     def keep_gradient(label: str) -> Any:
         return lambda gradient: trace.gradients.append((label, gradient.detach().clone()))
@@ -91,6 +92,6 @@ def _first_moved(
             continue
         others = [row for row in range(size) if row != position]
         x, y = (t.reshape(size, -1)[others].double() for t in (a, b))
-        if float((x - y).norm()) > MOVED * max(float(x.norm()), float(y.norm())):
+        if float((x - y).norm()) > CHANGED * max(float(x.norm()), float(y.norm())):
             return name
     return None

@@ -8,14 +8,15 @@ from typing import Any
 
 from torch import nn
 
-from dpscope.audit.loop import Batch, Loop, MakeLoop
+from dpscope.audit.loop import Loop, MakeLoop
 from dpscope.trainers.base import LossFunction, TrainerBase
 from dpscope.vocabulary.settings import TrainerSettings
+from dpscope.workloads.workload import Batch
 
 # With a step this large the parameters' own size is lost in the rounding, and not the other way round. A power of two,
 # so that nothing else is.
-LEARNING_RATE = 2.0**40
-DATASET = 100  # batches in the data set that the accountant is told of
+HUGE_LEARNING_RATE = 2.0**40
+DATASET_BATCHES = 100  # batches in the data set that the accountant is told of
 
 
 def loop_maker(
@@ -25,14 +26,14 @@ def loop_maker(
         settings = TrainerSettings(
             batch_size=batch_size,
             optimizer="sgd",
-            learning_rate=LEARNING_RATE,
+            learning_rate=HUGE_LEARNING_RATE,
             noise_multiplier=noise_multiplier,
             max_grad_norm=max_grad_norm,
             seed=seed,
         )
         model = make_model()
         trainer = trainer_class(model, loss, settings)
-        rate = 1 / DATASET
+        rate = 1 / DATASET_BATCHES
 
         def step(batch: Batch) -> None:
             trainer.train_step(batch)
@@ -40,7 +41,7 @@ def loop_maker(
         return Loop(
             model=trained_model(trainer, model),
             step=step,
-            scale=LEARNING_RATE / batch_size,
+            scale=HUGE_LEARNING_RATE / batch_size,
             accountant=_account(trainer, rate),
             sample_rate=rate,
             save=lambda: copy.deepcopy(trainer.optimizer.state_dict()),

@@ -17,7 +17,7 @@ from dpscope.sentences import group_names
 
 # A breach is proven. What held has held in so many trials and is not thereby proved. What was not tried has a reason.
 HELD, BREACH, NOT_TRIED = "held", "BREACH", "not tried"
-STYLES = {HELD: "green", BREACH: "bold red", NOT_TRIED: "yellow"}
+VERDICT_STYLES = {HELD: "green", BREACH: "bold red", NOT_TRIED: "yellow"}
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,10 @@ def conclude(
 ) -> Finding:
     verdict = BREACH if faults else HELD if trials else NOT_TRIED
     return Finding(verdict, trials, unit, figures or {}, faults, untried)
+
+
+def not_tried(unit: str, why: str) -> Finding:
+    return Finding(NOT_TRIED, unit=unit, untried=[why])
 
 
 @dataclass(frozen=True)
@@ -108,7 +112,9 @@ def audit_table(audits: dict[str, Audit]) -> Table:
     for heading in ("method", "neighbours", "noise", "accounting"):
         table.add_column(heading, no_wrap=True)
     for method, audit in audits.items():
-        cells = [Text(_cell(name, finding), style=STYLES[finding.verdict]) for name, finding in audit.findings()]
+        cells = [
+            Text(_cell(name, finding), style=VERDICT_STYLES[finding.verdict]) for name, finding in audit.findings()
+        ]
         table.add_row(method, *cells)
     return table
 

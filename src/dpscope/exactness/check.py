@@ -21,8 +21,8 @@ from dpscope.exactness.figures import measure_errors, measure_rounding
 from dpscope.exactness.mixing import find_mixing, find_mixing_in_backward, gradient_of_the_batch
 from dpscope.exactness.reference import Reference, make_reference
 from dpscope.exactness.report import EXACT, NOT_EXACT, Check, MethodCheck
-from dpscope.exactness.subject import Subject, make_subject, narrows
-from dpscope.exactness.updates import take_update
+from dpscope.exactness.subject import Subject, computes_in_float32, make_subject
+from dpscope.exactness.updates import measure_update
 from dpscope.flash.oracle import cast_batch
 from dpscope.outcomes import outcome_of_exception
 from dpscope.paths import is_own_source
@@ -35,7 +35,7 @@ from dpscope.workloads.workload import Workload
 
 # Number format -> torch's, and the relative error of a parameter's clipped sum that counts as exact. Sums of some
 # thousand terms in another order stay within a hundred roundings.
-FORMATS = {"fp32": (torch.float32, 1e-5), "fp64": (torch.float64, 1e-9)}
+NUMBER_FORMATS = {"fp32": (torch.float32, 1e-5), "fp64": (torch.float64, 1e-9)}
 # Where a parameter's rounding alone comes near the tolerance (a deep model), this many times it is allowed instead.
 ROUNDINGS = 4
 
@@ -66,8 +66,8 @@ def check(
     `neighbours`: try neighbouring batches, the noise and the accountant too, at batch sizes that coincide with other
     lengths of the model, or at `sizes`.
     """
-    if dtype not in FORMATS:
-        raise UserError(f"unknown dtype {dtype!r}: choose one of {', '.join(FORMATS)}")
+    if dtype not in NUMBER_FORMATS:
+        raise UserError(f"unknown dtype {dtype!r}: choose one of {', '.join(NUMBER_FORMATS)}")
     tolerance = None if tolerance is None else numbers.TOLERANCE(tolerance)
     max_grad_norm = None if max_grad_norm is None else numbers.MAX_GRAD_NORM(max_grad_norm)
     batch_size = None if batch_size is None else numbers.BATCH_SIZE(batch_size)
@@ -80,9 +80,9 @@ def check(
     subject = make_subject(workload, seed=numbers.SEED(seed), device=device)
     if batch_size is not None:
         require_batch_of(subject.batch, batch_size)
-    narrow = dtype == "fp64" and narrows(subject)
+    narrow = dtype == "fp64" and computes_in_float32(subject)
     if tolerance is None:
-        tolerance = FORMATS["fp32" if narrow else dtype][1]
+        tolerance = NUMBER_FORMATS["fp32" if narrow else dtype][1]
     progress("one sample at a time, in float64")
     reference = make_reference(subject)
     progress("do samples mix?")
@@ -166,7 +166,7 @@ def _make_yardstick(
     tolerance: float,
     progress: Progress,
 ) -> Yardstick:
-    number_format, _ = FORMATS[dtype]
+    number_format, _ = NUMBER_FORMATS[dtype]
     clip_norms = reference.clip_norms(max_grad_norm) if reference.norms.any() else []
     rounding = None
     if number_format != torch.float64:
@@ -180,7 +180,7 @@ def _check_method(method: str, load: LoadTrainer, yardstick: Yardstick) -> Metho
     if not clip_norms:
         return MethodCheck(method, SKIPPED, "alone, no sample has a gradient to hold it against")
     try:
-        take = partial(take_update, load(), subject, dtype=yardstick.dtype)
+        take = partial(measure_update, load(), subject, dtype=yardstick.dtype)
         updates = [take(clip_norm=clip_norm, seed=subject.seed) for clip_norm in clip_norms]
         again = take(clip_norm=clip_norms[1], seed=subject.seed + 1)
     except Exception as error:

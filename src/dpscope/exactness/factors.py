@@ -1,4 +1,4 @@
-"""Which rule a method's factors follow, when they are not min(1, C/norm)."""
+"""Which rule a method's clipping factors follow, when it is not min(1, C/norm)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class FactorEvidence:
 
 
 # Factors as (clip norm C, norms, evidence) -> (B,), and what it means when they fit. The first one is right.
-RULES: tuple[tuple[Callable[[float, Tensor, FactorEvidence], Tensor], str | None], ...] = (
+FACTOR_RULES: tuple[tuple[Callable[[float, Tensor, FactorEvidence], Tensor], str | None], ...] = (
     (lambda c, n, _: (c / n).clamp(max=1), None),
     (lambda c, n, _: torch.ones_like(n), "samples are not clipped: each counts the same whatever its norm"),
     (
@@ -72,11 +72,11 @@ RULES: tuple[tuple[Callable[[float, Tensor, FactorEvidence], Tensor], str | None
 )
 
 
-def name_rule(evidence: FactorEvidence) -> Iterator[str]:
+def explain_factors(evidence: FactorEvidence) -> Iterator[str]:
     """Why the factors are what they are; nothing if they are right."""
     active, norms = evidence.active, evidence.reference.norms
     found = torch.stack([factors[active] for factors in evidence.factors])
-    for index, (rule, sentence) in enumerate(RULES):
+    for index, (rule, sentence) in enumerate(FACTOR_RULES):
         expected = torch.stack([rule(c, norms[active], evidence) for c in evidence.clip_norms])
         ratios = found / expected
         scale = float(ratios.median())
@@ -87,9 +87,9 @@ def name_rule(evidence: FactorEvidence) -> Iterator[str]:
         if abs(scale - 1) > evidence.precision:
             yield f"every parameter's update is {name_scale(scale, evidence.samples)} what it should be"
         if index == 0 and abs(scale - 1) <= evidence.precision and (ratios - 1).abs().max() > evidence.rounding:
-            yield from _name_norms(evidence, 1.0)
+            yield from _explain_norms(evidence, 1.0)
         return
-    yield from _name_norms(evidence, float(evidence.factors[0][active].median()))
+    yield from _explain_norms(evidence, float(evidence.factors[0][active].median()))
 
 
 def name_scale(scale: float, samples: int) -> str:
@@ -99,16 +99,16 @@ def name_scale(scale: float, samples: int) -> str:
     return f"{scale:.4g} times"
 
 
-def _name_norms(evidence: FactorEvidence, scale: float) -> Iterator[str]:
+def _explain_norms(evidence: FactorEvidence, scale: float) -> Iterator[str]:
     """Factors that follow no rule of the right norms: whose norms are they?"""
     active, norms = evidence.active, evidence.reference.norms
     right = evidence.reference.factors(evidence.clip_norms[2])
     factors = evidence.factors[2] / scale
-    if sentence := _exchanged(evidence, factors, right):
+    if sentence := _explain_by_exchange(evidence, factors, right):
         yield sentence
         return
     taken = evidence.clip_norms[2] / factors  # the norms that the method must have had
-    for explain in (_left_out, _untied, _added):
+    for explain in (_explain_by_omission, _explain_by_tying, _explain_by_constant):
         if sentence := explain(evidence, taken):
             yield sentence
             return
@@ -119,7 +119,7 @@ def _name_norms(evidence: FactorEvidence, scale: float) -> Iterator[str]:
     yield f"norms are wrong: {shown}"
 
 
-def _exchanged(evidence: FactorEvidence, factors: Tensor, right: Tensor) -> str | None:
+def _explain_by_exchange(evidence: FactorEvidence, factors: Tensor, right: Tensor) -> str | None:
     """The right factors, given to the wrong samples."""
     near = (factors[:, None] / right[None, :] - 1).abs() <= evidence.precision  # (found for, factor of)
     owners = near.int().argmax(1)
@@ -130,7 +130,7 @@ def _exchanged(evidence: FactorEvidence, factors: Tensor, right: Tensor) -> str 
     return f"factors are given to the wrong samples: {shown}"
 
 
-def _left_out(evidence: FactorEvidence, taken: Tensor) -> str | None:
+def _explain_by_omission(evidence: FactorEvidence, taken: Tensor) -> str | None:
     """Do the norms lack one parameter, or all those of one name (bias)?"""
     missing = evidence.reference.norms**2 - taken**2
     squares = {name: gram.diagonal() for name, gram in evidence.reference.grams.items()}
@@ -149,7 +149,7 @@ def _left_out(evidence: FactorEvidence, taken: Tensor) -> str | None:
     return None
 
 
-def _untied(evidence: FactorEvidence, taken: Tensor) -> str | None:
+def _explain_by_tying(evidence: FactorEvidence, taken: Tensor) -> str | None:
     if not evidence.ties:
         return None
     apart = evidence.norms_without_ties()
@@ -159,7 +159,7 @@ def _untied(evidence: FactorEvidence, taken: Tensor) -> str | None:
     return f"norms ignore that parameters are tied ({ties}): the uses' gradients add up before the norm is taken"
 
 
-def _added(evidence: FactorEvidence, taken: Tensor) -> str | None:
+def _explain_by_constant(evidence: FactorEvidence, taken: Tensor) -> str | None:
     """A constant that guards against division by zero."""
     extra = (taken - evidence.reference.norms)[evidence.active]
     middle = float(extra.median())

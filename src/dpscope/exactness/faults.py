@@ -14,15 +14,16 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from dpscope.exactness.factors import FactorEvidence, name_rule, name_scale
-from dpscope.exactness.reference import Fit, Reference, Tensors, fit_factors, relative_errors
+from dpscope.audit.loop import Tensors
+from dpscope.exactness.factors import FactorEvidence, explain_factors, name_scale
+from dpscope.exactness.reference import Fit, Reference, fit_factors, relative_errors
 from dpscope.exactness.subject import Subject
 from dpscope.exactness.tying import norms_without_ties, sums_by_use
 from dpscope.exactness.updates import Update
 from dpscope.sentences import list_names
 
-NEAR = 1e-3  # how well a wrong factor has to be explained before the explanation is offered
-CLEAR = 0.02  # what an explanation may leave unexplained, as a share of the error
+MAX_UNEXPLAINED = 1e-3  # how well a wrong factor has to be explained before the explanation is offered
+MAX_UNEXPLAINED_SHARE = 0.02  # what an explanation may leave unexplained, as a share of the error
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Evidence:
         """Is the update of these parameters made of the samples' gradients, with one factor a sample?"""
         residuals = self.fit(step, names).residuals
         error = max(self.errors[step][name] for name in names)
-        return all(r <= max(10 * self.limits[name], CLEAR * error) for name, r in residuals.items())
+        return all(r <= max(10 * self.limits[name], MAX_UNEXPLAINED_SHARE * error) for name, r in residuals.items())
 
     @cached_property
     def exact(self) -> bool:
@@ -146,7 +147,7 @@ def _wrong_gradients(evidence: Evidence) -> Iterator[str]:
 
 def _which_use(evidence: Evidence, name: str, update: Tensor) -> str:
     for use, wanted in sums_by_use(evidence.subject, name).items():
-        if float((update - wanted).norm()) <= NEAR * float(wanted.norm()):
+        if float((update - wanted).norm()) <= MAX_UNEXPLAINED * float(wanted.norm()):
             return f"only its use as {use} is counted; the gradients of all uses add up"
     return f"its gradient is wrong (relative error {evidence.errors[0][name]:.1e}); those of other parameters are right"
 
@@ -154,7 +155,7 @@ def _which_use(evidence: Evidence, name: str, update: Tensor) -> str:
 def _how_wrong(evidence: Evidence, name: str, update: Tensors) -> str:
     wanted = evidence.reference.sums(torch.ones(evidence.subject.batch_size))[name]
     scale = float((update[name] * wanted).sum() / wanted.square().sum())
-    if float((update[name] - scale * wanted).norm()) <= NEAR * float(wanted.norm()):
+    if float((update[name] - scale * wanted).norm()) <= MAX_UNEXPLAINED * float(wanted.norm()):
         return f"{name} is {name_scale(scale, evidence.subject.batch_size)} what it should be"
     return (
         _in_one_row(evidence, name, update[name] - wanted) or f"relative error {evidence.errors[0][name]:.1e} in {name}"
@@ -167,7 +168,7 @@ def _in_one_row(evidence: Evidence, name: str, difference: Tensor) -> str | None
         return None
     squares = difference.flatten(1).square().sum(1)
     row = int(squares.argmax())
-    if float(squares[row]) < (1 - NEAR) * float(squares.sum()):
+    if float(squares[row]) < (1 - MAX_UNEXPLAINED) * float(squares.sum()):
         return None
     owner = evidence.subject.model.get_submodule(name.rpartition(".")[0])
     if getattr(owner, "padding_idx", None) == row:
@@ -189,13 +190,13 @@ def _wrong_factors(evidence: Evidence, *, gradients_wrong: bool) -> Iterator[str
         clip_norms=[update.clip_norm for update in evidence.updates],
         factors=[fit.factors for fit in fits],
         reference=evidence.reference,
-        precision=max(NEAR, rounding),
+        precision=max(MAX_UNEXPLAINED, rounding),
         rounding=rounding,
         norms_without_ties=lambda: norms_without_ties(evidence.subject),
         ties=evidence.subject.tied,
         gradients_wrong=gradients_wrong,
     )
-    yield from name_rule(factor_evidence)
+    yield from explain_factors(factor_evidence)
 
 
 def _not_flat(evidence: Evidence, step: int, names: Sequence[str]) -> str:

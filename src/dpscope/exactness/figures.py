@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dpscope.audit.loop import Tensors
 from dpscope.errors import UserError
-from dpscope.exactness.reference import Reference, Tensors, fit_factors, relative_errors, sample_gradients
+from dpscope.exactness.reference import Reference, fit_factors, relative_errors, sample_gradients
 from dpscope.exactness.report import EXACT, MethodCheck, StepErrors
 from dpscope.exactness.subject import Subject
 

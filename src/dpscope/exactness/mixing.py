@@ -6,6 +6,7 @@ output for a sample differs says where the samples meet.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from dpscope.exactness.reference import VANISHING, Reference
-from dpscope.exactness.subject import SAME, Subject, relative
+from dpscope.exactness.reference import Reference, relative_errors
+from dpscope.exactness.subject import REPEATABLE, Subject
 from dpscope.flash.oracle import cast_batch, sample_of
 from dpscope.instruments.module_hooks import module_hooks
 from dpscope.sentences import name_module
@@ -28,7 +29,7 @@ def find_mixing(subject: Subject) -> str | None:
     together, whole = _run(subject, subject.batch)
     for index in range(subject.batch_size):
         alone, single = _run(subject, sample_of(subject.batch, index, subject.batch_size))
-        if torch.allclose(together[index], alone[0], rtol=SAME, atol=0, equal_nan=True):
+        if torch.allclose(together[index], alone[0], rtol=REPEATABLE, atol=0, equal_nan=True):
             continue
         where = _first_difference(whole, single, index, subject.batch_size)
         what = f"in {where}" if where else "in the loss: every module's output for a sample is its own"
@@ -51,12 +52,12 @@ def find_mixing_in_backward(gradient: dict[str, Tensor | None], reference: Refer
     """The batch's gradient against the sum of its samples': they differ only in a backward pass written by hand."""
     if not all(reference.finite):
         return None  # a sum with such a sample in it says nothing
-    wanted = reference.sums(torch.ones(len(reference.gradients)))
-    size = VANISHING * sum(float(w.square().sum()) for w in wanted.values()) ** 0.5
-    for name, found in gradient.items():
-        if found is not None and float((found - wanted[name]).norm()) > SAME * max(size, float(wanted[name].norm())):
-            return f"samples mix in the backward pass: the batch's gradient of {name} is not the sum of its samples'"
-    return None
+    found = {name: g for name, g in gradient.items() if g is not None}
+    errors = relative_errors(found, reference.sums(torch.ones(len(reference.gradients))))
+    name = next((name for name, error in errors.items() if error > REPEATABLE), None)
+    if name is None:
+        return None
+    return f"samples mix in the backward pass: the batch's gradient of {name} is not the sum of its samples'"
 
 
 def _run(subject: Subject, batch: Any) -> tuple[Tensor, Outputs]:
@@ -80,13 +81,13 @@ def _recording(model: nn.Module) -> Iterator[Outputs]:
 def _first_difference(whole: Outputs, single: Outputs, index: int, batch_size: int) -> str | None:
     for (name, together), (_, alone) in zip(whole, single, strict=False):
         for a, b in zip(together, alone, strict=False):
-            share = _share_of(a, b, index, batch_size)
-            if share is not None and relative(share.double(), b.double()) > SAME:
+            share = _sample_part(a, b, index, batch_size)
+            if share is not None and _relative_error(share.double(), b.double()) > REPEATABLE:
                 return name
     return None
 
 
-def _share_of(together: Tensor, alone: Tensor, index: int, batch_size: int) -> Tensor | None:
+def _sample_part(together: Tensor, alone: Tensor, index: int, batch_size: int) -> Tensor | None:
     """The sample's part of a tensor: along the one dimension that is `batch_size` times longer than without company."""
     if together.dim() != alone.dim():
         return None
@@ -94,3 +95,11 @@ def _share_of(together: Tensor, alone: Tensor, index: int, batch_size: int) -> T
     if len(longer) != (batch_size > 1) or any(together.shape[d] != batch_size * alone.shape[d] for d in longer):
         return None
     return together.chunk(batch_size, longer[0])[index] if longer else together
+
+
+def _relative_error(found: Tensor, wanted: Tensor) -> float:
+    """‖found − wanted‖ / ‖wanted‖; infinite where only one of them is zero or anything is not finite."""
+    difference, size = float((found - wanted).norm()), float(wanted.norm())
+    if difference == 0:
+        return 0.0
+    return difference / size if size and math.isfinite(difference) else math.inf

@@ -1,4 +1,4 @@
-"""What is right: the gradient of each sample by itself, plain autograd, and every clipped sum that follows from it."""
+"""The reference: the gradient of each sample by itself, by plain autograd, and the clipped sums that follow from it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from dpscope.audit.loop import Tensors
 from dpscope.exactness.subject import Subject
 from dpscope.flash.oracle import per_sample_gradients
 
-Tensors = dict[str, Tensor]  # by parameter name
-
 # A parameter whose gradient vanishes against the whole (a key's bias before a softmax) has no relative error to speak
 # of: what one sees of it is rounding. It is held against this share of the whole.
-VANISHING = 1e-4
+VANISHING_SHARE = 1e-4
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class Reference:
         (each factor is C/‖v_b‖ then), from the second that the two cases are told apart.
         """
         norms = self.norms[self.norms > 0].sort().values
-        return [4 * float(norms[-1]), middle or _between(norms), float(norms[0]) / 100]
+        return [4 * float(norms[-1]), middle or _middle_clip_norm(norms), float(norms[0]) / 100]
 
 
 def _gram(vectors: list[Tensor]) -> Tensor:
@@ -83,7 +82,7 @@ def sample_gradients(subject: Subject, dtype: torch.dtype) -> Iterator[Tensors]:
         yield {name: g.double().cpu() for name, g in found.items()}
 
 
-def _between(norms: Tensor) -> float:
+def _middle_clip_norm(norms: Tensor) -> float:
     """Half of the samples exceed it, half do not; all do where norms are about equal."""
     middle = (len(norms) - 1) // 2
     lower, upper = float(norms[middle]), float(norms[min(middle + 1, len(norms) - 1)])
@@ -127,6 +126,7 @@ def relative_errors(found: Tensors, wanted: Tensors) -> dict[str, float]:
     total = math.sqrt(sum(float(wanted[name].square().sum()) for name in found))
     errors = {}
     for name, value in found.items():
-        difference, size = float((value - wanted[name]).norm()), max(float(wanted[name].norm()), VANISHING * total)
+        difference = float((value - wanted[name]).norm())
+        size = max(float(wanted[name].norm()), VANISHING_SHARE * total)
         errors[name] = 0.0 if difference == 0 else difference / size if size and difference < math.inf else math.inf
     return errors

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,8 +17,8 @@ from dpscope.trainers.base import LossFunction, require_loss_per_sample, require
 from dpscope.workloads.workload import Batch, Workload
 
 # Two runs of the same float64 computation agree far better; models that go through float32 inside, only to this.
-SAME = 1e-5
-NUDGE = 0.02
+REPEATABLE = 1e-5
+FILL_DEVIATION = 0.02
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ def make_subject(workload: Workload, *, seed: int, device: str) -> Subject:
     require_trainable(model)
     batch = workload.batch(seed, where)
     notes = []
-    if quiet := _silence_dropout(model):
+    if quiet := _disable_dropout(model):
         notes.append(f"dropout is off for the check ({quiet} modules)")
     subject = Subject(model, batch, workload.loss, seed, where, batch_size_of(batch), notes)
     _require_repeatable(subject)
@@ -70,7 +69,7 @@ def make_subject(workload: Workload, *, seed: int, device: str) -> Subject:
     return subject
 
 
-def _silence_dropout(model: nn.Module) -> int:
+def _disable_dropout(model: nn.Module) -> int:
     """Sets every dropout probability to zero, whether it is a module's or an attribute (`attention_dropout`)."""
     found = 0
     for module in model.modules():
@@ -101,7 +100,7 @@ def _hidden_parameters(subject: Subject) -> list[str]:
 def _fill_zeros(model: nn.Module) -> list[str]:
     zero = {name: p for name, p in model.named_parameters() if p.requires_grad and p.numel() and not p.any()}
     for parameter in zero.values():
-        parameter.normal_(std=NUDGE)
+        parameter.normal_(std=FILL_DEVIATION)
     return list(zero)
 
 
@@ -121,7 +120,7 @@ def _require_repeatable(subject: Subject) -> None:
             f"the loss of every sample is {values}: there is nothing to check. Look for a division by zero, a "
             "logarithm of zero or an overflow in the model, the data and the loss function"
         )
-    if not torch.allclose(first, second, rtol=SAME, atol=0, equal_nan=True):
+    if not torch.allclose(first, second, rtol=REPEATABLE, atol=0, equal_nan=True):
         raise UserError(
             "the same batch gives another loss the second time: something in the model is random (dropout that is no "
             "module?) or keeps state; a check needs it off"
@@ -140,17 +139,9 @@ class _Narrowing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return output
 
 
-def narrows(subject: Subject) -> bool:
+def computes_in_float32(subject: Subject) -> bool:
     """Does the model compute in float32 inside, whatever it is given? (Hugging Face's RMSNorm does.)"""
     model, batch = subject.fresh(torch.float64)
     with _Narrowing() as mode:  # type: ignore[no-untyped-call]
         subject.loss(model, batch)
     return bool(mode.found)
-
-
-def relative(found: Tensor, wanted: Tensor) -> float:
-    """‖found − wanted‖ relative to ‖wanted‖; infinite where only one of them is zero or anything is not finite."""
-    difference, size = float((found - wanted).norm()), float(wanted.norm())
-    if difference == 0:
-        return 0.0
-    return difference / size if size and math.isfinite(difference) else math.inf

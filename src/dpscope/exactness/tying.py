@@ -1,4 +1,4 @@
-"""A tied parameter taken apart: what each of its uses contributes, and what norms look like if one forgets the tie."""
+"""A tied parameter by its uses: what each contributes, and the norms that follow if the tie is ignored."""
 
 from __future__ import annotations
 

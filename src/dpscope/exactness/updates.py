@@ -1,4 +1,4 @@
-"""What a method does to the parameters in one step, whatever it keeps to itself."""
+"""What a method does to the parameters in one step, read off the parameters alone."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpscope.audit.trainer import LEARNING_RATE
+from dpscope.audit.loop import Tensors
+from dpscope.audit.trainer import HUGE_LEARNING_RATE
 from dpscope.errors import UserError
-from dpscope.exactness.reference import Tensors
 from dpscope.exactness.subject import Subject
 from dpscope.trainers.base import TrainerBase
 from dpscope.vocabulary.settings import TrainerSettings
@@ -27,7 +27,7 @@ class Update:
     paths: Any = None  # what the method's engine says of each parameter, if it has one that explains itself
 
 
-def take_update(
+def measure_update(
     trainer_class: type[TrainerBase], subject: Subject, *, clip_norm: float, dtype: torch.dtype, seed: int
 ) -> Update:
     """`seed` is all that the method could draw noise from: an exact step does not depend on it."""
@@ -36,7 +36,7 @@ def take_update(
     settings = TrainerSettings(
         batch_size=subject.batch_size,
         optimizer="sgd",
-        learning_rate=LEARNING_RATE,
+        learning_rate=HUGE_LEARNING_RATE,
         noise_multiplier=0.0,
         max_grad_norm=clip_norm,
         seed=seed,
@@ -48,7 +48,7 @@ def take_update(
     for name, after in _trained_parameters(trainer, model).items():
         step = (before[name].double() - after.detach().double()).cpu()
         if name in subject.trainable:
-            sums[name] = step * (subject.batch_size / LEARNING_RATE)
+            sums[name] = step * (subject.batch_size / HUGE_LEARNING_RATE)
         elif step.any():
             moved.append(name)
     explain = getattr(getattr(trainer, "engine", None), "explain", None)
