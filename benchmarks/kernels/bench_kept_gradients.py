@@ -14,6 +14,7 @@ from dpscope.flash.kernels import kept_gradients, tensor_lists
 from dpscope.flash.kernels.fused_update import fused_adam_
 from dpscope.flash.kernels.kept_gradients import kept_norms_squared, kept_sums
 from dpscope.flash.kernels.tensor_lists import Cut
+from dpscope.flash.memory_budget import allocated_on
 
 POSITIONS = 8192  # of a batch: 8 × 1024, 4 × 2048, 2 × 4096
 
@@ -36,6 +37,8 @@ def main() -> None:
     report = Report("kept_gradients: per-sample gradients of preset 1b in bfloat16, AdamW")
     source, target = (torch.empty(2**30, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     report.measure("2 GiB", "copy (torch): the ceiling", partial(target.copy_, source), nbytes=2**32)
+    room = host_ms(partial(allocated_on, source.device))
+    print(f"{'':<26} host time of asking for room in memory: {1e3 * room:.0f} µs")
     shapes = parameter_shapes()
     params, exp_avgs, exp_avg_sqs, sums = ([torch.zeros(shape, device="cuda") for shape in shapes] for _ in range(4))
     count = sum(param.numel() for param in params)

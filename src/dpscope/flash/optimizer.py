@@ -168,7 +168,7 @@ class FusedUpdate:
                 piece = pieces[key] = _Piece(group, step, factors)
             piece.parameters.append(parameter)
             piece.sums.append(total)
-            waiting += total.nbytes
+            waiting += 4 * parameter.numel()  # however many samples: a launch's tables are kept for the next step
             if waiting >= PIECE_BYTES:
                 self._apply(pieces, how)
                 waiting = 0

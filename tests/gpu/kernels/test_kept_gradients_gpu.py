@@ -50,6 +50,14 @@ def test_indices_beyond_32_bits() -> None:
     assert (total[:-1] == 7.0).all()
 
 
+def test_more_samples_than_a_grid_has_rows() -> None:
+    values, factors = torch.randn(70_000, 5, device="cuda"), torch.rand(70_000, device="cuda")
+    norms = kept_norms_squared([values], backend="triton")
+    torch.testing.assert_close(norms, values.double().square().sum(1), rtol=2e-6, atol=0)
+    (total,) = kept_sums([values], factors, backend="triton")
+    torch.testing.assert_close(total.double(), values.double().T @ factors.double(), rtol=1e-3, atol=1e-2)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_norms_hold_for_every_finite_value_and_nan_is_found(dtype: torch.dtype) -> None:
     """Subnormal numbers, and numbers whose squares overflow, in one sample each; zeros; one NaN, one inf."""

@@ -310,7 +310,7 @@ def _sgd_kernel(
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    tensor, first = find_tensor(chunk_starts, n_tensors, steps, CHUNK)
+    tensor, first = find_tensor(tl.program_id(0), chunk_starts, n_tensors, steps, CHUNK)
     row = rows + tensor * (3 if MOMENTUM else 2)
     size = size_at(extents + tensor * 2, ALIGNED)
     start = tl.load(extents + tensor * 2 + 1) + first
@@ -367,7 +367,7 @@ def _adam_kernel(
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    tensor, first = find_tensor(chunk_starts, n_tensors, steps, CHUNK)
+    tensor, first = find_tensor(tl.program_id(0), chunk_starts, n_tensors, steps, CHUNK)
     row = rows + tensor * (5 if AMSGRAD else 4)
     size = size_at(extents + tensor * 2, ALIGNED)
     start = tl.load(extents + tensor * 2 + 1) + first

@@ -67,8 +67,9 @@ def kept_norms_squared(values: Sequence[Tensor], *, backend: Backend = "auto") -
     for launch in launches:
         partials = torch.empty((batch, launch.programs), dtype=torch.float64, device=device)
         with launch_on(device):
-            _kept_norms_kernel[(launch.programs, batch)](
+            _kept_norms_kernel[(launch.programs * batch,)](
                 *launch.arguments,
+                launch.programs,
                 partials,
                 DTYPE=launch.dtypes[0],
                 ALIGNED=launch.aligned,
@@ -192,7 +193,7 @@ def _kept_sums_kernel(
     BLOCK: tl.constexpr,
 ):
     """One program: one chunk of one parameter. rows: (tensors, 2) pointers to out and values."""
-    tensor, first = find_tensor(chunk_starts, n_tensors, steps, CHUNK)
+    tensor, first = find_tensor(tl.program_id(0), chunk_starts, n_tensors, steps, CHUNK)
     size = size_at(extents + tensor * 2, ALIGNED)
     outs = pointer_at(rows + tensor * 2, O_DTYPE, ALIGNED)
     values = pointer_at(rows + tensor * 2 + 1, V_DTYPE, ALIGNED)
@@ -204,7 +205,7 @@ def _kept_sums_kernel(
         tl.store(outs + index, total.to(O_DTYPE), mask=index < size)
 
 
-@partial(jit, do_not_specialize=("n_tensors", "steps"))
+@partial(jit, do_not_specialize=("n_tensors", "steps", "chunks"))
 def _kept_norms_kernel(
     key,
     chunk_starts,
@@ -212,16 +213,17 @@ def _kept_norms_kernel(
     rows,
     n_tensors,
     steps,
+    chunks,
     partials,
     DTYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Program (chunk, sample). rows: (tensors,) pointers to (B, size) values; partials: (B, chunks) float64."""
-    tensor, first = find_tensor(chunk_starts, n_tensors, steps, CHUNK)
+    """One program: one chunk of one sample. rows: (tensors,) pointers to (B, size) values; partials: (B, chunks)."""
+    tensor, first = find_tensor(tl.program_id(0) % chunks, chunk_starts, n_tensors, steps, CHUNK)
     size = size_at(extents + tensor * 2, ALIGNED)
-    sample = tl.program_id(1).to(tl.int64)
+    sample = (tl.program_id(0) // chunks).to(tl.int64)
     values = pointer_at(rows + tensor, DTYPE, ALIGNED) + sample * size
     count = chunk_size(first, size, CHUNK)
     squares = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -238,7 +240,7 @@ def _kept_norms_kernel(
             value = tl.load(values + index, mask=index < size, other=0.0).to(tl.float32).to(tl.float64)
             wide += value * value
         total = tl.sum(wide)
-    tl.store(partials + sample * tl.num_programs(0) + tl.program_id(0), total)
+    tl.store(partials + tl.program_id(0), total)
 
 
 # -- torch -------------------------------------------------------------------------------------------------------------

@@ -154,7 +154,7 @@ def _add_noise_kernel(
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    tensor, first = find_tensor(chunk_starts, n_tensors, steps, CHUNK)
+    tensor, first = find_tensor(tl.program_id(0), chunk_starts, n_tensors, steps, CHUNK)
     size = size_at(extents + tensor * 2, ALIGNED)
     start = tl.load(extents + tensor * 2 + 1)
     values = pointer_at(rows + tensor, DTYPE, ALIGNED)

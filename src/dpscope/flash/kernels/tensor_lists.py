@@ -191,9 +191,8 @@ def size_at(entry, ALIGNED: tl.constexpr):
 
 
 @jit
-def find_tensor(chunk_starts, n_tensors, steps, CHUNK: tl.constexpr):
-    """The tensor this program works on, and its first element there."""
-    program = tl.program_id(0)
+def find_tensor(program, chunk_starts, n_tensors, steps, CHUNK: tl.constexpr):
+    """The tensor that the list's chunk number `program` is of, and its first element there."""
     low = n_tensors * 0
     high = n_tensors
     for _ in range(steps):
