@@ -86,10 +86,10 @@ def recording(close: Any) -> Any:
 
 
 def forgetting(clear: Any) -> Any:
-    def discarding(engine: FlashEngine) -> None:
+    def discarding(engine: FlashEngine, *options: Any) -> Any:
         for parameter in engine.parameters:
             vars(parameter).pop("grad_sample", None)
-        clear(engine)
+        return clear(engine, *options)
 
     return discarding
 
@@ -97,7 +97,7 @@ def forgetting(clear: Any) -> Any:
 def noting_sums(add_noise: Any) -> Any:
     def adding(optimizer: DPFlashOptimizer) -> None:
         for parameter in optimizer.params:
-            parameter.summed_grad = optimizer.engine.running_sum(parameter).clone()
+            parameter.summed_grad = optimizer.engine.running_sums.get(parameter).clone()
         add_noise(optimizer)
 
     return adding
@@ -110,8 +110,8 @@ def all_grad_samples(optimizer: DPFlashOptimizer) -> list[Tensor]:
 
 
 DPFlashOptimizer.grad_samples = property(all_grad_samples)
-FlashEngine._sums = recording(FlashEngine._sums)
-FlashEngine.discard = forgetting(FlashEngine.discard)
+FlashEngine._close = recording(FlashEngine._close)
+FlashEngine.discard, FlashEngine.zero_grad = forgetting(FlashEngine.discard), forgetting(FlashEngine.zero_grad)
 DPFlashOptimizer.add_noise = noting_sums(DPFlashOptimizer.add_noise)
 
 
