@@ -124,11 +124,18 @@ def test_gram_norms_of_odd_widths_and_strides(dtype: torch.dtype) -> None:
     assert_norms([GramUnit(xs=(wide[:, :, 3:100],), gs=(wide[:, :, 200:333],)), unit(3, 50, [13], [5], dtype)])
 
 
-def test_gram_norms_in_tf32_are_near() -> None:
-    """tf32 keeps 11 bits: 2⁻¹¹ a factor, four factors, averaging over many terms."""
-    one = unit(2, 256, [512], [512], torch.float32)
-    got = gram_norms_squared([one], backend="triton", allow_tf32=True)
-    torch.testing.assert_close(got.double(), reference.gram_norms_squared([one]), rtol=2e-3, atol=0)
+@pytest.mark.parametrize("precision", ["highest", "high"])
+@pytest.mark.parametrize(("length", "width"), [(16, 8), (256, 16), (256, 512), (1024, 2048)])
+def test_gram_norms_in_float32_are_as_near_as_float32_whatever_the_user_allows(length, width, precision) -> None:
+    """Three products of tf32 halves keep 22 bits of a factor: 2⁻²² a factor, four factors, averaged over many terms."""
+    one = unit(2, length, [width], [width], torch.float32)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        got = gram_norms_squared([one], backend="triton")
+    finally:
+        torch.set_float32_matmul_precision(before)
+    torch.testing.assert_close(got.double(), reference.gram_norms_squared([one]), rtol=2e-6, atol=0)
 
 
 @pytest.mark.parametrize("vocabulary", [4, 32000])

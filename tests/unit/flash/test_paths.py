@@ -65,8 +65,9 @@ def test_short_samples_are_not_kept_whatever_the_room(batch, length, p):
 
 
 def test_float32_is_kept_sooner_and_tf32_is_never_normed_by_exact_products():
-    """Gram norms in float32 have no tensor cores; those of TF32's products would not be theirs."""
-    assert choose_path(8, 256, 2048, 2048, itemsize=4, keep_fits=True).path == KEEP
+    """Gram norms in float32 take three products on tensor cores; those of TF32's products would not be theirs."""
+    assert choose_path(8, 256, 2048, 2048, itemsize=4, keep_fits=True).path == GRAM
+    assert choose_path(8, 1024, 2048, 2048, itemsize=4, keep_fits=True).path == KEEP
     assert choose_path(8, 1024, 2048, 2048, itemsize=4, rounding=2.0**-11, keep_fits=True).path == KEEP
     without_room = choose_path(8, 256, 2048, 2048, itemsize=4, rounding=2.0**-11)
     assert without_room.path == DIRECT

@@ -13,8 +13,9 @@ All units of one length and dtype are served by one launch: the grid is units ×
 pointers, widths and strides. One layer of a transformer at T=256 has fewer tiles than a large GPU has multiprocessors;
 all of its layers together fill it, and cost the host one launch.
 
-Accumulation: bfloat16 and float16 by tensor cores into float32; float32 in float32 (tf32 only if `allow_tf32`); float64
-in float64. Each program owns its slots of the partial sums, so the result is deterministic.
+Accumulation: bfloat16 and float16 by tensor cores into float32; float32 by three products of its halves in tf32, which
+keeps 22 bits of each factor, is as near as a product in float32 and more than twice as fast as cuBLAS's; float64 in
+float64. Each program owns its slots of the partial sums, so the result is deterministic.
 
 Guarantee: a sample's result depends on that sample's rows alone, and no norm is too small by more than about 5e-4 of
 itself. Rounding errs relative to S², S = Σ_t ‖g_t‖‖x_t‖, not to the norm: by about 1e-8·S² in float32 (measured on an
@@ -25,7 +26,6 @@ large gradient would pass unclipped. So each unit's square is taken to be at lea
 
 Above the floor the error is a small fraction of the square; below it the norm is over-estimated, which clips more,
 never less. Incoherent positions give a square of S²/T or more, so up to T = 2¹⁴ ordinary data never meets the floor.
-(For tf32 the floor holds against accumulation only: its inputs are rounded to 2⁻¹¹ first.)
 
 Every finite input has its norm. Squares of values below about 1e-19 or above 1e19 leave the range of float32, so each
 position with ‖x_t‖² or ‖g_t‖² below SMALL is counted with the most that may have been lost of it,
@@ -118,7 +118,6 @@ class GramTiles:
 def gram_norms_squared(
     units: Sequence[GramUnit],
     *,
-    allow_tf32: bool = False,
     backend: Backend = "auto",
     tiles: GramTiles | None = None,
 ) -> Tensor:
@@ -142,9 +141,9 @@ def gram_norms_squared(
         served = batch > 0 and kind.length > 0 and kind.served
         why_not = f"dtypes {kind.x_dtype}, {kind.g_dtype}, B={batch}, T={kind.length}"
         by_kernel = use_triton(backend, device, served=served, why_not=why_not)
-        if by_kernel and (backend == "triton" or _kernel_is_better(kind, device, allow_tf32)):
-            chosen = tiles or _choose_tiles(kind, device, allow_tf32)
-            parts.append(_launch(kind, members, batch, device, chosen, allow_tf32))
+        if by_kernel:
+            chosen = tiles or _choose_tiles(kind, device)
+            parts.append(_launch(kind, members, batch, device, chosen))
         else:
             parts.append(_gram_norms_torch(kind, members, on_device=by_kernel))
     return torch.stack(parts).sum(0) if len(parts) > 1 else parts[0]
@@ -229,7 +228,6 @@ def _gram_tile(
     BLOCK_K: tl.constexpr,
     TMA: tl.constexpr,
     ALIGNED: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """Rows [row, row+BLOCK_T) against rows [col, col+BLOCK_S) of one sample, summed over `count` segments, float32."""
     acc = tl.zeros((BLOCK_T, BLOCK_S), dtype=tl.float32)
@@ -246,7 +244,7 @@ def _gram_tile(
             else:
                 cols = tl.make_tensor_descriptor(base, shape, [stride_t, 1], [BLOCK_S, BLOCK_K])
             for k in range(0, width, BLOCK_K):
-                acc = dot(rows.load([row, k]), cols.load([col, k]).T, acc, PRECISION)
+                acc = dot(rows.load([row, k]), cols.load([col, k]).T, acc, "tf32x3")
         else:
             if ALIGNED:  # 16-byte asynchronous copies need to know it
                 VECTOR: tl.constexpr = 128 // DTYPE.primitive_bitwidth
@@ -261,7 +259,7 @@ def _gram_tile(
             for k in range(0, width, BLOCK_K):
                 a = tl.load(row_pointers, mask=(t < length)[:, None] & (f[None, :] < width - k), other=0.0)
                 b = tl.load(col_pointers, mask=(s < length)[None, :] & (f[:, None] < width - k), other=0.0)
-                acc = dot(a, b, acc, PRECISION)
+                acc = dot(a, b, acc, "tf32x3")
                 row_pointers += BLOCK_K
                 col_pointers += BLOCK_K
     return acc
@@ -305,7 +303,6 @@ def _gram_kernel(
     BLOCK_K: tl.constexpr,
     TMA: tl.constexpr,
     ALIGNED: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """One program: one tile of one sample of one unit. partials: (3, units, B, tiles), see _store_sums."""
     program = tl.program_id(0)
@@ -320,9 +317,9 @@ def _gram_kernel(
     g_count = tl.load(unit + 3).to(tl.int32)
     # fmt: off
     x_gram = _gram_tile(segments, x_first, x_count, sample, row, col, length,
-                        X_DTYPE, BLOCK_T, BLOCK_S, BLOCK_K, TMA, ALIGNED, PRECISION)
+                        X_DTYPE, BLOCK_T, BLOCK_S, BLOCK_K, TMA, ALIGNED)
     g_gram = _gram_tile(segments, g_first, g_count, sample, row, col, length,
-                        G_DTYPE, BLOCK_T, BLOCK_S, BLOCK_K, TMA, ALIGNED, PRECISION)
+                        G_DTYPE, BLOCK_T, BLOCK_S, BLOCK_K, TMA, ALIGNED)
     # fmt: on
     _store_sums(partials, x_gram, g_gram, row, col, length, tl.load(unit + 4), tl.load(unit + 5), BLOCK_T, BLOCK_S)
 
@@ -342,7 +339,6 @@ def _gram_ids_kernel(
     BLOCK_K: tl.constexpr,
     TMA: tl.constexpr,
     ALIGNED: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """As above with x_t·x_s = [ids_t = ids_s ≠ padding]; g is not read for tiles in which no ids match."""
     program = tl.program_id(0)
@@ -363,7 +359,7 @@ def _gram_ids_kernel(
     if tl.max(match.to(tl.int32)) > 0:
         # fmt: off
         g_gram = _gram_tile(segments, g_first, g_count, sample, row, col, length,
-                            G_DTYPE, BLOCK_T, BLOCK_S, BLOCK_K, TMA, ALIGNED, PRECISION)
+                            G_DTYPE, BLOCK_T, BLOCK_S, BLOCK_K, TMA, ALIGNED)
         # fmt: on
         x_gram = match.to(tl.float32)
         _store_sums(partials, x_gram, g_gram, row, col, length, 0, tl.load(unit + 5), BLOCK_T, BLOCK_S)
@@ -470,24 +466,18 @@ def _gram_finish_kernel(
     tl.store(squares + program, tl.where(square < floor, floor, square))
 
 
-def _kernel_is_better(kind: _Kind, device: torch.device, allow_tf32: bool) -> bool:
-    """Tensor cores for half types and tf32. Plain float32: cuBLAS is faster, but only if it may not round to tf32."""
-    if torch.float32 not in (kind.x_dtype, kind.g_dtype):
-        return True
-    return allow_tf32 or operand_rounding(device) > 0.0
-
-
-def _choose_tiles(kind: _Kind, device: torch.device, allow_tf32: bool) -> GramTiles:
+def _choose_tiles(kind: _Kind, device: torch.device) -> GramTiles:
     """Half precision on Hopper: measured on an H200 (bench_gram_norms.py, 2026-11-15), all Linear layers of preset 1b.
 
     128×128×64 with 8 warps and 4 stages through descriptors takes 2.04 ms at B=16, T=256 (64×128×128: 2.9 ms) and
-    22.7 ms at B=16, T=1024. The other choices are not measured: shorter samples take smaller tiles, and what has no
-    descriptors or no tensor cores takes what fits.
+    22.7 ms at B=16, T=1024. float32, one unit of 2048 and 2048 features at B=8, T=1024: 64×64×32 with 4 warps and 3
+    stages takes 0.53 ms, 128×64 0.60, 128×128 0.68, cuBLAS without tf32 1.23 (2026-11-15). The other choices are not
+    measured: shorter samples take smaller tiles, and what has no descriptors or no tensor cores takes what fits.
     """
     hopper = is_hopper(device)
     tma = hopper and kind.aligned
     if torch.float32 in (kind.x_dtype, kind.g_dtype):
-        return GramTiles(64, 64, 32, 4, 3, tma and allow_tf32)
+        return GramTiles(64, 64, 32, 4, 3, tma)
     if kind.length <= 64:
         return GramTiles(64, 64, 64, 4, 3, tma)
     if not hopper:
@@ -548,9 +538,7 @@ def _dtypes(kind: _Kind) -> dict[str, Any]:
     }
 
 
-def _launch(
-    kind: _Kind, members: list[_Rows], batch: int, device: torch.device, tiles: GramTiles, allow_tf32: bool
-) -> Tensor:
+def _launch(kind: _Kind, members: list[_Rows], batch: int, device: torch.device, tiles: GramTiles) -> Tensor:
     """One launch for units of one kind: (B,) float64."""
     members.sort(key=lambda rows: -rows.width)  # heavy first: the tail of the grid is short
     tables = _tables(kind, members, device)
@@ -579,7 +567,6 @@ def _launch(
             BLOCK_K=tiles.block_k,
             TMA=tma,
             ALIGNED=kind.aligned and not INTERPRETED,
-            PRECISION="tf32" if allow_tf32 else "ieee",
             num_warps=tiles.num_warps,
             num_stages=tiles.num_stages,
         )
