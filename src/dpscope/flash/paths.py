@@ -51,8 +51,8 @@ class Rates:
 
 
 # Of an H200 (2026-11-15, preset 1b), by the bytes of an element. In bf16: products of weights 22.9 ms at 8 × 1024, Gram
-# norms 22.7 ms at 16 × 1024 and 2.0 ms at 16 × 256. In float32: Gram norms at 65 TFLOP/s, by three products of tf32 halves. Only
-# ratios decide, and those differ little between devices. benchmarks/kernels/bench_paths.py checks them.
+# norms 22.7 ms at 16 × 1024 and 2.0 ms at 16 × 256. In float32: Gram norms at 65 TFLOP/s, by three products of tf32
+# halves. Only ratios decide, and those differ little between devices. benchmarks/kernels/bench_paths.py checks them.
 RATES: Mapping[int, Rates] = MappingProxyType(
     {2: Rates(7.6e14, 5.9e14, 128), 4: Rates(5e13, 6.5e13, 64), 8: Rates(3e13, 3e13, 512)}
 )
