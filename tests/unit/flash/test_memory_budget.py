@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from dpscope.errors import UserError
+from dpscope.flash import FlashEngine
 from dpscope.flash.memory_budget import Allocated, MemoryBudget, MemoryLimit, allocated_on
 
 MB = 1 << 20
@@ -116,3 +118,66 @@ def test_nothing_is_kept_before_backward_has_begun_or_for_the_next_batch():
 def test_another_budget_is_refused_in_a_sentence(limit):
     with pytest.raises(UserError, match='memory_budget must be a number of bytes above 0, "lean" or None, not'):
         MemoryBudget(limit, PARAMETERS)
+
+
+# -- in an engine ------------------------------------------------------------------------------------------------------
+
+
+class Watched(MemoryBudget):
+    """What an engine tells its budget, in order."""
+
+    def __init__(self, model: nn.Module, *, room: bool = True) -> None:
+        super().__init__(None, list(model.parameters()), Memory())
+        self.told, self.room = [], room
+
+    def begin_forward(self) -> None:
+        super().begin_forward()
+        self.told.append("forward")
+
+    def begin_backward(self) -> None:
+        if not self._in_backward:
+            self.told.append("backward")
+        super().begin_backward()
+
+    def close(self) -> None:
+        if self._in_backward:
+            self.told.append("closed")
+        super().close()
+
+    def fits(self, more: float) -> bool:
+        assert self._in_backward
+        self.told.append("asked")
+        return self.room
+
+
+class Checkpointed(nn.Module):
+    """Short samples of narrow float32 layers: kept only where there is room."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(2)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("room", [False, True])
+@pytest.mark.parametrize("closed_by", ["finish", "the next forward pass", "zero_grad"])
+def test_an_engine_tells_its_budget_where_a_micro_batch_begins_and_ends(room, closed_by):
+    """A checkpoint's forward inside backward begins nothing."""
+    model = Checkpointed()
+    x = torch.randn(2, 128, 512)
+    with FlashEngine(model, max_grad_norm=1.0) as engine:
+        model(x)  # rehearsals are over afterwards
+        model.zero_grad()
+        engine.path_rules.budget = budget = Watched(model, room=room)
+        for _ in range(2):
+            model(x).sin().mean().backward()
+            if closed_by == "finish":
+                engine.finish()
+            elif closed_by == "zero_grad":
+                model.zero_grad()
+        model(x)
+        paths = {row.path for row in engine.explain()}
+    assert budget.told == [*["forward", "backward", "asked", "asked", "closed"] * 2, "forward"]
+    assert paths == {"keep" if room else "gram"}
