@@ -14,11 +14,11 @@ from pathlib import Path
 
 from door import ends_in_a_sentence
 
-from dpscope.commands.options import resolve_device
 from dpscope.instruments.timing import no_progress
 from dpscope.packages import require
 from dpscope.results.schema import Result, merge_results
 from dpscope.results.store import ResultStore, require_writable, write_atomically
+from dpscope.runner.environment import resolve_device
 from dpscope.runner.launcher import Limits, launch
 from dpscope.runner.spec import RunSpec
 from dpscope.vocabulary.settings import DEVICE_CHOICES, DTYPES

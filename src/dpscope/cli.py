@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from itertools import pairwise
 from typing import Any
 
@@ -10,16 +11,17 @@ import click
 
 from dpscope.endings import ends_in_a_sentence
 from dpscope.errors import UserError
+from dpscope.vocabulary.instruments import INSTRUMENTS
 from dpscope.vocabulary.version import __version__
 
-# Subcommand -> what `dpscope --help` says of it. Each lives in commands/NAME.py (`-` as `_`) as `command`.
+# Subcommand -> what `dpscope --help` says of it. Each lives in commands/NAME.py (`-` as `_`) as `command`; that of an
+# instrument without such a file is made from what is known of the instrument.
 COMMANDS = {
     "compare": "Compare methods: time and peak memory of private training next to ordinary training.",
-    "memory": "Where every byte of the peak goes: memory by component, by module, over time.",
-    "ncu": "Nsight Compute: the bytes that a step moves through DRAM and L2, by method.",
+    **{name: INSTRUMENTS[name].summary for name in ("memory", "ncu")},
     "ncu-read": "Show Nsight Compute reports (.ncu-rep) that exist, on any machine.",
-    "trace": "Where a step's time goes: torch.profiler traces, phases, kernels, and what a method adds to standard.",
-    "nsys": "Timelines of a few steps with Nsight Systems: GPU time by phase, kernels, copies, idle gaps.",
+    **{name: INSTRUMENTS[name].summary for name in ("trace", "nsys")},
+    **{name: each.summary for name, each in INSTRUMENTS.items() if each.summary},
     "report": "Show results that exist again, without measuring.",
     "check": "Is a method exact? Its clipped gradient against micro-batches of one.",
     "selftest": "One CPU step of every trainer on a small model.",
@@ -36,7 +38,12 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        command: click.Command = importlib.import_module(f"dpscope.commands.{cmd_name.replace('-', '_')}").command
+        module = f"dpscope.commands.{cmd_name.replace('-', '_')}"
+        if importlib.util.find_spec(module) is None:
+            from dpscope.commands.sweeping import instrument_command
+
+            return instrument_command(cmd_name)
+        command: click.Command = importlib.import_module(module).command
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -1,8 +1,6 @@
 """How a command ends when it does not end well: one sentence on standard error, and an exit code.
 
-0 and 1 are the command's own. 2: wrong usage, or a set-up that has to be mended (a missing package, a full disk).
-128 + n: signal n, as shells count (130 Ctrl-C, 143 SIGTERM, 129 SIGHUP, 141 a pipe that nobody reads).
-Whatever is none of these is a fault of dpscope and keeps its traceback.
+The codes are in `vocabulary/exit_codes.py`. Whatever ends in another way is a fault of dpscope and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -18,9 +16,7 @@ from typing import NoReturn
 
 from dpscope.errors import UserError
 from dpscope.packages import explain_import_error
-
-WRONG_USAGE = 2
-BROKEN_PIPE = 128 + signal.SIGPIPE
+from dpscope.vocabulary.exit_codes import ALL_OK, BROKEN_PIPE, SOME_NOT_OK, WRONG_USAGE
 
 
 class Terminated(KeyboardInterrupt):
@@ -56,6 +52,11 @@ def ends_in_a_sentence() -> Iterator[None]:
         if ending is None:
             raise
         _leave(ending)
+
+
+def leave(ok: bool) -> NoReturn:
+    """End a command that has done what it was asked for."""
+    raise SystemExit(ALL_OK if ok else SOME_NOT_OK)
 
 
 def ending_of(error: BaseException) -> Ended | None:

@@ -26,7 +26,7 @@ import dpscope.results
 
 # From the bottom: a package imports from earlier lines of this table, and from itself.
 LAYERS = (
-    ("errors", "paths", "plain_text", "sentences", "units"),
+    ("errors", "paths", "places", "plain_text", "sentences", "units"),
     ("numbers", "packages"),
     ("vocabulary",),
     ("endings", "outcomes"),

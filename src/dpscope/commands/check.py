@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ import click
 
 from dpscope.commands.console import make_console
 from dpscope.commands.options import ABOVE_ZERO, CommaList, setting_option, workload_from, workload_options
+from dpscope.endings import leave
 from dpscope.errors import UserError
 from dpscope.outcomes import outcome_of_exception
 from dpscope.results.store import require_writable
@@ -118,7 +118,7 @@ def command(
     if json_file:
         _write(json_file, found.to_json())
         console.print(f"Written: {json_file}", highlight=False, markup=False)
-    sys.exit(0 if found.ok else 1)
+    leave(found.ok)
 
 
 @contextmanager

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import click
 
 from dpscope.commands.options import CommaList
 from dpscope.commands.sweeping import follow_sweep, plan_from, sweep_arguments
+from dpscope.endings import leave
 from dpscope.errors import UserError
 from dpscope.runner.instruments import ALL
 from dpscope.runner.planning import COMPARE_INSTRUMENTS
-from dpscope.runner.spec import INSTRUMENTS, RunSpec
+from dpscope.runner.spec import RunSpec
+from dpscope.vocabulary.instruments import INSTRUMENTS
 
 
 @click.command(name="compare")
@@ -41,14 +42,14 @@ def command(instruments: list[str] | None, everything: bool, **options: Any) -> 
     if everything and instruments is not None:
         raise UserError("--all is every instrument: leave out --instruments, or --all")
     asked = [ALL] if everything else instruments or COMPARE_INSTRUMENTS
-    plan = plan_from(options, instruments=asked)
+    plan = plan_from(options, asked)
     if ALL in asked:
         print(f"{len(plan.specs)} rows, each in a process of its own: {', '.join(plan.instruments)}.")
         print("".join(f"  {remark}\n" for remark in plan.remarks), end="", flush=True)
     comparison = follow_sweep("compare", plan.specs, **options)
     if comparison.ok:
         print(f"Next: {_next_steps(plan.specs[0], whole=ALL in asked)}.")
-    sys.exit(0 if comparison.ok else 1)
+    leave(comparison.ok)
 
 
 def _next_steps(spec: RunSpec, *, whole: bool) -> str:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-
 import click
 from rich.table import Table
 from rich.text import Text
 
 from dpscope.commands.console import make_console
+from dpscope.endings import leave
 from dpscope.runner.diagnosis import ABSENT, BROKEN, OK, diagnose
 
 COLOURS = {OK: "green", ABSENT: "yellow", BROKEN: "bold red"}
@@ -28,5 +27,5 @@ def command() -> None:
     console.print(table)
     if blocked := [each.name for each in diagnoses if each.required and each.status != OK]:
         console.print(f"\nNothing can be measured before this is mended: {', '.join(blocked)}.")
-        sys.exit(1)
+        leave(False)
     console.print("\nReady: try `dpscope compare`.")

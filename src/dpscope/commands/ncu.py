@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import re
-import sys
 from typing import Any
 
 import click
 
-from dpscope.commands.options import ABOVE_ZERO
-from dpscope.commands.sweeping import follow_sweep, plan_from, sweep_arguments
+from dpscope.commands.sweeping import follow_sweep, instrument_arguments, plan_instrument
+from dpscope.endings import leave
 from dpscope.errors import UserError
 from dpscope.reports.guide import guide_text
-from dpscope.runner.spec import INSTRUMENTS
 
-DEFAULTS = INSTRUMENTS["ncu"]
 GUIDE_HELP = "Print the guide to reading reports and traffic, and measure nothing."
 
 
@@ -25,17 +22,7 @@ def _print_guide(context: click.Context, parameter: click.Parameter, asked: bool
 
 
 @click.command(name="ncu")
-@sweep_arguments
-@click.option("--per-kernel", is_flag=True, help="Also kernel by kernel: which of them move the bytes, by phase.")
-@click.option("--kernel", metavar="REGEX", default="", help="Per kernel, and only those whose name matches.")
-@click.option(
-    "--top", type=click.IntRange(min=1), default=DEFAULTS["top"], show_default=True, help="Kernels shown one by one."
-)
-@click.option(
-    "--budget", type=ABOVE_ZERO, default=DEFAULTS["budget"], show_default=True, help="Seconds for kernels one by one."
-)
-@click.option("--metrics", default="", help="More metrics to collect, as ncu or nvprof names them: a,b.")
-@click.option("--require-measured", is_flag=True, help="A row that ncu cannot count is not ok; no estimate instead.")
+@instrument_arguments("ncu")
 @click.option("--guide", is_flag=True, is_eager=True, expose_value=False, callback=_print_guide, help=GUIDE_HELP)
 @click.option("--print-command", is_flag=True, help="Print the ncu commands and measure nothing.")
 def command(print_command: bool, **options: Any) -> None:
@@ -50,18 +37,14 @@ def command(print_command: bool, **options: Any) -> None:
     dpscope ncu --print-command
     """
     _require_regex(options["kernel"])
-    asked = {name: options.pop(name) for name in DEFAULTS if name in options}
-    asked["per_kernel"] |= bool(asked["kernel"])
-    specs = plan_from(
-        options, instruments=("time", "ncu"), instrument_options={"ncu": asked}, for_other_machine=print_command
-    ).specs
+    options["per_kernel"] |= bool(options["kernel"])
+    specs = plan_instrument(options, "ncu", for_other_machine=print_command)
     if print_command:
         from dpscope.runner.measurements.ncu import printed_commands
 
         print("\n".join(line for spec in specs if spec.instrument == "ncu" for line in printed_commands(spec)))
         return
-    comparison = follow_sweep("ncu", specs, **options)
-    sys.exit(0 if comparison.ok else 1)
+    leave(follow_sweep("ncu", specs, **options).ok)
 
 
 def _require_regex(pattern: str) -> None:

@@ -11,6 +11,7 @@ import click
 from rich.table import Table
 
 from dpscope.commands.console import make_console
+from dpscope.endings import leave
 from dpscope.errors import UserError
 from dpscope.runner.captures import Figures, read_ncu_reports
 from dpscope.units import MISSING, format_ratio, format_traffic
@@ -44,7 +45,7 @@ def command(paths: Sequence[Path], steps: int, as_csv: bool) -> None:
         _show(figures, steps)
     for path, reason in broken.items():
         print(f"Left out: {path}: {reason}", file=sys.stderr)
-    sys.exit(1 if broken else 0)
+    leave(not broken)
 
 
 def _reports(paths: Sequence[Path]) -> list[Path]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,25 +9,13 @@ import click
 from rich.console import Group
 
 from dpscope.commands.console import make_console
-from dpscope.commands.sweeping import follow_sweep, plan_from, sweep_arguments
-from dpscope.runner.spec import INSTRUMENTS, RunSpec
-
-OPTIONS = tuple(INSTRUMENTS["nsys"])
+from dpscope.commands.sweeping import follow_sweep, instrument_arguments, plan_instrument
+from dpscope.endings import leave
+from dpscope.runner.spec import RunSpec
 
 
 @click.command(name="nsys")
-@sweep_arguments
-@click.option(
-    "--captured-steps",
-    type=click.IntRange(min=1),
-    default=INSTRUMENTS["nsys"]["captured_steps"],
-    show_default=True,
-    help="Steps on the timeline, after the warm-up (--steps has no part in it).",
-)
-@click.option("--trace", default=INSTRUMENTS["nsys"]["trace"], show_default=True, help="What nsys records.")
-@click.option("--autograd", is_flag=True, help="An NVTX range for every operator: large, and slower on the host.")
-@click.option("--cpu-sampling", is_flag=True, help="Sample the host's threads too: needs permission, slows the host.")
-@click.option("--gpu-metrics", is_flag=True, help="Utilisation of the GPU's units too: needs permission for counters.")
+@instrument_arguments("nsys")
 @click.option("--print-command", is_flag=True, help="Print the commands that would run, and run nothing.")
 @click.option("--launch", is_flag=True, help="Print how to record by hand while this workload trains.")
 @click.option(
@@ -48,10 +35,7 @@ def command(print_command: bool, launch: bool, read: Path | None, **options: Any
     if read is not None:
         _show(read)
         return
-    asked = {"nsys": {name: options.pop(name) for name in OPTIONS}}
-    specs = plan_from(
-        options, instruments=("nsys",), instrument_options=asked, for_other_machine=print_command or launch
-    ).specs
+    specs = plan_instrument(options, "nsys", for_other_machine=print_command or launch)
     if print_command:
         _print_commands(specs, options["out"])
     elif launch:
@@ -67,7 +51,7 @@ def _measure(specs: list[RunSpec], options: dict[str, Any]) -> None:
     comparison = follow_sweep("nsys", specs, **options)
     if comparison.ok:
         print("Next: open the .nsys-rep files with nsys-ui; docs/nsys.md says what to strip before you share one.")
-    sys.exit(0 if comparison.ok else 1)
+    leave(comparison.ok)
 
 
 def _print_commands(specs: list[RunSpec], out: Path | None) -> None:

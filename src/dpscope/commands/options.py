@@ -9,7 +9,9 @@ from typing import Any, TypeVar
 import click
 
 from dpscope.errors import UserError
+from dpscope.numbers import WholeNumber
 from dpscope.results.store import new_folder
+from dpscope.vocabulary.instruments import INSTRUMENTS, InstrumentOption
 from dpscope.vocabulary.settings import FLAGS, REPEATS, SETTINGS
 from dpscope.workloads.configs import (
     ATTENTIONS,
@@ -112,6 +114,25 @@ def setting_option(name: str, **instead: Any) -> Callable[[F], F]:
     default = setting.default if setting.flag_default is None else setting.flag_default
     kind = {"is_flag": True} if isinstance(default, bool) else {"type": type(default), "show_default": True}
     return click.option(setting.flag, **{"default": default, "help": setting.help, **kind, **instead})
+
+
+def instrument_options(name: str) -> Callable[[F], F]:
+    """How an instrument can be asked to look."""
+    return lambda function: _apply(
+        function, [_instrument_option(key, option) for key, option in INSTRUMENTS[name].options.items()]
+    )
+
+
+def _instrument_option(name: str, option: InstrumentOption) -> Callable[[F], F]:
+    flag, default = f"--{name.replace('_', '-')}", option.default
+    if default is False:
+        return click.option(flag, is_flag=True, help=option.help)
+    kind: Any = click.Choice(option.choices) if option.choices else str
+    if option.check is not None:
+        kind = click.IntRange(min=option.check.least) if isinstance(option.check, WholeNumber) else ABOVE_ZERO
+    return click.option(
+        flag, type=kind, default=default, show_default=bool(default), metavar=option.metavar, help=option.help
+    )
 
 
 def step_options(function: F) -> F:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,6 +11,7 @@ from click.core import ParameterSource
 
 from dpscope.commands.console import make_console, name_files
 from dpscope.comparison import Comparison
+from dpscope.endings import leave
 from dpscope.errors import UserError
 from dpscope.packages import REPORTING, TABLES, require
 from dpscope.reports.against.text import against_summary
@@ -72,4 +72,4 @@ def command(
         console.print(f"\nNothing written: {error}", markup=False, highlight=False, soft_wrap=True)
     else:
         name_files(console, files)
-    sys.exit(0 if comparison.ok else 1)
+    leave(comparison.ok)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from dpscope.commands.console import make_console, name_files
 from dpscope.commands.options import (
     CommaList,
     F,
+    instrument_options,
     output_folder,
     step_options,
     sweep_options,
@@ -22,12 +23,13 @@ from dpscope.commands.options import (
 )
 from dpscope.commands.progress import SweepProgress
 from dpscope.comparison import Comparison, compare
-from dpscope.endings import Ended, ending_of
+from dpscope.endings import Ended, ending_of, leave
 from dpscope.packages import MEASURING, require
 from dpscope.runner.launcher import Limits
 from dpscope.runner.planning import BATCH_SIZE, METHODS, Plan, plan_sweep
 from dpscope.runner.spec import RunSpec
 from dpscope.units import GIB
+from dpscope.vocabulary.instruments import INSTRUMENTS
 from dpscope.vocabulary.settings import FLAGS
 
 
@@ -55,27 +57,43 @@ def sweep_arguments(function: F) -> F:
     return function
 
 
-def plan_from(
-    options: dict[str, Any],
-    *,
-    instruments: Iterable[str],
-    instrument_options: Mapping[str, Mapping[str, Any]] | None = None,
-    for_other_machine: bool = False,
-) -> Plan:
-    """Take what makes a sweep's rows out of a command's keyword arguments.
+def instrument_arguments(instrument: str) -> Callable[[F], F]:
+    """The same for the subcommand of an instrument, with the instrument's own options after them."""
+    return lambda function: sweep_arguments(instrument_options(instrument)(function))
 
-    `instrument_options`: instrument -> its options. `for_other_machine`: for one with a GPU, which this need not be.
+
+def plan_from(options: dict[str, Any], instruments: Sequence[str], *, for_other_machine: bool = False) -> Plan:
+    """Take what makes a sweep's rows out of a command's keyword arguments, options of the instruments among them.
+
+    `for_other_machine`: for one with a GPU, which this need not be.
     """
     if not for_other_machine:
         require(*MEASURING)  # all that is missing, at once
-    workload = workload_from(options)
+    known = {name: INSTRUMENTS[name].options for name in instruments if name in INSTRUMENTS}
     return plan_sweep(
-        workload,
+        workload_from(options),
         instruments=instruments,
-        options=instrument_options,
+        options={name: {key: options.pop(key) for key in own if key in options} for name, own in known.items()},
         for_other_machine=for_other_machine,
         **{name: options.pop(name) for name in ("methods", "batch_size", "seq_len", *FLAGS)},
     )
+
+
+def plan_instrument(options: dict[str, Any], instrument: str, *, for_other_machine: bool = False) -> list[RunSpec]:
+    """The rows of an instrument's subcommand."""
+    beside = ["time"] if INSTRUMENTS[instrument].with_time else []
+    return plan_from(options, [*beside, instrument], for_other_machine=for_other_machine).specs
+
+
+def instrument_command(instrument: str) -> click.Command:
+    """The subcommand of an instrument that asks for nothing but its options."""
+
+    @click.command(name=instrument, help=INSTRUMENTS[instrument].summary)
+    @instrument_arguments(instrument)
+    def command(**options: Any) -> None:
+        leave(follow_sweep(instrument, plan_instrument(options, instrument), **options).ok)
+
+    return command
 
 
 def follow_sweep(

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from dpscope.vocabulary.exit_codes import ORPHANED
+
 DRAIN_SECONDS = 5.0  # not for ever: a daemon that the command leaves behind may hold its output
-ORPHANED = 3  # exit code
 
 LIFELINE = "DPSCOPE_LIFELINE"  # environment variable: which pipe on standard input is the lifeline
 

@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from dpscope.instruments.ncu import failures as ncu_failures
-from dpscope.instruments.ncu.command import find_ncu
-from dpscope.instruments.nsys import failures as nsys_failures
-from dpscope.instruments.nsys.finding import find_nsys
-from dpscope.runner.spec import INSTRUMENTS
+from dpscope.runner.measure import measurement_module
+from dpscope.vocabulary.instruments import INSTRUMENTS
 
 ALL = "all"
 
@@ -27,23 +24,19 @@ def choose_instruments(asked: str | Iterable[str], device: str) -> Choice:
     names = [name.strip() for name in asked.split(",")] if isinstance(asked, str) else list(asked)
     if ALL not in names:
         return Choice(tuple(names))
-    remarks = []
-    left_out = set()
-    if why := _not_counted(device):
-        remarks.append(f"ncu: bytes are estimated from tensor sizes, not counted: {why}")
-    if why := _no_timeline(device):
-        left_out.add("nsys")
-        remarks.append(f"nsys is left out: {why}")
+    obstacles = {name: _obstacle(name, device) for name in INSTRUMENTS}
+    left_out = {name for name, why in obstacles.items() if why and not INSTRUMENTS[name].instead}
+    remarks = [
+        f"{name} is left out: {why}" if name in left_out else f"{name}: {INSTRUMENTS[name].instead}: {why}"
+        for name, why in obstacles.items()
+        if why
+    ]
     return Choice(tuple(name for name in INSTRUMENTS if name not in left_out), remarks)
 
 
-def _not_counted(device: str) -> str | None:
-    if device != "cuda":
-        return ncu_failures.NO_GPU
-    return None if find_ncu() else ncu_failures.NO_NCU
-
-
-def _no_timeline(device: str) -> str | None:
-    if device != "cuda":
-        return nsys_failures.NO_GPU
-    return None if find_nsys() else nsys_failures.NO_NSYS
+def _obstacle(name: str, device: str) -> str | None:
+    """Why an instrument cannot work on a device of this machine; None where it can."""
+    if INSTRUMENTS[name].works_everywhere:
+        return None
+    why: str | None = measurement_module(name).obstacle(device)
+    return why

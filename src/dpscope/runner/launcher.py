@@ -21,8 +21,8 @@ from dpscope.outcomes import outcome_of_exit
 from dpscope.results.schema import Result, UnreadableResult, result_for
 from dpscope.results.store import ResultStore, read_result
 from dpscope.runner.spec import RunSpec
-from dpscope.runner.worker import DISK_FULL
 from dpscope.units import format_duration
+from dpscope.vocabulary.exit_codes import DISK_FULL
 from dpscope.vocabulary.statuses import TIMEOUT
 
 WORKER = (sys.executable, "-m", "dpscope.runner.worker")

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 from dpscope.errors import MeasurementFailed
 from dpscope.instruments.timing import Progress, no_progress
@@ -23,9 +24,14 @@ from dpscope.vocabulary.statuses import FAILED
 Measurement = Callable[[RunSpec, Progress, Path], Result]
 
 
+def measurement_module(instrument: str) -> ModuleType:
+    """Where an instrument measures: `measure_NAME`, and `obstacle(device)` if there are machines where it cannot."""
+    return importlib.import_module(f"dpscope.runner.measurements.{instrument}")
+
+
 def measure(spec: RunSpec, progress: Progress = no_progress, files: Path | None = None) -> Result:
     """One measurement. What it writes beside its figures goes to `files`, or is thrown away."""
-    measurement: Measurement = importlib.import_module(f"dpscope.runner.measurements.{spec.instrument}").measure
+    measurement: Measurement = getattr(measurement_module(spec.instrument), f"measure_{spec.instrument}")
     with tempfile.TemporaryDirectory() as nowhere:
         folder = files or Path(nowhere)
         result = measurement(spec, progress, folder)

@@ -17,11 +17,10 @@ from dpscope.runner.spec import RunSpec
 from dpscope.runner.tracebacks import own_traceback
 from dpscope.runner.worker import claim_stdout, limit_memory
 from dpscope.units import format_duration
+from dpscope.vocabulary.exit_codes import REFUSED
 from dpscope.vocabulary.methods import STANDARD, resolve_method
 from dpscope.vocabulary.statuses import OOM
 from dpscope.workloads.configs import CustomConfig
-
-REFUSED = 4  # the exit code of the child that looks at the user's code; the sentence is its standard output
 
 
 def require_measurable(specs: Sequence[RunSpec], limits: Limits | None = None) -> None:

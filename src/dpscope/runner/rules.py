@@ -2,37 +2,42 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from dpscope.errors import UserError
+from dpscope.places import Place, parse_place
+
+
+def resolve_rule(where: str) -> str:
+    """The same with its file in full, for a process that may run elsewhere."""
+    place = _place_of(where)
+    if not place.is_file:
+        return where
+    file = Path(place.source)
+    if not file.is_file():
+        raise UserError(f"--rule {where!r}: there is no file {place.source}")
+    return str(Place(str(file.resolve()), place.name))
 
 
 def load_rule(where: str) -> Callable[[Any], str | None]:
-    source, _, name = where.rpartition(":")
-    if not source or not name:
-        raise UserError(f"--rule {where!r}: expected FILE.py:function or package.module:function")
+    place = _place_of(where)
     try:
-        module = _load_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
-        rule: Callable[[Any], str | None] = getattr(module, name)
+        rule: Callable[[Any], str | None] = place.load()
     except FileNotFoundError:
-        raise UserError(f"--rule {where!r}: there is no file {source}") from None
+        raise UserError(f"--rule {where!r}: there is no file {place.source}") from None
     except ModuleNotFoundError as error:
         raise UserError(f"--rule {where!r}: there is no module {error.name!r}") from None
     except AttributeError:
-        raise UserError(f"--rule {where!r}: {source} has no {name!r}") from None
+        raise UserError(f"--rule {where!r}: {place.source} has no {place.name!r}") from None
     if not callable(rule):
-        raise UserError(f"--rule {where!r}: {name} is not a function")
+        raise UserError(f"--rule {where!r}: {place.name} is not a function")
     return rule
 
 
-def _load_file(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(f"dpscope_rule_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def _place_of(where: str) -> Place:
+    place = parse_place(where)
+    if place is None:
+        raise UserError(f"--rule {where!r}: expected FILE.py:function or package.module:function")
+    return place

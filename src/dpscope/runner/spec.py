@@ -5,50 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from dpscope import numbers
 from dpscope.errors import UserError
+from dpscope.vocabulary.instruments import INSTRUMENTS, changed_options
 from dpscope.vocabulary.methods import resolve_method
 from dpscope.vocabulary.settings import SETTINGS, OneOf, TrainerSettings
 from dpscope.workloads.configs import WorkloadConfig, config_from_dict, config_to_dict
-
-# Each instrument, and how it can be asked to look: option -> default.
-INSTRUMENTS: dict[str, dict[str, Any]] = {
-    "time": {},
-    # memory_viz: also write the file that PyTorch's memory_viz page opens; rule: a component rule of the user's own
-    "memory": {"memory_viz": False, "rule": None},
-    "ncu": {
-        "per_kernel": False,  # also kernel by kernel
-        "kernel": "",  # only kernels whose demangled name matches
-        "top": 30,  # kernels shown one by one; the rest is added up
-        "budget": 120.0,  # seconds in which kernels are counted one by one
-        "metrics": "",  # more metrics, of ncu or of nvprof, separated by commas
-        "require_measured": False,  # no estimate instead
-    },
-    "nsys": {
-        "captured_steps": 3,  # what is on the timeline; the first begins with an idle GPU, the others follow each other
-        "trace": "cuda,nvtx,osrt,cudnn,cublas",  # what nsys records
-        "cpu_sampling": False,  # where the host's threads are, by interrupts
-        "gpu_metrics": False,  # utilisation of the GPU's units over time
-        "autograd": False,  # an NVTX range for every operator
-    },
-    "trace": {
-        "schedule": "short",
-        "trace_steps": None,  # None: as many as the schedule records
-        **dict.fromkeys(("shapes", "memory", "stacks", "modules", "flops"), False),
-    },
-}
-
-# Each number among the options of instruments, with its check.
-_OPTION_NUMBERS: dict[str, Callable[[object], int | float]] = {
-    "top": numbers.WholeNumber("--top", 1, 10**6),
-    "budget": numbers.RealNumber("--budget, in seconds,", 1e-3, 1e7),
-    "captured_steps": numbers.WholeNumber("captured steps", 1, 1000),
-    "trace_steps": numbers.WholeNumber("--trace-steps", 1, 1000),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +34,7 @@ class RunSpec(TrainerSettings):
             **self.checked(),
             "seq_len": self.workload.resolve_seq_len(length),
             "instrument": OneOf("instrument", tuple(INSTRUMENTS))(self.instrument),
-            "options": _changed_options(self.instrument, self.options),
+            "options": changed_options(self.instrument, self.options),
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
@@ -105,7 +71,7 @@ class RunSpec(TrainerSettings):
 
     def option(self, name: str) -> Any:
         """What the instrument was asked for, or its default."""
-        return self.options.get(name, INSTRUMENTS[self.instrument][name])
+        return self.options.get(name, INSTRUMENTS[self.instrument].options[name].default)
 
     @property
     def label(self) -> str:
@@ -121,25 +87,3 @@ class RunSpec(TrainerSettings):
         """What a person would ask, in characters that every file system takes; the digest tells equal names apart."""
         readable = re.sub(r"[^A-Za-z0-9._+-]+", "-", self.label.replace(" ", "_"))[:120]
         return f"{readable}-{self.instrument}-{self.digest[:8]}.json"
-
-
-def _changed_options(instrument: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """What differs from the instrument's defaults, in its order: equal requests are equal specs."""
-    known = INSTRUMENTS[instrument]
-    if foreign := sorted(set(options) - set(known)):
-        allowed = f"it knows {', '.join(known)}" if known else "it has none"
-        raise UserError(f"instrument {instrument!r} has no option {', '.join(foreign)}: {allowed}")
-    checked = {name: _option(name, options[name], default) for name, default in known.items() if name in options}
-    return {name: value for name, value in checked.items() if value != known[name]}
-
-
-def _option(name: str, value: Any, default: Any) -> Any:
-    """The value as its check returns it, or as it is if it is the default or of the default's type."""
-    if value is default:
-        return value
-    if name in _OPTION_NUMBERS:
-        return _OPTION_NUMBERS[name](value)
-    wanted = str if default is None else type(default)
-    if not isinstance(value, wanted):
-        raise UserError(f"option {name!r} must be a {wanted.__name__}, not {value!r}")
-    return value

@@ -16,8 +16,8 @@ import threading
 from pathlib import Path
 from typing import TextIO
 
-ORPHANED = 3
-DISK_FULL = 74  # EX_IOERR: an exit code that a workload would hardly choose
+from dpscope.vocabulary.exit_codes import DISK_FULL, ORPHANED
+
 CHILD = "DPSCOPE_CHILD"  # set in the environment of a process that measures
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -14,6 +13,7 @@ from torch.optim import Optimizer
 
 from dpscope.errors import UserError
 from dpscope.flash.oracle import tensors_of
+from dpscope.places import load_at
 from dpscope.results.schema import Note
 from dpscope.vocabulary.methods import Method
 from dpscope.vocabulary.phases import FORWARD, MODEL_LOADED, MODEL_WRAPPED, OPTIMIZER_CREATED, moment, phase
@@ -145,6 +145,5 @@ def require_batch_of(batch: Batch, samples: int) -> None:
 
 
 def load_trainer(method: Method) -> type[TrainerBase]:
-    module, _, attribute = method.trainer.partition(":")
-    trainer: type[TrainerBase] = getattr(importlib.import_module(module), attribute)
+    trainer: type[TrainerBase] = load_at(method.trainer)
     return trainer

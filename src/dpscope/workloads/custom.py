@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import inspect
 import sys
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from dpscope.errors import UserError
+from dpscope.places import load_file
 from dpscope.workloads.configs.custom import CustomConfig, hash_of
 from dpscope.workloads.workload import Workload
 
@@ -42,19 +42,12 @@ def load_function(config: CustomConfig) -> Callable[..., Any]:
 
 
 def _load_module(config: CustomConfig) -> ModuleType:
-    """As `python FILE.py` would find its neighbours; the name differs, so that `if __name__ == "__main__"` holds."""
+    """As `python FILE.py` would find its neighbours."""
     if str(config.import_root) not in sys.path:
         sys.path.insert(0, str(config.import_root))
     if config.module is not None:
         return importlib.import_module(config.module)
-    name = f"dpscope_workload_{Path(config.file).stem}"
-    spec = importlib.util.spec_from_file_location(name, config.file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look there
-    spec.loader.exec_module(module)
-    return module
+    return load_file(Path(config.file))
 
 
 def _arguments(

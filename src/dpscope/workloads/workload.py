@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dpscope.errors import UserError
+from dpscope.places import load_at
 from dpscope.workloads.configs import WorkloadConfig
 
 Batch = Any  # a pytree of tensors whose first dimension is the sample
@@ -54,9 +54,7 @@ def _can_be_called_with(function: Callable[..., Any], arguments: tuple[str, ...]
 
 
 def build_workload(config: WorkloadConfig, *, batch_size: int, seq_len: int | None) -> Workload:
-    module, _, function = config.builder.partition(":")
-    build = getattr(importlib.import_module(module), function)
-    workload: Workload = build(config, batch_size=batch_size, seq_len=seq_len)
+    workload: Workload = load_at(config.builder)(config, batch_size=batch_size, seq_len=seq_len)
     lora = config.lora
     if lora is None:
         return workload

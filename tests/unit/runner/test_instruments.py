@@ -12,8 +12,8 @@ def machine(monkeypatch):
     """A machine with or without Nsight's tools."""
 
     def set_up(*, ncu, nsys):
-        monkeypatch.setattr("dpscope.runner.instruments.find_ncu", lambda: ncu)
-        monkeypatch.setattr("dpscope.runner.instruments.find_nsys", lambda: nsys)
+        monkeypatch.setattr("dpscope.runner.measurements.ncu.find_ncu", lambda: ncu)
+        monkeypatch.setattr("dpscope.runner.measurements.nsys.find_nsys", lambda: nsys)
 
     return set_up
 

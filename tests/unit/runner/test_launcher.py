@@ -19,7 +19,7 @@ from dpscope.results.store import ResultStore, read_result
 from dpscope.runner import launcher
 from dpscope.runner.launcher import Limits, launch
 from dpscope.runner.measure import measure_or_explain
-from dpscope.runner.worker import DISK_FULL
+from dpscope.vocabulary.exit_codes import DISK_FULL
 from dpscope.vocabulary.statuses import FAILED, OK, OOM, SKIPPED, TIMEOUT
 
 # How every stand-in worker begins: with the request that the parent hands it.

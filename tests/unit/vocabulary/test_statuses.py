@@ -10,7 +10,6 @@ from dpscope.reports.report import Report
 from dpscope.reports.text import summary
 from dpscope.runner.resume import still_valid
 from dpscope.vocabulary.statuses import OK, STATUS_TABLE, Status, status_named
-from tests.made_up import ENVIRONMENT
 
 UNKNOWN = "preempted"
 
@@ -42,8 +41,9 @@ def test_several_methods_that_ended_alike_share_a_sentence(make_result):
 
 
 def test_a_status_that_is_not_known_is_measured_again(make_result, make_spec):
-    assert still_valid(make_result(), make_spec(), ENVIRONMENT)
-    assert not still_valid(make_result(status=UNKNOWN), make_spec(), ENVIRONMENT)
+    ended, here = make_result(status=UNKNOWN), make_result().environment
+    assert still_valid(make_result(), make_spec(), here)
+    assert not still_valid(ended, make_spec(), here)
 
 
 def test_a_status_in_the_table_is_known_by_its_name():

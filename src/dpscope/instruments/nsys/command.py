@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dpscope.instruments.nsys.finding import Nsys
+from dpscope.vocabulary.instruments import INSTRUMENTS
 
-TRACE = "cuda,nvtx,osrt,cudnn,cublas"
+TRACE: str = INSTRUMENTS["nsys"].options["trace"].default
 
 # nsys writes the whole environment of the profiled process into its report, and reports are shared. These are what a
 # training step can need, by what for; everything else stays out.

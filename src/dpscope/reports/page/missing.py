@@ -10,17 +10,10 @@ from dpscope.reports.page.command_lines import can_be_typed, command_lines
 from dpscope.reports.report import Report
 from dpscope.reports.settings import Size
 from dpscope.reports.tables import Row, hashable, identity_of
+from dpscope.vocabulary.instruments import INSTRUMENTS
 
-# Instrument -> what it would have shown.
-SHOWS = {
-    "time": "The time of a step",
-    "memory": "Memory by component and over the step",
-    "trace": "Phases and operators",
-    "ncu": "DRAM bytes and the roofline",
-    "nsys": "The timeline of kernels and idle gaps",
-}
-ESTIMATED = " (≈ estimate: on a CPU nothing counts bytes)"
-GPU_ONLY = ("nsys",)
+# Instruments in the order in which they are missed: those that need tools of their own come last.
+IN_ORDER = sorted(INSTRUMENTS, key=lambda name: not INSTRUMENTS[name].works_everywhere)
 
 
 @dataclass(frozen=True)
@@ -61,7 +54,7 @@ def find_missing(report: Report) -> Missing:
     return Missing(
         failed=list(dict.fromkeys(failed)),
         skipped=[(item.path.name, item.reason) for item in report.skipped],
-        gaps=[gap for instrument in SHOWS if (gap := _gap(instrument, sizes))],
+        gaps=[gap for instrument in IN_ORDER if (gap := _gap(instrument, sizes))],
     )
 
 
@@ -70,9 +63,10 @@ def _gap(instrument: str, sizes: Sequence[Size]) -> Gap | None:
     if not lacking:
         return None
     everywhere = not any(instrument in row.measured for size in sizes for row in size.rows)
-    estimated = instrument == "ncu" and all(each.spec.get("device") == "cpu" for each in lacking)
+    about = INSTRUMENTS[instrument]
+    noted = about.cpu_note and all(each.spec.get("device") == "cpu" for each in lacking)
     return Gap(
-        what=SHOWS[instrument] + (ESTIMATED if estimated else ""),
+        what=about.shows + (f" ({about.cpu_note})" if noted else ""),
         where="" if everywhere else _where(lacking),
         commands=command_lines([each.spec for each in lacking]),
         untyped=_where([each for each in lacking if not can_be_typed(each.spec)]),
@@ -96,7 +90,7 @@ def _works(row: Row, instrument: str) -> bool:
     """Not what ran out of memory or could not apply: that is told with its reason. Nor what a CPU does not have."""
     plain = row.measured.get("time")
     trains = plain.ok if plain is not None else all(result.ok for result in row.measured.values())
-    return trains and not (instrument in GPU_ONLY and row.looked_at.get("device") == "cpu")
+    return trains and not (INSTRUMENTS[instrument].gpu_only and row.looked_at.get("device") == "cpu")
 
 
 def _options(instrument: str, size: Size, sizes: Sequence[Size]) -> dict[str, Any]:

@@ -35,7 +35,7 @@ ITERATIONS = 3  # untracked steps with snapshots, at most: every step of a run i
 MEMORY_VIZ = "memory_viz.pickle"
 
 
-def measure(spec: RunSpec, progress: Progress, files: Path) -> Result:
+def measure_memory(spec: RunSpec, progress: Progress, files: Path) -> Result:
     rules = [load_rule(spec.option("rule"))] if spec.option("rule") else []
     snapshots = Snapshots(spec.device, private=resolve_method(spec.method).private)
     with listening(snapshots.at_stage):

@@ -52,29 +52,41 @@ class ProgramFailed(Exception):
     """The step itself failed under ncu: the row's status and reason."""
 
 
-def measure(spec: RunSpec, progress: Progress, files: Path) -> Result:
-    seen: NcuPayload = {"source": MEASURED, "reason": None, "ncu_version": None, "traffic": {}, "flops": {}}
-    seen |= {"metrics": {}, "missing": {}, "estimate": {}, "kernels": {}, "ceilings": {}, "command": []}
-    left: dict[str, str] = {}  # what it is -> file
+def measure_ncu(spec: RunSpec, progress: Progress, folder: Path) -> Result:
+    payload: NcuPayload = {"source": MEASURED, "reason": None, "ncu_version": None, "traffic": {}, "flops": {}}
+    payload |= {"metrics": {}, "missing": {}, "estimate": {}, "kernels": {}, "ceilings": {}, "command": []}
+    files: dict[str, str] = {}  # what it is -> file
     try:
-        _count_step(spec, progress, files, seen, left)
+        _count_step(spec, progress, folder, payload, files)
         if spec.option("per_kernel"):
-            _count_kernels(spec, progress, files, seen, left)
+            _count_kernels(spec, progress, folder, payload, files)
     except ProgramFailed as error:
         status, reason = error.args
-        return _result(spec, seen, left, status=status, reason=reason)
+        return _result(spec, payload, files, status=status, reason=reason)
     except NotCounted as why:
         if spec.option("require_measured"):
             raise UserError(f"not measured, and an estimate was not wanted (--require-measured): {why}") from None
-        seen |= {"source": ESTIMATE, "reason": f"{str(why)[0].upper()}{str(why)[1:]}."}
+        payload |= {"source": ESTIMATE, "reason": f"{str(why)[0].upper()}{str(why)[1:]}."}
     progress("ceilings and estimate", 0, 1)
-    seen["ceilings"] = measure_ceilings(spec.device)
-    _add_estimate(spec, seen)
-    return _result(spec, seen, left)
+    payload["ceilings"] = measure_ceilings(spec.device)
+    _add_estimate(spec, payload)
+    return _result(spec, payload, files)
 
 
-def _result(spec: RunSpec, seen: NcuPayload, left: dict[str, str], **outcome: Any) -> Result:
-    return result_for(spec.to_dict(), ncu=seen, files=left, environment=environment.collect(spec.device), **outcome)
+def _result(spec: RunSpec, payload: NcuPayload, files: dict[str, str], **outcome: Any) -> Result:
+    return result_for(spec.to_dict(), ncu=payload, files=files, environment=environment.collect(spec.device), **outcome)
+
+
+def obstacle(device: str) -> str | None:
+    """Why ncu cannot count on a device here; None where it can be tried."""
+    if device != "cuda":
+        return NO_GPU
+    return None if find_ncu() else NO_NCU
+
+
+def ncu_here() -> str:
+    """This machine's ncu, or the name by which another has it."""
+    return find_ncu() or "ncu"
 
 
 def step_command(spec: RunSpec, ncu: str, report: Path, metrics: Sequence[str] | None = None) -> list[str]:
@@ -90,7 +102,7 @@ def kernels_command(spec: RunSpec, ncu: str, report: Path, metrics: Sequence[str
 
 def printed_commands(spec: RunSpec) -> Iterator[str]:
     """Lines for a shell that count what a measurement would count, each command after what it is."""
-    ncu, name = find_ncu() or "ncu", spec.label.replace(" ", "_")
+    ncu, name = ncu_here(), spec.label.replace(" ", "_")
     yield f"# {spec.label}: one step as a whole"
     yield shlex.join(step_command(spec, ncu, Path(f"{name}.ncu-rep")))
     if spec.option("per_kernel"):
@@ -104,30 +116,27 @@ def step_metrics(spec: RunSpec) -> list[str]:
     )
 
 
-def _count_step(spec: RunSpec, progress: Progress, files: Path, seen: NcuPayload, left: dict[str, str]) -> None:
-    if spec.device != "cuda":
-        raise NotCounted(NO_GPU)
-    ncu = find_ncu()
-    if ncu is None:
-        raise NotCounted(NO_NCU)
-    seen["ncu_version"] = ncu_version(ncu)
-    wanted, report = step_metrics(spec), files / STEP_REPORT
+def _count_step(spec: RunSpec, progress: Progress, folder: Path, payload: NcuPayload, files: dict[str, str]) -> None:
+    if (why := obstacle(spec.device)) is not None:
+        raise NotCounted(why)
+    ncu = ncu_here()
+    payload["ncu_version"] = ncu_version(ncu)
+    wanted, report = step_metrics(spec), folder / STEP_REPORT
     taken = _capture(lambda metrics: step_command(spec, ncu, report, metrics), wanted, report, progress)
-    seen["command"] = taken.command
+    payload["command"] = taken.command
     action = _read(taken, ncu, report)[0]
-    left["Nsight Compute report of the step"] = STEP_REPORT
+    files["Nsight Compute report of the step"] = STEP_REPORT
     values = {name: action.metrics[name] for name in (*wanted, PASSES) if name in action.metrics}
     counted = summarise(values)
-    seen |= {"traffic": counted["traffic"], "flops": counted["flops"], "metrics": counted["metrics"]}
+    payload |= {"traffic": counted["traffic"], "flops": counted["flops"], "metrics": counted["metrics"]}
     absent = {name: "the report does not hold it" for name in wanted if name not in values}
     refused = dict.fromkeys(taken.refused, "this GPU, or this version of ncu, does not know it")
-    seen["missing"] = {**absent, **refused, **counted["missing"]}
+    payload["missing"] = {**absent, **refused, **counted["missing"]}
 
 
-def _count_kernels(spec: RunSpec, progress: Progress, files: Path, seen: NcuPayload, left: dict[str, str]) -> None:
+def _count_kernels(spec: RunSpec, progress: Progress, folder: Path, payload: NcuPayload, files: dict[str, str]) -> None:
     """A failure here costs the row its kernels, not its figures."""
-    ncu, report = find_ncu(), files / KERNELS_REPORT
-    assert ncu is not None
+    ncu, report = ncu_here(), folder / KERNELS_REPORT
     progress("which counters fit in one pass", 0, 1)
     try:
         wanted = one_pass_metrics(ncu, TENSOR_OPS_OF[spec.dtype])
@@ -136,10 +145,10 @@ def _count_kernels(spec: RunSpec, progress: Progress, files: Path, seen: NcuPayl
         )
         actions = _read(taken, ncu, report)
     except (NotCounted, ProgramFailed) as error:
-        seen["missing"]["kernels"] = str(error.args[-1])
+        payload["missing"]["kernels"] = str(error.args[-1])
         return
-    left["Nsight Compute report of the kernels"] = KERNELS_REPORT
-    seen["kernels"] = describe_kernels(actions, top=spec.option("top"), kernel=spec.option("kernel"))
+    files["Nsight Compute report of the kernels"] = KERNELS_REPORT
+    payload["kernels"] = describe_kernels(actions, top=spec.option("top"), kernel=spec.option("kernel"))
 
 
 def _capture(
@@ -181,23 +190,23 @@ def _read(taken: Capture, ncu: str, report: Path) -> list[Action]:
         raise NotCounted(str(error)) from None
 
 
-def _add_estimate(spec: RunSpec, seen: NcuPayload) -> None:
+def _add_estimate(spec: RunSpec, payload: NcuPayload) -> None:
     """Bytes from the operators' tensor sizes: in place of a measurement, or beside it to show how far off they are."""
-    measured = seen["source"] == MEASURED
+    measured = payload["source"] == MEASURED
     try:
-        estimate = _estimate(spec, seen["kernels"] if measured else {})
+        estimate = _estimate(spec, payload["kernels"] if measured else {})
     except MeasurementFailed:
         raise
     except Exception as error:
         if not measured:
             raise
-        seen["missing"]["estimate"] = f"{type(error).__name__}: {error}"
+        payload["missing"]["estimate"] = f"{type(error).__name__}: {error}"
         return
     if not measured:
         traffic: dict[str, int] = {READ: estimate[READ], WRITE: estimate[WRITE]}
-        seen |= {"traffic": traffic, "flops": estimate["flops"], "kernels": estimate.pop("kernels")}
-        seen["missing"] = {name: NOT_ESTIMATED for name in TRAFFIC if name not in traffic}
-    seen["estimate"] = estimate
+        payload |= {"traffic": traffic, "flops": estimate["flops"], "kernels": estimate.pop("kernels")}
+        payload["missing"] = {name: NOT_ESTIMATED for name in TRAFFIC if name not in traffic}
+    payload["estimate"] = estimate
 
 
 def _estimate(spec: RunSpec, kernels: Kernels) -> Estimate:

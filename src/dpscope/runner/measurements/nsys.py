@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from dpscope.runner.spec import RunSpec
 from dpscope.vocabulary.statuses import FAILED, OK
 
 
-def measure(spec: RunSpec, progress: Progress, files: Path) -> Result:
+def measure_nsys(spec: RunSpec, progress: Progress, files: Path) -> Result:
     nsys = look_at(require_nsys(spec))
     ended: dict[str, Any] = {}
 
@@ -66,20 +67,26 @@ def measure(spec: RunSpec, progress: Progress, files: Path) -> Result:
     )
 
 
+def obstacle(device: str) -> str | None:
+    """Why nsys cannot record on a device here; None where it can be tried."""
+    if device != "cuda":
+        return NO_GPU
+    return None if find_nsys() else NO_NSYS
+
+
 def require_nsys(spec: RunSpec) -> str:
     """Where nsys is, or a sentence that says why this spec cannot be looked at here."""
-    if spec.device != "cuda":
-        raise UserError(NO_GPU)
+    if (why := obstacle(spec.device)) is not None:
+        raise UserError(why)
     path = find_nsys()
-    if path is None:
-        raise UserError(NO_NSYS)
+    assert path is not None
     if spec.option("cpu_sampling") and (refused := sampling_refused()) is not None:
         raise UserError(refused)
     return path
 
 
 def capture_settings(spec: RunSpec) -> Looking:
-    return Looking(**{name: spec.option(name) for name in ("trace", "cpu_sampling", "gpu_metrics")})
+    return Looking(**{each.name: spec.option(each.name) for each in fields(Looking)})
 
 
 def report_name(spec: RunSpec) -> str:

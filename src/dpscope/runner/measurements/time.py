@@ -15,7 +15,7 @@ from dpscope.runner.steps import TrainingSteps
 from dpscope.units import mib
 
 
-def measure(spec: RunSpec, progress: Progress, files: Path) -> Result:
+def measure_time(spec: RunSpec, progress: Progress, files: Path) -> Result:
     step = TrainingSteps(spec)
     step.warm_up(progress)
     timing = time_steps(step, device=spec.device, warmup=0, steps=spec.steps, progress=progress)

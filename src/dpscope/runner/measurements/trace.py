@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
 from dpscope.instruments.timing import Progress
@@ -16,9 +16,9 @@ from dpscope.runner.spec import RunSpec
 from dpscope.runner.steps import TrainingSteps
 
 
-def measure(spec: RunSpec, progress: Progress, files: Path) -> Result:
+def measure_trace(spec: RunSpec, progress: Progress, files: Path) -> Result:
     schedule = make_schedule(spec.option("schedule"), warmup=spec.warmup, active=spec.option("trace_steps"))
-    detail = Detail(**{name: spec.option(name) for name in ("shapes", "memory", "stacks", "modules", "flops")})
+    detail = Detail(**{each.name: spec.option(each.name) for each in fields(Detail)})
     step = TrainingSteps(spec)
     # Opacus wraps the model; its own modules keep their names.
     model = getattr(step.trainer.model, "_module", step.trainer.model)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from dpscope.errors import UserError
+from dpscope.places import parse_place
 from dpscope.workloads.configs.base import WorkloadConfig
 
 HOW = "give --workload FILE.py:function or --workload package.module:function"
@@ -54,22 +55,24 @@ class CustomConfig(WorkloadConfig):
 
 def workload_at(target: str) -> CustomConfig:
     """`FILE.py:function` or `package.module:function`."""
-    place, colon, function = target.rpartition(":")
-    if not colon or not place or not function.isidentifier():
+    place = parse_place(target)
+    if place is None:
         raise UserError(f"--workload {target}: {HOW}")
-    if place.endswith(".py") or "/" in place:
-        file = Path(place)
+    source = place.source
+    if place.is_file:
+        file = Path(source)
         if not file.is_file():
-            raise UserError(f"--workload {target}: there is no file {place}")
+            raise UserError(f"--workload {target}: there is no file {source}")
         if file.suffix != ".py":
-            raise UserError(f"--workload {target}: {place} is not a Python file (.py); {HOW}")
-        return _config(file, function)
-    file_of_module = _file_of_module(place)
+            raise UserError(f"--workload {target}: {source} is not a Python file (.py); {HOW}")
+        return _config(file, place.name)
+    file_of_module = _file_of_module(source)
     if file_of_module is None:
         raise UserError(
-            f"--workload {target}: no module {place!r} in this folder or among the installed packages; for a file {HOW}"
+            f"--workload {target}: no module {source!r} in this folder or among the installed packages; "
+            f"for a file {HOW}"
         )
-    return _config(file_of_module, function, module=place)
+    return _config(file_of_module, place.name, module=source)
 
 
 def workload_of(function: Callable[..., Any]) -> CustomConfig:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
 from torch.profiler import ProfilerAction
 
@@ -46,9 +48,9 @@ def test_an_unknown_schedule_gets_a_sentence():
 
 
 def test_the_command_line_and_the_run_spec_know_the_same_schedules():
-    from dpscope.commands.trace import DETAILS
-    from dpscope.commands.trace import SCHEDULES as offered
-    from dpscope.runner.spec import INSTRUMENTS
+    from dpscope.instruments.trace.capture import Detail
+    from dpscope.vocabulary.instruments import INSTRUMENTS
 
-    assert tuple(SCHEDULES) == offered
-    assert {*DETAILS, "schedule", "trace_steps"} == set(INSTRUMENTS["trace"])
+    options = INSTRUMENTS["trace"].options
+    assert tuple(SCHEDULES) == options["schedule"].choices
+    assert {*(each.name for each in fields(Detail)), "schedule", "trace_steps"} == set(options)

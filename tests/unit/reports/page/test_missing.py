@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dpscope.reports.page.missing import ESTIMATED, SHOWS, find_missing
+from dpscope.reports.page.missing import find_missing
 from dpscope.reports.report import Report
 from dpscope.results.store import Skipped
+from dpscope.vocabulary.instruments import INSTRUMENTS
 from tests.unit.reports.traffic_results import results_for
+
+SHOWS = {name: each.shows for name, each in INSTRUMENTS.items()}
+ESTIMATED = " (≈ estimate: on a CPU nothing counts bytes)"
 
 
 def gaps_of(*results):

@@ -15,7 +15,7 @@ from dpscope.instruments.timing import no_progress
 from dpscope.runner import environment, ranged_step, steps
 from dpscope.runner.launcher import ROW_SECONDS
 from dpscope.runner.measurements import ncu as measurement
-from dpscope.runner.measurements.ncu import measure
+from dpscope.runner.measurements.ncu import measure_ncu
 from tests.stand_ins.ncu import COUNTED, NO_PERMISSION, raw_csv
 
 GUESS = {
@@ -70,7 +70,7 @@ def reports(ncu_captures):
 
 def test_a_step_is_counted(machine, stand_in_ncu, spec_of, reports, tmp_path):
     stand_in_ncu(csv=CSV, reports=reports)
-    result = measure(spec_of(), no_progress, tmp_path / "row")
+    result = measure_ncu(spec_of(), no_progress, tmp_path / "row")
     assert result.ok
     seen = result.ncu
     assert (seen["source"], seen["reason"], seen["ncu_version"]) == ("measured", None, "2025.3.1")
@@ -87,14 +87,14 @@ def test_a_step_is_counted(machine, stand_in_ncu, spec_of, reports, tmp_path):
 
 def test_the_estimate_stands_beside_a_measurement(machine, stand_in_ncu, spec_of, reports, tmp_path):
     stand_in_ncu(csv=CSV, reports=reports)
-    seen = measure(spec_of(), no_progress, tmp_path / "row").ncu
+    seen = measure_ncu(spec_of(), no_progress, tmp_path / "row").ncu
     assert seen["estimate"] == GUESS
     assert seen["traffic"]["l2_to_sm_bytes"] == 32 * 1000  # measured figures stay
 
 
 def test_the_command_can_be_repeated_by_hand(machine, stand_in_ncu, spec_of, reports, tmp_path):
     ncu = stand_in_ncu(csv=CSV, reports=reports)
-    command = measure(spec_of(), no_progress, tmp_path / "row").ncu["command"]
+    command = measure_ncu(spec_of(), no_progress, tmp_path / "row").ncu["command"]
     assert command[0] == str(ncu.path)
     assert "--replay-mode=app-range" in command
     assert command[-4:-1] == [sys.executable, "-m", "dpscope.runner.ranged_step"]
@@ -103,7 +103,7 @@ def test_the_command_can_be_repeated_by_hand(machine, stand_in_ncu, spec_of, rep
 
 def test_metrics_of_nvprof_are_taken_by_their_new_names(machine, stand_in_ncu, spec_of, reports, tmp_path):
     ncu = stand_in_ncu(csv=CSV, reports=reports)
-    seen = measure(spec_of(metrics="l2_read_throughput,sm__more.avg"), no_progress, tmp_path / "row").ncu
+    seen = measure_ncu(spec_of(metrics="l2_read_throughput,sm__more.avg"), no_progress, tmp_path / "row").ncu
     asked = next(part for part in ncu.calls[1] if part.startswith("--metrics="))
     assert asked.endswith(",sm__more.avg")
     assert "throughput" not in asked
@@ -113,7 +113,7 @@ def test_metrics_of_nvprof_are_taken_by_their_new_names(machine, stand_in_ncu, s
 def test_what_the_gpu_does_not_have_is_dropped_and_named(machine, stand_in_ncu, spec_of, reports, tmp_path):
     counts = {name: value for name, value in COUNTS.items() if name != L2_TEX_READ} | {XBAR_READ: 500.0}
     stand_in_ncu(csv={"any": raw_csv([("range", counts, None)])}, reports=reports, unknown_metrics=[L2_TEX_READ])
-    seen = measure(spec_of(metrics="xbar"), no_progress, tmp_path / "row").ncu
+    seen = measure_ncu(spec_of(metrics="xbar"), no_progress, tmp_path / "row").ncu
     assert seen["source"] == "measured"
     assert "does not know it" in seen["missing"][L2_TEX_READ]
     assert seen["traffic"]["l2_to_sm_bytes"] == 500  # at the crossbar, since L2 does not tell
@@ -121,7 +121,7 @@ def test_what_the_gpu_does_not_have_is_dropped_and_named(machine, stand_in_ncu, 
 
 def test_kernels_are_counted_one_by_one_on_request(machine, stand_in_ncu, spec_of, reports, tmp_path):
     ncu = stand_in_ncu(csv=CSV, reports=reports)
-    result = measure(spec_of(per_kernel=True, kernel="nvjet", budget=33.0), no_progress, tmp_path / "row")
+    result = measure_ncu(spec_of(per_kernel=True, kernel="nvjet", budget=33.0), no_progress, tmp_path / "row")
     kernels = result.ncu["kernels"]
     assert [(row["phase"], row["calls"], row["dram_read_bytes"]) for row in kernels["rows"]] == [
         ("backward", 2, 180),
@@ -138,7 +138,7 @@ def test_kernels_are_counted_one_by_one_on_request(machine, stand_in_ncu, spec_o
 def test_kernels_that_could_not_be_counted_cost_the_row_nothing_else(machine, stand_in_ncu, spec_of, reports, tmp_path):
     says = {"range": COUNTED, "kernels": OUT_OF_MEMORY}
     stand_in_ncu(csv=CSV, reports={"range": reports["range"]}, says=says)
-    seen = measure(spec_of(per_kernel=True), no_progress, tmp_path / "row").ncu
+    seen = measure_ncu(spec_of(per_kernel=True), no_progress, tmp_path / "row").ncu
     assert seen["source"] == "measured"
     assert seen["kernels"] == {}
     assert "out of GPU memory" in seen["missing"]["kernels"]
@@ -158,7 +158,7 @@ def test_where_ncu_cannot_count_the_row_is_an_estimate_that_says_why(
 ):
     monkeypatch.setenv(ROW_SECONDS, "2")
     stand_in_ncu(**{name: reports if value is None else value for name, value in plan.items()})
-    result = measure(spec_of(), no_progress, tmp_path / "row")
+    result = measure_ncu(spec_of(), no_progress, tmp_path / "row")
     assert result.ok
     seen = result.ncu
     assert seen["source"] == "estimate"
@@ -172,7 +172,7 @@ def test_where_ncu_cannot_count_the_row_is_an_estimate_that_says_why(
 
 
 def test_without_ncu_the_reason_says_where_it_is_looked_for(machine, no_ncu, spec_of, tmp_path):
-    seen = measure(spec_of(), no_progress, tmp_path / "row").ncu
+    seen = measure_ncu(spec_of(), no_progress, tmp_path / "row").ncu
     assert seen["source"] == "estimate"
     assert "No `ncu` was found" in seen["reason"]
     assert "PATH" in seen["reason"]
@@ -180,12 +180,12 @@ def test_without_ncu_the_reason_says_where_it_is_looked_for(machine, no_ncu, spe
 
 def test_who_wants_no_estimate_gets_none(machine, no_ncu, spec_of, tmp_path):
     with pytest.raises(UserError, match=r"--require-measured.*no `ncu` was found"):
-        measure(spec_of(require_measured=True), no_progress, tmp_path / "row")
+        measure_ncu(spec_of(require_measured=True), no_progress, tmp_path / "row")
 
 
 def test_a_step_that_runs_out_of_memory_under_ncu_is_a_row_that_did(machine, stand_in_ncu, spec_of, tmp_path):
     stand_in_ncu(says={"range": OUT_OF_MEMORY}, code=1)
-    result = measure(spec_of(), no_progress, tmp_path / "row")
+    result = measure_ncu(spec_of(), no_progress, tmp_path / "row")
     assert (result.status, result.reason[:29]) == ("oom", "under ncu: out of GPU memory ")
 
 
@@ -195,7 +195,7 @@ def test_an_estimate_that_fails_beside_a_measurement_is_named(machine, stand_in_
 
     machine.estimate_traffic = fail
     stand_in_ncu(csv=CSV, reports=reports)
-    seen = measure(spec_of(), no_progress, tmp_path / "row").ncu
+    seen = measure_ncu(spec_of(), no_progress, tmp_path / "row").ncu
     assert seen["source"] == "measured"
     assert seen["estimate"] == {}
     assert "a strange operator" in seen["missing"]["estimate"]
@@ -204,7 +204,7 @@ def test_an_estimate_that_fails_beside_a_measurement_is_named(machine, stand_in_
 def test_progress_follows_the_runs_of_the_program(machine, stand_in_ncu, spec_of, reports, tmp_path):
     stages = []
     stand_in_ncu(csv=CSV, reports=reports)
-    measure(spec_of(), lambda stage, done, total: stages.append(stage), tmp_path / "row")
+    measure_ncu(spec_of(), lambda stage, done, total: stages.append(stage), tmp_path / "row")
     assert stages == ["under ncu", "under ncu, 1 runs done", "ceilings and estimate"]
 
 

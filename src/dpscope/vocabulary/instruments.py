@@ -1,0 +1,140 @@
+"""The instruments: how a step can be observed, and how each can be asked to look.
+
+A new one is an entry here and `measure_NAME(spec, progress, folder)` in `runner/measurements/NAME.py`. Its subcommand,
+its place in `--instruments` and `--all`, and what the page says where it did not look come from the entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dpscope import numbers
+from dpscope.errors import UserError
+
+
+@dataclass(frozen=True)
+class InstrumentOption:
+    """An option of an instrument, and of its subcommand: a switch where it is off by default."""
+
+    default: Any
+    help: str
+    check: Callable[[object], int | float] | None = None  # of a number
+    choices: tuple[str, ...] = ()  # of a word
+    metavar: str | None = None
+
+    def checked(self, name: str, value: Any) -> Any:
+        """The value as its check returns it, or as it is if it is the default or of the default's type."""
+        if value is self.default:
+            return value
+        if self.check is not None:
+            return self.check(value)
+        wanted = str if self.default is None else type(self.default)
+        if not isinstance(value, wanted):
+            raise UserError(f"option {name!r} must be a {wanted.__name__}, not {value!r}")
+        return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Instrument:
+    """What is known of an instrument without loading it."""
+
+    shows: str  # what a page lacks without it
+    summary: str = ""  # of its subcommand in `dpscope --help`; one without has none
+    options: Mapping[str, InstrumentOption] = field(default_factory=dict)
+    with_time: bool = False  # does its subcommand time each method too, in a process of its own?
+    gpu_only: bool = False
+    instead: str = ""  # what it does where it cannot work (`obstacle` of its measurement) [default: it is left out]
+    cpu_note: str = ""  # what a page says of what it shows on a CPU
+
+    @property
+    def works_everywhere(self) -> bool:
+        return not (self.gpu_only or self.instead)
+
+
+INSTRUMENTS: dict[str, Instrument] = {
+    "time": Instrument(shows="The time of a step"),
+    "memory": Instrument(
+        summary="Where every byte of the peak goes: memory by component, by module, over time.",
+        shows="Memory by component and over the step",
+        options={
+            "memory_viz": InstrumentOption(False, "Also write a file for PyTorch's memory_viz page (CUDA)."),
+            "rule": InstrumentOption(
+                None, "FILE.py:function or package.module:function that names a component for a storage."
+            ),
+        },
+    ),
+    "ncu": Instrument(
+        summary="Nsight Compute: the bytes that a step moves through DRAM and L2, by method.",
+        shows="DRAM bytes and the roofline",
+        options={
+            "per_kernel": InstrumentOption(False, "Also kernel by kernel: which of them move the bytes, by phase."),
+            "kernel": InstrumentOption("", "Per kernel, and only those whose name matches.", metavar="REGEX"),
+            "top": InstrumentOption(30, "Kernels shown one by one.", numbers.WholeNumber("--top", 1, 10**6)),
+            "budget": InstrumentOption(
+                120.0, "Seconds for kernels one by one.", numbers.RealNumber("--budget, in seconds,", 1e-3, 1e7)
+            ),
+            "metrics": InstrumentOption("", "More metrics to collect, as ncu or nvprof names them: a,b."),
+            "require_measured": InstrumentOption(False, "A row that ncu cannot count is not ok; no estimate instead."),
+        },
+        with_time=True,
+        instead="bytes are estimated from tensor sizes, not counted",
+        cpu_note="≈ estimate: on a CPU nothing counts bytes",
+    ),
+    "nsys": Instrument(
+        summary="Timelines of a few steps with Nsight Systems: GPU time by phase, kernels, copies, idle gaps.",
+        shows="The timeline of kernels and idle gaps",
+        options={
+            # the first begins with an idle GPU, the others follow each other
+            "captured_steps": InstrumentOption(
+                3,
+                "Steps on the timeline, after the warm-up (--steps has no part in it).",
+                numbers.WholeNumber("captured steps", 1, 1000),
+            ),
+            "trace": InstrumentOption("cuda,nvtx,osrt,cudnn,cublas", "What nsys records."),
+            "autograd": InstrumentOption(False, "An NVTX range for every operator: large, and slower on the host."),
+            "cpu_sampling": InstrumentOption(False, "Sample the host's threads too: needs permission, slows the host."),
+            "gpu_metrics": InstrumentOption(
+                False, "Utilisation of the GPU's units too: needs permission for counters."
+            ),
+        },
+        gpu_only=True,
+    ),
+    "trace": Instrument(
+        summary=(
+            "Where a step's time goes: torch.profiler traces, phases, kernels, and what a method adds to standard."
+        ),
+        shows="Phases and operators",
+        options={
+            "schedule": InstrumentOption(
+                "short",
+                "Which steps are recorded: two after the warm-up, the first, later ones, or some again and again.",
+                choices=("short", "early_training", "steady_state", "periodic"),
+            ),
+            "trace_steps": InstrumentOption(
+                None,
+                "Steps to record in a row [default: the schedule's].",
+                numbers.WholeNumber("--trace-steps", 1, 1000),
+            ),
+            "shapes": InstrumentOption(False, "Record the shapes and number formats of operators' inputs."),
+            "memory": InstrumentOption(False, "Record allocations and frees, by operator."),
+            "stacks": InstrumentOption(False, "Record Python stacks: waits are shown with file and line."),
+            "modules": InstrumentOption(False, "A range around every module: the most expensive ones are named."),
+            "flops": InstrumentOption(
+                False, "Count the floating-point operations of matrix products and convolutions."
+            ),
+        },
+        with_time=True,
+    ),
+}
+
+
+def changed_options(instrument: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """What differs from the instrument's defaults, in its order: equal requests are equal specs."""
+    known = INSTRUMENTS[instrument].options
+    if foreign := sorted(set(options) - set(known)):
+        allowed = f"it knows {', '.join(known)}" if known else "it has none"
+        raise UserError(f"instrument {instrument!r} has no option {', '.join(foreign)}: {allowed}")
+    checked = {name: option.checked(name, options[name]) for name, option in known.items() if name in options}
+    return {name: value for name, value in checked.items() if value != known[name].default}
