@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,12 +13,14 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
+import dpscope
 from dpscope.cli import main
 from dpscope.commands.progress import SweepProgress
 from dpscope.commands.sweeping import _finished_rows_are_named
 from dpscope.endings import Ended, Terminated, ending_of, ends_in_a_sentence
 from dpscope.errors import UserError
 from dpscope.results.store import ResultStore
+from dpscope.vocabulary import exit_codes
 
 GUIDE = [sys.executable, "-m", "dpscope", "ncu", "--guide"]  # prints much, imports little
 
@@ -144,3 +147,12 @@ def test_an_empty_value_is_not_taken_for_a_default(option, form, tmp_path, monke
     assert done.exit_code == 2
     assert done.stderr == f"Error: --{option} is empty: give it a value, or leave it out\n"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_no_exit_code_is_a_bare_number():
+    """Each has its name in `vocabulary/exit_codes.py`, and a meaning that no other shares."""
+    bare = re.compile(r"(sys\.exit|SystemExit|os\._exit)\([^)]*\b\d")
+    source = Path(dpscope.__file__).parent
+    assert [str(path) for path in source.rglob("*.py") if bare.search(path.read_text("utf-8"))] == []
+    codes = [value for name, value in vars(exit_codes).items() if name.isupper()]
+    assert len(set(codes)) == len(codes) == 7

@@ -18,6 +18,7 @@ from dpscope.results.payloads.ncu import NcuPayload
 from dpscope.results.payloads.nsys import NsysPayload
 from dpscope.results.payloads.trace import TracePayload
 from dpscope.results.validation import find_mismatch
+from dpscope.vocabulary.instruments import INSTRUMENTS
 from dpscope.vocabulary.settings import FLAGS, SETTINGS
 from dpscope.vocabulary.statuses import OK, STATUSES
 
@@ -68,6 +69,9 @@ class Result:
     environment: dict[str, Any] = field(default_factory=dict)
     details: str | None = None  # traceback or last lines of the child, for whoever has to mend it
     schema_version: int = SCHEMA_VERSION
+    parts: dict[str, dict[str, Any]] = field(
+        default_factory=dict
+    )  # instrument -> what it saw, where no key above is its
 
     @property
     def instrument(self) -> str:
@@ -78,7 +82,9 @@ class Result:
         return self.status == OK
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=2) + "\n"
+        document = asdict(self)
+        parts = document.pop("parts")  # under the names of the instruments, as their keys are
+        return json.dumps({**document, **parts}, indent=2) + "\n"
 
 
 def result_for(spec: dict[str, Any], **values: Any) -> Result:
@@ -121,8 +127,11 @@ def parse_result(text: str) -> Result:
     for part, shape in PAYLOADS.items() if data["status"] == OK else ():
         if data.get(part) and (mismatch := find_mismatch(data[part], shape, part)):
             raise UnreadableResult(f"a damaged dpscope result ({mismatch})")
-    known = {f.name for f in fields(Result)}
-    return Result(**{name: value for name, value in data.items() if name in known})
+    known = {f.name for f in fields(Result)} - {"parts"}
+    parts = {name: data[name] for name in INSTRUMENTS if name in data and name not in known}
+    if damaged := sorted(name for name, part in parts.items() if not _is_dict(part)):
+        raise UnreadableResult(f"a damaged dpscope result ({', '.join(damaged)})")
+    return Result(**{name: value for name, value in data.items() if name in known}, parts=parts)
 
 
 def _parse_int(digits: str) -> int:

@@ -28,6 +28,7 @@ from dpscope.instruments.nvtx import ProcessRanges, nvtx_phases, nvtx_range
 from dpscope.instruments.processes import end_with_lifeline
 from dpscope.outcomes import outcome_of_exception
 from dpscope.runner.spec import RunSpec
+from dpscope.vocabulary.exit_codes import ALL_OK, SOME_NOT_OK
 from dpscope.vocabulary.phases import STEP, listening
 from dpscope.vocabulary.statuses import OK
 
@@ -112,7 +113,7 @@ def _close_after(seconds: float, ended: threading.Event) -> None:
     torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
     if not ended.wait(GRACE):
         _say_outcome(OK, None)
-        os._exit(0)
+        os._exit(ALL_OK)
 
 
 def _say_outcome(status: str, reason: str | None) -> None:
@@ -134,7 +135,7 @@ def main() -> int:
         traceback.print_exc()
         status, reason = outcome_of_exception(error)
     _say_outcome(status, reason)
-    return int(status != OK)
+    return ALL_OK if status == OK else SOME_NOT_OK
 
 
 if __name__ == "__main__":

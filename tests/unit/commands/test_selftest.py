@@ -50,10 +50,10 @@ def test_doctor_finds_what_dpscope_needs_and_says_how_to_mend_the_rest(run, monk
 
 
 def test_doctor_says_no_when_what_is_needed_is_not_there(run, monkeypatch):
-    from dpscope.commands import doctor
+    from dpscope.runner import diagnosis
 
-    missing = doctor.Finding("torch", doctor.MISSING, "not there", "pip install torch", required=True)
-    monkeypatch.setattr(doctor, "CHECKS", [lambda: [missing]])
+    absent = diagnosis.Diagnosis("torch", diagnosis.ABSENT, "not there", "pip install torch", required=True)
+    monkeypatch.setattr(diagnosis, "CHECKS", [lambda: [absent]])
     outcome = run("doctor")
     assert outcome.exit_code == 1
     assert "pip install torch" in outcome.output

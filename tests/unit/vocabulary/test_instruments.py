@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from types import ModuleType
 
@@ -11,9 +12,10 @@ from click.testing import CliRunner
 from dpscope import cli, numbers
 from dpscope.commands import sweeping
 from dpscope.comparison import Comparison
+from dpscope.errors import UserError
 from dpscope.reports.page.missing import IN_ORDER, find_missing
 from dpscope.reports.report import Report
-from dpscope.results.schema import result_for
+from dpscope.results.schema import parse_result, result_for
 from dpscope.runner.instruments import choose_instruments
 from dpscope.runner.measure import measure
 from dpscope.runner.spec import RunSpec
@@ -38,7 +40,9 @@ ENERGY = Instrument(
 def energy(monkeypatch):
     """As if the entry were in the table and the file in its folder."""
     module = ModuleType("dpscope.runner.measurements.energy")
-    module.measure_energy = lambda spec, progress, folder: result_for(spec.to_dict(), avg_time_ms=spec.option("every"))
+    module.measure_energy = lambda spec, progress, folder: result_for(
+        spec.to_dict(), parts={"energy": {"joules": 3.0, "every": spec.option("every")}}
+    )
     module.obstacle = lambda device: None if device == "cuda" else "there is no meter"
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setitem(INSTRUMENTS, "energy", ENERGY)
@@ -70,8 +74,15 @@ def test_what_it_cannot_do_is_refused_in_a_sentence(energy):
     assert "'tree' is not one of" in invoke("energy", "--kind", "tree").output
 
 
-def test_its_function_measures(energy, make_spec):
-    assert measure(make_spec(instrument="energy", options={"every": 7})).avg_time_ms == 7.0
+def test_its_function_measures_and_what_it_saw_is_in_the_result_under_its_name(energy, make_spec):
+    result = measure(make_spec(instrument="energy", options={"every": 7}))
+    assert result.parts == {"energy": {"joules": 3.0, "every": 7.0}}
+    document = json.loads(result.to_json())
+    assert document["energy"] == result.parts["energy"]
+    assert "parts" not in document
+    assert parse_result(result.to_json()) == result
+    with pytest.raises(UserError, match=r"a damaged dpscope result \(energy\)"):
+        parse_result(json.dumps({**document, "energy": 3.0}))
 
 
 def test_all_takes_it_in_and_says_what_it_does_where_it_cannot_work(energy):
@@ -110,7 +121,6 @@ def test_every_instrument_has_a_function_of_its_name(name):
     ],
 )
 def test_an_option_that_means_nothing_is_refused(options, sentence):
-    from dpscope.errors import UserError
     from dpscope.workloads.configs import make_config
 
     with pytest.raises(UserError, match=sentence):
