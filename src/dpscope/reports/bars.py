@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+Item = TypeVar("Item")
 LONGEST, SHORTEST = 10, 4  # cells
 EIGHTHS = " ▏▎▍▌▋▊▉█"
 # What fills the part that ordinary training costs as well, and what is beyond it.
@@ -31,13 +33,9 @@ class Bars:
         exact = self.cells / self.largest
         return float(int(exact)) if exact >= 1 else exact
 
-    def add_column(self, table: Table) -> None:
-        if self.cells:
-            table.add_column("", no_wrap=True, min_width=self.cells)
-
-    def cell(self, ratio: float | None) -> list[Text]:
-        """What goes into that column: one bar, or nothing where there is no such column."""
-        return [self.draw(ratio)] if self.cells else []
+    def column(self, ratio: Callable[[Item], float | None]) -> list[tuple[str, Callable[[Item], Text]]]:
+        """A heading and what stands below it for an item; nothing where there are no bars."""
+        return [("", lambda item: self.draw(ratio(item)))] if self.cells else []
 
     def draw(self, ratio: float | None) -> Text:
         if ratio is None:

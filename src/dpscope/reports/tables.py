@@ -95,8 +95,9 @@ class Row:
 
     def field(self, name: str) -> Any:
         """The value in a column of this name: of the model, the method, the numbers of steps or the spec."""
-        own = {"model": self.spec["workload"]["name"], "method": self.method, **self.repeats}
-        return {**LATER_DEFAULTS, **self.spec, **own}.get(name)
+        workload = self.spec["workload"]
+        own = {"model": workload["name"], "method": self.method, **self.repeats}
+        return {**LATER_DEFAULTS, **workload, **self.spec, **own}.get(name)
 
     def cell(self, name: str) -> str:
         """The same as a table shows it."""
@@ -332,3 +333,8 @@ def worth_a_column(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
         return len({repr(row.field(name)) for row in rows}) > 1
 
     return [name for name in names if is_worth_it(name)]
+
+
+def heading_of(name: str) -> str:
+    """Of the column of a field: `batch`, `seq`, `noise multiplier`."""
+    return {"batch_size": "batch", "seq_len": "seq"}.get(name, name.replace("_", " "))

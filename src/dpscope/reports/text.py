@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +19,18 @@ from dpscope.reports.memory.tensors import tensor_section
 from dpscope.reports.memory.text import memory_section, snapshot_section
 from dpscope.reports.output import text_output
 from dpscope.reports.report import Report
-from dpscope.reports.tables import RATES, Row, group_by_size
+from dpscope.reports.tables import RATES, SIZES, Row, group_by_size, heading_of, worth_a_column
+from dpscope.reports.text_table import field_cells
 from dpscope.reports.trace.nsys_text import nsys_section
 from dpscope.reports.trace.text import trace_section
 from dpscope.reports.traffic.text import traffic_section
-from dpscope.reports.words import peak_notes, shorten
+from dpscope.reports.words import peak_notes
 from dpscope.units import GIB, MISSING, format_bytes, format_ms, format_ratio, format_throughput
 from dpscope.vocabulary.settings import COMPARED, REPEATS, SETTINGS
 from dpscope.vocabulary.statuses import status_named
 
 TITLE = "What privacy costs"
 NARROW = 86  # columns
-LONGEST_NAME = 24  # characters of a method in the table
 LEAST_WIDTH = {"batch": 5, "seq": 3, "warmup": 6, "steps": 5}  # of columns that hold numbers
 
 
@@ -52,9 +53,8 @@ def _cost(report: Report, width: int) -> list[RenderableType]:
     if not any(row.timing or row.memory or not row.result.ok for row in rows):
         return []
     ratios = [ratio for row in rows for ratio in (row.time_ratio, row.memory_ratio)]
-    narrow = width < NARROW
-    makes = [partial(_table, rows, narrow, rates) for rates in ((0,) if narrow else (2, 1, 0))]
-    parts: list[RenderableType] = [WithBars(makes, ratios)]
+    forms = [(True, 0)] if width < NARROW else [(False, 2), (False, 1), (False, 0), (True, 0)]
+    parts: list[RenderableType] = [WithBars([partial(_table, report, *form) for form in forms], ratios)]
     if sentences := verdict(report):
         parts += ["", *(Text(sentence) for sentence in sentences)]
     return [*parts, "", *(Text(note, style="dim") for note in notes(rows))]
@@ -116,70 +116,47 @@ def _describe_environment(environment: dict[str, Any]) -> str:
     return f"On {where}; " + ", ".join(f"{name} {environment.get(name)}" for name in ("torch", "opacus", "dpscope"))
 
 
-def _table(rows: Sequence[Row], narrow: bool, most_rates: int, bars: Bars) -> Table:
+def _table(report: Report, narrow: bool, most_rates: int, bars: Bars) -> Table:
     """`most_rates`: columns for samples and tokens in a second; of one, it is tokens where there is a sequence."""
-    known = {name: rate for name, rate in RATES.items() if any(rate(row) is not None for row in rows)}
-    rates = dict(list(known.items())[-most_rates:] if most_rates else [])
+    rows = report.rows
+    rates = [rate for rate in RATES if any(RATES[rate](row) is not None for row in rows)]
+    columns: list[tuple[str, Callable[[Row], RenderableType]]] = [
+        ("time" if narrow else "time/step", lambda row: marked(format_ms(row.median_ms), row.time_doubt)),
+        *([] if narrow else [("p10–p90", _spread)]),
+        *((rate, partial(_rate, rate)) for rate in (rates[-most_rates:] if most_rates else ())),
+        ("×", lambda row: marked(format_ratio(row.time_ratio), row.ratio_doubt)),
+        *bars.column(attrgetter("time_ratio")),
+        ("memory" if narrow else "peak memory", lambda row: format_bytes(row.peak_bytes)),
+        ("×", lambda row: format_ratio(row.memory_ratio)),
+        *bars.column(attrgetter("memory_ratio")),
+    ]
+    if not narrow or not all(row.result.ok for row in rows):
+        columns.append(("status", _status))
     table = Table(box=None, pad_edge=False, header_style="bold")
-    identities = {id(row): _identity(row) for row in rows}
-    shown = _telling_apart(rows, list(identities.values()))
+    fields = worth_a_column(rows, ("model", "method", *SIZES, *COMPARED, *REPEATS))
     # What tells rows apart keeps its place on the narrowest terminal; the spread is the first to go.
-    for name in shown:
+    for name in map(heading_of, fields):
         least = LEAST_WIDTH.get(name)
         table.add_column(name, justify="right" if least else "left", no_wrap=name != "model", min_width=least)
-    spread = [] if narrow else ["p10–p90"]
-    time, memory = ("time", "memory") if narrow else ("time/step", "peak memory")
-    for heading in (time, *spread, *rates, "×", memory, "×"):
-        table.add_column(heading, justify="right", no_wrap=True)
-        if heading == "×":
-            bars.add_column(table)
-    statuses = not (narrow and all(row.result.ok for row in rows))
-    if statuses:
-        table.add_column("status", no_wrap=True, min_width=4)
+    for heading, _ in columns:
+        least = {"": bars.cells, "status": 4}.get(heading)
+        table.add_column(heading, justify="left" if least else "right", no_wrap=True, min_width=least)
     for group in group_by_size(rows):
         for row in group:
-            cells: list[RenderableType] = [
-                *(identities[id(row)][name] for name in shown),
-                marked(format_ms(row.median_ms), row.time_doubt),
-                *([] if narrow else [_spread(row)]),
-                *(marked(format_throughput(rate(row)), row.time_doubt) for rate in rates.values()),
-                marked(format_ratio(row.time_ratio), row.ratio_doubt),
-                *bars.cell(row.time_ratio),
-                format_bytes(row.peak_bytes),
-                format_ratio(row.memory_ratio),
-                *bars.cell(row.memory_ratio),
-            ]
-            status = Text(row.result.status, style="green" if row.result.ok else "bold red")
-            table.add_row(*cells, *([status] if statuses else []), end_section=row is group[-1])
+            table.add_row(*field_cells(row, fields), *(cell(row) for _, cell in columns), end_section=row is group[-1])
     return table
 
 
-def _identity(row: Row) -> dict[str, str]:
-    """Column -> what the row is: which method, on what, at what size."""
-    spec = row.first.spec
-    return {
-        "model": str(spec["workload"]["name"]),
-        "method": shorten(row.method, LONGEST_NAME),
-        "batch": str(spec["batch_size"]),
-        "seq": str(spec.get("seq_len") or MISSING),
-        **{each.column: each.cell(spec) for each in (SETTINGS[name] for name in COMPARED)},
-        **{name: str(value) for name, value in row.repeats.items()},
-    }
-
-
-def _telling_apart(rows: Sequence[Row], identities: Sequence[dict[str, str]]) -> list[str]:
-    """Method and size; of the rest what differs, and numbers of steps only where they keep rows apart."""
-    always = {"method", "batch", *(["seq"] if any(each["seq"] != MISSING for each in identities) else [])}
-    never = {"seq", *(() if any(row.step_counts for row in rows) else REPEATS)}
-    varying = {name for name in identities[0] if len({each[name] for each in identities}) > 1}
-    return [name for name in identities[0] if name in always or name in varying - never]
-
-
 def _spread(row: Row) -> str:
-    if row.spread_ms is None:
-        return MISSING
-    low, high = row.spread_ms
-    return f"{low:.1f}–{high:.1f}"
+    return MISSING if row.spread_ms is None else f"{row.spread_ms[0]:.1f}–{row.spread_ms[1]:.1f}"
+
+
+def _rate(name: str, row: Row) -> str:
+    return marked(format_throughput(RATES[name](row)), row.time_doubt)
+
+
+def _status(row: Row) -> Text:
+    return Text(row.result.status, style="green" if row.result.ok else "bold red")
 
 
 def _troubles(report: Report) -> list[str]:

@@ -7,7 +7,11 @@ from typing import TypeVar
 
 from rich.table import Table
 
+from dpscope.reports.tables import Row
+from dpscope.reports.words import shorten
+
 Item = TypeVar("Item")
+LONGEST_NAME = 24  # characters of a method
 
 
 def bare_table(*headings: str, left: Collection[str] = ()) -> Table:
@@ -27,3 +31,8 @@ def table_of(
         for item in group:
             table.add_row(*(cell(item) for cell in columns.values()), end_section=item is group[-1])
     return table
+
+
+def field_cells(row: Row, names: Sequence[str]) -> list[str]:
+    """Fields of a row as a table shows them, a long method shortened."""
+    return [shorten(row.cell(name), LONGEST_NAME) if name == "method" else row.cell(name) for name in names]

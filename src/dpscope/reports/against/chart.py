@@ -1,96 +1,81 @@
-"""How much each figure of each row changed between two sweeps: a bar to the left for less, to the right for more."""
+"""How much each quantity of each row changed between two sweeps: a bar to the left for less, to the right for more."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from dpscope.reports.against.changes import MEMORY, RATIOS, TIME, Change, Figure
 from dpscope.reports.against.data import Against, Pair
-from dpscope.reports.against.words import format_change, name_of
-from dpscope.reports.page.chart import Cell, Chart, Table, View
+from dpscope.reports.against.quantities import QUANTITIES, Quantity
+from dpscope.reports.against.words import arrow, format_change
+from dpscope.reports.page.chart import Chart, Table, View
 
 SMALLEST = 0.0005  # what rounds to nothing is not drawn
 MOST = 24  # rows that can be told apart in one drawing: of more, those that changed most
 
-HOW = {
-    TIME.key: (
-        "A bar is the change of the median; the line across it spans what the 10th to 90th percentiles of the steps, "
-        "before and now, allow. It does not see how much two runs of the same program differ."
-    ),
-    MEMORY.key: (
-        "A bar is the change of a step's peak, counted once in each sweep and in the same way in both. It does not see "
-        "what the peak is made of: each sweep's own page has that."
-    ),
-}
-
 
 def change_charts(against: Against) -> list[Chart]:
-    """Of time and of memory, each where there is anything to be seen."""
-    charts = []
-    for figure in (TIME, MEMORY):
-        pairs = [pair for pair in against.pairs if pair.changes[figure.key].relative is not None]
-        if any(abs(_relative(pair, figure)) >= SMALLEST for pair in pairs):
-            charts.append(_chart(against, figure, pairs))
-    return charts
+    """A chart of each quantity where there is anything to be seen."""
+    return [chart for quantity in QUANTITIES if quantity.how and (chart := _chart(against, quantity))]
 
 
-def _chart(against: Against, figure: Figure, pairs: Sequence[Pair]) -> Chart:
-    drawn = sorted(pairs, key=lambda pair: -abs(_relative(pair, figure)))[:MOST]
-    shown = [pair for pair in pairs if pair in drawn]  # in the table's order
+def _chart(against: Against, quantity: Quantity) -> Chart | None:
+    pairs = [pair for pair in against.pairs if pair.change(quantity).relative is not None]
+    most = sorted(pairs, key=lambda pair: -abs(_relative(pair, quantity)))[:MOST]
+    if not most or abs(_relative(most[0], quantity)) < SMALLEST:
+        return None
+    drawn = [pair for pair in pairs if pair in most]  # in the table's order
+    view = View(
+        says=_says(against, quantity, pairs, len(drawn)),
+        data={"unit": quantity.unit, "bars": [_bar(against, quantity, pair) for pair in drawn]},
+        table=_table(against, quantity, pairs),
+    )
     return Chart(
-        key=f"{figure.key}-change",
-        title=f"{figure.title}: change from before to now",
-        nav_label=figure.title,
+        key=f"{quantity.key}-change",
+        title=f"{quantity.title}: change from before to now",
+        nav_label=quantity.title,
         kind="changes",
-        how=HOW[figure.key],
-        views=[
-            View(
-                size="",
-                says=_says(against, figure, pairs, len(shown)),
-                data={"unit": figure.unit, "bars": [_bar(against, figure, pair) for pair in shown]},
-                table=_table(against, figure, pairs),
-            )
-        ],
+        how=quantity.how,
+        views=[view],
     )
 
 
-def _says(against: Against, figure: Figure, pairs: Sequence[Pair], shown: int) -> str:
-    found = sorted((pair for pair in pairs if pair.changes[figure.key].found), key=lambda pair: _relative(pair, figure))
-    left_out = f" The {shown} rows that changed most are drawn." if shown < len(pairs) else ""
+def _says(against: Against, quantity: Quantity, pairs: Sequence[Pair], drawn: int) -> str:
+    found = [pair for pair in pairs if pair.change(quantity).tone]
+    found.sort(key=lambda pair: _relative(pair, quantity))
+    left_out = f" The {drawn} rows that changed most are drawn." if drawn < len(pairs) else ""
     if not found:
-        return f"{figure.title}: no row of {len(pairs)} changed.{left_out}"
+        return f"{quantity.title}: no row of {len(pairs)} changed.{left_out}"
     ends = [found[0]] if len(found) == 1 else [found[0], found[-1]]
-    named = " to ".join(f"{format_change(_relative(pair, figure))} ({name_of(pair, against)})" for pair in ends)
-    return f"{figure.title}: {len(found)} of {len(pairs)} rows changed, {named}.{left_out}"
+    named = " to ".join(f"{format_change(_relative(pair, quantity))} ({against.name_of(pair)})" for pair in ends)
+    return f"{quantity.title}: {len(found)} of {len(pairs)} rows changed, {named}.{left_out}"
 
 
-def _relative(pair: Pair, figure: Figure) -> float:
-    return pair.changes[figure.key].relative or 0.0
+def _relative(pair: Pair, quantity: Quantity) -> float:
+    return pair.change(quantity).relative or 0.0
 
 
-def _bar(against: Against, figure: Figure, pair: Pair) -> dict[str, Any]:
-    change, ratio = pair.changes[figure.key], pair.changes[RATIOS[figure.key].key]
-    ratios = "" if ratio.relative is None else f"{ratio.show(ratio.before)} → {ratio.show(ratio.now)}"
+def _bar(against: Against, quantity: Quantity, pair: Pair) -> dict[str, Any]:
+    change, ratio = pair.change(quantity), pair.ratio(quantity)
     return {
-        "name": name_of(pair, against),
+        "name": against.name_of(pair),
         "before": change.before.value,
         "now": change.now.value,
         "relative": change.relative,
         "range": change.range,
-        "ratios": ratios,
+        "ratios": "" if ratio.relative is None else arrow(ratio),
         "verdict": change.verdict,
-        "tone": {figure.less: "less", figure.more: "more"}.get(change.verdict, "none"),
+        "tone": change.tone or "none",
     }
 
 
-def _table(against: Against, figure: Figure, pairs: Sequence[Pair]) -> Table:
-    def cells(change: Change) -> tuple[Cell, ...]:
-        ends = change.range or (None, None)
-        return (change.before.value, change.now.value, change.relative, *ends, change.verdict)
-
-    values = (f"before_{figure.unit}", f"now_{figure.unit}", "change", "change_low", "change_high", "verdict")
+def _table(against: Against, quantity: Quantity, pairs: Sequence[Pair]) -> Table:
+    values = (f"before_{quantity.unit}", f"now_{quantity.unit}", "change", "change_low", "change_high", "verdict")
+    changes = [(against.name_of(pair), pair.change(quantity)) for pair in pairs]
     return Table(
         columns=("row", *values),
-        rows=[(name_of(pair, against), *cells(pair.changes[figure.key])) for pair in pairs],
+        rows=[
+            (name, each.before.value, each.now.value, each.relative, *(each.range or (None, None)), each.verdict)
+            for name, each in changes
+        ],
     )

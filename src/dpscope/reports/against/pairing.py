@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -38,7 +38,7 @@ IN_WORDS: dict[str, Callable[[Any], str]] = {
 
 
 @dataclass(frozen=True)
-class Difference:
+class SweepDifference:
     """Something about the machine, the software or the settings that is not the same in both sweeps."""
 
     name: str
@@ -73,34 +73,30 @@ def pair_rows(now: Sequence[Row], before: Sequence[Row]) -> list[tuple[Row, Row]
 
 def _likeness(one: Row, other: Row) -> float:
     instruments = len(one.measured.keys() & other.measured.keys())
-    spec, another = one.first.spec, other.first.spec
-    return instruments + len([name for name in MAY_DIFFER if spec.get(name) == another.get(name)]) / 10
+    alike: list[bool] = [one.spec.get(name) == other.spec.get(name) for name in MAY_DIFFER]
+    return instruments + sum(alike) / 10
 
 
-def list_differences(pairs: Sequence[tuple[Row, Row]]) -> list[Difference]:
+def list_differences(pairs: Sequence[tuple[Row, Row]]) -> list[SweepDifference]:
     """Of the rows that are compared: environment first, then settings."""
-    results = [[result for pair in pairs for result in pair[side].measured.values()] for side in (0, 1)]
-    environments, specs = ([[part(result) for result in side] for side in results] for part in _PARTS)
-    workloads = [[spec["workload"] for spec in side] for side in specs]
+    sides = [[result for pair in pairs for result in pair[side].measured.values()] for side in (0, 1)]
+    environments = [[result.environment for result in side] for side in sides]
+    workloads = [[result.spec["workload"] for result in side] for side in sides]
+    others = {name: name for side in environments for each in side for name in each if name not in ENVIRONMENT}
     return [
-        *_differences(environments, ENVIRONMENT),
-        *_differences(workloads, OF_WORKLOAD, only=OF_WORKLOAD),
-        *_differences(specs, MAY_DIFFER, only=MAY_DIFFER),
+        *_differences(environments, {**ENVIRONMENT, **others}),
+        *_differences(workloads, OF_WORKLOAD),
+        *_differences([[result.spec for result in side] for side in sides], MAY_DIFFER),
     ]
 
 
-_PARTS: tuple[Callable[[Any], dict[str, Any]], ...] = (lambda result: result.environment, lambda result: result.spec)
-
-
-def _differences(
-    sides: Sequence[Sequence[dict[str, Any]]], labels: dict[str, str], *, only: Iterable[str] | None = None
-) -> list[Difference]:
-    names = only or dict.fromkeys([*labels, *(name for side in sides for part in side for name in part)])
+def _differences(sides: Sequence[Sequence[dict[str, Any]]], labels: dict[str, str]) -> list[SweepDifference]:
+    """Of what has a label: the values that the two sides have, where they are not the same."""
     found = []
-    for name in names:
-        before, now = (_in_words(name, [part.get(name) for part in side]) for side in sides)
+    for name, label in labels.items():
+        before, now = (_in_words(name, [each.get(name) for each in side]) for side in sides)
         if before != now:
-            found.append(Difference(labels.get(name, name), before, now))
+            found.append(SweepDifference(label, before, now))
     return found
 
 

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from dpscope.reports.doubt import marked
 from dpscope.reports.export import to_records
 from dpscope.reports.page.looks import looks_of
 from dpscope.reports.report import Report
-from dpscope.reports.tables import RATES, Rate, Row, worth_a_column
-from dpscope.reports.traffic.data import Traffic, traffic_of
-from dpscope.reports.words import size_in_words
+from dpscope.reports.tables import RATES, Row, heading_of, worth_a_column
+from dpscope.reports.traffic.data import traffic_of
 from dpscope.units import MISSING, format_bytes, format_ms, format_ratio, format_throughput, format_traffic
-from dpscope.vocabulary.settings import COMPARED, REPEATS, SETTINGS, SettingField
+from dpscope.vocabulary.settings import COMPARED, REPEATS
 
-NO_STANDARD = "standard has no such figure at this size"
+NO_STANDARD, NOT_TIMED = "standard has no such figure at this size", "not timed"
+FILTERS = {"method": attrgetter("method"), "size": attrgetter("size"), "status": attrgetter("result.status")}
 
 
 @dataclass(frozen=True)
@@ -29,141 +30,109 @@ class TableCell:
 
 
 @dataclass(frozen=True)
-class TableRow:
-    method: str
-    status: str
-    size: str
-    colour: str
-    reason: str
-    cells: list[TableCell]
+class RowsTable:
+    columns: list[tuple[str, bool]]  # heading, and whether it holds numbers
+    lines: list[tuple[Row, str, list[TableCell]]]  # with the colour of its method
+    choices: dict[str, list[str]]  # what a reader can filter by
+    csv: dict[str, Any]
 
 
 @dataclass(frozen=True)
-class RowsTable:
-    columns: list[tuple[str, bool]]  # heading, and whether it holds numbers
-    rows: list[TableRow]
-    csv: dict[str, Any] = field(default_factory=dict)
+class FigureColumn:
+    """A row's figure, how it is shown, and why a row that did not fail may have none."""
 
-    def choices(self, name: str) -> list[str]:
-        return list(dict.fromkeys(getattr(row, name) for row in self.rows))
+    value: Callable[[Row], float | None]
+    show: Callable[[Row], str]
+    why: str
+    has_bars: bool = False
+
+    def cells(self, rows: Sequence[Row]) -> list[TableCell]:
+        largest = max((self.value(row) or 0.0 for row in rows), default=0.0) if self.has_bars else 0.0
+        return [self._cell(row, largest) for row in rows]
+
+    def _cell(self, row: Row, largest: float) -> TableCell:
+        value = self.value(row)
+        if value is None:
+            return TableCell(MISSING, "", self.why if row.result.ok else f"{row.result.status}: {row.result.reason}")
+        return TableCell(self.show(row), value, share=value / largest if largest else None)
+
+
+def _ratio(value: Callable[[Row], float | None], doubt: Callable[[Row], str]) -> FigureColumn:
+    return FigureColumn(value, lambda row: marked(format_ratio(value(row)), doubt(row)), NO_STANDARD, has_bars=True)
+
+
+def _timed(value: Callable[[Row], float | None], format_value: Callable[[float | None], str]) -> FigureColumn:
+    return FigureColumn(value, lambda row: marked(format_value(value(row)), row.time_doubt), NOT_TIMED)
+
+
+def _moved(name: str, format_value: Callable[[float | None], str], why: str, **more: bool) -> FigureColumn:
+    def value(row: Row) -> float | None:
+        return getattr(traffic_of(row), name, None)
+
+    def show(row: Row) -> str:
+        traffic = traffic_of(row)
+        return traffic.show(format_value(value(row))) if traffic else MISSING
+
+    return FigureColumn(value, show, why, **more)
+
+
+def _spread(row: Row) -> str:
+    return "" if row.spread_ms is None else f"{row.spread_ms[0]:.1f}–{row.spread_ms[1]:.1f}"
+
+
+# What is compared comes first: on a phone the rest is a scroll away.
+RATIOS = {
+    "time ×": _ratio(attrgetter("time_ratio"), attrgetter("ratio_doubt")),
+    "memory ×": _ratio(attrgetter("memory_ratio"), lambda row: ""),
+    "bytes ×": _moved("ratio", format_ratio, NO_STANDARD, has_bars=True),
+}
+ABSOLUTES = {
+    "time a step": _timed(attrgetter("median_ms"), format_ms),
+    "p10–p90, ms": FigureColumn(lambda row: row.spread_ms and row.spread_ms[0], _spread, NOT_TIMED),
+    **{name: _timed(rate, format_throughput) for name, rate in RATES.items()},
+    "peak memory": FigureColumn(attrgetter("peak_bytes"), lambda row: format_bytes(row.peak_bytes), "not measured"),
+    "DRAM bytes": _moved("dram_bytes", format_traffic, "not counted: dpscope ncu"),
+}
 
 
 def make_table(report: Report) -> RowsTable:
-    ordered = [row for size in report.sizes for row in size.rows]
-    traffics = {id(row): traffic for row in ordered if (traffic := traffic_of(row))}
-    settings = [SETTINGS[name] for name in worth_a_column(ordered, (*COMPARED, *REPEATS))]
-    models = len({row.first.spec["workload"]["name"] for row in ordered}) > 1
-    sequences = any(row.first.spec.get("seq_len") for row in ordered)
-    rates = {name: rate for name, rate in RATES.items() if any(rate(row) is not None for row in ordered)}
-    made = [
-        {
-            # What is compared comes first: on a phone the rest is a scroll away.
-            "method": _text(row.method),
-            **_ratios(row, traffics),
-            "batch": _count(row.first.spec["batch_size"]),
-            **({"sequence": _count(row.first.spec.get("seq_len"))} if sequences else {}),
-            **({"model": _text(row.first.spec["workload"]["name"])} if models else {}),
-            **{each.column: _setting(each, {**row.first.spec, **row.repeats}) for each in settings},
-            **_absolutes(row, traffics, rates),
-            "status": TableCell(row.result.status, row.result.status, number=False),
-        }
-        for row in ordered
-    ]
-    _add_bars(made)
-    looks = looks_of(ordered)
-    columns = [(name, cell.number) for name, cell in made[0].items()] if made else []
-    lines = [
-        TableRow(
-            row.method,
-            row.result.status,
-            size_in_words(row.first.spec),
-            looks[row.method]["colour"],
-            row.result.reason or "",
-            list(cells.values()),
-        )
-        for row, cells in zip(ordered, made, strict=True)
-    ]
-    return RowsTable(columns, lines, _csv(ordered, traffics))
-
-
-def _text(value: object) -> TableCell:
-    return TableCell(str(value), str(value), number=False)
-
-
-def _count(value: int | None) -> TableCell:
-    return TableCell(MISSING, "") if value is None else TableCell(str(value), value)
-
-
-def _setting(setting: SettingField, spec: Mapping[str, Any]) -> TableCell:
-    value = setting.of(spec)
-    return _text(setting.cell(spec)) if isinstance(value, str | bool) else TableCell(setting.cell(spec), value)
-
-
-def _ratios(row: Row, traffics: Mapping[int, Traffic]) -> dict[str, TableCell]:
-    failed = _failure(row)
-    time = marked(format_ratio(row.time_ratio), row.ratio_doubt)
-    cells = {
-        "time ×": _figure(row.time_ratio, time, failed or NO_STANDARD),
-        "memory ×": _figure(row.memory_ratio, format_ratio(row.memory_ratio), failed or NO_STANDARD),
+    rows = [row for size in report.sizes for row in size.rows]
+    moved = any(map(traffic_of, rows))
+    absent = {name for name, rate in RATES.items() if not any(rate(row) is not None for row in rows)}
+    absent |= set() if moved else {"bytes ×", "DRAM bytes"}
+    fields = worth_a_column(rows, ("batch_size", "seq_len", "model", *COMPARED, *REPEATS))
+    columns = {
+        "method": _fields(rows, "method"),
+        **{name: column.cells(rows) for name, column in RATIOS.items() if name not in absent},
+        **{"sequence" if name == "seq_len" else heading_of(name): _fields(rows, name) for name in fields},
+        **{name: column.cells(rows) for name, column in ABSOLUTES.items() if name not in absent},
+        "status": [TableCell(row.result.status, row.result.status, number=False) for row in rows],
     }
-    if traffics:
-        traffic = traffics.get(id(row))
-        ratio = traffic.ratio if traffic else None
-        cells["bytes ×"] = _figure(ratio, _moved(traffic, format_ratio(ratio)), failed or NO_STANDARD)
+    looks, lines = looks_of(rows), list(zip(*columns.values(), strict=True))
+    return RowsTable(
+        columns=[(name, cells[0].number) for name, cells in columns.items() if cells],
+        lines=[(row, looks[row.method]["colour"], list(line)) for row, line in zip(rows, lines, strict=True)],
+        choices={name: list(dict.fromkeys(map(choice, rows))) for name, choice in FILTERS.items()},
+        csv=_csv(rows, with_traffic=moved),
+    )
+
+
+def _fields(rows: Sequence[Row], name: str) -> list[TableCell]:
+    """Numbers sort as numbers."""
+    cells = []
+    for row in rows:
+        text, value = row.cell(name), row.field(name)
+        is_text = isinstance(value, str | bool)
+        cells.append(TableCell(text, text if is_text else "" if value is None else value, number=not is_text))
     return cells
 
 
-def _absolutes(row: Row, traffics: Mapping[int, Traffic], rates: Mapping[str, Rate]) -> dict[str, TableCell]:
-    ms, peak, failed = row.median_ms, row.peak_bytes, _failure(row)
-    spread = "" if row.spread_ms is None else f"{row.spread_ms[0]:.1f}–{row.spread_ms[1]:.1f}"
-    cells = {
-        "time a step": _figure(ms, marked(format_ms(ms), row.time_doubt), failed or "not timed"),
-        "p10–p90, ms": _figure(row.spread_ms and row.spread_ms[0], spread, failed or "not timed"),
-        **{name: _rate(rate(row), row, failed) for name, rate in rates.items()},
-        "peak memory": _figure(peak, format_bytes(peak), failed or "not measured"),
-    }
-    if traffics:
-        traffic = traffics.get(id(row))
-        count = traffic.dram_bytes if traffic else None
-        why = failed or "not counted: dpscope ncu"
-        cells["DRAM bytes"] = _figure(count, _moved(traffic, format_traffic(count)), why)
-    return cells
-
-
-def _rate(value: float | None, row: Row, failed: str) -> TableCell:
-    return _figure(value, marked(format_throughput(value), row.time_doubt), failed or "not timed")
-
-
-def _failure(row: Row) -> str:
-    return "" if row.result.ok else f"{row.result.status}: {row.result.reason}"
-
-
-def _moved(traffic: Traffic | None, text: str) -> str:
-    return traffic.show(text) if traffic else text
-
-
-def _figure(value: float | None, text: str, why: str) -> TableCell:
-    return TableCell(MISSING, "", why) if value is None else TableCell(text, value)
-
-
-def _add_bars(made: Sequence[dict[str, TableCell]]) -> None:
-    """A bar beside each ratio, as long as it is of its column's largest."""
-    for name in ("time ×", "memory ×", "bytes ×"):
-        known = [cells[name] for cells in made if name in cells and isinstance(cells[name].value, float)]
-        largest = max((float(cell.value) for cell in known), default=0.0)
-        for cells in made:
-            cell = cells.get(name)
-            if cell and isinstance(cell.value, float) and largest:
-                cells[name] = TableCell(cell.text, cell.value, share=cell.value / largest)
-
-
-def _csv(rows: Sequence[Row], traffics: dict[int, Traffic]) -> dict[str, Any]:
+def _csv(rows: Sequence[Row], *, with_traffic: bool) -> dict[str, Any]:
     records = to_records(rows)
     for row, record in zip(rows, records, strict=True):
-        traffic = traffics.get(id(row))
-        if traffics:
-            record["dram_bytes"] = traffic.dram_bytes if traffic else None
-            record["dram_bytes_ratio"] = traffic.ratio if traffic else None
-            record["dram_bytes_source"] = traffic.source if traffic else None
+        if with_traffic:
+            traffic = traffic_of(row)
+            record |= {"dram_bytes": traffic and traffic.dram_bytes, "dram_bytes_ratio": traffic and traffic.ratio}
+            record |= {"dram_bytes_source": traffic and traffic.source}
     columns = list(records[0]) if records else []
     return {"columns": columns, "rows": [[record[name] for name in columns] for record in records]}

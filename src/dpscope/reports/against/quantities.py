@@ -1,0 +1,239 @@
+"""What is compared between two sweeps: how it is read off a row, and what counts as a change of it.
+
+Times have a spread, so a time changed only beyond it (`judge_by_spread`). Peak memory and bytes are counted once and
+repeat, so they changed beyond a small share (`judge_by_share`). Readings of two sources are shown and never compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+
+from dpscope.reports.doubt import FEW, FEWEST_STEPS, NO_SPREAD, REASONS, marked
+from dpscope.reports.tables import Row
+from dpscope.reports.traffic.data import marked_estimate, traffic_of
+from dpscope.results.payloads.ncu import ESTIMATE
+from dpscope.units import format_bytes, format_ms, format_ratio, format_traffic
+
+SMALLEST_TIME = 0.01  # of the time before: two runs of one program on one GPU differ by about as much at the median
+SMALLEST_COUNT = 0.005  # of peak memory, which repeats
+SMALLEST_TRAFFIC = 0.02  # of DRAM bytes: what the GPU counts varies a little with its caches
+
+SAME, WITHIN = "the same", "within spread"
+ANOTHER_SOURCE, NO_FIGURES = "measured differently", ""
+UNDECIDED = (*REASONS, ANOTHER_SOURCE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """One quantity of one row. A ratio's spread is the widest that those of its two rows allow."""
+
+    value: float | None = None
+    spread: tuple[float, float] | None = None  # 10th and 90th percentile
+    doubt: str = ""  # what makes a time, or a ratio of times, doubtful
+    steps: int | None = None  # that the spread is from
+    source: str | None = None  # how it was measured
+
+
+# Less (-1) or more (1) than before; otherwise the verdict in words: no change, or why nobody can say.
+Judge = Callable[[Reading, Reading, float], "int | str"]
+Read = Callable[[Row, str], Reading]  # of a row, with the way in which its peak was measured
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Quantity:
+    """What is compared, with the words for less and for more of it."""
+
+    key: str
+    less: str
+    more: str
+    title: str
+    unit: str  # in the names of columns
+    format: Callable[[float | None], str]
+    judge: Judge
+    read: Read
+    read_ratio: Read  # to standard of the same sweep
+    tally: str = ""  # `2 larger in memory`
+    noun: str = ""  # `Larger peak memory: …`
+    rule: str = ""  # what `judge` asks for, in words
+    how: str = ""  # what its chart shows and does not see; one without has no chart
+
+    @cached_property
+    def ratio(self) -> Quantity:
+        key = f"{self.key}_ratio"
+        return replace(self, key=key, less="lower", more="higher", unit="", format=format_ratio, read=self.read_ratio)
+
+
+@dataclass(frozen=True)
+class SweepChange:
+    """A quantity before and now, and what can be said of the two."""
+
+    quantity: Quantity
+    before: Reading
+    now: Reading
+
+    @property
+    def known(self) -> bool:
+        return self.before.value is not None or self.now.value is not None
+
+    @property
+    def verdict(self) -> str:
+        """The quantity's word for less or more; or SAME, WITHIN, one of UNDECIDED, NO_FIGURES."""
+        if self.before.value is None or self.now.value is None or self.before.value <= 0:
+            return NO_FIGURES
+        if self.before.source != self.now.source:
+            return ANOTHER_SOURCE
+        if self.before.value == self.now.value:
+            return SAME
+        found = self.quantity.judge(self.before, self.now, self.now.value / self.before.value - 1)
+        return found if isinstance(found, str) else self.quantity.more if found > 0 else self.quantity.less
+
+    @property
+    def tone(self) -> str:
+        return {self.quantity.less: "less", self.quantity.more: "more"}.get(self.verdict, "")
+
+    @property
+    def shown(self) -> tuple[str, str]:
+        """Before and now with their unit; an estimate is marked as one, and so is what is doubtful."""
+        before, now = (
+            marked_estimate(marked(self.quantity.format(each.value), each.doubt), each.source == ESTIMATE)
+            for each in (self.before, self.now)
+        )
+        return before, now
+
+    @property
+    def relative(self) -> float | None:
+        """-0.2: a fifth less than before. None where the two cannot be compared."""
+        if self.verdict in (NO_FIGURES, ANOTHER_SOURCE):
+            return None
+        assert self.now.value is not None and self.before.value is not None
+        return self.now.value / self.before.value - 1
+
+    @property
+    def range(self) -> tuple[float, float] | None:
+        """The relative change from one end of the two spreads to the other."""
+        if self.relative is None or self.before.spread is None or self.now.spread is None:
+            return None
+        (low, high), (low_now, high_now) = self.before.spread, self.now.spread
+        return (low_now / high - 1, high_now / low - 1) if low > 0 else None
+
+
+def judge_by_spread(before: Reading, now: Reading, relative: float) -> int | str:
+    """A change where the two spreads do not overlap, both were steady, and it is not too small to repeat."""
+    if before.spread is None or now.spread is None:
+        return NO_SPREAD
+    if doubt := next((reason for reason in (FEW, *REASONS) if reason in (before.doubt, now.doubt)), None):
+        return doubt
+    apart = before.spread[1] < now.spread[0] or now.spread[1] < before.spread[0]
+    return _direction(relative) if apart and abs(relative) >= SMALLEST_TIME else WITHIN
+
+
+def judge_by_share(before: Reading, now: Reading, relative: float, *, smallest: float) -> int | str:
+    return _direction(relative) if abs(relative) > smallest else SAME
+
+
+def _direction(relative: float) -> int:
+    return 1 if relative > 0 else -1
+
+
+def _time(row: Row, source: str) -> Reading:
+    return Reading(value=row.median_ms, spread=row.spread_ms, doubt=row.time_doubt, steps=row.steps)
+
+
+def _time_ratio(row: Row, source: str) -> Reading:
+    own, standard = row.spread_ms, row.standard
+    if row.time_ratio is None or standard is None:
+        return Reading()
+    other, spread = standard.spread_ms, None
+    if standard is row:
+        spread = (1.0, 1.0)
+    elif own is not None and other is not None and other[0] > 0:
+        spread = (own[0] / other[1], own[1] / other[0])
+    return Reading(value=row.time_ratio, spread=spread, doubt=row.ratio_doubt)
+
+
+def peaks_by_source(row: Row) -> dict[str, float]:
+    """How it was measured -> peak in bytes, the memory instrument's first."""
+    found: dict[str, float] = {}
+    for instrument, peak in row.peaks.items():
+        found.setdefault(str(row.measured[instrument].memory.get("source") or "stated"), peak)
+    return found
+
+
+def _memory(row: Row, source: str) -> Reading:
+    return Reading(value=peaks_by_source(row).get(source), source=source)
+
+
+def _memory_ratio(row: Row, source: str) -> Reading:
+    own, other = _memory(row, source).value, _memory(row.standard, source).value if row.standard else None
+    return Reading(value=own / other if own and other else None, source=source)
+
+
+def _traffic(row: Row, source: str) -> Reading:
+    traffic = traffic_of(row)
+    return Reading(value=traffic.dram_bytes, source=traffic.source) if traffic else Reading()
+
+
+def _traffic_ratio(row: Row, source: str) -> Reading:
+    traffic = traffic_of(row)
+    return Reading(value=traffic.ratio, source=traffic.source) if traffic else Reading()
+
+
+TIME = Quantity(
+    key="time",
+    title="Time of a step",
+    unit="ms",
+    less="faster",
+    more="slower",
+    format=format_ms,
+    judge=judge_by_spread,
+    read=_time,
+    read_ratio=_time_ratio,
+    rule=(
+        "Faster or slower: the 10th to 90th percentiles of the two do not overlap, their medians differ by at least "
+        f"{SMALLEST_TIME:.0%}, both were steady, and each had {FEWEST_STEPS} timed steps or more. The spread is that "
+        "of steps within one run: two runs of the same program can differ by more, so look at standard too, or "
+        "measure twice."
+    ),
+    how=(
+        "A bar is the change of the median; the line across it spans what the 10th to 90th percentiles of the steps, "
+        "before and now, allow. It does not see how much two runs of the same program differ."
+    ),
+)
+MEMORY = Quantity(
+    key="memory",
+    title="Peak memory",
+    unit="bytes",
+    less="smaller",
+    more="larger",
+    format=format_bytes,
+    judge=partial(judge_by_share, smallest=SMALLEST_COUNT),
+    read=_memory,
+    read_ratio=_memory_ratio,
+    tally="in memory",
+    noun=" peak memory",
+    rule=f"Larger or smaller: by more than {SMALLEST_COUNT:.1%}. A peak is counted once, and repeats.",
+    how=(
+        "A bar is the change of a step's peak, counted once in each sweep and in the same way in both. It does not see "
+        "what the peak is made of: each sweep's own page has that."
+    ),
+)
+TRAFFIC = Quantity(
+    key="traffic",
+    title="DRAM bytes of a step",
+    unit="bytes",
+    less="fewer",
+    more="more",
+    format=format_traffic,
+    judge=partial(judge_by_share, smallest=SMALLEST_TRAFFIC),
+    read=_traffic,
+    read_ratio=_traffic_ratio,
+    tally="bytes",
+    noun=" DRAM bytes",
+    rule=(
+        f"More or fewer: by more than {SMALLEST_TRAFFIC:.0%}. Bytes are counted once; an estimate is only compared "
+        "with an estimate."
+    ),
+)
+QUANTITIES = (TIME, MEMORY, TRAFFIC)
