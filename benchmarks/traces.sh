@@ -19,28 +19,27 @@ import sys
 from pathlib import Path
 
 from dpscope.reports.tables import compare_results
-from dpscope.reports.trace.data import boundness, differences, trace_of, traced
+from dpscope.reports.trace.data import differences, traced
 from dpscope.results.store import ResultStore
 
 folder = Path(sys.argv[1])
 results, _ = ResultStore(folder).read_all()
 rows = sorted(compare_results(results.values()), key=lambda row: row.method != "standard")
-for group in traced(rows):
+for steps in traced(rows):
     print("method    unprofiled   traced  GPU busy  GPU idle  kernels   trace file")
-    for row in group:
-        trace = trace_of(row)
-        gpu = trace.get("gpu", dict.fromkeys(("busy_ms", "idle_ms", "kernels"), 0.0))
-        size = sum(trace["files"].values()) / 2**20
-        print(f"{row.method:9} {row.median_ms or 0:8.1f} ms {trace['step_ms']:8.1f} {gpu['busy_ms']:9.1f} "
+    for step in steps:
+        gpu = step.gpu or dict.fromkeys(("busy_ms", "idle_ms", "kernels"), 0.0)
+        size = sum(step.trace["files"].values()) / 2**20
+        print(f"{step.method:9} {step.row.median_ms or 0:8.1f} ms {step.trace['step_ms']:8.1f} {gpu['busy_ms']:9.1f} "
               f"{gpu['idle_ms']:9.1f} {gpu['kernels']:8.0f} {size:8.2f} MiB")
     print("\nGPU ms by phase (host ms)")
-    for row in group:
-        parts = ", ".join(f"{p['phase']} {p['gpu_ms']:.1f} ({p['cpu_ms']:.1f})" for p in trace_of(row)["phases"])
-        print(f"{row.method:9} {parts}")
-    for row in group:
-        if (verdict := boundness(row)) is not None:
-            print(f"{row.method:9} {verdict.sentence}")
-    for found in differences(group):
+    for step in steps:
+        parts = ", ".join(f"{p['phase']} {p['gpu_ms']:.1f} ({p['cpu_ms']:.1f})" for p in step.trace["phases"])
+        print(f"{step.method:9} {parts}")
+    for step in steps:
+        if step.bound:
+            print(f"{step.method:9} {step.bound}")
+    for found in differences(steps):
         print(f"\n{found.method} takes {found.total_ms:+.2f} ms more than standard ({found.basis} time); most of it:")
         for change in found.changes[:3]:
             print(f"  {change.ms:+8.2f} ms  {change.operator} in {change.phase} ({change.kind})")

@@ -95,7 +95,7 @@ Mind:
 
 
 def _show(path: Path) -> None:
-    from dpscope.reports.trace.nsys_text import describe_captures
+    from dpscope.reports.trace.nsys_text import Capture, describe_captures
     from dpscope.runner.captures import read_nsys_capture
 
-    make_console().print(Group(*describe_captures([(path.stem, read_nsys_capture(path))])))
+    make_console().print(Group(*describe_captures([Capture(path.stem, read_nsys_capture(path))])))

@@ -21,8 +21,7 @@ from dpscope.reports.tables import compare_results
 from dpscope.reports.text import summary
 from dpscope.reports.time.chart import step_time
 from dpscope.reports.time.tradeoff_figure import draw_tradeoff
-from dpscope.reports.trace.operators_chart import operators
-from dpscope.reports.trace.phases_chart import phases
+from dpscope.reports.trace.charts import operators, phases
 from dpscope.units import MISSING
 from tests.unit.reports.trace_results import make_trace, operator
 from tests.unit.reports.writing import report_of

@@ -42,3 +42,12 @@ def make_trace(operators: list[dict[str, Any]], outside: float = 1.0, *, idle: f
         trace["gpu"] |= {"mean_kernel_us": 100.0, **idle_parts}
         trace |= {"copies": [], "kernels": [], "families": [{"family": "gemm", "count": 3.0, "ms": work}]}
     return trace
+
+
+STANDARD = [operator("aten::mm", "backward", 5.0), operator("aten::add", "forward", 2.0)]
+FLAT = [
+    operator("aten::mm", "backward", 4.0),
+    operator("aten::bmm", "backward", 9.0),
+    operator("aten::add", "noise", 3.0),
+]
+GPU = [operator("aten::mm", "backward", 6.0, gpu=True)]

@@ -13,9 +13,8 @@ from dpscope.reports.settings import Setting
 from dpscope.reports.time.chart import step_time
 from dpscope.reports.time.scaling_chart import scaling_over_batch, scaling_over_sequence
 from dpscope.reports.time.tradeoff_chart import tradeoff
+from dpscope.reports.trace.charts import operators, phases
 from dpscope.reports.trace.layers_chart import layers_memory, layers_time
-from dpscope.reports.trace.operators_chart import operators
-from dpscope.reports.trace.phases_chart import phases
 from dpscope.reports.traffic.chart import traffic
 from dpscope.reports.traffic.roofline_chart import roofline
 

@@ -8,21 +8,17 @@ from typing import Any
 
 from dpscope.reports.output import csv_output
 from dpscope.reports.tables import Row
-from dpscope.reports.trace.data import trace_of
+from dpscope.reports.trace.data import traced_steps
 
 
 def _lines(part: str, rows: Sequence[Row]) -> list[dict[str, Any]]:
-    return [
-        {**_what(row), **{key: round(v, 6) if isinstance(v, float) else v for key, v in line.items()}}
-        for row in rows
-        for line in trace_of(row).get(part, [])
-    ]
-
-
-def _what(row: Row) -> dict[str, object]:
-    spec = row.first.spec
-    keys = ("batch_size", "seq_len", "dtype")
-    return {"model": spec["workload"]["name"], "method": row.method, **{key: spec[key] for key in keys}}
+    lines: list[dict[str, Any]] = []
+    for step in traced_steps(rows):
+        whose = step.row.fields("model", "method", "batch_size", "seq_len", "dtype")
+        parts: dict[str, Any] = {**step.trace}
+        for line in parts.get(part, []):
+            lines.append({**whose, **{key: round(v, 6) if isinstance(v, float) else v for key, v in line.items()}})
+    return lines
 
 
 TRACE_CSV = tuple(

@@ -2,42 +2,106 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
 
 from dpscope.reports.doubt import MARK, is_stretched, stretch_of
-from dpscope.reports.tables import STANDARD, Row, group_by_size
+from dpscope.reports.tables import Row, group_by_size, once_a_row
+from dpscope.results.payloads.trace import GpuTime, TracePayload
 from dpscope.units import format_ratio
 
 GPU, CPU = "gpu", "cpu"
 GREW, NEW, GONE = "grew", "new", "gone"
 IDLE = "GPU idle"
+OUTSIDE = "outside operators (Python, hooks, the profiler)"
+SIDE_BY_SIDE = "less: work side by side on several streams"
 
 # A GPU that works for less than this part of an unprofiled step waits for the host.
 BUSY_ENOUGH = 0.8
 
+Series = dict[str, list[float | None]]  # phase or family -> milliseconds, one for each method
 
-def trace_of(row: Row) -> Any:
-    """What the trace instrument saw of a row; empty if it did not look, or failed."""
+
+@dataclass(frozen=True, eq=False)
+class TracedStep:
+    """A row with its trace."""
+
+    row: Row
+    trace: TracePayload
+
+    @property
+    def method(self) -> str:
+        return self.row.method
+
+    @property
+    def gpu(self) -> GpuTime | None:
+        return self.trace.get("gpu")
+
+    @property
+    def basis(self) -> str:
+        """Whose time the operators' is."""
+        return CPU if self.gpu is None else GPU
+
+    @property
+    def stretch(self) -> float | None:
+        """How many times as long as the unprofiled step the traced one is; None where either is not known."""
+        return stretch_of(self.trace["step_ms"], self.row.median_ms)
+
+    @property
+    def step_ms(self) -> float:
+        """Without the profiler, where that is known."""
+        return self.row.median_ms or self.trace["step_ms"]
+
+    def phase_times(self, *, gpu: bool) -> dict[str, float]:
+        """Host time; or GPU time and, since the profiler leaves kernels alone but not the host, what the unprofiled
+        step takes beyond it."""
+        times = {part["phase"]: part["gpu_ms"] if gpu else part["cpu_ms"] for part in self.trace["phases"]}
+        return times | ({IDLE: max(self.step_ms - sum(times.values()), 0.0)} if gpu else {})
+
+    @cached_property
+    def difference(self) -> StepDifference | None:
+        """Against ordinary training; None for itself, and where that was not traced."""
+        standard = self.row.standard
+        other = None if standard is None or standard is self.row else traced_step(standard)
+        return None if other is None else _compare(self, other)
+
+    @property
+    def bound(self) -> str:
+        """Does the GPU wait for the host? Kernels take as long under the profiler as without it; the host does not:
+        so busy time over unprofiled time. Empty without a GPU."""
+        if self.gpu is None or not self.step_ms:
+            return ""
+        share = min(self.gpu["busy_ms"] / self.step_ms, 1.0)
+        step = "the unprofiled step" if self.row.median_ms else "the traced step, which the profiler makes longer"
+        how = f"launch-bound: the GPU works in {share:.0%} of {step}"
+        return f"{how}; the rest it waits for the host" if share < BUSY_ENOUGH else f"not {how}"
+
+
+@once_a_row
+def traced_step(row: Row) -> TracedStep | None:
+    """None if the trace instrument did not look at the row, or failed."""
     result = row.measured.get("trace")
-    return result.trace if result is not None and result.ok else {}
+    return TracedStep(row, result.trace) if result is not None and result.ok and result.trace else None
 
 
-def traced(rows: Sequence[Row]) -> list[list[Row]]:
-    """Rows with a trace that are compared with each other."""
-    groups = ([row for row in group if trace_of(row)] for group in group_by_size(rows))
-    return [group for group in groups if group]
+def traced_steps(rows: Sequence[Row]) -> list[TracedStep]:
+    return [step for row in rows if (step := traced_step(row))]
 
 
-def stretch(row: Row) -> float | None:
-    """How many times as long as the unprofiled step the traced one is; None where either is not known."""
-    return stretch_of(trace_of(row).get("step_ms"), row.median_ms)
+def traced(rows: Sequence[Row]) -> list[list[TracedStep]]:
+    """Traces that are compared with each other."""
+    return [steps for group in group_by_size(rows) if (steps := traced_steps(group))]
 
 
-def stretched_in_words(rows: Sequence[Row]) -> str:
+def on_gpu(steps: Sequence[TracedStep]) -> bool:
+    """Were all of them traced on a GPU?"""
+    return all(step.gpu for step in steps)
+
+
+def stretched_in_words(steps: Sequence[TracedStep]) -> str:
     """`? The profiler makes a step of flat 10.2× as long …`; nothing where it leaves every step about as it is."""
-    found = [f"{row.method} {format_ratio(stretch(row))}" for row in rows if is_stretched(stretch(row))]
+    found = [f"{step.method} {format_ratio(step.stretch)}" for step in steps if is_stretched(step.stretch)]
     if not found:
         return ""
     return (
@@ -46,32 +110,36 @@ def stretched_in_words(rows: Sequence[Row]) -> str:
     )
 
 
-def phase_names(rows: Sequence[Row]) -> list[str]:
+def phase_names(steps: Sequence[TracedStep]) -> list[str]:
     """In the order of a step: as the method with most of them has them."""
-    fullest = sorted((trace_of(row)["phases"] for row in rows), key=len, reverse=True)
+    fullest = sorted((step.trace["phases"] for step in steps), key=len, reverse=True)
     return list(dict.fromkeys(part["phase"] for parts in fullest for part in parts))
 
 
-def on_gpu(rows: Sequence[Row]) -> bool:
-    """Were all of them traced on a GPU?"""
-    return all("gpu" in trace_of(row) for row in rows)
+def phase_series(steps: Sequence[TracedStep]) -> Series:
+    """Of the phases that take any time; GPU time where all were traced on one."""
+    times = [step.phase_times(gpu=on_gpu(steps)) for step in steps]
+    return _series((*phase_names(steps), IDLE), times)
 
 
-def phase_times(row: Row, *, gpu: bool) -> dict[str, float]:
-    """Host time; or GPU time and, since the profiler leaves kernels alone but not the host, what the unprofiled step
-    takes beyond it."""
-    trace = trace_of(row)
-    times: dict[str, float] = {part["phase"]: part["gpu_ms" if gpu else "cpu_ms"] for part in trace["phases"]}
-    step = row.median_ms or trace["step_ms"]
-    return times | ({IDLE: max(step - sum(times.values()), 0.0)} if gpu else {})
+def family_series(steps: Sequence[TracedStep]) -> Series:
+    """Kernel time by family, the families in order of the most time any method spends in them."""
+    times = [{part["family"]: part["ms"] for part in step.trace.get("families", [])} for step in steps]
+    names = {name for own in times for name in own}
+    return _series(sorted(names, key=lambda name: -max(own.get(name, 0.0) for own in times)), times)
+
+
+def _series(names: Sequence[str], times: Sequence[Mapping[str, float]]) -> Series:
+    series = {name: [own.get(name) for own in times] for name in names}
+    return {name: values for name, values in series.items() if any(values)}
 
 
 @dataclass(frozen=True)
-class Change:
+class OperatorChange:
     """Milliseconds that an operator in a phase takes in one method's step and in standard's."""
 
     operator: str
-    phase: str
+    phase: str  # empty for what no operator accounts for
     before_ms: float
     after_ms: float
     kind: str  # new: standard does not do it in any phase; gone: only standard does
@@ -82,96 +150,61 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Difference:
+class StepDifference:
     """Why a method's traced step is longer than standard's. The changes sum to `total_ms`."""
 
     method: str
     basis: str
     total_ms: float
-    changes: list[Change]  # most milliseconds first; the last lines are what no operator accounts for
-    doubt: str = ""  # what makes its total, and all time on the host, doubtful
+    changes: list[OperatorChange]  # most milliseconds first; the last lines are what no operator accounts for
+    doubt: str  # what makes its total, and all time on the host, doubtful
 
-    def biggest(self, most: int) -> tuple[list[Change], float]:
+    def biggest(self, most: int) -> tuple[list[OperatorChange], float]:
         """The changes that matter most, whichever way, and what all others sum to."""
         kept = sorted(self.changes, key=lambda change: -abs(change.ms))[:most]
         return kept, self.total_ms - sum(change.ms for change in kept)
 
-    @property
-    def grown(self) -> list[Change]:
-        return [change for change in self.changes if change.ms > 0]
+
+def differences(steps: Sequence[TracedStep]) -> list[StepDifference]:
+    """Every traced method against standard; empty without a traced standard."""
+    return [step.difference for step in steps if step.difference]
 
 
-def difference(method: Row, standard: Row) -> Difference:
+def _compare(method: TracedStep, standard: TracedStep) -> StepDifference:
     """Operator by operator, GPU time where both were traced on a GPU, else self time on the host."""
-    after, before = trace_of(method), trace_of(standard)
-    basis = GPU if GPU == after["basis"] == before["basis"] else CPU
-    then, now = _self_times(before, basis), _self_times(after, basis)
-    known = {operator for operator, _ in then}
-    kept = {operator for operator, _ in now}
+    steps = (standard, method)
+    basis = GPU if on_gpu(steps) else CPU
+    then, now = (_self_times(step.trace, basis) for step in steps)
+    rest_then, rest_now = (_rest(step.trace, basis) for step in steps)
     changes = [
-        Change(*key, then.get(key, 0.0), now.get(key, 0.0), _kind(key, then, now, known, kept))
+        OperatorChange(*key, then.get(key, 0.0), now.get(key, 0.0), _kind(key, then, now))
         for key in dict.fromkeys([*now, *then])
     ]
-    rest = [
-        Change(what, "", _rest(before, basis)[what], _rest(after, basis)[what], GREW) for what in _rest(after, basis)
-    ]
     ordered = sorted((change for change in changes if change.ms), key=lambda change: -change.ms)
-    doubt = stretched_in_words([standard, method])
-    return Difference(method.method, basis, after["step_ms"] - before["step_ms"], [*ordered, *rest], doubt)
+    rest = [OperatorChange(what, "", rest_then[what], rest_now[what], GREW) for what in rest_now]
+    total = method.trace["step_ms"] - standard.trace["step_ms"]
+    return StepDifference(method.method, basis, total, [*ordered, *rest], stretched_in_words(steps))
 
 
-def _self_times(trace: dict[str, Any], basis: str) -> dict[tuple[str, str], float]:
-    column = "gpu_ms" if basis == GPU else "self_cpu_ms"
-    return {(row["operator"], row["phase"]): row[column] for row in trace["operators"] if row[column]}
+def _self_times(trace: TracePayload, basis: str) -> dict[tuple[str, str], float]:
+    times = {(o["operator"], o["phase"]): o["gpu_ms"] if basis == GPU else o["self_cpu_ms"] for o in trace["operators"]}
+    return {key: ms for key, ms in times.items() if ms}
 
 
-def _rest(trace: dict[str, Any], basis: str) -> dict[str, float]:
+def _rest(trace: TracePayload, basis: str) -> dict[str, float]:
     """What a step's time is beside its operators'."""
     if basis == CPU:
-        return {"outside operators (Python, hooks, the profiler)": trace["outside_operators_ms"]}
-    gpu = trace["gpu"]
-    rest = {IDLE: gpu["idle_ms"]}
-    return rest | {"less: work side by side on several streams": -gpu["overlap_ms"]}
+        return {OUTSIDE: trace["outside_operators_ms"]}
+    return {IDLE: trace["gpu"]["idle_ms"], SIDE_BY_SIDE: -trace["gpu"]["overlap_ms"]}
 
 
-def _kind(key: tuple[str, str], then: Any, now: Any, known: set[str], kept: set[str]) -> str:
+Times = Mapping[tuple[str, str], float]
+
+
+def _kind(key: tuple[str, str], then: Times, now: Times) -> str:
+    operator, phase = key
     if key not in then:
-        return NEW if key[0] not in known else f"new in {key[1]}"
+        return f"new in {phase}" if operator in {name for name, _ in then} else NEW
     if key not in now:
-        return GONE if key[0] not in kept else f"gone from {key[1]}"
+        return f"gone from {phase}" if operator in {name for name, _ in now} else GONE
     return GREW if now[key] >= then[key] else "shrank"
-
-
-def differences(rows: Sequence[Row]) -> list[Difference]:
-    """Every traced method of one size against standard; empty without a traced standard."""
-    standard = next((row for row in rows if row.method == STANDARD and trace_of(row)), None)
-    if standard is None:
-        return []
-    return [difference(row, standard) for row in rows if row is not standard and trace_of(row)]
-
-
-@dataclass(frozen=True)
-class Boundness:
-    """Does the GPU wait for the host? `share` of a step in which it works, and which step was taken."""
-
-    launch_bound: bool
-    share: float
-    unprofiled: bool
-
-    @property
-    def sentence(self) -> str:
-        step = "the unprofiled step" if self.unprofiled else "the traced step, which the profiler makes longer"
-        how = f"the GPU works in {self.share:.0%} of {step}"
-        if self.launch_bound:
-            return f"launch-bound: {how}; the rest it waits for the host"
-        return f"not launch-bound: {how}"
-
-
-def boundness(row: Row) -> Boundness | None:
-    """Kernels take as long under the profiler as without it; the host does not. So busy time over unprofiled time."""
-    gpu = trace_of(row).get("gpu")
-    if gpu is None:
-        return None
-    step = row.median_ms or trace_of(row)["step_ms"]
-    share = min(gpu["busy_ms"] / step, 1.0)
-    return Boundness(share < BUSY_ENOUGH, share, row.median_ms is not None)

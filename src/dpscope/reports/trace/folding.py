@@ -4,7 +4,7 @@ level of modules at which a few lines hold nearly all of the cost."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 Cost = Mapping[str, float]  # of one module: parts -> bytes or milliseconds
@@ -23,30 +23,32 @@ class Line:
     name: str
     modules: list[dict[str, Cost]]
 
-    @property
-    def named(self) -> bool:
-        """Not `(outside the modules)`."""
-        return not self.name.startswith("(")
-
-    @property
-    def weight(self) -> float:
-        """What its modules cost together, in the method in which that is most."""
-        return max(sum(map(total, modules.values())) for modules in self.modules)
+    def cost(self, place: int) -> float:
+        """What its modules cost one method."""
+        return sum(map(total, self.modules[place].values()))
 
 
 def total(cost: Cost) -> float:
     return sum(cost.values())
 
 
+def is_summary(name: str) -> bool:
+    """Like `(outside the modules)`: the name of no module."""
+    return name.startswith("(")
+
+
 def choose_lines(methods: Sequence[Costs], most: int) -> list[Line]:
     """At most so many lines: of the deepest level of modules at which they hold `DRAWN` of every method's cost, or of
     the level at which they hold most. A module's cost is its own and that of submodules below the level."""
     named = [{name: cost for name, cost in costs.items() if not SUMS.fullmatch(name)} for costs in methods]
+    wholes = [sum(map(total, costs.values())) for costs in methods]
     best: list[Line] = []
     held = -1.0
     for depth in range(max((name.count(".") + 1 for costs in named for name in costs), default=0), 0, -1):
         lines = fold([_to_depth(costs, depth) for costs in named])[:most]
-        share = min(_share(lines, place, costs) for place, costs in enumerate(methods))
+        share = min(
+            sum(line.cost(place) for line in lines) / whole if whole else 1.0 for place, whole in enumerate(wholes)
+        )
         if share > held + 1e-9:
             best, held = lines, share
         if held >= DRAWN:
@@ -57,27 +59,24 @@ def choose_lines(methods: Sequence[Costs], most: int) -> list[Line]:
 def _to_depth(costs: Costs, depth: int) -> Costs:
     gathered: dict[str, dict[str, float]] = {}
     for name, cost in costs.items():
-        own = gathered.setdefault(name if name.startswith("(") else ".".join(name.split(".")[:depth]), {})
+        own = gathered.setdefault(name if is_summary(name) else ".".join(name.split(".")[:depth]), {})
         for part, value in cost.items():
             own[part] = own.get(part, 0.0) + value
     return gathered
 
 
-def _share(lines: Sequence[Line], place: int, costs: Costs) -> float:
-    whole = sum(map(total, costs.values()))
-    return sum(total(cost) for line in lines for cost in line.modules[place].values()) / whole if whole else 1.0
-
-
 def fold(methods: Sequence[Costs]) -> list[Line]:
-    """The heaviest first; of equals, in the order of the results."""
+    """The heaviest in any method first; of equals, in the order of the results."""
     families: dict[str, list[str]] = {}
     for name in dict.fromkeys(name for costs in methods for name in costs):
         families.setdefault(NUMBER.sub("*", name), []).append(name)
     lines = []
     for pattern, names in families.items():
         runs = _runs(sorted(names, key=_numbers), methods)
-        lines += [_line(_name_of(run, pattern if len(runs) == 1 else ""), run, methods) for run in runs]
-    return sorted(lines, key=lambda line: -line.weight)
+        for run in runs:
+            modules = [{name: costs[name] for name in run if name in costs} for costs in methods]
+            lines.append(Line(_name_of(run, pattern if len(runs) == 1 else ""), modules))
+    return sorted(lines, key=lambda line: -max(map(line.cost, range(len(methods)))))
 
 
 def _numbers(name: str) -> list[int]:
@@ -95,7 +94,7 @@ def _runs(names: Sequence[str], methods: Sequence[Costs]) -> list[list[str]]:
     return runs
 
 
-def _alike(names: Iterable[str], costs: Costs) -> bool:
+def _alike(names: Sequence[str], costs: Costs) -> bool:
     totals = [total(costs[name]) for name in names if name in costs]
     return not totals or max(totals) <= ALIKE * min(totals)
 
@@ -109,7 +108,3 @@ def _name_of(run: Sequence[str], pattern: str) -> str:
         return pattern or f"{run[0]} to {run[-1]}"
     ends = iter(str(one) if one == other else f"{one}–{other}" for one, other in zip(first, last, strict=True))
     return NUMBER.sub(lambda _: next(ends), run[0])
-
-
-def _line(name: str, names: Sequence[str], methods: Sequence[Costs]) -> Line:
-    return Line(name, [{each: costs[each] for each in names if each in costs} for costs in methods])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,8 +12,9 @@ from dpscope.reports.page.chart import Table, View, chart_by_size
 from dpscope.reports.page.looks import looks_of
 from dpscope.reports.page.prose import in_prose
 from dpscope.reports.tables import Row
-from dpscope.reports.trace.data import CPU, GPU, trace_of
-from dpscope.reports.trace.folding import Cost, Costs, Line, choose_lines, total
+from dpscope.reports.trace.data import on_gpu, traced_steps
+from dpscope.reports.trace.folding import Cost, Costs, Line, choose_lines, is_summary, total
+from dpscope.results.payloads.trace import ModuleTime
 from dpscope.units import format_bytes, format_ms
 
 LINES = 15
@@ -26,57 +27,55 @@ ALIKE = (
 )
 
 
-def _held(rows: Sequence[Row]) -> list[Costs]:
-    compositions = [composition_of(row) for row in rows]
-    return [
-        {module: {label_of(key): count for key, count in held.items()} for module, held in each.modules} if each else {}
-        for each in compositions
-    ]
+def _held(rows: Sequence[Row]) -> dict[Row, Costs]:
+    return {
+        row: {module: {label_of(key): count for key, count in held.items()} for module, held in composition.modules}
+        for row in rows
+        if (composition := composition_of(row))
+    }
 
 
-def _spent(rows: Sequence[Row]) -> list[Costs]:
+def _spent(rows: Sequence[Row]) -> dict[Row, Costs]:
     """GPU time where every trace has it, else the host's."""
-    listed = [(trace.get("basis"), trace.get("modules") or []) for trace in map(trace_of, rows)]
-    basis = GPU if all(basis == GPU for basis, modules in listed if modules) else CPU
-    return [
-        {module["module"]: _phases(module, f"{basis}_ms", known=basis == own) for module in modules}
-        for own, modules in listed
-    ]
+    steps = [step for step in traced_steps(rows) if step.trace.get("modules")]
+    gpu = on_gpu(steps)
+    return {
+        step.row: {
+            module["module"]: _phases(module, gpu=gpu, known=gpu == (step.gpu is not None))
+            for module in step.trace["modules"]
+        }
+        for step in steps
+    }
 
 
-def _phases(module: Mapping[str, Any], column: str, *, known: bool) -> Cost:
+def _phases(module: ModuleTime, *, gpu: bool, known: bool) -> Cost:
     """Phases are told in one of the two times only."""
-    phases = module.get("phases") or {}
-    return dict(phases) if known and phases else {"in all phases": module[column]}
+    phases = module.get("phases") if known else None
+    return phases or {"in all phases": module["gpu_ms"] if gpu else module["cpu_ms"]}
 
 
-def _view(rows: Sequence[Row], measure: Callable[[Sequence[Row]], list[Costs]], unit: str) -> View | None:
-    measured = [(row, costs) for row, costs in zip(rows, measure(rows), strict=True) if costs]
-    every = [costs for _, costs in measured]
-    drawn = choose_lines(every, LINES) if measured else []
+def _view(rows: Sequence[Row], measure: Callable[[Sequence[Row]], dict[Row, Costs]], unit: str) -> View | None:
+    measured = [(row.method, costs) for row, costs in measure(rows).items() if costs]
+    drawn = choose_lines([costs for _, costs in measured], LINES)
     if not drawn:
         return None
-    methods = [row.method for row, _ in measured]
-    rests = [_rest(drawn, place, costs) for place, costs in enumerate(every)]
     lines: list[dict[str, Any]] = [{"name": line.name, "bars": list(map(_bar, line.modules))} for line in drawn]
+    rests = [_rest(drawn, place, costs) for place, (_, costs) in enumerate(measured)]
+    says = _in_words([method for method, _ in measured], lines, rests, unit)
     if any(rests):
-        lines.append({"name": REST, "bars": [_bar({REST: {}}, rest) for rest in rests]})
+        lines.append({"name": REST, "bars": [{"value": rest, "count": 1, "parts": []} for rest in rests]})
     heaviest = max(bar["value"] for line in lines for bar in line["bars"] if bar)
     return View(
-        says=_in_words(methods, drawn, rests, unit),
+        says=says,
         data={
             "unit": unit,
             "axis": unit_for(heaviest) if unit == "bytes" else {"size": 1, "name": unit},
-            "methods": [{"name": method, "colour": looks_of(rows)[method]["colour"]} for method in methods],
+            "methods": [{"name": method, "colour": looks_of(rows)[method]["colour"]} for method, _ in measured],
             "lines": lines,
         },
         table=Table(
             columns=("method", "module", unit),
-            rows=[
-                (method, module, total(cost))
-                for method, costs in zip(methods, every, strict=True)
-                for module, cost in costs.items()
-            ],
+            rows=[(method, name, total(cost)) for method, costs in measured for name, cost in costs.items()],
         ),
     )
 
@@ -88,27 +87,28 @@ def _rest(drawn: Sequence[Line], place: int, costs: Costs) -> float:
     return rest if rest > 1e-9 * whole else 0.0
 
 
-def _bar(modules: Costs, value: float | None = None) -> dict[str, Any] | None:
+def _bar(modules: Costs) -> dict[str, Any] | None:
     """One module, or all that are alike together; None where the results do not list it."""
     if not modules:
         return None
-    names = dict.fromkeys(name for cost in modules.values() for name in cost)
-    parts = {name: sum(cost.get(name, 0) for cost in modules.values()) for name in names}
+    parts: dict[str, float] = {}
+    for cost in modules.values():
+        for name, value in cost.items():
+            parts[name] = parts.get(name, 0) + value
     heaviest = sorted(((name, held) for name, held in parts.items() if held), key=lambda part: -part[1])
-    whole = sum(map(total, modules.values())) if value is None else value
-    return {"value": whole, "count": len(modules), "parts": heaviest[:PARTS]}
+    return {"value": sum(map(total, modules.values())), "count": len(modules), "parts": heaviest[:PARTS]}
 
 
-def _in_words(methods: Sequence[str], drawn: Sequence[Line], rests: Sequence[float], unit: str) -> str:
+def _in_words(methods: Sequence[str], lines: Sequence[dict[str, Any]], rests: Sequence[float], unit: str) -> str:
     """The heaviest named line of each method, and how much is not drawn by name."""
     show, verb = (format_bytes, "hold") if unit == "bytes" else (format_ms, "take")
     told = []
     for place, method in enumerate(methods):
-        mine = [(line, bar) for line in drawn if line.named and (bar := _bar(line.modules[place]))]
-        if mine:
-            line, bar = max(mine, key=lambda each: each[1]["value"])
+        bars = [(line["name"], bar) for line in lines if (bar := line["bars"][place]) and not is_summary(line["name"])]
+        if bars:
+            name, bar = max(bars, key=lambda each: each[1]["value"])
             count = f", {bar['count']} of them" if bar["count"] > 1 else ""
-            told.append(f"{show(bar['value'])} in {method} ({in_prose(line.name)}{count})")
+            told.append(f"{show(bar['value'])} in {method} ({in_prose(name)}{count})")
     heaviest = f"The heaviest modules {verb} {', '.join(told)}." if told else "No module is listed by name."
     others = ", ".join(f"{show(rest)} in {method}" for method, rest in zip(methods, rests, strict=True) if rest)
     return heaviest + (f" All other modules together: {others}." if others else "")

@@ -5,86 +5,193 @@ Figures are of an average captured step. They come from a profiled run and stand
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from dpscope.reports.tables import STANDARD, Row, group_by_size
-from dpscope.reports.trace.data import BUSY_ENOUGH
-from dpscope.units import MIB, MISSING, format_bytes, format_ms, format_ratio
+from dpscope.reports.tables import STANDARD, Row, group_by_size, once_a_row
+from dpscope.reports.text_table import bare_table
+from dpscope.reports.trace.data import BUSY_ENOUGH, traced_step
+from dpscope.results.payloads.nsys import Named, NsysPayload
+from dpscope.units import KIB, MIB, MISSING, format_bytes, format_ms, format_ratio
 
-NSYS, TRACE = "nsys", "trace"
 MOST_KERNELS, MOST_CALLS, MOST_GAPS, MOST_NAMES = 5, 4, 3, 5
 LAUNCH_BOUND = 0.1  # of the span: idle for want of a launch, from here on a step is worth calling launch-bound
 AGREE = 0.05  # of a phase's GPU time: what two profilers may differ by
 WORTH_COMPARING = 0.02  # of all GPU time: shorter phases are a few short kernels, and differ from run to run
 LONG_CAPTURE_SECONDS = 60.0
 
-Seen = tuple[str, Any]  # whose capture it is -> Result.nsys
+
+@dataclass(frozen=True)
+class Capture:
+    name: str  # of the method, or of the file
+    seen: NsysPayload
+    unprofiled_ms: float | None = None  # the step's time without nsys, where it is known
+
+    @property
+    def gpu_ms(self) -> dict[str, float]:
+        """By phase."""
+        return {phase["phase"]: phase["gpu_ms"] for phase in self.seen["phases"]}
+
+    @property
+    def launch_bound(self) -> bool:
+        """nsys slows the host, not the kernels: where the step's time without it is known, that decides."""
+        gpu = self.seen["gpu"]
+        if self.unprofiled_ms:
+            return gpu["busy_ms"] < BUSY_ENOUGH * self.unprofiled_ms
+        return gpu["idle_waiting_for_host_ms"] > LAUNCH_BOUND * gpu["span_ms"] > 0
 
 
 def nsys_section(rows: Sequence[Row], width: int) -> list[RenderableType]:
     """Everything nsys saw of the rows that it looked at; nothing if there are none."""
     parts: list[RenderableType] = []
-    for group in group_by_size(row for row in rows if _capture(row)):
-        several = len({row.comparison for row in rows}) > 1
-        where = _where(group[0]) if several else ""
-        parts += ["", *describe_captures([(row.method, _with_time(row)) for row in group], where=where)]
-        parts += [Text(line) for line in agreement(group)]
+    several = len({row.comparison for row in rows}) > 1
+    for group in group_by_size(rows):
+        if captures := [capture for row in group if (capture := capture_of(row))]:
+            parts += ["", *describe_captures(captures, where=f", {group[0].size}" if several else "")]
+            parts += map(Text, agreement(group))
     return parts[1:]
 
 
-def _with_time(row: Row) -> dict[str, Any]:
-    return {**_capture(row), "unprofiled_ms": row.median_ms}
+@once_a_row
+def capture_of(row: Row) -> Capture | None:
+    result = row.measured.get("nsys")
+    found = result is not None and result.ok and result.nsys
+    return Capture(row.method, found, row.median_ms) if found else None
 
 
-def describe_captures(captures: Sequence[Seen], *, where: str = "") -> list[RenderableType]:
+def describe_captures(captures: Sequence[Capture], *, where: str = "") -> list[RenderableType]:
     """Tables and sentences of captures that are compared with each other."""
-    phases = any(seen["phases"] for _, seen in captures)
+    phases = any(each.seen["phases"] for each in captures)
     what = "GPU time by phase, of an average captured step" if phases else "GPU time of the whole capture"
-    heading = f"Nsight Systems{where}: {what}"
-    parts: list[RenderableType] = [Text(heading, style="bold"), _phase_table(captures), ""]
-    parts += [Text(line) for line in _sentences(captures)]
-    parts += [Text(line, style="bold red") for line in _warnings(captures)]
-    parts += ["", Text("Longest kernels", style="bold"), _kernel_table(captures)]
-    if any(seen["copies"] or seen["memsets"]["calls"] for _, seen in captures):
-        parts += ["", Text("Copies", style="bold"), _copy_table(captures)]
-    if any(seen["api"] for _, seen in captures):
-        parts += ["", Text("CUDA calls of the host", style="bold"), _call_table(captures)]
-    if any(seen["gaps"] for _, seen in captures):
-        parts += ["", Text("Longest idle gaps of the GPU", style="bold"), _gap_table(captures)]
+    parts: list[RenderableType] = [Text(f"Nsight Systems{where}: {what}", style="bold"), _phase_table(captures), ""]
+    parts += [Text(line) for each in captures for line in _sentences(each)]
+    parts += [Text(warning, style="bold red") for each in captures if (warning := _warning(each))]
+    for heading, (find, headings) in LISTINGS.items():
+        lines = {each.name: find(each.seen) for each in captures}
+        if any(lines.values()):
+            parts += ["", Text(heading, style="bold"), _listing(lines, headings)]
     return [*parts, "", *(Text(note, style="dim") for note in _notes(captures))]
 
 
-def _warnings(captures: Sequence[Seen]) -> list[str]:
-    """Whose reports hold more than they should."""
-    lines = []
-    for name, seen in captures:
-        if foreign := seen.get("foreign_variables"):
-            some = ", ".join(foreign[:MOST_NAMES]) + (" …" if len(foreign) > MOST_NAMES else "")
-            lines.append(
-                f"{name}: DO NOT SHARE this report: nsys wrote variables of other processes into it ({some}). Share a "
-                "stripped export (docs/nsys.md), or start dpscope as `env -i PATH=… HOME=… dpscope nsys …`."
-            )
+def _phase_table(captures: Sequence[Capture]) -> Table:
+    """Phases in the order of the capture that has most of them."""
+    longest = sorted((each.gpu_ms for each in captures), key=len, reverse=True)
+    names = list(dict.fromkeys(name for times in longest for name in times))
+    base = next((each.seen["gpu"]["total_ms"] for each in captures if each.name == STANDARD), None)
+    table = bare_table("method", *names, "GPU time", "×", "busy", "kernels")
+    for each in captures:
+        gpu = each.seen["gpu"]
+        times = [_time(each.gpu_ms.get(name)) for name in names]
+        ratio, busy = format_ratio(_divide(gpu["total_ms"], base)), _share(gpu["busy_ms"], gpu["span_ms"])
+        kernels = f"{each.seen['kernel_total']['calls']:,.0f}"
+        table.add_row(each.name, *times, _time(gpu["total_ms"]), ratio, busy, kernels)
+    return table
+
+
+def _sentences(capture: Capture) -> list[str]:
+    gpu, name = capture.seen["gpu"], capture.name
+    waiting = f", {_time(gpu['idle_waiting_for_host_ms'])} of it waiting for the host" if gpu["idle_ms"] else ""
+    bound = ": launch-bound" if capture.launch_bound else ""
+    lines = [f"{name}: the GPU idles {_time(gpu['idle_ms'])} of {_time(gpu['span_ms'])}{waiting}{bound}."]
+    if (seconds := gpu["span_ms"] * (capture.seen["steps"] or 1) / 1e3) > LONG_CAPTURE_SECONDS:
+        lines.append(f"{name}: the capture is {seconds:.0f} s long, too large to open well: --captured-steps 1.")
     return lines
+
+
+def _warning(capture: Capture) -> str:
+    """A report that holds more than it should."""
+    if not (foreign := capture.seen.get("foreign_variables")):
+        return ""
+    some = ", ".join(foreign[:MOST_NAMES]) + (" …" if len(foreign) > MOST_NAMES else "")
+    return (
+        f"{capture.name}: DO NOT SHARE this report: nsys wrote variables of other processes into it ({some}). Share a "
+        "stripped export (docs/nsys.md), or start dpscope as `env -i PATH=… HOME=… dpscope nsys …`."
+    )
+
+
+Lines = list[tuple[str, ...]]
+
+
+def _kernels(seen: NsysPayload) -> Lines:
+    total = seen["kernel_total"]["ms"]
+    return [
+        (_time(k["ms"]), _share(k["ms"], total), f"{k['calls']:,.0f}", _time(_divide(k["ms"], k["calls"])), k["short"])
+        for k in seen["kernels"][:MOST_KERNELS]
+    ]
+
+
+def _copies(seen: NsysPayload) -> Lines:
+    memsets: list[Named] = [{"name": "memset", **seen["memsets"]}] if seen["memsets"]["calls"] else []
+    return [
+        (f"{copy['calls']:,.1f}", _size(copy.get("bytes", 0)), _time(copy["ms"]), copy["name"])
+        for copy in [*seen["copies"], *memsets]
+    ]
+
+
+def _calls(seen: NsysPayload) -> Lines:
+    return [(f"{call['calls']:,.0f}", _time(call["ms"]), call["name"]) for call in seen["api"][:MOST_CALLS]]
+
+
+def _gaps(seen: NsysPayload) -> Lines:
+    why = {True: "waiting for the host", False: "between queued work"}
+    return [
+        (_time(gap["ms"]), f"{why[gap['waiting_for_host']]}; {gap['phase']}; {gap['before']}")
+        for gap in seen["gaps"][:MOST_GAPS]
+    ]
+
+
+# What is listed of each capture, and its columns: the last is text.
+LISTINGS: dict[str, tuple[Callable[[NsysPayload], Lines], tuple[str, ...]]] = {
+    "Longest kernels": (_kernels, ("time", "share", "calls", "mean", "kernel")),
+    "Copies": (_copies, ("calls", "bytes", "time", "what")),
+    "CUDA calls of the host": (_calls, ("calls", "time", "call")),
+    "Longest idle gaps of the GPU": (_gaps, ("gap", "why, in which phase, before which kernel")),
+}
+
+
+def _listing(lines: Mapping[str, Lines], headings: Sequence[str]) -> Table:
+    table = bare_table("method", *headings)
+    table.expand = True  # text takes what numbers leave, and is cut there
+    text = table.columns[-1]
+    text.justify, text.overflow, text.ratio = "left", "ellipsis", 1
+    for name, listed in lines.items():
+        for number, cells in enumerate(listed):
+            table.add_row("" if number else name, *cells)
+    return table
+
+
+def _divide(value: float, by: float | None) -> float | None:
+    return value / by if by else None
+
+
+def _share(value: float, whole: float) -> str:
+    return f"{value / whole:.0%}" if whole else MISSING
+
+
+def _time(ms: float | None) -> str:
+    """Kernels are short: below a millisecond microseconds say more."""
+    return format_ms(ms) if ms is None or ms >= 1 or ms == 0 else f"{1e3 * ms:.1f} µs"
+
+
+def _size(count: float) -> str:
+    return format_bytes(count) if count >= MIB else f"{count / KIB:.1f} KiB"
 
 
 def agreement(rows: Sequence[Row]) -> list[str]:
     """How far nsys and torch.profiler agree on GPU time by phase, where both looked at the same row."""
     lines = []
     for row in rows:
-        traced = row.measured.get(TRACE)
-        if traced is None or not traced.ok or not traced.trace.get("gpu"):
+        capture, step = capture_of(row), traced_step(row)
+        if capture is None or step is None or step.gpu is None:
             continue
-        ours, theirs = (_gpu_ms(part["phases"]) for part in (_capture(row), traced.trace))
+        ours, theirs = capture.gpu_ms, {part["phase"]: part["gpu_ms"] for part in step.trace["phases"]}
         total = sum(theirs.values())
         apart = {
-            name: abs(ours.get(name, 0.0) - theirs[name]) / theirs[name]
-            for name in theirs
-            if theirs[name] > WORTH_COMPARING * total
+            name: abs(ours.get(name, 0.0) - ms) / ms for name, ms in theirs.items() if ms > WORTH_COMPARING * total
         }
         if not apart:
             continue
@@ -98,134 +205,15 @@ def agreement(rows: Sequence[Row]) -> list[str]:
     return ["", *lines] if lines else []
 
 
-def _gpu_ms(phases: Sequence[Any]) -> dict[str, float]:
-    return {phase["phase"]: phase["gpu_ms"] for phase in phases}
-
-
-def _capture(row: Row) -> Any:
-    result = row.measured.get(NSYS)
-    return result.nsys if result is not None and result.ok else {}
-
-
-def _where(row: Row) -> str:
-    spec = row.first.spec
-    return f", batch {spec['batch_size']}" + (f", sequence {spec['seq_len']}" if spec["seq_len"] else "")
-
-
-def _phase_table(captures: Sequence[Seen]) -> Table:
-    names = list(dict.fromkeys(phase["phase"] for _, seen in captures for phase in seen["phases"]))
-    order = _longest_order([[phase["phase"] for phase in seen["phases"]] for _, seen in captures], names)
-    base = next((seen["gpu"]["total_ms"] for method, seen in captures if method == STANDARD), None)
-    table = _table("method", *order, "GPU time", "×", "busy", "kernels")
-    for method, seen in captures:
-        figures = _gpu_ms(seen["phases"])
-        gpu = seen["gpu"]
-        ratio = format_ratio(gpu["total_ms"] / base if base else None)
-        busy = f"{gpu['busy_ms'] / gpu['span_ms']:.0%}" if gpu["span_ms"] else MISSING
-        total = [_time(gpu["total_ms"]), ratio, busy, f"{seen['kernel_total']['calls']:,.0f}"]
-        table.add_row(method, *(_time(figures.get(name)) for name in order), *total)
-    return table
-
-
-def _longest_order(orders: Sequence[Sequence[str]], names: Sequence[str]) -> list[str]:
-    """The names in an order that each capture's own order agrees with, as the longest of them has it."""
-    longest = max(orders, key=len, default=[])
-    return [*longest, *(name for name in names if name not in longest)]
-
-
-def _sentences(captures: Sequence[Seen]) -> list[str]:
-    lines = []
-    for method, seen in captures:
-        gpu = seen["gpu"]
-        idle, waiting = gpu["idle_ms"], gpu["idle_waiting_for_host_ms"]
-        line = f"{method}: the GPU idles {_time(idle)} of {_time(gpu['span_ms'])}"
-        line += f", {_time(waiting)} of it waiting for the host" if idle else ""
-        if _is_launch_bound(seen):
-            line += ": launch-bound"
-        lines.append(line + ".")
-        if (seconds := gpu["span_ms"] * (seen["steps"] or 1) / 1e3) > LONG_CAPTURE_SECONDS:
-            lines.append(f"{method}: the capture is {seconds:.0f} s long, too large to open well: --captured-steps 1.")
-    return lines
-
-
-def _is_launch_bound(seen: dict[str, Any]) -> bool:
-    """nsys slows the host, not the kernels: where the step's time without it is known, that decides."""
-    gpu, step = seen["gpu"], seen.get("unprofiled_ms")
-    if step:
-        return bool(gpu["busy_ms"] < BUSY_ENOUGH * step)
-    return bool(gpu["span_ms"] and gpu["idle_waiting_for_host_ms"] > LAUNCH_BOUND * gpu["span_ms"])
-
-
-def _kernel_table(captures: Sequence[Seen]) -> Table:
-    table = _table("method", "time", "share", "calls", "mean", text="kernel")
-    for method, seen in captures:
-        total = seen["kernel_total"]["ms"]
-        for number, kernel in enumerate(seen["kernels"][:MOST_KERNELS]):
-            share = f"{kernel['ms'] / total:.0%}" if total else MISSING
-            mean = _time(kernel["ms"] / kernel["calls"])
-            cells = (_time(kernel["ms"]), share, f"{kernel['calls']:,.0f}", mean, kernel["short"])
-            table.add_row("" if number else method, *cells)
-    return table
-
-
-def _copy_table(captures: Sequence[Seen]) -> Table:
-    table = _table("method", "calls", "bytes", "time", text="what")
-    for method, seen in captures:
-        memsets = seen["memsets"]
-        kinds = [*seen["copies"], *([{"name": "memset", **memsets}] if memsets["calls"] else [])]
-        for number, kind in enumerate(kinds):
-            moved, time = _size(kind.get("bytes", 0)), _time(kind["ms"])
-            table.add_row("" if number else method, f"{kind['calls']:,.1f}", moved, time, kind["name"])
-    return table
-
-
-def _call_table(captures: Sequence[Seen]) -> Table:
-    table = _table("method", "calls", "time", text="call")
-    for method, seen in captures:
-        for number, call in enumerate(seen["api"][:MOST_CALLS]):
-            table.add_row("" if number else method, f"{call['calls']:,.0f}", _time(call["ms"]), call["name"])
-    return table
-
-
-def _gap_table(captures: Sequence[Seen]) -> Table:
-    table = _table("method", "gap", text="why, in which phase, before which kernel")
-    for method, seen in captures:
-        for number, gap in enumerate(seen["gaps"][:MOST_GAPS]):
-            why = "waiting for the host" if gap["waiting_for_host"] else "between queued work"
-            text = f"{why}; {gap['phase']}; {gap['before']}"
-            table.add_row("" if number else method, _time(gap["ms"]), text)
-    return table
-
-
-def _table(first: str, *numbers: str, text: str | None = None) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column(first, no_wrap=True)
-    for heading in numbers:
-        table.add_column(heading, justify="right", no_wrap=True)
-    if text is not None:
-        table.expand = True  # text takes what numbers leave, and is cut there
-        table.add_column(text, no_wrap=True, overflow="ellipsis", ratio=1)
-    return table
-
-
-def _time(ms: float | None) -> str:
-    """Kernels are short: below a millisecond microseconds say more."""
-    return format_ms(ms) if ms is None or ms >= 1 or ms == 0 else f"{1e3 * ms:.1f} µs"
-
-
-def _size(count: float) -> str:
-    return format_bytes(count) if count >= MIB else f"{count / 2**10:.1f} KiB"
-
-
-def _notes(captures: Sequence[Seen]) -> list[str]:
+def _notes(captures: Sequence[Capture]) -> list[str]:
     notes = [
         "GPU time: kernels, copies and memsets, by the phase in which they were launched, from whatever thread. Busy: "
         "the share of the time between the first and the last of them. Times under a profiler are not step times.",
     ]
-    if any("launch-bound" in line for line in _sentences(captures)):
+    if any(each.launch_bound for each in captures):
         notes.append(
             "Launch-bound: the host cannot keep up. Fewer, larger kernels, a larger batch or CUDA graphs help."
         )
-    if any(not seen["phases"] for _, seen in captures):
+    if any(not each.seen["phases"] for each in captures):
         notes.append("No phases where a capture holds no NVTX ranges of them; then figures are of the whole capture.")
     return notes

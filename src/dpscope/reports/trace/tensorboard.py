@@ -7,18 +7,21 @@ work offline; the traces lie where that tab would look for them (`*.pt.trace.jso
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from dpscope.errors import UserError
 from dpscope.packages import install_command
 from dpscope.reports.tables import Row
-from dpscope.reports.trace.data import Difference, differences, trace_of, traced
+from dpscope.reports.trace.data import StepDifference, TracedStep, differences, traced
 from dpscope.reports.trace.figures import DRAWINGS
+from dpscope.results.payloads.trace import TracePayload
 from dpscope.units import mib
 
-COMPARED = "comparison"
+COMPARED, CHANGE = "comparison", "difference ms"
+LINES = 40  # of a table
+TABLES = ("phases", "operators", "kernels", "families", "named", "synchronisations", "copies", "casts", "modules")
 
 
 def write_log(rows: Sequence[Row], folder: Path, logdir: Path) -> Path:
@@ -32,67 +35,52 @@ def write_log(rows: Sequence[Row], folder: Path, logdir: Path) -> Path:
     if not groups:
         raise UserError("no row was traced")
     shutil.rmtree(log, ignore_errors=True)  # a log of the same name is of results that were replaced
-    for group in groups:
-        size = _size(group[0])
-        for row in group:
-            place = log / size / row.method
-            with SummaryWriter(str(place)) as writer:
-                _write_scalars(writer, row)
-                for tag, text in _tables(row):
+    for steps in groups:
+        place = log / _size(steps[0].row)
+        for step in steps:
+            with SummaryWriter(str(place / step.method)) as writer:
+                _write_scalars(writer, step)
+                for tag, text in _tables(step.trace).items():
                     writer.add_text(tag, text)
-            _copy_traces(row, folder, place)
-        with SummaryWriter(str(log / size / COMPARED)) as writer:
-            for found in differences(group):
+            _copy_traces(step.row, folder, place / step.method)
+        with SummaryWriter(str(place / COMPARED)) as writer:
+            for found in differences(steps):
                 writer.add_text(f"difference/{found.method}", difference_markdown(found))
             for name, (_, draw) in DRAWINGS.items():
-                if (figure := draw(group)) is not None:
+                if (figure := draw([step.row for step in steps])) is not None:
                     writer.add_image(name, _pixels(figure), dataformats="HWC")
     return log
 
 
 def _size(row: Row) -> str:
-    spec = row.first.spec
-    length = f"_seq{spec['seq_len']}" if spec["seq_len"] else ""
-    return f"{spec['workload']['name']}_bs{spec['batch_size']}{length}_{spec['dtype']}"
+    length = f"_seq{row.spec['seq_len']}" if row.spec["seq_len"] else ""
+    return f"{row.field('model')}_bs{row.spec['batch_size']}{length}_{row.spec['dtype']}"
 
 
-def _write_scalars(writer: Any, row: Row) -> None:
-    trace = trace_of(row)
-    for number, value in enumerate(row.timing.get("step_ms", [])):
+def _write_scalars(writer: Any, step: TracedStep) -> None:
+    trace = step.trace
+    for number, value in enumerate(step.row.timing.get("step_ms", [])):
         writer.add_scalar("step_ms/unprofiled", value, number)
     for number, value in enumerate(trace["each_step_ms"]):
         writer.add_scalar("step_ms/traced", value, number)
     for part in trace["phases"]:
         writer.add_scalar(f"phase_host_ms/{part['phase']}", part["cpu_ms"])
-        if "gpu" in trace:
+        if step.gpu:
             writer.add_scalar(f"phase_gpu_ms/{part['phase']}", part["gpu_ms"])
-    for name, value in trace.get("gpu", {}).items():
-        writer.add_scalar(f"gpu/{name}", value)
-    if row.peak_bytes is not None:
-        writer.add_scalar("memory/peak_mib", mib(row.peak_bytes))
-    for device, points in trace.get("memory", {}).get("over_time", {}).items():
+    for name, figure in (step.gpu or {}).items():
+        writer.add_scalar(f"gpu/{name}", figure)
+    if step.row.peak_bytes is not None:
+        writer.add_scalar("memory/peak_mib", mib(step.row.peak_bytes))
+    for device, points in trace["memory"]["over_time"].items() if "memory" in trace else ():
         for time_ms, allocated in points:  # TensorBoard's steps are whole numbers: microseconds
             writer.add_scalar(f"memory/{device}_mib_over_time_us", mib(allocated), round(time_ms * 1000))
 
 
-def _tables(row: Row) -> Iterator[tuple[str, str]]:
-    """Every table of the trace as Markdown, the longest columns cut to what a page can hold."""
-    trace = trace_of(row)
-    for name in (
-        "phases",
-        "operators",
-        "kernels",
-        "families",
-        "named",
-        "synchronisations",
-        "copies",
-        "casts",
-        "modules",
-    ):
-        if found := trace.get(name):
-            yield f"trace/{name}", markdown(found[:40])
-    if memory := trace.get("memory"):
-        yield "trace/memory", markdown(memory["operators"][:40])
+def _tables(trace: TracePayload) -> dict[str, str]:
+    """Every table of the trace as Markdown, as much of it as a page can hold."""
+    parts: dict[str, Any] = {**trace}
+    tables = {name: parts.get(name) for name in TABLES} | {"memory": parts.get("memory", {}).get("operators")}
+    return {f"trace/{name}": markdown(found[:LINES]) for name, found in tables.items() if found}
 
 
 def markdown(rows: Sequence[dict[str, Any]]) -> str:
@@ -108,21 +96,15 @@ def _cell(value: Any) -> str:
     return f"{value:.3f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value).replace("|", "\\|")
 
 
-def difference_markdown(found: Difference) -> str:
-    rows = [
-        {
-            "operator": c.operator,
-            "phase": c.phase,
-            "": c.kind,
-            "standard ms": c.before_ms,
-            f"{found.method} ms": c.after_ms,
-            "difference ms": c.ms,
-        }
-        for c in found.changes[:40]
+def difference_markdown(found: StepDifference) -> str:
+    standard, own = "standard ms", f"{found.method} ms"
+    rows: list[dict[str, Any]] = [
+        {"operator": c.operator, "phase": c.phase, "": c.kind, standard: c.before_ms, own: c.after_ms, CHANGE: c.ms}
+        for c in found.changes[:LINES]
     ]
-    rest = sum(change.ms for change in found.changes[40:])
-    last = [{"operator": f"{len(found.changes) - 40} others", "difference ms": rest}] if len(found.changes) > 40 else []
-    return markdown([*rows, *last, {"operator": "**the whole step**", "difference ms": found.total_ms}])
+    if rest := found.changes[LINES:]:
+        rows.append({"operator": f"{len(rest)} others", CHANGE: sum(change.ms for change in rest)})
+    return markdown([*rows, {"operator": "**the whole step**", CHANGE: found.total_ms}])
 
 
 def _copy_traces(row: Row, folder: Path, place: Path) -> None:

@@ -2,31 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from dpscope.reports.tables import compare_results
-from dpscope.reports.trace.operators_chart import SHOWN, operators
-from dpscope.reports.trace.phases_chart import phases
+from dpscope.reports.trace.charts import SHOWN, operators, phases
 from tests.unit.reports.trace_results import make_trace, operator
 
 STANDARD = [operator("aten::mm", "backward", 5.0), operator("aten::add", "forward", 2.0)]
 FLAT = [operator("aten::mm", "backward", 4.0), operator("aten::bmm", "clip", 9.0)]
 MANY = [operator(f"aten::op{number}", "clip", 1.0 + number) for number in range(SHOWN + 5)]
-
-
-@pytest.fixture
-def rows(make_result):
-    def make(median=None, **traces):
-        results = []
-        for method, trace in traces.items():
-            if median:
-                results.append(make_result(method=method, median=median))
-            results.append(replace(make_result(method=method, instrument="trace"), timing={}, memory={}, trace=trace))
-        return compare_results(results)
-
-    return make
 
 
 def gpu(operators_, **options):

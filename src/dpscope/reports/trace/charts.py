@@ -1,0 +1,180 @@
+"""Where the time of a step goes, phase by phase, and the operators that make a method's step longer than standard's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from dpscope.reports.doubt import marked
+from dpscope.reports.page.chart import Chart, Table, View, chart_by_size
+from dpscope.reports.page.prose import in_prose
+from dpscope.reports.palette import GREW, SHRANK, is_dark, phase_colour
+from dpscope.reports.tables import STANDARD, Row
+from dpscope.reports.trace.data import (
+    GPU,
+    IDLE,
+    OperatorChange,
+    StepDifference,
+    TracedStep,
+    differences,
+    on_gpu,
+    phase_series,
+    stretched_in_words,
+    traced,
+    traced_steps,
+)
+from dpscope.reports.trace.text import operator_label
+from dpscope.units import format_ms
+
+SHOWN = 12  # changes of a method that have a bar; all others share one
+LISTED = 40  # changes of a method in the table; trace_operators.csv has every operator
+REST = "everything else"
+
+# How phases were measured: on a GPU, or on the host.
+HOW = {
+    True: (
+        "GPU time of each phase, from a step under torch.profiler, which leaves kernels as long as they are; "
+        f"'{IDLE}' is what the step takes beyond that without the profiler. It does not see what overlaps on "
+        "several streams, nor what the host does meanwhile."
+    ),
+    False: (
+        "Time on the host by phase, of a step under torch.profiler, which makes the step longer: compare parts, and "
+        "take times of steps from the chart of times. It does not see inside a phase: the operators do."
+    ),
+}
+
+
+def phases(rows: Sequence[Row]) -> Chart | None:
+    groups = [steps for steps in traced(rows) if phase_series(steps)]
+    if not groups:
+        return None
+    return Chart(
+        key="phases",
+        title="Where the time of a step goes",
+        nav_label="Phases",
+        kind="phases",
+        how=" ".join(HOW[gpu] for gpu in dict.fromkeys(map(on_gpu, groups))),
+        views=[_phases_view(steps) for steps in groups],
+    )
+
+
+def _phases_view(steps: Sequence[TracedStep]) -> View:
+    gpu, series = on_gpu(steps), phase_series(steps)
+    times = [
+        (step.method, {name: ms for name, values in series.items() if (ms := values[place]) is not None})
+        for place, step in enumerate(steps)
+    ]
+    colours = {name: phase_colour(name) for name in series}
+    return View(
+        size=steps[0].row.size,
+        # GPU time is as long as without the profiler; time on the host is not.
+        says=("" if gpu else stretched_in_words(steps)) or f"A step: {'. '.join(_phases_in_words(times))}.",
+        data={
+            "methods": [method for method, _ in times],
+            "axis": "GPU milliseconds of an unprofiled step" if gpu else "milliseconds of a traced step",
+            "parts": [
+                {"phase": name, "colour": colours[name], "dark": is_dark(colours[name]), "ms": values}
+                for name, values in series.items()
+            ],
+            "unprofiled_ms": [step.row.median_ms for step in steps],
+        },
+        table=Table(
+            columns=("method", "phase", "gpu_ms" if gpu else "host_ms"),
+            rows=[(method, name, ms) for method, own in times for name, ms in own.items()],
+        ),
+    )
+
+
+def _phases_in_words(times: Sequence[tuple[str, dict[str, float]]]) -> list[str]:
+    """What each method adds to ordinary training and where most of that is; without standard, its longest phase."""
+    standard, told = dict(times).get(STANDARD), []
+    for method, own in times:
+        total = sum(own.values())
+        if standard is None or method == STANDARD:
+            longest = max(own, key=lambda name: own[name])
+            told.append(f"{method} {format_ms(total)}, most of it in {longest} ({format_ms(own[longest])})")
+        else:
+            extra = {name: own.get(name, 0.0) - standard.get(name, 0.0) for name in {**own, **standard}}
+            most = max(extra, key=lambda name: extra[name])
+            more = total - sum(standard.values())
+            change = f"{format_ms(abs(more))} {'more' if more > 0 else 'less'} than {STANDARD}"
+            told.append(f"{method} {change}; what grows most is {most} ({extra[most]:+.1f} ms)")
+    return told
+
+
+def _operators_view(rows: Sequence[Row]) -> View | None:
+    """None without a traced standard and another method."""
+    found = differences(traced_steps(rows))
+    if not found:
+        return None
+    doubts = dict.fromkeys(each.doubt for each in found if each.doubt)
+    return View(
+        says=" ".join([f"A traced step, against standard. {'. '.join(map(_operators_in_words, found))}.", *doubts]),
+        data={"grew": GREW, "shrank": SHRANK, "panels": [_panel(each) for each in found]},
+        table=Table(
+            columns=("method", "basis", "operator", "phase", "kind", "standard_ms", "method_ms", "difference_ms"),
+            rows=[line for each in found for line in _lines(each)],
+        ),
+    )
+
+
+def _biggest(found: StepDifference, most: int) -> tuple[list[OperatorChange], float]:
+    biggest, rest = found.biggest(most)
+    return sorted(biggest, key=lambda change: -change.ms), rest
+
+
+def _panel(found: StepDifference) -> dict[str, Any]:
+    biggest, rest = _biggest(found, SHOWN)
+    bars = [_bar(change) for change in biggest]
+    if others := len(found.changes) - len(biggest):
+        bars.append({"label": f"{REST} ({others})", "name": REST, "phase": "", "kind": "", "ms": rest})
+    return {"method": found.method, "total_ms": found.total_ms, "parts": _parts(found), "bars": bars}
+
+
+def _bar(change: OperatorChange) -> dict[str, Any]:
+    times = {"ms": change.ms, "before_ms": change.before_ms, "after_ms": change.after_ms}
+    what = {"name": change.operator, "phase": change.phase, "kind": change.kind}
+    return {"label": operator_label(change.operator, 60), **what, **times}
+
+
+def _parts(found: StepDifference) -> list[tuple[str, float]]:
+    """Where the difference is. A GPU that waits does not work: its idle time is told apart."""
+    if found.basis != GPU:
+        return [("on the host", found.total_ms)]
+    idle = sum(change.ms for change in found.changes if change.operator == IDLE)
+    return [("on the GPU", found.total_ms - idle), (IDLE, idle)]
+
+
+def _operators_in_words(found: StepDifference) -> str:
+    parts = _parts(found)
+    longer = f"{found.method} {marked(f'{found.total_ms:+.1f} ms', found.doubt)}"
+    longer += f" {parts[0][0]}" if len(parts) == 1 else f": {', '.join(f'{ms:+.1f} ms {what}' for what, ms in parts)}"
+    grown = [change for change in found.changes if change.ms > 0 and change.operator != IDLE]
+    if not grown or found.doubt:
+        return longer
+    most = max(grown, key=lambda change: change.ms)
+    phase = f" in {most.phase}" if most.phase else ""
+    return f"{longer}; what grows most is {in_prose(most.operator)}{phase} ({most.ms:+.1f} ms)"
+
+
+def _lines(found: StepDifference) -> list[tuple[Any, ...]]:
+    """As many as matter, and a last one so that they sum to the whole."""
+    biggest, rest = _biggest(found, LISTED)
+    lines: list[tuple[Any, ...]] = [(c.operator, c.phase, c.kind, c.before_ms, c.after_ms, c.ms) for c in biggest]
+    if len(found.changes) > len(biggest):
+        lines.append((REST, "", "", None, None, rest))
+    return [(found.method, found.basis, *line) for line in lines]
+
+
+operators = chart_by_size(
+    _operators_view,
+    key="operators",
+    title="Operators that grew",
+    nav_label="Operators",
+    kind="operators",
+    how=(
+        "Each operator's own time in a step under torch.profiler, less its time in standard's: the bars of a "
+        "method sum to how much longer its traced step is. It does not see single kernels within an operator, "
+        "and the profiler stretches what the host does."
+    ),
+)
