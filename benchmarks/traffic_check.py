@@ -13,9 +13,9 @@ import sys
 from pathlib import Path
 
 from dpscope.instruments.ncu.command import find_ncu, range_command
-from dpscope.instruments.ncu.metrics import PASSES, RANGE_METRICS, summarise
+from dpscope.instruments.ncu.metrics import PASSES, RANGE_METRICS, summarise_range
 from dpscope.instruments.ncu.reading import read_report
-from dpscope.instruments.ncu.running import capture, one_pass_metrics
+from dpscope.instruments.ncu.running import one_pass_metrics, take_report
 from dpscope.units import GIB, MIB
 
 TOLERANCE = 0.10
@@ -77,7 +77,7 @@ def main() -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     report = args.out / "operations.ncu-rep"
     program = [sys.executable, __file__, "--run-operations"]
-    taken = capture(lambda names: range_command(ncu, program, report, names), RANGE_METRICS, report, limit=300)
+    taken = take_report(lambda names: range_command(ncu, program, report, names), RANGE_METRICS, report, limit=300)
     (args.out / "ncu.log").write_text(taken.output)
     if taken.failure:
         print(f"{taken.failure}\n{taken.output[-2000:]}", file=sys.stderr)
@@ -88,7 +88,7 @@ def main() -> int:
     print(f"{'operation':44} {'figure':18} {'expected':>14} {'counted':>14} {'off by':>8}")
     worst = 0.0
     for (operation, expected), action in zip(EXPECTED.items(), actions, strict=False):
-        seen = summarise(action.metrics)
+        seen = summarise_range(action.metrics)
         counted = {**seen["traffic"], **seen["flops"]}
         for figure, want in expected.items():
             got = counted.get(figure, 0)

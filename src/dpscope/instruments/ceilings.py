@@ -14,7 +14,7 @@ from dpscope.results.payloads.ncu import Ceilings
 
 COPY_BYTES = 2 * 2**30
 GEMM_SIDE = 8192
-REPEATS = 10
+CEILING_REPEATS = 10
 
 
 def measure_ceilings(device: str) -> Ceilings:
@@ -30,8 +30,8 @@ def measure_ceilings(device: str) -> Ceilings:
         "tensor_flops_per_second": flops / tensor,
         "fp32_flops_per_second": flops / single,
         "how": (
-            f"best of {REPEATS}: a copy of {COPY_BYTES // 2**30} GiB, and {GEMM_SIDE}×{GEMM_SIDE} matrix products in "
-            "bf16 (tensor cores) and fp32 (without TF32)"
+            f"best of {CEILING_REPEATS}: a copy of {COPY_BYTES // 2**30} GiB, and {GEMM_SIDE}×{GEMM_SIDE} matrix "
+            "products in bf16 (tensor cores) and fp32 (without TF32)"
         ),
     }
 
@@ -52,7 +52,7 @@ def _best_seconds(operation: Any, *operands: Tensor) -> float:
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
-        for _ in range(REPEATS + 2):
+        for _ in range(CEILING_REPEATS + 2):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             begin.record()
             operation(*operands)

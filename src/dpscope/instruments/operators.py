@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-Named = dict[str, list[Tensor]]  # tensors on the device, by the argument that holds them
+NamedTensors = dict[str, list[Tensor]]  # tensors on the device, by the argument that holds them
 
 
 class Moved(NamedTuple):
@@ -27,7 +27,7 @@ _UNMOVED = (
     "empty empty_like empty_strided empty_permuted new_empty new_empty_strided is_same_size resize_ set_ record_stream "
     "_has_compatible_shallow_copy_type"
 )
-FREE = frozenset(_UNMOVED.split())
+MOVES_NOTHING = frozenset(_UNMOVED.split())
 
 # Arguments that are overwritten without being read, or asked for their sizes alone.
 _OVERWRITTEN = (
@@ -41,7 +41,7 @@ UNREAD: dict[str, str] = dict.fromkeys(_OVERWRITTEN.split(), "self")
 UNWRITTEN = dict.fromkeys(("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"), "grads")
 
 
-def _selected_bytes(named: Named, values: dict[str, Any], outs: list[Tensor]) -> int:
+def _selected_bytes(named: NamedTensors, values: dict[str, Any], outs: list[Tensor]) -> int:
     """Of self[indices]: the indices' common shape times the dimensions that are not indexed."""
     (target,) = named["self"]
     indices = values["indices"]
@@ -53,17 +53,17 @@ def _selected_bytes(named: Named, values: dict[str, Any], outs: list[Tensor]) ->
     return int(chosen * torch.Size(free).numel() * target.element_size())
 
 
-def _bytes_like(argument: str, *, of: str = "self") -> Callable[[Named, dict[str, Any], list[Tensor]], int]:
+def _bytes_like(argument: str, *, of: str = "self") -> Callable[[NamedTensors, dict[str, Any], list[Tensor]], int]:
     """One element of `of` for each element of `argument`."""
     return lambda named, values, outs: values[argument].numel() * values[of].element_size()
 
 
-def _output_bytes(named: Named, values: dict[str, Any], outs: list[Tensor]) -> int:
+def _output_bytes(named: NamedTensors, values: dict[str, Any], outs: list[Tensor]) -> int:
     return extent(outs[0])
 
 
 # Arguments of which only some places are touched: operator -> (argument, bytes touched).
-TOUCHED: dict[str, tuple[str, Callable[[Named, dict[str, Any], list[Tensor]], int]]] = {
+TOUCHED: dict[str, tuple[str, Callable[[NamedTensors, dict[str, Any], list[Tensor]], int]]] = {
     "embedding": ("weight", _output_bytes),
     "index": ("self", _output_bytes),
     "index_select": ("self", _output_bytes),
@@ -109,7 +109,7 @@ def moved_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any,
     """Bytes of `device`'s memory that one call of an operator reads and writes."""
     schema = func._schema
     name = operator_name(func)
-    if name in FREE or schema.name.startswith("prim::"):
+    if name in MOVES_NOTHING or schema.name.startswith("prim::"):
         return Moved(0, 0)
     values = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)} | kwargs
     named = {argument: _tensors_on(device, value) for argument, value in values.items()}

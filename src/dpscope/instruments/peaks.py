@@ -12,17 +12,16 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from dpscope.instruments.timing import Step
 from dpscope.instruments.trace.chrome import chrome_trace
 from dpscope.results.payloads.memory import MemoryPayload
-
-Step = Callable[[], object]
 
 
 def cuda_peak() -> MemoryPayload:

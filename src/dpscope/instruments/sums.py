@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-Row = dict[str, Any]
+FigureRow = dict[str, Any]
 
 
 class Sums:
@@ -37,6 +37,6 @@ def shorten_rows(rows: list[Any], keys: Sequence[str], most: int, *, leave_out: 
     if len(rows) <= most + 1:
         return rows
     shown, rest = rows[:most], rows[most:]
-    merged: Row = dict.fromkeys(keys, "") | {keys[0]: f"({len(rest)} others)"}
+    merged: FigureRow = dict.fromkeys(keys, "") | {keys[0]: f"({len(rest)} others)"}
     figures = [name for name, value in rest[0].items() if isinstance(value, int | float) and name not in leave_out]
     return [*shown, merged | {name: sum(row[name] for row in rest) for name in figures}]

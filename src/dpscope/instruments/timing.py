@@ -6,12 +6,11 @@ other as they would in training. On the CPU a monotonic clock is read around eac
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import pairwise
 
 from dpscope.results.payloads.memory import TimingPayload
 
@@ -23,15 +22,9 @@ def no_progress(stage: str, done: int, total: int) -> None:
     """For whoever does not watch."""
 
 
-class StepClock(Protocol):
+class CpuClock:
     """Marks moments while steps run, and turns them into milliseconds afterwards."""
 
-    def mark(self) -> None: ...
-
-    def intervals_ms(self) -> list[float]: ...
-
-
-class CpuClock:
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._now = now
         self._marks: list[float] = []
@@ -40,10 +33,12 @@ class CpuClock:
         self._marks.append(self._now())
 
     def intervals_ms(self) -> list[float]:
-        return [1e3 * (b - a) for a, b in zip(self._marks, self._marks[1:], strict=False)]
+        return [1e3 * (b - a) for a, b in pairwise(self._marks)]
 
 
 class CudaClock:
+    """The same by the GPU's own clock."""
+
     def __init__(self) -> None:
         import torch
 
@@ -58,7 +53,7 @@ class CudaClock:
 
     def intervals_ms(self) -> list[float]:
         self._cuda.synchronize()
-        return [a.elapsed_time(b) for a, b in zip(self._marks, self._marks[1:], strict=False)]
+        return [a.elapsed_time(b) for a, b in pairwise(self._marks)]
 
 
 @dataclass(frozen=True)
@@ -72,22 +67,15 @@ class Timing:
         return statistics.median(self.step_ms)
 
     def to_dict(self) -> TimingPayload:
+        several = self.step_ms if len(self.step_ms) > 1 else self.step_ms * 2  # `quantiles` wants two
+        deciles = statistics.quantiles(several, n=10, method="inclusive")
         return {
             "step_ms": self.step_ms,
             "median_ms": self.median_ms,
-            "p10_ms": percentile(self.step_ms, 10),
-            "p90_ms": percentile(self.step_ms, 90),
+            "p10_ms": deciles[0],
+            "p90_ms": deciles[-1],
             "mean_ms": statistics.fmean(self.step_ms),
         }
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Linear interpolation between the two nearest order statistics."""
-    ordered = sorted(values)
-    position = (len(ordered) - 1) * percent / 100
-    low = math.floor(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
 def time_steps(step: Step, *, device: str, warmup: int, steps: int, progress: Progress = no_progress) -> Timing:
@@ -95,7 +83,7 @@ def time_steps(step: Step, *, device: str, warmup: int, steps: int, progress: Pr
     for done in range(warmup):
         step()
         progress("warm-up", done + 1, warmup)
-    clock: StepClock = CudaClock() if device == "cuda" else CpuClock()
+    clock: CudaClock | CpuClock = CudaClock() if device == "cuda" else CpuClock()
     clock.mark()
     for done in range(steps):
         step()

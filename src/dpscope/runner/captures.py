@@ -9,14 +9,14 @@ from typing import Any
 
 from dpscope.errors import UserError
 from dpscope.instruments.ncu.kernels import add_up_metrics
-from dpscope.instruments.ncu.metrics import TRAFFIC, make_figures, make_flops
+from dpscope.instruments.ncu.metrics import TRAFFIC_FORMULAS, make_figures, make_flops
 from dpscope.instruments.ncu.reading import UnreadableReport, read_report
 from dpscope.instruments.nsys.command import needed_variables
 from dpscope.instruments.nsys.failures import NO_NSYS
 from dpscope.instruments.nsys.finding import find_nsys
 from dpscope.instruments.nsys.reading import read_timeline
-from dpscope.instruments.nsys.running import export
-from dpscope.instruments.nsys.summary import summarise
+from dpscope.instruments.nsys.running import export_report
+from dpscope.instruments.nsys.summary import summarise_timeline
 from dpscope.results.payloads.nsys import NsysPayload
 
 Figures = dict[str, Any]
@@ -33,7 +33,7 @@ def read_ncu_reports(reports: Iterable[Path], steps: int) -> tuple[dict[Path, Fi
             broken[report] = str(error)
             continue
         values = add_up_metrics(actions)
-        traffic, _ = make_figures(values, TRAFFIC)
+        traffic, _ = make_figures(values, TRAFFIC_FORMULAS)
         flops = {f"{unit}_flops": count for unit, count in make_flops(values).items()}
         averages = {name: value / steps for name, value in {**traffic, **flops}.items()}
         figures[report] = averages | {"rows": len(actions)}
@@ -42,7 +42,7 @@ def read_ncu_reports(reports: Iterable[Path], steps: int) -> tuple[dict[Path, Fi
 
 def read_nsys_capture(path: Path) -> NsysPayload:
     """The summary of a `.sqlite` or `.nsys-rep` file; the latter is exported first, beside it."""
-    return summarise(read_timeline(_exported(path)))
+    return summarise_timeline(read_timeline(_exported(path)))
 
 
 def _exported(path: Path) -> Path:
@@ -53,7 +53,7 @@ def _exported(path: Path) -> Path:
     nsys = find_nsys()
     if nsys is None:
         raise UserError(f"{path} has to be exported first, and {NO_NSYS}")
-    made, failure, _ = export(nsys, path, environment=needed_variables(os.environ))
+    made, failure, _ = export_report(nsys, path, environment=needed_variables(os.environ))
     if made is None:
         raise UserError(str(failure))
     return made

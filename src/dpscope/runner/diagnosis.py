@@ -17,7 +17,7 @@ from dpscope.instruments.ncu.failures import NO_NCU
 from dpscope.instruments.ncu.running import try_counters
 from dpscope.instruments.nsight import ask
 from dpscope.instruments.nsys.failures import NO_NSYS, missing_library, sampling_refused
-from dpscope.instruments.nsys.finding import find_importer, find_nsys, look_at
+from dpscope.instruments.nsys.finding import find_importer, find_nsys, inspect_nsys
 from dpscope.packages import DISTRIBUTIONS, install_command
 from dpscope.units import GIB
 
@@ -151,7 +151,7 @@ def check_nsys() -> list[Diagnosis]:
     if path is None:
         what, _, remedy = NO_NSYS.partition(": ")
         return [Diagnosis("Nsight Systems", ABSENT, what, remedy)]
-    findings = [Diagnosis("Nsight Systems", OK, f"{look_at(path).version or 'version unknown'}, {path}")]
+    findings = [Diagnosis("Nsight Systems", OK, f"{inspect_nsys(path).version or 'version unknown'}, {path}")]
     return [*findings, *_check_importer(path), *_check_sampling()]
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from dpscope import numbers
 from dpscope.errors import UserError
+from dpscope.vocabulary.schedules import SCHEDULES, SHORT
 
 
 @dataclass(frozen=True)
@@ -108,9 +109,9 @@ INSTRUMENTS: dict[str, Instrument] = {
         shows="Phases and operators",
         options={
             "schedule": InstrumentOption(
-                "short",
+                SHORT,
                 "Which steps are recorded: two after the warm-up, the first, later ones, or some again and again.",
-                choices=("short", "early_training", "steady_state", "periodic"),
+                choices=tuple(SCHEDULES),
             ),
             "trace_steps": InstrumentOption(
                 None,

@@ -18,6 +18,7 @@ NOISE = "noise"
 OPTIMIZER = "optimizer"
 
 PHASES = (FORWARD, BACKWARD, CLIP, NOISE, OPTIMIZER)
+BETWEEN_PHASES = "between phases"  # what belongs to none of them
 STEP = "step"  # what a whole step is called where it has a range of its own around its phases
 
 # Moments while a trainer is made, announced to the same listeners.

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from dpscope.errors import UserError
-from dpscope.instruments.memory.record import BEFORE, DIED, RELEASED, Birth, Life, Record
+from dpscope.instruments.memory.record import BEFORE_STEP, DIED, RELEASED, Birth, Life, Record
 from dpscope.instruments.memory.use import Belonging, MemoryUse, component_at
 from dpscope.results.checks import require_conserved
 from dpscope.vocabulary.components import ACTIVATION_HOOKS, ACTIVATIONS, KEYS, TEMP_MATRICES, UNATTRIBUTED
@@ -39,7 +39,7 @@ def attribute(record: Record, rules: Iterable[Rule] = ()) -> MemoryUse:
 
 
 def _belonging(life: Life, rules: Sequence[Rule]) -> Belonging:
-    if life.birth.operator != BEFORE:
+    if life.birth.operator != BEFORE_STEP:
         for rule in rules:
             name = rule(life.birth)
             if name is not None:

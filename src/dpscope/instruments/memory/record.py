@@ -8,11 +8,11 @@ from torch.utils.weak import TensorWeakRef
 
 from dpscope.instruments.memory.code_lines import Line
 
-BEFORE = ""  # the operator of a storage that was there before the step
-ELSEWHERE = "step"  # the phase of what happens outside every phase
+BEFORE_STEP = ""  # the operator of a storage that was there before the step
+OUTSIDE_PHASES = "step"  # the phase of what happens outside every phase
 
 BORN, DIED, RESIZED, RELEASED = range(4)
-Event = tuple[int, int, int]  # (kind, index of the life, bytes: of a birth or after a resize)
+StorageEvent = tuple[int, int, int]  # (kind, index of the life, bytes: of a birth or after a resize)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ class Life:
 @dataclass
 class Record:
     lives: list[Life] = field(default_factory=list)
-    events: list[Event] = field(default_factory=list)
+    events: list[StorageEvent] = field(default_factory=list)
     marks: list[tuple[int, str]] = field(default_factory=list)  # (number of events before it, phase that begins)
 
     @property

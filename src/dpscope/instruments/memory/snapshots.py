@@ -20,7 +20,7 @@ from dpscope.units import mib
 from dpscope.vocabulary.phases import BACKWARD, FORWARD, MODEL_LOADED, MODEL_WRAPPED, OPTIMIZER_CREATED
 
 # Stage -> the snapshot's name. Wrapping is a stage of private training alone.
-STAGES = {
+SNAPSHOT_NAMES = {
     MODEL_LOADED: "0_model_loaded",
     MODEL_WRAPPED: "1_wrapped_with_dp",
     OPTIMIZER_CREATED: "2_optimizer_created",
@@ -49,8 +49,8 @@ class Snapshots:
     @contextmanager
     def at_stage(self, name: str) -> Iterator[None]:
         """A phase listener for the making of a trainer."""
-        if name in STAGES and (self._private or name != MODEL_WRAPPED):
-            self.take(STAGES[name])
+        if name in SNAPSHOT_NAMES and (self._private or name != MODEL_WRAPPED):
+            self.take(SNAPSHOT_NAMES[name])
         yield
 
     def in_iteration(self, iteration: int, allocated: Callable[[], int] | None = None) -> Callable[[str], Any]:

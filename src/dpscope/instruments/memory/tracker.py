@@ -25,12 +25,22 @@ from torch.utils.weak import TensorWeakRef
 
 from dpscope.instruments.memory.code_lines import Asker, ForwardLines, find_asker
 from dpscope.instruments.memory.module_paths import ModulePaths, in_backward
-from dpscope.instruments.memory.record import BEFORE, BORN, DIED, ELSEWHERE, RELEASED, RESIZED, Birth, Life, Record
+from dpscope.instruments.memory.record import (
+    BEFORE_STEP,
+    BORN,
+    DIED,
+    OUTSIDE_PHASES,
+    RELEASED,
+    RESIZED,
+    Birth,
+    Life,
+    Record,
+)
+from dpscope.instruments.timing import Step
 from dpscope.vocabulary.components import ACTIVATION_HOOKS
 from dpscope.vocabulary.phases import listening
 
 Holding = tuple[str, str, Tensor]  # (component, path of the module it belongs to, tensor)
-Step = Callable[[], object]
 
 
 class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -71,7 +81,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def look(self) -> None:
         """Ask who holds what. What is learnt of a storage holds for the whole of its life."""
         for component, module, tensor in self._holdings():
-            for life in self._lives_of(tensor, BEFORE):
+            for life in self._lives_of(tensor, BEFORE_STEP):
                 if component == ACTIVATION_HOOKS:
                     life.kept, life.module = True, life.module or module
                 elif life.owner is None:
@@ -101,12 +111,12 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return lives
 
     def _bear(self, storage: torch.UntypedStorage, tensor: Tensor, operator: str) -> int:
-        before = operator == BEFORE
+        before = operator == BEFORE_STEP
         asker = Asker("", None) if before else find_asker(sys._getframe(1))
         by_autograd = not before and asker.line is None
         birth = Birth(
             operator=operator,
-            phase=self._phases[-1] if self._phases else ELSEWHERE,
+            phase=self._phases[-1] if self._phases else OUTSIDE_PHASES,
             module="" if before else self._paths.current(),
             code=asker.code,
             line=self._lines.current() if by_autograd else asker.line,
@@ -136,7 +146,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _pack(self, tensor: Tensor) -> _Saved:
         # The tensor without its history: an output saved with it would hold its own graph for ever.
-        return _Saved(tensor.detach(), self._lives_of(tensor, BEFORE), self._released)
+        return _Saved(tensor.detach(), self._lives_of(tensor, BEFORE_STEP), self._released)
 
     def _released(self, life: Life) -> None:
         if self._open:
@@ -155,7 +165,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._mark()
 
     def _mark(self) -> None:
-        self.record.marks.append((len(self.record.events), self._phases[-1] if self._phases else ELSEWHERE))
+        self.record.marks.append((len(self.record.events), self._phases[-1] if self._phases else OUTSIDE_PHASES))
 
     def _close(self) -> None:
         self._open = False

@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
-from dpscope.instruments.memory.record import BEFORE, DIED, ELSEWHERE, RELEASED, Birth, Life, Record
+from dpscope.instruments.memory.record import BEFORE_STEP, DIED, OUTSIDE_PHASES, RELEASED, Birth, Life, Record
 from dpscope.results.payloads.memory import (
     OTHER_MODULES,
     ModuleAtPeak,
@@ -27,7 +27,7 @@ def component_at(event: int, belonging: Belonging, released: int | None) -> str:
     return before if released is None or event < released else after
 
 
-NO_MODULE = "(outside the modules)"  # the loss, the update, the batch
+OUTSIDE_MODULES = "(outside the modules)"  # the loss, the update, the batch
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class MemoryUse:
     def peak_birth(self) -> Birth | None:
         """The birth that made the peak; None if the step did not rise above where it began."""
         birth = self.record.lives[self.record.events[self.peak][1]].birth
-        return None if birth.operator == BEFORE else birth
+        return None if birth.operator == BEFORE_STEP else birth
 
     @cached_property
     def live_at_peak(self) -> list[tuple[Life, str, int]]:
@@ -81,7 +81,7 @@ class MemoryUse:
         """Which modules the bytes of the peak belong to, the largest first; the rest as one row."""
         table: dict[str, dict[str, int]] = {}
         for life, component, nbytes in self.live_at_peak:
-            row = table.setdefault(life.module or NO_MODULE, {})
+            row = table.setdefault(life.module or OUTSIDE_MODULES, {})
             row[component] = row.get(component, 0) + nbytes
         rows = sorted(table.items(), key=lambda item: -sum(item[1].values()))
         listed, rest = rows[:limit], rows[limit:]
@@ -109,12 +109,12 @@ class MemoryUse:
 
     def phases(self) -> list[TimelinePhase]:
         """Stretches of the timeline, innermost phase each: what nests is cut out of what it nests in."""
-        marks = [*self.record.marks, (len(self.record.events), ELSEWHERE)]
+        marks = [*self.record.marks, (len(self.record.events), OUTSIDE_PHASES)]
         first = self.record.start
         return [
             {"name": name, "start": start - first, "end": end - first}
             for (start, name), (end, _) in pairwise(marks)
-            if name != ELSEWHERE and end > start
+            if name != OUTSIDE_PHASES and end > start
         ]
 
     def timeline(self, limit: int = 1500) -> TimelinePayload:
@@ -155,7 +155,7 @@ def _describe(nbytes: int, component: str, pattern: str, lives: Sequence[Life]) 
         "dtype": birth.dtype,
         "component": component,
         "module": modules.pop() if len(modules) == 1 else pattern,
-        "phase": birth.phase if birth.operator != BEFORE else "",
+        "phase": birth.phase if birth.operator != BEFORE_STEP else "",
         "operator": birth.operator,
         "line": "" if birth.line is None else str(birth.line),
         "by_autograd": birth.by_autograd,

@@ -16,7 +16,7 @@ from dpscope.errors import UserError
 from dpscope.instruments.ncu.command import find_ncu, ncu_version, range_command
 from dpscope.instruments.ncu.failures import NO_NCU
 from dpscope.instruments.ncu.metrics import RANGE_METRICS, resolve_metrics
-from dpscope.instruments.ncu.running import capture
+from dpscope.instruments.ncu.running import take_report
 
 
 def main() -> int:
@@ -37,7 +37,7 @@ def main() -> int:
     if args.report is None or not args.program:
         parser.error("give a REPORT and a PROGRAM")
     metrics = resolve_metrics([*RANGE_METRICS, *filter(None, args.metrics.split(","))])
-    taken = capture(
+    taken = take_report(
         lambda names: range_command(ncu, args.program, args.report, names), metrics, args.report, limit=args.limit
     )
     if args.log is not None:

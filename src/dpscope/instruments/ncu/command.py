@@ -10,7 +10,7 @@ from pathlib import Path
 from dpscope.instruments.nsight import ask, find_version, newest
 
 # Where installers put it when it is not on the PATH.
-INSTALLED = ("opt/nvidia/nsight-compute/*/ncu", "usr/local/cuda*/bin/ncu")
+NCU_PATTERNS = ("opt/nvidia/nsight-compute/*/ncu", "usr/local/cuda*/bin/ncu")
 
 # Never touch clocks or caches: a step is to be seen as it runs in training. Without SASS a report of a range is well
 # under 1 MB instead of 64. Options that an older ncu does not know are left out when it says so.
@@ -27,7 +27,7 @@ def find_ncu() -> str | None:
     """$NCU, or `ncu` on the PATH, or the newest in the usual folders."""
     if asked := os.environ.get("NCU"):
         return shutil.which(asked)
-    return shutil.which("ncu") or newest(INSTALLED)
+    return shutil.which("ncu") or newest(NCU_PATTERNS)
 
 
 def ncu_version(ncu: str) -> str | None:
@@ -48,7 +48,7 @@ def kernel_command(
     return [ncu, *mode, *_what(report, metrics), *program]
 
 
-def import_command(ncu: str, report: Path) -> list[str]:
+def csv_command(ncu: str, report: Path) -> list[str]:
     """Everything in a report as CSV: row 1 names, row 2 units, numbers with thousands separators."""
     shown = ["--csv", "--page=raw", "--print-units=base", "--print-kernel-base=demangled"]
     return [ncu, "--import", str(report), *shown]

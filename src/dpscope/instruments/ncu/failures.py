@@ -7,7 +7,7 @@ import re
 from dpscope.instruments.nsight import find_remedy, unknown_option
 from dpscope.units import format_duration
 
-NO_GPU = "there is no GPU to count on: run on a machine with an NVIDIA GPU and --device cuda"
+NO_GPU_TO_COUNT = "there is no GPU to count on: run on a machine with an NVIDIA GPU and --device cuda"
 NO_NCU = (
     "no `ncu` was found: install NVIDIA Nsight Compute and put `ncu` on the PATH, or set NCU=/path/to/ncu "
     "(it also comes with the CUDA toolkit: /usr/local/cuda/bin/ncu)"
@@ -18,8 +18,8 @@ COUNTERS_REMEDY = (
     "in /etc/modprobe.d/, then reboot); in a container add --cap-add=SYS_ADMIN; on a rented GPU ask the provider"
 )
 # The same failure is told by `dpscope ncu` and by the script, each of which has its own words for these.
-LONGER = "--timeout, or LIMIT for run_profiling_ncu.sh"
-BY_HAND = "run its command by hand (`dpscope ncu --print-command`; run_profiling_ncu.sh keeps it in the run's .log)"
+LONGER_TIMEOUT = "--timeout, or LIMIT for run_profiling_ncu.sh"
+NCU_BY_HAND = "run its command by hand (`dpscope ncu --print-command`; run_profiling_ncu.sh keeps it in the run's .log)"
 
 # What ncu prints -> what happened and what to do. The first that is found decides.
 _REMEDIES = {
@@ -52,21 +52,21 @@ def unknown_metrics(output: str) -> list[str]:
 
 def took_too_long(seconds: float) -> str:
     return (
-        f"ncu gave no report within {format_duration(seconds)} and was ended: give it longer ({LONGER}), use a "
+        f"ncu gave no report within {format_duration(seconds)} and was ended: give it longer ({LONGER_TIMEOUT}), use a "
         "smaller size, or see whether another profiler runs or `nvidia-smi` hangs as well"
     )
 
 
-def explain(output: str, returncode: int) -> str:
+def why_no_counts(output: str, returncode: int) -> str:
     """Why ncu left no report, as a sentence with the remedy."""
     if remedy := find_remedy(output, _REMEDIES):
         return remedy
     if option := unknown_option(output):
         return f"this ncu does not know {option}: install Nsight Compute 2023.1 or newer"
     if "No kernels were profiled" in output or "No ranges were profiled" in output:
-        return f"ncu saw nothing between the start and the stop of the step: {BY_HAND}"
+        return f"ncu saw nothing between the start and the stop of the step: {NCU_BY_HAND}"
     if _PROGRAM_FAILED in output and (complaint := re.search(r"^Error: (.+)$", output, re.MULTILINE)):
         return f"the program under ncu failed: {complaint.group(1)}"
     said = [line.strip() for line in output.splitlines() if "==ERROR==" in line]
     last = said[-1].replace("==ERROR==", "").strip() if said else f"exit code {returncode}, without a message"
-    return f"ncu failed ({last}): {BY_HAND}"
+    return f"ncu failed ({last}): {NCU_BY_HAND}"

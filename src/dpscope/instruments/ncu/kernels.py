@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from dpscope.instruments.families import kernel_family, short_kernel_name
-from dpscope.instruments.ncu.metrics import TIME, TRAFFIC, make_figures, make_flops
+from dpscope.instruments.ncu.metrics import GPU_TIME, TRAFFIC_FORMULAS, make_figures, make_flops
 from dpscope.instruments.ncu.reading import Action
-from dpscope.instruments.sums import Row
+from dpscope.instruments.sums import FigureRow
 from dpscope.results.payloads.ncu import KERNEL_FIGURES, Kernels
 
 # Caches are left as they are: what a kernel has written may leave L2 only while a later one runs.
@@ -35,20 +35,28 @@ def keep_top(rows: Sequence[Any], top: int) -> list[Any]:
     return [*rows[:top], *_add_up({**row, "name": "others"} for row in rows[top:])]
 
 
-def _row(action: Action) -> Row:
-    figures, _ = make_figures(action.metrics, {name: TRAFFIC[name] for name in KERNEL_FIGURES if name in TRAFFIC})
+def _row(action: Action) -> FigureRow:
+    figures, _ = make_figures(
+        action.metrics, {name: TRAFFIC_FORMULAS[name] for name in KERNEL_FIGURES if name in TRAFFIC_FORMULAS}
+    )
     family = kernel_family(action.name, action.phase)
-    row: Row = {"name": short_kernel_name(action.name), "family": family, "phase": action.phase, "calls": 1, **figures}
+    row: FigureRow = {
+        "name": short_kernel_name(action.name),
+        "family": family,
+        "phase": action.phase,
+        "calls": 1,
+        **figures,
+    }
     if flops := make_flops(action.metrics):
         row["flops"] = flops.get("total", sum(flops.values()))
-    if TIME in action.metrics:
-        row["time_ns"] = round(action.metrics[TIME])
+    if GPU_TIME in action.metrics:
+        row["time_ns"] = round(action.metrics[GPU_TIME])
     return row
 
 
-def _add_up(rows: Iterable[Row]) -> list[Row]:
+def _add_up(rows: Iterable[FigureRow]) -> list[FigureRow]:
     """Rows of one name, family and phase as one; a figure that one of them lacks is lacking in the sum."""
-    groups: dict[tuple[Any, ...], list[Row]] = {}
+    groups: dict[tuple[Any, ...], list[FigureRow]] = {}
     for row in rows:
         groups.setdefault((row["name"], row["family"], row["phase"]), []).append(row)
     added = [

@@ -14,7 +14,7 @@ from dpscope.results.payloads.ncu import Counted
 SECTOR_BYTES = 32  # what L2 counts in
 
 PASSES = "profiler__replayer_passes"  # how often the range or the kernel was run
-TIME = "gpu__time_duration.sum"  # ns; of one kernel a time, of a range that was replayed none
+GPU_TIME = "gpu__time_duration.sum"  # ns; of one kernel a time, of a range that was replayed none
 DRAM_READ, DRAM_WRITE = "dram__bytes_read.sum", "dram__bytes_write.sum"
 L2_READ, L2_WRITE = "lts__t_sectors_op_read.sum", "lts__t_sectors_op_write.sum"
 L2_ATOM, L2_RED = "lts__t_sectors_op_atom.sum", "lts__t_sectors_op_red.sum"
@@ -37,16 +37,16 @@ FADD, FMUL, FFMA = (f"smsp__sass_thread_inst_executed_op_{op}_pred_on.sum" for o
 # tensor operations do not fit either, so the kind is that of the step's dtype. FP32 operations ncu counts by rewriting
 # a kernel's instructions, which it cannot do in a range ("Metric … is not supported in range replay").
 RANGE_METRICS = (
-    *(TIME, DRAM_READ, DRAM_WRITE, L2_READ, L2_WRITE, L2_ATOM, L2_RED, L2_TEX_READ, L2_TEX_WRITE),
+    *(GPU_TIME, DRAM_READ, DRAM_WRITE, L2_READ, L2_WRITE, L2_ATOM, L2_RED, L2_TEX_READ, L2_TEX_WRITE),
     *(LSU_LOAD, LSU_STORE),
 )
 # One kernel at a time: only what fits in one pass, so that no kernel runs twice and no memory is saved and restored for
 # it. Tensor operations are counted too where they fit (`running.one_pass_metrics`).
-KERNEL_METRICS = (TIME, DRAM_READ, DRAM_WRITE, L2_TEX_READ, L2_TEX_WRITE)
+KERNEL_METRICS = (GPU_TIME, DRAM_READ, DRAM_WRITE, L2_TEX_READ, L2_TEX_WRITE)
 
 # Groups that cost passes of their own, and what nvprof called the rest; ncu refuses the old names. nvprof gave rates:
 # here a rate is the figure over a step's time.
-ALIASES: dict[str, tuple[str, ...]] = {
+METRIC_ALIASES: dict[str, tuple[str, ...]] = {
     "xbar": (XBAR_READ, XBAR_WRITE),
     "tma": (TMA_LOAD, TMA_STORE, TMA_REDUCE),
     "cp_async": (CP_ASYNC,),
@@ -79,7 +79,7 @@ def _sectors(*names: str) -> Formula:
 
 
 # Figure -> how it is made, the best way first. Atomics and reductions read and write L2, so they count on both sides.
-TRAFFIC: dict[str, tuple[Formula, ...]] = {
+TRAFFIC_FORMULAS: dict[str, tuple[Formula, ...]] = {
     "dram_read_bytes": (Formula({DRAM_READ: 1}),),
     "dram_write_bytes": (Formula({DRAM_WRITE: 1}),),
     "l2_read_bytes": (_sectors(L2_READ, L2_ATOM, L2_RED),),
@@ -98,7 +98,7 @@ TRAFFIC: dict[str, tuple[Formula, ...]] = {
     "global_store_bytes": (Formula({LSU_STORE: 1}),),
 }
 # A fused multiply-add is two operations; ncu's tensor counters already say so.
-FLOPS: dict[str, tuple[Formula, ...]] = {
+FLOP_FORMULAS: dict[str, tuple[Formula, ...]] = {
     "tensor": tuple(Formula({name: 1}, dict.fromkeys(TENSOR_OPS, 1)) for name in TENSOR_OPS),
     "fp32": (Formula({FADD: 1, FMUL: 1, FFMA: 2}),),
 }
@@ -106,7 +106,7 @@ FLOPS: dict[str, tuple[Formula, ...]] = {
 
 def resolve_metrics(names: Iterable[str]) -> list[str]:
     """ncu's names for a list that may hold nvprof's, each once."""
-    return list(dict.fromkeys(metric for name in names for metric in ALIASES.get(name, (name,))))
+    return list(dict.fromkeys(metric for name in names for metric in METRIC_ALIASES.get(name, (name,))))
 
 
 def make_figures(
@@ -126,11 +126,11 @@ def make_figures(
 
 def make_flops(values: Mapping[str, float]) -> dict[str, int]:
     """Operations by unit, and their total where every unit was counted."""
-    flops, lacking = make_figures(values, FLOPS)
+    flops, lacking = make_figures(values, FLOP_FORMULAS)
     return flops if lacking else {**flops, "total": sum(flops.values())}
 
 
-def summarise(values: Mapping[str, float]) -> Counted:
+def summarise_range(values: Mapping[str, float]) -> Counted:
     """What a result says of one range: figures, operations, the raw metrics, and what could not be made of them."""
-    traffic, lacking = make_figures(values, TRAFFIC)
+    traffic, lacking = make_figures(values, TRAFFIC_FORMULAS)
     return {"traffic": traffic, "flops": make_flops(values), "metrics": dict(values), "missing": lacking}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dpscope.errors import UserError
-from dpscope.instruments.ncu.command import find_ncu, import_command
+from dpscope.instruments.ncu.command import csv_command, find_ncu
 from dpscope.packages import install_command
 from dpscope.vocabulary.phases import PHASES
 
@@ -55,7 +55,7 @@ def read_report(path: Path, *, ncu: str | None = None) -> list[Action]:
 def _read_with_ncu(ncu: str, path: Path) -> list[Action]:
     try:
         done = subprocess.run(
-            import_command(ncu, path), capture_output=True, text=True, timeout=IMPORT_SECONDS, check=False
+            csv_command(ncu, path), capture_output=True, text=True, timeout=IMPORT_SECONDS, check=False
         )
     except subprocess.TimeoutExpired:
         raise UnreadableReport(f"ncu did not read {path.name} within {IMPORT_SECONDS:.0f} s") from None

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dpscope.instruments.ncu.failures import explain, took_too_long, unknown_metrics
+from dpscope.instruments.ncu.failures import took_too_long, unknown_metrics, why_no_counts
 from dpscope.instruments.ncu.metrics import DRAM_READ, KERNEL_METRICS
 from dpscope.instruments.nsight import unknown_option
 from dpscope.instruments.processes import Finished, OnLine, run_limited
@@ -19,7 +19,7 @@ PROBE_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
-class Capture:
+class NcuCapture:
     """A report, or the sentence that says why there is none.
 
     `refused`: metrics that this GPU does not have and options that this ncu does not know.
@@ -37,7 +37,7 @@ def try_counters(ncu: str) -> str | None:
     if done.timed_out:
         return took_too_long(PROBE_SECONDS)
     counted = DRAM_READ in done.output and "==ERROR==" not in done.output
-    return None if counted else explain(done.output, done.returncode)
+    return None if counted else why_no_counts(done.output, done.returncode)
 
 
 def one_pass_metrics(ncu: str, tensor_operations: str) -> tuple[str, ...]:
@@ -53,7 +53,7 @@ def _try_kernel(ncu: str, metrics: Sequence[str]) -> Finished:
     return run_limited([ncu, *options, sys.executable, "-c", script], limit=PROBE_SECONDS)
 
 
-def capture(
+def take_report(
     make_command: Callable[[Sequence[str]], list[str]],
     metrics: Sequence[str],
     report: Path,
@@ -61,7 +61,7 @@ def capture(
     limit: float,
     on_line: OnLine = lambda line: None,
     may_be_cut: bool = False,
-) -> Capture:
+) -> NcuCapture:
     """Run ncu until it leaves `report`, dropping metrics and options that it refuses.
 
     `make_command` turns the metrics that are left into a command. `may_be_cut`: the program ends itself when its time
@@ -90,5 +90,5 @@ def capture(
     elif taken:
         failure = None
     else:
-        failure = explain(done.output, done.returncode)
-    return Capture(command, done.output, failure, refused)
+        failure = why_no_counts(done.output, done.returncode)
+    return NcuCapture(command, done.output, failure, refused)

@@ -11,7 +11,7 @@ from pathlib import Path
 from dpscope.instruments.nsys.finding import Nsys
 from dpscope.vocabulary.instruments import INSTRUMENTS
 
-TRACE: str = INSTRUMENTS["nsys"].options["trace"].default
+TRACED_APIS: str = INSTRUMENTS["nsys"].options["trace"].default
 
 # nsys writes the whole environment of the profiled process into its report, and reports are shared. These are what a
 # training step can need, by what for; everything else stays out.
@@ -30,10 +30,10 @@ SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|KEY|AUTH", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Looking:
+class NsysOptions:
     """What nsys is asked to record."""
 
-    trace: str = TRACE
+    trace: str = TRACED_APIS
     cpu_sampling: bool = False  # where host threads are, by interrupts: needs permission, slows the host
     gpu_metrics: bool = False  # utilisation of the GPU's units over time: needs permission for counters
 
@@ -48,7 +48,7 @@ def needed_variables(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def profile_command(nsys: Nsys, program: Sequence[str], report: Path, looking: Looking) -> list[str]:
+def profile_command(nsys: Nsys, program: Sequence[str], report: Path, looking: NsysOptions) -> list[str]:
     """Record what runs between `cudaProfilerStart` and `cudaProfilerStop`, and nothing before or after it.
 
     `report` has no suffix; nsys adds `.nsys-rep`.
@@ -64,28 +64,28 @@ def export_command(nsys: str, report: Path, database: Path) -> list[str]:
     return [nsys, "export", "--type=sqlite", "--force-overwrite=true", f"--output={database}", str(report)]
 
 
-def import_command(importer: str, raw: Path, report: Path) -> list[str]:
+def import_raw_command(importer: str, raw: Path, report: Path) -> list[str]:
     return [importer, "-i", str(raw), "-o", str(report)]
 
 
 def interactive_commands(
-    nsys: Nsys, program: Sequence[str], looking: Looking, *, session: str, environment: Mapping[str, str]
+    nsys: Nsys, program: Sequence[str], looking: NsysOptions, *, session: str, environment: Mapping[str, str]
 ) -> list[str]:
     """Start a program now, and start and stop recording by hand, as often as one likes; one shell line each."""
     launch = [nsys.path, "launch", f"--session-new={session}", f"--trace={looking.trace}", *program]
     # %h is the host's name: on storage that several machines share, each then writes a file of its own.
     start = [nsys.path, "start", f"--session={session}", *_sampling(nsys, looking), f"--output={session}-%h"]
     stop = [nsys.path, "stop", f"--session={session}"]
-    return [shown(launch, environment), shlex.join(start), shlex.join(stop)]
+    return [shell_line(launch, environment), shlex.join(start), shlex.join(stop)]
 
 
-def shown(command: Sequence[str], environment: Mapping[str, str]) -> str:
+def shell_line(command: Sequence[str], environment: Mapping[str, str]) -> str:
     """A command as one types it, with the environment it would get and no other."""
     variables = [f"{name}={value}" for name, value in sorted(environment.items())]
     return shlex.join(["env", "-i", *variables, *command])
 
 
-def _sampling(nsys: Nsys, looking: Looking) -> list[str]:
+def _sampling(nsys: Nsys, looking: NsysOptions) -> list[str]:
     host = "process-tree" if looking.cpu_sampling else "none"
     options = [f"--sample={host}", f"--cpuctxsw={host}"]
     if looking.gpu_metrics:

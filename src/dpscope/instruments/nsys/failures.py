@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dpscope.instruments.nsight import find_remedy, unknown_option
 
-NO_GPU = "there is no GPU to look at: run on a machine with an NVIDIA GPU and --device cuda"
+NO_GPU_TO_RECORD = "there is no GPU to look at: run on a machine with an NVIDIA GPU and --device cuda"
 NO_NSYS = (
     "no `nsys` was found: install NVIDIA Nsight Systems and put `nsys` on the PATH, or set NSYS=/path/to/nsys "
     "(Nsight Compute brings one along: nsight-compute/…/host/target-linux-x64/nsys)"
@@ -24,7 +24,7 @@ SAMPLING = (
 PARANOID = Path("/proc/sys/kernel/perf_event_paranoid")
 MAX_PARANOID = 2  # nsys samples the host's threads up to here
 
-BY_HAND = "run the command by hand (--print-command)"
+NSYS_BY_HAND = "run the command by hand (--print-command)"
 
 # What nsys prints -> what happened and what to do. The first that is found decides.
 _REMEDIES = {
@@ -63,9 +63,9 @@ def why_no_report(output: str, returncode: int) -> str:
     if "No reports were generated" in output:
         return (
             "nsys recorded nothing between the start and the stop of the steps: see whether another profiler is "
-            f"attached, and {BY_HAND}"
+            f"attached, and {NSYS_BY_HAND}"
         )
-    return f"nsys left no report ({_last_line(output)}, exit code {returncode}): {BY_HAND}"
+    return f"nsys left no report ({_last_line(output)}, exit code {returncode}): {NSYS_BY_HAND}"
 
 
 def why_not_imported(raw: Path, importer: str | None, output: str = "") -> str:

@@ -12,7 +12,7 @@ from dpscope.instruments.ncu.command import find_ncu
 from dpscope.instruments.nsight import ask, find_version, newest
 
 # Where installers put it when it is not on the PATH. Nsight Compute brings an nsys of its own.
-INSTALLED = (
+NSYS_PATTERNS = (
     "opt/nvidia/nsight-systems/*/bin/nsys",
     "opt/nvidia/nsight-systems/*/target-linux-*/nsys",
     "opt/nvidia/nsight-systems-cli/*/bin/nsys",
@@ -52,10 +52,10 @@ def find_nsys() -> str | None:
     """$NSYS, or `nsys` on the PATH, or beside ncu, or the newest in the usual folders."""
     if asked := os.environ.get("NSYS"):
         return shutil.which(asked)
-    return shutil.which("nsys") or _beside_ncu() or newest(INSTALLED)
+    return shutil.which("nsys") or _beside_ncu() or newest(NSYS_PATTERNS)
 
 
-def look_at(path: str) -> Nsys:
+def inspect_nsys(path: str) -> Nsys:
     """Ask nsys for its version and its options."""
     options = re.findall(r"--[a-z][a-z0-9-]*", ask(path, "profile", "--help"))
     return Nsys(path, find_version(ask(path, "--version"), numbers=4), frozenset(options))

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from dpscope.errors import UserError
 
-KERNEL, COPY, MEMSET = "kernel", "copy", "memset"
+KERNEL, MEMCPY, MEMSET = "kernel", "copy", "memset"
 
 # A thread is identified by host, process and thread in one number; its process by the same without the last 24 bits.
 _PROCESS = ~0xFFFFFF
@@ -65,7 +65,7 @@ class Range:
 
 
 @dataclass(frozen=True)
-class Timeline:
+class CapturedTimeline:
     activities: list[Activity]  # by start
     calls: list[Call]
     ranges: list[Range]  # by start, an outer one before an inner one
@@ -73,7 +73,7 @@ class Timeline:
     gpu: str | None
 
 
-def read_timeline(path: Path) -> Timeline:
+def read_timeline(path: Path) -> CapturedTimeline:
     """Everything in an export that the summary is made of."""
     if not path.is_file():
         raise UnreadableCapture(f"{path} is not there: give the .sqlite file of an `nsys export`")
@@ -99,7 +99,7 @@ def _damaged(path: Path, error: Exception) -> str:
     )
 
 
-def _read(database: sqlite3.Connection, path: Path) -> Timeline:
+def _read(database: sqlite3.Connection, path: Path) -> CapturedTimeline:
     tables = {name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
     if "StringIds" not in tables:
         raise UnreadableCapture(f"{path} is no export of Nsight Systems: it has no table StringIds")
@@ -119,7 +119,7 @@ def _read(database: sqlite3.Connection, path: Path) -> Timeline:
             "another profiler is attached, and whether this nsys is as new as the driver"
         )
     ranges = list(rows("NVTX_EVENTS", _RANGES, Range))
-    return Timeline(
+    return CapturedTimeline(
         activities=sorted(activities, key=lambda activity: (activity.start, activity.end)),
         calls=sorted(rows("CUPTI_ACTIVITY_KIND_RUNTIME", _calls("CUPTI_ACTIVITY_KIND_RUNTIME"), _call), key=_start),
         ranges=sorted(ranges, key=lambda r: (r.start, -r.end)),
@@ -154,7 +154,7 @@ def _copies(tables: set[str]) -> str:
     kind = "COALESCE(e.label, 'kind ' || c.copyKind)" if named else "'kind ' || c.copyKind"
     join = "LEFT JOIN ENUM_CUDA_MEMCPY_OPER AS e ON e.id = c.copyKind" if named else ""
     return f"""
-        SELECT '{COPY}', {kind}, c.start, c.end, c.deviceId, c.globalPid, c.correlationId, c.bytes
+        SELECT '{MEMCPY}', {kind}, c.start, c.end, c.deviceId, c.globalPid, c.correlationId, c.bytes
         FROM CUPTI_ACTIVITY_KIND_MEMCPY AS c {join}
     """
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dpscope.instruments.nsys.command import Looking, export_command, import_command, profile_command
+from dpscope.instruments.nsys.command import NsysOptions, export_command, import_raw_command, profile_command
 from dpscope.instruments.nsys.failures import why_no_report, why_not_exported, why_not_imported
 from dpscope.instruments.nsys.finding import Nsys, find_importer
 from dpscope.instruments.nsys.neighbours import isolation, readable_assignments, variables_in
@@ -16,7 +16,7 @@ from dpscope.instruments.processes import OnLine, run_limited
 
 
 @dataclass(frozen=True)
-class Capture:
+class NsysCapture:
     """What a run of nsys left, and the sentence that says what is missing and how to get it."""
 
     command: list[str]
@@ -27,16 +27,16 @@ class Capture:
     foreign_variables: list[str] = field(default_factory=list)  # of other processes, by name, that it holds
 
 
-def take(
+def take_capture(
     nsys: Nsys,
     program: Sequence[str],
     folder: Path,
     name: str,
-    looking: Looking,
+    looking: NsysOptions,
     *,
     environment: Mapping[str, str],
     on_line: OnLine = lambda line: None,
-) -> Capture:
+) -> NsysCapture:
     """Run `program` under nsys and leave `name.nsys-rep` and `name.sqlite` in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     command = profile_command(nsys, program, folder / name, looking)
@@ -51,15 +51,15 @@ def take(
         said = ""
         if importer is not None:
             on_line("importing the raw capture\n")
-            said = run_limited(import_command(importer, raw, report), environment=environment).output
+            said = run_limited(import_raw_command(importer, raw, report), environment=environment).output
         if not report.exists():
-            return Capture(command, raw, None, why_not_imported(raw, importer, said), output + said)
+            return NsysCapture(command, raw, None, why_not_imported(raw, importer, said), output + said)
         raw.unlink(missing_ok=True)
     if not report.exists():
-        return Capture(command, None, None, why_no_report(output, done.returncode), output)
-    database, failure, said = export(nsys.path, report, environment=environment)
+        return NsysCapture(command, None, None, why_no_report(output, done.returncode), output)
+    database, failure, said = export_report(nsys.path, report, environment=environment)
     others |= readable_assignments(environment)
-    return Capture(command, report, database, failure, output + said, variables_in(database or report, others))
+    return NsysCapture(command, report, database, failure, output + said, variables_in(database or report, others))
 
 
 def _raw_capture(expected: Path, output: str) -> Path | None:
@@ -73,7 +73,7 @@ def _raw_capture(expected: Path, output: str) -> Path | None:
     return None
 
 
-def export(nsys: str, report: Path, *, environment: Mapping[str, str]) -> tuple[Path | None, str | None, str]:
+def export_report(nsys: str, report: Path, *, environment: Mapping[str, str]) -> tuple[Path | None, str | None, str]:
     """A report's SQLite export beside it, or why there is none; and what nsys said."""
     database = report.with_suffix(".sqlite")
     database.unlink(missing_ok=True)

@@ -16,7 +16,7 @@ from dpscope.instruments.nsys.reading import read_timeline
 
 _PLACE = ("start", "end", "deviceId", "contextId", "streamId", "correlationId", "globalPid")
 _CALL = ("start", "end", "globalTid", "correlationId", "nameId", "returnValue")
-KEPT = {
+KEPT_COLUMNS = {
     "CUPTI_ACTIVITY_KIND_KERNEL": (
         *(*_PLACE, "demangledName", "shortName", "registersPerThread", "staticSharedMemory", "dynamicSharedMemory"),
         *("gridX", "gridY", "gridZ", "blockX", "blockY", "blockZ"),
@@ -47,7 +47,7 @@ def strip(source: Path, target: Path) -> None:
 
 def _copy(database: sqlite3.Connection) -> None:
     strings: set[int] = set()
-    for table, wanted in KEPT.items():
+    for table, wanted in KEPT_COLUMNS.items():
         there = [row[1] for row in database.execute(f"PRAGMA source.table_info({table})")]
         columns = [f'"{name}"' for name in wanted if name in there]
         if not columns:

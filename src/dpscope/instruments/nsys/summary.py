@@ -18,24 +18,23 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 
 from dpscope.instruments.families import short_kernel_name
-from dpscope.instruments.nsys.reading import COPY, KERNEL, MEMSET, Activity, Call, Range, Timeline
+from dpscope.instruments.nsys.reading import KERNEL, MEMCPY, MEMSET, Activity, Call, CapturedTimeline, Range
 from dpscope.results.payloads.nsys import CapturedGpu, CapturedPhase, Gap, Named, NsysPayload, Total
-from dpscope.vocabulary.phases import PHASES, STEP
+from dpscope.vocabulary.phases import BETWEEN_PHASES, PHASES, STEP
 
-BETWEEN = "between phases"  # launched in none of them
 KEPT_NAMES = 40  # kernels and calls listed by name; the rest is added up
 KEPT_GAPS = 10
 
 
-def summarise(timeline: Timeline) -> NsysPayload:
+def summarise_timeline(timeline: CapturedTimeline) -> NsysPayload:
     """Milliseconds, calls and bytes of an average step; of the whole capture where no range says what a step is."""
     ranges = phase_ranges(timeline.ranges)
     steps = sum(r.name == STEP for r in ranges)
-    average = Average(steps or 1)
+    average = StepAverage(steps or 1)
     launches = _launches(timeline)
     phases = _phase_of_each(timeline.activities, launches, [r for r in ranges if r.name != STEP])
     gaps = _gaps(timeline.activities, launches, phases)
-    of_kind = {kind: [a for a in timeline.activities if a.kind == kind] for kind in (KERNEL, COPY, MEMSET)}
+    of_kind = {kind: [a for a in timeline.activities if a.kind == kind] for kind in (KERNEL, MEMCPY, MEMSET)}
     waits = [a.start - call.start for a in of_kind[KERNEL] if (call := launches.get(a.call)) is not None]
     return {
         "gpu_name": timeline.gpu,
@@ -45,14 +44,14 @@ def summarise(timeline: Timeline) -> NsysPayload:
         "gaps": sorted(gaps, key=lambda gap: -gap["ms"])[:KEPT_GAPS],
         "kernels": [{**row, "short": short_kernel_name(row["name"])} for row in average.by_name(of_kind[KERNEL])],
         "kernel_total": average.total(of_kind[KERNEL]),
-        "copies": average.by_name(of_kind[COPY]),
+        "copies": average.by_name(of_kind[MEMCPY]),
         "memsets": average.total(of_kind[MEMSET]),
         "api": average.by_name(timeline.calls),
         "os_calls": average.by_name(timeline.os_calls),
     }
 
 
-class Average:
+class StepAverage:
     """Figures of an average step from those of all of them."""
 
     def __init__(self, steps: int) -> None:
@@ -86,7 +85,7 @@ def phase_ranges(ranges: Sequence[Range]) -> list[Range]:
     return [r for r in ranges if r.name in (STEP, *PHASES) and r.thread in threads]
 
 
-def _launches(timeline: Timeline) -> dict[tuple[int, int] | None, Call]:
+def _launches(timeline: CapturedTimeline) -> dict[tuple[int, int] | None, Call]:
     """What launched an activity, by process and correlation id; of nested calls the outer one."""
     launches: dict[tuple[int, int] | None, Call] = {}
     for call in timeline.calls:
@@ -100,7 +99,7 @@ def _phase_of_each(
 ) -> list[str]:
     """The innermost phase open when each activity was launched. Ranges come by start, outer before inner."""
     moments = sorted((launches[a.call].start, index) for index, a in enumerate(activities) if a.call in launches)
-    phases = [BETWEEN] * len(activities)
+    phases = [BETWEEN_PHASES] * len(activities)
     waiting, open_ranges = list(reversed(ranges)), list[Range]()
     for moment, index in moments:
         while waiting and waiting[-1].start <= moment:
@@ -129,7 +128,9 @@ def _gaps(
     return gaps
 
 
-def _busy(activities: Sequence[Activity], gaps: Sequence[Gap], average: Average, waits: Sequence[int]) -> CapturedGpu:
+def _busy(
+    activities: Sequence[Activity], gaps: Sequence[Gap], average: StepAverage, waits: Sequence[int]
+) -> CapturedGpu:
     span = average.ms(max(activity.end for activity in activities) - activities[0].start)
     idle = sum(gap["ms"] for gap in gaps) / average.steps
     waiting = sum(gap["ms"] for gap in gaps if gap["waiting_for_host"]) / average.steps
@@ -150,14 +151,14 @@ def _by_phase(
     phases: Sequence[str],
     ranges: Sequence[Range],
     gaps: Iterable[Gap],
-    average: Average,
+    average: StepAverage,
 ) -> list[CapturedPhase]:
     """GPU time and kernels of each phase, the host's own time in it, and how long the GPU idled before its work."""
     launched: dict[str, list[Activity]] = defaultdict(list)
     for activity, phase in zip(activities, phases, strict=True):
         launched[phase].append(activity)
     host = _own_time(ranges)
-    host[BETWEEN] = host.pop(STEP, 0)
+    host[BETWEEN_PHASES] = host.pop(STEP, 0)
     idle: dict[str, float] = defaultdict(float)
     for gap in gaps:
         idle[gap["phase"]] += gap["ms"] / average.steps
@@ -169,7 +170,7 @@ def _by_phase(
             "idle_ms": idle[name],
             "kernels": sum(activity.kind == KERNEL for activity in launched[name]) / average.steps,
         }
-        for name in (*PHASES, BETWEEN)
+        for name in (*PHASES, BETWEEN_PHASES)
         if launched[name] or host.get(name)
     ]
 

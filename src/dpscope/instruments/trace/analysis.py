@@ -23,7 +23,7 @@ from torch.profiler import profile
 
 from dpscope.errors import UserError
 from dpscope.instruments.trace.events import OPERATOR, Event, Trace, read_trace
-from dpscope.instruments.trace.live import trace_of
+from dpscope.instruments.trace.live import trace_from_profiler
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -33,7 +33,7 @@ Source = profile | Trace | Path | str
 CPU_COLUMNS = ("cpu_ms", "self_cpu_ms")
 DEVICE_COLUMNS = ("device_ms", "self_device_ms")
 BYTE_COLUMNS = ("self_cpu_bytes", "self_gpu_bytes")
-LONGEST = 40  # rows of a table that are printed
+PRINTED_ROWS = 40  # rows of a table that are printed
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ class Analysis:
     def __str__(self) -> str:
         lines = [self.title, "=" * len(self.title)]
         for name, table in self.tables.items():
-            shown = table.head(LONGEST).to_string(index=False, float_format="{:.3f}".format, na_rep="")
+            shown = table.head(PRINTED_ROWS).to_string(index=False, float_format="{:.3f}".format, na_rep="")
             lines += ["", f"{name}:", shown if len(table) else "(nothing)"]
-            lines += [f"… and {len(table) - LONGEST} more rows"] if len(table) > LONGEST else []
+            lines += [f"… and {len(table) - PRINTED_ROWS} more rows"] if len(table) > PRINTED_ROWS else []
         if self.totals:
             lines += ["", "totals:", *(f"  {name}: {value:,.10g}" for name, value in self.totals.items())]
         return "\n".join(lines)
@@ -74,7 +74,7 @@ def as_trace(source: Source) -> Trace:
     if isinstance(source, Trace):
         return source
     if isinstance(source, profile):
-        return trace_of(source)
+        return trace_from_profiler(source)
     return read_trace(source)
 
 
@@ -83,42 +83,39 @@ def operator_table(source: Source, *, by_shape: bool = False) -> DataFrame:
     import pandas as pd
 
     trace = as_trace(source)
-    rows: dict[tuple[str, str], dict[str, Any]] = {}
 
-    def row_of(event: Event) -> dict[str, Any]:
-        shape = _shape(event) if by_shape else ""
-        empty = (
-            {"operator": event.name, "input_shapes": shape, "calls": 0}
-            | dict.fromkeys(_TIMES, 0.0)
-            | dict.fromkeys(BYTE_COLUMNS, 0)
+    def row(event: Event, **figures: float) -> dict[str, Any]:
+        return {"operator": event.name, "input_shapes": _shape(event) if by_shape else "", **figures}
+
+    rows = [
+        row(
+            event,
+            calls=1,
+            self_cpu_ms=event.self_time / 1e3,
+            cpu_ms=0.0 if _is_recursive(event) else event.duration / 1e3,
         )
-        return rows.setdefault((event.name, shape), empty)
-
-    for event in trace.operators:
-        row = row_of(event)
-        row["calls"] += 1
-        row["self_cpu_ms"] += event.self_time / 1e3
-        if not _recursive(event):
-            row["cpu_ms"] += event.duration / 1e3
+        for event in trace.operators
+    ]
     for work in trace.device_work:
-        operator = trace.operator_of(work)
+        operator, ms = trace.operator_of(work), work.duration / 1e3
         if operator is not None:
-            row_of(operator)["self_device_ms"] += work.duration / 1e3
-            for around in _distinct([operator, *operator.ancestors()]):
-                row_of(around)["device_ms"] += work.duration / 1e3
+            rows.append(row(operator, self_device_ms=ms))
+            rows += [row(around, device_ms=ms) for around in _distinct([operator, *operator.ancestors()])]
     if not by_shape:
-        for change in trace.memory:
-            if (change["operator"], "") in rows:
-                rows[change["operator"], ""][f"self_{change['device']}_bytes"] += change["bytes"]
-    table = pd.DataFrame(rows.values(), columns=["operator", "input_shapes", "calls", *_TIMES, *BYTE_COLUMNS])
-    return table.drop(columns=_absent(trace, by_shape=by_shape))
+        known = {event.name for event in trace.operators}
+        rows += [
+            {"operator": change["operator"], "input_shapes": "", f"self_{change['device']}_bytes": change["bytes"]}
+            for change in trace.memory
+            if change["operator"] in known
+        ]
+    keys = ["operator", "input_shapes"]
+    counts = dict.fromkeys(("calls", *BYTE_COLUMNS), "int64")
+    table = pd.DataFrame(rows, columns=[*keys, "calls", *DEVICE_COLUMNS, *CPU_COLUMNS, *BYTE_COLUMNS]).fillna(0)
+    table = table.groupby(keys, sort=False, as_index=False).sum().astype(counts)
+    return table.drop(columns=_unrecorded_columns(trace, by_shape=by_shape))
 
 
-_TIMES = (*DEVICE_COLUMNS, *CPU_COLUMNS)
-
-
-def _absent(trace: Trace, *, by_shape: bool) -> list[str]:
-    """Columns that would be all zeros because nobody looked."""
+def _unrecorded_columns(trace: Trace, *, by_shape: bool) -> list[str]:
     columns = [] if by_shape else ["input_shapes"]
     if not trace.on_gpu:
         columns += [*DEVICE_COLUMNS, "self_gpu_bytes"]
@@ -131,7 +128,7 @@ def _shape(event: Event) -> str:
     return str(event.args.get("Input Dims", "not recorded"))
 
 
-def _recursive(event: Event) -> bool:
+def _is_recursive(event: Event) -> bool:
     """Within a call of itself: its time is in that call's already."""
     return any(around.name == event.name and around.category == OPERATOR for around in event.ancestors())
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 from dpscope.instruments.trace.capture import MODULE, WAIT
 from dpscope.instruments.trace.events import ANNOTATION, OPERATOR, Event, Trace
-from dpscope.vocabulary.phases import PHASES
+from dpscope.vocabulary.phases import BETWEEN_PHASES, PHASES
 
-BETWEEN = "between phases"
 NO_MODULE = "(no module)"
 ENGINE = "autograd::engine::evaluate_function"
 
@@ -33,11 +32,11 @@ class PhaseTimeline:
             else:
                 open_.remove(event)
             self._starts.append(moment)
-            self._names.append(max(open_, key=lambda e: e.start).name if open_ else BETWEEN)
+            self._names.append(max(open_, key=lambda e: e.start).name if open_ else BETWEEN_PHASES)
 
     def at(self, moment: float) -> str:
         place = bisect_right(self._starts, moment) - 1
-        return self._names[place] if place >= 0 else BETWEEN
+        return self._names[place] if place >= 0 else BETWEEN_PHASES
 
     def within(self, start: float, end: float) -> Iterator[tuple[str, float]]:
         """Every stretch between two moments, with its length. The lengths sum to `end - start`."""

@@ -17,8 +17,8 @@ from dpscope.errors import UserError
 OPERATOR, ANNOTATION, PYTHON = "cpu_op", "user_annotation", "python_function"
 CALLS = ("cuda_runtime", "cuda_driver", "hip_runtime")  # what the host asks of the device
 DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
-MEMORY = "[memory]"
-STEP = "ProfilerStep#"
+MEMORY_EVENT = "[memory]"
+PROFILER_STEP = "ProfilerStep#"
 
 
 @dataclass(slots=True, eq=False)
@@ -76,7 +76,7 @@ class Trace:
     @property
     def steps(self) -> list[Event]:
         """The recorded steps; the whole recording where no step was marked."""
-        marked = [event for event in self.annotations if event.name.startswith(STEP)]
+        marked = [event for event in self.annotations if event.name.startswith(PROFILER_STEP)]
         if marked:
             return marked
         events = [*self.operators, *self.annotations]
@@ -163,7 +163,7 @@ def nest(events: Iterable[Event], leaves: Iterable[Event] = ()) -> None:
         stack.append(event)
 
 
-class Around:
+class EnclosingEvents:
     """Finds the innermost of a set of nested events that contains a moment of a thread."""
 
     def __init__(self, events: Iterable[Event]) -> None:
@@ -181,10 +181,10 @@ class Around:
 
 
 def _memory(raw: Iterable[dict[str, Any]], origin: float, operators: list[Event]) -> list[dict[str, Any]]:
-    around = Around(operators)
+    around = EnclosingEvents(operators)
     events = []
     for each in raw:
-        if each.get("name") != MEMORY:
+        if each.get("name") != MEMORY_EVENT:
             continue
         args, moment = each["args"], each["ts"] - origin
         holder = around.find((each.get("pid"), each.get("tid")), moment)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from dpscope.instruments.sums import Sums
 from dpscope.instruments.trace.attribution import StepView
-from dpscope.instruments.trace.events import OPERATOR, Around, Event, Trace, nest
+from dpscope.instruments.trace.events import OPERATOR, EnclosingEvents, Event, Trace, nest
 from dpscope.results.payloads.trace import Cast, Copy, Synchronisation
 
 # On a CPU nothing waits, but these operators hand a tensor's value to Python: on a GPU each would be a wait.
@@ -60,7 +60,7 @@ class _Places:
 
     def __init__(self, trace: Trace) -> None:
         nest(trace.frames)
-        self._around = Around(trace.frames)
+        self._around = EnclosingEvents(trace.frames)
 
     def of(self, event: Event) -> str:
         frame = self._around.find(event.thread, event.start)

@@ -11,20 +11,20 @@ from typing import Any
 from torch.profiler import profile
 
 from dpscope.errors import UserError
-from dpscope.instruments.trace.events import ANNOTATION, MEMORY, OPERATOR, Event, Trace, nest
+from dpscope.instruments.trace.events import ANNOTATION, MEMORY_EVENT, OPERATOR, Event, Trace, nest
 
 _CALL = re.compile(r"(cuda|cu|hip)[A-Z]")  # cudaLaunchKernel, cuLaunchKernelEx
 _KINDS = {"Memcpy": "gpu_memcpy", "Memset": "gpu_memset"}
 
 
-def trace_of(profiler: profile) -> Trace:
+def trace_from_profiler(profiler: profile) -> Trace:
     """What a profiler recorded, or `UserError` if that is nothing."""
     try:
         recorded = list(profiler.events() or [])  # type: ignore[no-untyped-call]
     except (AssertionError, AttributeError):
         recorded = []
     on_host = [each for each in recorded if each.device_type.name == "CPU" and not each.is_async]
-    events = {id(each): _event(each) for each in on_host if each.name != MEMORY and not _CALL.match(each.name)}
+    events = {id(each): _event(each) for each in on_host if each.name != MEMORY_EVENT and not _CALL.match(each.name)}
     if not events:
         raise UserError("the profiler has recorded nothing: run something in its `with` block, and leave the block")
     nest(events.values())
@@ -79,7 +79,7 @@ def _memory(on_host: list[Any]) -> list[dict[str, Any]]:
                         "bytes": size,
                         "total_bytes": totals[device],
                         "device": device,
-                        "operator": None if each.name == MEMORY else each.name,
+                        "operator": None if each.name == MEMORY_EVENT else each.name,
                         "order": len(changes),
                     }
                 )

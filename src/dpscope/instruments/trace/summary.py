@@ -9,7 +9,6 @@ from math import ceil
 from dpscope.instruments.families import kernel_family, short_kernel_name
 from dpscope.instruments.sums import Sums, shorten_rows
 from dpscope.instruments.trace.attribution import (
-    BETWEEN,
     ModuleTable,
     StepView,
     clip_to,
@@ -21,10 +20,10 @@ from dpscope.instruments.trace.capture import MODULE, WAIT
 from dpscope.instruments.trace.events import Event, Trace
 from dpscope.instruments.trace.findings import casts, copies, synchronisations
 from dpscope.results.payloads import trace as payload
-from dpscope.vocabulary.phases import PHASES
+from dpscope.vocabulary.phases import BETWEEN_PHASES, PHASES
 
 MEMORY_POINTS = 500  # of memory over time
-LISTED = 40  # kernels and operators; the rest is summed up in one line
+LISTED_NAMES = 40  # kernels and operators; the rest is summed up in one line
 LISTED_MODULES = 1000  # likewise; a report chooses the level of modules that it shows
 
 KEYWORDS = ("clip", "norm", "einsum", "elementwise", "reduce")  # what readers of DP-SGD traces look for by name
@@ -80,7 +79,7 @@ def _phases(views: Sequence[StepView]) -> list[payload.Phase]:
             sums.add(name, _ms(length), 0.0)
         for work in view.device_work:
             sums.add(view.phase_of(work), 0.0, _ms(work.duration))
-    order = (*PHASES, BETWEEN, WAIT)
+    order = (*PHASES, BETWEEN_PHASES, WAIT)
     return sorted(sums.rows("cpu_ms", "phase"), key=lambda row: order.index(row["phase"]))
 
 
@@ -149,7 +148,7 @@ def _kernels(views: Sequence[StepView]) -> list[payload.Kernel]:
     rows = sums.rows("ms", "kernel", "family")
     for row in rows:
         row["occupancy_percent"] = round(row.pop("occupied") / row["ms"], 1) if row["ms"] else 0.0
-    return shorten_rows(rows, ("kernel", "family"), LISTED, leave_out=("occupancy_percent",))
+    return shorten_rows(rows, ("kernel", "family"), LISTED_NAMES, leave_out=("occupancy_percent",))
 
 
 def _families(views: Sequence[StepView]) -> list[payload.Family]:
@@ -216,7 +215,7 @@ def _memory(traces: Sequence[Trace], steps: int) -> payload.TracedMemory:
             sums.add(key, float(size > 0), max(size, 0), size)
             highest[event["device"]] = max(highest.get(event["device"], 0), event["total_bytes"])
     return {
-        "operators": shorten_rows(sums.rows("allocated_bytes", *keys), keys, LISTED),
+        "operators": shorten_rows(sums.rows("allocated_bytes", *keys), keys, LISTED_NAMES),
         "highest_total_bytes": highest,
         "over_time": {device: _over_time(traces[0], device) for device in highest},
     }

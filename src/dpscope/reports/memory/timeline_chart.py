@@ -13,9 +13,9 @@ from dpscope.reports.page.chart import Cell, Table, View, chart_by_size
 from dpscope.reports.palette import phase_colour
 from dpscope.reports.tables import Row
 from dpscope.units import format_bytes
+from dpscope.vocabulary.phases import BETWEEN_PHASES
 
 PANELS = 6  # more on one scale are too many to look at
-BETWEEN = "between phases"
 
 
 def _view(rows: Sequence[Row]) -> View | None:
@@ -63,10 +63,10 @@ def stretches(timeline: Timeline) -> list[Phase]:
     reached, end = timeline.events[0], timeline.events[-1]
     for phase in timeline.phases:
         if phase.start > reached:
-            whole.append(Phase(BETWEEN, reached, phase.start))
+            whole.append(Phase(BETWEEN_PHASES, reached, phase.start))
         whole.append(phase)
         reached = max(reached, phase.end)
-    return [*whole, *([Phase(BETWEEN, reached, end)] if end > reached else [])]
+    return [*whole, *([Phase(BETWEEN_PHASES, reached, end)] if end > reached else [])]
 
 
 def _changes(values: Sequence[int]) -> list[int]:
@@ -88,7 +88,7 @@ def _by_phase(method: str, timeline: Timeline, keys: Sequence[str]) -> list[tupl
 def phase_at(phases: Sequence[Phase], event: float) -> str:
     """The innermost: what runs inside `clip` inside `backward` belongs to `clip`."""
     inside = [phase for phase in phases if phase.start <= event <= phase.end]
-    return min(inside, key=lambda phase: phase.end - phase.start).name if inside else BETWEEN
+    return min(inside, key=lambda phase: phase.end - phase.start).name if inside else BETWEEN_PHASES
 
 
 def _in_words(row: Row, timeline: Timeline) -> str:

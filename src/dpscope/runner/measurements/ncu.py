@@ -16,19 +16,19 @@ from typing import Any
 from dpscope.errors import MeasurementFailed, UserError
 from dpscope.instruments.ceilings import measure_ceilings
 from dpscope.instruments.ncu.command import find_ncu, kernel_command, ncu_version, range_command
-from dpscope.instruments.ncu.failures import NO_GPU, NO_NCU
+from dpscope.instruments.ncu.failures import NO_GPU_TO_COUNT, NO_NCU
 from dpscope.instruments.ncu.kernels import count_launches, describe_kernels
 from dpscope.instruments.ncu.metrics import (
     KERNEL_METRICS,
     PASSES,
     RANGE_METRICS,
     TENSOR_OPS_OF,
-    TRAFFIC,
+    TRAFFIC_FORMULAS,
     resolve_metrics,
-    summarise,
+    summarise_range,
 )
 from dpscope.instruments.ncu.reading import Action, UnreadableReport, read_report
-from dpscope.instruments.ncu.running import Capture, capture, one_pass_metrics
+from dpscope.instruments.ncu.running import NcuCapture, one_pass_metrics, take_report
 from dpscope.instruments.timing import Progress
 from dpscope.results.payloads.ncu import ESTIMATE, MEASURED, READ, WRITE, Estimate, Kernels, NcuPayload
 from dpscope.results.schema import Result, result_for
@@ -80,7 +80,7 @@ def _result(spec: RunSpec, payload: NcuPayload, files: dict[str, str], **outcome
 def obstacle(device: str) -> str | None:
     """Why ncu cannot count on a device here; None where it can be tried."""
     if device != "cuda":
-        return NO_GPU
+        return NO_GPU_TO_COUNT
     return None if find_ncu() else NO_NCU
 
 
@@ -127,7 +127,7 @@ def _count_step(spec: RunSpec, progress: Progress, folder: Path, payload: NcuPay
     action = _read(taken, ncu, report)[0]
     files["Nsight Compute report of the step"] = STEP_REPORT
     values = {name: action.metrics[name] for name in (*wanted, PASSES) if name in action.metrics}
-    counted = summarise(values)
+    counted = summarise_range(values)
     payload |= {"traffic": counted["traffic"], "flops": counted["flops"], "metrics": counted["metrics"]}
     absent = {name: "the report does not hold it" for name in wanted if name not in values}
     refused = dict.fromkeys(taken.refused, "this GPU, or this version of ncu, does not know it")
@@ -158,7 +158,7 @@ def _capture(
     progress: Progress,
     *,
     may_be_cut: bool = False,
-) -> Capture:
+) -> NcuCapture:
     """Run ncu, follow its program, and raise `ProgramFailed` if that could not do its step."""
     report.parent.mkdir(parents=True, exist_ok=True)
     outcomes: list[dict[str, str]] = []
@@ -170,7 +170,7 @@ def _capture(
             progress(f"under ncu, {len(outcomes)} runs done", 0, 1)
 
     progress("under ncu", 0, 1)
-    taken = capture(make_command, metrics, report, limit=_limit(), on_line=on_line, may_be_cut=may_be_cut)
+    taken = take_report(make_command, metrics, report, limit=_limit(), on_line=on_line, may_be_cut=may_be_cut)
     if failed := next((outcome for outcome in outcomes if outcome["status"] != OK), None):
         raise ProgramFailed(failed["status"], f"under ncu: {failed['reason']}")
     return taken
@@ -181,7 +181,7 @@ def _limit() -> float:
     return min(MOST_SECONDS, 0.6 * float(os.environ.get(ROW_SECONDS, MOST_SECONDS)))
 
 
-def _read(taken: Capture, ncu: str, report: Path) -> list[Action]:
+def _read(taken: NcuCapture, ncu: str, report: Path) -> list[Action]:
     if taken.failure is not None:
         raise NotCounted(taken.failure)
     try:
@@ -205,7 +205,7 @@ def _add_estimate(spec: RunSpec, payload: NcuPayload) -> None:
     if not measured:
         traffic: dict[str, int] = {READ: estimate[READ], WRITE: estimate[WRITE]}
         payload |= {"traffic": traffic, "flops": estimate["flops"], "kernels": estimate.pop("kernels")}
-        payload["missing"] = {name: NOT_ESTIMATED for name in TRAFFIC if name not in traffic}
+        payload["missing"] = {name: NOT_ESTIMATED for name in TRAFFIC_FORMULAS if name not in traffic}
     payload["estimate"] = estimate
 
 

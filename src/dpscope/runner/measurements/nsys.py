@@ -14,12 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from dpscope.errors import UserError
-from dpscope.instruments.nsys.command import Looking, interactive_commands, needed_variables, profile_command, shown
-from dpscope.instruments.nsys.failures import NO_GPU, NO_NSYS, sampling_refused
-from dpscope.instruments.nsys.finding import Nsys, find_nsys, look_at
+from dpscope.instruments.nsys.command import (
+    NsysOptions,
+    interactive_commands,
+    needed_variables,
+    profile_command,
+    shell_line,
+)
+from dpscope.instruments.nsys.failures import NO_GPU_TO_RECORD, NO_NSYS, sampling_refused
+from dpscope.instruments.nsys.finding import Nsys, find_nsys, inspect_nsys
 from dpscope.instruments.nsys.reading import UnreadableCapture, read_timeline
-from dpscope.instruments.nsys.running import Capture, take
-from dpscope.instruments.nsys.summary import summarise
+from dpscope.instruments.nsys.running import NsysCapture, take_capture
+from dpscope.instruments.nsys.summary import summarise_timeline
 from dpscope.instruments.timing import Progress
 from dpscope.results.schema import Result, result_for
 from dpscope.runner import environment
@@ -29,7 +35,7 @@ from dpscope.vocabulary.statuses import FAILED, OK
 
 
 def measure_nsys(spec: RunSpec, progress: Progress, files: Path) -> Result:
-    nsys = look_at(require_nsys(spec))
+    nsys = inspect_nsys(require_nsys(spec))
     ended: dict[str, Any] = {}
 
     def on_line(line: str) -> None:
@@ -40,7 +46,7 @@ def measure_nsys(spec: RunSpec, progress: Progress, files: Path) -> Result:
 
     progress("under nsys", 0, 1)
     variables = needed_variables(os.environ)
-    taken = take(
+    taken = take_capture(
         nsys, program(spec), files, report_name(spec), capture_settings(spec), environment=variables, on_line=on_line
     )
     part: dict[str, Any] = {"nsys_version": nsys.version, "command": taken.command}
@@ -51,7 +57,7 @@ def measure_nsys(spec: RunSpec, progress: Progress, files: Path) -> Result:
     elif taken.database is not None:
         progress("reading the capture", 0, 1)
         try:
-            part |= summarise(read_timeline(taken.database))
+            part |= summarise_timeline(read_timeline(taken.database))
         except UnreadableCapture as error:
             status, reason = FAILED, str(error)
     else:
@@ -70,7 +76,7 @@ def measure_nsys(spec: RunSpec, progress: Progress, files: Path) -> Result:
 def obstacle(device: str) -> str | None:
     """Why nsys cannot record on a device here; None where it can be tried."""
     if device != "cuda":
-        return NO_GPU
+        return NO_GPU_TO_RECORD
     return None if find_nsys() else NO_NSYS
 
 
@@ -85,8 +91,8 @@ def require_nsys(spec: RunSpec) -> str:
     return path
 
 
-def capture_settings(spec: RunSpec) -> Looking:
-    return Looking(**{each.name: spec.option(each.name) for each in fields(Looking)})
+def capture_settings(spec: RunSpec) -> NsysOptions:
+    return NsysOptions(**{each.name: spec.option(each.name) for each in fields(NsysOptions)})
 
 
 def report_name(spec: RunSpec) -> str:
@@ -97,7 +103,7 @@ def report_name(spec: RunSpec) -> str:
 def find_or_assume_nsys() -> Nsys:
     """This machine's nsys, or one that knows every option, since a printed command is for another machine."""
     if path := find_nsys():
-        return look_at(path)
+        return inspect_nsys(path)
     print("No nsys on this machine: the command is for one that has a recent one on its PATH.", file=sys.stderr)
     return Nsys("nsys", None, frozenset())
 
@@ -105,7 +111,7 @@ def find_or_assume_nsys() -> Nsys:
 def printed_command(spec: RunSpec, nsys: Nsys, folder: Path) -> str:
     """The command that records a spec's steps, with the environment it gets."""
     command = profile_command(nsys, program(spec), folder / report_name(spec), capture_settings(spec))
-    return shown(command, needed_variables(os.environ))
+    return shell_line(command, needed_variables(os.environ))
 
 
 def recording_commands(spec: RunSpec, nsys: Nsys) -> list[str]:
@@ -119,6 +125,6 @@ def recording_commands(spec: RunSpec, nsys: Nsys) -> list[str]:
     )
 
 
-def _files(taken: Capture) -> dict[str, str]:
+def _files(taken: NsysCapture) -> dict[str, str]:
     found = {"Nsight Systems report": taken.report, "its SQLite export": taken.database}
     return {what: path.name for what, path in found.items() if path is not None}

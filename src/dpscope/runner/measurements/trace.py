@@ -8,12 +8,12 @@ from pathlib import Path
 from dpscope.instruments.timing import Progress
 from dpscope.instruments.trace.capture import Detail, record
 from dpscope.instruments.trace.events import read_trace
-from dpscope.instruments.trace.schedules import make_schedule
 from dpscope.instruments.trace.summary import summarise
 from dpscope.results.schema import Result, result_for
 from dpscope.runner import environment
 from dpscope.runner.spec import RunSpec
 from dpscope.runner.steps import TrainingSteps
+from dpscope.vocabulary.schedules import make_schedule
 
 
 def measure_trace(spec: RunSpec, progress: Progress, files: Path) -> Result:

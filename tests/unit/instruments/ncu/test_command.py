@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dpscope.instruments import nsight
-from dpscope.instruments.ncu.command import find_ncu, import_command, kernel_command, ncu_version, range_command
+from dpscope.instruments.ncu.command import csv_command, find_ncu, kernel_command, ncu_version, range_command
 
 
 def executable(path):
@@ -92,7 +92,7 @@ def test_kernels_are_counted_from_the_start_of_the_step_with_their_phases():
 
 
 def test_a_report_is_imported_in_base_units_with_whole_names():
-    assert import_command("ncu", Path("a b.ncu-rep")) == [
+    assert csv_command("ncu", Path("a b.ncu-rep")) == [
         *("ncu", "--import", "a b.ncu-rep", "--csv", "--page=raw"),
         *("--print-units=base", "--print-kernel-base=demangled"),
     ]

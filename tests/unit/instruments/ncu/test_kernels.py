@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from dpscope.instruments.ncu.kernels import CACHED, add_up_metrics, describe_kernels, keep_top, kernel_rows
-from dpscope.instruments.ncu.metrics import DRAM_READ, DRAM_WRITE, TENSOR_OPS, TIME
+from dpscope.instruments.ncu.metrics import DRAM_READ, DRAM_WRITE, GPU_TIME, TENSOR_OPS
 from dpscope.instruments.ncu.reading import Action, read_report
 
 GEMM, ADD = "nvjet_sm90_tst_64x64", "void at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add<float>>"
 
 
 def launch(name, phase, read, write):
-    return Action(name, {DRAM_READ: read, DRAM_WRITE: write, TIME: 10.0, TENSOR_OPS[0]: 2.0}, phase)
+    return Action(name, {DRAM_READ: read, DRAM_WRITE: write, GPU_TIME: 10.0, TENSOR_OPS[0]: 2.0}, phase)
 
 
 @pytest.fixture(scope="module")

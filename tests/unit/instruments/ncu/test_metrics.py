@@ -6,13 +6,13 @@ import pytest
 
 from dpscope.instruments.ncu import metrics
 from dpscope.instruments.ncu.metrics import (
-    ALIASES,
-    FLOPS,
-    TRAFFIC,
+    FLOP_FORMULAS,
+    METRIC_ALIASES,
+    TRAFFIC_FORMULAS,
     make_figures,
     make_flops,
     resolve_metrics,
-    summarise,
+    summarise_range,
 )
 from dpscope.instruments.ncu.reading import read_report
 from dpscope.vocabulary.settings import DTYPES
@@ -26,7 +26,7 @@ def step(ncu_captures):
 
 def test_the_bytes_of_a_real_step_are_exact(step):
     """By hand from what the report shows in ncu-ui; a sector is 32 bytes."""
-    traffic = summarise(step)["traffic"]
+    traffic = summarise_range(step)["traffic"]
     assert traffic == {
         "dram_read_bytes": 1_135_307_776,
         "dram_write_bytes": 1_014_021_632,
@@ -41,7 +41,7 @@ def test_the_bytes_of_a_real_step_are_exact(step):
 
 
 def test_a_figure_that_cannot_be_made_says_what_it_lacks(step):
-    missing = summarise(step)["missing"]
+    missing = summarise_range(step)["missing"]
     assert set(missing) == {"l2_tex_read_bytes", "l2_tex_write_bytes"}
     assert "lts__t_sectors_srcunit_tex_op_read.sum" in missing["l2_tex_read_bytes"]
 
@@ -57,27 +57,27 @@ def test_a_fused_multiply_add_is_two_operations():
 
 def test_every_number_format_of_the_tensor_cores_counts():
     bf16, tf32, fp16 = metrics.TENSOR_OPS
-    assert make_figures({bf16: 1.0, tf32: 20.0, fp16: 300.0}, FLOPS)[0]["tensor"] == 321
-    assert make_figures({tf32: 20.0}, FLOPS)[0]["tensor"] == 20
+    assert make_figures({bf16: 1.0, tf32: 20.0, fp16: 300.0}, FLOP_FORMULAS)[0]["tensor"] == 321
+    assert make_figures({tf32: 20.0}, FLOP_FORMULAS)[0]["tensor"] == 20
 
 
 def test_a_chip_without_a_copy_engine_has_moved_nothing_by_it():
     """Ampere knows no TMA metrics; its loads are those of the load/store unit."""
-    figures, _ = make_figures({metrics.LSU_LOAD: 5.0, metrics.LSU_STORE: 3.0}, TRAFFIC)
+    figures, _ = make_figures({metrics.LSU_LOAD: 5.0, metrics.LSU_STORE: 3.0}, TRAFFIC_FORMULAS)
     assert (figures["l2_to_sm_bytes"], figures["sm_to_l2_bytes"]) == (5, 3)
 
 
 def test_what_l2_gives_to_the_sms_is_counted_at_l2_where_it_was_else_at_the_crossbar():
     values = {metrics.L2_TEX_READ: 2.0, metrics.XBAR_READ: 99.0, metrics.LSU_LOAD: 5.0, metrics.TMA_LOAD: 1.0}
-    assert make_figures(values, TRAFFIC)[0]["l2_to_sm_bytes"] == 2 * 32
+    assert make_figures(values, TRAFFIC_FORMULAS)[0]["l2_to_sm_bytes"] == 2 * 32
     del values[metrics.L2_TEX_READ]
-    assert make_figures(values, TRAFFIC)[0]["l2_to_sm_bytes"] == 99
+    assert make_figures(values, TRAFFIC_FORMULAS)[0]["l2_to_sm_bytes"] == 99
 
 
 def test_the_load_store_unit_alone_is_never_taken_for_all_that_a_step_asks_for():
     """A step on Hopper loads its tiles past it: with what a step is asked for by default, L2 is what counts."""
     values = dict.fromkeys(metrics.RANGE_METRICS, 1.0)
-    assert make_figures(values, TRAFFIC)[0]["l2_to_sm_bytes"] == metrics.SECTOR_BYTES
+    assert make_figures(values, TRAFFIC_FORMULAS)[0]["l2_to_sm_bytes"] == metrics.SECTOR_BYTES
 
 
 def test_every_dtype_of_a_step_has_its_tensor_operations():
@@ -98,18 +98,18 @@ def test_every_dtype_of_a_step_has_its_tensor_operations():
 )
 def test_each_name_of_nvprof_brings_what_its_figure_is_made_of(nvprof, figure):
     values = dict.fromkeys(resolve_metrics([nvprof]), 1.0)
-    assert figure in make_figures(values, TRAFFIC)[0]
+    assert figure in make_figures(values, TRAFFIC_FORMULAS)[0]
 
 
 def test_no_alias_reaches_ncu():
-    assert len(ALIASES) == 6 + 3  # nvprof's, and ours for groups that cost passes
-    resolved = resolve_metrics([*ALIASES, "sm__cycles_active.avg", *ALIASES])
-    assert not set(resolved) & set(ALIASES)
+    assert len(METRIC_ALIASES) == 6 + 3  # nvprof's, and ours for groups that cost passes
+    resolved = resolve_metrics([*METRIC_ALIASES, "sm__cycles_active.avg", *METRIC_ALIASES])
+    assert not set(resolved) & set(METRIC_ALIASES)
     assert len(resolved) == len(set(resolved))
     assert resolved[-1] == "sm__cycles_active.avg"
 
 
 def test_every_figure_can_be_made_of_what_is_asked_for():
     values = dict.fromkeys((*metrics.RANGE_METRICS, metrics.TENSOR_OPS_OF["bf16"]), 1.0)
-    assert summarise(values)["missing"] == {}
+    assert summarise_range(values)["missing"] == {}
     assert set(make_flops(values)) == {"tensor"}  # FP32 operations cannot be counted in a range

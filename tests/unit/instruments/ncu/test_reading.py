@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from dpscope.instruments.ncu.metrics import DRAM_READ, DRAM_WRITE, TIME
+from dpscope.instruments.ncu.metrics import DRAM_READ, DRAM_WRITE, GPU_TIME
 from dpscope.instruments.ncu.reading import UnreadableReport, find_phase, parse_raw_csv, read_report
 from tests.stand_ins.ncu import raw_csv
 
@@ -28,7 +28,7 @@ def test_kernels_are_rows_in_order_of_launch(ncu_captures):
     actions = read_report(ncu_captures["kernels"])
     assert len(actions) == 298
     first, last = actions[0], actions[-1]
-    assert (first.metrics[DRAM_READ], first.metrics[DRAM_WRITE], first.metrics[TIME]) == (2560, 0, 1728)
+    assert (first.metrics[DRAM_READ], first.metrics[DRAM_WRITE], first.metrics[GPU_TIME]) == (2560, 0, 1728)
     assert "arange_cuda_out" in first.name  # the demangled name, with what the template was made for
     assert "multi_tensor_apply_kernel" in last.name
     assert sum(action.metrics[DRAM_READ] for action in actions) == 1_623_529_728

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from dpscope.instruments.ncu.command import range_command
-from dpscope.instruments.ncu.failures import explain
+from dpscope.instruments.ncu.failures import why_no_counts
 from dpscope.instruments.ncu.metrics import KERNEL_METRICS, L2_RED, LSU_STORE, RANGE_METRICS, TENSOR_OPS
-from dpscope.instruments.ncu.running import capture, one_pass_metrics, try_counters
+from dpscope.instruments.ncu.running import one_pass_metrics, take_report, try_counters
 from dpscope.instruments.processes import LIFELINE, run_limited
 from tests.stand_ins.ncu import COUNTED, NO_PERMISSION
 
 
 def take(ncu, report, program=("true",), limit=30.0, **options):
-    return capture(
+    return take_report(
         lambda names: range_command(str(ncu.path), program, report, names),
         RANGE_METRICS,
         report,
@@ -95,14 +95,14 @@ def test_a_report_that_was_cut_short_counts_only_where_that_was_meant(stand_in_n
 
 
 def test_an_ncu_that_cannot_be_run_is_a_failure_like_any_other(tmp_path, report):
-    taken = capture(lambda names: [str(tmp_path / "none"), *names], ["m"], report, limit=5.0)
+    taken = take_report(lambda names: [str(tmp_path / "none"), *names], ["m"], report, limit=5.0)
     assert "exit code 127" in taken.failure
 
 
 def test_a_metric_that_is_refused_alone_is_the_end_of_it(stand_in_ncu, report):
     ncu = stand_in_ncu(unknown_metrics=["dram_read_throughput"])
     command = lambda names: range_command(str(ncu.path), ["true"], report, names)  # noqa: E731
-    taken = capture(command, ["dram_read_throughput"], report, limit=30.0)
+    taken = take_report(command, ["dram_read_throughput"], report, limit=30.0)
     assert "Failed to find metric dram_read_throughput" in taken.failure
 
 
@@ -123,7 +123,7 @@ def test_a_metric_that_is_refused_alone_is_the_end_of_it(stand_in_ncu, report):
     ],
 )
 def test_each_message_of_ncu_has_its_remedy(printed, says):
-    assert says in explain(printed, 9)
+    assert says in why_no_counts(printed, 9)
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,15 @@ import pytest
 
 from dpscope.instruments import nsight
 from dpscope.instruments.nsys import failures
-from dpscope.instruments.nsys.command import Looking, interactive_commands, needed_variables, profile_command, shown
-from dpscope.instruments.nsys.finding import Nsys, find_importer, find_nsys, look_at
-from dpscope.instruments.nsys.running import take
+from dpscope.instruments.nsys.command import (
+    NsysOptions,
+    interactive_commands,
+    needed_variables,
+    profile_command,
+    shell_line,
+)
+from dpscope.instruments.nsys.finding import Nsys, find_importer, find_nsys, inspect_nsys
+from dpscope.instruments.nsys.running import take_capture
 from tests.stand_ins import nsys as fake_nsys
 from tests.stand_ins.nsys_exports import a_step
 
@@ -69,15 +75,15 @@ def test_of_several_installed_versions_the_newest_is_taken(tmp_path, versions, n
 
 
 def test_a_version_says_which_options_it_has(tmp_path):
-    new = look_at(str(fake_nsys.install(tmp_path / "new")))
+    new = inspect_nsys(str(fake_nsys.install(tmp_path / "new")))
     assert new.version == "2025.3.1.90"
     assert new.knows("--capture-range-end")
     assert new.knows("--gpu-metrics-devices")
     assert not new.knows("--gpu-metrics-device")
     assert not new.knows("--pytorch")
-    old = look_at(str(fake_nsys.install(tmp_path / "old", help_text=fake_nsys.OLD_HELP)))
+    old = inspect_nsys(str(fake_nsys.install(tmp_path / "old", help_text=fake_nsys.OLD_HELP)))
     assert not old.knows("--gpu-metrics-devices")
-    broken = look_at(str(tmp_path / "not-there"))
+    broken = inspect_nsys(str(tmp_path / "not-there"))
     assert (broken.version, broken.knows("--capture-range-end")) == (None, True)
 
 
@@ -102,7 +108,7 @@ def test_of_several_importers_the_newest_is_taken(tmp_path):
 
 
 def test_the_command_records_between_start_and_stop_and_nothing_else(tmp_path):
-    command = profile_command(ANY, ["python", "train.py"], tmp_path / "report", Looking())
+    command = profile_command(ANY, ["python", "train.py"], tmp_path / "report", NsysOptions())
     assert command[:2] == ["nsys", "profile"]
     assert command[-2:] == ["python", "train.py"]
     assert {
@@ -123,17 +129,17 @@ def test_the_command_records_between_start_and_stop_and_nothing_else(tmp_path):
 )
 def test_options_are_spelled_as_the_version_has_them(tmp_path, options, asked):
     nsys = Nsys("nsys", None, frozenset(options))
-    assert asked in profile_command(nsys, ["true"], tmp_path / "r", Looking(gpu_metrics=True))
+    assert asked in profile_command(nsys, ["true"], tmp_path / "r", NsysOptions(gpu_metrics=True))
 
 
 def test_an_old_version_gets_its_own_word_for_stopping(tmp_path):
-    command = profile_command(Nsys("nsys", None, frozenset({"--trace"})), ["true"], tmp_path / "r", Looking())
+    command = profile_command(Nsys("nsys", None, frozenset({"--trace"})), ["true"], tmp_path / "r", NsysOptions())
     assert "--stop-on-range-end=true" in command
     assert not any("capture-range-end" in part for part in command)
 
 
 def test_recording_by_hand_is_three_commands_of_one_session():
-    launch, start, stop = interactive_commands(ANY, ["train"], Looking(), session="s", environment={"HOME": "/h"})
+    launch, start, stop = interactive_commands(ANY, ["train"], NsysOptions(), session="s", environment={"HOME": "/h"})
     assert shlex.split(launch)[:5] == ["env", "-i", "HOME=/h", "nsys", "launch"]
     assert shlex.split(launch)[-1] == "train"
     assert "--session-new=s" in launch
@@ -169,25 +175,26 @@ def test_a_planted_token_is_in_nothing_that_nsys_leaves(monkeypatch, tmp_path):
         monkeypatch.setenv(name, f"s3cr3t-{value}")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     export = a_step(tmp_path / "step.sqlite").write()
-    nsys = look_at(str(fake_nsys.install(tmp_path / "nsight", export=export)))
+    nsys = inspect_nsys(str(fake_nsys.install(tmp_path / "nsight", export=export)))
     variables = needed_variables(os.environ)
-    taken = take(nsys, ["true"], tmp_path / "out", "step", Looking(), environment=variables)
+    taken = take_capture(nsys, ["true"], tmp_path / "out", "step", NsysOptions(), environment=variables)
     assert taken.failure is None
     recorded = json.loads(taken.report.read_text())["environment"]
     assert recorded["CUDA_VISIBLE_DEVICES"] == "0"  # the fake does write its environment down, as nsys does
     for path in (tmp_path / "out").iterdir():
         assert b"s3cr3t" not in path.read_bytes()
-    assert "s3cr3t" not in shown(taken.command, variables)
+    assert "s3cr3t" not in shell_line(taken.command, variables)
 
 
 TAKE = """
 import os, sys
 from pathlib import Path
-from dpscope.instruments.nsys.command import Looking, needed_variables
-from dpscope.instruments.nsys.finding import look_at
-from dpscope.instruments.nsys.running import take
+from dpscope.instruments.nsys.command import NsysOptions, needed_variables
+from dpscope.instruments.nsys.finding import inspect_nsys
+from dpscope.instruments.nsys.running import take_capture
 variables = needed_variables(os.environ)
-taken = take(look_at(sys.argv[1]), ["true"], Path(sys.argv[2]), "step", Looking(), environment=variables)
+nsys, folder = inspect_nsys(sys.argv[1]), Path(sys.argv[2])
+taken = take_capture(nsys, ["true"], folder, "step", NsysOptions(), environment=variables)
 print(taken.failure, taken.foreign_variables)
 """
 
@@ -245,7 +252,9 @@ def run(tmp_path):
     def go(program=("true",), **behaviour):
         installed = fake_nsys.install(tmp_path / "nsight", **{"export": export, **behaviour})
         environment = {**os.environ, "PATH": "/usr/bin:/bin"}
-        return take(look_at(str(installed)), program, tmp_path / "out", "step", Looking(), environment=environment)
+        return take_capture(
+            inspect_nsys(str(installed)), program, tmp_path / "out", "step", NsysOptions(), environment=environment
+        )
 
     return go
 
@@ -317,12 +326,12 @@ def test_what_nsys_says_becomes_a_sentence_with_a_remedy(run, says, remedy):
 def test_the_program_runs_and_its_lines_arrive(tmp_path):
     installed = fake_nsys.install(tmp_path / "nsight", runs=True, export=a_step(tmp_path / "s.sqlite").write())
     heard = []
-    take(
-        look_at(str(installed)),
+    take_capture(
+        inspect_nsys(str(installed)),
         ["/bin/echo", "hello from the program"],
         tmp_path / "out",
         "step",
-        Looking(),
+        NsysOptions(),
         environment={},
         on_line=heard.append,
     )
@@ -331,7 +340,7 @@ def test_the_program_runs_and_its_lines_arrive(tmp_path):
 
 def test_an_nsys_that_cannot_be_started_is_a_sentence(tmp_path):
     nsys = Nsys(str(tmp_path / "not-there"), None, frozenset())
-    taken = take(nsys, ["true"], tmp_path / "out", "step", Looking(), environment={})
+    taken = take_capture(nsys, ["true"], tmp_path / "out", "step", NsysOptions(), environment={})
     assert "No such file" in taken.failure
 
 

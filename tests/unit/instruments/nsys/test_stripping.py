@@ -11,7 +11,7 @@ import pytest
 
 from dpscope.instruments.nsys.reading import UnreadableCapture, read_timeline
 from dpscope.instruments.nsys.stripping import strip
-from dpscope.instruments.nsys.summary import summarise
+from dpscope.instruments.nsys.summary import summarise_timeline
 from tests import DATA
 from tests.stand_ins.nsys_exports import a_step
 
@@ -41,7 +41,7 @@ def test_nothing_but_names_of_kernels_calls_and_ranges_is_left(telling, tmp_path
 
 def test_the_figures_stay_as_they_were(telling, tmp_path):
     strip(telling, tmp_path / "stripped.sqlite")
-    assert summarise(read_timeline(tmp_path / "stripped.sqlite")) == summarise(read_timeline(telling))
+    assert summarise_timeline(read_timeline(tmp_path / "stripped.sqlite")) == summarise_timeline(read_timeline(telling))
 
 
 def test_stripping_replaces_an_older_copy_and_leaves_the_original(telling, tmp_path):

@@ -10,10 +10,10 @@ from contextlib import closing
 import pytest
 
 from dpscope.instruments.nsys.reading import UnreadableCapture, read_timeline
-from dpscope.instruments.nsys.summary import BETWEEN, summarise
+from dpscope.instruments.nsys.summary import summarise_timeline
 from dpscope.results.payloads.nsys import NsysPayload
 from dpscope.results.validation import find_mismatch
-from dpscope.vocabulary.phases import PHASES
+from dpscope.vocabulary.phases import BETWEEN_PHASES, PHASES
 from tests import DATA
 from tests.stand_ins.nsys_exports import AUTOGRAD, MAIN, Export, a_step
 
@@ -22,12 +22,12 @@ REAL = DATA / "nsys_step.sqlite"  # one step on an H200, without NVTX ranges
 
 @pytest.fixture(scope="module")
 def real():
-    return summarise(read_timeline(REAL))
+    return summarise_timeline(read_timeline(REAL))
 
 
 @pytest.fixture
 def step(tmp_path):
-    return summarise(read_timeline(a_step(tmp_path / "step.sqlite").write()))
+    return summarise_timeline(read_timeline(a_step(tmp_path / "step.sqlite").write()))
 
 
 def ask(path, query):
@@ -81,7 +81,7 @@ RANGED = REAL.with_name("nsys_nvtx_step.sqlite")
 
 @pytest.fixture(scope="module")
 def ranged():
-    return summarise(read_timeline(RANGED))
+    return summarise_timeline(read_timeline(RANGED))
 
 
 def test_phases_of_a_real_capture_hold_all_gpu_time_of_its_steps(ranged):
@@ -93,7 +93,7 @@ def test_phases_of_a_real_capture_hold_all_gpu_time_of_its_steps(ranged):
         "clip": (pytest.approx(0.043584), 30),
         "noise": (pytest.approx(0.1174395), 111),
         "optimizer": (pytest.approx(0.054095), 3),
-        BETWEEN: (pytest.approx(0.066768), 38),
+        BETWEEN_PHASES: (pytest.approx(0.066768), 38),
     }
     assert sum(ms for ms, _ in phases.values()) == pytest.approx(ranged["gpu"]["total_ms"])
     assert sum(kernels for _, kernels in phases.values()) == ranged["kernel_total"]["calls"] == 749
@@ -123,14 +123,20 @@ def test_gpu_time_goes_to_the_phase_that_launched_it_whatever_the_thread(step):
         "backward": (pytest.approx(0.29), 3),  # launched by autograd's thread
         "clip": (0.03, 1),  # innermost: not backward
         "optimizer": (0.03, 1),  # although it ran after the range ended
-        BETWEEN: (0.005, 0),  # a copy before any phase
+        BETWEEN_PHASES: (0.005, 0),  # a copy before any phase
     }
     assert sum(ms for ms, _ in figures.values()) == pytest.approx(step["gpu"]["total_ms"])
 
 
 def test_the_hosts_own_time_in_phases_sums_to_the_step(step):
     host = {phase["phase"]: phase["cpu_ms"] for phase in step["phases"]}
-    assert host == {"forward": 0.19, "backward": 0.4, "clip": 0.1, "optimizer": 0.25, BETWEEN: pytest.approx(0.06)}
+    assert host == {
+        "forward": 0.19,
+        "backward": 0.4,
+        "clip": 0.1,
+        "optimizer": 0.25,
+        BETWEEN_PHASES: pytest.approx(0.06),
+    }
     assert sum(host.values()) == pytest.approx(1.0)
 
 
@@ -158,7 +164,7 @@ def test_figures_are_of_an_average_step(tmp_path):
         export.range("step", begin, begin + 900)
         export.range("forward", begin, begin + 500)
         export.launch(begin + 10, begin + 100, begin + 300)
-    summary = summarise(read_timeline(export.write()))
+    summary = summarise_timeline(read_timeline(export.write()))
     assert summary["steps"] == 2
     assert summary["kernel_total"] == {"calls": 1, "ms": 200e-6}
     forward = summary["phases"][0]
@@ -171,7 +177,7 @@ def test_a_range_of_that_name_on_a_thread_that_runs_no_step_is_not_a_phase(tmp_p
     export.range("backward", 100, 900)
     export.range("forward", 200, 800, thread=AUTOGRAD)  # a checkpointed layer runs its forward again
     export.launch(300, 400, 500, thread=AUTOGRAD)
-    (backward, between) = summarise(read_timeline(export.write()))["phases"]
+    (backward, between) = summarise_timeline(read_timeline(export.write()))["phases"]
     assert (backward["phase"], backward["kernels"]) == ("backward", 1)
     assert between["kernels"] == 0
 
@@ -197,12 +203,12 @@ def test_phases_and_idle_time_agree_with_brute_force(tmp_path, seed):
         begins = launched + dice.randint(1, 50)
         activities.append((launched, begins, begins + length))
         export.launch(*activities[-1], thread=dice.choice((MAIN, AUTOGRAD)))
-    summary = summarise(read_timeline(export.write()))
+    summary = summarise_timeline(read_timeline(export.write()))
 
-    expected = dict.fromkeys((*PHASES, BETWEEN), 0)
+    expected = dict.fromkeys((*PHASES, BETWEEN_PHASES), 0)
     for launched, begins, ends in activities:
         around = [r for r in ranges[1:] if r[1] <= launched <= r[2]]
-        phase = min(around, key=lambda r: r[2] - r[1])[0] if around else BETWEEN
+        phase = min(around, key=lambda r: r[2] - r[1])[0] if around else BETWEEN_PHASES
         expected[phase] += ends - begins
     seen = {phase["phase"]: round(phase["gpu_ms"] * 1e6) for phase in summary["phases"]}
     assert {**dict.fromkeys(expected, 0), **seen} == expected
@@ -248,7 +254,7 @@ def test_a_table_that_is_missing_costs_only_its_own_figures(tmp_path, table, los
     path = a_step(tmp_path / "step.sqlite").write()
     with closing(sqlite3.connect(path)) as database:
         database.execute(f"DROP TABLE IF EXISTS {table}")
-    summary = summarise(read_timeline(path))
+    summary = summarise_timeline(read_timeline(path))
     assert summary[lost] == []
     assert summary["kernel_total"]["calls"] == 6
 
@@ -257,9 +263,9 @@ def test_without_calls_nothing_can_be_given_to_a_phase(tmp_path):
     path = a_step(tmp_path / "step.sqlite").write()
     with closing(sqlite3.connect(path)) as database:
         database.execute("DROP TABLE CUPTI_ACTIVITY_KIND_RUNTIME")
-    summary = summarise(read_timeline(path))
+    summary = summarise_timeline(read_timeline(path))
     gpu = {phase["phase"]: phase["gpu_ms"] for phase in summary["phases"]}
-    assert gpu[BETWEEN] == pytest.approx(summary["gpu"]["total_ms"])
+    assert gpu[BETWEEN_PHASES] == pytest.approx(summary["gpu"]["total_ms"])
     assert summary["gpu"]["launch_to_start_us"] is None
 
 

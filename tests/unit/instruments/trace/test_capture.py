@@ -14,12 +14,12 @@ from torch import nn
 
 from dpscope.instruments.trace.capture import MODULE, Detail, module_ranges, record
 from dpscope.instruments.trace.events import parse_events, read_trace
-from dpscope.instruments.trace.schedules import Schedule
 from dpscope.instruments.trace.summary import summarise
 from dpscope.results.payloads.trace import TracePayload
 from dpscope.results.store import NO_ROOM
 from dpscope.results.validation import find_mismatch
 from dpscope.vocabulary.phases import BACKWARD, CLIP, FORWARD, OPTIMIZER, phase
+from dpscope.vocabulary.schedules import Schedule
 
 EVERYTHING = Detail(shapes=True, memory=True, stacks=True, modules=True, flops=True)
 

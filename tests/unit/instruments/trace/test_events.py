@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dpscope.errors import UserError
-from dpscope.instruments.trace.events import Around, Event, nest, parse_events, read_trace
+from dpscope.instruments.trace.events import EnclosingEvents, Event, nest, parse_events, read_trace
 from tests.unit.instruments.trace.handmade import gpu_step, operator
 
 
@@ -107,6 +107,6 @@ def test_self_times_sum_to_the_time_that_any_event_covers(events):
 def test_the_innermost_event_around_a_moment_is_the_shortest_that_contains_it(events, moment):
     nest(events)
     events.sort(key=lambda event: (event.start, -event.duration))
-    found = Around(events).find((1, 1), moment + 0.5)
+    found = EnclosingEvents(events).find((1, 1), moment + 0.5)
     containing = [event for event in events if event.start <= moment + 0.5 <= event.end]
     assert (found.duration if found else None) == min((e.duration for e in containing), default=None)

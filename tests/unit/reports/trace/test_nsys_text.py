@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from dpscope.instruments.nsys.reading import read_timeline
-from dpscope.instruments.nsys.summary import summarise
+from dpscope.instruments.nsys.summary import summarise_timeline
 from dpscope.plain_text import render_plain
 from dpscope.reports.report import Report
 from dpscope.reports.tables import Row
@@ -18,7 +18,7 @@ from tests.stand_ins.nsys_exports import a_step
 
 @pytest.fixture(scope="module")
 def capture(tmp_path_factory):
-    return summarise(read_timeline(a_step(tmp_path_factory.mktemp("nsys") / "step.sqlite").write()))
+    return summarise_timeline(read_timeline(a_step(tmp_path_factory.mktemp("nsys") / "step.sqlite").write()))
 
 
 @pytest.fixture

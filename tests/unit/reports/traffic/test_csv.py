@@ -6,7 +6,7 @@ import csv
 
 import pytest
 
-from dpscope.instruments.ncu.metrics import TRAFFIC
+from dpscope.instruments.ncu.metrics import TRAFFIC_FORMULAS
 from dpscope.reports.tables import compare_results
 from dpscope.reports.traffic.csv import TRAFFIC_CSV
 from dpscope.results.payloads.ncu import BYTES
@@ -50,6 +50,6 @@ def test_results_without_traffic_write_no_csv(tmp_path, make_result):
 
 
 def test_every_figure_that_is_counted_is_a_column(tmp_path):
-    assert list(BYTES) == list(TRAFFIC)
+    assert list(BYTES) == list(TRAFFIC_FORMULAS)
     write(TRAFFIC_CSV, compare_results(results_for()), tmp_path)
-    assert set(TRAFFIC) <= set(read(tmp_path / "traffic.csv")[0])
+    assert set(TRAFFIC_FORMULAS) <= set(read(tmp_path / "traffic.csv")[0])

@@ -167,7 +167,7 @@ def test_where_ncu_cannot_count_the_row_is_an_estimate_that_says_why(
     assert seen["traffic"] == {"dram_read_bytes": 1_000, "dram_write_bytes": 500}
     assert seen["flops"] == {"total": 7}
     assert seen["kernels"] == GUESS["kernels"]
-    assert set(seen["missing"]) == set(metrics.TRAFFIC) - set(seen["traffic"])
+    assert set(seen["missing"]) == set(metrics.TRAFFIC_FORMULAS) - set(seen["traffic"])
     assert seen["estimate"]["blind_spots"] == GUESS["blind_spots"]
 
 

@@ -10,7 +10,7 @@ import torch
 
 from dpscope.errors import UserError
 from dpscope.instruments.nsys.reading import read_timeline
-from dpscope.instruments.nsys.summary import summarise
+from dpscope.instruments.nsys.summary import summarise_timeline
 from dpscope.instruments.timing import no_progress
 from dpscope.runner import environment, ranged_step
 from dpscope.runner.measure import measure, measure_or_explain
@@ -42,7 +42,7 @@ def test_a_result_holds_the_figures_of_the_capture_and_names_its_files(nsys, spe
     nsys()
     result = measure(spec, no_progress, tmp_path / "files" / "row")
     assert result.ok, result.reason
-    expected = summarise(read_timeline(tmp_path / "step.sqlite"))
+    expected = summarise_timeline(read_timeline(tmp_path / "step.sqlite"))
     assert {name: result.nsys[name] for name in expected} == json.loads(json.dumps(expected))
     assert result.nsys["nsys_version"] == "2025.3.1.90"
     assert result.files == {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from dpscope.errors import UserError
@@ -28,32 +28,21 @@ class Schedule:
         """As `torch.profiler.profile(schedule=…)` wants it."""
         from torch.profiler import schedule
 
-        return schedule(
-            skip_first=self.skip_first, wait=self.wait, warmup=self.warmup, active=self.active, repeat=self.repeat
-        )
+        return schedule(**asdict(self))
 
 
-EARLY_TRAINING = Schedule(skip_first=0, wait=0, warmup=1, active=5, repeat=1)
-STEADY_STATE = Schedule(skip_first=50, wait=5, warmup=2, active=10, repeat=2)
-PERIODIC = Schedule(skip_first=10, wait=5, warmup=2, active=3, repeat=5)
+SHORT = "short"
+SCHEDULES = {
+    SHORT: Schedule(),  # two steps after the run's own warm-up: what keeps traces small
+    "early_training": Schedule(active=5),  # the first steps, where allocations and autotuning happen
+    "steady_state": Schedule(skip_first=50, wait=5, warmup=2, active=10, repeat=2),  # when nothing is new any more
+    "periodic": Schedule(skip_first=10, wait=5, warmup=2, active=3, repeat=5),  # does a step change in training?
+}
 
-SHORT = "short"  # after the run's own warm-up steps, a few steps: what keeps traces small
-SCHEDULES = {SHORT: Schedule(), "early_training": EARLY_TRAINING, "steady_state": STEADY_STATE, "periodic": PERIODIC}
-
-
-def early_training() -> Callable[[int], Any]:
-    """The first steps, where allocations and autotuning happen."""
-    return EARLY_TRAINING.to_torch()
-
-
-def steady_state() -> Callable[[int], Any]:
-    """Two stretches of ten steps after fifty, when nothing is new any more."""
-    return STEADY_STATE.to_torch()
-
-
-def periodic() -> Callable[[int], Any]:
-    """Three steps, five times over: does a step change as training goes on?"""
-    return PERIODIC.to_torch()
+# For `torch.profiler.profile(schedule=steady_state())`.
+early_training = SCHEDULES["early_training"].to_torch
+steady_state = SCHEDULES["steady_state"].to_torch
+periodic = SCHEDULES["periodic"].to_torch
 
 
 def make_schedule(name: str, *, warmup: int, active: int | None = None) -> Schedule:
