@@ -25,7 +25,7 @@ from dpscope.runner.launcher import Limits
 from dpscope.runner.planning import plan_sweep
 from dpscope.runner.preflight import require_measurable
 from dpscope.runner.spec import RunSpec
-from dpscope.runner.sweep import SilentObserver, SweepObserver, open_store, run_sweep
+from dpscope.runner.sweep import SweepObserver, open_store, run_sweep
 from dpscope.runner.worker import refuse_in_child
 from dpscope.vocabulary.methods import methods, resolve_method
 from dpscope.workloads.configs import WorkloadConfig
@@ -139,7 +139,7 @@ def compare(
     if overwrite:
         remove_reports(store.folder)
     _, skipped = store.read_all()
-    results = run_sweep(specs, store, resume=resume, limits=limits, observer=observer or SilentObserver())
+    results = run_sweep(specs, store, resume=resume, limits=limits, observer=observer or SweepObserver())
     comparison = Comparison(results, store.folder, [], skipped)
     comparison.files[:] = [
         *write_reports(comparison.report, store.folder),

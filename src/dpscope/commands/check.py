@@ -59,11 +59,6 @@ def command(
     methods: list[str] | None,
     batch_size: int,
     seq_len: int | None,
-    dtype: str,
-    max_grad_norm: float | None,
-    tolerance: float | None,
-    neighbours: bool,
-    sizes: list[int] | None,
     seed: int,
     device: str,
     paths: bool,
@@ -104,15 +99,11 @@ def command(
             build_workload(config, batch_size=spec.batch_size, seq_len=spec.seq_len),
             methods,
             name=config.name if spec.seq_len is None else f"{config.name}, sequence {spec.seq_len}",
-            dtype=dtype,
-            max_grad_norm=max_grad_norm,
-            tolerance=tolerance,
-            neighbours=neighbours,
-            sizes=sizes,
             seed=spec.seed,
             device=spec.device,
             batch_size=spec.batch_size,
             progress=lambda what: status.update(f"checking: {what}"),
+            **options,  # dtype, max_grad_norm, tolerance, neighbours, sizes
         )
     console.print(describe_check(found, paths=paths), highlight=False, markup=False)
     if json_file:

@@ -11,10 +11,11 @@ import click
 from dpscope.errors import UserError
 from dpscope.numbers import WholeNumber
 from dpscope.results.store import new_folder
-from dpscope.vocabulary.instruments import INSTRUMENTS, InstrumentOption
+from dpscope.vocabulary.instruments import INSTRUMENTS, Option
 from dpscope.vocabulary.settings import FLAGS, REPEATS, SETTINGS
 from dpscope.workloads.configs import (
     ATTENTIONS,
+    MODEL_SIZES,
     NORMS,
     PRESETS,
     WorkloadConfig,
@@ -50,19 +51,6 @@ class CommaList(click.ParamType):  # type: ignore[type-arg]  # generic only in n
 
 ABOVE_ZERO = click.FloatRange(min=0, min_open=True)
 
-MODEL_SIZES = (
-    "vocab_size",
-    "hidden_dim",
-    "intermediate_dim",
-    "num_layers",
-    "num_heads",
-    "kv_heads",
-    "max_seq_len",
-    "image_size",
-    "patch_size",
-    "num_classes",
-    "width",
-)
 DEFAULT_MODEL = "tiny"
 
 
@@ -123,7 +111,7 @@ def instrument_options(name: str) -> Callable[[F], F]:
     )
 
 
-def _instrument_option(name: str, option: InstrumentOption) -> Callable[[F], F]:
+def _instrument_option(name: str, option: Option) -> Callable[[F], F]:
     flag, default = f"--{name.replace('_', '-')}", option.default
     if default is False:
         return click.option(flag, is_flag=True, help=option.help)

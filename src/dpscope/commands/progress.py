@@ -13,10 +13,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from dpscope.results.schema import Result
 from dpscope.runner.spec import RunSpec
+from dpscope.runner.sweep import SweepObserver
 from dpscope.units import format_bytes, format_duration, format_ms, format_traffic
 
 
-class SweepProgress:
+class SweepProgress(SweepObserver):
     """Observes a sweep. Use as a context manager."""
 
     def __init__(self, console: Console, instruments: Sequence[str]) -> None:

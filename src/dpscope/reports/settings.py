@@ -86,5 +86,5 @@ def _words(settings: dict[str, Any], names: Sequence[str]) -> str:
 
 def _say(name: str, value: Any) -> str:
     if name in SETTINGS:
-        return SETTINGS[name].in_words(value)
+        return SETTINGS[name].in_words({name: value})
     return str(value) if name in UNLABELLED else f"{name.replace('_', ' ')} {value}"

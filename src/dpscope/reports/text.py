@@ -86,7 +86,7 @@ def _describe(spec: dict[str, Any]) -> str:
     sizes = ", ".join(workload_sizes(workload))
     told = [SETTINGS[name] for name in COMPARED if name in spec]
     return (
-        f"Model {workload['name']} ({sizes}); {', '.join(each.told_of(spec) for each in told)}; "
+        f"Model {workload['name']} ({sizes}); {', '.join(each.in_words(spec) for each in told)}; "
         f"{spec['warmup']} warm-up and {spec['steps']} timed step{'s' * (spec['steps'] != 1)}"
     )
 

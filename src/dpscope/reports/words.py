@@ -31,7 +31,7 @@ def size_in_words(spec: dict[str, Any]) -> str:
 def step_in_words(spec: dict[str, Any]) -> str:
     """`bf16, adamw`, and later settings where they are not the usual."""
     told = [SETTINGS["dtype"], SETTINGS["optimizer"], *(each for each in SETTINGS.values() if each.is_later)]
-    return ", ".join(each.told_of(spec) for each in told if each.name in spec)
+    return ", ".join(each.in_words(spec) for each in told if each.name in spec)
 
 
 def shorten(text: str, length: int) -> str:

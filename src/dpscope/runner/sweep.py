@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from dpscope.errors import UserError
 from dpscope.results.schema import Result
@@ -13,17 +12,9 @@ from dpscope.runner.resume import finished_rows
 from dpscope.runner.spec import RunSpec
 
 
-class SweepObserver(Protocol):
-    """Who watches a sweep. Row numbers count from 0."""
+class SweepObserver:
+    """Who watches a sweep; this one does nothing. Row numbers count from 0."""
 
-    def row_started(self, row: int, spec: RunSpec) -> None: ...
-
-    def row_progress(self, row: int, stage: str, done: int, total: int) -> None: ...
-
-    def row_finished(self, row: int, result: Result, *, kept: bool) -> None: ...
-
-
-class SilentObserver:
     def row_started(self, row: int, spec: RunSpec) -> None: ...
 
     def row_progress(self, row: int, stage: str, done: int, total: int) -> None: ...

@@ -16,7 +16,7 @@ from dpscope.vocabulary.schedules import SCHEDULES, SHORT
 
 
 @dataclass(frozen=True)
-class InstrumentOption:
+class Option:
     """An option of an instrument, and of its subcommand: a switch where it is off by default."""
 
     default: Any
@@ -43,7 +43,7 @@ class Instrument:
 
     shows: str  # what a page lacks without it
     summary: str = ""  # of its subcommand in `dpscope --help`; one without has none
-    options: Mapping[str, InstrumentOption] = field(default_factory=dict)
+    options: Mapping[str, Option] = field(default_factory=dict)
     with_time: bool = False  # does its subcommand time each method too, in a process of its own?
     gpu_only: bool = False
     instead: str = ""  # what it does where it cannot work (`obstacle` of its measurement) [default: it is left out]
@@ -60,24 +60,22 @@ INSTRUMENTS: dict[str, Instrument] = {
         summary="Where every byte of the peak goes: memory by component, by module, over time.",
         shows="Memory by component and over the step",
         options={
-            "memory_viz": InstrumentOption(False, "Also write a file for PyTorch's memory_viz page (CUDA)."),
-            "rule": InstrumentOption(
-                None, "FILE.py:function or package.module:function that names a component for a storage."
-            ),
+            "memory_viz": Option(False, "Also write a file for PyTorch's memory_viz page (CUDA)."),
+            "rule": Option(None, "FILE.py:function or package.module:function that names a component for a storage."),
         },
     ),
     "ncu": Instrument(
         summary="Nsight Compute: the bytes that a step moves through DRAM and L2, by method.",
         shows="DRAM bytes and the roofline",
         options={
-            "per_kernel": InstrumentOption(False, "Also kernel by kernel: which of them move the bytes, by phase."),
-            "kernel": InstrumentOption("", "Per kernel, and only those whose name matches.", metavar="REGEX"),
-            "top": InstrumentOption(30, "Kernels shown one by one.", numbers.WholeNumber("--top", 1, 10**6)),
-            "budget": InstrumentOption(
+            "per_kernel": Option(False, "Also kernel by kernel: which of them move the bytes, by phase."),
+            "kernel": Option("", "Per kernel, and only those whose name matches.", metavar="REGEX"),
+            "top": Option(30, "Kernels shown one by one.", numbers.WholeNumber("--top", 1, 10**6)),
+            "budget": Option(
                 120.0, "Seconds for kernels one by one.", numbers.RealNumber("--budget, in seconds,", 1e-3, 1e7)
             ),
-            "metrics": InstrumentOption("", "More metrics to collect, as ncu or nvprof names them: a,b."),
-            "require_measured": InstrumentOption(False, "A row that ncu cannot count is not ok; no estimate instead."),
+            "metrics": Option("", "More metrics to collect, as ncu or nvprof names them: a,b."),
+            "require_measured": Option(False, "A row that ncu cannot count is not ok; no estimate instead."),
         },
         with_time=True,
         instead="bytes are estimated from tensor sizes, not counted",
@@ -88,17 +86,15 @@ INSTRUMENTS: dict[str, Instrument] = {
         shows="The timeline of kernels and idle gaps",
         options={
             # the first begins with an idle GPU, the others follow each other
-            "captured_steps": InstrumentOption(
+            "captured_steps": Option(
                 3,
                 "Steps on the timeline, after the warm-up (--steps has no part in it).",
                 numbers.WholeNumber("captured steps", 1, 1000),
             ),
-            "trace": InstrumentOption("cuda,nvtx,osrt,cudnn,cublas", "What nsys records."),
-            "autograd": InstrumentOption(False, "An NVTX range for every operator: large, and slower on the host."),
-            "cpu_sampling": InstrumentOption(False, "Sample the host's threads too: needs permission, slows the host."),
-            "gpu_metrics": InstrumentOption(
-                False, "Utilisation of the GPU's units too: needs permission for counters."
-            ),
+            "trace": Option("cuda,nvtx,osrt,cudnn,cublas", "What nsys records."),
+            "autograd": Option(False, "An NVTX range for every operator: large, and slower on the host."),
+            "cpu_sampling": Option(False, "Sample the host's threads too: needs permission, slows the host."),
+            "gpu_metrics": Option(False, "Utilisation of the GPU's units too: needs permission for counters."),
         },
         gpu_only=True,
     ),
@@ -108,23 +104,21 @@ INSTRUMENTS: dict[str, Instrument] = {
         ),
         shows="Phases and operators",
         options={
-            "schedule": InstrumentOption(
+            "schedule": Option(
                 SHORT,
                 "Which steps are recorded: two after the warm-up, the first, later ones, or some again and again.",
                 choices=tuple(SCHEDULES),
             ),
-            "trace_steps": InstrumentOption(
+            "trace_steps": Option(
                 None,
                 "Steps to record in a row [default: the schedule's].",
                 numbers.WholeNumber("--trace-steps", 1, 1000),
             ),
-            "shapes": InstrumentOption(False, "Record the shapes and number formats of operators' inputs."),
-            "memory": InstrumentOption(False, "Record allocations and frees, by operator."),
-            "stacks": InstrumentOption(False, "Record Python stacks: waits are shown with file and line."),
-            "modules": InstrumentOption(False, "A range around every module: the most expensive ones are named."),
-            "flops": InstrumentOption(
-                False, "Count the floating-point operations of matrix products and convolutions."
-            ),
+            "shapes": Option(False, "Record the shapes and number formats of operators' inputs."),
+            "memory": Option(False, "Record allocations and frees, by operator."),
+            "stacks": Option(False, "Record Python stacks: waits are shown with file and line."),
+            "modules": Option(False, "A range around every module: the most expensive ones are named."),
+            "flops": Option(False, "Count the floating-point operations of matrix products and convolutions."),
         },
         with_time=True,
     ),

@@ -55,17 +55,17 @@ class Switch:
         return value
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class SettingField:
     """What is known of a setting beside its value. `name` and `default` are those of its field."""
 
     check: Callable[[Any], Any]  # returns the value in its plain type, or raises `UserError`
     help: str = ""  # of its flag; a setting without has none
+    identity: str = EVERYWHERE
     flag_default: Any = None  # where it is not the field's
     label: str = ""  # what people call it [default: its name]
     words: str = ""  # how a sentence tells its value [default: label and value]
     heading: str = ""  # in the page's table of settings; a setting without is not in it
-    identity: str = EVERYWHERE
     name: str = ""
     default: Any = None
 
@@ -92,26 +92,24 @@ class SettingField:
 
     def cell(self, spec: Mapping[str, Any]) -> str:
         """That value in a table."""
+        return _shown(self.of(spec), on="yes", off="no")
+
+    def in_words(self, spec: Mapping[str, Any]) -> str:
+        """That value in a sentence: `noise multiplier 0.5`, `bf16`, `3 warm-up`."""
         value = self.of(spec)
-        if isinstance(value, bool):
-            return "yes" if value else "no"
-        return f"{value:g}" if isinstance(value, float) else str(value)
-
-    def in_words(self, value: Any) -> str:
-        """`noise multiplier 0.5`, `bf16`, `3 warm-up`."""
-        if isinstance(value, bool):
-            return self.label if value else f"no {self.label}"
-        return self.words.format(value)
-
-    def told_of(self, spec: Mapping[str, Any]) -> str:
-        """The same of a spec, with numbers as short as they can be."""
-        value = self.of(spec)
-        return self.in_words(f"{value:g}" if isinstance(value, float) else value)
+        shown = _shown(value, on=self.label, off=f"no {self.label}")
+        return shown if isinstance(value, bool) else self.words.format(shown)
 
 
-def setting(default: Any, check: Callable[[Any], Any], **more: Any) -> Any:
-    """A field of `TrainerSettings`; `more`: of `SettingField`."""
-    return field(default=default, metadata={"setting": SettingField(check=check, **more)})
+def _shown(value: Any, *, on: str, off: str) -> str:
+    if isinstance(value, bool):
+        return on if value else off
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def setting(default: Any, *about: Any, **more: Any) -> Any:
+    """A field of `TrainerSettings`; what follows the default are fields of `SettingField`."""
+    return field(default=default, metadata={"setting": SettingField(*about, **more)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,45 +117,23 @@ class TrainerSettings:
     """How a step is made and how often it is taken, whatever the method."""
 
     # expected samples in a step: what the noisy sum is divided by
-    batch_size: int = field(metadata={"setting": SettingField(check=numbers.BATCH_SIZE)})
+    batch_size: int = field(metadata={"setting": SettingField(numbers.BATCH_SIZE)})
     dtype: str = setting(
-        "fp32",
-        OneOf("dtype", DTYPES),
-        help=f"{'|'.join(DTYPES)} (bf16: autocast).",
-        words="{}",
-        heading="Number format",
+        "fp32", OneOf("dtype", DTYPES), f"{'|'.join(DTYPES)} (bf16: autocast).", words="{}", heading="Number format"
     )
     optimizer: str = setting(
-        "adamw",
-        OneOf("optimizer", tuple(OPTIMIZERS)),
-        help=f"{'|'.join(OPTIMIZERS)}.",
-        words="{}",
-        heading="Optimizer",
+        "adamw", OneOf("optimizer", tuple(OPTIMIZERS)), f"{'|'.join(OPTIMIZERS)}.", words="{}", heading="Optimizer"
     )
-    learning_rate: float = setting(1e-4, numbers.LEARNING_RATE, help="Step size.", identity=WITHIN_A_SWEEP)
-    noise_multiplier: float = setting(
-        1.0, numbers.NOISE_MULTIPLIER, help="Noise per clip norm.", heading="Noise multiplier"
-    )
-    max_grad_norm: float = setting(1.0, numbers.MAX_GRAD_NORM, help="Clip norm.", heading="Clipping norm")
+    learning_rate: float = setting(1e-4, numbers.LEARNING_RATE, "Step size.", WITHIN_A_SWEEP)
+    noise_multiplier: float = setting(1.0, numbers.NOISE_MULTIPLIER, "Noise per clip norm.", heading="Noise multiplier")
+    max_grad_norm: float = setting(1.0, numbers.MAX_GRAD_NORM, "Clip norm.", heading="Clipping norm")
     warmup: int = setting(
-        3,
-        numbers.WARMUP_STEPS,
-        help="Steps before the timed ones.",
-        words="{} warm-up",
-        label="warm-up steps",
-        identity=NOWHERE,
+        3, numbers.WARMUP_STEPS, "Steps before the timed ones.", NOWHERE, label="warm-up steps", words="{} warm-up"
     )
-    steps: int = setting(
-        10, numbers.STEPS, help="Timed steps.", words="{} timed steps", label="timed steps", identity=NOWHERE
-    )
-    seed: int = setting(0, numbers.SEED, help="Of weights, data and noise.", identity=WITHIN_A_SWEEP)
+    steps: int = setting(10, numbers.STEPS, "Timed steps.", NOWHERE, label="timed steps", words="{} timed steps")
+    seed: int = setting(0, numbers.SEED, "Of weights, data and noise.", WITHIN_A_SWEEP)
     device: str = setting(
-        "cpu",
-        OneOf("device", DEVICES),
-        help=f"{'|'.join(DEVICE_CHOICES)}.",
-        flag_default="auto",
-        words="{}",
-        identity=WITHIN_A_SWEEP,
+        "cpu", OneOf("device", DEVICES), f"{'|'.join(DEVICE_CHOICES)}.", WITHIN_A_SWEEP, flag_default="auto", words="{}"
     )
 
     def checked(self) -> dict[str, Any]:

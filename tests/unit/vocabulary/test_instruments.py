@@ -19,17 +19,17 @@ from dpscope.results.schema import parse_result, result_for
 from dpscope.runner.instruments import choose_instruments
 from dpscope.runner.measure import measure
 from dpscope.runner.spec import RunSpec
-from dpscope.vocabulary.instruments import INSTRUMENTS, Instrument, InstrumentOption
+from dpscope.vocabulary.instruments import INSTRUMENTS, Instrument, Option
 from dpscope.vocabulary.settings import FLAGS
 
 ENERGY = Instrument(
     summary="Joules of a step.",
     shows="Energy",
     options={
-        "every": InstrumentOption(5.0, "Milliseconds between readings.", numbers.RealNumber("--every", 0.1, 1e3)),
-        "sensors": InstrumentOption(2, "Sensors to read.", numbers.WholeNumber("--sensors", 1, 9)),
-        "kind": InstrumentOption("board", "Which.", choices=("board", "chip")),
-        "raw": InstrumentOption(False, "Keep every reading."),
+        "every": Option(5.0, "Milliseconds between readings.", numbers.RealNumber("--every", 0.1, 1e3)),
+        "sensors": Option(2, "Sensors to read.", numbers.WholeNumber("--sensors", 1, 9)),
+        "kind": Option("board", "Which.", choices=("board", "chip")),
+        "raw": Option(False, "Keep every reading."),
     },
     with_time=True,
     instead="joules are estimated from time",

@@ -88,7 +88,7 @@ class Against:
         """`flash at batch 8, sequence 256`, and whatever else tells it from the others."""
         row = pair.now
         model = f" on {row.field('model')}" if "model" in self.telling else ""
-        told = [SETTINGS[name].told_of(row.spec) for name in self.telling if name in SETTINGS]
+        told = [SETTINGS[name].in_words(row.spec) for name in self.telling if name in SETTINGS]
         return f"{row.method}{model} at {', '.join([row.size, *told])}"
 
     @property

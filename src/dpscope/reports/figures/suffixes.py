@@ -33,5 +33,5 @@ def suffixed(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 def _part(row: Row, name: str) -> str:
     if name in SETTINGS and name not in LETTERS:
-        return SETTINGS[name].told_of(row.spec)
+        return SETTINGS[name].in_words(row.spec)
     return f"{LETTERS.get(name, '')}{row.field(name)}"

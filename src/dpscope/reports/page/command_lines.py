@@ -10,28 +10,11 @@ from pathlib import PurePath
 from typing import Any
 
 from dpscope.vocabulary.settings import FLAGS
+from dpscope.workloads.configs import MODEL_SIZES, PRESETS
+from dpscope.workloads.configs.huggingface import OUR_SIZES
 
 Spec = Mapping[str, Any]
 
-# Kind of workload -> the names that --model knows.
-MODELS = {
-    "transformer": ("tiny", "small", "1b"),
-    "cnn": ("cnn",),
-    "resnet": ("resnet18", "resnet50", "resnet-tiny"),
-    "huggingface": tuple(f"hf:{name}{tiny}" for name in ("gpt2", "llama", "bert", "vit") for tiny in ("", "-tiny")),
-}
-SIZES = (
-    *("vocab_size", "hidden_dim", "num_layers", "num_heads", "max_seq_len", "attention"),
-    *("width", "image_size", "num_classes", "norm"),
-)
-# What configurations of Hugging Face's built-in models call a size -> our name of it.
-HUGGING_FACE_SIZES = {
-    **{"vocab_size": "vocab_size", "n_embd": "hidden_dim", "n_inner": "intermediate_dim", "n_layer": "num_layers"},
-    **{"n_head": "num_heads", "n_positions": "max_seq_len", "hidden_size": "hidden_dim"},
-    **{"intermediate_size": "intermediate_dim", "num_hidden_layers": "num_layers", "num_attention_heads": "num_heads"},
-    **{"num_key_value_heads": "kv_heads", "max_position_embeddings": "max_seq_len"},
-    **{"image_size": "image_size", "patch_size": "patch_size", "num_labels": "num_classes"},
-}
 SITE = ("site-packages", "dist-packages")  # what is installed there is found without being told where
 
 
@@ -125,9 +108,14 @@ def workload_flags(workload: Mapping[str, Any]) -> list[str] | None:
 
 
 def _built_in(name: str, workload: Mapping[str, Any]) -> list[str] | None:
-    if name not in MODELS.get(str(workload.get("kind")), ()):
+    if not _is_preset(name, workload):
         return None
-    return ["--model", name, *flags({key: workload[key] for key in SIZES if workload.get(key) is not None})]
+    sizes = {key: workload[key] for key in (*MODEL_SIZES, "attention", "norm") if workload.get(key) is not None}
+    return ["--model", name, *flags(sizes)]
+
+
+def _is_preset(name: str, workload: Mapping[str, Any]) -> bool:
+    return name in PRESETS and PRESETS[name].kind == workload.get("kind")
 
 
 def _custom(name: str, workload: Mapping[str, Any]) -> list[str] | None:
@@ -143,9 +131,9 @@ def _hugging_face(name: str, workload: Mapping[str, Any]) -> list[str] | None:
     if name == f"hf:{model_type}" and "num_labels" in settings:
         whole = {"model_type": model_type, "architectures": [workload.get("architecture")], **settings}
         return ["--hf-config", json.dumps(whole, ensure_ascii=False)]
-    if name not in MODELS["huggingface"]:
+    if not _is_preset(name, workload):
         return None
-    sizes = {HUGGING_FACE_SIZES[key]: value for key, value in settings.items() if key in HUGGING_FACE_SIZES}
+    sizes = {OUR_SIZES[key]: value for key, value in settings.items() if key in OUR_SIZES}
     return ["--model", name, *flags(sizes)]
 
 

@@ -19,6 +19,7 @@ from dpscope.workloads.configs.vision import NORMS, CNNConfig, ImageConfig, ResN
 
 __all__ = [
     "ATTENTIONS",
+    "MODEL_SIZES",
     "NORMS",
     "PRESETS",
     "CNNConfig",
@@ -43,6 +44,12 @@ __all__ = [
 PRESETS: dict[str, WorkloadConfig] = {
     preset.name: preset for family in (transformer, vision, huggingface) for preset in family.PRESETS
 }
+
+# Sizes that have a flag of their name, beside --attention and --norm.
+MODEL_SIZES = (
+    *("vocab_size", "hidden_dim", "intermediate_dim", "num_layers", "num_heads", "kv_heads", "max_seq_len"),
+    *("image_size", "patch_size", "num_classes", "width"),
+)
 
 _KINDS: dict[str, type[WorkloadConfig]] = {
     config.kind: config for config in (TransformerConfig, CNNConfig, ResNetConfig, HuggingFaceConfig, CustomConfig)

@@ -48,6 +48,8 @@ _SIZE_NAMES: dict[str, tuple[str, ...]] = {
     "num_classes": ("num_labels",),
 }
 
+OUR_SIZES = {theirs: ours for ours, names in _SIZE_NAMES.items() for theirs in names}
+
 _COUNTS_MODULES = re.compile("layer|block|expert|depth|stage")
 
 # What a published file says beyond the architecture: number formats are --dtype's to decide, weights are random.

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from dpscope.cli import main
 from dpscope.comparison import Comparison
-from dpscope.reports.page.command_lines import HUGGING_FACE_SIZES, MODELS, command_lines, products
+from dpscope.reports.page.command_lines import command_lines, products
 from dpscope.reports.page.missing import find_missing
 from dpscope.reports.report import Report
 from dpscope.reports.sharing import with_paths_from
@@ -35,6 +35,7 @@ from dpscope.workloads.configs import (
     with_lora,
     workload_at,
 )
+from dpscope.workloads.configs.huggingface import OUR_SIZES
 
 METHODS = ("standard", "flat", "ghost", "flash")
 WORKLOAD = "import dpscope\n\n\ndef build(batch_size, seq_len=None):\n    raise NotImplementedError\n"
@@ -301,16 +302,10 @@ def test_nothing_is_printed_for_a_result_that_no_command_made(spec):
     assert command_lines([described]) == []
 
 
-def test_the_page_knows_the_models_settings_and_sizes_of_the_command_line():
-    """One fact in two places, since reports know no workloads: here they are compared."""
-    by_kind: dict[str, list[str]] = {}
-    for preset in PRESETS.values():
-        by_kind.setdefault(preset.kind, []).append(preset.name)
-    assert {kind: sorted(names) for kind, names in by_kind.items()} == {k: sorted(n) for k, n in MODELS.items()}
+def test_a_command_names_all_that_a_spec_holds():
     for preset in PRESETS.values():
         if isinstance(preset, HuggingFaceConfig):
-            unsized = set(preset.settings) - set(HUGGING_FACE_SIZES)
-            assert unsized <= {"tie_word_embeddings"}, preset.name
+            assert set(preset.settings) - set(OUR_SIZES) <= {"tie_word_embeddings"}, preset.name
     listed = {"workload", "method", "batch_size", "seq_len", "instrument", "options"}
     assert set(specs_of()[0].to_dict()) == {*FLAGS, *listed}
 
