@@ -48,6 +48,8 @@ def test_the_wheel_measures_and_writes_the_page_outside_of_a_clone(installed, tm
         *tiny_flags,
         "--batch-size",
         "2",
+        "--instruments",
+        "time",
         "--out",
         "rows",
     )

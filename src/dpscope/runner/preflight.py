@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from dpscope.errors import UserError
 from dpscope.outcomes import outcome_of_exception
@@ -40,13 +41,22 @@ def require_measurable(specs: Sequence[RunSpec], limits: Limits | None = None) -
 
 def require_buildable(spec: RunSpec) -> None:
     import torch
+    from torch.overrides import TorchFunctionMode
 
     from dpscope.trainers.privacy_rules import NotPrivateError, require_private_trainable
     from dpscope.workloads.workload import build_workload
 
+    class Uninitialised(TorchFunctionMode):
+        """Without initial values, for which torch would import its compiler: it takes longer than the model."""
+
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if getattr(function, "__module__", None) == torch.nn.init.__name__:
+                return args[0] if args else kwargs["tensor"]
+            return function(*args, **(kwargs or {}))
+
     workload = build_workload(spec.workload, batch_size=spec.batch_size, seq_len=spec.seq_len)
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), Uninitialised():
             model = workload.model()
     except RuntimeError as error:
         if "overflow" not in str(error):

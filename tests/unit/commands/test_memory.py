@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests import ROOT
+from tests import ROOT, rows_here
 
 DPSCOPE = str(Path(sys.executable).with_name("dpscope"))
 EXPERIMENT = ROOT / "scripts" / "single_experiment.py"
@@ -73,8 +74,8 @@ def test_a_rule_of_the_users_own_reaches_the_measuring_process(sweep):
 
 def test_results_are_shown_again_without_measuring(sweep):
     _, folder = sweep
-    report = run(DPSCOPE, "report", folder)
-    assert report.returncode == 0
+    report = rows_here.run("report", folder)
+    assert report.exit_code == 0
     assert any(line.startswith("ghost ") for line in report.stdout.splitlines())
 
 
@@ -89,18 +90,22 @@ def test_results_are_shown_again_without_measuring(sweep):
     ],
 )
 def test_mistakes_are_met_with_a_sentence(command, sentence, tmp_path):
-    process = run(DPSCOPE, *command, "--device", "cpu", "--out", tmp_path / "out")
-    assert process.returncode == 2
-    assert sentence in process.stderr
-    assert "Traceback" not in process.stderr
+    done = rows_here.run(*command, "--device", "cpu", "--out", tmp_path / "out")
+    assert done.exit_code == 2
+    assert sentence in done.stderr
+    assert "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists()
 
 
-def test_an_experiment_gives_the_file_of_old_with_times_and_components(tmp_path):
+def test_an_experiment_gives_the_file_of_old_with_times_and_components(tmp_path, monkeypatch, capsys):
     output = tmp_path / "ghost_result.json"
     flags = [*SMALL, "--warmup-iter", "1", "--device", "cpu", "--output", output]
-    process = run(sys.executable, EXPERIMENT, "--experiment", "ghost", *flags)
-    assert process.returncode == 0, process.stderr
+    monkeypatch.setattr("dpscope.runner.launcher.launch", rows_here.launch_here)
+    monkeypatch.setattr(sys, "argv", [str(EXPERIMENT), "--experiment", "ghost", *map(str, flags)])
+    monkeypatch.syspath_prepend(EXPERIMENT.parent)  # as `python SCRIPT` would
+    with pytest.raises(SystemExit) as outcome:
+        runpy.run_path(str(EXPERIMENT), run_name="__main__")
+    assert outcome.value.code == 0, capsys.readouterr().err
     document = json.loads(output.read_text())
     assert document["experiment"] == "ghost"
     assert document["config"]["hidden_dim"] == 16
@@ -110,5 +115,5 @@ def test_an_experiment_gives_the_file_of_old_with_times_and_components(tmp_path)
     assert {"model_parameters_mb", "optimizer_states_mb", "gradients_mb", "activation_hooks_mb", "norm_samples_mb",
             "temp_matrices_mb", "total_allocated_mb", "peak_allocated_mb"} <= set(document["breakdown"])  # fmt: skip
     assert {"name", "allocated_mb", "reserved_mb", "timestamp"} == set(document["snapshots"][0])
-    report = run(DPSCOPE, "report", tmp_path)
+    report = rows_here.run("report", tmp_path)
     assert any(line.startswith("ghost ") for line in report.stdout.splitlines())

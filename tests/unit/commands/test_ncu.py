@@ -11,25 +11,17 @@ import shlex
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from dpscope.cli import main
 from dpscope.runner.spec import RunSpec
-from tests import ROOT
+from tests import ROOT, rows_here
 
-DPSCOPE = str(Path(sys.executable).with_name("dpscope"))
 SCRIPTS = ROOT / "scripts"
 
 
-def invoke(*arguments):
-    return CliRunner().invoke(main, [str(part) for part in arguments])
-
-
 def test_commands_are_printed_to_be_run_elsewhere(tiny_flags, no_ncu):
-    done = invoke("ncu", "--print-command", "--methods", "standard,ghost", "--kernel", "gemm", *tiny_flags)
+    done = rows_here.run("ncu", "--print-command", "--methods", "standard,ghost", "--kernel", "gemm", *tiny_flags)
     assert done.exit_code == 0
     lines = done.output.splitlines()
     assert [line for line in lines if line.startswith("#")] == [
@@ -54,30 +46,28 @@ def test_commands_are_printed_to_be_run_elsewhere(tiny_flags, no_ncu):
     ],
 )
 def test_a_wrong_option_is_a_sentence(arguments, says):
-    done = subprocess.run([DPSCOPE, "ncu", *arguments], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2
+    done = rows_here.run("ncu", *arguments)
+    assert done.exit_code == 2
     assert says in done.stderr
     assert "Traceback" not in done.stderr
 
 
 @pytest.fixture(scope="module")
 def estimated(tmp_path_factory, tiny_flags):
-    """`dpscope ncu` on a CPU: the finished process and its folder."""
+    """`dpscope ncu` on a CPU: how it ended, and its folder."""
     folder = tmp_path_factory.mktemp("ncu") / "out"
-    command = [DPSCOPE, "ncu", "--methods", "standard", *tiny_flags, "--batch-size", "2", "--out", str(folder)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240, check=False), folder
+    return rows_here.run("ncu", "--methods", "standard", *tiny_flags, "--batch-size", "2", "--out", folder), folder
 
 
 def test_without_a_gpu_the_bytes_are_an_estimate_and_say_so(estimated):
-    process, folder = estimated
-    assert process.returncode == 0, process.stdout + process.stderr
+    done, folder = estimated
+    assert done.exit_code == 0, done.output
     (path,) = (folder / "results").glob("*-ncu-*.json")
     seen = json.loads(path.read_text())["ncu"]
     assert seen["source"] == "estimate"
     assert "no GPU to count on" in seen["reason"]
     assert seen["command"] == []
-    first, second = (line for line in process.stdout.splitlines() if line.startswith("["))
+    first, second = (line for line in done.stdout.splitlines() if line.startswith("["))
     assert re.fullmatch(
         r"\[1/2\] standard tiny bs2 seq8 fp32 time: [\d.]+ ms a step, peak [\d.]+ MiB( \(about .+ left\))?", first
     )
@@ -113,7 +103,7 @@ def folder_of_reports(ncu_captures, tmp_path, no_ncu):
 
 
 def test_reports_are_shown_next_to_standard_of_the_same_size(folder_of_reports):
-    done = invoke("ncu-read", folder_of_reports)
+    done = rows_here.run("ncu-read", folder_of_reports)
     assert done.exit_code == 0
     rows = {line.split()[0]: line.split() for line in done.output.splitlines() if line.startswith("report_")}
     assert rows["report_dpsgd_bs8_seq256"][1:5] == ["1.14", "GB", "1.01", "GB"]
@@ -122,7 +112,7 @@ def test_reports_are_shown_next_to_standard_of_the_same_size(folder_of_reports):
 
 
 def test_reports_as_csv_hold_bytes_of_one_step(folder_of_reports):
-    done = invoke("ncu-read", folder_of_reports / "report_standard_bs8_seq256.ncu-rep", "--csv", "--steps", 2)
+    done = rows_here.run("ncu-read", folder_of_reports / "report_standard_bs8_seq256.ncu-rep", "--csv", "--steps", 2)
     (row,) = csv.DictReader(io.StringIO(done.output))
     assert row["report"] == "report_standard_bs8_seq256"
     assert float(row["dram_read_bytes"]) == 1_135_307_776 / 2
@@ -130,7 +120,7 @@ def test_reports_as_csv_hold_bytes_of_one_step(folder_of_reports):
 
 
 def test_a_report_of_kernels_is_added_up(ncu_captures, no_ncu):
-    done = invoke("ncu-read", ncu_captures["kernels"], "--csv")
+    done = rows_here.run("ncu-read", ncu_captures["kernels"], "--csv")
     (row,) = csv.DictReader(io.StringIO(done.output))
     assert float(row["dram_read_bytes"]) == 1_623_529_728
     assert int(row["rows"]) == 298
@@ -138,17 +128,15 @@ def test_a_report_of_kernels_is_added_up(ncu_captures, no_ncu):
 
 def test_a_broken_report_is_named_and_the_rest_is_shown(folder_of_reports):
     (folder_of_reports / "report_cut_bs8_seq256.ncu-rep").write_bytes(b"NVR")
-    done = subprocess.run(
-        [DPSCOPE, "ncu-read", str(folder_of_reports)], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 1
+    done = rows_here.run("ncu-read", folder_of_reports)
+    assert done.exit_code == 1
     assert "report_cut_bs8_seq256.ncu-rep" in done.stderr
     assert "report_standard_bs8_seq256" in done.stdout
 
 
 def test_a_folder_without_reports_is_a_mistake(tmp_path):
-    done = subprocess.run([DPSCOPE, "ncu-read", str(tmp_path)], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2
+    done = rows_here.run("ncu-read", tmp_path)
+    assert done.exit_code == 2
     assert "no .ncu-rep files" in done.stderr
 
 

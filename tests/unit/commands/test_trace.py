@@ -9,7 +9,6 @@ import subprocess
 import sys
 import urllib.parse
 import urllib.request
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -18,22 +17,19 @@ from dpscope.cli import main
 from dpscope.reports.tables import compare_results
 from dpscope.reports.trace.data import differences, traced_steps
 from dpscope.results.store import ResultStore
+from tests import rows_here
 
-pytestmark = pytest.mark.timeout(900)  # six children, a minute in all; several on a machine that others use
-
-DPSCOPE = str(Path(sys.executable).with_name("dpscope"))
 METHODS = ("standard", "flat", "ghost")
 QUIET = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="session")
 def sweep(tmp_path_factory, tiny_flags):
-    """`dpscope trace` of three methods: the finished process, its results and its log."""
+    """`dpscope trace` of three methods: how it ended, its results and its log."""
     folder = tmp_path_factory.mktemp("trace")
     places = ["--out", str(folder / "out"), "--logdir", str(folder / "runs")]
-    command = [DPSCOPE, "trace", "--methods", ",".join(METHODS), *tiny_flags, "--batch-size", "2", *places]
-    process = subprocess.run(command, capture_output=True, text=True, env=QUIET, timeout=800, check=False)
-    return process, folder / "out", folder / "runs"
+    done = rows_here.run("trace", "--methods", ",".join(METHODS), *tiny_flags, "--batch-size", "2", *places)
+    return done, folder / "out", folder / "runs"
 
 
 @pytest.fixture(scope="session")
@@ -43,8 +39,8 @@ def rows(sweep):
 
 
 def test_every_method_is_timed_and_traced_and_all_is_well(sweep, rows):
-    process, _, _ = sweep
-    assert process.returncode == 0, process.stdout + process.stderr
+    done, _, _ = sweep
+    assert done.exit_code == 0, done.output
     assert [(row.method, set(row.measured)) for row in rows] == [(method, {"time", "trace"}) for method in METHODS]
 
 
@@ -75,24 +71,24 @@ def test_time_under_the_profiler_is_never_step_time(rows):
 
 
 def test_traces_are_named_and_their_size_is_said(sweep, rows):
-    process, folder, _ = sweep
+    done, folder, _ = sweep
     for row in rows:
         (name,) = row.measured["trace"].files.values()
         assert (folder / name).stat().st_size == row.measured["trace"].trace["files"]["trace.json.gz"] < 20 * 2**20
-        assert str(folder / name) in process.stdout.partition("Written:")[2]
-    assert re.search(r"\[2/6\] standard tiny bs2 seq8 fp32 trace: 2 steps traced, [\d.]+ MiB", process.stdout)
+        assert str(folder / name) in done.stdout.partition("Written:")[2]
+    assert re.search(r"\[2/6\] standard tiny bs2 seq8 fp32 trace: 2 steps traced, [\d.]+ MiB", done.stdout)
 
 
 def test_figures_are_written_and_named(sweep):
-    process, folder, _ = sweep
+    done, folder, _ = sweep
     for name in ("trace_phases.png", "trace_differences.png"):
         assert (folder / name).read_bytes().startswith(b"\x89PNG")
-        assert name in process.stdout.partition("Written:")[2]
+        assert name in done.stdout.partition("Written:")[2]
 
 
 def test_report_shows_the_same_again(sweep):
     _, folder, _ = sweep
-    report = subprocess.run([DPSCOPE, "report", str(folder)], capture_output=True, text=True, timeout=60, check=False)
+    report = rows_here.run("report", folder)
     assert "Where the time goes (batch 2, sequence 8)" in report.stdout
     assert "ghost against standard" in report.stdout
 

@@ -6,11 +6,14 @@ Rows of `standard` alone: their children import the least, and the sweep's own p
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 
 import pytest
+from click.testing import CliRunner
 
+from dpscope.cli import main
 from dpscope.results.store import ResultStore, read_result
 from dpscope.vocabulary.statuses import FAILED, OK
 
@@ -43,9 +46,6 @@ class Sweep:
     def finished(self, row):
         return bool(self.files_of_row(row)[0])
 
-    def begun(self, row):
-        return bool(self.files_of_row(row)[1])
-
     def state(self):
         """Every result file's bytes and time of writing."""
         return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in self.store.results.glob("*.json")}
@@ -56,6 +56,45 @@ def sweep(tmp_path, start, tiny_flags):
     batch_sizes = ",".join(map(str, ROWS))
     rows = ["--methods", "standard", "--instruments", "time", "--batch-size", batch_sizes]
     return Sweep(tmp_path / "out", ["compare", *tiny_flags, *rows], start)
+
+
+@pytest.fixture(scope="module")
+def first_row(tmp_path_factory, tiny_flags):
+    """The result of the first row, measured once in a real child: what a sweep has that has come so far."""
+    folder = tmp_path_factory.mktemp("first")
+    rows = ["--methods", "standard", "--instruments", "time", "--batch-size", str(ROWS[0]), "--out", str(folder)]
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("OMP_NUM_THREADS", "1")  # as `start` does: rows are kept if they had as many threads
+        done = CliRunner().invoke(main, ["compare", *tiny_flags, *rows])
+    assert done.exit_code == 0, done.output
+    (path,) = (folder / "results").iterdir()
+    return path
+
+
+@pytest.fixture
+def second_row_begins(sweep, first_row, frozen_worker):
+    """Go on with a sweep whose first row is finished: its process, and the second row's child, which is frozen."""
+
+    def begin():
+        sweep.store.create()
+        shutil.copy(first_row, sweep.store.results)
+        process = sweep.start("--resume")
+        return process, frozen_worker(process)
+
+    return begin
+
+
+@pytest.fixture
+def frozen_worker(wait_until, running_workers):
+    """Stop the child of a sweep as soon as there is one: however slow this test is, it will not be finished."""
+
+    def freeze(process):
+        wait_until(lambda: running_workers(process.pid), "a child measures")
+        (worker,) = running_workers(process.pid)
+        os.kill(worker, signal.SIGSTOP)
+        return worker
+
+    return freeze
 
 
 def require_complete(sweep, kept, printed):
@@ -70,33 +109,12 @@ def require_complete(sweep, kept, printed):
     assert sweep.store.summary.exists()
 
 
-def no_row_is_finished(sweep):
-    return sweep.begun(0)
-
-
-def the_first_row_is_finished(sweep):
-    return sweep.finished(0)
-
-
-def the_second_row_is_being_measured(sweep):
-    return sweep.begun(1)
-
-
-@pytest.mark.parametrize(
-    ("moment", "rows_kept"),
-    [(no_row_is_finished, 0), (the_first_row_is_finished, 1), (the_second_row_is_being_measured, 1)],
-)
-def test_a_sweep_killed_at_any_moment_is_finished_by_resume(
-    sweep, wait_until, running_workers, alive, moment, rows_kept
-):
-    process = sweep.start()
-    wait_until(lambda: moment(sweep), f"the moment {moment.__name__} has come")
-    if moment is not the_first_row_is_finished:  # that one is killed before it can start the next child
-        wait_until(lambda: running_workers(process.pid), "a child measures")
-    workers = running_workers(process.pid)
+def require_killed_and_finished_by_resume(sweep, process, worker, wait_until, alive, rows_kept):
     process.send_signal(signal.SIGKILL)
     process.wait()
-    wait_until(lambda: not any(map(alive, workers)), "the orphans are gone", seconds=20)
+    if worker is not None:
+        os.kill(worker, signal.SIGCONT)
+        wait_until(lambda: not alive(worker), "the orphan is gone", seconds=20)
     kept = sweep.state()
     assert len(kept) == rows_kept
     assert all(read_result(path).ok for path in kept)
@@ -106,6 +124,24 @@ def test_a_sweep_killed_at_any_moment_is_finished_by_resume(
 
     assert code == 0
     require_complete(sweep, kept, printed)
+
+
+def test_a_sweep_killed_in_its_first_row_is_finished_by_resume(sweep, frozen_worker, wait_until, alive):
+    process = sweep.start()
+    worker = frozen_worker(process)
+    require_killed_and_finished_by_resume(sweep, process, worker, wait_until, alive, rows_kept=0)
+
+
+def test_a_sweep_killed_between_two_rows_is_finished_by_resume(sweep, wait_until, alive):
+    """As soon as the first row's file is there, before the next child could be started."""
+    process = sweep.start()
+    wait_until(lambda: sweep.finished(0), "the first row is finished")
+    require_killed_and_finished_by_resume(sweep, process, None, wait_until, alive, rows_kept=1)
+
+
+def test_a_sweep_killed_in_its_second_row_is_finished_by_resume(sweep, second_row_begins, wait_until, alive):
+    process, worker = second_row_begins()
+    require_killed_and_finished_by_resume(sweep, process, worker, wait_until, alive, rows_kept=1)
 
 
 def test_a_child_killed_is_a_failed_row_which_resume_measures_again(sweep, wait_until, running_workers):
@@ -135,18 +171,18 @@ def test_a_child_killed_is_a_failed_row_which_resume_measures_again(sweep, wait_
     ],
 )
 def test_a_signal_leaves_finished_rows_ends_the_child_and_says_how_to_go_on(
-    sweep, wait_until, running_workers, alive, number, says
+    sweep, second_row_begins, wait_until, alive, number, says
 ):
-    process = sweep.start()
-    wait_until(lambda: sweep.begun(1) and running_workers(process.pid), "the second row is being measured")
-    (worker,) = running_workers(process.pid)
+    process, worker = second_row_begins()
     process.send_signal(number)
     _, complaints = process.communicate(timeout=60)
     assert process.returncode == 128 + number
     where = sweep.store.folder
     told = f"1 of 2 rows are finished and in {where}: go on with the same command, --out {where} and --resume."
     assert complaints.splitlines() == [says, told]
-    assert not alive(worker)
+    if alive(worker):  # the signal came while it was started: then its lifeline ends it
+        os.kill(worker, signal.SIGCONT)
+    wait_until(lambda: not alive(worker), "the child is gone", seconds=20)
     (first,) = sweep.files_of_row(0)[0]
     assert read_result(first).status == OK
     assert not sweep.finished(1)

@@ -36,6 +36,7 @@ from dpscope.workloads.configs import (
     workload_at,
 )
 from dpscope.workloads.configs.huggingface import OUR_SIZES
+from tests import rows_here
 
 METHODS = ("standard", "flat", "ghost", "flash")
 WORKLOAD = "import dpscope\n\n\ndef build(batch_size, seq_len=None):\n    raise NotImplementedError\n"
@@ -322,27 +323,17 @@ def test_products_hold_every_size_once_and_no_other(sizes, count):
     assert len(made) == count
 
 
-def test_a_printed_command_really_fills_the_gap(tmp_path, tiny_flags, dpscope_here):
+def test_a_printed_command_really_fills_the_gap(tmp_path, tiny_flags):
     """Typed in the folder of the page, whose name a shell would take apart."""
     folder = tmp_path / "a sweep's $folder"
-    rows = ["--batch-size", "2", "--methods", "standard,flash", "--instruments", "time"]
-    dpscope_here("compare", *tiny_flags, *rows, "--out", folder)
-    command = next(c for c in commands_of(Comparison.read(folder).results) if "--instruments memory" in c)
+    rows = ["--batch-size", "2", "--methods", "flash", "--instruments", "time"]
+    assert rows_here.run("compare", *tiny_flags, *rows, "--out", folder).exit_code == 0
+    command = next(c for c in commands_of(Comparison.read(folder).results) if "--instruments trace" in c)
     bin_folder = Path(sys.executable).parent
     environment = {**os.environ, "PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}"}
     subprocess.run(["bash", "-c", command], cwd=folder, check=True, capture_output=True, env=environment, timeout=300)
     results = Comparison.read(folder).results
     assert sorted((r.experiment, r.instrument, r.status) for r in results) == [
-        (method, instrument, "ok") for method in ("flash", "standard") for instrument in ("memory", "time")
+        ("flash", instrument, "ok") for instrument in ("time", "trace")
     ]
-    assert not any("--instruments memory" in command for command in commands_of(results))
-
-
-@pytest.fixture
-def dpscope_here():
-    def run(*arguments):
-        subprocess.run(
-            [sys.executable, "-m", "dpscope", *map(str, arguments)], check=True, capture_output=True, timeout=300
-        )
-
-    return run
+    assert not any("--instruments trace" in command for command in commands_of(results))
