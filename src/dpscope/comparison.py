@@ -1,4 +1,4 @@
-"""The main job as a Python function: many measurements in, one comparison out."""
+"""`dpscope.compare`: measure methods and compare them, from Python."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Comparison:
 
 
 def _with_its_own_name(result: Result) -> Result:
-    """Files of older scripts call a method by an alias."""
+    """Replace the alias of a method, which files of older scripts hold, by its name."""
     try:
         return replace(result, experiment=resolve_method(result.experiment).name)
     except UserError:

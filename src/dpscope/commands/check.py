@@ -114,7 +114,7 @@ def command(
 
 @contextmanager
 def _their_mistakes(config: WorkloadConfig) -> Iterator[None]:
-    """An error in the user's own workload is shown as theirs."""
+    """Turn an error in the user's workload into a `UserError` with their traceback."""
     try:
         yield
     except UserError:

@@ -1,4 +1,4 @@
-"""`dpscope compare`: the main job."""
+"""`dpscope compare`: time and memory of every method at every size."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def command(instruments: list[str] | None, everything: bool, **options: Any) -> 
 
 
 def _next_steps(spec: RunSpec, *, whole: bool) -> str:
-    """What has not been tried yet, of options that this workload takes."""
+    """Options to try next: those not used yet that this workload takes."""
     sizes = f"--batch-size {spec.batch_size},{2 * spec.batch_size}"
     if spec.seq_len is not None and spec.seq_len > 1:
         sizes += f" --seq-len {spec.seq_len // 2},{spec.seq_len}"

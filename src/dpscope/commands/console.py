@@ -19,7 +19,7 @@ PLAIN = {"×": "x", "–": "-", "—": "-", "−": "-", "→": "->", "…": "...
 
 
 class PipeConsole(Console):
-    """A console that lets a reader's end through, for whoever has to say where the finished rows are."""
+    """A console that raises `BrokenPipeError` when its reader is gone, so that callers can react."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))

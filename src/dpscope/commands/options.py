@@ -1,4 +1,4 @@
-"""Options that mean the same in every subcommand, spelled once."""
+"""Options that several subcommands share."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def setting_option(name: str, **instead: Any) -> Callable[[F], F]:
 
 
 def instrument_options(name: str) -> Callable[[F], F]:
-    """How an instrument can be asked to look."""
+    """The options of an instrument, from its entry in `INSTRUMENTS`."""
     return lambda function: _apply(
         function, [_instrument_option(key, option) for key, option in INSTRUMENTS[name].options.items()]
     )
@@ -161,7 +161,7 @@ def workload_from(options: dict[str, Any]) -> WorkloadConfig:
 
 
 def _hugging_face(source: str) -> WorkloadConfig:
-    """From a file, or from its text, which begins as no file's name does."""
+    """Read a configuration from a file, or from its text, which begins with a brace."""
     return config_from_json(source) if source.lstrip().startswith("{") else config_from_file(Path(source))
 
 

@@ -84,7 +84,7 @@ class SweepProgress(SweepObserver):
 
 
 def _figures(result: Result) -> Iterator[str]:
-    """What a row's line says, as far as its instrument saw it."""
+    """The figures in a row's line: those that its instrument measured."""
     if not result.ok:
         yield f"{result.status}: {result.reason}"
     if result.timing:

@@ -1,4 +1,4 @@
-"""What every measuring subcommand does: specs from options, a sweep that is followed live, the summary at its end."""
+"""What measuring subcommands share: options, planning, progress while rows are measured, the summary at the end."""
 
 from __future__ import annotations
 
@@ -125,13 +125,13 @@ def follow_sweep(
 
 
 def _argument(path: Path) -> str:
-    """As a shell takes it, and no command takes for an option."""
+    """Quote a path for a shell, so that no command takes it for an option."""
     return shlex.quote(f"./{path}" if str(path).startswith("-") else str(path))
 
 
 @contextmanager
 def _finished_rows_are_named(progress: SweepProgress, folder: Path, *, overwrite: bool) -> Iterator[None]:
-    """However a sweep ends early, its last sentence says where the finished rows are and how to go on."""
+    """If the sweep ends early, say where the finished rows are and how to go on."""
     try:
         yield
     except BaseException as error:

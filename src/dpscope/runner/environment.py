@@ -55,7 +55,7 @@ def collect(device: str) -> dict[str, Any]:
 
 
 def collect_in_child(device: str) -> dict[str, Any]:
-    """The same, from a process of its own."""
+    """Run `collect` in a child process."""
     command = [sys.executable, "-m", "dpscope.runner.environment", device]
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     environment: dict[str, Any] = json.loads(output.splitlines()[-1])
@@ -67,7 +67,7 @@ def same_environment(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def resolve_device(device: str) -> str:
-    """`auto` to what is there; `cuda` only if it is."""
+    """Return cpu or cuda; `auto` is cuda where torch sees a GPU. Raise `UserError` if the device is not there."""
     if OneOf("device", DEVICE_CHOICES)(device) == "cpu":
         return device
     import torch

@@ -34,7 +34,7 @@ ProgressListener = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a child may use before it is ended."""
+    """What a child may use; one that exceeds it is killed."""
 
     timeout: float | None = None  # seconds
     memory: float | None = None  # bytes of data (CPU)
@@ -136,7 +136,7 @@ def _relay_progress(events: IO[str], on_progress: ProgressListener) -> None:
 
 
 def _end(child: subprocess.Popen[str]) -> None:
-    """Leave no process of the child's group behind."""
+    """Kill every process of the child's group."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()

@@ -1,4 +1,4 @@
-"""From a run spec to a result, in this very process: each instrument has a file in measurements/."""
+"""Measure a run spec in the current process, with the function of its instrument in measurements/."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ Measurement = Callable[[RunSpec, Progress, Path], Result]
 
 
 def measurement_module(instrument: str) -> ModuleType:
-    """Where an instrument measures: `measure_NAME`, and `obstacle(device)` if there are machines where it cannot."""
+    """The module with an instrument's `measure_NAME`, and `obstacle(device)` if it cannot work everywhere."""
     return importlib.import_module(f"dpscope.runner.measurements.{instrument}")
 
 
 def measure(spec: RunSpec, progress: Progress = no_progress, files: Path | None = None) -> Result:
-    """One measurement. What it writes beside its figures goes to `files`, or is thrown away."""
+    """Measure a spec. Files that the measurement writes go to `files`; without it they are deleted."""
     measurement: Measurement = getattr(measurement_module(spec.instrument), f"measure_{spec.instrument}")
     with tempfile.TemporaryDirectory() as nowhere:
         folder = files or Path(nowhere)
@@ -42,7 +42,7 @@ def measure(spec: RunSpec, progress: Progress = no_progress, files: Path | None 
 
 
 def measure_or_explain(spec: RunSpec, progress: Progress = no_progress, files: Path | None = None) -> Result:
-    """The measurement, or a result that says why there is none. The traceback goes to standard error."""
+    """Measure a spec, or return a result that says why that failed. The traceback goes to standard error."""
     try:
         return measure(spec, progress, files)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""What can be known to fail before a single child is started."""
+"""Checks before the first row: can the workload be built and trained at all?"""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _require_in_child(spec: RunSpec, limits: Limits) -> None:
 
 
 def explain(spec: RunSpec) -> str | None:
-    """What is wrong with the user's workload; None if it can be trained, or if only the rows can tell."""
+    """Say what is wrong with the user's workload; None if nothing is, or if only the rows can show it."""
     from dpscope.runner.assembly import make_trainer
 
     name = spec.workload.name

@@ -46,7 +46,7 @@ def program(spec: RunSpec, *more: str) -> list[str]:
 
 
 def run_ranged_step(spec: RunSpec, seconds: float | None = None) -> None:
-    """What ncu counts."""
+    """Take one step, which ncu counts."""
     step = _warmed_up(spec)
     with listening(ProcessRanges(PHASE_RANGE)), _profiled(seconds):
         step()
@@ -55,7 +55,7 @@ def run_ranged_step(spec: RunSpec, seconds: float | None = None) -> None:
 
 
 def run_captured_steps(spec: RunSpec, *, keep_going: bool = False) -> None:
-    """What nsys records."""
+    """Take the steps that nsys records."""
     train = _warmed_up(spec)
 
     def step() -> None:
@@ -93,7 +93,7 @@ def _synchronise() -> None:
 
 @contextmanager
 def _profiled(seconds: float | None = None) -> Iterator[None]:
-    """What is looked at: everything in here, or what comes in its first `seconds`."""
+    """Let the profiler record the block, or its first `seconds`."""
     import torch
 
     ended = threading.Event()

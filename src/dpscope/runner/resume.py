@@ -1,4 +1,4 @@
-"""Which finished rows of an interrupted sweep still hold."""
+"""Which finished rows `--resume` keeps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dpscope.vocabulary.statuses import status_named
 
 
 def still_valid(result: Result, spec: RunSpec, environment: dict[str, Any]) -> bool:
-    """The same spec, measured by this version in this environment (the schema was checked on reading)."""
+    """Was it the same spec, in the same environment, with a status that would come out the same again?"""
     lasting = spec.device in status_named(result.status).kept_on
     # What kept ncu from counting on this GPU (no ncu, no permission) may have been mended since.
     lasting &= not (spec.instrument == "ncu" and spec.device == "cuda") or result.ncu.get("source") == "measured"

@@ -11,7 +11,7 @@ from dpscope.places import Place, parse_place
 
 
 def resolve_rule(where: str) -> str:
-    """The same with its file in full, for a process that may run elsewhere."""
+    """Return the place with its file's absolute path, for a child process."""
     place = _place_of(where)
     if not place.is_file:
         return where

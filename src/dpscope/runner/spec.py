@@ -19,7 +19,7 @@ from dpscope.workloads.configs import WorkloadConfig, config_from_dict, config_t
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpec(TrainerSettings):
-    """Everything that decides what a measurement measures, and nothing else: beside the settings, these."""
+    """The settings of a row, with the workload, the method and the instrument: all that decides what is measured."""
 
     workload: WorkloadConfig
     method: str
@@ -43,7 +43,7 @@ class RunSpec(TrainerSettings):
 
     @property
     def settings(self) -> TrainerSettings:
-        """What a trainer is told."""
+        """The part of the spec that trainers read."""
         return TrainerSettings(**{name: getattr(self, name) for name in SETTINGS})
 
     def to_dict(self) -> dict[str, Any]:
@@ -84,6 +84,6 @@ class RunSpec(TrainerSettings):
 
     @property
     def file_name(self) -> str:
-        """What a person would ask, in characters that every file system takes; the digest tells equal names apart."""
+        """The label in characters that every file system takes, and the digest, which is unique."""
         readable = re.sub(r"[^A-Za-z0-9._+-]+", "-", self.label.replace(" ", "_"))[:120]
         return f"{readable}-{self.instrument}-{self.digest[:8]}.json"

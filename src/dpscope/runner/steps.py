@@ -1,4 +1,4 @@
-"""The steps of a measurement: training steps whose losses are remembered, and looked at where nothing is timed."""
+"""The steps of a measurement: training steps whose losses are kept, and checked while nothing is timed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TrainingSteps:
         self._losses.append(self.trainer.train_step(self.batch))
 
     def warm_up(self, progress: Progress = no_progress) -> None:
-        """The steps that are not measured. A loss that is not finite ends them at once."""
+        """Take the steps before the measured ones; raise at the first loss that is not finite."""
         for done in range(self._warmup):
             self()
             self.require_finite_losses()
@@ -48,7 +48,7 @@ class TrainingSteps:
             self._done += 1
 
     def require_finite(self) -> None:
-        """The losses, and what the last update left: it shows in no loss any more. To be called after all figures."""
+        """Check the losses, and the parameters after the last update. To be called after all figures are taken."""
         self.require_finite_losses()
         if name := _parameter_not_finite(self.trainer):
             raise MeasurementFailed(
@@ -74,7 +74,7 @@ class TrainingSteps:
 
 
 def _parameter_not_finite(trainer: TrainerBase) -> str | None:
-    """The first of them by name. The extremes of a tensor tell, and take no memory of its size."""
+    """Return the first such parameter's name. Only extremes are computed, which takes no memory of its size."""
     for name, parameter in trainer.model.named_parameters():
         values = parameter.detach()
         if values.numel() and parameter.requires_grad and (values.is_floating_point() or values.is_complex()):

@@ -1,4 +1,4 @@
-"""Many specs, one after another, each in its own child."""
+"""Measure specs one after another, each in a child process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose mistake was it? The user's own code gets a traceback that begins in it, with nothing of ours around it."""
+"""Tracebacks of errors in the user's code: from their first frame on, without frames of dpscope."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "pl
 
 
 def details_of(error: BaseException, workload: WorkloadConfig) -> str:
-    """The traceback of an error; of one that passed through the user's code, from there on and without our frames."""
+    """Format an error, with the user's own traceback where it passed through their code."""
     own = own_traceback(error, workload)
     return "".join(traceback.format_exception(error)) if own is None else own
 
 
 def own_traceback(error: BaseException, workload: WorkloadConfig) -> str | None:
-    """None where no frame is the user's."""
+    """Format an error from the first of the user's frames on; None if no frame is theirs."""
     if not isinstance(workload, CustomConfig):
         return None
     if isinstance(error, SyntaxError) and error.filename == workload.file:  # their code, though none of it ran

@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def refuse_in_child() -> None:
-    """A script that compares its own function is loaded again in each child: it must not compare again there."""
+    """Raise `UserError` in a child: it loads the user's script, which must not start another comparison."""
     if os.environ.get(CHILD):
         from dpscope.errors import UserError
 
@@ -57,7 +57,7 @@ def refuse_in_child() -> None:
 
 
 def claim_stdout() -> TextIO:
-    """Keep the real standard output for events and send everybody else's prints to the log."""
+    """Return the real standard output, for events, and send all other prints to standard error."""
     os.environ[CHILD] = "1"
     events = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)

@@ -119,7 +119,7 @@ def _is_preset(name: str, workload: Mapping[str, Any]) -> bool:
 
 
 def _custom(name: str, workload: Mapping[str, Any]) -> list[str] | None:
-    """The dotted name of a module says more than its file: it is imported as a part of its package."""
+    """The dotted name of a module if it has one: it is imported as a part of its package."""
     file, function, module = (workload.get(key) for key in ("file", "function", "module"))
     known = file and function and name == f"{module or PurePath(str(file)).name}:{function}"
     return ["--workload", f"{module or file}:{function}"] if known else None
@@ -148,7 +148,7 @@ def _import_path(workload: Mapping[str, Any]) -> list[str]:
 
 
 def _quote(word: str) -> str:
-    """For a shell, which puts the home in the place of a ~ that is not quoted."""
+    """Quote a word for a shell, except a leading ~, which the shell replaces by the home folder."""
     home, slash, rest = word.partition("/")
     if home != "~":
         return shlex.quote(word)

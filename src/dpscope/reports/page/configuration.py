@@ -93,7 +93,7 @@ def _environment(environment: dict[str, Any]) -> Facts:
 
 
 def _merged(environments: Sequence[Facts]) -> list[Facts]:
-    """One where they agree: a name that only one of them knows is no difference."""
+    """Merge environments that agree; a name that only one of them has is no difference."""
     merged: list[Facts] = []
     for facts in environments:
         alike = next((other for other in merged if not _differ([facts, other])), None)
@@ -105,7 +105,7 @@ def _merged(environments: Sequence[Facts]) -> list[Facts]:
 
 
 def _differ(environments: Sequence[Facts]) -> dict[str, list[str]]:
-    """What they disagree on, with each value."""
+    """The names on which environments disagree, with each value."""
     values = {name: list(dict.fromkeys(f[name] for f in environments if name in f)) for name in COMPARED}
     return {name: found for name, found in values.items() if len(found) > 1}
 

@@ -87,7 +87,7 @@ def _lacking(instrument: str, sizes: Sequence[Size]) -> Iterator[Lacking]:
 
 
 def _works(row: Row, instrument: str) -> bool:
-    """Not what ran out of memory or could not apply: that is told with its reason. Nor what a CPU does not have."""
+    """Could the instrument measure this row? Not if the row failed, nor on a CPU if it needs a GPU."""
     plain = row.measured.get("time")
     trains = plain.ok if plain is not None else all(result.ok for result in row.measured.values())
     return trains and not (INSTRUMENTS[instrument].gpu_only and row.looked_at.get("device") == "cpu")

@@ -1,1 +1,1 @@
-"""One file an instrument: from a run spec to a result, in this very process."""
+"""One file for each instrument: from a run spec to a result, in the current process."""

@@ -135,7 +135,7 @@ def _count_step(spec: RunSpec, progress: Progress, folder: Path, payload: NcuPay
 
 
 def _count_kernels(spec: RunSpec, progress: Progress, folder: Path, payload: NcuPayload, files: dict[str, str]) -> None:
-    """A failure here costs the row its kernels, not its figures."""
+    """Count kernels one by one. If that fails the row keeps its other figures."""
     ncu, report = ncu_here(), folder / KERNELS_REPORT
     progress("which counters fit in one pass", 0, 1)
     try:
@@ -177,7 +177,7 @@ def _capture(
 
 
 def _limit() -> float:
-    """Seconds for a run of ncu: one that hangs is ended before the row is, which can then say why and estimate."""
+    """Seconds for a run of ncu: fewer than the row has, so that the row can still estimate after ncu hangs."""
     return min(MOST_SECONDS, 0.6 * float(os.environ.get(ROW_SECONDS, MOST_SECONDS)))
 
 

@@ -96,7 +96,7 @@ def capture_settings(spec: RunSpec) -> NsysOptions:
 
 
 def report_name(spec: RunSpec) -> str:
-    """So that a person who opens several reports side by side can tell them apart."""
+    """The report's file name, which says what was measured."""
     return spec.label.replace(" ", "_")
 
 
