@@ -22,14 +22,15 @@ from dpscope.reports.time.tradeoff_figure import TRADEOFF_FIGURE
 from dpscope.reports.trace.csv import TRACE_CSV
 from dpscope.reports.trace.figures import TRACE_FIGURES
 from dpscope.reports.traffic.csv import TRAFFIC_CSV
-from dpscope.reports.traffic.figures import TRAFFIC_FIGURES
+from dpscope.reports.traffic.figures import TRAFFIC_BYTES
+from dpscope.reports.traffic.roofline_figure import ROOFLINE
 
 FIGURES = (*MEMORY_FIGURES, TRADEOFF_FIGURE)  # of what every comparison measures
 
 # In the order in which they are written: text and page first, the figures take seconds.
 OUTPUTS: tuple[Output[Report], ...] = (
     *(SUMMARY, PAGE, *FIGURES),
-    *(*TRACE_FIGURES, *TRACE_CSV, *TRAFFIC_FIGURES, *TRAFFIC_CSV),
+    *(*TRACE_FIGURES, *TRACE_CSV, ROOFLINE, TRAFFIC_BYTES, *TRAFFIC_CSV),
     *(*CSV, LATEX),
 )
 AGAINST_OUTPUTS: tuple[Output[Against], ...] = (AGAINST_TEXT, AGAINST_PAGE, AGAINST_CSV)

@@ -15,8 +15,7 @@ from dpscope.reports.time.scaling_chart import scaling_over_batch, scaling_over_
 from dpscope.reports.time.tradeoff_chart import tradeoff
 from dpscope.reports.trace.charts import operators, phases
 from dpscope.reports.trace.layers_chart import layers_memory, layers_time
-from dpscope.reports.traffic.chart import traffic
-from dpscope.reports.traffic.roofline_chart import roofline
+from dpscope.reports.traffic.charts import roofline, traffic
 
 CHARTS: tuple[ChartOf, ...] = (
     # what it costs

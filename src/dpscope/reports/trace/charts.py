@@ -10,19 +10,7 @@ from dpscope.reports.page.chart import Chart, Table, View, chart_by_size
 from dpscope.reports.page.prose import in_prose
 from dpscope.reports.palette import GREW, SHRANK, is_dark, phase_colour
 from dpscope.reports.tables import STANDARD, Row
-from dpscope.reports.trace.data import (
-    GPU,
-    IDLE,
-    OperatorChange,
-    StepDifference,
-    TracedStep,
-    differences,
-    on_gpu,
-    phase_series,
-    stretched_in_words,
-    traced,
-    traced_steps,
-)
+from dpscope.reports.trace import data
 from dpscope.reports.trace.text import operator_label
 from dpscope.units import format_ms
 
@@ -34,7 +22,7 @@ REST = "everything else"
 HOW = {
     True: (
         "GPU time of each phase, from a step under torch.profiler, which leaves kernels as long as they are; "
-        f"'{IDLE}' is what the step takes beyond that without the profiler. It does not see what overlaps on "
+        f"'{data.IDLE}' is what the step takes beyond that without the profiler. It does not see what overlaps on "
         "several streams, nor what the host does meanwhile."
     ),
     False: (
@@ -45,7 +33,7 @@ HOW = {
 
 
 def phases(rows: Sequence[Row]) -> Chart | None:
-    groups = [steps for steps in traced(rows) if phase_series(steps)]
+    groups = [steps for steps in data.traced(rows) if data.phase_series(steps)]
     if not groups:
         return None
     return Chart(
@@ -53,13 +41,13 @@ def phases(rows: Sequence[Row]) -> Chart | None:
         title="Where the time of a step goes",
         nav_label="Phases",
         kind="phases",
-        how=" ".join(HOW[gpu] for gpu in dict.fromkeys(map(on_gpu, groups))),
+        how=" ".join(HOW[gpu] for gpu in dict.fromkeys(map(data.on_gpu, groups))),
         views=[_phases_view(steps) for steps in groups],
     )
 
 
-def _phases_view(steps: Sequence[TracedStep]) -> View:
-    gpu, series = on_gpu(steps), phase_series(steps)
+def _phases_view(steps: Sequence[data.TracedStep]) -> View:
+    gpu, series = data.on_gpu(steps), data.phase_series(steps)
     times = [
         (step.method, {name: ms for name, values in series.items() if (ms := values[place]) is not None})
         for place, step in enumerate(steps)
@@ -68,7 +56,7 @@ def _phases_view(steps: Sequence[TracedStep]) -> View:
     return View(
         size=steps[0].row.size,
         # GPU time is as long as without the profiler; time on the host is not.
-        says=("" if gpu else stretched_in_words(steps)) or f"A step: {'. '.join(_phases_in_words(times))}.",
+        says=("" if gpu else data.stretched_in_words(steps)) or f"A step: {'. '.join(_phases_in_words(times))}.",
         data={
             "methods": [method for method, _ in times],
             "axis": "GPU milliseconds of an unprofiled step" if gpu else "milliseconds of a traced step",
@@ -104,7 +92,7 @@ def _phases_in_words(times: Sequence[tuple[str, dict[str, float]]]) -> list[str]
 
 def _operators_view(rows: Sequence[Row]) -> View | None:
     """None without a traced standard and another method."""
-    found = differences(traced_steps(rows))
+    found = data.differences(data.traced_steps(rows))
     if not found:
         return None
     doubts = dict.fromkeys(each.doubt for each in found if each.doubt)
@@ -118,12 +106,12 @@ def _operators_view(rows: Sequence[Row]) -> View | None:
     )
 
 
-def _biggest(found: StepDifference, most: int) -> tuple[list[OperatorChange], float]:
+def _biggest(found: data.StepDifference, most: int) -> tuple[list[data.OperatorChange], float]:
     biggest, rest = found.biggest(most)
     return sorted(biggest, key=lambda change: -change.ms), rest
 
 
-def _panel(found: StepDifference) -> dict[str, Any]:
+def _panel(found: data.StepDifference) -> dict[str, Any]:
     biggest, rest = _biggest(found, SHOWN)
     bars = [_bar(change) for change in biggest]
     if others := len(found.changes) - len(biggest):
@@ -131,25 +119,25 @@ def _panel(found: StepDifference) -> dict[str, Any]:
     return {"method": found.method, "total_ms": found.total_ms, "parts": _parts(found), "bars": bars}
 
 
-def _bar(change: OperatorChange) -> dict[str, Any]:
+def _bar(change: data.OperatorChange) -> dict[str, Any]:
     times = {"ms": change.ms, "before_ms": change.before_ms, "after_ms": change.after_ms}
     what = {"name": change.operator, "phase": change.phase, "kind": change.kind}
     return {"label": operator_label(change.operator, 60), **what, **times}
 
 
-def _parts(found: StepDifference) -> list[tuple[str, float]]:
+def _parts(found: data.StepDifference) -> list[tuple[str, float]]:
     """Where the difference is. A GPU that waits does not work: its idle time is told apart."""
-    if found.basis != GPU:
+    if found.basis != data.GPU:
         return [("on the host", found.total_ms)]
-    idle = sum(change.ms for change in found.changes if change.operator == IDLE)
-    return [("on the GPU", found.total_ms - idle), (IDLE, idle)]
+    idle = sum(change.ms for change in found.changes if change.operator == data.IDLE)
+    return [("on the GPU", found.total_ms - idle), (data.IDLE, idle)]
 
 
-def _operators_in_words(found: StepDifference) -> str:
+def _operators_in_words(found: data.StepDifference) -> str:
     parts = _parts(found)
     longer = f"{found.method} {marked(f'{found.total_ms:+.1f} ms', found.doubt)}"
     longer += f" {parts[0][0]}" if len(parts) == 1 else f": {', '.join(f'{ms:+.1f} ms {what}' for what, ms in parts)}"
-    grown = [change for change in found.changes if change.ms > 0 and change.operator != IDLE]
+    grown = [change for change in found.changes if change.ms > 0 and change.operator != data.IDLE]
     if not grown or found.doubt:
         return longer
     most = max(grown, key=lambda change: change.ms)
@@ -157,7 +145,7 @@ def _operators_in_words(found: StepDifference) -> str:
     return f"{longer}; what grows most is {in_prose(most.operator)}{phase} ({most.ms:+.1f} ms)"
 
 
-def _lines(found: StepDifference) -> list[tuple[Any, ...]]:
+def _lines(found: data.StepDifference) -> list[tuple[Any, ...]]:
     """As many as matter, and a last one so that they sum to the whole."""
     biggest, rest = _biggest(found, LISTED)
     lines: list[tuple[Any, ...]] = [(c.operator, c.phase, c.kind, c.before_ms, c.after_ms, c.ms) for c in biggest]

@@ -12,7 +12,6 @@ from dpscope.results.payloads.trace import GpuTime, TracePayload
 from dpscope.units import format_ratio
 
 GPU, CPU = "gpu", "cpu"
-GREW, NEW, GONE = "grew", "new", "gone"
 IDLE = "GPU idle"
 OUTSIDE = "outside operators (Python, hooks, the profiler)"
 SIDE_BY_SIDE = "less: work side by side on several streams"
@@ -21,6 +20,7 @@ SIDE_BY_SIDE = "less: work side by side on several streams"
 BUSY_ENOUGH = 0.8
 
 Series = dict[str, list[float | None]]  # phase or family -> milliseconds, one for each method
+Key = tuple[str, str]  # operator, phase
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,11 +37,6 @@ class TracedStep:
     @property
     def gpu(self) -> GpuTime | None:
         return self.trace.get("gpu")
-
-    @property
-    def basis(self) -> str:
-        """Whose time the operators' is."""
-        return CPU if self.gpu is None else GPU
 
     @property
     def stretch(self) -> float | None:
@@ -181,12 +176,12 @@ def _compare(method: TracedStep, standard: TracedStep) -> StepDifference:
         for key in dict.fromkeys([*now, *then])
     ]
     ordered = sorted((change for change in changes if change.ms), key=lambda change: -change.ms)
-    rest = [OperatorChange(what, "", rest_then[what], rest_now[what], GREW) for what in rest_now]
+    rest = [OperatorChange(what, "", rest_then[what], rest_now[what], "grew") for what in rest_now]
     total = method.trace["step_ms"] - standard.trace["step_ms"]
     return StepDifference(method.method, basis, total, [*ordered, *rest], stretched_in_words(steps))
 
 
-def _self_times(trace: TracePayload, basis: str) -> dict[tuple[str, str], float]:
+def _self_times(trace: TracePayload, basis: str) -> dict[Key, float]:
     times = {(o["operator"], o["phase"]): o["gpu_ms"] if basis == GPU else o["self_cpu_ms"] for o in trace["operators"]}
     return {key: ms for key, ms in times.items() if ms}
 
@@ -198,13 +193,10 @@ def _rest(trace: TracePayload, basis: str) -> dict[str, float]:
     return {IDLE: trace["gpu"]["idle_ms"], SIDE_BY_SIDE: -trace["gpu"]["overlap_ms"]}
 
 
-Times = Mapping[tuple[str, str], float]
-
-
-def _kind(key: tuple[str, str], then: Times, now: Times) -> str:
+def _kind(key: Key, then: Mapping[Key, float], now: Mapping[Key, float]) -> str:
     operator, phase = key
     if key not in then:
-        return f"new in {phase}" if operator in {name for name, _ in then} else NEW
+        return f"new in {phase}" if operator in {name for name, _ in then} else "new"
     if key not in now:
-        return f"gone from {phase}" if operator in {name for name, _ in now} else GONE
-    return GREW if now[key] >= then[key] else "shrank"
+        return f"gone from {phase}" if operator in {name for name, _ in now} else "gone"
+    return "grew" if now[key] >= then[key] else "shrank"

@@ -10,18 +10,7 @@ from dpscope.reports.figures.style import SMALL, new_figure, set_title, settle, 
 from dpscope.reports.output import figure_output
 from dpscope.reports.palette import FAMILY_COLOURS, GREW, SHRANK, is_dark, phase_colour
 from dpscope.reports.tables import Row
-from dpscope.reports.trace.data import (
-    GPU,
-    OperatorChange,
-    Series,
-    TracedStep,
-    differences,
-    family_series,
-    on_gpu,
-    phase_series,
-    stretched_in_words,
-    traced_steps,
-)
+from dpscope.reports.trace import data
 from dpscope.reports.trace.text import operator_label
 from dpscope.reports.words import shorten
 from dpscope.vocabulary.families import FAMILY_LABELS
@@ -36,18 +25,18 @@ MOST = 8  # operators of a method that are drawn
 @styled
 def draw_phases(rows: Sequence[Row]) -> Figure | None:
     """Rows of one size: a bar a method, a segment a phase; None if none of them was traced."""
-    steps = traced_steps(rows)
-    gpu, series = on_gpu(steps), phase_series(steps)
+    steps = data.traced_steps(rows)
+    gpu, series = data.on_gpu(steps), data.phase_series(steps)
     if not series:
         return None
     figure = _draw_stacks(1.5, steps, series, {name: (name, phase_colour(name)) for name in series})
     figure.axes[0].set_xlabel("GPU milliseconds of an unprofiled step" if gpu else "milliseconds of a traced step")
-    doubt = "" if gpu else stretched_in_words(steps).removesuffix(".")
+    doubt = "" if gpu else data.stretched_in_words(steps).removesuffix(".")
     _set_title(figure, "Where the time of a training step goes", steps, _unprofiled(steps), doubt)
     return figure
 
 
-def _unprofiled(steps: Sequence[TracedStep]) -> str:
+def _unprofiled(steps: Sequence[data.TracedStep]) -> str:
     """Nobody should read a step's time off a bar that was drawn under a profiler."""
     timed = [(step.method, step.row.median_ms, step.row.time_doubt) for step in steps]
     told = ", ".join(f"{method} {marked(f'{median:.1f} ms', doubt)}" for method, median, doubt in timed if median)
@@ -57,8 +46,8 @@ def _unprofiled(steps: Sequence[TracedStep]) -> str:
 @styled
 def draw_families(rows: Sequence[Row]) -> Figure | None:
     """Kernel time by family, a bar a method; None without a GPU trace."""
-    steps = [step for step in traced_steps(rows) if step.trace.get("families")]
-    series = family_series(steps)
+    steps = [step for step in data.traced_steps(rows) if step.trace.get("families")]
+    series = data.family_series(steps)
     if not series:
         return None
     looks = {name: (FAMILY_LABELS.get(name, name), FAMILY_COLOURS.get(name, "#DDDDDD")) for name in series}
@@ -71,7 +60,7 @@ def draw_families(rows: Sequence[Row]) -> Figure | None:
 @styled
 def draw_differences(rows: Sequence[Row]) -> Figure | None:
     """The operators that make each method's step longer than standard's, a panel a method."""
-    found = [each for each in differences(traced_steps(rows)) if each.changes]
+    found = [each for each in data.differences(data.traced_steps(rows)) if each.changes]
     if not found:
         return None
     figure = new_figure(0.9 + len(found) * (0.5 + 0.16 * (MOST + 1)))
@@ -87,23 +76,25 @@ def draw_differences(rows: Sequence[Row]) -> Figure | None:
         ax.axvline(0, color="black", linewidth=0.6)
         ax.margins(x=0.12)
         ax.set_title(f"{each.method}: {each.total_ms:+.2f} ms in all", loc="left", fontweight="bold")
-    axes[-1].set_xlabel(f"milliseconds more than standard ({'GPU time' if found[0].basis == GPU else 'host time'})")
+    axes[-1].set_xlabel(
+        f"milliseconds more than standard ({'GPU time' if found[0].basis == data.GPU else 'host time'})"
+    )
     set_title(figure, "What a method's traced step takes beyond ordinary training, by operator", rows, [])
     settle(figure)
     return figure
 
 
-def _label(change: OperatorChange) -> str:
+def _label(change: data.OperatorChange) -> str:
     return operator_label(change.operator, 44) + (f" ({change.phase})" if change.phase else "")
 
 
-def _set_title(figure: Figure, heading: str, steps: Sequence[TracedStep], *notes: str) -> None:
+def _set_title(figure: Figure, heading: str, steps: Sequence[data.TracedStep], *notes: str) -> None:
     set_title(figure, heading, [step.row for step in steps], [note for note in notes if note])
     settle(figure)
 
 
 def _draw_stacks(
-    height: float, steps: Sequence[TracedStep], series: Series, looks: Mapping[str, tuple[str, str]]
+    height: float, steps: Sequence[data.TracedStep], series: data.Series, looks: Mapping[str, tuple[str, str]]
 ) -> Figure:
     """A bar a method, a segment a name, in the label and colour it looks by. A segment wide enough for its figure
     carries it, and the total stands at the end."""

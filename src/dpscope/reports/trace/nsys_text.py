@@ -86,7 +86,8 @@ def _phase_table(captures: Sequence[Capture]) -> Table:
     for each in captures:
         gpu = each.seen["gpu"]
         times = [_time(each.gpu_ms.get(name)) for name in names]
-        ratio, busy = format_ratio(_divide(gpu["total_ms"], base)), _share(gpu["busy_ms"], gpu["span_ms"])
+        ratio = format_ratio(gpu["total_ms"] / base if base else None)
+        busy = _share(gpu["busy_ms"], gpu["span_ms"])
         kernels = f"{each.seen['kernel_total']['calls']:,.0f}"
         table.add_row(each.name, *times, _time(gpu["total_ms"]), ratio, busy, kernels)
     return table
@@ -119,7 +120,7 @@ Lines = list[tuple[str, ...]]
 def _kernels(seen: NsysPayload) -> Lines:
     total = seen["kernel_total"]["ms"]
     return [
-        (_time(k["ms"]), _share(k["ms"], total), f"{k['calls']:,.0f}", _time(_divide(k["ms"], k["calls"])), k["short"])
+        (_time(k["ms"]), _share(k["ms"], total), f"{k['calls']:,.0f}", _time(k["ms"] / (k["calls"] or 1)), k["short"])
         for k in seen["kernels"][:MOST_KERNELS]
     ]
 
@@ -162,10 +163,6 @@ def _listing(lines: Mapping[str, Lines], headings: Sequence[str]) -> Table:
         for number, cells in enumerate(listed):
             table.add_row("" if number else name, *cells)
     return table
-
-
-def _divide(value: float, by: float | None) -> float | None:
-    return value / by if by else None
 
 
 def _share(value: float, whole: float) -> str:

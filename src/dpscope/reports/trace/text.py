@@ -11,18 +11,7 @@ from rich.text import Text
 from dpscope.reports.doubt import MARK, is_stretched, marked
 from dpscope.reports.tables import STANDARD, Row
 from dpscope.reports.text_table import bare_table, table_of
-from dpscope.reports.trace.data import (
-    GPU,
-    IDLE,
-    OperatorChange,
-    StepDifference,
-    TracedStep,
-    differences,
-    family_series,
-    phase_names,
-    stretched_in_words,
-    traced,
-)
+from dpscope.reports.trace import data
 from dpscope.reports.words import shorten
 from dpscope.results.payloads.trace import Synchronisation
 from dpscope.units import MIB, MISSING, format_bytes, format_ms
@@ -39,15 +28,15 @@ TRACE_NOTE = (
 def trace_section(rows: Sequence[Row], width: int) -> list[RenderableType]:
     """Phases, GPU, waits and differences of every size that was traced."""
     parts: list[RenderableType] = []
-    for steps in traced(rows):
+    for steps in data.traced(rows):
         heading = f"Where the time goes ({steps[0].row.size}): milliseconds of a traced step"
         parts += [Text(heading, style="bold"), "", _phase_table(steps), ""]
-        if doubt := stretched_in_words(steps):
+        if doubt := data.stretched_in_words(steps):
             parts += [Text(doubt), ""]
         if any(step.gpu for step in steps):
             bounds = [Text(f"{step.method} is {step.bound}.") for step in steps if step.bound]
             parts += [_gpu_table(steps), "", *bounds, "", _family_table(steps), ""]
-        for found in differences(steps):
+        for found in data.differences(steps):
             parts += [*_difference(found), ""]
         parts += _lines(line for step in steps for line in (_waits(step), _casts(step)))
         parts += _lines(line for step in steps for line in (_modules(step), _memory(step), _flops(step)))
@@ -63,7 +52,7 @@ def _ms(milliseconds: float | None) -> str:
     return MISSING if milliseconds is None else f"{milliseconds:.2f}" if milliseconds < 100 else f"{milliseconds:.1f}"
 
 
-def _phase_table(steps: Sequence[TracedStep]) -> Table:
+def _phase_table(steps: Sequence[data.TracedStep]) -> Table:
     """A column a method (two on a GPU); the host's column sums to the step."""
     gpu = any(step.gpu for step in steps)
     headings = [(f"{step.method} host", "GPU") if gpu else (step.method,) for step in steps]
@@ -72,11 +61,11 @@ def _phase_table(steps: Sequence[TracedStep]) -> Table:
     def add(name: str, cells: Iterable[tuple[str, str]], style: str | None = None) -> None:
         table.add_row(name, *(cell for pair in cells for cell in (pair if gpu else pair[:1])), style=style)
 
-    for name in phase_names(steps):
+    for name in data.phase_names(steps):
         found = [{part["phase"]: part for part in step.trace["phases"]}.get(name) for step in steps]
         add(name, [(_ms(part["cpu_ms"]), _ms(part["gpu_ms"])) if part else (MISSING, MISSING) for part in found])
     if gpu:
-        add(IDLE, [("", _ms(step.gpu["idle_ms"] if step.gpu else None)) for step in steps])
+        add(data.IDLE, [("", _ms(step.gpu["idle_ms"] if step.gpu else None)) for step in steps])
         if any(step.gpu and step.gpu["overlap_ms"] >= 0.01 for step in steps):
             add("less: side by side", [("", _ms(-step.gpu["overlap_ms"] if step.gpu else None)) for step in steps])
     whole = [marked(_ms(step.trace["step_ms"]), MARK if is_stretched(step.stretch) else "") for step in steps]
@@ -85,7 +74,7 @@ def _phase_table(steps: Sequence[TracedStep]) -> Table:
     return table
 
 
-def _gpu_table(steps: Sequence[TracedStep]) -> Table:
+def _gpu_table(steps: Sequence[data.TracedStep]) -> Table:
     found = [(step, step.gpu) for step in steps if step.gpu]
     return table_of(
         [found],
@@ -102,16 +91,16 @@ def _gpu_table(steps: Sequence[TracedStep]) -> Table:
     )
 
 
-def _copies_to_host(step: TracedStep) -> str:
+def _copies_to_host(step: data.TracedStep) -> str:
     found = [copy for copy in step.trace.get("copies", []) if copy["kind"] == "DtoH"]
     size = sum(copy["bytes"] for copy in found)
     told = format_bytes(size) if size >= MIB / 10 else f"{size:.0f} B"
     return f"{sum(copy['count'] for copy in found):.0f} ({told})"
 
 
-def _family_table(steps: Sequence[TracedStep]) -> Table:
+def _family_table(steps: Sequence[data.TracedStep]) -> Table:
     table = bare_table("kernels by family", *(f"{step.method} ms" for step in steps))
-    for name, times in family_series(steps).items():
+    for name, times in data.family_series(steps).items():
         table.add_row(FAMILY_LABELS.get(name, name), *map(_ms, times))
     named = [{part["word"]: part for part in step.trace["named"]} for step in steps]
     for word in sorted({w for own in named for w, part in own.items() if part["kernels"] or part["operators"]}):
@@ -121,8 +110,8 @@ def _family_table(steps: Sequence[TracedStep]) -> Table:
     return table
 
 
-def _difference(found: StepDifference) -> list[RenderableType]:
-    what = "GPU time" if found.basis == GPU else "time on the host"
+def _difference(found: data.StepDifference) -> list[RenderableType]:
+    what = "GPU time" if found.basis == data.GPU else "time on the host"
     longer = marked(f"{found.total_ms:+.2f} ms", found.doubt)
     title = f"{found.method} against {STANDARD}: {longer} a traced step, {what} by operator"
     table = bare_table("operator", "phase", "", STANDARD, found.method, "difference", left=("phase", ""))
@@ -145,12 +134,12 @@ def operator_label(name: str, length: int) -> str:
     return shorten(name.replace("autograd::engine::evaluate_function: ", "autograd: "), length)
 
 
-def _sums(changes: Sequence[OperatorChange]) -> list[str]:
+def _sums(changes: Sequence[data.OperatorChange]) -> list[str]:
     before, after = sum(change.before_ms for change in changes), sum(change.after_ms for change in changes)
     return [_ms(before), _ms(after), f"{after - before:+.2f}"]
 
 
-def _waits(step: TracedStep) -> str:
+def _waits(step: data.TracedStep) -> str:
     waits = step.trace["synchronisations"]
     if not waits:
         return f"{step.method}: no wait for the GPU within a step." if step.gpu else ""
@@ -165,27 +154,27 @@ def _wait(wait: Synchronisation) -> str:
     return f"{wait['count']:.0f}× {wait['operator']} in {wait['phase']}{where} ({format_ms(wait['ms'])})"
 
 
-def _casts(step: TracedStep) -> str:
+def _casts(step: data.TracedStep) -> str:
     casts = step.trace["casts"]
     spent = sum(cast["gpu_ms"] if step.gpu else cast["cpu_ms"] for cast in casts)
     count = sum(cast["count"] for cast in casts)
     return f"{step.method}: {count:.0f} casts between number formats a step, {format_ms(spent)}." if casts else ""
 
 
-def _modules(step: TracedStep) -> str:
+def _modules(step: data.TracedStep) -> str:
     modules = [module for module in step.trace.get("modules", []) if not module["module"].startswith("(")]
     times = [(module["module"], module["gpu_ms"] if step.gpu else module["cpu_ms"]) for module in modules[:LISTED]]
     told = ", ".join(f"{name} {format_ms(ms)}" for name, ms in times)
     return f"{step.method}: most expensive modules, forward and backward: {told}." if told else ""
 
 
-def _memory(step: TracedStep) -> str:
+def _memory(step: data.TracedStep) -> str:
     operators = step.trace["memory"]["operators"][:LISTED] if "memory" in step.trace else []
     told = ", ".join(f"{each['operator']} {format_bytes(each['allocated_bytes'])}" for each in operators)
     return f"{step.method}: operators that ask for most memory in a step: {told}." if told else ""
 
 
-def _flops(step: TracedStep) -> str:
+def _flops(step: data.TracedStep) -> str:
     total, time = sum(step.trace.get("flops", {}).values()), step.row.median_ms
     rate = f", {total / time / 1e9:.3g} TFLOP/s of the unprofiled step" if time else ""
     return f"{step.method}: {total / 1e9:.2f} GFLOP counted in a step{rate}." if total else ""

@@ -11,20 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from dpscope.reports.palette import DIRECTION_COLOURS, FAMILY_COLOURS, PRIVATE_FAMILIES
 from dpscope.reports.tables import Row, group_by_size, once_a_row
-from dpscope.results.payloads.ncu import (
-    ESTIMATE,
-    MEASURED,
-    READ,
-    WRITE,
-    Ceilings,
-    Direction,
-    Estimate,
-    KernelRow,
-    NcuPayload,
-)
+from dpscope.results.payloads import ncu
+from dpscope.results.payloads.ncu import ESTIMATE, MEASURED, READ, WRITE
 from dpscope.units import MISSING
-from dpscope.vocabulary.families import FAMILIES, OTHER
+from dpscope.vocabulary.families import FAMILIES, FAMILY_LABELS, OTHER
 
 APPROXIMATELY = "≈"  # before every estimated number
 SMALLEST = 0.01  # of a method's bytes or time: what is below is not worth a word
@@ -40,7 +32,7 @@ def marked_estimate(text: str, estimated: bool) -> str:
 class KernelRows:
     """Where bytes go, kernel by kernel (or operator by operator, in an estimate)."""
 
-    rows: list[KernelRow]
+    rows: list[ncu.KernelRow]
     source: str
     calls_seen: int
     calls_total: int | None
@@ -62,24 +54,41 @@ class KernelRows:
         return {family: count for family, count in totals.items() if count}
 
 
-def moved(row: KernelRow) -> float:
+def moved(row: ncu.KernelRow) -> float:
     """DRAM bytes of one kernel row, read and written."""
     return (row.get(READ) or 0) + (row.get(WRITE) or 0)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
+class ExtraBytes:
+    """DRAM bytes beyond ordinary training's, family by family, most first; below zero where a method moves less."""
+
+    kernels: KernelRows
+    by_family: list[tuple[str, float]]
+
+    @property
+    def total(self) -> float:
+        return sum(count for _, count in self.by_family)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Traffic:
     """One row's bytes, and what follows from them. Whatever is not known is None."""
 
     row: Row
-    data: NcuPayload
-    estimate: Estimate  # beside a measurement too
-    ceilings: Ceilings  # what this machine reaches
+    data: ncu.NcuPayload
+    estimate: ncu.Estimate  # beside a measurement too
+    ceilings: ncu.Ceilings  # what this machine reaches
+    items: tuple[int, str]  # how many of what the step worked on
+    seconds: float | None  # median of an unprofiled step
     dram_bytes: float | None  # read and written
+    bytes_per_item: float | None
+    bandwidth: float | None  # DRAM bytes a second over an unprofiled step
+    bandwidth_fraction: float | None  # of what a large copy reaches on this machine
     flops: float | None  # as far as they were counted; torch's formulas where no counter saw any (FP32 in a range)
     flops_estimated: bool
-    seconds: float | None  # median of an unprofiled step
-    items: tuple[int, str]  # how many of what the step worked on
+    flop_rate: float | None
+    intensity: float | None  # floating-point operations for each DRAM byte
 
     @property
     def method(self) -> str:
@@ -100,29 +109,6 @@ class Traffic:
     def show(self, text: str) -> str:
         """A figure of these bytes as it is shown."""
         return marked_estimate(text, self.estimated)
-
-    @property
-    def bytes_per_item(self) -> float | None:
-        return _divide(self.dram_bytes, self.items[0])
-
-    @property
-    def intensity(self) -> float | None:
-        """Floating-point operations for each DRAM byte."""
-        return _divide(self.flops, self.dram_bytes)
-
-    @property
-    def flop_rate(self) -> float | None:
-        return _divide(self.flops, self.seconds)
-
-    @property
-    def bandwidth(self) -> float | None:
-        """DRAM bytes a second over an unprofiled step."""
-        return _divide(self.dram_bytes, self.seconds)
-
-    @property
-    def bandwidth_fraction(self) -> float | None:
-        """Of what a large copy reaches on this machine."""
-        return _divide(self.bandwidth, self.ceilings.get("dram_bytes_per_second"))
 
     @cached_property
     def standard(self) -> Traffic | None:
@@ -146,10 +132,9 @@ class Traffic:
         extra = _subtract(self.dram_bytes, self.standard.dram_bytes) if self.standard else None
         return _divide(extra, self.ceilings.get("dram_bytes_per_second"))
 
-    def estimate_error(self, name: Direction) -> float | None:
+    def estimate_error(self, name: ncu.Direction) -> float | None:
         """(estimate - measurement) / measurement, where both exist."""
-        ratio = None if self.estimated else _divide(self.estimate.get(name), self.figure(name))
-        return None if ratio is None else ratio - 1
+        return None if self.estimated else _subtract(_divide(self.estimate.get(name), self.figure(name)), 1)
 
     @cached_property
     def kernels(self) -> KernelRows | None:
@@ -170,7 +155,7 @@ class Traffic:
         return self.kernels is not None and self.kernels.source == self.source
 
     @cached_property
-    def family_parts(self) -> dict[str, float]:
+    def family_bytes(self) -> dict[str, float]:
         """What the bytes of the whole step are made of: families, and as UNSEEN what its kernels leave over."""
         parts = self.kernels.bytes_by_family() if self.kernels else {}
         whole = self.dram_bytes or 0.0
@@ -178,26 +163,14 @@ class Traffic:
         return parts | ({UNSEEN: rest} if rest > SMALLEST * whole else {})
 
     @cached_property
-    def explanation(self) -> Explanation | None:
+    def extra_bytes(self) -> ExtraBytes | None:
         """Which families make the difference to ordinary training; None unless kernels of both were looked at alike."""
         alike = kernels_alike([self, self.standard]) if self.standard else None
         if alike is None:
             return None
         mine, theirs = (kernels.bytes_by_family() for kernels in alike)
         extra = [(family, mine.get(family, 0) - theirs.get(family, 0)) for family in FAMILIES]
-        return Explanation(alike[0], sorted((part for part in extra if part[1]), key=lambda part: -part[1]))
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """DRAM bytes beyond ordinary training's, family by family, most first; below zero where a method moves less."""
-
-    kernels: KernelRows
-    extra: list[tuple[str, float]]
-
-    @property
-    def total(self) -> float:
-        return sum(count for _, count in self.extra)
+        return ExtraBytes(alike[0], sorted((part for part in extra if part[1]), key=lambda part: -part[1]))
 
 
 def kernels_alike(traffics: Sequence[Traffic]) -> list[KernelRows] | None:
@@ -214,23 +187,31 @@ def traffic_of(row: Row) -> Traffic | None:
     """None for a row without an `ncu` result."""
     if not (data := row.ncu):
         return None
-    spec, estimate = row.spec, data.get("estimate", {})
+    estimate, ceilings = data.get("estimate", {}), data.get("ceilings", {})
+    samples, length = row.spec["batch_size"], row.spec.get("seq_len")
+    items = (samples * length, "token") if length else (samples, "sample")
     read, written = (data["traffic"].get(name) for name in (READ, WRITE))
+    moved = None if read is None or written is None else read + written
     operations = data.get("flops", {})
     counted = float(operations.get("total", sum(operations.values())))
     flops = counted or estimate.get("flops", {}).get("total")
+    seconds = _divide(row.median_ms, 1e3)
+    bandwidth = _divide(moved, seconds)
     return Traffic(
-        row,
-        data,
-        estimate,
-        data.get("ceilings", {}),
-        dram_bytes=None if read is None or written is None else read + written,
+        row=row,
+        data=data,
+        estimate=estimate,
+        ceilings=ceilings,
+        items=items,
+        seconds=seconds,
+        dram_bytes=moved,
+        bytes_per_item=_divide(moved, items[0]),
+        bandwidth=bandwidth,
+        bandwidth_fraction=_divide(bandwidth, ceilings.get("dram_bytes_per_second")),
         flops=flops,
         flops_estimated=data["source"] == ESTIMATE or (not counted and flops is not None),
-        seconds=_divide(row.median_ms, 1e3),
-        items=(spec["batch_size"] * length, "token")
-        if (length := spec.get("seq_len"))
-        else (spec["batch_size"], "sample"),
+        flop_rate=_divide(flops, seconds),
+        intensity=_divide(flops, moved),
     )
 
 
@@ -238,6 +219,33 @@ def by_size(rows: Sequence[Row], is_wanted: Callable[[Traffic], object] = bool) 
     """The traffic of rows that are compared with each other, as far as it is wanted; no empty groups."""
     groups = ([t for row in group if (t := traffic_of(row)) and is_wanted(t)] for group in group_by_size(rows))
     return [group for group in groups if group]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A segment of the bars of bytes in figure and page."""
+
+    label: str
+    colour: str | None  # None: left blank
+    counts: list[float | None]  # bytes, one for each bar
+    private: bool = False
+
+
+def family_parts(group: Sequence[Traffic]) -> list[Part]:
+    """Families that any bar has, and what the whole step moved beyond its kernels' sum."""
+    counts = {family: [each.family_bytes.get(family) for each in group] for family in (*FAMILIES, UNSEEN)}
+    return [
+        Part(FAMILY_LABELS.get(family, family), FAMILY_COLOURS.get(family), own, family in PRIVATE_FAMILIES)
+        for family, own in counts.items()
+        if any(own)
+    ]
+
+
+def direction_parts(group: Sequence[Traffic]) -> list[Part]:
+    return [
+        Part(label, DIRECTION_COLOURS[label], [each.figure(key) for each in group])
+        for label, key in (("read", READ), ("written", WRITE))
+    ]
 
 
 def _subtract(value: float | None, other: float | None) -> float | None:

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from dpscope.reports.figures.labels import Box, label_points
 from dpscope.reports.figures.style import SMALL, settle, styled
+from dpscope.reports.output import figure_output
 from dpscope.reports.page.looks import looks_of
 from dpscope.reports.tables import Row
-from dpscope.reports.traffic.panels import make_panels, set_heading
+from dpscope.reports.traffic.figures import make_panels, set_heading
 from dpscope.reports.traffic.roofline import Point, Roofs, point_notes, rooflines
 from dpscope.reports.words import shorten
 from dpscope.units import format_rate
@@ -23,16 +24,15 @@ from dpscope.units import format_rate
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from matplotlib.text import Annotation
-
-Looks = dict[str, dict[str, str]]  # method -> colour and marker
 
 MARKER, SMALL_MARKER = 6.5, 3.0  # points
 NAMED_KERNELS = 4  # of each panel
-LONGEST_NAME = 18  # characters of a kernel's
+LONGEST_NAME, LONGEST_KERNEL = 24, 18  # characters
 SLOPE_BOXES = 32  # small enough that little beside the line is kept free
 SPAN = 100.0  # the least that an axis spans
 ROOM = 3.0  # an axis goes this factor beyond its points
+
+Looks = dict[str, dict[str, str]]  # method -> colour and marker
 
 
 @styled
@@ -48,18 +48,12 @@ def draw_roofline(rows: Sequence[Row]) -> Figure | None:
     for ax, each in zip(axes, found, strict=True):
         _set_axes(ax, each.roofs, every)
         for point in each.points:
-            _draw_point(ax, point, looks)
+            _draw_point(ax, point, **looks[point.method])
     set_heading(figure, "Roofline of one training step", groups, point_notes(found))
     settle(figure)
     for ax, each in zip(axes, found, strict=True):
         _label(ax, each.points, looks, _draw_roofs(ax, each.roofs))
     return figure
-
-
-def _label_of(point: Point) -> str:
-    if point.kernel:
-        return shorten(point.name, LONGEST_NAME)
-    return shorten(point.name, 24) + (" (estimate)" if point.estimated else "")
 
 
 def _set_axes(ax: Axes, roofs: Roofs, points: Sequence[Point]) -> None:
@@ -82,78 +76,48 @@ def _limits(values: Sequence[float]) -> tuple[float, float]:
     return low / widen, high * widen
 
 
-def _draw_point(ax: Axes, point: Point, looks: Looks) -> None:
-    colour = looks[point.method]["colour"]
-    ax.plot(
-        point.x,
-        point.y,
-        marker=looks[point.method]["marker"],
-        markersize=SMALL_MARKER if point.kernel else MARKER,
-        markerfacecolor="white" if point.hollow else colour,
-        markeredgecolor=colour,
-        linestyle="none",
-        alpha=0.7 if point.kernel else 1.0,
-        zorder=2 if point.kernel else 3,
-    )
+def _draw_point(ax: Axes, point: Point, *, colour: str, marker: str) -> None:
+    size, alpha, zorder = (SMALL_MARKER, 0.7, 2) if point.kernel else (MARKER, 1.0, 3)
+    look: dict[str, Any] = {"marker": marker, "markersize": size, "linestyle": "none", "alpha": alpha, "zorder": zorder}
+    fill = "white" if point.hollow else colour
+    ax.plot(point.x, point.y, markerfacecolor=fill, markeredgecolor=colour, **look)
 
 
 def _draw_roofs(ax: Axes, roofs: Roofs) -> list[Box]:
     """The measured ceilings with their values; the places they take, in pixels."""
     bandwidth = roofs.bandwidth
-    left, right = ax.get_xlim()
-    line: dict[str, Any] = {"color": "0.35", "linewidth": 0.9, "zorder": 1, "scalex": False, "scaley": False}
-    text: dict[str, Any] = {"fontsize": SMALL, "color": "0.25"}
+    (left, right), (low, _) = ax.get_xlim(), ax.get_ylim()
     highest = max(roofs.levels.values(), default=None)
     taken: list[Box] = []
     for name, rate in roofs.levels.items():
         start = max(left, rate / bandwidth) if bandwidth else left
-        ax.plot([start, right], [rate, rate], linestyle="-" if rate == highest else "--", **line)
-        label = f"{name} {format_rate(rate, 'FLOP')}"
-        written = ax.annotate(
-            label, (right, rate), (-2, 2), textcoords="offset points", ha="right", va="bottom", **text
-        )
-        taken += [_box(written), *_along(ax, (start, rate), (right, rate))]
+        taken += _draw_line(ax, (start, rate), (right, rate), "-" if rate == highest else "--")
+        taken.append(_write(ax, f"{name} {format_rate(rate, 'FLOP')}", (right, rate), (-2, 2), ha="right"))
     if bandwidth:
         end = min(right, highest / bandwidth) if highest else right
-        ax.plot([left, end], [bandwidth * left, bandwidth * end], **line)
-        taken += _along(ax, (left, bandwidth * left), (end, bandwidth * end))
-        taken.append(_write_along_slope(ax, bandwidth, end, text))
+        taken += _draw_line(ax, (left, bandwidth * left), (end, bandwidth * end), "-")
+        start = max(left, low / bandwidth) * 1.15  # where the line enters the panel
+        (x0, y0), (x1, y1) = ax.transData.transform([(start, bandwidth * start), (end, bandwidth * end)])
+        angle = math.degrees(math.atan2(y1 - y0, x1 - x0))
+        along: dict[str, Any] = {"rotation": angle, "rotation_mode": "anchor", "ha": "left"}
+        taken.append(_write(ax, f"DRAM {format_rate(bandwidth)}", (start, bandwidth * start), (0, 2), **along))
     return taken
 
 
-def _write_along_slope(ax: Axes, bandwidth: float, end: float, text: dict[str, Any]) -> Box:
-    """The bandwidth, along its line, where that enters the panel."""
-    left, _ = ax.get_xlim()
-    low, _ = ax.get_ylim()
-    start = max(left, low / bandwidth) * 1.15
-    (x0, y0), (x1, y1) = ax.transData.transform([(start, bandwidth * start), (end, bandwidth * end)])
-    written = ax.annotate(
-        f"DRAM {format_rate(bandwidth)}",
-        (start, bandwidth * start),
-        (0, 2),
-        textcoords="offset points",
-        rotation=math.degrees(math.atan2(y1 - y0, x1 - x0)),
-        rotation_mode="anchor",
-        ha="left",
-        va="bottom",
-        **text,
-    )
-    return _box(written)
-
-
-def _box(written: Annotation) -> Box:
-    extent = written.get_window_extent()
-    return extent.x0, extent.y0, extent.x1, extent.y1
-
-
-def _along(ax: Axes, start: tuple[float, float], end: tuple[float, float]) -> list[Box]:
-    """Boxes over a straight line, one if it is level: what labels keep away from."""
+def _draw_line(ax: Axes, start: tuple[float, float], end: tuple[float, float], style: str) -> list[Box]:
+    """A straight line; boxes over it, one if it is level: what labels keep away from."""
+    line: dict[str, Any] = {"color": "0.35", "linewidth": 0.9, "zorder": 1, "scalex": False, "scaley": False}
+    ax.plot(*zip(start, end, strict=True), linestyle=style, **line)
     (x0, y0), (x1, y1) = ax.transData.transform([start, end])
     pieces = 1 if y0 == y1 else SLOPE_BOXES
     ends = [(x0 + (x1 - x0) * i / pieces, y0 + (y1 - y0) * i / pieces) for i in range(pieces + 1)]
-    return [
-        (left - 2, min(low, high) - 2, right + 2, max(low, high) + 2) for (left, low), (right, high) in pairwise(ends)
-    ]
+    return [(a - 2, min(low, high) - 2, b + 2, max(low, high) + 2) for (a, low), (b, high) in pairwise(ends)]
+
+
+def _write(ax: Axes, text: str, point: tuple[float, float], offset: tuple[float, float], **style: Any) -> Box:
+    look: dict[str, Any] = {"textcoords": "offset points", "va": "bottom", "fontsize": SMALL, "color": "0.25"}
+    extent = ax.annotate(text, point, offset, **look, **style).get_window_extent()
+    return extent.x0, extent.y0, extent.x1, extent.y1
 
 
 def _label(ax: Axes, points: Sequence[Point], looks: Looks, roofs: Sequence[Box]) -> None:
@@ -163,13 +127,18 @@ def _label(ax: Axes, points: Sequence[Point], looks: Looks, roofs: Sequence[Box]
         half = ((SMALL_MARKER if point.kernel else MARKER) / 2 + 1) * ax.figure.dpi / 72
         x, y = ax.transData.transform((point.x, point.y))
         obstacles.append((x - half, y - half, x + half, y + half))
-    kernels = list({_label_of(point): point for point in points if point.kernel}.values())[:NAMED_KERNELS]
-    named = [*(point for point in points if not point.kernel), *kernels]
-    label_points(
-        ax,
-        [(point.x, point.y) for point in named],
-        [_label_of(point) for point in named],
-        [looks[point.method]["colour"] for point in named],
-        obstacles=obstacles,
-        fontsize=SMALL,
-    )
+    kernels = {_name(point): point for point in points if point.kernel}
+    named = [*(point for point in points if not point.kernel), *list(kernels.values())[:NAMED_KERNELS]]
+    places, names = [(point.x, point.y) for point in named], [_name(point) for point in named]
+    colours = [looks[point.method]["colour"] for point in named]
+    label_points(ax, places, names, colours, obstacles=obstacles, fontsize=SMALL)
+
+
+def _name(point: Point) -> str:
+    if point.kernel:
+        return shorten(point.name, LONGEST_KERNEL)
+    return shorten(point.name, LONGEST_NAME) + (" (estimate)" if point.estimated else "")
+
+
+HOLDS = "operations a byte against what the GPU can do"
+ROOFLINE = figure_output("roofline", HOLDS, draw_roofline, instrument="ncu", sizes_apart=False)

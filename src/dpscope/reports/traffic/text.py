@@ -9,17 +9,29 @@ from rich.text import Text
 
 from dpscope.reports.bars import FirstThatFits
 from dpscope.reports.doubt import marked
-from dpscope.reports.tables import SIZES, STANDARD, Row, worth_a_column
-from dpscope.reports.text_table import table_of
-from dpscope.reports.traffic.data import APPROXIMATELY, SMALLEST, Explanation, Traffic, by_size, marked_estimate
-from dpscope.reports.traffic.kernels_text import kernels_part
+from dpscope.reports.tables import SIZES, STANDARD, Row, heading_of, worth_a_column
+from dpscope.reports.text_table import bare_table, table_of
+from dpscope.reports.traffic.data import (
+    APPROXIMATELY,
+    SMALLEST,
+    ExtraBytes,
+    Traffic,
+    by_size,
+    kernels_alike,
+    marked_estimate,
+    moved,
+)
 from dpscope.results.payloads.ncu import BYTES, READ, WRITE, Direction
 from dpscope.units import MISSING, format_ms, format_rate, format_ratio, format_traffic
-from dpscope.vocabulary.families import FAMILY_LABELS
+from dpscope.vocabulary.families import FAMILIES, FAMILY_LABELS
 from dpscope.vocabulary.settings import COMPARED
 
 MOST = 0.8  # a verdict names families until they make up this share of the extra
+NARROW = 90  # columns of a terminal
+TOP_KERNELS = 5  # of each method
+OTHERS = "others"  # kernels that the measurement added up
 
+Groups = Sequence[Sequence[Traffic]]  # by size
 Cell = Callable[[Traffic], str]
 
 
@@ -36,7 +48,11 @@ def traffic_section(rows: Sequence[Row], width: int) -> list[RenderableType]:
         parts += ["", _table(groups, caches)]
     if sentences := traffic_verdict(groups):
         parts += ["", *map(Text, sentences)]
-    parts += kernels_part(groups, width)
+    # Kernels, or operators, of the size that moves most: traffic_kernels.csv has all sizes.
+    seen = [[traffic for traffic in group if traffic.kernels] for group in groups]
+    largest = max(seen, key=lambda group: max((traffic.dram_bytes or 0 for traffic in group), default=-1))
+    parts += _family_table(largest)
+    parts += [part for traffic in largest for part in _kernel_table(traffic, narrow=width < NARROW)]
     return [*parts, "", *(Text(note, style="dim") for note in _notes(traffics))]
 
 
@@ -96,11 +112,12 @@ def _known(columns: Mapping[str, Cell], traffics: Sequence[Traffic]) -> dict[str
     return {heading: cell for heading, cell in columns.items() if any(cell(t) != MISSING for t in traffics)}
 
 
-def _table(groups: Sequence[Sequence[Traffic]], columns: Mapping[str, Cell]) -> RenderableType:
-    """With as many of the columns as there is room for."""
+def _table(groups: Groups, columns: Mapping[str, Cell]) -> RenderableType:
+    """What tells rows apart, and as many of the columns as there is room for."""
     traffics = [traffic for group in groups for traffic in group]
+    fields = worth_a_column([traffic.row for traffic in traffics], ("model", "method", *SIZES, *COMPARED))
+    names = {heading_of(name): _field_cell(name) for name in fields}
     items = "/".join(dict.fromkeys(traffic.items[1] for traffic in traffics))
-    names = _name_columns([traffic.row for traffic in traffics])
     tables = []
     for number in range(len(EXPENDABLE) + 1):
         kept = {h.replace("item", items): cell for h, cell in columns.items() if h not in EXPENDABLE[:number]}
@@ -108,21 +125,47 @@ def _table(groups: Sequence[Sequence[Traffic]], columns: Mapping[str, Cell]) -> 
     return FirstThatFits(tables)
 
 
-def _name_columns(rows: Sequence[Row]) -> dict[str, Cell]:
-    """What tells rows apart; only what differs is worth a column."""
-    shown = worth_a_column(rows, ("model", "method", *SIZES, *COMPARED))
-    titles = {"batch_size": "batch", "seq_len": "seq"}
-    return {titles.get(name, name.replace("_", " ")): _field(name) for name in shown}
-
-
-def _field(name: str) -> Cell:
+def _field_cell(name: str) -> Cell:
     return lambda t: t.row.cell(name)
+
+
+def _family_table(group: Sequence[Traffic]) -> list[RenderableType]:
+    """Where the bytes of rows of one size go, all of them seen in the same way."""
+    alike = kernels_alike(group)
+    if not alike:
+        return []
+    shares = [kernels.bytes_by_family() for kernels in alike]
+    estimated = alike[0].estimated
+    table = bare_table("", *(traffic.method for traffic in group))
+    for family in FAMILIES:
+        if any(share.get(family, 0) >= SMALLEST * sum(share.values()) for share in shares):
+            counts = [format_traffic(share.get(family)) for share in shares]
+            table.add_row(FAMILY_LABELS[family], *(marked_estimate(count, estimated) for count in counts))
+    told = "estimate, by operator" if estimated else "by kernel"
+    return ["", Text(f"Where the DRAM bytes go: {group[0].row.size} ({told})", style="bold"), table]
+
+
+def _kernel_table(traffic: Traffic, *, narrow: bool) -> list[RenderableType]:
+    """The measured kernels that move most."""
+    kernels = traffic.kernels
+    if kernels is None or kernels.estimated:
+        return []
+    total = sum(map(moved, kernels.rows)) or 1
+    texts = ("family",) if narrow else ("family", "phase")
+    table = bare_table(f"{traffic.method}: kernel", *texts, "calls", "DRAM", "share", left=texts)
+    table.columns[0].max_width = 30 if narrow else 52
+    named = [row for row in kernels.rows if row["name"] != OTHERS]
+    for row in sorted(named, key=moved, reverse=True)[:TOP_KERNELS]:
+        phase = () if narrow else (row.get("phase") or MISSING,)
+        figures = (str(row.get("calls", 1)), format_traffic(moved(row)), _percent(moved(row) / total))
+        table.add_row(row["name"], row["family"], *phase, *figures)
+    return ["", table]
 
 
 # -- words -------------------------------------------------------------------------------------------------------------
 
 
-def traffic_verdict(groups: Sequence[Sequence[Traffic]]) -> list[str]:
+def traffic_verdict(groups: Groups) -> list[str]:
     """What the figures say: a paragraph for each size, a sentence for each private method."""
     compared = [[t for t in group if t.method != STANDARD and t.ratio is not None] for group in groups]
     return [f"{group[0].row.size.capitalize()}: {' '.join(map(_sentence, group))}" for group in compared if group]
@@ -134,82 +177,67 @@ def _sentence(traffic: Traffic) -> str:
     return "; ".join(filter(None, (moves, _explain(traffic), _explain_time(traffic)))) + "."
 
 
+def _explain(traffic: Traffic) -> str:
+    """Which families make up most of the extra, where kernels were looked at."""
+    extra = traffic.extra_bytes
+    if extra is None or extra.total <= 0 or (traffic.ratio or 0) <= 1:
+        return ""
+    kernels, caveat = extra.kernels, ""
+    if kernels.estimated and not traffic.estimated:
+        caveat = " (by the estimate)"
+    elif not kernels.complete:
+        caveat = f" (of the {kernels.calls_seen} of {kernels.calls_total} kernel launches that were looked at)"
+    return f"{_families_in_words(extra)}{caveat}"
+
+
+def _families_in_words(extra: ExtraBytes) -> str:
+    """`61% of the extra is clipping, 20% noise`; where one family's extra is beyond the whole, what the others save."""
+    (most, added), (least, saved) = extra.by_family[0], extra.by_family[-1]
+    if added > extra.total:
+        more = f"{FAMILY_LABELS[most]}: {format_traffic(added)} more"
+        return f"{more}; {FAMILY_LABELS[least]}: {format_traffic(-saved)} less"
+    named: list[str] = []
+    explained = 0.0
+    for family, count in extra.by_family[:3]:
+        if explained >= MOST * extra.total or count < SMALLEST * extra.total:
+            break
+        explained += count
+        named.append(f"{_percent(count / extra.total)} {'' if named else 'of the extra is '}{FAMILY_LABELS[family]}")
+    return ", ".join(named)
+
+
 def _explain_time(traffic: Traffic) -> str:
     """How much of the extra time the extra bytes alone account for; nothing where either is too small to say."""
     moving, slower, whole = traffic.extra_seconds_at_peak, traffic.extra_seconds, traffic.seconds
     if moving is None or slower is None or whole is None or not traffic.row.steady:
         return ""
-    if not SMALLEST * whole <= moving <= slower:
-        return ""
     share = f"{format_ms(1e3 * moving)} of the {format_ms(1e3 * slower)} it is slower"
-    return f"moving the extra at the machine's peak bandwidth takes {share}"
-
-
-def _explain(traffic: Traffic) -> str:
-    """Which families make up most of the extra, where kernels were looked at."""
-    explanation = traffic.explanation
-    if explanation is None or explanation.total <= 0 or (traffic.ratio or 0) <= 1:
-        return ""
-    kernels = explanation.kernels
-    caveat = ""
-    if kernels.estimated and not traffic.estimated:
-        caveat = " (by the estimate)"
-    elif not kernels.complete:
-        caveat = f" (of the {kernels.calls_seen} of {kernels.calls_total} kernel launches that were looked at)"
-    return f"{_families_in_words(explanation)}{caveat}"
-
-
-def _families_in_words(explanation: Explanation) -> str:
-    """`61% of the extra is clipping, 20% noise`; where one family's extra is beyond the whole, what the others save."""
-    extra, total = explanation.extra, explanation.total
-    (most, added), (least, saved) = extra[0], extra[-1]
-    if added > total:
-        more = f"{FAMILY_LABELS[most]}: {format_traffic(added)} more"
-        return f"{more}; {FAMILY_LABELS[least]}: {format_traffic(-saved)} less"
-    named: list[str] = []
-    explained = 0.0
-    for family, count in extra:
-        if explained >= MOST * total or count < SMALLEST * total or len(named) == 3:
-            break
-        explained += count
-        named.append(f"{_percent(count / total)} {'of the extra is ' if not named else ''}{FAMILY_LABELS[family]}")
-    return ", ".join(named)
+    told = f"moving the extra at the machine's peak bandwidth takes {share}"
+    return told if SMALLEST * whole <= moving <= slower else ""
 
 
 def _notes(traffics: Sequence[Traffic]) -> list[str]:
-    told = {
+    notes = [
         "Bytes of one step; 1 GB = 10⁹ bytes. × is the ratio of DRAM bytes to standard. Bandwidth combines the bytes "
-        "with the median time of an unprofiled step: a profiler's own times are not step times.": True,
-        f"Bandwidth is {MISSING} where no unprofiled time was measured: add the instrument time.": any(
-            t.bandwidth is None for t in traffics
-        ),
-        f"× is {MISSING} where standard has no bytes of the same kind: measure it with --methods standard,…": any(
-            t.ratio is None for t in traffics
-        ),
-        "est.: how far the bytes computed from tensor sizes are from the measured DRAM bytes.": any(
-            t.estimate_error(READ) is not None for t in traffics
-        ),
-        f"FLOP/B with {APPROXIMATELY}: bytes were counted, operations are those of torch's formulas.": any(
-            t.flops_estimated and not t.estimated for t in traffics
-        ),
-    }
+        "with the median time of an unprofiled step: a profiler's own times are not step times."
+    ]
+    if any(t.bandwidth is None for t in traffics):
+        notes.append(f"Bandwidth is {MISSING} where no unprofiled time was measured: add the instrument time.")
+    if any(t.ratio is None for t in traffics):
+        notes.append(
+            f"× is {MISSING} where standard has no bytes of the same kind: measure it with --methods standard,…"
+        )
+    if any(t.estimate_error(READ) is not None for t in traffics):
+        notes.append("est.: how far the bytes computed from tensor sizes are from the measured DRAM bytes.")
+    if any(t.flops_estimated and not t.estimated for t in traffics):
+        notes.append(f"FLOP/B with {APPROXIMATELY}: bytes were counted, operations are those of torch's formulas.")
     peaks = dict.fromkeys(how for t in traffics if (how := t.ceilings.get("how")))
     seen = dict.fromkeys(k.note for t in traffics if (k := t.kernels) and not k.estimated and k.note)
     spots = dict.fromkeys(spot for t in traffics if t.estimated for spot in t.estimate.get("blind_spots", []))
-    return [
-        *(note for note, needed in told.items() if needed),
-        *(f"Peak: {how}." for how in peaks),
-        *(f"Kernels: {note}." for note in seen),
-        *(["What the estimate does not see:"] if spots else []),
-        *(f"- {spot}" for spot in spots),
-        *_why_missing(traffics),
-    ]
-
-
-def _why_missing(traffics: Sequence[Traffic]) -> list[str]:
-    """A line for each reason: the figures that are not there because of it."""
-    names: dict[str, dict[str, None]] = {}
+    notes += [*(f"Peak: {how}." for how in peaks), *(f"Kernels: {note}." for note in seen)]
+    notes += ["What the estimate does not see:", *(f"- {spot}" for spot in spots)] if spots else []
+    missing: dict[str, dict[str, None]] = {}  # why -> figures that are not there because of it
     for traffic in traffics:
         for name, why in traffic.data.get("missing", {}).items():
-            names.setdefault(why, {})[name] = None
-    return [f"Not there: {', '.join(found)} ({why})." for why, found in names.items()]
+            missing.setdefault(why, {})[name] = None
+    return [*notes, *(f"Not there: {', '.join(names)} ({why})." for why, names in missing.items())]

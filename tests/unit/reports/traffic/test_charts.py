@@ -9,8 +9,7 @@ import pytest
 from dpscope.reports.page.charts import make_charts
 from dpscope.reports.report import Report
 from dpscope.reports.tables import compare_results
-from dpscope.reports.traffic.chart import traffic
-from dpscope.reports.traffic.roofline_chart import roofline
+from dpscope.reports.traffic.charts import roofline, traffic
 from tests.unit.reports.traffic_results import CEILINGS, kernel_rows, results_for, traffic_of
 
 

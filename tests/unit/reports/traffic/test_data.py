@@ -73,7 +73,7 @@ def test_a_measurement_is_never_compared_with_an_estimate():
     mixed = results_for("standard") + results_for("ghost", measured=False)
     found = by_method(mixed)
     assert found["ghost"].ratio is None
-    assert found["ghost"].explanation is None
+    assert found["ghost"].extra_bytes is None
 
 
 def test_where_only_some_rows_have_kernels_the_estimates_of_all_explain_the_extra():
@@ -83,8 +83,8 @@ def test_where_only_some_rows_have_kernels_the_estimates_of_all_explain_the_extr
             result.ncu["estimate"]["kernels"] = {"rows": kernel_rows(result.experiment), "note": ""}
     found = by_method(mixed)
     assert found["standard"].kernels.source == "measured"
-    assert found["flat"].explanation.kernels.source == "estimate"
-    assert dict(found["flat"].explanation.extra)["clipping"] == 3 * 10**8
+    assert found["flat"].extra_bytes.kernels.source == "estimate"
+    assert dict(found["flat"].extra_bytes.by_family)["clipping"] == 3 * 10**8
 
 
 def test_what_is_not_known_is_none_and_not_zero():
@@ -110,13 +110,13 @@ def test_the_estimates_error_is_relative_to_the_measurement():
 def test_the_extra_over_standard_adds_up_over_families():
     found = traffics(per_kernel=True)
     for method in ("flat", "ghost"):
-        extra = dict(found[method].explanation.extra)
+        extra = dict(found[method].extra_bytes.by_family)
         assert sum(extra.values()) == sum(map(total, kernel_rows(method))) - sum(map(total, kernel_rows("standard")))
-    assert dict(found["flat"].explanation.extra)["clipping"] == 3 * 10**8
-    assert [count for _, count in found["flat"].explanation.extra] == sorted(
-        (count for _, count in found["flat"].explanation.extra), reverse=True
+    assert dict(found["flat"].extra_bytes.by_family)["clipping"] == 3 * 10**8
+    assert [count for _, count in found["flat"].extra_bytes.by_family] == sorted(
+        (count for _, count in found["flat"].extra_bytes.by_family), reverse=True
     )
-    assert found["standard"].explanation.extra == []
+    assert found["standard"].extra_bytes.by_family == []
 
 
 def test_a_family_nobody_knows_is_other():
@@ -143,7 +143,7 @@ def test_text_page_figures_and_tables_of_a_report_compute_a_rows_traffic_once(tm
     made = []
     original = data.Traffic.__init__
     monkeypatch.setattr(
-        data.Traffic, "__init__", lambda self, row, *a, **b: made.append(row) or original(self, row, *a, **b)
+        data.Traffic, "__init__", lambda self, **figures: made.append(figures["row"]) or original(self, **figures)
     )
     report = Report.of([r for length in (256, 1024) for r in results_for(per_kernel=True, seq_len=length)])
     write_reports(report, tmp_path)

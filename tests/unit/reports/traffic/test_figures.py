@@ -9,9 +9,8 @@ import pytest
 
 from dpscope.reports.palette import METHOD_COLOURS
 from dpscope.reports.tables import compare_results
-from dpscope.reports.traffic.bytes_figure import draw_traffic_bytes
-from dpscope.reports.traffic.figures import TRAFFIC_FIGURES
-from dpscope.reports.traffic.roofline_figure import draw_roofline
+from dpscope.reports.traffic.figures import TRAFFIC_BYTES, draw_traffic_bytes
+from dpscope.reports.traffic.roofline_figure import ROOFLINE, draw_roofline
 from tests.unit.reports.traffic_results import kernel_rows, results_for, traffic_of
 from tests.unit.reports.writing import write
 
@@ -156,12 +155,12 @@ def test_rows_without_a_time_have_no_place_on_a_roofline():
 
 def test_files_are_named_and_the_same_every_time(tmp_path):
     few = rows("standard", "flat")
-    first = write(TRAFFIC_FIGURES, few, tmp_path / "a", ("png", "svg"))
-    again = write(TRAFFIC_FIGURES, few, tmp_path / "b", ("png", "svg"))
+    first = write((ROOFLINE, TRAFFIC_BYTES), few, tmp_path / "a", ("png", "svg"))
+    again = write((ROOFLINE, TRAFFIC_BYTES), few, tmp_path / "b", ("png", "svg"))
     assert [path.name for path in first] == ["roofline.png", "roofline.svg", "traffic_bytes.png", "traffic_bytes.svg"]
     assert [path.read_bytes() for path in first] == [path.read_bytes() for path in again]
 
 
 def test_results_without_traffic_give_no_figure(tmp_path, make_result):
-    assert write(TRAFFIC_FIGURES, compare_results([make_result()]), tmp_path) == []
+    assert write((ROOFLINE, TRAFFIC_BYTES), compare_results([make_result()]), tmp_path) == []
     assert list(tmp_path.iterdir()) == []

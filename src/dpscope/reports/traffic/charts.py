@@ -1,0 +1,170 @@
+"""The page's charts of traffic: the DRAM bytes of a step, and how fast it computes below the machine's roofs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from dpscope.reports.page.chart import Chart, Table, View
+from dpscope.reports.page.looks import looks_of
+from dpscope.reports.palette import is_dark
+from dpscope.reports.tables import STANDARD, Row
+from dpscope.reports.traffic.data import (
+    APPROXIMATELY,
+    Part,
+    Traffic,
+    by_size,
+    direction_parts,
+    family_parts,
+    marked_estimate,
+)
+from dpscope.reports.traffic.roofline import Roofline, Roofs, point_notes, rooflines
+from dpscope.results.payloads.ncu import ESTIMATE, MEASURED, READ, WRITE
+from dpscope.units import format_rate, format_ratio, format_traffic
+
+HOW = {
+    MEASURED: (
+        "Measured: bytes between DRAM and L2 in one step, counted by the GPU under Nsight Compute. It does not see "
+        "what stays in the caches."
+    ),
+    ESTIMATE: (
+        f"{APPROXIMATELY} estimate: bytes of every operator's tensors in one step, computed from their sizes, not "
+        "measured. It does not see caches, which keep part of this from DRAM, nor what an operator does inside."
+    ),
+}
+
+
+def traffic(rows: Sequence[Row]) -> Chart | None:
+    groups = by_size(rows, lambda each: each.dram_bytes)
+    if not groups:
+        return None
+    every = [each for group in groups for each in group]
+    return Chart(
+        key="traffic",
+        title=f"DRAM bytes of a step{estimate_in_title(every)}",
+        nav_label="DRAM bytes",
+        kind="traffic",
+        how=" ".join(text for source, text in HOW.items() if any(each.source == source for each in every)),
+        views=[_view(group) for group in groups],
+    )
+
+
+def estimate_in_title(traffics: Sequence[Traffic]) -> str:
+    """No reader should take an estimate for a measurement, not even one who reads titles only."""
+    estimated = [each.estimated for each in traffics]
+    if not any(estimated):
+        return ""
+    return f" ({'' if all(estimated) else 'partly '}{APPROXIMATELY} estimate)"
+
+
+def _view(group: Sequence[Traffic]) -> View:
+    families, directions = family_parts(group), direction_parts(group)
+    # Stacks of bars: families where every method of the size has kernel rows, and the two directions.
+    drawn = families if all(each.by_family for each in group) else []
+    columns = ("method", "source", READ, WRITE, "dram_bytes", "ratio_to_standard", "kernels_source")
+    return View(
+        size=group[0].row.size,
+        says=_says(group),
+        data={
+            "bars": [_bar(each) for each in group],
+            "parts": [_part("family", part) for part in drawn] + [_part("direction", part) for part in directions],
+        },
+        table=Table(
+            columns=(*columns, *(f"{part.label} (bytes)" for part in families)),
+            rows=[
+                (
+                    *(each.method, each.source, each.figure(READ), each.figure(WRITE), each.dram_bytes, each.ratio),
+                    each.kernels.source if each.kernels else None,
+                    *(part.counts[place] for part in families),
+                )
+                for place, each in enumerate(group)
+            ],
+        ),
+    )
+
+
+def _bar(each: Traffic) -> dict[str, Any]:
+    return {
+        "method": each.method,
+        "estimated": each.estimated,
+        "bytes": each.dram_bytes,
+        "read_bytes": each.figure(READ),
+        "written_bytes": each.figure(WRITE),
+        "ratio": each.ratio,
+        "per_item_bytes": each.bytes_per_item,
+        "item": each.items[1],
+        "bandwidth": each.bandwidth,
+        "bandwidth_fraction": each.bandwidth_fraction,
+    }
+
+
+def _part(stack: str, part: Part) -> dict[str, Any]:
+    look = {"colour": part.colour, "dark": part.colour is not None and is_dark(part.colour), "private": part.private}
+    return {"stack": stack, "label": part.label, **look, "bytes": part.counts}
+
+
+def _says(group: Sequence[Traffic]) -> str:
+    told = []
+    for each in group:
+        ratio = "" if each.ratio is None or each.method == STANDARD else f" ({each.show(format_ratio(each.ratio))})"
+        told.append(f"{each.show(format_traffic(each.dram_bytes))}{ratio} with {each.method}")
+    estimates = [each.estimated for each in group]
+    verb = f"{APPROXIMATELY} estimate: a step has to move" if all(estimates) else "A step moves"
+    partly = f" {APPROXIMATELY}: an estimate." if any(estimates) and not all(estimates) else ""
+    return f"{verb} {', '.join(told)}.{partly}"
+
+
+def roofline(rows: Sequence[Row]) -> Chart | None:
+    """None if no row has bytes, operations and a time."""
+    found = rooflines(rows)
+    if not found:
+        return None
+    every = [traffic for each in found for traffic in each.traffics]
+    measured = dict.fromkeys(how for each in every if (how := each.ceilings.get("how")))
+    roofs = f" Roofs as measured on this machine: {'; '.join(measured)}." if measured else ""
+    return Chart(
+        key="roofline",
+        title=f"Roofline{estimate_in_title(every)}",
+        nav_label="Roofline",
+        kind="roofline",
+        how=f"{point_notes(found)}.{roofs} It does not see caches: only DRAM bytes count.",
+        views=[_roofline_view(each, looks_of(rows)) for each in found],
+    )
+
+
+def _roofline_view(found: Roofline, looks: dict[str, dict[str, str]]) -> View:
+    source = {True: ESTIMATE, False: MEASURED}
+    return View(
+        size=found.traffics[0].row.size,
+        says=_roofline_says(found),
+        data={
+            "roofs": {"bytes_per_second": found.roofs.bandwidth, "levels": found.roofs.levels},
+            "points": [{**asdict(point), **looks[point.method]} for point in found.points],
+        },
+        table=Table(
+            columns=("point", "method", "flops_per_byte", "flops_per_second", "operations", "bytes"),
+            rows=[(p.name, p.method, p.x, p.y, source[p.hollow], source[p.estimated]) for p in found.points],
+        ),
+    )
+
+
+def _roofline_says(found: Roofline) -> str:
+    shares = [_share_of_roof(each) for each in found.traffics]
+    told = ", ".join(_told(each, share) for each, share in zip(found.traffics, shares, strict=True))
+    return f"{'A step computes' if None in shares else 'Of what this machine reaches at the same FLOP a byte'}: {told}."
+
+
+def _told(each: Traffic, share: float | None) -> str:
+    mark = marked_estimate("", each.flops_estimated)
+    rate = f"{mark}{format_rate(each.flop_rate, 'FLOP')} at {mark}{each.intensity:.3g} FLOP a byte"
+    name = f"{each.method}{f' ({APPROXIMATELY} estimate)' if each.estimated else ''}"
+    return f"{name} {rate}" if share is None else f"{name} {mark}{share:.0%} ({rate})"
+
+
+def _share_of_roof(each: Traffic) -> float | None:
+    """Of the lower of the two roofs over a point: what DRAM lets through, and what computes fastest."""
+    roofs = Roofs.over(each)
+    if not roofs.bandwidth or not roofs.levels or not each.intensity or not each.flop_rate:
+        return None
+    return each.flop_rate / min(roofs.bandwidth * each.intensity, max(roofs.levels.values()))
