@@ -5,7 +5,7 @@ Figures are of an average captured step. They come from a profiled run and stand
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rich.console import RenderableType
@@ -71,8 +71,8 @@ def describe_captures(captures: Sequence[Capture], *, where: str = "") -> list[R
     parts += [Text(line) for each in captures for line in _sentences(each)]
     parts += [Text(warning, style="bold red") for each in captures if (warning := _warning(each))]
     for heading, (find, headings) in LISTINGS.items():
-        lines = {each.name: find(each.seen) for each in captures}
-        if any(lines.values()):
+        lines = [(each.name, find(each.seen)) for each in captures]
+        if any(listed for _, listed in lines):
             parts += ["", Text(heading, style="bold"), _listing(lines, headings)]
     return [*parts, "", *(Text(note, style="dim") for note in _notes(captures))]
 
@@ -154,12 +154,12 @@ LISTINGS: dict[str, tuple[Callable[[NsysPayload], Lines], tuple[str, ...]]] = {
 }
 
 
-def _listing(lines: Mapping[str, Lines], headings: Sequence[str]) -> Table:
+def _listing(lines: Sequence[tuple[str, Lines]], headings: Sequence[str]) -> Table:
     table = bare_table("method", *headings)
     table.expand = True  # text takes what numbers leave, and is cut there
     text = table.columns[-1]
     text.justify, text.overflow, text.ratio = "left", "ellipsis", 1
-    for name, listed in lines.items():
+    for name, listed in lines:
         for number, cells in enumerate(listed):
             table.add_row("" if number else name, *cells)
     return table

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from dpscope.reports.doubt import MARK, is_stretched, marked
 from dpscope.reports.tables import STANDARD, Row
-from dpscope.reports.text_table import bare_table, table_of
+from dpscope.reports.text_table import bare_table
 from dpscope.reports.trace import data
 from dpscope.reports.words import shorten
 from dpscope.results.payloads.trace import Synchronisation
@@ -75,20 +75,14 @@ def _phase_table(steps: Sequence[data.TracedStep]) -> Table:
 
 
 def _gpu_table(steps: Sequence[data.TracedStep]) -> Table:
-    found = [(step, step.gpu) for step in steps if step.gpu]
-    return table_of(
-        [found],
-        {
-            "GPU": lambda each: each[0].method,
-            "busy": lambda each: format_ms(each[1]["busy_ms"]),
-            "idle": lambda each: format_ms(each[1]["idle_ms"]),
-            "waiting for the host": lambda each: format_ms(each[1]["idle_waiting_for_host_ms"]),
-            "between queued": lambda each: format_ms(each[1]["idle_between_queued_ms"]),
-            "kernels": lambda each: f"{each[1]['kernels']:.0f}",
-            "mean kernel": lambda each: f"{each[1]['mean_kernel_us']:.1f} µs",
-            "copies to host": lambda each: _copies_to_host(each[0]),
-        },
-    )
+    headings = ("busy", "idle", "waiting for the host", "between queued", "kernels", "mean kernel", "copies to host")
+    table = bare_table("GPU", *headings)
+    for step in steps:
+        if gpu := step.gpu:
+            idle = (gpu["idle_ms"], gpu["idle_waiting_for_host_ms"], gpu["idle_between_queued_ms"])
+            kernels = (f"{gpu['kernels']:.0f}", f"{gpu['mean_kernel_us']:.1f} µs")
+            table.add_row(step.method, *map(format_ms, (gpu["busy_ms"], *idle)), *kernels, _copies_to_host(step))
+    return table
 
 
 def _copies_to_host(step: data.TracedStep) -> str:

@@ -10,15 +10,7 @@ from dpscope.reports.page.chart import Chart, Table, View
 from dpscope.reports.page.looks import looks_of
 from dpscope.reports.palette import is_dark
 from dpscope.reports.tables import STANDARD, Row
-from dpscope.reports.traffic.data import (
-    APPROXIMATELY,
-    Part,
-    Traffic,
-    by_size,
-    direction_parts,
-    family_parts,
-    marked_estimate,
-)
+from dpscope.reports.traffic import data
 from dpscope.reports.traffic.roofline import Roofline, Roofs, point_notes, rooflines
 from dpscope.results.payloads.ncu import ESTIMATE, MEASURED, READ, WRITE
 from dpscope.units import format_rate, format_ratio, format_traffic
@@ -29,14 +21,14 @@ HOW = {
         "what stays in the caches."
     ),
     ESTIMATE: (
-        f"{APPROXIMATELY} estimate: bytes of every operator's tensors in one step, computed from their sizes, not "
+        f"{data.APPROXIMATELY} estimate: bytes of every operator's tensors in one step, computed from their sizes, not "
         "measured. It does not see caches, which keep part of this from DRAM, nor what an operator does inside."
     ),
 }
 
 
 def traffic(rows: Sequence[Row]) -> Chart | None:
-    groups = by_size(rows, lambda each: each.dram_bytes)
+    groups = data.by_size(rows, lambda each: each.dram_bytes)
     if not groups:
         return None
     every = [each for group in groups for each in group]
@@ -50,16 +42,16 @@ def traffic(rows: Sequence[Row]) -> Chart | None:
     )
 
 
-def estimate_in_title(traffics: Sequence[Traffic]) -> str:
+def estimate_in_title(traffics: Sequence[data.Traffic]) -> str:
     """No reader should take an estimate for a measurement, not even one who reads titles only."""
     estimated = [each.estimated for each in traffics]
     if not any(estimated):
         return ""
-    return f" ({'' if all(estimated) else 'partly '}{APPROXIMATELY} estimate)"
+    return f" ({'' if all(estimated) else 'partly '}{data.APPROXIMATELY} estimate)"
 
 
-def _view(group: Sequence[Traffic]) -> View:
-    families, directions = family_parts(group), direction_parts(group)
+def _view(group: Sequence[data.Traffic]) -> View:
+    families, directions = data.family_parts(group), data.direction_parts(group)
     # Stacks of bars: families where every method of the size has kernel rows, and the two directions.
     drawn = families if all(each.by_family for each in group) else []
     columns = ("method", "source", READ, WRITE, "dram_bytes", "ratio_to_standard", "kernels_source")
@@ -84,7 +76,7 @@ def _view(group: Sequence[Traffic]) -> View:
     )
 
 
-def _bar(each: Traffic) -> dict[str, Any]:
+def _bar(each: data.Traffic) -> dict[str, Any]:
     return {
         "method": each.method,
         "estimated": each.estimated,
@@ -99,19 +91,19 @@ def _bar(each: Traffic) -> dict[str, Any]:
     }
 
 
-def _part(stack: str, part: Part) -> dict[str, Any]:
+def _part(stack: str, part: data.Part) -> dict[str, Any]:
     look = {"colour": part.colour, "dark": part.colour is not None and is_dark(part.colour), "private": part.private}
     return {"stack": stack, "label": part.label, **look, "bytes": part.counts}
 
 
-def _says(group: Sequence[Traffic]) -> str:
+def _says(group: Sequence[data.Traffic]) -> str:
     told = []
     for each in group:
         ratio = "" if each.ratio is None or each.method == STANDARD else f" ({each.show(format_ratio(each.ratio))})"
         told.append(f"{each.show(format_traffic(each.dram_bytes))}{ratio} with {each.method}")
     estimates = [each.estimated for each in group]
-    verb = f"{APPROXIMATELY} estimate: a step has to move" if all(estimates) else "A step moves"
-    partly = f" {APPROXIMATELY}: an estimate." if any(estimates) and not all(estimates) else ""
+    verb = f"{data.APPROXIMATELY} estimate: a step has to move" if all(estimates) else "A step moves"
+    partly = f" {data.APPROXIMATELY}: an estimate." if any(estimates) and not all(estimates) else ""
     return f"{verb} {', '.join(told)}.{partly}"
 
 
@@ -155,14 +147,14 @@ def _roofline_says(found: Roofline) -> str:
     return f"{'A step computes' if None in shares else 'Of what this machine reaches at the same FLOP a byte'}: {told}."
 
 
-def _told(each: Traffic, share: float | None) -> str:
-    mark = marked_estimate("", each.flops_estimated)
+def _told(each: data.Traffic, share: float | None) -> str:
+    mark = data.marked_estimate("", each.flops_estimated)
     rate = f"{mark}{format_rate(each.flop_rate, 'FLOP')} at {mark}{each.intensity:.3g} FLOP a byte"
-    name = f"{each.method}{f' ({APPROXIMATELY} estimate)' if each.estimated else ''}"
+    name = f"{each.method}{f' ({data.APPROXIMATELY} estimate)' if each.estimated else ''}"
     return f"{name} {rate}" if share is None else f"{name} {mark}{share:.0%} ({rate})"
 
 
-def _share_of_roof(each: Traffic) -> float | None:
+def _share_of_roof(each: data.Traffic) -> float | None:
     """Of the lower of the two roofs over a point: what DRAM lets through, and what computes fastest."""
     roofs = Roofs.over(each)
     if not roofs.bandwidth or not roofs.levels or not each.intensity or not each.flop_rate:

@@ -137,6 +137,7 @@ def _family_table(group: Sequence[Traffic]) -> list[RenderableType]:
     shares = [kernels.bytes_by_family() for kernels in alike]
     estimated = alike[0].estimated
     table = bare_table("", *(traffic.method for traffic in group))
+    table.columns[0].no_wrap = False
     for family in FAMILIES:
         if any(share.get(family, 0) >= SMALLEST * sum(share.values()) for share in shares):
             counts = [format_traffic(share.get(family)) for share in shares]

@@ -13,7 +13,7 @@ WRITE: Final = "dram_write_bytes"
 Direction = Literal["dram_read_bytes", "dram_write_bytes"]
 
 # Every figure of a step -> its heading in the tables of a summary; none: it is in traffic.csv alone.
-# `instruments.ncu.metrics.TRAFFIC` says how each is counted.
+# `instruments.ncu.metrics.TRAFFIC_FORMULAS` says how each is counted.
 BYTES = {
     READ: "DRAM read",
     WRITE: "written",
