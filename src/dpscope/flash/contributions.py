@@ -23,6 +23,8 @@ from dpscope.errors import UserError
 from dpscope.flash.kernels.kept_gradients import kept_norms_squared, kept_sums
 from dpscope.flash.kernels.scaled_sum import scaled_sums
 from dpscope.flash.paths import Decision, stored_dtype
+from dpscope.vocabulary.allocations import allocates
+from dpscope.vocabulary.components import GRADIENTS
 
 # Room for per-sample gradients that are made, squared and thrown away (`direct`) and for gathered rows.
 SCRATCH_BYTES = 64 * 2**20
@@ -212,6 +214,10 @@ def outer_sums(outers: Sequence[Outer], scale: Tensor, outs: Sequence[Tensor | N
     ]
 
 
+# (g, ids, rows, no padding, not divided by counts): row ids_t of a table of zeros receives g_t.
+_add_rows = torch.ops.aten.embedding_dense_backward
+
+
 class Lookup(Saved):
     """Row `ids[b, t]` of the table receives `g[b, t]`; `padding_idx` receives nothing."""
 
@@ -231,9 +237,6 @@ class Lookup(Saved):
     def g(self) -> Tensor:
         return self.second
 
-    def _table(self, g: Tensor, ids: Tensor, rows: int) -> Tensor:
-        return torch.ops.aten.embedding_dense_backward(g, ids, rows, -1, False)  # type: ignore[no-any-return]
-
     def without_padding(self, g: Tensor) -> Tensor:
         return g if self.padding_idx is None else g.masked_fill((self.ids == self.padding_idx).unsqueeze(-1), 0)
 
@@ -241,7 +244,7 @@ class Lookup(Saved):
         batch = self.batch_size
         first_row = torch.arange(batch, device=self.ids.device).unsqueeze(1) * self.rows
         g = self.without_padding(self.g).to(stored_dtype(self.g.dtype))
-        table = self._table(g, self.ids + first_row, batch * self.rows)
+        table: Tensor = _add_rows(g, self.ids + first_row, batch * self.rows, -1, False)
         return table.view(batch, self.rows, -1)
 
     def norms_squared(self) -> Tensor:
@@ -259,10 +262,12 @@ class Lookup(Saved):
         labels = torch.empty_like(order).scatter_(1, order, first)
         labels += torch.arange(batch, device=labels.device).unsqueeze(1) * length
         g = self.without_padding(self.g)
-        return kept_norms_squared([self._table(g.to(wide(g.dtype)), labels, batch * length).view(batch, length, -1)])
+        rows = _add_rows(g.to(wide(g.dtype)), labels, batch * length, -1, False)
+        return kept_norms_squared([rows.view(batch, length, -1)])
 
+    @allocates(GRADIENTS, "aten::embedding_dense_backward")
     def clipped_sum(self, scale: Tensor, out: Tensor | None) -> Tensor:
         factors = scale.to(wide(self.g.dtype)).view(-1, 1, 1)
         scaled = torch.where(factors != 0, self.without_padding(self.g) * factors, 0)
-        table = self._table(scaled, self.ids, self.rows)
+        table: Tensor = _add_rows(scaled, self.ids, self.rows, -1, False)
         return table if out is None else out.add_(table)

@@ -11,31 +11,13 @@ from dpscope.flash.contributions import Kept, Saved
 from dpscope.flash.engine import FlashEngine
 from dpscope.flash.explanation import OpaqueUnit, felt
 from dpscope.flash.private_optimizer import DPFlashOptimizer
-from dpscope.instruments.memory import Birth, Holding
+from dpscope.instruments.memory import Holding
 from dpscope.results.schema import Note
 from dpscope.trainers.privacy_rules import require_private_trainable
 from dpscope.trainers.standard import StandardTrainer
 from dpscope.units import format_bytes
-from dpscope.vocabulary.components import ACTIVATION_HOOKS, GRADIENTS, NORM_SAMPLES, PER_SAMPLE_GRADIENTS
-from dpscope.vocabulary.phases import CLIP, NOISE, OPTIMIZER, in_phase
-
-# What the engine holds in local variables only: (function that asked for it, operator) -> component.
-MADE_BY_FLASH = {
-    ("dpscope.flash.norms:gather_small", "aten::cat"): PER_SAMPLE_GRADIENTS,
-    ("dpscope.flash.kernels.scaled_sum:_result", "aten::empty"): GRADIENTS,
-    ("dpscope.flash.microbatch:_sum_small", "aten::mv"): GRADIENTS,
-}
-# Sums that the fused update consumes as they come, and that never are a `.grad`.
-SUMS_IN_UPDATE = {
-    ("dpscope.flash.contributions:_table", "aten::embedding_dense_backward"): GRADIENTS,
-    ("dpscope.flash.contributions:clipped_sum", "aten::new_zeros"): GRADIENTS,
-}
-
-
-def made_by_flash(birth: Birth) -> str | None:
-    made = (birth.code, birth.operator)
-    return MADE_BY_FLASH.get(made) or (SUMS_IN_UPDATE.get(made) if birth.phase == OPTIMIZER else None)
-
+from dpscope.vocabulary.components import ACTIVATION_HOOKS, NORM_SAMPLES, PER_SAMPLE_GRADIENTS
+from dpscope.vocabulary.phases import CLIP, NOISE, in_phase
 
 OPAQUE = "opaque modules"
 
@@ -64,8 +46,6 @@ def note_on_opaque(units: Sequence[OpaqueUnit], batch_size: int) -> list[Note]:
 
 class DPFlashClippingTrainer(StandardTrainer):
     """Flat clipping, exact, by `dpscope.flash`: norms from what the backward pass leaves, then one sum a layer."""
-
-    memory_rules = (made_by_flash,)
 
     def holdings(self) -> Iterator[Holding]:
         yield from super().holdings()

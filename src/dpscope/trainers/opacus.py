@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from opacus.grad_sample import GradSampleModule
+from opacus.grad_sample.grad_sample_module import create_or_accumulate_grad_sample
 from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import (
     GradSampleModuleFastGradientClipping,
 )
@@ -16,10 +17,11 @@ from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClippi
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dpscope.instruments.memory import Birth, Holding
+from dpscope.instruments.memory import Holding
 from dpscope.trainers.base import TrainerBase
 from dpscope.trainers.opacus_refusals import CallWatch, refusals, require_supported
 from dpscope.trainers.privacy_rules import require_private_trainable
+from dpscope.vocabulary.allocations import allocates
 from dpscope.vocabulary.components import ACTIVATION_HOOKS, GRADIENTS, NORM_SAMPLES, PER_SAMPLE_GRADIENTS
 from dpscope.vocabulary.phases import BACKWARD, CLIP, NOISE, OPTIMIZER, in_phase, phase
 from dpscope.workloads.workload import Batch
@@ -36,26 +38,18 @@ PARAMETER_HOLDINGS = {
     "summed_grad": GRADIENTS,
 }
 
-# What Opacus makes and holds in local variables only: (code, operator) of the birth -> component.
-MADE_BY_OPACUS = {
-    # The output gradient times the batch size, which stays for as long as a layer's hook works on it.
-    ("opacus.grad_sample.grad_sample_module:rearrange_grad_samples", "aten::mul"): ACTIVATION_HOOKS,
-    # Norms of one parameter, and of all of them stacked.
-    ("opacus.optimizers.optimizer:clip_and_accumulate", "aten::linalg_vector_norm"): NORM_SAMPLES,
-    ("opacus.optimizers.optimizer:clip_and_accumulate", "aten::stack"): NORM_SAMPLES,
-    # Layers that ghost clipping has no rule for: one layer's per-sample gradients, thrown away after their norm.
-    ("opacus.grad_sample.grad_sample_module:create_or_accumulate_grad_sample", "aten::zeros"): PER_SAMPLE_GRADIENTS,
-}
-
-
-def made_by_opacus(birth: Birth) -> str | None:
-    return MADE_BY_OPACUS.get((birth.code, birth.operator))
+# What Opacus makes and holds in local variables only.
+# The output gradient times the batch size, which stays for as long as a layer's hook works on it.
+allocates(ACTIVATION_HOOKS, "aten::mul")(GradSampleModule.rearrange_grad_samples)
+# Norms of one parameter, and of all of them stacked.
+allocates(NORM_SAMPLES, "aten::linalg_vector_norm", "aten::stack")(DPOptimizer.clip_and_accumulate)
+# Layers that ghost clipping has no rule for: one layer's per-sample gradients, thrown away after their norm.
+allocates(PER_SAMPLE_GRADIENTS, "aten::zeros")(create_or_accumulate_grad_sample)
 
 
 class _OpacusTrainer(TrainerBase):
     """What flat and ghost share: an Opacus optimizer that makes the gradient private before the step."""
 
-    memory_rules = (made_by_opacus,)
     optimizer: DPOptimizer
     optimizer_class: type[DPOptimizer]
 

@@ -55,6 +55,8 @@ from dpscope.flash.kernels.triton_runtime import (
     use_triton,
     with_aligned_rows,
 )
+from dpscope.vocabulary.allocations import allocates
+from dpscope.vocabulary.components import GRADIENTS
 from dpscope.vocabulary.families import GEMM
 from dpscope.vocabulary.launches import Launch, announce
 
@@ -104,6 +106,7 @@ def default_tiles(d: int) -> SumTiles:
     return _NARROW if d <= _NARROW.block_n else SumTiles()
 
 
+@allocates(GRADIENTS, "aten::empty_like")
 def scaled_sums(
     gs: Sequence[Tensor],
     xs: Sequence[Tensor],
@@ -165,6 +168,7 @@ def _lacks_alignment(g: Tensor, x: Tensor) -> bool:
     return odd and g.dtype == x.dtype and g.dtype in _HALF and g.shape[1] >= 16 and is_hopper(g.device)
 
 
+@allocates(GRADIENTS, "aten::clone")
 def _sum_of_aligned(
     g: Tensor, x: Tensor, scale: Tensor, out: Tensor | None, backend: Backend, tiles: SumTiles | None
 ) -> Tensor:
@@ -175,6 +179,7 @@ def _sum_of_aligned(
     return total if out is None else out.add_(total)
 
 
+@allocates(GRADIENTS, "aten::empty")
 def _result(g: Tensor, x: Tensor, scale: Tensor, out: Tensor | None) -> Tensor:
     """`out`, checked, or a fresh tensor."""
     if g.dim() != 3 or x.dim() != 3 or g.shape[:2] != x.shape[:2]:

@@ -20,6 +20,8 @@ from dpscope.flash.contributions import Kept, Outer, Saved, chunks, wide
 from dpscope.flash.kernels.gram_norms import GramUnit, gram_norms_squared
 from dpscope.flash.paths import DIRECT, KEEP, RANK1, Decision, stored_dtype
 from dpscope.flash.taps import LayerTap
+from dpscope.vocabulary.allocations import allocates
+from dpscope.vocabulary.components import GRADIENTS
 
 _CONVOLUTIONS = {nn.Conv1d: F.conv1d, nn.Conv2d: F.conv2d, nn.Conv3d: F.conv3d}
 
@@ -90,6 +92,7 @@ class Patches(Saved):
             norms = gram_norms_squared([GramUnit(gs=(outer.g,), xs=(outer.x,))])
         return norms.view(-1, self.geometry.groups).sum(1)
 
+    @allocates(GRADIENTS, "aten::new_zeros")
     def clipped_sum(self, scale: Tensor, out: Tensor | None) -> Tensor:
         dtype = wide(self.second.dtype)
         total = out if out is not None and out.dtype == dtype else None

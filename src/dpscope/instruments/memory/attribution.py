@@ -2,7 +2,7 @@
 
 In this order:
 
-1. what a rule says of its birth,
+1. what a rule says of its birth, or the function that asked for it declares (vocabulary/allocations.py),
 2. the component of whoever was seen to own it (weights, gradients, optimizer state, the batch, per-sample gradients,
    norms), for the whole of its life,
 3. activations, from its birth until autograd lets go of it for the last time; what a checkpointed forward makes again
@@ -21,6 +21,7 @@ from dpscope.errors import UserError
 from dpscope.instruments.memory.record import BEFORE_STEP, DIED, RELEASED, Birth, Life, Record
 from dpscope.instruments.memory.use import Belonging, MemoryUse, component_at
 from dpscope.results.checks import require_conserved
+from dpscope.vocabulary.allocations import component_of
 from dpscope.vocabulary.components import ACTIVATION_HOOKS, ACTIVATIONS, KEYS, TEMP_MATRICES, UNATTRIBUTED
 
 Rule = Callable[[Birth], str | None]
@@ -44,6 +45,9 @@ def _belonging(life: Life, rules: Sequence[Rule]) -> Belonging:
             name = rule(life.birth)
             if name is not None:
                 return (_checked(name, rule),) * 2
+        declared = component_of(life.birth.function, life.birth.operator)
+        if declared is not None:
+            return declared, declared
     if life.owner is not None:
         return life.owner, life.owner
     if life.birth.recomputed:

@@ -7,7 +7,7 @@ node was noted in the forward pass.
 from __future__ import annotations
 
 import sys
-from types import FrameType
+from types import CodeType, FrameType
 from typing import NamedTuple
 
 import torch
@@ -32,6 +32,7 @@ class Asker(NamedTuple):
 
     code: str  # the innermost function outside torch; comprehensions and lambdas count as the function around them
     line: Line | None
+    function: CodeType | None = None  # the same
 
 
 def find_asker(frame: FrameType | None) -> Asker:
@@ -43,7 +44,7 @@ def find_asker(frame: FrameType | None) -> Asker:
             if line is None and not engine:
                 line = Line(frame.f_code.co_filename, frame.f_lineno, name)
             if not name.startswith("<"):
-                return Asker(f"{module}:{name}", line)
+                return Asker(f"{module}:{name}", line, frame.f_code)
         elif (module, frame.f_code.co_name) == _ENGINE:
             engine = True
         frame = frame.f_back

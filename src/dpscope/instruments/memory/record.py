@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import CodeType
 
 from torch.utils.weak import TensorWeakRef
 
@@ -24,6 +25,7 @@ class Birth:
     module      path of the module it was made for, as `blocks.3.up`: the one whose forward ran, or, in a backward pass,
                 the one whose forward made the node that ran; empty where there is none
     code        the innermost Python function outside torch that asked for it, as `package.module:function`
+    function    the same, as Python's code object
     line        the Python line that asked for it; of what autograd's engine makes, the line of the forward pass that it
                 goes back through, None where there is none
     by_autograd autograd's engine made it, for that line
@@ -41,6 +43,7 @@ class Birth:
     dtype: str
     nbytes: int
     recomputed: bool = False
+    function: CodeType | None = None
     line: Line | None = None
     by_autograd: bool = False
 

@@ -119,6 +119,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             phase=self._phases[-1] if self._phases else OUTSIDE_PHASES,
             module="" if before else self._paths.current(),
             code=asker.code,
+            function=asker.function,
             line=self._lines.current() if by_autograd else asker.line,
             by_autograd=by_autograd,
             shape=tuple(tensor.shape),

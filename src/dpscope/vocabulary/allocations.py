@@ -1,0 +1,34 @@
+"""What functions allocate and hold in local variables only, declared at the function, for whoever attributes memory.
+
+    @allocates(GRADIENTS, "aten::mv")
+    def sum_rows(...): ...
+
+What an operator makes when this very function calls it belongs to that component. It hangs on the function and not on
+its name: a function may be renamed, moved or wrapped, and one that is gone is an error where it was declared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import CodeType
+from typing import Any, TypeVar
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_components: dict[tuple[CodeType, str], str] = {}
+
+
+def allocates(component: str, *operators: str) -> Callable[[F], F]:
+    """`component`: of vocabulary/components.py; `operators`: as `aten::mv`, called by the function itself."""
+
+    def declare(function: F) -> F:
+        for operator in operators:
+            _components[function.__code__, operator] = component
+        return function
+
+    return declare
+
+
+def component_of(function: CodeType | None, operator: str) -> str | None:
+    """What `function` has declared its calls of `operator` to make."""
+    return None if function is None else _components.get((function, operator))

@@ -1,0 +1,102 @@
+"""What methods hold in local variables only is told by the functions that make it; losing one word of it shows."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+import dpscope.flash.layers  # noqa: F401  (every file that declares something is loaded)
+from dpscope.flash.kernels import scaled_sum
+from dpscope.flash.optimizer import FusedUpdate
+from dpscope.instruments.memory import attribute
+from dpscope.vocabulary import allocations
+from dpscope.vocabulary.allocations import allocates, component_of
+from dpscope.workloads.configs import make_config
+from tests.unit.instruments.memory.steps import WORKLOADS, tracked_step, trainer_of
+
+BATCH = 3
+# Widths that no 16-byte word divides: on Hopper their sums are made of padded copies.
+ODD = make_config("tiny", num_layers=1, hidden_dim=10, num_heads=2, vocab_size=101, max_seq_len=64)
+# method, what is trained, changes to its spec, whether the update is fused
+STEPS = {
+    "fused transformer": ("flash", "transformer", {}, True),
+    "fused cnn": ("flash", "cnn", {}, True),
+    "fused, odd widths": ("flash", "transformer", {"workload": ODD, "dtype": "bf16"}, True),
+    "transformer": ("flash", "transformer", {}, False),
+    "flat": ("flat", "transformer", {}, False),
+    "ghost": ("ghost", "transformer", {}, False),
+    "ghost cnn": ("ghost", "cnn", {}, False),
+}
+
+
+@cache
+def measured(name):
+    """One step of SGD, really run and tracked."""
+    method, kind, changes, fused = STEPS[name]
+    with pytest.MonkeyPatch.context() as patch:
+        if fused:
+            patch.setattr(FusedUpdate, "pays", staticmethod(lambda optimizer: True))
+        if "odd" in name:
+            patch.setattr(scaled_sum, "is_hopper", lambda device: True)
+        trainer, batch = trainer_of(method, kind, optimizer="sgd", **changes)
+        return trainer, tracked_step(trainer, batch).record
+
+
+def largest(name):
+    """The most that each component takes in the step, in bytes."""
+    use = attribute(measured(name)[1])
+    return dict(zip(use.components, map(max, zip(*use.points, strict=True)), strict=True))
+
+
+def elements(trainer, dims=(1, 2, 3, 4)):
+    return sum(p.numel() for p in trainer.plain_model.parameters() if p.requires_grad and p.dim() in dims)
+
+
+@pytest.mark.parametrize("name", ["fused transformer", "fused cnn", "transformer"])
+def test_the_clipped_sums_of_a_flash_step_are_gradients_to_the_byte(name):
+    """A gigabyte of sums is handed to the fused update at once: here that is the whole gradient, in float32."""
+    trainer, _ = measured(name)
+    assert largest(name)["gradients"] == 4 * elements(trainer)
+
+
+def test_a_sum_that_is_cut_out_of_a_padded_one_is_a_gradient_too():
+    """All sums are live at once, and the padded one that the last was cut out of, at most (16, 104)."""
+    trainer, _ = measured("fused, odd widths")
+    assert 0 < largest("fused, odd widths")["gradients"] - 4 * elements(trainer) <= 4 * 16 * 104
+
+
+@pytest.mark.parametrize("name", ["fused transformer", "transformer"])
+def test_small_per_sample_gradients_are_counted_where_they_are_put_side_by_side(name):
+    """Those of vectors are kept from backward on; once more side by side when norms are taken."""
+    trainer, _ = measured(name)
+    assert largest(name)["per_sample_gradients"] == 2 * BATCH * 4 * elements(trainer, dims=(1,))
+
+
+DECLARED = dict(allocations._components)
+
+
+@pytest.mark.parametrize(("code", "operator"), DECLARED, ids=lambda part: getattr(part, "co_name", part))
+def test_without_any_one_declaration_a_component_has_another_size(monkeypatch, code, operator):
+    told = {name: largest(name) for name in STEPS}
+    monkeypatch.delitem(allocations._components, (code, operator))
+    assert {name: largest(name) for name in STEPS} != told
+
+
+def test_a_function_is_known_by_itself_and_not_by_its_name():
+    @allocates("gradients", "aten::mv", "aten::mm")
+    def make():
+        return None
+
+    renamed, make_again = make, lambda: None
+    make_again.__name__ = "make"
+    assert component_of(renamed.__code__, "aten::mv") == component_of(renamed.__code__, "aten::mm") == "gradients"
+    assert component_of(renamed.__code__, "aten::add") is None
+    assert component_of(make_again.__code__, "aten::mv") is None
+    assert component_of(None, "aten::mv") is None
+    for operator in ("aten::mv", "aten::mm"):
+        del allocations._components[make.__code__, operator]
+
+
+def test_workloads_are_of_the_batch_size_that_is_reckoned_with():
+    assert {workload["batch_size"] for workload in WORKLOADS.values()} == {BATCH}
