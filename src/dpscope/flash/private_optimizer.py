@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 from dpscope.errors import UserError
 from dpscope.flash.distributed import refuse_several_processes
 from dpscope.flash.engine import FlashEngine
-from dpscope.flash.optimizer import FusedUpdate, NoiseSource, Privatisation, privatise_gradients
+from dpscope.flash.noise_source import NoiseSource
+from dpscope.flash.optimizer import FusedUpdate, Privatisation, privatise_gradients
 
 NOISE_STATE = "dpscope_noise_generator"
 
@@ -162,12 +163,12 @@ class DPFlashOptimizer(DPOptimizer):
         for p in self.engine.parameters:
             if id(p) not in noised:  # frozen since backward, or another optimizer's: a sum without noise stays here
                 p.grad = None
-        sums = [total for total in map(self.engine.running_sums.get, parameters) if total is not None]
+        sums = [(p, total) for p in parameters if (total := self.engine.running_sums.get(p)) is not None]
         how = self._privatisation()
         if self.secure_mode:
-            self._add_secure_noise(sums, how)
+            self._add_secure_noise([total for _, total in sums], how)
         else:
-            privatise_gradients(sums, how)
+            privatise_gradients(self.original_optimizer, sums, how)
         self.engine.running_sums.write_wide(parameters)
 
     def scale_grad(self) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from dpscope.flash.kernels.fused_update import fused_adam_, fused_sgd_
 from dpscope.flash.kernels.gram_norms import GramTiles, GramUnit, gram_norms_squared
 from dpscope.flash.kernels.kept_gradients import kept_norms_squared, kept_sums
-from dpscope.flash.kernels.philox_noise import add_noise_, philox_normal
+from dpscope.flash.kernels.noise import add_noise_, noise_values
 from dpscope.flash.kernels.sample_sums import bias_sums, layer_norm_sums, rms_norm_sums
 from dpscope.flash.kernels.scaled_sum import SumTiles, scaled_sums
 from dpscope.flash.kernels.tensor_lists import noise_starts
@@ -262,12 +262,12 @@ def test_sample_sums(batch: int, length: int, width: int, dtype: torch.dtype) ->
 def test_the_noise_stream_is_that_of_the_cpu() -> None:
     """Rounding of ln, sin and cos differs in last places."""
     for seed, offset, first in ((0, 0, 0), (2**63 + 5, 7, 4), (-3, 2**40 + 1, 2**36)):
-        got = philox_normal((100_003,), seed, offset, "cuda", first=first)
-        torch.testing.assert_close(got.cpu(), philox_normal((100_003,), seed, offset, first=first), rtol=0, atol=1e-5)
+        got = noise_values((100_003,), seed, offset, "cuda", first=first)
+        torch.testing.assert_close(got.cpu(), noise_values((100_003,), seed, offset, first=first), rtol=0, atol=1e-5)
 
 
 def test_ten_million_normals() -> None:
-    z = philox_normal((10_000_000,), 1, 1, "cuda").double()
+    z = noise_values((10_000_000,), 1, 1, "cuda").double()
     assert z.isfinite().all()
     assert abs(z.mean()) < 5e-4 * 3.2
     assert abs(z.var() - 1) < 5e-4 * 4.5
@@ -280,7 +280,7 @@ def test_add_noise(dtype: torch.dtype) -> None:
     after = [tensor.clone() for tensor in before]
     add_noise_(after, 2.0, 0.25, 9, 4)
     for old, new, first in zip(before, after, noise_starts(before), strict=True):
-        expected = ((old.float() + 2.0 * philox_normal(old.shape, 9, 4, "cuda", first=first)) * 0.25).to(dtype)
+        expected = ((old.float() + 2.0 * noise_values(old.shape, 9, 4, "cuda", first=first)) * 0.25).to(dtype)
         torch.testing.assert_close(new, expected, rtol=2**-8 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
 
 
@@ -292,7 +292,7 @@ def test_the_fused_step_is_that_of_torch_optim(kind: type[torch.optim.Optimizer]
     sums = [[rows(*shape, dtype=torch.float32) for shape in shapes] for _ in range(3)]
     gradients = [
         [
-            (s + 0.5 * philox_normal(s.shape, 5, step, "cuda", first=first)) * 0.25
+            (s + 0.5 * noise_values(s.shape, 5, step, "cuda", first=first)) * 0.25
             for s, first in zip(step_sums, noise_starts(step_sums), strict=True)
         ]
         for step, step_sums in enumerate(sums)

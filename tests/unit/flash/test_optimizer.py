@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from dpscope.errors import UserError
-from dpscope.flash.kernels.philox_noise import philox_normal
-from dpscope.flash.optimizer import FusedUpdate, NoiseSource, Privatisation, privatise_gradients
+from dpscope.flash.kernels.noise import noise_values
+from dpscope.flash.noise_source import NoiseSource
+from dpscope.flash.optimizer import FusedUpdate, Privatisation, privatise_gradients
 
 SHAPES = [(7, 5), (3,), (2, 3, 4), ()]
 
@@ -35,6 +36,12 @@ def parameters(seed: int = 0) -> list[nn.Parameter]:
 
 def given(parameters, sums):
     return [(parameter, total, None) for parameter, total in zip(parameters, sums, strict=True)]
+
+
+def privatise(gradients: list[torch.Tensor], how: Privatisation) -> None:
+    """Those of an optimizer that has no other parameters."""
+    ours = [nn.Parameter(torch.empty_like(gradient)) for gradient in gradients]
+    privatise_gradients(torch.optim.SGD(ours), list(zip(ours, gradients, strict=True)), how)
 
 
 def quiet(scale: float = 0.25) -> Privatisation:
@@ -156,7 +163,7 @@ def test_noise_has_the_promised_mean_and_spread_and_no_memory() -> None:
     steps = []
     for _ in range(2):
         gradient = torch.zeros(size)
-        privatise_gradients([gradient], Privatisation(noise_std=std, grad_scale=scale, noise=source))
+        privatise([gradient], Privatisation(noise_std=std, grad_scale=scale, noise=source))
         steps.append(gradient / (std * scale))
     for noise in steps:
         assert abs(noise.mean().item()) < 5 / math.sqrt(size)
@@ -205,7 +212,7 @@ def noise_of(path: str) -> tuple[float, ...]:
         FusedUpdate(torch.optim.SGD([parameter], lr=1.0))([(parameter, torch.zeros(8), None)], how)
         return tuple((-parameter.detach()).tolist())
     gradient = torch.zeros(8)
-    privatise_gradients([gradient], how)
+    privatise([gradient], how)
     return tuple(gradient.tolist())
 
 
@@ -228,7 +235,7 @@ def test_the_bits_of_the_operating_system_are_the_key_of_the_stream_themselves(p
     monkeypatch.setattr(os, "urandom", from_system(key))
     seed, offset = NoiseSource().draw()
     assert seed | offset << 64 == key
-    assert noise_of(path) == tuple(philox_normal((8,), seed, offset).tolist())
+    assert noise_of(path) == tuple(noise_values((8,), seed, offset).tolist())
 
 
 def test_noise_does_not_depend_on_torchs_seed() -> None:
@@ -282,7 +289,7 @@ def test_noise_is_drawn_where_its_generator_is_whatever_the_default_device() -> 
     with torch.device("meta"):
         how = Privatisation(noise_std=1.0, grad_scale=1.0, noise=NoiseSource(torch.Generator().manual_seed(1)))
         how.noise.draw()
-        privatise_gradients([gradient], how)
+        privatise([gradient], how)
     assert gradient.all()
 
 

@@ -1,6 +1,6 @@
 """Noise, scaling and the optimizer's step in one pass over the parameters, all tensors in one launch.
 
-With s the clipped sum of a parameter's per-sample gradients and z the noise stream of philox_noise,
+With s the clipped sum of a parameter's per-sample gradients and z the noise (noise.py),
 
     g = (s + noise_std · z) · grad_scale        noise_std = σC, grad_scale = 1 / expected batch size
 
@@ -36,7 +36,8 @@ import torch
 from torch import Tensor
 
 from dpscope.flash.kernels.kept_gradients import checked_factors, samples_at_once, sum_of_samples, sums_by_torch
-from dpscope.flash.kernels.philox_noise import HostStream, chunks, normal_block
+from dpscope.flash.kernels.noise import HostStream, chunks
+from dpscope.flash.kernels.philox import normal_block
 from dpscope.flash.kernels.tensor_lists import (
     ListLaunch,
     chunk_size,
@@ -68,13 +69,15 @@ def fused_sgd_(
     noise_std: float = 0.0,
     seed: int = 0,
     offset: int = 0,
+    starts: Sequence[int] | None = None,
     backend: Backend = "auto",
 ) -> None:
     """torch.optim.SGD on grad = (sum + noise)·grad_scale, in place.
 
     factors: (B,); then `sums` holds per-sample gradients, (B, *shape) each, and the sums are made of them.
     momentum_buffers: one a parameter if momentum is not zero; what they hold is ignored when `first_step`.
-    `offset` must differ between any two calls under one seed.
+    (seed, offset): the step's key; starts: the number of each parameter's first element in its noise (see noise.py),
+    None where these are all parameters.
     """
     if bool(momentum) != bool(momentum_buffers):
         raise ValueError("momentum_buffers go with momentum: give one buffer a parameter, or neither")
@@ -116,7 +119,7 @@ def fused_sgd_(
         param.copy_(values.sub(grad, alpha=lr))
 
     columns = [params, sums, momentum_buffers] if momentum else [params, sums]
-    _update(_sgd_kernel, columns, launch, fallback, factors, grad_scale, noise_std, seed, offset, backend)
+    _update(_sgd_kernel, columns, launch, fallback, factors, grad_scale, noise_std, (seed, offset), starts, backend)
 
 
 def fused_adam_(
@@ -139,13 +142,15 @@ def fused_adam_(
     noise_std: float = 0.0,
     seed: int = 0,
     offset: int = 0,
+    starts: Sequence[int] | None = None,
     backend: Backend = "auto",
 ) -> None:
     """torch.optim.Adam, or AdamW if decoupled_weight_decay, on grad = (sum + noise)·grad_scale, in place.
 
     factors: (B,); then `sums` holds per-sample gradients, (B, *shape) each, and the sums are made of them.
     `step` counts from 1, this step included. max_exp_avg_sqs: one a parameter if `amsgrad`.
-    `offset` must differ between any two calls under one seed.
+    (seed, offset): the step's key; starts: the number of each parameter's first element in its noise (see noise.py),
+    None where these are all parameters.
     """
     if amsgrad != bool(max_exp_avg_sqs):
         raise ValueError("max_exp_avg_sqs go with amsgrad: give one tensor a parameter, or neither")
@@ -198,7 +203,7 @@ def fused_adam_(
         param.copy_(values.addcdiv_(first, (second.sqrt() / root_correction).add_(eps), value=-step_size))
 
     columns = [params, sums, exp_avgs, exp_avg_sqs, *([max_exp_avg_sqs] if amsgrad else [])]
-    _update(_adam_kernel, columns, launch, fallback, factors, grad_scale, noise_std, seed, offset, backend)
+    _update(_adam_kernel, columns, launch, fallback, factors, grad_scale, noise_std, (seed, offset), starts, backend)
 
 
 def _update(
@@ -209,24 +214,24 @@ def _update(
     factors: Tensor | None,
     grad_scale: float,
     noise_std: float,
-    seed: int,
-    offset: int,
+    key: tuple[int, int],
+    starts: Sequence[int] | None,
     backend: Backend,
 ) -> None:
     """Hand each parameter to the kernel or to the fallback."""
     params, sums, *states = columns
     if factors is not None:
         factors = checked_factors(factors, sums)
-    starts = noise_starts(params)
-    launches, left = list_launches(columns, starts, seed, offset, backend, stacked=None if factors is None else 1)
+    starts = noise_starts(params) if starts is None else starts
+    launches, left = list_launches(columns, starts, *key, backend, stacked=None if factors is None else 1)
     for listed in launches:
         with launch_on(listed.device):
             launch(listed, factors)
         # Autograd cannot see that a kernel wrote to them.
         torch.autograd.graph.increment_version([params[i] for i in listed.members])
         announce(partial(_described, kernel.__name__, columns, factors, listed.members))
-    stream = HostStream(seed, offset, starts[-1] + params[-1].numel() if left else 0)
-    for i in left:
+    stream = HostStream(*key, [(starts[i], params[i].numel()) for i in left])
+    for i in sorted(left, key=starts.__getitem__):
         param, total = params[i], sums[i]
         dtype = torch.promote_types(torch.promote_types(param.dtype, total.dtype), torch.float32)
         if factors is not None:

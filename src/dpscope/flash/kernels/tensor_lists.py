@@ -1,8 +1,8 @@
 """One launch over a list of tensors: a table of pointers, and programs that find their tensor in it.
 
 Each tensor is cut into chunks; chunk_starts[i] is the number of chunks before tensor i, and program n belongs to the
-last tensor whose start is at most n. Elements are numbered through the whole list, each tensor starting at a multiple
-of four: the number is what the noise stream is indexed by (see philox_noise), so no two elements share a random number.
+last tensor whose start is at most n. Elements are numbered, each tensor starting at a multiple of four: the number is
+what the noise is indexed by (see noise.py), so no two elements share a random number.
 
 The host's work is a few numbers a tensor: what follows from sizes alone is made once and stays on the device, pointers
 travel in one copy.
@@ -39,9 +39,14 @@ CUT = Cut(chunk=16384, block=1024)
 _SHAPE, _DTYPE, _DEVICE = attrgetter("shape"), attrgetter("dtype"), attrgetter("device")
 
 
-def noise_starts(tensors: Sequence[Tensor]) -> list[int]:
-    """The number of each tensor's first element in the list's noise stream."""
-    return [0, *accumulate((size + 3) // 4 * 4 for size in map(Tensor.numel, tensors))][: len(tensors)]
+def noise_starts(tensors: Sequence[Tensor], first: int = 0) -> list[int]:
+    """The number of each tensor's first element where they are numbered one after the other from `first` on."""
+    return [first, *accumulate(map(noise_span, tensors), initial=first)][1 : len(tensors) + 1]
+
+
+def noise_span(tensor: Tensor) -> int:
+    """Numbers that a tensor takes up."""
+    return (tensor.numel() + 3) // 4 * 4
 
 
 def as_word(value: int) -> int:
@@ -80,8 +85,8 @@ def list_launches(
 
     `columns`: lists of equally many tensors, tensors of one index of equal shape and on one device; the parameters
     first, then gradients and state. `stacked`: the column whose tensors hold such a tensor for every sample, one after
-    the other. `starts`: noise_starts of the list. Tensors of equal dtypes and alignment share a launch. Loops are over
-    whole columns: this runs on the host in every step.
+    the other. `starts`: the number of each tensor's first element. Tensors of equal dtypes and alignment share a
+    launch. Loops are over whole columns: this runs on the host in every step.
     """
     sizes = _common_sizes(columns, stacked)
     pointers = [list(map(Tensor.data_ptr, column)) for column in columns]

@@ -8,7 +8,7 @@ import torch
 from dpscope.flash.kernels.fused_update import fused_adam_, fused_sgd_
 from dpscope.flash.kernels.gram_norms import GramUnit, gram_norms_squared
 from dpscope.flash.kernels.kept_gradients import kept_norms_squared, kept_sums
-from dpscope.flash.kernels.philox_noise import add_noise_
+from dpscope.flash.kernels.noise import add_noise_
 from dpscope.flash.kernels.sample_sums import layer_norm_sums
 from dpscope.flash.kernels.scaled_sum import scaled_sums
 from dpscope.vocabulary import families

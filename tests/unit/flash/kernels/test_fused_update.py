@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dpscope.flash.kernels.fused_update import fused_adam_, fused_sgd_
-from dpscope.flash.kernels.philox_noise import philox_normal
+from dpscope.flash.kernels.noise import noise_values
 from dpscope.flash.kernels.tensor_lists import noise_starts
 from tests.unit.flash.kernels import kernel_references as reference
 
@@ -31,7 +31,7 @@ def zeros(dtype: torch.dtype = torch.float32) -> list[Tensor]:
 def noisy(sums: list[Tensor], std: float, scale: float, seed: int, offset: int) -> list[Tensor]:
     """What the update should see, with the noise materialised."""
     return [
-        (s.float() + std * philox_normal(s.shape, seed, offset, first=first, backend="torch")) * scale
+        (s.float() + std * noise_values(s.shape, seed, offset, first=first, backend="torch")) * scale
         for s, first in zip(sums, noise_starts(sums), strict=True)
     ]
 

@@ -1,21 +1,13 @@
-"""The noise: one counter-based stream of standard normals, the same from every kernel, from torch, and on every device.
+"""The noise of a step: element i has the standard normal z_i, a function of the step's key and of i alone.
 
-Philox 4×32-10 with key = seed (64 bits) and counter = (element // 4: 64 bits, offset: 64 bits) gives four 32-bit words
-w0…w3 for four neighbouring elements. Its own two words get the offset once more (w2, w3 ← w2, w3 ⊕ offset), and
-Box-Muller makes the words normal:
+A key is (seed, offset), drawn once a step (`NoiseSource`); i numbers the elements of all parameters of the optimizer in
+their order, each parameter from a multiple of four on (`noise_starts`), elements of a tensor in the order of their
+indices. z_i is the i mod 4-th normal of the generator's block i // 4 (philox.py). Everything that adds this noise (the
+kernel here, the fused update's, and torch where they do not serve, on any device) reads the same z_i, to the rounding
+of ln, sin and cos: how parameters are grouped into launches, which of them come at all, and on which device they are
+does not change it. `secure_mode` of Opacus has a noise of its own.
 
-    u = (w0 + ½)·2⁻³²,  r = √(-2 ln u),  θ = 2π·w1·2⁻³²:   z0 = r cos θ,  z1 = r sin θ;  z2, z3 from w2, w3 alike.
-
-`element` runs through a whole list of tensors (tensor_lists.noise_starts). No two calls may share (seed, offset),
-however many elements they have: then no counter is ever used twice. Given both, the values are reproducible; between
-devices they agree to the rounding of ln, sin and cos.
-
-Seed and offset together are 128 bits of secret. Philox under one key is a permutation that anyone can run backwards:
-without the ⊕, four known words and a guess of the 64-bit seed would give the offset, a search among 2⁶⁴. With it a
-guess of the seed tells nothing until the offset is guessed too: a search among 2¹²⁸.
-
-What it is not: Philox passes the statistical tests in use (BigCrush) but is no cryptographic generator, and the normals
-end at |z| = √(2·33·ln 2) = 6.8. Both hold for the generators deep-learning frameworks use by default.
+No element may be used twice under one key: two updates that share a number of the noise give it away.
 """
 
 # Kernels are typed by Triton, not by Python.
@@ -24,12 +16,14 @@ end at |z| = √(2·33·ln 2) = 6.8. Both hold for the generators deep-learning 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from dpscope.flash.kernels.philox import normal_block, normals
 from dpscope.flash.kernels.tensor_lists import (
     as_word,
     chunk_size,
@@ -43,13 +37,12 @@ from dpscope.flash.kernels.triton_runtime import Backend, jit, launch_on, tl
 from dpscope.vocabulary.families import NOISE
 from dpscope.vocabulary.launches import Launch, announce
 
-_WORD = 2**32 - 1
 # Elements of noise torch makes at a time: the words stay in cache. 13 ns an element on one core of an AMD EPYC
 # (2026-11-15), 17 ns with 2¹⁶; shared between tensors, because a call costs 200 µs however few they are.
 _WINDOW = 2**17
 
 
-def philox_normal(
+def noise_values(
     shape: Sequence[int],
     seed: int,
     offset: int,
@@ -58,7 +51,7 @@ def philox_normal(
     first: int = 0,
     backend: Backend = "auto",
 ) -> Tensor:
-    """Elements first, first+1, … of the stream (seed, offset) as a float32 tensor. `first` is a multiple of four."""
+    """z of the elements first, first+1, … under the key (seed, offset), float32. `first` is a multiple of four."""
     if first % 4:
         raise ValueError(f"first must be a multiple of four, got {first}")
     values = torch.zeros(tuple(shape), dtype=torch.float32, device=device)
@@ -73,10 +66,14 @@ def add_noise_(
     seed: int,
     offset: int,
     *,
+    starts: Sequence[int] | None = None,
     backend: Backend = "auto",
 ) -> None:
-    """g ← (g + std·z)·scale in place for every tensor of the list, without a full-size temporary."""
-    _add(tensors, noise_starts(tensors), std, scale, seed, offset, backend)
+    """g ← (g + std·z)·scale in place for every tensor of the list, without a full-size temporary.
+
+    starts: the number of each tensor's first element, a multiple of four; None where the list is all there is.
+    """
+    _add(tensors, noise_starts(tensors) if starts is None else starts, std, scale, seed, offset, backend)
 
 
 @torch.no_grad()
@@ -102,8 +99,8 @@ def _add(
                 num_warps=8,
             )
         announce(partial(_described, tensors, launch.members))
-    stream = HostStream(seed, offset, starts[-1] + tensors[-1].numel() if left else 0)
-    for i in left:
+    stream = HostStream(seed, offset, [(starts[i], tensors[i].numel()) for i in left])
+    for i in sorted(left, key=starts.__getitem__):
         for part, first in chunks(tensors[i]):
             wide = part.to(torch.promote_types(part.dtype, torch.float32), copy=True)
             if std:
@@ -117,26 +114,6 @@ def _described(tensors: Sequence[Tensor], members: Sequence[int]) -> Launch:
 
 
 # -- Triton ------------------------------------------------------------------------------------------------------------
-
-
-@jit
-def normal_block(seed, offset, element, SIZE: tl.constexpr):
-    """SIZE normals for elements [element, element + SIZE); element is a multiple of four, seed and offset int64."""
-    block = element // 4 + tl.arange(0, SIZE // 4).to(tl.int64)
-    low = block.to(tl.uint32)
-    offset_low = low * 0 + offset.to(tl.uint32)
-    offset_high = low * 0 + (offset >> 32).to(tl.uint32)
-    w0, w1, w2, w3 = tl.philox(seed, low, (block >> 32).to(tl.uint32), offset_low, offset_high)
-    z0, z1 = _box_muller(w0, w1)
-    z2, z3 = _box_muller(w2 ^ offset_low, w3 ^ offset_high)
-    return tl.interleave(tl.interleave(z0, z2), tl.interleave(z1, z3))
-
-
-@jit
-def _box_muller(a, b):
-    radius = tl.sqrt(-2.0 * tl.log((a.to(tl.float32) + 0.5) * 2.3283064365386963e-10))
-    angle = b.to(tl.float32) * 1.4629180792671596e-09  # 2π·2⁻³²
-    return radius * tl.cos(angle), radius * tl.sin(angle)
 
 
 @partial(jit, do_not_specialize=("n_tensors", "steps"))
@@ -181,13 +158,21 @@ def chunks(tensor: Tensor) -> Iterator[tuple[Tensor, int]]:
 
 
 class HostStream:
-    """Elements [0, end) of the stream (seed, offset), made a window at a time for tensors that ask in their order."""
+    """z under the key (seed, offset), made by torch a window at a time, for tensors that ask in the order of elements.
 
-    def __init__(self, seed: int, offset: int, end: int) -> None:
+    spans: (first element, number of elements) of those that will ask. A window goes on into the next of them where the
+    elements do.
+    """
+
+    def __init__(self, seed: int, offset: int, spans: Sequence[tuple[int, int]]) -> None:
         self.seed, self.offset = as_word(seed), as_word(offset)
-        self.end = end
         self.first = 0
         self.window = torch.empty(0)
+        self._stretches: list[tuple[int, int]] = []  # (begin, end) of stretches without a gap
+        for start, count in sorted(spans):
+            goes_on = self._stretches and start - self._stretches[-1][1] < 4
+            begin = self._stretches.pop()[0] if goes_on else start
+            self._stretches.append((begin, start + count))
 
     def normals(self, start: int, like: Tensor) -> Tensor:
         """One float32 normal for each element of `like`, the first of which has the number `start`."""
@@ -196,35 +181,9 @@ class HostStream:
         count = like.numel()
         inside = self.first <= start and start + count <= self.first + self.window.numel()
         if not inside or self.window.device != like.device:
+            _, end = self._stretches[bisect_right(self._stretches, (start, math.inf)) - 1]
             self.first = start
-            size = max(count, min(_WINDOW, self.end - start))
+            size = max(count, min(_WINDOW, end - start))
             block = torch.arange(start // 4, start // 4 + -(-size // 4), dtype=torch.int64, device=like.device)
-            self.window = _normals(block, self.seed, self.offset)
+            self.window = normals(block, self.seed, self.offset)
         return self.window[start - self.first :][:count].view(like.shape)
-
-
-def _normals(block: Tensor, seed: int, offset: int) -> Tensor:
-    """The four normals of each block, in order, float32."""
-    w0, w1, w2, w3 = _philox(block, seed, offset)
-    w2, w3 = w2 ^ (offset & _WORD), w3 ^ ((offset >> 32) & _WORD)
-    return torch.stack([*_box_muller_torch(w0, w1), *_box_muller_torch(w2, w3)], dim=1).view(-1)
-
-
-def _philox(block: Tensor, seed: int, offset: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Ten rounds on 32-bit words held in int64; a product's high word survives the wrap-around of int64."""
-    c0, c1 = block & _WORD, (block >> 32) & _WORD
-    c2, c3 = torch.full_like(block, offset & _WORD), torch.full_like(block, (offset >> 32) & _WORD)
-    k0, k1 = seed & _WORD, (seed >> 32) & _WORD
-    for _ in range(10):
-        right, left = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        torch.bitwise_right_shift(left, 32, out=c0).bitwise_and_(_WORD).bitwise_xor_(c1).bitwise_xor_(k0)
-        torch.bitwise_right_shift(right, 32, out=c2).bitwise_and_(_WORD).bitwise_xor_(c3).bitwise_xor_(k1)
-        c1, c3 = left.bitwise_and_(_WORD), right.bitwise_and_(_WORD)
-        k0, k1 = (k0 + 0x9E3779B9) & _WORD, (k1 + 0xBB67AE85) & _WORD
-    return c0, c1, c2, c3
-
-
-def _box_muller_torch(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    radius = ((a.float() + 0.5) * 2.0**-32).log_().mul_(-2.0).sqrt_()
-    angle = b.float() * (2.0 * math.pi * 2.0**-32)
-    return radius * angle.cos(), radius * angle.sin()

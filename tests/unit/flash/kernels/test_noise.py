@@ -1,4 +1,4 @@
-"""philox_normal and add_noise_: standard normals, reproducible, never reused."""
+"""noise_values and add_noise_: standard normals, reproducible, never reused."""
 
 from __future__ import annotations
 
@@ -7,36 +7,36 @@ import math
 import pytest
 import torch
 
-from dpscope.flash.kernels import philox_noise
-from dpscope.flash.kernels.philox_noise import add_noise_, philox_normal
+from dpscope.flash.kernels import noise, philox
+from dpscope.flash.kernels.noise import add_noise_, noise_values
 from dpscope.flash.kernels.tensor_lists import noise_starts
 
 
 def test_the_generator_is_philox_4x32_10() -> None:
     """Known answers published with Random123 (Salmon et al. 2011)."""
-    zeros = philox_noise._philox(torch.tensor([0]), 0, 0)
+    zeros = philox._philox(torch.tensor([0]), 0, 0)
     assert [int(word) for word in zeros] == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
-    ones = philox_noise._philox(torch.tensor([-1]), -1, -1)
+    ones = philox._philox(torch.tensor([-1]), -1, -1)
     assert [int(word) for word in ones] == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
 
 
 @pytest.mark.parametrize(("seed", "offset", "first"), [(0, 0, 0), (2**63 + 5, 7, 4), (-3, 2**40 + 1, 2**36)])
 def test_every_backend_gives_the_same_stream(seed: int, offset: int, first: int, backend: str) -> None:
     """Up to the rounding of ln, sin and cos: a few units in the last place of values up to seven."""
-    got = philox_normal((5001,), seed, offset, first=first, backend=backend)
-    expected = philox_normal((5001,), seed, offset, first=first, backend="torch")
+    got = noise_values((5001,), seed, offset, first=first, backend=backend)
+    expected = noise_values((5001,), seed, offset, first=first, backend="torch")
     torch.testing.assert_close(got, expected, rtol=0, atol=5e-6)
 
 
 def test_the_stream_continues_where_first_says(backend: str) -> None:
-    whole = philox_normal((9000,), 1, 2, backend=backend)
-    part = philox_normal((900,), 1, 2, first=8000, backend=backend)
+    whole = noise_values((9000,), 1, 2, backend=backend)
+    part = noise_values((900,), 1, 2, first=8000, backend=backend)
     assert torch.equal(whole[8000:8900], part)
 
 
 def test_moments_are_those_of_a_standard_normal(backend: str) -> None:
     """n = 2¹⁶: mean, variance, skewness and excess kurtosis within five of their standard errors."""
-    z = philox_normal((2**16,), 11, 3, backend=backend).double()
+    z = noise_values((2**16,), 11, 3, backend=backend).double()
     n = z.numel()
     for moment, expected, variance in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)):
         assert abs((z**moment).mean() - expected) < 5 * math.sqrt(variance / n)
@@ -44,7 +44,7 @@ def test_moments_are_those_of_a_standard_normal(backend: str) -> None:
 
 def test_the_distribution_is_normal(backend: str) -> None:
     """Kolmogorov-Smirnov distance under 1.95/√n, its 0.1% point."""
-    z = philox_normal((2**15,), 5, 1, backend=backend).double().sort().values
+    z = noise_values((2**15,), 5, 1, backend=backend).double().sort().values
     n = z.numel()
     uniform = torch.special.ndtr(z)
     ranks = torch.arange(1, n + 1, dtype=torch.float64)
@@ -57,14 +57,14 @@ def test_the_distribution_is_normal(backend: str) -> None:
 )
 def test_other_seeds_steps_and_elements_are_independent(other: dict[str, int], backend: str) -> None:
     """Correlation of n = 2¹⁵ pairs, and of their squares, within five standard errors of zero."""
-    z = philox_normal((2**15,), 7, 3, backend=backend).double()
-    y = philox_normal((2**15,), **other, backend=backend).double()
+    z = noise_values((2**15,), 7, 3, backend=backend).double()
+    y = noise_values((2**15,), **other, backend=backend).double()
     assert abs((z * y).mean()) < 5 / math.sqrt(z.numel())
     assert abs(((z**2 - 1) * (y**2 - 1)).mean()) < 5 * 2 / math.sqrt(z.numel())
 
 
 def test_neighbouring_elements_are_uncorrelated(backend: str) -> None:
-    z = philox_normal((2**15,), 7, 3, backend=backend).double()
+    z = noise_values((2**15,), 7, 3, backend=backend).double()
     for lag in (1, 2, 3, 4):
         assert abs((z[lag:] * z[:-lag]).mean()) < 5 / math.sqrt(z.numel() - lag)
 
@@ -77,7 +77,7 @@ def test_add_noise_draws_from_one_stream_for_the_whole_list(dtype: torch.dtype, 
     after = [tensor.clone() for tensor in before]
     add_noise_(after, 2.0, 0.25, 9, 4, backend=backend)
     for old, new, first in zip(before, after, noise_starts(before), strict=True):
-        z = philox_normal(old.shape, 9, 4, first=first, backend="torch")
+        z = noise_values(old.shape, 9, 4, first=first, backend="torch")
         expected = ((old.float() + 2.0 * z) * 0.25).to(dtype)
         tolerance = 2**-7 if dtype == torch.bfloat16 else 1e-5  # one rounding, or the interpreter's truncation
         torch.testing.assert_close(new, expected, rtol=tolerance, atol=1e-5)
@@ -85,7 +85,7 @@ def test_add_noise_draws_from_one_stream_for_the_whole_list(dtype: torch.dtype, 
 
 def test_add_noise_to_tensors_that_are_not_contiguous() -> None:
     g = torch.randn(6, 5).T
-    expected = g + philox_normal(g.shape, 1, 1)
+    expected = g + noise_values(g.shape, 1, 1)
     add_noise_([g], 1.0, 1.0, 1, 1)
     torch.testing.assert_close(g, expected)
 
@@ -97,4 +97,19 @@ def test_tensors_of_one_list_never_share_an_element() -> None:
 
 def test_first_must_be_a_multiple_of_four() -> None:
     with pytest.raises(ValueError, match="multiple of four"):
-        philox_normal((3,), 0, 0, first=2)
+        noise_values((3,), 0, 0, first=2)
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 1, 0, 2], [2], [3, 0]])
+@pytest.mark.parametrize("window", [4, 2**17])
+def test_a_part_of_the_parameters_in_any_order_gets_its_own_noise(
+    order: list[int], window: int, backend: str, monkeypatch
+) -> None:
+    monkeypatch.setattr(noise, "_WINDOW", window)
+    whole = [torch.zeros(shape) for shape in [(3, 5), (301,), (1,), (7, 9)]]
+    starts = noise_starts(whole)
+    add_noise_(whole, 1.0, 1.0, 9, 4, backend=backend)
+    some = [torch.zeros_like(whole[i]) for i in order]
+    add_noise_(some, 1.0, 1.0, 9, 4, starts=[starts[i] for i in order], backend=backend)
+    for i, tensor in zip(order, some, strict=True):
+        assert torch.equal(tensor, whole[i])
