@@ -41,7 +41,7 @@ LAYERS = (
     ("cli",),
     ("__main__",),
 )
-ACYCLIC = ("vocabulary", "workloads", "results", "instruments", "trainers", "audit", "exactness", "runner")
+ACYCLIC = ("vocabulary", "workloads", "results", "instruments", "trainers", "audit", "exactness", "runner", "flash")
 
 DPSCOPE = str(Path(sys.executable).with_name("dpscope"))
 

@@ -21,6 +21,11 @@ _CLOSED = (nn.Module, type, ModuleType, FunctionType, MethodType, BuiltinFunctio
 
 Leaf = Tensor | PackedSequence
 
+KEEP_BATCH_FIRST = (
+    "flash clipping needs the batch as the first dimension of every layer's input; "
+    "keep it first and do not flatten it into others (a leading dimension of 1 is broadcast)"
+)
+
 
 def leaves_in(value: Any) -> list[Leaf]:
     """Tensors with at least one dimension, and packed sequences, in the order in which they are met."""

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dpscope.errors import UserError
-from dpscope.flash.taps import InstanceMethod
+from dpscope.flash.instance_method import InstanceMethod
 
 # Known by the names of their classes: torch's, Opacus's, and those of libraries that need not be installed. FSDP2's
 # fully_shard gives a module a class of its own that inherits from FSDPModule.

@@ -28,7 +28,8 @@ from dpscope.flash import layers
 from dpscope.flash.contributions import Contribution
 from dpscope.flash.distributed import ReplicaTap, refuse_distributed_model
 from dpscope.flash.explanation import Explanation, OpaqueUnit, describe_opaque, explain_slots
-from dpscope.flash.forward_passes import ForwardPasses
+from dpscope.flash.forward_passes import BatchSizeOf, ForwardPasses
+from dpscope.flash.instance_method import InstanceMethod
 from dpscope.flash.layers.opaque import OpaqueTap
 from dpscope.flash.memory_budget import MemoryBudget, MemoryLimit
 from dpscope.flash.microbatch import FactoredSum, MicroBatch, RunningSum
@@ -38,11 +39,9 @@ from dpscope.flash.paths import FORCEABLE, PathRules
 from dpscope.flash.running_sums import RunningSums
 from dpscope.flash.slots import Slot
 from dpscope.flash.step_state import Recorded, StepState
-from dpscope.flash.taps import InstanceMethod, RootTap, SharedCast, ZeroGradTap
+from dpscope.flash.taps import RootTap, SharedCast, ZeroGradTap
 
 LOSS_REDUCTIONS = ("mean", "sum")
-
-BatchSizeOf = Callable[[tuple[Any, ...], dict[str, Any]], int]  # of a call's args and kwargs
 
 
 class FlashEngine:
@@ -77,7 +76,6 @@ class FlashEngine:
         self.max_grad_norm = max_grad_norm
         self.loss_reduction = loss_reduction
         self.path_rules = PathRules(path, MemoryBudget(memory_budget, list(model.parameters())))
-        self.batch_size_of = batch_size_of
         self.loss_scale = loss_scale
 
         self.state = StepState()
@@ -86,7 +84,7 @@ class FlashEngine:
         self.factors: Tensor | None = None
         self.nonfinite_samples: Tensor | None = None
         self.refusal: type[UserError] = UserError  # what a model that is refused in forward is told by
-        self._attach()
+        self._attach(batch_size_of)
         # Stands in for the parameters in autograd's graph: every tapped call has it as an input.
         self.anchor = torch.zeros((), requires_grad=True, device="cpu")
         self._anchor_node = torch.autograd.graph.get_gradient_edge(self.anchor).node
@@ -106,7 +104,7 @@ class FlashEngine:
 
     # -- attaching ---------------------------------------------------------------------------------------------------
 
-    def _attach(self) -> None:
+    def _attach(self, batch_size_of: BatchSizeOf | None) -> None:
         model = self.model
         if any(isinstance(vars(module).get("forward"), InstanceMethod) for module in model.modules()):
             raise UserError("the model already has a FlashEngine attached; call its detach() first")
@@ -117,7 +115,14 @@ class FlashEngine:
         refuse_hooks(self._slots.values(), guards=0)
         units = layers.plan(model)
         self.running_sums = RunningSums(self._slots.values())
-        self.forwards = ForwardPasses(self, BufferWatch(model, [unit.module for unit in units if unit.opaque]))
+        self.forwards = ForwardPasses(
+            model,
+            self.state,
+            close=lambda: self.finish(),  # noqa: PLW0108  (looked up when called: trainers wrap it)
+            batch_size_of=batch_size_of,
+            budget=self.path_rules.budget,
+            buffers=BufferWatch(model, [unit.module for unit in units if unit.opaque]),
+        )
         self._taps: list[InstanceMethod] = []
         self._hooks: list[RemovableHandle] = []
         try:

@@ -8,22 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dpscope.errors import UserError
-from dpscope.flash.arguments import leaves_in, rows_of, signature
+from dpscope.flash.arguments import KEEP_BATCH_FIRST, leaves_in, rows_of, signature
 from dpscope.flash.distributed import refuse_ddp_forward
+from dpscope.flash.memory_budget import MemoryBudget
 from dpscope.flash.module_state import BufferWatch
-from dpscope.flash.rehearsal import KEEP_BATCH_FIRST, Rehearsal
-from dpscope.flash.rehearsal_run import Run
-from dpscope.flash.step_state import CLOSED
+from dpscope.flash.rehearsal import Rehearsal
+from dpscope.flash.rehearsal_run import Run, Sampled
+from dpscope.flash.step_state import CLOSED, StepState
 
-if TYPE_CHECKING:
-    from dpscope.flash.engine import FlashEngine
-    from dpscope.flash.taps import LayerTap, TapOfSamples
+BatchSizeOf = Callable[[tuple[Any, ...], dict[str, Any]], int]  # of a call's args and kwargs
+
+
+class SampledLayer(Sampled, Protocol):
+    def admit(self, x: Tensor) -> None:
+        """Raise where x has no room for a batch dimension in front."""
 
 
 def in_backward() -> bool:
@@ -32,14 +36,28 @@ def in_backward() -> bool:
 
 
 class ForwardPasses:
-    def __init__(self, engine: FlashEngine, buffers: BufferWatch) -> None:
-        self.engine = engine
-        self.state = engine.state
+    """`close`: closes the micro-batch, adding its sums to those before it."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        state: StepState,
+        *,
+        close: Callable[[], None],
+        batch_size_of: BatchSizeOf | None,
+        budget: MemoryBudget,
+        buffers: BufferWatch,
+    ) -> None:
+        self.model = model
+        self.state = state
+        self.batch_size_of = batch_size_of
         self.run: Run | None = None  # of a rehearsal
+        self._budget = budget
+        self._close = close
         self._buffers = buffers
         self._depth = 0  # of calls of the root's forward
         self._rehearsed: set[Any] = set()  # ways in which the root was called
-        self._unknown: list[tuple[TapOfSamples, int, bool]] = []  # calls of this forward that no rehearsal has seen
+        self._unknown: list[tuple[Sampled, int, bool]] = []  # calls of this forward that no rehearsal has seen
 
     @contextmanager
     def rehearsing(self, run: Run) -> Iterator[None]:
@@ -54,7 +72,7 @@ class ForwardPasses:
     def _close_recorded(self) -> None:
         """A forward pass after a backward pass begins a new micro-batch."""
         if self.state.recorded and not in_backward():
-            self.engine.finish()
+            self._close()
 
     # -- the root ----------------------------------------------------------------------------------------------------
 
@@ -65,12 +83,12 @@ class ForwardPasses:
         again = in_backward()
         size = self._count(args, kwargs)
         if self.state.micro_batch is CLOSED:
-            self.engine.path_rules.budget.begin_forward()
+            self._budget.begin_forward()
         self.state.open(size, in_backward=again)
         outermost = self._depth == 0
         failure: Exception | None = None
         if outermost and not again and size > 1:
-            way = signature((args, kwargs, self.engine.model.training))
+            way = signature((args, kwargs, self.model.training))
             if way not in self._rehearsed:
                 failure = self._rehearse(forward, args, kwargs, size)
                 self._rehearsed.add(way)
@@ -93,8 +111,8 @@ class ForwardPasses:
 
     def _count(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """The number of samples of a call."""
-        if self.engine.batch_size_of is not None:
-            return self.engine.batch_size_of(args, kwargs)
+        if self.batch_size_of is not None:
+            return self.batch_size_of(args, kwargs)
         leaves = leaves_in((args, kwargs))
         if not leaves:
             raise UserError(
@@ -115,7 +133,7 @@ class ForwardPasses:
             return output
 
         if size:
-            Rehearsal(self, observed, args, kwargs, size).run_with_others()
+            self._rehearsal(observed, args, kwargs, size).run_with_others()
         for index, path in enumerate(paths):
             self._buffers.judge(path, [values[index] for values in seen])
 
@@ -124,14 +142,20 @@ class ForwardPasses:
     ) -> Exception | None:
         """What kept the rehearsal from being run, if something did."""
         try:
-            Rehearsal(self, forward, args, kwargs, size).judge()
+            self._rehearsal(forward, args, kwargs, size).judge()
         except (UserError, torch.OutOfMemoryError):
             raise
         except Exception as error:
             return error
         return None
 
-    def _settle(self, unknown: list[tuple[TapOfSamples, int, bool]], failure: Exception | None) -> None:
+    def _rehearsal(
+        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], size: int
+    ) -> Rehearsal:
+        in_any_dim = self.batch_size_of is not None
+        return Rehearsal(self.model, self.rehearsing, forward, args, kwargs, size, in_any_dim=in_any_dim)
+
+    def _settle(self, unknown: list[tuple[Sampled, int, bool]], failure: Exception | None) -> None:
         for tap, dim, shared in unknown:
             if dim not in (tap.shared if shared else tap.known):
                 reason = f"the forward could not be run again to find out: {failure}" if failure else "it changes"
@@ -145,7 +169,7 @@ class ForwardPasses:
 
     # -- layers ------------------------------------------------------------------------------------------------------
 
-    def admit(self, tap: LayerTap, x: Tensor) -> Tensor:
+    def admit(self, tap: SampledLayer, x: Tensor) -> Tensor:
         """Check a layer's input where it is not the usual one: a new micro-batch, a broadcast input, a wrong shape."""
         self._close_recorded()
         if torch._C._functorch.maybe_get_level(x) > 0:
@@ -165,12 +189,12 @@ class ForwardPasses:
         self.admit_unit(tap, x.dim(), shared=shared)
         return x.expand(batch, *x.shape[1:]) if shared else x
 
-    def batch_for(self, tap: TapOfSamples, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    def batch_for(self, tap: Sampled, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """The number of samples, which the root's forward tells; outside of it, `batch_size_of`."""
         self._close_recorded()
         known = self._size()
-        if self._depth == 0 and self.engine.batch_size_of is not None and not in_backward():
-            size = self.engine.batch_size_of(args, kwargs)
+        if self._depth == 0 and self.batch_size_of is not None and not in_backward():
+            size = self.batch_size_of(args, kwargs)
             if known not in (None, size):
                 raise UserError(
                     f"{tap.name} was called with {size} samples after a forward pass of {known}: forward "
@@ -186,13 +210,13 @@ class ForwardPasses:
             )
         return known
 
-    def admit_unit(self, tap: TapOfSamples, dim: int, *, shared: bool) -> None:
+    def admit_unit(self, tap: Sampled, dim: int, *, shared: bool) -> None:
         """Lets a call pass whose rows are known to be samples; any other has to be rehearsed after the forward."""
         if self.run is not None or (self._size() or 0) < 2 or dim in (tap.shared if shared else tap.known):
             return
         if self._depth:
             self._unknown.append((tap, dim, shared))
-        elif self.engine.batch_size_of is None or shared:
+        elif self.batch_size_of is None or shared:
             raise UserError(
                 f"{tap.name} was called outside of the model's own forward with what was not seen there: whether its "
                 "rows are the samples is not known; call the model itself"

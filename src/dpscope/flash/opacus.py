@@ -33,7 +33,8 @@ from torch.utils.hooks import RemovableHandle
 from dpscope.errors import UserError
 from dpscope.flash import layers
 from dpscope.flash.distributed import refuse_distributed_model
-from dpscope.flash.engine import BatchSizeOf, FlashEngine
+from dpscope.flash.engine import FlashEngine
+from dpscope.flash.forward_passes import BatchSizeOf
 from dpscope.flash.memory_budget import MemoryLimit, check_limit
 from dpscope.flash.private_optimizer import DPFlashOptimizer
 from dpscope.flash.taps import RootTap
@@ -106,7 +107,7 @@ class PrivacyEngine(OpacusPrivacyEngine):
             raise
         hooks, self._prepared = self._prepared, None
         self.flash_engine = engine = optimizer.engine
-        engine.batch_size_of = batch_size_of
+        engine.forwards.batch_size_of = batch_size_of
         engine.path_rules.budget.limit = memory_budget
         engine.remove_on_detach(_accept_opacus_names(module))
         _warn_of_untrained(engine, optimizer)

@@ -22,23 +22,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dpscope.errors import UserError
-from dpscope.flash.arguments import Leaf, leaves_in, replace_leaves, rows_of, take
-from dpscope.flash.rehearsal_run import EVERY_OUTPUT, Key, OutputOf, Run, Seen, untouched
-
-if TYPE_CHECKING:
-    from dpscope.flash.forward_passes import ForwardPasses
-    from dpscope.flash.taps import TapOfSamples
-
-KEEP_BATCH_FIRST = (
-    "flash clipping needs the batch as the first dimension of every layer's input; "
-    "keep it first and do not flatten it into others (a leading dimension of 1 is broadcast)"
-)
+from dpscope.flash.arguments import KEEP_BATCH_FIRST, Leaf, leaves_in, replace_leaves, rows_of, take
+from dpscope.flash.rehearsal_run import EVERY_OUTPUT, Key, OutputOf, Run, Sampled, Seen, untouched
 
 _ADVICE = (
     "Flash clipping needs the batch as the first dimension of every layer's input, samples unmixed; positions and "
@@ -53,30 +45,38 @@ _HALF_ROUNDING = 5e-2
 
 
 class Rehearsal:
-    """Of one call of the root's forward with `batch` samples."""
+    """Of one call of the root's forward with `batch` samples.
+
+    rehearsing  a context in which taps tell a run what they are given
+    in_any_dim  whether an argument may have its samples in another dimension than the first
+    """
 
     def __init__(
         self,
-        forwards: ForwardPasses,
+        model: nn.Module,
+        rehearsing: Callable[[Run], AbstractContextManager[None]],
         forward: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         batch: int,
+        *,
+        in_any_dim: bool,
     ) -> None:
-        self.forwards = forwards
-        self.engine = forwards.engine
+        self.model = model
+        self.rehearsing = rehearsing
+        self.in_any_dim = in_any_dim
         self.forward = forward
         self.call = (args, kwargs)
         self.batch = batch
         self.row = 0  # the sample that is changed
         self.shifted = False  # whether the runs are with the outputs of all layers changed
-        self.devices = list({p.device for p in self.engine.parameters if p.device.type == "cuda"})
+        self.devices = list({p.device for p in model.parameters() if p.device.type == "cuda"})
         self.sampled: dict[int, int] = {}  # arguments that hold a row for each sample: their id -> dimension
         self._content: Run | None = None
 
     def _sampled_leaves(self) -> dict[int, int]:
         found = {id(leaf): 0 for leaf in leaves_in(self.call) if rows_of(leaf) == self.batch}
-        if not found and self.engine.batch_size_of is not None:
+        if not found and self.in_any_dim:
             tensors = [leaf for leaf in leaves_in(self.call) if isinstance(leaf, Tensor) and self.batch in leaf.shape]
             found = {id(leaf): leaf.shape.index(self.batch) for leaf in tensors}
         return found
@@ -96,9 +96,9 @@ class Rehearsal:
 
         args, kwargs = replace_leaves(self.call, chosen)
         with (
-            self.forwards.rehearsing(run),
+            self.rehearsing(run),
             torch.no_grad(),
-            untouched(self.engine.model, self.devices),
+            untouched(self.model, self.devices),
             warnings.catch_warnings(),
         ):
             warnings.simplefilter("ignore")
@@ -314,7 +314,7 @@ class Rehearsal:
 
     # -- refusing ----------------------------------------------------------------------------------------------------
 
-    def _given(self, tap: TapOfSamples, plain: Run) -> str:
+    def _given(self, tap: Sampled, plain: Run) -> str:
         shape = next(seen.shape for (each, _), seen in plain.seen.items() if each is tap)
         turned = " (made with batch_first=False)" if getattr(tap.module, "batch_first", True) is False else ""
         return f"{tap.name}{turned} was given a tensor of shape {shape} in a batch of {self.batch} samples"
@@ -354,7 +354,7 @@ class Rehearsal:
             f"{_ADVICE}"
         )
 
-    def _refuse_shared(self, tap: TapOfSamples) -> None:
+    def _refuse_shared(self, tap: Sampled) -> None:
         raise UserError(
             f"{tap.name} was given a tensor with one row for all {self.batch} samples, and its output is not simply "
             "broadcast over them: a sample's share of its gradient cannot be told; give it a row for each sample "

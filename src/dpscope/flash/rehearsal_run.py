@@ -8,26 +8,35 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from dpscope.flash.module_state import ModuleState
 
-if TYPE_CHECKING:
-    from dpscope.flash.taps import TapOfSamples
-
 Key = tuple[Any, int]  # a tap, OutputOf one, or None for the model's output; and the how-many-th of its tensors
 EVERY_OUTPUT: frozenset[Key] = frozenset([(None, -1)])  # `keep` of a run whose outputs are all wanted
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Sampled(Protocol):
+    """A module whose input has a row for each sample (`known`), or one for all of them (`shared`).
+
+    Both hold numbers of dimensions of x for which that was found out.
+    """
+
+    name: str
+    module: nn.Module
+    known: set[int]
+    shared: set[int]
 
 
 @dataclass(eq=False)
 class OutputOf:
     """Stands where a tap would, for what a unit of several operations gives back."""
 
-    unit: TapOfSamples
+    unit: Sampled
 
 
 @dataclass
@@ -62,9 +71,7 @@ class Run:
         self.seen: dict[Key, Seen] = {}
         self._counts: Counter[Any] = Counter()
 
-    def see(
-        self, tap: TapOfSamples | OutputOf | None, x: Tensor, dims: tuple[int, ...], *, shared: bool = False
-    ) -> None:
+    def see(self, tap: Sampled | OutputOf | None, x: Tensor, dims: tuple[int, ...], *, shared: bool = False) -> None:
         key = (tap, self._counts[tap])
         self._counts[tap] += 1
         dims = tuple(dim for dim in dims if x.dim() > dim and x.shape[dim] == self.batch)
@@ -73,7 +80,7 @@ class Run:
         if key in self.keep or (tap is None and self.keep is EVERY_OUTPUT):
             seen.value = x.detach().clone()
 
-    def answer(self, tap: TapOfSamples, y: Tensor, dim: int = 0, *, shared: bool = False) -> Tensor:
+    def answer(self, tap: Sampled, y: Tensor, dim: int = 0, *, shared: bool = False) -> Tensor:
         """What stands for a layer's output: one row for all samples becomes B rows, and `row` is changed."""
         if y.dim() <= dim:
             return y

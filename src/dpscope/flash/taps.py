@@ -1,65 +1,49 @@
-"""Taps: what stands in for a module's forward while an engine is attached.
-
-A tap lives in the module's instance dictionary under `forward`. The module keeps its class, its names and its
-state_dict; pickling or copying it gives an ordinary module, because a tap reduces to the forward it stands in for.
-"""
+"""Taps: what stands in for a module's forward while an engine is attached."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from dpscope.errors import UserError
-from dpscope.flash.contributions import Kept
-from dpscope.flash.rehearsal import KEEP_BATCH_FIRST
-
-if TYPE_CHECKING:
-    from dpscope.flash.engine import FlashEngine
-    from dpscope.flash.rehearsal_run import Run
-
-
-class InstanceMethod:
-    """A callable that stands in a module's instance dictionary for the method `attribute`, until `restore()`."""
-
-    attribute: ClassVar[str] = "forward"
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.replaced = vars(module).get(self.attribute)
-        self.original = getattr(module, self.attribute)
-        self.__wrapped__ = self.original  # so that inspect.signature(model.forward) stays what it was
-        self.__doc__ = self.original.__doc__
-        self.__name__ = self.attribute
-
-    def install(self) -> None:
-        vars(self.module)[self.attribute] = self
-
-    def restore(self) -> None:
-        if self.replaced is None:
-            vars(self.module).pop(self.attribute, None)
-        else:
-            vars(self.module)[self.attribute] = self.replaced
-
-    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
-        # While a module is unpickled or copied its instance dictionary is still empty: this finds the class's method.
-        return (getattr, (self.module, self.attribute)) if self.replaced is None else (_itself, (self.replaced,))
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError
+from dpscope.flash.arguments import KEEP_BATCH_FIRST
+from dpscope.flash.contributions import Contribution, Kept
+from dpscope.flash.forward_passes import ForwardPasses
+from dpscope.flash.instance_method import InstanceMethod
+from dpscope.flash.paths import PathRules
+from dpscope.flash.rehearsal_run import Run
+from dpscope.flash.slots import Slot
+from dpscope.flash.step_state import StepState
 
 
-def _itself(value: Any) -> Any:
-    return value
+class Engine(Protocol):
+    """What taps ask of the engine they belong to."""
+
+    model: nn.Module
+    state: StepState
+    forwards: ForwardPasses
+    path_rules: PathRules
+    cast: SharedCast
+    anchor: Tensor
+    refusal: type[UserError]
+
+    def slot(self, parameter: Tensor | None) -> Slot: ...
+
+    def add(self, slot: Slot, contribution: Contribution) -> None: ...
+
+    def is_recording(self) -> bool: ...
+
+    def zero_grad(self, set_to_none: bool = True) -> bool: ...
 
 
 class RootTap(InstanceMethod):
     """The root's forward: tells the engine that a pass begins, and with how many samples."""
 
-    def __init__(self, engine: FlashEngine, module: nn.Module) -> None:
+    def __init__(self, engine: Engine, module: nn.Module) -> None:
         super().__init__(module)
         self.engine = engine
 
@@ -82,7 +66,7 @@ class ZeroGradTap(InstanceMethod):
 
     attribute = "zero_grad"
 
-    def __init__(self, engine: FlashEngine, module: nn.Module) -> None:
+    def __init__(self, engine: Engine, module: nn.Module) -> None:
         super().__init__(module)
         self.engine = engine
 
@@ -163,7 +147,7 @@ def refuse_replaced(module: str, key: str) -> NoReturn:
 class TapOfSamples(InstanceMethod):
     """A tap that needs to know where the samples are in what it is given."""
 
-    def __init__(self, engine: FlashEngine, name: str, module: nn.Module) -> None:
+    def __init__(self, engine: Engine, name: str, module: nn.Module) -> None:
         super().__init__(module)
         self.engine = engine
         self.name = name or type(module).__name__
@@ -186,7 +170,7 @@ class LayerTap(TapOfSamples):
     names: ClassVar[tuple[str, ...]] = ("weight", "bias")
     min_dim = 2  # of x, the batch dimension included
 
-    def __init__(self, engine: FlashEngine, name: str, module: nn.Module) -> None:
+    def __init__(self, engine: Engine, name: str, module: nn.Module) -> None:
         super().__init__(engine, name, module)
         self.parameters = module._parameters
         self.expected = [(key, module._parameters.get(key)) for key in self.names]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.nn.utils import parametrize
 
 from dpscope.flash.contributions import refuse_complex
+from dpscope.flash.instance_method import InstanceMethod
 from dpscope.flash.layers.conv import ConvTap
 from dpscope.flash.layers.embedding import EmbeddingTap, ScaledEmbeddingTap
 from dpscope.flash.layers.linear import LinearTap, TransposedLinearTap
@@ -18,12 +18,9 @@ from dpscope.flash.layers.opaque import OpaqueTap
 from dpscope.flash.layers.recurrent import RecurrentTap, is_recurrent
 from dpscope.flash.layers.refusals import RefusedTap, refusal_of, refuse_trained
 from dpscope.flash.layers.sample_dims import hides_samples_from_its_layers
-from dpscope.flash.taps import InstanceMethod, LayerTap
+from dpscope.flash.taps import Engine, LayerTap
 
-if TYPE_CHECKING:
-    from dpscope.flash.engine import FlashEngine
-
-MakeTap = Callable[["FlashEngine", str, nn.Module], InstanceMethod]
+MakeTap = Callable[[Engine, str, nn.Module], InstanceMethod]
 
 _FAMILIES: dict[type[nn.Module], type[LayerTap]] = {
     nn.Linear: LinearTap,

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from dpscope.flash.contributions import Kept, Outer, Saved, chunks, wide
 from dpscope.flash.kernels.gram_norms import GramUnit, gram_norms_squared
 from dpscope.flash.paths import DIRECT, KEEP, RANK1, Decision, stored_dtype
-from dpscope.flash.taps import LayerTap
+from dpscope.flash.taps import Engine, LayerTap
 from dpscope.vocabulary.allocations import allocates
 from dpscope.vocabulary.components import GRADIENTS
 
@@ -106,7 +106,7 @@ class Patches(Saved):
 
 
 class ConvTap(LayerTap):
-    def __init__(self, engine: Any, name: str, module: nn.Module) -> None:
+    def __init__(self, engine: Engine, name: str, module: nn.Module) -> None:
         super().__init__(engine, name, module)
         conv = cast("nn.Conv2d", module)
         self.convolve = next(f for cls, f in _CONVOLUTIONS.items() if isinstance(module, cls))

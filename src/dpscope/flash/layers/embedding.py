@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from dpscope.flash.contributions import Kept, Lookup
 from dpscope.flash.paths import KEEP, stored_dtype
-from dpscope.flash.taps import LayerTap
+from dpscope.flash.taps import Engine, LayerTap
 
 
 class EmbeddingTap(LayerTap):
     names = ("weight",)
     min_dim = 1  # one id a sample
 
-    def __init__(self, engine: Any, name: str, module: nn.Module) -> None:
+    def __init__(self, engine: Engine, name: str, module: nn.Module) -> None:
         assert isinstance(module, nn.Embedding)
         super().__init__(engine, name, module)
         self.padding_idx = module.padding_idx

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dpscope.flash.contributions import wide
 from dpscope.flash.kernels.kept_gradients import last_norms
 from dpscope.flash.kernels.sample_sums import layer_norm_sums, rms_norm_sums
-from dpscope.flash.taps import LayerTap, autocast_dtype, autocast_output_dtype
+from dpscope.flash.taps import Engine, LayerTap, autocast_dtype, autocast_output_dtype
 
 
 def _probe_layer_norm(x: Tensor) -> Tensor:
@@ -35,7 +35,7 @@ _INSTANCE_NORM_DIMS = {nn.InstanceNorm1d: 3, nn.InstanceNorm2d: 4, nn.InstanceNo
 
 
 class LayerNormTap(LayerTap):
-    def __init__(self, engine: Any, name: str, module: nn.Module) -> None:
+    def __init__(self, engine: Engine, name: str, module: nn.Module) -> None:
         assert isinstance(module, nn.LayerNorm)
         super().__init__(engine, name, module)
         self.shape = list(module.normalized_shape)
@@ -83,7 +83,7 @@ class RMSNormTap(LayerTap):
 
     names = ("weight",)
 
-    def __init__(self, engine: Any, name: str, module: nn.Module) -> None:
+    def __init__(self, engine: Engine, name: str, module: nn.Module) -> None:
         super().__init__(engine, name, module)
         weight = module._parameters["weight"]
         assert weight is not None
@@ -119,7 +119,7 @@ class GroupNormTap(LayerTap):
     channel, is then (B·C): Σ over positions for each sample apart.
     """
 
-    def __init__(self, engine: Any, name: str, module: nn.Module) -> None:
+    def __init__(self, engine: Engine, name: str, module: nn.Module) -> None:
         super().__init__(engine, name, module)
         if isinstance(module, nn.GroupNorm):
             self.groups, self.eps, self.probe = module.num_groups, module.eps, _probe_group_norm

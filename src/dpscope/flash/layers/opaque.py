@@ -22,12 +22,11 @@ from dpscope.errors import UserError
 from dpscope.flash.contributions import Kept
 from dpscope.flash.explanation import why_opaque
 from dpscope.flash.layers.sample_call import SampleCall
-from dpscope.flash.layers.sample_dims import sample_dims
+from dpscope.flash.layers.unit import UnitTap
 from dpscope.flash.layers.unit_check import UnitCheck
-from dpscope.flash.module_state import ModuleState
 from dpscope.flash.rehearsal_run import OutputOf
 from dpscope.flash.slots import Slot
-from dpscope.flash.taps import TapOfSamples, check_backward, refuse_replaced
+from dpscope.flash.taps import Engine, check_backward, refuse_replaced
 
 
 class Expand(torch.autograd.Function):
@@ -50,38 +49,13 @@ class Expand(torch.autograd.Function):
         return (None,) * 5
 
 
-class _Call(nn.Module):
-    """Lets functional_call replace the unit's parameters without running the unit's hooks a second time.
-
-    Gives the output, and what forward left on the unit, which is taken off. The parameters are replaced by then: some
-    modules (nn.LSTM) note them in attributes.
-    """
-
-    def __init__(self, unit: nn.Module, forward: Any) -> None:
-        super().__init__()
-        self.unit = unit
-        self._run = forward
-
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        state = ModuleState(self.unit)
-        try:
-            output = self._run(*args, **kwargs)
-        finally:
-            changes = state.take_changes()
-        return output, changes
-
-
-class OpaqueTap(TapOfSamples):
-    def __init__(self, engine: Any, name: str, module: nn.Module) -> None:
+class OpaqueTap(UnitTap):
+    def __init__(self, engine: Engine, name: str, module: nn.Module) -> None:
         super().__init__(engine, name, module)
-        self.call = _Call(module, self.original)
         self.output = OutputOf(self)
-        self.slots = {key: engine.slot(parameter) for key, parameter in module.named_parameters()}
-        self.input_dims, self.output_dims = sample_dims(module)
         self.by_loop = False
         self.calls = 0
         self.dtypes: dict[Any, list[torch.dtype]] = {}  # kind of call -> dtypes of the module's own outputs
-        self.per_sample: dict[Any, bool] = {}  # arguments of which it is known: SampleCall.key -> one entry a sample?
         self.describe("torch.func.vmap over samples")
 
     def describe(self, how: str) -> None:
@@ -134,7 +108,7 @@ class OpaqueTap(TapOfSamples):
     def _check(self, sample_call: SampleCall) -> None:
         """How the module treats a batch: not in every call, for it takes several forward passes."""
         self.calls += 1
-        check = UnitCheck(self, sample_call)
+        check = UnitCheck(self, sample_call, self.run)
         if sample_call.undecided:
             check.decide()
         kind = sample_call.kind()

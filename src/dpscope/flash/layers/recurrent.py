@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from dpscope.flash.layers.opaque import OpaqueTap
 from dpscope.flash.layers.sample_dims import is_opacus_layer
+from dpscope.flash.taps import Engine
 
 
 def is_recurrent(module: nn.Module) -> bool:
@@ -21,7 +22,7 @@ def is_recurrent(module: nn.Module) -> bool:
 
 
 class RecurrentTap(OpaqueTap):
-    def __init__(self, engine: Any, name: str, module: nn.Module) -> None:
+    def __init__(self, engine: Engine, name: str, module: nn.Module) -> None:
         self.padded = _PaddedTap(engine, name, module)
         super().__init__(engine, name, module)
 
@@ -44,7 +45,7 @@ class RecurrentTap(OpaqueTap):
 class _PaddedTap(OpaqueTap):
     """The layer as a function of padded sequences and their lengths, one sample after the other."""
 
-    def __init__(self, engine: Any, name: str, module: nn.Module) -> None:
+    def __init__(self, engine: Engine, name: str, module: nn.Module) -> None:
         super().__init__(engine, name, module)
         self.batch_first = bool(module.batch_first)
         self.packed_forward, self.original = self.original, self._forward

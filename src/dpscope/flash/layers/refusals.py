@@ -12,7 +12,8 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from dpscope.errors import UserError
-from dpscope.flash.taps import InstanceMethod
+from dpscope.flash.instance_method import InstanceMethod
+from dpscope.flash.taps import Engine
 
 _EMBEDDING_OPTIONS = ("scale_grad_by_freq", "sparse", "max_norm")
 
@@ -76,7 +77,7 @@ def refuse_trained(name: str, module: nn.Module) -> None:
 class RefusedTap(InstanceMethod):
     """The forward of a module that cannot be trained. It runs as it is while it is frozen, which may change."""
 
-    def __init__(self, engine: Any, name: str, module: nn.Module) -> None:
+    def __init__(self, engine: Engine, name: str, module: nn.Module) -> None:
         super().__init__(module)
         self.engine = engine
         self.name = name

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -17,11 +17,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from dpscope.errors import UserError
+from dpscope.flash.arguments import KEEP_BATCH_FIRST
+from dpscope.flash.layers.unit import UnitTap
 from dpscope.flash.module_state import Remains, token
-from dpscope.flash.rehearsal import KEEP_BATCH_FIRST
-
-if TYPE_CHECKING:
-    from dpscope.flash.layers.opaque import OpaqueTap
 
 # What a forward may return besides tensors.
 _PLAIN = (type(None), bool, int, float, str)
@@ -102,7 +100,7 @@ class WrittenArguments(UserError):
 class SampleCall:
     """`leaves`: the arguments, flat; `mapped`: which of them hold one entry a sample, and in which dimension."""
 
-    def __init__(self, tap: OpaqueTap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, tap: UnitTap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.tap = tap
         self.args_count = len(args)
         self.kwarg_names = list(kwargs)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -23,11 +23,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from dpscope.errors import UserError
+from dpscope.flash.arguments import KEEP_BATCH_FIRST
 from dpscope.flash.layers.sample_call import SampleCall, WrittenArguments
-from dpscope.flash.rehearsal import KEEP_BATCH_FIRST
-
-if TYPE_CHECKING:
-    from dpscope.flash.layers.opaque import OpaqueTap
+from dpscope.flash.layers.unit import UnitTap
 
 # How far two ways to compute the same may differ, relative to the largest value.
 _ROUNDING = {torch.float64: 1e-4, torch.float32: 1e-3}  # of float64 too: some modules compute in float32 inside
@@ -62,10 +60,17 @@ class _WithoutDropout(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+class RunSamples(Protocol):
+    def __call__(self, call: SampleCall, expanded: dict[str, Tensor], /, *, commit: bool) -> Any: ...
+
+
 class UnitCheck:
-    def __init__(self, tap: OpaqueTap, sample_call: SampleCall) -> None:
+    """Of one call; `run_samples`: runs it sample by sample."""
+
+    def __init__(self, tap: UnitTap, sample_call: SampleCall, run_samples: RunSamples) -> None:
         self.tap = tap
         self.call = sample_call
+        self.run_samples = run_samples
         self.kind = f"{tap.name} ({type(tap.module).__name__})"
         self.devices = {leaf.device for leaf in sample_call.leaves if isinstance(leaf, Tensor) and leaf.is_cuda}
 
@@ -106,7 +111,7 @@ class UnitCheck:
             for key, slot in self.tap.slots.items()
             if slot.parameter.requires_grad
         }
-        output = self.tap.run(self.call, expanded, commit=False)
+        output = self.run_samples(self.call, expanded, commit=False)
         return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
 
     def _compare(self, found: Answers, own: Answers) -> None:

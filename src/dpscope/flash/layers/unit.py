@@ -1,0 +1,41 @@
+"""A unit: a module that runs sample by sample with all it contains, and what is known of its arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from dpscope.flash.layers.sample_dims import sample_dims
+from dpscope.flash.module_state import ModuleState
+from dpscope.flash.taps import Engine, TapOfSamples
+
+
+class UnitCall(nn.Module):
+    """Lets functional_call replace the unit's parameters without running the unit's hooks a second time.
+
+    Gives the output, and what forward left on the unit, which is taken off. The parameters are replaced by then: some
+    modules (nn.LSTM) note them in attributes.
+    """
+
+    def __init__(self, unit: nn.Module, forward: Any) -> None:
+        super().__init__()
+        self.unit = unit
+        self._run = forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        state = ModuleState(self.unit)
+        try:
+            output = self._run(*args, **kwargs)
+        finally:
+            changes = state.take_changes()
+        return output, changes
+
+
+class UnitTap(TapOfSamples):
+    def __init__(self, engine: Engine, name: str, module: nn.Module) -> None:
+        super().__init__(engine, name, module)
+        self.call = UnitCall(module, self.original)
+        self.slots = {key: engine.slot(parameter) for key, parameter in module.named_parameters()}
+        self.input_dims, self.output_dims = sample_dims(module)
+        self.per_sample: dict[Any, bool] = {}  # arguments of which it is known: SampleCall.key -> one entry a sample?
