@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dpscope.flash.engine import FlashEngine
-    from dpscope.flash.explanation import Explanation
+    from dpscope.flash.explanation import PathTable
     from dpscope.flash.layers import register_layer
     from dpscope.flash.opacus import PrivacyEngine
     from dpscope.flash.oracle import OracleResult, run_oracle
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 _HOME = {
     "Decision": "paths",
     "DPFlashOptimizer": "private_optimizer",
-    "Explanation": "explanation",
     "FlashEngine": "engine",
     "GradScaler": "scaler",
     "LayerTap": "taps",
     "OracleResult": "oracle",
+    "PathTable": "explanation",
     "PrivacyEngine": "opacus",
     "choose_path": "paths",
     "run_oracle": "oracle",
@@ -36,11 +36,11 @@ _HOME = {
 __all__ = [
     "DPFlashOptimizer",
     "Decision",
-    "Explanation",
     "FlashEngine",
     "GradScaler",
     "LayerTap",
     "OracleResult",
+    "PathTable",
     "PrivacyEngine",
     "choose_path",
     "register_layer",

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dpscope.flash import contributions
-from dpscope.flash.contributions import Contribution, Kept, Lookup, Outer, wide
+from dpscope.flash.contributions import Contribution, Kept, Lookup, Outer, Saved, wide
 from dpscope.flash.kernels.float32_products import operand_rounding
 from dpscope.flash.kernels.kept_gradients import kept_norms_squared
 from dpscope.flash.paths import KEEP, RANK1, Decision, PathRules
@@ -119,22 +119,12 @@ def combine(parts: list[Contribution], dtype: torch.dtype, rules: PathRules) -> 
 
 def describe_combined(slot: Slot, parts: tuple[Contribution, ...], uses: int) -> None:
     """For explain(): what became of several uses."""
-    together = f"{uses} uses of the parameter together"
-    last = parts[-1]
-    if isinstance(last, Kept):
-        slot.describe(
-            "kept", Decision(KEEP, f"{together}: they have no closed form, and are added"), {"": last.values.shape}
-        )
-    elif len(parts) == 2:
-        lookup, outer = parts
-        assert isinstance(lookup, Lookup) and isinstance(outer, Outer)
-        path, reason = tied_path(outer), f"{together}, an embedding ({lookup.decision.path}) tied to a head"
-        slot.describe("tied", Decision(path, reason), {"ids": lookup.ids.shape, "x": outer.x.shape, "g": outer.g.shape})
-    elif isinstance(last, Outer):
-        slot.describe("outer", _of(last.decision, together), {"x": last.x.shape, "g": last.g.shape})
-    elif isinstance(last, Lookup):
-        slot.describe("lookup", _of(last.decision, together), {"ids": last.ids.shape, "g": last.g.shape})
-
-
-def _of(decision: Decision, together: str) -> Decision:
-    return replace(decision, reason=f"{together}: {decision.reason}")
+    saved = [part for part in parts if isinstance(part, Saved)]
+    decision = saved[-1].decision if saved else Decision(KEEP, "they have no closed form, and are added")
+    if len(saved) == 2 and isinstance(saved[-1], Outer):
+        decision = replace(decision, path=tied_path(saved[-1]))
+    slot.describe(
+        " + ".join(part.kind for part in parts),
+        replace(decision, reason=f"{uses} uses of the parameter together: {decision.reason}"),
+        {name: shape for part in saved for name, shape in part.shapes.items()},
+    )

@@ -14,7 +14,7 @@ contribution remembers their version counters: a tensor changed in place meanwhi
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NoReturn, Protocol
+from typing import ClassVar, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from dpscope.flash.paths import Decision, stored_dtype
 from dpscope.vocabulary.allocations import allocates
 from dpscope.vocabulary.components import GRADIENTS
 
-# Room for per-sample gradients that are made, squared and thrown away (`direct`) and for gathered rows.
+# Scratch memory for per-sample gradients that are only squared (`direct`) and for gathered rows.
 SCRATCH_BYTES = 64 * 2**20
 
 
@@ -70,6 +70,9 @@ def chunks(count: int, bytes_each: int) -> Iterator[slice]:
 
 class Contribution(Protocol):
     @property
+    def kind(self) -> str: ...
+
+    @property
     def batch_size(self) -> int: ...
 
     def check_unchanged(self, name: str) -> None: ...
@@ -88,9 +91,10 @@ class Contribution(Protocol):
 
 
 class Kept:
-    """Per-sample gradients at hand. `owned`: nobody else holds the storage, it may be overwritten."""
+    """Per-sample gradients themselves. `owned`: nobody else holds the storage, it may be overwritten."""
 
     __slots__ = ("owned", "values", "version")
+    kind = "kept"
 
     def __init__(self, values: Tensor, *, owned: bool = True) -> None:
         self.values = values
@@ -130,51 +134,54 @@ def refuse_changed(name: str) -> NoReturn:
 
 
 def held(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy where its memory is not torch's (numpy's, say): others write to it and no one is told."""
+    """The tensor, or a copy where its memory is not torch's (numpy's, say): writes to it would go unnoticed."""
     return tensor if tensor.untyped_storage().resizable() else tensor.clone()
 
 
 class Saved:
-    """Tensors of the backward pass, watched for in-place changes until they are summed."""
+    """Tensors of the backward pass, watched for in-place changes until they are summed.
 
-    __slots__ = ("first", "second", "versions")
+    `decision`: the path their norms take; `kind` and `names` of the two tensors are for explain().
+    """
 
-    def __init__(self, first: Tensor, second: Tensor) -> None:
+    __slots__ = ("decision", "first", "g", "versions")
+    kind: ClassVar[str]
+    names: ClassVar[tuple[str, str]] = ("x", "g")
+
+    def __init__(self, first: Tensor, g: Tensor, decision: Decision) -> None:
         # The tensor without its history: holding it must not hold the graph of the forward pass.
         self.first = first.detach() if first.requires_grad else held(first)
-        self.second = held(second)
-        self.versions = (self.first._version, self.second._version)
+        self.g = held(g)
+        self.versions = (self.first._version, self.g._version)
+        self.decision = decision
 
     @property
     def batch_size(self) -> int:
-        return self.second.shape[0]
+        return self.g.shape[0]
+
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        return dict(zip(self.names, (self.first.shape, self.g.shape), strict=True))
 
     def absorb(self, other: Kept, dtype: torch.dtype) -> bool:
         return False
 
     def check_unchanged(self, name: str) -> None:
-        if self.versions != (self.first._version, self.second._version):
+        if self.versions != (self.first._version, self.g._version):
             refuse_changed(name)
 
 
 class Outer(Saved):
-    """Σ_t g_t x_tᵀ for each sample. `x`: (B, T, d), `g`: (B, T, p). `decision`: the path its norms take."""
+    """Σ_t g_t x_tᵀ for each sample. `x`: (B, T, d), `g`: (B, T, p)."""
 
-    __slots__ = ("decision",)
-
-    def __init__(self, x: Tensor, g: Tensor, decision: Decision) -> None:
-        super().__init__(x, g)
-        self.decision = decision
+    __slots__ = ()
+    kind = "outer"
 
     @property
     def x(self) -> Tensor:
         return self.first
 
-    @property
-    def g(self) -> Tensor:
-        return self.second
-
-    def kind(self) -> tuple[object, ...]:
+    def form(self) -> tuple[object, ...]:
         """What has to be equal for two products to be made together."""
         return self.x.shape, self.x.dtype, self.g.shape, self.g.dtype
 
@@ -182,7 +189,7 @@ class Outer(Saved):
         return sample_products(self.x, self.g)
 
     def norms_squared(self) -> Tensor:
-        """The direct path: per-sample gradients in slices of the batch, squared, thrown away.
+        """The direct path: per-sample gradients in slices of the batch, squared, not kept.
 
         Never rounded to half precision: the sum is not, and a norm of rounded values may fall short of it by 2⁻⁹.
         """
@@ -221,21 +228,18 @@ _add_rows = torch.ops.aten.embedding_dense_backward
 class Lookup(Saved):
     """Row `ids[b, t]` of the table receives `g[b, t]`; `padding_idx` receives nothing."""
 
-    __slots__ = ("decision", "padding_idx", "rows")
+    __slots__ = ("padding_idx", "rows")
+    kind = "lookup"
+    names = ("ids", "g")
 
     def __init__(self, ids: Tensor, g: Tensor, rows: int, padding_idx: int | None, decision: Decision) -> None:
-        super().__init__(ids, g)
+        super().__init__(ids, g, decision)
         self.rows = rows
         self.padding_idx = padding_idx
-        self.decision = decision
 
     @property
     def ids(self) -> Tensor:
         return self.first
-
-    @property
-    def g(self) -> Tensor:
-        return self.second
 
     def without_padding(self, g: Tensor) -> Tensor:
         return g if self.padding_idx is None else g.masked_fill((self.ids == self.padding_idx).unsqueeze(-1), 0)

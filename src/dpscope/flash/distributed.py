@@ -1,4 +1,4 @@
-"""Flash clipping trains in one process on one device; what spreads a model over several is refused by name."""
+"""Refuse models that are spread over several processes or devices: flash clipping trains in one, on one."""
 
 from __future__ import annotations
 

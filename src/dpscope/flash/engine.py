@@ -27,7 +27,7 @@ from dpscope.errors import UserError
 from dpscope.flash import layers
 from dpscope.flash.contributions import Contribution
 from dpscope.flash.distributed import ReplicaTap, refuse_distributed_model
-from dpscope.flash.explanation import Explanation, OpaqueUnit, describe_opaque, explain_slots
+from dpscope.flash.explanation import OpaqueUnit, PathTable, describe_opaque, explain_slots
 from dpscope.flash.forward_passes import BatchSizeOf, ForwardPasses
 from dpscope.flash.instance_method import InstanceMethod
 from dpscope.flash.layers.opaque import OpaqueTap
@@ -47,7 +47,7 @@ LOSS_REDUCTIONS = ("mean", "sum")
 class FlashEngine:
     """Attached to `model` from construction until `detach()` or the end of a `with` block.
 
-    loss_reduction   how the loss joins samples: their mean or their sum
+    loss_reduction   how the loss combines samples: their mean or their sum
     path             forces "gram", "direct" or "keep" for every layer (tests); None lets the cost model choose
     memory_budget    how much may be held so that a step is faster: None (as much as ordinary training would at its
                      peak), a number of bytes on a CUDA device, or "lean" (nothing more than has to be)
@@ -83,7 +83,7 @@ class FlashEngine:
         self.norms: Tensor | None = None
         self.factors: Tensor | None = None
         self.nonfinite_samples: Tensor | None = None
-        self.refusal: type[UserError] = UserError  # what a model that is refused in forward is told by
+        self.refusal: type[UserError] = UserError  # raised where a forward pass refuses the model
         self._attach(batch_size_of)
         # Stands in for the parameters in autograd's graph: every tapped call has it as an input.
         self.anchor = torch.zeros((), requires_grad=True, device="cpu")
@@ -128,8 +128,8 @@ class FlashEngine:
         try:
             for unit in units:
                 self._install(unit.make(self, unit.name, unit.module))
-            self._install(RootTap(self, model))
-            self._install(ZeroGradTap(self, model))
+            self._install(RootTap(self, "", model))
+            self._install(ZeroGradTap(self, "", model))
             self._install(ReplicaTap(model))
             for slot in self._slots.values():
                 self._guard(slot)
@@ -161,7 +161,7 @@ class FlashEngine:
         self._taps.append(tap)
 
     def _guard(self, slot: Slot) -> None:
-        """An ordinary gradient that reaches a parameter has gone round the taps: it is thrown away, loudly."""
+        """Drop and refuse an ordinary gradient of the parameter: it did not come through a tap, and is not clipped."""
 
         def refuse(parameter: Tensor) -> None:
             if parameter.grad is None:
@@ -185,7 +185,7 @@ class FlashEngine:
         self._hooks.append(hook)
 
     def detach(self) -> None:
-        """Gives the model back as it was. Contributions that were not summed are dropped; gradients stay."""
+        """Restore the model. Contributions that were not summed are dropped; gradients stay."""
         for tap in reversed(self._taps):
             tap.restore()
         for hook in self._hooks:
@@ -229,7 +229,7 @@ class FlashEngine:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Closes the micro-batch: its clipped sums are added into p.grad. Every trainable parameter has one after.
+        """Close the micro-batch: add its clipped sums into p.grad. Every trainable parameter has one afterwards.
 
         A gradient that is there already has to come from here: any other may hold more than C of a sample.
         """
@@ -240,7 +240,7 @@ class FlashEngine:
                 sums.put(parameter, total)
 
     def clipped_sums(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Closes the micro-batch and gives (parameter, Σ_b c_b v_b) one at a time, without touching p.grad.
+        """Close the micro-batch and give (parameter, Σ_b c_b v_b) one at a time, without touching p.grad.
 
         Every trainable parameter comes once. Norms and factors are ready when this returns; a layer's x and g are
         freed as its sum is handed out, so the whole gradient need never exist.
@@ -252,7 +252,7 @@ class FlashEngine:
         return self._close(factored=True)
 
     def _close(self, *, into: RunningSum | None = None, factored: bool = False) -> Iterator[FactoredSum]:
-        """The one way in which a micro-batch becomes sums."""
+        """Close the micro-batch: its norms and factors now, its sums as they are iterated over."""
         refuse_hooks(self._slots.values(), guards=1)
         recorded = self.state.close()
         if not recorded:  # an empty batch, or no backward at all
@@ -289,7 +289,7 @@ class FlashEngine:
         batches = micro.sums(into=into, factored=factored)
         del micro
         while True:
-            with _no_autocast(device):  # for each batch of sums anew: the caller's code in between keeps its own mode
+            with _no_autocast(device):  # for each batch of sums: the caller's code in between keeps its own mode
                 batch = next(batches, None)
             if batch is None:
                 break
@@ -323,10 +323,10 @@ class FlashEngine:
     # -- looking -----------------------------------------------------------------------------------------------------
 
     def contributions(self) -> Iterator[tuple[Slot, Contribution]]:
-        """What backward has left for each parameter and was not summed yet."""
+        """Contributions that backward passes have left and that are not summed yet."""
         return ((slot, part) for slot in self._slots.values() for part in slot.contributions)
 
-    def explain(self) -> Explanation:
+    def explain(self) -> PathTable:
         """One row a trainable parameter: which module, what was seen last, which path its norms take, and why."""
         return explain_slots(slot for slot in self._slots.values() if slot.parameter.requires_grad)
 

@@ -1,4 +1,4 @@
-"""What the engine does with each parameter, as rows to read or print, and which modules cost more than they have to."""
+"""Which path each parameter's norms take, as a table, and which modules run sample by sample at a cost."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch.nn.modules.conv import _ConvNd
 from dpscope.flash.slots import Slot
 from dpscope.sentences import name_module
 
-# Share of the trainable parameters from which opaque modules are felt: below, the per-sample gradients that they keep
-# are lost in a step's memory. Convolutions and recurrent layers are felt at any size, in time: under vmap a convolution
+# Share of the trainable parameters from which opaque modules are costly: below, the per-sample gradients that they keep
+# are a small part of a step's memory. Convolutions and recurrent layers cost time at any size: under vmap a convolution
 # becomes a grouped one, and a recurrent layer does without cuDNN. Measured in docs/flash.md.
-FELT_SHARE = 0.1
+COSTLY_SHARE = 0.1
 SLOW_UNDER_VMAP = (_ConvNd, nn.RNNBase)
 
 
 @dataclass(frozen=True)
-class ExplanationRow:
+class PathRow:
     parameter: str
     module: str
     kind: str
@@ -28,36 +28,36 @@ class ExplanationRow:
     why: str
 
 
-class Explanation(Sequence[ExplanationRow]):
+class PathTable(Sequence[PathRow]):
     """Rows, and a table of them through str()."""
 
-    def __init__(self, rows: Iterable[ExplanationRow]) -> None:
+    def __init__(self, rows: Iterable[PathRow]) -> None:
         self.rows = list(rows)
 
-    def __getitem__(self, index: int) -> ExplanationRow:  # type: ignore[override]
+    def __getitem__(self, index: int) -> PathRow:  # type: ignore[override]
         return self.rows[index]
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __iter__(self) -> Iterator[ExplanationRow]:
+    def __iter__(self) -> Iterator[PathRow]:
         return iter(self.rows)
 
     def __str__(self) -> str:
-        lines = [tuple(field.name for field in fields(ExplanationRow)), *map(astuple, self.rows)]
+        lines = [tuple(field.name for field in fields(PathRow)), *map(astuple, self.rows)]
         widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
         return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
 
-def explain_slots(slots: Iterable[Slot]) -> Explanation:
+def explain_slots(slots: Iterable[Slot]) -> PathTable:
     rows = []
     for slot in slots:
         path, why = "" if slot.decision is None else slot.decision.path, slot.why
         if len(slot.contributions) > 1:
             path, why = "", "used several times since the last step: decided when the micro-batch is closed"
         shapes = ", ".join(f"{name} {tuple(shape)}".lstrip() for name, shape in slot.shapes.items())
-        rows.append(ExplanationRow(slot.name, slot.module, slot.kind, shapes, path, why))
-    return Explanation(rows)
+        rows.append(PathRow(slot.name, slot.module, slot.kind, shapes, path, why))
+    return PathTable(rows)
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class OpaqueUnit:
 
 
 def why_opaque(name: str, module: nn.Module, how: str) -> str:
-    """Why a parameter takes no path of its own, for `explain()`."""
+    """Why a parameter's gradients come from its module, for `explain()`."""
     called = name_module(name, module)
     if _is_torchs(module):
         return f"{called} has no layer family; its per-sample gradients come from {how}"
@@ -110,9 +110,9 @@ def describe_opaque(model: nn.Module, units: Iterable[tuple[str, nn.Module]]) ->
     return sorted(found, key=lambda unit: -unit.numbers)
 
 
-def felt(units: Sequence[OpaqueUnit]) -> list[OpaqueUnit]:
-    """Those that cost time or memory worth a word; none where all of them together are a trifle."""
-    if sum(unit.share for unit in units) >= FELT_SHARE:
+def costly_units(units: Sequence[OpaqueUnit]) -> list[OpaqueUnit]:
+    """Those whose time or memory should be reported: all, or only slow ones where all together are small."""
+    if sum(unit.share for unit in units) >= COSTLY_SHARE:
         return list(units)
     return [unit for unit in units if unit.slow]
 

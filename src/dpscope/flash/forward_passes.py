@@ -18,7 +18,7 @@ from dpscope.flash.arguments import KEEP_BATCH_FIRST, leaves_in, rows_of, signat
 from dpscope.flash.distributed import refuse_ddp_forward
 from dpscope.flash.memory_budget import MemoryBudget
 from dpscope.flash.module_state import BufferWatch
-from dpscope.flash.rehearsal import Rehearsal
+from dpscope.flash.rehearsal import Rehearsal, RootCall
 from dpscope.flash.rehearsal_run import Run, Sampled
 from dpscope.flash.step_state import CLOSED, StepState
 
@@ -81,16 +81,16 @@ class ForwardPasses:
         refuse_ddp_forward()
         self._close_recorded()
         again = in_backward()
-        size = self._count(args, kwargs)
+        call = RootCall(forward, args, kwargs, self._count(args, kwargs))
         if self.state.micro_batch is CLOSED:
             self._budget.begin_forward()
-        self.state.open(size, in_backward=again)
+        self.state.open(call.batch, in_backward=again)
         outermost = self._depth == 0
         failure: Exception | None = None
-        if outermost and not again and size > 1:
+        if outermost and not again and call.batch > 1:
             way = signature((args, kwargs, self.model.training))
             if way not in self._rehearsed:
-                failure = self._rehearse(forward, args, kwargs, size)
+                failure = self._rehearse(call)
                 self._rehearsed.add(way)
         buffers = self._buffers.look()
         self._depth += 1
@@ -104,9 +104,9 @@ class ForwardPasses:
         if outermost and not again:
             changed = self._buffers.changed(buffers)
             if changed:
-                self._judge_buffers(changed, forward, args, kwargs, size)
+                self._judge_buffers(changed, call)
         if outermost and unknown:
-            self._settle(unknown, failure or self._rehearse(forward, args, kwargs, size))
+            self._settle(unknown, failure or self._rehearse(call))
         return output
 
     def _count(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -121,39 +121,32 @@ class ForwardPasses:
             )
         return rows_of(leaves[0])
 
-    def _judge_buffers(
-        self, paths: list[str], forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], size: int
-    ) -> None:
-        """Buffers that forward has changed: would it have changed them in the same way had a sample been another?"""
+    def _judge_buffers(self, paths: list[str], call: RootCall) -> None:
+        """Refuse buffers that forward changes differently when a sample is replaced."""
         seen: list[list[Tensor | None]] = []
 
         def observed(*args: Any, **kwargs: Any) -> Any:
-            output = forward(*args, **kwargs)
+            output = call.forward(*args, **kwargs)
             seen.append(self._buffers.values(paths))
             return output
 
-        if size:
-            self._rehearsal(observed, args, kwargs, size).run_with_others()
+        if call.batch:
+            self._rehearsal(call._replace(forward=observed)).run_with_others()
         for index, path in enumerate(paths):
             self._buffers.judge(path, [values[index] for values in seen])
 
-    def _rehearse(
-        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], size: int
-    ) -> Exception | None:
-        """What kept the rehearsal from being run, if something did."""
+    def _rehearse(self, call: RootCall) -> Exception | None:
+        """Rehearse the call; the error that kept it from being run, if there was one."""
         try:
-            self._rehearsal(forward, args, kwargs, size).judge()
+            self._rehearsal(call).judge()
         except (UserError, torch.OutOfMemoryError):
             raise
         except Exception as error:
             return error
         return None
 
-    def _rehearsal(
-        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], size: int
-    ) -> Rehearsal:
-        in_any_dim = self.batch_size_of is not None
-        return Rehearsal(self.model, self.rehearsing, forward, args, kwargs, size, in_any_dim=in_any_dim)
+    def _rehearsal(self, call: RootCall) -> Rehearsal:
+        return Rehearsal(call, self.model, self.rehearsing, in_any_dim=self.batch_size_of is not None)
 
     def _settle(self, unknown: list[tuple[Sampled, int, bool]], failure: Exception | None) -> None:
         for tap, dim, shared in unknown:
@@ -211,7 +204,7 @@ class ForwardPasses:
         return known
 
     def admit_unit(self, tap: Sampled, dim: int, *, shared: bool) -> None:
-        """Lets a call pass whose rows are known to be samples; any other has to be rehearsed after the forward."""
+        """Accept a call whose rows are known to be samples; note any other, to be rehearsed after the forward."""
         if self.run is not None or (self._size() or 0) < 2 or dim in (tap.shared if shared else tap.known):
             return
         if self._depth:

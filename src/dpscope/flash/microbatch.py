@@ -76,7 +76,7 @@ class MicroBatch:
         full: list[list[int]] = []
         for index, parts in enumerate(self._parts):
             if len(parts) == 1 and type(parts[0]) in (Outer, Kept):
-                key = parts[0].kind() if isinstance(parts[0], Outer) else Kept
+                key = parts[0].form() if isinstance(parts[0], Outer) else Kept
                 open_groups.setdefault(key, []).append(index)
                 sizes[key] = sizes.get(key, 0) + 4 * self.parameters[index].numel()
                 if sizes[key] >= GROUP_BYTES:

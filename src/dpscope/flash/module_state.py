@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from dpscope.errors import UserError
 
 _INTERNAL = frozenset(vars(nn.Module())) | {"forward", "_is_full_backward_hook"}
-_DEPTH = 4  # containers in containers that are looked into
+_DEPTH = 4  # levels of nested containers that are searched
 
 
 class ModuleState:
@@ -221,7 +221,7 @@ class Remains:
 
     @torch.no_grad()
     def commit(self, agreed: dict[str, Any]) -> None:
-        """Writes what all samples have left to the unit, once."""
+        """Write what all samples have left to the unit, once."""
         for path, value in agreed.items():
             owner, _, key = path.rpartition(".")
             module = self.unit.get_submodule(owner)

@@ -34,7 +34,7 @@ class NormSum:
     """Adds up squared norms; Gram units and kept gradients wait until all are known."""
 
     def __init__(self, batch: int, device: torch.device) -> None:
-        # float64 for this handful of numbers costs nothing; MPS has none.
+        # float64 costs nothing for so few numbers; MPS has none.
         dtype = torch.float32 if device.type == "mps" else torch.float64
         self.total = torch.zeros(batch, dtype=dtype, device=device)
         self._sharing: dict[tuple[object, ...], tuple[Tensor, list[Tensor]]] = {}

@@ -60,7 +60,7 @@ class FlashHooks:
         self.engine.state.forbid_accumulation()
 
     def cleanup(self) -> None:
-        """Gives the model back as it was."""
+        """Restore the model."""
         self.engine.detach()
 
 
@@ -146,16 +146,12 @@ class PrivacyEngine(OpacusPrivacyEngine):
     # -- which models ------------------------------------------------------------------------------------------------
 
     def validate(self, *, module: nn.Module, optimizer: Any = None, data_loader: Any = None) -> None:
-        """Raises UnsupportedModelError for a model that make_private would refuse."""
+        """Raise UnsupportedModelError for a model that make_private would refuse."""
         _validate(module)
 
     def is_compatible(self, *, module: nn.Module, optimizer: Any = None, data_loader: Any = None) -> bool:
         """Whether make_private would take the model."""
-        try:
-            _validate(module)
-        except UnsupportedModelError:
-            return False
-        return True
+        return _is_valid(module)
 
     @classmethod
     def get_compatible_module(cls, module: nn.Module) -> nn.Module:
@@ -184,7 +180,7 @@ class PrivacyEngine(OpacusPrivacyEngine):
     def load_checkpoint(
         self, *, module: nn.Module, optimizer: Any = None, resume_noise: bool = False, **kwargs: Any
     ) -> Any:
-        """Loads a checkpoint of this engine or of Opacus.
+        """Load a checkpoint of this engine or of Opacus.
 
         `resume_noise`: see `DPFlashOptimizer.load_state_dict`; without it noise is fresh.
         """
@@ -232,7 +228,7 @@ class PrivacyEngine(OpacusPrivacyEngine):
 
 
 def _is_flash(grad_sample_mode: str) -> bool:
-    """Opacus's own default, passed in so many words, is flash too: the sums are the same. Either way it is said."""
+    """Whether flash clipping is meant. Opacus's own default, passed explicitly, is: the sums are the same."""
     if grad_sample_mode == FLASH:
         return True
     if grad_sample_mode == "hooks":
@@ -272,7 +268,7 @@ def _is_valid(module: nn.Module) -> bool:
 
 
 def _detach_previous(module: nn.Module, optimizer: Optimizer) -> None:
-    """Make_private on the outputs of make_private replaces the engine; a second optimizer for a model is refused."""
+    """Detach the engine of an earlier make_private of the same model and optimizer; refuse a second optimizer."""
     taps = (vars(each).get("forward") for each in module.modules())
     previous = next((tap.engine for tap in taps if isinstance(tap, RootTap)), None)
     if previous is None:
@@ -337,7 +333,7 @@ def _check_arguments(
     criterion: Any = None,
     **kwargs: Any,
 ) -> None:
-    """What Opacus would accept, or stumble over later, and flash clipping cannot do."""
+    """Refuse what Opacus accepts, or fails on later, and flash clipping cannot do."""
     if isinstance(module, AbstractGradSampleModule):
         raise UnsupportedModelError(
             "the model is already private (wrapped by Opacus): pass the original module, model._module, instead"

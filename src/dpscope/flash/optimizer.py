@@ -59,8 +59,8 @@ class FusedUpdate:
         self._steps: dict[int, tuple[Tensor, int, int]] = {}
 
     @staticmethod
-    def serves(optimizer: Optimizer) -> bool:
-        """Whether the update would be torch's own: the exact class, no hooks to be called, plain numbers."""
+    def supports(optimizer: Optimizer) -> bool:
+        """Whether the fused update does what torch's does: the exact class, no hooks to be called, plain numbers."""
         return (
             type(optimizer) in _RULES
             and not optimizer._optimizer_step_pre_hooks
@@ -72,7 +72,7 @@ class FusedUpdate:
         )
 
     @staticmethod
-    def pays(optimizer: Optimizer) -> bool:
+    def is_worthwhile(optimizer: Optimizer) -> bool:
         """Whether its kernels run where the parameters are; elsewhere torch's own update is as good."""
         return all(
             use_triton("auto", p.device, served=True) for group in optimizer.param_groups for p in group["params"][:1]

@@ -50,12 +50,12 @@ class DPFlashOptimizer(DPOptimizer):
             raise UserError(
                 f"the expected batch size is {expected_batch_size}: give the data loader a batch size of at least 1"
             )
-        if fused and not FusedUpdate.serves(optimizer):
+        if fused and not FusedUpdate.supports(optimizer):
             raise UserError(f"{type(optimizer).__name__} with these options has no fused update: leave out fused=True")
         self.engine = engine
         self.noise = NoiseSource(generator)
         self._own = frozenset(map(id, engine.parameters))
-        self._fused_update = FusedUpdate(optimizer) if FusedUpdate.serves(optimizer) else None
+        self._fused_update = FusedUpdate(optimizer) if FusedUpdate.supports(optimizer) else None
         self._fused = fused
         super().__init__(
             optimizer,
@@ -113,7 +113,7 @@ class DPFlashOptimizer(DPOptimizer):
         return result
 
     def pre_step(self, closure: Callable[[], float] | None = None) -> bool:
-        """Everything of a step but the update itself: for code that calls the two halves on its own."""
+        """All of a step except the update: for code that calls the two halves itself."""
         self._begin()
         if self._skips():
             return False
@@ -144,7 +144,7 @@ class DPFlashOptimizer(DPOptimizer):
         self.engine.state.begin_step()
 
     def _skips(self) -> bool:
-        """Whether the physical batch does not end its logical batch: then its sums are kept, and that is all."""
+        """Whether the physical batch does not end its logical batch; then add up its sums and keep them."""
         if self._check_skip_next_step():
             self.clip_and_accumulate()
             self._is_last_step_skipped = True
@@ -177,9 +177,9 @@ class DPFlashOptimizer(DPOptimizer):
     def _uses_fused_update(self) -> bool:
         if self._fused_update is None or self._fused is False or self.secure_mode:
             return False
-        if not FusedUpdate.serves(self.original_optimizer):
+        if not FusedUpdate.supports(self.original_optimizer):
             return False
-        return bool(self._fused) or FusedUpdate.pays(self.original_optimizer)
+        return bool(self._fused) or FusedUpdate.is_worthwhile(self.original_optimizer)
 
     def _fused_step(self) -> None:
         assert self._fused_update is not None

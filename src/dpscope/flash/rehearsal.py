@@ -1,4 +1,4 @@
-"""A rehearsal of a forward pass: which rows of which layer belong to which sample, found out and not guessed.
+"""A rehearsal of a forward pass: which rows of which layer belong to which sample, determined by running it.
 
 The first time the model is called in some way, its forward runs a few times more, without gradients, random numbers
 and buffers put back each time:
@@ -23,14 +23,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from dpscope.errors import UserError
 from dpscope.flash.arguments import KEEP_BATCH_FIRST, Leaf, leaves_in, replace_leaves, rows_of, take
-from dpscope.flash.rehearsal_run import EVERY_OUTPUT, Key, OutputOf, Run, Sampled, Seen, untouched
+from dpscope.flash.rehearsal_run import EVERY_OUTPUT, Key, OutputOf, Run, Sampled, SeenTensor, untouched
 
 _ADVICE = (
     "Flash clipping needs the batch as the first dimension of every layer's input, samples unmixed; positions and "
@@ -40,12 +40,21 @@ _ADVICE = (
 
 # How far other rows may move, of the largest element: another kernel may be chosen for another batch (a mask that has
 # become all ones), which rounds differently.
-_ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4}
-_HALF_ROUNDING = 5e-2
+_ROW_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+_HALF_ROW_TOLERANCE = 5e-2
+
+
+class RootCall(NamedTuple):
+    """A call of the model's forward with `batch` samples."""
+
+    forward: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    batch: int
 
 
 class Rehearsal:
-    """Of one call of the root's forward with `batch` samples.
+    """The rehearsal of one call.
 
     rehearsing  a context in which taps tell a run what they are given
     in_any_dim  whether an argument may have its samples in another dimension than the first
@@ -53,21 +62,17 @@ class Rehearsal:
 
     def __init__(
         self,
+        call: RootCall,
         model: nn.Module,
         rehearsing: Callable[[Run], AbstractContextManager[None]],
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        batch: int,
         *,
         in_any_dim: bool,
     ) -> None:
         self.model = model
         self.rehearsing = rehearsing
         self.in_any_dim = in_any_dim
-        self.forward = forward
-        self.call = (args, kwargs)
-        self.batch = batch
+        self.forward, *arguments, self.batch = call
+        self.call = tuple(arguments)
         self.row = 0  # the sample that is changed
         self.shifted = False  # whether the runs are with the outputs of all layers changed
         self.devices = list({p.device for p in model.parameters() if p.device.type == "cuda"})
@@ -95,12 +100,7 @@ class Rehearsal:
             return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
         args, kwargs = replace_leaves(self.call, chosen)
-        with (
-            self.rehearsing(run),
-            torch.no_grad(),
-            untouched(self.model, self.devices),
-            warnings.catch_warnings(),
-        ):
+        with self.rehearsing(run), torch.no_grad(), untouched(self.model, self.devices), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             output = self.forward(*args, **kwargs)
         for leaf in leaves_in(output):
@@ -109,7 +109,7 @@ class Rehearsal:
         return run
 
     def run_with_others(self) -> None:
-        """Runs forward as it is, and with the first and the last sample (or the only one) replaced."""
+        """Run forward as it is, and with the first and the last sample (or the only one) replaced."""
         self.sampled = self._sampled_leaves()
         self._run(Run(self.batch))
         if self.batch == 1:
@@ -128,7 +128,7 @@ class Rehearsal:
     # -- judging -----------------------------------------------------------------------------------------------------
 
     def judge(self) -> None:
-        """Marks what is known of every layer that was reached; raises UserError where rows are not samples."""
+        """Note what is known of every layer that was reached; raise UserError where rows are not samples."""
         sampled = self._sampled_leaves()
         # An argument may be shared by all samples and have as many rows by chance: a mask, a table.
         for hypothesis in (sampled, dict([*sampled.items()][:1])):
@@ -165,7 +165,7 @@ class Rehearsal:
             (key[0].shared if seen.shared else key[0].known).add(len(seen.shape))
 
     def _check_behind_gates(self) -> None:
-        """The same once more, the outputs of all layers changed: a layer that gives zeros hides what it multiplies."""
+        """Repeat with the outputs of all layers changed: a layer that gives zeros hides what it multiplies."""
         self.row, self.shifted, self._content = 0, True, None
         try:
             plain = self._run(Run(self.batch))
@@ -266,7 +266,7 @@ class Rehearsal:
             self._content = self._run(Run(self.batch, self.row, only=self), self._replaced())
         return self._content
 
-    def _differs(self, before: Seen | None, after: Seen | None, dims: list[int]) -> bool:
+    def _differs(self, before: SeenTensor | None, after: SeenTensor | None, dims: list[int]) -> bool:
         if before is None or after is None or before.shape != after.shape:
             return False
         assert before.value is not None
@@ -279,7 +279,7 @@ class Rehearsal:
                 if torch.equal(a, b):
                     return False
                 continue
-            tolerance = _ROUNDING.get(a.dtype, _HALF_ROUNDING) * float(a.abs().nan_to_num(0).amax())
+            tolerance = _ROW_TOLERANCE.get(a.dtype, _HALF_ROW_TOLERANCE) * float(a.abs().nan_to_num(0).amax())
             if bool(((a - b).abs() <= tolerance).logical_or(a.isnan() & b.isnan()).all()):
                 return False
         return True
@@ -320,7 +320,7 @@ class Rehearsal:
         return f"{tap.name}{turned} was given a tensor of shape {shape} in a batch of {self.batch} samples"
 
     def _refuse_mixing(self, plain: Run, key: Key) -> None:
-        """Names the layer whose rows are not the samples: the first that one can say it of."""
+        """Name the first layer whose rows are certain not to be the samples."""
         wrong = list(self._suspects(plain, self.content()))
         taps = [] if wrong else dict.fromkeys(tap for tap, _ in _inputs(plain))
         for tap in taps:
@@ -379,5 +379,5 @@ def _apart(plain: Tensor, first: Tensor, last: Tensor, dim: int) -> bool:
 
 
 def _inputs(run: Run) -> list[Key]:
-    """Of layers, and not outputs."""
+    """Keys of the inputs of layers, without those of outputs."""
     return [key for key in run.seen if not isinstance(key[0], OutputOf | None)]

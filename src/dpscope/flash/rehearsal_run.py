@@ -40,7 +40,7 @@ class OutputOf:
 
 
 @dataclass
-class Seen:
+class SeenTensor:
     """One tensor that a run met: `dims` are those that may hold the samples; `shared`: it had one row for all."""
 
     shape: tuple[int, ...]
@@ -68,14 +68,14 @@ class Run:
         self.expand = expand
         self.keep = keep  # tensors whose values are wanted
         self.shifted = False  # the output of every layer is changed in all rows
-        self.seen: dict[Key, Seen] = {}
+        self.seen: dict[Key, SeenTensor] = {}
         self._counts: Counter[Any] = Counter()
 
     def see(self, tap: Sampled | OutputOf | None, x: Tensor, dims: tuple[int, ...], *, shared: bool = False) -> None:
         key = (tap, self._counts[tap])
         self._counts[tap] += 1
         dims = tuple(dim for dim in dims if x.dim() > dim and x.shape[dim] == self.batch)
-        seen = self.seen[key] = Seen(tuple(x.shape), dims, shared=shared)
+        seen = self.seen[key] = SeenTensor(tuple(x.shape), dims, shared=shared)
         seen.prints = [_fingerprints(x, dim) for dim in dims]
         if key in self.keep or (tap is None and self.keep is EVERY_OUTPUT):
             seen.value = x.detach().clone()

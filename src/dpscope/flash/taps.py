@@ -40,12 +40,15 @@ class Engine(Protocol):
     def zero_grad(self, set_to_none: bool = True) -> bool: ...
 
 
-class RootTap(InstanceMethod):
-    """The root's forward: tells the engine that a pass begins, and with how many samples."""
-
-    def __init__(self, engine: Engine, module: nn.Module) -> None:
+class EngineTap(InstanceMethod):
+    def __init__(self, engine: Engine, name: str, module: nn.Module) -> None:
         super().__init__(module)
         self.engine = engine
+        self.name = name  # "" of the root
+
+
+class RootTap(EngineTap):
+    """The root's forward: tells the engine that a pass begins, and with how many samples."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -58,17 +61,13 @@ class RootTap(InstanceMethod):
             raise self.engine.refusal(str(refusal)) from refusal
 
 
-class ZeroGradTap(InstanceMethod):
-    """The root's zero_grad: what a backward pass has left and nobody has summed yet is thrown away with the rest.
+class ZeroGradTap(EngineTap):
+    """The root's zero_grad: also drops what backward passes have left and was not summed.
 
     The sums of a logical batch that is not complete are kept, as the optimizer's zero_grad keeps them.
     """
 
     attribute = "zero_grad"
-
-    def __init__(self, engine: Engine, module: nn.Module) -> None:
-        super().__init__(module)
-        self.engine = engine
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.original(*args, **kwargs) if self.engine.zero_grad(*args, **kwargs) else None
@@ -144,13 +143,11 @@ def refuse_replaced(module: str, key: str) -> NoReturn:
     )
 
 
-class TapOfSamples(InstanceMethod):
-    """A tap that needs to know where the samples are in what it is given."""
+class TapOfSamples(EngineTap):
+    """A tap whose module is given the samples of a batch."""
 
     def __init__(self, engine: Engine, name: str, module: nn.Module) -> None:
-        super().__init__(module)
-        self.engine = engine
-        self.name = name or type(module).__name__
+        super().__init__(engine, name or type(module).__name__, module)
         # Numbers of dimensions of x for which it is known that its rows are the samples, or one row for all of them.
         self.known: set[int] = set()
         self.shared: set[int] = set()
@@ -203,7 +200,7 @@ class LayerTap(TapOfSamples):
         return self.apply(x, live)
 
     def rehearse(self, *args: Tensor, **kwargs: Tensor) -> Any:
-        """The layer's own answer, as a rehearsal wants it."""
+        """Run the layer for a rehearsal, which records its input and may change its output."""
         run = self.rehearsal
         assert run is not None
         if not any(parameter is not None and parameter.requires_grad for parameter in self.parameters.values()):
@@ -230,12 +227,12 @@ class LayerTap(TapOfSamples):
         return x, weight, bias
 
     def admit(self, x: Tensor) -> None:
-        """Raises where x has no room for a batch dimension in front."""
+        """Raise where x has no room for a batch dimension in front."""
         if x.dim() < self.min_dim:
             raise UserError(f"{self.name} was given a tensor of shape {tuple(x.shape)}: {KEEP_BATCH_FIRST}")
 
     def keep(self, index: int, gradients: Tensor) -> None:
-        """Hands over per-sample gradients (B, ...) of the parameter `names[index]`; the tensor is the engine's then."""
+        """Give the engine per-sample gradients (B, ...) of the parameter `names[index]`; it may overwrite them."""
         slot = self.slots[index]
         assert slot is not None
         slot.describe("kept", "per-sample sums over positions, taken in backward", {"": gradients.shape})
@@ -250,7 +247,7 @@ class LayerTap(TapOfSamples):
 
 
 class SharedCast:
-    """Casts under autocast, the last one remembered weakly: q, k and v read one tensor, and store one cast of it."""
+    """Casts under autocast. Remembers the last one weakly: q, k and v read one tensor, and store one cast of it."""
 
     __slots__ = ("_result", "_source", "_version")
 

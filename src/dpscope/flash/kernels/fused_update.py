@@ -36,8 +36,7 @@ import torch
 from torch import Tensor
 
 from dpscope.flash.kernels.kept_gradients import checked_factors, samples_at_once, sum_of_samples, sums_by_torch
-from dpscope.flash.kernels.noise import HostStream, chunks
-from dpscope.flash.kernels.philox import normal_block
+from dpscope.flash.kernels.noise import HostStream, chunks, normal_block
 from dpscope.flash.kernels.tensor_lists import (
     ListLaunch,
     chunk_size,

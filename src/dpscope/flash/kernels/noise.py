@@ -23,7 +23,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from dpscope.flash.kernels.philox import normal_block, normals
+from dpscope.flash.kernels.philox import normal_block as normal_block  # the generator: in Triton,
+from dpscope.flash.kernels.philox import normals  # and in torch
 from dpscope.flash.kernels.tensor_lists import (
     as_word,
     chunk_size,

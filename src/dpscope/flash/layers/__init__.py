@@ -37,7 +37,7 @@ _FAMILIES: dict[type[nn.Module], type[LayerTap]] = {
 }
 
 # Known by name, so that transformers need not be installed. Each is what its family computes, by its published code.
-_BY_NAME: dict[str, type[LayerTap]] = {
+_TRANSFORMERS_FAMILIES: dict[str, type[LayerTap]] = {
     "Conv1D": TransposedLinearTap,
     "LlamaRMSNorm": RMSNormTap,
     "MistralRMSNorm": RMSNormTap,
@@ -78,7 +78,7 @@ def family_of(module: nn.Module) -> type[LayerTap] | None:
             return handler
     cls = type(module)
     if cls.__module__.partition(".")[0] == "transformers":
-        by_name = _BY_NAME.get(cls.__name__)
+        by_name = _TRANSFORMERS_FAMILIES.get(cls.__name__)
         return by_name if by_name is not None and by_name.accepts(module) else None
     return None
 

@@ -53,24 +53,24 @@ class Geometry:
 class Patches(Saved):
     """`x`: (B, C, *), `g`: (B, O, *out); an Outer over patches that are made again for each use."""
 
-    __slots__ = ("decision", "geometry", "shape")
+    __slots__ = ("geometry", "shape")
+    kind = "patches"
 
     def __init__(self, x: Tensor, g: Tensor, geometry: Geometry, shape: tuple[int, ...], decision: Decision) -> None:
-        super().__init__(x, g)
+        super().__init__(x, g, decision)
         self.geometry = geometry
         self.shape = shape  # of the weight
-        self.decision = decision
 
     def _outer(self, samples: slice) -> Outer:
         """Of some samples; groups stand as samples beside one another: (b·groups, L, ·)."""
-        x, g = self.first[samples], self.second[samples]
+        x, g = self.first[samples], self.g[samples]
         groups = self.geometry.groups
         out = tuple(g.shape[2:])
         rows = g.reshape(g.shape[0] * groups, g.shape[1] // groups, -1).transpose(1, 2)
         return Outer(self.geometry.unfold(x, out), rows, self.decision)
 
     def _chunks(self) -> Iterator[slice]:
-        patches = math.prod(self.second.shape[2:]) * self.first.shape[1] * math.prod(self.geometry.kernel)
+        patches = math.prod(self.g.shape[2:]) * self.first.shape[1] * math.prod(self.geometry.kernel)
         return chunks(self.batch_size, patches * self.first.element_size())
 
     def _gradients(self, samples: slice) -> Tensor:
@@ -94,9 +94,9 @@ class Patches(Saved):
 
     @allocates(GRADIENTS, "aten::new_zeros")
     def clipped_sum(self, scale: Tensor, out: Tensor | None) -> Tensor:
-        dtype = wide(self.second.dtype)
+        dtype = wide(self.g.dtype)
         total = out if out is not None and out.dtype == dtype else None
-        total = self.second.new_zeros(self.shape, dtype=dtype) if total is None else total
+        total = self.g.new_zeros(self.shape, dtype=dtype) if total is None else total
         for samples in self._chunks():
             if self.geometry.groups == 1 and total.is_contiguous():
                 self._outer(samples).clipped_sum(scale[samples], total.view(self.shape[0], -1))

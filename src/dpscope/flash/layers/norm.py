@@ -6,6 +6,7 @@ and kept. The gradient of x comes from torch's own kernels.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,7 +35,24 @@ def _probe_instance_norm(x: Tensor) -> Tensor:
 _INSTANCE_NORM_DIMS = {nn.InstanceNorm1d: 3, nn.InstanceNorm2d: 4, nn.InstanceNorm3d: 5}
 
 
-class LayerNormTap(LayerTap):
+class NormTap(LayerTap):
+    """A normalisation by an operator that autocast may run in float32: `probe` is one of its kind."""
+
+    def norm_operands(
+        self, x: Tensor, probe: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """x, weight and bias as autocast would hand them to the operator."""
+        weight, bias = self.parameters["weight"], self.parameters["bias"]
+        dtype = autocast_dtype(x)
+        if dtype is None or x.dtype == torch.float64:
+            return x, weight, bias
+        x = x.to(autocast_output_dtype(probe, x, dtype))
+        if x.dtype != torch.float32:
+            return x, weight, bias
+        return x, None if weight is None else weight.float(), None if bias is None else bias.float()
+
+
+class LayerNormTap(NormTap):
     def __init__(self, engine: Engine, name: str, module: nn.Module) -> None:
         assert isinstance(module, nn.LayerNorm)
         super().__init__(engine, name, module)
@@ -43,14 +61,7 @@ class LayerNormTap(LayerTap):
         self.eps = module.eps
 
     def forward(self, ctx: Any, x: Tensor) -> Tensor:
-        weight: Tensor | None = self.parameters["weight"]
-        bias: Tensor | None = self.parameters["bias"]
-        dtype = autocast_dtype(x)
-        if dtype is not None and x.dtype != torch.float64:
-            x = x.to(autocast_output_dtype(_probe_layer_norm, x, dtype))
-            if x.dtype == torch.float32:
-                weight = None if weight is None else weight.float()
-                bias = None if bias is None else bias.float()
+        x, weight, bias = self.norm_operands(x, _probe_layer_norm)
         output, mean, rstd = torch.native_layer_norm(x, self.shape, weight, bias, self.eps)
         ctx.save_for_backward(x, weight, bias, mean, rstd)
         return output
@@ -112,7 +123,7 @@ class RMSNormTap(LayerTap):
         return dx.to(x.dtype).view(x.shape)
 
 
-class GroupNormTap(LayerTap):
+class GroupNormTap(NormTap):
     """Folding the batch into the channels makes torch's own kernel give per-sample sums for w and b.
 
     x: (B, C, *) seen as (1, B·C, *) with B·G groups is the same normalisation, and its weight gradient, one number a
@@ -129,14 +140,7 @@ class GroupNormTap(LayerTap):
             self.min_dim = next(dim for cls, dim in _INSTANCE_NORM_DIMS.items() if isinstance(module, cls))
 
     def forward(self, ctx: Any, x: Tensor) -> Tensor:
-        weight: Tensor | None = self.parameters["weight"]
-        bias: Tensor | None = self.parameters["bias"]
-        dtype = autocast_dtype(x)
-        if dtype is not None and x.dtype != torch.float64:
-            x = x.to(autocast_output_dtype(self.probe, x, dtype))
-            if x.dtype == torch.float32:
-                weight = None if weight is None else weight.float()
-                bias = None if bias is None else bias.float()
+        x, weight, bias = self.norm_operands(x, self.probe)
         x = x.contiguous()
         batch, channels = x.shape[:2]
         positions = x[0, 0].numel()

@@ -89,7 +89,7 @@ class OpaqueTap(UnitTap):
         )
 
     def _rehearse(self, args: Any, kwargs: Any) -> Any:
-        """The module's own answer, as a rehearsal wants it."""
+        """Run the module for a rehearsal, which records its input and outputs and may change them."""
         run = self.rehearsal
         assert run is not None
         if not any(slot.parameter.requires_grad for slot in self.slots.values()):
@@ -106,7 +106,7 @@ class OpaqueTap(UnitTap):
         return pytree.tree_unflatten(leaves, spec)
 
     def _check(self, sample_call: SampleCall) -> None:
-        """How the module treats a batch: not in every call, for it takes several forward passes."""
+        """Check how the module treats a batch. Not in every call, for it takes several forward passes."""
         self.calls += 1
         check = UnitCheck(self, sample_call, self.run)
         if sample_call.undecided:

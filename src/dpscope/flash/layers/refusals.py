@@ -1,4 +1,4 @@
-"""Modules that cannot be trained privately: refused by name where they are trained, left alone where frozen."""
+"""Modules that cannot be trained privately: refused by name where they are trained, run as they are where frozen."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from dpscope.errors import UserError
-from dpscope.flash.instance_method import InstanceMethod
-from dpscope.flash.taps import Engine
+from dpscope.flash.taps import EngineTap
 
 _EMBEDDING_OPTIONS = ("scale_grad_by_freq", "sparse", "max_norm")
 
@@ -74,13 +73,8 @@ def refuse_trained(name: str, module: nn.Module) -> None:
         raise UserError(f"{_called(name, module)} {why}")
 
 
-class RefusedTap(InstanceMethod):
+class RefusedTap(EngineTap):
     """The forward of a module that cannot be trained. It runs as it is while it is frozen, which may change."""
-
-    def __init__(self, engine: Engine, name: str, module: nn.Module) -> None:
-        super().__init__(module)
-        self.engine = engine
-        self.name = name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() or self.engine.forwards.run is not None:

@@ -22,7 +22,7 @@ from dpscope.flash.layers.unit import UnitTap
 from dpscope.flash.module_state import Remains, token
 
 # What a forward may return besides tensors.
-_PLAIN = (type(None), bool, int, float, str)
+_RETURNED = (type(None), bool, int, float, str)
 
 _EMBEDDING = inspect.signature(F.embedding)
 _BATCH_NORM = inspect.signature(F.batch_norm)
@@ -83,7 +83,7 @@ def _no_checkpoints() -> Iterator[None]:
 
 
 @contextmanager
-def _parametrizations_computed_anew() -> Iterator[None]:
+def _uncached_parametrizations() -> Iterator[None]:
     """Inside parametrize.cached() a weight made of one sample's copy would be handed to others, and outlive vmap."""
     enabled, cache = parametrize._cache_enabled, parametrize._cache
     parametrize._cache_enabled, parametrize._cache = 0, {}
@@ -155,10 +155,10 @@ class SampleCall:
         return self.names[index], index - self.names.index(self.names[index]), self.leaves[index].dim()
 
     def _place(self, index: int, leaf: Tensor, main: bool) -> None:
-        """Decides by the size of this call where it tells, and by what was found out in other calls where not.
+        """Decide by the size in this call where it is conclusive, otherwise by what other calls have shown.
 
         A size that differs from the batch's says once and for all that the argument is shared: a mask (T, T) stays
-        shared in a later batch of T samples. A size that equals it may do so by coincidence, and is looked into.
+        shared in a later batch of T samples. A size that equals it may do so by coincidence, and is checked.
         """
         name, known = self.names[index], self.tap.per_sample.get(self.key(index))
         dim = self._dim(name)
@@ -195,7 +195,7 @@ class SampleCall:
         given = {f"unit.{key}": buffer.clone() for key, buffer in unit.named_buffers()}
         replaced = {**given, **parameters}
         untouched = token(values)
-        with _parametrizations_computed_anew():
+        with _uncached_parametrizations():
             output, changes = functional_call(self.tap.call, replaced, args, kwargs)
         if token(values) != untouched:
             self._refuse_written_arguments()
@@ -204,7 +204,7 @@ class SampleCall:
                 changes[key.removeprefix("unit.")] = replaced[key]
         found, spec = pytree.tree_flatten(output)
         for leaf in found:
-            if not isinstance(leaf, (Tensor, *_PLAIN)):
+            if not isinstance(leaf, (Tensor, *_RETURNED)):
                 raise UserError(
                     f"{self.tap.name} returns a {type(leaf).__name__}; flash clipping needs tensors, in tuples, lists "
                     "or dictionaries"

@@ -1,6 +1,6 @@
-"""Does a unit treat the samples of a batch apart? Asked of the module itself, on whole batches, without gradients.
+"""Check that a unit treats the samples of a batch independently, by running it on whole batches without gradients.
 
-Two questions, each put with dropout switched off in both answers that are compared:
+Two questions, each with dropout switched off in both answers that are compared:
 
 1. Is the answer for the batch that for its samples one by one? It is not where the batch is in another dimension, or
    where an argument that all samples share was split among them.
@@ -28,12 +28,12 @@ from dpscope.flash.layers.sample_call import SampleCall, WrittenArguments
 from dpscope.flash.layers.unit import UnitTap
 
 # How far two ways to compute the same may differ, relative to the largest value.
-_ROUNDING = {torch.float64: 1e-4, torch.float32: 1e-3}  # of float64 too: some modules compute in float32 inside
-_HALF_ROUNDING = 0.05
+_ANSWER_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}  # of float64 too: some modules compute in float32 inside
+_HALF_ANSWER_TOLERANCE = 0.05
 # A sample's answer may move by this much of itself when others are replaced; by what the order of samples does to its
 # rounding, times _ORDER, where that is more and looks like rounding.
-_UNMOVED = {torch.float64: 1e-7, torch.float32: 1e-5}
-_HALF_UNMOVED = 2.0**-6
+_UNMOVED_SHARE = {torch.float64: 1e-7, torch.float32: 1e-5}
+_HALF_UNMOVED_SHARE = 2.0**-6
 _ORDER = 100.0
 _MOVES = (0.0, 0.5, 0.05)  # what parameters are moved by: standard deviations
 _WIDE_NUMEL = 1 << 26  # larger units are not copied to float64
@@ -65,7 +65,7 @@ class RunSamples(Protocol):
 
 
 class UnitCheck:
-    """Of one call; `run_samples`: runs it sample by sample."""
+    """The check of one call; `run_samples` runs it sample by sample."""
 
     def __init__(self, tap: UnitTap, sample_call: SampleCall, run_samples: RunSamples) -> None:
         self.tap = tap
@@ -76,12 +76,12 @@ class UnitCheck:
 
     @contextmanager
     def _quiet(self) -> Iterator[None]:
-        """Nothing of this is seen outside: no gradients, no random numbers drawn, no state left."""
+        """Inside, no gradients are taken, no random numbers are drawn from outside, and no state is left."""
         with torch.no_grad(), torch.random.fork_rng(sorted(self.devices, key=str)), _WithoutDropout():
             yield
 
     def run(self) -> list[torch.dtype]:
-        """The dtypes of the module's own outputs. Raises UserError where samples are not treated apart."""
+        """The dtypes of the module's own outputs. Raise UserError where samples are not independent."""
         with self._quiet():
             own = self._own({}, self.call.leaves)
             if self._own_is_repeatable(own):
@@ -125,7 +125,7 @@ class UnitCheck:
                     f"{self.kind} gave {tuple(once.shape)} for a batch but {tuple(mine.shape)} from its samples one by "
                     f"one: {KEEP_BATCH_FIRST}"
                 )
-            if _distance(mine, once) > _ROUNDING.get(once.dtype, _HALF_ROUNDING) * _size(once):
+            if _distance(mine, once) > _ANSWER_TOLERANCE.get(once.dtype, _HALF_ANSWER_TOLERANCE) * _size(once):
                 raise UserError(
                     f"{self.kind} answers differently for a batch than for its samples one by one: it mixes samples, "
                     "so no sample has a gradient of its own, or its samples are not in the first dimension of every "
@@ -135,7 +135,7 @@ class UnitCheck:
     # -- arguments whose size is the batch's, perhaps by coincidence ---------------------------------------------------
 
     def decide(self) -> None:
-        """Splits undecided arguments among samples, or shares them: whichever gives the module's own answer.
+        """Split undecided arguments among samples or share them, as gives the module's own answer.
 
         Their values are shuffled for this, so that they matter and no two readings agree by coincidence.
         """
@@ -200,7 +200,7 @@ class UnitCheck:
                 return
 
     def _is_apart(self, move: float, *, wide: bool) -> bool:
-        """Raises UserError if a sample's answer depends on others. False if there were no finite answers to compare."""
+        """Raise UserError if a sample's answer depends on others. False if there were no finite answers to compare."""
         unit = self.tap.module
         named = {**dict(unit.named_parameters()), **dict(unit.named_buffers())}
         wide = wide and sum(tensor.numel() for tensor in named.values()) <= _WIDE_NUMEL
@@ -224,8 +224,8 @@ class UnitCheck:
                     moved = _distance(other.select(dim, kept), before)
                     noise = _distance(turned.select(dim, (kept + 1) % self.call.batch), before)
                     size = _size(mine)
-                    rounding = min(_ORDER * noise, _UNMOVED[torch.float32] * size)
-                    if moved > max(_UNMOVED.get(mine.dtype, _HALF_UNMOVED) * size, rounding):
+                    rounding = min(_ORDER * noise, _UNMOVED_SHARE[torch.float32] * size)
+                    if moved > max(_UNMOVED_SHARE.get(mine.dtype, _HALF_UNMOVED_SHARE) * size, rounding):
                         self._refuse_mixing()
         return finite
 
