@@ -23,8 +23,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from dpscope.flash.kernels.philox import normal_block as normal_block  # the generator: in Triton,
-from dpscope.flash.kernels.philox import normals  # and in torch
+from dpscope.flash.kernels.philox import normal_block, normals  # the generator, in Triton and in torch
 from dpscope.flash.kernels.tensor_lists import (
     as_word,
     chunk_size,
@@ -37,6 +36,8 @@ from dpscope.flash.kernels.tensor_lists import (
 from dpscope.flash.kernels.triton_runtime import Backend, jit, launch_on, tl
 from dpscope.vocabulary.families import NOISE
 from dpscope.vocabulary.launches import Launch, announce
+
+__all__ = ["HostStream", "add_noise_", "chunks", "noise_values", "normal_block"]
 
 # Elements of noise torch makes at a time: the words stay in cache. 13 ns an element on one core of an AMD EPYC
 # (2026-11-15), 17 ns with 2¹⁶; shared between tensors, because a call costs 200 µs however few they are.
