@@ -41,11 +41,11 @@ def cross_terms(lookup: Lookup, outer: Outer) -> Tensor:
     return total
 
 
-def tied_path(outer: Outer) -> str:
+def _tied_decision(outer: Outer) -> Decision:
     """The path of an embedding tied to a head. Rank 1 is none where products are rounded: the uses may cancel."""
-    path = outer.decision.path
+    decision = outer.decision
     rounded = outer.g.dtype == torch.float32 and operand_rounding(outer.g.device) > 0.0
-    return KEEP if path == RANK1 and rounded else path
+    return replace(decision, path=KEEP) if decision.path == RANK1 and rounded else decision
 
 
 def tied_norms_squared(lookup: Lookup, outer: Outer) -> Tensor:
@@ -98,12 +98,13 @@ def combine(parts: list[Contribution], dtype: torch.dtype, rules: PathRules) -> 
     outers = [part for part in parts if isinstance(part, Outer)]
     lookups = [part for part in parts if isinstance(part, Lookup)]
     if len(outers) + len(lookups) == len(parts):
-        merged: list[Contribution] = []
-        if lookups:
-            merged.append(lookups[0] if len(lookups) == 1 else _merge_lookups(lookups, rules))
-        if outers:
-            merged.append(outers[0] if len(outers) == 1 else _merge_outers(outers, rules))
-        return tuple(merged)
+        if len(outers) > 1:
+            outers = [_merge_outers(outers, rules)]
+        if len(lookups) > 1:
+            lookups = [_merge_lookups(lookups, rules)]
+        if outers and lookups:
+            outers[0].decision = _tied_decision(outers[0])
+        return (*lookups, *outers)
     total: Tensor | None = None
     while parts:
         part = parts.pop()
@@ -121,8 +122,6 @@ def describe_combined(slot: Slot, parts: tuple[Contribution, ...], uses: int) ->
     """For explain(): what became of several uses."""
     saved = [part for part in parts if isinstance(part, Saved)]
     decision = saved[-1].decision if saved else Decision(KEEP, "they have no closed form, and are added")
-    if len(saved) == 2 and isinstance(saved[-1], Outer):
-        decision = replace(decision, path=tied_path(saved[-1]))
     slot.describe(
         " + ".join(part.kind for part in parts),
         replace(decision, reason=f"{uses} uses of the parameter together: {decision.reason}"),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dpscope.flash.combination import cross_terms, tied_norms_squared, tied_path
+from dpscope.flash.combination import cross_terms, tied_norms_squared
 from dpscope.flash.contributions import Contribution, Kept, Lookup, Outer
 from dpscope.flash.kernels.gram_norms import GramUnit, gram_norms_squared
 from dpscope.flash.kernels.kept_gradients import kept_norms_squared
@@ -50,7 +50,7 @@ class NormSum:
             return (self._add_one(parts[0]),)
         lookup, outer = parts
         assert isinstance(lookup, Lookup) and isinstance(outer, Outer)
-        path = tied_path(outer)
+        path = outer.decision.path
         if path == DIRECT:
             self.add(tied_norms_squared(lookup, outer))
             return parts
