@@ -178,6 +178,29 @@ def choose_path(
     return Decision(best, reason, costs)
 
 
+@lru_cache(maxsize=4096)  # asked by every layer in every backward pass
+def _choices(
+    x: tuple[int, ...], p: int, dtype: torch.dtype, rounding: float, x_held: int | None, forced: str | None
+) -> tuple[Decision, Decision, float]:
+    """The decision where there is room to keep, that where there is none, and how much room in bytes."""
+    choose = partial(
+        choose_path,
+        *x,
+        p,
+        itemsize=dtype.itemsize,
+        stored_itemsize=stored_dtype(dtype).itemsize,
+        rounding=rounding,
+        x_held=x_held,
+        forced=forced,
+    )
+    fitting = choose(keep_fits=True)
+    lean = fitting if forced is not None or fitting.path != KEEP else choose()
+    if lean is fitting or lean.path == KEEP:
+        return lean, lean, 0.0
+    # The gradient of x, as large as x, is made while both the kept gradients and x are there.
+    return fitting, lean, fitting.costs[KEEP].bytes_held + math.prod(x) * dtype.itemsize
+
+
 class PathRules:
     """How an engine chooses: a path forced on every layer, or the cheapest for which there is room."""
 
@@ -187,25 +210,11 @@ class PathRules:
 
     def of_product(self, x: Sequence[int], g: Tensor, *, p: int | None = None, x_held: int | None = None) -> Decision:
         """Of a layer with x: (batch, length, d) and g: (batch, length, p), which `p` says where g has another shape."""
-        dtype = g.dtype
-        choose = partial(
-            choose_path,
-            *x,
-            g.shape[-1] if p is None else p,
-            itemsize=dtype.itemsize,
-            stored_itemsize=stored_dtype(dtype).itemsize,
-            rounding=operand_rounding(g.device) if dtype == torch.float32 else 0.0,
-            x_held=x_held,
+        rounding = operand_rounding(g.device) if g.dtype == torch.float32 else 0.0
+        fitting, lean, more = _choices(
+            tuple(x), g.shape[-1] if p is None else p, g.dtype, rounding, x_held, self.forced
         )
-        fitting = choose(forced=self.forced, keep_fits=True)
-        if fitting.path != KEEP or self.forced is not None:
-            return fitting
-        lean = choose()
-        if lean.path == KEEP:
-            return lean
-        # The gradient of x, as large as x, is made while both the kept gradients and x are there.
-        more = fitting.costs[KEEP].bytes_held + math.prod(x) * dtype.itemsize
-        return fitting if self.budget.fits(more) else lean
+        return fitting if fitting is lean or self.budget.fits(more) else lean
 
     def of_lookup(self, batch: int, length: int) -> Decision:
         """Of an embedding with ids: (batch, length)."""

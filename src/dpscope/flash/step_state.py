@@ -16,19 +16,22 @@ and the sums of the micro-batches that are closed are in one of three:
 | ----------------- | --------------------------------- | ------------------------ | --------------------------------- |
 | open(size)        | a forward pass                    | CLOSED, OPENED -> OPENED |                                   |
 |                   | one that backward runs again      | RECORDED stays           |                                   |
-| record(slot)      | a backward pass                   | any -> RECORDED          | refused after `forbid_` if not    |
-|                   |                                   |                          | empty                             |
-| close()           | finish(), clipped_sums()          | any -> CLOSED            | refused if OPENED and empty       |
-| count(size, clip) | the same, when norms are taken    |                          | one micro-batch more              |
+| record(slot)      | a backward pass                   | any -> RECORDED          | refused if one is counted already |
+|                   |                                   |                          | and accumulation is forbidden     |
+| close()           | finish(), clipped_sums()          | any -> CLOSED            | refused if OPENED and none is     |
+|                   |                                   |                          | counted                           |
+| count(size, clip) | the same, when norms are taken    |                          | one micro-batch more is counted   |
 | drop()            | detach()                          | any -> CLOSED            |                                   |
-| discard()         | discard()                         | any -> CLOSED            | emptied unless ACCUMULATING       |
-| clear()           | zero_grad()                       | any -> CLOSED            | the same, APPLIED -> COLLECTING   |
+| discard()         | discard()                         | any -> CLOSED            | none is counted, unless           |
+|                   |                                   |                          | ACCUMULATING                      |
+| clear()           | zero_grad()                       | any -> CLOSED            | the same, and APPLIED ->          |
+|                   |                                   |                          | COLLECTING                        |
 | begin_step()      | step()                            |                          | refused if APPLIED                |
-| skip_step()       | step() within a logical batch     |                          | -> ACCUMULATING, counted anew     |
+| skip_step()       | step() within a logical batch     |                          | -> ACCUMULATING, none is counted  |
 | complete()        | step() at the end of one          |                          | ACCUMULATING -> COLLECTING        |
-| apply(account)    | the same, before the update       |                          | -> APPLIED, counted anew          |
+| apply(account)    | the same, before the update       |                          | -> APPLIED, none is counted       |
 
-"Empty" means that no micro-batch was counted since the last step, skipped step or discarding.
+All but open() (of a RECORDED micro-batch, outside of backward) and what is said to be refused are legal from every state.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ class Tapped(torch.autograd.Function):
         tap: LayerTap = ctx.tap
         engine = tap.engine
         recording = engine.is_recording()
-        if recording or torch.is_grad_enabled():
+        if torch.is_grad_enabled() or (recording and ctx.generation != engine.state.generation):
             check_backward(tap, ctx.generation)
         if ctx.empty is not None:
             if recording:

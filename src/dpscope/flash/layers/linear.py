@@ -29,7 +29,8 @@ def as_sequences(x: Tensor) -> Tensor:
 def keep_or_defer(tap: LayerTap, slot: Slot, x: Tensor, g: Tensor) -> None:
     """Σ_t g_t x_tᵀ: as per-sample gradients now (and x, g are free), or as x and g until the norms are taken."""
     decision = tap.engine.path_rules.of_product(x.shape, g)
-    slot.describe("outer", decision, {"x": x.shape, "g": g.shape})
+    if slot.decision is not decision:  # decisions are the same object where shapes are the same
+        slot.describe("outer", decision, {"x": x.shape, "g": g.shape})
     if decision.path == KEEP:
         tap.engine.add(slot, Kept(per_sample_gradients(x, g, slot.parameter.dtype)))
     else:
