@@ -31,7 +31,8 @@ and the sums of the micro-batches that are closed are in one of three:
 | complete()        | step() at the end of one          |                          | ACCUMULATING -> COLLECTING        |
 | apply(account)    | the same, before the update       |                          | -> APPLIED, none is counted       |
 
-All but open() (of a RECORDED micro-batch, outside of backward) and what is said to be refused are legal from every state.
+Every transition is legal from every state, except what is said to be refused, and open() of a RECORDED micro-batch
+outside of backward.
 """
 
 from __future__ import annotations
