@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dpscope.reports.memory.data import Composition, composition_of, in_order, timeline_of
-from dpscope.reports.output import text_output
+from dpscope.reports.output import Output, text_output
 from dpscope.reports.report import Report
 from dpscope.reports.tables import Row
 from dpscope.vocabulary.components import COMPONENTS
@@ -43,10 +43,10 @@ def to_pandas(rows: Sequence[Row]) -> pandas.DataFrame:
     return frame_of(to_records(rows))
 
 
-def frame_of(records: Sequence[Mapping[str, Any]]) -> pandas.DataFrame:
+def frame_of(records: Iterable[Mapping[str, Any]]) -> pandas.DataFrame:
     import pandas
 
-    return pandas.DataFrame(records).convert_dtypes()
+    return pandas.DataFrame(list(records)).convert_dtypes()
 
 
 def frame_to_csv(frame: pandas.DataFrame) -> str:
@@ -91,15 +91,11 @@ def _points(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
                 yield {**row.fields(*IDENTITY), "event": event, "phase": phase, **levels}
 
 
-def _results_csv(report: Report) -> str:
-    return frame_to_csv(to_pandas(report.rows))
-
-
-def _timeline_csv(report: Report) -> str:
-    return frame_to_csv(frame_of(list(_points(report.rows))))
+def _csv_output(name: str, holds: str, to_lines: Callable[[Sequence[Row]], Iterable[dict[str, Any]]]) -> Output[Report]:
+    return text_output(name, holds, lambda report: frame_to_csv(frame_of(to_lines(report.rows))), asked_for="csv")
 
 
 CSV = (
-    text_output("results.csv", "a line for each method and size", _results_csv, asked_for="csv"),
-    text_output("timeline.csv", "live bytes by component after each event", _timeline_csv, asked_for="csv"),
+    _csv_output("results.csv", "a line for each method and size", to_records),
+    _csv_output("timeline.csv", "live bytes by component after each event", _points),
 )

@@ -11,7 +11,7 @@ from dpscope.reports.memory.data import composition_of, in_order, is_private_onl
 from dpscope.reports.output import text_output
 from dpscope.reports.report import Report
 from dpscope.reports.tables import RATES, SIZES, Row, group_by_size, worth_a_column
-from dpscope.reports.words import peak_notes, step_in_words
+from dpscope.reports.words import distinct, peak_notes, step_in_words
 from dpscope.units import GIB, MIB, MISSING, format_throughput
 from dpscope.vocabulary.settings import COMPARED
 
@@ -75,7 +75,7 @@ def _component_table(rows: Sequence[Row], number: int) -> str:
     found = [(row.method, composition) for row in rows if (composition := composition_of(row))]
     unit, name = _unit([composition.total for _, composition in found])
     present = in_order(key for _, each in found for key, count in each.components.items() if count)
-    columns = ["component", *_distinct([method for method, _ in found])]
+    columns = ["component", *distinct([method for method, _ in found])]  # one may have been measured twice
     lines = [
         (_component(key), *(_number(each.components.get(key) or None, 2, unit) for _, each in found)) for key in present
     ]
@@ -88,11 +88,6 @@ def _component_table(rows: Sequence[Row], number: int) -> str:
 
 def _component(key: str) -> str:
     return label_of(key) + (STAR if is_private_only(key) else "")
-
-
-def _distinct(names: Sequence[str]) -> list[str]:
-    """Columns need names of their own, even where a method was measured twice."""
-    return [name if name not in names[:n] else f"{name} ({names[:n].count(name) + 1})" for n, name in enumerate(names)]
 
 
 def _table(lines: Sequence[dict[str, Any]], caption: str, label: str) -> str:
@@ -130,8 +125,8 @@ def _number(value: float | None, decimals: int, unit: int = 1) -> str:
     return MISSING if value is None else f"{value / unit:.{decimals}f}".replace("-", "−")
 
 
-def _results_tex(report: Report) -> str:
+def _render(report: Report) -> str:
     return to_latex(report.rows)
 
 
-LATEX = text_output("results.tex", "tables for a paper, with booktabs", _results_tex, asked_for="latex")
+LATEX = text_output("results.tex", "tables for a paper, with booktabs", _render, asked_for="latex")

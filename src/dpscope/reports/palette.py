@@ -13,8 +13,12 @@ from collections.abc import Iterable, Sequence
 
 from dpscope.vocabulary import families
 
+INDIGO = "#332288"
+INK, BLANK = "#000000", "#FFFFFF"  # drawn in a page's own ink, and with an outline only
+ON_DARK = {INDIGO: "#6f63d2"}  # what would not be seen on a dark page -> what is drawn there instead
+
 COMPONENT_COLOURS = {
-    "model_parameters": "#332288",
+    "model_parameters": INDIGO,
     "optimizer_states": "#88CCEE",
     "gradients": "#44AA99",
     "activations": "#117733",
@@ -29,18 +33,18 @@ COMPONENT_COLOURS = {
 # Phases of a step, with what lies between them; what only private training does in the same reds.
 PHASE_COLOURS = {
     "forward": "#88CCEE",
-    "backward": "#332288",
+    "backward": INDIGO,
     "clip": "#CC6677",
     "noise": "#882255",
     "optimizer": "#44AA99",
     "between phases": "#DDDDDD",
     "wait for the GPU": "#BBBBBB",
-    "GPU idle": "#FFFFFF",
+    "GPU idle": BLANK,
 }
 
 # Families of kernels; what privacy adds is hatched besides.
 FAMILY_COLOURS = {
-    families.GEMM: "#332288",
+    families.GEMM: INDIGO,
     families.ATTENTION: "#88CCEE",
     families.ELEMENTWISE: "#44AA99",
     families.REDUCTION: "#117733",
@@ -55,14 +59,15 @@ FAMILY_COLOURS = {
 PRIVATE_FAMILIES = {families.CLIPPING, families.NOISE}
 DIRECTION_COLOURS = {"read": "#4477AA", "written": "#DDAA33"}
 
-# What takes more than in ordinary training, and what takes less.
+# What takes more than in ordinary training, and what takes less; the same between two sweeps.
 GREW, SHRANK = "#CC6677", "#44AA99"
+MORE, LESS = "#D55E00", "#009E73"
 
 # For components that a user's own rule names: chosen by name, so that it is the same colour in every report.
 OWN_COLOURS = ("#BBBBBB", "#EE8866", "#77AADD", "#FFAABB", "#AAAA00")
 
 # Okabe and Ito's colours and unlike markers, for methods as points.
-METHOD_COLOURS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+METHOD_COLOURS = (INK, "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 METHOD_MARKERS = "osD^vP*X<>ph"
 METHODS = ("standard", "flat", "ghost", "flash")
 

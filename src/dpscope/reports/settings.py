@@ -8,6 +8,7 @@ from types import NoneType
 from typing import Any
 
 from dpscope.reports.tables import SIZES, Row, group_by_size, hashable
+from dpscope.reports.words import distinct
 from dpscope.vocabulary.settings import SETTINGS
 
 UNLABELLED = ("name", *(name for name, each in SETTINGS.items() if each.speaks_for_itself))
@@ -70,8 +71,7 @@ def _labels(described: Sequence[dict[str, Any]]) -> list[str]:
         alike = [other for other, others in zip(described, short, strict=True) if others == words]
         label = ", ".join(filter(None, (words, _words(settings, _varying(alike)))))
         labels.append(label if label or len(described) == 1 else "the rest")
-    places = [labels[:place].count(label) for place, label in enumerate(labels)]
-    return [f"{label} ({place + 1})" if place else label for label, place in zip(labels, places, strict=True)]
+    return distinct(labels)
 
 
 def _varying(described: Sequence[dict[str, Any]]) -> list[str]:

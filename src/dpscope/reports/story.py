@@ -6,13 +6,13 @@ overlap are equal, and so are peaks within `SAME_MEMORY` of each other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from dpscope.reports.doubt import ADVICE, EXPLAINED
 from dpscope.reports.tables import STANDARD, Row
 from dpscope.reports.traffic.data import traffic_of
-from dpscope.units import format_bytes, format_ms, format_ratio
+from dpscope.units import MISSING, format_bytes, format_ms, format_ratio
 from dpscope.vocabulary.statuses import OOM, STATUSES, status_named
 
 SAME_MEMORY = 0.01
@@ -24,33 +24,24 @@ class Story:
     """Rows of one size: who wins among the private methods, and the sentences that say so."""
 
     winner: str | None
-    praise: str  # what the winner is best at, and in fewer words
-    badge: str
-    saves: str  # what it saves, as a sentence
-    sentences: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)  # of its rows; other sizes often have the same
+    badge: str  # what the winner is best at, in a word or two
+    sentences: list[str]
+    notes: list[str]  # of its rows; other sizes often have the same
 
 
 def tell(rows: Sequence[Row]) -> Story:
     """The story of rows that are compared with each other."""
     private = [row for row in rows if row.method != STANDARD]
     leaders = _leaders(private)
-    winner = leaders.winner
+    winner, (praise, badge) = leaders.winner, leaders.praise
     if winner:
-        praise, badge = leaders.praise
-        saves = _of_savings(winner, [row for row in private if row is not winner])
+        verdict = [f"Of the private methods {winner.method} {praise}: {cost_in_words(winner)}."]
+        verdict += _of_savings(winner, [row for row in private if row is not winner])
     else:
-        praise = badge = saves = ""
-    sentences = [
-        *([f"Of the private methods {winner.method} {praise}: {cost_in_words(winner)}."] if winner else []),
-        *([saves] if saves else []),
-        *([*leaders.undecided(), *_of_all(private)] if winner is None else []),
-        *_of_doubt(rows),
-        *_of_failed(rows, private),
-        *_of_no_standard(rows),
-    ]
+        verdict = [*leaders.undecided(), *_of_all(private)]
+    sentences = [*verdict, *_of_doubt(rows), *_of_failed(rows, private), *_of_no_standard(rows)]
     notes = [f"{row.method}: {note}" for row in rows for note in row.notes]
-    return Story(winner.method if winner else None, praise, badge, saves, sentences, notes)
+    return Story(winner.method if winner else None, badge if winner else "", sentences, notes)
 
 
 @dataclass(frozen=True)
@@ -68,27 +59,28 @@ class Leaders:
         return ("is the fastest", "fastest") if self.time else ("needs the least memory", "least memory")
 
     @property
+    def unbeaten(self) -> list[Row]:
+        """In whatever was compared."""
+        return [row for row in self.time or self.memory if row in (self.memory or self.time)]
+
+    @property
     def winner(self) -> Row | None:
-        """Beaten by none in whatever was compared, and the only one."""
-        lists = [rows for rows in (self.time, self.memory) if rows]
-        unbeaten = [row for row in (lists[0] if lists else []) if all(any(row is r for r in rows) for rows in lists)]
-        return unbeaten[0] if len(unbeaten) == 1 else None
+        return self.unbeaten[0] if len(self.unbeaten) == 1 else None
 
     def undecided(self) -> list[str]:
         """Why nobody wins, where there was a race."""
         if not self.time and not self.memory:
             return []
-        if self.time and self.memory and not any(a is b for a in self.time for b in self.memory):
-            fast, lean = self.time[0], self.memory[0]
+        if not self.unbeaten:
+            is_, needs = ("is" if len(self.time) == 1 else "are"), ("needs" if len(self.memory) == 1 else "need")
             return [
-                f"No method is best at both: {_names(self.time)} {_verb(self.time, 'is', 'are')} the fastest "
-                f"({format_ms(fast.median_ms)}), {_names(self.memory)} {_verb(self.memory, 'needs', 'need')} the least "
-                f"memory ({format_bytes(lean.peak_bytes)})."
+                f"No method is best at both: {_names(self.time)} {is_} the fastest "
+                f"({format_ms(self.time[0].median_ms)}), {_names(self.memory)} {needs} the least "
+                f"memory ({format_bytes(self.memory[0].peak_bytes)})."
             ]
-        equal = [row for row in (self.time or self.memory) if not self.memory or any(row is r for r in self.memory)]
         if not self.time:
-            return [f"{_names(equal)} need the same memory, to within {SAME_MEMORY:.0%}."]
-        return [f"Between {_names(equal)} the measurement sees no difference beyond its spread."]
+            return [f"{_names(self.unbeaten)} need the same memory, to within {SAME_MEMORY:.0%}."]
+        return [f"Between {_names(self.unbeaten)} the measurement sees no difference beyond its spread."]
 
 
 def _leaders(private: Sequence[Row]) -> Leaders:
@@ -114,14 +106,14 @@ def _same_memory(row: Row, other: Row) -> bool:
     return abs(one - two) <= SAME_MEMORY * max(one, two)
 
 
-def _of_savings(winner: Row, others: Sequence[Row]) -> str:
-    usual = next((row for row in others if row.method == USUAL), None) or min(others, key=_expense, default=None)
-    saved = _savings(winner, usual) if usual else []
-    return f"Against {usual.method} it saves {' and '.join(saved)} a step." if usual and saved else ""
+def _of_savings(winner: Row, others: Sequence[Row]) -> list[str]:
+    """Against what people usually have; else the next best is what a reader would have taken, by time first."""
+    usual = next((row for row in others if row.method == USUAL), None) or min(others, key=_expense)
+    saved = _savings(winner, usual)
+    return [f"Against {usual.method} it saves {' and '.join(saved)} a step."] if saved else []
 
 
 def _expense(row: Row) -> tuple[bool, float, float]:
-    """Order of cost, time first: the next best is what a reader would have taken."""
     return (row.median_ms is None, row.median_ms or 0.0, row.peak_bytes or 0.0)
 
 
@@ -139,21 +131,14 @@ def _savings(winner: Row, other: Row) -> list[str]:
 
 def cost_in_words(row: Row) -> str:
     """`1.09× the time and 0.96× the memory of ordinary training`; absolute where there is no standard."""
-    moved = traffic_of(row)
-    parts = [
-        f"{format_ratio(ratio)} the {what}"
-        for ratio, what in ((row.time_ratio if row.steady else None, "time"), (row.memory_ratio, "memory"))
-        if ratio is not None
-    ]
-    if moved and moved.ratio is not None:
+    ratios = {"time": row.time_ratio if row.steady else None, "memory": row.memory_ratio}
+    parts = [f"{format_ratio(ratio)} the {what}" for what, ratio in ratios.items() if ratio is not None]
+    if (moved := traffic_of(row)) and moved.ratio is not None:
         parts.append(f"{moved.show(format_ratio(moved.ratio))} the DRAM bytes")
     if parts:
         return f"{_and(parts)} of ordinary training"
-    figures: tuple[tuple[float | None, Callable[[float | None], str]], ...] = (
-        (None if row.time_doubt else row.median_ms, format_ms),
-        (row.peak_bytes, format_bytes),
-    )
-    return _and([show(value) for value, show in figures if value is not None]) + " a step"
+    figures = (format_ms(None if row.time_doubt else row.median_ms), format_bytes(row.peak_bytes))
+    return _and([figure for figure in figures if figure != MISSING]) + " a step"
 
 
 def _of_all(private: Sequence[Row]) -> list[str]:
@@ -199,7 +184,3 @@ def _names(rows: Sequence[Row]) -> str:
 
 def _and(words: Sequence[str]) -> str:
     return " and ".join(filter(None, (", ".join(words[:-1]), words[-1]))) if words else ""
-
-
-def _verb(rows: Sequence[Row], one: str, several: str) -> str:
-    return one if len(rows) == 1 else several

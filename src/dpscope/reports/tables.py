@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from dpscope.reports.doubt import doubt_of_times
@@ -108,19 +109,22 @@ class Row:
         return {name: self.field(name) for name in names}
 
     @property
+    def ended_well(self) -> list[Result]:
+        return [result for result in self.measured.values() if result.ok]
+
+    @property
     def timing(self) -> TimingPayload:
-        parts = (result.timing for result in self.measured.values() if result.ok)
-        return next((part for part in parts if part), TimingPayload())
+        return next((result.timing for result in self.ended_well if result.timing), TimingPayload())
 
     @property
     def ncu(self) -> NcuPayload | None:
         """What the ncu instrument saw; None if it did not look, or failed."""
-        return next((result.ncu for result in self.measured.values() if result.ok and result.ncu), None)
+        return next((result.ncu for result in self.ended_well if result.ncu), None)
 
     @property
     def median_ms(self) -> float | None:
         """The median; the mean where a file of an older consumer has no more than that."""
-        return figure_of(self.timing.get("median_ms"), self._value("avg_time_ms"))
+        return figure_of(self.timing.get("median_ms"), *(result.avg_time_ms for result in self.ended_well))
 
     @property
     def spread_ms(self) -> tuple[float, float] | None:
@@ -144,12 +148,12 @@ class Row:
 
     @property
     def samples_per_second(self) -> float | None:
-        return None if not self.median_ms else 1e3 * self.first.spec["batch_size"] / self.median_ms
+        return 1e3 * self.spec["batch_size"] / self.median_ms if self.median_ms else None
 
     @property
     def tokens_per_second(self) -> float | None:
         """Positions of all sequences of a batch; None for a workload without a sequence."""
-        length, samples = self.first.spec.get("seq_len"), self.samples_per_second
+        length, samples = self.spec.get("seq_len"), self.samples_per_second
         return samples * length if samples is not None and length else None
 
     @property
@@ -179,14 +183,6 @@ class Row:
         """What is worth knowing beside the figures, each sentence once."""
         return list(dict.fromkeys(note["sentence"] for result in self.measured.values() for note in result.notes))
 
-    def _value(self, name: str) -> float | None:
-        values: Iterable[float | None] = (getattr(result, name) for result in self.measured.values() if result.ok)
-        return next((value for value in values if value is not None), None)
-
-    def _part(self, name: str) -> dict[str, Any]:
-        parts: Iterable[dict[str, Any]] = (getattr(result, name) for result in self.measured.values() if result.ok)
-        return next((part for part in parts if part), {})
-
 
 Value = TypeVar("Value")
 
@@ -204,10 +200,9 @@ def once_a_row(compute: Callable[[Row], Value]) -> Callable[[Row], Value]:
     return kept
 
 
-Rate = Callable[[Row], float | None]
-RATES: dict[str, Rate] = {
-    "samples/s": lambda row: row.samples_per_second,
-    "tokens/s": lambda row: row.tokens_per_second,
+RATES: dict[str, Callable[[Row], float | None]] = {
+    "samples/s": attrgetter("samples_per_second"),
+    "tokens/s": attrgetter("tokens_per_second"),
 }
 
 
@@ -263,7 +258,7 @@ def join_instruments(results: Sequence[Result]) -> list[Row]:
     joined: dict[Hashable, list[Row]] = {}
     for result in results:
         comparison = hashable(identity_of(result.spec))
-        repeated = several.get(comparison, {})
+        repeated = several[comparison]
         every = dict.fromkeys(counts for of_one in repeated.values() for counts in of_one) or [()]
         for counts in [_step_counts(result)] if result.instrument in repeated else every:
             places = joined.setdefault((result.experiment, comparison, counts), [])
@@ -276,14 +271,13 @@ def join_instruments(results: Sequence[Result]) -> list[Row]:
 
 def _several_step_counts(results: Sequence[Result]) -> dict[Hashable, dict[str, dict[StepCounts, None]]]:
     """Comparison -> instruments that measured one method with several numbers of steps, and those."""
-    found: dict[tuple[str, str, Hashable], dict[StepCounts, None]] = {}
+    found: dict[tuple[Hashable, str, str], dict[StepCounts, None]] = defaultdict(dict)
     for result in results:
-        key = (result.experiment, result.instrument, hashable(identity_of(result.spec)))
-        found.setdefault(key, {})[_step_counts(result)] = None
-    several: dict[Hashable, dict[str, dict[StepCounts, None]]] = {}
-    for (_, instrument, comparison), counts in found.items():
+        found[hashable(identity_of(result.spec)), result.instrument, result.experiment][_step_counts(result)] = None
+    several: dict[Hashable, dict[str, dict[StepCounts, None]]] = defaultdict(dict)
+    for (comparison, instrument, _), counts in found.items():
         if len(counts) > 1:
-            several.setdefault(comparison, {}).setdefault(instrument, {}).update(counts)
+            several[comparison][instrument] = several[comparison].get(instrument, {}) | counts
     return several
 
 
@@ -291,22 +285,14 @@ def _step_counts(result: Result) -> StepCounts:
     return tuple((name, result.spec.get(name)) for name in REPEATS)
 
 
-def seen_once(rows: Iterable[Row], instrument: str) -> list[Row]:
+def seen_once(rows: Sequence[Row], instrument: str) -> list[Row]:
     """Without rows that would tell again what the instrument saw of an earlier one."""
-    seen: set[int] = set()
-    kept = []
-    for row in rows:
-        result = row.measured.get(instrument)
-        if result is None or id(result) not in seen:
-            kept.append(row)
-            seen.add(id(result))
-    return kept
+    first = {id(row.measured.get(instrument)): row for row in reversed(rows)}
+    return [row for row in rows if instrument not in row.measured or first[id(row.measured[instrument])] is row]
 
 
 def _ratio(value: float | None, denominator: float | None) -> float | None:
-    if value is None or denominator is None or denominator <= 0 or value <= 0:
-        return None
-    return value / denominator
+    return value / denominator if value and denominator else None
 
 
 def group_by_size(rows: Iterable[Row]) -> list[list[Row]]:
@@ -322,17 +308,10 @@ def worth_a_column(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
 
     Numbers of steps do where rows differ in nothing else.
     """
-
-    def is_worth_it(name: str) -> bool:
-        if name in ("method", "batch_size"):
-            return True
-        if name == "seq_len":
-            return any(row.field(name) for row in rows)
-        if name in REPEATS and not any(row.step_counts for row in rows):
-            return False
-        return len({repr(row.field(name)) for row in rows}) > 1
-
-    return [name for name in names if is_worth_it(name)]
+    always = {"method", "batch_size", *(["seq_len"] if any(row.field("seq_len") for row in rows) else [])}
+    never = {"seq_len", *(() if any(row.step_counts for row in rows) else REPEATS)}
+    varying = {name for name in names if len({repr(row.field(name)) for row in rows}) > 1}
+    return [name for name in names if name in always or name in varying - never]
 
 
 def heading_of(name: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from dpscope.vocabulary.settings import SETTINGS
@@ -40,3 +40,8 @@ def shorten(text: str, length: int) -> str:
         return text
     tail = (length - 1) // 2
     return f"{text[: length - 1 - tail]}…{text[len(text) - tail :]}"
+
+
+def distinct(names: Sequence[str]) -> list[str]:
+    """The same names, those that were there before with a number: `flat`, `flat (2)`."""
+    return [name if name not in names[:n] else f"{name} ({names[:n].count(name) + 1})" for n, name in enumerate(names)]

@@ -13,7 +13,7 @@ from dpscope.reports.against.text import against_summary
 from dpscope.reports.doubt import FEW, NO_SPREAD, UNSTEADY, doubt_of_times, explain, marked
 from dpscope.reports.export import to_records
 from dpscope.reports.latex import to_latex
-from dpscope.reports.page.headline import make_headline
+from dpscope.reports.page.headline import make_cards
 from dpscope.reports.page.table import make_table
 from dpscope.reports.report import Report
 from dpscope.reports.story import tell
@@ -82,7 +82,7 @@ def test_the_mark_is_in_every_table_figure_and_sentence(doubtful):
     assert (record["time_doubt"], record["time_ratio_doubt"], record["time_steady"]) == (reason, reason, False)
     cells = {cell.text for cell in make_table(Report.of(results)).lines[1][2]}
     assert {"25.0 ms?", "2.50×?"} <= cells
-    card = make_headline(report_of(rows).sizes[0], report_of(rows).stories[0]).cards[1].figures[0]
+    card = make_cards(report_of(rows).sizes[0], report_of(rows).stories[0])[1].figures[0]
     assert card.doubt and card.absolute.startswith("25.0 ms?")
     view = step_time(rows).views[0]
     assert "25.0 ms? (2.50×?) with flat" in view.says and view.data["bars"][1]["marks"] == ["?", "?"]
@@ -164,10 +164,7 @@ def test_rates_stand_beside_times_and_tokens_need_a_sequence(make_result):
     record = to_records([row])[0]
     assert (record["samples_per_second"], record["tokens_per_second"]) == (400.0, 6400.0)
     assert json.loads(json.dumps(record)) == record
-    assert (
-        "6,400 tokens/s"
-        in make_headline(report_of([row]).sizes[0], report_of([row]).stories[0]).cards[0].figures[0].absolute
-    )
+    assert "6,400 tokens/s" in make_cards(report_of([row]).sizes[0], report_of([row]).stories[0])[0].figures[0].absolute
 
 
 def test_a_table_shows_peaks_of_one_definition(make_result, make_memory_result):

@@ -139,3 +139,14 @@ def test_a_comparison_gives_all_of_it(measured_both_ways, tmp_path):
     comparison.to_csv(tmp_path / "mine.csv")
     assert list(pandas.read_csv(tmp_path / "mine.csv")["method"]) == ["standard", "flat", "ghost", "flash"]
     assert len(comparison.results) == 8
+
+
+def test_rows_that_differ_only_in_their_steps_are_told_apart_in_every_table(make_result, make_memory_result):
+    """The memory instrument's single step is the first thing known of both rows."""
+    time = make_result(steps=1)
+    memory = replace(time, spec={**time.spec, "instrument": "memory"})
+    rows = compare_results([memory, make_result(steps=2), make_result(steps=3)])
+    assert [record["steps"] for record in to_records(rows)] == [2, 3]
+    lines = [line.split(" & ") for line in to_latex(rows).splitlines() if " & " in line]
+    place = lines[0].index("steps")
+    assert [line[place] for line in lines[1:]] == ["2", "3"]

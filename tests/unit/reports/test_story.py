@@ -48,7 +48,7 @@ def test_the_winner_is_named_with_its_cost_and_what_it_saves_against_flat(told):
 
 def test_without_flat_savings_are_told_against_the_next_best(told):
     story = told(standard=STANDARD, ghost=((340, 347, 350), 11), flash=((108, 109, 110), 9))
-    assert story.saves.startswith("Against ghost it saves 238.0 ms")
+    assert story.sentences[1].startswith("Against ghost it saves 238.0 ms")
 
 
 def test_nobody_wins_on_a_difference_within_the_spread(told):
@@ -60,13 +60,13 @@ def test_nobody_wins_on_a_difference_within_the_spread(told):
 def test_of_two_that_are_equally_fast_the_leaner_wins_and_no_time_is_saved(told):
     story = told(standard=STANDARD, flat=((100, 110, 120), 14), flash=((105, 109, 125), 10))
     assert story.winner == "flash"
-    assert story.saves == "Against flat it saves 4.00 GiB (29% of the memory) a step."
+    assert story.sentences[1] == "Against flat it saves 4.00 GiB (29% of the memory) a step."
 
 
 def test_peaks_that_differ_by_rounding_are_equal(told):
     story = told(standard=STANDARD, flat=((200, 201, 202), 10.0), flash=((100, 101, 102), 10.05))
     assert story.winner == "flash"
-    assert "memory) a step" not in story.saves
+    assert not any("memory) a step" in sentence for sentence in story.sentences)
 
 
 def test_fast_against_lean_is_the_readers_choice(told):

@@ -202,3 +202,13 @@ def test_a_ratio_that_is_missing_is_not_in_doubt_as_well(shown, make_result):
     shaky = replace(result, timing={**result.timing, "p10_ms": 1.0, "p90_ms": 99.0})
     text = shown(shaky, make_result(method="flat", status="oom", reason="full"))
     assert row_of("flat", text)[3:] == ["—"] * 7 + ["oom"]
+
+
+def test_a_table_too_wide_for_the_summary_loses_columns_and_no_word_of_the_others(shown, make_result):
+    results = [
+        make_result(noise_multiplier=n, max_grad_norm=n, optimizer=o) for n in (1.0, 0.5) for o in ("sgd", "adam")
+    ]
+    text = shown(*results)
+    heading = next(line for line in text.splitlines() if line.startswith("method"))
+    assert "noise multiplier  max grad norm" in heading and "p10–p90" not in heading
+    assert "…" not in text

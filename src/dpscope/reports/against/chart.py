@@ -9,7 +9,9 @@ from dpscope.reports.against.data import Against, Pair
 from dpscope.reports.against.quantities import QUANTITIES, Quantity
 from dpscope.reports.against.words import arrow, format_change
 from dpscope.reports.page.chart import Chart, Table, View
+from dpscope.reports.palette import LESS, MORE
 
+TONES = {"less": LESS, "more": MORE}
 SMALLEST = 0.0005  # what rounds to nothing is not drawn
 MOST = 24  # rows that can be told apart in one drawing: of more, those that changed most
 
@@ -27,7 +29,7 @@ def _chart(against: Against, quantity: Quantity) -> Chart | None:
     drawn = [pair for pair in pairs if pair in most]  # in the table's order
     view = View(
         says=_says(against, quantity, pairs, len(drawn)),
-        data={"unit": quantity.unit, "bars": [_bar(against, quantity, pair) for pair in drawn]},
+        data={"unit": quantity.unit, "tones": TONES, "bars": [_bar(against, quantity, pair) for pair in drawn]},
         table=_table(against, quantity, pairs),
     )
     return Chart(

@@ -9,7 +9,7 @@ from dpscope.reports.against.data import Against, Pair, list_rows
 from dpscope.reports.against.quantities import Quantity
 from dpscope.reports.against.words import AGAINST_TITLE, format_change, headline, sentences
 from dpscope.reports.output import text_output
-from dpscope.reports.page.render import GENERATOR, make_environment, render_page
+from dpscope.reports.page.render import GENERATOR, render_page, render_template
 from dpscope.reports.report import Report
 
 if TYPE_CHECKING:
@@ -31,17 +31,9 @@ def _section(against: Against) -> Markup:
         {"quantity": quantity, "rows": [_line(pair, quantity, against) for pair in against.pairs]}
         for quantity in against.quantities
     ]
-    return Markup(  # escaped by the template
-        make_environment()
-        .get_template("against.html.jinja")
-        .render(
-            against=against,
-            headline=headline(against),
-            sentences=sentences(against),
-            tables=tables,
-            alone={"before": list_rows(against.only_before), "now": list_rows(against.only_now)},
-        )
-    )
+    alone = {"before": list_rows(against.only_before), "now": list_rows(against.only_now)}
+    told = {"headline": headline(against), "sentences": sentences(against)}
+    return Markup(render_template("against.html.jinja", against=against, tables=tables, alone=alone, **told))
 
 
 def _line(pair: Pair, quantity: Quantity, against: Against) -> dict[str, Any]:

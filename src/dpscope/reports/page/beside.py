@@ -19,23 +19,20 @@ class FileBeside:
 
 def files_beside(report: Report) -> list[FileBeside]:
     """Those that are there now. A page that is sent alone has none, nor has one whose folder is not known."""
-    folder = report.folder
-    if folder is None:
-        return []
     found = [
         FileBeside(f"{row.method}, {size.label}", instrument, PurePosixPath(path).name, quote(path))
         for size in report.sizes
         for row in size.rows
         for instrument, result in row.measured.items()
         for path in result.files.values()
-        if _is_below(path, folder)
+        if _is_below(path, report.folder)
     ]
     return list(dict.fromkeys(found))
 
 
-def _is_below(path: object, folder: Path) -> bool:
+def _is_below(path: object, folder: Path | None) -> bool:
     """Paths come from results, which may be anybody's: only what is a file in the folder itself is linked."""
-    if not isinstance(path, str) or "\0" in path:
+    if folder is None or not isinstance(path, str) or "\0" in path:
         return False
     pure = PurePosixPath(path)
     return not pure.is_absolute() and ".." not in pure.parts and (folder / pure).is_file()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dpscope.reports.tables import Row, group_by_size
@@ -45,9 +45,6 @@ class Chart:
     how: str  # how it was measured, and what it does not see: one sentence of each
     nav_label: str  # a word or two, for the links at the top of the page
     views: Sequence[View]  # the reader chooses one; those of a size without figures are left out
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 ChartOf = Callable[[Sequence[Row]], Chart | None]  # None where no row has figures for it

@@ -39,14 +39,12 @@ CHARTS: tuple[ChartOf, ...] = (
 
 def make_charts(settings: Sequence[Setting]) -> list[Chart]:
     """Each chart with its views of every setting: a size in words names one comparison only within a setting."""
-    return [chart for make in CHARTS if (chart := _over_settings(make, settings))]
+    made = ([(setting.label, chart) for setting in settings if (chart := make(setting.rows))] for make in CHARTS)
+    return [_over_settings(charts) for charts in made if charts]
 
 
-def _over_settings(make: ChartOf, settings: Sequence[Setting]) -> Chart | None:
-    made = [(setting.label, chart) for setting in settings if (chart := make(setting.rows))]
-    if not made:
-        return None
-    first = made[0][1]
+def _over_settings(charts: Sequence[tuple[str, Chart]]) -> Chart:
+    first = charts[0][1]
     views = [
         replace(
             view,
@@ -54,7 +52,7 @@ def _over_settings(make: ChartOf, settings: Sequence[Setting]) -> Chart | None:
             title=chart.title if chart.title != first.title else "",
             how=chart.how if chart.how != first.how else "",
         )
-        for label, chart in made
+        for label, chart in charts
         for view in chart.views
     ]
     return replace(first, views=views)

@@ -1,22 +1,22 @@
-"""The ten-second answer at each size: sentences, and a card for each method."""
+"""The ten-second answer at each size: a card for each method, below the sentences of its story."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from dpscope.reports.doubt import EXPLAINED, marked
 from dpscope.reports.page.looks import looks_of
 from dpscope.reports.settings import Size
 from dpscope.reports.story import Story
 from dpscope.reports.tables import RATES, Row
-from dpscope.reports.traffic.data import Traffic, traffic_of
+from dpscope.reports.traffic.data import traffic_of
 from dpscope.units import MISSING, format_bytes, format_ms, format_ratio, format_throughput, format_traffic
 from dpscope.vocabulary.statuses import status_named
 
 
 @dataclass(frozen=True)
-class Figure:
+class CardFigure:
     """A ratio to ordinary training with the absolute figure below it."""
 
     name: str
@@ -27,62 +27,50 @@ class Figure:
 
 @dataclass(frozen=True)
 class Card:
-    method: str
+    row: Row
     colour: str
     badge: str  # of the winner
-    outcome: str  # of a method that has no figures: what became of it
-    reason: str
-    figures: list[Figure] = field(default_factory=list)
+    outcome: str  # what became of a method that has no figures
+    figures: list[CardFigure]
 
 
-@dataclass(frozen=True)
-class Headline:
-    setting: str
-    size: str
-    sentences: list[str]
-    cards: list[Card]
-
-
-def make_headline(size: Size, story: Story) -> Headline:
-    badges = {story.winner: story.badge}
+def make_cards(size: Size, story: Story) -> list[Card]:
     looks = looks_of(size.rows)
-    cards = [_card(row, looks[row.method]["colour"], badges.get(row.method, ""), traffic_of(row)) for row in size.rows]
-    return Headline(size.setting, size.size, [*story.sentences, *story.notes], cards)
+    return [
+        Card(
+            row=row,
+            colour=looks[row.method]["colour"],
+            badge=story.badge if row.method == story.winner else "",
+            outcome="" if row.result.ok else status_named(row.result.status).outcome,
+            figures=[figure for figure in _figures(row) if figure.absolute != MISSING],
+        )
+        for row in size.rows
+    ]
 
 
 def first_size(sizes: Sequence[Size]) -> int:
     """Where the reader begins: the size most is known of, and of those the largest."""
-    if not sizes:
-        return 0
-    return max(range(len(sizes)), key=lambda place: (*_known(sizes[place].rows), -place))
+    return max(range(len(sizes)), key=lambda place: (*_known(sizes[place].rows), -place), default=0)
 
 
 def _known(rows: Sequence[Row]) -> tuple[int, int, int]:
-    spec = rows[0].first.spec
-    instruments = {name for row in rows for name, result in row.measured.items() if result.ok}
+    instruments = {result.instrument for row in rows for result in row.ended_well}
     figures = sum((row.median_ms is not None) + (row.peak_bytes is not None) for row in rows)
-    return (len(instruments), figures, spec["batch_size"] * (spec.get("seq_len") or 1))
+    return len(instruments), figures, rows[0].spec["batch_size"] * (rows[0].spec.get("seq_len") or 1)
 
 
-def _card(row: Row, colour: str, badge: str, traffic: Traffic | None) -> Card:
-    outcome = "" if row.result.ok else status_named(row.result.status).outcome
+def _figures(row: Row) -> list[CardFigure]:
     figures = [
-        Figure("time", format_ratio(row.time_ratio), _time(row), EXPLAINED.get(row.ratio_doubt, "")),
-        Figure("memory", format_ratio(row.memory_ratio), format_bytes(row.peak_bytes)),
+        CardFigure("time", format_ratio(row.time_ratio), _time(row), EXPLAINED.get(row.ratio_doubt, "")),
+        CardFigure("memory", format_ratio(row.memory_ratio), format_bytes(row.peak_bytes)),
     ]
-    if traffic and traffic.dram_bytes is not None:
-        figures.append(_bytes_moved(traffic))
-    shown = [figure for figure in figures if figure.absolute != MISSING]
-    return Card(row.method, colour, badge, outcome, row.result.reason or "", shown)
+    if traffic := traffic_of(row):
+        ratio, count = format_ratio(traffic.ratio), format_traffic(traffic.dram_bytes)
+        figures.append(CardFigure("DRAM bytes", traffic.show(ratio), traffic.show(count)))
+    return figures
 
 
 def _time(row: Row) -> str:
     """`12.3 ms, 650 samples/s`; tokens where there is a sequence."""
-    rates = [(name, rate(row)) for name, rate in RATES.items() if rate(row) is not None]
-    shown = [format_ms(row.median_ms), *(f"{format_throughput(rate)} {name}" for name, rate in rates[-1:])]
-    return ", ".join(marked(text, row.time_doubt) for text in shown)
-
-
-def _bytes_moved(traffic: Traffic) -> Figure:
-    ratio, count = format_ratio(traffic.ratio), format_traffic(traffic.dram_bytes)
-    return Figure("DRAM bytes", traffic.show(ratio), traffic.show(count))
+    rates = [f"{format_throughput(rate(row))} {name}" for name, rate in RATES.items() if rate(row) is not None]
+    return ", ".join(marked(text, row.time_doubt) for text in (format_ms(row.median_ms), *rates[-1:]))

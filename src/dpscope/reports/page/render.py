@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +15,8 @@ from dpscope.reports.page.beside import files_beside
 from dpscope.reports.page.chart import Chart
 from dpscope.reports.page.charts import make_charts
 from dpscope.reports.page.configuration import describe_configuration
-from dpscope.reports.page.headline import first_size, make_headline
+from dpscope.reports.page.constants import CONSTANTS
+from dpscope.reports.page.headline import first_size, make_cards
 from dpscope.reports.page.methods import describe_methods
 from dpscope.reports.page.missing import find_missing
 from dpscope.reports.page.table import make_table
@@ -23,7 +26,6 @@ from dpscope.reports.text import TITLE, notes
 from dpscope.vocabulary.version import __version__
 
 if TYPE_CHECKING:
-    from jinja2 import Environment
     from markupsafe import Markup
 
 GENERATOR = '<meta name="generator" content="dpscope'  # what a page begins with, so that it is known as ours
@@ -31,56 +33,44 @@ HERE = Path(__file__).parent
 SHARED = ("shared.js", "layout.js")
 SCRIPTS = ("save.js", "theme.js", "drawn.js", "rows.js", "page.js")  # after what drawings share, and the drawings
 
-# Two bars: what ordinary training takes, and what privacy adds.
-ICON = (
-    '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 16 16"><rect width="16" height="16" rx="3" fill="#0072b2"/>'
-    '<path d="M4 12V8M8 12V4M12 12V7" stroke="#fff" stroke-width="2"/></svg>'
-)
-
 
 def render_page(
     report: Report, *, title: str = TITLE, before: Sequence[Markup] = (), charts: Sequence[Chart] | None = None
 ) -> str:
     """`before`: sections in the headline's place, as markup that is trusted; `charts`: instead of those that the
     results allow."""
-    rows = report.rows
     scripts = [_text("vendor/echarts.common.min.js"), _own_script()]
-    return (
-        make_environment()
-        .get_template("page.html.jinja")
-        .render(
-            title=title,
-            version=__version__,
-            icon=ICON,
-            style=_text("static/page.css"),
-            scripts=scripts,
-            # Nothing may be loaded, and no script may run but these two: whatever a result's text holds.
-            script_hashes=" ".join(f"'sha256-{_digest(script)}'" for script in scripts),
-            sizes=_choices(report.sizes),
-            first=first_size(report.sizes),
-            headlines=[make_headline(*told) for told in zip(report.sizes, report.stories, strict=True)],
-            before=before,
-            configuration=describe_configuration(report.settings, report.results),
-            charts=[chart.to_dict() for chart in (make_charts(report.settings) if charts is None else charts)],
-            methods=describe_methods(rows),
-            beside=files_beside(report),
-            table=make_table(report),
-            notes=notes(rows),
-            missing=find_missing(report),
-        )
+    return render_template(
+        "page.html.jinja",
+        title=title,
+        version=__version__,
+        icon=_text("static/icon.svg").strip(),
+        style=_text("static/page.css"),
+        scripts=scripts,
+        # Nothing may be loaded, and no script may run but these two: whatever a result's text holds.
+        script_hashes=" ".join(f"'sha256-{_digest(script)}'" for script in scripts),
+        sizes=_choices(report.sizes),
+        first=first_size(report.sizes),
+        headlines=[(*told, make_cards(*told)) for told in zip(report.sizes, report.stories, strict=True)],
+        before=before,
+        configuration=describe_configuration(report.settings, report.results),
+        charts=[asdict(chart) for chart in (make_charts(report.settings) if charts is None else charts)],
+        methods=describe_methods(report.rows),
+        beside=files_beside(report),
+        table=make_table(report),
+        constants=CONSTANTS,
+        notes=notes(report.rows),
+        missing=find_missing(report),
     )
 
 
-def make_environment() -> Environment:
+def render_template(name: str, **values: Any) -> str:
+    """A template of the page, filled in; what it is given is escaped."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    return Environment(
-        loader=FileSystemLoader(HERE / "templates"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    templates = FileSystemLoader(HERE / "templates")
+    make = partial(Environment, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    return make(loader=templates).get_template(name).render(**values)
 
 
 def _choices(sizes: Sequence[Size]) -> list[dict[str, Any]]:
@@ -94,10 +84,9 @@ def _choices(sizes: Sequence[Size]) -> list[dict[str, Any]]:
 
 def _own_script() -> str:
     """The page's own script: what drawings share, the drawings, and at last what sets them up."""
-    drawings = sorted(path.name for path in (HERE / "static/drawings").glob("*.js"))
-    shared = [_text(f"static/{name}") for name in SHARED]
-    own = [f"{{\n{_text(f'static/drawings/{name}')}}}" for name in drawings]  # what a drawing names is its own
-    return "\n".join(('"use strict";', *shared, *own, *(_text(f"static/{name}") for name in SCRIPTS)))
+    drawings = sorted(f"drawings/{path.name}" for path in (HERE / "static/drawings").glob("*.js"))
+    shared, own, last = ([_text(f"static/{name}") for name in names] for names in (SHARED, drawings, SCRIPTS))
+    return "\n".join(('"use strict";', *shared, *(f"{{\n{script}}}" for script in own), *last))  # own: with own names
 
 
 def _digest(script: str) -> str:

@@ -6,8 +6,6 @@ from dataclasses import replace
 
 from dpscope.reports.page.table import NO_STANDARD, make_table
 from dpscope.reports.report import Report
-from dpscope.reports.settings import group_by_setting
-from dpscope.reports.tables import compare_results
 
 GIB = 2**30
 
@@ -68,14 +66,3 @@ def test_csv_has_a_line_for_each_row_in_the_tables_order(make_result):
         == ["standard", "flat", "standard"]
     )
     assert lines[1]["peak_memory_bytes"] == 3 * GIB
-
-
-def test_a_setting_is_called_by_what_tells_it_apart(make_result):
-    labels = lambda *results: [setting.label for setting in group_by_setting(compare_results(results))]  # noqa: E731
-    assert labels(make_result(), make_result(batch_size=4)) == [""]
-    assert labels(make_result(), make_result(dtype="bf16")) == ["fp32", "bf16"]
-    assert labels(make_result(), make_result(dtype="bf16"), make_result(dtype="bf16", steps=3)) == [
-        "fp32",
-        "bf16, 1 timed steps",
-        "bf16, 3 timed steps",
-    ]

@@ -203,7 +203,7 @@ function htmlTable({ columns, rows }, title) {
     const line = body.insertRow();
     for (const value of row) {
       const cell = line.insertCell();
-      cell.textContent = value ?? "—";
+      cell.textContent = value ?? MARKS.missing;
       if (typeof value === "number") cell.className = "number";
     }
   }

@@ -20,7 +20,7 @@ const FAILED_SYMBOL = SYMBOLS.X;
 const isNarrow = (theme) => theme.width < 600;
 
 // The unit an axis is read in: the largest of which there are two.
-const byteUnit = (largest) => [[GIB, "GiB"], [MIB, "MiB"], [1024, "KiB"]].find(([size]) => largest >= 2 * size) ?? [1, "B"];
+const byteUnit = (largest) => [[GIB, "GiB"], [MIB, "MiB"], [KIB, "KiB"]].find(([size]) => largest >= 2 * size) ?? [1, "B"];
 
 const tooltipOf = (theme, formatter, more = {}) => ({
   ...tooltipOn(theme, theme.width),
@@ -228,7 +228,7 @@ const panelTitle = (theme, text, place) => ({
 });
 
 // What is left white on paper, since nothing is there, has an outline only.
-const isBlank = (colour) => colour == null || colour === "#FFFFFF";
+const isBlank = (colour) => colour == null || colour === COLOURS.blank;
 const segmentLook = (colour, theme) => isBlank(colour)
   ? { color: theme.panel, borderColor: theme.faint, borderWidth: 1, borderType: "dashed" }
   : { color: onTheme(colour, theme), borderColor: theme.panel, borderWidth: 0.5 };

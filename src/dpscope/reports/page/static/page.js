@@ -1,7 +1,5 @@
 // Sets the page up: the chosen size, the theme, charts that are drawn when they come near, and paper.
 
-const page = JSON.parse(document.getElementById("data").textContent);
-
 // What a screen reader is told when nothing else on the page changes its text.
 function announce(text) {
   document.getElementById("live").textContent = text;

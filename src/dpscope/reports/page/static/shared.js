@@ -4,7 +4,10 @@
 // A drawing may have a `height` of its own: function (data, theme) -> pixels. `zooms`: it has a part to look at closer.
 const drawings = {};
 
-const KIB = 2 ** 10, MIB = 2 ** 20, GIB = 2 ** 30;
+const page = JSON.parse(document.getElementById("data").textContent);
+
+// What Python and these scripts have to agree on is defined there (page/constants.py).
+const { units: { KIB, MIB, GIB }, trifle: TRIFLE, marks: MARKS, colours: COLOURS } = page.constants;
 
 const format = {
   bytes: (count) => {
@@ -22,15 +25,15 @@ const format = {
   },
   traffic: (count) => format.decimal(count, "B"),
   rate: (perSecond, unit) => `${format.decimal(perSecond, unit)}/s`,
-  ratio: (ratio) => ratio == null ? "—" : `${ratio.toFixed(2)}×`,
+  ratio: (ratio) => ratio == null ? MARKS.missing : `${ratio.toFixed(2)}×`,
 };
 
 // Names come from results: they are text, never markup.
 const escapeText = (text) => echarts.format.encodeHTML(String(text));
 
-// The ink of methods that are drawn in black on paper, and an indigo that is seen on a dark panel.
+// The ink of methods that are drawn in black on paper, and colours that are seen on a dark panel.
 const isDark = (theme) => parseInt(theme.panel.slice(1, 3), 16) < 128;
-const onTheme = (colour, theme) => colour === "#000000" ? theme.ink : colour === "#332288" && isDark(theme) ? "#6f63d2" : colour;
+const onTheme = (colour, theme) => colour === COLOURS.ink ? theme.ink : isDark(theme) ? COLOURS.on_dark[colour] ?? colour : colour;
 
 // The names of methods and modules beside bars: the middle is what a long name can spare (as in words.py). It is cut
 // between words where there are any near.
@@ -96,8 +99,6 @@ function legendHeight(names, width) {
   }
   return 26 * lines + 4;
 }
-
-const TRIFLE = 0.001; // of the whole: a component that is never more is named by the tooltip, not in the legend
 
 // A tooltip's lines as a table, figures to the right. `cells` of a line: text, already escaped where it is from results.
 const tooltipTable = (lines) => `<table>${lines.map((cells) => `<tr>${cells.map((cell, place) => `<td style="padding:0 0 0 ${place ? 0.8 : 0}em;text-align:${place ? "right" : "left"}">${cell}</td>`).join("")}</tr>`).join("")}</table>`;

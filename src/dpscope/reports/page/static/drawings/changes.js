@@ -1,6 +1,6 @@
 // Diverging bars: less than before to the left of zero, more to the right; what nobody can tell from chance stays pale.
 drawings["changes"] = (data, theme) => {
-  const tones = { less: "#009E73", more: "#D55E00", none: theme.faint };
+  const tones = { ...data.tones, none: theme.faint };
   const value = data.unit === "ms" ? format.ms : format.bytes;
   const percent = (share, digits = 1) => `${share < 0 ? "−" : share > 0 ? "+" : ""}${+Math.abs(share * 100).toFixed(digits)}%`;
   const reach = (bar) => Math.max(Math.abs(bar.relative), ...(bar.range ?? []).map(Math.abs));

@@ -48,7 +48,7 @@ function peakInWords(data, place, theme) {
   const bar = data.bars[place];
   const standard = data.standard == null || data.standard === place ? null : data.bars[data.standard];
   const line = (name, bytes, before) => [
-    name, format.bytes(bytes), bar.total ? `${(100 * bytes / bar.total).toFixed(1)} %` : "—", ...(standard ? [signedBytes(bytes - before)] : []),
+    name, format.bytes(bytes), bar.total ? `${(100 * bytes / bar.total).toFixed(1)} %` : MARKS.missing, ...(standard ? [signedBytes(bytes - before)] : []),
   ];
   const held = data.components
     .map((component, n) => ({ component, bytes: bar.bytes[n], before: standard ? standard.bytes[n] : 0 }))

@@ -63,7 +63,7 @@ drawings["roofline"].height = (data, theme) => {
   return top + height + ROOFLINE.below + keyHeight(data, theme);
 };
 
-const rooflineName = (point) => shorten(point.name, 24) + (point.estimated ? " ≈ estimate" : "");
+const rooflineName = (point) => shorten(point.name, 24) + (point.estimated ? ` ${MARKS.estimate} estimate` : "");
 
 // Whole powers of ten: an axis is read by them.
 const decades = (values) => {
@@ -140,8 +140,8 @@ function rooflinePoints(points, theme) {
 }
 
 function rooflineTip(point) {
-  const mark = point.hollow ? "≈" : "";
+  const mark = point.hollow ? MARKS.estimate : "";
   const what = point.kernel ? `${escapeText(point.name)}</b><br>a kernel of ${escapeText(point.method)}` : `${escapeText(point.name)}</b>, the whole step`;
-  const source = point.estimated ? "<br>≈ estimate: neither bytes nor operations were measured" : point.hollow ? "<br>≈: operations are an estimate, bytes were measured" : "";
+  const source = point.estimated ? `<br>${MARKS.estimate} estimate: neither bytes nor operations were measured` : point.hollow ? `<br>${MARKS.estimate}: operations are an estimate, bytes were measured` : "";
   return `<b>${what}<br>${mark}${format.rate(point.y, "FLOP")} at ${mark}${+point.x.toPrecision(3)} FLOP a byte${source}`;
 }

@@ -76,8 +76,8 @@ function tradeoffLine(line, theme, place) {
 
 function tradeoffTip(method, point) {
   const spread = point.spread_ms ? `, 10th to 90th percentile ${point.spread_ms.map(format.ms).join(" to ")}` : "";
-  const mark = point.doubt ? "?" : "";
-  const doubt = point.doubt ? `<br>? ${escapeText(point.doubt)}` : "";
+  const mark = point.doubt ? MARKS.doubt : "";
+  const doubt = point.doubt ? `<br>${MARKS.doubt} ${escapeText(point.doubt)}` : "";
   return `<b>${escapeText(method)}</b>, ${escapeText(point.size)}`
     + `<br>time ${format.ms(point.median_ms)}${mark} (${format.ratio(point.time_ratio)}${mark})${spread}`
     + `<br>peak memory ${format.bytes(point.peak_bytes)} (${format.ratio(point.memory_ratio)})${doubt}`;

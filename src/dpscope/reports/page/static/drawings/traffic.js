@@ -27,7 +27,7 @@ drawings["traffic"].height = (data, theme) => {
 };
 
 function trafficEnd(bar, narrow) {
-  const mark = bar.estimated ? "≈" : "";
+  const mark = bar.estimated ? MARKS.estimate : "";
   const ratio = bar.ratio == null ? "" : `  ${mark}${format.ratio(bar.ratio)}`;
   return `${mark}${format.traffic(bar.bytes)}${ratio}${bar.estimated && !narrow ? "  estimate" : ""}`;
 }
@@ -53,14 +53,14 @@ function trafficBars(part, bars, theme, { unit, room, slim }) {
 }
 
 function trafficTip(data, place) {
-  const bar = data.bars[place], mark = bar.estimated ? "≈" : "";
-  const amount = (count) => count == null ? "—" : `${mark}${format.traffic(count)}`;
+  const bar = data.bars[place], mark = bar.estimated ? MARKS.estimate : "";
+  const amount = (count) => count == null ? MARKS.missing : `${mark}${format.traffic(count)}`;
   const families = data.parts
     .filter((part) => part.stack === "family" && part.bytes[place])
     .map((part) => `<br>${escapeText(part.label)}: ${amount(part.bytes[place])} (${Math.round(100 * part.bytes[place] / bar.bytes)}%)`);
   const share = bar.bandwidth_fraction == null ? "" : `, ${mark}${Math.round(100 * bar.bandwidth_fraction)}% of what a large copy reaches here`;
   const rate = bar.bandwidth == null ? "" : `<br>over the unprofiled step ${mark}${format.rate(bar.bandwidth, "B")}${share}`;
-  return `<b>${escapeText(bar.method)}</b>${bar.estimated ? " (≈ estimate, not measured)" : " (measured)"}`
+  return `<b>${escapeText(bar.method)}</b>${bar.estimated ? ` (${MARKS.estimate} estimate, not measured)` : " (measured)"}`
     + `<br>${amount(bar.bytes)}${bar.ratio == null ? "" : `, ${mark}${format.ratio(bar.ratio)} of standard`}`
     + `<br>read ${amount(bar.read_bytes)}, written ${amount(bar.written_bytes)}`
     + `<br>${amount(bar.per_item_bytes)} a ${escapeText(bar.item)}${rate}${families.join("")}`;

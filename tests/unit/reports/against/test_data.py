@@ -12,6 +12,7 @@ from dpscope.errors import UserError
 from dpscope.reports.against.chart import MOST, change_charts
 from dpscope.reports.against.data import set_against
 from dpscope.reports.against.page import render_against
+from dpscope.reports.against.quantities import QUANTITIES
 from dpscope.reports.against.words import headline, sentences
 from dpscope.reports.report import Report
 
@@ -219,3 +220,10 @@ def test_the_page_tells_the_same_and_escapes_what_results_hold(timed):
     assert "&lt;script&gt;alert(1)&lt;/script&gt; at batch 2, sequence 8" in page
     charts = json.loads(re.search(r'id="data">(.*?)</script>', page)[1])["charts"]
     assert [chart["key"] for chart in charts] == ["time-change"]
+
+
+def test_a_row_of_which_one_measurement_failed_keeps_the_verdicts_on_its_figures(timed):
+    failed = replace(timed(method="flat"), spec=timed(method="flat").spec | {"instrument": "memory"}, status="failed")
+    sweeps = [[timed(), timed(median, method="flat"), failed] for median in (90.0, 100.0)]
+    pair = compare(*sweeps).pairs[1]
+    assert [pair.verdict(quantity) for quantity in QUANTITIES] == ["faster", "the same", "failed"]
