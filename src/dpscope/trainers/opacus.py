@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from abc import abstractmethod
 from collections.abc import Iterator
-from typing import Any
 
 from opacus.grad_sample import GradSampleModule
 from opacus.grad_sample.grad_sample_module import create_or_accumulate_grad_sample
@@ -17,6 +16,7 @@ from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClippi
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dpscope.flash.oracle import tensors_of
 from dpscope.instruments.memory import Holding
 from dpscope.trainers.base import TrainerBase
 from dpscope.trainers.opacus_refusals import CallWatch, refusals, require_supported
@@ -84,12 +84,12 @@ class _OpacusTrainer(TrainerBase):
         yield from super().holdings()
         for name, parameter in self.plain_model.named_parameters():
             for attribute, component in PARAMETER_HOLDINGS.items():
-                for tensor in _tensors(getattr(parameter, attribute, None)):
+                for tensor in tensors_of(getattr(parameter, attribute, None)):
                     yield component, name.rpartition(".")[0], tensor
-        for tensor in _tensors(getattr(self.model, "_per_sample_gradient_norms", None)):
+        for tensor in tensors_of(getattr(self.model, "_per_sample_gradient_norms", None)):
             yield NORM_SAMPLES, "", tensor
         for path, module in self.plain_model.named_modules():
-            for tensor in _tensors(vars(module).get("activations")):
+            for tensor in tensors_of(vars(module).get("activations")):
                 yield ACTIVATION_HOOKS, path, tensor
 
     def prepare_optimizer(self, optimizer: Optimizer) -> DPOptimizer:
@@ -146,10 +146,3 @@ class DPGhostClippingTrainer(_OpacusTrainer):
 
     def private_backward(self, losses: Tensor) -> None:
         DPTensorFastGradientClipping(self.model, self.optimizer, losses, "mean").backward()
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    """The tensors in a tensor, a list of them, a list of lists, or None."""
-    if isinstance(value, list | tuple):
-        return [tensor for item in value for tensor in _tensors(item)]
-    return [value] if isinstance(value, Tensor) else []

@@ -40,7 +40,7 @@ BATCH_FIRST = "keep the batch first and unfolded, and expand positions to a row 
 def require_supported(model: nn.Module) -> None:
     """Raise `UserError` for what Opacus says it does not support, and for the layers its rules have forgotten."""
     refused = [
-        f"{name_module(name, module)}: {_in_a_line(error)}"
+        f"{name_module(name, module)}: {_one_line(error)}"
         for name, module in trainable_modules(model)
         for error in ModuleValidator.VALIDATORS.get(type(module), lambda _: [])(module)
     ]
@@ -49,7 +49,7 @@ def require_supported(model: nn.Module) -> None:
             f"{REFUSES}: {_first_of(refused)} opacus.validators.ModuleValidator.fix(model) makes the replacement"
         )
     if errors := ModuleValidator.validate(model):  # of the model as a whole: its mode
-        raise UserError(f"{REFUSES}: {_in_a_line(errors[0])}: call model.train()")
+        raise UserError(f"{REFUSES}: {_one_line(errors[0])}: call model.train()")
     if GradSampleModule.validate(model):
         holders = [
             f"{name_module(name, module)} holds {_listed(module.named_buffers())}"
@@ -108,14 +108,14 @@ class CallWatch:
             if not isinstance(output, Tensor):
                 raise UserError(
                     f"{CANNOT}: {called} owns parameters and returns a {type(output).__name__}, where Opacus's hooks "
-                    f"need one tensor: {_instead(module)}"
+                    f"need one tensor: {_replacement_for(module)}"
                 )
             further = [f"argument {place}" for place in range(2, len(args) + 1)]
             further += [name for name, value in kwargs.items() if value is not None]
-            if further and not has_rule and not _answers_alike(module, args[0], output):
+            if further and not has_rule and not _ignores_further_arguments(module, args[0], output):
                 raise UserError(
                     f"{CANNOT}: {called} owns parameters, and Opacus, which has no rule for it, takes their gradients "
-                    f"from its first argument alone, without {list_names(further)}: {_instead(module)}"
+                    f"from its first argument alone, without {list_names(further)}: {_replacement_for(module)}"
                 )
 
         yield module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
@@ -126,12 +126,13 @@ def _unseen_input(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]
     """Why Opacus's hooks would not see a module's input, and what to do about it."""
     strange = [type(value).__name__ for value in args if not isinstance(value, Tensor)]
     if strange:
-        return f"owns parameters and is given a {strange[0]}, where Opacus's hooks need tensors: {_instead(module)}"
+        instead = _replacement_for(module)
+        return f"owns parameters and is given a {strange[0]}, where Opacus's hooks need tensors: {instead}"
     if not args:
         by_position = len(kwargs) == 1 and _takes_by_position(module, *kwargs)
         return (
             f"owns parameters and is given {list_names(kwargs) or 'nothing'} by keyword, which Opacus's hooks do not "
-            f"see: {'pass it by position' if by_position else _instead(module)}"
+            f"see: {'pass it by position' if by_position else _replacement_for(module)}"
         )
     if isinstance(module, nn.EmbeddingBag) and len(args) < 2:
         return "is called without offsets, which Opacus's rule for EmbeddingBag needs: use nn.Embedding and a sum"
@@ -147,7 +148,7 @@ def _takes_by_position(module: nn.Module, name: str) -> bool:
 
 
 @torch.no_grad()
-def _answers_alike(module: nn.Module, first: Tensor, output: Tensor) -> bool:
+def _ignores_further_arguments(module: nn.Module, first: Tensor, output: Tensor) -> bool:
     """Whether the module gives the same output for its first argument alone: then nothing is lost on Opacus."""
     with torch.random.fork_rng([output.device] if output.is_cuda else []):
         try:
@@ -158,7 +159,7 @@ def _answers_alike(module: nn.Module, first: Tensor, output: Tensor) -> bool:
     return alike and torch.allclose(alone.double(), output.double(), rtol=1e-4, atol=1e-6, equal_nan=True)
 
 
-def _instead(module: nn.Module) -> str:
+def _replacement_for(module: nn.Module) -> str:
     """What to write in place of a module that owns parameters and that Opacus cannot run through vmap."""
     for kind in type(module).__mro__:
         if kind.__module__.startswith("torch.nn."):
@@ -186,7 +187,7 @@ def refusals(model: nn.Module) -> Iterator[None]:
 def _explained(error: Exception, model: nn.Module) -> str | None:
     frames = _frames(error.__traceback__)
     in_opacus = bool(frames) and _module_of(frames[-1]).partition(".")[0] == "opacus"
-    said = _in_a_line(error)
+    said = _one_line(error)
     at = _hooked_module(frames)
     names = {module: name for name, module in model.named_modules()}
     where = "a layer" if at is None else name_module(names.get(at, ""), at)
@@ -206,10 +207,10 @@ def _explained(error: Exception, model: nn.Module) -> str | None:
     if "view size is not compatible" in said and any(_is_opacus(frame) for frame in frames):
         return f"{CANNOT}: {where} is given a tensor that is not contiguous: call .contiguous() on it"
     by_vmap = any(_module_of(frame) == "opacus.grad_sample.functorch" for frame in frames)
-    if by_vmap and at is not None and not _of_the_device(said):
+    if by_vmap and at is not None and not _is_device_error(said):
         return (
             f"{CANNOT}: it has no rule for {where} and runs it through torch.func.vmap, which cannot follow "
-            f"it ({type(error).__name__}: {_shortened(said)}): {_instead(at)}"
+            f"it ({type(error).__name__}: {_shortened(said)}): {_replacement_for(at)}"
         )
     return None
 
@@ -228,7 +229,7 @@ def _not_reached(model: nn.Module) -> list[str]:
     return [name for name, p in model.named_parameters() if p.requires_grad and not reached(p)]
 
 
-def _of_the_device(said: str) -> bool:
+def _is_device_error(said: str) -> bool:
     return bool(re.search(r"CUDA|CUBLAS|CUDNN|allocate memory|not enough memory", said))
 
 
@@ -250,7 +251,7 @@ def _hooked_module(frames: Sequence[FrameType]) -> nn.Module | None:
     return next((frame.f_locals.get("module") for frame in frames if frame.f_code.co_name in hooks), None)
 
 
-def _in_a_line(error: BaseException) -> str:
+def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpscope.workloads.configs import CNNConfig
-from dpscope.workloads.data import random_batch
+from dpscope.workloads.data import random_workload
 from dpscope.workloads.workload import Workload
 
 
@@ -46,10 +44,4 @@ def class_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def build(config: CNNConfig, *, batch_size: int, seq_len: int | None) -> Workload:
-    return Workload(
-        model=partial(SmallCNN, config),
-        batch=lambda seed, device: random_batch(
-            config, batch_size=batch_size, seq_len=seq_len, seed=seed, device=device
-        ),
-        loss=class_loss,
-    )
+    return random_workload(config, SmallCNN, class_loss, batch_size=batch_size, seq_len=seq_len)

@@ -12,19 +12,20 @@ from typing import Any
 
 from dpscope.errors import UserError
 from dpscope.places import load_file
-from dpscope.workloads.configs.custom import CustomConfig, hash_of
+from dpscope.workloads.configs.custom import CustomConfig, file_hash
 from dpscope.workloads.workload import Workload
 
 
 def build(config: CustomConfig, *, batch_size: int, seq_len: int | None) -> Workload:
     """What the user's function returns; it is told the batch size and the sequence length where it takes them."""
-    if hash_of(Path(config.file)) != config.sha256:
+    if file_hash(Path(config.file)) != config.sha256:
         raise UserError(f"{config.file} was changed while its rows were measured: start the sweep again")
     function = load_function(config)
     workload = function(**_arguments(config, function, batch_size=batch_size, seq_len=seq_len))
     if not isinstance(workload, Workload):
         raise UserError(
-            f"{config.name} must return a dpscope.Workload(model=…, batch=…, loss=…), but it returned {_what(workload)}"
+            f"{config.name} must return a dpscope.Workload(model=…, batch=…, loss=…), but it returned "
+            f"{_describe(workload)}"
         )
     return workload
 
@@ -36,7 +37,7 @@ def load_function(config: CustomConfig) -> Callable[..., Any]:
         own = (name for name, value in vars(module).items() if inspect.isfunction(value) and not name.startswith("_"))
         raise UserError(f"{config.file} has no function {config.function!r}; it has {', '.join(own) or 'none'}")
     if not callable(function):
-        raise UserError(f"{config.name} is {_what(function)}, not a function that returns a dpscope.Workload")
+        raise UserError(f"{config.name} is {_describe(function)}, not a function that returns a dpscope.Workload")
     found: Callable[..., Any] = function
     return found
 
@@ -74,5 +75,5 @@ def _arguments(
     return {name: value for name, value in known.items() if value is not None and (takes_all or name in parameters)}
 
 
-def _what(value: object) -> str:
+def _describe(value: object) -> str:
     return "nothing (is a `return` missing?)" if value is None else f"{type(value).__name__} {value!r:.60}"

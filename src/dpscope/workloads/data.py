@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpscope.errors import UserError
 from dpscope.workloads.configs import ImageConfig, TransformerConfig, WorkloadConfig
+from dpscope.workloads.workload import Workload
 
 
 def get_random_dataloader(
@@ -38,9 +43,19 @@ def get_random_dataloader(
     return DataLoader(dataset, batch_size=batch_size)
 
 
-def random_batch(
-    config: WorkloadConfig, *, batch_size: int, seq_len: int | None, seed: int, device: torch.device
-) -> tuple[Tensor, ...]:
-    loader = get_random_dataloader(config, batch_size=batch_size, seq_len=seq_len, seed=seed, device=device)
-    batch: tuple[Tensor, ...] = next(iter(loader))
-    return batch
+def random_workload(
+    config: WorkloadConfig,
+    model: Callable[[Any], nn.Module],
+    loss: Callable[[nn.Module, Any], Tensor],
+    *,
+    batch_size: int,
+    seq_len: int | None,
+) -> Workload:
+    """A model made of a config, on one random batch."""
+
+    def batch(seed: int, device: torch.device) -> tuple[Tensor, ...]:
+        loader = get_random_dataloader(config, batch_size=batch_size, seq_len=seq_len, seed=seed, device=device)
+        found: tuple[Tensor, ...] = next(iter(loader))
+        return found
+
+    return Workload(model=partial(model, config), batch=batch, loss=loss)

@@ -43,7 +43,7 @@ def build(config: HuggingFaceConfig, *, batch_size: int, seq_len: int | None) ->
     return Workload(
         model=partial(_make_model, architecture, settings),
         batch=partial(_make_batch, config, architecture, settings, batch_size, seq_len),
-        loss=token_loss if config.task == CAUSAL_LM else class_loss,
+        loss=hf_token_loss if config.task == CAUSAL_LM else hf_class_loss,
     )
 
 
@@ -165,14 +165,14 @@ def _logits(model: nn.Module, batch: HFBatch) -> Tensor:
     return logits
 
 
-def token_loss(model: nn.Module, batch: HFBatch) -> Tensor:
+def hf_token_loss(model: nn.Module, batch: HFBatch) -> Tensor:
     """Cross-entropy of the next token, mean over each sample's tokens: (B,)."""
     labels = batch["labels"]
     losses = F.cross_entropy(_logits(model, batch).flatten(0, 1), labels.flatten(), reduction="none")
     return losses.view_as(labels).mean(dim=1)
 
 
-def class_loss(model: nn.Module, batch: HFBatch) -> Tensor:
+def hf_class_loss(model: nn.Module, batch: HFBatch) -> Tensor:
     """Cross-entropy of the class of each sample: (B,)."""
     return F.cross_entropy(_logits(model, batch), batch["labels"], reduction="none")
 

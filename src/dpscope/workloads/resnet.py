@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpscope.workloads.cnn import class_loss
 from dpscope.workloads.configs.vision import BOTTLENECK_DEPTHS, RESNET_STAGES, ResNetConfig
-from dpscope.workloads.data import random_batch
+from dpscope.workloads.data import random_workload
 from dpscope.workloads.workload import Workload
 
 
@@ -83,10 +82,4 @@ def _initialise(module: nn.Module) -> None:
 
 
 def build(config: ResNetConfig, *, batch_size: int, seq_len: int | None) -> Workload:
-    return Workload(
-        model=partial(ResNet, config),
-        batch=lambda seed, device: random_batch(
-            config, batch_size=batch_size, seq_len=seq_len, seed=seed, device=device
-        ),
-        loss=class_loss,
-    )
+    return random_workload(config, ResNet, class_loss, batch_size=batch_size, seq_len=seq_len)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpscope.workloads.configs import TransformerConfig
-from dpscope.workloads.data import random_batch
+from dpscope.workloads.data import random_workload
 from dpscope.workloads.workload import Workload
 
 
@@ -110,10 +108,4 @@ def token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def build(config: TransformerConfig, *, batch_size: int, seq_len: int | None) -> Workload:
-    return Workload(
-        model=partial(SimpleBigModel, config),
-        batch=lambda seed, device: random_batch(
-            config, batch_size=batch_size, seq_len=seq_len, seed=seed, device=device
-        ),
-        loss=token_loss,
-    )
+    return random_workload(config, SimpleBigModel, token_loss, batch_size=batch_size, seq_len=seq_len)

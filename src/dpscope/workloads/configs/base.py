@@ -11,9 +11,9 @@ from dpscope.workloads.configs.lora import LoraSettings
 
 C = TypeVar("C", bound="WorkloadConfig")
 
-MOST_MODULES = 4096  # of a kind: torch builds them one by one, a few milliseconds each even without memory
+MAX_MODULES = 4096  # of a kind: torch builds them one by one, a few milliseconds each even without memory
 # Sizes that Python counts through, where a tensor of any size is made at once.
-MOST = {"num_layers": MOST_MODULES, "num_classes": 10**6}
+LARGEST_BY_NAME = {"num_layers": MAX_MODULES, "num_classes": 10**6}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ def set_sizes(config: object, *names: str) -> None:
 
 
 def whole_size(name: str, value: object) -> int:
-    return WholeNumber(name.replace("_", " "), most=MOST.get(name, LARGEST_SIZE))(value)
+    return WholeNumber(name.replace("_", " "), most=LARGEST_BY_NAME.get(name, LARGEST_SIZE))(value)
 
 
 def require_one_of(what: str, value: str, allowed: tuple[str, ...]) -> None:
@@ -66,7 +66,7 @@ def require_divisible(hidden_dim: int, num_heads: int) -> None:
         )
 
 
-def length_within(seq_len: int | None, positions: int | None, model: str) -> int:
+def resolve_length(seq_len: int | None, positions: int | None, model: str) -> int:
     """A sequence length that the model has positions for; 256, or all of them, where none was asked for."""
     if seq_len is None:
         return min(256, positions or 256)
@@ -78,6 +78,6 @@ def length_within(seq_len: int | None, positions: int | None, model: str) -> int
     return seq_len
 
 
-def no_length(seq_len: int | None, model: str) -> None:
+def refuse_length(seq_len: int | None, model: str) -> None:
     if seq_len is not None:
         raise UserError(f"model {model!r} takes images and has no sequence length: leave out --seq-len")

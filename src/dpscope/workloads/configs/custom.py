@@ -17,7 +17,7 @@ from dpscope.errors import UserError
 from dpscope.places import parse_place
 from dpscope.workloads.configs.base import WorkloadConfig
 
-HOW = "give --workload FILE.py:function or --workload package.module:function"
+WORKLOAD_USAGE = "give --workload FILE.py:function or --workload package.module:function"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,20 +57,20 @@ def workload_at(target: str) -> CustomConfig:
     """`FILE.py:function` or `package.module:function`."""
     place = parse_place(target)
     if place is None:
-        raise UserError(f"--workload {target}: {HOW}")
+        raise UserError(f"--workload {target}: {WORKLOAD_USAGE}")
     source = place.source
     if place.is_file:
         file = Path(source)
         if not file.is_file():
             raise UserError(f"--workload {target}: there is no file {source}")
         if file.suffix != ".py":
-            raise UserError(f"--workload {target}: {source} is not a Python file (.py); {HOW}")
+            raise UserError(f"--workload {target}: {source} is not a Python file (.py); {WORKLOAD_USAGE}")
         return _config(file, place.name)
     file_of_module = _file_of_module(source)
     if file_of_module is None:
         raise UserError(
             f"--workload {target}: no module {source!r} in this folder or among the installed packages; "
-            f"for a file {HOW}"
+            f"for a file {WORKLOAD_USAGE}"
         )
     return _config(file_of_module, place.name, module=source)
 
@@ -101,11 +101,11 @@ def _config(file: Path, function: str, module: str | None = None) -> CustomConfi
         file=str(file),
         function=function,
         module=module,
-        sha256=hash_of(file),
+        sha256=file_hash(file),
     )
 
 
-def hash_of(file: Path) -> str:
+def file_hash(file: Path) -> str:
     try:
         return hashlib.sha256(file.read_bytes()).hexdigest()
     except OSError as error:

@@ -11,12 +11,12 @@ from typing import Any, ClassVar
 
 from dpscope.errors import UserError
 from dpscope.workloads.configs.base import (
-    MOST_MODULES,
+    MAX_MODULES,
     WorkloadConfig,
-    length_within,
-    no_length,
     refuse_foreign_sizes,
+    refuse_length,
     require_divisible,
+    resolve_length,
     whole_size,
 )
 
@@ -104,9 +104,9 @@ class HuggingFaceConfig(WorkloadConfig):
 
     def resolve_seq_len(self, seq_len: int | None) -> int | None:
         if self.task == IMAGE_CLASSIFICATION:
-            no_length(seq_len, self.name)
+            refuse_length(seq_len, self.name)
             return None
-        return length_within(seq_len, self.size("max_seq_len"), self.name)
+        return resolve_length(seq_len, self.size("max_seq_len"), self.name)
 
     def resized(self, **sizes: Any) -> HuggingFaceConfig:
         """Sizes by our names. A feed-forward width that is not asked for stays in proportion to the hidden size."""
@@ -125,8 +125,8 @@ def _require_few_modules(settings: Mapping[str, Any]) -> None:
         if isinstance(value, Mapping):
             _require_few_modules(value)
         for count in value if isinstance(value, list) else [value]:
-            if _COUNTS_MODULES.search(name) and isinstance(count, int) and count > MOST_MODULES:
-                raise UserError(f"{name} must be a whole number of at most {MOST_MODULES}, not {count}")
+            if _COUNTS_MODULES.search(name) and isinstance(count, int) and count > MAX_MODULES:
+                raise UserError(f"{name} must be a whole number of at most {MAX_MODULES}, not {count}")
 
 
 def config_from_file(path: Path) -> HuggingFaceConfig:

@@ -7,9 +7,9 @@ from typing import ClassVar
 
 from dpscope.workloads.configs.base import (
     WorkloadConfig,
-    length_within,
     require_divisible,
     require_one_of,
+    resolve_length,
     set_sizes,
 )
 
@@ -36,7 +36,7 @@ class TransformerConfig(WorkloadConfig):
         require_divisible(self.hidden_dim, self.num_heads)
 
     def resolve_seq_len(self, seq_len: int | None) -> int:
-        return length_within(seq_len, self.max_seq_len, self.name)
+        return resolve_length(seq_len, self.max_seq_len, self.name)
 
 
 PRESETS = (

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from dpscope.errors import UserError
-from dpscope.workloads.configs.base import WorkloadConfig, no_length, require_one_of, set_sizes
+from dpscope.workloads.configs.base import WorkloadConfig, refuse_length, require_one_of, set_sizes
 
 NORMS = ("none", "group", "batch")
 
@@ -36,7 +36,7 @@ class ImageConfig(WorkloadConfig):
             )
 
     def resolve_seq_len(self, seq_len: int | None) -> None:
-        no_length(seq_len, self.name)
+        refuse_length(seq_len, self.name)
 
 
 @dataclass(frozen=True, kw_only=True)
