@@ -1,4 +1,4 @@
-"""What the tracker writes down: every storage from birth to death, in the order in which things happened."""
+"""The tracker's record: every storage from birth to death, and the events of their lives in order."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Birth:
 
 
 class Life:
-    """One storage, and what became known about it: who owns it, who keeps it, until when autograd saved it."""
+    """One storage: its birth, its owner, who keeps it, and the saved tensors of autograd that hold it."""
 
     __slots__ = ("birth", "first", "index", "kept", "module", "nbytes", "owner", "saves", "was_saved")
 
@@ -85,7 +85,7 @@ class Record:
         return found
 
     def totals(self) -> list[int]:
-        """Live bytes after each event, counted without a thought for components."""
+        """Live bytes after each event, counted without components: what these have to add up to."""
         sizes = [0] * len(self.lives)
         totals, total = [], 0
         for kind, index, nbytes in self.events:

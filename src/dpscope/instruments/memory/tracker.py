@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.weak import TensorWeakRef
 
 from dpscope.instruments.memory.code_lines import Asker, ForwardLines, find_asker
@@ -63,7 +64,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with ExitStack() as stack:
             stack.callback(self._close)
             self._open = True
-            self.look()
+            self.note_holdings()
             stack.enter_context(self._paths.watching())
             stack.enter_context(listening(self._phase))
             stack.enter_context(_resizes_reported(self._resized))
@@ -71,15 +72,15 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             stack.enter_context(self)
             self._mark()
             yield self.record
-            self.look()
+            self.note_holdings()
 
     @property
     def live_bytes(self) -> int:
-        """Now."""
+        """Bytes of the storages that are live now."""
         return sum(self.record.lives[index].nbytes for index in list(self._indices.values()))
 
-    def look(self) -> None:
-        """Ask who holds what. What is learnt of a storage holds for the whole of its life."""
+    def note_holdings(self) -> None:
+        """Note the owners that `holdings` names now: each owns its storage for the whole of the storage's life."""
         for component, module, tensor in self._holdings():
             for life in self._lives_of(tensor, BEFORE_STEP):
                 if component == ACTIVATION_HOOKS:
@@ -92,25 +93,26 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._lines.note()
         result = func(*args, **(kwargs or {}))
         name = func._schema.name
-        for tensor in _tensors((args, kwargs, result)):
-            self._lives_of(tensor, name)
+        for leaf in tree_leaves((args, kwargs, result)):
+            if isinstance(leaf, Tensor):
+                self._lives_of(leaf, name)
         return result
 
     def _lives_of(self, tensor: Tensor, operator: str) -> list[Life]:
-        """The storages behind a tensor; those that were not known are born, those that have grown have grown."""
+        """The lives of the storages behind a tensor. Register new storages, record resizes."""
         lives = []
         for storage in _storages(tensor):
             if storage.device.type != self._device:
                 continue
             index = self._indices.get(storage._cdata)
             if index is None:
-                index = self._bear(storage, tensor, operator)
+                index = self._register(storage, tensor, operator)
             elif storage.nbytes() != self.record.lives[index].nbytes:
                 self._resized(storage)
             lives.append(self.record.lives[index])
         return lives
 
-    def _bear(self, storage: torch.UntypedStorage, tensor: Tensor, operator: str) -> int:
+    def _register(self, storage: torch.UntypedStorage, tensor: Tensor, operator: str) -> int:
         before = operator == BEFORE_STEP
         asker = Asker("", None) if before else find_asker(sys._getframe(1))
         by_autograd = not before and asker.line is None
@@ -130,11 +132,11 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         index, address = len(self.record.lives), storage._cdata
         self.record.lives.append(Life(index, birth, TensorWeakRef(tensor)))
         self._indices[address] = index
-        self._references[address] = weakref.ref(storage, partial(self._die, address))
+        self._references[address] = weakref.ref(storage, partial(self._record_death, address))
         self.record.events.append((BORN, index, birth.nbytes))
         return index
 
-    def _die(self, address: int, reference: object) -> None:
+    def _record_death(self, address: int, reference: object) -> None:
         if self._open:
             del self._references[address]
             self.record.events.append((DIED, self._indices.pop(address), 0))
@@ -155,13 +157,13 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
-        self.look()
+        self.note_holdings()
         self._phases.append(name)
         self._mark()
         try:
             yield
         finally:
-            self.look()
+            self.note_holdings()
             self._phases.pop()
             self._mark()
 
@@ -175,7 +177,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Saved:
-    """What autograd's graph holds in place of a saved tensor; it is gone when the graph lets go."""
+    """What autograd's graph holds in place of a saved tensor; deleted when the graph releases it."""
 
     __slots__ = ("_firsts", "_lives", "_released", "_tensor")
 
@@ -200,17 +202,6 @@ class _Saved:
                 self._released(life)
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-
-
 def _storages(tensor: Tensor) -> list[torch.UntypedStorage]:
     if tensor.layout == torch.strided:
         return [tensor.untyped_storage()]
@@ -226,31 +217,31 @@ def _recomputing() -> bool:
 
 @contextmanager
 def _saved_tensors_packed(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Iterator[None]:
-    """Hooks on what autograd saves. torch.func.grad refuses to run under any: ours step aside while it does.
+    """Hooks on what autograd saves, taken out while torch.func.grad runs, which refuses to run under any.
 
     Opacus takes per-sample gradients that way for layers it has no rule for.
     """
     graph: Any = torch.autograd.graph
     hooks, disable = saved_tensors_hooks(pack, unpack), graph.disable_saved_tensors_hooks
-    aside = False
+    taken_out = False
 
     @contextmanager
-    def step_aside(message: str) -> Iterator[None]:
-        nonlocal aside
-        if aside:  # a transform within a transform
+    def without_ours(message: str) -> Iterator[None]:
+        nonlocal taken_out
+        if taken_out:  # a transform within a transform
             with disable(message):
                 yield
             return
         hooks.__exit__()
-        aside = True
+        taken_out = True
         try:
             with disable(message):
                 yield
         finally:
-            aside = False
+            taken_out = False
             hooks.__enter__()
 
-    graph.disable_saved_tensors_hooks = step_aside
+    graph.disable_saved_tensors_hooks = without_ours
     try:
         with hooks:
             yield
@@ -260,7 +251,7 @@ def _saved_tensors_packed(pack: Callable[[Tensor], Any], unpack: Callable[[Any],
 
 @contextmanager
 def _resizes_reported(report: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """Resizing a storage itself is no operator: the method is stood in for as long as the context is open."""
+    """Resizing a storage is no operator: `UntypedStorage.resize_` is replaced while the context is open."""
     storage_class: Any = torch.UntypedStorage
     original, own = storage_class.resize_, "resize_" in vars(storage_class)
 
