@@ -1,4 +1,4 @@
-"""Is a training loop what differential privacy takes it to be? Tried black box, through parameter updates alone.
+"""Tests whether a training loop does what privacy accounting assumes: black box, through parameter updates alone.
 
 loop -> samples -> neighbours, noise, accounting -> verdict. Importing this imports no torch.
 """

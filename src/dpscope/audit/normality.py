@@ -1,4 +1,4 @@
-"""Are these standard normals, each by itself? Statistics on the noise of steps, in units of σC.
+"""Tests whether the noise of steps, in units of σC, consists of independent standard normals.
 
 All tests together raise a false alarm with a probability of at most `FALSE_ALARM`, shared evenly among them. Each is
 exact for independent normals: Σz² is chi-square, their mean over their spread is Student's t, and the squared cosine of
@@ -85,7 +85,7 @@ class TestResult:
 
 
 def find_noise_faults(steps: Sequence[NoisyStep]) -> list[str]:
-    """Sentences; none if the noise is what it should be."""
+    """What is wrong with the noise, a sentence each; none if nothing is."""
     if not all(math.isfinite(step.variance) for step in steps):
         return ["noisy steps leave inf or NaN in the parameters"]
     if all(step.variance < NO_VARIANCE for step in steps):
@@ -131,7 +131,7 @@ def _run_tests(steps: Sequence[NoisyStep], names: Sequence[str]) -> Iterator[Tes
 
 
 def _unit_variance(step: NoisyStep, name: str) -> Tensor:
-    """What is tested besides the size of the noise does not depend on it."""
+    """Scaled to unit variance, so that the other tests do not depend on the size of the noise."""
     return step.kept[name] / math.sqrt(step.variance)
 
 

@@ -1,4 +1,4 @@
-"""Norms of samples, read off steps on each of them alone that clip nothing."""
+"""Norms of samples, read off unclipped steps on each of them alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ COMPANIONS = 4  # samples in a batch for losses that compare samples
 
 
 def sample_norms(unclipped: RunningLoop, samples: Samples) -> dict[int, float]:
-    """By sample, where it is finite. An extreme sample that the loop refuses has none."""
+    """The finite norms, by sample. An extreme sample that the loop refuses has none."""
     norms = {index: unclipped.step(samples.batch([index])).norm for index in samples.ordinary}
     for index in samples.extremes.values():
         try:
@@ -26,7 +26,7 @@ def sample_norms(unclipped: RunningLoop, samples: Samples) -> dict[int, float]:
 
 
 def _norm_in_batch(unclipped: RunningLoop, samples: Samples) -> float:
-    """About that of a sample's gradient in a batch."""
+    """The norm of the batch's sum over its size: about that of one sample's gradient in it."""
     together = samples.ordinary[:COMPANIONS]
     try:
         return unclipped.step(samples.batch(together)).norm / len(together)

@@ -76,7 +76,7 @@ class Samples:
         return map_tensors(self.template, take)
 
     def shapes(self) -> list[torch.Size]:
-        """Of one sample's tensors."""
+        """The shapes of one sample's tensors."""
         return [rows.shape[1:] for rows in self.rows if rows is not None]
 
     def _add_batch(self, batch: Batch) -> int:

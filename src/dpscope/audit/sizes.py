@@ -43,7 +43,7 @@ def _counts(model: nn.Module) -> Iterator[int]:
 
 
 def _activation_lengths(loop: RunningLoop, batch: Batch) -> list[int]:
-    """Of all that goes through the model's modules."""
+    """The lengths, but for the first dimension, of all tensors that go through the model's modules."""
     shapes: list[torch.Size] = []
 
     def note(name: str, module: nn.Module, args: Any, output: Any) -> None:

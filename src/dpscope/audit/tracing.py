@@ -21,7 +21,7 @@ CHANGED = 1e-4  # relative
 
 @dataclass
 class ModuleValues:
-    """What went through the modules of one step, as (where, tensor), in the order it came."""
+    """The tensors that went through the modules in one step, as (where, tensor), in order."""
 
     values: list[tuple[str, Tensor]] = field(default_factory=list)
     gradients: list[tuple[str, Tensor]] = field(default_factory=list)  # of outputs
@@ -75,7 +75,7 @@ def _recording(model: nn.Module) -> Iterator[ModuleValues]:
 
 
 def _is_plain(leaf: object) -> bool:
-    """A tensor, and not one that vmap is at work on."""
+    """Whether a leaf is a tensor, and none of a function transform."""
     return isinstance(leaf, Tensor) and not torch._C._functorch.is_functorch_wrapped_tensor(leaf)
 
 

@@ -1,4 +1,4 @@
-"""A trainer as a loop: the methods that dpscope compares, put to the same test as anybody's code."""
+"""A trainer as a loop, so that the methods dpscope compares pass the same tests as any training loop."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def trained_model(trainer: TrainerBase, model: nn.Module) -> nn.Module:
 
 
 def _account(trainer: TrainerBase, sample_rate: float) -> Any:
-    """Opacus's accountant on an optimizer that tells one of its steps; None if it tells nobody."""
+    """Opacus's accountant, attached to an optimizer that has step hooks; None where it has none."""
     attach = getattr(trainer.optimizer, "attach_step_hook", None)
     if attach is None:
         return None

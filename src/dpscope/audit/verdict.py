@@ -84,12 +84,12 @@ class Audit:
 
 
 def as_json(value: Any) -> str:
-    """JSON knows neither inf nor NaN: what is not a number is written as null."""
+    """JSON, in which null stands for inf and NaN."""
     return json.dumps(_finite(value), indent=2, allow_nan=False) + "\n"
 
 
 def _finite(value: Any) -> Any:
-    """The same with null for every number that is not one."""
+    """The value with None for every float that is not finite."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -73,7 +73,7 @@ FACTOR_RULES: tuple[tuple[Callable[[float, Tensor, FactorEvidence], Tensor], str
 
 
 def explain_factors(evidence: FactorEvidence) -> Iterator[str]:
-    """Why the factors are what they are; nothing if they are right."""
+    """Sentences that explain wrong factors; none if the factors are right."""
     active, norms = evidence.active, evidence.reference.norms
     found = torch.stack([factors[active] for factors in evidence.factors])
     for index, (rule, sentence) in enumerate(FACTOR_RULES):
@@ -100,7 +100,7 @@ def name_scale(scale: float, samples: int) -> str:
 
 
 def _explain_norms(evidence: FactorEvidence, scale: float) -> Iterator[str]:
-    """Factors that follow no rule of the right norms: whose norms are they?"""
+    """Explain factors that follow no rule of the right norms by the norms that they follow."""
     active, norms = evidence.active, evidence.reference.norms
     right = evidence.reference.factors(evidence.clip_norms[2])
     factors = evidence.factors[2] / scale

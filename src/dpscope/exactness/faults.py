@@ -38,7 +38,7 @@ class Evidence:
 
     @cached_property
     def errors(self) -> list[dict[str, float]]:
-        """By step and parameter, of the clipped sums."""
+        """Relative errors of the clipped sums, by step and parameter."""
         return [
             relative_errors(update.sums, self.reference.sums(self.reference.factors(update.clip_norm)))
             for update in self.updates

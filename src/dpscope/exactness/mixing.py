@@ -41,7 +41,7 @@ def find_mixing(subject: Subject) -> str | None:
 
 
 def gradient_of_the_batch(subject: Subject) -> dict[str, Tensor | None]:
-    """Of the sum of all losses, by parameter; None where the loss does not depend on it."""
+    """The gradient of the sum of all losses, by parameter; None where the loss does not depend on it."""
     model, batch = subject.fresh(torch.float64)
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     found = torch.autograd.grad(subject.loss(model, batch).sum(), list(named.values()), allow_unused=True)
@@ -88,7 +88,7 @@ def _first_difference(whole: Outputs, single: Outputs, index: int, batch_size: i
 
 
 def _sample_part(together: Tensor, alone: Tensor, index: int, batch_size: int) -> Tensor | None:
-    """The sample's part of a tensor: along the one dimension that is `batch_size` times longer than without company."""
+    """The sample's part of a tensor: along the one dimension that is `batch_size` times longer than for one sample."""
     if together.dim() != alone.dim():
         return None
     longer = [d for d, (a, b) in enumerate(zip(together.shape, alone.shape, strict=True)) if a != b]

@@ -105,7 +105,10 @@ def _fill_zeros(model: nn.Module) -> list[str]:
 
 
 def _require_repeatable(subject: Subject) -> None:
-    """Gradients stay enabled wherever a loss is computed: it may take some itself (adversarial training)."""
+    """Raise `UserError` unless two runs give the same losses, one a sample, some of them finite.
+
+    Gradients stay enabled wherever a loss is computed: it may take some itself (adversarial training).
+    """
     model, batch = subject.fresh(torch.float64)
     first, second = subject.loss(model, batch), subject.loss(model, batch)
     require_loss_per_sample(first)

@@ -30,7 +30,7 @@ class Update:
 def measure_update(
     trainer_class: type[TrainerBase], subject: Subject, *, clip_norm: float, dtype: torch.dtype, seed: int
 ) -> Update:
-    """`seed` is all that the method could draw noise from: an exact step does not depend on it."""
+    """One step without noise. `seed` is all that the method could draw from: an exact step does not depend on it."""
     model, batch = subject.fresh(dtype)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     settings = TrainerSettings(

@@ -1,4 +1,4 @@
-"""What the machine can do at its best: the two roofs of a roofline, measured, not taken from a data sheet.
+"""The two ceilings of a roofline, DRAM bandwidth and arithmetic, measured and not taken from a data sheet.
 
 A large copy for DRAM bandwidth, large square matrix products for arithmetic. To be run where no profiler looks.
 """

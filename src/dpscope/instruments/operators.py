@@ -35,7 +35,7 @@ _OVERWRITTEN = (
     "index_copy_ zeros_like ones_like full_like rand_like randn_like randint_like new_zeros new_ones new_full "
     "nll_loss_backward nll_loss2d_backward"
 )
-UNREAD: dict[str, str] = dict.fromkeys(_OVERWRITTEN.split(), "self")
+OVERWRITTEN: dict[str, str] = dict.fromkeys(_OVERWRITTEN.split(), "self")
 
 # Fused optimizers may unscale gradients in place, and their schemas say so; without a loss scaler they only read them.
 UNWRITTEN = dict.fromkeys(("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"), "grads")
@@ -46,7 +46,7 @@ def _selected_bytes(named: NamedTensors, values: dict[str, Any], outs: list[Tens
     (target,) = named["self"]
     indices = values["indices"]
     if any(index is not None and index.dtype == torch.bool for index in indices):
-        return extent(target)  # how many are chosen is known to the device alone
+        return tensor_bytes(target)  # how many are chosen is known to the device alone
     shapes = [index.shape for index in indices if index is not None]
     chosen = torch.broadcast_shapes(*shapes).numel()  # type: ignore[no-untyped-call]
     free = [n for n, index in zip(target.shape, [*indices, *[None] * target.dim()], strict=False) if index is None]
@@ -59,11 +59,11 @@ def _bytes_like(argument: str, *, of: str = "self") -> Callable[[NamedTensors, d
 
 
 def _output_bytes(named: NamedTensors, values: dict[str, Any], outs: list[Tensor]) -> int:
-    return extent(outs[0])
+    return tensor_bytes(outs[0])
 
 
 # Arguments of which only some places are touched: operator -> (argument, bytes touched).
-TOUCHED: dict[str, tuple[str, Callable[[NamedTensors, dict[str, Any], list[Tensor]], int]]] = {
+PARTLY_READ: dict[str, tuple[str, Callable[[NamedTensors, dict[str, Any], list[Tensor]], int]]] = {
     "embedding": ("weight", _output_bytes),
     "index": ("self", _output_bytes),
     "index_select": ("self", _output_bytes),
@@ -80,21 +80,21 @@ TOUCHED: dict[str, tuple[str, Callable[[NamedTensors, dict[str, Any], list[Tenso
 }
 
 
-def extent(tensor: Tensor) -> int:
+def tensor_bytes(tensor: Tensor) -> int:
     """Bytes behind a tensor: dimensions it was expanded along count once, and never more than its storage holds."""
     if tensor.layout != torch.strided:
-        return sum(map(extent, (tensor._indices(), tensor._values()))) if tensor.layout == torch.sparse_coo else 0
+        return sum(map(tensor_bytes, (tensor._indices(), tensor._values()))) if tensor.layout == torch.sparse_coo else 0
     elements = 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         elements *= 1 if stride == 0 and size else size
     return min(elements * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
-def _place(tensor: Tensor) -> tuple[Any, ...]:
+def _byte_range(tensor: Tensor) -> tuple[Any, ...]:
     """Equal for tensors over the same bytes: a matrix and its transpose are read once."""
     if tensor.layout != torch.strided:
         return (id(tensor),)
-    return (_storage(tensor), tensor.storage_offset(), extent(tensor))
+    return (_storage(tensor), tensor.storage_offset(), tensor_bytes(tensor))
 
 
 def _storage(tensor: Tensor) -> int:
@@ -102,7 +102,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
-    return list({_place(tensor): tensor for tensor in tensors}.values())
+    return list({_byte_range(tensor): tensor for tensor in tensors}.values())
 
 
 def moved_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, device: str) -> Moved:
@@ -119,20 +119,20 @@ def moved_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any,
     fresh = distinct(tensor for tensor in outs if _storage(tensor) not in sources)
     if outs and not fresh and not changed:
         return Moved(0, 0)  # a view
-    unread = {a.name for a in schema.arguments if a.is_out} | {UNREAD.get(name)}
+    unread = {a.name for a in schema.arguments if a.is_out} | {OVERWRITTEN.get(name)}
     if name == "index_put_" and not values.get("accumulate", False):
         unread |= {"self"}
     if kwargs.get("grad_scale") is None:
         changed -= {UNWRITTEN.get(name)}
-    sparse, touched = TOUCHED.get(name, (None, None))
+    sparse, touched = PARTLY_READ.get(name, (None, None))
 
     def size_of(argument: str) -> int:
-        whole = sum(map(extent, distinct(named.get(argument, []))))
+        whole = sum(map(tensor_bytes, distinct(named.get(argument, []))))
         return min(whole, touched(named, values, outs)) if argument == sparse and touched and whole else whole
 
     plain = distinct(t for argument, ts in named.items() if argument not in unread | {sparse} for t in ts)
-    read = sum(map(extent, plain)) + (size_of(sparse) if sparse and sparse not in unread else 0)
-    return Moved(read, sum(map(size_of, changed)) + sum(map(extent, fresh)))
+    read = sum(map(tensor_bytes, plain)) + (size_of(sparse) if sparse and sparse not in unread else 0)
+    return Moved(read, sum(map(size_of, changed)) + sum(map(tensor_bytes, fresh)))
 
 
 def _tensors_on(device: str, value: Any) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Running somebody else's program, with a limit in time and an end in common."""
+"""Runs other programs: with a time limit, ended together with all they start, and when this process dies."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OnLine = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Finished:
+class FinishedCommand:
     """How a command ended and what it printed, both streams together."""
 
     returncode: int
@@ -36,7 +36,7 @@ def run_limited(
     limit: float | None = None,
     environment: Mapping[str, str] | None = None,
     on_line: OnLine = lambda line: None,
-) -> Finished:
+) -> FinishedCommand:
     """Run a command and hand on its lines as they come. Past `limit` seconds it is ended with all it has started.
 
     It sees the variables of `environment` and no others, or all of ours. Its standard input is a pipe that nobody
@@ -55,7 +55,7 @@ def run_limited(
         )
     except OSError as error:
         os.close(held)
-        return Finished(127, f"{command[0]}: {error.strerror}")
+        return FinishedCommand(127, f"{command[0]}: {error.strerror}")
     finally:
         os.close(lifeline)
     assert process.stdout is not None
@@ -73,7 +73,7 @@ def run_limited(
             process.wait()
         os.close(held)
     reader.join(DRAIN_SECONDS)
-    return Finished(process.returncode, "".join(lines), timed_out)
+    return FinishedCommand(process.returncode, "".join(lines), timed_out)
 
 
 def _read(stream: IO[str], lines: list[str], on_line: OnLine) -> None:
@@ -106,7 +106,7 @@ def _children(pid: int) -> list[int]:
 
 
 def end_with_lifeline() -> None:
-    """In a program that `run_limited` started, at whatever remove: end when the process that called it is gone."""
+    """In a program that `run_limited` started, directly or not: end when the process that called it is gone."""
 
     def wait() -> None:
         os.read(0, 1)

@@ -19,7 +19,7 @@ Progress = Callable[[str, int, int], None]  # (stage, done, total)
 
 
 def no_progress(stage: str, done: int, total: int) -> None:
-    """For whoever does not watch."""
+    """Reports to nobody."""
 
 
 class CpuClock:
@@ -58,7 +58,7 @@ class CudaClock:
 
 @dataclass(frozen=True)
 class Timing:
-    """Every step's time in milliseconds and what to say of them."""
+    """The time of every step in milliseconds, and their statistics."""
 
     step_ms: list[float]
 

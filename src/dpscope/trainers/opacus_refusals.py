@@ -38,7 +38,7 @@ BATCH_FIRST = "keep the batch first and unfolded, and expand positions to a row 
 
 
 def require_supported(model: nn.Module) -> None:
-    """Raise `UserError` for what Opacus says it does not support, and for the layers its rules have forgotten."""
+    """Raise `UserError` for what Opacus says it does not support, and for layers that its rules do not cover."""
     refused = [
         f"{name_module(name, module)}: {_one_line(error)}"
         for name, module in trainable_modules(model)
@@ -149,7 +149,7 @@ def _takes_by_position(module: nn.Module, name: str) -> bool:
 
 @torch.no_grad()
 def _ignores_further_arguments(module: nn.Module, first: Tensor, output: Tensor) -> bool:
-    """Whether the module gives the same output for its first argument alone: then nothing is lost on Opacus."""
+    """Whether the module gives the same output for its first argument alone, which is all that Opacus passes on."""
     with torch.random.fork_rng([output.device] if output.is_cuda else []):
         try:
             alone = module.forward(first)

@@ -63,7 +63,7 @@ def _library(name: str) -> ModuleType:
 
 
 def _settings(transformers: ModuleType, config: HuggingFaceConfig) -> Any:
-    """The configuration as transformers knows it, less what would make steps incomparable."""
+    """The configuration as transformers knows it, without dropout and caches, which would make steps incomparable."""
     if config.model_type not in transformers.CONFIG_MAPPING:
         raise UserError(
             f"transformers {transformers.__version__} knows no model of type {config.model_type!r}: check "
@@ -113,7 +113,7 @@ def _make_batch(
 
 
 def _tokens(settings: Any, shape: tuple[int, int], generator: torch.Generator) -> Tensor:
-    """Any token but the one for padding, which stands for no text."""
+    """Random tokens, none of them the one for padding."""
     tokens = torch.randint(settings.vocab_size, shape, generator=generator)
     padding = getattr(settings, "pad_token_id", None)
     return tokens if padding is None else torch.where(tokens == padding, (padding + 1) % settings.vocab_size, tokens)

@@ -1,4 +1,4 @@
-"""SimpleBigModel: a decoder transformer that every clipping method can see through."""
+"""SimpleBigModel: a decoder transformer of layers that every clipping method supports."""
 
 from __future__ import annotations
 

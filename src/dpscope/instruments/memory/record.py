@@ -77,7 +77,7 @@ class Record:
         return max(0, self.marks[0][0] - 1) if self.marks else 0
 
     def last_releases(self) -> list[int | None]:
-        """Of each life: the event at which autograd let go of it for the last time; None if it never did."""
+        """For each life, the last event at which autograd released it; None if there is none."""
         found: list[int | None] = [None] * len(self.lives)
         for event, (kind, index, _) in enumerate(self.events):
             if kind == RELEASED and not self.lives[index].saves:

@@ -29,7 +29,7 @@ AFTER_WARMUP = "3_after_warmup"
 
 
 class Snapshots:
-    """`allocated`: bytes live now; on CUDA and between steps it need not be given."""
+    """Takes snapshots. `allocated`, the bytes live now, need not be given on CUDA and between steps."""
 
     def __init__(self, device: str, *, private: bool) -> None:
         self.taken: list[Snapshot] = []

@@ -59,7 +59,7 @@ class MemoryUse:
 
     @property
     def peak_birth(self) -> Birth | None:
-        """The birth that made the peak; None if the step did not rise above where it began."""
+        """The birth that made the peak; None if memory was highest at the start of the step."""
         birth = self.record.lives[self.record.events[self.peak][1]].birth
         return None if birth.operator == BEFORE_STEP else birth
 
@@ -78,7 +78,7 @@ class MemoryUse:
         ]
 
     def modules_at_peak(self, limit: int = 1000) -> list[ModuleAtPeak]:
-        """Which modules the bytes of the peak belong to, the largest first; the rest as one row."""
+        """Bytes of the peak by module, the largest first; the rest as one row."""
         table: dict[str, dict[str, int]] = {}
         for life, component, nbytes in self.live_at_peak:
             row = table.setdefault(life.module or OUTSIDE_MODULES, {})
@@ -90,7 +90,7 @@ class MemoryUse:
         return [{"module": name, "components": {k: v for k, v in row.items() if v}} for name, row in listed]
 
     def tensors_at_peak(self, limit: int = 30) -> TensorsAtPeak:
-        """What was live at the peak: the largest first, alike ones (of several layers) as one; then all that is left.
+        """The tensors at the peak: the largest first, equal ones of several layers as one row; then the rest.
 
         `bytes` is the size of one; they and the rest add up to the peak.
         """
@@ -108,7 +108,7 @@ class MemoryUse:
         }
 
     def phases(self) -> list[TimelinePhase]:
-        """Stretches of the timeline, innermost phase each: what nests is cut out of what it nests in."""
+        """Stretches of the timeline by innermost phase: a phase inside another interrupts it."""
         marks = [*self.record.marks, (len(self.record.events), OUTSIDE_PHASES)]
         first = self.record.start
         return [

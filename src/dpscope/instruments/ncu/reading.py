@@ -23,7 +23,7 @@ _PHASE = re.compile(re.escape(PHASE_RANGE) + f"({'|'.join(PHASES)})")
 
 
 # What ncu says of the machine and of the launch in every row, 200 values of it: not what was counted.
-_SURROUNDINGS = ("device__", "launch__", "numa__", "nvlink__", "c2clink__")
+_MACHINE_METRICS = ("device__", "launch__", "numa__", "nvlink__", "c2clink__")
 
 
 class UnreadableReport(UserError):
@@ -88,7 +88,7 @@ def _action(row: dict[str, str]) -> Action:
 
 
 def _is_counted(name: str) -> bool:
-    return "__" in name and not name.startswith(_SURROUNDINGS)
+    return "__" in name and not name.startswith(_MACHINE_METRICS)
 
 
 def _number(cell: str) -> float | None:

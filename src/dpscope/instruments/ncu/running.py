@@ -1,4 +1,4 @@
-"""Runs ncu around a program, with a limit in time, and asks again for less where ncu does not know what was asked."""
+"""Runs ncu around a program, with a time limit, and again without the metrics and options that it refuses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from dpscope.instruments.ncu.failures import took_too_long, unknown_metrics, why_no_counts
 from dpscope.instruments.ncu.metrics import DRAM_READ, KERNEL_METRICS
 from dpscope.instruments.nsight import unknown_option
-from dpscope.instruments.processes import Finished, OnLine, run_limited
+from dpscope.instruments.processes import FinishedCommand, OnLine, run_limited
 
 ATTEMPTS = 6  # each but the last may lose metrics or options that this ncu or this GPU does not know
 PROBE_SECONDS = 120.0
@@ -32,7 +32,7 @@ class NcuCapture:
 
 
 def try_counters(ncu: str) -> str | None:
-    """Count one small kernel: the only sure way to know whether counters may be read. The trouble, or None."""
+    """Why counters cannot be read, or None: only counting one small kernel tells."""
     done = _try_kernel(ncu, [DRAM_READ])
     if done.timed_out:
         return took_too_long(PROBE_SECONDS)
@@ -47,7 +47,7 @@ def one_pass_metrics(ncu: str, tensor_operations: str) -> tuple[str, ...]:
     return wanted if passes is not None and passes.group(1) == "1" else KERNEL_METRICS
 
 
-def _try_kernel(ncu: str, metrics: Sequence[str]) -> Finished:
+def _try_kernel(ncu: str, metrics: Sequence[str]) -> FinishedCommand:
     script = "import torch; torch.ones(1 << 20, device='cuda').mul_(2); torch.cuda.synchronize()"
     options = [f"--metrics={','.join(metrics)}", "--launch-count=1", "--clock-control=none"]
     return run_limited([ncu, *options, sys.executable, "-c", script], limit=PROBE_SECONDS)

@@ -15,7 +15,7 @@ TRACED_APIS: str = INSTRUMENTS["nsys"].options["trace"].default
 
 # nsys writes the whole environment of the profiled process into its report, and reports are shared. These are what a
 # training step can need, by what for; everything else stays out.
-PASSED_ON = {
+PASSED_VARIABLES = {
     "programs and libraries": ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "CONDA_PREFIX"),
     "compiling kernels": ("CC", "CXX", "CPATH", "LIBRARY_PATH"),
     "folders": ("HOME", "TMPDIR", "XDG_CACHE_HOME"),
@@ -25,7 +25,7 @@ PASSED_ON = {
     "Hugging Face": ("HF_HOME", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"),
 }
 # Settings of the libraries that compute: a step is to be the same with and without nsys.
-PASSED_ON_FAMILIES = ("CUDA_", "CUBLAS", "CUDNN_", "TORCH", "PYTORCH_", "TRITON_", "OMP_", "MKL_", "KMP_", "LC_")
+PASSED_PREFIXES = ("CUDA_", "CUBLAS", "CUDNN_", "TORCH", "PYTORCH_", "TRITON_", "OMP_", "MKL_", "KMP_", "LC_")
 SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|KEY|AUTH", re.IGNORECASE)
 
 
@@ -40,11 +40,11 @@ class NsysOptions:
 
 def needed_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """What of an environment the profiled program gets: what is listed above, and nothing that sounds secret."""
-    known = {name for names in PASSED_ON.values() for name in names}
+    known = {name for names in PASSED_VARIABLES.values() for name in names}
     return {
         name: value
         for name, value in environment.items()
-        if (name in known or name.startswith(PASSED_ON_FAMILIES)) and not SECRET.search(name)
+        if (name in known or name.startswith(PASSED_PREFIXES)) and not SECRET.search(name)
     }
 
 

@@ -1,4 +1,4 @@
-"""What nsys says when it cannot, each with what a person can do about it; and what to mind before asking it."""
+"""nsys's messages, each with what a person can do about it; and what can be known before it is run."""
 
 from __future__ import annotations
 

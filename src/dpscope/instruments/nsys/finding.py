@@ -44,7 +44,7 @@ class Nsys:
     options: frozenset[str]
 
     def knows(self, option: str) -> bool:
-        """Does this version know the option? Yes if its help could not be read: then nsys itself will say."""
+        """Whether this version has the option. Where its help could not be read, nsys itself will refuse it."""
         return not self.options or option in self.options
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from dpscope.instruments.nsys.command import NsysOptions, export_command, import_raw_command, profile_command
 from dpscope.instruments.nsys.failures import why_no_report, why_not_exported, why_not_imported
 from dpscope.instruments.nsys.finding import Nsys, find_importer
-from dpscope.instruments.nsys.neighbours import isolation, readable_assignments, variables_in
+from dpscope.instruments.nsys.isolation import assigned_in, foreign_assignments, isolation_prefix
 from dpscope.instruments.processes import OnLine, run_limited
 
 
@@ -40,9 +40,9 @@ def take_capture(
     """Run `program` under nsys and leave `name.nsys-rep` and `name.sqlite` in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     command = profile_command(nsys, program, folder / name, looking)
-    others = readable_assignments(environment)
+    others = foreign_assignments(environment)
     # The row's own limit ends it.
-    done = run_limited([*isolation(), *command], environment=environment, on_line=on_line)
+    done = run_limited([*isolation_prefix(), *command], environment=environment, on_line=on_line)
     output = done.output
     report = folder / f"{name}.nsys-rep"
     raw = _raw_capture(folder / f"{name}.qdstrm", output)
@@ -58,8 +58,8 @@ def take_capture(
     if not report.exists():
         return NsysCapture(command, None, None, why_no_report(output, done.returncode), output)
     database, failure, said = export_report(nsys.path, report, environment=environment)
-    others |= readable_assignments(environment)
-    return NsysCapture(command, report, database, failure, output + said, variables_in(database or report, others))
+    others |= foreign_assignments(environment)
+    return NsysCapture(command, report, database, failure, output + said, assigned_in(database or report, others))
 
 
 def _raw_capture(expected: Path, output: str) -> Path | None:

@@ -52,7 +52,7 @@ def summarise_timeline(timeline: CapturedTimeline) -> NsysPayload:
 
 
 class StepAverage:
-    """Figures of an average step from those of all of them."""
+    """Figures of an average step from those of all steps."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps

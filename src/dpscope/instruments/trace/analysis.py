@@ -129,12 +129,12 @@ def _shape(event: Event) -> str:
 
 
 def _is_recursive(event: Event) -> bool:
-    """Within a call of itself: its time is in that call's already."""
+    """Whether an event lies within a call of the same operator, whose time includes it."""
     return any(around.name == event.name and around.category == OPERATOR for around in event.ancestors())
 
 
 def _distinct(events: Iterable[Event]) -> list[Event]:
-    """The operators among them, each name once."""
+    """The operators among the events, each name once."""
     return list({event.name: event for event in events if event.category == OPERATOR}.values())
 
 

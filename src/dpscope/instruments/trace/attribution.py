@@ -1,4 +1,4 @@
-"""Whose time it was: phases, operators and modules, for the host and for the GPU."""
+"""Attributes time on the host and the GPU to phases, operators and modules."""
 
 from __future__ import annotations
 
@@ -78,11 +78,11 @@ class StepView:
     device_work: list[Event]  # what the step launched
 
     def phase_of(self, work: Event) -> str:
-        """By when the host asked for it."""
-        return self.phases.at(asked_for(self.trace, work).start)
+        """The phase in which the host launched the work."""
+        return self.phases.at(launch_or_operator(self.trace, work).start)
 
 
-def asked_for(trace: Trace, work: Event) -> Event:
+def launch_or_operator(trace: Trace, work: Event) -> Event:
     """The host's side of a piece of work on the GPU; the work itself where that was not recorded."""
     return trace.launch_of(work) or trace.operator_of(work) or work
 
@@ -96,7 +96,7 @@ def step_views(trace: Trace) -> list[StepView]:
         return [event for event in events if step.start <= event.start < step.end]
 
     def launched(step: Event, work: Event) -> bool:
-        return step.start <= asked_for(trace, work).start < step.end
+        return step.start <= launch_or_operator(trace, work).start < step.end
 
     return [
         StepView(
@@ -115,7 +115,7 @@ def _is_ours(call: Event) -> bool:
     return call.nearest(lambda event: event.category == ANNOTATION and event.name == WAIT) is not None
 
 
-def on_the_steps_thread(view: StepView) -> list[Event]:
+def main_thread_operators(view: StepView) -> list[Event]:
     return [event for event in view.operators if event.thread == view.step.thread]
 
 

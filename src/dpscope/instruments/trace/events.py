@@ -1,4 +1,4 @@
-"""A Chrome trace as torch.profiler exports it: read with suspicion, nested, and each kernel joined to its launch."""
+"""A Chrome trace as torch.profiler exports it: validated, nested, each kernel joined to its launch."""
 
 from __future__ import annotations
 

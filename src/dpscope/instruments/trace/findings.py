@@ -12,7 +12,7 @@ from dpscope.instruments.trace.events import OPERATOR, EnclosingEvents, Event, T
 from dpscope.results.payloads.trace import Cast, Copy, Synchronisation
 
 # On a CPU nothing waits, but these operators hand a tensor's value to Python: on a GPU each would be a wait.
-WOULD_WAIT = ("aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::masked_select")
+READS_A_VALUE = ("aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::masked_select")
 
 _KIND = re.compile(r"\b([HDP]to[HDPA])\b")
 
@@ -21,16 +21,16 @@ def synchronisations(views: Sequence[StepView], *, on_gpu: bool) -> list[Synchro
     """Where the host waited for the GPU (or, in a CPU trace, would have), longest first: calls of an average step."""
     sums = Sums("count", "ms", steps=len(views))
     for view in views:
-        places = _Places(view.trace)
-        waits = _waits(view) if on_gpu else [event for event in view.operators if _hands_over(event)]
+        places = _SourceLines(view.trace)
+        waits = _waits(view) if on_gpu else [event for event in view.operators if _reads_a_value(event)]
         for wait in waits:
-            key = (wait.name, _outermost(view.trace, wait), view.phases.at(wait.start), places.of(wait))
+            key = (wait.name, _outermost_operator(view.trace, wait), view.phases.at(wait.start), places.of(wait))
             sums.add(key, 1, wait.duration / 1e3)
     return sums.rows("ms", "call", "operator", "phase", "where")
 
 
-def _hands_over(event: Event) -> bool:
-    return event.name in WOULD_WAIT and not any(around.name in WOULD_WAIT for around in event.ancestors())
+def _reads_a_value(event: Event) -> bool:
+    return event.name in READS_A_VALUE and not any(around.name in READS_A_VALUE for around in event.ancestors())
 
 
 def _waits(view: StepView) -> list[Event]:
@@ -45,7 +45,7 @@ def _waits(view: StepView) -> list[Event]:
     ]
 
 
-def _outermost(trace: Trace, event: Event) -> str:
+def _outermost_operator(trace: Trace, event: Event) -> str:
     """The operator a person would recognise: the outermost around it, autograd's own frames left out."""
     inner = trace.operator_of(event)
     if inner is None:
@@ -55,7 +55,7 @@ def _outermost(trace: Trace, event: Event) -> str:
     return named[-1].name if named else inner.name
 
 
-class _Places:
+class _SourceLines:
     """Lines of Python, where stacks were recorded: the innermost frame that is not torch's own."""
 
     def __init__(self, trace: Trace) -> None:
@@ -64,11 +64,11 @@ class _Places:
 
     def of(self, event: Event) -> str:
         frame = self._around.find(event.thread, event.start)
-        own = frame.nearest(_is_the_users) if frame is not None else None
+        own = frame.nearest(_is_user_code) if frame is not None else None
         return "" if own is None else own.name
 
 
-def _is_the_users(frame: Event) -> bool:
+def _is_user_code(frame: Event) -> bool:
     name = frame.name
     return ".py(" in name and not name.startswith(("torch/", "<")) and "/torch/" not in name
 
@@ -80,7 +80,11 @@ def copies(views: Sequence[StepView]) -> list[Copy]:
         for work in view.device_work:
             if work.category == "gpu_memcpy":
                 match = _KIND.search(work.name)
-                key = (match.group(1) if match else work.name, _outermost(view.trace, work), view.phase_of(work))
+                key = (
+                    match.group(1) if match else work.name,
+                    _outermost_operator(view.trace, work),
+                    view.phase_of(work),
+                )
                 sums.add(key, 1, work.args.get("bytes", 0), work.duration / 1e3)
     return sums.rows("bytes", "kind", "operator", "phase")
 

@@ -1,4 +1,4 @@
-"""The trace of a profiler that is still at hand, without exporting it: a profiler can be exported only once.
+"""The trace of a profiler in memory, without exporting it: a profiler can be exported only once.
 
 Of work on the GPU it knows what launched it and how long it took, but not when it ran.
 """

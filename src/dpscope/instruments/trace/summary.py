@@ -1,4 +1,4 @@
-"""What a person wants to know of a recorded step, as JSON: milliseconds of an average step."""
+"""A recorded step in figures: milliseconds of an average step by phase, operator, kernel and module."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dpscope.instruments.trace.attribution import (
     ModuleTable,
     StepView,
     clip_to,
-    on_the_steps_thread,
+    main_thread_operators,
     step_views,
     union,
 )
@@ -40,7 +40,7 @@ def summarise(traces: Sequence[Trace]) -> payload.TracePayload:
     count = len(views)
     operators = _operators(views)
     step_ms = _ms(sum(view.step.duration for view in views)) / count
-    own = sum(event.self_time for view in views for event in on_the_steps_thread(view))
+    own = sum(event.self_time for view in views for event in main_thread_operators(view))
     summary: payload.TracePayload = {
         "basis": "gpu" if on_gpu else "cpu",
         "steps": count,
@@ -49,7 +49,7 @@ def summarise(traces: Sequence[Trace]) -> payload.TracePayload:
         "phases": _phases(views),
         "operators": operators,
         "outside_operators_ms": step_ms - _ms(own) / count,
-        "named": _named(views),
+        "named": _by_keyword(views),
         "synchronisations": synchronisations(views, on_gpu=on_gpu),
         "casts": casts(views),
     }
@@ -87,7 +87,7 @@ def _operators(views: Sequence[StepView]) -> list[payload.Operator]:
     """Self time of every operator in every phase. A kernel that no operator launched goes under its own name."""
     sums = Sums("count", "self_cpu_ms", "gpu_ms", steps=len(views))
     for view in views:
-        for event in on_the_steps_thread(view) if not view.trace.on_gpu else view.operators:
+        for event in main_thread_operators(view) if not view.trace.on_gpu else view.operators:
             sums.add((event.name, view.phases.at(event.start)), 1, _ms(event.self_time), 0.0)
         for work in view.device_work:
             operator = view.trace.operator_of(work)
@@ -98,7 +98,7 @@ def _operators(views: Sequence[StepView]) -> list[payload.Operator]:
 
 
 def _gpu(views: Sequence[StepView]) -> payload.GpuTime:
-    """Busy and idle within the steps, and why it was idle."""
+    """How long the GPU was busy and idle within the steps, and why it was idle."""
     busy = idle_host = idle_queued = idle_end = total = 0.0
     for view in views:
         total += sum(work.duration for work in view.device_work)
@@ -159,8 +159,8 @@ def _families(views: Sequence[StepView]) -> list[payload.Family]:
     return sums.rows("ms", "family")
 
 
-def _named(views: Sequence[StepView]) -> list[payload.NamedWork]:
-    """Kernels and operators with a telling word in their names. An operator's time includes what it calls."""
+def _by_keyword(views: Sequence[StepView]) -> list[payload.NamedWork]:
+    """Kernels and operators with one of `KEYWORDS` in their names. An operator's time includes what it calls."""
     sums = Sums("kernels", "kernel_ms", "operators", "operator_cpu_ms", "operator_gpu_ms", steps=len(views))
     for view in views:
         for word in KEYWORDS:

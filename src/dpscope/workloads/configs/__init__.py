@@ -69,7 +69,7 @@ def make_config(model: str, **sizes: Any) -> WorkloadConfig:
 
 
 def find_workload(workload: object) -> WorkloadConfig:
-    """What a person means: a config, a preset's name, `FILE.py:function`, or a function that returns a `Workload`."""
+    """The config of a preset's name, of `FILE.py:function`, or of a function that returns a `Workload`."""
     if isinstance(workload, WorkloadConfig):
         return workload
     if isinstance(workload, str):

@@ -1,4 +1,4 @@
-"""What every workload's config is, and the checks they share."""
+"""The base class of workload configs, and the checks they share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keeps other processes out of a report, and finds out where that failed.
+"""Keeps the variables of other processes out of a report, and looks for those that are in it all the same.
 
 nsys writes down the environment of the processes it finds on the machine (seen with 2025.3.1: of the shell, of dpscope
 itself, of the worker), not only of the one it profiles: giving that one few variables is not enough. So nsys is run
@@ -23,8 +23,8 @@ _AS_ORDINARY_USER = ("--user", "--map-current-user")
 
 
 @cache
-def isolation() -> tuple[str, ...]:
-    """What to put before a command so that it sees no process but its own; nothing where the system has no way."""
+def isolation_prefix() -> tuple[str, ...]:
+    """What to put before a command so that it sees no process but its own; nothing where the system cannot."""
     unshare = shutil.which("unshare")
     if unshare is None:
         return ()
@@ -36,8 +36,8 @@ def isolation() -> tuple[str, ...]:
     return command if works else ()
 
 
-def readable_assignments(passed_on: Mapping[str, str]) -> set[Assignment]:
-    """Every variable of every process that can be looked at now, but for those that the profiled process was given."""
+def foreign_assignments(passed_on: Mapping[str, str]) -> set[Assignment]:
+    """NAME=VALUE of every process whose environment can be read now, without those given to the profiled process."""
     found: set[Assignment] = set()
     for environment in Path("/proc").glob("[0-9]*/environ"):
         try:
@@ -47,7 +47,7 @@ def readable_assignments(passed_on: Mapping[str, str]) -> set[Assignment]:
     return {each for each in found if each.partition(b"=")[2]} - {f"{n}={v}".encode() for n, v in passed_on.items()}
 
 
-def variables_in(file: Path, assignments: Iterable[Assignment]) -> list[str]:
+def assigned_in(file: Path, assignments: Iterable[Assignment]) -> list[str]:
     """The names of the variables whose assignment a file holds."""
     content = file.read_bytes()
     return sorted({each.partition(b"=")[0].decode(errors="replace") for each in assignments if each in content})
