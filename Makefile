@@ -4,8 +4,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.installed
 DEMO   := dpscope-results/demo
-# A file of tests at a time, on every core.
-PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+# On every core, a file of tests at a time, those that take longest first (tests/conftest.py).
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --no-loadscope-reorder
 
 .PHONY: help demo lint test-fast test matrix wheel clean
 

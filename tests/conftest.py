@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from tests import DATA
+from tests import DATA, ROOT
 from tests.made_up import ENVIRONMENT, TINY_SIZES
+from tests.slow import SLOW
 
 # A suite that a shell runs in its background ignores SIGINT, and so would every process it starts.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -28,6 +29,26 @@ if os.environ.get("CI"):
 
     settings.register_profile("ci", derandomize=True)
     settings.load_profile("ci")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    slow = tuple(ROOT / "tests" / name for name in SLOW)
+    for item in items:
+        if any(item.path.is_relative_to(place) for place in slow):
+            item.add_marker(pytest.mark.slow)
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A file at a time to each core; the page's tests all to one, which opens one browser and builds each page once."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "browser" if nodeid.startswith("tests/browser/") else super()._split_scope(nodeid)
+
+    return Scheduling(config, log)
 
 
 @pytest.fixture(autouse=True)

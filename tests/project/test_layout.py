@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests import ROOT
+from tests.slow import SLOW
 
 TESTS = ROOT / "tests"
 FILES = sorted(path for path in TESTS.rglob("*.py") if "reports" not in path.parts)
@@ -60,3 +61,7 @@ def test_no_test_changes_the_import_path_by_hand():
         for path, tree in TREES.items()
     }
     assert [path for path, called in calls.items() if set(called) & set(changes)] == []
+
+
+def test_every_place_that_is_listed_as_slow_is_there():
+    assert [name for name in SLOW if not (TESTS / name).exists()] == []
