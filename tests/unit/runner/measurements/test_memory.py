@@ -114,7 +114,7 @@ def test_a_rule_comes_from_a_file_or_a_module(tmp_path, make_spec):
     result = measure(make_spec(instrument="memory", options={"rule": where}))
     assert "scores_mb" in result.breakdown
     assert "scores" in result.timeline["components"]
-    assert load_rule("dpscope.sentences:list_names").__name__ == "list_names"  # any function of a module
+    assert load_rule("dpscope.sentences:list_names").__name__ == "list_names"
 
 
 @pytest.mark.parametrize(
