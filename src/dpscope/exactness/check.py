@@ -40,7 +40,7 @@ NUMBER_FORMATS = {"fp32": (torch.float32, 1e-5), "fp64": (torch.float64, 1e-9)}
 ROUNDINGS = 4
 
 LoadTrainer = Callable[[], type[TrainerBase]]
-Progress = Callable[[str], None]
+ReportProgress = Callable[[str], None]
 
 
 def check(
@@ -56,7 +56,7 @@ def check(
     seed: int = 0,
     device: str = "cpu",
     batch_size: int | None = None,
-    progress: Progress = lambda _: None,
+    progress: ReportProgress = lambda _: None,
 ) -> Check:
     """Is each method exact on the workload? Default: every private method that is installed.
 
@@ -164,7 +164,7 @@ def _make_yardstick(
     dtype: str,
     max_grad_norm: float | None,
     tolerance: float,
-    progress: Progress,
+    progress: ReportProgress,
 ) -> Yardstick:
     number_format, _ = NUMBER_FORMATS[dtype]
     clip_norms = reference.clip_norms(max_grad_norm) if reference.norms.any() else []
@@ -208,7 +208,7 @@ def _audit(
     workload: Workload,
     yardstick: Yardstick,
     sizes: Sequence[int] | None,
-    progress: Progress,
+    progress: ReportProgress,
 ) -> Audit:
     subject, dtype = yardstick.subject, yardstick.dtype
     make_loop = loop_maker(trainer, lambda: subject.fresh(dtype)[0], subject.loss, subject.batch_size)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpscope.instruments.families import operator_family
-from dpscope.instruments.operators import Moved, distinct, flops_of, moved_by, operator_name, tensor_bytes
+from dpscope.instruments.operators import Moved, distinct_tensors, flops_of, moved_by, operator_name, tensor_bytes
 from dpscope.instruments.sums import Sums
 from dpscope.results.payloads.ncu import Estimate
 from dpscope.vocabulary import launches, phases
@@ -69,7 +69,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def hear(self, launch: launches.Launch) -> None:
-        sizes = (sum(map(tensor_bytes, distinct(tensors))) for tensors in (launch.reads, launch.writes))
+        sizes = (sum(map(tensor_bytes, distinct_tensors(tensors))) for tensors in (launch.reads, launch.writes))
         self._add(launch.name, launch.family, Moved(*sizes), launch.flops)
 
     def _add(self, name: str, family: str, moved: Moved, flops: int) -> None:

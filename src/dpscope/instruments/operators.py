@@ -101,7 +101,7 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
 
 
-def distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
+def distinct_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
     return list({_byte_range(tensor): tensor for tensor in tensors}.values())
 
 
@@ -116,7 +116,7 @@ def moved_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any,
     outs = _tensors_on(device, out)
     changed = {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
     sources = {_storage(tensor) for tensors in named.values() for tensor in tensors}
-    fresh = distinct(tensor for tensor in outs if _storage(tensor) not in sources)
+    fresh = distinct_tensors(tensor for tensor in outs if _storage(tensor) not in sources)
     if outs and not fresh and not changed:
         return Moved(0, 0)  # a view
     unread = {a.name for a in schema.arguments if a.is_out} | {OVERWRITTEN.get(name)}
@@ -127,10 +127,10 @@ def moved_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any,
     sparse, touched = PARTLY_READ.get(name, (None, None))
 
     def size_of(argument: str) -> int:
-        whole = sum(map(tensor_bytes, distinct(named.get(argument, []))))
+        whole = sum(map(tensor_bytes, distinct_tensors(named.get(argument, []))))
         return min(whole, touched(named, values, outs)) if argument == sparse and touched and whole else whole
 
-    plain = distinct(t for argument, ts in named.items() if argument not in unread | {sparse} for t in ts)
+    plain = distinct_tensors(t for argument, ts in named.items() if argument not in unread | {sparse} for t in ts)
     read = sum(map(tensor_bytes, plain)) + (size_of(sparse) if sparse and sparse not in unread else 0)
     return Moved(read, sum(map(size_of, changed)) + sum(map(tensor_bytes, fresh)))
 

@@ -6,12 +6,13 @@ Of work on the GPU it knows what launched it and how long it took, but not when 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from torch.profiler import profile
 
 from dpscope.errors import UserError
-from dpscope.instruments.trace.events import ANNOTATION, MEMORY_EVENT, OPERATOR, Event, Trace, nest
+from dpscope.instruments.trace.events import ANNOTATION, MEMORY_EVENT, OPERATOR, Trace, parse_events
 
 _CALL = re.compile(r"(cuda|cu|hip)[A-Z]")  # cudaLaunchKernel, cuLaunchKernelEx
 _KINDS = {"Memcpy": "gpu_memcpy", "Memset": "gpu_memset"}
@@ -24,63 +25,33 @@ def trace_from_profiler(profiler: profile) -> Trace:
     except (AssertionError, AttributeError):
         recorded = []
     on_host = [each for each in recorded if each.device_type.name == "CPU" and not each.is_async]
-    events = {id(each): _event(each) for each in on_host if each.name != MEMORY_EVENT and not _CALL.match(each.name)}
-    if not events:
+    named = [each for each in on_host if each.name != MEMORY_EVENT and not _CALL.match(each.name)]
+    if not named:
         raise UserError("the profiler has recorded nothing: run something in its `with` block, and leave the block")
-    nest(events.values())
-    ordered = sorted(events.values(), key=lambda event: (event.start, -event.duration))
-    operators = [event for event in ordered if event.category == OPERATOR]
-    return Trace(
-        operators=operators,
-        annotations=[event for event in ordered if event.category == ANNOTATION],
-        calls=[],
-        device_work=[work for each in on_host if id(each) in events for work in _device_work(each)],
-        frames=[],
-        memory=_memory(on_host),
-        launches={},
-        by_id={event.args["External id"]: event for event in operators},
-    )
+    return parse_events([*(event for each in named for event in _chrome_events(each)), *_memory_events(on_host)])
 
 
-def _event(each: Any) -> Event:
-    kind = ANNOTATION if getattr(each, "is_user_annotation", False) else OPERATOR
+def _chrome_events(each: Any) -> Iterator[dict[str, Any]]:
+    """An operator or annotation as a Chrome trace has it, and what it launched, placed where it began."""
+    begin = {"ph": "X", "ts": each.time_range.start, "pid": ""}
     args = {"External id": each.id, "Sequence number": each.sequence_nr}
     if each.input_shapes:
         args["Input Dims"] = each.input_shapes
-    return Event(each.name, kind, each.time_range.start, each.time_range.elapsed_us(), ("", each.thread), args)
+    category = ANNOTATION if getattr(each, "is_user_annotation", False) else OPERATOR
+    duration = each.time_range.elapsed_us()
+    yield begin | {"name": each.name, "cat": category, "dur": duration, "tid": each.thread, "args": args}
+    for kernel in each.kernels:
+        kind = _KINDS.get(kernel.name.partition(" ")[0], "kernel")
+        device = {"tid": f"device {kernel.device}", "args": {"External id": each.id}}
+        yield begin | device | {"name": kernel.name, "cat": kind, "dur": kernel.duration}
 
 
-def _device_work(each: Any) -> list[Event]:
-    """Kernels, copies and fills that an operator launched, placed where it began."""
-    return [
-        Event(
-            kernel.name,
-            _KINDS.get(kernel.name.partition(" ")[0], "kernel"),
-            each.time_range.start,
-            kernel.duration,
-            ("device", kernel.device),
-            {"External id": each.id},
-        )
-        for kernel in each.kernels
-    ]
-
-
-def _memory(on_host: list[Any]) -> list[dict[str, Any]]:
+def _memory_events(on_host: list[Any]) -> Iterator[dict[str, Any]]:
     """What each operator itself asked for and freed, as one change at its end; totals since the recording began."""
-    changes: list[dict[str, Any]] = []
-    totals = {"cpu": 0, "gpu": 0}
-    for each in sorted(on_host, key=lambda event: event.time_range.end):
-        for device, size in (("cpu", each.self_cpu_memory_usage), ("gpu", each.self_device_memory_usage)):
+    totals = [0, 0]
+    for order, each in enumerate(sorted(on_host, key=lambda event: event.time_range.end)):
+        for device, size in enumerate((each.self_cpu_memory_usage, each.self_device_memory_usage)):
             if size:
                 totals[device] += size
-                changes.append(
-                    {
-                        "time_us": each.time_range.end,
-                        "bytes": size,
-                        "total_bytes": totals[device],
-                        "device": device,
-                        "operator": None if each.name == MEMORY_EVENT else each.name,
-                        "order": len(changes),
-                    }
-                )
-    return changes
+                args = {"Bytes": size, "Total Allocated": totals[device], "Device Type": device, "Ev Idx": order}
+                yield {"name": MEMORY_EVENT, "ts": each.time_range.end, "pid": "", "tid": each.thread, "args": args}

@@ -20,7 +20,7 @@ from dpscope.workloads.configs.base import (
     whole_size,
 )
 
-CAUSAL_LM, SEQUENCE_CLASSIFICATION, IMAGE_CLASSIFICATION = TASKS = (
+CAUSAL_LM, SEQUENCE_CLASSIFICATION, IMAGE_CLASSIFICATION = (
     "causal language modelling",
     "sequence classification",
     "image classification",
