@@ -10,9 +10,10 @@ from __future__ import annotations
 import copy
 import inspect
 import os
+from collections.abc import Callable
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -43,7 +44,7 @@ def build(config: HuggingFaceConfig, *, batch_size: int, seq_len: int | None) ->
     return Workload(
         model=partial(_make_model, architecture, settings),
         batch=partial(_make_batch, config, architecture, settings, batch_size, seq_len),
-        loss=hf_token_loss if config.task == CAUSAL_LM else hf_class_loss,
+        loss=TASKS[config.task].loss,
     )
 
 
@@ -99,17 +100,12 @@ def _make_batch(
     seed: int,
     device: torch.device,
 ) -> HFBatch:
-    generator = torch.Generator().manual_seed(seed)
-    if config.task == IMAGE_CLASSIFICATION:
-        batch = _images(settings, batch_size, generator)
-    else:
-        make = _next_tokens if config.task == CAUSAL_LM else _padded_sequences
-        batch = make(settings, batch_size, config.resolve_seq_len(seq_len) or 1, generator)
-        accepted = {"labels", *inspect.signature(architecture.forward).parameters}
-        if "roberta" in config.model_type:  # counts positions from its padding id, for each sample, by itself
-            accepted -= {"position_ids"}
-        batch = {name: value for name, value in batch.items() if name in accepted}
-    return {name: value.to(device) for name, value in batch.items()}
+    make = TASKS[config.task].make_batch
+    batch = make(settings, batch_size, config.resolve_seq_len(seq_len) or 1, torch.Generator().manual_seed(seed))
+    accepted = {"labels", "pixel_values", *inspect.signature(architecture.forward).parameters}
+    if "roberta" in config.model_type:  # counts positions from its padding id, for each sample, by itself
+        accepted -= {"position_ids"}
+    return {name: value.to(device) for name, value in batch.items() if name in accepted}
 
 
 def _tokens(settings: Any, shape: tuple[int, int], generator: torch.Generator) -> Tensor:
@@ -150,7 +146,7 @@ def _padded_sequences(settings: Any, batch_size: int, length: int, generator: to
     return batch
 
 
-def _images(settings: Any, batch_size: int, generator: torch.Generator) -> HFBatch:
+def _images(settings: Any, batch_size: int, length: int, generator: torch.Generator) -> HFBatch:
     size = getattr(settings, "image_size", 224)
     height, width = (size, size) if isinstance(size, int) else size
     channels = getattr(settings, "num_channels", 3)
@@ -175,6 +171,18 @@ def hf_token_loss(model: nn.Module, batch: HFBatch) -> Tensor:
 def hf_class_loss(model: nn.Module, batch: HFBatch) -> Tensor:
     """Cross-entropy of the class of each sample: (B,)."""
     return F.cross_entropy(_logits(model, batch), batch["labels"], reduction="none")
+
+
+class Task(NamedTuple):
+    make_batch: Callable[[Any, int, int, torch.Generator], HFBatch]  # (settings, batch size, length, generator)
+    loss: Callable[[nn.Module, HFBatch], Tensor]
+
+
+TASKS = {
+    CAUSAL_LM: Task(_next_tokens, hf_token_loss),
+    SEQUENCE_CLASSIFICATION: Task(_padded_sequences, hf_class_loss),
+    IMAGE_CLASSIFICATION: Task(_images, hf_class_loss),
+}
 
 
 def _last_line(error: Exception) -> str:

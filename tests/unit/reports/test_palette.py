@@ -6,7 +6,17 @@ import itertools
 
 import pytest
 
-from dpscope.reports.palette import METHOD_COLOURS, METHOD_MARKERS, METHODS, method_colours, method_markers
+from dpscope.reports.palette import (
+    COMPONENT_COLOURS,
+    FAMILY_COLOURS,
+    METHOD_COLOURS,
+    METHOD_MARKERS,
+    METHODS,
+    PHASE_COLOURS,
+    method_colours,
+    method_markers,
+)
+from dpscope.vocabulary import components, families, phases
 
 
 def method_colour(method):
@@ -47,3 +57,17 @@ def test_as_many_methods_as_there_are_looks_are_all_told_apart(looks):
     methods = [f"theirs {number}" for number in range(count)]
     assert len(set(looks(methods).values())) == count
     assert len(looks([*methods, "one more"])) == count + 1
+
+
+@pytest.mark.parametrize(
+    ("names", "colours"),
+    [
+        (components.KEYS, COMPONENT_COLOURS),
+        ((*phases.PHASES, phases.BETWEEN_PHASES), PHASE_COLOURS),
+        (families.FAMILIES, FAMILY_COLOURS),
+    ],
+    ids=["components", "phases", "families"],
+)
+def test_everything_that_is_drawn_has_a_colour_of_its_own(names, colours):
+    assert [name for name in names if name not in colours] == []
+    assert len({colours[name] for name in names}) == len(names)
