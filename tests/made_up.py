@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
+
+from dpscope.results.schema import Result
 
 # So small that a child process is all import and no arithmetic.
 TINY_SIZES = {"num_layers": 1, "hidden_dim": 16, "num_heads": 2, "vocab_size": 50, "max_seq_len": 32}
@@ -17,3 +20,8 @@ ENVIRONMENT: dict[str, Any] = {
     "cpu": "a processor",
     "threads": 2,
 }
+
+
+def renamed(result: Result, method: str) -> Result:
+    """The same figures, of another method."""
+    return replace(result, experiment=method, spec={**result.spec, "method": method})

@@ -10,7 +10,7 @@ from tests import ROOT
 from tests.slow import SLOW
 
 TESTS = ROOT / "tests"
-FILES = sorted(path for path in TESTS.rglob("*.py") if "reports" not in path.parts)
+FILES = sorted(TESTS.rglob("*.py"))
 TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
 
 

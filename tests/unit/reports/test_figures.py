@@ -11,7 +11,6 @@ import pytest
 from matplotlib.colors import to_hex
 from matplotlib.container import ErrorbarContainer
 from matplotlib.patches import Rectangle
-from matplotlib.text import Text
 
 from dpscope.errors import UserError
 from dpscope.reports.figures.labels import spread
@@ -24,6 +23,7 @@ from dpscope.reports.outputs import FIGURES
 from dpscope.reports.palette import COMPONENT_COLOURS, METHOD_COLOURS, colour_of
 from dpscope.reports.tables import compare_results
 from dpscope.reports.time.tradeoff_figure import draw_tradeoff
+from tests.unit.reports.figure_words import extent, overlapping, texts
 from tests.unit.reports.writing import write
 
 MIB = 2**20
@@ -70,35 +70,8 @@ def bars(ax):
     return found
 
 
-def texts(figure):
-    """The words that are drawn, as a renderer gets them: tick labels beyond an axis' limits exist, but are not."""
-    drawn = []
-    draw = Text.draw
-
-    def note_and_draw(text, renderer):
-        if text.get_text().strip() and text.get_visible():
-            drawn.append(text)
-        draw(text, renderer)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Text, "draw", note_and_draw)
-        figure.draw_without_rendering()
-    return list(dict.fromkeys(drawn))
-
-
 def written(figure):
     return [text.get_text() for text in texts(figure)]
-
-
-def extent(text):
-    """Of the words alone: an annotation's own extent takes in its arrow."""
-    return Text.get_window_extent(text)
-
-
-def overlapping(figure):
-    """Pairs of texts that share a pixel."""
-    boxes = [(text.get_text(), extent(text).padded(-0.5)) for text in texts(figure)]
-    return [(one, other) for (one, a), (other, b) in combinations(boxes, 2) if a.overlaps(b)]
 
 
 # The breakdown

@@ -9,7 +9,7 @@ from dpscope.reports.page.render import render_page
 from dpscope.reports.report import Report
 from dpscope.reports.tables import compare_results
 from dpscope.vocabulary.methods import BUILT_IN
-from tests.unit.reports.page.test_charts_memory import renamed
+from tests.made_up import renamed
 
 
 def test_every_built_in_method_is_described_and_every_private_one_can_be_switched_to():

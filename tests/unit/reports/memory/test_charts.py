@@ -17,7 +17,8 @@ from dpscope.reports.report import Report
 from dpscope.reports.tables import compare_results
 from dpscope.reports.trace.folding import fold
 from dpscope.reports.trace.layers_chart import LINES, layers_memory, layers_time
-from tests.unit.conftest import MIB, make_timeline
+from tests.made_up import renamed
+from tests.unit.memory_results import MIB, make_timeline
 from tests.unit.reports.trace_results import make_trace, operator
 
 HOSTILE = "</script><img src=x onerror=alert(1)>"
@@ -31,10 +32,6 @@ def rows(measured_both_ways):
 def only(chart):
     (view,) = chart.views
     return view
-
-
-def renamed(result, method):
-    return replace(result, experiment=method, spec={**result.spec, "method": method})
 
 
 def with_modules(result, modules):
