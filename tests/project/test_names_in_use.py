@@ -10,7 +10,8 @@ import pytest
 
 from tests import ROOT
 
-FILES = sorted(path for folder in ("benchmarks", "examples", "scripts") for path in (ROOT / folder).rglob("*.py"))
+FOLDERS = ("benchmarks", "examples", "scripts", "tutorials")
+FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 
 
 def is_there(module: str, name: str) -> bool:
