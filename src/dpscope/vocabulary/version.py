@@ -1,3 +1,3 @@
 """The version of dpscope, which pyproject.toml reads from here."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
