@@ -83,5 +83,5 @@ NOISE_MULTIPLIER = RealNumber("noise multiplier", 1e-12, 1e6, zero=True)
 MAX_GRAD_NORM = RealNumber("max grad norm", 1e-12, 1e12)
 TOLERANCE = RealNumber("tolerance", 1e-15, 0.1)  # a method that does nothing has a relative error of 1
 
-TIMEOUT = RealNumber("--timeout", 1e-3, 1e7)
+TIMEOUT_SECONDS = RealNumber("--timeout", 1e-3, 1e7)
 MEMORY_LIMIT = RealNumber("--memory-limit", 1.0, 2.0**62)

@@ -17,7 +17,7 @@ DISTRIBUTIONS = {"ncu_report": "ncu-report"}
 # What a sweep needs before its first row and after its last: to measure, and to write the page and the figures.
 REPORTING = ("jinja2", "matplotlib")
 MEASURING = ("torch", *REPORTING)
-TABLES = ("pandas",)  # CSV and LaTeX
+TABLE_PACKAGES = ("pandas",)  # CSV and LaTeX
 
 
 def install_command(*packages: str, upgrade: bool = False) -> str:

@@ -8,9 +8,9 @@ from rich.text import Text
 
 from dpscope.commands.console import make_console
 from dpscope.endings import leave
-from dpscope.runner.diagnosis import ABSENT, BROKEN, OK, diagnose
+from dpscope.runner.diagnosis import ABSENT, BROKEN, PRESENT, diagnose
 
-COLOURS = {OK: "green", ABSENT: "yellow", BROKEN: "bold red"}
+COLOURS = {PRESENT: "green", ABSENT: "yellow", BROKEN: "bold red"}
 
 
 @click.command(name="doctor")
@@ -21,11 +21,11 @@ def command() -> None:
     for heading in ("what", "status", "found"):
         table.add_column(heading, overflow="fold")
     for each in diagnoses:
-        found = each.found if each.status == OK else f"{each.found}. To mend: {each.remedy}"
+        found = each.found if each.status == PRESENT else f"{each.found}. To mend: {each.remedy}"
         table.add_row(each.name, Text(each.status, style=COLOURS[each.status]), found)
     console = make_console()
     console.print(table)
-    if blocked := [each.name for each in diagnoses if each.required and each.status != OK]:
+    if blocked := [each.name for each in diagnoses if each.required and each.status != PRESENT]:
         console.print(f"\nNothing can be measured before this is mended: {', '.join(blocked)}.")
         leave(False)
     console.print("\nReady: try `dpscope compare`.")

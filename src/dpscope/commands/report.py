@@ -13,7 +13,7 @@ from dpscope.commands.console import make_console, name_files
 from dpscope.comparison import Comparison
 from dpscope.endings import leave
 from dpscope.errors import UserError
-from dpscope.packages import REPORTING, TABLES, require
+from dpscope.packages import REPORTING, TABLE_PACKAGES, require
 from dpscope.reports.against.text import against_summary
 from dpscope.reports.figures.style import parse_formats
 from dpscope.reports.outputs import write_against, write_reports
@@ -47,7 +47,7 @@ def command(
 
     Files in DIR that are no results are named, and the rest is reported.
     """
-    require(*REPORTING, *(TABLES if csv or latex else ()))
+    require(*REPORTING, *(TABLE_PACKAGES if csv or latex else ()))
     console = make_console()
     kinds = parse_formats(formats)
     comparison = Comparison.read(folder)

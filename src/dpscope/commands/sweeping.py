@@ -26,7 +26,7 @@ from dpscope.comparison import Comparison, compare
 from dpscope.endings import Ended, ending_of, leave
 from dpscope.packages import MEASURING, require
 from dpscope.runner.launcher import Limits
-from dpscope.runner.planning import BATCH_SIZE, METHODS, Plan, plan_sweep
+from dpscope.runner.planning import DEFAULT_BATCH_SIZE, DEFAULT_METHODS, Plan, plan_sweep
 from dpscope.runner.spec import RunSpec
 from dpscope.units import GIB
 from dpscope.vocabulary.instruments import INSTRUMENTS
@@ -38,14 +38,14 @@ def sweep_arguments(function: F) -> F:
     methods = click.option(
         "--methods",
         type=CommaList(str),
-        default=",".join(METHODS),
+        default=",".join(DEFAULT_METHODS),
         show_default=True,
         help="What to compare; standard is the denominator.",
     )
     batch_size = click.option(
         "--batch-size",
         type=CommaList(int),
-        default=str(BATCH_SIZE),
+        default=str(DEFAULT_BATCH_SIZE),
         show_default=True,
         help="Samples in a batch, as 8,16.",
     )

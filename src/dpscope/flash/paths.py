@@ -53,7 +53,7 @@ class Rates:
 # Of an H200 (2026-11-15, preset 1b), by the bytes of an element. In bf16: products of weights 22.9 ms at 8 × 1024, Gram
 # norms 22.7 ms at 16 × 1024 and 2.0 ms at 16 × 256. In float32: Gram norms at 65 TFLOP/s, by three products of tf32
 # halves. Only ratios decide, and those differ little between devices. benchmarks/kernels/bench_paths.py checks them.
-RATES: Mapping[int, Rates] = MappingProxyType(
+DEVICE_RATES: Mapping[int, Rates] = MappingProxyType(
     {2: Rates(7.6e14, 5.9e14, 128), 4: Rates(5e13, 6.5e13, 64), 8: Rates(3e13, 3e13, 512)}
 )
 TF32_PRODUCTS = 3e14
@@ -112,7 +112,7 @@ def path_costs(
 ) -> dict[str, PathCost]:
     """`stored_itemsize`: of per-sample gradients that are kept, if not `itemsize`. `rounding`: of float32 operands.
     `x_held`: elements of x a sample where x is unfolded from something smaller (a convolution's input)."""
-    rates = RATES.get(itemsize, RATES[4])
+    rates = DEVICE_RATES.get(itemsize, DEVICE_RATES[4])
     products = 2.0 * batch * length * d * p
     gemm = products / (TF32_PRODUCTS if itemsize == 4 and rounding else rates.products)
     sums = gemm / SUM_EFFICIENCY

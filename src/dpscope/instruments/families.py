@@ -13,16 +13,16 @@ from dpscope.vocabulary.families import (
     ELEMENTWISE,
     EMBEDDING,
     GEMM,
-    NOISE,
+    NOISE_FAMILY,
     NORMALISATION,
-    OPTIMIZER,
+    OPTIMIZER_FAMILY,
     OTHER,
     REDUCTION,
 )
 
 # In these phases generic work is the phase's own: an addition in `noise` is the noise being added.
 _GENERIC = {ELEMENTWISE, REDUCTION, COPY}
-_WORK_OF_PHASE = {phases.CLIP: CLIPPING, phases.NOISE: NOISE, phases.OPTIMIZER: OPTIMIZER}
+_WORK_OF_PHASE = {phases.CLIP: CLIPPING, phases.NOISE: NOISE_FAMILY, phases.OPTIMIZER: OPTIMIZER_FAMILY}
 
 # -- kernels -----------------------------------------------------------------------------------------------------------
 
@@ -30,8 +30,8 @@ _WORK_OF_PHASE = {phases.CLIP: CLIPPING, phases.NOISE: NOISE, phases.OPTIMIZER: 
 # and what a generic kernel was made for (`vectorized_elementwise_kernel<…copy_kernel…>`) before the generic name.
 _KERNEL_PATTERNS: tuple[tuple[str, str], ...] = (
     (CLIPPING, r"_gram_kernel|_gram_ids_kernel|_gram_finish_kernel|_kept_norms_kernel|_sums_kernel"),
-    (NOISE, r"_add_noise_kernel|distribution_elementwise|normal_and_transform|philox|curand|random_from_to"),
-    (OPTIMIZER, r"FusedAdam|FusedSgd|fused_adam|fused_sgd|_adam_kernel|_sgd_kernel|adagrad|lamb_kernel"),
+    (NOISE_FAMILY, r"_add_noise_kernel|distribution_elementwise|normal_and_transform|philox|curand|random_from_to"),
+    (OPTIMIZER_FAMILY, r"FusedAdam|FusedSgd|fused_adam|fused_sgd|_adam_kernel|_sgd_kernel|adagrad|lamb_kernel"),
     (
         ATTENTION,
         r"flash_fwd|flash_bwd|pytorch_flash|fmha|sdpa|flash_attn|attention|compute_dot_do_o|convert_dq|mem_eff",
@@ -45,7 +45,7 @@ _KERNEL_PATTERNS: tuple[tuple[str, str], ...] = (
     (EMBEDDING, r"embedding|gather|index_?[Ss]elect|scatter|index_elementwise|index_put|indexing_backward|index_add"),
     (COPY, r"copy|CatArray|memcpy|memset|Memcpy|Memset|fillFunctor|FillFunctor|transpose|_to_copy"),
     (REDUCTION, r"multi_tensor_apply.*(LpNorm|[Nn]orm)|reduce_kernel|reduce_1Block|DeviceReduce|[Rr]educ|cumsum|Scan"),
-    (OPTIMIZER, r"multi_tensor_apply"),
+    (OPTIMIZER_FAMILY, r"multi_tensor_apply"),
     (ELEMENTWISE, r"elementwise|pointwise|unrolled|triton_poi|arange|where|masked_fill|gelu|relu|silu"),
     (REDUCTION, r"triton_red|triton_per"),
 )
@@ -89,8 +89,8 @@ _OPERATOR_NAMES = {
     COPY: "copy_ clone _to_copy cat stack fill_ zero_ zeros ones full zeros_like ones_like full_like "
     "new_zeros new_ones new_full arange constant_pad_nd repeat roll "
     "im2col col2im _foreach_copy_ _foreach_zero_ _local_scalar_dense",
-    NOISE: "normal normal_ randn randn_like",
-    OPTIMIZER: "_fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_",
+    NOISE_FAMILY: "normal normal_ randn randn_like",
+    OPTIMIZER_FAMILY: "_fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_",
 }
 _OPERATOR_FAMILIES = {name: family for family, names in _OPERATOR_NAMES.items() for name in names.split()}
 

@@ -12,11 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 Item = TypeVar("Item")
-LONGEST, SHORTEST = 10, 4  # cells
+LONGEST_BAR, SHORTEST_BAR = 10, 4  # cells
 EIGHTHS = " ▏▎▍▌▋▊▉█"
 # What fills the part that ordinary training costs as well, and what is beyond it.
 BLOCKS, ASCII = ("▒", EIGHTHS), ("-", " #")
-NOTE = "Bars: shaded up to 1.00× (standard), solid beyond; all solid where it is less."
+BARS_NOTE = "Bars: shaded up to 1.00× (standard), solid beyond; all solid where it is less."
 
 
 @dataclass(frozen=True)
@@ -66,13 +66,15 @@ class WithBars:
         largest = max((ratio for ratio in self.ratios if ratio is not None), default=0.0)
         bars = []
         if console.is_terminal and not console.is_dumb_terminal and largest:
-            bars = [Bars(cells, max(largest, 1.0), options.ascii_only) for cells in range(LONGEST, SHORTEST - 1, -2)]
+            bars = [
+                Bars(cells, max(largest, 1.0), options.ascii_only) for cells in range(LONGEST_BAR, SHORTEST_BAR - 1, -2)
+            ]
         for chosen in (*bars, Bars()):
             for make in self.makes:
                 if _fits(table := make(chosen), console, options):
                     yield table
                     if chosen.cells:
-                        yield Text(f"\n{NOTE}", style="dim")
+                        yield Text(f"\n{BARS_NOTE}", style="dim")
                     return
         yield self.makes[-1](Bars())
 

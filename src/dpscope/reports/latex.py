@@ -10,7 +10,7 @@ from dpscope.reports.doubt import explain, marked
 from dpscope.reports.memory.data import composition_of, in_order, is_private_only, label_of
 from dpscope.reports.output import text_output
 from dpscope.reports.report import Report
-from dpscope.reports.tables import RATES, SIZES, Row, group_by_size, worth_a_column
+from dpscope.reports.tables import SIZES, SPEEDS, Row, group_by_size, worth_a_column
 from dpscope.reports.words import distinct, peak_notes, step_in_words
 from dpscope.units import GIB, MIB, MISSING, format_throughput
 from dpscope.vocabulary.settings import COMPARED
@@ -52,14 +52,14 @@ def to_latex(rows: Sequence[Row]) -> str:
 def _cost_table(rows: Sequence[Row]) -> str:
     fields = worth_a_column(rows, ("method", "model", *COMPARED, "steps", "device", *SIZES))
     unit, name = _unit([row.peak_bytes or 0.0 for row in rows])
-    rate = next(name for name in reversed(RATES) if name == "samples/s" or any(RATES[name](row) for row in rows))
+    rate = next(name for name in reversed(SPEEDS) if name == "samples/s" or any(SPEEDS[name](row) for row in rows))
     lines = []
     for row in rows:
         low, high = (_number(end, 1) for end in row.spread_ms or (None, None))
         line = {TITLES.get(name, name): row.field(name) for name in fields} | {
             "time (ms)": marked(_number(row.median_ms, 1), row.time_doubt),
             "p10–p90 (ms)": f"{low}–{high}" if row.spread_ms else MISSING,
-            rate: marked(format_throughput(RATES[rate](row)), row.time_doubt),
+            rate: marked(format_throughput(SPEEDS[rate](row)), row.time_doubt),
             "time (×)": marked(_number(row.time_ratio, 2), row.ratio_doubt),
             f"peak ({name})": _number(row.peak_bytes, 2, unit),
             "peak (×)": _number(row.memory_ratio, 2),

@@ -23,16 +23,16 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FIRST = 2000  # characters of a file that its mark stands in
-Subject = TypeVar("Subject")  # a Report, or two sweeps side by side
+Content = TypeVar("Content")  # a Report, or two sweeps side by side
 
 
 @dataclass(frozen=True, kw_only=True)
-class Output(Generic[Subject]):
+class Output(Generic[Content]):
     """`write` returns the files it has written: none where there is nothing to say."""
 
     name: str  # of a figure: without size and format
     holds: str  # what it holds, for people
-    write: Callable[[Subject, Path, Sequence[str]], list[Path]]  # the last: formats of figures
+    write: Callable[[Content, Path, Sequence[str]], list[Path]]  # the last: formats of figures
     figure: bool = False
     asked_for: str = ""  # written only on this wish: "csv", "latex"
     mark: str = ""  # what its first characters hold, for names that others use too
@@ -54,11 +54,11 @@ class Output(Generic[Subject]):
 
 
 def text_output(
-    name: str, holds: str, render: Callable[[Subject], str], *, asked_for: str = "", mark: str = ""
-) -> Output[Subject]:
+    name: str, holds: str, render: Callable[[Content], str], *, asked_for: str = "", mark: str = ""
+) -> Output[Content]:
     """A file of text; none where `render` gives an empty one."""
 
-    def write(subject: Subject, folder: Path, formats: Sequence[str]) -> list[Path]:
+    def write(subject: Content, folder: Path, formats: Sequence[str]) -> list[Path]:
         if not (text := render(subject)):
             return []
         write_atomically(folder / name, text)

@@ -14,7 +14,7 @@ from dpscope.reports.against.text import AGAINST_TEXT
 from dpscope.reports.export import CSV
 from dpscope.reports.latex import LATEX
 from dpscope.reports.memory.figures import MEMORY_FIGURES
-from dpscope.reports.output import Output, Subject
+from dpscope.reports.output import Content, Output
 from dpscope.reports.page.render import PAGE
 from dpscope.reports.report import Report
 from dpscope.reports.text import SUMMARY
@@ -50,8 +50,8 @@ def write_against(against: Against, folder: Path, *, wishes: Collection[str] = (
 
 
 def _write(
-    outputs: Sequence[Output[Subject]],
-    subject: Subject,
+    outputs: Sequence[Output[Content]],
+    subject: Content,
     folder: Path,
     formats: Sequence[str],
     wishes: Collection[str],

@@ -49,14 +49,14 @@ FAMILY_COLOURS = {
     families.ELEMENTWISE: "#44AA99",
     families.REDUCTION: "#117733",
     families.NORMALISATION: "#999933",
-    families.OPTIMIZER: "#DDCC77",
+    families.OPTIMIZER_FAMILY: "#DDCC77",
     families.CLIPPING: "#CC6677",
-    families.NOISE: "#882255",
+    families.NOISE_FAMILY: "#882255",
     families.COPY: "#AA4499",
     families.EMBEDDING: "#6699CC",
     families.OTHER: "#DDDDDD",
 }
-PRIVATE_FAMILIES = {families.CLIPPING, families.NOISE}
+PRIVATE_FAMILIES = {families.CLIPPING, families.NOISE_FAMILY}
 DIRECTION_COLOURS = {"read": "#4477AA", "written": "#DDAA33"}
 
 # What takes more than in ordinary training, and what takes less; the same between two sweeps.
@@ -69,7 +69,7 @@ OWN_COLOURS = ("#BBBBBB", "#EE8866", "#77AADD", "#FFAABB", "#AAAA00")
 # Okabe and Ito's colours and unlike markers, for methods as points.
 METHOD_COLOURS = (INK, "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 METHOD_MARKERS = "osD^vP*X<>ph"
-METHODS = ("standard", "flat", "ghost", "flash")
+BUILT_IN_METHODS = ("standard", "flat", "ghost", "flash")
 
 
 def colour_of(component: str) -> str:
@@ -92,8 +92,8 @@ def method_markers(methods: Iterable[str]) -> dict[str, str]:
 
 def _by_name(methods: Iterable[str], looks: Sequence[str]) -> dict[str, str]:
     names = list(dict.fromkeys(methods))
-    chosen = {name: looks[METHODS.index(name)] for name in names if name in METHODS}
-    others = looks[len(METHODS) :]
+    chosen = {name: looks[BUILT_IN_METHODS.index(name)] for name in names if name in BUILT_IN_METHODS}
+    others = looks[len(BUILT_IN_METHODS) :]
     for name in sorted(set(names) - set(chosen)):
         start = zlib.crc32(name.encode()) % len(others)
         order = [*others[start:], *others[:start], *looks]

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dpscope.reports.doubt import ADVICE, EXPLAINED
-from dpscope.reports.tables import STANDARD, Row
+from dpscope.reports.tables import Row
 from dpscope.reports.traffic.data import traffic_of
 from dpscope.units import MISSING, format_bytes, format_ms, format_ratio
+from dpscope.vocabulary.methods import STANDARD
 from dpscope.vocabulary.statuses import OOM, STATUSES, status_named
 
 SAME_MEMORY = 0.01

@@ -16,9 +16,9 @@ from dpscope.results.payloads.memory import MemoryPayload, TimingPayload
 from dpscope.results.payloads.ncu import NcuPayload
 from dpscope.results.schema import Result
 from dpscope.units import MIB, MISSING
+from dpscope.vocabulary.methods import STANDARD
 from dpscope.vocabulary.settings import LATER_DEFAULTS, REPEATS, SETTINGS
 
-STANDARD = "standard"
 SIZES = ("batch_size", "seq_len")
 MEASUREMENT_FIELDS = ("method", "instrument", "options", *REPEATS)  # ten timed steps and a tracked one are one row
 StepCounts = tuple[tuple[str, Any], ...]
@@ -200,7 +200,7 @@ def once_a_row(compute: Callable[[Row], Value]) -> Callable[[Row], Value]:
     return kept
 
 
-RATES: dict[str, Callable[[Row], float | None]] = {
+SPEEDS: dict[str, Callable[[Row], float | None]] = {
     "samples/s": attrgetter("samples_per_second"),
     "tokens/s": attrgetter("tokens_per_second"),
 }

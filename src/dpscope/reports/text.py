@@ -19,7 +19,7 @@ from dpscope.reports.memory.tensors import tensor_section
 from dpscope.reports.memory.text import memory_section, snapshot_section
 from dpscope.reports.output import text_output
 from dpscope.reports.report import Report
-from dpscope.reports.tables import RATES, SIZES, Row, group_by_size, heading_of, worth_a_column
+from dpscope.reports.tables import SIZES, SPEEDS, Row, group_by_size, heading_of, worth_a_column
 from dpscope.reports.text_table import field_cells
 from dpscope.reports.trace.nsys_text import nsys_section
 from dpscope.reports.trace.text import trace_section
@@ -30,7 +30,7 @@ from dpscope.vocabulary.settings import COMPARED, REPEATS, SETTINGS
 from dpscope.vocabulary.statuses import status_named
 
 TITLE = "What privacy costs"
-NARROW = 86  # columns
+NARROW_SUMMARY = 86  # columns
 LEAST_WIDTH = {"batch": 5, "seq": 3, "warmup": 6, "steps": 5}  # of columns that hold numbers
 
 
@@ -53,7 +53,7 @@ def _cost(report: Report, width: int) -> list[RenderableType]:
     if not any(row.timing or row.memory or not row.result.ok for row in rows):
         return []
     ratios = [ratio for row in rows for ratio in (row.time_ratio, row.memory_ratio)]
-    forms = [(True, 0)] if width < NARROW else [(False, 2), (False, 1), (False, 0), (True, 0)]
+    forms = [(True, 0)] if width < NARROW_SUMMARY else [(False, 2), (False, 1), (False, 0), (True, 0)]
     parts: list[RenderableType] = [WithBars([partial(_table, report, *form) for form in forms], ratios)]
     if sentences := verdict(report):
         parts += ["", *(Text(sentence) for sentence in sentences)]
@@ -119,7 +119,7 @@ def _describe_environment(environment: dict[str, Any]) -> str:
 def _table(report: Report, narrow: bool, most_rates: int, bars: Bars) -> Table:
     """`most_rates`: columns for samples and tokens in a second; of one, it is tokens where there is a sequence."""
     rows = report.rows
-    rates = [rate for rate in RATES if any(RATES[rate](row) is not None for row in rows)]
+    rates = [rate for rate in SPEEDS if any(SPEEDS[rate](row) is not None for row in rows)]
     columns: list[tuple[str, Callable[[Row], RenderableType]]] = [
         ("time" if narrow else "time/step", lambda row: marked(format_ms(row.median_ms), row.time_doubt)),
         *([] if narrow else [("p10–p90", _spread)]),
@@ -152,7 +152,7 @@ def _spread(row: Row) -> str:
 
 
 def _rate(name: str, row: Row) -> str:
-    return marked(format_throughput(RATES[name](row)), row.time_doubt)
+    return marked(format_throughput(SPEEDS[name](row)), row.time_doubt)
 
 
 def _status(row: Row) -> Text:

@@ -11,7 +11,7 @@ from dpscope.reports.tables import Row
 from dpscope.reports.words import shorten
 
 Item = TypeVar("Item")
-LONGEST_NAME = 24  # characters of a method
+LONGEST_METHOD = 24  # characters of a method
 
 
 def bare_table(*headings: str, left: Collection[str] = ()) -> Table:
@@ -35,4 +35,4 @@ def table_of(
 
 def field_cells(row: Row, names: Sequence[str]) -> list[str]:
     """Fields of a row as a table shows them, a long method shortened."""
-    return [shorten(row.cell(name), LONGEST_NAME) if name == "method" else row.cell(name) for name in names]
+    return [shorten(row.cell(name), LONGEST_METHOD) if name == "method" else row.cell(name) for name in names]

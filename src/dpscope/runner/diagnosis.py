@@ -21,7 +21,7 @@ from dpscope.instruments.nsys.finding import find_importer, find_nsys, inspect_n
 from dpscope.packages import DISTRIBUTIONS, install_command
 from dpscope.units import GIB
 
-OK, ABSENT, BROKEN = "ok", "missing", "broken"
+PRESENT, ABSENT, BROKEN = "ok", "missing", "broken"
 
 MIN_PYTHON, MIN_TORCH = (3, 10), (2, 6)
 
@@ -55,7 +55,7 @@ def diagnose() -> list[Diagnosis]:
 def check_python() -> list[Diagnosis]:
     enough = sys.version_info[:2] >= MIN_PYTHON
     remedy = f"install Python {MIN_PYTHON[0]}.{MIN_PYTHON[1]} or newer"
-    return [Diagnosis("Python", OK if enough else BROKEN, platform.python_version(), remedy, required=True)]
+    return [Diagnosis("Python", PRESENT if enough else BROKEN, platform.python_version(), remedy, required=True)]
 
 
 def check_torch() -> list[Diagnosis]:
@@ -65,7 +65,7 @@ def check_torch() -> list[Diagnosis]:
         return [Diagnosis("torch", ABSENT, f"cannot be imported ({error})", install_command("torch"), required=True)]
     numbers = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
     remedy = install_command(f"torch>={MIN_TORCH[0]}.{MIN_TORCH[1]}")
-    status = OK if numbers >= MIN_TORCH else BROKEN
+    status = PRESENT if numbers >= MIN_TORCH else BROKEN
     return [Diagnosis("torch", status, torch.__version__, remedy, required=True), *_check_cuda()]
 
 
@@ -83,10 +83,10 @@ def _check_cuda() -> list[Diagnosis]:
     memory = f"{free / GIB:.1f} of {total / GIB:.1f} GiB free"
     busy = free < 0.9 * total
     return [
-        Diagnosis("CUDA", OK, f"{torch.version.cuda}; {found}"),
+        Diagnosis("CUDA", PRESENT, f"{torch.version.cuda}; {found}"),
         Diagnosis(
             "GPU memory",
-            BROKEN if busy else OK,
+            BROKEN if busy else PRESENT,
             memory,
             "another process holds memory and will disturb the figures: `nvidia-smi` says which",
         ),
@@ -99,13 +99,13 @@ def check_opacus() -> list[Diagnosis]:
     except ImportError as error:
         remedy = f"{install_command('opacus')} (without it only `standard` can be measured)"
         return [Diagnosis("Opacus", ABSENT, f"cannot be imported ({error})", remedy)]
-    return [Diagnosis("Opacus", OK, _version("opacus"))]
+    return [Diagnosis("Opacus", PRESENT, _version("opacus"))]
 
 
 def check_triton() -> list[Diagnosis]:
     found = _version("triton")
     if found:
-        return [Diagnosis("Triton", OK, found)]
+        return [Diagnosis("Triton", PRESENT, found)]
     remedy = f"CUDA builds of torch bring it; otherwise {install_command('triton')}"
     return [Diagnosis("Triton", ABSENT, "not installed: kernels fall back to plain torch", remedy)]
 
@@ -117,7 +117,7 @@ def check_packages() -> list[Diagnosis]:
 
 def _check_package(package: str, without: str, required: bool) -> Diagnosis:
     found = _version(DISTRIBUTIONS.get(package, package))
-    status, said = (OK, found) if found else (ABSENT, f"not installed: {without}")
+    status, said = (PRESENT, found) if found else (ABSENT, f"not installed: {without}")
     return Diagnosis(package, status, said, install_command(package), required=required)
 
 
@@ -127,7 +127,7 @@ def check_ncu() -> list[Diagnosis]:
         found, _, remedy = NO_NCU.partition(": ")
         return [Diagnosis("Nsight Compute", ABSENT, f"{found}, so `dpscope ncu` would estimate", remedy)]
     version = ncu_version(path) or "version unknown"
-    return [Diagnosis("Nsight Compute", OK, f"{version}, {path}"), _check_counters(path)]
+    return [Diagnosis("Nsight Compute", PRESENT, f"{version}, {path}"), _check_counters(path)]
 
 
 def _check_counters(ncu: str) -> Diagnosis:
@@ -141,7 +141,7 @@ def _check_counters(ncu: str) -> Diagnosis:
         return Diagnosis(name, ABSENT, "not tried without a GPU", "run on a machine with an NVIDIA GPU")
     trouble = try_counters(ncu)
     if trouble is None:
-        return Diagnosis(name, OK, "ncu read the DRAM counters of a kernel")
+        return Diagnosis(name, PRESENT, "ncu read the DRAM counters of a kernel")
     found, _, remedy = trouble.partition(": ")
     return Diagnosis(name, BROKEN, f"{found}, so `dpscope ncu` would estimate", remedy)
 
@@ -151,7 +151,7 @@ def check_nsys() -> list[Diagnosis]:
     if path is None:
         what, _, remedy = NO_NSYS.partition(": ")
         return [Diagnosis("Nsight Systems", ABSENT, what, remedy)]
-    findings = [Diagnosis("Nsight Systems", OK, f"{inspect_nsys(path).version or 'version unknown'}, {path}")]
+    findings = [Diagnosis("Nsight Systems", PRESENT, f"{inspect_nsys(path).version or 'version unknown'}, {path}")]
     return [*findings, *_check_importer(path), *_check_sampling()]
 
 
@@ -165,7 +165,7 @@ def _check_importer(nsys: str) -> list[Diagnosis]:
     if library := missing_library(ask(importer, "--help")):
         remedy = f"install {library} (libdw.so.1: apt install libdw1), or add a folder that has it to LD_LIBRARY_PATH"
         return [Diagnosis(name, BROKEN, f"it lacks {library}", remedy)]
-    return [Diagnosis(name, OK, "raw captures can be turned into reports")]
+    return [Diagnosis(name, PRESENT, "raw captures can be turned into reports")]
 
 
 def _check_sampling() -> list[Diagnosis]:
@@ -181,7 +181,7 @@ def check_disk() -> list[Diagnosis]:
     writable = os.access(Path.cwd(), os.W_OK)
     if not writable:
         return [Diagnosis("Disk", BROKEN, "this folder cannot be written", "change folder, or use --out DIR")]
-    status = OK if free >= 1 else BROKEN
+    status = PRESENT if free >= 1 else BROKEN
     return [
         Diagnosis("Disk", status, f"{free:.1f} GiB free here", "free some space: traces and reports need about 1 GiB")
     ]

@@ -21,7 +21,7 @@ from dpscope.vocabulary.version import __version__
 LIBRARIES = ("opacus", "triton", "transformers", "peft")
 
 # A finished row is kept by --resume only if these are the same: they change what a measurement gives.
-IDENTITY = ("dpscope", "torch", *LIBRARIES, "cuda", "driver", "gpu", "cpu", "threads")
+MUST_BE_EQUAL = ("dpscope", "torch", *LIBRARIES, "cuda", "driver", "gpu", "cpu", "threads")
 
 
 def collect(device: str) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def collect_in_child(device: str) -> dict[str, Any]:
 
 
 def same_environment(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return all(one.get(key) == other.get(key) for key in IDENTITY)
+    return all(one.get(key) == other.get(key) for key in MUST_BE_EQUAL)
 
 
 def resolve_device(device: str) -> str:

@@ -40,7 +40,7 @@ class Limits:
     memory: float | None = None  # bytes of data (CPU)
 
     def __post_init__(self) -> None:
-        for name, check in (("timeout", numbers.TIMEOUT), ("memory", numbers.MEMORY_LIMIT)):
+        for name, check in (("timeout", numbers.TIMEOUT_SECONDS), ("memory", numbers.MEMORY_LIMIT)):
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, check(value))
 

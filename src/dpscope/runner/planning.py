@@ -13,8 +13,8 @@ from dpscope.vocabulary.methods import BUILT_IN, STANDARD, resolve_method
 from dpscope.workloads.configs import WorkloadConfig, find_workload, parse_lora, with_lora
 
 # What a comparison is of, unless something else is asked for.
-METHODS = tuple(method.name for method in BUILT_IN)
-BATCH_SIZE = 8
+DEFAULT_METHODS = tuple(method.name for method in BUILT_IN)
+DEFAULT_BATCH_SIZE = 8
 COMPARE_INSTRUMENTS = ("time", "memory")
 
 
@@ -30,8 +30,8 @@ class Plan:
 def plan_sweep(
     workload: WorkloadConfig | str | Callable[..., Any],
     *,
-    methods: Iterable[str] = METHODS,
-    batch_size: int | Iterable[int] = BATCH_SIZE,
+    methods: Iterable[str] = DEFAULT_METHODS,
+    batch_size: int | Iterable[int] = DEFAULT_BATCH_SIZE,
     seq_len: int | Iterable[int] | None = None,
     lora: str | None = None,
     device: str = "auto",

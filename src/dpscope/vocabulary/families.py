@@ -10,9 +10,9 @@ ATTENTION = "attention"
 ELEMENTWISE = "elementwise"
 REDUCTION = "reduction"
 NORMALISATION = "normalisation"
-OPTIMIZER = "optimizer"
+OPTIMIZER_FAMILY = "optimizer"
 CLIPPING = "clipping"
-NOISE = "noise"
+NOISE_FAMILY = "noise"
 COPY = "copy"
 EMBEDDING = "embedding"
 OTHER = "other"
@@ -23,9 +23,9 @@ FAMILY_LABELS = {
     ELEMENTWISE: "elementwise",
     REDUCTION: "reductions",
     NORMALISATION: "normalisation",
-    OPTIMIZER: "optimizer",
+    OPTIMIZER_FAMILY: "optimizer",
     CLIPPING: "clipping",
-    NOISE: "noise",
+    NOISE_FAMILY: "noise",
     COPY: "copies, casts and fills",
     EMBEDDING: "embedding and indexing",
     OTHER: "other",

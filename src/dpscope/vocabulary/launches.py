@@ -27,9 +27,9 @@ class Launch:
     flops: int = 0
 
 
-Listener = Callable[[Launch], None]
+LaunchListener = Callable[[Launch], None]
 
-_listeners: list[Listener] = []
+_listeners: list[LaunchListener] = []
 
 
 def announce(describe: Callable[[], Launch]) -> None:
@@ -41,7 +41,7 @@ def announce(describe: Callable[[], Launch]) -> None:
 
 
 @contextmanager
-def hearing(listener: Listener) -> Iterator[None]:
+def hearing(listener: LaunchListener) -> Iterator[None]:
     """Announce every launch to `listener` for as long as the context is open."""
     _listeners.append(listener)
     try:

@@ -26,9 +26,9 @@ MODEL_LOADED = "model_loaded"
 MODEL_WRAPPED = "model_wrapped"
 OPTIMIZER_CREATED = "optimizer_created"
 
-Listener = Callable[[str], AbstractContextManager[object]]
+PhaseListener = Callable[[str], AbstractContextManager[object]]
 
-_listeners: list[Listener] = []
+_listeners: list[PhaseListener] = []
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -62,7 +62,7 @@ def _announced(name: str) -> Iterator[None]:
 
 
 @contextmanager
-def listening(listener: Listener) -> Iterator[None]:
+def listening(listener: PhaseListener) -> Iterator[None]:
     """Announce every phase to `listener` for as long as the context is open."""
     _listeners.append(listener)
     try:

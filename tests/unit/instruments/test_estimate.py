@@ -175,7 +175,7 @@ def test_a_fused_optimizer_step_reads_four_numbers_and_writes_three_a_parameter(
     rows = estimate_traffic(optimizer.step, device="cpu")["kernels"]["rows"]
     (row,) = (row for row in rows if row["name"] == "aten::_fused_adamw_")
     assert (row["dram_read_bytes"], row["dram_write_bytes"]) == ((4 * 30 + 2) * F32, 3 * 30 * F32)
-    assert row["family"] == families.OPTIMIZER
+    assert row["family"] == families.OPTIMIZER_FAMILY
 
 
 def test_lists_of_tensors_are_counted_tensor_by_tensor():
@@ -220,7 +220,7 @@ def test_the_innermost_phase_owns_the_bytes():
     rows = estimate_traffic(step, device="cpu")["kernels"]["rows"]
     assert {(row["name"], row["phase"], row["family"]) for row in rows} == {
         ("aten::exp", phases.BACKWARD, families.ELEMENTWISE),
-        ("aten::add_", phases.NOISE, families.NOISE),
+        ("aten::add_", phases.NOISE, families.NOISE_FAMILY),
     }
 
 

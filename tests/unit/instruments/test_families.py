@@ -17,9 +17,9 @@ from dpscope.vocabulary.families import (
     ELEMENTWISE,
     EMBEDDING,
     GEMM,
-    NOISE,
+    NOISE_FAMILY,
     NORMALISATION,
-    OPTIMIZER,
+    OPTIMIZER_FAMILY,
     OTHER,
     REDUCTION,
 )
@@ -46,14 +46,16 @@ NAMES = {
     "void at::native::<unnamed>::nll_loss_forward_reduce_cuda_kernel_2d<float, float, long>": REDUCTION,
     "void at::native::<unnamed>::embedding_backward_feature_kernel<float, float, long>": EMBEDDING,
     "void at::native::vectorized_gather_kernel<(int)16, long>(char *)": EMBEDDING,
-    "void at::native::<unnamed>::multi_tensor_apply_kernel<T<(int)4>, FusedAdamMathFunctor<float, 4>>": OPTIMIZER,
+    "void at::native::<unnamed>::multi_tensor_apply_kernel"
+    "<T<(int)4>, FusedAdamMathFunctor<float, 4>>": OPTIMIZER_FAMILY,
     "void at::native::<unnamed>::multi_tensor_apply_kernel<T<(int)2>, LpNormFunctor<float, NormType::L2>>": REDUCTION,
-    "void at::native::<unnamed>::distribution_elementwise_grid_stride_kernel<float, 4, normal_and_transform>": NOISE,
+    "void at::native::<unnamed>::distribution_elementwise_grid_stride_kernel"
+    "<float, 4, normal_and_transform>": NOISE_FAMILY,
     "_gram_kernel": CLIPPING,
     "_gram_finish_kernel": CLIPPING,
     "_scaled_sum_kernel": GEMM,
-    "_adam_kernel": OPTIMIZER,
-    "_add_noise_kernel": NOISE,
+    "_adam_kernel": OPTIMIZER_FAMILY,
+    "_add_noise_kernel": NOISE_FAMILY,
     "my_own_thing": OTHER,
 }
 
@@ -67,17 +69,17 @@ def test_every_kernel_of_flash_clipping_has_a_family():
     sources = Path(kernels_home.__file__).parent.glob("*.py")
     launched = {name for path in sources for name in re.findall(r"^def (_\w+_kernel)\(", path.read_text(), re.M)}
     assert len(launched) >= 6
-    assert {kernel_family(name) for name in launched} == {CLIPPING, GEMM, NOISE, OPTIMIZER}
+    assert {kernel_family(name) for name in launched} == {CLIPPING, GEMM, NOISE_FAMILY, OPTIMIZER_FAMILY}
 
 
 def test_no_kernel_of_a_real_step_is_left_over(ncu_captures, no_ncu):
     families = {kernel_family(action.name) for action in read_report(ncu_captures["kernels"])}
     assert OTHER not in families
-    assert families >= {GEMM, ATTENTION, NORMALISATION, COPY, ELEMENTWISE, REDUCTION, EMBEDDING, OPTIMIZER}
+    assert families >= {GEMM, ATTENTION, NORMALISATION, COPY, ELEMENTWISE, REDUCTION, EMBEDDING, OPTIMIZER_FAMILY}
 
 
 @pytest.mark.parametrize(
-    ("phase", "family"), [(None, ELEMENTWISE), ("forward", ELEMENTWISE), ("clip", CLIPPING), ("noise", NOISE)]
+    ("phase", "family"), [(None, ELEMENTWISE), ("forward", ELEMENTWISE), ("clip", CLIPPING), ("noise", NOISE_FAMILY)]
 )
 def test_a_generic_kernel_does_the_work_of_its_phase(phase, family):
     assert kernel_family("void at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add<float>>", phase) == family

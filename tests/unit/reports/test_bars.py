@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from dpscope.plain_text import render_plain
-from dpscope.reports.bars import NOTE, Bars
+from dpscope.reports.bars import BARS_NOTE, Bars
 from dpscope.reports.report import Report
 from dpscope.reports.text import summary
 
@@ -55,7 +55,7 @@ def test_a_terminal_shows_a_bar_for_each_ratio_and_says_what_it_is(results, widt
     lines = shown(results, width=width, color_system=None)
     assert "▒▒▒▒██████" in line_of("flat", lines)
     assert "0.50×  ██" in line_of("flat", lines)
-    assert NOTE in lines
+    assert BARS_NOTE in lines
     assert max(map(len, lines)) <= width
 
 
@@ -74,7 +74,7 @@ def test_bars_are_coloured_and_not_where_colour_is_unwanted(results):
 def test_without_room_or_a_terminal_there_are_none_and_no_figure_is_cut(results, options):
     lines = shown(results, color_system=None, **options)
     assert not BLOCKS & set("".join(lines))
-    assert NOTE not in lines
+    assert BARS_NOTE not in lines
     assert "2.50×" in line_of("flat", lines)
     assert "…" not in "".join(lines)
 

@@ -7,11 +7,11 @@ import itertools
 import pytest
 
 from dpscope.reports.palette import (
+    BUILT_IN_METHODS,
     COMPONENT_COLOURS,
     FAMILY_COLOURS,
     METHOD_COLOURS,
     METHOD_MARKERS,
-    METHODS,
     PHASE_COLOURS,
     method_colours,
     method_markers,
@@ -34,21 +34,21 @@ ALIKE = next(
 
 def test_a_built_in_method_keeps_its_colour_and_marker_whatever_else_is_there():
     for methods in (["flash"], ["standard", "flash"], ["theirs", "flash", "ghost"]):
-        assert method_colours(methods)["flash"] == METHOD_COLOURS[METHODS.index("flash")]
-        assert method_markers(methods)["flash"] == METHOD_MARKERS[METHODS.index("flash")]
+        assert method_colours(methods)["flash"] == METHOD_COLOURS[BUILT_IN_METHODS.index("flash")]
+        assert method_markers(methods)["flash"] == METHOD_MARKERS[BUILT_IN_METHODS.index("flash")]
 
 
 def test_a_method_of_another_package_has_none_of_the_built_in_looks():
-    assert method_colour("theirs") not in METHOD_COLOURS[: len(METHODS)]
-    assert method_markers(["theirs"])["theirs"] not in METHOD_MARKERS[: len(METHODS)]
+    assert method_colour("theirs") not in METHOD_COLOURS[: len(BUILT_IN_METHODS)]
+    assert method_markers(["theirs"])["theirs"] not in METHOD_MARKERS[: len(BUILT_IN_METHODS)]
 
 
 def test_two_methods_whose_names_ask_for_one_colour_get_two_whatever_their_order():
     one, other = ALIKE
-    colours = method_colours([*METHODS, one, other])
+    colours = method_colours([*BUILT_IN_METHODS, one, other])
     assert colours[one] == method_colour(one)
-    assert len(set(colours.values())) == len(METHODS) + 2
-    assert method_colours([other, one, *METHODS]) == colours
+    assert len(set(colours.values())) == len(BUILT_IN_METHODS) + 2
+    assert method_colours([other, one, *BUILT_IN_METHODS]) == colours
 
 
 @pytest.mark.parametrize("looks", [method_colours, method_markers])

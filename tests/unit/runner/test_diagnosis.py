@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from dpscope.commands import doctor
 from dpscope.runner import diagnosis
-from dpscope.runner.diagnosis import ABSENT, BROKEN, OK
+from dpscope.runner.diagnosis import ABSENT, BROKEN, PRESENT
 from tests.stand_ins import nsys as fake_nsys
 from tests.stand_ins.ncu import NO_PERMISSION
 
@@ -41,7 +41,7 @@ def finding(checked, name):
 @pytest.mark.parametrize(
     ("printed", "status", "says"),
     [
-        (NCU_FIGURES, OK, "read the DRAM counters"),
+        (NCU_FIGURES, PRESENT, "read the DRAM counters"),
         (NO_PERMISSION, BROKEN, "ERR_NVGPUCTRPERM"),
         ("==ERROR== Failed to initialize the profiler: LibraryNotLoaded", BROKEN, "does not fit the NVIDIA driver"),
         ("", BROKEN, "without a message"),
@@ -78,7 +78,7 @@ def test_a_missing_package_is_named_with_what_it_is_for_and_what_to_type(monkeyp
     found = finding(diagnosis.check_packages(), package)
     assert (found.status, found.required) == (ABSENT, required)
     assert found.remedy.endswith(f"install {package}")
-    assert [other.status for other in diagnosis.check_packages() if other.name != package] == [OK] * 6
+    assert [other.status for other in diagnosis.check_packages() if other.name != package] == [PRESENT] * 6
 
 
 def test_brackets_in_a_remedy_are_printed(monkeypatch):
@@ -91,7 +91,7 @@ def test_brackets_in_a_remedy_are_printed(monkeypatch):
 @pytest.mark.parametrize(
     ("importer", "status", "says"),
     [
-        ("", OK, "can be turned into reports"),
+        ("", PRESENT, "can be turned into reports"),
         (None, ABSENT, "full Nsight Systems"),
         (fake_nsys.NO_LIBDW, BROKEN, "libdw.so.1"),
     ],
@@ -117,7 +117,7 @@ def test_a_gpu_is_named_with_its_memory(gpu):
     checked = diagnosis._check_cuda()
     assert "NVIDIA H200, compute capability 9.0" in finding(checked, "CUDA").found
     assert finding(checked, "GPU memory").found == "139.0 of 140.0 GiB free"
-    assert finding(checked, "GPU memory").status == OK
+    assert finding(checked, "GPU memory").status == PRESENT
 
 
 def test_memory_that_others_hold_is_a_trouble(monkeypatch, gpu):

@@ -9,7 +9,7 @@ import pytest
 from dpscope.errors import UserError
 from dpscope.results.store import ResultStore
 from dpscope.runner import resume, sweep
-from dpscope.runner.environment import IDENTITY, collect
+from dpscope.runner.environment import MUST_BE_EQUAL, collect
 from dpscope.runner.launcher import Limits
 from dpscope.runner.resume import finished_rows, still_valid
 from dpscope.runner.sweep import open_store, run_sweep
@@ -104,7 +104,7 @@ def test_what_does_not_change_a_measurement_does_not_bring_it_about_again(make_s
 
 
 def test_the_environment_that_is_compared_is_recorded_in_full():
-    assert set(IDENTITY) <= set(collect("cpu"))
+    assert set(MUST_BE_EQUAL) <= set(collect("cpu"))
 
 
 def test_a_result_of_another_spec_under_this_rows_name_is_measured_again(make_spec, make_result, here, store):

@@ -47,7 +47,7 @@ from dpscope.flash.kernels.tensor_lists import (
     size_at,
 )
 from dpscope.flash.kernels.triton_runtime import Backend, jit, launch_on, tl
-from dpscope.vocabulary.families import OPTIMIZER
+from dpscope.vocabulary.families import OPTIMIZER_FAMILY
 from dpscope.vocabulary.launches import Launch, announce
 
 
@@ -250,7 +250,7 @@ def _described(
     params, sums, *states = ([column[i] for i in members] for column in columns)
     return Launch(
         name=name,
-        family=OPTIMIZER,
+        family=OPTIMIZER_FAMILY,
         reads=list(chain(params, sums, *states, [] if factors is None else [factors])),
         writes=list(chain(params, *states)),
     )

@@ -34,7 +34,7 @@ from dpscope.flash.kernels.tensor_lists import (
     size_at,
 )
 from dpscope.flash.kernels.triton_runtime import Backend, jit, launch_on, tl
-from dpscope.vocabulary.families import NOISE
+from dpscope.vocabulary.families import NOISE_FAMILY
 from dpscope.vocabulary.launches import Launch, announce
 
 __all__ = ["HostStream", "add_noise_", "chunks", "noise_values", "normal_block"]
@@ -112,7 +112,7 @@ def _add(
 
 def _described(tensors: Sequence[Tensor], members: Sequence[int]) -> Launch:
     changed = [tensors[i] for i in members]
-    return Launch(name=_add_noise_kernel.__name__, family=NOISE, reads=changed, writes=changed)
+    return Launch(name=_add_noise_kernel.__name__, family=NOISE_FAMILY, reads=changed, writes=changed)
 
 
 # -- Triton ------------------------------------------------------------------------------------------------------------

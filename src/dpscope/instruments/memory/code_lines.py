@@ -18,7 +18,7 @@ _PASS_ON = ("torch", "dpscope.instruments")  # packages whose frames only pass a
 _ENGINE = ("torch.autograd.graph", "_engine_run_backward")  # the frame below which autograd's engine calls Python
 
 
-class Line(NamedTuple):
+class CodeLine(NamedTuple):
     file: str
     number: int
     function: str
@@ -31,7 +31,7 @@ class Asker(NamedTuple):
     """Who asked for a tensor. `line` is None where the engine did, on nobody's behalf that is on the stack."""
 
     code: str  # the innermost function outside torch; comprehensions and lambdas count as the function around them
-    line: Line | None
+    line: CodeLine | None
     function: CodeType | None = None  # the same
 
 
@@ -42,7 +42,7 @@ def find_asker(frame: FrameType | None) -> Asker:
         if not _passes_on(module):
             name = frame.f_code.co_name
             if line is None and not engine:
-                line = Line(frame.f_code.co_filename, frame.f_lineno, name)
+                line = CodeLine(frame.f_code.co_filename, frame.f_lineno, name)
             if not name.startswith("<"):
                 return Asker(f"{module}:{name}", line, frame.f_code)
         elif (module, frame.f_code.co_name) == _ENGINE:
@@ -59,7 +59,7 @@ class ForwardLines:
     """Autograd's nodes by number, with the line that made each."""
 
     def __init__(self) -> None:
-        self._lines: dict[int, Line] = {}
+        self._lines: dict[int, CodeLine] = {}
         self._next = _next_number()  # when it was last looked at
 
     def note(self) -> None:
@@ -71,7 +71,7 @@ class ForwardLines:
                 self._lines.update(dict.fromkeys(range(self._next, number), line))
             self._next = number
 
-    def current(self) -> Line | None:
+    def current(self) -> CodeLine | None:
         """The line whose node the engine runs now; None for nodes that no line made, such as those that add up."""
         node = torch._C._current_autograd_node()
         return None if node is None else self._lines.get(node._sequence_nr())

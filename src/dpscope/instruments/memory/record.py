@@ -7,7 +7,7 @@ from types import CodeType
 
 from torch.utils.weak import TensorWeakRef
 
-from dpscope.instruments.memory.code_lines import Line
+from dpscope.instruments.memory.code_lines import CodeLine
 
 BEFORE_STEP = ""  # the operator of a storage that was there before the step
 OUTSIDE_PHASES = "step"  # the phase of what happens outside every phase
@@ -44,7 +44,7 @@ class Birth:
     nbytes: int
     recomputed: bool = False
     function: CodeType | None = None
-    line: Line | None = None
+    line: CodeLine | None = None
     by_autograd: bool = False
 
 

@@ -19,7 +19,7 @@ from statistics import median
 
 from dpscope.instruments.families import short_kernel_name
 from dpscope.instruments.nsys.reading import KERNEL, MEMCPY, MEMSET, Activity, Call, CapturedTimeline, Range
-from dpscope.results.payloads.nsys import CapturedGpu, CapturedPhase, Gap, Named, NsysPayload, Total
+from dpscope.results.payloads.nsys import CapturedGpu, CapturedPhase, IdleGap, Named, NsysPayload, Total
 from dpscope.vocabulary.phases import BETWEEN_PHASES, PHASES, STEP
 
 KEPT_NAMES = 40  # kernels and calls listed by name; the rest is added up
@@ -113,9 +113,9 @@ def _phase_of_each(
 
 def _gaps(
     activities: Sequence[Activity], launches: dict[tuple[int, int] | None, Call], phases: Sequence[str]
-) -> list[Gap]:
+) -> list[IdleGap]:
     """When the GPU had nothing to do, between the first activity of the capture and the last."""
-    gaps: list[Gap] = []
+    gaps: list[IdleGap] = []
     busy_until = activities[0].end
     for activity, phase in zip(activities, phases, strict=True):
         if (hole := activity.start - busy_until) > 0:
@@ -129,7 +129,7 @@ def _gaps(
 
 
 def _busy(
-    activities: Sequence[Activity], gaps: Sequence[Gap], average: StepAverage, waits: Sequence[int]
+    activities: Sequence[Activity], gaps: Sequence[IdleGap], average: StepAverage, waits: Sequence[int]
 ) -> CapturedGpu:
     span = average.ms(max(activity.end for activity in activities) - activities[0].start)
     idle = sum(gap["ms"] for gap in gaps) / average.steps
@@ -150,7 +150,7 @@ def _by_phase(
     activities: Sequence[Activity],
     phases: Sequence[str],
     ranges: Sequence[Range],
-    gaps: Iterable[Gap],
+    gaps: Iterable[IdleGap],
     average: StepAverage,
 ) -> list[CapturedPhase]:
     """GPU time and kernels of each phase, the host's own time in it, and how long the GPU idled before its work."""

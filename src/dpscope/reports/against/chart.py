@@ -12,8 +12,8 @@ from dpscope.reports.page.chart import Chart, Table, View
 from dpscope.reports.palette import LESS, MORE
 
 TONES = {"less": LESS, "more": MORE}
-SMALLEST = 0.0005  # what rounds to nothing is not drawn
-MOST = 24  # rows that can be told apart in one drawing: of more, those that changed most
+SMALLEST_DRAWN = 0.0005  # what rounds to nothing is not drawn
+DRAWN_ROWS = 24  # rows that can be told apart in one drawing: of more, those that changed most
 
 
 def change_charts(against: Against) -> list[Chart]:
@@ -23,8 +23,8 @@ def change_charts(against: Against) -> list[Chart]:
 
 def _chart(against: Against, quantity: Quantity) -> Chart | None:
     pairs = [pair for pair in against.pairs if pair.change(quantity).relative is not None]
-    most = sorted(pairs, key=lambda pair: -abs(_relative(pair, quantity)))[:MOST]
-    if not most or abs(_relative(most[0], quantity)) < SMALLEST:
+    most = sorted(pairs, key=lambda pair: -abs(_relative(pair, quantity)))[:DRAWN_ROWS]
+    if not most or abs(_relative(most[0], quantity)) < SMALLEST_DRAWN:
         return None
     drawn = [pair for pair in pairs if pair in most]  # in the table's order
     view = View(

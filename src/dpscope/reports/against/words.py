@@ -5,11 +5,11 @@ from __future__ import annotations
 from dpscope.reports.against.data import Against, Pair
 from dpscope.reports.against.quantities import TIME, UNDECIDED, Quantity, SweepChange
 from dpscope.reports.doubt import ADVICE, EXPLAINED
-from dpscope.reports.tables import STANDARD
 from dpscope.units import MISSING
+from dpscope.vocabulary.methods import STANDARD
 
 AGAINST_TITLE = "Two sweeps side by side"
-MOST = 8  # rows named one by one in a sentence; the table has all of them
+NAMED_PAIRS = 8  # rows named one by one in a sentence; the table has all of them
 
 
 def headline(against: Against) -> str:
@@ -59,8 +59,8 @@ def _tallies(against: Against, quantity: Quantity) -> list[str]:
 def _sentence(against: Against, quantity: Quantity, word: str) -> str:
     pairs = [pair for pair in against.pairs if pair.change(quantity).verdict == word]
     pairs.sort(key=lambda pair: -abs(pair.change(quantity).relative or 0.0))
-    named = [f"{against.name_of(pair)} ({_in_figures(pair, quantity)})" for pair in pairs[:MOST]]
-    more = [f"and {len(pairs) - MOST} more"] if len(pairs) > MOST else []
+    named = [f"{against.name_of(pair)} ({_in_figures(pair, quantity)})" for pair in pairs[:NAMED_PAIRS]]
+    more = [f"and {len(pairs) - NAMED_PAIRS} more"] if len(pairs) > NAMED_PAIRS else []
     return f"{word.capitalize()}{quantity.noun}: {'; '.join([*named, *more])}." if pairs else ""
 
 
@@ -88,7 +88,7 @@ def _standard_sentences(against: Against) -> list[str]:
     if not moved or len(moved) == len(against.pairs):
         return []
     others = [pair for pair in against.pairs if pair.now.method != STANDARD and pair.ratio(TIME).tone]
-    named = "; ".join(f"{against.name_of(pair)} {arrow(pair.ratio(TIME))}" for pair in others[:MOST])
+    named = "; ".join(f"{against.name_of(pair)} {arrow(pair.ratio(TIME))}" for pair in others[:NAMED_PAIRS])
     told = f"beyond the spread they changed for {named}" if others else "none of them changed beyond the spread"
     return [
         f"Ordinary training (standard) changed as well at {_count(len(moved), 'size')}, so some of it is the machine, "
@@ -102,7 +102,7 @@ def _undecided_sentences(against: Against) -> list[str]:
         pairs = [pair for pair in against.pairs if pair.change(TIME).verdict == verdict]
         if pairs:
             everywhere = len(pairs) == len(against.pairs)
-            names = "any row" if everywhere else "; ".join(against.name_of(pair) for pair in pairs[:MOST])
+            names = "any row" if everywhere else "; ".join(against.name_of(pair) for pair in pairs[:NAMED_PAIRS])
             lines.append(f"No verdict on the time of {names}: {why}. {ADVICE[verdict]}.")
     return lines
 

@@ -19,15 +19,16 @@ from dpscope.reports.figures.style import (
 )
 from dpscope.reports.memory.data import Composition, composition_of, in_order, why_no_composition
 from dpscope.reports.palette import colour_of, is_dark
-from dpscope.reports.tables import STANDARD, Row
+from dpscope.reports.tables import Row
 from dpscope.reports.words import shorten
+from dpscope.vocabulary.methods import STANDARD
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 BAR = 0.6  # of the distance between two methods
-LONGEST_NAME = 24  # characters
+LONGEST_TICK = 24  # characters
 
 
 @styled
@@ -40,7 +41,7 @@ def draw_breakdown(rows: Sequence[Row]) -> Figure | None:
         return None
     figure = new_figure(1.6 + 0.36 * len(shown))
     peak, extra = figure.subplots(1, 2, sharey=True)
-    peak.set_yticks(range(len(shown)), [shorten(method, LONGEST_NAME) for method in methods])
+    peak.set_yticks(range(len(shown)), [shorten(method, LONGEST_TICK) for method in methods])
     peak.set_ylim(len(shown) - 0.5, -0.5)
     present = in_order(key for each in shown for key, count in each.components.items() if count)
     component_legend(figure, present)

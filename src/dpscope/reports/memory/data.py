@@ -8,11 +8,12 @@ from functools import cached_property
 from itertools import pairwise
 from typing import TypeVar
 
-from dpscope.reports.tables import STANDARD, Row, once_a_row
+from dpscope.reports.tables import Row, once_a_row
 from dpscope.results.payloads.memory import Remainder, TensorsAtPeak, TimelinePayload
 from dpscope.results.schema import Result
 from dpscope.units import MIB
 from dpscope.vocabulary.components import COMPONENTS, UNATTRIBUTED
+from dpscope.vocabulary.methods import STANDARD
 
 KNOWN = {component.key: component for component in COMPONENTS}
 TOTALS = ("total_allocated_mb", "peak_allocated_mb")  # in a breakdown, but no components
@@ -50,7 +51,7 @@ class Composition:
 
 
 @dataclass(frozen=True)
-class Phase:
+class PhaseSpan:
     name: str
     start: int
     end: int
@@ -62,7 +63,7 @@ class Timeline:
 
     events: list[int]
     levels: dict[str, list[int]]  # component -> bytes, one for each event
-    phases: list[Phase]
+    phases: list[PhaseSpan]
 
     @cached_property
     def totals(self) -> list[int]:
@@ -180,7 +181,7 @@ def _timeline(payload: TimelinePayload) -> Timeline | None:
     if any(later < earlier for earlier, later in pairwise(events)):
         return None
     first, last = events[0], events[-1]
-    phases = [Phase(p["name"], max(p["start"], first), min(p["end"], last)) for p in payload.get("phases", [])]
+    phases = [PhaseSpan(p["name"], max(p["start"], first), min(p["end"], last)) for p in payload.get("phases", [])]
     known = sorted((phase for phase in phases if phase.end >= phase.start), key=lambda phase: phase.start)
     return Timeline(events, _sorted(dict(zip(keys, levels, strict=True))), known)
 

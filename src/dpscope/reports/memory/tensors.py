@@ -15,12 +15,12 @@ from dpscope.reports.words import shorten
 from dpscope.results.payloads.memory import TensorAtPeak
 from dpscope.units import MISSING, format_bytes
 
-SHOWN = 4  # tensors of each method in the text; the page and the result file have more
-NOTE = (
+SHOWN_TENSORS = 4  # tensors of each method in the text; the page and the result file have more
+TENSOR_NOTE = (
     "line: the innermost line of Python outside torch that asked for it; backward: autograd made it for that line. "
     "The page and the result files name folders and functions too."
 )
-LONGEST = {"method": 12, "made by": 20, "line": 40}  # characters
+COLUMN_WIDTHS = {"method": 12, "made by": 20, "line": 40}  # characters
 
 
 def shape_in_words(tensor: TensorAtPeak) -> str:
@@ -52,11 +52,11 @@ def short_place_of(tensor: TensorAtPeak) -> str:
 def tensor_section(rows: Sequence[Row], width: int) -> list[RenderableType]:
     """For each size: the largest tensors at each method's peak."""
     parts = by_size(rows, "Largest tensors at the peak", _table)
-    return [*parts, "", Text(NOTE, style="dim")] if parts else []
+    return [*parts, "", Text(TENSOR_NOTE, style="dim")] if parts else []
 
 
 def _table(rows: Sequence[Row]) -> list[RenderableType]:
-    known = [(row, tensors["largest"][:SHOWN]) for row in rows if (tensors := tensors_of(row))]
+    known = [(row, tensors["largest"][:SHOWN_TENSORS]) for row in rows if (tensors := tensors_of(row))]
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("method", no_wrap=True)
     table.add_column("size", justify="right", no_wrap=True)
@@ -66,13 +66,13 @@ def _table(rows: Sequence[Row]) -> list[RenderableType]:
     for row, largest in known:
         for place, tensor in enumerate(largest):
             cells = (
-                "" if place else shorten(row.method, LONGEST["method"]),
+                "" if place else shorten(row.method, COLUMN_WIDTHS["method"]),
                 format_bytes(tensor["bytes"]),
                 f"× {tensor['count']}" if tensor["count"] > 1 else "",
                 shape_in_words(tensor),
                 label_of(tensor["component"]),
-                shorten(maker_of(tensor), LONGEST["made by"]),
-                shorten(short_place_of(tensor), LONGEST["line"]),
+                shorten(maker_of(tensor), COLUMN_WIDTHS["made by"]),
+                shorten(short_place_of(tensor), COLUMN_WIDTHS["line"]),
             )
             table.add_row(*map(Text, cells), end_section=place + 1 == len(largest))
     return [table] if known else []

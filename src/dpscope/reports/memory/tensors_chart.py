@@ -13,8 +13,8 @@ from dpscope.reports.tables import Row
 from dpscope.results.payloads.memory import TensorAtPeak, TensorsAtPeak
 from dpscope.units import format_bytes
 
-DRAWN = 8  # of each method
-COLUMNS = ("method", "bytes", "count", "shape", "dtype", "component", "module", "phase", "operator", "line")
+BARS_DRAWN = 8  # of each method
+TENSOR_COLUMNS = ("method", "bytes", "count", "shape", "dtype", "component", "module", "phase", "operator", "line")
 
 
 def _view(rows: Sequence[Row]) -> View | None:
@@ -26,10 +26,11 @@ def _view(rows: Sequence[Row]) -> View | None:
         data={
             "axis": unit_for(max(tensor["bytes"] for _, tensors in known for tensor in tensors["largest"])),
             "panels": [
-                {"method": method, "bars": list(map(_bar, tensors["largest"][:DRAWN]))} for method, tensors in known
+                {"method": method, "bars": list(map(_bar, tensors["largest"][:BARS_DRAWN]))}
+                for method, tensors in known
             ],
         },
-        table=Table(columns=COLUMNS, rows=[line for each in known for line in _lines(*each)]),
+        table=Table(columns=TENSOR_COLUMNS, rows=[line for each in known for line in _lines(*each)]),
     )
 
 

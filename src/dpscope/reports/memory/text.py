@@ -20,16 +20,17 @@ from dpscope.reports.memory.data import (
     standard_of,
     undescribed,
 )
-from dpscope.reports.tables import RATES, STANDARD, Row, group_by_size
+from dpscope.reports.tables import SPEEDS, Row, group_by_size
 from dpscope.reports.words import shorten
 from dpscope.results.payloads.memory import OTHER_MODULES
 from dpscope.units import MIB, MISSING, format_bytes, format_ms, format_ratio, format_throughput, mib
 from dpscope.vocabulary.components import ACTIVATION_HOOKS, ACTIVATIONS, UNATTRIBUTED
+from dpscope.vocabulary.methods import STANDARD
 
 LABELS = 24  # characters of the first column
-LONGEST_NAME = 20  # of a method, as a heading
+LONGEST_HEADING = 20  # of a method, as a heading
 HEAVIEST = 3  # modules named for each method
-HELD = (ACTIVATIONS, ACTIVATION_HOOKS)  # what a module keeps for the backward pass
+SAVED = (ACTIVATIONS, ACTIVATION_HOOKS)  # what a module keeps for the backward pass
 TRIFLE = 0.01  # of standard's peak: differences below this are summed up as the rest
 
 
@@ -91,7 +92,7 @@ def _by_component(described: Mapping[Row, Composition], width: int) -> list[Rend
     if any(row.median_ms for row in rows):
         lines.append(("time/step", [marked(format_ms(row.median_ms), row.time_doubt) for row in rows]))
         lines.append(("  × standard", [marked(format_ratio(row.time_ratio), row.ratio_doubt) for row in rows]))
-        for name, rate in RATES.items():
+        for name, rate in SPEEDS.items():
             if any(rate(row) is not None for row in rows):
                 lines.append((name, [marked(format_throughput(rate(row)), row.time_doubt) for row in rows]))
         lines.append(("memory/time", [_memory_per_time(*each) for each in described.items()]))
@@ -106,7 +107,7 @@ def _tables(
     first: str, methods: Sequence[str], lines: Sequence[tuple[str, Sequence[str]]], width: int
 ) -> list[RenderableType]:
     """One table, or as many below each other as the width asks for."""
-    names = [shorten(method, LONGEST_NAME) for method in methods]
+    names = [shorten(method, LONGEST_HEADING) for method in methods]
     widths = [max(len(name), *(len(cells[n]) for _, cells in lines)) + 2 for n, name in enumerate(names)]
     tables: list[RenderableType] = []
     start = 0
@@ -159,12 +160,12 @@ def _makers(described: Mapping[Row, Composition]) -> Table:
     for heading in ("method", "the peak is reached in", "heaviest activations"):
         table.add_column(heading, overflow="fold")
     for row, composition in described.items():
-        held = [(module, sum(components.get(key, 0) for key in HELD)) for module, components in composition.modules]
+        held = [(module, sum(components.get(key, 0) for key in SAVED)) for module, components in composition.modules]
         named = [(module, count) for module, count in held if count > 0 and module != OTHER_MODULES]
         heaviest = sorted(named, key=lambda entry: -entry[1])[:HEAVIEST]
         modules = ", ".join(f"{shorten(module, 40)} {format_bytes(count)}" for module, count in heaviest)
         maker = shorten(composition.maker or MISSING, 64)
-        table.add_row(*map(Text, (shorten(row.method, LONGEST_NAME), maker, modules or MISSING)))
+        table.add_row(*map(Text, (shorten(row.method, LONGEST_HEADING), maker, modules or MISSING)))
     return table
 
 

@@ -7,9 +7,9 @@ from itertools import pairwise
 from typing import Any
 
 from dpscope.reports.memory.chart_series import looks, unit_for, without
-from dpscope.reports.memory.data import Phase, Timeline, composition_of, present, timeline_of, why_no_timeline
+from dpscope.reports.memory.data import PhaseSpan, Timeline, composition_of, present, timeline_of, why_no_timeline
 from dpscope.reports.memory.thinning import moments
-from dpscope.reports.page.chart import Cell, Table, View, chart_by_size
+from dpscope.reports.page.chart import Table, TableValue, View, chart_by_size
 from dpscope.reports.palette import phase_colour
 from dpscope.reports.tables import Row
 from dpscope.units import format_bytes
@@ -57,25 +57,25 @@ def _panel(row: Row, timeline: Timeline, keys: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def stretches(timeline: Timeline) -> list[Phase]:
+def stretches(timeline: Timeline) -> list[PhaseSpan]:
     """The phases, and what lies before, between and after them under a name of its own: the whole step."""
-    whole: list[Phase] = []
+    whole: list[PhaseSpan] = []
     reached, end = timeline.events[0], timeline.events[-1]
     for phase in timeline.phases:
         if phase.start > reached:
-            whole.append(Phase(BETWEEN_PHASES, reached, phase.start))
+            whole.append(PhaseSpan(BETWEEN_PHASES, reached, phase.start))
         whole.append(phase)
         reached = max(reached, phase.end)
-    return [*whole, *([Phase(BETWEEN_PHASES, reached, end)] if end > reached else [])]
+    return [*whole, *([PhaseSpan(BETWEEN_PHASES, reached, end)] if end > reached else [])]
 
 
 def _changes(values: Sequence[int]) -> list[int]:
     return [*values[:1], *(later - earlier for earlier, later in pairwise(values))]
 
 
-def _by_phase(method: str, timeline: Timeline, keys: Sequence[str]) -> list[tuple[Cell, ...]]:
+def _by_phase(method: str, timeline: Timeline, keys: Sequence[str]) -> list[tuple[TableValue, ...]]:
     """The fullest moment of each phase."""
-    lines: list[tuple[Cell, ...]] = []
+    lines: list[tuple[TableValue, ...]] = []
     for phase in timeline.phases:
         within = [n for n, event in enumerate(timeline.events) if phase.start <= event <= phase.end]
         if within:
@@ -85,7 +85,7 @@ def _by_phase(method: str, timeline: Timeline, keys: Sequence[str]) -> list[tupl
     return lines
 
 
-def phase_at(phases: Sequence[Phase], event: float) -> str:
+def phase_at(phases: Sequence[PhaseSpan], event: float) -> str:
     """The innermost: what runs inside `clip` inside `backward` belongs to `clip`."""
     inside = [phase for phase in phases if phase.start <= event <= phase.end]
     return min(inside, key=lambda phase: phase.end - phase.start).name if inside else BETWEEN_PHASES

@@ -20,7 +20,7 @@ from dpscope.reports.figures.style import (
     three_digits,
 )
 from dpscope.reports.memory.data import (
-    Phase,
+    PhaseSpan,
     Timeline,
     composition_of,
     in_order,
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 
 HEADROOM = 1.32  # of the highest peak: where peaks are labelled
 PANEL, STRIP = 1.3, 0.32  # inches: a panel, and the names of the phases above it
-TITLE_HEIGHT = 17.0  # points from a panel to the method's name: the phases' names fit below it
-LONGEST_NAME = 60  # characters, over the whole width
+TITLE_PAD = 17.0  # points from a panel to the method's name: the phases' names fit below it
+LONGEST_TITLE = 60  # characters, over the whole width
 GAP = 3.0  # points between two names of phases
 EVENTS = "allocations and frees within the step, in order"
 STAGES = "stages of the run (total only)"
-MANY = 4  # panels; beyond that they stand in two columns
+MANY_PANELS = 4  # panels; beyond that they stand in two columns
 
 
 @styled
@@ -54,7 +54,7 @@ def draw_timeline(rows: Sequence[Row]) -> Figure | None:
     if not drawn:
         return None
     timelines = [timeline for _, timeline, _ in drawn if timeline]
-    columns = 1 if len(drawn) <= MANY else 2
+    columns = 1 if len(drawn) <= MANY_PANELS else 2
     lines = -(-len(drawn) // columns)
     figure = new_figure(1.3 + lines * (PANEL + STRIP))
     axes = figure.subplots(lines, columns, sharey=True, squeeze=False).flatten()
@@ -65,8 +65,8 @@ def draw_timeline(rows: Sequence[Row]) -> Figure | None:
     highest = max(max(timeline.totals if timeline else stages.values()) for _, timeline, stages in drawn)
     unit, name = byte_unit(highest)
     for (row, timeline, stages), ax in zip(drawn, axes, strict=False):
-        name_above = shorten(row.method, LONGEST_NAME // columns)
-        ax.set_title(name_above, loc="left", fontweight="bold", pad=TITLE_HEIGHT if timeline else None)
+        name_above = shorten(row.method, LONGEST_TITLE // columns)
+        ax.set_title(name_above, loc="left", fontweight="bold", pad=TITLE_PAD if timeline else None)
         if timeline:
             _draw_components(ax, timeline, unit)
         else:
@@ -114,7 +114,7 @@ def _draw_stages(ax: Axes, stages: Mapping[str, float], unit: float) -> None:
     ax.set_xticks(places[::step], names[::step], rotation=30, ha="right")
 
 
-def _name_phases(ax: Axes, phases: Sequence[Phase]) -> None:
+def _name_phases(ax: Axes, phases: Sequence[PhaseSpan]) -> None:
     """Names in a strip above the panel, moved aside where phases are short, with a line to the phase they name."""
     scale = ax.figure.dpi / 72
     frame = ax.get_window_extent()
@@ -134,7 +134,7 @@ def _name_phases(ax: Axes, phases: Sequence[Phase]) -> None:
             text.remove()
 
 
-def _that_fit(phases: Sequence[Phase], widths: Sequence[float], room: float, gap: float) -> list[int]:
+def _that_fit(phases: Sequence[PhaseSpan], widths: Sequence[float], room: float, gap: float) -> list[int]:
     """The longest phases whose names fit side by side, in their order."""
     longest = sorted(range(len(phases)), key=lambda n: phases[n].start - phases[n].end)
     used = list(accumulate(widths[n] + gap for n in longest))

@@ -8,7 +8,7 @@ from typing import Any
 
 from dpscope.reports.tables import Row, group_by_size
 
-Cell = str | float | int | None
+TableValue = str | float | int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +19,7 @@ class Table:
     """
 
     columns: Sequence[str]
-    rows: Sequence[Sequence[Cell]]
+    rows: Sequence[Sequence[TableValue]]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from dpscope.units import GIB
 from dpscope.vocabulary.settings import SETTINGS
 
 # What is shown of an environment, and what two of them can differ in.
-SHOWN = {
+ENVIRONMENT_FACTS = {
     "gpu": "GPU",
     "cpu": "CPU",
     "threads": "CPU threads",
@@ -29,7 +29,7 @@ SHOWN = {
     "dpscope": "dpscope",
     "git_commit": "its commit",
 }
-COMPARED = [name for key, name in SHOWN.items() if key not in ("python", "git_commit")]
+COMPARED_FACTS = [name for key, name in ENVIRONMENT_FACTS.items() if key not in ("python", "git_commit")]
 VERSIONS = ("torch", "Opacus", "dpscope")
 Facts = dict[str, str]
 
@@ -86,7 +86,7 @@ def _steps(spec: dict[str, Any]) -> str:
 
 
 def _environment(environment: dict[str, Any]) -> Facts:
-    facts = {name: str(environment[key]) for key, name in SHOWN.items() if environment.get(key) is not None}
+    facts = {name: str(environment[key]) for key, name in ENVIRONMENT_FACTS.items() if environment.get(key) is not None}
     if memory := environment.get("gpu_memory_bytes"):
         facts["GPU"] = f"{facts.get('GPU', '')} ({memory / GIB:.0f} GiB)".strip()
     return facts
@@ -106,7 +106,7 @@ def _merged(environments: Sequence[Facts]) -> list[Facts]:
 
 def _differ(environments: Sequence[Facts]) -> dict[str, list[str]]:
     """The names on which environments disagree, with each value."""
-    values = {name: list(dict.fromkeys(f[name] for f in environments if name in f)) for name in COMPARED}
+    values = {name: list(dict.fromkeys(f[name] for f in environments if name in f)) for name in COMPARED_FACTS}
     return {name: found for name, found in values.items() if len(found) > 1}
 
 

@@ -17,7 +17,7 @@ IN_ORDER = sorted(INSTRUMENTS, key=lambda name: not INSTRUMENTS[name].works_ever
 
 
 @dataclass(frozen=True)
-class Gap:
+class InstrumentGap:
     """An instrument that did not look at some rows, and the commands that make it look at those and no others."""
 
     what: str
@@ -30,7 +30,7 @@ class Gap:
 class Missing:
     failed: list[tuple[str, str, str, str]]  # method, size, status, reason
     skipped: list[tuple[str, str]]  # file, reason
-    gaps: list[Gap]
+    gaps: list[InstrumentGap]
 
 
 @dataclass(frozen=True)
@@ -58,14 +58,14 @@ def find_missing(report: Report) -> Missing:
     )
 
 
-def _gap(instrument: str, sizes: Sequence[Size]) -> Gap | None:
+def _gap(instrument: str, sizes: Sequence[Size]) -> InstrumentGap | None:
     lacking = list(_lacking(instrument, sizes))
     if not lacking:
         return None
     everywhere = not any(instrument in row.measured for size in sizes for row in size.rows)
     about = INSTRUMENTS[instrument]
     noted = about.cpu_note and all(each.spec.get("device") == "cpu" for each in lacking)
-    return Gap(
+    return InstrumentGap(
         what=about.shows + (f" ({about.cpu_note})" if noted else ""),
         where="" if everywhere else _where(lacking),
         commands=command_lines([each.spec for each in lacking]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-LONGEST = 96  # characters
+LONGEST_IN_PROSE = 96  # characters
 ARGUMENTS = re.compile(r"<[^<>]*>|\([^()]*\)")  # of templates and calls, innermost
 LAST_WORD = re.compile(r"[\w:.~-]*$")
 
@@ -12,11 +12,11 @@ LAST_WORD = re.compile(r"[\w:.~-]*$")
 def in_prose(name: str) -> str:
     """The name itself. One that is too long loses its template arguments, and then whole words at its end."""
     plain = name.replace("autograd::engine::evaluate_function: ", "autograd: ")
-    if len(plain) <= LONGEST:
+    if len(plain) <= LONGEST_IN_PROSE:
         return plain
     while (shorter := ARGUMENTS.sub("", plain)) != plain:
         plain = shorter
-    if len(plain) <= LONGEST:
+    if len(plain) <= LONGEST_IN_PROSE:
         return plain
-    kept = LAST_WORD.sub("", plain[:LONGEST])
+    kept = LAST_WORD.sub("", plain[:LONGEST_IN_PROSE])
     return f"{kept.rstrip()} …" if kept.strip() else plain

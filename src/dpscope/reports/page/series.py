@@ -8,7 +8,7 @@ from dpscope.reports.export import IDENTITY
 from dpscope.reports.page.chart import Table
 from dpscope.reports.tables import Row
 
-MOST = 3  # rows that a sentence names
+NAMED_ROWS = 3  # rows that a sentence names
 
 
 def work_of(row: Row) -> tuple[int, int]:
@@ -25,8 +25,8 @@ def ranged(values: Iterable[float], read: Callable[[float], str]) -> str:
 
 def named(what: str, reasons: Sequence[tuple[Row, str]]) -> str:
     """A sentence that names some rows and why; the chart's table has them all. Nothing without any."""
-    told = [f"{row.method} at {row.size} ({why})" for row, why in reasons[:MOST]]
-    more = f" and {len(reasons) - MOST} more" if len(reasons) > MOST else ""
+    told = [f"{row.method} at {row.size} ({why})" for row, why in reasons[:NAMED_ROWS]]
+    more = f" and {len(reasons) - NAMED_ROWS} more" if len(reasons) > NAMED_ROWS else ""
     return f" {what}: {', '.join(told)}{more}." if told else ""
 
 

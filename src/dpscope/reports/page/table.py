@@ -11,7 +11,7 @@ from dpscope.reports.doubt import marked
 from dpscope.reports.export import to_records
 from dpscope.reports.page.looks import looks_of
 from dpscope.reports.report import Report
-from dpscope.reports.tables import RATES, Row, heading_of, worth_a_column
+from dpscope.reports.tables import SPEEDS, Row, heading_of, worth_a_column
 from dpscope.reports.traffic.data import traffic_of
 from dpscope.units import MISSING, format_bytes, format_ms, format_ratio, format_throughput, format_traffic
 from dpscope.vocabulary.settings import COMPARED, REPEATS
@@ -89,7 +89,7 @@ RATIOS = {
 ABSOLUTES = {
     "time a step": _timed(attrgetter("median_ms"), format_ms),
     "p10–p90, ms": FigureColumn(lambda row: row.spread_ms and row.spread_ms[0], _spread, NOT_TIMED),
-    **{name: _timed(rate, format_throughput) for name, rate in RATES.items()},
+    **{name: _timed(rate, format_throughput) for name, rate in SPEEDS.items()},
     "peak memory": FigureColumn(attrgetter("peak_bytes"), lambda row: format_bytes(row.peak_bytes), "not measured"),
     "DRAM bytes": _moved("dram_bytes", format_traffic, "not counted: dpscope ncu"),
 }
@@ -98,7 +98,7 @@ ABSOLUTES = {
 def make_table(report: Report) -> RowsTable:
     rows = [row for size in report.sizes for row in size.rows]
     moved = any(map(traffic_of, rows))
-    absent = {name for name, rate in RATES.items() if not any(rate(row) is not None for row in rows)}
+    absent = {name for name, rate in SPEEDS.items() if not any(rate(row) is not None for row in rows)}
     absent |= set() if moved else {"bytes ×", "DRAM bytes"}
     fields = worth_a_column(rows, ("batch_size", "seq_len", "model", *COMPARED, *REPEATS))
     columns = {

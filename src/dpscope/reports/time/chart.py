@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dpscope.reports.doubt import explain, marked
 from dpscope.reports.page.chart import Table, View, chart_by_size
 from dpscope.reports.page.looks import looks_of
-from dpscope.reports.tables import RATES, STANDARD, Row
+from dpscope.reports.tables import SPEEDS, Row
 from dpscope.units import format_ms, format_ratio, format_throughput
+from dpscope.vocabulary.methods import STANDARD
 
 
 def _view(rows: Sequence[Row]) -> View | None:
@@ -23,7 +24,7 @@ def _view(rows: Sequence[Row]) -> View | None:
             "spread_ms": row.spread_ms,
             "ratio": row.time_ratio,
             "marks": [marked("", doubt) for doubt in (row.time_doubt, row.ratio_doubt)],  # of the time, of the ratio
-            "per_second": [f"{format_throughput(rate(row))} {name}" for name, rate in RATES.items() if rate(row)],
+            "per_second": [f"{format_throughput(rate(row))} {name}" for name, rate in SPEEDS.items() if rate(row)],
             "steps_ms": row.timing.get("step_ms") or [],
         }
         for row in timed
@@ -33,11 +34,11 @@ def _view(rows: Sequence[Row]) -> View | None:
         says=" ".join(filter(None, (f"A step takes {', '.join(costs)}.", explain(row.ratio_doubt for row in timed)))),
         data={"bars": bars},
         table=Table(
-            columns=("method", "median_ms", "p10_ms", "p90_ms", *RATES, "ratio_to_standard", "doubt"),
+            columns=("method", "median_ms", "p10_ms", "p90_ms", *SPEEDS, "ratio_to_standard", "doubt"),
             rows=[
                 (
                     *(row.method, row.median_ms, *(row.spread_ms or (None, None))),
-                    *(rate(row) for rate in RATES.values()),
+                    *(rate(row) for rate in SPEEDS.values()),
                     *(row.time_ratio, row.ratio_doubt or None),
                 )
                 for row in timed

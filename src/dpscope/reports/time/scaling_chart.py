@@ -10,8 +10,9 @@ from dpscope.reports.doubt import marked
 from dpscope.reports.page.chart import Chart, View
 from dpscope.reports.page.looks import looks_of
 from dpscope.reports.page.series import cost_table, named
-from dpscope.reports.tables import STANDARD, Row
+from dpscope.reports.tables import Row
 from dpscope.units import format_bytes, format_ms, format_ratio
+from dpscope.vocabulary.methods import STANDARD
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,12 @@ from dpscope.reports.doubt import EXPLAINED, marked
 from dpscope.reports.page.chart import Chart, View
 from dpscope.reports.page.looks import looks_of
 from dpscope.reports.page.series import cost_table, named, ranged, work_of
-from dpscope.reports.tables import STANDARD, Row
+from dpscope.reports.tables import Row
 from dpscope.reports.words import size_in_words
 from dpscope.units import format_bytes, format_ms, format_ratio
+from dpscope.vocabulary.methods import STANDARD
 
-UNSEEN = {
+NOT_SEEN = {
     True: "the noise and the privacy that are bought: those are the same for every private method",
     False: "how much of either is due to privacy, since there is no standard to divide by",
 }
@@ -36,7 +37,7 @@ def tradeoff(rows: Sequence[Row]) -> Chart | None:
         how=(
             "Median time of the timed steps and peak of allocated bytes"
             f"{', as multiples of those of standard at the same size' if relative else ''}; a line joins the sizes of "
-            f"one method. It does not see {UNSEEN[relative]}."
+            f"one method. It does not see {NOT_SEEN[relative]}."
         ),
         views=[
             View(

@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-LONGEST_NAME = 28  # characters
-MARKER = 6.0  # points
-MANY = 6  # methods; more are named in a legend
+LONGEST_LABEL = 28  # characters
+MARKER_SIZE = 6.0  # points
+MANY_METHODS = 6  # methods; more are named in a legend
 REFERENCE = "standard"
 CLOSEST = 0.3  # of the largest value: the least that an axis spans
 
 
 @dataclass(frozen=True)
-class Point:
+class TradeoffPoint:
     x: float
     y: float
     spread: tuple[float, ...]  # 10th and 90th percentile of x
@@ -43,7 +43,7 @@ def draw_tradeoff(rows: Sequence[Row]) -> Figure | None:
     drawn = [row for row in rows if row.median_ms and row.peak_bytes]
     if not drawn:
         return None
-    figure = new_figure(3.1 + (0.09 * len(drawn) if len(drawn) > MANY else 0.0))
+    figure = new_figure(3.1 + (0.09 * len(drawn) if len(drawn) > MANY_METHODS else 0.0))
     absolute, relative = figure.subplots(1, 2)
     set_title(figure, "Peak memory against time of a training step", rows, _notes(rows, drawn))
     unit, name = byte_unit(max(row.peak_bytes or 0.0 for row in drawn))
@@ -57,18 +57,18 @@ def draw_tradeoff(rows: Sequence[Row]) -> Figure | None:
     methods = [row.method for row in rows]
     colours, markers = method_colours(methods), method_markers(methods)
     points = [
-        Point(
+        TradeoffPoint(
             (row.median_ms or 0.0) / second,
             (row.peak_bytes or 0.0) / unit,
             tuple(edge / second for edge in row.spread_ms or (row.median_ms or 0.0,) * 2),
-            marked(shorten(row.method, LONGEST_NAME), row.time_doubt),
+            marked(shorten(row.method, LONGEST_LABEL), row.time_doubt),
             colours[row.method],
             markers[row.method],
         )
         for row in drawn
     ]
     ratios = [
-        Point(
+        TradeoffPoint(
             row.time_ratio,
             row.memory_ratio,
             (row.time_ratio,) * 2,
@@ -87,10 +87,10 @@ def draw_tradeoff(rows: Sequence[Row]) -> Figure | None:
     else:
         relative.text(0.5, 0.5, "no standard at this size:\nno ratios", transform=relative.transAxes, ha="center")
         relative.set_axis_off()
-    if len(drawn) > MANY:
+    if len(drawn) > MANY_METHODS:
         _legend(figure, ratios or points)
     settle(figure)
-    if len(drawn) <= MANY:
+    if len(drawn) <= MANY_METHODS:
         _label(absolute, points)
         _label(relative, ratios)
     return figure
@@ -108,7 +108,7 @@ def _why_none(row: Row) -> str:
     return "no time was measured" if not row.median_ms else "no peak was measured"
 
 
-def _scatter(ax: Axes, points: Sequence[Point]) -> None:
+def _scatter(ax: Axes, points: Sequence[TradeoffPoint]) -> None:
     for point in points:
         low, high = point.spread
         ax.errorbar(
@@ -117,7 +117,7 @@ def _scatter(ax: Axes, points: Sequence[Point]) -> None:
             xerr=[[max(point.x - low, 0.0)], [max(high - point.x, 0.0)]],
             marker=point.marker,
             color=point.colour,
-            markersize=MARKER,
+            markersize=MARKER_SIZE,
             linewidth=1.0,
             capsize=2,
         )
@@ -125,12 +125,12 @@ def _scatter(ax: Axes, points: Sequence[Point]) -> None:
     ax.set_ylim(*_limits([point.y for point in points]))
 
 
-def _legend(figure: Figure, points: Sequence[Point]) -> None:
+def _legend(figure: Figure, points: Sequence[TradeoffPoint]) -> None:
     """For more methods than can be named beside their markers."""
     from matplotlib.lines import Line2D
 
     handles = [
-        Line2D([], [], linestyle="", marker=point.marker, color=point.colour, markersize=MARKER, label=point.label)
+        Line2D([], [], linestyle="", marker=point.marker, color=point.colour, markersize=MARKER_SIZE, label=point.label)
         for point in points
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False)
@@ -144,9 +144,9 @@ def _limits(values: Sequence[float]) -> tuple[float, float]:
     return max(middle - 0.7 * span, 0.0), middle + 0.7 * span
 
 
-def _label(ax: Axes, points: Sequence[Point]) -> None:
+def _label(ax: Axes, points: Sequence[TradeoffPoint]) -> None:
     """Names beside their markers, off all markers, spreads and the lines of standard."""
-    half = (MARKER / 2 + 1) * ax.figure.dpi / 72
+    half = (MARKER_SIZE / 2 + 1) * ax.figure.dpi / 72
     lines = [line.get_window_extent().padded(1) for line in ax.get_lines() if line.get_gid() == REFERENCE]
     obstacles: list[Box] = [(line.x0, line.y0, line.x1, line.y1) for line in lines]
     for point in points:
@@ -164,7 +164,7 @@ def _label(ax: Axes, points: Sequence[Point]) -> None:
 
 
 def _ratio_label(row: Row) -> str:
-    name = shorten(row.method, LONGEST_NAME)
+    name = shorten(row.method, LONGEST_LABEL)
     return f"{name} {marked(format_ratio(row.time_ratio), row.ratio_doubt)}, {format_ratio(row.memory_ratio)}"
 
 

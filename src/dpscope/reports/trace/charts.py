@@ -9,17 +9,18 @@ from dpscope.reports.doubt import marked
 from dpscope.reports.page.chart import Chart, Table, View, chart_by_size
 from dpscope.reports.page.prose import in_prose
 from dpscope.reports.palette import GREW, SHRANK, is_dark, phase_colour
-from dpscope.reports.tables import STANDARD, Row
+from dpscope.reports.tables import Row
 from dpscope.reports.trace import data
 from dpscope.reports.trace.text import operator_label
 from dpscope.units import format_ms
+from dpscope.vocabulary.methods import STANDARD
 
-SHOWN = 12  # changes of a method that have a bar; all others share one
-LISTED = 40  # changes of a method in the table; trace_operators.csv has every operator
-REST = "everything else"
+DRAWN_CHANGES = 12  # changes of a method that have a bar; all others share one
+LISTED_CHANGES = 40  # changes of a method in the table; trace_operators.csv has every operator
+REST_BAR = "everything else"
 
 # How phases were measured: on a GPU, or on the host.
-HOW = {
+HOW_PHASES = {
     True: (
         "GPU time of each phase, from a step under torch.profiler, which leaves kernels as long as they are; "
         f"'{data.IDLE}' is what the step takes beyond that without the profiler. It does not see what overlaps on "
@@ -41,7 +42,7 @@ def phases(rows: Sequence[Row]) -> Chart | None:
         title="Where the time of a step goes",
         nav_label="Phases",
         kind="phases",
-        how=" ".join(HOW[gpu] for gpu in dict.fromkeys(map(data.on_gpu, groups))),
+        how=" ".join(HOW_PHASES[gpu] for gpu in dict.fromkeys(map(data.on_gpu, groups))),
         views=[_phases_view(steps) for steps in groups],
     )
 
@@ -112,10 +113,10 @@ def _biggest(found: data.StepDifference, most: int) -> tuple[list[data.OperatorC
 
 
 def _panel(found: data.StepDifference) -> dict[str, Any]:
-    biggest, rest = _biggest(found, SHOWN)
+    biggest, rest = _biggest(found, DRAWN_CHANGES)
     bars = [_bar(change) for change in biggest]
     if others := len(found.changes) - len(biggest):
-        bars.append({"label": f"{REST} ({others})", "name": REST, "phase": "", "kind": "", "ms": rest})
+        bars.append({"label": f"{REST_BAR} ({others})", "name": REST_BAR, "phase": "", "kind": "", "ms": rest})
     return {"method": found.method, "total_ms": found.total_ms, "parts": _parts(found), "bars": bars}
 
 
@@ -147,10 +148,10 @@ def _operators_in_words(found: data.StepDifference) -> str:
 
 def _lines(found: data.StepDifference) -> list[tuple[Any, ...]]:
     """As many as matter, and a last one so that they sum to the whole."""
-    biggest, rest = _biggest(found, LISTED)
+    biggest, rest = _biggest(found, LISTED_CHANGES)
     lines: list[tuple[Any, ...]] = [(c.operator, c.phase, c.kind, c.before_ms, c.after_ms, c.ms) for c in biggest]
     if len(found.changes) > len(biggest):
-        lines.append((REST, "", "", None, None, rest))
+        lines.append((REST_BAR, "", "", None, None, rest))
     return [(found.method, found.basis, *line) for line in lines]
 
 

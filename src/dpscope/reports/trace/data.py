@@ -20,7 +20,7 @@ SIDE_BY_SIDE = "less: work side by side on several streams"
 BUSY_ENOUGH = 0.8
 
 Series = dict[str, list[float | None]]  # phase or family -> milliseconds, one for each method
-Key = tuple[str, str]  # operator, phase
+OperatorInPhase = tuple[str, str]  # operator, phase
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,7 +181,7 @@ def _compare(method: TracedStep, standard: TracedStep) -> StepDifference:
     return StepDifference(method.method, basis, total, [*ordered, *rest], stretched_in_words(steps))
 
 
-def _self_times(trace: TracePayload, basis: str) -> dict[Key, float]:
+def _self_times(trace: TracePayload, basis: str) -> dict[OperatorInPhase, float]:
     times = {(o["operator"], o["phase"]): o["gpu_ms"] if basis == GPU else o["self_cpu_ms"] for o in trace["operators"]}
     return {key: ms for key, ms in times.items() if ms}
 
@@ -193,7 +193,7 @@ def _rest(trace: TracePayload, basis: str) -> dict[str, float]:
     return {IDLE: trace["gpu"]["idle_ms"], SIDE_BY_SIDE: -trace["gpu"]["overlap_ms"]}
 
 
-def _kind(key: Key, then: Mapping[Key, float], now: Mapping[Key, float]) -> str:
+def _kind(key: OperatorInPhase, then: Mapping[OperatorInPhase, float], now: Mapping[OperatorInPhase, float]) -> str:
     operator, phase = key
     if key not in then:
         return f"new in {phase}" if operator in {name for name, _ in then} else "new"

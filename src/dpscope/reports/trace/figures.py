@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MOST = 8  # operators of a method that are drawn
+DRAWN_OPERATORS = 8  # operators of a method that are drawn
 
 
 @styled
@@ -63,10 +63,10 @@ def draw_differences(rows: Sequence[Row]) -> Figure | None:
     found = [each for each in data.differences(data.traced_steps(rows)) if each.changes]
     if not found:
         return None
-    figure = new_figure(0.9 + len(found) * (0.5 + 0.16 * (MOST + 1)))
+    figure = new_figure(0.9 + len(found) * (0.5 + 0.16 * (DRAWN_OPERATORS + 1)))
     axes = figure.subplots(len(found), 1, sharex=True, squeeze=False)[:, 0]
     for each, ax in zip(found, axes, strict=True):
-        biggest, rest = each.biggest(MOST)
+        biggest, rest = each.biggest(DRAWN_OPERATORS)
         labels = [*map(_label, biggest), "everything else"]
         values = [*(change.ms for change in biggest), rest]
         bars = ax.barh(range(len(values)), values, color=[GREW if value > 0 else SHRANK for value in values])

@@ -11,13 +11,13 @@ Cost = Mapping[str, float]  # of one module: parts -> bytes or milliseconds
 Costs = Mapping[str, Cost]  # of one method: module -> its cost
 
 ALIKE = 1.1  # times the cheapest: still the same, but for what a step happens to do first
-DRAWN = 0.9  # of every method's whole, at least
+LEAST_SHARE = 0.9  # of every method's whole, at least
 NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole part of a dotted name
 SUMS = re.compile(r"\((\d+ )?others?\)")  # what instruments call the modules that they do not list
 
 
 @dataclass(frozen=True)
-class Line:
+class ModuleLine:
     """`modules`: for each method those that the line stands for; none where its results do not list them."""
 
     name: str
@@ -37,12 +37,12 @@ def is_summary(name: str) -> bool:
     return name.startswith("(")
 
 
-def choose_lines(methods: Sequence[Costs], most: int) -> list[Line]:
-    """At most so many lines: of the deepest level of modules at which they hold `DRAWN` of every method's cost, or of
-    the level at which they hold most. A module's cost is its own and that of submodules below the level."""
+def choose_lines(methods: Sequence[Costs], most: int) -> list[ModuleLine]:
+    """At most so many lines: of the deepest level of modules at which they hold `LEAST_SHARE` of every method's cost,
+    or of the level at which they hold most. A module's cost is its own and that of submodules below the level."""
     named = [{name: cost for name, cost in costs.items() if not SUMS.fullmatch(name)} for costs in methods]
     wholes = [sum(map(total, costs.values())) for costs in methods]
-    best: list[Line] = []
+    best: list[ModuleLine] = []
     held = -1.0
     for depth in range(max((name.count(".") + 1 for costs in named for name in costs), default=0), 0, -1):
         lines = fold([_to_depth(costs, depth) for costs in named])[:most]
@@ -51,7 +51,7 @@ def choose_lines(methods: Sequence[Costs], most: int) -> list[Line]:
         )
         if share > held + 1e-9:
             best, held = lines, share
-        if held >= DRAWN:
+        if held >= LEAST_SHARE:
             break
     return best
 
@@ -65,7 +65,7 @@ def _to_depth(costs: Costs, depth: int) -> Costs:
     return gathered
 
 
-def fold(methods: Sequence[Costs]) -> list[Line]:
+def fold(methods: Sequence[Costs]) -> list[ModuleLine]:
     """The heaviest in any method first; of equals, in the order of the results."""
     families: dict[str, list[str]] = {}
     for name in dict.fromkeys(name for costs in methods for name in costs):
@@ -75,7 +75,7 @@ def fold(methods: Sequence[Costs]) -> list[Line]:
         runs = _runs(sorted(names, key=_numbers), methods)
         for run in runs:
             modules = [{name: costs[name] for name in run if name in costs} for costs in methods]
-            lines.append(Line(_name_of(run, pattern if len(runs) == 1 else ""), modules))
+            lines.append(ModuleLine(_name_of(run, pattern if len(runs) == 1 else ""), modules))
     return sorted(lines, key=lambda line: -max(map(line.cost, range(len(methods)))))
 
 

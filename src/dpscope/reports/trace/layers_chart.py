@@ -13,15 +13,15 @@ from dpscope.reports.page.looks import looks_of
 from dpscope.reports.page.prose import in_prose
 from dpscope.reports.tables import Row
 from dpscope.reports.trace.data import on_gpu, traced_steps
-from dpscope.reports.trace.folding import Cost, Costs, Line, choose_lines, is_summary, total
+from dpscope.reports.trace.folding import Cost, Costs, ModuleLine, choose_lines, is_summary, total
 from dpscope.results.payloads.trace import ModuleTime
 from dpscope.units import format_bytes, format_ms
 
-LINES = 15
-REST = "(all others)"
+MOST_LINES = 15
+OTHER_LINES = "(all others)"
 PARTS = 6  # of a module's bytes or time: named when the pointer is on its bar
 
-ALIKE = (
+BARS_SHARED = (
     "Modules that cost alike share a bar (* stands for their numbers), and submodules without a bar are in their "
     "parent's: nothing is drawn twice."
 )
@@ -56,14 +56,14 @@ def _phases(module: ModuleTime, *, gpu: bool, known: bool) -> Cost:
 
 def _view(rows: Sequence[Row], measure: Callable[[Sequence[Row]], dict[Row, Costs]], unit: str) -> View | None:
     measured = [(row.method, costs) for row, costs in measure(rows).items() if costs]
-    drawn = choose_lines([costs for _, costs in measured], LINES)
+    drawn = choose_lines([costs for _, costs in measured], MOST_LINES)
     if not drawn:
         return None
     lines: list[dict[str, Any]] = [{"name": line.name, "bars": list(map(_bar, line.modules))} for line in drawn]
     rests = [_rest(drawn, place, costs) for place, (_, costs) in enumerate(measured)]
     says = _in_words([method for method, _ in measured], lines, rests, unit)
     if any(rests):
-        lines.append({"name": REST, "bars": [{"value": rest, "count": 1, "parts": []} for rest in rests]})
+        lines.append({"name": OTHER_LINES, "bars": [{"value": rest, "count": 1, "parts": []} for rest in rests]})
     heaviest = max(bar["value"] for line in lines for bar in line["bars"] if bar)
     return View(
         says=says,
@@ -80,7 +80,7 @@ def _view(rows: Sequence[Row], measure: Callable[[Sequence[Row]], dict[Row, Cost
     )
 
 
-def _rest(drawn: Sequence[Line], place: int, costs: Costs) -> float:
+def _rest(drawn: Sequence[ModuleLine], place: int, costs: Costs) -> float:
     """What a method's modules without a line cost; what is lost in rounding is nothing."""
     whole = sum(map(total, costs.values()))
     rest = whole - sum(total(cost) for line in drawn for cost in line.modules[place].values())
@@ -122,8 +122,8 @@ layers_memory = chart_by_size(
     kind="layers",
     how=(
         "Bytes of a module's parameters, their gradients and optimizer states, and of what its own operators hold, "
-        f"at the moment of the peak. {ALIKE} It does not see modules too light to be listed in the results: a bar "
-        f"that is missing is not known to be zero, and {REST} holds them."
+        f"at the moment of the peak. {BARS_SHARED} It does not see modules too light to be listed in the results: a "
+        f"bar that is missing is not known to be zero, and {OTHER_LINES} holds them."
     ),
 )
 
@@ -135,7 +135,7 @@ layers_time = chart_by_size(
     nav_label="Layers: time",
     kind="layers",
     how=(
-        f"Time of the operators that worked for a module, forward and backward, in a traced step. {ALIKE} "
+        f"Time of the operators that worked for a module, forward and backward, in a traced step. {BARS_SHARED} "
         "It does not see what a step takes without the profiler, which makes it longer."
     ),
 )

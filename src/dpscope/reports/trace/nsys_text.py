@@ -12,11 +12,12 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from dpscope.reports.tables import STANDARD, Row, group_by_size, once_a_row
+from dpscope.reports.tables import Row, group_by_size, once_a_row
 from dpscope.reports.text_table import bare_table
 from dpscope.reports.trace.data import BUSY_ENOUGH, traced_step
 from dpscope.results.payloads.nsys import Named, NsysPayload
 from dpscope.units import KIB, MIB, MISSING, format_bytes, format_ms, format_ratio
+from dpscope.vocabulary.methods import STANDARD
 
 MOST_KERNELS, MOST_CALLS, MOST_GAPS, MOST_NAMES = 5, 4, 3, 5
 LAUNCH_BOUND = 0.1  # of the span: idle for want of a launch, from here on a step is worth calling launch-bound

@@ -19,9 +19,9 @@ from dpscope.reports.trace.figures import DRAWINGS
 from dpscope.results.payloads.trace import TracePayload
 from dpscope.units import mib
 
-COMPARED, CHANGE = "comparison", "difference ms"
-LINES = 40  # of a table
-TABLES = ("phases", "operators", "kernels", "families", "named", "synchronisations", "copies", "casts", "modules")
+COMPARISON_RUN, CHANGE = "comparison", "difference ms"
+TABLE_LINES = 40  # of a table
+TRACE_TABLES = ("phases", "operators", "kernels", "families", "named", "synchronisations", "copies", "casts", "modules")
 
 
 def write_log(rows: Sequence[Row], folder: Path, logdir: Path) -> Path:
@@ -43,7 +43,7 @@ def write_log(rows: Sequence[Row], folder: Path, logdir: Path) -> Path:
                 for tag, text in _tables(step.trace).items():
                     writer.add_text(tag, text)
             _copy_traces(step.row, folder, place / step.method)
-        with SummaryWriter(str(place / COMPARED)) as writer:
+        with SummaryWriter(str(place / COMPARISON_RUN)) as writer:
             for found in differences(steps):
                 writer.add_text(f"difference/{found.method}", difference_markdown(found))
             for name, (_, draw) in DRAWINGS.items():
@@ -79,8 +79,8 @@ def _write_scalars(writer: Any, step: TracedStep) -> None:
 def _tables(trace: TracePayload) -> dict[str, str]:
     """Every table of the trace as Markdown, as much of it as a page can hold."""
     parts: dict[str, Any] = {**trace}
-    tables = {name: parts.get(name) for name in TABLES} | {"memory": parts.get("memory", {}).get("operators")}
-    return {f"trace/{name}": markdown(found[:LINES]) for name, found in tables.items() if found}
+    tables = {name: parts.get(name) for name in TRACE_TABLES} | {"memory": parts.get("memory", {}).get("operators")}
+    return {f"trace/{name}": markdown(found[:TABLE_LINES]) for name, found in tables.items() if found}
 
 
 def markdown(rows: Sequence[dict[str, Any]]) -> str:
@@ -100,9 +100,9 @@ def difference_markdown(found: StepDifference) -> str:
     standard, own = "standard ms", f"{found.method} ms"
     rows: list[dict[str, Any]] = [
         {"operator": c.operator, "phase": c.phase, "": c.kind, standard: c.before_ms, own: c.after_ms, CHANGE: c.ms}
-        for c in found.changes[:LINES]
+        for c in found.changes[:TABLE_LINES]
     ]
-    if rest := found.changes[LINES:]:
+    if rest := found.changes[TABLE_LINES:]:
         rows.append({"operator": f"{len(rest)} others", CHANGE: sum(change.ms for change in rest)})
     return markdown([*rows, {"operator": "**the whole step**", CHANGE: found.total_ms}])
 

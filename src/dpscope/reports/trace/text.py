@@ -9,16 +9,17 @@ from rich.table import Table
 from rich.text import Text
 
 from dpscope.reports.doubt import MARK, is_stretched, marked
-from dpscope.reports.tables import STANDARD, Row
+from dpscope.reports.tables import Row
 from dpscope.reports.text_table import bare_table
 from dpscope.reports.trace import data
 from dpscope.reports.words import shorten
 from dpscope.results.payloads.trace import Synchronisation
 from dpscope.units import MIB, MISSING, format_bytes, format_ms
 from dpscope.vocabulary.families import FAMILY_LABELS
+from dpscope.vocabulary.methods import STANDARD
 
-MOST = 10  # lines of a table of differences
-LISTED = 5  # modules and operators in a sentence
+MOST_OPERATORS = 10  # lines of a table of differences
+LISTED_ONES = 5  # modules and operators in a sentence
 TRACE_NOTE = (
     "Traced steps run under torch.profiler, which slows the host down: compare their parts, and take times of steps "
     "from the table above."
@@ -110,10 +111,10 @@ def _difference(found: data.StepDifference) -> list[RenderableType]:
     title = f"{found.method} against {STANDARD}: {longer} a traced step, {what} by operator"
     table = bare_table("operator", "phase", "", STANDARD, found.method, "difference", left=("phase", ""))
     operators = [change for change in found.changes if change.phase]
-    for change in operators[:MOST]:
+    for change in operators[:MOST_OPERATORS]:
         times = (_ms(change.before_ms or None), _ms(change.after_ms), f"{change.ms:+.2f}")
         table.add_row(operator_label(change.operator, 40), change.phase, change.kind, *times)
-    if left := operators[MOST:]:
+    if left := operators[MOST_OPERATORS:]:
         table.add_row(f"{len(left)} others", "", "", *_sums(left))
     for change in found.changes:
         if not change.phase and (change.before_ms or change.after_ms):
@@ -157,13 +158,13 @@ def _casts(step: data.TracedStep) -> str:
 
 def _modules(step: data.TracedStep) -> str:
     modules = [module for module in step.trace.get("modules", []) if not module["module"].startswith("(")]
-    times = [(module["module"], module["gpu_ms"] if step.gpu else module["cpu_ms"]) for module in modules[:LISTED]]
+    times = [(module["module"], module["gpu_ms"] if step.gpu else module["cpu_ms"]) for module in modules[:LISTED_ONES]]
     told = ", ".join(f"{name} {format_ms(ms)}" for name, ms in times)
     return f"{step.method}: most expensive modules, forward and backward: {told}." if told else ""
 
 
 def _memory(step: data.TracedStep) -> str:
-    operators = step.trace["memory"]["operators"][:LISTED] if "memory" in step.trace else []
+    operators = step.trace["memory"]["operators"][:LISTED_ONES] if "memory" in step.trace else []
     told = ", ".join(f"{each['operator']} {format_bytes(each['allocated_bytes'])}" for each in operators)
     return f"{step.method}: operators that ask for most memory in a step: {told}." if told else ""
 

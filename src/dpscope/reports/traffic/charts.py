@@ -9,13 +9,14 @@ from typing import Any
 from dpscope.reports.page.chart import Chart, Table, View
 from dpscope.reports.page.looks import looks_of
 from dpscope.reports.palette import is_dark
-from dpscope.reports.tables import STANDARD, Row
+from dpscope.reports.tables import Row
 from dpscope.reports.traffic import data
 from dpscope.reports.traffic.roofline import Roofline, Roofs, point_notes, rooflines
 from dpscope.results.payloads.ncu import ESTIMATE, MEASURED, READ, WRITE
 from dpscope.units import format_rate, format_ratio, format_traffic
+from dpscope.vocabulary.methods import STANDARD
 
-HOW = {
+HOW_BYTES = {
     MEASURED: (
         "Measured: bytes between DRAM and L2 in one step, counted by the GPU under Nsight Compute. It does not see "
         "what stays in the caches."
@@ -37,7 +38,7 @@ def traffic(rows: Sequence[Row]) -> Chart | None:
         title=f"DRAM bytes of a step{estimate_in_title(every)}",
         nav_label="DRAM bytes",
         kind="traffic",
-        how=" ".join(text for source, text in HOW.items() if any(each.source == source for each in every)),
+        how=" ".join(text for source, text in HOW_BYTES.items() if any(each.source == source for each in every)),
         views=[_view(group) for group in groups],
     )
 

@@ -215,6 +215,9 @@ def traffic_of(row: Row) -> Traffic | None:
     )
 
 
+TrafficGroups = Sequence[Sequence[Traffic]]  # by size
+
+
 def by_size(rows: Sequence[Row], is_wanted: Callable[[Traffic], object] = bool) -> list[list[Traffic]]:
     """The traffic of rows that are compared with each other, as far as it is wanted; no empty groups."""
     groups = ([t for row in group if (t := traffic_of(row)) and is_wanted(t)] for group in group_by_size(rows))

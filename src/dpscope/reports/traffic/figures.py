@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dpscope.reports.figures.style import FONT, SMALL, new_figure, styled
 from dpscope.reports.output import figure_output
 from dpscope.reports.tables import Row
-from dpscope.reports.traffic.data import Part, Traffic, by_size, direction_parts, family_parts
+from dpscope.reports.traffic.data import Part, Traffic, TrafficGroups, by_size, direction_parts, family_parts
 from dpscope.reports.words import shorten
 from dpscope.units import MISSING, format_ratio, format_traffic
 
@@ -18,16 +18,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLUMNS = 4  # panels side by side
+PANELS_ACROSS = 4  # panels side by side
 MOST_LETTERS = 60  # of method names side by side: more are written aslant
 WIDEST_SLOTS = 7  # bars that a lone panel has room for: fewer do not grow fat
 TITLE_HEIGHT = 0.55  # inches
 WRAP = 110  # characters of a title's line
 
-Groups = Sequence[Sequence[Traffic]]  # by size
 
-
-def make_panels(groups: Groups, *, columns: int, height: float) -> tuple[Figure, list[Axes]]:
+def make_panels(groups: TrafficGroups, *, columns: int, height: float) -> tuple[Figure, list[Axes]]:
     """A figure with a panel of `height` inches for each group of one size."""
     columns = min(columns, len(groups))
     lines = -(-len(groups) // columns)
@@ -40,7 +38,7 @@ def make_panels(groups: Groups, *, columns: int, height: float) -> tuple[Figure,
     return figure, axes[: len(groups)]
 
 
-def set_heading(figure: Figure, heading: str, groups: Groups, note: str) -> None:
+def set_heading(figure: Figure, heading: str, groups: TrafficGroups, note: str) -> None:
     """What is shown, of what and on what; an estimate is called one before anything else."""
     traffics = [traffic for group in groups for traffic in group]
     if all(traffic.estimated for traffic in traffics):
@@ -64,11 +62,11 @@ def draw_traffic_bytes(rows: Sequence[Row]) -> Figure | None:
     find_parts = family_parts if all(traffic.by_family for traffic in traffics) else direction_parts
     largest = max(traffic.dram_bytes or 0 for traffic in traffics)
     unit, name = _unit(largest)
-    figure, axes = make_panels(groups, columns=COLUMNS, height=2.5)
+    figure, axes = make_panels(groups, columns=PANELS_ACROSS, height=2.5)
     for number, (ax, group) in enumerate(zip(axes, groups, strict=True)):
-        _draw_bars(ax, group, find_parts(group), unit, beside=min(COLUMNS, len(groups)))
+        _draw_bars(ax, group, find_parts(group), unit, beside=min(PANELS_ACROSS, len(groups)))
         ax.set_ylim(0, 1.18 * largest / unit)
-        if number % COLUMNS == 0:
+        if number % PANELS_ACROSS == 0:
             ax.set_ylabel(f"DRAM bytes of a step ({name})")
     mixed = len({traffic.source for traffic in traffics}) > 1
     pale = "; ≈ and pale: an estimate from tensor sizes, not measured" if mixed else ""
@@ -119,5 +117,5 @@ def _unit(largest: float) -> tuple[float, str]:
     return unit, format_traffic(unit).rpartition(" ")[2]
 
 
-HOLDS = "DRAM bytes of a step by family of kernels"
-TRAFFIC_BYTES = figure_output("traffic_bytes", HOLDS, draw_traffic_bytes, instrument="ncu", sizes_apart=False)
+TRAFFIC_HOLDS = "DRAM bytes of a step by family of kernels"
+TRAFFIC_BYTES = figure_output("traffic_bytes", TRAFFIC_HOLDS, draw_traffic_bytes, instrument="ncu", sizes_apart=False)

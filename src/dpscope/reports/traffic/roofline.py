@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from dpscope.reports.tables import Row
 from dpscope.reports.traffic.data import Traffic, by_size, moved
 
-TOP_KERNELS = 6  # of each method
+DRAWN_KERNELS = 6  # of each method
 
 
 @dataclass(frozen=True)
-class Point:
+class RooflinePoint:
     """FLOP a byte, FLOP a second."""
 
     x: float
@@ -46,7 +46,7 @@ class Roofline:
     """Rows of one size that have bytes, operations and a time."""
 
     traffics: list[Traffic]
-    points: list[Point]  # whole steps, then kernels by their bytes
+    points: list[RooflinePoint]  # whole steps, then kernels by their bytes
     roofs: Roofs
 
 
@@ -58,12 +58,14 @@ def rooflines(rows: Sequence[Row]) -> list[Roofline]:
     ]
 
 
-def _step_point(traffic: Traffic) -> Point:
+def _step_point(traffic: Traffic) -> RooflinePoint:
     place = (traffic.intensity or 0, traffic.flop_rate or 0)
-    return Point(*place, traffic.method, traffic.method, hollow=traffic.flops_estimated, estimated=traffic.estimated)
+    return RooflinePoint(
+        *place, traffic.method, traffic.method, hollow=traffic.flops_estimated, estimated=traffic.estimated
+    )
 
 
-def _kernel_points(group: Sequence[Traffic]) -> list[Point]:
+def _kernel_points(group: Sequence[Traffic]) -> list[RooflinePoint]:
     """The measured kernels that move most, of those that have operations to count."""
     found = []
     for traffic in group:
@@ -73,8 +75,8 @@ def _kernel_points(group: Sequence[Traffic]) -> list[Point]:
             for kernel in kernels
             if (count := moved(kernel)) and (flops := kernel.get("flops")) and (time := kernel.get("time_ns"))
         ]
-        for count, flops, time, name in sorted(counted, key=lambda each: -each[0])[:TOP_KERNELS]:
-            found.append((count, Point(flops / count, flops / (time / 1e9), name, traffic.method, kernel=True)))
+        for count, flops, time, name in sorted(counted, key=lambda each: -each[0])[:DRAWN_KERNELS]:
+            found.append((count, RooflinePoint(flops / count, flops / (time / 1e9), name, traffic.method, kernel=True)))
     return [point for _, point in sorted(found, key=lambda pair: -pair[0])]
 
 

@@ -17,7 +17,7 @@ from dpscope.reports.output import figure_output
 from dpscope.reports.page.looks import looks_of
 from dpscope.reports.tables import Row
 from dpscope.reports.traffic.figures import make_panels, set_heading
-from dpscope.reports.traffic.roofline import Point, Roofs, point_notes, rooflines
+from dpscope.reports.traffic.roofline import RooflinePoint, Roofs, point_notes, rooflines
 from dpscope.reports.words import shorten
 from dpscope.units import format_rate
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MARKER, SMALL_MARKER = 6.5, 3.0  # points
+STEP_MARKER, KERNEL_MARKER = 6.5, 3.0  # points
 NAMED_KERNELS = 4  # of each panel
-LONGEST_NAME, LONGEST_KERNEL = 24, 18  # characters
+LONGEST_POINT, LONGEST_KERNEL = 24, 18  # characters
 SLOPE_BOXES = 32  # small enough that little beside the line is kept free
 SPAN = 100.0  # the least that an axis spans
 ROOM = 3.0  # an axis goes this factor beyond its points
@@ -56,7 +56,7 @@ def draw_roofline(rows: Sequence[Row]) -> Figure | None:
     return figure
 
 
-def _set_axes(ax: Axes, roofs: Roofs, points: Sequence[Point]) -> None:
+def _set_axes(ax: Axes, roofs: Roofs, points: Sequence[RooflinePoint]) -> None:
     from matplotlib.ticker import NullFormatter
 
     levels = list(roofs.levels.values())
@@ -76,8 +76,8 @@ def _limits(values: Sequence[float]) -> tuple[float, float]:
     return low / widen, high * widen
 
 
-def _draw_point(ax: Axes, point: Point, *, colour: str, marker: str) -> None:
-    size, alpha, zorder = (SMALL_MARKER, 0.7, 2) if point.kernel else (MARKER, 1.0, 3)
+def _draw_point(ax: Axes, point: RooflinePoint, *, colour: str, marker: str) -> None:
+    size, alpha, zorder = (KERNEL_MARKER, 0.7, 2) if point.kernel else (STEP_MARKER, 1.0, 3)
     look: dict[str, Any] = {"marker": marker, "markersize": size, "linestyle": "none", "alpha": alpha, "zorder": zorder}
     fill = "white" if point.hollow else colour
     ax.plot(point.x, point.y, markerfacecolor=fill, markeredgecolor=colour, **look)
@@ -120,11 +120,11 @@ def _write(ax: Axes, text: str, point: tuple[float, float], offset: tuple[float,
     return extent.x0, extent.y0, extent.x1, extent.y1
 
 
-def _label(ax: Axes, points: Sequence[Point], looks: Looks, roofs: Sequence[Box]) -> None:
+def _label(ax: Axes, points: Sequence[RooflinePoint], looks: Looks, roofs: Sequence[Box]) -> None:
     """Every step, and the largest kernels, each name once."""
     obstacles = list(roofs)
     for point in points:
-        half = ((SMALL_MARKER if point.kernel else MARKER) / 2 + 1) * ax.figure.dpi / 72
+        half = ((KERNEL_MARKER if point.kernel else STEP_MARKER) / 2 + 1) * ax.figure.dpi / 72
         x, y = ax.transData.transform((point.x, point.y))
         obstacles.append((x - half, y - half, x + half, y + half))
     kernels = {_name(point): point for point in points if point.kernel}
@@ -134,11 +134,11 @@ def _label(ax: Axes, points: Sequence[Point], looks: Looks, roofs: Sequence[Box]
     label_points(ax, places, names, colours, obstacles=obstacles, fontsize=SMALL)
 
 
-def _name(point: Point) -> str:
+def _name(point: RooflinePoint) -> str:
     if point.kernel:
         return shorten(point.name, LONGEST_KERNEL)
-    return shorten(point.name, LONGEST_NAME) + (" (estimate)" if point.estimated else "")
+    return shorten(point.name, LONGEST_POINT) + (" (estimate)" if point.estimated else "")
 
 
-HOLDS = "operations a byte against what the GPU can do"
-ROOFLINE = figure_output("roofline", HOLDS, draw_roofline, instrument="ncu", sizes_apart=False)
+ROOFLINE_HOLDS = "operations a byte against what the GPU can do"
+ROOFLINE = figure_output("roofline", ROOFLINE_HOLDS, draw_roofline, instrument="ncu", sizes_apart=False)

@@ -9,13 +9,14 @@ from rich.text import Text
 
 from dpscope.reports.bars import FirstThatFits
 from dpscope.reports.doubt import marked
-from dpscope.reports.tables import SIZES, STANDARD, Row, heading_of, worth_a_column
+from dpscope.reports.tables import SIZES, Row, heading_of, worth_a_column
 from dpscope.reports.text_table import bare_table, table_of
 from dpscope.reports.traffic.data import (
     APPROXIMATELY,
     SMALLEST,
     ExtraBytes,
     Traffic,
+    TrafficGroups,
     by_size,
     kernels_alike,
     marked_estimate,
@@ -24,15 +25,15 @@ from dpscope.reports.traffic.data import (
 from dpscope.results.payloads.ncu import BYTES, READ, WRITE, Direction
 from dpscope.units import MISSING, format_ms, format_rate, format_ratio, format_traffic
 from dpscope.vocabulary.families import FAMILIES, FAMILY_LABELS
+from dpscope.vocabulary.methods import STANDARD
 from dpscope.vocabulary.settings import COMPARED
 
-MOST = 0.8  # a verdict names families until they make up this share of the extra
-NARROW = 90  # columns of a terminal
-TOP_KERNELS = 5  # of each method
+MOST_OF_EXTRA = 0.8  # a verdict names families until they make up this share of the extra
+NARROW_TRAFFIC = 90  # columns of a terminal
+LISTED_KERNELS = 5  # of each method
 OTHERS = "others"  # kernels that the measurement added up
 
-Groups = Sequence[Sequence[Traffic]]  # by size
-Cell = Callable[[Traffic], str]
+CellOf = Callable[[Traffic], str]
 
 
 def traffic_section(rows: Sequence[Row], width: int) -> list[RenderableType]:
@@ -52,7 +53,7 @@ def traffic_section(rows: Sequence[Row], width: int) -> list[RenderableType]:
     seen = [[traffic for traffic in group if traffic.kernels] for group in groups]
     largest = max(seen, key=lambda group: max((traffic.dram_bytes or 0 for traffic in group), default=-1))
     parts += _family_table(largest)
-    parts += [part for traffic in largest for part in _kernel_table(traffic, narrow=width < NARROW)]
+    parts += [part for traffic in largest for part in _kernel_table(traffic, narrow=width < NARROW_TRAFFIC)]
     return [*parts, "", *(Text(note, style="dim") for note in _notes(traffics))]
 
 
@@ -76,11 +77,11 @@ def _warnings(traffics: Sequence[Traffic]) -> list[RenderableType]:
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 
-def _bytes_cell(name: str) -> Cell:
+def _bytes_cell(name: str) -> CellOf:
     return lambda t: t.show(format_traffic(t.figure(name)))
 
 
-def _error_cell(name: Direction) -> Cell:
+def _error_cell(name: Direction) -> CellOf:
     return lambda t: "0%" if (text := _percent(t.estimate_error(name), "+")) in ("+0%", "−0%") else text
 
 
@@ -88,7 +89,7 @@ def _percent(fraction: float | None, sign: str = "") -> str:
     return MISSING if fraction is None else f"{100 * fraction:{sign}.0f}%".replace("-", "−")
 
 
-DRAM: dict[str, Cell] = {
+DRAM: dict[str, CellOf] = {
     BYTES[READ]: _bytes_cell(READ),
     BYTES[WRITE]: _bytes_cell(WRITE),
     "×": lambda t: t.show(format_ratio(t.ratio)),
@@ -96,10 +97,10 @@ DRAM: dict[str, Cell] = {
     "FLOP/B": lambda t: MISSING if t.intensity is None else marked_estimate(f"{t.intensity:.0f}", t.flops_estimated),
     "bandwidth": lambda t: marked(t.show(format_rate(t.bandwidth)), t.row.time_doubt),
 }
-OF_PEAK: dict[str, Cell] = {"of peak": lambda t: marked(t.show(_percent(t.bandwidth_fraction)), t.row.time_doubt)}
-SOURCE: dict[str, Cell] = {"bytes are": lambda t: t.source}
+OF_PEAK: dict[str, CellOf] = {"of peak": lambda t: marked(t.show(_percent(t.bandwidth_fraction)), t.row.time_doubt)}
+SOURCE: dict[str, CellOf] = {"bytes are": lambda t: t.source}
 # What passes above DRAM, and how far the estimate is off.
-CACHES: dict[str, Cell] = {
+CACHES: dict[str, CellOf] = {
     **{heading: _bytes_cell(name) for name, heading in BYTES.items() if heading and heading not in DRAM},
     "est. read": _error_cell(READ),
     "est. written": _error_cell(WRITE),
@@ -108,11 +109,11 @@ CACHES: dict[str, Cell] = {
 EXPENDABLE = ("SM to L2", "of peak", "FLOP/B", "per item", "est. read", "est. written", "bandwidth", "L2 to SM")
 
 
-def _known(columns: Mapping[str, Cell], traffics: Sequence[Traffic]) -> dict[str, Cell]:
+def _known(columns: Mapping[str, CellOf], traffics: Sequence[Traffic]) -> dict[str, CellOf]:
     return {heading: cell for heading, cell in columns.items() if any(cell(t) != MISSING for t in traffics)}
 
 
-def _table(groups: Groups, columns: Mapping[str, Cell]) -> RenderableType:
+def _table(groups: TrafficGroups, columns: Mapping[str, CellOf]) -> RenderableType:
     """What tells rows apart, and as many of the columns as there is room for."""
     traffics = [traffic for group in groups for traffic in group]
     fields = worth_a_column([traffic.row for traffic in traffics], ("model", "method", *SIZES, *COMPARED))
@@ -125,7 +126,7 @@ def _table(groups: Groups, columns: Mapping[str, Cell]) -> RenderableType:
     return FirstThatFits(tables)
 
 
-def _field_cell(name: str) -> Cell:
+def _field_cell(name: str) -> CellOf:
     return lambda t: t.row.cell(name)
 
 
@@ -156,7 +157,7 @@ def _kernel_table(traffic: Traffic, *, narrow: bool) -> list[RenderableType]:
     table = bare_table(f"{traffic.method}: kernel", *texts, "calls", "DRAM", "share", left=texts)
     table.columns[0].max_width = 30 if narrow else 52
     named = [row for row in kernels.rows if row["name"] != OTHERS]
-    for row in sorted(named, key=moved, reverse=True)[:TOP_KERNELS]:
+    for row in sorted(named, key=moved, reverse=True)[:LISTED_KERNELS]:
         phase = () if narrow else (row.get("phase") or MISSING,)
         figures = (str(row.get("calls", 1)), format_traffic(moved(row)), _percent(moved(row) / total))
         table.add_row(row["name"], row["family"], *phase, *figures)
@@ -166,7 +167,7 @@ def _kernel_table(traffic: Traffic, *, narrow: bool) -> list[RenderableType]:
 # -- words -------------------------------------------------------------------------------------------------------------
 
 
-def traffic_verdict(groups: Groups) -> list[str]:
+def traffic_verdict(groups: TrafficGroups) -> list[str]:
     """What the figures say: a paragraph for each size, a sentence for each private method."""
     compared = [[t for t in group if t.method != STANDARD and t.ratio is not None] for group in groups]
     return [f"{group[0].row.size.capitalize()}: {' '.join(map(_sentence, group))}" for group in compared if group]
@@ -200,7 +201,7 @@ def _families_in_words(extra: ExtraBytes) -> str:
     named: list[str] = []
     explained = 0.0
     for family, count in extra.by_family[:3]:
-        if explained >= MOST * extra.total or count < SMALLEST * extra.total:
+        if explained >= MOST_OF_EXTRA * extra.total or count < SMALLEST * extra.total:
             break
         explained += count
         named.append(f"{_percent(count / extra.total)} {'' if named else 'of the extra is '}{FAMILY_LABELS[family]}")

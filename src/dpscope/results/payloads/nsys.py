@@ -29,7 +29,7 @@ class NamedKernel(Named):
     short: str
 
 
-class Gap(TypedDict):
+class IdleGap(TypedDict):
     """A stretch in which the GPU did nothing, and what ended it."""
 
     ms: float
@@ -58,7 +58,7 @@ class NsysPayload(TypedDict):
     steps: int | None  # None: no range says what a step is, and figures are of the whole capture
     phases: list[CapturedPhase]
     gpu: CapturedGpu
-    gaps: list[Gap]
+    gaps: list[IdleGap]
     kernels: list[NamedKernel]
     kernel_total: Total
     copies: list[Named]

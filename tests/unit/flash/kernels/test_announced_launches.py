@@ -101,7 +101,9 @@ def test_kept_gradients(heard, backend):
 def test_noise(heard, backend):
     tensors = [torch.randn(10), torch.randn(20)]
     add_noise_(tensors, 1.0, 1.0, seed=0, offset=0, backend=backend)
-    assert [(launch.name, launch.family) for launch in heard] == [("_add_noise_kernel", families.NOISE)] * len(heard)
+    assert [(launch.name, launch.family) for launch in heard] == [("_add_noise_kernel", families.NOISE_FAMILY)] * len(
+        heard
+    )
     assert holds([t for launch in heard for t in launch.reads], *tensors)
     assert holds([t for launch in heard for t in launch.writes], *tensors)
 
@@ -111,7 +113,7 @@ def test_updates(heard, backend):
     fused_adam_([param], [total], [first], [second], step=1, lr=0.1, backend=backend)
     fused_sgd_([param], [total], lr=0.1, backend=backend)
     adam, sgd = heard
-    assert (adam.name, adam.family) == ("_adam_kernel", families.OPTIMIZER)
+    assert (adam.name, adam.family) == ("_adam_kernel", families.OPTIMIZER_FAMILY)
     assert holds(adam.reads, param, total, first, second)
     assert holds(adam.writes, param, first, second)
     assert sgd.name == "_sgd_kernel"

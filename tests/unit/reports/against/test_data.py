@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from dpscope.errors import UserError
-from dpscope.reports.against.chart import MOST, change_charts
+from dpscope.reports.against.chart import DRAWN_ROWS, change_charts
 from dpscope.reports.against.data import set_against
 from dpscope.reports.against.page import render_against
 from dpscope.reports.against.quantities import QUANTITIES
@@ -201,13 +201,13 @@ def test_the_chart_shows_each_change_with_what_the_spreads_allow(timed):
 
 
 def test_of_very_many_rows_those_that_changed_most_are_drawn_and_all_are_in_the_csv(timed):
-    sizes = range(1, MOST + 11)
+    sizes = range(1, DRAWN_ROWS + 11)
     now = [timed(100.0 + size, batch_size=size) for size in sizes]
     against = compare(now, [timed(100.0, batch_size=size) for size in sizes])
     view = change_charts(against)[0].views[0]
     assert [bar["relative"] for bar in view.data["bars"]] == pytest.approx([size / 100 for size in sizes][10:])
     assert len(view.table.rows) == len(sizes)
-    assert f"The {MOST} rows that changed most are drawn." in view.says
+    assert f"The {DRAWN_ROWS} rows that changed most are drawn." in view.says
 
 
 def test_the_page_tells_the_same_and_escapes_what_results_hold(timed):

@@ -8,7 +8,7 @@ from itertools import accumulate
 
 import pytest
 
-from dpscope.reports.memory.data import Phase, Timeline, timeline_of
+from dpscope.reports.memory.data import PhaseSpan, Timeline, timeline_of
 from dpscope.reports.memory.peak_chart import memory_peak
 from dpscope.reports.memory.thinning import MOMENTS, moments
 from dpscope.reports.memory.timeline_chart import PANELS, memory_timeline, phase_at
@@ -16,7 +16,7 @@ from dpscope.reports.page.render import render_page
 from dpscope.reports.report import Report
 from dpscope.reports.tables import compare_results
 from dpscope.reports.trace.folding import fold
-from dpscope.reports.trace.layers_chart import LINES, layers_memory, layers_time
+from dpscope.reports.trace.layers_chart import MOST_LINES, layers_memory, layers_time
 from tests.made_up import renamed
 from tests.unit.memory_results import MIB, make_timeline
 from tests.unit.reports.trace_results import make_trace, operator
@@ -51,7 +51,7 @@ def jagged(count=3000):
         "activations": [MIB + (n * 7919) % 1000 + spikes.get(n, 0) for n in range(count)],
         "temp_matrices": [{PEAK: 600 * MIB + 1, MATRICES: 1000 * MIB}.get(n, 0) for n in range(count)],
     }
-    return Timeline(list(range(count)), levels, [Phase("forward", 0, 1003), Phase("backward", 1003, 2501)])
+    return Timeline(list(range(count)), levels, [PhaseSpan("forward", 0, 1003), PhaseSpan("backward", 1003, 2501)])
 
 
 # The peak
@@ -145,7 +145,7 @@ def test_the_peak_of_a_thinned_panel_is_the_measured_one(make_memory_result):
 
 
 def test_what_runs_in_clip_inside_backward_is_clips():
-    phases = [Phase("backward", 0, 100), Phase("clip", 40, 50)]
+    phases = [PhaseSpan("backward", 0, 100), PhaseSpan("clip", 40, 50)]
     assert [phase_at(phases, event) for event in (39, 45, 100, 101)] == [
         "backward",
         "clip",
@@ -218,7 +218,7 @@ def test_nine_tenths_of_every_method_are_drawn_by_name(kind, count, make_memory_
     scaled = {m: {n: {k: v * MIB for k, v in c.items()} for n, c in costs.items()} for m, costs in methods.items()}
     results = [with_modules(make_memory_result(method), costs) for method, costs in scaled.items()]
     lines = only(layers_memory(compare_results(results))).data["lines"]
-    assert len(lines) <= LINES + 1
+    assert len(lines) <= MOST_LINES + 1
     for place, costs in enumerate(scaled.values()):
         whole = sum(sum(cost.values()) for cost in costs.values())
         drawn = sum(line["bars"][place]["value"] for line in lines if line["bars"][place])
@@ -255,15 +255,15 @@ def test_a_module_that_a_method_does_not_list_is_unknown_rather_than_zero(make_m
 
 
 def test_what_has_no_line_of_its_own_is_one_bar_and_in_the_sentence(make_memory_result):
-    modules = {f"layer{n:02}": {"activations": (100 - n) * MIB} for n in range(LINES + 2)}
+    modules = {f"layer{n:02}": {"activations": (100 - n) * MIB} for n in range(MOST_LINES + 2)}
     result = with_modules(make_memory_result(), {**modules, "(other)": {"activations": MIB}})
     view = only(layers_memory(compare_results([result])))
     *named, others = view.data["lines"]
-    assert len(named) == LINES
-    rest = sum(100 - n for n in (LINES, LINES + 1)) + 1
+    assert len(named) == MOST_LINES
+    rest = sum(100 - n for n in (MOST_LINES, MOST_LINES + 1)) + 1
     assert (others["name"], others["bars"][0]["value"]) == ("(all others)", rest * MIB)
     assert f"All other modules together: {rest}.0 MiB in standard." in view.says
-    assert len(view.table.rows) == LINES + 3
+    assert len(view.table.rows) == MOST_LINES + 3
 
 
 def test_time_of_modules_is_drawn_only_where_it_was_traced(make_result):

@@ -8,7 +8,7 @@ import pytest
 
 from dpscope.reports.memory.data import (
     Composition,
-    Phase,
+    PhaseSpan,
     composition_of,
     in_order,
     label_of,
@@ -117,7 +117,7 @@ def test_phases_are_cut_to_the_events_and_those_outside_are_left_out(make_memory
     ]
     timeline = {"components": ["inputs"], "points": [[0, 1], [2, 2]], "phases": phases}
     read = timeline_of(row_of(replace(make_memory_result(), timeline=timeline)))
-    assert read.phases == [Phase("a", 0, 1), Phase("b", 1, 2)]
+    assert read.phases == [PhaseSpan("a", 0, 1), PhaseSpan("b", 1, 2)]
 
 
 def test_snapshots_are_stages_and_bytes(make_memory_result):

@@ -8,7 +8,7 @@ import pytest
 
 from dpscope.plain_text import render_plain
 from dpscope.reports.memory.data import tensors_of
-from dpscope.reports.memory.tensors import SHOWN
+from dpscope.reports.memory.tensors import SHOWN_TENSORS
 from dpscope.reports.memory.tensors_chart import tensors_at_peak
 from dpscope.reports.report import Report
 from dpscope.reports.tables import compare_results
@@ -30,7 +30,7 @@ def test_the_text_names_size_shape_use_maker_and_line(make_memory_result):
     assert " ".join(first.split()) == words
     assert any("150.0 MiB  × 2" in line and "activations" in line for line in lines)
     assert any("model.py:12, backward" in line for line in lines)
-    assert len([line for line in lines if " MiB " in line and "float32" in line]) == 2 * SHOWN
+    assert len([line for line in lines if " MiB " in line and "float32" in line]) == 2 * SHOWN_TENSORS
 
 
 def test_the_page_draws_them_and_its_table_adds_up_to_the_tracked_peak(rows):

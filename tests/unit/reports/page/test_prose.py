@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dpscope.reports.page.prose import LONGEST, in_prose
+from dpscope.reports.page.prose import LONGEST_IN_PROSE, in_prose
 
 KERNEL = (
     "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>, std::array<char*, 1ul> >(int)"
@@ -18,7 +18,7 @@ KERNEL = (
         ("autograd::engine::evaluate_function: AddmmBackward0", "autograd: AddmmBackward0"),
         (KERNEL, "void at::native::vectorized_elementwise_kernel"),
         ("a" * 300, "a" * 300),
-        ("word " * 40, ("word " * 40)[:LONGEST].rsplit(" ", 1)[0].rstrip() + " …"),
+        ("word " * 40, ("word " * 40)[:LONGEST_IN_PROSE].rsplit(" ", 1)[0].rstrip() + " …"),
     ],
 )
 def test_a_name_is_whole_or_ends_between_words(name, told):

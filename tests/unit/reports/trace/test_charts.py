@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from dpscope.reports.tables import compare_results
-from dpscope.reports.trace.charts import SHOWN, operators, phases
+from dpscope.reports.trace.charts import DRAWN_CHANGES, operators, phases
 from tests.unit.reports.trace_results import make_trace, operator
 
 STANDARD = [operator("aten::mm", "backward", 5.0), operator("aten::add", "forward", 2.0)]
 FLAT = [operator("aten::mm", "backward", 4.0), operator("aten::bmm", "clip", 9.0)]
-MANY = [operator(f"aten::op{number}", "clip", 1.0 + number) for number in range(SHOWN + 5)]
+MANY = [operator(f"aten::op{number}", "clip", 1.0 + number) for number in range(DRAWN_CHANGES + 5)]
 
 
 def gpu(operators_, **options):
@@ -46,7 +46,7 @@ def test_bars_sum_to_how_much_longer_the_traced_step_is(rows):
     flat = make_trace([*FLAT, *MANY])
     (view,) = operators(rows(standard=standard, flat=flat)).views
     (panel,) = view.data["panels"]
-    assert len(panel["bars"]) == SHOWN + 1
+    assert len(panel["bars"]) == DRAWN_CHANGES + 1
     assert panel["bars"][-1]["label"].startswith("everything else")
     assert panel["bars"][0]["ms"] == max(row["self_cpu_ms"] for row in MANY)  # what matters least is what is summed up
     assert sum(bar["ms"] for bar in panel["bars"]) == pytest.approx(flat["step_ms"] - standard["step_ms"])
