@@ -17,6 +17,7 @@ from typing import TypeVar
 from dpscope.errors import UserError
 
 KERNEL, MEMCPY, MEMSET = "kernel", "copy", "memset"
+PAGEABLE = 0  # CUDA_MEMOPR_MEMORY_KIND: host memory that is not pinned
 
 # A thread is identified by host, process and thread in one number; its process by the same without the last 24 bits.
 _PROCESS = ~0xFFFFFF
@@ -41,6 +42,8 @@ class Activity:
     device: int
     call: tuple[int, int] | None  # what launched it: process and correlation id
     bytes: int = 0
+    stream: int = 0
+    pageable: bool = False  # a copy from or to host memory that is not pinned
 
 
 @dataclass(frozen=True)
@@ -108,9 +111,10 @@ def _read(database: sqlite3.Connection, path: Path) -> CapturedTimeline:
         """What a query gives, row by row; nothing where the table is not there."""
         return (make(*row) for row in database.execute(query)) if table in tables else iter(())
 
+    copy_columns = {column for _, column, *_ in database.execute("PRAGMA table_info(CUPTI_ACTIVITY_KIND_MEMCPY)")}
     activities = [
         *rows("CUPTI_ACTIVITY_KIND_KERNEL", _KERNELS, _activity),
-        *rows("CUPTI_ACTIVITY_KIND_MEMCPY", _copies(tables), _activity),
+        *rows("CUPTI_ACTIVITY_KIND_MEMCPY", _copies(tables, copy_columns), _activity),
         *rows("CUPTI_ACTIVITY_KIND_MEMSET", _MEMSETS, _activity),
     ]
     if not activities:
@@ -134,12 +138,13 @@ def _start(call: Call) -> int:
 
 _KERNELS = f"""
     SELECT '{KERNEL}', COALESCE(long.value, short.value, '?'), k.start, k.end, k.deviceId, k.globalPid,
-           k.correlationId, 0
+           k.correlationId, 0, k.streamId, 0
     FROM CUPTI_ACTIVITY_KIND_KERNEL AS k
     LEFT JOIN StringIds AS long ON long.id = k.demangledName LEFT JOIN StringIds AS short ON short.id = k.shortName
 """
 _MEMSETS = f"""
-    SELECT '{MEMSET}', 'memset', start, end, deviceId, globalPid, correlationId, bytes FROM CUPTI_ACTIVITY_KIND_MEMSET
+    SELECT '{MEMSET}', 'memset', start, end, deviceId, globalPid, correlationId, bytes, streamId, 0
+    FROM CUPTI_ACTIVITY_KIND_MEMSET
 """
 _RANGES = """
     SELECT COALESCE(r.text, s.value, '?'), r.start, r.end, r.globalTid
@@ -148,13 +153,15 @@ _RANGES = """
 """
 
 
-def _copies(tables: set[str]) -> str:
+def _copies(tables: set[str], columns: set[str]) -> str:
     """Exports name the kinds of copies in a table of their own; older ones leave them as CUPTI's numbers."""
+    pageable = f"{PAGEABLE} IN (c.srcKind, c.dstKind)" if {"srcKind", "dstKind"} <= columns else "NULL"
     named = "ENUM_CUDA_MEMCPY_OPER" in tables
     kind = "COALESCE(e.label, 'kind ' || c.copyKind)" if named else "'kind ' || c.copyKind"
     join = "LEFT JOIN ENUM_CUDA_MEMCPY_OPER AS e ON e.id = c.copyKind" if named else ""
     return f"""
-        SELECT '{MEMCPY}', {kind}, c.start, c.end, c.deviceId, c.globalPid, c.correlationId, c.bytes
+        SELECT '{MEMCPY}', {kind}, c.start, c.end, c.deviceId, c.globalPid, c.correlationId, c.bytes, c.streamId,
+               {pageable}
         FROM CUPTI_ACTIVITY_KIND_MEMCPY AS c {join}
     """
 
@@ -167,10 +174,19 @@ def _calls(table: str, correlation: str = "c.correlationId") -> str:
 
 
 def _activity(
-    kind: str, name: str, start: int, end: int, device: int, process: int | None, correlation: int | None, size: int
+    kind: str,
+    name: str,
+    start: int,
+    end: int,
+    device: int,
+    process: int | None,
+    correlation: int | None,
+    size: int,
+    stream: int,
+    pageable: int | None,
 ) -> Activity:
     call = None if correlation is None else ((process or 0) & _PROCESS, correlation)
-    return Activity(kind, name, start, end, device, call, size)
+    return Activity(kind, name, start, end, device, call, size, stream, bool(pageable))
 
 
 def _call(name: str, start: int, end: int, thread: int | None, correlation: int | None) -> Call:

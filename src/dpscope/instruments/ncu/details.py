@@ -1,0 +1,101 @@
+"""The sections of a report as data: reads what `ncu --import REPORT --page details --csv` prints.
+
+One row a metric (section, metric, unit, value), and the advice of ncu's rules. Values stay in the unit that ncu chose.
+"""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dpscope.instruments.ncu.reading import UnreadableReport
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+
+@dataclass(frozen=True)
+class Metric:
+    section: str
+    name: str
+    unit: str
+    value: str
+
+    @property
+    def number(self) -> float:
+        """`1,135,307,776` as a number; NaN for what is none."""
+        try:
+            return float(self.value.replace(",", ""))
+        except ValueError:
+            return float("nan")
+
+
+@dataclass(frozen=True)
+class Advice:
+    section: str
+    rule: str
+    text: str
+
+
+@dataclass(frozen=True)
+class KernelDetails:
+    """One profiled launch: its name, shape, metrics by section, and what ncu's rules say of it."""
+
+    kernel: str
+    grid: str
+    block: str
+    metrics: list[Metric]
+    advice: list[Advice]
+
+    def number(self, name: str) -> float:
+        """The value of a metric by the name that the Details page shows, in its own unit."""
+        found = next((metric for metric in self.metrics if metric.name == name), None)
+        if found is None:
+            raise KeyError(f"no metric {name!r}; there are: {', '.join(metric.name for metric in self.metrics)}")
+        return found.number
+
+    def section(self, name: str) -> DataFrame:
+        """The metrics of the sections whose name contains `name`."""
+        import pandas as pd
+
+        rows = [m for m in self.metrics if name.lower() in m.section.lower()]
+        return pd.DataFrame({"metric": m.name, "value": m.value, "unit": m.unit} for m in rows)
+
+    def advice_on(self, section: str) -> list[str]:
+        return [each.text for each in self.advice if section.lower() in each.section.lower()]
+
+    @property
+    def sections(self) -> list[str]:
+        return list(dict.fromkeys(metric.section for metric in self.metrics))
+
+
+def read_details(path: Path | str) -> list[KernelDetails]:
+    """Every launch in a CSV file of ncu's Details page, in order. Lines before the header are passed over."""
+    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    first = next((number for number, line in enumerate(lines) if line.startswith('"ID"')), None)
+    if first is None:
+        raise UnreadableReport(
+            f"{path} is no CSV of ncu's Details page: write it with `ncu --import REPORT.ncu-rep --page details --csv`"
+        )
+    launches: dict[str, list[dict[str, str]]] = {}
+    for row in csv.DictReader(lines[first:]):
+        if row.get("Section Name") or row.get("Rule Name"):
+            launches.setdefault(row["ID"], []).append(row)
+    return [_kernel(rows) for rows in launches.values()]
+
+
+def _kernel(rows: list[dict[str, str]]) -> KernelDetails:
+    metrics = [
+        Metric(row["Section Name"], row["Metric Name"], row.get("Metric Unit") or "", row["Metric Value"])
+        for row in rows
+        if row.get("Metric Name")
+    ]
+    advice = [
+        Advice(row.get("Section Name") or "", row["Rule Name"], row.get("Rule Description") or "")
+        for row in rows
+        if row.get("Rule Name")
+    ]
+    head = rows[0]
+    return KernelDetails(head["Kernel Name"], head.get("Grid Size", ""), head.get("Block Size", ""), metrics, advice)
