@@ -19,10 +19,10 @@ from dpscope.instruments.nsys.summary import summarise_timeline
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-RANGE, CALL, WAIT = "range", "call", "wait"  # kinds of events beside kernels, copies and memsets
+RANGE_EVENT, CALL_EVENT, WAIT_EVENT = "range", "call", "wait"  # kinds of events beside kernels, copies and memsets
 SHORT_KERNEL_NS = 10_000  # about what a launch costs: the host cannot keep the GPU busy with shorter ones
 # How a library names its kernels. The first that fits decides; what fits none is torch's own or the user's.
-LIBRARIES = (
+KERNEL_LIBRARIES = (
     ("cuBLAS", ("nvjet", "cublas", "gemm", "gemv", "splitKreduce", "xmma")),
     ("cuDNN", ("cudnn", "convolve", "dgrad", "wgrad")),
     ("attention", ("flash_fwd", "flash_bwd", "fmha", "pytorch_flash")),
@@ -130,7 +130,7 @@ def libraries(timeline: CapturedTimeline) -> DataFrame:
 
 def library_of(kernel: str) -> str:
     """Whose kernel it is, by its name."""
-    return next((library for library, marks in LIBRARIES if any(mark in kernel for mark in marks)), "other")
+    return next((library for library, marks in KERNEL_LIBRARIES if any(mark in kernel for mark in marks)), "other")
 
 
 def lanes(timeline: CapturedTimeline) -> DataFrame:
@@ -138,8 +138,12 @@ def lanes(timeline: CapturedTimeline) -> DataFrame:
     import pandas as pd
 
     depths = nesting([(r.start, r.end) for r in timeline.ranges])
-    ranges = [(f"NVTX {d + 1}", RANGE, r.name, r.start, r.end) for r, d in zip(timeline.ranges, depths, strict=True)]
-    calls = [("CUDA calls", WAIT if is_waiting(c.name) else CALL, c.name, c.start, c.end) for c in timeline.calls]
+    ranges = [
+        (f"NVTX {d + 1}", RANGE_EVENT, r.name, r.start, r.end) for r, d in zip(timeline.ranges, depths, strict=True)
+    ]
+    calls = [
+        ("CUDA calls", WAIT_EVENT if is_waiting(c.name) else CALL_EVENT, c.name, c.start, c.end) for c in timeline.calls
+    ]
     work = [(f"stream {a.stream}", a.kind, a.name, a.start, a.end) for a in timeline.activities]
     streams = sorted(work, key=lambda event: int(event[0].split()[1]))
     table = pd.DataFrame(

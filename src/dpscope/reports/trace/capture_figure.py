@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas import DataFrame
 
-BAR = 0.8  # height; lanes are 1 apart
+LANE_HEIGHT = 0.8  # height; lanes are 1 apart
 NAMED_SHARE = 0.06  # of the width: shorter ranges are not named
-LOOKS = {
+EVENT_LOOKS = {
     "call": ("#BBBBBB", "CUDA call"),
     "wait": (GREW, "waits for the GPU"),
     "kernel": (INDIGO, "kernel"),
@@ -40,12 +40,12 @@ def draw_capture(lanes: DataFrame, *, title: str = "", window_ms: tuple[float, f
         if kind == "range":
             _draw_ranges(ax, events, place, (left, right))
             continue
-        colour, label = LOOKS[kind]
+        colour, label = EVENT_LOOKS[kind]
         spans = list(zip(events["start_ms"], events["ms"], strict=True))
         # No outline and no rounding to pixels: a kernel of a microsecond is as faint as it is short.
         ax.broken_barh(
             spans,
-            (place - BAR / 2, BAR),
+            (place - LANE_HEIGHT / 2, LANE_HEIGHT),
             color=colour,
             linewidth=0,
             snap=False,
@@ -63,7 +63,9 @@ def _draw_ranges(ax: Axes, events: DataFrame, place: int, window: tuple[float, f
     left, right = window
     for name, start, length in zip(events["name"], events["start_ms"], events["ms"], strict=True):
         colour = phase_colour(name)
-        ax.broken_barh([(start, length)], (place - BAR / 2, BAR), color=colour, edgecolor="white", linewidth=0.5)
+        ax.broken_barh(
+            [(start, length)], (place - LANE_HEIGHT / 2, LANE_HEIGHT), color=colour, edgecolor="white", linewidth=0.5
+        )
         first, last = max(start, left), min(start + length, right)
         if last - first > NAMED_SHARE * (right - left):
             ink = "white" if is_dark(colour) else "black"
