@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import nn
 
 from dpscope.audit.loop import Loop, MakeLoop
+from dpscope.errors import UserError
+from dpscope.flash.oracle import split_batch
 from dpscope.trainers.base import LossFunction, TrainerBase
 from dpscope.vocabulary.settings import TrainerSettings
 from dpscope.workloads.workload import Batch
@@ -19,12 +22,33 @@ HUGE_LEARNING_RATE = 2.0**40
 DATASET_BATCHES = 100  # batches in the data set that the accountant is told of
 
 
+@dataclass(frozen=True)
+class StepSettings:
+    """How a method takes the steps that it is tried in."""
+
+    accumulate: int = 1  # physical batches of a step
+    checkpoint_blocks: bool = False
+
+    def divide(self, samples: int) -> dict[str, Any]:
+        """The settings of a trainer whose steps are of so many samples."""
+        if samples % self.accumulate:
+            raise UserError(
+                f"a batch of {samples} samples cannot be {self.accumulate} batches of one size: give a batch size that "
+                f"is a multiple of {self.accumulate}"
+            )
+        return {"batch_size": samples // self.accumulate, **asdict(self)}
+
+
 def loop_maker(
-    trainer_class: type[TrainerBase], make_model: Callable[[], nn.Module], loss: LossFunction, batch_size: int
+    trainer_class: type[TrainerBase],
+    make_model: Callable[[], nn.Module],
+    loss: LossFunction,
+    batch_size: int,
+    how: StepSettings,
 ) -> MakeLoop:
     def make_loop(*, noise_multiplier: float, max_grad_norm: float, seed: int) -> Loop:
         settings = TrainerSettings(
-            batch_size=batch_size,
+            **how.divide(batch_size),
             optimizer="sgd",
             learning_rate=HUGE_LEARNING_RATE,
             noise_multiplier=noise_multiplier,
@@ -36,7 +60,7 @@ def loop_maker(
         rate = 1 / DATASET_BATCHES
 
         def step(batch: Batch) -> None:
-            trainer.train_step(batch)
+            trainer.train_step(*split_batch(batch, how.accumulate))
 
         return Loop(
             model=trained_model(trainer, model),

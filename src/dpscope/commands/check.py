@@ -19,6 +19,7 @@ from dpscope.results.store import require_writable
 from dpscope.runner.environment import resolve_device
 from dpscope.runner.spec import RunSpec
 from dpscope.runner.tracebacks import own_traceback
+from dpscope.vocabulary.settings import SETTINGS
 from dpscope.vocabulary.statuses import OOM
 from dpscope.workloads.configs import WorkloadConfig
 
@@ -29,7 +30,7 @@ SLOW_VMAP = "There is a performance drop because we have not yet implemented the
 @click.command(name="check")
 @click.option("--methods", type=CommaList(str), help="Which methods to check [default: every private one].")
 @workload_options
-@click.option("--batch-size", type=int, default=4, show_default=True, help="Samples in the batch.")
+@click.option("--batch-size", type=int, default=4, show_default=True, help="Samples in a batch.")
 @click.option("--seq-len", type=int, help="Sequence length [default: 32 or the model's].")
 @click.option(
     "--dtype",
@@ -51,6 +52,8 @@ SLOW_VMAP = "There is a performance drop because we have not yet implemented the
     type=CommaList(int),
     help="Batch sizes for that [default: those that coincide with another length of the model].",
 )
+@setting_option("accumulate")
+@setting_option("checkpoint_blocks")
 @setting_option("seed", help="Of weights and data.")
 @setting_option("device")
 @click.option("--paths", is_flag=True, help="Show which path each parameter's norms take (flash).")
@@ -59,6 +62,8 @@ def command(
     methods: list[str] | None,
     batch_size: int,
     seq_len: int | None,
+    accumulate: int,
+    checkpoint_blocks: bool,
     seed: int,
     device: str,
     paths: bool,
@@ -80,6 +85,8 @@ def command(
         method=methods[0] if methods else "flash",
         batch_size=batch_size,
         seq_len=seq_len,
+        accumulate=accumulate,
+        checkpoint_blocks=checkpoint_blocks,
         seed=seed,
         device=resolve_device(device),
     )
@@ -96,12 +103,14 @@ def command(
     with console.status("") as status, _their_mistakes(config), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=SLOW_VMAP)
         found = check(
-            build_workload(config, batch_size=spec.batch_size, seq_len=spec.seq_len),
+            build_workload(config, batch_size=spec.logical_batch_size, seq_len=spec.seq_len),
             methods,
-            name=config.name if spec.seq_len is None else f"{config.name}, sequence {spec.seq_len}",
+            name=", ".join(_described(spec)),
+            accumulate=spec.accumulate,
+            checkpoint_blocks=spec.checkpoint_blocks,
             seed=spec.seed,
             device=spec.device,
-            batch_size=spec.batch_size,
+            batch_size=spec.logical_batch_size,
             progress=lambda what: status.update(f"checking: {what}"),
             **options,  # dtype, max_grad_norm, tolerance, neighbours, sizes
         )
@@ -110,6 +119,17 @@ def command(
         _write(json_file, found.to_json())
         console.print(f"Written: {json_file}", highlight=False, markup=False)
     leave(found.ok)
+
+
+def _described(spec: RunSpec) -> Iterator[str]:
+    """What is checked: the model, its sequence length, and what is not usual of a step."""
+    yield spec.workload.name
+    if spec.seq_len is not None:
+        yield f"sequence {spec.seq_len}"
+    if spec.checkpoint_blocks:
+        yield SETTINGS["checkpoint_blocks"].label
+    if spec.accumulate > 1:
+        yield f"{spec.accumulate} batches of {spec.batch_size} a step"
 
 
 @contextmanager

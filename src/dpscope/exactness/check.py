@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dpscope import numbers
 from dpscope.audit.check import check_loop
-from dpscope.audit.trainer import loop_maker
+from dpscope.audit.trainer import StepSettings, loop_maker
 from dpscope.audit.verdict import Audit
 from dpscope.errors import UserError
 from dpscope.exactness.faults import Evidence, find_faults
@@ -28,6 +28,7 @@ from dpscope.outcomes import outcome_of_exception
 from dpscope.paths import is_own_source
 from dpscope.sentences import list_names
 from dpscope.trainers.base import TrainerBase, allow_tf32, load_trainer, require_batch_of
+from dpscope.trainers.checkpointing import checkpoint_blocks as checkpoint_blocks_of
 from dpscope.vocabulary.methods import methods as all_methods
 from dpscope.vocabulary.methods import resolve_method
 from dpscope.vocabulary.statuses import FAILED, SKIPPED
@@ -56,13 +57,17 @@ def check(
     seed: int = 0,
     device: str = "cpu",
     batch_size: int | None = None,
+    accumulate: int = 1,
+    checkpoint_blocks: bool = False,
     progress: ReportProgress = lambda _: None,
 ) -> Check:
     """Is each method exact on the workload? Default: every private method that is installed.
 
     A method is a name or a trainer class of one's own: `print(dpscope.check(workload, ["flash", MyTrainer]))`.
     `max_grad_norm` replaces the middle one of the three clip norms, which otherwise half of the samples exceed;
-    `batch_size` is what the workload's batch must hold, where one knows.
+    `batch_size` is what the workload's batch must hold, where one knows. `accumulate`: take each step in so many
+    physical batches, into which the workload's batch is cut; `checkpoint_blocks`: with every block of the model
+    checkpointed.
     `neighbours`: try neighbouring batches, the noise and the accountant too, at batch sizes that coincide with other
     lengths of the model, or at `sizes`.
     """
@@ -71,6 +76,7 @@ def check(
     tolerance = None if tolerance is None else numbers.TOLERANCE(tolerance)
     max_grad_norm = None if max_grad_norm is None else numbers.MAX_GRAD_NORM(max_grad_norm)
     batch_size = None if batch_size is None else numbers.BATCH_SIZE(batch_size)
+    how = StepSettings(numbers.ACCUMULATE(accumulate), checkpoint_blocks)
     sizes = None if sizes is None else [numbers.TRIED_SIZE(size) for size in sizes]
     asked = methods or [name for name, method in all_methods().items() if method.private]
     trainers = dict(map(_named_trainer, asked))
@@ -80,6 +86,9 @@ def check(
     subject = make_subject(workload, seed=numbers.SEED(seed), device=device)
     if batch_size is not None:
         require_batch_of(subject.batch, batch_size)
+    how.divide(subject.batch_size)
+    if checkpoint_blocks:  # refused here if there are none; the reference is taken without
+        checkpoint_blocks_of(subject.fresh(torch.float32)[0])
     narrow = dtype == "fp64" and computes_in_float32(subject)
     if tolerance is None:
         tolerance = NUMBER_FORMATS["fp32" if narrow else dtype][1]
@@ -93,9 +102,9 @@ def check(
     checks = []
     for method, load in trainers.items():
         progress(method)
-        found = _check_method(method, load, yardstick)
+        found = _check_method(method, load, yardstick, how)
         if neighbours and (found.steps or not yardstick.clip_norms):
-            found = replace(found, audit=_audit(method, load(), workload, yardstick, sizes, progress))
+            found = replace(found, audit=_audit(method, load(), workload, yardstick, how, sizes, progress))
         checks.append(found)
     return Check(
         workload=name,
@@ -175,12 +184,12 @@ def _make_yardstick(
     return Yardstick(subject, reference, number_format, clip_norms, tolerance, rounding)
 
 
-def _check_method(method: str, load: LoadTrainer, yardstick: Yardstick) -> MethodCheck:
+def _check_method(method: str, load: LoadTrainer, yardstick: Yardstick, how: StepSettings) -> MethodCheck:
     subject, reference, clip_norms = yardstick.subject, yardstick.reference, yardstick.clip_norms
     if not clip_norms:
         return MethodCheck(method, SKIPPED, "alone, no sample has a gradient to hold it against")
     try:
-        take = partial(measure_update, load(), subject, dtype=yardstick.dtype)
+        take = partial(measure_update, load(), subject, dtype=yardstick.dtype, how=how)
         updates = [take(clip_norm=clip_norm, seed=subject.seed) for clip_norm in clip_norms]
         again = take(clip_norm=clip_norms[1], seed=subject.seed + 1)
     except Exception as error:
@@ -207,11 +216,12 @@ def _audit(
     trainer: type[TrainerBase],
     workload: Workload,
     yardstick: Yardstick,
+    how: StepSettings,
     sizes: Sequence[int] | None,
     progress: ReportProgress,
 ) -> Audit:
     subject, dtype = yardstick.subject, yardstick.dtype
-    make_loop = loop_maker(trainer, lambda: subject.fresh(dtype)[0], subject.loss, subject.batch_size)
+    make_loop = loop_maker(trainer, lambda: subject.fresh(dtype)[0], subject.loss, subject.batch_size, how)
     seeds = itertools.count(subject.seed)
     batches = (cast_batch(workload.batch(seed, subject.device), dtype) for seed in seeds)
     return check_loop(

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from dpscope.audit.loop import Tensors
-from dpscope.audit.trainer import HUGE_LEARNING_RATE
+from dpscope.audit.trainer import HUGE_LEARNING_RATE, StepSettings
 from dpscope.errors import UserError
 from dpscope.exactness.subject import Subject
+from dpscope.flash.oracle import split_batch
 from dpscope.trainers.base import TrainerBase
 from dpscope.vocabulary.settings import TrainerSettings
 
@@ -28,13 +29,19 @@ class Update:
 
 
 def measure_update(
-    trainer_class: type[TrainerBase], subject: Subject, *, clip_norm: float, dtype: torch.dtype, seed: int
+    trainer_class: type[TrainerBase],
+    subject: Subject,
+    *,
+    clip_norm: float,
+    dtype: torch.dtype,
+    seed: int,
+    how: StepSettings,
 ) -> Update:
     """One step without noise. `seed` is all that the method could draw from: an exact step does not depend on it."""
     model, batch = subject.fresh(dtype)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     settings = TrainerSettings(
-        batch_size=subject.batch_size,
+        **how.divide(subject.batch_size),
         optimizer="sgd",
         learning_rate=HUGE_LEARNING_RATE,
         noise_multiplier=0.0,
@@ -43,7 +50,7 @@ def measure_update(
     )
     torch.manual_seed(seed)
     trainer = trainer_class(model, subject.loss, settings)
-    trainer.train_step(batch)
+    trainer.train_step(*split_batch(batch, how.accumulate))
     sums, moved = {}, []
     for name, after in _trained_parameters(trainer, model).items():
         step = (before[name].double() - after.detach().double()).cpu()

@@ -15,6 +15,8 @@ import math
 from collections import UserDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -67,6 +69,18 @@ def tensors_of(batch: Batch) -> list[Tensor]:
 def sample_of(batch: Batch, index: int, size: int) -> Batch:
     """The batch cut down to sample `index`: tensors whose dim 0 is the batch are sliced, the rest stays."""
     return map_tensors(batch, lambda x: x[index : index + 1] if x.dim() and x.shape[0] == size else x)
+
+
+def split_batch(batch: Batch, parts: int) -> list[Batch]:
+    """The batch in `parts` of about the same size, or in fewer, so that none is empty (one, if the batch itself is)."""
+    size = batch_size_of(batch)
+    parts = max(1, min(parts, size))
+    edges = [size * part // parts for part in range(parts + 1)]
+
+    def cut(x: Tensor, start: int, end: int) -> Tensor:
+        return x[start:end] if x.dim() and x.shape[0] == size else x
+
+    return [map_tensors(batch, partial(cut, start=start, end=end)) for start, end in pairwise(edges)]
 
 
 def cast_batch(batch: Batch, dtype: torch.dtype) -> Batch:

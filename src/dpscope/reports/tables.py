@@ -147,12 +147,18 @@ class Row:
         return not self.ratio_doubt
 
     @property
+    def samples(self) -> int:
+        """Of a step: those of all its batches."""
+        samples: int = self.field("batch_size") * self.field("accumulate")
+        return samples
+
+    @property
     def samples_per_second(self) -> float | None:
-        return 1e3 * self.spec["batch_size"] / self.median_ms if self.median_ms else None
+        return 1e3 * self.samples / self.median_ms if self.median_ms else None
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Positions of all sequences of a batch; None for a workload without a sequence."""
+        """Positions of all sequences of a step; None for a workload without a sequence."""
         length, samples = self.spec.get("seq_len"), self.samples_per_second
         return samples * length if samples is not None and length else None
 

@@ -43,8 +43,9 @@ def require_buildable(spec: RunSpec) -> None:
     import torch
     from torch.overrides import TorchFunctionMode
 
+    from dpscope.trainers.checkpointing import checkpoint_blocks
     from dpscope.trainers.privacy_rules import NotPrivateError, require_private_trainable
-    from dpscope.workloads.workload import build_workload
+    from dpscope.workloads.workload import build_model, build_workload
 
     class Uninitialised(TorchFunctionMode):
         """Without initial values, for which torch would import its compiler: it takes longer than the model."""
@@ -57,13 +58,15 @@ def require_buildable(spec: RunSpec) -> None:
     workload = build_workload(spec.workload, batch_size=spec.batch_size, seq_len=spec.seq_len)
     try:
         with torch.device("meta"), Uninitialised():
-            model = workload.model()
+            model = build_model(workload, spec.param_dtype)
     except RuntimeError as error:
         if "overflow" not in str(error):
             raise
         raise UserError(
             f"model {spec.workload.name!r} is larger than any memory ({error}): give smaller sizes"
         ) from None
+    if spec.checkpoint_blocks:
+        checkpoint_blocks(model)
     if not resolve_method(spec.method).private:
         return
     try:
@@ -102,12 +105,12 @@ def _require_in_child(spec: RunSpec, limits: Limits) -> None:
 
 def explain(spec: RunSpec) -> str | None:
     """Say what is wrong with the user's workload; None if nothing is, or if only the rows can show it."""
-    from dpscope.runner.assembly import make_trainer
+    from dpscope.runner.assembly import assemble
 
     name = spec.workload.name
     try:
-        trainer, batch = make_trainer(replace(spec, method=STANDARD))
-        trainer.train_step(batch)
+        trainer, batches = assemble(replace(spec, method=STANDARD))
+        trainer.train_step(*batches)
     except UserError as error:
         return str(error)
     except SystemExit as error:

@@ -40,6 +40,11 @@ class RunSpec(TrainerSettings):
             object.__setattr__(self, name, value)
         if self.dtype == "tf32" and self.device == "cpu":
             raise UserError("dtype tf32 is a CUDA number format: use fp32 or bf16 on the CPU")
+        if self.param_dtype not in ("fp32", self.dtype):
+            raise UserError(
+                f"weights in {self.param_dtype} are multiplied in {self.param_dtype}, not in {self.dtype}: add "
+                f"--dtype {self.param_dtype}, or leave out --param-dtype"
+            )
 
     @property
     def settings(self) -> TrainerSettings:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dpscope.errors import MeasurementFailed
 from dpscope.instruments.timing import Progress, no_progress
-from dpscope.runner.assembly import make_trainer
+from dpscope.runner.assembly import assemble
 from dpscope.runner.spec import RunSpec
 from dpscope.trainers.base import TrainerBase
 
@@ -23,14 +23,14 @@ class TrainingSteps:
     """Calling it does one step. Reading a loss waits for the GPU, so losses are kept until `require_finite_losses`."""
 
     def __init__(self, spec: RunSpec, *, warmup: int | None = None) -> None:
-        self.trainer, self.batch = make_trainer(spec)
+        self.trainer, self.batches = assemble(spec)
         self._spec = spec
         self._warmup = spec.warmup if warmup is None else warmup
         self._done = 0  # steps whose loss was looked at
         self._losses: list[object] = []  # of the steps since
 
     def __call__(self) -> None:
-        self._losses.append(self.trainer.train_step(self.batch))
+        self._losses.append(self.trainer.train_step(*self.batches))
 
     def warm_up(self, progress: Progress = no_progress) -> None:
         """Take the steps before the measured ones; raise at the first loss that is not finite."""

@@ -15,6 +15,7 @@ from dpscope.errors import UserError
 from dpscope.flash.oracle import tensors_of
 from dpscope.places import load_at
 from dpscope.results.schema import Note
+from dpscope.trainers.checkpointing import checkpoint_blocks
 from dpscope.vocabulary.methods import Method
 from dpscope.vocabulary.phases import FORWARD, MODEL_LOADED, MODEL_WRAPPED, OPTIMIZER_CREATED, moment, phase
 from dpscope.vocabulary.settings import OPTIMIZERS, TrainerSettings
@@ -47,19 +48,30 @@ class TrainerBase(ABC):
         allow_tf32(settings.dtype == "tf32")
         self.plain_model = model
         moment(MODEL_LOADED)
+        if settings.checkpoint_blocks:
+            checkpoint_blocks(model)
         self.model = self.prepare_model(model)
         moment(MODEL_WRAPPED)
         self.optimizer = self.prepare_optimizer(self._plain_optimizer(model))
         moment(OPTIMIZER_CREATED)
 
-    def train_step(self, batch: Batch) -> Tensor:
-        """One step on one batch; the batch's mean loss, detached and not waited for."""
+    def train_step(self, *batches: Batch) -> Tensor:
+        """One step on one batch, or on several that are one logical batch; the mean loss, detached, not waited for."""
         self.optimizer.zero_grad(set_to_none=True)
+        first, *more = batches
+        loss = self._differentiate(first)
+        for batch in more:
+            self.accumulate()
+            loss = loss + self._differentiate(batch)
+        self.update()
+        return loss / len(batches) if more else loss
+
+    def _differentiate(self, batch: Batch) -> Tensor:
+        """Forward and backward pass of one batch; its mean loss."""
         with phase(FORWARD), self._autocast():
             losses = self.loss(self.model, batch)
         require_loss_per_sample(losses)
         self.backward(losses)
-        self.update()
         return losses.detach().mean()
 
     @abstractmethod
@@ -77,6 +89,13 @@ class TrainerBase(ABC):
     @abstractmethod
     def update(self) -> None:
         """One optimizer step from those gradients."""
+
+    def accumulate(self) -> None:
+        """Keep those gradients for the step: another batch of the same logical batch follows."""
+        raise UserError(
+            f"{type(self).__name__} takes a step after every batch: override its method accumulate(), or leave out "
+            "--accumulate"
+        )
 
     def holdings(self) -> Iterator[Holding]:
         """What is held now, as (component, path of the module it belongs to, tensor)."""

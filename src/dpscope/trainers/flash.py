@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dpscope.flash.contributions import Kept, Saved
@@ -13,11 +13,12 @@ from dpscope.flash.explanation import OpaqueUnit, costly_units
 from dpscope.flash.private_optimizer import DPFlashOptimizer
 from dpscope.instruments.memory import Holding
 from dpscope.results.schema import Note
+from dpscope.trainers.logical_batch import keep_clipped_sums
 from dpscope.trainers.privacy_rules import require_private_trainable
 from dpscope.trainers.standard import StandardTrainer
 from dpscope.units import format_bytes
 from dpscope.vocabulary.components import ACTIVATION_HOOKS, NORM_SAMPLES, PER_SAMPLE_GRADIENTS
-from dpscope.vocabulary.phases import CLIP, NOISE, in_phase
+from dpscope.vocabulary.phases import BACKWARD, CLIP, NOISE, in_phase, phase
 
 OPAQUE = "opaque modules"
 
@@ -47,6 +48,8 @@ def note_on_opaque(units: Sequence[OpaqueUnit], batch_size: int) -> list[Note]:
 class DPFlashClippingTrainer(StandardTrainer):
     """Flat clipping, exact, by `dpscope.flash`: norms from what the backward pass leaves, then one sum a layer."""
 
+    optimizer: DPFlashOptimizer
+
     def holdings(self) -> Iterator[Holding]:
         yield from super().holdings()
         for slot, part in self.engine.contributions():
@@ -70,14 +73,21 @@ class DPFlashClippingTrainer(StandardTrainer):
         self.engine.finish = in_phase(CLIP, self.engine.finish)  # type: ignore[method-assign]
         return model
 
-    def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
+    def prepare_optimizer(self, optimizer: Optimizer) -> DPFlashOptimizer:
         private = DPFlashOptimizer(
             optimizer,
             engine=self.engine,
             noise_multiplier=self.settings.noise_multiplier,
             max_grad_norm=self.settings.max_grad_norm,
-            expected_batch_size=self.settings.batch_size,
+            expected_batch_size=self.settings.logical_batch_size,
             generator=self.noise_generator(),
         )
         private.add_noise = in_phase(NOISE, private.add_noise)  # type: ignore[method-assign]
         return private
+
+    def backward(self, losses: Tensor) -> None:
+        with phase(BACKWARD):
+            losses.mean().backward()  # type: ignore[no-untyped-call]
+
+    def accumulate(self) -> None:
+        keep_clipped_sums(self)

@@ -16,10 +16,12 @@ from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClippi
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dpscope.errors import UserError
 from dpscope.flash.oracle import tensors_of
 from dpscope.instruments.memory import Holding
 from dpscope.trainers.base import TrainerBase
-from dpscope.trainers.opacus_refusals import CallWatch, refusals, require_supported
+from dpscope.trainers.logical_batch import keep_clipped_sums
+from dpscope.trainers.opacus_refusals import CHECKPOINTED, CallWatch, refusals, require_supported
 from dpscope.trainers.privacy_rules import require_private_trainable
 from dpscope.vocabulary.allocations import allocates
 from dpscope.vocabulary.components import ACTIVATION_HOOKS, GRADIENTS, NORM_SAMPLES, PER_SAMPLE_GRADIENTS
@@ -55,6 +57,8 @@ class _OpacusTrainer(TrainerBase):
 
     def prepare_model(self, model: nn.Module) -> GradSampleModule:
         require_private_trainable(model)
+        if self.settings.checkpoint_blocks:
+            raise UserError(CHECKPOINTED)
         require_supported(model)
         with refusals(model):
             wrapped = self.wrap(model)
@@ -65,9 +69,9 @@ class _OpacusTrainer(TrainerBase):
     def wrap(self, model: nn.Module) -> GradSampleModule:
         """The model in Opacus's hooks."""
 
-    def train_step(self, batch: Batch) -> Tensor:
+    def train_step(self, *batches: Batch) -> Tensor:
         with refusals(self.plain_model):  # some are found out only by hooks, while the model runs
-            return super().train_step(batch)
+            return super().train_step(*batches)
 
     def backward(self, losses: Tensor) -> None:
         if self.first_calls is not None:
@@ -97,7 +101,7 @@ class _OpacusTrainer(TrainerBase):
             optimizer,
             noise_multiplier=self.settings.noise_multiplier,
             max_grad_norm=self.settings.max_grad_norm,
-            expected_batch_size=self.settings.batch_size,
+            expected_batch_size=self.settings.logical_batch_size,
             loss_reduction="mean",
             generator=self.noise_generator(),
         )
@@ -109,6 +113,9 @@ class _OpacusTrainer(TrainerBase):
         if self.optimizer.pre_step():
             with phase(OPTIMIZER):
                 self.optimizer.original_optimizer.step()
+
+    def accumulate(self) -> None:
+        keep_clipped_sums(self)
 
 
 class DPSGDTrainer(_OpacusTrainer):

@@ -34,6 +34,12 @@ from dpscope.sentences import list_names, name_module
 REFUSES = "Opacus refuses this model"  # Opacus's own word
 CANNOT = "Opacus cannot train this model"  # what follows from how it works
 
+CHECKPOINTED = (
+    "Opacus cannot train checkpointed blocks: backward runs a block's forward again, Opacus's hooks take that for a "
+    "second call of every layer, and no per-sample gradient is ever complete. Leave out --checkpoint-blocks, or "
+    "compare --methods standard,flash"
+)
+
 BATCH_FIRST = "keep the batch first and unfolded, and expand positions to a row for each sample"
 
 

@@ -8,7 +8,7 @@ from dpscope.vocabulary.phases import BACKWARD, OPTIMIZER, phase
 
 
 class StandardTrainer(TrainerBase):
-    """One backward pass, one optimizer step, no privacy."""
+    """One backward pass a batch, one optimizer step, no privacy."""
 
     def prepare_model(self, model: nn.Module) -> nn.Module:
         return model
@@ -18,8 +18,14 @@ class StandardTrainer(TrainerBase):
 
     def backward(self, losses: Tensor) -> None:
         with phase(BACKWARD):
-            losses.mean().backward()  # type: ignore[no-untyped-call]
+            loss = losses.mean()
+            if self.settings.accumulate > 1:
+                loss = loss / self.settings.accumulate
+            loss.backward()  # type: ignore[no-untyped-call]
 
     def update(self) -> None:
         with phase(OPTIMIZER):
             self.optimizer.step()
+
+    def accumulate(self) -> None:
+        """The next backward pass adds to `.grad`."""

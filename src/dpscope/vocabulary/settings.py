@@ -15,6 +15,7 @@ from dpscope import numbers
 from dpscope.errors import UserError
 
 DTYPES = ("fp32", "tf32", "bf16")
+PARAM_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}  # name -> torch's
 OPTIMIZERS = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW"}  # name -> class in torch.optim
 DEVICES = ("cpu", "cuda")
 DEVICE_CHOICES = ("auto", *DEVICES)  # auto: the one that is there
@@ -32,15 +33,17 @@ EVERYWHERE, WITHIN_A_SWEEP, NOWHERE = "everywhere", "within a sweep", "nowhere"
 
 @dataclass(frozen=True)
 class OneOf:
-    """A check for words."""
+    """A check for words. `aliases`: other words for them, as people write them."""
 
     what: str
     allowed: tuple[str, ...]
+    aliases: Mapping[str, str] = field(default_factory=dict)
 
     def __call__(self, value: object) -> str:
-        if not isinstance(value, str) or value not in self.allowed:
+        word = self.aliases.get(value, value) if isinstance(value, str) else ""
+        if word not in self.allowed:
             raise UserError(f"unknown {self.what} {value!r}: choose one of {', '.join(self.allowed)}")
-        return value
+        return word
 
 
 @dataclass(frozen=True)
@@ -116,10 +119,33 @@ def setting(default: Any, *about: Any, **more: Any) -> Any:
 class TrainerSettings:
     """How a step is made and how often it is taken, whatever the method."""
 
-    # expected samples in a step: what the noisy sum is divided by
+    # expected samples in a (physical) batch; the noisy sum of a step is divided by `logical_batch_size`
     batch_size: int = field(metadata={"setting": SettingField(numbers.BATCH_SIZE)})
     dtype: str = setting(
         "fp32", OneOf("dtype", DTYPES), f"{'|'.join(DTYPES)} (bf16: autocast).", words="{}", heading="Number format"
+    )
+    param_dtype: str = setting(
+        "fp32",
+        OneOf("param dtype", tuple(PARAM_DTYPES), {name: short for short, name in PARAM_DTYPES.items()}),
+        f"{'|'.join(PARAM_DTYPES)}: what weights are stored in; adapters of --lora stay in fp32.",
+        label="parameters",
+        words="parameters in {}",
+        heading="Parameters in",
+    )
+    checkpoint_blocks: bool = setting(
+        False,
+        Switch("checkpoint blocks"),
+        "Keep no activations inside blocks; backward runs each block's forward again.",
+        label="checkpointed blocks",
+        heading="Blocks checkpointed",
+    )
+    accumulate: int = setting(
+        1,
+        numbers.ACCUMULATE,
+        "Batches of --batch-size that make one step.",
+        label="batches a step",
+        words="{} × the batch a step",
+        heading="Batches a step",
     )
     optimizer: str = setting(
         "adamw", OneOf("optimizer", tuple(OPTIMIZERS)), f"{'|'.join(OPTIMIZERS)}.", words="{}", heading="Optimizer"
@@ -135,6 +161,11 @@ class TrainerSettings:
     device: str = setting(
         "cpu", OneOf("device", DEVICES), f"{'|'.join(DEVICE_CHOICES)}.", WITHIN_A_SWEEP, flag_default="auto", words="{}"
     )
+
+    @property
+    def logical_batch_size(self) -> int:
+        """Expected samples in a step: what the noisy sum is divided by."""
+        return self.batch_size * self.accumulate
 
     def checked(self) -> dict[str, Any]:
         """Every setting as its check returns it: 1, 1.0 and numpy's are one value, one digest."""

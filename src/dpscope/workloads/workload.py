@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from dpscope.errors import UserError
 from dpscope.places import load_at
+from dpscope.vocabulary.settings import PARAM_DTYPES
 from dpscope.workloads.configs import WorkloadConfig
 
 Batch = Any  # a pytree of tensors whose first dimension is the sample
@@ -61,3 +63,31 @@ def build_workload(config: WorkloadConfig, *, batch_size: int, seq_len: int | No
     from dpscope.workloads.lora import adapt
 
     return replace(workload, model=lambda: adapt(workload.model(), lora))
+
+
+def build_model(workload: Workload, param_dtype: str) -> nn.Module:
+    """The workload's model on torch's default device, its weights in `param_dtype` from the first moment on.
+
+    Where a part of the model is frozen, what is trained keeps the format that it is built in: peft makes adapters of
+    bf16 weights in float32.
+    """
+    dtype: torch.dtype = getattr(torch, PARAM_DTYPES[param_dtype])
+    with _default_dtype(dtype):
+        model = workload.model()
+    if dtype == torch.float32 or not isinstance(model, nn.Module):
+        return model
+    adapted = any(not parameter.requires_grad for parameter in model.parameters())
+    for parameter in model.parameters():
+        if parameter.dtype == torch.float32 and not (adapted and parameter.requires_grad):
+            parameter.data = parameter.data.to(dtype)
+    return model
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

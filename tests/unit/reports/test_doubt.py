@@ -157,6 +157,8 @@ def test_a_traced_step_about_as_long_as_the_unprofiled_one_is_compared(traced):
 def test_rates_stand_beside_times_and_tokens_need_a_sequence(make_result):
     (row,) = compare_results([make_result(median=10.0, batch_size=4, seq_len=16)])
     assert (row.samples_per_second, row.tokens_per_second) == (400.0, 6400.0)
+    (logical,) = compare_results([make_result(median=10.0, batch_size=4, seq_len=16, accumulate=3)])
+    assert (logical.samples_per_second, logical.tokens_per_second) == (1200.0, 19200.0)
     image = make_result(median=10.0, batch_size=4)
     (image,) = compare_results([replace(image, spec={**image.spec, "seq_len": None})])
     assert (image.samples_per_second, image.tokens_per_second) == (400.0, None)

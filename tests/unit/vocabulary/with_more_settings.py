@@ -14,11 +14,11 @@ from pathlib import Path
 import dpscope.vocabulary
 
 FIELDS = """\
-    accumulate: int = setting(1, numbers.WholeNumber("accumulate"), help="Micro-batches.", heading="Micro-batches")
-    checkpoint_blocks: bool = setting(False, Switch("checkpoint blocks"), help="Recompute blocks.")
+    lookahead: int = setting(1, numbers.WholeNumber("lookahead"), help="Micro-batches.", heading="Micro-batches")
+    freeze_norms: bool = setting(False, Switch("freeze norms"), help="No training of norms.")
 """
-ASKED = {"accumulate": 4, "checkpoint_blocks": True}
-FLAGS = ("--accumulate", "4", "--checkpoint-blocks")
+ASKED = {"lookahead": 4, "freeze_norms": True}
+FLAGS = ("--lookahead", "4", "--freeze-norms")
 
 
 def add_fields():
@@ -72,8 +72,8 @@ def look_at_specs(usual, other):
         "usual": [usual.digest, usual.file_name, usual.to_dict()],
         "other": [other.digest, other.file_name, other.label, other.to_dict()],
         "again": RunSpec.from_dict(json.loads(json.dumps(other.to_dict()))) == other,
-        "told to trainers": [other.settings.accumulate, usual.settings.accumulate],
-        "refusals": [refusal_of(replace, usual, accumulate=0), refusal_of(replace, usual, checkpoint_blocks=1)],
+        "told to trainers": [other.settings.lookahead, usual.settings.lookahead],
+        "refusals": [refusal_of(replace, usual, lookahead=0), refusal_of(replace, usual, freeze_norms=1)],
         "help": CliRunner().invoke(main, ["compare", "--help"]).output,
         "planned by command": planned_by_command(),
         "planned in Python": planned_in_python(),
@@ -106,7 +106,7 @@ def look_at_results(usual, other):
     before = Comparison(results[:2], Path(), [], [])
     return {
         "kept": [still_valid(first, usual, here), still_valid(first, other, here), still_valid(third, other, here)],
-        "damage": refusal_of(parse_result, replace(third, spec={**third.spec, "accumulate": "four"}).to_json()),
+        "damage": refusal_of(parse_result, replace(third, spec={**third.spec, "lookahead": "four"}).to_json()),
         "labels": [setting.label for setting in report.settings],
         "ratios": [row.time_ratio for row in report.rows],
         "summary": render_plain(summary(report), 160),

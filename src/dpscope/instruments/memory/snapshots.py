@@ -54,15 +54,19 @@ class Snapshots:
         yield
 
     def in_iteration(self, iteration: int, allocated: Callable[[], int] | None = None) -> Callable[[str], Any]:
-        """A phase listener for a step."""
+        """A phase listener for a step. Of a logical batch, the second physical batch and those after it are named."""
+        batch = 0
 
         @contextmanager
         def listen(name: str) -> Iterator[None]:
+            nonlocal batch
+            batch += name == FORWARD
+            stage = f"iter{iteration}" + (f"_batch{batch}" if batch > 1 else "")
             if name == FORWARD:
-                self.take(f"iter{iteration}_before_forward", allocated and allocated())
+                self.take(f"{stage}_before_forward", allocated and allocated())
             yield
             if name in (FORWARD, BACKWARD):
-                self.take(f"iter{iteration}_after_{name}", allocated and allocated())
+                self.take(f"{stage}_after_{name}", allocated and allocated())
 
         return listen
 

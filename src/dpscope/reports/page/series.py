@@ -14,7 +14,7 @@ NAMED_ROWS = 3  # rows that a sentence names
 def work_of(row: Row) -> tuple[int, int]:
     """Order of sizes along a line: tokens (or samples) of a step, then the sequence."""
     length = row.spec.get("seq_len") or 1
-    return row.spec["batch_size"] * length, length
+    return row.samples * length, length
 
 
 def ranged(values: Iterable[float], read: Callable[[float], str]) -> str:

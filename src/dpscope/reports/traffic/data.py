@@ -188,7 +188,7 @@ def traffic_of(row: Row) -> Traffic | None:
     if not (data := row.ncu):
         return None
     estimate, ceilings = data.get("estimate", {}), data.get("ceilings", {})
-    samples, length = row.spec["batch_size"], row.spec.get("seq_len")
+    samples, length = row.samples, row.spec.get("seq_len")
     items = (samples * length, "token") if length else (samples, "sample")
     read, written = (data["traffic"].get(name) for name in (READ, WRITE))
     moved = None if read is None or written is None else read + written

@@ -43,7 +43,7 @@ def measure_memory(spec: RunSpec, progress: Progress, files: Path) -> Result:
     step.warm_up(progress)
     snapshots.take(AFTER_WARMUP)
     watch = _on_cuda if spec.device == "cuda" else _on_cpu
-    tracker = Tracker(spec.device, step.trainer.plain_model, partial(_holdings, step.trainer, step.batch))
+    tracker = Tracker(spec.device, step.trainer.plain_model, partial(_holdings, step.trainer, step.batches))
     allocator = watch(step, tracker, snapshots, min(spec.steps, ITERATIONS), progress)
     use = attribute(tracker.record, [*rules, *step.trainer.memory_rules])
     written = {}
@@ -70,8 +70,8 @@ def measure_memory(spec: RunSpec, progress: Progress, files: Path) -> Result:
     return result
 
 
-def _holdings(trainer: TrainerBase, batch: Batch) -> list[Holding]:
-    inputs = [(INPUTS, "", tensor) for tensor in tensors_of(batch)]
+def _holdings(trainer: TrainerBase, batches: list[Batch]) -> list[Holding]:
+    inputs = [(INPUTS, "", tensor) for tensor in tensors_of(batches)]
     return [*inputs, *trainer.holdings()]
 
 
@@ -107,7 +107,7 @@ def _on_cpu(
         snapshots.after_step(0, tracker.live_bytes)
     progress("tracked step", 1, 1)
     step.trainer.optimizer.zero_grad(set_to_none=True)
-    live = [tensor for _, _, tensor in _holdings(step.trainer, step.batch)]
+    live = [tensor for _, _, tensor in _holdings(step.trainer, step.batches)]
     peaks = cpu_peak(step, live)
     progress("checked step", 1, 1)
     return {"allocator_peak_bytes": peaks["peak_bytes"], "peak_rss_bytes": peaks["peak_rss_bytes"]}

@@ -35,5 +35,5 @@ def measure_time(spec: RunSpec, progress: Progress, files: Path) -> Result:
 def _cpu_peak(step: TrainingSteps) -> MemoryPayload:
     step.require_finite_losses()  # what is kept of the losses is none of the step's
     step.trainer.optimizer.zero_grad(set_to_none=True)
-    held = (step.trainer.model.state_dict(keep_vars=True), step.trainer.optimizer.state_dict(), step.batch)
+    held = (step.trainer.model.state_dict(keep_vars=True), step.trainer.optimizer.state_dict(), step.batches)
     return cpu_peak(step, tensors_of(held))

@@ -1,0 +1,77 @@
+"""Activation checkpointing: what a block's forward computes is not kept, and backward runs that forward again.
+
+A model of Hugging Face knows its blocks. In any other model they are modules of one class that repeat in an
+`nn.ModuleList` or `nn.Sequential` and have modules of their own: transformer layers, residual blocks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from dpscope.errors import UserError
+
+
+class Checkpointed(nn.Module):
+    """A block whose calls, its hooks among them, run under `torch.utils.checkpoint`."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return super().__call__(*args, **kwargs)
+        return checkpoint(super().__call__, *args, use_reentrant=False, **kwargs)
+
+
+def checkpoint_blocks(model: nn.Module) -> None:
+    """Checkpoint every block of the model; raise `UserError` where there is none."""
+    if not _checkpoint_in(model):
+        raise UserError(
+            "the model has no blocks to checkpoint: no nn.ModuleList or nn.Sequential holds two modules of one class "
+            "that have layers of their own. Keep the layers that repeat in such modules, or leave out "
+            "--checkpoint-blocks"
+        )
+
+
+def _checkpoint_in(module: nn.Module) -> int:
+    """Checkpoint the outermost blocks in a module; how many there are."""
+    if _enable_in_transformers(module):
+        return 1
+    blocks = _blocks_of(module)
+    for block in blocks:
+        kind: Any = type(block)
+        block.__class__ = _checkpointed(kind)
+    return len(blocks) + sum(_checkpoint_in(child) for child in module.children() if child not in blocks)
+
+
+def _enable_in_transformers(module: nn.Module) -> bool:
+    """Tell a model of Hugging Face, which may be wrapped, to checkpoint its own blocks; whether it does."""
+    enable = getattr(module, "gradient_checkpointing_enable", None)
+    if enable is None:
+        return False
+    try:
+        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    except (ValueError, TypeError):  # an architecture without; a method of that name that is another
+        return False
+    return any(getattr(part, "gradient_checkpointing", False) for part in module.modules())
+
+
+def _blocks_of(module: nn.Module) -> list[nn.Module]:
+    """The children of a container that are blocks: called, made of layers, not the only one of their class."""
+    if not isinstance(module, nn.ModuleList | nn.Sequential):
+        return []
+    children = [child for child in module.children() if not isinstance(child, nn.ModuleList | nn.ModuleDict)]
+    counts = Counter(map(type, children))
+    alone = len(children) == 1 and isinstance(module, nn.ModuleList)  # a model of one layer
+    return [child for child in children if (counts[type(child)] > 1 or alone) and any(child.children())]
+
+
+@cache
+def _checkpointed(kind: type[nn.Module]) -> type[nn.Module]:
+    """The class with checkpointed calls. As a class, and not a wrapper, so that names and copies stay what they are."""
+    if issubclass(kind, Checkpointed):
+        return kind
+    return type(kind.__name__, (Checkpointed, kind), {"__module__": kind.__module__})
