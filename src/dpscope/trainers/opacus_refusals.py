@@ -34,6 +34,8 @@ from dpscope.sentences import list_names, name_module
 REFUSES = "Opacus refuses this model"  # Opacus's own word
 CANNOT = "Opacus cannot train this model"  # what follows from how it works
 
+HALF_PRECISION = (torch.bfloat16, torch.float16)
+
 CHECKPOINTED = (
     "Opacus cannot train checkpointed blocks: backward runs a block's forward again, Opacus's hooks take that for a "
     "second call of every layer, and no per-sample gradient is ever complete. Leave out --checkpoint-blocks, or "
@@ -56,6 +58,12 @@ def require_supported(model: nn.Module) -> None:
         )
     if errors := ModuleValidator.validate(model):  # of the model as a whole: its mode
         raise UserError(f"{REFUSES}: {_one_line(errors[0])}: call model.train()")
+    if narrow := [name for name, p in model.named_parameters() if p.requires_grad and p.dtype in HALF_PRECISION]:
+        raise UserError(
+            f"{CANNOT}: it trains parameters of 16 bits ({list_names(narrow, 1)}), and Opacus takes norms and sums in "
+            "the format of the parameters, before the noise, where rounding lets a sample move the sum by more than "
+            "the clip norm. Leave out --param-dtype, train adapters (--lora), or compare --methods standard,flash"
+        )
     if GradSampleModule.validate(model):
         holders = [
             f"{name_module(name, module)} holds {_listed(module.named_buffers())}"

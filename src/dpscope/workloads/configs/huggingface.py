@@ -197,6 +197,16 @@ _PUBLISHED = (
     ),
 )
 
+# As Llama 3.1 8B, 8.03B parameters: one GPU trains adapters on it (--lora) with the weights in bf16 (--param-dtype).
+_LLAMA_8B = HuggingFaceConfig(
+    name="hf:llama-8b",
+    model_type="llama",
+    architecture="LlamaForCausalLM",
+    settings={"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
+    | {"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072}
+    | {"tie_word_embeddings": False},
+)
+
 # The same architectures for a CPU: a step takes milliseconds.
 _TINY = {"vocab_size": 1000, "hidden_dim": 64, "num_layers": 2, "num_heads": 4, "kv_heads": 2, "max_seq_len": 128}
 _TINY |= {"image_size": 32, "patch_size": 8, "num_classes": 10}
@@ -207,4 +217,4 @@ def _tiny(config: HuggingFaceConfig) -> HuggingFaceConfig:
     return replace(config.resized(**sizes), name=f"{config.name}-tiny")
 
 
-PRESETS = (*_PUBLISHED, *map(_tiny, _PUBLISHED))
+PRESETS = (*_PUBLISHED, _LLAMA_8B, *map(_tiny, _PUBLISHED))
