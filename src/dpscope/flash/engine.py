@@ -32,7 +32,7 @@ from dpscope.flash.forward_passes import BatchSizeOf, ForwardPasses
 from dpscope.flash.instance_method import InstanceMethod
 from dpscope.flash.layers.opaque import OpaqueTap
 from dpscope.flash.memory_budget import MemoryBudget, MemoryLimit
-from dpscope.flash.microbatch import FactoredSum, MicroBatch, RunningSum
+from dpscope.flash.microbatch import MicroBatch, RunningSum, SumBatch
 from dpscope.flash.module_state import BufferWatch
 from dpscope.flash.parameter_hooks import refuse_hooks
 from dpscope.flash.paths import FORCEABLE, PathRules
@@ -235,7 +235,7 @@ class FlashEngine:
         """
         sums = self.running_sums
         sums.refuse_other_gradients()
-        for parameter, total, _ in self._close(into=sums.get):
+        for parameter, total in _one_by_one(self._close(into=sums.get)):
             if sums.get(parameter) is None:
                 sums.put(parameter, total)
 
@@ -245,13 +245,13 @@ class FlashEngine:
         Every trainable parameter comes once. Norms and factors are ready when this returns; a layer's x and g are
         freed as its sum is handed out, so the whole gradient need never exist.
         """
-        return ((parameter, total) for parameter, total, _ in self._close())
+        return _one_by_one(self._close())
 
-    def factored_sums(self) -> Iterator[FactoredSum]:
-        """As `clipped_sums`, with the factor of a lone sample left to the caller: see `MicroBatch.sums`."""
+    def factored_sums(self) -> Iterator[SumBatch]:
+        """As `clipped_sums`, many at a time, and per-sample gradients that are kept are left to the caller to sum."""
         return self._close(factored=True)
 
-    def _close(self, *, into: RunningSum | None = None, factored: bool = False) -> Iterator[FactoredSum]:
+    def _close(self, *, into: RunningSum | None = None, factored: bool = False) -> Iterator[SumBatch]:
         """Close the micro-batch: its norms and factors now, its sums as they are iterated over."""
         refuse_hooks(self._slots.values(), guards=1)
         recorded = self.state.close()
@@ -284,7 +284,7 @@ class FlashEngine:
 
     def _iterate(
         self, micro: MicroBatch, device: str, into: RunningSum | None, factored: bool
-    ) -> Iterator[FactoredSum]:
+    ) -> Iterator[SumBatch]:
         done = set(map(id, micro.parameters))
         batches = micro.sums(into=into, factored=factored)
         del micro
@@ -293,17 +293,16 @@ class FlashEngine:
                 batch = next(batches, None)
             if batch is None:
                 break
-            batch.reverse()
-            while batch:
-                yield batch.pop()
+            yield batch
+            del batch
         yield from self._zeros(done, into)
 
-    def _zeros(self, done: set[int], into: RunningSum | None) -> Iterator[FactoredSum]:
+    def _zeros(self, done: set[int], into: RunningSum | None) -> Iterator[SumBatch]:
         """Trainable parameters that nothing reached."""
         for parameter in self._slots:
             if parameter.requires_grad and id(parameter) not in done:
                 existing = into(parameter) if into else None
-                yield parameter, torch.zeros_like(parameter) if existing is None else existing, None
+                yield SumBatch([parameter], [torch.zeros_like(parameter) if existing is None else existing], None)
 
     def zero_grad(self, set_to_none: bool = True) -> bool:
         """Drop what backward has left, and the gradients; inside a logical batch they stay, and the answer is False."""
@@ -334,6 +333,15 @@ class FlashEngine:
         """The modules that run sample by sample through torch.func.vmap, the largest first."""
         opaque = {tap.module for tap in self._taps if isinstance(tap, OpaqueTap)}
         return describe_opaque(self.model, ((n, m) for n, m in self.model.named_modules() if m in opaque))
+
+
+def _one_by_one(batches: Iterator[SumBatch]) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """(parameter, sum), each let go as the next one is asked for."""
+    for parameters, sums, _ in batches:
+        parameters.reverse()
+        sums.reverse()
+        while sums:
+            yield parameters.pop(), sums.pop()
 
 
 def _no_autocast(device: str) -> AbstractContextManager[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -17,8 +18,19 @@ from dpscope.flash.step_state import Recorded
 # Sums of at most about this size are made at once: few launches, and x and g are freed as they come.
 GROUP_BYTES = 1 << 30
 
-FactoredSum = tuple[nn.Parameter, Tensor, Tensor | None]
 RunningSum = Callable[[nn.Parameter], Tensor | None]
+
+
+class SumBatch(NamedTuple):
+    """Clipped sums that were made at once, in columns: a step has hundreds of them, and the host is in a hurry.
+
+    The sum of parameter i is Σ_b factors_b·tensors[i]_b, with tensors[i]: (B, *shape), or tensors[i] itself where
+    factors is None. A sample whose factor is 0 is to be ignored: it may hold NaN.
+    """
+
+    parameters: list[nn.Parameter]
+    tensors: list[Tensor]
+    factors: Tensor | None
 
 
 class MicroBatch:
@@ -41,10 +53,12 @@ class MicroBatch:
             for contribution in contributions:
                 contribution.check_unchanged(slot.name)
             uses = len(contributions)
-            parts = combine(contributions, slot.parameter.dtype, rules)
-            contributions.clear()  # what was put together need not outlive this
             if uses > 1:
+                parts = combine(contributions, slot.parameter.dtype, rules)
                 describe_combined(slot, parts, uses)
+            else:
+                parts = (contributions[0],)
+            contributions.clear()  # what was put together need not outlive this
             self._parts.append(parts)
         device = self.parameters[0].device
         norm_sum = NormSum(self.size, device)
@@ -53,21 +67,20 @@ class MicroBatch:
         multiplier = (self.size if mean else 1) / loss_scale
         self.clipping: Factors = clip_factors(norm_sum.result(), max_grad_norm, multiplier)
 
-    def sums(self, *, into: RunningSum | None, factored: bool) -> Iterator[list[FactoredSum]]:
-        """(parameter, tensor, factors): the clipped sum is Σ_b factors_b·tensor_b, or the tensor where factors is None.
+    def sums(self, *, into: RunningSum | None, factored: bool) -> Iterator[SumBatch]:
+        """The clipped sums, every parameter once. What a batch was made of is freed before it is handed out.
 
-        They come in batches of sums, each made at once; what one was made of is freed before it is handed out.
-        `factored`: per-sample gradients that are kept come as they are, (B, *shape), with the factors (B,), so that a
-        fused update may sum them in its own pass; where a factor is 0 the sample is to be ignored, for it may hold
-        NaN. `into`: what a parameter's sum is added into, where there is something. Sums are as wide as they were
-        accumulated, so that noise can be added before they are rounded to a half-precision parameter's dtype.
+        `factored`: per-sample gradients that are kept come as they are, with the factors, so that a fused update may
+        sum them in its own pass. `into`: what a parameter's sum is added into, where there is something. Sums are as
+        wide as they were accumulated, so that noise can be added before they are rounded to a half-precision
+        parameter's dtype.
         """
         scale = self.clipping.scale
         for group in self._groups():
             yield self._sum_group(group, scale, into=into, factored=factored)
         for index, parameter in enumerate(self.parameters):
             if self._parts[index]:
-                yield [(parameter, self._sum(index, scale, into=into), None)]
+                yield SumBatch([parameter], [self._sum(index, scale, into=into)], None)
 
     def _groups(self) -> list[list[int]]:
         """Parameters that are summed in one launch: products of equal shapes; per-sample gradients that are kept."""
@@ -86,17 +99,16 @@ class MicroBatch:
 
     def _sum_group(
         self, group: list[int], scale: Tensor, *, into: RunningSum | None, factored: bool
-    ) -> list[FactoredSum]:
+    ) -> SumBatch:
         parameters = [self.parameters[index] for index in group]
-        outs = [into(p) if into else None for p in parameters]
         kept = [part.values for index in group for part in self._parts[index] if isinstance(part, Kept)]
         outers = [part for index in group for part in self._parts[index] if isinstance(part, Outer)]
         for index in group:
             self._parts[index] = ()
         if kept and factored:
-            return [(p, values, scale) for p, values in zip(parameters, kept, strict=True)]
-        totals = kept_sums(kept, scale, outs=outs) if kept else outer_sums(outers, scale, outs)
-        return [(p, total, None) for p, total in zip(parameters, totals, strict=True)]
+            return SumBatch(parameters, kept, scale)
+        outs = [into(p) if into else None for p in parameters]
+        return SumBatch(parameters, kept_sums(kept, scale, outs=outs) if kept else outer_sums(outers, scale, outs), None)
 
     def _sum(self, index: int, scale: Tensor, *, into: RunningSum | None) -> Tensor:
         """The parameter's clipped sum; what it was made of is let go."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from dpscope.flash.kernels.fused_update import fused_adam_, fused_sgd_
 from dpscope.flash.kernels.noise import add_noise_
 from dpscope.flash.kernels.triton_runtime import use_triton
-from dpscope.flash.microbatch import FactoredSum
+from dpscope.flash.microbatch import SumBatch
 from dpscope.flash.noise_source import NoiseSource
 
 # Sums are handed to the fused update in pieces of about this size: few launches, and little of the gradient at a time.
@@ -56,7 +57,7 @@ class FusedUpdate:
         self._update = _RULES[type(optimizer)]
         # (counter, its version, its value) by parameter: torch's own counters may live on the device. Whoever else
         # moves or replaces one changes its version or identity, and it is read again.
-        self._steps: dict[int, tuple[Tensor, int, int]] = {}
+        self._steps: dict[nn.Parameter, tuple[Tensor, int, int]] = {}
 
     @staticmethod
     def supports(optimizer: Optimizer) -> bool:
@@ -79,30 +80,31 @@ class FusedUpdate:
         )
 
     @torch.no_grad()
-    def __call__(self, sums: Iterable[FactoredSum], how: Privatisation) -> None:
+    def __call__(self, batches: Iterable[SumBatch], how: Privatisation) -> None:
         """Update every parameter that comes with a clipped sum, piece by piece as sums arrive."""
-        groups = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
+        groups = {p: group for group in self.optimizer.param_groups for p in group["params"]}
         starts = how.noise.starts(self.optimizer)
         seed, offset = how.noise.draw()
         privacy = {"grad_scale": how.grad_scale, "noise_std": how.noise_std, "seed": seed, "offset": offset}
         pieces: dict[tuple[int, int, bool], _Piece] = {}
         waiting = 0
-        for parameter, total, factors in sums:
-            group = groups.get(id(parameter))
-            if group is None or not parameter.requires_grad:  # frozen since backward
-                continue
-            step = self._next_step(parameter)
-            key = (id(group), step, factors is None)
-            piece = pieces.get(key)
-            if piece is None:
-                piece = pieces[key] = _Piece(group, step, factors)
-            piece.parameters.append(parameter)
-            piece.sums.append(total)
-            piece.starts.append(starts[parameter])
-            waiting += 4 * parameter.numel()  # however many samples: a launch's tables are kept for the next step
-            if waiting >= PIECE_BYTES:
-                self._apply(pieces, privacy)
-                waiting = 0
+        for parameters, sums, factors in batches:
+            for parameter, total in zip(parameters, sums, strict=True):
+                group = groups.get(parameter)
+                if group is None or not parameter.requires_grad:  # frozen since backward
+                    continue
+                step = self._next_step(parameter)
+                key = (id(group), step, factors is None)
+                piece = pieces.get(key)
+                if piece is None:
+                    piece = pieces[key] = _Piece(group, step, factors)
+                piece.parameters.append(parameter)
+                piece.sums.append(total)
+                piece.starts.append(starts[parameter])
+                waiting += 4 * parameter.numel()  # however many samples: a launch's tables are kept for the next step
+                if waiting >= PIECE_BYTES:
+                    self._apply(pieces, privacy)
+                    waiting = 0
         self._apply(pieces, privacy)
 
     def _next_step(self, parameter: nn.Parameter) -> int:
@@ -111,19 +113,16 @@ class FusedUpdate:
         counter = None if state is None else state.get("step")
         if counter is None:
             return 1
-        known = self._steps.get(id(parameter))
+        known = self._steps.get(parameter)
         if known is not None and known[0] is counter and known[1] == counter._version:
             return known[2] + 1
         return int(counter) + 1
 
     def _apply(self, pieces: dict[tuple[int, int, bool], _Piece], privacy: dict[str, Any]) -> None:
         for piece in pieces.values():
-            self._update(piece, self.optimizer.state, {**privacy, "factors": piece.factors})
-            for parameter in piece.parameters:
-                state = self.optimizer.state.get(parameter)
-                counter = None if state is None else state.get("step")
-                if isinstance(counter, Tensor):
-                    self._steps[id(parameter)] = (counter, counter._version, piece.step)
+            counters = self._update(piece, self.optimizer.state, {**privacy, "factors": piece.factors})
+            versions = [counter._version for counter in counters]
+            self._steps.update(zip(piece.parameters, zip(counters, versions, repeat(piece.step)), strict=False))
         pieces.clear()
 
 
@@ -140,10 +139,10 @@ class _Piece:
 
 
 _State = MutableMapping[Any, dict[str, Any]]  # torch's: makes an entry when one is asked for
-_Rule = Callable[[_Piece, _State, dict[str, Any]], None]
+_Rule = Callable[[_Piece, _State, dict[str, Any]], list[Tensor]]  # gives back the counters of steps, if there are any
 
 
-def _sgd(piece: _Piece, state_of: _State, privacy: dict[str, Any]) -> None:
+def _sgd(piece: _Piece, state_of: _State, privacy: dict[str, Any]) -> list[Tensor]:
     group = piece.group
     buffers: list[Tensor] = []
     fresh = [True] * len(piece.parameters)
@@ -167,9 +166,10 @@ def _sgd(piece: _Piece, state_of: _State, privacy: dict[str, Any]) -> None:
             **options,
             **privacy,
         )
+    return []
 
 
-def _adam(piece: _Piece, state_of: _State, privacy: dict[str, Any], *, decoupled: bool = False) -> None:
+def _adam(piece: _Piece, state_of: _State, privacy: dict[str, Any], *, decoupled: bool = False) -> list[Tensor]:
     group = piece.group
     states = [state_of[parameter] for parameter in piece.parameters]
     moments = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])]
@@ -180,7 +180,8 @@ def _adam(piece: _Piece, state_of: _State, privacy: dict[str, Any], *, decoupled
         for moment in moments:
             if moment not in state:
                 state[moment] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-    torch._foreach_add_([state["step"] for state in states], 1)
+    counters = [state["step"] for state in states]
+    torch._foreach_add_(counters, 1)
     fused_adam_(
         piece.parameters,
         piece.sums,
@@ -193,10 +194,11 @@ def _adam(piece: _Piece, state_of: _State, privacy: dict[str, Any], *, decoupled
         **{key: group[key] for key in ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")},
         **privacy,
     )
+    return counters
 
 
-def _adamw(piece: _Piece, state_of: _State, privacy: dict[str, Any]) -> None:
-    _adam(piece, state_of, privacy, decoupled=True)
+def _adamw(piece: _Piece, state_of: _State, privacy: dict[str, Any]) -> list[Tensor]:
+    return _adam(piece, state_of, privacy, decoupled=True)
 
 
 _RULES: dict[type[Optimizer], _Rule] = {SGD: _sgd, Adam: _adam, AdamW: _adamw}

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from dpscope.errors import UserError
 from dpscope.flash.distributed import refuse_several_processes
 from dpscope.flash.engine import FlashEngine
+from dpscope.flash.microbatch import SumBatch
 from dpscope.flash.noise_source import NoiseSource
 from dpscope.flash.optimizer import FusedUpdate, Privatisation, privatise_gradients
 
@@ -186,10 +187,11 @@ class DPFlashOptimizer(DPOptimizer):
         running = self.engine.running_sums.get
         if any(running(p) is not None for p in self.params):  # earlier micro-batches
             self.clip_and_accumulate()
-            sums = [(p, total, None) for p in self.params if (total := running(p)) is not None]
+            summed = [p for p in self.params if running(p) is not None]
+            sums = [total for p in summed if (total := running(p)) is not None]
             how = self._privatisation()
             self._account()
-            self._fused_update(sums, how)
+            self._fused_update([SumBatch(summed, sums, None)], how)
             self.engine.clear_gradients()
         else:
             stream = self.engine.factored_sums()

@@ -73,9 +73,6 @@ class ZeroGradTap(EngineTap):
         return self.original(*args, **kwargs) if self.engine.zero_grad(*args, **kwargs) else None
 
 
-_unsafe_view = torch.ops.aten._unsafe_view.default
-
-
 class Tapped(torch.autograd.Function):
     """One tapped call: `tap.forward` and `tap.backward` do the work.
 
@@ -94,7 +91,7 @@ class Tapped(torch.autograd.Function):
         ctx.empty = x.shape if x.shape[0] == 0 else None
         output: Tensor = tap.forward(ctx, x) if ctx.empty is None else tap.original(x)
         if output._is_view():  # autograd forbids in-place operations on views made in here, such as ReLU(inplace=True)
-            output = _unsafe_view(output, output.shape)
+            (output,) = torch.unsafe_chunk(output, 1)
         return output
 
     @staticmethod
@@ -117,6 +114,10 @@ class Tapped(torch.autograd.Function):
             with torch.autocast(device, enabled=False):
                 return None, tap.backward(ctx, g), None, None
         return None, tap.backward(ctx, g), None, None
+
+
+# What Function.apply calls after it has looked for torch.func's transforms, which taps do not run in (`admit` refuses).
+_apply_tapped = super(torch.autograd.Function, Tapped).apply  # type: ignore[misc]
 
 
 def check_backward(tap: TapOfSamples, generation: int) -> None:
@@ -212,7 +213,7 @@ class LayerTap(TapOfSamples):
         return run.answer(self, self.original(x), shared=shared)
 
     def apply(self, x: Tensor, live: list[bool]) -> Any:
-        return Tapped.apply(self, x, live, self.engine.anchor)  # type: ignore[no-untyped-call]
+        return _apply_tapped(self, x, live, self.engine.anchor)
 
     def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """x, weight and bias of a matrix product or convolution, as autocast would hand them to it."""
@@ -235,7 +236,8 @@ class LayerTap(TapOfSamples):
         """Give the engine per-sample gradients (B, ...) of the parameter `names[index]`; it may overwrite them."""
         slot = self.slots[index]
         assert slot is not None
-        slot.describe("kept", "per-sample sums over positions, taken in backward", {"": gradients.shape})
+        if slot.shapes.get("") != gradients.shape:
+            slot.describe("kept", "per-sample sums over positions, taken in backward", {"": gradients.shape})
         self.engine.add(slot, Kept(gradients.view(-1, *slot.parameter.shape)))
 
     def forward(self, ctx: Any, x: Tensor) -> Tensor:

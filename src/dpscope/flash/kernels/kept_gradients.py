@@ -112,7 +112,7 @@ def kept_sums(
 
 
 def checked_factors(factors: Tensor, values: Sequence[Tensor]) -> Tensor:
-    if factors.dim() != 1 or not factors.is_floating_point() or any(len(v) != len(factors) for v in values):
+    if factors.dim() != 1 or not factors.is_floating_point() or any(v.shape[0] != factors.shape[0] for v in values):
         raise ValueError(
             f"expected one floating-point factor a sample, got {tuple(factors.shape)} {factors.dtype} for "
             f"{sorted({len(v) for v in values})} samples"

@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import accumulate, chain
 from operator import attrgetter, or_
 from typing import Any, NamedTuple
@@ -36,7 +37,7 @@ class Cut(NamedTuple):
 # Measured on an H200 over 1.14B parameters (2026-11-15): 7.87 ms for AdamW with noise, against 8.05 with block = 2048.
 CUT = Cut(chunk=16384, block=1024)
 
-_SHAPE, _DTYPE, _DEVICE = attrgetter("shape"), attrgetter("dtype"), attrgetter("device")
+_DTYPE, _DEVICE = attrgetter("dtype"), attrgetter("device")
 
 
 def noise_starts(tensors: Sequence[Tensor], first: int = 0) -> list[int]:
@@ -128,31 +129,41 @@ def list_launches(
 
 def _common_sizes(columns: Sequence[Sequence[Tensor]], stacked: int | None) -> list[int]:
     """Elements of the tensors of each index; in the column `stacked`, of one sample."""
-    shapes: list[torch.Size] | None = None
+    samples = 1
+    if stacked is not None:
+        batches = {tensor.shape[0] for tensor in columns[stacked]}
+        if len(batches) > 1:
+            raise ValueError(f"expected as many samples in every tensor, got {sorted(batches)}")
+        (samples,) = batches
+    sizes: list[int] | None = None
     for number, column in enumerate(columns):
-        own = [shape[1:] for shape in map(_SHAPE, column)] if number == stacked else list(map(_SHAPE, column))
-        if shapes is None:
-            shapes = own
-        elif own != shapes:
-            if len(own) != len(shapes):
+        own = list(map(Tensor.numel, column))
+        if number == stacked:
+            own = [size // samples for size in own] if samples else [tensor.shape[1:].numel() for tensor in column]
+        if sizes is None:
+            sizes = own
+        elif own != sizes:
+            if len(own) != len(sizes):
                 raise ValueError(
                     f"expected one tensor a parameter in every list, got {[len(each) for each in columns]}"
                 )
-            i = next(i for i, shape in enumerate(shapes) if own[i] != shape)
+            i = next(i for i, size in enumerate(sizes) if own[i] != size)
             raise ValueError(f"parameter {i}: shapes differ, {[tuple(each[i].shape) for each in columns]}")
-    assert shapes is not None
-    if stacked is None:
-        return list(map(Tensor.numel, columns[0]))
-    samples = {len(tensor) for tensor in columns[stacked]}
-    if len(samples) > 1:
-        raise ValueError(f"expected as many samples in every tensor, got {sorted(samples)}")
-    return [shape.numel() for shape in shapes]
+    assert sizes is not None
+    return sizes
 
 
 def _kinds(
     columns: Sequence[Sequence[Tensor]], sizes: list[int], pointers: list[list[int]]
 ) -> dict[tuple[Any, ...], list[int]]:
     """The indices by (device, whether 16-byte loads and stores are possible, whether elements lie in order, dtypes)."""
+    if all(tensor.is_contiguous() for column in columns for tensor in column):
+        devices, dtypes_of = set(map(Tensor.get_device, columns[0])), [set(map(_DTYPE, column)) for column in columns]
+        if len(devices) == 1 and all(len(types) == 1 for types in dtypes_of):  # as a rule
+            types = tuple(next(iter(types)) for types in dtypes_of)
+            bits = reduce(or_, chain(*pointers), reduce(or_, sizes) * 2)
+            if bits % 16 == 0:
+                return {(columns[0][0].device, True, True, types): list(range(len(sizes)))}
     in_order = map(all, zip(*(map(Tensor.is_contiguous, column) for column in columns), strict=True))
     dtypes = zip(*(map(_DTYPE, column) for column in columns), strict=True)
     low_bits: Iterable[int] = (2 * size for size in sizes)  # eight elements, of two bytes each at least
