@@ -4,8 +4,8 @@
 
 A step whose kernels are short waits for Python: what counts then is how long the host takes to give out the work. The
 model is the decoder of `dpscope compare`, with as many layers but very narrow, so that nothing but the host's time is
-left. On a CPU the kernels of flash clipping are not run: their arguments and tables are made as for a GPU, and the launch
-itself is left out. So the results are wrong numbers and right times; on a CUDA device everything runs.
+left. On a CPU the kernels of flash clipping are not run: their arguments and tables are made as for a GPU, and the
+launch itself is left out. So the results are wrong numbers and right times; on a CUDA device everything runs.
 
 Times are of the thread that trains, and do not count while others have its core: medians, and the shortest.
 """
@@ -23,10 +23,11 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-os.environ.setdefault("TRITON_INTERPRET", "1")  # so that kernels can be defined where there is no GPU
-
 import torch
 import torch.nn.functional as F
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # so that kernels can be defined where there is no GPU
 
 from dpscope.flash import kernels
 from dpscope.flash.engine import FlashEngine
@@ -61,7 +62,7 @@ def leave_out_launches() -> None:
                 module.is_hopper = lambda device: True
             elif type(value).__module__.startswith("triton.runtime") and name.endswith("_kernel"):
                 setattr(module, name, NotLaunched(name))
-    import dpscope.flash.optimizer as optimizer
+    from dpscope.flash import optimizer
 
     optimizer.use_triton = lambda backend, device, *, served, why_not="": True
 

@@ -282,9 +282,7 @@ class FlashEngine:
         self.nonfinite_samples = dropped if self.nonfinite_samples is None else self.nonfinite_samples + dropped
         return micro
 
-    def _iterate(
-        self, micro: MicroBatch, device: str, into: RunningSum | None, factored: bool
-    ) -> Iterator[SumBatch]:
+    def _iterate(self, micro: MicroBatch, device: str, into: RunningSum | None, factored: bool) -> Iterator[SumBatch]:
         done = set(map(id, micro.parameters))
         batches = micro.sums(into=into, factored=factored)
         del micro

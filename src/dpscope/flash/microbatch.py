@@ -97,9 +97,7 @@ class MicroBatch:
                     del sizes[key]
         return [*full, *open_groups.values()]
 
-    def _sum_group(
-        self, group: list[int], scale: Tensor, *, into: RunningSum | None, factored: bool
-    ) -> SumBatch:
+    def _sum_group(self, group: list[int], scale: Tensor, *, into: RunningSum | None, factored: bool) -> SumBatch:
         parameters = [self.parameters[index] for index in group]
         kept = [part.values for index in group for part in self._parts[index] if isinstance(part, Kept)]
         outers = [part for index in group for part in self._parts[index] if isinstance(part, Outer)]
@@ -108,7 +106,9 @@ class MicroBatch:
         if kept and factored:
             return SumBatch(parameters, kept, scale)
         outs = [into(p) if into else None for p in parameters]
-        return SumBatch(parameters, kept_sums(kept, scale, outs=outs) if kept else outer_sums(outers, scale, outs), None)
+        return SumBatch(
+            parameters, kept_sums(kept, scale, outs=outs) if kept else outer_sums(outers, scale, outs), None
+        )
 
     def _sum(self, index: int, scale: Tensor, *, into: RunningSum | None) -> Tensor:
         """The parameter's clipped sum; what it was made of is let go."""

@@ -57,7 +57,7 @@ class FusedUpdate:
         self._update = _RULES[type(optimizer)]
         # (counter, its version, its value) by parameter: torch's own counters may live on the device. Whoever else
         # moves or replaces one changes its version or identity, and it is read again.
-        self._steps: dict[nn.Parameter, tuple[Tensor, int, int]] = {}
+        self._steps: dict[int, tuple[Tensor, int, int]] = {}
 
     @staticmethod
     def supports(optimizer: Optimizer) -> bool:
@@ -82,48 +82,67 @@ class FusedUpdate:
     @torch.no_grad()
     def __call__(self, batches: Iterable[SumBatch], how: Privatisation) -> None:
         """Update every parameter that comes with a clipped sum, piece by piece as sums arrive."""
-        groups = {p: group for group in self.optimizer.param_groups for p in group["params"]}
-        starts = how.noise.starts(self.optimizer)
+        optimizer = self.optimizer
+        groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        starts = how.noise.starts(optimizer)
         seed, offset = how.noise.draw()
         privacy = {"grad_scale": how.grad_scale, "noise_std": how.noise_std, "seed": seed, "offset": offset}
-        pieces: dict[tuple[int, int, bool], _Piece] = {}
+        pieces: dict[_Kind, _Piece] = {}
         waiting = 0
         for parameters, sums, factors in batches:
-            for parameter, total in zip(parameters, sums, strict=True):
-                group = groups.get(parameter)
-                if group is None or not parameter.requires_grad:  # frozen since backward
-                    continue
-                step = self._next_step(parameter)
-                key = (id(group), step, factors is None)
-                piece = pieces.get(key)
-                if piece is None:
-                    piece = pieces[key] = _Piece(group, step, factors)
-                piece.parameters.append(parameter)
-                piece.sums.append(total)
-                piece.starts.append(starts[parameter])
-                waiting += 4 * parameter.numel()  # however many samples: a launch's tables are kept for the next step
-                if waiting >= PIECE_BYTES:
-                    self._apply(pieces, privacy)
-                    waiting = 0
+            for kind, chosen in self._kinds(parameters, groups, factors is None).items():
+                if kind not in pieces:
+                    pieces[kind] = _Piece(groups[id(parameters[chosen[0]])], kind[1], factors)
+                whole = len(chosen) == len(parameters)
+                added = parameters if whole else [parameters[i] for i in chosen]
+                pieces[kind].parameters += added
+                pieces[kind].sums += sums if whole else [sums[i] for i in chosen]
+                pieces[kind].starts += map(starts.__getitem__, added)
+                waiting += 4 * sum(map(Tensor.numel, added))  # however many samples: tables are kept for the next step
+            if waiting >= PIECE_BYTES:
+                self._apply(pieces, privacy)
+                waiting = 0
         self._apply(pieces, privacy)
 
-    def _next_step(self, parameter: nn.Parameter) -> int:
-        """The number of this step for this parameter, counted from 1. Optimizers that keep no count get 1."""
-        state = self.optimizer.state.get(parameter)
-        counter = None if state is None else state.get("step")
-        if counter is None:
-            return 1
-        known = self._steps.get(parameter)
-        if known is not None and known[0] is counter and known[1] == counter._version:
-            return known[2] + 1
-        return int(counter) + 1
+    def _kinds(
+        self, parameters: list[nn.Parameter], groups: dict[int, dict[str, Any]], summed: bool
+    ) -> dict[_Kind, list[int]]:
+        """The parameters by what a launch has in common; those that were frozen since backward are in none."""
+        found = map(groups.get, map(id, parameters))
+        kinds: dict[_Kind, list[int]] = {}
+        steps = self._next_steps(parameters)
+        for i, kind in enumerate(zip(map(id, found), steps, repeat(summed), strict=False)):
+            kinds.setdefault(kind, []).append(i)
+        live = [id(p) in groups and p.requires_grad for p in parameters]
+        if all(live):
+            return kinds
+        kept = {kind: [i for i in chosen if live[i]] for kind, chosen in kinds.items()}
+        return {kind: chosen for kind, chosen in kept.items() if chosen}
 
-    def _apply(self, pieces: dict[tuple[int, int, bool], _Piece], privacy: dict[str, Any]) -> None:
+    def _next_steps(self, parameters: list[nn.Parameter]) -> list[int]:
+        """The number of this step for each parameter, counted from 1. Optimizers that keep no count get 1."""
+        steps: list[int] = []
+        for parameter, state in zip(parameters, map(self.optimizer.state.get, parameters), strict=True):
+            counter = None if state is None else state.get("step")
+            if counter is None:
+                steps.append(1)
+                continue
+            known = self._steps.get(id(parameter))
+            is_known = known is not None and known[0] is counter and known[1] == counter._version
+            steps.append((known[2] if known is not None and is_known else int(counter)) + 1)
+        return steps
+
+    def _apply(self, pieces: dict[_Kind, _Piece], privacy: dict[str, Any]) -> None:
         for piece in pieces.values():
             counters = self._update(piece, self.optimizer.state, {**privacy, "factors": piece.factors})
             versions = [counter._version for counter in counters]
-            self._steps.update(zip(piece.parameters, zip(counters, versions, repeat(piece.step)), strict=False))
+            self._steps.update(
+                zip(map(id, piece.parameters), zip(counters, versions, repeat(piece.step)), strict=False)
+            )
         pieces.clear()
+
+
+_Kind = tuple[int, int, bool]  # of a parameter: its group's id, its step, and whether its sum is made already
 
 
 @dataclass
@@ -139,7 +158,7 @@ class _Piece:
 
 
 _State = MutableMapping[Any, dict[str, Any]]  # torch's: makes an entry when one is asked for
-_Rule = Callable[[_Piece, _State, dict[str, Any]], list[Tensor]]  # gives back the counters of steps, if there are any
+_Rule = Callable[[_Piece, _State, dict[str, Any]], list[Tensor]]  # gives the counters of steps, if there are any
 
 
 def _sgd(piece: _Piece, state_of: _State, privacy: dict[str, Any]) -> list[Tensor]:

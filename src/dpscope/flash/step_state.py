@@ -180,6 +180,7 @@ class StepState:
             )
         was_recorded = self.recorded
         recorded = [(slot, slot.take()) for slot in self._touched]
+        self._touched.clear()
         self.drop()
         return recorded if was_recorded else None
 

@@ -117,7 +117,7 @@ class Tapped(torch.autograd.Function):
 
 
 # What Function.apply calls after it has looked for torch.func's transforms, which taps do not run in (`admit` refuses).
-_apply_tapped = super(torch.autograd.Function, Tapped).apply  # type: ignore[misc]
+_apply_tapped: Callable[..., Any] = super(torch.autograd.Function, Tapped).apply
 
 
 def check_backward(tap: TapOfSamples, generation: int) -> None:

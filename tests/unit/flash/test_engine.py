@@ -376,10 +376,11 @@ def test_the_stream_gives_what_finish_would_and_leaves_grad_alone(batch, stream)
         if stream == "clipped":
             found = {names[parameter]: total.clone() for parameter, total in engine.clipped_sums()}
         else:
-            for parameter, total, factors in engine.factored_sums():
-                found[names[parameter]] = (
-                    total.clone() if factors is None else torch.einsum("b,b...->...", factors.to(total), total)
-                )
+            for parameters, tensors, factors in engine.factored_sums():
+                for parameter, total in zip(parameters, tensors, strict=True):
+                    found[names[parameter]] = (
+                        total.clone() if factors is None else torch.einsum("b,b...->...", factors.to(total), total)
+                    )
     assert all(parameter.grad is None for parameter in model.parameters())
     assert_close(found, truth.clipped_sums)
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from dpscope.errors import UserError
 from dpscope.flash.kernels.noise import noise_values
+from dpscope.flash.microbatch import SumBatch
 from dpscope.flash.noise_source import NoiseSource
 from dpscope.flash.optimizer import FusedUpdate, Privatisation, privatise_gradients
 
@@ -35,7 +36,7 @@ def parameters(seed: int = 0) -> list[nn.Parameter]:
 
 
 def given(parameters, sums):
-    return [(parameter, total, None) for parameter, total in zip(parameters, sums, strict=True)]
+    return [SumBatch(list(parameters), list(sums), None)]
 
 
 def privatise(gradients: list[torch.Tensor], how: Privatisation) -> None:
@@ -141,7 +142,7 @@ def test_the_fused_update_adds_noise_of_the_promised_size() -> None:
     size, std, scale = 100_000, 2.0, 0.5
     parameter = nn.Parameter(torch.zeros(size))
     how = Privatisation(noise_std=std, grad_scale=scale, noise=NoiseSource(torch.Generator().manual_seed(5)))
-    FusedUpdate(torch.optim.SGD([parameter], lr=1.0))([(parameter, torch.full((size,), 3.0), None)], how)
+    FusedUpdate(torch.optim.SGD([parameter], lr=1.0))(given([parameter], [torch.full((size,), 3.0)]), how)
     applied = -parameter.detach() / scale
     assert abs(applied.mean().item() - 3.0) < 5 * std / math.sqrt(size)
     assert abs(applied.var().item() / std**2 - 1) < 5 * math.sqrt(2 / size)
@@ -150,9 +151,9 @@ def test_the_fused_update_adds_noise_of_the_promised_size() -> None:
 def test_samples_are_summed_by_their_factors_in_the_update() -> None:
     parameter = nn.Parameter(torch.zeros(4))
     update = FusedUpdate(torch.optim.SGD([parameter], lr=1.0))
-    update([(parameter, torch.tensor([[8.0] * 4, [1.0] * 4]), torch.tensor([0.125, 1.0]))], quiet(1.0))
+    update([SumBatch([parameter], [torch.tensor([[8.0] * 4, [1.0] * 4])], torch.tensor([0.125, 1.0]))], quiet(1.0))
     torch.testing.assert_close(parameter.detach(), torch.full((4,), -2.0))
-    update([(parameter, torch.full((1, 4), float("nan")), torch.tensor([0.0]))], quiet(1.0))
+    update([SumBatch([parameter], [torch.full((1, 4), float("nan"))], torch.tensor([0.0]))], quiet(1.0))
     torch.testing.assert_close(parameter.detach(), torch.full((4,), -2.0))
 
 
@@ -209,7 +210,7 @@ def noise_of(path: str) -> tuple[float, ...]:
     how = Privatisation(noise_std=1.0, grad_scale=1.0, noise=NoiseSource())
     if path == "fused":
         parameter = nn.Parameter(torch.zeros(8))
-        FusedUpdate(torch.optim.SGD([parameter], lr=1.0))([(parameter, torch.zeros(8), None)], how)
+        FusedUpdate(torch.optim.SGD([parameter], lr=1.0))(given([parameter], [torch.zeros(8)]), how)
         return tuple((-parameter.detach()).tolist())
     gradient = torch.zeros(8)
     privatise([gradient], how)

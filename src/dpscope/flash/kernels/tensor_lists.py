@@ -157,7 +157,7 @@ def _kinds(
     columns: Sequence[Sequence[Tensor]], sizes: list[int], pointers: list[list[int]]
 ) -> dict[tuple[Any, ...], list[int]]:
     """The indices by (device, whether 16-byte loads and stores are possible, whether elements lie in order, dtypes)."""
-    if all(tensor.is_contiguous() for column in columns for tensor in column):
+    if all(map(Tensor.is_contiguous, chain(*columns))):
         devices, dtypes_of = set(map(Tensor.get_device, columns[0])), [set(map(_DTYPE, column)) for column in columns]
         if len(devices) == 1 and all(len(types) == 1 for types in dtypes_of):  # as a rule
             types = tuple(next(iter(types)) for types in dtypes_of)
