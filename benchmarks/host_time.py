@@ -135,9 +135,9 @@ def main() -> None:
     for name, training in trainings.items():
         times = [training.times[phase][5:] for phase in PHASES]
         print(f"{name:10}" + "".join(f"{statistics.median(t):10.2f} ({min(t):5.2f})" for t in times))
-    for place, phase in enumerate(PHASES[:2]):
+    for phase in PHASES[:2]:
         more = min(trainings["flash"].times[phase][5:]) - min(trainings["standard"].times[phase][5:])
-        print(f"{phase}: {1e3 * more / taps:.1f} µs more a layer" + ("" if place else ", casts and taps"))
+        print(f"{phase}: {1e3 * more / taps:.1f} µs more a layer")
     if options.profile:
         profile = cProfile.Profile()
         profile.enable()
