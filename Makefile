@@ -7,7 +7,7 @@ DEMO   := dpscope-results/demo
 # On every core, a file of tests at a time, those that take longest first (tests/conftest.py).
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --no-loadscope-reorder
 
-.PHONY: help demo lint test-fast test matrix wheel clean
+.PHONY: help demo lint test-fast test docs matrix wheel clean
 
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -36,6 +36,9 @@ test-fast: $(READY)  ## the tests that start no process and take no seconds: for
 test: lint  ## lint, types and all tests
 	@echo "==> pytest"; $(PYTEST)
 
+docs: $(READY)  ## the site, as plain files that need no network: site/index.html
+	@$(BIN)/python docs/site/build.py site
+
 matrix:  ## the tests in the oldest and newest versions of Python and torch that can be had here
 	@.ci/matrix
 
@@ -44,4 +47,4 @@ wheel: $(READY)  ## build dist/dpscope-VERSION-py3-none-any.whl, to install anyw
 	@ls dist/*.whl
 
 clean:  ## remove the virtual environments and caches
-	rm -rf $(VENV) .matrix node_modules .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .matrix node_modules .mypy_cache .pytest_cache .ruff_cache .sphinx_cache site

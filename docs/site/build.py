@@ -1,0 +1,28 @@
+"""Build the site: `python docs/site/build.py FOLDER`. Every warning, a dead link among them, is an error."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+
+
+def build(folder: Path) -> int:
+    """Write the site into `folder` and return Sphinx's exit code."""
+    from sphinx.cmd.build import main
+
+    cache = folder.absolute().parent / ".sphinx_cache"  # beside the site, which holds pages only
+    flags = ["--quiet", "--fail-on-warning", "--keep-going"]
+    return main([*flags, "-c", str(HERE), "-d", str(cache), str(ROOT), str(folder)])
+
+
+if __name__ == "__main__":
+    if importlib.util.find_spec("sphinx") is None:
+        sys.exit("Error: the site needs Sphinx, on Python 3.11 or newer: pip install '.[docs]'")
+    folder = Path(sys.argv[1])
+    if code := build(folder):
+        sys.exit(code)
+    print(f"Open: {folder / 'index.html'}")

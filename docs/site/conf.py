@@ -1,0 +1,83 @@
+"""The site of `make docs`: every page of the repository, where it lies, so that links work here and on GitHub."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+sys.path[:0] = [str(HERE), str(ROOT / "src")]
+
+from dpscope.vocabulary.version import __version__  # noqa: E402
+
+project = "dpscope"
+author = "the dpscope authors"
+release = version = __version__
+html_show_copyright = False
+
+root_doc = "docs/index"
+include_patterns = [
+    "*.md",
+    "docs/*.md",
+    "docs/zh/*.md",
+    "benchmarks/results/*.md",
+    "tutorials/**.ipynb",
+    "tutorials/**.md",
+]
+# Folders that need no look. A notebook that is kept as text too is one page, the one with the outputs.
+exclude_patterns = [".*", "node_modules", "site", "src", "tests"] + [
+    str(text.relative_to(ROOT)) for text in ROOT.glob("tutorials/**/*.md") if text.with_suffix(".ipynb").exists()
+]
+
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx_click",
+    "docstrings",
+    "repository_files",
+    "languages",
+]
+myst_heading_anchors = 3
+nb_execution_mode = "off"  # notebooks carry their outputs
+# Until the first tutorial is there.
+logging.getLogger("sphinx.sphinx.directives.other").addFilter(lambda record: "glob pattern" not in record.msg)
+
+# The public names are loaded when they are asked for; autodoc reads only those that are there.
+for name in ("dpscope", "dpscope.flash"):
+    module = importlib.import_module(name)
+    vars(module).update({public: getattr(module, public) for public in module.__all__})
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+default_role = "literal"  # docstrings write `names` as Markdown does
+smartquotes = False  # two hyphens begin a flag
+nitpicky = True
+nitpick_ignore_regex = [("py:.*", ".*")]  # types in signatures: other projects', or the package's own business
+
+html_theme = "furo"
+html_title = "dpscope"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
+html_js_files = ["offline.js"]
+html_extra_path = ["start"]
+html_copy_source = False
+html_show_sphinx = False
+html_sidebars = {
+    "**": [
+        "sidebar/brand.html",
+        "sidebar/search.html",
+        "sidebar/language.html",
+        "sidebar/scroll-start.html",
+        "sidebar/navigation.html",
+        "sidebar/scroll-end.html",
+    ]
+}
+templates_path = ["templates"]
+folder_pages = {"benchmarks/results": "docs/benchmarks", "examples": "docs/examples"}
+
+# Where files and folders that are no pages can be seen: GitHub says so where it builds the site.
+if "GITHUB_REPOSITORY" in os.environ:
+    repository_url = "{GITHUB_SERVER_URL}/{GITHUB_REPOSITORY}/tree/{GITHUB_SHA}/".format(**os.environ)
