@@ -164,6 +164,9 @@ CHANGES = {
     "batch_size": 3,
     "seq_len": 9,
     "dtype": "bf16",
+    "param_dtype": "bf16",  # which needs the dtype, too
+    "checkpoint_blocks": True,
+    "accumulate": 2,
     "optimizer": "sgd",
     "learning_rate": 2e-4,
     "noise_multiplier": 0.5,
@@ -176,7 +179,8 @@ CHANGES = {
 
 
 def test_changing_any_one_field_changes_the_digest_and_the_file_name(make_spec):
-    variants = [make_spec(), *(make_spec(**{name: value}) for name, value in CHANGES.items())]
+    needs = {"param_dtype": {"dtype": "bf16"}}
+    variants = [make_spec(), *(make_spec(**{name: value, **needs.get(name, {})}) for name, value in CHANGES.items())]
     assert {field.name for field in fields(RunSpec)} - {"instrument", "options"} == set(CHANGES)
     assert len({spec.digest for spec in variants}) == len(variants)
     assert len({spec.file_name for spec in variants}) == len(variants)
