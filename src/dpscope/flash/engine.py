@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dpscope.errors import UserError
 from dpscope.flash import layers
+from dpscope.flash.checkpointed_blocks import CheckpointedBlock, CheckpointedBlocks
 from dpscope.flash.contributions import Contribution
 from dpscope.flash.distributed import ReplicaTap, refuse_distributed_model
 from dpscope.flash.explanation import OpaqueUnit, PathTable, describe_opaque, explain_slots
@@ -34,8 +35,10 @@ from dpscope.flash.layers.opaque import OpaqueTap
 from dpscope.flash.memory_budget import MemoryBudget, MemoryLimit
 from dpscope.flash.microbatch import MicroBatch, RunningSum, SumBatch
 from dpscope.flash.module_state import BufferWatch
+from dpscope.flash.norms import Factors
 from dpscope.flash.parameter_hooks import refuse_hooks
 from dpscope.flash.paths import FORCEABLE, PathRules
+from dpscope.flash.recomputation import BlockPass
 from dpscope.flash.running_sums import RunningSums
 from dpscope.flash.slots import Slot
 from dpscope.flash.step_state import Recorded, StepState
@@ -84,12 +87,29 @@ class FlashEngine:
         self.factors: Tensor | None = None
         self.nonfinite_samples: Tensor | None = None
         self.refusal: type[UserError] = UserError  # raised where a forward pass refuses the model
+        self.block: CheckpointedBlock | None = None  # whose layers run now
         self._attach(batch_size_of)
         # Stands in for the parameters in autograd's graph: every tapped call has it as an input.
-        self.anchor = torch.zeros((), requires_grad=True, device="cpu")
-        self._anchor_node = torch.autograd.graph.get_gradient_edge(self.anchor).node
-        self._graph_task = -1
+        self._set_anchor(_leaf())
         self._recording = False
+        self.blocks: CheckpointedBlocks | None = None
+        if memory_budget is not None:  # without one, blocks hold what their layers leave
+            self.forwards.blocks = self.blocks = CheckpointedBlocks(self)
+
+    def _set_anchor(self, anchor: Tensor) -> None:
+        self.anchor = anchor
+        self._anchor_node = torch.autograd.graph.get_gradient_edge(anchor).node
+        self._graph_task = -1
+
+    @contextmanager
+    def own_anchor(self) -> Iterator[Tensor]:
+        """Inside, taps have an anchor that no graph from before leads to."""
+        before = self.anchor
+        self._set_anchor(_leaf())
+        try:
+            yield self.anchor
+        finally:
+            self._set_anchor(before)
 
     @property
     def max_grad_norm(self) -> float:
@@ -208,6 +228,8 @@ class FlashEngine:
         return self._slots[parameter]
 
     def add(self, slot: Slot, contribution: Contribution) -> None:
+        if self.blocks is not None and self.blocks.add(slot, contribution):
+            return
         self.path_rules.budget.begin_backward()
         self.state.record(slot)
         slot.add(contribution)
@@ -254,6 +276,7 @@ class FlashEngine:
     def _close(self, *, into: RunningSum | None = None, factored: bool = False) -> Iterator[SumBatch]:
         """Close the micro-batch: its norms and factors now, its sums as they are iterated over."""
         refuse_hooks(self._slots.values(), guards=1)
+        passes = [] if self.blocks is None else self.blocks.close()
         recorded = self.state.close()
         if not recorded:  # an empty batch, or no backward at all
             if recorded is not None:
@@ -262,16 +285,19 @@ class FlashEngine:
             return self._zeros(set(), into)
         device = recorded[0][0].parameter.device.type
         with _no_autocast(device):
-            micro = self._norm(recorded)
+            passes = self.blocks.reruns.separate(passes, recorded) if self.blocks is not None else []
+            micro = self._norm([(slot, parts) for slot, parts in recorded if parts], passes)
+            of_blocks = self._sum_again(passes, micro.clipping, into)
         self.path_rules.budget.close()
         self.state.count(micro.size, self.max_grad_norm)
-        return self._iterate(micro, device, into, factored)
+        return self._iterate(micro, of_blocks, device, into, factored)
 
     @torch.no_grad()
-    def _norm(self, recorded: Recorded) -> MicroBatch:
+    def _norm(self, recorded: Recorded, passes: list[BlockPass]) -> MicroBatch:
         scale = self.loss_scale() if callable(self.loss_scale) else self.loss_scale
         micro = MicroBatch(
             recorded,
+            normed=[each.norms for each in passes if each.norms is not None],
             rules=self.path_rules,
             max_grad_norm=self.max_grad_norm,
             mean=self.loss_reduction == "mean",
@@ -282,8 +308,23 @@ class FlashEngine:
         self.nonfinite_samples = dropped if self.nonfinite_samples is None else self.nonfinite_samples + dropped
         return micro
 
-    def _iterate(self, micro: MicroBatch, device: str, into: RunningSum | None, factored: bool) -> Iterator[SumBatch]:
-        done = set(map(id, micro.parameters))
+    def _sum_again(self, passes: list[BlockPass], clipping: Factors, into: RunningSum | None) -> SumBatch:
+        """The sums of checkpointed blocks that run again."""
+        if self.blocks is None or not passes:
+            return SumBatch([], [], None)
+        try:
+            return self.blocks.reruns.sums(passes, clipping, into)
+        except BaseException:
+            self.running_sums.clear()  # some of them are there, others are not
+            raise
+
+    def _iterate(
+        self, micro: MicroBatch, of_blocks: SumBatch, device: str, into: RunningSum | None, factored: bool
+    ) -> Iterator[SumBatch]:
+        done = {id(parameter) for parameter in (*micro.parameters, *of_blocks.parameters)}
+        if of_blocks.parameters:
+            yield of_blocks
+        del of_blocks
         batches = micro.sums(into=into, factored=factored)
         del micro
         while True:
@@ -325,7 +366,8 @@ class FlashEngine:
 
     def explain(self) -> PathTable:
         """One row a trainable parameter: which module, what was seen last, which path its norms take, and why."""
-        return explain_slots(slot for slot in self._slots.values() if slot.parameter.requires_grad)
+        blocks = () if self.blocks is None else self.blocks.choices.rows
+        return explain_slots((slot for slot in self._slots.values() if slot.parameter.requires_grad), blocks)
 
     def opaque_units(self) -> list[OpaqueUnit]:
         """The modules that run sample by sample through torch.func.vmap, the largest first."""
@@ -340,6 +382,10 @@ def _one_by_one(batches: Iterator[SumBatch]) -> Iterator[tuple[nn.Parameter, Ten
         sums.reverse()
         while sums:
             yield parameters.pop(), sums.pop()
+
+
+def _leaf() -> Tensor:
+    return torch.zeros((), requires_grad=True, device="cpu")
 
 
 def _no_autocast(device: str) -> AbstractContextManager[Any]:

@@ -28,11 +28,21 @@ class PathRow:
     why: str
 
 
-class PathTable(Sequence[PathRow]):
-    """Rows, and a table of them through str()."""
+@dataclass(frozen=True)
+class BlockRow:
+    """A checkpointed block under a memory budget: whether what its layers leave is held, or the block runs again."""
 
-    def __init__(self, rows: Iterable[PathRow]) -> None:
+    block: str
+    how: str  # "held" or "recomputed"
+    why: str
+
+
+class PathTable(Sequence[PathRow]):
+    """Rows, and a table of them through str(); below it, `blocks`: checkpointed ones, if there is a memory budget."""
+
+    def __init__(self, rows: Iterable[PathRow], blocks: Iterable[BlockRow] = ()) -> None:
         self.rows = list(rows)
+        self.blocks = list(blocks)
 
     def __getitem__(self, index: int) -> PathRow:  # type: ignore[override]
         return self.rows[index]
@@ -44,12 +54,17 @@ class PathTable(Sequence[PathRow]):
         return iter(self.rows)
 
     def __str__(self) -> str:
-        lines = [tuple(field.name for field in fields(PathRow)), *map(astuple, self.rows)]
-        widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-        return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+        tables = [_aligned(PathRow, self.rows), *([_aligned(BlockRow, self.blocks)] if self.blocks else [])]
+        return "\n\n".join(tables)
 
 
-def explain_slots(slots: Iterable[Slot]) -> PathTable:
+def _aligned(row_type: type[PathRow] | type[BlockRow], rows: Sequence[PathRow] | Sequence[BlockRow]) -> str:
+    lines = [tuple(field.name for field in fields(row_type)), *map(astuple, rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+
+
+def explain_slots(slots: Iterable[Slot], blocks: Iterable[BlockRow] = ()) -> PathTable:
     rows = []
     for slot in slots:
         path, why = "" if slot.decision is None else slot.decision.path, slot.why
@@ -57,7 +72,7 @@ def explain_slots(slots: Iterable[Slot]) -> PathTable:
             path, why = "", "used several times since the last step: decided when the micro-batch is closed"
         shapes = ", ".join(f"{name} {tuple(shape)}".lstrip() for name, shape in slot.shapes.items())
         rows.append(PathRow(slot.name, slot.module, slot.kind, shapes, path, why))
-    return PathTable(rows)
+    return PathTable(rows, blocks)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ belongs to sample b. The first time the root is called in some way, its forward 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -28,6 +28,14 @@ BatchSizeOf = Callable[[tuple[Any, ...], dict[str, Any]], int]  # of a call's ar
 class SampledLayer(Sampled, Protocol):
     def admit(self, x: Tensor) -> None:
         """Raise where x has no room for a batch dimension in front."""
+
+
+class WatchedBlocks(Protocol):
+    """Checkpointed blocks that are noted in forward passes."""
+
+    def begin_micro_batch(self) -> None: ...
+
+    def watching(self) -> AbstractContextManager[None]: ...
 
 
 def in_backward() -> bool:
@@ -52,6 +60,8 @@ class ForwardPasses:
         self.state = state
         self.batch_size_of = batch_size_of
         self.run: Run | None = None  # of a rehearsal
+        self.rerunning = False  # checkpointed blocks run again, after backward
+        self.blocks: WatchedBlocks | None = None
         self._budget = budget
         self._close = close
         self._buffers = buffers
@@ -71,8 +81,12 @@ class ForwardPasses:
 
     def _close_recorded(self) -> None:
         """A forward pass after a backward pass begins a new micro-batch."""
-        if self.state.recorded and not in_backward():
+        if self.state.recorded and not self.runs_again():
             self._close()
+
+    def runs_again(self) -> bool:
+        """Whether a forward pass now is that of a checkpoint, run again."""
+        return self.rerunning or in_backward()
 
     # -- the root ----------------------------------------------------------------------------------------------------
 
@@ -80,10 +94,12 @@ class ForwardPasses:
         """The root's forward, gradients enabled; the first time it is called in some way it is rehearsed."""
         refuse_ddp_forward()
         self._close_recorded()
-        again = in_backward()
+        again = self.runs_again()
         call = RootCall(forward, args, kwargs, self._count(args, kwargs))
         if self.state.micro_batch is CLOSED:
             self._budget.begin_forward()
+            if self.blocks is not None:
+                self.blocks.begin_micro_batch()
         self.state.open(call.batch, in_backward=again)
         outermost = self._depth == 0
         failure: Exception | None = None
@@ -95,7 +111,8 @@ class ForwardPasses:
         buffers = self._buffers.look()
         self._depth += 1
         try:
-            output = forward(*args, **kwargs)
+            with nullcontext() if again or self.blocks is None else self.blocks.watching():
+                output = forward(*args, **kwargs)
         finally:
             self._depth -= 1
             unknown = self._unknown
@@ -186,7 +203,7 @@ class ForwardPasses:
         """The number of samples, which the root's forward tells; outside of it, `batch_size_of`."""
         self._close_recorded()
         known = self._size()
-        if self._depth == 0 and self.batch_size_of is not None and not in_backward():
+        if self._depth == 0 and self.batch_size_of is not None and not self.runs_again():
             size = self.batch_size_of(args, kwargs)
             if known not in (None, size):
                 raise UserError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -34,18 +34,22 @@ class SumBatch(NamedTuple):
 
 
 class MicroBatch:
-    """On construction norms and factors are computed, sums are not yet."""
+    """On construction norms and factors are computed, sums are not yet.
+
+    `normed`: (B,) squared norms of parameters that are not among the recorded ones.
+    """
 
     def __init__(
         self,
         recorded: Recorded,
         *,
+        normed: Sequence[Tensor] = (),
         rules: PathRules,
         max_grad_norm: float,
         mean: bool,
         loss_scale: float | Tensor,
     ) -> None:
-        self.size = _common_batch_size(recorded)
+        self.size = _common_batch_size(recorded, normed)
         self.parameters = [slot.parameter for slot, _ in recorded]
         self._parts: list[tuple[Contribution, ...]] = []
         for slot, contributions in recorded:
@@ -60,8 +64,10 @@ class MicroBatch:
                 parts = (contributions[0],)
             contributions.clear()  # what was put together need not outlive this
             self._parts.append(parts)
-        device = self.parameters[0].device
+        device = normed[0].device if normed else self.parameters[0].device
         norm_sum = NormSum(self.size, device)
+        for squared in normed:
+            norm_sum.add(squared)
         for index, parts in enumerate(self._parts):
             self._parts[index] = norm_sum.add_parts(parts)
         multiplier = (self.size if mean else 1) / loss_scale
@@ -121,8 +127,8 @@ class MicroBatch:
         return out
 
 
-def _common_batch_size(recorded: Recorded) -> int:
-    sizes = {part.batch_size for _, contributions in recorded for part in contributions}
+def _common_batch_size(recorded: Recorded, normed: Sequence[Tensor]) -> int:
+    sizes = {part.batch_size for _, contributions in recorded for part in contributions} | set(map(len, normed))
     if len(sizes) > 1:
         raise UserError(
             f"one backward pass holds micro-batches of {sorted(sizes)} samples; flash clipping takes the forward "

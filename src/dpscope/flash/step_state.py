@@ -77,6 +77,7 @@ class StepState:
         self._samples = 0
         self._largest_clip = 0.0
         self._forbids_accumulation = False
+        self._forget: list[Callable[[], None]] = []
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
@@ -153,6 +154,10 @@ class StepState:
         finally:
             self._micro_batch, self._size = before
 
+    def when_dropped(self, forget: Callable[[], None]) -> None:
+        """`forget` is called where a micro-batch is dropped or closed."""
+        self._forget.append(forget)
+
     def forbid_accumulation(self) -> None:
         """From now on a step has one micro-batch: under Poisson sampling it is the whole draw."""
         self._forbids_accumulation = True
@@ -195,6 +200,8 @@ class StepState:
         for slot in self._touched:
             slot.take()
         self._touched.clear()
+        for forget in self._forget:
+            forget()
         if self._micro_batch is RECORDED:
             self._generation += 1
             self._size = None

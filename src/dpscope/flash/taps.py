@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar, NoReturn, Protocol
 
 import torch
@@ -20,6 +21,12 @@ from dpscope.flash.slots import Slot
 from dpscope.flash.step_state import StepState
 
 
+class LayerBlock(Protocol):
+    """A checkpointed block whose layers are told from others."""
+
+    def running(self) -> AbstractContextManager[None]: ...
+
+
 class Engine(Protocol):
     """What taps ask of the engine they belong to."""
 
@@ -30,6 +37,9 @@ class Engine(Protocol):
     cast: SharedCast
     anchor: Tensor
     refusal: type[UserError]
+
+    @property
+    def block(self) -> LayerBlock | None: ...
 
     def slot(self, parameter: Tensor | None) -> Slot: ...
 
@@ -87,6 +97,7 @@ class Tapped(torch.autograd.Function):
             x = x.resolve_neg()
         ctx.tap = tap
         ctx.live = live
+        ctx.block = tap.engine.block
         ctx.generation = tap.engine.state.generation
         ctx.empty = x.shape if x.shape[0] == 0 else None
         output: Tensor = tap.forward(ctx, x) if ctx.empty is None else tap.original(x)
@@ -109,11 +120,10 @@ class Tapped(torch.autograd.Function):
             g = g.resolve_neg()
         if not recording:
             return None, _input_gradient(ctx, g) if ctx.needs_input_grad[1] else None, None, None
-        device = g.device.type
-        if torch.is_autocast_enabled(device):  # backward() called inside the autocast context: no cast is wanted here
-            with torch.autocast(device, enabled=False):
-                return None, tap.backward(ctx, g), None, None
-        return None, tap.backward(ctx, g), None, None
+        if ctx.block is not None:
+            with ctx.block.running():
+                return None, _recorded_backward(ctx, g), None, None
+        return None, _recorded_backward(ctx, g), None, None
 
 
 # What Function.apply calls after it has looked for torch.func's transforms, which taps do not run in (`admit` refuses).
@@ -125,6 +135,17 @@ def check_backward(tap: TapOfSamples, generation: int) -> None:
     tap.engine.state.check_graph(tap.name, generation)
     if torch.is_grad_enabled():
         raise UserError("backward(create_graph=True) is not supported: per-sample gradients of gradients are not taken")
+
+
+def _recorded_backward(ctx: Any, g: Tensor) -> Tensor | None:
+    device = g.device.type
+    gradient: Tensor | None
+    if torch.is_autocast_enabled(device):  # backward() called inside the autocast context: no cast is wanted here
+        with torch.autocast(device, enabled=False):
+            gradient = ctx.tap.backward(ctx, g)
+    else:
+        gradient = ctx.tap.backward(ctx, g)
+    return gradient
 
 
 def _input_gradient(ctx: Any, g: Tensor) -> Tensor | None:

@@ -11,6 +11,7 @@ gradients (`unit_check`): one whose answer for a batch is not what it answers fo
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ class Expand(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, parameter: Tensor, batch: int, tap: OpaqueTap, slot: Slot) -> Tensor:
         ctx.tap, ctx.slot, ctx.generation = tap, slot, tap.engine.state.generation
+        ctx.block = tap.engine.block
         return parameter.expand(batch, *parameter.shape)
 
     @staticmethod
@@ -43,7 +45,8 @@ class Expand(torch.autograd.Function):
         check_backward(ctx.tap, ctx.generation)
         ctx.slot.describe("opaque", ctx.tap.why)
         if len(g):
-            engine.add(ctx.slot, Kept(g, owned=False))
+            with nullcontext() if ctx.block is None else ctx.block.running():
+                engine.add(ctx.slot, Kept(g, owned=False))
         else:
             engine.state.record()
         return (None,) * 5
@@ -80,8 +83,8 @@ class OpaqueTap(UnitTap):
             f"unit.{key}": Expand.apply(self.engine.anchor, slot.parameter.detach(), sample_call.batch, self, slot)  # type: ignore[no-untyped-call]
             for key, slot in live.items()
         }
-        # In backward it is a checkpointed forward that runs again: its state is written by the first.
-        output = self.run(sample_call, expanded, commit=torch._C._current_graph_task_id() == -1)
+        # The state of a checkpointed forward that runs again is written by the first.
+        output = self.run(sample_call, expanded, commit=not self.engine.forwards.runs_again())
         # A batched bias is added outside of autocast's sight: the module's own dtype is restored.
         dtypes = iter(self.dtypes.get(sample_call.kind(), ()))
         return pytree.tree_map(

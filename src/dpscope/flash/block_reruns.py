@@ -1,0 +1,139 @@
+"""Checkpointed blocks run again when a micro-batch is closed: their layers' contributions are summed where they arrive.
+
+No weight changes before the last block has run: sums are handed out afterwards. Random states, buffers and attributes
+of the model are put back.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from dpscope.errors import UserError
+from dpscope.flash.block_choices import BlockChoices
+from dpscope.flash.contributions import Contribution
+from dpscope.flash.forward_passes import ForwardPasses
+from dpscope.flash.microbatch import RunningSum, SumBatch
+from dpscope.flash.norms import Factors
+from dpscope.flash.paths import PathRules
+from dpscope.flash.recomputation import REPEATED, REPEATED_HALF, BlockPass, fingerprint_of
+from dpscope.flash.rehearsal_run import untouched
+from dpscope.flash.slots import Slot
+from dpscope.flash.step_state import Recorded, StepState
+
+Take = Callable[[Slot, Contribution], None]
+
+
+class RerunEngine(Protocol):
+    model: nn.Module
+    state: StepState
+    forwards: ForwardPasses
+    path_rules: PathRules
+
+    def own_anchor(self) -> AbstractContextManager[Tensor]: ...
+
+
+class BlockReruns:
+    """`take`: what becomes of contributions while blocks run again."""
+
+    def __init__(self, engine: RerunEngine, choices: BlockChoices) -> None:
+        self.engine = engine
+        self.choices = choices
+        self.take: Take | None = None
+        self.devices = list({p.device for p in engine.model.parameters() if p.device.type == "cuda"})
+        self._weights: list[tuple[nn.Parameter, int]] = []
+        self._modes: list[bool] = []
+
+    def note_model(self) -> None:
+        """A micro-batch's first block is to be run again: weights and modes have to stay what they are."""
+        self._weights = [(p, p._version) for p in self.engine.model.parameters()]
+        self._modes = [module.training for module in self.engine.model.modules()]
+
+    def separate(self, passes: list[BlockPass], recorded: Recorded) -> list[BlockPass]:
+        """The passes whose norms are those of their parameters; others are run again now, and held.
+
+        A parameter may have been used outside its block or in several passes: the norm is then that of all uses.
+        """
+        contributions = dict(recorded)
+        uses = Counter(slot for slot, parts in recorded if parts)
+        uses.update(slot for each in passes for slot in each.slots)
+        clashing = [each for each in passes if any(uses[slot] > 1 for slot in each.slots)]
+        for each in clashing:
+            name = next(slot.name for slot in each.slots if uses[slot] > 1)
+            self.choices.hold_shared(each.index, f"{name} is used elsewhere, too: its norm is that of all uses")
+        self._run(clashing, lambda slot, part: contributions[slot].append(part), None)
+        return [each for each in passes if each not in clashing]
+
+    def sums(self, passes: list[BlockPass], clipping: Factors, into: RunningSum | None) -> SumBatch:
+        """Σ_b c_b v_b of the blocks' parameters, added into what there is."""
+        totals: dict[nn.Parameter, Tensor] = {}
+
+        def take(slot: Slot, part: Contribution) -> None:
+            parameter = slot.parameter
+            out = totals.get(parameter)
+            if out is None and into is not None:
+                out = into(parameter)
+            totals[parameter] = part.clipped_sum(clipping.scale, out)
+
+        self._run(passes, take, clipping.finite)
+        return SumBatch(list(totals), list(totals.values()), None)
+
+    def _run(self, passes: list[BlockPass], take: Take, finite: Tensor | None) -> None:
+        """`finite`: samples that have a share, if that is known."""
+        if not passes:
+            return
+        self._refuse_changes(passes[0])
+        engine, budget = self.engine, self.engine.path_rules.budget
+        # The paths are to be those of the backward pass, whatever is live now.
+        budget.suspended = engine.forwards.rerunning = True
+        try:
+            with (
+                engine.state.rehearsing(passes[0].batch_size),
+                untouched(engine.model, self.devices),
+                engine.own_anchor() as anchor,
+            ):
+                moved = [self._run_one(each, take, anchor, finite) for each in passes]
+        finally:
+            budget.suspended = engine.forwards.rerunning = False
+            self.take = None
+        for each, has_moved in zip(passes, torch.stack(moved).tolist(), strict=True):
+            if has_moved:
+                self._refuse_other_gradients(each)
+
+    def _run_one(self, each: BlockPass, take: Take, anchor: Tensor, finite: Tensor | None) -> Tensor:
+        """Whether the layers of the block were given other gradients than in the backward pass."""
+        assert each.fingerprint is not None
+        before, after = each.fingerprint, torch.zeros_like(each.fingerprint)
+
+        def compared(slot: Slot, part: Contribution) -> None:
+            after.add_(fingerprint_of([part]))
+            take(slot, part)
+
+        self.take = compared
+        each.run_again(anchor, self.choices.name(each.index), self.choices.before_forward(each.index))
+        tolerance = REPEATED.get(each.dtype, REPEATED_HALF)
+        judged = before.isfinite() if finite is None else finite
+        return (~((before - after).abs() <= tolerance * before) & judged).any()
+
+    def _refuse_changes(self, each: BlockPass) -> None:
+        modes = [module.training for module in self.engine.model.modules()]
+        if modes != self._modes or any(p._version != version for p, version in self._weights):
+            raise UserError(
+                "a weight or train()/eval() of the model was changed between backward and the optimizer step, where "
+                f"checkpointed blocks ({self.choices.name(each.index)} is one) run again under this memory_budget; "
+                "change them after the step, call engine.finish() right after loss.backward(), or leave memory_budget "
+                "at None"
+            )
+
+    def _refuse_other_gradients(self, each: BlockPass) -> None:
+        raise UserError(
+            f"the checkpointed block {self.choices.name(each.index)} gave its layers other gradients when it was run "
+            "again at the step, as memory_budget asks for: a tensor from inside it is used in the loss without being "
+            "an output of it (hidden states or router logits that are collected, an auxiliary loss on self), or its "
+            "forward does not repeat itself; return such tensors from the block, or leave memory_budget at None"
+        )

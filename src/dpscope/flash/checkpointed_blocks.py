@@ -1,0 +1,210 @@
+"""Checkpointed blocks under a memory budget: what their layers leave is held, or made again when factors are known.
+
+Of a block that is recomputed the norms are taken when backward leaves it, and x and g of its layers are let go. Its
+input and the gradients of its outputs stay. Once the factors are known it runs forward and backward again
+(block_reruns.py), and each layer's sum is made where its g arrives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from dpscope.flash.block_choices import BlockChoices
+from dpscope.flash.block_reruns import BlockReruns, RerunEngine
+from dpscope.flash.checkpoint_calls import can_be_watched, watching
+from dpscope.flash.combination import combine
+from dpscope.flash.contributions import Contribution
+from dpscope.flash.forward_passes import in_backward
+from dpscope.flash.norms import NormSum
+from dpscope.flash.recomputation import BlockInput, BlockPass, fingerprint_of, narrowest
+from dpscope.flash.slots import Slot
+
+_PLAIN = (bool, int, float, str, type(None))  # what a block may give back besides tensors
+_unsafe_view = torch.ops.aten._unsafe_view.default
+
+
+class BlockEngine(RerunEngine, Protocol):
+    """What is asked of the engine that the blocks belong to."""
+
+    block: CheckpointedBlock | None
+
+    def is_recording(self) -> bool: ...
+
+
+class CheckpointedBlock:
+    """One call of torch.utils.checkpoint.checkpoint in a forward pass; stands for the function that it was given."""
+
+    def __init__(
+        self, blocks: CheckpointedBlocks, index: int, function: Callable[..., Any], *, reentrant: bool
+    ) -> None:
+        self.blocks = blocks
+        self.index = index
+        self.function = function
+        self.reentrant = reentrant
+        self.places: list[int] = []
+        self.must_hold = False
+        self.open: BlockPass | None = None  # the last backward pass through it, if that is to be run again
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.running():
+            if in_backward():
+                self.blocks.flush()
+                if self.open is not None:
+                    self.open.input = BlockInput.of(args, kwargs, self.blocks.reruns.devices)
+            return self.function(*args, **kwargs)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Inside, layers that run forward or backward are the block's."""
+        engine = self.blocks.engine
+        budget = engine.path_rules.budget
+        before, suspended = engine.block, budget.suspended
+        engine.block = self
+        # Whether per-sample gradients are kept must not depend on what is live: the block runs again.
+        budget.suspended = self.open is not None
+        try:
+            yield
+        finally:
+            engine.block, budget.suspended = before, suspended
+
+    def receive(self, outputs: Any, given: tuple[Any, ...]) -> Any:
+        """What the block gives back, with the gradients of it watched."""
+        leaves, spec = pytree.tree_flatten(outputs)
+        self.places = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        storages = {leaf.untyped_storage().data_ptr() for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)}
+        if any(leaves[at].untyped_storage().data_ptr() in storages for at in self.places):
+            self.blocks.hold(self, "it gives back what it is given")
+        elif not all(isinstance(leaf, (Tensor, *_PLAIN)) for leaf in leaves):
+            self.blocks.hold(self, "it gives back objects that may hide tensors")
+        elif self.places:
+            for at, leaf in zip(self.places, Boundary.apply(self, *(leaves[at] for at in self.places)), strict=True):  # type: ignore[no-untyped-call]
+                leaves[at] = leaf
+            return pytree.tree_unflatten(leaves, spec)
+        return outputs
+
+
+class Boundary(torch.autograd.Function):
+    """The identity, where a block ends: all gradients that its outputs get from outside pass here, before any layer."""
+
+    @staticmethod
+    def forward(ctx: Any, block: CheckpointedBlock, *outputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.block = block
+        ctx.set_materialize_grads(False)
+        return tuple(_unsafe_view(output, output.shape) for output in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        ctx.block.blocks.begin_backward(ctx.block, grads)
+        return None, *grads
+
+
+class CheckpointedBlocks:
+    def __init__(self, engine: BlockEngine) -> None:
+        self.engine = engine
+        self.choices = BlockChoices(engine.path_rules.budget)
+        self.reruns = BlockReruns(engine, self.choices)
+        self._calls = 0  # of this micro-batch
+        self._passes: list[BlockPass] = []
+        self._gathering: BlockPass | None = None
+        engine.state.when_dropped(self.clear)
+
+    # -- forward -----------------------------------------------------------------------------------------------------
+
+    def watching(self) -> AbstractContextManager[None]:
+        """Inside, checkpointed blocks of this engine's model are noted."""
+        return watching(self._call) if can_be_watched() else nullcontext()
+
+    def begin_micro_batch(self) -> None:
+        self._calls = 0
+
+    def _call(self, checkpoint: Callable[..., Any], function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        outer = self.engine.block
+        if outer is not None:
+            self.hold(outer, "it holds a checkpoint of its own")
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        transformed = any(torch._C._functorch.maybe_get_level(tensor) > 0 for tensor in tensors)
+        if outer is not None or transformed or not torch.is_grad_enabled():
+            return checkpoint(function, *args, **kwargs)
+        reentrant = kwargs.get("use_reentrant") in (None, True)
+        block = CheckpointedBlock(self, self._calls, function, reentrant=reentrant)
+        self._calls += 1
+        return block.receive(checkpoint(block, *args, **kwargs), (args, kwargs))
+
+    def hold(self, block: CheckpointedBlock, why: str) -> None:
+        block.must_hold = True
+        self.choices.hold(block.index, why)
+
+    # -- backward ----------------------------------------------------------------------------------------------------
+
+    def begin_backward(self, block: CheckpointedBlock, grads: tuple[Tensor | None, ...]) -> None:
+        """A backward pass reaches the block."""
+        self.flush()
+        before, block.open = block.open, None
+        # The parameters' gradients of a reentrant checkpoint are asked for in a backward pass of its own, always.
+        if block.must_hold or not (block.reentrant or self.engine.is_recording()):
+            return
+        samples = self.engine.state.size_in_backward or 0
+        if self.choices.is_held(block.index, samples, {each.index for each in self._passes}):
+            return
+        if not self._passes:
+            self.reruns.note_model()
+        block.open = BlockPass(block.index, block.function, block.places, grads)
+        block.open.input = before.input if before is not None else None  # torch may run it once for several passes
+        self._passes.append(block.open)
+
+    def add(self, slot: Slot, contribution: Contribution) -> bool:
+        """Whether the contribution was taken; if not, it is to be held."""
+        if self.reruns.take is not None:
+            self.reruns.take(slot, contribution)
+            return True
+        block, gathering = self.engine.block, None
+        if block is not None:
+            self.choices.note_layer(block.index, slot.module)
+            gathering = block.open
+        if gathering is not self._gathering:
+            self.flush()
+        if gathering is None or gathering.is_normed:
+            return False
+        self._gathering = gathering
+        self.engine.state.record(slot)
+        gathering.gathered.setdefault(slot, []).append(contribution)
+        return True
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Take the norms of the block that backward has left, and let go of what its layers left."""
+        done, self._gathering = self._gathering, None
+        if done is None:
+            return
+        if done.input is None:  # backward did not run it again: there is nothing to run it from
+            self._passes.remove(done)
+            for slot, contributions in done.gathered.items():
+                for part in contributions:
+                    slot.add(part)
+            return
+        self.choices.note_cost(done)
+        device = next(iter(done.gathered)).parameter.device
+        with torch.autocast(device.type, enabled=False):
+            parts = [part for contributions in done.gathered.values() for part in contributions]
+            done.fingerprint, done.dtype = fingerprint_of(parts), narrowest(parts)
+            norms = NormSum(parts[0].batch_size, device)
+            del parts
+            for slot, contributions in done.gathered.items():
+                norms.add_parts(combine(contributions, slot.parameter.dtype, self.engine.path_rules))
+            done.close(norms.result())
+
+    def clear(self) -> None:
+        """Forget the micro-batch's backward passes."""
+        self._passes, self._gathering = [], None
+
+    def close(self) -> list[BlockPass]:
+        """The backward passes through blocks that are to be run again, their norms taken."""
+        self.flush()
+        passes, self._passes = [each for each in self._passes if each.is_normed], []
+        return passes

@@ -1,0 +1,176 @@
+"""One backward pass through a checkpointed block, from which the block can be run once more.
+
+What is kept of it: the block's input, the gradients of its outputs, and the state of whatever a forward depends on
+besides (random numbers, autocast). Run again from there, every layer of the block sees the x and g that it saw in the
+backward pass: the same operations on the same values. So its gradients need not be held until the factors are known.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from dpscope.errors import UserError
+from dpscope.flash.contributions import Contribution, Kept, Saved, held
+from dpscope.flash.kernels.kept_gradients import kept_norms_squared
+from dpscope.flash.slots import Slot
+
+# How far Σ‖g‖² over the layers of a block may be from that of the backward pass. Where kernels repeat themselves it is
+# the same bit for bit; where they add in any order (attention's, on a GPU) every element may round another way.
+REPEATED = {torch.float64: 1e-9, torch.float32: 1e-4}
+REPEATED_HALF = 1e-3
+
+
+class ForwardState(NamedTuple):
+    """Random states and autocast, as they are where a forward begins."""
+
+    cpu: Tensor
+    cuda: dict[torch.device, Tensor]
+    python: Any
+    numpy: Any
+    autocast: list[tuple[str, bool, torch.dtype]]
+
+    @classmethod
+    def now(cls, devices: Sequence[torch.device]) -> ForwardState:
+        numpy = sys.modules.get("numpy")
+        kinds = dict.fromkeys(["cpu", *(device.type for device in devices)])
+        return cls(
+            torch.get_rng_state(),
+            {device: torch.cuda.get_rng_state(device) for device in devices},
+            random.getstate(),
+            numpy.random.get_state() if numpy is not None else None,
+            [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds],
+        )
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Inside, autocast is as it was. Random states are set; it is the caller's to put them back."""
+        torch.set_rng_state(self.cpu)
+        for device, state in self.cuda.items():
+            torch.cuda.set_rng_state(state, device)
+        random.setstate(self.python)
+        if self.numpy is not None:
+            sys.modules["numpy"].random.set_state(self.numpy)
+        with ExitStack() as stack:
+            for kind, enabled, dtype in self.autocast:
+                stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype if enabled else None))
+            yield
+
+
+class BlockInput(NamedTuple):
+    """What a block is called with: tensors without their history, and their versions."""
+
+    leaves: list[Any]
+    spec: Any
+    versions: list[int | None]
+    state: ForwardState
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any], devices: Sequence[torch.device]) -> BlockInput:
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        leaves = [held(leaf.detach()) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        return cls(leaves, spec, _versions(leaves), ForwardState.now(devices))
+
+
+class BlockPass:
+    """One backward pass through a block whose layers' gradients are not held.
+
+    `gathered` holds them until the block's norms are taken, which is when backward leaves the block.
+    """
+
+    def __init__(self, index: int, function: Callable[..., Any], places: list[int], grads: Any) -> None:
+        self.index = index
+        self.function = function
+        self.places = places  # of the outputs that have gradients, among the leaves of what the block gives back
+        self.grads: list[Tensor | None] = [None if grad is None else held(grad) for grad in grads]
+        self.versions = _versions(self.grads)
+        self.input: BlockInput | None = None
+        self.gathered: dict[Slot, list[Contribution]] = {}
+        self.slots: list[Slot] = []
+        self.norms: Tensor | None = None  # (B,) squared, once they are taken
+        self.fingerprint: Tensor | None = None
+        self.dtype = torch.float64  # the narrowest of its layers' gradients
+
+    def close(self, norms: Tensor) -> None:
+        """Its norms are taken; what its layers left is let go."""
+        self.slots, self.gathered = list(self.gathered), {}
+        self.norms = norms
+
+    @property
+    def batch_size(self) -> int:
+        assert self.norms is not None
+        return len(self.norms)
+
+    @property
+    def is_normed(self) -> bool:
+        return self.norms is not None
+
+    @property
+    def boundary_bytes(self) -> int:
+        tensors = [*self.grads, *(self.input.leaves if self.input else ())]
+        return bytes_of(tensor for tensor in tensors if isinstance(tensor, Tensor))
+
+    @property
+    def gathered_bytes(self) -> int:
+        return bytes_of(tensor for parts in self.gathered.values() for part in parts for tensor in _tensors(part))
+
+    def run_again(self, anchor: Tensor, name: str, after_forward: Callable[[], None]) -> None:
+        """Forward and backward of the block: its layers hand their contributions to the engine once more."""
+        assert self.input is not None
+        if _versions(self.grads) != self.versions or _versions(self.input.leaves) != self.input.versions:
+            raise UserError(
+                f"the input or output gradient of the checkpointed block {name} was changed in place between "
+                "backward and the optimizer step, where the block runs again; copy the batch into fresh tensors, call "
+                "engine.finish() right after loss.backward(), or leave memory_budget at None"
+            )
+        args, kwargs = pytree.tree_unflatten(self.input.leaves, self.input.spec)
+        with torch.enable_grad():
+            with self.input.state.restored():
+                outputs = pytree.tree_leaves(self.function(*args, **kwargs))
+            pairs = [(outputs[at], g) for at, g in zip(self.places, self.grads, strict=True) if g is not None]
+        del outputs, args, kwargs
+        after_forward()
+        self.input, self.grads = None, []  # what backward does not need of them is free
+        roots, grads = [root for root, _ in pairs if root.requires_grad], [g for r, g in pairs if r.requires_grad]
+        del pairs
+        # Only what leads to the anchor: tensors that the block takes from elsewhere have a history of their own.
+        torch.autograd.backward(roots, grads, inputs=[anchor])
+
+
+def fingerprint_of(contributions: Sequence[Contribution]) -> Tensor:
+    """(B,): Σ‖g‖² over layers, by which it is told whether a block run again gave them what it gave them before."""
+    return kept_norms_squared([part.values if isinstance(part, Kept) else _gradient(part) for part in contributions])
+
+
+def narrowest(contributions: Sequence[Contribution]) -> torch.dtype:
+    dtypes = [tensor.dtype for part in contributions for tensor in _tensors(part) if tensor.is_floating_point()]
+    return min(dtypes, key=lambda dtype: dtype.itemsize)
+
+
+def _gradient(part: Contribution) -> Tensor:
+    assert isinstance(part, Saved)
+    return part.g
+
+
+def _tensors(part: Contribution) -> tuple[Tensor, ...]:
+    if isinstance(part, Kept):
+        return (part.values,)
+    assert isinstance(part, Saved)
+    return part.first, part.g
+
+
+def _versions(leaves: Sequence[Any]) -> list[int | None]:
+    return [leaf._version if isinstance(leaf, Tensor) else None for leaf in leaves]
+
+
+def bytes_of(tensors: Iterator[Tensor]) -> int:
+    """Of their storages, each counted once."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())

@@ -1,0 +1,350 @@
+"""Checkpointed blocks under a memory budget: run again at the step, and exact."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from dpscope.errors import UserError
+from dpscope.flash import FlashEngine
+from tests.unit.flash.checkpointed_models import (
+    CheckpointedDecoder,
+    assert_sums,
+    clipped,
+    how,
+    norms_of,
+    some_clipped,
+    true_gradients,
+)
+from tests.unit.flash.flash_models import token_batch, token_losses
+
+KINDS = pytest.mark.parametrize("reentrant", [False, True])
+
+
+@pytest.fixture
+def batch():
+    torch.manual_seed(1)
+    return token_batch(4, 16)
+
+
+def decoder(**options) -> CheckpointedDecoder:
+    torch.manual_seed(0)
+    return CheckpointedDecoder(**options)
+
+
+def step(engine, batch, losses=token_losses, seed=0) -> None:
+    torch.manual_seed(seed)
+    losses(engine.model, batch).mean().backward()
+    engine.finish()
+
+
+def truth_of(model, batch, losses=token_losses, seed=0):
+    """The true gradients, and a C that clips some of them."""
+    model.kind, kind = None, getattr(model, "kind", None)
+    gradients = true_gradients(model, batch, losses, seed)
+    model.kind = kind
+    return gradients, some_clipped(gradients)
+
+
+@KINDS
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("preserve", [True, False])
+def test_recomputed_blocks_give_the_true_sums(reentrant, dropout, preserve, batch):
+    if dropout and not preserve:
+        pytest.skip("backward then is of other masks than forward, in ordinary training as well")
+    model = decoder(dropout=dropout, kind=reentrant)
+    model.options = {"preserve_rng_state": preserve}
+    gradients, c = truth_of(model, batch)
+    with FlashEngine(model, max_grad_norm=c, memory_budget="lean") as engine:
+        for _ in range(3):
+            model.zero_grad()
+            step(engine, batch)
+            assert how(engine) == ["recomputed"] * 2
+            torch.testing.assert_close(engine.norms.double(), norms_of(gradients), rtol=1e-5, atol=0)
+            assert_sums(model, clipped(gradients, c))
+
+
+@KINDS
+def test_where_random_states_are_not_preserved_a_recomputed_block_is_as_a_held_one(reentrant, batch):
+    found = []
+    for budget in (None, "lean"):
+        model = decoder(dropout=0.3, kind=reentrant)
+        model.options = {"preserve_rng_state": False}
+        with FlashEngine(model, max_grad_norm=0.1, memory_budget=budget) as engine:
+            step(engine, batch)
+        found.append({name: p.grad.double() for name, p in model.named_parameters()})
+    assert_sums(model, found[0])
+
+
+@KINDS
+def test_the_random_state_after_a_step_is_as_if_blocks_had_been_held(reentrant, batch):
+    after = []
+    for budget in (None, "lean"):
+        with FlashEngine(decoder(dropout=0.3, kind=reentrant), max_grad_norm=0.1, memory_budget=budget) as engine:
+            step(engine, batch)
+            after.append(torch.get_rng_state())
+    assert torch.equal(*after)
+
+
+@KINDS
+def test_under_autocast_recomputed_blocks_are_bit_for_bit_the_held_ones(reentrant, batch):
+    found = []
+    for budget in (None, "lean"):
+        model = decoder(dropout=0.2, kind=reentrant)
+        with FlashEngine(model, max_grad_norm=0.1, memory_budget=budget) as engine:
+            torch.manual_seed(0)
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = token_losses(model, batch).mean()
+            loss.backward()
+            engine.finish()
+        found.append([engine.norms, *(p.grad for p in model.parameters())])
+    for held, recomputed in zip(*found, strict=True):
+        torch.testing.assert_close(recomputed, held, rtol=1e-6, atol=1e-9)
+
+
+@KINDS
+def test_micro_batches_add_up(reentrant, batch):
+    model = decoder(kind=reentrant)
+    parts = [{key: value[rows] for key, value in batch.items()} for rows in (slice(0, 2), slice(2, 4))]
+    gradients, c = truth_of(model, batch)
+    with FlashEngine(model, max_grad_norm=c, memory_budget="lean") as engine:
+        for part in parts:
+            token_losses(model, part).mean().backward()
+        engine.finish()
+    assert_sums(model, clipped(gradients, c))
+
+
+def test_several_backward_passes_through_one_forward_are_one_gradient(batch):
+    """The norm is that of their sum: the blocks' gradients are put together before it is taken."""
+    model = decoder()
+
+    def both(model, batch):
+        logits = model(batch["ids"])
+        return logits.square().mean((1, 2)), logits.sin().sum((1, 2))
+
+    gradients, c = truth_of(model, batch, lambda model, batch: sum(both(model, batch)))
+    with FlashEngine(model, max_grad_norm=c, memory_budget="lean") as engine:
+        for expected in ("recomputed", "held"):
+            model.zero_grad()
+            first, second = both(model, batch)
+            first.mean().backward(retain_graph=True)
+            assert how(engine) == [expected] * 2
+            second.mean().backward()
+            engine.finish()
+            assert_sums(model, clipped(gradients, c))
+            assert how(engine) == ["held"] * 2
+    assert "is used elsewhere" in engine.explain().blocks[0].why
+
+
+@KINDS
+def test_a_block_that_is_used_twice_is_normed_with_both_uses(reentrant, batch):
+    model = decoder(kind=reentrant)
+    model.blocks[1] = model.blocks[0]
+    gradients, c = truth_of(model, batch)
+    with FlashEngine(model, max_grad_norm=c, memory_budget="lean") as engine:
+        for _ in range(2):
+            model.zero_grad()
+            step(engine, batch)
+            assert_sums(model, clipped(gradients, c))
+    assert how(engine) == ["held"] * 2
+
+
+def test_a_layer_that_is_used_twice_inside_one_block_is_recomputed_with_it(batch):
+    model = decoder()
+    model.blocks[0].k = model.blocks[0].q
+    gradients, c = truth_of(model, batch)
+    with FlashEngine(model, max_grad_norm=c, memory_budget="lean") as engine:
+        for _ in range(2):
+            model.zero_grad()
+            step(engine, batch)
+            assert_sums(model, clipped(gradients, c))
+    assert how(engine) == ["recomputed"] * 2
+
+
+@KINDS
+def test_a_weight_shared_by_two_blocks_is_normed_with_both_uses(reentrant, batch):
+    model = decoder(kind=reentrant)
+    model.blocks[1].out.weight = model.blocks[0].out.weight
+    gradients, c = truth_of(model, batch)
+    with FlashEngine(model, max_grad_norm=c, memory_budget="lean") as engine:
+        for _ in range(2):
+            model.zero_grad()
+            step(engine, batch)
+            assert_sums(model, clipped(gradients, c))
+    assert "blocks.0.out.weight is used elsewhere" in engine.explain().blocks[0].why
+
+
+@KINDS
+def test_tied_embeddings_outside_frozen_parts_inside_and_units_without_a_family(reentrant, batch):
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.rand(8))
+
+        def forward(self, x):
+            return x * self.scale
+
+    model = decoder(kind=reentrant, tied=True)
+    model.blocks[0].q.requires_grad_(False)
+    model.blocks[0].norm2.weight.requires_grad_(False)
+    model.blocks[1].mlp.append(Scale())
+    gradients, c = truth_of(model, batch)
+    with FlashEngine(model, max_grad_norm=c, memory_budget="lean") as engine:
+        for _ in range(2):
+            model.zero_grad()
+            step(engine, batch)
+            assert_sums(model, clipped(gradients, c))
+    assert how(engine) == ["recomputed"] * 2
+
+
+@KINDS
+@pytest.mark.parametrize("where", ["before", "inside"])
+def test_samples_that_are_not_finite_stay_out(reentrant, where, batch):
+    """The first sample has inf in its activations, from before the block or made in it."""
+
+    class Overflow(nn.Module):
+        on = False
+
+        def forward(self, x):
+            return torch.cat([x[:1] * torch.inf, x[1:]]) if self.on else x
+
+    model, overflow = decoder(kind=reentrant), Overflow()
+    if where == "before":
+        model.tokens = nn.Sequential(model.tokens, overflow)
+    else:
+        model.blocks[1].mlp.insert(1, overflow)
+    gradients, c = truth_of(model, {key: value[1:] for key, value in batch.items()})
+    with FlashEngine(model, max_grad_norm=c, memory_budget="lean") as engine:
+        step(engine, batch)
+        model.zero_grad()
+        overflow.on = True
+        step(engine, batch)
+    assert int(engine.nonfinite_samples) == 1
+    assert_sums(model, clipped(gradients, c))
+    assert how(engine) == ["recomputed"] * 2
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+def test_a_gradient_that_enters_a_block_beside_its_outputs_is_refused(layer, batch):
+    """What runs again gets the gradients of the outputs alone: norms and sums would not belong together."""
+    model = decoder()
+    model.blocks[0].mlp[layer].register_forward_hook(lambda module, args, output: setattr(model, "hidden", output))
+    with FlashEngine(model, max_grad_norm=0.1, memory_budget="lean") as engine:
+        losses = token_losses(model, batch)
+        (losses + 0.05 * model.hidden.square().mean((1, 2))).mean().backward()
+        with pytest.raises(UserError, match=r"blocks\.0 gave its layers other gradients"):
+            engine.finish()
+        assert all(p.grad is None for p in model.parameters())
+
+
+class OneBlock(nn.Module):
+    """A block of two layers, checkpointed, and a layer. x: (B, T, 6)."""
+
+    def __init__(self, reentrant: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.block = nn.Sequential(nn.Linear(6, 24), nn.Tanh(), nn.Linear(24, 6))
+        self.last, self.reentrant = nn.Linear(6, 1), reentrant
+
+    def forward(self, x):
+        return self.last(checkpoint(self.block, x, use_reentrant=self.reentrant))
+
+
+@pytest.mark.parametrize("change", ["weight", "mode", "batch"])
+def test_what_changes_between_backward_and_the_step_is_refused(change):
+    model, x = OneBlock(), torch.randn(3, 5, 6)
+    with FlashEngine(model, max_grad_norm=0.1, memory_budget="lean") as engine:
+        model(x).mean().backward()
+        if change == "weight":
+            torch.nn.init.normal_(model.last.weight)
+        elif change == "mode":
+            model.eval()
+        else:
+            x.zero_()
+        with pytest.raises(UserError, match="between backward and the optimizer step"):
+            engine.finish()
+
+
+def test_blocks_that_cannot_be_run_again_are_held_and_explained(batch):
+    class Nested(nn.Module):
+        def __init__(self, block) -> None:
+            super().__init__()
+            self.block = block
+
+        def forward(self, x):
+            return checkpoint(self.block, x, use_reentrant=False)
+
+    class Same(nn.Module):
+        def __init__(self, block) -> None:
+            super().__init__()
+            self.block = block
+
+        def forward(self, x):
+            self.block(x)
+            return x
+
+    model = decoder(layers=3)
+    model.blocks[0], model.blocks[2] = Nested(model.blocks[0]), Same(model.blocks[2])
+    gradients, c = truth_of(model, batch)
+    with FlashEngine(model, max_grad_norm=c, memory_budget="lean") as engine:
+        step(engine, batch)
+    assert_sums(model, clipped(gradients, c))
+    rows = {row.block: row for row in engine.explain().blocks}
+    assert [row.how for row in rows.values()] == ["held", "recomputed", "held"]
+    assert "a checkpoint of its own" in rows["blocks.0.block"].why
+    assert "gives back what it is given" in rows["number 2"].why
+
+
+def test_a_single_sample_is_held(batch):
+    model = decoder()
+    gradients, c = truth_of(model, {key: value[:1] for key, value in batch.items()})
+    with FlashEngine(model, max_grad_norm=c, memory_budget="lean") as engine:
+        step(engine, {key: value[:1] for key, value in batch.items()})
+    assert_sums(model, clipped(gradients, c))
+    assert how(engine) == ["held"] * 2
+
+
+def test_without_a_budget_blocks_are_left_alone(batch):
+    with FlashEngine(decoder(), max_grad_norm=1.0) as engine:
+        step(engine, batch)
+    assert engine.explain().blocks == []
+
+
+def test_dropped_micro_batches_leave_nothing(batch):
+    model = decoder()
+    gradients, c = truth_of(model, batch)
+    other = token_batch(4, 16)
+    with FlashEngine(model, max_grad_norm=c, memory_budget="lean") as engine:
+        token_losses(model, other).mean().backward()
+        model.zero_grad()
+        step(engine, batch)
+        assert engine.samples == 4
+    assert_sums(model, clipped(gradients, c))
+
+
+@KINDS
+def test_gradients_of_the_input_alone_leave_nothing(reentrant):
+    model, x = OneBlock(), torch.randn(3, 5, 6, requires_grad=True)
+    with FlashEngine(model, max_grad_norm=1.0, memory_budget="lean") as engine:
+        loss = model(x).mean()
+        torch.autograd.grad(loss, x, retain_graph=True)
+        assert not engine.pending
+        assert how(engine) == []
+        loss.backward()
+        assert how(engine) == ["recomputed"]
+        engine.finish()
+        assert engine.samples == 3
+
+
+@KINDS
+def test_inputs_that_require_a_gradient_get_theirs_once(reentrant):
+    model, x = OneBlock(reentrant), torch.randn(3, 5, 6, requires_grad=True)
+    model(x).mean().backward()
+    expected, x.grad = x.grad, None
+    model.zero_grad()
+    with FlashEngine(model, max_grad_norm=1.0, memory_budget="lean") as engine:
+        model(x).mean().backward()
+        engine.finish()
+    torch.testing.assert_close(x.grad, expected)
