@@ -66,6 +66,9 @@ MIN_SCALE = 2.0**-100
 CHUNK_BYTES = 64 * 2**20
 """The fallback converts and masks this much of an operand at a time."""
 
+PRODUCT_BYTES = 2**29
+"""Products of samples that are summed after they were rounded."""
+
 _HALF = (torch.bfloat16, torch.float16)
 _MAX_SAMPLES = 64  # one launch keeps its samples' "is live" bits in one 64-bit register
 _GROUP_M = 8  # tiles of this many rows run together and share columns in L2
@@ -403,7 +406,7 @@ def _rounds_products(g: Tensor, dtype: torch.dtype) -> bool:
 def _sum_products(g: Tensor, x: Tensor, scale: Tensor, out: Tensor) -> Tensor:
     """out += Σ_b c_b (G_bᵀX_b), each product rounded as torch rounds it."""
     scale = scale.where(scale.abs() >= MIN_SCALE, 0.0)
-    samples = max(1, CHUNK_BYTES // max(1, out.nbytes))
+    samples = max(1, PRODUCT_BYTES // max(1, out.nbytes))
     for first in range(0, g.shape[0], samples):
         part = slice(first, first + samples)
         products = torch.bmm(g[part].to(out.dtype).mT, x[part].to(out.dtype))
