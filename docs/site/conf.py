@@ -51,6 +51,7 @@ for name in ("dpscope", "dpscope.flash"):
     module = importlib.import_module(name)
     vars(module).update({public: getattr(module, public) for public in module.__all__})
 autodoc_member_order = "bysource"
+autodoc_inherit_docstrings = False  # those of torch and Opacus are in another form
 autodoc_typehints_format = "short"
 default_role = "literal"  # docstrings write `names` as Markdown does
 smartquotes = False  # two hyphens begin a flag

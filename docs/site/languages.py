@@ -11,6 +11,7 @@ from sphinx.search.en import SearchEnglish
 
 ENGLISH_HOME, CHINESE_HOME = "docs/index", "docs/zh/index"
 IDEOGRAPHS = "\u3400-\u4dbf\u4e00-\u9fff"
+FULL_WIDTH = "\u3000-\u303f\uff00-\uffef"  # punctuation
 # What the theme says, in Chinese.
 WORDS = {
     "Search": "搜索",
@@ -33,6 +34,18 @@ def counterpart(page: str) -> str:
         return page.replace("/zh/", "/").removesuffix(".zh-CN")
     folder, _, name = page.rpartition("/")
     return f"{folder}/zh/{name}" if folder else f"{name}.zh-CN"
+
+
+def join_lines(app: Sphinx, doctree: nodes.document) -> None:
+    """A line break within Chinese is no space, though a browser would show one."""
+    if not is_chinese(app.env.docname):
+        return
+    for paragraph in doctree.findall(nodes.TextElement):
+        parts = [part for part in paragraph.findall(nodes.Text) if not isinstance(part.parent, nodes.literal_block)]
+        for before, part, after in zip(parts, parts[1:], parts[2:], strict=False):
+            around = str(before)[-1:] + str(after)[:1]
+            if str(part) == "\n" and re.fullmatch(f"[{IDEOGRAPHS}]{{2}}|.?[{FULL_WIDTH}].?", around):
+                part.parent.replace(part, nodes.Text(""))
 
 
 def speak(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: nodes.document | None) -> None:
@@ -76,5 +89,6 @@ function splitQuery(query) {{
 
 def setup(app: Sphinx) -> dict[str, bool]:
     app.add_search_language(EnglishAndChinese)
+    app.connect("doctree-read", join_lines)
     app.connect("html-page-context", speak, priority=900)  # after the theme
     return {"parallel_read_safe": True, "parallel_write_safe": True}

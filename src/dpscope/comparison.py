@@ -50,10 +50,12 @@ class Comparison:
 
     @property
     def rows(self) -> list[Row]:
+        """A row for each method at each size, with what every instrument measured of it."""
         return self.report.rows
 
     @property
     def ok(self) -> bool:
+        """Was everything measured? A row that failed, was skipped or ran out of memory was not."""
         return all(result.ok for result in self.results)
 
     @classmethod
@@ -74,6 +76,7 @@ class Comparison:
         return export.to_pandas(self.rows)
 
     def to_csv(self, path: Path | str) -> None:
+        """Write what `to_pandas()` gives."""
         write_atomically(Path(path), export.frame_to_csv(self.to_pandas()))
 
     def to_latex(self) -> str:

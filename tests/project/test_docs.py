@@ -1,0 +1,168 @@
+"""Pages spell names as their owners do, and print commands that exist."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import torch
+
+import dpscope.flash
+from dpscope.cli import main
+from tests import ROOT
+
+PAGES = sorted(
+    path
+    for pattern in ("*.md", "docs/**/*.md", "benchmarks/results/*.md", "tutorials/**/*.md", "tutorials/**/*.ipynb")
+    for path in ROOT.glob(pattern)
+)
+# As their owners write them; a space may be a line's end.
+NAMES = (
+    *(
+        "dpscope",
+        "Opacus",
+        "PyTorch",
+        "TensorBoard",
+        "Hugging Face",
+        "Perfetto",
+        "Triton",
+        "NumPy",
+        "Jupyter",
+        "Chromium",
+    ),
+    *(
+        "NVIDIA",
+        "Nsight Compute",
+        "Nsight Systems",
+        "NVTX",
+        "CUDA",
+        "cuDNN",
+        "cuBLAS",
+        "CUTLASS",
+        "CUPTI",
+        "DRAM",
+        "Hopper",
+    ),
+    *("DP-SGD", "LoRA", "BatchNorm", "LayerNorm", "GroupNorm", "RMSNorm", "GPT-2", "Llama", "ViT", "BERT"),
+    *("GitHub", "PyPI", "Linux", "LaTeX", "JavaScript", "Markdown", "ECharts", "SQLite", "JSON", "Philox"),
+)
+METHOD_ALIASES = {"dpsgd"}
+PATTERNS = {
+    name: re.compile(
+        rf"(?<![\w./@:-]){re.sub('[ -]', '[ -]?', name)}(?![\w/:=-]|\.\w)".replace(" ", r"\s"), re.IGNORECASE
+    )
+    for name in NAMES
+}
+
+
+def text_of(page: Path) -> str:
+    """A page's Markdown; of a notebook, that of its cells of text."""
+    text = page.read_text(encoding="utf-8")
+    if page.suffix != ".ipynb":
+        return text
+    cells = json.loads(text)["cells"]
+    return "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+
+
+def prose_of(text: str) -> str:
+    """Without code, addresses, HTML and front matter."""
+    text = re.sub(r"\A---\n.*?\n---\n", "", text, flags=re.DOTALL)
+    text = re.sub(r"^( *)(```+|~~~+).*?^\1\2 *$", "", text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^(    |\t).*$", "", text, flags=re.MULTILINE)
+    text = re.sub(r"<!--.*?-->|<[^>]+>|(`+).*?\1", " ¦ ", text, flags=re.DOTALL)
+    return re.sub(r"\]\([^)]*\)|https?://\S+", "] ¦ ", text)
+
+
+def misspelt(prose: str) -> list[str]:
+    """Names in another form. Packages go by their own, in small letters, where a version follows: opacus 1.6."""
+    wrong = []
+    for name, pattern in PATTERNS.items():
+        for found in pattern.finditer(prose):
+            is_package = found[0].islower() and re.match(r"\s\d", prose[found.end() :])
+            if re.sub(r"\s", " ", found[0]) != name and not is_package and found[0] not in METHOD_ALIASES:
+                wrong.append(found[0])
+    return wrong
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_names_are_spelt_as_their_owners_do(page):
+    assert misspelt(prose_of(text_of(page))) == []
+
+
+def test_a_misspelt_name_is_found_in_prose_alone():
+    wrong = "Pytorch, nsight\ncompute, HuggingFace, Dpscope and DPSGD; Github."
+    assert misspelt(prose_of(wrong)) == ["Dpscope", "Pytorch", "HuggingFace", "nsight\ncompute", "DPSGD", "Github"]
+    right = "PyTorch, Nsight\nCompute, [Opacus](https://opacus.ai), `import opacus`, dpscope.flash, opacus_suite/"
+    assert misspelt(prose_of(right)) == []
+
+
+def commands_in(text: str) -> list[str]:
+    """Lines of shell that begin with `dpscope`, with the lines that continue them."""
+    blocks = re.findall(r"^```(?:bash|sh|shell)\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    return [line for line in lines if re.match(r"\s*(?:[A-Z_]+=\S+ )*dpscope ", line)]
+
+
+def usage_error(line: str) -> str:
+    """What dpscope says of a command without running it; empty where it would begin."""
+    words = shlex.split(line, comments=True)
+    words = [word for word in words[words.index("dpscope") + 1 :] if word not in ("…", "...")]
+    words = words[: next((at for at, word in enumerate(words) if word in ("|", ">", "&&", ";")), None)]
+    try:
+        context = main.make_context("dpscope", list(words))
+        name, command, rest = main.resolve_command(context, [*context._protected_args, *context.args])
+        assert name and command
+        command.make_context(name, rest, parent=context).close()
+    except click.exceptions.Exit:  # --help
+        return ""
+    except click.UsageError as error:
+        return "" if "does not exist" in error.format_message() else error.format_message()
+    return ""
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if commands_in(text_of(page))], ids=lambda page: page.name)
+def test_commands_on_a_page_exist_with_their_flags(page):
+    errors = {line: usage_error(line) for line in commands_in(text_of(page))}
+    assert {line: error for line, error in errors.items() if error} == {}
+
+
+@pytest.mark.parametrize(
+    "line", ["dpscope comprae", "dpscope compare --modle tiny", "dpscope compare --batch-size eight", "dpscope check x"]
+)
+def test_a_command_that_does_not_exist_is_found(line):
+    assert usage_error(line)
+
+
+def python_in(page: str) -> list[str]:
+    return re.findall(
+        r"^```python\n(.*?)^```", (ROOT / "docs" / page).read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    )
+
+
+def test_getting_started_runs_as_it_is_printed():
+    """The two blocks: a workload of one's own, and a private training loop."""
+    workload, loop = python_in("getting-started.md")
+    names: dict[str, Any] = {}
+    exec(workload, names)
+    made = names["make"](4)
+    losses = made.loss(made.model(), made.batch(0, torch.device("cpu")))
+    assert losses.shape == (4,)
+    exec(loop, names)
+    assert names["privacy_engine"].get_epsilon(delta=1e-5) > 0
+    assert isinstance(names["optimizer"], dpscope.flash.DPFlashOptimizer)
+
+
+def test_getting_started_prints_the_same_code_in_both_languages():
+    def without_comments(page: str) -> list[str]:
+        return [re.sub("#.*", "", block) for block in python_in(page)]
+
+    assert without_comments("getting-started.md") == without_comments("zh/getting-started.md")
+    english, chinese = (
+        (ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("getting-started.md", "zh/getting-started.md")
+    )
+    assert commands_in(english) == commands_in(chinese)
