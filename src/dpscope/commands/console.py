@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.text import Text
 
 from dpscope.plain_text import SUMMARY_WIDTH
-from dpscope.reports.text import files_written
 
 # For terminals that are not in Unicode: what says the same there.
 PLAIN = {"×": "x", "–": "-", "—": "-", "−": "-", "→": "->", "…": "...", "≈": "~", "·": ".", "≥": ">=", "’": "'"}
@@ -32,6 +31,10 @@ def make_console() -> Console:
     # No markup: `[triton]` in a remedy or a module's name is text, not a style.
     console = PipeConsole(markup=False)
     return console if console.is_terminal else PipeConsole(width=SUMMARY_WIDTH, color_system=None, markup=False)
+
+
+def files_written(files: Sequence[Path]) -> str:
+    return "\n".join(["Written:", *(f"  {path}" for path in files)])
 
 
 def name_files(console: Console, files: Sequence[Path]) -> None:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from dpscope.reports.doubt import explain, marked
-from dpscope.reports.memory.data import composition_of, in_order, is_private_only, label_of
+from dpscope.reports.memory.data import Composition, described_of, is_private_only, label_of, present
 from dpscope.reports.output import text_output
 from dpscope.reports.report import Report
 from dpscope.reports.tables import SIZES, SPEEDS, Row, group_by_size, worth_a_column
-from dpscope.reports.words import distinct, peak_notes, step_in_words
-from dpscope.units import GIB, MIB, MISSING, format_throughput
+from dpscope.reports.words import distinct, peak_notes, spread_in_words, step_in_words
+from dpscope.units import GIB, MIB, MISSING
 from dpscope.vocabulary.settings import COMPARED
 
 HEAD = "% Made by dpscope. Needs \\usepackage{booktabs}; then \\input this file.\n"
@@ -43,78 +43,72 @@ def escape(text: object) -> str:
 
 def to_latex(rows: Sequence[Row]) -> str:
     """A table of time and peak memory, and one of components for each size that has them."""
-    tables = [_cost_table(rows)]
-    groups = [group for group in group_by_size(rows) if any(composition_of(row) for row in group)]
-    tables += [_component_table(group, number) for number, group in enumerate(groups, start=1)]
-    return HEAD + "\n".join(tables)
+    described = [found for group in group_by_size(rows) if (found := described_of(group))]
+    return HEAD + "\n".join([_cost_table(rows), *(_component_table(*each) for each in enumerate(described, start=1))])
 
 
 def _cost_table(rows: Sequence[Row]) -> str:
     fields = worth_a_column(rows, ("method", "model", *COMPARED, "steps", "device", *SIZES))
     unit, name = _unit([row.peak_bytes or 0.0 for row in rows])
-    rate = next(name for name in reversed(SPEEDS) if name == "samples/s" or any(SPEEDS[name](row) for row in rows))
-    lines = []
-    for row in rows:
-        low, high = (_number(end, 1) for end in row.spread_ms or (None, None))
-        line = {TITLES.get(name, name): row.field(name) for name in fields} | {
+    rate = next((name for name in reversed(SPEEDS) if any(name in row.speeds for row in rows)), SPEEDS[0])
+    status = [] if all(row.result.ok for row in rows) else ["status"]
+    lines = [
+        {TITLES.get(name, name): row.field(name) for name in fields}
+        | {
             "time (ms)": marked(_number(row.median_ms, 1), row.time_doubt),
-            "p10–p90 (ms)": f"{low}–{high}" if row.spread_ms else MISSING,
-            rate: marked(format_throughput(SPEEDS[rate](row)), row.time_doubt),
+            "p10–p90 (ms)": spread_in_words(row.spread_ms),
+            rate: row.speed_shown(rate),
             "time (×)": marked(_number(row.time_ratio, 2), row.ratio_doubt),
             f"peak ({name})": _number(row.peak_bytes, 2, unit),
             "peak (×)": _number(row.memory_ratio, 2),
         }
-        lines.append(line if all(row.result.ok for row in rows) else {**line, "status": row.result.status})
+        | dict.fromkeys(status, row.result.status)
+        for row in rows
+    ]
     notes = [*peak_notes(row.peak_source for row in rows), explain(row.ratio_doubt for row in rows), _measured_on(rows)]
     caption = "Time of a training step (median, with 10th and 90th percentile) and peak memory."
     caption = " ".join([caption, "×: multiple of standard, non-private training.", *filter(None, notes)])
     return _table(lines, caption, "tab:dpscope-cost")
 
 
-def _component_table(rows: Sequence[Row], number: int) -> str:
-    found = [(row.method, composition) for row in rows if (composition := composition_of(row))]
-    unit, name = _unit([composition.total for _, composition in found])
-    present = in_order(key for _, each in found for key, count in each.components.items() if count)
-    columns = ["component", *distinct([method for method, _ in found])]  # one may have been measured twice
+def _component_table(number: int, described: Mapping[Row, Composition]) -> str:
+    rows, compositions = list(described), list(described.values())
+    unit, name = _unit([each.total for each in compositions])
+    keys = present(each.components for each in compositions)
+    columns = ["component", *distinct([row.method for row in rows])]  # one may have been measured twice
+    labels = {key: label_of(key) + (STAR if is_private_only(key) else "") for key in keys}
     lines = [
-        (_component(key), *(_number(each.components.get(key) or None, 2, unit) for _, each in found)) for key in present
+        *(
+            (labels[key], *(_number(each.components.get(key) or None, 2, unit) for each in compositions))
+            for key in keys
+        ),
+        ("total", *(_number(each.total, 2, unit) for each in compositions)),
     ]
-    lines.append(("total", *(_number(each.total, 2, unit) for _, each in found)))
-    private = f"{STAR} held by private training only. " if any(map(is_private_only, present)) else ""
+    private = f"{STAR} held by private training only. " if any(map(is_private_only, keys)) else ""
     caption = f"Memory at the peak of a training step by component, in {name}, by the memory instrument. {private}"
     caption += f"{rows[0].size}; {_measured_on(rows)}"
     return _table([dict(zip(columns, line, strict=True)) for line in lines], caption, f"tab:dpscope-memory-{number}")
-
-
-def _component(key: str) -> str:
-    return label_of(key) + (STAR if is_private_only(key) else "")
 
 
 def _table(lines: Sequence[dict[str, Any]], caption: str, label: str) -> str:
     """Lines of text and numbers, the first column to the left."""
     import pandas
 
-    escaped = [
-        {escape(name): escape(MISSING if value is None else value) for name, value in line.items()} for line in lines
-    ]
-    style = pandas.DataFrame(escaped).style.hide(axis="index")
-    columns, caption = f"l{'r' * (len(lines[0]) - 1)}", escape(caption)
-    to_latex = partial(style.to_latex, hrules=True, position="t", position_float="centering")
-    return str(to_latex(column_format=columns, caption=caption, label=label))
+    escaped = [{escape(name): escape(MISSING if v is None else v) for name, v in line.items()} for line in lines]
+    to_latex = partial(pandas.DataFrame(escaped).style.hide(axis="index").to_latex, hrules=True, position="t")
+    columns = f"l{'r' * (len(lines[0]) - 1)}"
+    return str(to_latex(position_float="centering", column_format=columns, caption=escape(caption), label=label))
 
 
 def _measured_on(rows: Sequence[Row]) -> str:
     """The model and the machine, as a caption has to name them."""
-    models = dict.fromkeys(row.field("model") for row in rows)
-    settings = dict.fromkeys(step_in_words(row.spec) for row in rows)
-    machines = dict.fromkeys(_machine(row.first.environment) for row in rows if row.first.environment)
-    named = [f"Model {', '.join(models)}", "; ".join(settings), "; ".join(machines)]
-    return "; ".join(filter(None, named)) + "."
-
-
-def _machine(environment: dict[str, Any]) -> str:
-    software = ", ".join(f"{name} {environment[name]}" for name in ("torch", "opacus") if environment.get(name))
-    return ", ".join(filter(None, (environment.get("gpu") or environment.get("cpu"), software)))
+    machines = []
+    for environment in (row.first.environment for row in rows if row.first.environment):
+        software = ", ".join(f"{name} {environment[name]}" for name in ("torch", "opacus") if environment.get(name))
+        machines.append(", ".join(filter(None, (environment.get("gpu") or environment.get("cpu"), software))))
+    settings = (step_in_words(row.spec) for row in rows)
+    models = f"Model {', '.join(dict.fromkeys(row.field('model') for row in rows))}"
+    return "; ".join(filter(None, (models, *("; ".join(dict.fromkeys(each)) for each in (settings, machines))))) + "."
 
 
 def _unit(counts: Sequence[float]) -> tuple[int, str]:

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dpscope.errors import UserError
-from dpscope.reports.against.csv import AGAINST_CSV
-from dpscope.reports.against.data import Against
+from dpscope.reports.against.data import AGAINST_CSV, Against
 from dpscope.reports.against.page import AGAINST_PAGE
 from dpscope.reports.against.text import AGAINST_TEXT
 from dpscope.reports.export import CSV
@@ -18,12 +17,11 @@ from dpscope.reports.output import Content, Output
 from dpscope.reports.page.render import PAGE
 from dpscope.reports.report import Report
 from dpscope.reports.text import SUMMARY
-from dpscope.reports.time.tradeoff_figure import TRADEOFF_FIGURE
+from dpscope.reports.time.figures import TRADEOFF_FIGURE
 from dpscope.reports.trace.csv import TRACE_CSV
 from dpscope.reports.trace.figures import TRACE_FIGURES
 from dpscope.reports.traffic.csv import TRAFFIC_CSV
-from dpscope.reports.traffic.figures import TRAFFIC_BYTES
-from dpscope.reports.traffic.roofline_figure import ROOFLINE
+from dpscope.reports.traffic.figures import ROOFLINE, TRAFFIC_BYTES
 
 FIGURES = (*MEMORY_FIGURES, TRADEOFF_FIGURE)  # of what every comparison measures
 

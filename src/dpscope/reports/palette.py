@@ -11,6 +11,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Sequence
 
+from dpscope.reports.tables import Row
 from dpscope.vocabulary import families
 
 INDIGO = "#332288"
@@ -110,3 +111,10 @@ def is_dark(colour: str) -> bool:
     shares = (0.2126, 0.7152, 0.0722)  # of red, green and blue light
     levels = (int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5))
     return sum(share * float(level**2.2) for share, level in zip(shares, levels, strict=True)) < 0.18
+
+
+def looks_of(rows: Sequence[Row]) -> dict[str, dict[str, str]]:
+    """Method -> its colour and symbol, for all methods that were compared with these rows' results."""
+    methods = list(dict.fromkeys(method for row in rows for method in (*row.methods, row.method)))
+    colours, markers = method_colours(methods), method_markers(methods)
+    return {method: {"colour": colours[method], "marker": markers[method]} for method in methods}

@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+from dpscope.paths import path_from
 from dpscope.reports.settings import Setting, Size, group_by_setting
-from dpscope.reports.sharing import with_paths_from
 from dpscope.reports.story import Story, tell
 from dpscope.reports.tables import Row, compare_results, seen_once
 from dpscope.results.schema import Result
 from dpscope.results.store import Skipped
+
+_IN_TRACEBACK = re.compile(r'(?<=File ")[^"\n]+(?=", line )')
+
+
+def with_paths_from(folder: Path, results: Iterable[Result]) -> list[Result]:
+    """The same results with paths as they are found from a folder: of workloads' files, and in tracebacks."""
+    return [_with_paths(folder, result) for result in results]
+
+
+def _with_paths(folder: Path, result: Result) -> Result:
+    workload = result.spec["workload"]
+    if isinstance(file := workload.get("file"), str):
+        workload = {**workload, "file": path_from(folder, file)}
+        result = replace(result, spec={**result.spec, "workload": workload})
+    if isinstance(result.details, str):
+        told = _IN_TRACEBACK.sub(lambda found: path_from(folder, found[0]), result.details)
+        result = replace(result, details=told)
+    return result
 
 
 @dataclass(frozen=True, eq=False)

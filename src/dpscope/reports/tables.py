@@ -7,19 +7,20 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
-from operator import attrgetter
 from typing import Any, TypeVar
 
-from dpscope.reports.doubt import doubt_of_times
+from dpscope.reports.doubt import doubt_of_times, marked
 from dpscope.reports.words import size_in_words
 from dpscope.results.payloads.memory import MemoryPayload, TimingPayload
 from dpscope.results.payloads.ncu import NcuPayload
 from dpscope.results.schema import Result
-from dpscope.units import MIB, MISSING
+from dpscope.units import MIB, MISSING, format_ms, format_ratio, format_throughput
 from dpscope.vocabulary.methods import STANDARD
 from dpscope.vocabulary.settings import LATER_DEFAULTS, REPEATS, SETTINGS
+from dpscope.vocabulary.statuses import OOM
 
 SIZES = ("batch_size", "seq_len")
+SPEEDS = ("samples/s", "tokens/s")
 MEASUREMENT_FIELDS = ("method", "instrument", "options", *REPEATS)  # ten timed steps and a tracked one are one row
 StepCounts = tuple[tuple[str, Any], ...]
 
@@ -108,6 +109,10 @@ class Row:
     def fields(self, *names: str) -> dict[str, Any]:
         return {name: self.field(name) for name in names}
 
+    def why_none(self, unmeasured: str) -> str:
+        """Why the row has no figure of a kind: how it ended, or that nobody measured it."""
+        return unmeasured if self.result.ok else {OOM: "out of memory"}.get(self.result.status, self.result.status)
+
     @property
     def ended_well(self) -> list[Result]:
         return [result for result in self.measured.values() if result.ok]
@@ -153,14 +158,23 @@ class Row:
         return samples
 
     @property
-    def samples_per_second(self) -> float | None:
-        return 1e3 * self.samples / self.median_ms if self.median_ms else None
+    def time_shown(self) -> str:
+        return marked(format_ms(self.median_ms), self.time_doubt)
 
     @property
-    def tokens_per_second(self) -> float | None:
-        """Positions of all sequences of a step; None for a workload without a sequence."""
-        length, samples = self.spec.get("seq_len"), self.samples_per_second
-        return samples * length if samples is not None and length else None
+    def time_ratio_shown(self) -> str:
+        return marked(format_ratio(self.time_ratio), self.ratio_doubt)
+
+    @property
+    def speeds(self) -> dict[str, float]:
+        """Of `SPEEDS` those that are known: samples in a second and, for a workload with a sequence, tokens."""
+        if not self.median_ms:
+            return {}
+        samples, length = 1e3 * self.samples / self.median_ms, self.spec.get("seq_len")
+        return {"samples/s": samples} | ({"tokens/s": samples * length} if length else {})
+
+    def speed_shown(self, name: str) -> str:
+        return marked(format_throughput(self.speeds.get(name)), self.time_doubt)
 
     @property
     def peaks(self) -> dict[str, float]:
@@ -204,12 +218,6 @@ def once_a_row(compute: Callable[[Row], Value]) -> Callable[[Row], Value]:
         return value
 
     return kept
-
-
-SPEEDS: dict[str, Callable[[Row], float | None]] = {
-    "samples/s": attrgetter("samples_per_second"),
-    "tokens/s": attrgetter("tokens_per_second"),
-}
 
 
 def figure_of(*candidates: Any) -> float | None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from importlib import import_module
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -13,25 +13,19 @@ from rich.table import Table
 from rich.text import Text
 
 from dpscope.plain_text import SUMMARY_WIDTH, render_plain
-from dpscope.reports.bars import Bars, WithBars
-from dpscope.reports.doubt import explain, marked
-from dpscope.reports.memory.tensors import tensor_section
-from dpscope.reports.memory.text import memory_section, snapshot_section
+from dpscope.reports.doubt import explain
 from dpscope.reports.output import text_output
 from dpscope.reports.report import Report
-from dpscope.reports.tables import SIZES, SPEEDS, Row, group_by_size, heading_of, worth_a_column
-from dpscope.reports.text_table import field_cells
-from dpscope.reports.trace.nsys_text import nsys_section
-from dpscope.reports.trace.text import trace_section
-from dpscope.reports.traffic.text import traffic_section
-from dpscope.reports.words import peak_notes
-from dpscope.units import GIB, MISSING, format_bytes, format_ms, format_ratio, format_throughput
+from dpscope.reports.tables import SPEEDS, Row, group_by_size
+from dpscope.reports.text_table import NUMBERS, Bars, Column, FirstThatFits, identity_columns, table_of
+from dpscope.reports.words import peak_notes, spread_in_words
+from dpscope.units import GIB, MISSING, format_bytes, format_ratio
+from dpscope.vocabulary.instruments import DETAILS, SECTIONS
 from dpscope.vocabulary.settings import COMPARED, REPEATS, SETTINGS
 from dpscope.vocabulary.statuses import status_named
 
 TITLE = "What privacy costs"
 NARROW_SUMMARY = 86  # columns
-LEAST_WIDTH = {"batch": 5, "seq": 3, "warmup": 6, "steps": 5}  # of columns that hold numbers
 
 
 def summary(report: Report, *, width: int = SUMMARY_WIDTH, detailed: bool = False) -> RenderableType:
@@ -39,12 +33,20 @@ def summary(report: Report, *, width: int = SUMMARY_WIDTH, detailed: bool = Fals
     parts: list[RenderableType] = [Text(line, style="bold") for line in _headline(report)]
     if lines := _cost(report, width):
         parts += ["", *lines]
-    for section, instrument in {**SECTIONS, **(DETAILS if detailed else {})}.items():
-        if lines := section(report.rows_of(instrument), width):
+    for instrument, where in [*SECTIONS, *(DETAILS if detailed else ())]:
+        if lines := section_at(where)(report.rows_of(instrument), width):
             parts += ["", *lines]
     parts += [Text(line) for line in _troubles(report)]
     parts += [Text(f"Left out: {item.path.name}: {item.reason}", style="yellow") for item in report.skipped]
     return Group(*parts)
+
+
+def section_at(where: str) -> Callable[[Sequence[Row], int], list[RenderableType]]:
+    """What an instrument's section is made by: a function of rows and the width, empty without anything to say."""
+    module, _, name = where.partition(":")
+    function: Callable[[Sequence[Row], int], list[RenderableType]]
+    function = getattr(import_module(f"dpscope.reports.{module}"), name)
+    return function
 
 
 def _cost(report: Report, width: int) -> list[RenderableType]:
@@ -54,41 +56,27 @@ def _cost(report: Report, width: int) -> list[RenderableType]:
         return []
     ratios = [ratio for row in rows for ratio in (row.time_ratio, row.memory_ratio)]
     forms = [(True, 0)] if width < NARROW_SUMMARY else [(False, 2), (False, 1), (False, 0), (True, 0)]
-    parts: list[RenderableType] = [WithBars([partial(_table, report, *form) for form in forms], ratios)]
+    tables = FirstThatFits(lambda bars: (_table(report, *form, bars) for form in forms), ratios)
+    parts: list[RenderableType] = [tables]
     if sentences := verdict(report):
-        parts += ["", *(Text(sentence) for sentence in sentences)]
+        parts += ["", *map(Text, sentences)]
     return [*parts, "", *(Text(note, style="dim") for note in notes(rows))]
 
 
-# What a summary is made of after the costs, in this order, and whose results it tells. A section without anything to
-# say is empty.
-Section = Callable[[Sequence[Row], int], list[RenderableType]]
-SECTIONS: dict[Section, str] = {
-    memory_section: "memory",
-    tensor_section: "memory",
-    trace_section: "trace",
-    nsys_section: "nsys",
-    traffic_section: "ncu",
-}
-DETAILS: dict[Section, str] = {snapshot_section: "memory"}  # for the file, where there is room
-
-
 def _headline(report: Report) -> list[str]:
-    lines = [f"{TITLE}: each method next to ordinary training (standard) of the same model"]
-    lines += list(dict.fromkeys(_describe(row.looked_at) for row in report.rows))
-    environments = [r.environment for r in report.results if r.environment]
-    lines += list(dict.fromkeys(_describe_environment(environment) for environment in environments))
-    return lines
+    environments = [result.environment for result in report.results if result.environment]
+    return [
+        f"{TITLE}: each method next to ordinary training (standard) of the same model",
+        *dict.fromkeys(_describe(row.looked_at) for row in report.rows),
+        *dict.fromkeys(map(_describe_environment, environments)),
+    ]
 
 
 def _describe(spec: dict[str, Any]) -> str:
     workload = spec["workload"]
-    sizes = ", ".join(workload_sizes(workload))
-    told = [SETTINGS[name] for name in COMPARED if name in spec]
-    return (
-        f"Model {workload['name']} ({sizes}); {', '.join(each.in_words(spec) for each in told)}; "
-        f"{spec['warmup']} warm-up and {spec['steps']} timed step{'s' * (spec['steps'] != 1)}"
-    )
+    told = ", ".join(SETTINGS[name].in_words(spec) for name in COMPARED if name in spec)
+    steps = f"{spec['warmup']} warm-up and {spec['steps']} timed step{'s' * (spec['steps'] != 1)}"
+    return f"Model {workload['name']} ({', '.join(workload_sizes(workload))}); {told}; {steps}"
 
 
 def workload_sizes(workload: dict[str, Any]) -> Iterator[str]:
@@ -97,13 +85,10 @@ def workload_sizes(workload: dict[str, Any]) -> Iterator[str]:
         if name == "lora":
             yield f"LoRA r {value['r']}, alpha {value['alpha']} on {' '.join(value['target'])}"
         elif isinstance(value, dict):
-            yield from (f"{key.replace('_', ' ')} {size}" for key, size in value.items() if _is_number(size))
+            numbers = {key: size for key, size in value.items() if type(size) in (int, float)}
+            yield from (f"{key.replace('_', ' ')} {size}" for key, size in numbers.items())
         elif value is not None and name not in ("kind", "name", "sha256"):
             yield f"{name.replace('_', ' ')} {value}"
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _describe_environment(environment: dict[str, Any]) -> str:
@@ -118,45 +103,25 @@ def _describe_environment(environment: dict[str, Any]) -> str:
 
 def _table(report: Report, narrow: bool, most_rates: int, bars: Bars) -> Table:
     """`most_rates`: columns for samples and tokens in a second; of one, it is tokens where there is a sequence."""
-    rows = report.rows
-    rates = [rate for rate in SPEEDS if any(SPEEDS[rate](row) is not None for row in rows)]
-    columns: list[tuple[str, Callable[[Row], RenderableType]]] = [
-        ("time" if narrow else "time/step", lambda row: marked(format_ms(row.median_ms), row.time_doubt)),
-        *([] if narrow else [("p10–p90", _spread)]),
-        *((rate, partial(_rate, rate)) for rate in (rates[-most_rates:] if most_rates else ())),
-        ("×", lambda row: marked(format_ratio(row.time_ratio), row.ratio_doubt)),
+    rows = [row for group in group_by_size(report.rows) for row in group]
+    rates = [rate for rate in SPEEDS if any(rate in row.speeds for row in rows)]
+    identity: list[Column[Row]] = identity_columns(report.rows, lambda row: row, REPEATS)
+    columns: list[Column[Row]] = [
+        *identity,
+        ("time" if narrow else "time/step", attrgetter("time_shown")),
+        *([] if narrow else [("p10–p90", lambda row: spread_in_words(row.spread_ms))]),
+        *((rate, partial(Row.speed_shown, name=rate)) for rate in (rates[-most_rates:] if most_rates else ())),
+        ("×", attrgetter("time_ratio_shown")),
         *bars.column(attrgetter("time_ratio")),
         ("memory" if narrow else "peak memory", lambda row: format_bytes(row.peak_bytes)),
         ("×", lambda row: format_ratio(row.memory_ratio)),
         *bars.column(attrgetter("memory_ratio")),
     ]
     if not narrow or not all(row.result.ok for row in rows):
-        columns.append(("status", _status))
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    fields = worth_a_column(rows, ("model", "method", *SIZES, *COMPARED, *REPEATS))
+        columns.append(("status", lambda row: Text(row.result.status, "green" if row.result.ok else "bold red")))
     # What tells rows apart keeps its place on the narrowest terminal; the spread is the first to go.
-    for name in map(heading_of, fields):
-        least = LEAST_WIDTH.get(name)
-        table.add_column(name, justify="right" if least else "left", no_wrap=name != "model", min_width=least)
-    for heading, _ in columns:
-        least = {"": bars.cells, "status": 4}.get(heading)
-        table.add_column(heading, justify="left" if least else "right", no_wrap=True, min_width=least)
-    for group in group_by_size(rows):
-        for row in group:
-            table.add_row(*field_cells(row, fields), *(cell(row) for _, cell in columns), end_section=row is group[-1])
-    return table
-
-
-def _spread(row: Row) -> str:
-    return MISSING if row.spread_ms is None else f"{row.spread_ms[0]:.1f}–{row.spread_ms[1]:.1f}"
-
-
-def _rate(name: str, row: Row) -> str:
-    return marked(format_throughput(SPEEDS[name](row)), row.time_doubt)
-
-
-def _status(row: Row) -> Text:
-    return Text(row.result.status, style="green" if row.result.ok else "bold red")
+    left = {"", "status", *(name for name, _ in identity if name not in NUMBERS)}
+    return table_of(rows, columns, left=left, wrap={"model"}, least={**NUMBERS, "": bars.cells, "status": 4})
 
 
 def _troubles(report: Report) -> list[str]:
@@ -207,12 +172,8 @@ def notes(rows: Sequence[Row]) -> list[str]:
     return notes + peak_notes(row.peak_source for row in rows)
 
 
-def files_written(paths: Sequence[Path]) -> str:
-    return "\n".join(["Written:", *(f"  {path}" for path in paths)])
-
-
-def _summary_text(report: Report) -> str:
+def _render(report: Report) -> str:
     return render_plain(summary(report, detailed=True))
 
 
-SUMMARY = text_output("summary.txt", "every table and sentence", _summary_text, mark=TITLE)
+SUMMARY = text_output("summary.txt", "every table and sentence", _render, mark=TITLE)

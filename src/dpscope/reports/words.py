@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from dpscope.units import MISSING
 from dpscope.vocabulary.settings import SETTINGS
 
 # How a peak was measured -> what it is. One table shows peaks of one of them.
@@ -20,6 +22,11 @@ PEAKS = {
 def peak_notes(sources: Iterable[str]) -> list[str]:
     """What the peaks of a table are, a sentence for each way in which they were measured."""
     return [f"Peak memory: {PEAKS[source]}." for source in dict.fromkeys(sources) if source in PEAKS]
+
+
+def spread_in_words(spread: tuple[float, float] | None) -> str:
+    """`12.1–12.6`: 10th and 90th percentile in milliseconds."""
+    return MISSING if spread is None else f"{spread[0]:.1f}–{spread[1]:.1f}"
 
 
 def size_in_words(spec: dict[str, Any]) -> str:
@@ -45,3 +52,21 @@ def shorten(text: str, length: int) -> str:
 def distinct(names: Sequence[str]) -> list[str]:
     """The same names, those that were there before with a number: `flat`, `flat (2)`."""
     return [name if name not in names[:n] else f"{name} ({names[:n].count(name) + 1})" for n, name in enumerate(names)]
+
+
+LONGEST_IN_PROSE = 96  # characters
+ARGUMENTS = re.compile(r"<[^<>]*>|\([^()]*\)")  # of templates and calls, innermost
+LAST_WORD = re.compile(r"[\w:.~-]*$")
+
+
+def in_prose(name: str) -> str:
+    """The name itself. One that is too long loses its template arguments, and then whole words at its end."""
+    plain = name.replace("autograd::engine::evaluate_function: ", "autograd: ")
+    if len(plain) <= LONGEST_IN_PROSE:
+        return plain
+    while (shorter := ARGUMENTS.sub("", plain)) != plain:
+        plain = shorter
+    if len(plain) <= LONGEST_IN_PROSE:
+        return plain
+    kept = LAST_WORD.sub("", plain[:LONGEST_IN_PROSE])
+    return f"{kept.rstrip()} …" if kept.strip() else plain

@@ -1,7 +1,8 @@
 """The instruments: how a step can be observed, and how each can be asked to look.
 
 A new one is an entry here and `measure_NAME(spec, progress, folder)` in `runner/measurements/NAME.py`. Its subcommand,
-its place in `--instruments` and `--all`, and what the page says where it did not look come from the entry.
+its place in `--instruments` and `--all`, and what the page says where it did not look come from the entry. What the
+summary tells of it is a function named in `SECTIONS`.
 """
 
 from __future__ import annotations
@@ -133,3 +134,14 @@ def changed_options(instrument: str, options: Mapping[str, Any]) -> dict[str, An
         raise UserError(f"instrument {instrument!r} has no option {', '.join(foreign)}: {allowed}")
     checked = {name: option.checked(name, options[name]) for name, option in known.items() if name in options}
     return {name: value for name, value in checked.items() if value != known[name].default}
+
+
+# What the summary tells of them, in its order: an instrument, and its section as `module:function` below `reports/`.
+SECTIONS = (
+    ("memory", "memory.text:memory_section"),
+    ("memory", "memory.text:tensor_section"),
+    ("trace", "trace.text:trace_section"),
+    ("nsys", "trace.nsys_text:nsys_section"),
+    ("ncu", "traffic.text:traffic_section"),
+)
+DETAILS = (("memory", "memory.text:snapshot_section"),)  # for the file, where there is room

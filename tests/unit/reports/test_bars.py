@@ -8,9 +8,9 @@ import pytest
 from rich.console import Console
 
 from dpscope.plain_text import render_plain
-from dpscope.reports.bars import BARS_NOTE, Bars
 from dpscope.reports.report import Report
 from dpscope.reports.text import summary
+from dpscope.reports.text_table import BARS_NOTE, Bars
 
 BLOCKS = set("▒▏▎▍▌▋▊▉█")
 

@@ -19,8 +19,8 @@ from dpscope.reports.report import Report
 from dpscope.reports.story import tell
 from dpscope.reports.tables import compare_results
 from dpscope.reports.text import summary
-from dpscope.reports.time.chart import step_time
-from dpscope.reports.time.tradeoff_figure import draw_tradeoff
+from dpscope.reports.time.charts import step_time
+from dpscope.reports.time.figures import draw_tradeoff
 from dpscope.reports.trace.charts import operators, phases
 from dpscope.units import MISSING
 from tests.unit.reports.trace_results import make_trace, operator
@@ -156,12 +156,12 @@ def test_a_traced_step_about_as_long_as_the_unprofiled_one_is_compared(traced):
 
 def test_rates_stand_beside_times_and_tokens_need_a_sequence(make_result):
     (row,) = compare_results([make_result(median=10.0, batch_size=4, seq_len=16)])
-    assert (row.samples_per_second, row.tokens_per_second) == (400.0, 6400.0)
+    assert row.speeds == {"samples/s": 400.0, "tokens/s": 6400.0}
     (logical,) = compare_results([make_result(median=10.0, batch_size=4, seq_len=16, accumulate=3)])
-    assert (logical.samples_per_second, logical.tokens_per_second) == (1200.0, 19200.0)
+    assert logical.speeds == {"samples/s": 1200.0, "tokens/s": 19200.0}
     image = make_result(median=10.0, batch_size=4)
     (image,) = compare_results([replace(image, spec={**image.spec, "seq_len": None})])
-    assert (image.samples_per_second, image.tokens_per_second) == (400.0, None)
+    assert image.speeds == {"samples/s": 400.0}
     assert [name for name, _ in make_table(report_of([image])).columns if name.endswith("/s")] == ["samples/s"]
     record = to_records([row])[0]
     assert (record["samples_per_second"], record["tokens_per_second"]) == (400.0, 6400.0)

@@ -16,13 +16,12 @@ from dpscope.errors import UserError
 from dpscope.reports.figures.labels import spread
 from dpscope.reports.figures.style import DPI, PAGE_WIDTH, SMALL, parse_formats
 from dpscope.reports.figures.suffixes import suffixed
-from dpscope.reports.memory.breakdown_figure import draw_breakdown
 from dpscope.reports.memory.data import composition_of, label_of, timeline_of
-from dpscope.reports.memory.timeline_figure import draw_timeline
+from dpscope.reports.memory.figures import draw_breakdown, draw_timeline
 from dpscope.reports.outputs import FIGURES
 from dpscope.reports.palette import COMPONENT_COLOURS, METHOD_COLOURS, colour_of
 from dpscope.reports.tables import compare_results
-from dpscope.reports.time.tradeoff_figure import draw_tradeoff
+from dpscope.reports.time.figures import draw_tradeoff
 from tests.unit.reports.figure_words import extent, overlapping, texts
 from tests.unit.reports.writing import write
 

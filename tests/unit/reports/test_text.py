@@ -9,7 +9,7 @@ import pytest
 
 from dpscope.plain_text import SUMMARY_WIDTH, render_plain
 from dpscope.reports.report import Report
-from dpscope.reports.text import files_written, summary
+from dpscope.reports.text import summary
 from dpscope.results.store import Skipped
 
 GIB = 2**30
@@ -161,10 +161,6 @@ def test_plain_text_has_no_control_characters_no_trailing_blanks_and_fits_its_wi
     assert "\x1b" not in text
     assert all(line == line.rstrip() and len(line) <= SUMMARY_WIDTH for line in text.splitlines())
     assert text.endswith("\n")
-
-
-def test_every_file_written_gets_a_line():
-    assert files_written([Path("a/summary.txt"), Path("a/b.json")]) == "Written:\n  a/summary.txt\n  a/b.json"
 
 
 def test_the_terminal_names_the_winner_that_the_page_names(shown, make_result):

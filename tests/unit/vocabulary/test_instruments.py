@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -13,13 +13,15 @@ from dpscope import cli, numbers
 from dpscope.commands import sweeping
 from dpscope.comparison import Comparison
 from dpscope.errors import UserError
+from dpscope.plain_text import render_plain
 from dpscope.reports.page.missing import IN_ORDER, find_missing
 from dpscope.reports.report import Report
+from dpscope.reports.text import section_at, summary
 from dpscope.results.schema import parse_result, result_for
 from dpscope.runner.instruments import choose_instruments
 from dpscope.runner.measure import measure
 from dpscope.runner.spec import RunSpec
-from dpscope.vocabulary.instruments import INSTRUMENTS, Instrument, Option
+from dpscope.vocabulary.instruments import DETAILS, INSTRUMENTS, SECTIONS, Instrument, Option
 from dpscope.vocabulary.settings import FLAGS
 
 ENERGY = Instrument(
@@ -95,6 +97,21 @@ def test_the_page_says_that_it_did_not_look(energy, monkeypatch, make_result):
     gaps = find_missing(Report.of([make_result()])).gaps
     (gap,) = [gap for gap in gaps if gap.what == "Energy"]
     assert gap.commands[0].startswith("dpscope compare --instruments energy ")
+
+
+def test_the_summary_has_a_section_of_it_where_one_is_named(energy, monkeypatch, make_spec):
+    section = SimpleNamespace(energy_section=lambda rows, width: [f"{len(rows)} row, {width} wide: 3 joules"])
+    monkeypatch.setitem(sys.modules, "dpscope.reports.energy", section)
+    monkeypatch.setattr("dpscope.reports.text.SECTIONS", (("energy", "energy:energy_section"),))
+    assert "1 row, 70 wide: 3 joules" in render_plain(
+        summary(Report.of([measure(make_spec(instrument="energy"))]), width=70)
+    )
+
+
+@pytest.mark.parametrize(("instrument", "where"), [*SECTIONS, *DETAILS])
+def test_every_section_is_a_function_that_says_nothing_of_nothing(instrument, where):
+    assert instrument in INSTRUMENTS
+    assert section_at(where)([], 80) == []
 
 
 def test_a_command_can_tell_an_instruments_options_from_those_of_a_sweep():

@@ -1,24 +1,121 @@
-"""Two sweeps side by side: what is faster, slower or larger now than before. Pure functions of results."""
+"""Two sweeps side by side: which rows pair, what is faster, slower or larger now, and the same as records."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from itertools import product
+from typing import TYPE_CHECKING, Any
 
 from dpscope.errors import UserError
-from dpscope.reports.against.pairing import SweepDifference, list_differences, pair_rows
-from dpscope.reports.against.quantities import QUANTITIES, Quantity, SweepChange, peaks_by_source
-from dpscope.reports.export import frame_of
+from dpscope.reports.against.quantities import MEMORY, QUANTITIES, TIME, Quantity, SweepChange, peaks_by_source
+from dpscope.reports.export import IDENTITY, frame_of, frame_to_csv
+from dpscope.reports.output import text_output
 from dpscope.reports.report import Report
-from dpscope.reports.tables import Row, worth_a_column
+from dpscope.reports.tables import Row, hashable, worth_a_column
 from dpscope.reports.words import step_in_words
 from dpscope.results.store import Skipped
-from dpscope.vocabulary.settings import COMPARED, SETTINGS
+from dpscope.units import MISSING, format_bytes
+from dpscope.vocabulary.settings import COMPARED, EVERYWHERE, SETTINGS
 
 if TYPE_CHECKING:
     import pandas
+
+
+# Two rows may differ in these and are compared all the same: they say how long and where was measured, not what.
+MAY_DIFFER = {name: each.label for name, each in SETTINGS.items() if each.identity != EVERYWHERE}
+# One's own workload is its name here: what its file says is what people change between two sweeps.
+OF_WORKLOAD = {"file": "workload's file", "sha256": "workload's text"}
+
+# What people compare comes first; whatever else an environment holds follows under its own name.
+ENVIRONMENT = {
+    "gpu": "GPU",
+    "gpu_memory_bytes": "GPU memory",
+    "cuda": "CUDA",
+    "driver": "driver",
+    "torch": "torch",
+    "opacus": "Opacus",
+    "triton": "Triton",
+    "dpscope": "dpscope",
+    "git_commit": "dpscope's commit",
+    "cpu": "processor",
+    "threads": "threads",
+    "python": "Python",
+}
+IN_WORDS: dict[str, Callable[[Any], str]] = {
+    "gpu_memory_bytes": format_bytes,
+    "sha256": lambda digest: str(digest)[:12],
+}
+
+
+@dataclass(frozen=True)
+class SweepDifference:
+    """Something about the machine, the software or the settings that is not the same in both sweeps."""
+
+    name: str
+    before: str
+    now: str
+
+
+def pairing_key(row: Row) -> Hashable:
+    """What has to be equal for two rows of two sweeps to be compared: method, workload, size, number format …"""
+    workload = {name: value for name, value in row.spec["workload"].items() if name not in OF_WORKLOAD}
+    identity = {name: value for name, value in row.identity.items() if name not in MAY_DIFFER}
+    return hashable({**identity, "method": row.method, "workload": workload})
+
+
+def pair_rows(now: Sequence[Row], before: Sequence[Row]) -> list[tuple[Row, Row]]:
+    """(row of before, row of now), in the order of now. Each row is in one pair at most.
+
+    Where a sweep has several rows that could be compared (two numbers of steps, say), those come together that were
+    looked at with the same instruments, and then those with the most settings in common.
+    """
+    groups: dict[Hashable, tuple[list[int], list[int]]] = {}
+    for side, rows in enumerate((before, now)):
+        for place, row in enumerate(rows):
+            groups.setdefault(pairing_key(row), ([], []))[side].append(place)
+    partner: dict[int, int] = {}  # place in now -> place in before
+    for older, newer in groups.values():
+        for old, new in sorted(product(older, newer), key=lambda places: -_likeness(before[places[0]], now[places[1]])):
+            if new not in partner and old not in partner.values():
+                partner[new] = old
+    return [(before[partner[place]], row) for place, row in enumerate(now) if place in partner]
+
+
+def _likeness(one: Row, other: Row) -> float:
+    instruments = len(one.measured.keys() & other.measured.keys())
+    alike: list[bool] = [one.spec.get(name) == other.spec.get(name) for name in MAY_DIFFER]
+    return instruments + sum(alike) / 10
+
+
+def list_differences(pairs: Sequence[tuple[Row, Row]]) -> list[SweepDifference]:
+    """Of the rows that are compared: environment first, then settings."""
+    sides = [[result for pair in pairs for result in pair[side].measured.values()] for side in (0, 1)]
+    environments = [[result.environment for result in side] for side in sides]
+    workloads = [[result.spec["workload"] for result in side] for side in sides]
+    others = {name: name for side in environments for each in side for name in each if name not in ENVIRONMENT}
+    return [
+        *_differences(environments, {**ENVIRONMENT, **others}),
+        *_differences(workloads, OF_WORKLOAD),
+        *_differences([[result.spec for result in side] for side in sides], MAY_DIFFER),
+    ]
+
+
+def _differences(sides: Sequence[Sequence[dict[str, Any]]], labels: dict[str, str]) -> list[SweepDifference]:
+    """Of what has a label: the values that the two sides have, where they are not the same."""
+    found = []
+    for name, label in labels.items():
+        before, now = (_values_in_words(name, [each.get(name) for each in side]) for side in sides)
+        if before != now:
+            found.append(SweepDifference(label, before, now))
+    return found
+
+
+def _values_in_words(name: str, values: Sequence[Any]) -> str:
+    """Every value there is, each once."""
+    say = IN_WORDS.get(name, str)
+    return ", ".join(sorted({MISSING if value is None else say(value) for value in values}))
 
 
 @dataclass(frozen=True)
@@ -98,7 +195,7 @@ class Against:
 
     def to_pandas(self) -> pandas.DataFrame:
         """A record for each row of either sweep; units are in the columns' names, changes are fractions of before."""
-        from dpscope.reports.against.csv import to_records
+        from dpscope.reports.against.data import to_records
 
         return frame_of(to_records(self))
 
@@ -156,3 +253,51 @@ def _memory_sources(pairs: Sequence[tuple[Row, Row]]) -> tuple[str, str]:
 def _most_common(sources: Sequence[str]) -> str:
     """The first of those that occur most often: the memory instrument's comes first."""
     return max(dict.fromkeys(sources), key=sources.count, default="")
+
+
+DOUBTFUL = (TIME, TIME.ratio)  # times have a spread, and can be doubtful
+
+
+def to_records(against: Against) -> list[dict[str, Any]]:
+    """`in`: both, before or now. A row that only one sweep has keeps its status; the rest of it is in that sweep."""
+    return [
+        *(_record(pair.now, "both", *pair.statuses) | _figures(pair) for pair in against.pairs),
+        *(_record(row, "before", row.result.status, None) for row in against.only_before),
+        *(_record(row, "now", None, row.result.status) for row in against.only_now),
+    ]
+
+
+def _record(row: Row, sweeps: str, before: str | None, now: str | None) -> dict[str, Any]:
+    return {**row.fields(*IDENTITY, *COMPARED), "in": sweeps, "status_before": before, "status_now": now}
+
+
+def _figures(pair: Pair) -> dict[str, Any]:
+    return {name: value for change in pair.changes.values() for name, value in _figure(change).items()}
+
+
+def _figure(change: SweepChange) -> dict[str, Any]:
+    key, before, now = change.quantity.key, change.before, change.now
+    unit = f"_{change.quantity.unit}" if change.quantity.unit else ""
+    named: dict[str, Any] = {
+        f"{key}_before{unit}": before.value,
+        f"{key}_now{unit}": now.value,
+        f"{key}_change": change.relative,
+        f"{key}_verdict": change.verdict or None,
+    }
+    if change.quantity in DOUBTFUL:
+        named |= {f"{key}_doubt_before": before.doubt or None, f"{key}_doubt_now": now.doubt or None}
+    if change.quantity is MEMORY:
+        named |= {"memory_source_before": before.source or None, "memory_source_now": now.source or None}
+    if change.quantity is TIME:
+        for side, reading in (("before", before), ("now", now)):
+            low, high = reading.spread or (None, None)
+            named |= {f"time_p10_{side}_ms": low, f"time_p90_{side}_ms": high}
+            named |= {f"time_steps_{side}": reading.steps or None}
+    return named
+
+
+def _against_csv(against: Against) -> str:
+    return frame_to_csv(against.to_pandas())
+
+
+AGAINST_CSV = text_output("against.csv", "a line for each row of either sweep", _against_csv, asked_for="csv")

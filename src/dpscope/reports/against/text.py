@@ -1,28 +1,123 @@
-"""Two sweeps side by side on a terminal, and in against.txt."""
+"""Two sweeps side by side: sentences for the terminal and the page, tables for the terminal and against.txt."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from dpscope.plain_text import render_plain
 from dpscope.reports.against.data import Against, Pair, list_rows
-from dpscope.reports.against.quantities import MEMORY, TIME, Quantity, Reading
-from dpscope.reports.against.words import AGAINST_TITLE, format_change, headline, sentences
-from dpscope.reports.bars import FirstThatFits
-from dpscope.reports.doubt import explain
+from dpscope.reports.against.quantities import MEMORY, TIME, UNDECIDED, Quantity, SweepChange
+from dpscope.reports.doubt import ADVICE, EXPLAINED, explain
 from dpscope.reports.output import text_output
-from dpscope.reports.tables import SIZES, heading_of, worth_a_column
-from dpscope.reports.text_table import field_cells
-from dpscope.reports.words import peak_notes
+from dpscope.reports.text_table import Column, FirstThatFits, bare_table, identity_columns, table_of
+from dpscope.reports.words import peak_notes, spread_in_words
 from dpscope.units import MISSING
-from dpscope.vocabulary.settings import COMPARED
+from dpscope.vocabulary.methods import STANDARD
 
-SIDES = ("before", "now")
-STYLES = {"less": "green", "more": "red"}
+AGAINST_TITLE = "Two sweeps side by side"
+NAMED_PAIRS = 8  # rows named one by one in a sentence; the table has all of them
+
+
+def headline(against: Against) -> str:
+    """What there is to know, in one sentence."""
+    rows = _count(len(against.pairs), "row")
+    tallies = [tally for quantity in against.quantities for tally in _tallies(against, quantity)]
+    if statuses := sum(pair.status_changed for pair in against.pairs):
+        tallies.append(f"{statuses} with another status")
+    undecided = sum(not pair.changed and pair.change(TIME).verdict in UNDECIDED for pair in against.pairs)
+    no_verdict = [f"{undecided} without a verdict on time"] if undecided else []
+    if not tallies:
+        return "; ".join([f"Nothing changed in {rows} compared", *no_verdict]) + "."
+    same = sum(not pair.changed for pair in against.pairs) - undecided
+    return "; ".join([f"Of {rows} compared: {', '.join(tallies)}", *no_verdict, f"{same} without a change"]) + "."
+
+
+def sentences(against: Against) -> list[str]:
+    """Everything that changed, the worst of it first; then what nobody can say."""
+    found = [
+        sentence
+        for quantity in against.quantities
+        for word in (quantity.more, quantity.less)
+        if (sentence := _sentence(against, quantity, word))
+    ]
+    return [*_status_sentences(against), *found, *_standard_sentences(against), *_undecided_sentences(against)]
+
+
+def format_change(relative: float | None) -> str:
+    """−3.1%; what would round to nothing has no sign."""
+    if relative is None:
+        return MISSING
+    share = f"{abs(relative):.1%}"
+    sign = "" if share == "0.0%" else "−" if relative < 0 else "+"
+    return sign + share
+
+
+def arrow(change: SweepChange) -> str:
+    return " → ".join(change.shown)
+
+
+def _tallies(against: Against, quantity: Quantity) -> list[str]:
+    verdicts = [pair.change(quantity).verdict for pair in against.pairs]
+    counts = {word: verdicts.count(word) for word in (quantity.less, quantity.more)}
+    return [f"{count} {word} {quantity.tally}".rstrip() for word, count in counts.items() if count]
+
+
+def _sentence(against: Against, quantity: Quantity, word: str) -> str:
+    pairs = [pair for pair in against.pairs if pair.change(quantity).verdict == word]
+    pairs.sort(key=lambda pair: -abs(pair.change(quantity).relative or 0.0))
+    named = [f"{against.name_of(pair)} ({_in_figures(pair, quantity)})" for pair in pairs[:NAMED_PAIRS]]
+    more = [f"and {len(pairs) - NAMED_PAIRS} more"] if len(pairs) > NAMED_PAIRS else []
+    return f"{word.capitalize()}{quantity.noun}: {'; '.join([*named, *more])}." if pairs else ""
+
+
+def _in_figures(pair: Pair, quantity: Quantity) -> str:
+    """174.4 ms → 111.9 ms, −35.9%; 1.73× → 1.11× of standard"""
+    change, ratio = pair.change(quantity), pair.ratio(quantity)
+    text = f"{arrow(change)}, {format_change(change.relative)}"
+    known = pair.now.method != STANDARD and ratio.relative is not None and ratio.verdict not in UNDECIDED
+    return f"{text}; {arrow(ratio)} of standard" if known else text
+
+
+def _status_sentences(against: Against) -> list[str]:
+    lines = []
+    for pair in against.pairs:
+        if pair.status_changed:
+            before, now = pair.statuses
+            reason = pair.now.result.reason or pair.before.result.reason
+            lines.append(f"{against.name_of(pair)}: {before} before, {now} now" + (f" ({reason})" if reason else "."))
+    return lines
+
+
+def _standard_sentences(against: Against) -> list[str]:
+    """Ordinary training that changed points at the machine or the libraries: then the ratios tell the rest."""
+    moved = [pair for pair in against.pairs if pair.now.method == STANDARD and pair.change(TIME).tone]
+    if not moved or len(moved) == len(against.pairs):
+        return []
+    others = [pair for pair in against.pairs if pair.now.method != STANDARD and pair.ratio(TIME).tone]
+    named = "; ".join(f"{against.name_of(pair)} {arrow(pair.ratio(TIME))}" for pair in others[:NAMED_PAIRS])
+    told = f"beyond the spread they changed for {named}" if others else "none of them changed beyond the spread"
+    return [
+        f"Ordinary training (standard) changed as well at {_count(len(moved), 'size')}, so some of it is the machine, "
+        f"the libraries or the workload. The ratios to standard leave that out: {told}."
+    ]
+
+
+def _undecided_sentences(against: Against) -> list[str]:
+    lines = []
+    for verdict, why in EXPLAINED.items():
+        pairs = [pair for pair in against.pairs if pair.change(TIME).verdict == verdict]
+        if pairs:
+            everywhere = len(pairs) == len(against.pairs)
+            names = "any row" if everywhere else "; ".join(against.name_of(pair) for pair in pairs[:NAMED_PAIRS])
+            lines.append(f"No verdict on the time of {names}: {why}. {ADVICE[verdict]}.")
+    return lines
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
 def against_text(against: Against) -> str:
@@ -35,21 +130,15 @@ def against_summary(against: Against) -> RenderableType:
         Text(AGAINST_TITLE, style="bold"),
         Text(f"before: {against.before}", no_wrap=True, overflow="ignore"),
         Text(f"now:    {against.now}", no_wrap=True, overflow="ignore"),
-        "",
-        _differences(against),
-        "",
+        *("", _differences(against), ""),
         Text(headline(against), style="bold"),
-        *(Text(sentence) for sentence in sentences(against)),
+        *map(Text, sentences(against)),
     ]
     for quantity in against.quantities:
-        # On a narrow terminal the spread goes first, then the ratios.
-        wanted = [(quantity is TIME, True), (False, True), (False, False)]
-        tables = [_table(against.pairs, quantity, spread=spread, ratios=ratios) for spread, ratios in wanted]
-        parts += ["", Text(quantity.title, style="bold"), "", FirstThatFits(tables), ""]
+        parts += ["", Text(quantity.title, style="bold"), "", _tables(against.pairs, quantity), ""]
         parts += [Text(note, style="dim") for note in (quantity.rule, *_notes(against, quantity))]
     for label, rows in (("before", against.only_before), ("now", against.only_now)):
-        if rows:
-            parts += ["", Text(f"Only {label}: {list_rows(rows)}")]
+        parts += ["", Text(f"Only {label}: {list_rows(rows)}")] if rows else []
     if against.skipped:
         parts += ["", *(Text(f"Left out: {item.path}: {item.reason}", style="yellow") for item in against.skipped)]
     return Group(*parts)
@@ -67,46 +156,39 @@ def _notes(against: Against, quantity: Quantity) -> list[str]:
 def _differences(against: Against) -> RenderableType:
     if not against.differences:
         return Text("Measured on the same machine with the same versions and settings.")
-    table = Table("not the same", "before", "now", box=None, pad_edge=False, header_style="bold")
+    headings = ("not the same", "before", "now")
+    table = bare_table(*headings, left=headings, wrap=headings)
     for each in against.differences:
         table.add_row(*map(Text, (each.name, each.before, each.now)))
     return table
 
 
-def _table(pairs: Sequence[Pair], quantity: Quantity, *, spread: bool, ratios: bool) -> Table:
-    """A row a pair: before, now, the change, and the ratios to each sweep's own standard."""
-    names = worth_a_column([pair.now for pair in pairs], ("model", "method", *SIZES, *COMPARED))
-    lines = [_line(pair, names, quantity, spread=spread, ratios=ratios) for pair in pairs]
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading, _ in lines[0]:
-        is_text = heading in ("model", "method", "")
-        table.add_column(heading, justify="left" if is_text else "right", no_wrap=heading not in ("model", "method"))
-    for line in lines:
-        table.add_row(*(cell for _, cell in line))
-    return table
+def _tables(pairs: Sequence[Pair], quantity: Quantity) -> FirstThatFits:
+    """A line a pair: before, now, the change, and the ratios to each sweep's own standard. On a narrow terminal the
+    spread goes first, then the ratios."""
+    identity: list[Column[Pair]] = identity_columns([pair.now for pair in pairs], lambda pair: pair.now)
 
+    def columns(spread: bool, ratios: bool) -> list[Column[Pair]]:
+        before: Column[Pair] = ("p10–p90", lambda pair: spread_in_words(pair.change(quantity).before.spread))
+        now: Column[Pair] = ("p10–p90", lambda pair: spread_in_words(pair.change(quantity).now.spread))
+        return [
+            *identity,
+            *(("before", lambda pair: pair.change(quantity).shown[0]), *([before] if spread else [])),
+            *(("now", lambda pair: pair.change(quantity).shown[1]), *([now] if spread else [])),
+            ("change", lambda pair: format_change(pair.change(quantity).relative)),
+            *([("× before", lambda pair: pair.ratio(quantity).shown[0])] if ratios else []),
+            *([("× now", lambda pair: pair.ratio(quantity).shown[1])] if ratios else []),
+            ("", lambda pair: _verdict(pair, quantity)),
+        ]
 
-def _line(
-    pair: Pair, names: Sequence[str], quantity: Quantity, *, spread: bool, ratios: bool
-) -> list[tuple[str, RenderableType]]:
-    """Headings, and the cells below them."""
-    change, fields = pair.change(quantity), map(Text, field_cells(pair.now, names))
-    cells: list[tuple[str, RenderableType]] = list(zip(map(heading_of, names), fields, strict=True))
-    for heading, reading, text in zip(SIDES, (change.before, change.now), change.shown, strict=True):
-        cells += [(heading, text), *([("p10–p90", _spread(reading))] if spread else [])]
-    cells.append(("change", format_change(change.relative)))
-    if ratios:
-        cells += [(f"× {side}", text) for side, text in zip(SIDES, pair.ratio(quantity).shown, strict=True)]
-    return [*cells, ("", _verdict(pair, quantity))]
-
-
-def _spread(reading: Reading) -> str:
-    return MISSING if reading.spread is None else "–".join(f"{end:.1f}" for end in reading.spread)
+    forms = [columns(quantity is TIME, True), columns(False, True), columns(False, False)]
+    texts = {"model", "method"}
+    return FirstThatFits(lambda bars: (table_of(pairs, form, left={*texts, ""}, wrap=texts) for form in forms))
 
 
 def _verdict(pair: Pair, quantity: Quantity) -> Text:
     verdict, change = pair.verdict(quantity), pair.change(quantity)
-    style = STYLES.get(change.tone, "dim") if verdict == change.verdict else "red"
+    style = {"less": "green", "more": "red"}.get(change.tone, "dim") if verdict == change.verdict else "red"
     return Text(verdict, style="bold" if pair.status_changed else style)
 
 

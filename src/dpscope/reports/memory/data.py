@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from dpscope.reports.tables import Row, once_a_row
 from dpscope.results.payloads.memory import Remainder, TensorsAtPeak, TimelinePayload
@@ -38,20 +38,20 @@ class Composition:
 
     def extra_over(self, other: Composition) -> dict[str, float]:
         """Bytes of each component beyond another's; below zero where this one holds less."""
-        return {
-            key: self.components.get(key, 0.0) - other.components.get(key, 0.0)
-            for key in in_order([*self.components, *other.components])
-        }
+        keys = in_order([*self.components, *other.components])
+        return {key: self.components.get(key, 0.0) - other.components.get(key, 0.0) for key in keys}
+
+    def ratio_to(self, standard: Composition | None) -> float | None:
+        return self.total / standard.total if standard and standard.total > 0 else None
 
     @property
     def maker(self) -> str | None:
         """What reached the peak: `backward: aten::bmm in blocks.3.up`."""
-        what = " in ".join(part for part in (self.operator, self.module) if part)
-        return ": ".join(part for part in (self.phase, what) if part) or None
+        what = " in ".join(filter(None, (self.operator, self.module)))
+        return ": ".join(filter(None, (self.phase, what))) or None
 
 
-@dataclass(frozen=True)
-class PhaseSpan:
+class PhaseSpan(NamedTuple):
     name: str
     start: int
     end: int
@@ -80,6 +80,10 @@ def label_of(key: str) -> str:
     return KNOWN[key].label if key in KNOWN else key.replace("_", " ")
 
 
+def legend_of(key: str) -> str:
+    return label_of(key) + (" (private only)" if is_private_only(key) else "")
+
+
 def is_private_only(key: str) -> bool:
     return key in KNOWN and KNOWN[key].private_only
 
@@ -91,16 +95,24 @@ def in_order(keys: Iterable[str]) -> list[str]:
     return sorted(dict.fromkeys(keys), key=lambda key: (places.get(key, last - 0.5), key))
 
 
+def present(held: Iterable[Mapping[str, float]]) -> list[str]:
+    """The components of which anything was held, as they are stacked."""
+    return in_order(key for each in held for key, count in each.items() if count)
+
+
+def _first(row: Row, read: Callable[[Result], Value]) -> Value | None:
+    """What the first measurement that ended well has of something; None where none has any of it."""
+    return next((found for result in row.ended_well if (found := read(result))), None)
+
+
 @once_a_row
 def composition_of(row: Row) -> Composition | None:
     """None where no instrument saw what the peak was made of."""
-    return next((found for result in _measured(row) if (found := _composition(result))), None)
+    return _first(row, _composition)
 
 
 def why_no_composition(row: Row) -> str:
-    if row.result.ok:
-        return "no breakdown by component was measured"
-    return {"oom": "out of memory"}.get(row.result.status, row.result.status)
+    return row.why_none("no breakdown by component was measured")
 
 
 def described_of(rows: Iterable[Row]) -> dict[Row, Composition]:
@@ -117,35 +129,22 @@ def standard_of(described: Mapping[Row, Composition]) -> Composition | None:
     return next((composition for row, composition in described.items() if row.method == STANDARD), None)
 
 
-def present(held: Iterable[Mapping[str, float]]) -> list[str]:
-    """The components of which anything was held, as they are stacked."""
-    return in_order(key for each in held for key, count in each.items() if count)
-
-
 @once_a_row
 def timeline_of(row: Row) -> Timeline | None:
     """None where there is no timeline, or none that can be drawn."""
-    return next((found for result in _measured(row) if (found := _timeline(result.timeline))), None)
-
-
-def why_no_timeline(row: Row) -> str:
-    return "no timeline was measured" if row.result.ok else why_no_composition(row)
+    return _first(row, lambda result: _timeline(result.timeline))
 
 
 def snapshots_of(row: Row) -> dict[str, float]:
     """The named stages of a run and the bytes that were allocated at each."""
-    taken = next((result.snapshots for result in _measured(row) if result.snapshots), [])
+    taken = _first(row, lambda result: result.snapshots) or []
     return {stage["name"]: stage["allocated_mb"] * MIB for stage in taken}
 
 
 def tensors_of(row: Row) -> TensorsAtPeak | None:
     """None where a file has none: older ones have not."""
-    tensors = next((result.memory["tensors"] for result in _measured(row) if "tensors" in result.memory), None)
+    tensors = _first(row, lambda result: result.memory.get("tensors"))
     return tensors if tensors and tensors["largest"] else None
-
-
-def _measured(row: Row) -> list[Result]:
-    return [result for result in row.measured.values() if result.ok]
 
 
 def _composition(result: Result) -> Composition | None:
@@ -156,9 +155,7 @@ def _composition(result: Result) -> Composition | None:
     modules = [(each["module"], _sorted(each["components"])) for each in result.memory.get("modules", [])]
     return Composition(
         _sorted(peak["components"]),
-        peak["phase"] or None,
-        peak["operator"] or None,
-        peak["module"] or None,
+        *(peak["phase"] or None, peak["operator"] or None, peak["module"] or None),
         sorted(modules, key=lambda entry: -sum(entry[1].values())),
         result.memory.get("unattributed", []),
     )

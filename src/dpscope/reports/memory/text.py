@@ -18,42 +18,52 @@ from dpscope.reports.memory.data import (
     present,
     snapshots_of,
     standard_of,
+    tensors_of,
     undescribed,
 )
 from dpscope.reports.tables import SPEEDS, Row, group_by_size
+from dpscope.reports.text_table import bare_table
 from dpscope.reports.words import shorten
-from dpscope.results.payloads.memory import OTHER_MODULES
-from dpscope.units import MIB, MISSING, format_bytes, format_ms, format_ratio, format_throughput, mib
+from dpscope.results.payloads.memory import OTHER_MODULES, TensorAtPeak
+from dpscope.units import MIB, MISSING, format_bytes, format_ratio, mib
 from dpscope.vocabulary.components import ACTIVATION_HOOKS, ACTIVATIONS, UNATTRIBUTED
 from dpscope.vocabulary.methods import STANDARD
 
 LABELS = 24  # characters of the first column
-LONGEST_HEADING = 20  # of a method, as a heading
+LONGEST_HEADING = 20  # of a method
 HEAVIEST = 3  # modules named for each method
 SAVED = (ACTIVATIONS, ACTIVATION_HOOKS)  # what a module keeps for the backward pass
 TRIFLE = 0.01  # of standard's peak: differences below this are summed up as the rest
+SHOWN_TENSORS = 4  # of each method in the text; the page and the result file have more
+TENSOR_NOTE = (
+    "line: the innermost line of Python outside torch that asked for it; backward: autograd made it for that line. "
+    "The page and the result files name folders and functions too."
+)
 
 
-def by_size(
+def _by_size(
     rows: Sequence[Row], heading: str, describe: Callable[[Sequence[Row]], list[RenderableType]]
 ) -> list[RenderableType]:
     """Under a heading, what there is to say of each size; nothing of sizes without figures."""
-    parts: list[RenderableType] = []
-    for group in group_by_size(rows):
-        if told := describe(group):
-            title = Text(f"{heading}: {group[0].size}", style="bold")
-            parts += [*([""] if parts else []), title, "", *told]
-    return parts
+    told = [(group[0].size, parts) for group in group_by_size(rows) if (parts := describe(group))]
+    headed = [["", Text(f"{heading}: {size}", style="bold"), "", *parts] for size, parts in told]
+    return [part for parts in headed for part in parts][1:]
 
 
 def memory_section(rows: Sequence[Row], width: int) -> list[RenderableType]:
     """For each size: components by method, what private training adds, who makes the peak."""
-    return by_size(rows, "Memory at the peak", partial(_at_peak, width=width))
+    return _by_size(rows, "Memory at the peak", partial(_at_peak, width=width))
 
 
 def snapshot_section(rows: Sequence[Row], width: int) -> list[RenderableType]:
     """For each size: what was allocated at every stage of the run."""
-    return by_size(rows, "Allocated at each stage", partial(_at_stages, width=width))
+    return _by_size(rows, "Allocated at each stage", partial(_at_stages, width=width))
+
+
+def tensor_section(rows: Sequence[Row], width: int) -> list[RenderableType]:
+    """For each size: the largest tensors at each method's peak, their shape and use, and the line that made them."""
+    parts = _by_size(rows, "Largest tensors at the peak", _largest_tensors)
+    return [*parts, "", Text(TENSOR_NOTE, style="dim")] if parts else []
 
 
 def _at_peak(rows: Sequence[Row], width: int) -> list[RenderableType]:
@@ -73,12 +83,13 @@ def _at_stages(rows: Sequence[Row], width: int) -> list[RenderableType]:
     stages = {row: found for row in rows if (found := snapshots_of(row))}
     names = dict.fromkeys(name for taken in sorted(stages.values(), key=len, reverse=True) for name in taken)
     lines = [(name, [format_bytes(taken.get(name)) for taken in stages.values()]) for name in names]
-    return _tables("stage", [row.method for row in stages], lines, width)
+    return _tables("stage", list(stages), lines, width)
 
 
 def _by_component(described: Mapping[Row, Composition], width: int) -> list[RenderableType]:
     """A line a component and a column a method; the totals, times and ratios below."""
     rows, compositions = list(described), list(described.values())
+    standard = standard_of(described)
     lines = [
         (
             label_of(key) + (" *" if is_private_only(key) else ""),
@@ -87,16 +98,17 @@ def _by_component(described: Mapping[Row, Composition], width: int) -> list[Rend
         for key in present(each.components for each in compositions)
     ]
     lines.append(("total", [format_bytes(each.total) for each in compositions]))
-    if (standard := standard_of(described)) and standard.total > 0:
-        lines.append(("  × standard", [format_ratio(each.total / standard.total) for each in compositions]))
+    if standard and standard.total > 0:
+        lines.append(("  × standard", [format_ratio(each.ratio_to(standard)) for each in compositions]))
     if any(row.median_ms for row in rows):
-        lines.append(("time/step", [marked(format_ms(row.median_ms), row.time_doubt) for row in rows]))
-        lines.append(("  × standard", [marked(format_ratio(row.time_ratio), row.ratio_doubt) for row in rows]))
-        for name, rate in SPEEDS.items():
-            if any(rate(row) is not None for row in rows):
-                lines.append((name, [marked(format_throughput(rate(row)), row.time_doubt) for row in rows]))
-        lines.append(("memory/time", [_memory_per_time(*each) for each in described.items()]))
-    return _tables("component", [row.method for row in rows], lines, width)
+        known = [name for name in SPEEDS if any(name in row.speeds for row in rows)]
+        lines += [
+            ("time/step", [row.time_shown for row in rows]),
+            ("  × standard", [row.time_ratio_shown for row in rows]),
+            *((name, [row.speed_shown(name) for row in rows]) for name in known),
+            ("memory/time", [_memory_per_time(*each) for each in described.items()]),
+        ]
+    return _tables("component", rows, lines, width)
 
 
 def _memory_per_time(row: Row, composition: Composition) -> str:
@@ -104,27 +116,23 @@ def _memory_per_time(row: Row, composition: Composition) -> str:
 
 
 def _tables(
-    first: str, methods: Sequence[str], lines: Sequence[tuple[str, Sequence[str]]], width: int
+    first: str, rows: Sequence[Row], lines: Sequence[tuple[str, Sequence[str]]], width: int
 ) -> list[RenderableType]:
-    """One table, or as many below each other as the width asks for."""
-    names = [shorten(method, LONGEST_HEADING) for method in methods]
+    """One table with a column a method, or as many below each other as the width asks for."""
+    names = [shorten(row.method, LONGEST_HEADING) for row in rows]
     widths = [max(len(name), *(len(cells[n]) for _, cells in lines)) + 2 for n, name in enumerate(names)]
     tables: list[RenderableType] = []
     start = 0
     while start < len(names):
-        end, room = start + 1, width - LABELS - widths[start]
-        while end < len(names) and widths[end] <= room:
-            room -= widths[end]
+        end = start + 1
+        while end < len(names) and sum(widths[start : end + 1]) <= width - LABELS:
             end += 1
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        table.add_column(first, no_wrap=True, min_width=min(LABELS, width // 2))
-        for name in names[start:end]:
-            table.add_column(name, justify="right", no_wrap=True)
+        table = bare_table(first, *names[start:end], least={first: min(LABELS, width // 2)})
         for label, cells in lines:
             table.add_row(Text(label, style="bold" if label == "total" else ""), *cells[start:end])
-        tables += [*([""] if tables else []), table]
+        tables += ["", table]
         start = end
-    return tables
+    return tables[1:]
 
 
 def extra_in_words(described: Mapping[Row, Composition]) -> list[str]:
@@ -156,14 +164,12 @@ def signed(count: float) -> str:
 
 def _makers(described: Mapping[Row, Composition]) -> Table:
     """Who reaches the peak, and which modules hold the most then."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("method", "the peak is reached in", "heaviest activations"):
-        table.add_column(heading, overflow="fold")
+    headings = ("method", "the peak is reached in", "heaviest activations")
+    table = bare_table(*headings, left=headings, wrap=headings)
     for row, composition in described.items():
-        held = [(module, sum(components.get(key, 0) for key in SAVED)) for module, components in composition.modules]
-        named = [(module, count) for module, count in held if count > 0 and module != OTHER_MODULES]
-        heaviest = sorted(named, key=lambda entry: -entry[1])[:HEAVIEST]
-        modules = ", ".join(f"{shorten(module, 40)} {format_bytes(count)}" for module, count in heaviest)
+        held = {module: sum(counts.get(key, 0) for key in SAVED) for module, counts in composition.modules}
+        heaviest = sorted((m for m in held if held[m] > 0 and m != OTHER_MODULES), key=lambda m: -held[m])[:HEAVIEST]
+        modules = ", ".join(f"{shorten(module, 40)} {format_bytes(held[module])}" for module in heaviest)
         maker = shorten(composition.maker or MISSING, 64)
         table.add_row(*map(Text, (shorten(row.method, LONGEST_HEADING), maker, modules or MISSING)))
     return table
@@ -174,7 +180,7 @@ def _notes(described: Mapping[Row, Composition]) -> list[str]:
     notes = ["* only private training holds this."] if any(map(is_private_only, components)) else []
     if any(row.median_ms for row in described):
         notes.append("memory/time: MiB at the peak for each millisecond of a step.")
-        notes += [note] if (note := explain(row.ratio_doubt for row in described)) else []
+        notes += filter(None, [explain(row.ratio_doubt for row in described)])
     if UNATTRIBUTED in components:
         notes.append(f"Unattributed (the allocator's peak less all that was tracked): {_explained(described)}.")
     return notes
@@ -188,3 +194,44 @@ def _explained(described: Mapping[Row, Composition]) -> str:
             known = ", ".join(f"{part['what']} {format_bytes(part['bytes'])}" for part in composition.unattributed)
             reasons.setdefault(format_bytes(count) + (f" ({known})" if known else ""), []).append(row.method)
     return "; ".join(f"{', '.join(methods)}: {reason}" for reason, methods in reasons.items())
+
+
+def shape_in_words(tensor: TensorAtPeak) -> str:
+    return f"{'×'.join(map(str, tensor['shape'])) or 'scalar'} {tensor['dtype']}"
+
+
+def maker_of(tensor: TensorAtPeak) -> str:
+    """Module and operator; a tensor that was there before the step has only the module it belongs to."""
+    return " · ".join(filter(None, (tensor["module"], tensor["operator"].removeprefix("aten::")))) or MISSING
+
+
+def place_of(tensor: TensorAtPeak, *, short: bool = False) -> str:
+    """The line of code; whose backward it is, where autograd made it. Short, the file without its folder, and the
+    line: `model.py:12`, `model.py:12, backward`."""
+    line, by_autograd = tensor["line"], tensor["by_autograd"]
+    if not tensor["operator"]:
+        return "before the step"
+    if not line:
+        return "autograd" if by_autograd else MISSING
+    if short:
+        return line.partition(" ")[0].rpartition("/")[2] + (", backward" if by_autograd else "")
+    return f"backward of {line}" if by_autograd else line
+
+
+def _largest_tensors(rows: Sequence[Row]) -> list[RenderableType]:
+    known = [(row, tensors["largest"][:SHOWN_TENSORS]) for row in rows if (tensors := tensors_of(row))]
+    texts = ("shape", "for", "made by", "line")
+    table = bare_table("method", "size", "", *texts, left=("", *texts), wrap=texts)
+    for row, largest in known:
+        for place, tensor in enumerate(largest):
+            cells = (
+                "" if place else shorten(row.method, 12),
+                format_bytes(tensor["bytes"]),
+                f"× {tensor['count']}" if tensor["count"] > 1 else "",
+                shape_in_words(tensor),
+                label_of(tensor["component"]),
+                shorten(maker_of(tensor), 20),
+                shorten(place_of(tensor, short=True), 40),
+            )
+            table.add_row(*map(Text, cells))
+    return [table] if known else []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,11 @@ class Table:
 
     columns: Sequence[str]
     rows: Sequence[Sequence[TableValue]]
+
+    @classmethod
+    def of(cls, records: Sequence[Mapping[str, TableValue]]) -> Table:
+        """A row a record; all have the columns of the first."""
+        return cls(columns=list(records[0]), rows=[list(record.values()) for record in records])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,14 +55,19 @@ class Chart:
 ChartOf = Callable[[Sequence[Row]], Chart | None]  # None where no row has figures for it
 
 
-def chart_by_size(
-    view_of: Callable[[Sequence[Row]], View | None], *, key: str, title: str, kind: str, how: str, nav_label: str
-) -> ChartOf:
+def chart_of(
+    views: Iterable[View | None], *, key: str, title: str, how: str, nav_label: str, kind: str = ""
+) -> Chart | None:
+    """None without a view. `kind`: that of its key, unless it is another."""
+    found = [view for view in views if view]
+    return Chart(key=key, title=title, kind=kind or key, how=how, nav_label=nav_label, views=found) if found else None
+
+
+def chart_by_size(view_of: Callable[[Sequence[Row]], View | None], **about: str) -> ChartOf:
     """A chart with a view of each size: `view_of` is called with the rows that are compared with each other."""
 
     def make(rows: Sequence[Row]) -> Chart | None:
         made = [(group[0].size, view) for group in group_by_size(rows) if (view := view_of(group))]
-        views = [replace(view, size=size) for size, view in made]
-        return Chart(key=key, title=title, kind=kind, how=how, nav_label=nav_label, views=views) if views else None
+        return chart_of((replace(view, size=size) for size, view in made), **about)
 
     return make

@@ -5,14 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from dpscope.reports.memory.peak_chart import memory_peak
-from dpscope.reports.memory.tensors_chart import tensors_at_peak
-from dpscope.reports.memory.timeline_chart import memory_timeline
+from dpscope.reports.memory.charts import memory_peak, memory_timeline, tensors_at_peak
 from dpscope.reports.page.chart import Chart, ChartOf
 from dpscope.reports.settings import Setting
-from dpscope.reports.time.chart import step_time
-from dpscope.reports.time.scaling_chart import scaling_over_batch, scaling_over_sequence
-from dpscope.reports.time.tradeoff_chart import tradeoff
+from dpscope.reports.time.charts import scaling_over_batch, scaling_over_sequence, step_time, tradeoff
 from dpscope.reports.trace.charts import operators, phases
 from dpscope.reports.trace.layers_chart import layers_memory, layers_time
 from dpscope.reports.traffic.charts import roofline, traffic

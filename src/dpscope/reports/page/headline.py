@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dpscope.reports.doubt import EXPLAINED, marked
-from dpscope.reports.page.looks import looks_of
+from dpscope.reports.palette import looks_of
 from dpscope.reports.settings import Size
 from dpscope.reports.story import Story
-from dpscope.reports.tables import SPEEDS, Row
+from dpscope.reports.tables import Row
 from dpscope.reports.traffic.data import traffic_of
 from dpscope.units import MISSING, format_bytes, format_ms, format_ratio, format_throughput, format_traffic
 from dpscope.vocabulary.statuses import status_named
@@ -72,5 +72,5 @@ def _figures(row: Row) -> list[CardFigure]:
 
 def _time(row: Row) -> str:
     """`12.3 ms, 650 samples/s`; tokens where there is a sequence."""
-    rates = [f"{format_throughput(rate(row))} {name}" for name, rate in SPEEDS.items() if rate(row) is not None]
+    rates = [f"{format_throughput(speed)} {name}" for name, speed in row.speeds.items()]
     return ", ".join(marked(text, row.time_doubt) for text in (format_ms(row.median_ms), *rates[-1:]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dpscope.reports.page.looks import looks_of
+from dpscope.reports.palette import looks_of
 from dpscope.reports.tables import Row
 
 WHAT = {

@@ -10,23 +10,36 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dpscope.reports.doubt import MARK
+from dpscope.reports.memory.text import TRIFLE
 from dpscope.reports.output import text_output
 from dpscope.reports.page.beside import files_beside
 from dpscope.reports.page.chart import Chart
 from dpscope.reports.page.charts import make_charts
 from dpscope.reports.page.configuration import describe_configuration
-from dpscope.reports.page.constants import CONSTANTS
 from dpscope.reports.page.headline import first_size, make_cards
 from dpscope.reports.page.methods import describe_methods
 from dpscope.reports.page.missing import find_missing
 from dpscope.reports.page.table import make_table
+from dpscope.reports.palette import BLANK, INK, ON_DARK
 from dpscope.reports.report import Report
 from dpscope.reports.settings import Size
 from dpscope.reports.text import TITLE, notes
+from dpscope.reports.traffic.data import APPROXIMATELY
+from dpscope.units import GIB, KIB, MIB, MISSING
 from dpscope.vocabulary.version import __version__
 
 if TYPE_CHECKING:
     from markupsafe import Markup
+
+
+CONSTANTS: dict[str, Any] = {
+    "units": {"KIB": KIB, "MIB": MIB, "GIB": GIB},
+    "trifle": TRIFLE,  # a component that is never more of a peak has no place in a legend: the tooltip names it
+    "marks": {"missing": MISSING, "doubt": MARK, "estimate": APPROXIMATELY},
+    "colours": {"ink": INK, "blank": BLANK, "on_dark": ON_DARK},
+}
+
 
 GENERATOR = '<meta name="generator" content="dpscope'  # what a page begins with, so that it is known as ours
 HERE = Path(__file__).parent

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
-from dpscope.reports.doubt import marked
 from dpscope.reports.export import to_records
-from dpscope.reports.page.looks import looks_of
+from dpscope.reports.palette import looks_of
 from dpscope.reports.report import Report
 from dpscope.reports.tables import SPEEDS, Row, heading_of, worth_a_column
 from dpscope.reports.traffic.data import traffic_of
-from dpscope.units import MISSING, format_bytes, format_ms, format_ratio, format_throughput, format_traffic
+from dpscope.reports.words import spread_in_words
+from dpscope.units import MISSING, format_bytes, format_ratio, format_traffic
 from dpscope.vocabulary.settings import COMPARED, REPEATS
 
 NO_STANDARD, NOT_TIMED = "standard has no such figure at this size", "not timed"
@@ -57,48 +58,45 @@ class FigureColumn:
         return TableCell(self.show(row), value, share=value / largest if largest else None)
 
 
-def _ratio(value: Callable[[Row], float | None], doubt: Callable[[Row], str]) -> FigureColumn:
-    return FigureColumn(value, lambda row: marked(format_ratio(value(row)), doubt(row)), NO_STANDARD, has_bars=True)
+def _ratio(value: Callable[[Row], float | None], show: Callable[[Row], str]) -> FigureColumn:
+    return FigureColumn(value, show, NO_STANDARD, has_bars=True)
 
 
-def _timed(value: Callable[[Row], float | None], format_value: Callable[[float | None], str]) -> FigureColumn:
-    return FigureColumn(value, lambda row: marked(format_value(value(row)), row.time_doubt), NOT_TIMED)
+def _moved(name: str, row: Row) -> float | None:
+    return getattr(traffic_of(row), name, None)
 
 
-def _moved(name: str, format_value: Callable[[float | None], str], why: str, **more: bool) -> FigureColumn:
-    def value(row: Row) -> float | None:
-        return getattr(traffic_of(row), name, None)
-
-    def show(row: Row) -> str:
-        traffic = traffic_of(row)
-        return traffic.show(format_value(value(row))) if traffic else MISSING
-
-    return FigureColumn(value, show, why, **more)
+def _show_moved(name: str, format_value: Callable[[float | None], str], row: Row) -> str:
+    traffic = traffic_of(row)
+    return traffic.show(format_value(_moved(name, row))) if traffic else MISSING
 
 
-def _spread(row: Row) -> str:
-    return "" if row.spread_ms is None else f"{row.spread_ms[0]:.1f}–{row.spread_ms[1]:.1f}"
+def _speed(name: str) -> FigureColumn:
+    return FigureColumn(lambda row: row.speeds.get(name), partial(Row.speed_shown, name=name), NOT_TIMED)
 
 
 # What is compared comes first: on a phone the rest is a scroll away.
 RATIOS = {
-    "time ×": _ratio(attrgetter("time_ratio"), attrgetter("ratio_doubt")),
-    "memory ×": _ratio(attrgetter("memory_ratio"), lambda row: ""),
-    "bytes ×": _moved("ratio", format_ratio, NO_STANDARD, has_bars=True),
+    "time ×": _ratio(attrgetter("time_ratio"), attrgetter("time_ratio_shown")),
+    "memory ×": _ratio(attrgetter("memory_ratio"), lambda row: format_ratio(row.memory_ratio)),
+    "bytes ×": _ratio(partial(_moved, "ratio"), partial(_show_moved, "ratio", format_ratio)),
 }
+COUNTED, UNCOUNTED = partial(_moved, "dram_bytes"), "not counted: dpscope ncu"
 ABSOLUTES = {
-    "time a step": _timed(attrgetter("median_ms"), format_ms),
-    "p10–p90, ms": FigureColumn(lambda row: row.spread_ms and row.spread_ms[0], _spread, NOT_TIMED),
-    **{name: _timed(rate, format_throughput) for name, rate in SPEEDS.items()},
+    "time a step": FigureColumn(attrgetter("median_ms"), attrgetter("time_shown"), NOT_TIMED),
+    "p10–p90, ms": FigureColumn(
+        lambda row: row.spread_ms and row.spread_ms[0], lambda row: spread_in_words(row.spread_ms), NOT_TIMED
+    ),
+    **{name: _speed(name) for name in SPEEDS},
     "peak memory": FigureColumn(attrgetter("peak_bytes"), lambda row: format_bytes(row.peak_bytes), "not measured"),
-    "DRAM bytes": _moved("dram_bytes", format_traffic, "not counted: dpscope ncu"),
+    "DRAM bytes": FigureColumn(COUNTED, partial(_show_moved, "dram_bytes", format_traffic), UNCOUNTED),
 }
 
 
 def make_table(report: Report) -> RowsTable:
     rows = [row for size in report.sizes for row in size.rows]
     moved = any(map(traffic_of, rows))
-    absent = {name for name, rate in SPEEDS.items() if not any(rate(row) is not None for row in rows)}
+    absent = {name for name in SPEEDS if not any(name in row.speeds for row in rows)}
     absent |= set() if moved else {"bytes ×", "DRAM bytes"}
     fields = worth_a_column(rows, ("batch_size", "seq_len", "model", *COMPARED, *REPEATS))
     columns = {
@@ -129,10 +127,7 @@ def _fields(rows: Sequence[Row], name: str) -> list[TableCell]:
 
 def _csv(rows: Sequence[Row], *, with_traffic: bool) -> dict[str, Any]:
     records = to_records(rows)
-    for row, record in zip(rows, records, strict=True):
-        if with_traffic:
-            traffic = traffic_of(row)
-            record |= {"dram_bytes": traffic and traffic.dram_bytes, "dram_bytes_ratio": traffic and traffic.ratio}
-            record |= {"dram_bytes_source": traffic and traffic.source}
-    columns = list(records[0]) if records else []
-    return {"columns": columns, "rows": [[record[name] for name in columns] for record in records]}
+    moved = {"dram_bytes": "dram_bytes", "dram_bytes_ratio": "ratio", "dram_bytes_source": "source"}
+    for row, record in zip(rows, records if with_traffic else (), strict=False):
+        record |= {column: getattr(traffic_of(row), name, None) for column, name in moved.items()}
+    return {"columns": list(records[0]) if records else [], "rows": [list(record.values()) for record in records]}

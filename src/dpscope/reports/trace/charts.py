@@ -7,11 +7,11 @@ from typing import Any
 
 from dpscope.reports.doubt import marked
 from dpscope.reports.page.chart import Chart, Table, View, chart_by_size
-from dpscope.reports.page.prose import in_prose
 from dpscope.reports.palette import GREW, SHRANK, is_dark, phase_colour
 from dpscope.reports.tables import Row
 from dpscope.reports.trace import data
 from dpscope.reports.trace.text import operator_label
+from dpscope.reports.words import in_prose
 from dpscope.units import format_ms
 from dpscope.vocabulary.methods import STANDARD
 

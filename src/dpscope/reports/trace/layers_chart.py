@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from dpscope.reports.memory.chart_series import unit_for
+from dpscope.reports.memory.charts import unit_for
 from dpscope.reports.memory.data import composition_of, label_of
 from dpscope.reports.page.chart import Table, View, chart_by_size
-from dpscope.reports.page.looks import looks_of
-from dpscope.reports.page.prose import in_prose
+from dpscope.reports.palette import looks_of
 from dpscope.reports.tables import Row
 from dpscope.reports.trace.data import on_gpu, traced_steps
 from dpscope.reports.trace.folding import Cost, Costs, ModuleLine, choose_lines, is_summary, total
+from dpscope.reports.words import in_prose
 from dpscope.results.payloads.trace import ModuleTime
 from dpscope.units import format_bytes, format_ms
 

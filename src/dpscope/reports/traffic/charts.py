@@ -7,8 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from dpscope.reports.page.chart import Chart, Table, View
-from dpscope.reports.page.looks import looks_of
-from dpscope.reports.palette import is_dark
+from dpscope.reports.palette import is_dark, looks_of
 from dpscope.reports.tables import Row
 from dpscope.reports.traffic import data
 from dpscope.reports.traffic.roofline import Roofline, Roofs, point_notes, rooflines

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from rich.console import RenderableType
+from rich.table import Table
 from rich.text import Text
 
-from dpscope.reports.bars import FirstThatFits
 from dpscope.reports.doubt import marked
-from dpscope.reports.tables import SIZES, Row, heading_of, worth_a_column
-from dpscope.reports.text_table import bare_table, table_of
+from dpscope.reports.tables import Row
+from dpscope.reports.text_table import NUMBERS, Column, FirstThatFits, bare_table, identity_columns, table_of
 from dpscope.reports.traffic.data import (
     APPROXIMATELY,
     SMALLEST,
@@ -26,7 +26,6 @@ from dpscope.results.payloads.ncu import BYTES, READ, WRITE, Direction
 from dpscope.units import MISSING, format_ms, format_rate, format_ratio, format_traffic
 from dpscope.vocabulary.families import FAMILIES, FAMILY_LABELS
 from dpscope.vocabulary.methods import STANDARD
-from dpscope.vocabulary.settings import COMPARED
 
 MOST_OF_EXTRA = 0.8  # a verdict names families until they make up this share of the extra
 NARROW_TRAFFIC = 90  # columns of a terminal
@@ -44,9 +43,9 @@ def traffic_section(rows: Sequence[Row], width: int) -> list[RenderableType]:
         return []
     mixed = len({traffic.source for traffic in traffics}) > 1
     parts: list[RenderableType] = [Text(_heading(traffics), style="bold"), *_warnings(traffics)]
-    parts += [_table(groups, {**DRAM, **_known(OF_PEAK, traffics), **(SOURCE if mixed else {})})]
+    parts += [_table(traffics, {**DRAM, **_known(OF_PEAK, traffics), **(SOURCE if mixed else {})})]
     if caches := _known(CACHES, traffics):
-        parts += ["", _table(groups, caches)]
+        parts += ["", _table(traffics, caches)]
     if sentences := traffic_verdict(groups):
         parts += ["", *map(Text, sentences)]
     # Kernels, or operators, of the size that moves most: traffic_kernels.csv has all sizes.
@@ -113,21 +112,17 @@ def _known(columns: Mapping[str, CellOf], traffics: Sequence[Traffic]) -> dict[s
     return {heading: cell for heading, cell in columns.items() if any(cell(t) != MISSING for t in traffics)}
 
 
-def _table(groups: TrafficGroups, columns: Mapping[str, CellOf]) -> RenderableType:
+def _table(traffics: Sequence[Traffic], columns: Mapping[str, CellOf]) -> RenderableType:
     """What tells rows apart, and as many of the columns as there is room for."""
-    traffics = [traffic for group in groups for traffic in group]
-    fields = worth_a_column([traffic.row for traffic in traffics], ("model", "method", *SIZES, *COMPARED))
-    names = {heading_of(name): _field_cell(name) for name in fields}
+    identity: list[Column[Traffic]] = identity_columns([each.row for each in traffics], lambda each: each.row)
+    left = [heading for heading, _ in identity if heading not in NUMBERS]
     items = "/".join(dict.fromkeys(traffic.items[1] for traffic in traffics))
-    tables = []
-    for number in range(len(EXPENDABLE) + 1):
-        kept = {h.replace("item", items): cell for h, cell in columns.items() if h not in EXPENDABLE[:number]}
-        tables.append(table_of(groups, {**names, **kept}, left=set(names) - {"batch", "seq"}))
-    return FirstThatFits(tables)
 
+    def without(dropped: Sequence[str]) -> Table:
+        kept = [(name.replace("item", items), cell) for name, cell in columns.items() if name not in dropped]
+        return table_of(traffics, [*identity, *kept], left=left)
 
-def _field_cell(name: str) -> CellOf:
-    return lambda t: t.row.cell(name)
+    return FirstThatFits(lambda bars: (without(EXPENDABLE[:number]) for number in range(len(EXPENDABLE) + 1)))
 
 
 def _family_table(group: Sequence[Traffic]) -> list[RenderableType]:

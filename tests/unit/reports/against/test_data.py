@@ -9,11 +9,10 @@ from dataclasses import replace
 import pytest
 
 from dpscope.errors import UserError
-from dpscope.reports.against.chart import DRAWN_ROWS, change_charts
 from dpscope.reports.against.data import set_against
-from dpscope.reports.against.page import render_against
+from dpscope.reports.against.page import DRAWN_ROWS, change_charts, render_against
 from dpscope.reports.against.quantities import QUANTITIES
-from dpscope.reports.against.words import headline, sentences
+from dpscope.reports.against.text import headline, sentences
 from dpscope.reports.report import Report
 
 MIB = 2**20

@@ -8,10 +8,8 @@ from itertools import accumulate
 
 import pytest
 
+from dpscope.reports.memory.charts import MOMENTS, PANELS, memory_peak, memory_timeline, moments, phase_at
 from dpscope.reports.memory.data import PhaseSpan, Timeline, timeline_of
-from dpscope.reports.memory.peak_chart import memory_peak
-from dpscope.reports.memory.thinning import MOMENTS, moments
-from dpscope.reports.memory.timeline_chart import PANELS, memory_timeline, phase_at
 from dpscope.reports.page.render import render_page
 from dpscope.reports.report import Report
 from dpscope.reports.tables import compare_results

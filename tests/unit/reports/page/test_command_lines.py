@@ -18,8 +18,7 @@ from dpscope.cli import main
 from dpscope.comparison import Comparison
 from dpscope.reports.page.command_lines import command_lines, products
 from dpscope.reports.page.missing import find_missing
-from dpscope.reports.report import Report
-from dpscope.reports.sharing import with_paths_from
+from dpscope.reports.report import Report, with_paths_from
 from dpscope.results.schema import result_for
 from dpscope.runner.spec import RunSpec
 from dpscope.vocabulary.instruments import INSTRUMENTS

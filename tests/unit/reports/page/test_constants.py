@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dpscope.reports import palette
-from dpscope.reports.page import constants, render
+from dpscope.reports.page import render
 from dpscope.reports.report import Report
 
 SCRIPTS = sorted((Path(render.__file__).parent / "static").rglob("*.js"))
@@ -37,7 +37,7 @@ def test_no_script_holds_a_fact_of_its_own_that_python_has_too(script):
     code = code_of(script)
     written = {colour.upper() for colour in re.findall(r"#[0-9a-fA-F]{6}\b", code)} - {"#000000", "#FFFFFF"}
     assert not written & {colour.upper() for colour in COLOURS}
-    assert not [mark for mark in constants.CONSTANTS["marks"].values() if mark != "?" and mark in code]
+    assert not [mark for mark in render.CONSTANTS["marks"].values() if mark != "?" and mark in code]
     assert '"?"' not in code
     assert not re.search(r"\b(2 \*\* [123]0|1024|1048576)\b|TRIFLE =", code)
 
@@ -45,7 +45,7 @@ def test_no_script_holds_a_fact_of_its_own_that_python_has_too(script):
 def test_the_page_hands_the_constants_over(make_result):
     page = render.render_page(Report.of([make_result()]))
     data = json.loads(re.search(r'id="data">(.*?)</script>', page)[1])
-    assert data["constants"] == constants.CONSTANTS
+    assert data["constants"] == render.CONSTANTS
 
 
 def test_every_marker_of_a_method_has_a_symbol():

@@ -6,8 +6,7 @@ import pytest
 
 from dpscope.reports.palette import method_colours
 from dpscope.reports.tables import compare_results
-from dpscope.reports.time.scaling_chart import scaling_over_batch, scaling_over_sequence
-from dpscope.reports.time.tradeoff_chart import tradeoff
+from dpscope.reports.time.charts import scaling_over_batch, scaling_over_sequence, tradeoff
 
 MIB = 2**20
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+
 LONGEST_LABEL = 28  # characters
 MARKER_SIZE = 6.0  # points
 MANY_METHODS = 6  # methods; more are named in a legend

@@ -1,0 +1,285 @@
+"""The page's charts of memory: what the peak is made of, its largest tensors, and how bytes come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Any
+
+from dpscope.reports.figures.style import byte_unit, not_drawn
+from dpscope.reports.memory.data import (
+    Composition,
+    PhaseSpan,
+    Timeline,
+    composition_of,
+    described_of,
+    is_private_only,
+    label_of,
+    legend_of,
+    present,
+    standard_of,
+    tensors_of,
+    timeline_of,
+    undescribed,
+)
+from dpscope.reports.memory.text import TRIFLE, maker_of, place_of, shape_in_words, signed
+from dpscope.reports.page.chart import Table, View, chart_by_size
+from dpscope.reports.palette import colour_of, is_dark, phase_colour
+from dpscope.reports.tables import Row
+from dpscope.results.payloads.memory import TensorAtPeak, TensorsAtPeak
+from dpscope.units import format_bytes, format_ratio
+from dpscope.vocabulary.phases import BETWEEN_PHASES
+
+BARS_DRAWN = 8  # tensors of each method
+PANELS = 6  # timelines; more on one scale are too many to look at
+MOMENTS = 400  # of a timeline: a panel is hardly wider in pixels
+
+
+def looks(keys: Iterable[str]) -> list[dict[str, Any]]:
+    """How components are drawn and named."""
+    return [
+        {
+            "name": label_of(key),
+            "label": legend_of(key),
+            "colour": colour_of(key),
+            "ink": "#ffffff" if is_dark(colour_of(key)) else "#000000",
+            "hatched": is_private_only(key),
+        }
+        for key in keys
+    ]
+
+
+def unit_for(largest: float) -> dict[str, Any]:
+    """What an axis is read in: ticks that are round numbers of bytes are not round in GiB."""
+    return dict(zip(("size", "name"), byte_unit(largest), strict=True))
+
+
+def _without(reasons: Sequence[tuple[Row, str]]) -> str:
+    """The sentence that names the rows which a chart leaves out, to follow another."""
+    return "".join(f" {note}." for note in not_drawn(reasons))
+
+
+def _peak_view(rows: Sequence[Row]) -> View | None:
+    described = described_of(rows)
+    if not described:
+        return None
+    keys = present(composition.components for composition in described.values())
+    standard = standard_of(described)
+    bars: list[dict[str, Any]] = [
+        {
+            "method": row.method,
+            "maker": composition.maker,
+            "total": composition.total,
+            "ratio": composition.ratio_to(standard),
+            "bytes": [composition.components.get(key, 0) for key in keys],
+        }
+        for row, composition in described.items()
+    ]
+    told = [f"{row.method} holds {_peak_in_words(composition, standard)}" for row, composition in described.items()]
+    return View(
+        says=f"At the peak {', '.join(told)}.{_without(undescribed(rows))}",
+        data={
+            "components": looks(keys),
+            "bars": bars,
+            "standard": next((place for place, each in enumerate(described.values()) if each is standard), None),
+            "unit": unit_for(max(bar["total"] for bar in bars)),
+        },
+        table=Table(
+            columns=("method", "total_bytes", "ratio_to_standard", *(f"{key}_bytes" for key in keys), "reached_in"),
+            rows=[(bar["method"], bar["total"], bar["ratio"], *bar["bytes"], bar["maker"]) for bar in bars],
+        ),
+    )
+
+
+def _peak_in_words(composition: Composition, standard: Composition | None) -> str:
+    """`52.8 GiB (1.75×, above all per-sample gradients +18.9 GiB)`"""
+    holds, ratio = format_bytes(composition.total), composition.ratio_to(standard)
+    if standard is None or composition is standard or ratio is None:
+        return holds
+    extra = composition.extra_over(standard)
+    most = (max if sum(extra.values()) >= 0 else min)(extra, key=lambda key: extra[key])
+    named = f", above all {label_of(most)} {signed(extra[most])}" if abs(extra[most]) >= TRIFLE * standard.total else ""
+    return f"{holds} ({format_ratio(ratio)}{named})"
+
+
+memory_peak = chart_by_size(
+    _peak_view,
+    key="memory-peak",
+    title="Memory at the peak, by component",
+    nav_label="Memory",
+    how=(
+        "Every storage was followed from birth to death through one step; shown is the moment at which most bytes "
+        "were live, and unattributed is what the allocator counted beyond that. It does not see memory outside "
+        "PyTorch's allocator, nor what the allocator keeps in reserve."
+    ),
+)
+
+
+def _tensors_view(rows: Sequence[Row]) -> View | None:
+    known = [(row.method, tensors) for row in rows if (tensors := tensors_of(row))]
+    if not known:
+        return None
+    panels = [{"method": method, "bars": [*map(_bar, tensors["largest"][:BARS_DRAWN])]} for method, tensors in known]
+    return View(
+        says=" ".join(
+            f"The largest of {method}: {_tensor_in_words(tensors['largest'][0])}." for method, tensors in known
+        ),
+        data={
+            "axis": unit_for(max(tensor["bytes"] for _, tensors in known for tensor in tensors["largest"])),
+            "panels": panels,
+        },
+        table=Table.of([line for each in known for line in _tensor_lines(*each)]),
+    )
+
+
+def _tensor_in_words(first: TensorAtPeak) -> str:
+    several = f"{first['count']} of them, each" if first["count"] > 1 else "it is"
+    what = f"{shape_in_words(first)}, {label_of(first['component'])}, {place_of(first, short=True)}"
+    return f"{several} {format_bytes(first['bytes'])} ({what})"
+
+
+def _bar(tensor: TensorAtPeak) -> dict[str, Any]:
+    maker, made = maker_of(tensor), bool(tensor["operator"])
+    return {
+        **looks([tensor["component"]])[0],
+        "bytes": tensor["bytes"],
+        "count": tensor["count"],
+        "shape": shape_in_words(tensor),
+        "maker": maker,
+        "where": place_of(tensor) if made else f"{maker}, {place_of(tensor)}",
+        "short": place_of(tensor, short=True) if made else maker,
+        "phase": tensor["phase"],
+    }
+
+
+def _tensor_lines(method: str, tensors: TensorsAtPeak) -> list[dict[str, Any]]:
+    lines: list[dict[str, Any]] = [
+        {
+            **{"method": method, "bytes": each["bytes"], "count": each["count"]},
+            **{"shape": "×".join(map(str, each["shape"])), "dtype": each["dtype"]},
+            **{"component": label_of(each["component"]), "module": each["module"], "phase": each["phase"]},
+            **{"operator": each["operator"], "line": place_of(each)},
+        }
+        for each in tensors["largest"]
+    ]
+    rest = {"method": method, "bytes": tensors["rest"]["bytes"], "count": 1, "component": "all others together"}
+    return [*lines, dict.fromkeys(lines[0], "") | rest] if rest["bytes"] else lines
+
+
+tensors_at_peak = chart_by_size(
+    _tensors_view,
+    key="tensors",
+    title="Largest tensors at the peak",
+    nav_label="Tensors",
+    how=(
+        "Every storage that was live at the peak of a tracked step, the largest first, with the shape it was made "
+        "in, what it is for, and the innermost line of Python outside torch that asked for it; alike ones of "
+        "several layers share a bar, which is as long as one of them. It does not see what an operator allocates "
+        "and frees inside itself."
+    ),
+)
+
+
+def _timeline_view(rows: Sequence[Row]) -> View | None:
+    timelines = [(row, timeline) for row in rows if (timeline := timeline_of(row))]
+    if not timelines:
+        return None
+    drawn = timelines[:PANELS]
+    missing = [(row, row.why_none("no timeline was measured")) for row in rows if not timeline_of(row)]
+    missing += [(row, f"only {PANELS} fit") for row, _ in timelines[PANELS:]]
+    keys = present({key: max(level) for key, level in timeline.levels.items()} for _, timeline in drawn)
+    highest = max(timeline.totals[timeline.peak] for _, timeline in drawn)
+    return View(
+        says=f"Live bytes are highest {', '.join(_timeline_in_words(*each) for each in drawn)}.{_without(missing)}",
+        data={
+            "components": looks(keys),
+            "panels": [_panel(row, timeline, keys) for row, timeline in drawn],
+            "unit": unit_for(highest),
+            "highest": highest,
+        },
+        table=Table(
+            columns=("method", "phase", "first_event", "last_event", "highest_bytes", *(f"{k}_bytes" for k in keys)),
+            rows=[line for row, timeline in drawn for line in _by_phase(row.method, timeline, keys)],
+        ),
+    )
+
+
+def _timeline_in_words(row: Row, timeline: Timeline) -> str:
+    where = phase_at(timeline.phases, timeline.events[timeline.peak])
+    return f"in {row.method} at {format_bytes(timeline.totals[timeline.peak])} ({where})"
+
+
+def phase_at(phases: Sequence[PhaseSpan], event: float) -> str:
+    """The innermost: what runs inside `clip` inside `backward` belongs to `clip`."""
+    inside = [phase for phase in phases if phase.start <= event <= phase.end]
+    return min(inside, key=lambda phase: phase.end - phase.start).name if inside else BETWEEN_PHASES
+
+
+def _panel(row: Row, timeline: Timeline, keys: Sequence[str]) -> dict[str, Any]:
+    """Events and levels as changes from one moment to the next: most are 0, which keeps the page small, to the byte."""
+    kept, at, composition = moments(timeline), timeline.peak, composition_of(row)
+    return {
+        "method": row.method,
+        "maker": composition.maker if composition else None,
+        "peak": {"event": timeline.events[at], "bytes": timeline.totals[at]},
+        "phases": [[*phase, phase_colour(phase.name)] for phase in _stretches(timeline)],
+        "events": _changes([timeline.events[n] for n in kept]),
+        "levels": [_changes([timeline.levels[key][n] for n in kept]) if key in timeline.levels else [] for key in keys],
+    }
+
+
+def _stretches(timeline: Timeline) -> list[PhaseSpan]:
+    """The phases, and what lies before, between and after them under a name of its own: the whole step."""
+    whole: list[PhaseSpan] = []
+    reached, end = timeline.events[0], timeline.events[-1]
+    for phase in [*timeline.phases, PhaseSpan("", end, end)]:
+        whole += [PhaseSpan(BETWEEN_PHASES, reached, phase.start)] if phase.start > reached else []
+        whole += [phase] if phase.name else []
+        reached = max(reached, phase.end)
+    return whole
+
+
+def _changes(values: Sequence[int]) -> list[int]:
+    return [*values[:1], *(later - earlier for earlier, later in pairwise(values))]
+
+
+def _by_phase(method: str, timeline: Timeline, keys: Sequence[str]) -> list[tuple[Any, ...]]:
+    """The fullest moment of each phase."""
+    lines: list[tuple[Any, ...]] = []
+    for phase in timeline.phases:
+        within = [n for n, event in enumerate(timeline.events) if phase.start <= event <= phase.end]
+        if within:
+            at = max(within, key=timeline.totals.__getitem__)
+            held = [timeline.levels[key][at] if key in timeline.levels else 0 for key in keys]
+            lines.append((method, *phase, timeline.totals[at], *held))
+    return lines
+
+
+def moments(timeline: Timeline, most: int = MOMENTS) -> list[int]:
+    """Indices of the events that a drawing needs, about `most`: the ends, every component's maximum, those at the
+    borders of phases, and the highest and the lowest total of each stretch: the peak is one of them."""
+    events, totals, count = timeline.events, timeline.totals, len(timeline.events)
+    if count <= most:
+        return list(range(count))
+    kept = {0, count - 1, *(level.index(max(level)) for level in timeline.levels.values())}
+    for edge in (edge for phase in timeline.phases for edge in (phase.start, phase.end)):
+        kept.add(max((n for n, event in enumerate(events) if event <= edge), default=0))
+        kept.add(next((n for n, event in enumerate(events) if event >= edge), count - 1))
+    stretches = max((most - len(kept)) // 2, 1)
+    for number in range(stretches):
+        stretch = range(number * count // stretches, (number + 1) * count // stretches)
+        kept |= {max(stretch, key=totals.__getitem__), min(stretch, key=totals.__getitem__)}
+    return sorted(kept)
+
+
+memory_timeline = chart_by_size(
+    _timeline_view,
+    key="memory-timeline",
+    title="Memory over one training step",
+    nav_label="Timeline",
+    how=(
+        "Live bytes after every allocation and free of one step, thinned out for this page; every highest value is "
+        "kept as measured. It does not see time (a step to the right is an event, not a millisecond), nor what is "
+        "unattributed."
+    ),
+)

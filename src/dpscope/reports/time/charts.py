@@ -1,0 +1,293 @@
+"""The page's charts of time: of a step, against memory, and how both grow with batch and sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from dpscope.reports.doubt import EXPLAINED, explain, marked
+from dpscope.reports.export import IDENTITY
+from dpscope.reports.page.chart import Chart, Table, View, chart_by_size, chart_of
+from dpscope.reports.palette import looks_of
+from dpscope.reports.tables import SIZES, SPEEDS, Row
+from dpscope.units import format_bytes, format_ms, format_ratio, format_throughput
+from dpscope.vocabulary.methods import STANDARD
+
+NAMED_ROWS = 3  # in a sentence
+NOT_SEEN = {
+    True: "the noise and the privacy that are bought: those are the same for every private method",
+    False: "how much of either is due to privacy, since there is no standard to divide by",
+}
+
+
+def _time_view(rows: Sequence[Row]) -> View | None:
+    timed = [row for row in rows if row.median_ms is not None]
+    if not timed:
+        return None
+    bars = [
+        {
+            "method": row.method,
+            "colour": looks_of(rows)[row.method]["colour"],
+            "median_ms": row.median_ms,
+            "spread_ms": row.spread_ms,
+            "ratio": row.time_ratio,
+            "marks": [marked("", doubt) for doubt in (row.time_doubt, row.ratio_doubt)],  # of the time, of the ratio
+            "per_second": [f"{format_throughput(speed)} {name}" for name, speed in row.speeds.items()],
+            "steps_ms": row.timing.get("step_ms") or [],
+        }
+        for row in timed
+    ]
+    ratios = ["" if r.time_ratio is None or r.method == STANDARD else f" ({r.time_ratio_shown})" for r in timed]
+    costs = [f"{row.time_shown}{ratio} with {row.method}" for row, ratio in zip(timed, ratios, strict=True)]
+    return View(
+        says=" ".join(filter(None, (f"A step takes {', '.join(costs)}.", explain(row.ratio_doubt for row in timed)))),
+        data={"bars": bars},
+        table=Table.of(
+            [
+                {
+                    **dict(zip(("method", "median_ms"), (row.method, row.median_ms), strict=True)),
+                    **dict(zip(("p10_ms", "p90_ms"), row.spread_ms or (None, None), strict=True)),
+                    **{name: row.speeds.get(name) for name in SPEEDS},
+                    **{"ratio_to_standard": row.time_ratio, "doubt": row.ratio_doubt or None},
+                }
+                for row in timed
+            ]
+        ),
+    )
+
+
+step_time = chart_by_size(
+    _time_view,
+    key="step-time",
+    title="Time of a step",
+    nav_label="Time",
+    how=(
+        "A bar is the median of the timed steps after warm-up; below it each point is one step, and the line "
+        "spans their 10th to 90th percentile, in a process without any profiler. It does not see data loading: "
+        "every step trains on the same batch."
+    ),
+)
+
+
+def _range(values: Iterable[float | None], read: Callable[[float], str]) -> str:
+    """From the first to the last of those that are known: `1.02×`, or `1.02× to 1.31×`."""
+    found = [value for value in values if value]
+    return " to ".join(dict.fromkeys((read(found[0]), read(found[-1])))) if found else ""
+
+
+def _naming(what: str, reasons: Sequence[tuple[Row, str]]) -> str:
+    """A sentence that names some rows and why; the chart's table has them all. Nothing without any."""
+    told = [f"{row.method} at {row.size} ({why})" for row, why in reasons[:NAMED_ROWS]]
+    more = f" and {len(reasons) - NAMED_ROWS} more" if len(reasons) > NAMED_ROWS else ""
+    return f" {what}: {', '.join(told)}{more}." if told else ""
+
+
+def _cost_table(rows: Sequence[Row]) -> Table:
+    """Time and peak of every row, of those without figures too."""
+    return Table.of(
+        [
+            {
+                **row.fields(*IDENTITY),
+                "status": row.result.status,
+                **_costs(row, "_to_standard"),
+                "time_doubt": row.ratio_doubt or None,
+            }
+            for row in rows
+        ]
+    )
+
+
+def _costs(row: Row, to_standard: str = "") -> dict[str, float | None]:
+    ratios = {f"time_ratio{to_standard}": row.time_ratio, f"memory_ratio{to_standard}": row.memory_ratio}
+    return {"median_ms": row.median_ms, "peak_bytes": row.peak_bytes, **ratios}
+
+
+def _by_method(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    return {method: [row for row in rows if row.method == method] for method in dict.fromkeys(r.method for r in rows)}
+
+
+@dataclass(frozen=True)
+class Way:
+    """What varies along the horizontal axis, and what a panel holds fixed."""
+
+    key: str
+    varies: str
+    word: str
+    axis: str
+    fixed: str
+    fixed_word: str
+
+    def at(self, row: Row) -> int:
+        return int(row.spec[self.varies])
+
+    def fixed_at(self, row: Row, before: str = "") -> str:
+        """`sequence 1024`, or nothing where there is none."""
+        return f"{before}{self.fixed_word} {fixed}" if (fixed := row.spec.get(self.fixed)) else ""
+
+
+BATCH = Way("scaling-batch", "batch_size", "batch", "batch size", "seq_len", "sequence")
+SEQUENCE = Way("scaling-sequence", "seq_len", "sequence", "sequence length", "batch_size", "batch")
+
+Panel = list[Row]
+
+
+def _scaling(rows: Sequence[Row], way: Way) -> Chart | None:
+    """None unless something was measured at two values of what varies, all else being equal."""
+    panels = _panels(rows, way)
+    if not panels:
+        return None
+    shown = [row for panel in panels for row in panel]
+    # Multiples where all have one; else no row would be missing but for want of a denominator.
+    relative = all(row.time_ratio is not None for row in shown if row.median_ms)
+    capacity = max((row.first.environment.get("gpu_memory_bytes") or 0 for row in shown), default=0)
+    failed = [(row, row.result.status) for row in shown if not row.result.ok]
+    view = View(
+        says=_scaling_in_words(panels, way, relative=relative) + _naming("Could not be measured", failed),
+        data={
+            "axis": way.axis,
+            "relative": relative,
+            "capacity_bytes": capacity or None,
+            "panels": [_panel(panel, way, rows) for panel in panels],
+        },
+        table=_cost_table(shown),
+    )
+    return chart_of(
+        [view],
+        key=way.key,
+        title=f"How the cost grows with {way.axis}",
+        nav_label=way.axis.partition(" ")[0].capitalize(),
+        kind="scaling",
+        how=(
+            f"Median time of a step{', as a multiple of the time of standard at the same size' if relative else ''}, "
+            "and peak of allocated bytes, each size in a process of its own; a cross at the top is a size that could "
+            "not be measured. It does not see sizes between the points."
+        ),
+    )
+
+
+scaling_over_batch = partial(_scaling, way=BATCH)
+scaling_over_sequence = partial(_scaling, way=SEQUENCE)
+
+
+def _panels(rows: Sequence[Row], way: Way) -> list[Panel]:
+    groups: dict[Any, Panel] = {}
+    for row in rows:
+        if row.spec.get(way.varies):
+            groups.setdefault(row.spec.get(way.fixed), []).append(row)
+    return [
+        sorted(group, key=way.at)
+        for group in groups.values()
+        if len(set(map(way.at, group))) > 1 and any(row.median_ms or row.peak_bytes for row in group)
+    ]
+
+
+def _panel(panel: Panel, way: Way, rows: Sequence[Row]) -> dict[str, Any]:
+    looks, own = looks_of(rows), _by_method(panel)
+    lines = [
+        {"method": method, **looks[method], "points": [_point(row, way) for row in own[method]]}
+        for method in looks
+        if method in own
+    ]
+    return {"title": way.fixed_at(panel[0]), "lines": lines}
+
+
+def _point(row: Row, way: Way) -> dict[str, Any]:
+    return {"x": way.at(row), **_costs(row), "mark": marked("", row.ratio_doubt), "status": row.result.status}
+
+
+def _scaling_in_words(panels: Sequence[Panel], way: Way, *, relative: bool) -> str:
+    """Of the panel with most sizes: from its smallest to its largest."""
+    panel = max(panels, key=len)
+    told = []
+    for method, own in _by_method(panel).items():
+        times = (
+            [] if method == STANDARD and relative else [row.time_ratio if relative else row.median_ms for row in own]
+        )
+        parts = [
+            _range(times, format_ratio if relative else format_ms),
+            _range([r.peak_bytes for r in own], format_bytes),
+        ]
+        if any(parts):
+            doubt = marked("", "".join(row.ratio_doubt for row in own))
+            told.append(f"{method}{doubt} {', '.join(filter(None, parts))}")
+    what = f"time{' against standard' if relative else ''} and peak memory"
+    sizes = f"{way.word} {way.at(panel[0])} to {way.at(panel[-1])}{way.fixed_at(panel[0], ' at ')}"
+    return f"From {sizes}, {what}: {'; '.join(told)}."
+
+
+def tradeoff(rows: Sequence[Row]) -> Chart | None:
+    """Every method at every size, as multiples of ordinary training; None unless two rows have a time and a peak."""
+    whole = [row for row in rows if row.median_ms and row.peak_bytes]
+    compared = [row for row in whole if row.time_ratio is not None and row.memory_ratio is not None]
+    relative = any(row.method != STANDARD for row in compared)
+    drawn = compared if relative else whole
+    if len(drawn) < 2:
+        return None
+    looks, left_out = looks_of(rows), [(row, _why_not_drawn(row)) for row in rows if row not in drawn]
+    others = sorted((row for row in drawn if not (relative and row.method == STANDARD)), key=_work_of)
+    order = dict.fromkeys(row.method for row in drawn if row in others)
+    lines = [
+        {"method": method, **looks[method], "points": [_tradeoff_point(row) for row in _by_method(others)[method]]}
+        for method in order
+    ]
+    view = View(
+        says=_tradeoff_in_words(drawn, relative=relative) + _naming("Not drawn", left_out),
+        data={
+            "relative": relative,
+            "standard": {"method": STANDARD, **looks[STANDARD]} if relative else None,
+            "lines": lines,
+        },
+        table=_cost_table(rows),
+    )
+    return chart_of(
+        [view],
+        key="tradeoff",
+        title="Memory against time",
+        nav_label="Trade-off",
+        how=(
+            "Median time of the timed steps and peak of allocated bytes"
+            f"{', as multiples of those of standard at the same size' if relative else ''}; a line joins the sizes of "
+            f"one method. It does not see {NOT_SEEN[relative]}."
+        ),
+    )
+
+
+def _work_of(row: Row) -> tuple[int, int]:
+    """Order of sizes along a line: tokens (or samples) of a step, then the sequence."""
+    length = row.spec.get("seq_len") or 1
+    return row.samples * length, length
+
+
+def _tradeoff_point(row: Row) -> dict[str, Any]:
+    return {
+        "size": row.size,
+        "short": "×".join(str(row.spec[name]) for name in SIZES if row.spec.get(name)),
+        "spread_ms": row.spread_ms,
+        **_costs(row),
+        "doubt": EXPLAINED.get(row.ratio_doubt, ""),
+    }
+
+
+def _tradeoff_in_words(drawn: Sequence[Row], *, relative: bool) -> str:
+    told = []
+    for method, own in _by_method(drawn).items():
+        figures = [(row.time_ratio, row.memory_ratio) if relative else (row.median_ms, row.peak_bytes) for row in own]
+        times, peaks = (sorted(filter(None, each)) for each in zip(*figures, strict=True))
+        if relative and method != STANDARD:
+            doubt = marked("", "".join(row.ratio_doubt for row in own))
+            told.append(
+                f"{method} {_range(times, format_ratio)} the time{doubt} and {_range(peaks, format_ratio)} the memory"
+            )
+        elif not relative:
+            told.append(f"{method} {_range(times, format_ms)} and {_range(peaks, format_bytes)}")
+    sizes = len({row.size for row in drawn})
+    where = f"Over {sizes} sizes" if sizes > 1 else "A step"
+    return f"{where}{', against standard' if relative else ''}: {'; '.join(told)}."
+
+
+def _why_not_drawn(row: Row) -> str:
+    if not row.result.ok:
+        return row.result.status
+    return "no time" if not row.median_ms else "no peak" if not row.peak_bytes else "no standard at this size"
