@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from dpscope.flash.contributions import Kept, Saved
 from dpscope.flash.engine import FlashEngine
 from dpscope.flash.explanation import OpaqueUnit, costly_units
+from dpscope.flash.memory_budget import LEAN, MemoryLimit
 from dpscope.flash.private_optimizer import DPFlashOptimizer
 from dpscope.instruments.memory import Holding
 from dpscope.results.schema import Note
@@ -45,6 +46,13 @@ def note_on_opaque(units: Sequence[OpaqueUnit], batch_size: int) -> list[Note]:
     return [{"topic": OPAQUE, "sentence": sentence, **data}]
 
 
+def memory_limit(setting: str) -> MemoryLimit:
+    """The engine's word for the setting of a row."""
+    if setting == "auto":
+        return None
+    return LEAN if setting == LEAN else float(setting) * 2**30
+
+
 class DPFlashClippingTrainer(StandardTrainer):
     """Flat clipping, exact, by `dpscope.flash`: norms from what the backward pass leaves, then one sum a layer."""
 
@@ -67,7 +75,12 @@ class DPFlashClippingTrainer(StandardTrainer):
 
     def prepare_model(self, model: nn.Module) -> nn.Module:
         require_private_trainable(model)
-        self.engine = FlashEngine(model, max_grad_norm=self.settings.max_grad_norm, loss_reduction="mean")
+        self.engine = FlashEngine(
+            model,
+            max_grad_norm=self.settings.max_grad_norm,
+            loss_reduction="mean",
+            memory_budget=memory_limit(self.settings.memory_budget),
+        )
         # Norms and factors are ready when this returns; sums, noise and update then go layer by layer, as one phase.
         self.engine.factored_sums = in_phase(CLIP, self.engine.factored_sums)  # type: ignore[method-assign]
         self.engine.finish = in_phase(CLIP, self.engine.finish)  # type: ignore[method-assign]

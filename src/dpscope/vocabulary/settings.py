@@ -20,6 +20,8 @@ OPTIMIZERS = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW"}  # name -> class i
 DEVICES = ("cpu", "cuda")
 DEVICE_CHOICES = ("auto", *DEVICES)  # auto: the one that is there
 
+MEMORY_BUDGETS = ("auto", "lean")  # or a number of GiB
+
 # What every result file holds. A later setting is written, and counts in a row's digest, only where it differs from its
 # default: rows measured before it existed keep their digest, and `--resume` keeps them.
 FIRST_SETTINGS = (
@@ -56,6 +58,18 @@ class Switch:
         if not isinstance(value, bool):
             raise UserError(f"{self.what} must be True or False, not {value!r}")
         return value
+
+
+def memory_budget(value: object) -> str:
+    """A check for what flash clipping may hold: a word, or a number of GiB as people write it."""
+    if value in MEMORY_BUDGETS:
+        return str(value)
+    try:
+        gib = float(str(value))
+    except ValueError:
+        allowed = ", ".join(MEMORY_BUDGETS)
+        raise UserError(f"unknown memory budget {value!r}: choose one of {allowed}, or a number of GiB") from None
+    return f"{numbers.MEMORY_BUDGET(gib):g}"
 
 
 @dataclass(frozen=True)
@@ -146,6 +160,12 @@ class TrainerSettings:
         label="batches a step",
         words="{} × the batch a step",
         heading="Batches a step",
+    )
+    memory_budget: str = setting(
+        "auto",
+        memory_budget,
+        "What flash may hold to be faster: auto (the peak of standard), lean, or GiB.",
+        heading="Memory budget of flash",
     )
     optimizer: str = setting(
         "adamw", OneOf("optimizer", tuple(OPTIMIZERS)), f"{'|'.join(OPTIMIZERS)}.", words="{}", heading="Optimizer"
