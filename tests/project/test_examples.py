@@ -21,6 +21,7 @@ SAYS = {
     "lora.py": ["4 adapter matrices trained, 12 weights left as they were", "ε = "],
     "check_opacus_loop.py": ["the loop: neighbours, noise, accounting held."],
     "check_own_loop.py": ["the loop: neighbours, noise, accounting held.", "the loop: BREACH (neighbours)."],
+    "fsdp.py": ["48 steps on 1 ranks", "-differentially private"],
     "huggingface_trainer.py": ["in 16 private steps", "ε = "],
 }
 

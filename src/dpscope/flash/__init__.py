@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from dpscope.flash.oracle import OracleResult, run_oracle
     from dpscope.flash.paths import Decision, choose_path
     from dpscope.flash.private_optimizer import DPFlashOptimizer
+    from dpscope.flash.ranks.checkpoints import TrainingState
     from dpscope.flash.scaler import GradScaler
     from dpscope.flash.taps import LayerTap
 
@@ -28,6 +29,7 @@ _HOME = {
     "OracleResult": "oracle",
     "PathTable": "explanation",
     "PrivacyEngine": "opacus",
+    "TrainingState": "ranks.checkpoints",
     "choose_path": "paths",
     "run_oracle": "oracle",
     "register_layer": "layers",
@@ -42,6 +44,7 @@ __all__ = [
     "OracleResult",
     "PathTable",
     "PrivacyEngine",
+    "TrainingState",
     "choose_path",
     "register_layer",
     "run_oracle",

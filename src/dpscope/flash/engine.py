@@ -14,7 +14,7 @@ the next forward with gradients enabled (or `finish()`). Row b of each of those 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any
@@ -27,7 +27,7 @@ from dpscope.errors import UserError
 from dpscope.flash import layers
 from dpscope.flash.checkpointed_blocks import CheckpointedBlock, CheckpointedBlocks
 from dpscope.flash.contributions import Contribution
-from dpscope.flash.distributed import ReplicaTap, refuse_distributed_model
+from dpscope.flash.distributed import ReplicaTap
 from dpscope.flash.explanation import OpaqueUnit, PathTable, describe_opaque, explain_slots
 from dpscope.flash.forward_passes import BatchSizeOf, ForwardPasses
 from dpscope.flash.instance_method import InstanceMethod
@@ -38,6 +38,8 @@ from dpscope.flash.module_state import BufferWatch
 from dpscope.flash.norms import Factors
 from dpscope.flash.parameter_hooks import refuse_hooks
 from dpscope.flash.paths import FORCEABLE, PathRules
+from dpscope.flash.ranks.layout import is_fsdp
+from dpscope.flash.ranks.ranks import ranks_of
 from dpscope.flash.recomputation import BlockPass
 from dpscope.flash.running_sums import RunningSums
 from dpscope.flash.slots import Slot
@@ -45,6 +47,7 @@ from dpscope.flash.step_state import Recorded, StepState
 from dpscope.flash.taps import RootTap, SharedCast, ZeroGradTap
 
 LOSS_REDUCTIONS = ("mean", "sum")
+NO_SUMS = SumBatch([], [], None)
 
 
 class FlashEngine:
@@ -75,7 +78,8 @@ class FlashEngine:
             raise UserError(f"loss_reduction must be one of {', '.join(LOSS_REDUCTIONS)}, not {loss_reduction!r}")
         if path is not None and path not in FORCEABLE:
             raise UserError(f"path must be one of {', '.join(FORCEABLE)} or None, not {path!r}")
-        self.model = model
+        self.ranks = ranks_of(model)
+        self.model = model = model if self.ranks is None else self.ranks.module
         self.max_grad_norm = max_grad_norm
         self.loss_reduction = loss_reduction
         self.path_rules = PathRules(path, MemoryBudget(memory_budget, list(model.parameters())))
@@ -93,7 +97,8 @@ class FlashEngine:
         self._set_anchor(_leaf())
         self._recording = False
         self.blocks: CheckpointedBlocks | None = None
-        if memory_budget is not None:  # without one, blocks hold what their layers leave
+        sharded = self.ranks is not None and self.ranks.layout.mesh is not None  # running blocks again communicates
+        if memory_budget is not None and not sharded:  # without one, blocks hold what their layers leave
             self.forwards.blocks = self.blocks = CheckpointedBlocks(self)
 
     def _set_anchor(self, anchor: Tensor) -> None:
@@ -131,9 +136,9 @@ class FlashEngine:
         self._slots: dict[nn.Parameter, Slot] = {}
         for name, parameter in model.named_parameters():
             self._slots[parameter] = Slot(name, parameter, name.rpartition(".")[0])
-        refuse_distributed_model(model)
         refuse_hooks(self._slots.values(), guards=0)
         units = layers.plan(model)
+        _refuse_blocks_inside(units)
         self.running_sums = RunningSums(self._slots.values())
         self.forwards = ForwardPasses(
             model,
@@ -142,6 +147,7 @@ class FlashEngine:
             batch_size_of=batch_size_of,
             budget=self.path_rules.budget,
             buffers=BufferWatch(model, [unit.module for unit in units if unit.opaque]),
+            ranks=self.ranks,
         )
         self._taps: list[InstanceMethod] = []
         self._hooks: list[RemovableHandle] = []
@@ -151,6 +157,8 @@ class FlashEngine:
             self._install(RootTap(self, "", model))
             self._install(ZeroGradTap(self, "", model))
             self._install(ReplicaTap(model))
+            for tap in self._wrapper_taps():
+                self._install(tap)
             for slot in self._slots.values():
                 self._guard(slot)
         except BaseException:
@@ -200,6 +208,10 @@ class FlashEngine:
         parameter.requires_grad_(True)  # hooks can be registered only so; it may be switched on later
         self._hooks.append(parameter.register_post_accumulate_grad_hook(refuse))  # type: ignore[no-untyped-call]
         parameter.requires_grad_(trainable)
+
+    def _wrapper_taps(self) -> list[InstanceMethod]:
+        wrapper = None if self.ranks is None else self.ranks.layout.wrapper
+        return [] if self.ranks is None or wrapper is None else [*self.ranks.taps(), ZeroGradTap(self, "", wrapper)]
 
     def remove_on_detach(self, hook: RemovableHandle) -> None:
         self._hooks.append(hook)
@@ -282,15 +294,37 @@ class FlashEngine:
             if recorded is not None:
                 self.state.count()
             self.norms = self.factors = self.anchor.new_zeros(0, dtype=torch.float64)
-            return self._zeros(set(), into)
+            return self._zeros(set(), into) if self.ranks is None else self._reduce(None, NO_SUMS, "cpu", into)
+        alone = self.ranks is None
         device = recorded[0][0].parameter.device.type
         with _no_autocast(device):
             passes = self.blocks.reruns.separate(passes, recorded) if self.blocks is not None else []
             micro = self._norm([(slot, parts) for slot, parts in recorded if parts], passes)
-            of_blocks = self._sum_again(passes, micro.clipping, into)
+            of_blocks = self._sum_again(passes, micro.clipping, into if alone else None)
         self.path_rules.budget.close()
         self.state.count(micro.size, self.max_grad_norm)
-        return self._iterate(micro, of_blocks, device, into, factored)
+        if alone:
+            return self._iterate(micro, of_blocks, device, into, factored)
+        return self._reduce(micro, of_blocks, device, into)
+
+    def _reduce(
+        self, micro: MicroBatch | None, of_blocks: SumBatch, device: str, into: RunningSum | None
+    ) -> Iterator[SumBatch]:
+        """The sums over all ranks, of which this one gets its own part of each parameter."""
+        assert self.ranks is not None
+        held = dict(zip(of_blocks.parameters, of_blocks.tensors, strict=True))
+        del of_blocks
+
+        def sums_of(parameters: Sequence[nn.Parameter]) -> Mapping[nn.Parameter, Tensor]:
+            again = {parameter: held.pop(parameter) for parameter in parameters if parameter in held}
+            with torch.no_grad(), _no_autocast(device):
+                return again if micro is None else {**again, **micro.sums_of(parameters)}
+
+        trained = [parameter for parameter in self._slots if parameter.requires_grad]
+        for parameters, sums in self.ranks.reduction.reduce(trained, sums_of):
+            before = [into(parameter) if into else None for parameter in parameters]
+            added = [new if old is None else old.add_(new) for old, new in zip(before, sums, strict=True)]
+            yield SumBatch(parameters, added, None)
 
     @torch.no_grad()
     def _norm(self, recorded: Recorded, passes: list[BlockPass]) -> MicroBatch:
@@ -311,7 +345,7 @@ class FlashEngine:
     def _sum_again(self, passes: list[BlockPass], clipping: Factors, into: RunningSum | None) -> SumBatch:
         """The sums of checkpointed blocks that run again."""
         if self.blocks is None or not passes:
-            return SumBatch([], [], None)
+            return NO_SUMS
         try:
             return self.blocks.reruns.sums(passes, clipping, into)
         except BaseException:
@@ -391,3 +425,14 @@ def _leaf() -> Tensor:
 def _no_autocast(device: str) -> AbstractContextManager[Any]:
     """Norms and sums are taken in the precision of what was recorded, also inside an autocast context."""
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+
+
+def _refuse_blocks_inside(units: Iterable[layers.Unit]) -> None:
+    for unit in units:
+        inside = [name for name, module in unit.module.named_modules() if name and is_fsdp(module)]
+        if inside:
+            raise UserError(
+                f"{unit.name or 'the model'} ({type(unit.module).__name__}) owns a parameter itself and runs sample by "
+                f"sample, with {inside[0]} inside it sharded apart: give the parameter to a small module of its own, "
+                f"or call fully_shard on {unit.name or 'the model'} alone"
+            )

@@ -18,6 +18,7 @@ from dpscope.flash.arguments import KEEP_BATCH_FIRST, leaves_in, rows_of, signat
 from dpscope.flash.distributed import refuse_ddp_forward
 from dpscope.flash.memory_budget import MemoryBudget
 from dpscope.flash.module_state import BufferWatch
+from dpscope.flash.ranks.ranks import Ranks
 from dpscope.flash.rehearsal import Rehearsal, RootCall
 from dpscope.flash.rehearsal_run import Run, Sampled
 from dpscope.flash.step_state import CLOSED, StepState
@@ -55,6 +56,7 @@ class ForwardPasses:
         batch_size_of: BatchSizeOf | None,
         budget: MemoryBudget,
         buffers: BufferWatch,
+        ranks: Ranks | None = None,
     ) -> None:
         self.model = model
         self.state = state
@@ -65,6 +67,7 @@ class ForwardPasses:
         self._budget = budget
         self._close = close
         self._buffers = buffers
+        self._ranks = ranks
         self._depth = 0  # of calls of the root's forward
         self._rehearsed: set[Any] = set()  # ways in which the root was called
         self._unknown: list[tuple[Sampled, int, bool]] = []  # calls of this forward that no rehearsal has seen
@@ -74,7 +77,8 @@ class ForwardPasses:
         """Inside, taps tell `run` what they are given."""
         outer, self.run = self.run, run
         try:
-            with self.state.rehearsing(run.batch):
+            communication = nullcontext() if self._ranks is None else self._ranks.rehearsing()
+            with self.state.rehearsing(run.batch), communication:
                 yield
         finally:
             self.run = outer
@@ -92,7 +96,8 @@ class ForwardPasses:
 
     def call_root(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The root's forward, gradients enabled; the first time it is called in some way it is rehearsed."""
-        refuse_ddp_forward()
+        if self._ranks is None:
+            refuse_ddp_forward()
         self._close_recorded()
         again = self.runs_again()
         call = RootCall(forward, args, kwargs, self._count(args, kwargs))

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from dpscope.errors import UserError
+from dpscope.flash.ranks.shards import local
 
 LEAN = "lean"
 
@@ -108,5 +109,5 @@ class MemoryBudget:
         beginning = self._first_layer.current + self._above
         if self._before_forward is None:
             return beginning
-        missing = sum(p.nbytes for p in self._parameters if p.requires_grad and p.grad is None)
+        missing = sum(local(p).nbytes for p in self._parameters if p.requires_grad and p.grad is None)
         return max(beginning, self._before_forward.current + missing)

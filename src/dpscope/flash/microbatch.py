@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -51,6 +51,7 @@ class MicroBatch:
     ) -> None:
         self.size = _common_batch_size(recorded, normed)
         self.parameters = [slot.parameter for slot, _ in recorded]
+        self._index = {parameter: index for index, parameter in enumerate(self.parameters)}
         self._parts: list[tuple[Contribution, ...]] = []
         for slot, contributions in recorded:
             refuse_complex(slot.name, slot.parameter)
@@ -82,18 +83,30 @@ class MicroBatch:
         parameter's dtype.
         """
         scale = self.clipping.scale
-        for group in self._groups():
+        for group in self._groups(range(len(self._parts))):
             yield self._sum_group(group, scale, into=into, factored=factored)
         for index, parameter in enumerate(self.parameters):
             if self._parts[index]:
                 yield SumBatch([parameter], [self._sum(index, scale, into=into)], None)
 
-    def _groups(self) -> list[list[int]]:
+    def sums_of(self, parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
+        """The clipped sums of these parameters, where backward has reached them; what they were made of is let go."""
+        indices = [index for parameter in parameters if (index := self._index.get(parameter)) is not None]
+        scale = self.clipping.scale
+        found: dict[nn.Parameter, Tensor] = {}
+        for group in self._groups(indices):
+            batch = self._sum_group(group, scale, into=None, factored=False)
+            found.update(zip(batch.parameters, batch.tensors, strict=True))
+        found.update((self.parameters[i], self._sum(i, scale, into=None)) for i in indices if self._parts[i])
+        return found
+
+    def _groups(self, among: Iterable[int]) -> list[list[int]]:
         """Parameters that are summed in one launch: products of equal shapes; per-sample gradients that are kept."""
         open_groups: dict[object, list[int]] = {}
         sizes: dict[object, int] = {}
         full: list[list[int]] = []
-        for index, parts in enumerate(self._parts):
+        for index in among:
+            parts = self._parts[index]
             if len(parts) == 1 and type(parts[0]) in (Outer, Kept):
                 key = parts[0].form() if isinstance(parts[0], Outer) else Kept
                 open_groups.setdefault(key, []).append(index)

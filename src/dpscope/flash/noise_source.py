@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from dpscope.errors import UserError
 from dpscope.flash.kernels.tensor_lists import noise_span
+from dpscope.flash.ranks.shards import first_element
 
 
 class NoiseSource:
@@ -32,12 +33,13 @@ class NoiseSource:
     def starts(self, optimizer: Optimizer) -> Mapping[Tensor, int]:
         """The number of the first element of each parameter of the optimizer; frozen ones have theirs, too.
 
-        A parameter keeps its number when others are added.
+        A parameter keeps its number when others are added. A sharded one is numbered as a whole, and this is the number
+        of the first element that this rank holds.
         """
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter not in self._starts:
-                    self._starts[parameter] = self._numbered
+                    self._starts[parameter] = self._numbered + first_element(parameter)
                     self._numbered += noise_span(parameter)
         return self._starts
 

@@ -26,17 +26,20 @@ from opacus.utils.module_utils import clone_module
 from opacus.validators.errors import UnsupportedModuleError
 from opacus.validators.module_validator import ModuleValidator
 from torch import nn
+from torch.distributed import get_world_size
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from dpscope.errors import UserError
 from dpscope.flash import layers
-from dpscope.flash.distributed import refuse_distributed_model
 from dpscope.flash.engine import FlashEngine
 from dpscope.flash.forward_passes import BatchSizeOf
 from dpscope.flash.memory_budget import MemoryLimit, check_limit
 from dpscope.flash.private_optimizer import DPFlashOptimizer
+from dpscope.flash.ranks.layout import layout_of
+from dpscope.flash.ranks.ranks import refusing_together, reshard
+from dpscope.flash.ranks.sampling import loader_of_rank
 from dpscope.flash.taps import RootTap
 
 FLASH = "flash"
@@ -96,14 +99,17 @@ class PrivacyEngine(OpacusPrivacyEngine):
         for name in ("max_grad_norm", "noise_multiplier"):
             if name in kwargs:
                 kwargs[name] = _number(kwargs[name])
-        _check_arguments(module, **kwargs)
-        check_limit(memory_budget)
-        _detach_previous(module, kwargs["optimizer"])
+        reshard(module)
         try:
-            _, optimizer, loader = super().make_private(module=module, grad_sample_mode=FLASH, **kwargs)
+            with refusing_together(module):
+                _check_arguments(module, **kwargs)
+                check_limit(memory_budget)
+                _detach_previous(module, kwargs["optimizer"])
+                _, optimizer, loader = super().make_private(module=module, grad_sample_mode=FLASH, **kwargs)
         except BaseException:
             if self._prepared is not None:
                 self._prepared.cleanup()
+                self._prepared = None
             raise
         hooks, self._prepared = self._prepared, None
         self.flash_engine = engine = optimizer.engine
@@ -209,14 +215,29 @@ class PrivacyEngine(OpacusPrivacyEngine):
         self._prepared = FlashHooks(engine)
         return self._prepared
 
+    def _prepare_data_loader(self, data_loader: DataLoader[Any], *, distributed: bool, **kwargs: Any) -> Any:
+        ranks = None if self._prepared is None else self._prepared.engine.ranks
+        if ranks is None:
+            return super()._prepare_data_loader(data_loader, distributed=distributed, **kwargs)
+        if kwargs.get("rand_on_empty"):
+            raise UserError(
+                "rand_on_empty=True makes up a sample on each rank whose share is empty, which one process would not: "
+                "leave it out"
+            )
+        loader = super()._prepare_data_loader(data_loader, distributed=False, **kwargs)
+        return loader_of_rank(loader, ranks.control) if kwargs["poisson_sampling"] else loader
+
     def _prepare_optimizer(self, *, optimizer: Optimizer, grad_sample_mode: str = FLASH, **kwargs: Any) -> Any:
         if grad_sample_mode != FLASH:
             return super()._prepare_optimizer(optimizer=optimizer, grad_sample_mode=grad_sample_mode, **kwargs)
         assert self._prepared is not None
         if isinstance(optimizer, DPOptimizer):
             optimizer = optimizer.original_optimizer
-        for unused in ("distributed", "clipping"):
-            kwargs.pop(unused, None)
+        if kwargs.pop(
+            "distributed", False
+        ):  # Opacus divides by the number of processes; sums here are over all of them
+            kwargs["expected_batch_size"] = round(kwargs["expected_batch_size"] * get_world_size())
+        kwargs.pop("clipping", None)
         generator = kwargs.pop("noise_generator", None)
         return DPFlashOptimizer(
             optimizer,
@@ -253,8 +274,8 @@ def _number(value: Any) -> Any:
 
 def _validate(module: nn.Module) -> None:
     try:
-        refuse_distributed_model(module)
-        layers.plan(module)
+        layout = layout_of(module)
+        layers.plan(module if layout is None else layout.module)
     except UserError as refusal:
         raise UnsupportedModelError(str(refusal)) from None
 
@@ -273,7 +294,8 @@ def _detach_previous(module: nn.Module, optimizer: Optimizer) -> None:
     previous = next((tap.engine for tap in taps if isinstance(tap, RootTap)), None)
     if previous is None:
         return
-    if not isinstance(optimizer, DPFlashOptimizer) or optimizer.engine is not previous or previous.model is not module:
+    mine = previous.model in (module, getattr(module, "module", None))
+    if not isinstance(optimizer, DPFlashOptimizer) or optimizer.engine is not previous or not mine:
         raise UserError(
             "the model is already private, with an optimizer of its own, and a sample is clipped once, over all "
             "parameters: give one optimizer several parameter groups instead of making two. To make the model private "

@@ -21,6 +21,8 @@ from dpscope.flash.kernels.noise import add_noise_
 from dpscope.flash.kernels.triton_runtime import use_triton
 from dpscope.flash.microbatch import SumBatch
 from dpscope.flash.noise_source import NoiseSource
+from dpscope.flash.ranks.agreement import Control
+from dpscope.flash.ranks.shards import local_parts
 
 # Sums are handed to the fused update in pieces of about this size: few launches, and little of the gradient at a time.
 PIECE_BYTES = 2**30
@@ -33,6 +35,12 @@ class Privatisation:
     noise_std: float
     grad_scale: float
     noise: NoiseSource
+    control: Control | None = None  # where several ranks do the step
+
+    def draw(self) -> tuple[int, int]:
+        """The step's key: on all ranks that of the first."""
+        key = self.noise.draw()
+        return key if self.control is None else self.control.key_of_step(key, (self.noise_std, self.grad_scale))
 
 
 def privatise_gradients(
@@ -44,7 +52,7 @@ def privatise_gradients(
         [gradient for _, gradient in gradients],
         how.noise_std,
         how.grad_scale,
-        *how.noise.draw(),
+        *how.draw(),
         starts=[starts[parameter] for parameter, _ in gradients],
     )
 
@@ -85,7 +93,7 @@ class FusedUpdate:
         optimizer = self.optimizer
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         starts = how.noise.starts(optimizer)
-        seed, offset = how.noise.draw()
+        seed, offset = how.draw()
         privacy = {"grad_scale": how.grad_scale, "noise_std": how.noise_std, "seed": seed, "offset": offset}
         pieces: dict[_Kind, _Piece] = {}
         waiting = 0
@@ -96,9 +104,11 @@ class FusedUpdate:
                 whole = len(chosen) == len(parameters)
                 added = parameters if whole else [parameters[i] for i in chosen]
                 pieces[kind].parameters += added
-                pieces[kind].sums += sums if whole else [sums[i] for i in chosen]
+                added_sums = sums if whole else [sums[i] for i in chosen]
+                pieces[kind].sums += added_sums
                 pieces[kind].starts += map(starts.__getitem__, added)
-                waiting += 4 * sum(map(Tensor.numel, added))  # however many samples: tables are kept for the next step
+                # However many samples: tables are kept for the next step. Of a sharded parameter, this rank's part.
+                waiting += 4 * sum(map(Tensor.numel, added_sums if factors is None else added))
             if waiting >= PIECE_BYTES:
                 self._apply(pieces, privacy)
                 waiting = 0
@@ -177,9 +187,9 @@ def _sgd(piece: _Piece, state_of: _State, privacy: dict[str, Any]) -> list[Tenso
     for first in dict.fromkeys(fresh):
         chosen = [index for index, is_fresh in enumerate(fresh) if is_fresh == first]
         fused_sgd_(
-            [piece.parameters[i] for i in chosen],
+            local_parts([piece.parameters[i] for i in chosen]),
             [piece.sums[i] for i in chosen],
-            [buffers[i] for i in chosen] if buffers else (),
+            local_parts([buffers[i] for i in chosen]) if buffers else (),
             first_step=first,
             starts=[piece.starts[i] for i in chosen],
             **options,
@@ -202,11 +212,11 @@ def _adam(piece: _Piece, state_of: _State, privacy: dict[str, Any], *, decoupled
     counters = [state["step"] for state in states]
     torch._foreach_add_(counters, 1)
     fused_adam_(
-        piece.parameters,
+        local_parts(piece.parameters),
         piece.sums,
-        [state["exp_avg"] for state in states],
-        [state["exp_avg_sq"] for state in states],
-        [state["max_exp_avg_sq"] for state in states] if group["amsgrad"] else (),
+        local_parts([state["exp_avg"] for state in states]),
+        local_parts([state["exp_avg_sq"] for state in states]),
+        local_parts([state["max_exp_avg_sq"] for state in states]) if group["amsgrad"] else (),
         step=piece.step,
         starts=piece.starts,
         decoupled_weight_decay=decoupled or group.get("decoupled_weight_decay", False),

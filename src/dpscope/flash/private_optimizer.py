@@ -46,7 +46,13 @@ class DPFlashOptimizer(DPOptimizer):
         fused: bool | None = None,
     ) -> None:
         _require_noise(noise_multiplier)
-        refuse_several_processes()
+        if engine.ranks is None:
+            refuse_several_processes()
+        elif secure_mode:
+            raise UserError(
+                "secure_mode draws its noise on each rank apart, which adds it once for every rank: leave it out; "
+                "the keys of flash clipping's own noise come from the operating system"
+            )
         if expected_batch_size is not None and expected_batch_size <= 0:
             raise UserError(
                 f"the expected batch size is {expected_batch_size}: give the data loader a batch size of at least 1"
@@ -130,7 +136,8 @@ class DPFlashOptimizer(DPOptimizer):
                 "torch's GradScaler scales the loss without flash clipping's knowledge, which then clips scaled "
                 "gradients: use dpscope.flash.GradScaler(optimizer=optimizer)"
             )
-        refuse_several_processes()
+        if self.engine.ranks is None:
+            refuse_several_processes()
         if not self.engine.attached:
             raise UserError(
                 "the flash engine was detached: gradients are no longer clipped; make the model private anew"
@@ -206,7 +213,12 @@ class DPFlashOptimizer(DPOptimizer):
         divisor = self.expected_batch_size * self.accumulated_iterations if self.loss_reduction == "mean" else 1
         # C may have changed since a micro-batch was summed.
         clip = max(self.max_grad_norm, self.engine.state.largest_clip)
-        return Privatisation(noise_std=self.noise_multiplier * clip, grad_scale=1.0 / divisor, noise=self.noise)
+        return Privatisation(
+            noise_std=self.noise_multiplier * clip,
+            grad_scale=1.0 / divisor,
+            noise=self.noise,
+            control=None if self.engine.ranks is None else self.engine.ranks.control,
+        )
 
     @torch.no_grad()
     def _add_secure_noise(self, sums: list[Tensor], how: Privatisation) -> None:
@@ -237,13 +249,16 @@ class DPFlashOptimizer(DPOptimizer):
         `resume_noise=True` sets it back to where it stood when the state was saved. Steps from there repeat noise that
         the saved run may have used already: only for a run that ended at this checkpoint and published nothing later.
         """
-        noise = state_dict.get(NOISE_STATE)
-        if resume_noise and noise is None:
-            raise UserError("the state holds no noise stream to resume: it was saved by a run without noise_generator")
-        if noise is not None and not self.secure_mode:
-            (self.noise.resume if resume_noise else self.noise.refuse_to_repeat)(noise)
+        self.check_noise(state_dict.get(NOISE_STATE), resume_noise=resume_noise)
         own = {key: value for key, value in state_dict.items() if key != NOISE_STATE}
         self.original_optimizer.load_state_dict(own)
+
+    def check_noise(self, saved: dict[str, Any] | None, *, resume_noise: bool) -> None:
+        """Set the noise generator back to where a saved run's stood, or refuse one that would repeat its noise."""
+        if resume_noise and saved is None:
+            raise UserError("the state holds no noise stream to resume: it was saved by a run without noise_generator")
+        if saved is not None and not self.secure_mode:
+            (self.noise.resume if resume_noise else self.noise.refuse_to_repeat)(saved)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise UserError(

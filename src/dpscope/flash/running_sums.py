@@ -14,6 +14,7 @@ from torch.utils.weak import TensorWeakRef
 
 from dpscope.errors import UserError
 from dpscope.flash.contributions import wide
+from dpscope.flash.ranks.shards import as_part_of, local
 from dpscope.flash.slots import Slot
 
 
@@ -33,7 +34,10 @@ class RunningSums:
         return self._keeps_wide and parameter.dtype in (torch.bfloat16, torch.float16)
 
     def get(self, parameter: nn.Parameter) -> Tensor | None:
-        return self._wide.get(parameter) if self._is_wide(parameter) else parameter.grad
+        """The sum so far; of a sharded parameter, this rank's part."""
+        if self._is_wide(parameter):
+            return self._wide.get(parameter)
+        return None if parameter.grad is None else local(parameter.grad)
 
     def put(self, parameter: nn.Parameter, total: Tensor) -> None:
         """The first sum of a parameter; later ones are added into what `get` returns."""
@@ -69,7 +73,7 @@ class RunningSums:
                     parameter.grad.zero_()
 
     def _write(self, parameter: nn.Parameter, total: Tensor) -> None:
-        parameter.grad = gradient = total.to(parameter.dtype)
+        parameter.grad = gradient = as_part_of(parameter, total.to(parameter.dtype))
         self._written[parameter] = TensorWeakRef(gradient)
 
     def _wrote(self, parameter: nn.Parameter) -> bool:

@@ -10,6 +10,7 @@ from torch import nn
 
 from dpscope.flash.contributions import Contribution, Kept
 from dpscope.flash.paths import Decision
+from dpscope.flash.ranks.shards import is_sharded
 
 NO_SHAPES: Mapping[str, torch.Size] = MappingProxyType({})
 
@@ -36,6 +37,15 @@ class Slot:
         held = self.contributions
         if not (held and isinstance(contribution, Kept) and held[-1].absorb(contribution, self.parameter.dtype)):
             held.append(contribution)
+
+    def is_whole(self, parameter: nn.Parameter | None) -> bool:
+        """Whether it is the whole of which this slot's parameter is a shard."""
+        return (
+            is_sharded(self.parameter)
+            and type(parameter) is nn.Parameter
+            and parameter.shape == self.parameter.shape
+            and parameter.requires_grad == self.parameter.requires_grad
+        )
 
     def take(self) -> list[Contribution]:
         """The contributions, which are no longer here afterwards."""

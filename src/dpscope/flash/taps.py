@@ -212,7 +212,7 @@ class LayerTap(TapOfSamples):
         for key, expected in self.expected:  # a plain loop: this runs for every layer of every forward
             parameter = parameters.get(key)
             if parameter is not expected:
-                refuse_replaced(self.name, key)
+                self._accept_whole(key, parameter)
             live.append(parameter is not None and parameter.requires_grad)
         if True not in live:
             return self.original(x)
@@ -220,6 +220,14 @@ class LayerTap(TapOfSamples):
         if state.recorded or x.dim() not in self.known or x.shape[0] != state.batch_size:
             x = self.engine.forwards.admit(self, x)
         return self.apply(x, live)
+
+    def _accept_whole(self, key: str, parameter: nn.Parameter | None) -> None:
+        """Around forward FSDP2 puts the whole parameter where its shard is: expect that one. Refuse any other."""
+        index = self.names.index(key)
+        slot = self.slots[index]
+        if slot is None or self.expected[index][1] is not slot.parameter or not slot.is_whole(parameter):
+            refuse_replaced(self.name, key)
+        self.expected[index] = (key, parameter)
 
     def rehearse(self, *args: Tensor, **kwargs: Tensor) -> Any:
         """Run the layer for a rehearsal, which records its input and may change its output."""

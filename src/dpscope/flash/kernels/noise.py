@@ -73,7 +73,8 @@ def add_noise_(
 ) -> None:
     """g ← (g + std·z)·scale in place for every tensor of the list, without a full-size temporary.
 
-    starts: the number of each tensor's first element, a multiple of four; None where the list is all there is.
+    starts: the number of each tensor's first element; None where the list is all there is. Tensors whose first element
+    is no multiple of four, as shards may have, are noised by torch.
     """
     _add(tensors, noise_starts(tensors) if starts is None else starts, std, scale, seed, offset, backend)
 
@@ -184,8 +185,8 @@ class HostStream:
         inside = self.first <= start and start + count <= self.first + self.window.numel()
         if not inside or self.window.device != like.device:
             _, end = self._stretches[bisect_right(self._stretches, (start, math.inf)) - 1]
-            self.first = start
-            size = max(count, min(_WINDOW, end - start))
+            self.first = start // 4 * 4  # a shard may begin inside a block
+            size = start - self.first + max(count, min(_WINDOW, end - start))
             block = torch.arange(start // 4, start // 4 + -(-size // 4), dtype=torch.int64, device=like.device)
             self.window = normals(block, self.seed, self.offset)
         return self.window[start - self.first :][:count].view(like.shape)

@@ -94,9 +94,11 @@ def list_launches(
     cut = cut or CUT
     launches: list[ListLaunch] = []
     left: list[int] = []
-    for (device, is_aligned, ordered, types), found in _kinds(columns, sizes, pointers).items():
+    for (device, is_aligned, ordered, types), found in _kinds(columns, sizes, pointers, starts).items():
         served = ordered and all(dtype in TRITON_DTYPES for dtype in types)
-        if not use_triton(backend, device, served=served, why_not=f"dtypes {types}, or not contiguous"):
+        if not use_triton(
+            backend, device, served=served, why_not=f"dtypes {types}, not contiguous, or cut inside a block of noise"
+        ):
             left += found
             continue
         members = found if 0 not in sizes else [i for i in found if sizes[i]]
@@ -154,17 +156,21 @@ def _common_sizes(columns: Sequence[Sequence[Tensor]], stacked: int | None) -> l
 
 
 def _kinds(
-    columns: Sequence[Sequence[Tensor]], sizes: list[int], pointers: list[list[int]]
+    columns: Sequence[Sequence[Tensor]], sizes: list[int], pointers: list[list[int]], starts: Sequence[int]
 ) -> dict[tuple[Any, ...], list[int]]:
-    """The indices by (device, whether 16-byte loads and stores are possible, whether elements lie in order, dtypes)."""
+    """The indices by (device, whether 16-byte loads and stores are possible, whether elements lie in order, dtypes).
+
+    A shard of a parameter may begin inside a block of four normals: to the kernels it does not lie in order.
+    """
     if all(map(Tensor.is_contiguous, chain(*columns))):
         devices, dtypes_of = set(map(Tensor.get_device, columns[0])), [set(map(_DTYPE, column)) for column in columns]
         if len(devices) == 1 and all(len(types) == 1 for types in dtypes_of):  # as a rule
             types = tuple(next(iter(types)) for types in dtypes_of)
-            bits = reduce(or_, chain(*pointers), reduce(or_, sizes) * 2)
+            bits = reduce(or_, chain(*pointers), reduce(or_, sizes) * 2) | reduce(or_, starts) * 4
             if bits % 16 == 0:
                 return {(columns[0][0].device, True, True, types): list(range(len(sizes)))}
-    in_order = map(all, zip(*(map(Tensor.is_contiguous, column) for column in columns), strict=True))
+    whole_blocks = (start % 4 == 0 for start in starts)
+    in_order = map(all, zip(whole_blocks, *(map(Tensor.is_contiguous, column) for column in columns), strict=True))
     dtypes = zip(*(map(_DTYPE, column) for column in columns), strict=True)
     low_bits: Iterable[int] = (2 * size for size in sizes)  # eight elements, of two bytes each at least
     for column_pointers in pointers:

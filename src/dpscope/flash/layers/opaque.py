@@ -27,7 +27,7 @@ from dpscope.flash.layers.unit import UnitTap
 from dpscope.flash.layers.unit_check import UnitCheck
 from dpscope.flash.rehearsal_run import OutputOf
 from dpscope.flash.slots import Slot
-from dpscope.flash.taps import Engine, check_backward, refuse_replaced
+from dpscope.flash.taps import Engine, check_backward
 
 
 class Expand(torch.autograd.Function):
@@ -73,14 +73,12 @@ class OpaqueTap(UnitTap):
         live = {key: slot for key, slot in self.slots.items() if slot.parameter.requires_grad}
         if not live:
             return self.original(*args, **kwargs)
-        for key, parameter in self.module.named_parameters():
-            if key not in self.slots or self.slots[key].parameter is not parameter:
-                refuse_replaced(self.name, key)
+        whole = self.whole_parameters()
         sample_call = SampleCall(self, args, kwargs)
         if sample_call.batch:
             self._check(sample_call)
         expanded = {
-            f"unit.{key}": Expand.apply(self.engine.anchor, slot.parameter.detach(), sample_call.batch, self, slot)  # type: ignore[no-untyped-call]
+            f"unit.{key}": Expand.apply(self.engine.anchor, whole[key].detach(), sample_call.batch, self, slot)  # type: ignore[no-untyped-call]
             for key, slot in live.items()
         }
         # The state of a checkpointed forward that runs again is written by the first.

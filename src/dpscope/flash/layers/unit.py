@@ -8,7 +8,7 @@ from torch import nn
 
 from dpscope.flash.layers.sample_dims import sample_dims
 from dpscope.flash.module_state import ModuleState
-from dpscope.flash.taps import Engine, TapOfSamples
+from dpscope.flash.taps import Engine, TapOfSamples, refuse_replaced
 
 
 class UnitCall(nn.Module):
@@ -39,3 +39,12 @@ class UnitTap(TapOfSamples):
         self.slots = {key: engine.slot(parameter) for key, parameter in module.named_parameters()}
         self.input_dims, self.output_dims = sample_dims(module)
         self.per_sample: dict[Any, bool] = {}  # arguments of which it is known: SampleCall.key -> one entry a sample?
+
+    def whole_parameters(self) -> dict[str, nn.Parameter]:
+        """The module's parameters as its forward finds them: FSDP2 puts whole ones where shards are around it."""
+        found = dict(self.module.named_parameters())
+        for key, parameter in found.items():
+            slot = self.slots.get(key)
+            if slot is None or not (slot.parameter is parameter or slot.is_whole(parameter)):
+                refuse_replaced(self.name, key)
+        return found

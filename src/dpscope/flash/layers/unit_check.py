@@ -107,9 +107,9 @@ class UnitCheck:
 
     def _one_by_one(self) -> Answers:
         expanded = {
-            f"unit.{key}": slot.parameter.detach().expand(self.call.batch, *slot.parameter.shape)
-            for key, slot in self.tap.slots.items()
-            if slot.parameter.requires_grad
+            f"unit.{key}": parameter.detach().expand(self.call.batch, *parameter.shape)
+            for key, parameter in self.tap.whole_parameters().items()
+            if parameter.requires_grad
         }
         output = self.run_samples(self.call, expanded, commit=False)
         return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]

@@ -1,0 +1,180 @@
+"""How a model is spread over processes, and what of that cannot be trained privately."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dpscope.errors import UserError
+from dpscope.flash.ranks.shards import is_sharded
+
+# Wrappers that are refused, by the names of their classes: torch's, or of libraries that need not be installed.
+_REFUSED = {
+    "DataParallel": "it runs one process on several devices; use DistributedDataParallel under torchrun",
+    "FullyShardedDataParallel": "that is FSDP1; shard with torch.distributed.fsdp.fully_shard (FSDP2)",
+    "DeepSpeedEngine": "shard with torch.distributed.fsdp.fully_shard (FSDP2), or use DistributedDataParallel",
+    "PipelineStage": "a stage of a pipeline has no whole sample; use fully_shard (FSDP2)",
+}
+_REPLICATED = ("DistributedDataParallel", "DifferentiallyPrivateDistributedDataParallel")
+_INSTEAD = "flash clipping trains with DistributedDataParallel, fully_shard (FSDP2) on one mesh of all ranks, or HSDP"
+# Words in the names of mesh dimensions over which one sample is spread.
+_SAMPLE_DIMENSIONS = {"tp", "tensor", "cp", "context", "sp", "sequence", "pp", "pipeline"}
+
+
+def class_names(module: nn.Module) -> set[str]:
+    """Of the module's class and all its bases; FSDP2 gives a module a class that inherits from FSDPModule."""
+    return {cls.__name__ for cls in type(module).__mro__}
+
+
+def is_fsdp(module: nn.Module) -> bool:
+    """Whether `fully_shard` was called on the module."""
+    return "FSDPModule" in class_names(module)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """wrapper: DDP's, which adds gradients up by itself; module: what is inside; mesh: that of sharded parameters."""
+
+    wrapper: nn.Module | None
+    module: nn.Module
+    mesh: Any  # DeviceMesh, or None where parameters are whole on every rank
+
+    def describe(self) -> tuple[str, ...]:
+        """What has to be the same on all ranks."""
+        kind = "DDP" if self.mesh is None else f"{'HSDP' if self.mesh.ndim == 2 else 'FSDP2'} {tuple(self.mesh.shape)}"
+        parameters = (
+            f"{name} {tuple(p.shape)} {p.dtype} {'trained' if p.requires_grad else 'frozen'}"
+            for name, p in self.module.named_parameters()
+        )
+        return (kind, *parameters)
+
+
+def is_spread(model: nn.Module) -> bool:
+    """Whether the model is one that `layout_of` may give a layout of."""
+    return (
+        bool(class_names(model).intersection(_REPLICATED))
+        or any(is_fsdp(module) for module in model.modules())
+        or any(is_sharded(parameter) for parameter in model.parameters())
+    )
+
+
+def layout_of(model: nn.Module) -> Layout | None:
+    """How the model is spread; None for one that is whole in one process. Raises UserError for what is refused."""
+    _refuse_wrappers(model)
+    wrapper = model if class_names(model).intersection(_REPLICATED) else None
+    module: Any = model if wrapper is None else wrapper.module
+    for name, part in module.named_modules():
+        if class_names(part).intersection(_REPLICATED):
+            raise UserError(f"{name} ({type(part).__name__}) is inside the model: wrap the whole model, and pass that")
+    sharded = [(name, p) for name, p in module.named_parameters() if is_sharded(p)]
+    if wrapper is None and not sharded:
+        if any(is_fsdp(part) for part in module.modules()):
+            raise UserError("the model was given to fully_shard, but none of its parameters is sharded")
+        return None
+    if not dist.is_initialized():
+        raise UserError("the model is spread over processes, but torch.distributed is not initialised")
+    _refuse_compiled(model)
+    if sharded and wrapper is not None:
+        raise UserError(f"{sharded[0][0]} is sharded inside {type(wrapper).__name__}: {_INSTEAD}, one of them")
+    if wrapper is not None:
+        _check_ddp(wrapper)
+        return Layout(wrapper, module, None)
+    _refuse_outside_blocks(module, sharded)
+    return Layout(None, module, _common_mesh(sharded))
+
+
+def _refuse_wrappers(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        for found in class_names(module).intersection(_REFUSED):
+            raise UserError(
+                f"{name or 'the model'} ({type(module).__name__}) spreads the model in a way that is not supported: "
+                f"{_REFUSED[found]}"
+            )
+
+
+def blocks(module: nn.Module, block: nn.Module | None = None) -> Iterator[tuple[nn.Parameter, nn.Module | None]]:
+    """Each parameter with the innermost module around it that was given to `fully_shard`, if there is one."""
+    block = module if is_fsdp(module) else block
+    for parameter in module._parameters.values():
+        if parameter is not None:
+            yield parameter, block
+    for child in module.children():
+        yield from blocks(child, block)
+
+
+def _refuse_outside_blocks(module: nn.Module, sharded: list[tuple[str, nn.Parameter]]) -> None:
+    outside = {id(parameter) for parameter, block in blocks(module) if block is None}
+    for name, parameter in sharded:
+        if id(parameter) in outside:
+            raise UserError(f"{name} is sharded, but not by fully_shard (tensor parallelism?): {_INSTEAD}")
+
+
+def _refuse_compiled(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if "OptimizedModule" in class_names(module) or getattr(module, "_compiled_call_impl", None) is not None:
+            raise UserError(
+                f"{name or 'the model'} is compiled: flash clipping over several processes runs eagerly; leave out "
+                "torch.compile"
+            )
+
+
+def _check_ddp(wrapper: nn.Module) -> None:
+    if not isinstance(wrapper, DistributedDataParallel):
+        return  # Opacus's, which does nothing but broadcast at its beginning
+    if wrapper.process_group.size() != dist.get_world_size():
+        raise UserError(
+            f"DistributedDataParallel runs over {wrapper.process_group.size()} of {dist.get_world_size()} processes, "
+            f"so others hold another part of each sample, or another model: {_INSTEAD}"
+        )
+    for option in ("static_graph", "mixed_precision"):
+        if getattr(wrapper, option, None):
+            raise UserError(
+                f"DistributedDataParallel({option}=…) changes how gradients are made, and flash clipping makes them "
+                "itself: leave it out"
+            )
+
+
+def _common_mesh(sharded: list[tuple[str, nn.Parameter]]) -> Any:
+    """The mesh of all sharded parameters; refuses meshes and placements other than those of FSDP2 and HSDP."""
+    mesh: Any = None
+    for name, parameter in sharded:
+        mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+        _check_placements(name, placements)
+        if mesh.size() != dist.get_world_size():
+            raise UserError(
+                f"{name} is sharded over {mesh.size()} of {dist.get_world_size()} processes, so the others hold "
+                f"another part of each sample, or another model (tensor, pipeline or context parallelism): {_INSTEAD}"
+            )
+        for dimension in mesh.mesh_dim_names or ():
+            if _SAMPLE_DIMENSIONS.intersection(dimension.lower().split("_")):
+                raise UserError(
+                    f"{name} is sharded over a mesh with the dimension {dimension!r}, over which a sample is spread "
+                    f"(tensor, pipeline or context parallelism): {_INSTEAD}"
+                )
+        if parameter.to_local().device.type != mesh.device_type:  # type: ignore[attr-defined]
+            raise UserError(
+                f"{name} is on {parameter.to_local().device}, and its mesh on {mesh.device_type} "  # type: ignore[attr-defined]
+                "(CPUOffloadPolicy): shard without offloading"
+            )
+    _check_one_mesh(sharded, mesh)
+    return mesh
+
+
+def _check_placements(name: str, placements: Any) -> None:
+    kinds = [type(placement).__name__ for placement in placements]
+    if kinds not in (["Shard"], ["Replicate", "Shard"]) or placements[-1].dim != 0:
+        raise UserError(
+            f"{name} is placed as {placements}, which is neither FSDP2's (Shard(0),) nor HSDP's (Replicate(), "
+            f"Shard(0)) (tensor parallelism, or a shard_placement_fn?): {_INSTEAD}"
+        )
+
+
+def _check_one_mesh(sharded: list[tuple[str, nn.Parameter]], mesh: Any) -> None:
+    other: Iterator[str] = (name for name, p in sharded if p.device_mesh != mesh)  # type: ignore[attr-defined]
+    for name in other:
+        raise UserError(f"{name} and {sharded[-1][0]} are sharded over two different meshes: {_INSTEAD}")

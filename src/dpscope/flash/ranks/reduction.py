@@ -1,0 +1,142 @@
+"""Adding clipped sums up over ranks: Σ over ranks of Σ_b c_b v_b, in float32, a block of the model at a time.
+
+Sharded parameters (FSDP2): one reduce-scatter a block, of which each rank keeps its shard; with replicas (HSDP) the
+shards are then added up over them. Whole parameters (DDP): all-reduce, in buckets. All ranks go through the same blocks
+in the same order, whatever their own batch was. A block is on its way while the sums of the next are made, so at most
+two blocks of the gradient are unsharded at a time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dpscope.flash.contributions import wide
+from dpscope.flash.ranks.agreement import naming_lost_ranks
+from dpscope.flash.ranks.layout import Layout, blocks
+from dpscope.flash.ranks.shards import Cut, cut_of, is_sharded, local, shard_dim
+
+_DOING = "adding up clipped sums"
+BUCKET_BYTES = 25 * 2**20  # of whole parameters, as in torch's DistributedDataParallel
+
+# Its name since torch 2.13, and before.
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+SumsOf = Callable[[Sequence[nn.Parameter]], Mapping[nn.Parameter, Tensor]]
+
+
+class Bucket(NamedTuple):
+    """Parameters whose sums travel together; all of them are sharded, or none is."""
+
+    parameters: list[nn.Parameter]
+    dtype: torch.dtype
+    sharded: bool
+
+
+class Reduction:
+    """Of the clipped sums of a model that is spread as `layout` says."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._blocks = dict(blocks(layout.module))
+        self._groups: list[Any] = []
+        if layout.mesh is not None:
+            self._groups = [layout.mesh.get_group(dim) for dim in range(layout.mesh.ndim)]
+        self._world = getattr(layout.wrapper, "process_group", None)  # None: the default group
+
+    def buckets(self, parameters: Collection[nn.Parameter]) -> list[Bucket]:
+        """Of these parameters, in the order in which they travel: last blocks first, as backward ends with them."""
+        found: list[Bucket] = []
+        open_for: dict[object, tuple[Bucket, int]] = {}
+        for parameter in reversed(list(parameters)):
+            dtype, sharded = wide(parameter.dtype), is_sharded(parameter)
+            key = (dtype, sharded, id(self._blocks[parameter]) if sharded else None)
+            bucket, held = open_for.get(key, (None, 0))
+            if bucket is None or (not sharded and held >= BUCKET_BYTES):
+                bucket, held = Bucket([], dtype, sharded), 0
+                found.append(bucket)
+            bucket.parameters.append(parameter)
+            open_for[key] = (bucket, held + parameter.numel() * dtype.itemsize)
+        return found
+
+    def reduce(
+        self, parameters: Collection[nn.Parameter], sums_of: SumsOf
+    ) -> Iterator[tuple[list[nn.Parameter], list[Tensor]]]:
+        """Parameters and this rank's parts of their sums over all ranks, a bucket at a time, every parameter once."""
+        travelling: deque[_Travelling] = deque()
+        for bucket in self.buckets(parameters):
+            send = self._scatter if bucket.sharded else self._all_reduce
+            travelling.append(send(bucket, sums_of(bucket.parameters)))
+            if len(travelling) > 1:
+                yield self._arrive(travelling.popleft())
+        while travelling:
+            yield self._arrive(travelling.popleft())
+
+    def _scatter(self, bucket: Bucket, sums: Mapping[nn.Parameter, Tensor]) -> _Travelling:
+        cuts = [cut_of(parameter) for parameter in bucket.parameters]
+        ranks, width = cuts[0].ranks, sum(cut.span for cut in cuts)
+        device = local(bucket.parameters[0]).device
+        outgoing = torch.empty(ranks, width, dtype=bucket.dtype, device=device)  # row r goes to rank r
+        at = 0
+        for parameter, cut in zip(bucket.parameters, cuts, strict=True):
+            _lay_out(outgoing[:, at : at + cut.span], sums.get(parameter), cut)
+            at += cut.span
+        group = self._groups[shard_dim(bucket.parameters[0])]
+        if ranks == 1:
+            return _Travelling(bucket, outgoing[0], None, None)
+        incoming = torch.empty(width, dtype=bucket.dtype, device=device)
+        with naming_lost_ranks(_DOING):
+            work = _reduce_scatter(incoming, outgoing.view(-1), op=dist.ReduceOp.SUM, group=group, async_op=True)
+        return _Travelling(bucket, incoming, work, outgoing)
+
+    def _all_reduce(self, bucket: Bucket, sums: Mapping[nn.Parameter, Tensor]) -> _Travelling:
+        parts = [
+            parameter.new_zeros(parameter.numel(), dtype=bucket.dtype)
+            if (total := sums.get(parameter)) is None
+            else total.reshape(-1).to(bucket.dtype)
+            for parameter in bucket.parameters
+        ]
+        whole = torch.cat(parts)
+        with naming_lost_ranks(_DOING):
+            work = dist.all_reduce(whole, op=dist.ReduceOp.SUM, group=self._world, async_op=True)
+        return _Travelling(bucket, whole, work, None)
+
+    def _arrive(self, travelling: _Travelling) -> tuple[list[nn.Parameter], list[Tensor]]:
+        bucket, arrived, work, _ = travelling
+        with naming_lost_ranks(_DOING):
+            if work is not None:
+                work.wait()
+            if bucket.sharded and len(self._groups) > 1:
+                dist.all_reduce(arrived, op=dist.ReduceOp.SUM, group=self._groups[0])
+        parts: list[Tensor] = []
+        at = 0
+        for parameter in bucket.parameters:
+            part = local(parameter)
+            parts.append(arrived[at : at + part.numel()].view(part.shape))
+            at += cut_of(parameter).span if bucket.sharded else part.numel()
+        return bucket.parameters, parts
+
+
+class _Travelling(NamedTuple):
+    bucket: Bucket
+    arrived: Tensor
+    work: Any
+    outgoing: Tensor | None  # held until it has arrived
+
+
+def _lay_out(rows: Tensor, total: Tensor | None, cut: Cut) -> None:
+    """Cut `total` into rows (ranks, span), one a rank, padded with zeros."""
+    if total is None:
+        rows.zero_()
+        return
+    flat = total.reshape(-1)
+    full = flat.numel() // cut.span if cut.span else 0
+    rows[:full].copy_(flat[: full * cut.span].view(full, cut.span))
+    if full < cut.ranks and cut.span:
+        rows[full:].zero_()
+        rest = flat[full * cut.span :]
+        rows[full, : rest.numel()].copy_(rest)

@@ -1,0 +1,105 @@
+"""Poisson sampling over several ranks: one draw over the whole data set, split over the ranks.
+
+The draw is that of one process: each sample is in a batch with the sample rate, independently. Of the samples drawn, in
+the order of the data set, rank r of R has numbers r, r + R, r + 2R, … Every rank takes every step, with an empty share
+too, and its list of indices is as long as that of any other: what is missing is marked as absent and left out when the
+data set is read. So Opacus's BatchMemoryManager cuts the lists of all ranks into equally many physical batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSampler
+from torch.utils.data import DataLoader, Dataset
+
+from dpscope.errors import UserError
+from dpscope.flash.ranks.agreement import Control
+
+ABSENT = -1
+
+
+class RankSampler(DistributedUniformWithReplacementSampler):  # type: ignore[misc]
+    """The batches of one rank: lists of indices, as long as those of the others."""
+
+    def __init__(
+        self, control: Control, *, total_size: int, sample_rate: float, steps: int, generator: torch.Generator | None
+    ) -> None:
+        super().__init__(total_size=total_size, sample_rate=sample_rate, steps=steps, generator=generator)
+        self.control = control
+
+    def __iter__(self) -> Iterator[list[int]]:
+        generator = self._common_generator()
+        for _ in range(self.num_batches):
+            drawn = torch.rand(self.total_size, generator=generator) < self.sample_rate
+            yield share_of(drawn.nonzero().flatten().tolist(), self.control.rank, self.control.size)
+
+    def _common_generator(self) -> torch.Generator:
+        """A generator that stands where rank 0's does, on every rank."""
+        if self.generator is None:
+            seed = self.control.broadcast_(torch.randint(2**63 - 1, (1,)))
+            return torch.Generator().manual_seed(int(seed))
+        generator: torch.Generator = self.generator
+        generator.set_state(self.control.broadcast_(generator.get_state()))
+        return generator
+
+
+def share_of(drawn: Sequence[int], rank: int, ranks: int) -> list[int]:
+    """What one of several ranks has of a batch; as long on all ranks."""
+    share = list(drawn[rank::ranks])
+    return share + [ABSENT] * (-(-len(drawn) // ranks) - len(share))
+
+
+class PresentSamples(Dataset[Any]):
+    """A data set that leaves out absent samples where a batch is read."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[index]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """What torch's loader calls with the indices of a batch."""
+        present = [index for index in indices if index != ABSENT]
+        read = getattr(self.dataset, "__getitems__", None)
+        return list(read(present)) if read is not None and present else [self.dataset[index] for index in present]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dataset":  # while it is being unpickled
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+
+def loader_of_rank(loader: DataLoader[Any], control: Control) -> DataLoader[Any]:
+    """The share of this rank in the batches of `loader`, a Poisson loader of Opacus over the whole data set."""
+    sampler: Any = loader.batch_sampler
+    generator = sampler.generator
+    if generator is not None and generator.device.type != "cpu":
+        raise UserError("the data loader's generator is on a device: over several processes it has to be on the CPU")
+    collate: Any = loader.collate_fn
+    collate([loader.dataset[0]])  # an empty share has the structure of this batch, also where it is the first
+    return DataLoader(
+        PresentSamples(loader.dataset),
+        batch_sampler=RankSampler(
+            control,
+            total_size=len(loader.dataset),  # type: ignore[arg-type]
+            sample_rate=sampler.sample_rate,
+            steps=len(sampler),
+            generator=generator,
+        ),
+        num_workers=loader.num_workers,
+        collate_fn=collate,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=loader.generator,
+        prefetch_factor=loader.prefetch_factor,
+        persistent_workers=loader.persistent_workers,
+    )

@@ -1,0 +1,93 @@
+"""A sharded parameter (a DTensor of FSDP2) and the part of it that this rank holds.
+
+FSDP2 cuts dimension 0 into contiguous chunks of ⌈rows / ranks⌉ rows; the last ranks may hold fewer, or none. So a shard
+is a contiguous range of the elements of the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+@lru_cache(maxsize=64)
+def _is_dtensor(cls: type) -> bool:
+    return any(base.__name__ == "DTensor" for base in cls.__mro__)  # by name: its import takes a second
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether the tensor is a DTensor: each rank holds a part of it."""
+    return _is_dtensor(type(tensor))
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, in the same memory; a tensor that is not sharded is held whole."""
+    if not is_sharded(tensor):
+        return tensor
+    with torch.no_grad():
+        part: Tensor = tensor.to_local()  # type: ignore[attr-defined]
+    return part
+
+
+def local_parts(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """`local` of each; the sequence itself where none is sharded."""
+    return [local(tensor) for tensor in tensors] if any(map(_is_dtensor, set(map(type, tensors)))) else tensors
+
+
+class Cut(NamedTuple):
+    """How dimension 0 of a tensor is cut: into `ranks` chunks of `rows` rows of `width` elements."""
+
+    ranks: int
+    rank: int
+    rows: int
+    width: int
+    total: int  # rows of the whole tensor
+
+    @property
+    def span(self) -> int:
+        """Elements of a chunk, padding included."""
+        return self.rows * self.width
+
+    @property
+    def first(self) -> int:
+        """The number of this rank's first element in the whole."""
+        return min(self.rank * self.rows, self.total) * self.width
+
+    @property
+    def held(self) -> int:
+        """Elements that this rank holds."""
+        return min((self.rank + 1) * self.rows, self.total) * self.width - self.first
+
+
+def shard_dim(parameter: Any) -> int:
+    """The dimension of the mesh over which a sharded parameter is cut: the last one (HSDP has replicas before it)."""
+    return len(parameter.placements) - 1
+
+
+def cut_of(parameter: Any) -> Cut:
+    """The cut of a sharded parameter."""
+    mesh, dim = parameter.device_mesh, shard_dim(parameter)
+    ranks = mesh.size(dim)
+    total = parameter.shape[0]
+    return Cut(ranks, mesh.get_local_rank(dim), -(-total // ranks), parameter.shape[1:].numel(), total)
+
+
+def first_element(parameter: Tensor) -> int:
+    """The number, in the whole parameter, of the first element that this rank holds."""
+    return cut_of(parameter).first if is_sharded(parameter) else 0
+
+
+def as_part_of(parameter: nn.Parameter, part: Tensor) -> Tensor:
+    """`part`, this rank's share of a gradient, as the parameter's `.grad` can hold it."""
+    if not is_sharded(parameter):
+        return part
+    from torch.distributed.tensor import DTensor
+
+    spread: Any = parameter
+    return DTensor.from_local(
+        part, spread.device_mesh, spread.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )

@@ -1,0 +1,276 @@
+"""What is run in a world of several processes. Each case returns the same kind of result on every rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from opacus.utils.batch_memory_manager import BatchMemoryManager
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from dpscope.errors import UserError
+from dpscope.flash import TrainingState
+from tests.unit.flash.ranks import world as w
+
+WAYS = {1: ("ddp", "fsdp", "hsdp"), 2: ("ddp", "fsdp", "fsdp kept"), 4: ("ddp", "fsdp", "hsdp")}  # by world size
+
+
+def every_way() -> dict[tuple[str, str], dict[str, Tensor]]:
+    return {(way, name): w.trained(way, name) for way in WAYS[dist.get_world_size()] for name in ("sgd", "adamw")}
+
+
+def fused() -> dict[tuple[str, str], dict[str, Tensor]]:
+    return {(way, name): w.trained(way, name, fused=True) for way, name in [("ddp", "sgd"), ("fsdp", "adamw")]}
+
+
+# -- loaders -----------------------------------------------------------------------------------------------------------
+
+
+def poisson(way: str, physical: int | None = None) -> tuple[dict[str, Tensor], list[int], float]:
+    """Parameters after two epochs of Poisson batches, the sizes of this rank's batches, and ε."""
+    model = w.spread(w.make_model(), way)
+    optimizer = w.optimizer_of(model, "sgd")
+    engine = w.PrivacyEngine()
+    model, optimizer, loader = w.make_private(model, optimizer, poisson_sampling=True, engine=engine)
+    sizes = []
+
+    def epoch(batches: Any) -> None:
+        for ids, labels in batches:
+            sizes.append(len(ids))
+            optimizer.zero_grad()
+            F.cross_entropy(model(ids), labels).backward()
+            optimizer.step()
+
+    for _ in range(2):
+        if physical is None:
+            epoch(loader)
+        else:
+            with BatchMemoryManager(
+                data_loader=loader, max_physical_batch_size=physical, optimizer=optimizer
+            ) as batches:
+                epoch(batches)
+    return w.whole_parameters(model), sizes, engine.get_epsilon(delta=1e-3)
+
+
+def poisson_ways() -> dict[str, Any]:
+    ways: dict[str, Any] = {"ddp": poisson("ddp")}
+    return {**ways, "physical": poisson("fsdp", physical=2)}
+
+
+def thousand_draws() -> list[list[int]]:
+    """A data set of 40 of which 1 in 40 is drawn: most shares are empty."""
+    model = w.spread(w.make_model(), "ddp")
+    _, _, loader = w.make_private(model, w.optimizer_of(model, "sgd"), poisson_sampling=True, batch_size=1)
+    draws: list[list[int]] = []
+    while len(draws) < 1000:
+        draws += [[index for index in batch if index >= 0] for batch in loader.batch_sampler]
+    return draws
+
+
+# -- other models ------------------------------------------------------------------------------------------------------
+
+
+class Scale(nn.Module):
+    """A module with a bare parameter: it runs sample by sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.linspace(0.5, 1.5, w.WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+class Tied(w.Model):
+    """Tied embedding and head, a frozen layer, an opaque module, checkpointed blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = Scale()
+        self.unembed = nn.Linear(w.WIDTH, w.WORDS, bias=False)
+        self.unembed.weight = self.embed.weight
+        self.blocks[0].up.requires_grad_(False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.scale(self.embed(ids))
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(x.mean(1)) + self.unembed(x).mean(1)[:, : w.CLASSES]
+
+
+def tied(way: str) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = w.spread(Tied(), way)
+    model, optimizer, _ = w.make_private(model, w.optimizer_of(model, "adamw"))
+    w.train(model, optimizer, range(len(w.STEPS)))
+    return w.whole_parameters(model)
+
+
+def tied_ways() -> dict[str, dict[str, Tensor]]:
+    return {way: tied(way) for way in ("ddp", "fsdp")}
+
+
+def half_precision() -> tuple[dict[str, Tensor], Tensor, set[torch.dtype]]:
+    """Parameters, this rank's norms of clipped gradients, and dtypes of what is reduced, under a bfloat16 policy."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = w.shard(w.make_model(), init_device_mesh("cpu", (dist.get_world_size(),)), policy=policy)
+    model, optimizer, _ = w.make_private(model, w.optimizer_of(model, "sgd"))
+    with Collectives() as seen:
+        w.train(model, optimizer, [0])
+    shares = optimizer.engine.norms * optimizer.engine.factors
+    return w.whole_parameters(model), shares, seen.dtypes.get("_reduce_scatter_base_", set())
+
+
+# -- neighbours, bytes, refusals ---------------------------------------------------------------------------------------
+
+
+def update_without(way: str, left_out: int | None) -> dict[str, Tensor]:
+    """Σ c_b v_b over all ranks, without one of the samples."""
+    model = w.spread(w.make_model(), way)
+    before = w.whole_parameters(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model, optimizer, _ = w.make_private(model, optimizer, noise_multiplier=0.0, loss_reduction="sum")
+    ids, labels = w.make_data().tensors
+    rows = [row for row in w.share(4, *w.rank_and_world()) if row != left_out]
+    (F.cross_entropy(model(ids[rows]), labels[rows], reduction="sum") * 100).backward()
+    optimizer.step()
+    after = w.whole_parameters(model)
+    return {name: before[name] - after[name] for name in before}
+
+
+def neighbours() -> dict[tuple[str, int | None], dict[str, Tensor]]:
+    return {(way, row): update_without(way, row) for way in ("ddp", "fsdp") for row in (None, 21, 32)}
+
+
+class Collectives(TorchDispatchMode):
+    """Bytes that go into collectives, by the name of c10d's operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: dict[str, int] = {}
+        self.dtypes: dict[str, set[torch.dtype]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            name = func.overloadpacket.__name__
+            tensors = [leaf for leaf in torch.utils._pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
+            self.bytes[name] = self.bytes.get(name, 0) + max(tensor.nbytes for tensor in tensors)
+            self.dtypes.setdefault(name, set()).update(tensor.dtype for tensor in tensors)
+        return func(*args, **(kwargs or {}))
+
+
+def communicated() -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes of three steps of ordinary FSDP2 training, and of private training."""
+    seen = []
+    for private in (False, True):
+        model = w.spread(w.Wide(), "fsdp")
+        optimizer: Any = w.optimizer_of(model, "adamw")
+        if private:
+            model, optimizer, _ = w.make_private(model, optimizer)
+        with Collectives() as collectives:
+            w.train(model, optimizer, [0, 1, 4])
+        seen.append(collectives.bytes)
+    return seen[0], seen[1]
+
+
+def _message(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except UserError as refusal:
+        return str(refusal)
+    return ""
+
+
+def refusals() -> dict[str, str]:
+    """What each rank is told where ranks do not do the same."""
+    rank, size = w.rank_and_world()
+    model = w.spread(w.make_model(), "fsdp")
+
+    def step_with_other_noise() -> None:
+        private, optimizer, _ = w.make_private(model, w.optimizer_of(model, "sgd"), noise_multiplier=1.0 + rank)
+        try:
+            w.train(private, optimizer, [0])
+        finally:
+            optimizer.engine.detach()
+
+    uneven = w.spread(w.make_model(), "fsdp")
+    if rank == 1:
+        uneven.head.requires_grad_(False)
+    half = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("dp", "tp"))["dp"] if size == 4 else None
+    messages = {
+        "one rank's arguments": _message(
+            lambda: w.make_private(model, w.optimizer_of(model, "sgd"), max_grad_norm=1.0 if rank else -1.0)
+        ),
+        "noise": _message(step_with_other_noise),
+        "frozen": _message(lambda: w.make_private(uneven, w.optimizer_of(uneven, "sgd"))),
+        "made-up samples": _message(lambda: w.make_private(model, w.optimizer_of(model, "sgd"), rand_on_empty=True)),
+    }
+    if half is not None:
+        part = w.make_model()
+        fully_shard(part, mesh=half)
+        messages["submesh"] = _message(lambda: w.make_private(part, w.optimizer_of(part, "sgd")))
+    return messages
+
+
+def killed() -> tuple[str, float]:
+    """What a rank says when another is killed between two steps, and how long that took."""
+    model = w.spread(w.make_model(), "ddp")
+    model, optimizer, _ = w.make_private(model, w.optimizer_of(model, "sgd"))
+    w.train(model, optimizer, [0])
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    said = _message(lambda: w.train(model, optimizer, [1]))
+    return said, time.monotonic() - began
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def start(way: str, name: str) -> tuple[nn.Module, Any, TrainingState]:
+    engine = w.PrivacyEngine()
+    model = w.spread(w.make_model(), way)
+    model, optimizer, _ = w.make_private(model, w.optimizer_of(model, name), engine=engine)
+    return model, optimizer, TrainingState(model, optimizer, engine, resume_noise=True)
+
+
+def save(folder: Path) -> None:
+    for way, name in [("fsdp", "adamw"), ("ddp", "sgd")]:
+        model, optimizer, state = start(way, name)
+        w.train(model, optimizer, range(3))
+        dcp.save({"training": state}, checkpoint_id=folder / way)
+
+
+def load(folder: Path) -> dict[tuple[str, str], tuple[dict[str, Tensor], int]]:
+    found = {}
+    for way, name in [("fsdp", "adamw"), ("ddp", "sgd")]:
+        model, optimizer, state = start(way, name)
+        dcp.load({"training": state}, checkpoint_id=folder / way)
+        w.train(model, optimizer, range(3, len(w.STEPS)))
+        found[way, name] = (w.whole_parameters(model), sum(n for *_, n in state.privacy_engine.accountant.history))
+    return found
+
+
+# Which cases run in a world of which size: processes are costly, and most cases say the same in any of them.
+CASES: dict[int, tuple[Callable[..., Any], ...]] = {
+    1: (every_way, half_precision),
+    2: (every_way, fused, tied_ways, half_precision, communicated, thousand_draws, refusals, load),
+    4: (every_way, poisson_ways, neighbours, thousand_draws, refusals, save),
+}
+
+
+def all_cases(folder: Path) -> dict[str, Any]:
+    cases = CASES[dist.get_world_size()]
+    return {case.__name__: case(folder) if case in (save, load) else case() for case in cases}

@@ -1,0 +1,66 @@
+"""A run on one, two or four ranks is the same run, noise included."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from dpscope.flash.ranks.ranks import reshard
+from tests.unit.flash.ranks import cases
+from tests.unit.flash.ranks.world import CLIP, assert_same
+
+pytestmark = pytest.mark.slow
+
+# bfloat16 keeps 8 bits, and kernels for another number of rows round differently.
+HALF_ROUNDING = 2e-2
+
+
+@pytest.mark.parametrize(("size", "case"), [(2, "every_way"), (4, "every_way"), (2, "fused")])
+def test_every_way_of_spreading_gives_the_parameters_of_one_process(
+    worlds: dict[int, Any], alone: dict[str, Any], size: int, case: str
+) -> None:
+    """Uneven and empty shares, a step without any sample, SGD with momentum and AdamW."""
+    for found in worlds[size]:
+        for (_way, optimizer), parameters in found[case].items():
+            assert_same(parameters, alone[optimizer])
+
+
+def test_a_world_of_one_rank_gives_the_same_to_the_last_bit(worlds: dict[int, Any], alone: dict[str, Any]) -> None:
+    for (_way, optimizer), parameters in worlds[1][0]["every_way"].items():
+        assert_same(parameters, alone[optimizer], tolerance=0)
+
+
+def test_tied_frozen_opaque_and_checkpointed_parts_are_trained_as_by_one_process(worlds: dict[int, Any]) -> None:
+    expected = cases.tied("alone")
+    for found in worlds[2]:
+        for parameters in found["tied_ways"].values():
+            assert_same(parameters, expected)
+
+
+def test_under_a_half_precision_policy_sums_travel_in_float32_and_no_share_is_above_the_bound(
+    worlds: dict[int, Any],
+) -> None:
+    for found in worlds[2]:
+        parameters, shares, dtypes = found["half_precision"]
+        assert dtypes == {torch.float32}
+        assert (shares <= CLIP * (1 + 1e-3)).all()
+        assert_same(parameters, worlds[1][0]["half_precision"][0], HALF_ROUNDING)
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_one_sample_more_on_one_rank_moves_the_sum_over_all_ranks_by_at_most_the_bound(
+    worlds: dict[int, Any], way: str
+) -> None:
+    """Gradients are a hundred times too large, so that a share that is not clipped would show."""
+    found = worlds[4][0]["neighbours"]
+    everyone = found[way, None]
+    for left_out in (21, 32):
+        less = found[way, left_out]
+        distance = sum((everyone[name] - less[name]).double().square().sum() for name in everyone).sqrt()
+        assert CLIP * 0.9 < distance <= CLIP * (1 + 1e-3)
+
+
+def test_a_model_that_was_not_sharded_needs_no_resharding() -> None:
+    reshard(torch.nn.Linear(2, 2))

@@ -1,0 +1,47 @@
+"""What travels between ranks, and in which order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dpscope.flash.ranks.layout import Layout
+from dpscope.flash.ranks.reduction import BUCKET_BYTES, Reduction, _lay_out
+from dpscope.flash.ranks.shards import Cut
+
+
+@pytest.mark.slow
+def test_private_training_communicates_what_ordinary_training_does(worlds: dict[int, Any]) -> None:
+    """Ordinary FSDP2 training reduces in float32, too; keys and counts of a step are some bytes more."""
+    for found in worlds[2]:
+        ordinary, private = found["communicated"]
+        assert private["_reduce_scatter_base_"] == ordinary["_reduce_scatter_base_"]
+        assert sum(private.values()) <= 1.01 * sum(ordinary.values())
+
+
+def test_whole_parameters_travel_in_buckets_last_ones_first() -> None:
+    side = int((BUCKET_BYTES / 4) ** 0.5) + 1
+    model = nn.Sequential(*(nn.Linear(side, side, bias=False, device="meta") for _ in range(3)), nn.Linear(2, 2))
+    buckets = Reduction(Layout(None, model, None)).buckets(list(model.parameters()))
+    names = {id(p): name for name, p in model.named_parameters()}
+    assert [[names[id(p)] for p in bucket.parameters] for bucket in buckets] == [
+        ["3.bias", "3.weight", "2.weight"],
+        ["1.weight"],
+        ["0.weight"],
+    ]
+
+
+@pytest.mark.parametrize("total", [0, 1, 5, 8])
+def test_rows_of_a_parameter_are_cut_as_fsdp_cuts_them(total: int) -> None:
+    """⌈total / 4⌉ rows each, the last ranks fewer or none, padded with zeros."""
+    whole = torch.arange(1, total * 3 + 1, dtype=torch.float32).view(total, 3)
+    cuts = [Cut(4, rank, -(-total // 4), 3, total) for rank in range(4)]
+    rows = torch.full((4, cuts[0].span), float("nan"))
+    _lay_out(rows, whole, cuts[0])
+    for rank, (cut, chunk) in enumerate(zip(cuts, [*whole.chunk(4), *[whole[:0]] * 4][:4], strict=False)):
+        assert torch.equal(rows[rank, : cut.held], chunk.flatten())
+        assert not rows[rank, cut.held :].any()
+        assert cut.first == (int(chunk.flatten()[0]) - 1 if chunk.numel() else whole.numel())
