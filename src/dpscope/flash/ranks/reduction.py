@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from dpscope.flash.contributions import wide
 from dpscope.flash.ranks.agreement import naming_lost_ranks
 from dpscope.flash.ranks.layout import Layout, blocks
-from dpscope.flash.ranks.shards import Cut, cut_of, is_sharded, local, shard_dim
+from dpscope.flash.ranks.shards import ShardCut, cut_of, is_sharded, local, shard_dim
 
 _DOING = "adding up clipped sums"
 BUCKET_BYTES = 25 * 2**20  # of whole parameters, as in torch's DistributedDataParallel
@@ -128,8 +128,8 @@ class _Travelling(NamedTuple):
     outgoing: Tensor | None  # held until it has arrived
 
 
-def _lay_out(rows: Tensor, total: Tensor | None, cut: Cut) -> None:
-    """Cut `total` into rows (ranks, span), one a rank, padded with zeros."""
+def _lay_out(rows: Tensor, total: Tensor | None, cut: ShardCut) -> None:
+    """ShardCut `total` into rows (ranks, span), one a rank, padded with zeros."""
     if total is None:
         rows.zero_()
         return

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from dpscope.errors import UserError
 from dpscope.flash.ranks.agreement import Control
 
-ABSENT = -1
+ABSENT_SAMPLE = -1
 
 
 class RankSampler(DistributedUniformWithReplacementSampler):  # type: ignore[misc]
@@ -49,7 +49,7 @@ class RankSampler(DistributedUniformWithReplacementSampler):  # type: ignore[mis
 def share_of(drawn: Sequence[int], rank: int, ranks: int) -> list[int]:
     """What one of several ranks has of a batch; as long on all ranks."""
     share = list(drawn[rank::ranks])
-    return share + [ABSENT] * (-(-len(drawn) // ranks) - len(share))
+    return share + [ABSENT_SAMPLE] * (-(-len(drawn) // ranks) - len(share))
 
 
 class PresentSamples(Dataset[Any]):
@@ -66,7 +66,7 @@ class PresentSamples(Dataset[Any]):
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """What torch's loader calls with the indices of a batch."""
-        present = [index for index in indices if index != ABSENT]
+        present = [index for index in indices if index != ABSENT_SAMPLE]
         read = getattr(self.dataset, "__getitems__", None)
         return list(read(present)) if read is not None and present else [self.dataset[index] for index in present]
 

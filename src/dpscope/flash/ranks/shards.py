@@ -38,7 +38,7 @@ def local_parts(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     return [local(tensor) for tensor in tensors] if any(map(_is_dtensor, set(map(type, tensors)))) else tensors
 
 
-class Cut(NamedTuple):
+class ShardCut(NamedTuple):
     """How dimension 0 of a tensor is cut: into `ranks` chunks of `rows` rows of `width` elements."""
 
     ranks: int
@@ -68,12 +68,12 @@ def shard_dim(parameter: Any) -> int:
     return len(parameter.placements) - 1
 
 
-def cut_of(parameter: Any) -> Cut:
+def cut_of(parameter: Any) -> ShardCut:
     """The cut of a sharded parameter."""
     mesh, dim = parameter.device_mesh, shard_dim(parameter)
     ranks = mesh.size(dim)
     total = parameter.shape[0]
-    return Cut(ranks, mesh.get_local_rank(dim), -(-total // ranks), parameter.shape[1:].numel(), total)
+    return ShardCut(ranks, mesh.get_local_rank(dim), -(-total // ranks), parameter.shape[1:].numel(), total)
 
 
 def first_element(parameter: Tensor) -> int:

@@ -10,7 +10,7 @@ from torch import nn
 
 from dpscope.flash.ranks.layout import Layout
 from dpscope.flash.ranks.reduction import BUCKET_BYTES, Reduction, _lay_out
-from dpscope.flash.ranks.shards import Cut
+from dpscope.flash.ranks.shards import ShardCut
 
 
 @pytest.mark.slow
@@ -38,7 +38,7 @@ def test_whole_parameters_travel_in_buckets_last_ones_first() -> None:
 def test_rows_of_a_parameter_are_cut_as_fsdp_cuts_them(total: int) -> None:
     """⌈total / 4⌉ rows each, the last ranks fewer or none, padded with zeros."""
     whole = torch.arange(1, total * 3 + 1, dtype=torch.float32).view(total, 3)
-    cuts = [Cut(4, rank, -(-total // 4), 3, total) for rank in range(4)]
+    cuts = [ShardCut(4, rank, -(-total // 4), 3, total) for rank in range(4)]
     rows = torch.full((4, cuts[0].span), float("nan"))
     _lay_out(rows, whole, cuts[0])
     for rank, (cut, chunk) in enumerate(zip(cuts, [*whole.chunk(4), *[whole[:0]] * 4][:4], strict=False)):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from dpscope.flash.ranks.sampling import ABSENT, PresentSamples, share_of
+from dpscope.flash.ranks.sampling import ABSENT_SAMPLE, PresentSamples, share_of
 from tests.unit.flash.ranks import cases
 from tests.unit.flash.ranks.world import assert_same
 
@@ -19,12 +19,12 @@ from tests.unit.flash.ranks.world import assert_same
 def test_shares_are_equally_long_and_hold_every_drawn_sample_once(drawn: int) -> None:
     shares = [share_of(range(drawn), rank, 4) for rank in range(4)]
     assert len({len(share) for share in shares}) == 1
-    assert Counter(index for share in shares for index in share if index != ABSENT) == Counter(range(drawn))
+    assert Counter(index for share in shares for index in share if index != ABSENT_SAMPLE) == Counter(range(drawn))
 
 
 def test_absent_samples_are_left_out_where_a_batch_is_read() -> None:
     data = PresentSamples(TensorDataset(torch.arange(5)))
-    batches = DataLoader(data, batch_sampler=[[1, ABSENT], [ABSENT, 4, 3]])
+    batches = DataLoader(data, batch_sampler=[[1, ABSENT_SAMPLE], [ABSENT_SAMPLE, 4, 3]])
     assert [batch[0].tolist() for batch in batches] == [[1], [4, 3]]
     assert len(data) == 5
     assert data.tensors[0].tolist() == list(range(5))  # the data set's own attributes are there
