@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs every command of gpu_commands.txt on this machine and keeps what it printed. About three minutes on an H200.
-#   tutorials/programs/run_on_gpu.sh OUT
+#   tutorials/programs/run_on_gpu.sh OUT        to be kept as benchmarks/results/DATE-h200-tutorials
 # OUT/commands.tsv says how each ended; OUT/output/NAME.txt is what it printed; OUT/recorded/ what the tutorials draw from.
 # NSYS: the nsys to use (else searched for, also inside Nsight Compute). NSYS_LIBS: a folder with libraries that its importer
 # lacks. One failure does not stop the rest. Reports of nsys hold the environment, so only stripped exports are kept.

@@ -1,0 +1,164 @@
+"""Tutorials run from top to bottom, their numbers come from committed results, and the commands they print exist."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+import shlex
+
+import pytest
+from click.testing import CliRunner
+
+from dpscope.cli import main
+from tests import ROOT
+
+jupytext = pytest.importorskip("jupytext")
+nbformat = pytest.importorskip("nbformat")
+pytest.importorskip("nbclient")
+
+TUTORIALS = ROOT / "tutorials"
+ENGLISH = sorted(TUTORIALS.glob("[0-9][0-9]-*.py"))
+CHINESE = sorted((TUTORIALS / "zh").glob("[0-9][0-9]-*.py"))
+UNIT = r"(?:ms|µs|[KMGT]i?B(?:/s)?|[GT]FLOPs?(?:/s)?|×(?!\d)|%|倍|毫秒|微秒)"
+QUANTITY = re.compile(rf"(?<![\w.])([\d,]*\.?\d+)\s?{UNIT}(?![\w/])(?!\s*<!--)")
+CHECKED = re.compile(r"([\d,]*\.?\d+)[^\d<>|]{0,16}<!-- = (.+?) -->")
+COMMANDS = ("dpscope", "ncu", "nsys", "nvidia-smi", "python")
+# Commands of dpscope that take a second: they are run as printed. The others are held against its options.
+QUICK = ("doctor", "report", "ncu-read", "--read", "--print-command", "--guide", "--help")
+
+
+def by_name(path):
+    return str(path.relative_to(TUTORIALS))
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(f"tutorials_{name}", TUTORIALS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def build():
+    return load("build")
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    monkeypatch.syspath_prepend(str(TUTORIALS / "programs"))
+    return importlib.import_module("recorded")
+
+
+def prose_of(source):
+    """The Markdown of a tutorial, without its code blocks."""
+    cells = [cell.source for cell in jupytext.read(source).cells if cell.cell_type == "markdown"]
+    return re.sub(r"```.*?```", "", "\n\n".join(cells), flags=re.DOTALL)
+
+
+def commands_in(source):
+    """Every command in a block of shell, one a line, without comments; lines that end in a backslash go on."""
+    text = "\n".join(cell.source for cell in jupytext.read(source).cells if cell.cell_type == "markdown")
+    blocks = re.findall(r"```bash\n(.*?)```", text, flags=re.DOTALL)
+    lines = [line.strip() for block in blocks for line in re.sub(r"\\\n\s*", "", block).splitlines()]
+    return [re.sub(r"\s+#.*$", "", line) for line in lines if line and not line.startswith("#")]
+
+
+PRINTED = sorted({command for source in (*ENGLISH, *CHINESE) for command in commands_in(source)})
+
+
+def test_there_are_five_tutorials_and_each_says_when_it_was_verified():
+    assert [source.name[:2] for source in ENGLISH] == ["01", "02", "03", "04", "05"]
+    for source in ENGLISH:
+        text = prose_of(source)
+        assert re.search(r"Last verified: \d{4}-\d\d-\d\d", text), source
+        for part in ("After it you can", "## Exercises", "## Quiz", "<summary>Answer</summary>", "## What to remember"):
+            assert part in text, (source, part)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("source", ENGLISH, ids=by_name)
+def test_a_tutorial_runs_from_top_to_bottom(source, build, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
+    notebook = build.run(build.notebook_of(source))
+    assert all(cell.execution_count for cell in build.code_cells(notebook))
+
+
+@pytest.mark.parametrize("source", [*ENGLISH, *CHINESE], ids=by_name)
+def test_the_notebook_beside_a_source_is_made_from_it(source, build):
+    kept = nbformat.read(source.with_suffix(".ipynb"), as_version=4)
+    made = build.notebook_of(source)
+    advice = f"run: python tutorials/build.py {source.name[:2]}"
+    assert [cell.source for cell in kept.cells] == [cell.source for cell in made.cells], advice
+    assert all(cell.execution_count for cell in build.code_cells(kept)), advice
+
+
+@pytest.mark.parametrize("source", CHINESE, ids=by_name)
+def test_the_chinese_tutorial_has_the_code_of_the_english_one(source, build):
+    chinese, english = (
+        [cell.source for cell in build.code_cells(build.notebook_of(path))]
+        for path in (source, TUTORIALS / source.name)
+    )
+    assert chinese == english
+    assert [c for c in commands_in(TUTORIALS / source.name) if c not in commands_in(source)] == []
+
+
+@pytest.mark.parametrize("source", [*ENGLISH, *CHINESE], ids=by_name)
+def test_numbers_in_prose_come_from_committed_results(source, recorded):
+    text = prose_of(source)
+    unmarked = [match.group(0) for match in QUANTITY.finditer(text)]
+    assert unmarked == [], "mark each with <!-- = expression --> (programs/recorded.py), or <!-- given: source -->"
+    for shown, expression in CHECKED.findall(text):
+        value = eval(expression, {**vars(recorded)})
+        digits = len(shown.partition(".")[2])
+        assert f"{value:.{digits}f}" == shown.replace(",", ""), f"{source.name}: {shown} is {value} by {expression}"
+    assert text.count("<!-- =") == len(CHECKED.findall(text))
+
+
+def test_a_wrong_number_would_be_found(recorded):
+    (pair,) = CHECKED.findall('takes 126.9 ms<!-- = ms("page", "standard") --> a step')
+    assert f"{eval(pair[1], vars(recorded)):.1f}" != pair[0]
+    assert QUANTITY.search("takes 12 ms a step") and not QUANTITY.search("takes 12 ms<!-- given --> a step")
+
+
+@pytest.mark.parametrize("command", [c for c in PRINTED if c.startswith("dpscope ")])
+def test_a_dpscope_command_has_the_options_it_is_printed_with(command):
+    name, *arguments = shlex.split(command)[1:]
+    subcommand = main.get_command(None, name)
+    assert subcommand is not None, command
+    known = {option for parameter in subcommand.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    assert [a for a in arguments if a.startswith("--") and a.partition("=")[0] not in {*known, "--help"}] == []
+
+
+@pytest.mark.parametrize(
+    "command", [c for c in PRINTED if c.startswith("dpscope ") and any(word in shlex.split(c) for word in QUICK)]
+)
+def test_a_quick_dpscope_command_runs_as_printed(command, monkeypatch, tmp_path):
+    monkeypatch.chdir(TUTORIALS)
+    arguments = shlex.split(command)[1:]
+    if arguments[0] == "report":  # it writes beside the results unless told
+        arguments += ["--out", str(tmp_path)]
+    ran = CliRunner().invoke(main, arguments)
+    assert ran.exit_code in ((0, 1) if arguments[0] == "doctor" else (0,)), ran.output
+
+
+def test_every_other_command_is_one_that_is_run_on_a_gpu():
+    lines = (TUTORIALS / "programs" / "gpu_commands.txt").read_text(encoding="utf-8").splitlines()
+    run_there = {line.lstrip("&! ").partition(": ")[2] for line in lines if line and not line.startswith("#")}
+    others = [c for c in PRINTED if not c.startswith("dpscope ")]
+    assert others and [c for c in others if c.startswith(COMMANDS) and c not in run_there] == []
+    assert [c for c in others if not c.startswith((*COMMANDS, "tensorboard", "pip", "tutorials/programs/"))] == []
+
+
+def test_commands_of_ncu_and_nsys_ended_well_where_they_were_recorded(recorded):
+    folder = recorded.folder()
+    if folder is None:
+        pytest.skip("nothing was recorded on a GPU yet")
+    rows = [line.split("\t") for line in (folder / "commands.tsv").read_text(encoding="utf-8").splitlines()[1:]]
+    ended = {command: status for status, _, _, command in rows}
+    lines = (TUTORIALS / "programs" / "gpu_commands.txt").read_text(encoding="utf-8").splitlines()
+    refused = {line.partition(": ")[2] for line in lines if line.startswith("! ")}
+    printed = [c for c in PRINTED if c.startswith(("ncu", "nsys"))]
+    assert {c: ended.get(c) for c in printed if ended.get(c) not in ("0", "started") and c not in refused} == {}
