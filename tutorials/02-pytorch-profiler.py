@@ -129,7 +129,7 @@ the profiler's own start disturbs) and to record (`active`), and how often to `r
 """
 
 # %%
-from dpscope.instruments.trace import early_training, periodic, steady_state
+from dpscope.instruments.trace import early_training
 from dpscope.vocabulary.schedules import SCHEDULES
 
 pictures.show(
@@ -234,12 +234,17 @@ torch.testing.assert_close(normalise_at_once(images), normalise_one_by_one(image
 
 before = time_steps(make_step(normalise_one_by_one), device=device, warmup=3, steps=15)
 after = time_steps(make_step(normalise_at_once), device=device, warmup=3, steps=15)
-print(f"a step before {before.median_ms:.2f} ms, after {after.median_ms:.2f} ms: {before.median_ms / after.median_ms:.2f}× faster")
+print(
+    f"a step before {before.median_ms:.2f} ms, after {after.median_ms:.2f} ms: {before.median_ms / after.median_ms:.2f}× faster"
+)
 
 with profile(activities=activities, record_shapes=True) as mended:
     for _ in range(3):
         make_step(normalise_at_once)()
-calls = {name: basic_analysis(p, limit=10_000)["by CPU time"]["calls"].sum() for name, p in (("before", profiler), ("after", mended))}
+calls = {
+    name: basic_analysis(p, limit=10_000)["by CPU time"]["calls"].sum()
+    for name, p in (("before", profiler), ("after", mended))
+}
 print(f"operators called in three steps: {calls['before']} before, {calls['after']} after")
 
 # %% [markdown]
@@ -285,7 +290,9 @@ seen = summarise([read_trace(trace)])
 print(f"hidden_sync, {where}: {seen['step_ms']:.2f} ms a traced step")
 if "gpu" in seen:
     gpu = seen["gpu"]
-    print(f"GPU busy {gpu['busy_ms']:.2f} ms, idle {gpu['idle_ms']:.2f} ms, of it waiting for the host {gpu['idle_waiting_for_host_ms']:.2f} ms")
+    print(
+        f"GPU busy {gpu['busy_ms']:.2f} ms, idle {gpu['idle_ms']:.2f} ms, of it waiting for the host {gpu['idle_waiting_for_host_ms']:.2f} ms"
+    )
 for wait in seen["synchronisations"]:
     print(f"  {wait['count']:4.0f} × {wait['call']} by {wait['operator']} ({wait['phase']}): {wait['ms']:.2f} ms")
 
@@ -306,7 +313,9 @@ waits; dpscope counts what *would*, if the tensors were on a GPU.
 # %%
 over_time = memory["over time"]
 peak = over_time.loc[over_time["total_bytes"].idxmax()]
-print(f"highest {peak['total_bytes'] / 2**20:.2f} MiB above the start, {peak['time_ms']:.2f} ms in, at {peak['operator']}")
+print(
+    f"highest {peak['total_bytes'] / 2**20:.2f} MiB above the start, {peak['time_ms']:.2f} ms in, at {peak['operator']}"
+)
 over_time.sort_values("bytes", ascending=False).head(5)
 
 # %% [markdown]
@@ -325,7 +334,7 @@ out:
 """
 
 # %%
-from dpscope.reports.trace.figures import draw_differences, draw_families, draw_phases
+from dpscope.reports.trace.figures import draw_differences, draw_phases
 
 rows = recorded.sweep("traces").rows
 pictures.show(draw_phases(rows), "time of a step by phase for four methods on an H200")
@@ -387,7 +396,9 @@ from dataclasses import replace
 
 shorter = replace(SCHEDULES["periodic"], skip_first=2, wait=1, warmup=1, active=2, repeat=2)
 saved = []
-with profile(activities=activities, schedule=shorter.to_torch(), on_trace_ready=lambda p: saved.append(p.step_num)) as p:
+with profile(
+    activities=activities, schedule=shorter.to_torch(), on_trace_ready=lambda p: saved.append(p.step_num)
+) as p:
     for _ in range(shorter.steps):
         make_step(normalise_at_once)()
         p.step()

@@ -265,7 +265,14 @@ really come from memory.
 """
 
 # %%
-SOL = ("Duration", "Compute (SM) Throughput", "Memory Throughput", "DRAM Throughput", "L2 Cache Throughput", "L1/TEX Cache Throughput")
+SOL = (
+    "Duration",
+    "Compute (SM) Throughput",
+    "Memory Throughput",
+    "DRAM Throughput",
+    "L2 Cache Throughput",
+    "L1/TEX Cache Throughput",
+)
 pictures.tell_section("GPU Speed Of Light Throughput", *REPORTS, metrics=SOL)
 
 # %% [markdown]
@@ -280,7 +287,9 @@ H200, not those of a data sheet; the points are the four kernels.
 # %%
 points = {name: point for name in REPORTS if (point := recorded.kernel_on_roofline(name))}
 if points:
-    pictures.show(pictures.draw_kernels_on_roofline(points, recorded.ceilings()), "four kernels under the roofs of an H200")
+    pictures.show(
+        pictures.draw_kernels_on_roofline(points, recorded.ceilings()), "four kernels under the roofs of an H200"
+    )
 else:
     print(recorded.NOT_RECORDED)
 
@@ -300,7 +309,11 @@ A streaming addition hits nothing and does not have to; a product lives from hit
 """
 
 # %%
-pictures.tell_section("Memory Workload Analysis", *REPORTS, metrics=("Memory Throughput", "Mem Busy", "Max Bandwidth", "L1/TEX Hit Rate", "L2 Hit Rate", "Mem Pipes Busy"))
+pictures.tell_section(
+    "Memory Workload Analysis",
+    *REPORTS,
+    metrics=("Memory Throughput", "Mem Busy", "Max Bandwidth", "L1/TEX Hit Rate", "L2 Hit Rate", "Mem Pipes Busy"),
+)
 
 # %% [markdown]
 """
@@ -352,7 +365,11 @@ small to fill the GPU. High occupancy is no aim in itself: matrix kernels hold l
 
 # %%
 pictures.tell_section("Occupancy", *REPORTS)
-pictures.tell_section("Launch Statistics", *REPORTS, metrics=("Grid Size", "Block Size", "Registers Per Thread", "Dynamic Shared Memory Per Block", "Waves Per SM"))
+pictures.tell_section(
+    "Launch Statistics",
+    *REPORTS,
+    metrics=("Grid Size", "Block Size", "Registers Per Thread", "Dynamic Shared Memory Per Block", "Waves Per SM"),
+)
 
 # %% [markdown]
 """
@@ -374,7 +391,7 @@ dpscope ncu --methods standard,flat --print-command
 ```
 
 At batch 8 and sequence 256 flat clipping moves
-319 GB<!-- = dram_gb("traffic", "flat", 8, 256) --> where ordinary training moves
+320 GB<!-- = dram_gb("traffic", "flat", 8, 256) --> where ordinary training moves
 80 GB<!-- = dram_gb("traffic", "standard", 8, 256) -->:
 3.99×<!-- = dram_times("traffic", "flat", 8, 256) -->. It writes a gradient for every sample and reads it back twice, for the norm and
 for the sum. Ghost clipping moves 2.26×<!-- = dram_times("traffic", "ghost", 8, 256) -->, flash clipping
@@ -407,14 +424,19 @@ expected = {"read": 2 * 4 * 2**28, "written": 4 * 2**28}
 if seen := recorded.counters("memory_bound"):
     for name, metric in (("read", "dram__bytes_read.sum"), ("written", "dram__bytes_write.sum")):
         counted = seen.metrics.get(metric, float("nan"))
-        print(f"{name}: expected {expected[name] / 1e9:.3f} GB, counted {counted / 1e9:.3f} GB ({counted / expected[name] - 1:+.2%})")
+        print(
+            f"{name}: expected {expected[name] / 1e9:.3f} GB, counted {counted / 1e9:.3f} GB ({counted / expected[name] - 1:+.2%})"
+        )
 else:
     print(expected, recorded.NOT_RECORDED)
 
 # %%
 # Solution 2
 for batch, seq in ((8, 256), (8, 1024), (16, 256), (16, 1024)):
-    per_token = {m: recorded.dram_gb("traffic", m, batch, seq) * 1e3 / batch / seq for m in ("standard", "flat", "ghost", "flash")}
+    per_token = {
+        m: recorded.dram_gb("traffic", m, batch, seq) * 1e3 / batch / seq
+        for m in ("standard", "flat", "ghost", "flash")
+    }
     best = min(per_token, key=per_token.get)
     print(f"{batch:2} × {seq:4}: " + ", ".join(f"{m} {mb:.1f} MB" for m, mb in per_token.items()) + f": least {best}")
 

@@ -2,6 +2,7 @@
 
     python tutorials/build.py            # all of them
     python tutorials/build.py 01 03      # those
+    python tutorials/build.py --text     # only the prose: where no code has changed, outputs stay
 
 The Chinese notebooks have the same code, cell by cell, so they take the outputs of the English ones.
 """
@@ -51,22 +52,31 @@ def code_cells(notebook: Any) -> list[Any]:
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
-def build(source: Path) -> list[Path]:
+def with_outputs(notebook: Any, ran: Any) -> Any:
+    """A notebook with the outputs of another that has the same code."""
+    for cell, run_cell in zip(code_cells(notebook), code_cells(ran), strict=True):
+        if cell.source != run_cell.source:
+            raise SystemExit(f"other code than was run; build it without --text:\n{cell.source}")
+        cell.outputs, cell.execution_count = run_cell.outputs, run_cell.execution_count
+    return notebook
+
+
+def build(source: Path, *, text_only: bool = False) -> list[Path]:
     """Run one tutorial and write its notebook, and the Chinese one if there is one."""
-    english = run(notebook_of(source))
-    written = [source.with_suffix(".ipynb")]
-    nbformat.write(english, written[0])
-    chinese_source = TUTORIALS / "zh" / source.name
-    if chinese_source.is_file():
-        chinese = notebook_of(chinese_source)
-        for cell, run_cell in zip(code_cells(chinese), code_cells(english), strict=True):
-            cell.outputs, cell.execution_count = run_cell.outputs, run_cell.execution_count
-        written.append(chinese_source.with_suffix(".ipynb"))
-        nbformat.write(chinese, written[1])
-    return written
+    target = source.with_suffix(".ipynb")
+    notebook = notebook_of(source)
+    english = with_outputs(notebook, nbformat.read(target, as_version=4)) if text_only else run(notebook)
+    nbformat.write(english, target)
+    chinese = TUTORIALS / "zh" / source.name
+    if not chinese.is_file():
+        return [target]
+    nbformat.write(with_outputs(notebook_of(chinese), english), chinese.with_suffix(".ipynb"))
+    return [target, chinese.with_suffix(".ipynb")]
 
 
 if __name__ == "__main__":
+    chosen = [word for word in sys.argv[1:] if word != "--text"]
     for each in sources():
-        if len(sys.argv) == 1 or each.name[:2] in sys.argv[1:]:
-            print(*(str(path.relative_to(TUTORIALS)) for path in build(each)))
+        if not chosen or each.name[:2] in chosen:
+            made = build(each, text_only="--text" in sys.argv)
+            print(*(str(path.relative_to(TUTORIALS)) for path in made))

@@ -20,7 +20,7 @@ pytest.importorskip("nbclient")
 TUTORIALS = ROOT / "tutorials"
 ENGLISH = sorted(TUTORIALS.glob("[0-9][0-9]-*.py"))
 CHINESE = sorted((TUTORIALS / "zh").glob("[0-9][0-9]-*.py"))
-UNIT = r"(?:ms|µs|[KMGT]i?B(?:/s)?|[GT]FLOPs?(?:/s)?|×(?!\d)|%|倍|毫秒|微秒)"
+UNIT = r"(?:ms|µs|[KMGT]i?B(?:/s)?|[GT]FLOPs?(?:/s)?|×(?!\s?\d)|%|倍|毫秒|微秒)"
 QUANTITY = re.compile(rf"(?<![\w.])([\d,]*\.?\d+)\s?{UNIT}(?![\w/])(?!\s*<!--)")
 CHECKED = re.compile(r"([\d,]*\.?\d+)[^\d<>|]{0,16}<!-- = (.+?) -->")
 COMMANDS = ("dpscope", "ncu", "nsys", "nvidia-smi", "python")
@@ -62,6 +62,13 @@ def commands_in(source):
     blocks = re.findall(r"```bash\n(.*?)```", text, flags=re.DOTALL)
     lines = [line.strip() for block in blocks for line in re.sub(r"\\\n\s*", "", block).splitlines()]
     return [re.sub(r"\s+#.*$", "", line) for line in lines if line and not line.startswith("#")]
+
+
+def run_on_a_gpu(mark=""):
+    """The commands of gpu_commands.txt, or those with a mark."""
+    lines = (TUTORIALS / "programs" / "gpu_commands.txt").read_text(encoding="utf-8").splitlines()
+    commands = [line for line in lines if line and not line.startswith("#") and line.startswith(mark)]
+    return {command.lstrip("&! ").partition(": ")[2] for command in commands}
 
 
 PRINTED = sorted({command for source in (*ENGLISH, *CHINESE) for command in commands_in(source)})
@@ -133,7 +140,7 @@ def test_a_dpscope_command_has_the_options_it_is_printed_with(command):
 
 
 @pytest.mark.parametrize(
-    "command", [c for c in PRINTED if c.startswith("dpscope ") and any(word in shlex.split(c) for word in QUICK)]
+    "command", [c for c in PRINTED if c not in run_on_a_gpu() and any(word in shlex.split(c) for word in QUICK)]
 )
 def test_a_quick_dpscope_command_runs_as_printed(command, monkeypatch, tmp_path):
     monkeypatch.chdir(TUTORIALS)
@@ -145,10 +152,8 @@ def test_a_quick_dpscope_command_runs_as_printed(command, monkeypatch, tmp_path)
 
 
 def test_every_other_command_is_one_that_is_run_on_a_gpu():
-    lines = (TUTORIALS / "programs" / "gpu_commands.txt").read_text(encoding="utf-8").splitlines()
-    run_there = {line.lstrip("&! ").partition(": ")[2] for line in lines if line and not line.startswith("#")}
     others = [c for c in PRINTED if not c.startswith("dpscope ")]
-    assert others and [c for c in others if c.startswith(COMMANDS) and c not in run_there] == []
+    assert others and [c for c in others if c.startswith(COMMANDS) and c not in run_on_a_gpu()] == []
     assert [c for c in others if not c.startswith((*COMMANDS, "tensorboard", "pip", "tutorials/programs/"))] == []
 
 
@@ -158,7 +163,5 @@ def test_commands_of_ncu_and_nsys_ended_well_where_they_were_recorded(recorded):
         pytest.skip("nothing was recorded on a GPU yet")
     rows = [line.split("\t") for line in (folder / "commands.tsv").read_text(encoding="utf-8").splitlines()[1:]]
     ended = {command: status for status, _, _, command in rows}
-    lines = (TUTORIALS / "programs" / "gpu_commands.txt").read_text(encoding="utf-8").splitlines()
-    refused = {line.partition(": ")[2] for line in lines if line.startswith("! ")}
-    printed = [c for c in PRINTED if c.startswith(("ncu", "nsys"))]
-    assert {c: ended.get(c) for c in printed if ended.get(c) not in ("0", "started") and c not in refused} == {}
+    printed = [c for c in PRINTED if c in run_on_a_gpu() and c not in run_on_a_gpu("!")]
+    assert {c: ended.get(c) for c in printed if ended.get(c) not in ("0", "started")} == {}

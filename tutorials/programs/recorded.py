@@ -144,7 +144,7 @@ def counters(report: str) -> Action | None:
     return parse_raw_csv(path.read_text(encoding="utf-8"))[0] if path else None
 
 
-# Tensor-core operations by the algorithm: a product of 4096³, and both Gram products on and below the diagonal of tiles of
+# Tensor-core operations by the algorithm: a product of 4096³; both Gram products on and below the diagonal, in tiles of
 # 128, for 8 samples of 1024 positions and 2048 features.
 TENSOR_FLOPS = {"tensor_cores": 2 * 4096**3, "gram": 2 * 2 * 2048 * 8 * (36 * 128**2)}
 
@@ -161,7 +161,9 @@ def kernel_on_roofline(report: str) -> dict[str, float] | None:
         for operation, weight in (("fadd", 1), ("fmul", 1), ("ffma", 2))
     )
     cycles = count.get("smsp__cycles_elapsed.max") or count.get("smsp__cycles_elapsed.avg", 0)
-    nbytes = count.get("dram__bytes.sum") or count.get("dram__bytes_read.sum", 0) + count.get("dram__bytes_write.sum", 0)
+    nbytes = count.get("dram__bytes.sum") or count.get("dram__bytes_read.sum", 0) + count.get(
+        "dram__bytes_write.sum", 0
+    )
     flops = TENSOR_FLOPS.get(report) or fp32 * cycles
     return {"flops": flops, "bytes": nbytes, "seconds": count["gpu__time_duration.sum"] / 1e9} if flops else None
 
