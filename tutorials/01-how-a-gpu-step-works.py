@@ -344,7 +344,7 @@ Why, and how one finds out, is the rest of the course. The picture is drawn by d
 """
 
 # %%
-from dpscope.reports.time.tradeoff_figure import draw_tradeoff
+from dpscope.reports.time.figures import draw_tradeoff
 
 pictures.show(draw_tradeoff(recorded.sweep("page").rows), "memory against time of four methods on an H200")
 

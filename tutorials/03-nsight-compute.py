@@ -399,8 +399,7 @@ for the sum. Ghost clipping moves 2.26×<!-- = dram_times("traffic", "ghost", 8,
 """
 
 # %%
-from dpscope.reports.traffic.figures import draw_traffic_bytes
-from dpscope.reports.traffic.roofline_figure import draw_roofline
+from dpscope.reports.traffic.figures import draw_roofline, draw_traffic_bytes
 
 rows = recorded.sweep("traffic").rows
 pictures.show(draw_traffic_bytes(rows), "DRAM bytes of a step by method and size on an H200")

@@ -240,7 +240,7 @@ nvidia-smi --query-gpu=name,temperature.gpu,power.draw,utilization.gpu,pcie.link
 """
 
 # %%
-print(recorded.output("nvidia-smi"))
+print(recorded.output("nsys-nvidia-smi"))
 copies = {name: recorded.timeline(name) for name in ("unpinned_copy", "prefetched_copy")}
 for name, seen in copies.items():
     if seen:

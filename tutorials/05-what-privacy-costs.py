@@ -95,8 +95,7 @@ Every live byte belongs to exactly one component, and they add up to the allocat
 """
 
 # %%
-from dpscope.reports.memory.breakdown_figure import draw_breakdown
-from dpscope.reports.memory.timeline_figure import draw_timeline
+from dpscope.reports.memory.figures import draw_breakdown, draw_timeline
 
 memory = recorded.sweep("memory/8x1024")
 pictures.show(draw_breakdown(memory.rows), "memory by component of four methods on an H200")
@@ -146,7 +145,7 @@ that cannot keep up.
 """
 
 # %%
-from dpscope.reports.time.tradeoff_figure import draw_tradeoff
+from dpscope.reports.time.figures import draw_tradeoff
 
 pictures.show(draw_tradeoff(page.rows), "memory against time")
 
@@ -284,7 +283,7 @@ dpscope report ../benchmarks/results/2026-11-15-h200-page
 
 # %%
 # Solution 1
-for row in page.rows:
+for row in page.to_pandas().itertuples():
     print(f"{row.method:9} {row.tokens_per_second:9,.0f} tokens/s; what takes one day takes {row.time_ratio:.2f} days")
 
 # %%

@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
-# Runs every command of gpu_commands.txt on this machine and keeps what it printed. About three minutes on an H200.
-#   tutorials/programs/run_on_gpu.sh OUT        to be kept as benchmarks/results/DATE-h200-tutorials
+# Runs every command of gpu_commands.txt on this machine and keeps what it printed. About six minutes on an H200, half of it Nsight Compute.
+#   tutorials/programs/run_on_gpu.sh OUT            to be kept as benchmarks/results/DATE-h200-tutorials
+#   tutorials/programs/run_on_gpu.sh OUT '^nsys'    only commands whose name matches; adds to what is there
 # OUT/commands.tsv says how each ended; OUT/output/NAME.txt is what it printed; OUT/recorded/ what the tutorials draw from.
 # NSYS: the nsys to use (else searched for, also inside Nsight Compute). NSYS_LIBS: a folder with libraries that its importer
 # lacks. One failure does not stop the rest. Reports of nsys hold the environment, so only stripped exports are kept.
 
 OUT="${1:?say where to: run_on_gpu.sh OUT}"
+ONLY="${2:-.}"
 HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")/../../benchmarks" && pwd)"
 . "$HERE/nsys_environment.sh"
 ROOT="$(cd "$HERE/.." && pwd)"
@@ -45,12 +47,21 @@ tidy() {  # without this machine's folders and colours
   sed -e "s#$WORK/##g; s#$WORK#.#g; s#$ROOT/##g; s#$ROOT#.#g; s#$HOME/##g" -e 's/\x1b\[[0-9;]*m//g' | cut -c1-400
 }
 
-printf 'exit\tseconds\tname\tcommand\n' >"$OUT/commands.tsv"
+keep() {  # what the tutorials draw from, as soon as it is there: the run may be cut short
+  for database in "$WORK"/*.sqlite; do
+    kept="$OUT/recorded/$(basename "$database")"
+    [ -e "$database" ] && [ ! -e "$kept" ] && "$PYTHON" -m dpscope.instruments.nsys.stripping "$database" "$kept"
+  done
+  [ -d "$WORK/cnn/results" ] && mkdir -p "$OUT/recorded/cnn" && cp -r "$WORK/cnn/results" "$OUT/recorded/cnn/"
+}
+
+[ -e "$OUT/commands.tsv" ] || printf 'exit\tseconds\tname\tcommand\n' >"$OUT/commands.tsv"
 while IFS= read -r line; do
   case "$line" in '#'* | '') continue ;; esac
   mark=''
   case "$line" in '& '* | '! '*) mark="${line%% *}" line="${line#* }" ;; esac
   name="${line%%: *}" command="${line#*: }"
+  printf '%s' "$name" | grep -Eq "$ONLY" || continue
   began=$(date +%s.%N)
   if [ "$mark" = '&' ]; then
     timeout 60 bash -c "$command" >"$WORK/$name.out" 2>&1 </dev/null &
@@ -64,6 +75,7 @@ while IFS= read -r line; do
   seconds=$("$PYTHON" -c "import time; print(f'{time.time() - $began:.1f}')")
   printf '%s\t%s\t%s\t%s\n' "$status" "$seconds" "$name" "$command" >>"$OUT/commands.tsv"
   echo "$name: exit $status, $seconds s"
+  case "$name" in nsys-read* | trace-cnn | nsys-stats) keep ;; esac
 done <"$ROOT/tutorials/programs/gpu_commands.txt"
 if [ -n "${background:-}" ]; then
   wait "$background"
@@ -71,10 +83,7 @@ if [ -n "${background:-}" ]; then
   tidy <"$WORK/$behind.out" >"$OUT/output/$behind.txt"
 fi
 
-for database in "$WORK"/*.sqlite; do
-  [ -e "$database" ] && "$PYTHON" -m dpscope.instruments.nsys.stripping "$database" "$OUT/recorded/$(basename "$database")"
-done
-mkdir -p "$OUT/recorded/cnn" && cp -r "$WORK"/cnn/results "$OUT/recorded/cnn/" 2>/dev/null
+keep
 cp "$WORK/live.csv" "$OUT/recorded/" 2>/dev/null
 rm -rf "$WORK"
 echo
