@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from typing import Any
+from urllib.parse import urljoin
 
 from docutils import nodes
 from sphinx.application import Sphinx
@@ -62,7 +63,7 @@ def speak(app: Sphinx, page: str, template: str, context: dict[str, Any], doctre
     in_english = [section for section in sections if section not in in_chinese]
     context["furo_navigation_tree"] = "".join(in_chinese + in_english if chinese else in_english)
     for way in ("next", "prev"):
-        if context.get(way) and bool(re.search(f"[{IDEOGRAPHS}]", context[way]["title"])) != chinese:
+        if context.get(way) and is_chinese(urljoin(f"/{page}", context[way]["link"]).removesuffix(".html")) != chinese:
             context[way] = None
 
     if chinese:
