@@ -160,7 +160,7 @@ def test_search_works_from_the_disk_in_both_languages(open_site, words, found):
     page.press(".sidebar-search", "Enter")
     page.wait_for_selector("#search-results .search-summary")
     page.wait_for_function("() => !document.querySelector('#search-progress')?.textContent.includes('.')")
-    page.wait_for_selector(f"#search-results a[href*='{found}']", timeout=10_000)
+    page.wait_for_selector(f"#search-results a[href*='{found}']", timeout=30_000)
 
 
 @pytest.mark.parametrize(("locale", "home"), [("en-GB", "docs/index.html"), ("zh-CN", "docs/zh/index.html")])
