@@ -110,7 +110,7 @@ def command(
             checkpoint_blocks=spec.checkpoint_blocks,
             seed=spec.seed,
             device=spec.device,
-            batch_size=spec.logical_batch_size,
+            batch_size=spec.batch_size,
             progress=lambda what: status.update(f"checking: {what}"),
             **options,  # dtype, max_grad_norm, tolerance, neighbours, sizes
         )

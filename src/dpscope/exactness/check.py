@@ -65,9 +65,8 @@ def check(
 
     A method is a name or a trainer class of one's own: `print(dpscope.check(workload, ["flash", MyTrainer]))`.
     `max_grad_norm` replaces the middle one of the three clip norms, which otherwise half of the samples exceed;
-    `batch_size` is what the workload's batch must hold, where one knows. `accumulate`: take each step in so many
-    physical batches, into which the workload's batch is cut; `checkpoint_blocks`: with every block of the model
-    checkpointed.
+    `accumulate`: take each step in so many physical batches, into which the workload's batch is cut; `batch_size` is
+    what each of them must hold, where one knows. `checkpoint_blocks`: with every block of the model checkpointed.
     `neighbours`: try neighbouring batches, the noise and the accountant too, at batch sizes that coincide with other
     lengths of the model, or at `sizes`.
     """
@@ -85,7 +84,7 @@ def check(
     progress("building the model")
     subject = make_subject(workload, seed=numbers.SEED(seed), device=device)
     if batch_size is not None:
-        require_batch_of(subject.batch, batch_size)
+        require_batch_of(subject.batch, batch_size, accumulate=how.accumulate)
     how.divide(subject.batch_size)
     if checkpoint_blocks:  # refused here if there are none; the reference is taken without
         checkpoint_blocks_of(subject.fresh(torch.float32)[0])

@@ -48,8 +48,7 @@ class TrainerBase(ABC):
         allow_tf32(settings.dtype == "tf32")
         self.plain_model = model
         moment(MODEL_LOADED)
-        if settings.checkpoint_blocks:
-            checkpoint_blocks(model)
+        self.checkpoints = checkpoint_blocks(model) if settings.checkpoint_blocks else None
         self.model = self.prepare_model(model)
         moment(MODEL_WRAPPED)
         self.optimizer = self.prepare_optimizer(self._plain_optimizer(model))
@@ -70,6 +69,8 @@ class TrainerBase(ABC):
         """Forward and backward pass of one batch; its mean loss."""
         with phase(FORWARD), self._autocast():
             losses = self.loss(self.model, batch)
+        if self.checkpoints is not None:
+            self.checkpoints.require_runs()
         require_loss_per_sample(losses)
         self.backward(losses)
         return losses.detach().mean()
@@ -149,17 +150,20 @@ def require_loss_per_sample(losses: object) -> None:
         )
 
 
-def require_batch_of(batch: Batch, samples: int) -> None:
-    """Raise `UserError` unless the batch has as many samples as the noisy sum is divided by."""
+def require_batch_of(batch: Batch, samples: int, *, accumulate: int = 1) -> None:
+    """Raise `UserError` unless the batch, which may be `accumulate` batches in one, has as many samples as was said."""
     tensors = [tensor for tensor in tensors_of(batch) if tensor.dim()]
     if not tensors:
         raise UserError("the workload's batch holds no tensor whose first dimension is the sample")
     sizes = {len(tensor) for tensor in tensors}
-    if samples not in sizes:
+    if samples * accumulate not in sizes:
         found = ", ".join(map(str, sorted(sizes)))
+        said = f"--batch-size says {samples}"
+        if accumulate > 1:
+            said = f"--batch-size {samples} and --accumulate {accumulate} say {samples * accumulate}"
         raise UserError(
-            f"the workload's batch has {found} samples where --batch-size says {samples}: let the function take "
-            "batch_size and use it, or give the batch size that it makes"
+            f"the workload's batch has {found} samples where {said}: let the function take batch_size and use it, or "
+            "give the batch size that it makes"
         )
 
 

@@ -7,6 +7,7 @@ A model of Hugging Face knows its blocks. In any other model they are modules of
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -17,43 +18,69 @@ from torch.utils.checkpoint import checkpoint
 from dpscope.errors import UserError
 
 
+class Checkpoints:
+    """Counts the blocks that ran under a checkpoint; torch calls it, as `context_fn`, for each of them."""
+
+    def __init__(self) -> None:
+        self.runs = 0
+
+    def __call__(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        self.runs += 1
+        return nullcontext(), nullcontext()
+
+    def require_runs(self) -> None:
+        """Raise `UserError` if blocks were found, but a forward pass went by their checkpoints."""
+        if not self.runs:
+            raise UserError(
+                "the blocks of the model ran without checkpoints: a model of Hugging Face has them in training mode "
+                "alone (call model.train()), any other has to call its blocks as modules, block(x). Mend that, or "
+                "leave out --checkpoint-blocks"
+            )
+
+
 class Checkpointed(nn.Module):
     """A block whose calls, its hooks among them, run under `torch.utils.checkpoint`."""
+
+    checkpoints: Checkpoints
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return super().__call__(*args, **kwargs)
-        return checkpoint(super().__call__, *args, use_reentrant=False, **kwargs)
+        return checkpoint(super().__call__, *args, use_reentrant=False, context_fn=self.checkpoints, **kwargs)
 
 
-def checkpoint_blocks(model: nn.Module) -> None:
+def checkpoint_blocks(model: nn.Module) -> Checkpoints:
     """Checkpoint every block of the model; raise `UserError` where there is none."""
-    if not _checkpoint_in(model):
+    checkpoints = Checkpoints()
+    if not _checkpoint_in(model, checkpoints):
         raise UserError(
             "the model has no blocks to checkpoint: no nn.ModuleList or nn.Sequential holds two modules of one class "
             "that have layers of their own. Keep the layers that repeat in such modules, or leave out "
             "--checkpoint-blocks"
         )
+    return checkpoints
 
 
-def _checkpoint_in(module: nn.Module) -> int:
+def _checkpoint_in(module: nn.Module, checkpoints: Checkpoints) -> int:
     """Checkpoint the outermost blocks in a module; how many there are."""
-    if _enable_in_transformers(module):
+    if _enable_in_transformers(module, checkpoints):
         return 1
     blocks = _blocks_of(module)
     for block in blocks:
         kind: Any = type(block)
         block.__class__ = _checkpointed(kind)
-    return len(blocks) + sum(_checkpoint_in(child) for child in module.children() if child not in blocks)
+        vars(block)["checkpoints"] = checkpoints
+    rest = (child for child in module.children() if child not in blocks)
+    return len(blocks) + sum(_checkpoint_in(child, checkpoints) for child in rest)
 
 
-def _enable_in_transformers(module: nn.Module) -> bool:
+def _enable_in_transformers(module: nn.Module, checkpoints: Checkpoints) -> bool:
     """Tell a model of Hugging Face, which may be wrapped, to checkpoint its own blocks; whether it does."""
     enable = getattr(module, "gradient_checkpointing_enable", None)
     if enable is None:
         return False
     try:
-        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        enable(gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": checkpoints})
     except (ValueError, TypeError):  # an architecture without; a method of that name that is another
         return False
     return any(getattr(part, "gradient_checkpointing", False) for part in module.modules())

@@ -13,7 +13,9 @@ from dpscope.flash.oracle import run_oracle
 from dpscope.runner.assembly import assemble
 from dpscope.trainers.checkpointing import Checkpointed, checkpoint_blocks
 from dpscope.trainers.flash import DPFlashClippingTrainer
+from dpscope.trainers.standard import StandardTrainer
 from dpscope.vocabulary.settings import TrainerSettings
+from dpscope.workloads.workload import build_workload
 from tests.unit.trainers.steps import (
     LEARNING_RATE,
     SMALL,
@@ -114,6 +116,27 @@ def calls_in_a_step(name, checkpointed):
 def test_a_model_without_blocks_is_refused(model):
     with pytest.raises(UserError, match="no blocks to checkpoint"):
         checkpoint_blocks(model)
+
+
+class PastModules(Stack):
+    def forward(self, x):
+        for block in self.blocks:
+            x = block.forward(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("model", ["past its modules", "in evaluation mode"])
+def test_a_model_that_goes_by_its_checkpoints_is_refused(model):
+    """Its rows would be called checkpointed and be none."""
+    how = TrainerSettings(batch_size=2, checkpoint_blocks=True)
+    if model == "past its modules":
+        trainer, batch = StandardTrainer(PastModules(Block(), Block()), loss, how), torch.randn(2, 5, 4)
+    else:
+        workload = build_workload(SMALL["gpt2"], batch_size=2, seq_len=8)
+        trainer = StandardTrainer(workload.model().eval(), workload.loss, how)
+        batch = workload.batch(0, torch.device("cpu"))
+    with pytest.raises(UserError, match=r"ran without checkpoints: .* leave out --checkpoint-blocks"):
+        trainer.train_step(batch)
 
 
 def test_a_copy_of_a_checkpointed_model_is_a_model_of_its_own():

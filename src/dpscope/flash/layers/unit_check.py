@@ -11,6 +11,7 @@ Two questions, each with dropout switched off in both answers that are compared:
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
@@ -43,6 +44,7 @@ _DROPOUTS = {
     getattr(F, name)
     for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 }
+_ATTENTION_ARGUMENTS = inspect.signature(F.multi_head_attention_forward)
 Answers = list[Tensor]
 
 
@@ -57,6 +59,10 @@ class _WithoutDropout(TorchFunctionMode):
             args, kwargs["dropout_p"] = (*args[:4], *args[5:]), 0.0
             if len(args) > 4:
                 kwargs["is_causal"], args = args[4], args[:4]
+        if func is F.multi_head_attention_forward:  # what it calls is out of this mode's sight
+            bound = _ATTENTION_ARGUMENTS.bind(*args, **kwargs)
+            bound.arguments["dropout_p"] = 0.0
+            args, kwargs = bound.args, bound.kwargs
         return func(*args, **kwargs)
 
 
