@@ -215,7 +215,7 @@ print(recorded.output("ncu-app-range", last=20))
 | CSV straight away | `--csv --log-file NAME.csv`, **without** `-o` |
 
 `--csv -o report.csv`, which older guides print, makes a binary report called `report.csv.ncu-rep`. In raw CSV the first line holds names,
-the second units, and numbers have thousands separators. `--import-sass no` keeps reports small.
+the second units, and numbers have thousands separators. On the Details page each value picks its own unit (`us` here, `ms` there): read them. `--import-sass no` keeps reports small.
 
 ```bash
 ncu --profile-from-start off --csv --log-file live.csv --metrics gpu__time_duration.sum --launch-count 2 python programs/memory_bound.py --steps 1
@@ -373,9 +373,26 @@ pictures.tell_section(
 
 # %% [markdown]
 """
-**The verdict on four kernels**, from what you have read: `memory_bound` is at the limit of DRAM, and nothing but fewer bytes helps.
-`compute_bound` is at the limit of the FMA pipe; changing the number format moves it to another roof. `tensor_cores` is on that roof.
-`gram` does its arithmetic on tensor cores and hardly touches DRAM, which is what it was written for.
+**The verdict on four kernels**, from what you have read:
+
+- `memory_bound` uses 90.8 %<!-- = details("memory_bound").number("DRAM Throughput") --> of DRAM and
+  7.5 %<!-- = details("memory_bound").number("Compute (SM) Throughput") --> of compute; its warps wait
+  213 cycles<!-- = details("memory_bound").number("Warp Cycles Per Issued Instruction") --> between two instructions, nearly all for memory. Nothing but fewer
+  bytes helps, and all the advice about occupancy is beside the point.
+- `compute_bound` uses 88.2 %<!-- = details("compute_bound").number("Compute (SM) Throughput") --> of compute and
+  2.4 %<!-- = details("compute_bound").number("DRAM Throughput") --> of DRAM, at an occupancy of
+  12.5 %<!-- = details("compute_bound").number("Achieved Occupancy") -->: low occupancy, full speed. Another number format moves it to another roof.
+- `tensor_cores` is on that roof: 90.9 %<!-- = details("tensor_cores").number("Compute (SM) Throughput") -->.
+- `gram` works on tensor cores at 54.5 %<!-- = details("gram").number("Compute (SM) Throughput") --> and hardly touches DRAM,
+  14.5 %<!-- = details("gram").number("DRAM Throughput") -->. Its grid of 288 blocks is
+  2.2 waves<!-- = details("gram").number("Waves Per SM") --> for 132 SMs, so in the last one most SMs are idle: one layer alone is too small for it. That is
+  why flash clipping puts the layers of a model into one launch.
+
+And a warning from our own program: for this one layer, forming the gradients
+(0.13 ms<!-- = program("per_sample_norms", "gradients")["median_ms"] -->) is *faster* than the Gram kernel
+(0.42 ms<!-- = program("per_sample_norms", "gram")["median_ms"] -->, of which the kernel itself is
+0.10 ms<!-- = details("gram").number("Duration") / 1e3 --> and the rest is launching). What it saves is memory and bytes, and what counts is the whole step (3.9).
+A kernel's report answers a kernel's question.
 """
 
 # %% [markdown]

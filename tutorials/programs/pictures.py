@@ -37,11 +37,12 @@ def draw_ways(program: Program, live: Sequence[dict[str, Any]]) -> Figure:
     figure = new_figure(0.8 + 0.32 * len(program.ways) * len(sources))
     for place, (name, found) in enumerate(sources, start=1):
         ax = figure.add_subplot(1, len(sources), place)
-        ways = [measured["way"] for measured in found]
-        shares = [100 * measured["median_ms"] / found[0]["median_ms"] for measured in found]
-        bars = ax.barh(ways, shares, color=HERE if name == "here" else H200)
-        ax.bar_label(bars, [f"{measured['median_ms']:.3g} ms" for measured in found], padding=3)
-        ax.set(title=name, xlabel=f"time, % of {program.problem}", xlim=(0, 130 * max(shares) / 100))
+        took = {measured["way"]: measured["median_ms"] for measured in found}
+        shares = [100 * took.get(way, 0) / took[program.problem] for way in program.ways]
+        bars = ax.barh(list(program.ways), shares, color=HERE if name == "here" else H200)
+        labels = [f"{took[way]:.3g} ms" if way in took else "needs a GPU" for way in program.ways]
+        ax.bar_label(bars, labels, padding=3)
+        ax.set(title=name, xlabel=f"time, % of {program.problem}", xlim=(0, 1.3 * max(shares)))
         ax.invert_yaxis()
     return figure
 
@@ -105,7 +106,7 @@ def draw_kernels_on_roofline(points: dict[str, dict[str, float]], ceilings: dict
     roofs = {"tensor cores, bf16": ceilings["tensor_flops_per_second"], "float32": ceilings["fp32_flops_per_second"]}
     figure = new_figure(3.0)
     ax = figure.subplots()
-    intensities = [2**n for n in range(-6, 13)]
+    intensities = [2 ** (n / 8) for n in range(-48, 97)]
     for (name, roof), style in zip(roofs.items(), ("-", "--"), strict=True):
         heights = [min(bandwidth * i, roof) / 1e12 for i in intensities]
         ax.plot(intensities, heights, style, color="#777777", linewidth=1)
@@ -146,13 +147,12 @@ def tell_section(section: str, *reports: str, metrics: Sequence[str] = ()) -> No
         return
     tables = {name: kept.section(section) for name, kept in found.items()}
     listed = metrics or list(dict.fromkeys(m for table in tables.values() for m in table.get("metric", [])))
-    width = max(map(len, listed), default=0)
-    print(f"{section:{width + 12}}" + "".join(f"{name:>16}" for name in found))
+    width = max(map(len, (*listed, section)))
+    print(f"{section:{width}}" + "".join(f"{name:>20}" for name in found))
     for metric in listed:
         rows = [table[table["metric"] == metric] for table in tables.values()]
-        unit = next((row.iloc[0]["unit"] for row in rows if len(row)), "")
-        values = [row.iloc[0]["value"] if len(row) else "—" for row in rows]
-        print(f"{metric:{width}} {unit:11}" + "".join(f"{value:>16}" for value in values))
+        cells = [f"{row.iloc[0]['value']} {row.iloc[0]['unit']}".strip() if len(row) else "—" for row in rows]
+        print(f"{metric:{width}}" + "".join(f"{cell:>20}" for cell in cells))  # each in the unit that ncu chose
     for name, kept in found.items():
         for advice in kept.advice_on(section)[:1]:
             print(f"\nncu says of {name}: {advice[:420]}")

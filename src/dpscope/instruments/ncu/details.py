@@ -16,6 +16,21 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 
+# ncu's rules name sections by their identifiers; metrics, by their titles. What follows an underscore is a chart or a
+# table of the same section.
+SECTION_TITLES = {
+    "SpeedOfLight": "GPU Speed Of Light Throughput",
+    "ComputeWorkloadAnalysis": "Compute Workload Analysis",
+    "MemoryWorkloadAnalysis": "Memory Workload Analysis",
+    "SchedulerStats": "Scheduler Statistics",
+    "WarpStateStats": "Warp State Statistics",
+    "InstructionStats": "Instruction Statistics",
+    "LaunchStats": "Launch Statistics",
+    "WorkloadDistribution": "GPU and Memory Workload Distribution",
+    "SourceCounters": "Source Counters",
+}
+
+
 @dataclass(frozen=True)
 class Metric:
     section: str
@@ -93,9 +108,13 @@ def _kernel(rows: list[dict[str, str]]) -> KernelDetails:
         if row.get("Metric Name")
     ]
     advice = [
-        Advice(row.get("Section Name") or "", row["Rule Name"], row.get("Rule Description") or "")
+        Advice(_title(row.get("Section Name") or ""), row["Rule Name"], row.get("Rule Description") or "")
         for row in rows
         if row.get("Rule Name")
     ]
     head = rows[0]
     return KernelDetails(head["Kernel Name"], head.get("Grid Size", ""), head.get("Block Size", ""), metrics, advice)
+
+
+def _title(section: str) -> str:
+    return SECTION_TITLES.get(section.partition("_")[0], section)

@@ -8,6 +8,7 @@ import pytest
 
 from dpscope.instruments.ncu.details import read_details
 from dpscope.instruments.ncu.reading import UnreadableReport
+from tests import ROOT
 
 CSV = """==PROF== Connected to process 7
 "ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream","Block Size","Grid Size","Device","CC",\
@@ -17,7 +18,7 @@ CSV = """==PROF== Connected to process 7
 "0","7","python","127.0.0.1","add","1","7","(512, 1, 1)","(64, 1, 1)","0","9.0",\
 "GPU Speed Of Light Throughput","Elapsed Cycles","cycle","1,234,567","","",""
 "0","7","python","127.0.0.1","add","1","7","(512, 1, 1)","(64, 1, 1)","0","9.0",\
-"GPU Speed Of Light Throughput","","","","SOLBottleneck","INF","DRAM is the bottleneck."
+"SpeedOfLight","","","","SOLBottleneck","INF","DRAM is the bottleneck."
 "0","7","python","127.0.0.1","add","1","7","(512, 1, 1)","(64, 1, 1)","0","9.0",\
 "Occupancy","Limited by","","none","","",""
 "1","7","python","127.0.0.1","mul","1","7","(512, 1, 1)","(64, 1, 1)","0","9.0",\
@@ -60,3 +61,10 @@ def test_a_file_that_is_no_details_page_is_refused_with_the_command_that_writes_
     path.write_text("a,b\n1,2\n", encoding="utf-8")
     with pytest.raises(UnreadableReport, match="--page details --csv"):
         read_details(path)
+
+
+def test_a_page_of_a_real_report_has_advice_in_the_sections_of_its_metrics():
+    (kernel,) = read_details(ROOT / "benchmarks/results/2026-11-15-h200-tutorials/recorded/memory_bound.details.csv")
+    assert kernel.number("DRAM Throughput") > 80 and kernel.number("Compute (SM) Throughput") < 20
+    assert "greater than 80.0%" in kernel.advice_on("Speed Of Light")[0]
+    assert {advice.section for advice in kernel.advice} <= set(kernel.sections)
