@@ -34,12 +34,15 @@ class Case:
     path: str | None
     clipping: str
     dtype: torch.dtype
+    memory_budget: str | None
     blocks: list[str] = field(default_factory=list)
     may_be_refused: bool = False
 
     def __str__(self) -> str:
         sizes = [len(labels) for _, labels in self.batches]
-        settings = f"{self.loss_reduction}, path {self.path}, clip {self.clipping}, {self.dtype}"
+        settings = (
+            f"{self.loss_reduction}, path {self.path}, clip {self.clipping}, {self.dtype}, budget {self.memory_budget}"
+        )
         return f"seed {self.seed}: {' > '.join(self.blocks)}; batches of {sizes}; {settings}"
 
 
@@ -102,6 +105,9 @@ def make_case(seed: int, device: str = "cpu") -> Case:
     names: list[str] = []
     blocks = [_block(rng, sizes, names, image) for _ in range(rng.randint(1, 4))]
     hidden = any(_is_hidden(block.split(" of ")) for block in names)
+    lean = seed % 5 < 2
+    if lean:
+        blocks = _checkpointed(random.Random(f"checkpoints of {seed}"), blocks, names)
     model, by_ids = _model(rng, sizes, blocks, names, image)
     later = rng.choice([0, 0, 1, 2])
     batch_sizes = [first, *(rng.choice([sizes.length, sizes.width, rng.randint(1, 8)]) for _ in range(later))]
@@ -120,6 +126,7 @@ def make_case(seed: int, device: str = "cpu") -> Case:
         path=rng.choice([None, None, "gram" if dtype == torch.float64 else "keep", "direct", "keep"]),
         clipping=rng.choice(["all", "some", "none"]),
         dtype=dtype,
+        memory_budget="lean" if lean else None,
         blocks=names,
         may_be_refused=hidden,
     )
@@ -153,6 +160,18 @@ def _block(rng: random.Random, sizes: Sizes, names: list[str], image: bool) -> n
         block, name = WRAPPERS[wrapper](rng, block), f"{wrapper} of {name}"
     names.append(name)
     return block
+
+
+def _checkpointed(rng: random.Random, blocks: list[nn.Module], names: list[str]) -> list[nn.Module]:
+    """Most blocks in a checkpoint of either kind, or two of them in one."""
+    if len(blocks) > 1 and rng.random() < 0.3:
+        names[:2] = [f"({names[0]} > {names[1]})"]
+        blocks = [nn.Sequential(*blocks[:2]), *blocks[2:]]
+    for index, block in enumerate(blocks):
+        if rng.random() < 0.8:
+            wrapper = rng.choice(["checkpoint", "reentrant checkpoint"])
+            blocks[index], names[index] = WRAPPERS[wrapper](rng, block), f"{wrapper} of {names[index]}"
+    return blocks
 
 
 def _model(

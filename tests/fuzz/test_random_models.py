@@ -58,7 +58,13 @@ def assert_exact_or_refused(case: Case) -> str:
     with without_checkpoints():
         _, c = reference(case.model, case.batches[0], losses_of, case.clipping)
     try:
-        engine = FlashEngine(case.model, max_grad_norm=c, loss_reduction=case.loss_reduction, path=case.path)
+        engine = FlashEngine(
+            case.model,
+            max_grad_norm=c,
+            loss_reduction=case.loss_reduction,
+            path=case.path,
+            memory_budget=case.memory_budget,
+        )
     except UserError as refusal:
         assert case.may_be_refused, f"{case}\nrefused: {refusal}"
         return "refused"

@@ -16,17 +16,18 @@ from torch import Tensor, nn
 
 from dpscope.errors import UserError
 from dpscope.flash.block_choices import BlockChoices
+from dpscope.flash.combination import combine
 from dpscope.flash.contributions import Contribution
 from dpscope.flash.forward_passes import ForwardPasses
-from dpscope.flash.microbatch import RunningSum, SumBatch
-from dpscope.flash.norms import Factors
+from dpscope.flash.microbatch import RunningSum, SumBatch, sum_parts
+from dpscope.flash.norms import Factors, as_summed
 from dpscope.flash.paths import PathRules
 from dpscope.flash.recomputation import REPEATED, REPEATED_HALF, BlockPass, fingerprint_of
 from dpscope.flash.rehearsal_run import untouched
 from dpscope.flash.slots import Slot
 from dpscope.flash.step_state import Recorded, StepState
 
-Take = Callable[[Slot, Contribution], None]
+Left = dict[Slot, list[Contribution]]  # what the layers of a block leave
 
 
 class RerunEngine(Protocol):
@@ -44,7 +45,7 @@ class BlockReruns:
     def __init__(self, engine: RerunEngine, choices: BlockChoices) -> None:
         self.engine = engine
         self.choices = choices
-        self.take: Take | None = None
+        self.take: Callable[[Slot, Contribution], None] | None = None
         self.devices = list({p.device for p in engine.model.parameters() if p.device.type == "cuda"})
         self._weights: list[tuple[nn.Parameter, int]] = []
         self._modes: list[bool] = []
@@ -59,32 +60,39 @@ class BlockReruns:
 
         A parameter may have been used outside its block or in several passes: the norm is then that of all uses.
         """
-        contributions = dict(recorded)
+        held = dict(recorded)
         uses = Counter(slot for slot, parts in recorded if parts)
         uses.update(slot for each in passes for slot in each.slots)
         clashing = [each for each in passes if any(uses[slot] > 1 for slot in each.slots)]
         for each in clashing:
             name = next(slot.name for slot in each.slots if uses[slot] > 1)
             self.choices.hold_shared(each.index, f"{name} is used elsewhere, too: its norm is that of all uses")
-        self._run(clashing, lambda slot, part: contributions[slot].append(part), None)
+
+        def hold(left: Left) -> None:
+            for slot, contributions in left.items():
+                held[slot].extend(contributions)
+
+        self._run(clashing, hold, None)
         return [each for each in passes if each not in clashing]
 
     def sums(self, passes: list[BlockPass], clipping: Factors, into: RunningSum | None) -> SumBatch:
         """Σ_b c_b v_b of the blocks' parameters, added into what there is."""
-        totals: dict[nn.Parameter, Tensor] = {}
+        of_blocks = SumBatch([], [], None)
 
-        def take(slot: Slot, part: Contribution) -> None:
-            parameter = slot.parameter
-            out = totals.get(parameter)
-            if out is None and into is not None:
-                out = into(parameter)
-            totals[parameter] = part.clipped_sum(clipping.scale, out)
+        def add_up(left: Left) -> None:
+            rules = self.engine.path_rules
+            parameters = [slot.parameter for slot in left]
+            parts = [as_summed(combine(each, slot.parameter.dtype, rules)) for slot, each in left.items()]
+            left.clear()
+            for batch in sum_parts(parameters, parts, clipping.scale, into=into):
+                of_blocks.parameters.extend(batch.parameters)
+                of_blocks.tensors.extend(batch.tensors)
 
-        self._run(passes, take, clipping.finite)
-        return SumBatch(list(totals), list(totals.values()), None)
+        self._run(passes, add_up, clipping.finite)
+        return of_blocks
 
-    def _run(self, passes: list[BlockPass], take: Take, finite: Tensor | None) -> None:
-        """`finite`: samples that have a share, if that is known."""
+    def _run(self, passes: list[BlockPass], use: Callable[[Left], None], finite: Tensor | None) -> None:
+        """Run the blocks again and `use` what their layers leave. `finite`: samples that have a share, if known."""
         if not passes:
             return
         self._refuse_changes(passes[0])
@@ -97,7 +105,7 @@ class BlockReruns:
                 untouched(engine.model, self.devices),
                 engine.own_anchor() as anchor,
             ):
-                moved = [self._run_one(each, take, anchor, finite) for each in passes]
+                moved = [self._run_one(each, use, anchor, finite) for each in passes]
         finally:
             budget.suspended = engine.forwards.rerunning = False
             self.take = None
@@ -105,17 +113,19 @@ class BlockReruns:
             if has_moved:
                 self._refuse_other_gradients(each)
 
-    def _run_one(self, each: BlockPass, take: Take, anchor: Tensor, finite: Tensor | None) -> Tensor:
+    @torch.no_grad()
+    def _run_one(self, each: BlockPass, use: Callable[[Left], None], anchor: Tensor, finite: Tensor | None) -> Tensor:
         """Whether the layers of the block were given other gradients than in the backward pass."""
-        assert each.fingerprint is not None
-        before, after = each.fingerprint, torch.zeros_like(each.fingerprint)
-
-        def compared(slot: Slot, part: Contribution) -> None:
-            after.add_(fingerprint_of([part]))
-            take(slot, part)
-
-        self.take = compared
+        left: Left = {slot: [] for slot in each.slots}
+        # Layers that backward came to when it had left the block are held.
+        self.take = lambda slot, part: left[slot].append(part) if slot in left else None
         each.run_again(anchor, self.choices.name(each.index), self.choices.before_forward(each.index))
+        before, parts = each.fingerprint, [part for parts in left.values() for part in parts]
+        assert before is not None
+        after = fingerprint_of(parts) if parts else torch.zeros_like(before)
+        del parts
+        use({slot: parts for slot, parts in left.items() if parts})
+        left.clear()
         tolerance = REPEATED.get(each.dtype, REPEATED_HALF)
         judged = before.isfinite() if finite is None else finite
         return (~((before - after).abs() <= tolerance * before) & judged).any()

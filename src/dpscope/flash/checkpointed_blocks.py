@@ -54,7 +54,7 @@ class CheckpointedBlock:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self.running():
             if in_backward():
-                self.blocks.flush()
+                self.blocks.begin_run(self)
                 if self.open is not None:
                     self.open.input = BlockInput.of(args, kwargs, self.blocks.reruns.devices)
             return self.function(*args, **kwargs)
@@ -158,6 +158,11 @@ class CheckpointedBlocks:
         block.open.input = before.input if before is not None else None  # torch may run it once for several passes
         self._passes.append(block.open)
 
+    def begin_run(self, block: CheckpointedBlock) -> None:
+        """Backward runs the block's forward again; some of its layers may have left something before."""
+        if self._gathering is not block.open:
+            self.flush()
+
     def add(self, slot: Slot, contribution: Contribution) -> bool:
         """Whether the contribution was taken; if not, it is to be held."""
         if self.reruns.take is not None:
@@ -169,7 +174,7 @@ class CheckpointedBlocks:
             gathering = block.open
         if gathering is not self._gathering:
             self.flush()
-        if gathering is None or gathering.is_normed:
+        if gathering is None or not gathering.is_open:
             return False
         self._gathering = gathering
         self.engine.state.record(slot)
@@ -182,8 +187,10 @@ class CheckpointedBlocks:
         done, self._gathering = self._gathering, None
         if done is None:
             return
+        done.is_open = False
         if done.input is None:  # backward did not run it again: there is nothing to run it from
             self._passes.remove(done)
+            self.choices.hold(done.index, "backward needs nothing of it, and does not run it again")
             for slot, contributions in done.gathered.items():
                 for part in contributions:
                     slot.add(part)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -75,69 +75,82 @@ class MicroBatch:
         self.clipping: Factors = clip_factors(norm_sum.result(), max_grad_norm, multiplier)
 
     def sums(self, *, into: RunningSum | None, factored: bool) -> Iterator[SumBatch]:
-        """The clipped sums, every parameter once. What a batch was made of is freed before it is handed out.
-
-        `factored`: per-sample gradients that are kept come as they are, with the factors, so that a fused update may
-        sum them in its own pass. `into`: what a parameter's sum is added into, where there is something. Sums are as
-        wide as they were accumulated, so that noise can be added before they are rounded to a half-precision
-        parameter's dtype.
-        """
-        scale = self.clipping.scale
-        for group in self._groups(range(len(self._parts))):
-            yield self._sum_group(group, scale, into=into, factored=factored)
-        for index, parameter in enumerate(self.parameters):
-            if self._parts[index]:
-                yield SumBatch([parameter], [self._sum(index, scale, into=into)], None)
+        """The clipped sums: see `sum_parts`."""
+        return sum_parts(self.parameters, self._parts, self.clipping.scale, into=into, factored=factored)
 
     def sums_of(self, parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
         """The clipped sums of these parameters, where backward has reached them; what they were made of is let go."""
-        indices = [index for parameter in parameters if (index := self._index.get(parameter)) is not None]
-        scale = self.clipping.scale
+        chosen = [parameter for parameter in parameters if parameter in self._index]
+        parts = [self._parts[self._index[parameter]] for parameter in chosen]
+        for parameter in chosen:
+            self._parts[self._index[parameter]] = ()
         found: dict[nn.Parameter, Tensor] = {}
-        for group in self._groups(indices):
-            batch = self._sum_group(group, scale, into=None, factored=False)
+        for batch in sum_parts(chosen, parts, self.clipping.scale, into=None):
             found.update(zip(batch.parameters, batch.tensors, strict=True))
-        found.update((self.parameters[i], self._sum(i, scale, into=None)) for i in indices if self._parts[i])
         return found
 
-    def _groups(self, among: Iterable[int]) -> list[list[int]]:
-        """Parameters that are summed in one launch: products of equal shapes; per-sample gradients that are kept."""
-        open_groups: dict[object, list[int]] = {}
-        sizes: dict[object, int] = {}
-        full: list[list[int]] = []
-        for index in among:
-            parts = self._parts[index]
-            if len(parts) == 1 and type(parts[0]) in (Outer, Kept):
-                key = parts[0].form() if isinstance(parts[0], Outer) else Kept
-                open_groups.setdefault(key, []).append(index)
-                sizes[key] = sizes.get(key, 0) + 4 * self.parameters[index].numel()
-                if sizes[key] >= GROUP_BYTES:
-                    full.append(open_groups.pop(key))
-                    del sizes[key]
-        return [*full, *open_groups.values()]
 
-    def _sum_group(self, group: list[int], scale: Tensor, *, into: RunningSum | None, factored: bool) -> SumBatch:
-        parameters = [self.parameters[index] for index in group]
-        kept = [part.values for index in group for part in self._parts[index] if isinstance(part, Kept)]
-        outers = [part for index in group for part in self._parts[index] if isinstance(part, Outer)]
+def sum_parts(
+    parameters: list[nn.Parameter],
+    parts: list[tuple[Contribution, ...]],
+    scale: Tensor,
+    *,
+    into: RunningSum | None,
+    factored: bool = False,
+) -> Iterator[SumBatch]:
+    """The clipped sums, every parameter once. What a batch was made of is taken from `parts` before it is handed out.
+
+    `factored`: per-sample gradients that are kept come as they are, with the factors, so that a fused update may sum
+    them in its own pass. `into`: what a parameter's sum is added into, where there is something. Sums are as wide as
+    they were accumulated, so that noise can be added before they are rounded to a half-precision parameter's dtype.
+    """
+    for group in _groups(parameters, parts):
+        chosen = [parameters[index] for index in group]
+        kept = [part.values for index in group for part in parts[index] if isinstance(part, Kept)]
+        outers = [part for index in group for part in parts[index] if isinstance(part, Outer)]
         for index in group:
-            self._parts[index] = ()
-        if kept and factored:
-            return SumBatch(parameters, kept, scale)
-        outs = [into(p) if into else None for p in parameters]
-        return SumBatch(
-            parameters, kept_sums(kept, scale, outs=outs) if kept else outer_sums(outers, scale, outs), None
-        )
+            parts[index] = ()
+        yield _sum_group(chosen, kept, outers, scale, into=into, factored=factored)
+    for index, parameter in enumerate(parameters):
+        if parts[index]:
+            left, parts[index] = parts[index], ()
+            out = into(parameter) if into else None
+            for part in left:
+                out = part.clipped_sum(scale, out)
+            assert out is not None
+            del left
+            yield SumBatch([parameter], [out], None)
 
-    def _sum(self, index: int, scale: Tensor, *, into: RunningSum | None) -> Tensor:
-        """The parameter's clipped sum; what it was made of is let go."""
-        parts, self._parts[index] = self._parts[index], ()
-        parameter = self.parameters[index]
-        out = into(parameter) if into else None
-        for part in parts:
-            out = part.clipped_sum(scale, out)
-        assert out is not None
-        return out
+
+def _groups(parameters: list[nn.Parameter], parts: list[tuple[Contribution, ...]]) -> list[list[int]]:
+    """Parameters that are summed in one launch: products of equal shapes; per-sample gradients that are kept."""
+    open_groups: dict[object, list[int]] = {}
+    sizes: dict[object, int] = {}
+    full: list[list[int]] = []
+    for index, (parameter, of_it) in enumerate(zip(parameters, parts, strict=True)):
+        if len(of_it) == 1 and type(of_it[0]) in (Outer, Kept):
+            key = of_it[0].form() if isinstance(of_it[0], Outer) else Kept
+            open_groups.setdefault(key, []).append(index)
+            sizes[key] = sizes.get(key, 0) + 4 * parameter.numel()
+            if sizes[key] >= GROUP_BYTES:
+                full.append(open_groups.pop(key))
+                del sizes[key]
+    return [*full, *open_groups.values()]
+
+
+def _sum_group(
+    parameters: list[nn.Parameter],
+    kept: list[Tensor],
+    outers: list[Outer],
+    scale: Tensor,
+    *,
+    into: RunningSum | None,
+    factored: bool,
+) -> SumBatch:
+    if kept and factored:
+        return SumBatch(parameters, kept, scale)
+    outs = [into(p) if into else None for p in parameters]
+    return SumBatch(parameters, kept_sums(kept, scale, outs=outs) if kept else outer_sums(outers, scale, outs), None)
 
 
 def _common_batch_size(recorded: Recorded, normed: Sequence[Tensor]) -> int:

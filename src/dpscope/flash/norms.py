@@ -30,6 +30,17 @@ TIED_FLOOR = 2.0**-7
 TIED_FLOOR_FLOAT64 = 2.0**-30
 
 
+def as_summed(parts: tuple[Contribution, ...]) -> tuple[Contribution, ...]:
+    """One parameter's contributions as norm and sum are taken of them: where they are kept, per-sample gradients."""
+    outer = parts[-1]
+    if not isinstance(outer, Outer) or outer.decision.path != KEEP:
+        return parts
+    values = outer.materialise()
+    for lookup in parts[:-1]:
+        values = values + lookup.materialise().to(values.dtype)
+    return (Kept(values),)
+
+
 class NormSum:
     """Adds up squared norms; Gram units and kept gradients wait until all are known."""
 
@@ -46,17 +57,15 @@ class NormSum:
 
     def add_parts(self, parts: tuple[Contribution, ...]) -> tuple[Contribution, ...]:
         """Counts one parameter's contributions; returns them, with what is to be kept from now on in their place."""
+        parts = as_summed(parts)
         if len(parts) == 1:
-            return (self._add_one(parts[0]),)
+            self._add_one(parts[0])
+            return parts
         lookup, outer = parts
         assert isinstance(lookup, Lookup) and isinstance(outer, Outer)
-        path = outer.decision.path
-        if path == DIRECT:
+        if outer.decision.path == DIRECT:
             self.add(tied_norms_squared(lookup, outer))
             return parts
-        if path == KEEP:
-            values = outer.materialise()
-            return (self._add_kept(values + lookup.materialise().to(values.dtype)),)
         alone = NormSum(outer.batch_size, self.total.device)
         alone._add_one(lookup)
         alone._add_one(outer)
@@ -65,34 +74,26 @@ class NormSum:
         self.add(torch.maximum(apart + 2 * cross_terms(lookup, outer).to(apart), apart * floor))
         return parts
 
-    def _add_one(self, part: Contribution) -> Contribution:
+    def _add_one(self, part: Contribution) -> None:
         if isinstance(part, Lookup) and part.decision.path == GRAM:
             self._lookups.append(GramUnit(gs=(part.g,), ids=part.ids, padding_idx=part.padding_idx))
         elif isinstance(part, Outer):
-            return self._add_outer(part)
+            self._add_outer(part)
         elif isinstance(part, Kept):
             self._kept.append(part.values)
         else:
             self.add(part.norms_squared())
-        return part
 
-    def _add_kept(self, values: Tensor) -> Kept:
-        self._kept.append(values)
-        return Kept(values)
-
-    def _add_outer(self, part: Outer) -> Contribution:
+    def _add_outer(self, part: Outer) -> None:
         x, g = part.x, part.g
         path = part.decision.path
         if path == RANK1:
             self.add(part.rank1_norms_squared())
         elif path == DIRECT:
             self.add(part.norms_squared())
-        elif path == KEEP:
-            return self._add_kept(part.materialise())
         else:
             key = (x.data_ptr(), x.shape, x.stride(), x.dtype, g.dtype)
             self._sharing.setdefault(key, (x, []))[1].append(g)
-        return part
 
     def result(self) -> Tensor:
         """(B,) squared norms. May hold inf or NaN: those samples are dropped, not repaired."""

@@ -92,6 +92,7 @@ class BlockPass:
         self.grads: list[Tensor | None] = [None if grad is None else held(grad) for grad in grads]
         self.versions = _versions(self.grads)
         self.input: BlockInput | None = None
+        self.is_open = True  # until backward leaves the block
         self.gathered: dict[Slot, list[Contribution]] = {}
         self.slots: list[Slot] = []
         self.norms: Tensor | None = None  # (B,) squared, once they are taken

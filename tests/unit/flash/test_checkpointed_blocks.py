@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dpscope.errors import UserError
-from dpscope.flash import FlashEngine
+from dpscope.flash import DPFlashOptimizer, FlashEngine
 from tests.unit.flash.checkpointed_models import (
     CheckpointedDecoder,
     assert_sums,
@@ -21,6 +21,19 @@ from tests.unit.flash.checkpointed_models import (
 from tests.unit.flash.flash_models import token_batch, token_losses
 
 KINDS = pytest.mark.parametrize("reentrant", [False, True])
+
+
+class OneBlock(nn.Module):
+    """A block of two layers, checkpointed, and a layer. x: (B, T, 6)."""
+
+    def __init__(self, reentrant: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.block = nn.Sequential(nn.Linear(6, 24), nn.Tanh(), nn.Linear(24, 6))
+        self.last, self.reentrant = nn.Linear(6, 1), reentrant
+
+    def forward(self, x):
+        return self.last(checkpoint(self.block, x, use_reentrant=self.reentrant))
 
 
 @pytest.fixture
@@ -200,6 +213,41 @@ def test_tied_embeddings_outside_frozen_parts_inside_and_units_without_a_family(
 
 
 @KINDS
+def test_layers_that_backward_passes_before_it_runs_the_block_again_are_not_lost(reentrant):
+    """A sum saves nothing for backward: only the layer before it makes torch run the block."""
+
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(5, 6))
+
+        def forward(self, x):
+            return x + self.table
+
+    class Model(OneBlock):
+        def __init__(self) -> None:
+            super().__init__(reentrant)
+            positions = Positions()
+            self.block = nn.Sequential(self.block, positions, nn.Tanh(), positions, Positions())
+
+    def losses(model, x):
+        return model(x).sin().sum((1, 2))
+
+    model, x = Model(), torch.randn(3, 5, 6, requires_grad=True)
+    gradients = true_gradients(nn.Sequential(model.block, model.last), x, losses)
+    c = some_clipped(gradients)
+    with FlashEngine(model, max_grad_norm=c, memory_budget="lean") as engine:
+        losses(model, x).mean().backward()
+        engine.finish()
+    truth = clipped(gradients, c)
+    names = {
+        name: name.replace("0.", "block.", 1) if name[0] == "0" else name.replace("1.", "last.", 1) for name in truth
+    }
+    assert_sums(model, {names[name]: total for name, total in truth.items()})
+    assert how(engine) == ["recomputed"]
+
+
+@KINDS
 @pytest.mark.parametrize("where", ["before", "inside"])
 def test_samples_that_are_not_finite_stay_out(reentrant, where, batch):
     """The first sample has inf in its activations, from before the block or made in it."""
@@ -237,19 +285,6 @@ def test_a_gradient_that_enters_a_block_beside_its_outputs_is_refused(layer, bat
         with pytest.raises(UserError, match=r"blocks\.0 gave its layers other gradients"):
             engine.finish()
         assert all(p.grad is None for p in model.parameters())
-
-
-class OneBlock(nn.Module):
-    """A block of two layers, checkpointed, and a layer. x: (B, T, 6)."""
-
-    def __init__(self, reentrant: bool = False) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.block = nn.Sequential(nn.Linear(6, 24), nn.Tanh(), nn.Linear(24, 6))
-        self.last, self.reentrant = nn.Linear(6, 1), reentrant
-
-    def forward(self, x):
-        return self.last(checkpoint(self.block, x, use_reentrant=self.reentrant))
 
 
 @pytest.mark.parametrize("change", ["weight", "mode", "batch"])
@@ -348,3 +383,65 @@ def test_inputs_that_require_a_gradient_get_theirs_once(reentrant):
         model(x).mean().backward()
         engine.finish()
     torch.testing.assert_close(x.grad, expected)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop])
+def test_every_optimizer_takes_the_same_step_as_with_held_blocks(kind, fused, batch):
+    """The second step is a logical batch of two physical ones."""
+    if fused and kind is torch.optim.RMSprop:
+        pytest.skip("it has no fused update")
+    found = []
+    for budget in (None, "lean"):
+        model = decoder(dropout=0.2)
+        with FlashEngine(model, max_grad_norm=0.1, memory_budget=budget) as engine:
+            optimizer = DPFlashOptimizer(
+                kind(model.parameters(), lr=0.01),
+                engine=engine,
+                noise_multiplier=0.5,
+                max_grad_norm=0.1,
+                expected_batch_size=4,
+                generator=torch.Generator().manual_seed(3),
+                fused=fused,
+            )
+            for skips in ([False], [True, False]):
+                for skip in skips:
+                    optimizer.signal_skip_step(do_skip=skip)
+                    token_losses(model, batch).mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+        found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
+def test_sums_of_half_precision_parameters_are_as_wide_as_those_of_held_blocks(batch):
+    found = []
+    for budget in (None, "lean"):
+        model = decoder().to(torch.bfloat16)
+        with FlashEngine(model, max_grad_norm=0.1, memory_budget=budget, loss_scale=8.0) as engine:
+            (token_losses(model, batch).mean() * 8.0).backward()
+            sums = dict(engine.clipped_sums())
+            found.append([engine.norms, *(sums[parameter] for parameter in model.parameters())])
+    for held, recomputed in zip(*found, strict=True):
+        torch.testing.assert_close(recomputed, held, rtol=1e-5, atol=1e-7)
+
+
+def test_what_a_lean_step_holds_after_backward_is_the_boundaries_of_its_blocks():
+    """Bytes that backward leaves allocated, by torch's profiler."""
+    held = {}
+    for budget in (None, "lean"):
+        model, batch = decoder(layers=4, width=32), token_batch(4, 8)
+        with FlashEngine(model, max_grad_norm=0.1, memory_budget=budget) as engine:
+            step(engine, batch)
+            model.zero_grad()
+            with torch.profiler.profile(profile_memory=True) as profile:
+                token_losses(model, batch).mean().backward()
+            events = profile.profiler.kineto_results.events()
+            held[budget] = sum(event.nbytes() for event in events if event.name() == "[memory]")
+    row = 4 * 8 * 4  # bytes of one feature: samples, positions, float32
+    boundaries = 4 * 2 * 32 * row
+    outside = row * (17 + 32 + 32 + 32 + 2)  # x and g of the head, g of the embeddings, ids
+    small = 4 * (torch.get_rng_state().nbytes + 200)  # random states, norms
+    layers = 4 * row * (32 + 3 * 32 + 32 + 32 + 32 + 64 + 64 + 32)  # x of q, k, v is one tensor
+    assert boundaries < held["lean"] < boundaries + outside + small
+    assert held[None] > layers
