@@ -87,9 +87,9 @@ def mean_loss(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2), labels.flatten())
 
 
-def make_private(model: nn.Module, optimizer: Any, spec: RunSpec, memory_budget: Any) -> Any:
+def make_private(model: nn.Module, optimizer: Any, spec: RunSpec) -> Any:
     """The optimizer of flash clipping; its loader is there for the number of samples in a step alone."""
-    samples = spec.batch_size * spec.accumulate
+    samples, budget = spec.batch_size * spec.accumulate, spec.memory_budget
     warnings.filterwarnings("ignore", message="Secure RNG turned off")
     _, private, _ = PrivacyEngine().make_private(
         module=model,
@@ -98,12 +98,12 @@ def make_private(model: nn.Module, optimizer: Any, spec: RunSpec, memory_budget:
         noise_multiplier=spec.noise_multiplier,
         max_grad_norm=spec.max_grad_norm,
         poisson_sampling=False,
-        memory_budget=memory_budget,
+        memory_budget=None if budget == "auto" else budget if budget == "lean" else 2**30 * float(budget),
     )
     return private
 
 
-def step_of(spec: RunSpec, memory_budget: Any) -> Callable[[], None]:
+def step_of(spec: RunSpec) -> Callable[[], None]:
     """One step of the loop, as a function."""
     model, batches = build(spec)
     fused = {"fused": True} if spec.device == "cuda" else {}
@@ -112,7 +112,7 @@ def step_of(spec: RunSpec, memory_budget: Any) -> Callable[[], None]:
     optimizer: Any = kind(trained, lr=spec.learning_rate, **fused)
     private = spec.method == "flash"
     if private:
-        optimizer = make_private(model, optimizer, spec, memory_budget)
+        optimizer = make_private(model, optimizer, spec)
     autocast = torch.autocast(spec.device, torch.bfloat16) if spec.dtype == "bf16" else nullcontext()
 
     def step() -> None:
@@ -133,11 +133,11 @@ def step_of(spec: RunSpec, memory_budget: Any) -> Callable[[], None]:
     return step
 
 
-def measure(spec: RunSpec, memory_budget: Any = None) -> dict[str, Any]:
+def measure(spec: RunSpec) -> dict[str, Any]:
     """Milliseconds of each step, one after the other as in training, and the peak of allocated memory on CUDA."""
     torch.set_float32_matmul_precision("high" if spec.dtype == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = spec.dtype == "tf32"
-    step = step_of(spec, memory_budget)
+    step = step_of(spec)
     for _ in range(spec.warmup):
         step()
     times = cuda_times(step, spec.steps) if spec.device == "cuda" else cpu_times(step, spec.steps)
@@ -203,23 +203,19 @@ def measure_shape(given: argparse.Namespace) -> list[dict[str, Any]]:
     config = make_config(given.model, **{name: getattr(given, name) for name in MODEL_SIZES})
     config = config if given.lora is None else with_lora(config, parse_lora(given.lora))
     names = ("batch_size", "seq_len", "dtype", "param_dtype", "optimizer", "checkpoint_blocks", "accumulate")
-    names += ("warmup", "steps", "device")
+    names += ("memory_budget", "warmup", "steps", "device")
     records = []
     for method in given.methods.split(","):
         if method not in METHODS:
             raise UserError(f"no loop was written by hand for {method!r}: choose from {', '.join(METHODS)}")
         spec = RunSpec(workload=config, method=method, **{name: getattr(given, name) for name in names})
-        records.append(measure(spec, _budget(given.memory_budget)))
+        records.append(measure(spec))
         print(describe(records[-1]), flush=True)
     first = records[0]
     for record in records[1:]:
         peak = "" if record["peak"] is None else f", {record['peak'] / first['peak']:.2f}× the peak"
         print(f"{record['method']} takes {record['median_ms'] / first['median_ms']:.2f}× the time{peak}")
     return records
-
-
-def _budget(text: str | None) -> Any:
-    return text if text in (None, "lean") else int(text)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -240,7 +236,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--optimizer", default="adamw")
     parser.add_argument("--checkpoint-blocks", action="store_true")
     parser.add_argument("--accumulate", type=int, default=1)
-    parser.add_argument("--memory-budget", help="of flash clipping: bytes, or lean")
+    parser.add_argument("--memory-budget", default="auto", help="of flash clipping: auto, lean, or GiB")
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

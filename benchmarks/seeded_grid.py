@@ -23,9 +23,21 @@ from typing import Any
 import dpscope
 from dpscope.errors import UserError
 from dpscope.reports.doubt import marked
-from dpscope.reports.tables import Row
+from dpscope.reports.export import to_records
+from dpscope.vocabulary.statuses import OK
 
 MOST_DRAWS = 4  # for each shape that is wanted
+# Of each method, by their names in `results.csv`.
+FIGURES = ("status", "reason", "time_median_ms", "time_p10_ms", "time_p90_ms")
+FIGURES += ("samples_per_second", "peak_memory_bytes")
+    "status",
+    "reason",
+    "time_median_ms",
+    "time_p10_ms",
+    "time_p90_ms",
+    "samples_per_second",
+    "peak_memory_bytes",
+)
 
 
 @dataclass(frozen=True)
@@ -112,8 +124,8 @@ def _draw_log(chance: random.Random, bounds: tuple[int, int]) -> int:
     return round(least * (most / least) ** chance.random())
 
 
-def measure(shape: Shape, folder: Path, arguments: argparse.Namespace) -> dict[str, Row]:
-    """The rows of standard and flash, by method."""
+def measure(shape: Shape, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The figures of standard and flash at a shape."""
     comparison = dpscope.compare(
         dpscope.make_config(shape.family, **shape.sizes),
         methods=["standard", "flash"],
@@ -127,39 +139,23 @@ def measure(shape: Shape, folder: Path, arguments: argparse.Namespace) -> dict[s
         out=folder,
         overwrite=True,
     )
-    return {row.method: row for row in comparison.rows}
-
-
-def record_of(shape: Shape, rows: dict[str, Row]) -> dict[str, Any]:
-    standard, flash = rows["standard"], rows["flash"]
-    figures = {
-        f"{row.method}_{name}": value
-        for row in (standard, flash)
-        for name, value in {
-            "status": row.result.status,
-            "reason": row.result.reason,
-            "ms": row.median_ms,
-            "spread_ms": row.spread_ms,
-            "samples_per_second": row.samples_per_second,
-            "peak_bytes": row.peak_bytes,
-        }.items()
-    }
-    ratios = {"time_ratio": flash.time_ratio, "memory_ratio": flash.memory_ratio, "doubt": flash.ratio_doubt}
+    rows = {record["method"]: record for record in to_records(comparison.rows)}
+    figures = {f"{method}_{name}": row[name] for method, row in rows.items() for name in FIGURES}
+    ratios = {name: rows["flash"][name] for name in ("time_ratio", "memory_ratio", "time_ratio_doubt")}
     return {"shape": str(shape), **asdict(shape), **figures, **ratios}
 
 
 def line_of(record: dict[str, Any]) -> str:
     if record["time_ratio"] is None:
         return f"| {record['shape']} | {_timed(record, 'standard')} | {record['flash_status']} | | |"
-    ratio = marked(f"{record['time_ratio']:.2f}", record["doubt"])
+    ratio = marked(f"{record['time_ratio']:.2f}", record["time_ratio_doubt"] or "")
     memory = "" if record["memory_ratio"] is None else f"{record['memory_ratio']:.2f}"
     return f"| {record['shape']} | {_timed(record, 'standard')} | {_timed(record, 'flash')} | {ratio} | {memory} |"
 
 
 def _timed(record: dict[str, Any], method: str) -> str:
-    low, high = record[f"{method}_spread_ms"]
-    rate = record[f"{method}_samples_per_second"]
-    return f"{record[f'{method}_ms']:.1f} ms ({low:.1f}–{high:.1f}), {rate:,.0f} samples/s"
+    median, low, high = (record[f"{method}_time_{name}_ms"] for name in ("median", "p10", "p90"))
+    return f"{median:.1f} ms ({low:.1f}–{high:.1f}), {record[f'{method}_samples_per_second']:,.0f} samples/s"
 
 
 def summarise(records: list[dict[str, Any]]) -> list[str]:
@@ -168,7 +164,7 @@ def summarise(records: list[dict[str, Any]]) -> list[str]:
         found = [record[name] for record in records if record[name] is not None]
         if found:
             lines.append(f"{what}: median {statistics.median(found):.2f}, worst {max(found):.2f}")
-    spreads = [high / low - 1 for low, high in (record["standard_spread_ms"] for record in records) if low]
+    spreads = [record["standard_time_p90_ms"] / record["standard_time_p10_ms"] - 1 for record in records]
     if spreads:
         median, worst = statistics.median(spreads), max(spreads)
         lines.append(f"p10 to p90 of standard: median {median:.1%}, worst {worst:.1%} of the time")
@@ -184,15 +180,15 @@ def measure_shapes(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]],
         shape = draw_shape(chance, arguments.range)
         place = len(records) + len(again)
         try:
-            rows = measure(shape, arguments.out / f"{arguments.seed}-{place}", arguments)
+            record = measure(shape, arguments.out / f"{arguments.seed}-{place}", arguments)
         except UserError as error:
             again.append(f"{shape}: {error}")
             continue
-        if not rows["standard"].result.ok:
-            again.append(f"{shape}: standard: {rows['standard'].result.reason}")
+        if record["standard_status"] != OK:
+            again.append(f"{shape}: standard: {record['standard_reason']}")
             continue
-        records.append(record_of(shape, rows))
-        print(line_of(records[-1]), flush=True)
+        records.append(record)
+        print(line_of(record), flush=True)
     return records, again
 
 

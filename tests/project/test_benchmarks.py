@@ -86,7 +86,9 @@ def test_the_grid_draws_again_what_does_not_fit_prints_its_table_and_keeps_its_f
     assert "Seed 5, fp32." in said and "peak ×: median" in said and "p10 to p90 of standard" in said
     for shape in kept["shapes"]:
         assert said.count(f"| {shape['shape']} |") == 2  # when it is measured, and in the table
-        assert shape["standard_spread_ms"][0] <= shape["standard_ms"] <= shape["standard_spread_ms"][1]
+        low, middle, high = (shape[f"standard_time_{name}_ms"] for name in ("p10", "median", "p90"))
+        assert 0 < low <= middle <= high
+        assert shape["flash_samples_per_second"] > 0
     assert len(list(tmp_path.glob("5-*/results/*.json"))) == 6
 
 
@@ -117,7 +119,7 @@ def test_the_hand_written_loop_trains_as_the_row_does(loop, monkeypatch, name, m
     spec = RunSpec(workload=MODELS[name], method=method, learning_rate=1e3, **values, **SPECS[name])
     model, batches = loop.build(spec)
     monkeypatch.setitem(loop.step_of.__globals__, "build", lambda spec: (model, batches))
-    loop.step_of(spec, None)()
+    loop.step_of(spec)()
 
     trainer, trained_on = assemble(spec)
     trainer.train_step(*trained_on)
