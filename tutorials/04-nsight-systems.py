@@ -106,7 +106,7 @@ cost about a third of a microsecond, so they may stay in. Five ways:
 
 Push and pop nest and belong to one thread. Start and end may overlap and end on another thread. On builds of PyTorch without CUDA
 `torch.cuda.nvtx` raises; dpscope's `nvtx_range` then does nothing, so that the same code runs everywhere. `programs/annotated.py` uses them
-all. Here are its two first functions, running:
+all; here it runs, inside two ranges of ours:
 """
 
 # %%
@@ -125,10 +125,12 @@ print(f"loss {lesson():.3f}; ranges go to a profiler: {nvtx_available()}")
 
 # %% [markdown]
 """
-And what nsys saw of the whole program on the H200:
+**Autograd ranges.** With `emit_nvtx` every operator is a range, forward and backward, and the backward ones carry the sequence number of the forward
+operator they belong to. It is the way from a backward kernel to the line that caused it. It makes many ranges and a slower host: for looking, not for
+timing. Newer versions of nsys do the same without touching the code:
 
 ```bash
-nsys profile --trace=cuda,nvtx --sample=none --cpuctxsw=none --capture-range=cudaProfilerApi --capture-range-end=stop --force-overwrite=true --output=annotated python programs/annotated.py
+nsys profile --trace=cuda,nvtx --pytorch=autograd-nvtx --sample=none --capture-range=cudaProfilerApi --capture-range-end=stop --force-overwrite=true --output=autograd python programs/hidden_sync.py --steps 1
 ```
 """
 
@@ -139,29 +141,14 @@ from dpscope.instruments.nsys import views
 from dpscope.instruments.nsys.reading import read_timeline
 from dpscope.reports.trace.capture_figure import draw_capture
 
-annotated = recorded.timeline("annotated")
-if annotated:
-    print(Counter(r.name for r in annotated.ranges))
-    pictures.show(
-        draw_capture(views.lanes(annotated), title="annotated.py on an H200, recorded"), "three annotated steps"
-    )
+autograd = recorded.timeline("autograd")
+if autograd:
+    names = Counter(r.name.split(",")[0] for r in autograd.ranges)
+    print(f"{len(autograd.ranges)} ranges in one step of hidden_sync on the H200; the most frequent:")
+    for name, count in names.most_common(8):
+        print(f"  {count:4} × {name[:90]}")
 else:
     print(recorded.NOT_RECORDED)
-
-# %% [markdown]
-"""
-**Autograd ranges.** With `emit_nvtx` every operator is a range, forward and backward, and the backward ones carry the sequence number of the forward
-operator they belong to. It is the way from a backward kernel to the line that caused it. It makes many ranges and a slower host: for looking, not for
-timing. Newer versions of nsys do the same without touching the code (`--pytorch=autograd-nvtx`, see `nsys profile --help`).
-
-```bash
-nsys profile --trace=cuda,nvtx --sample=none --cpuctxsw=none --capture-range=cudaProfilerApi --capture-range-end=stop --force-overwrite=true --output=operators python programs/annotated.py --autograd --steps 1
-```
-"""
-
-# %%
-operators = recorded.timeline("operators")
-print([r.name for r in operators.ranges][:12] if operators else recorded.NOT_RECORDED)
 
 # %% [markdown]
 """
@@ -212,6 +199,9 @@ views.gpu_timeline(timeline).head(4)
 
 # %% [markdown]
 """
+Three steps of `hidden_sync`, each in three stretches: the forward pass, the backward pass, and then a stretch in which every red tick is a wait and the stream is
+almost white. That last one is the logging of norms. The GPU is busy for 28 %<!-- = busy_percent("hidden_sync") --> of the recording.
+
 **View 2: host and GPU.** Who waits for whom? Time in `…Synchronize` is the host waiting for the GPU; that is harmless at the end of a step and costly
 within it. Gaps whose next kernel had not been launched are the GPU waiting for the host.
 """
@@ -232,15 +222,10 @@ for what, value in views.levels(timeline).items():
 # %% [markdown]
 """
 **View 4: the link and the machine.** What crossed between host and device, from which kind of memory, how fast. Temperature, power and the state of the
-link come from the driver:
-
-```bash
-nvidia-smi --query-gpu=name,temperature.gpu,power.draw,utilization.gpu,pcie.link.gen.current,pcie.link.width.current --format=csv
-```
+link come from the driver: `nvidia-smi -q` prints them, and `--gpu-metrics-devices=all` puts the load of the link and of the units on the timeline, with permission.
 """
 
 # %%
-print(recorded.output("nsys-nvidia-smi"))
 copies = {name: recorded.timeline(name) for name in ("unpinned_copy", "prefetched_copy")}
 for name, seen in copies.items():
     if seen:
@@ -250,10 +235,12 @@ views.link(timeline)
 
 # %% [markdown]
 """
-`utilization.gpu` of nvidia-smi is a famous trap: it is the share of time in which *some* kernel ran. One thread on one SM makes it 100 %<!-- given -->.
+In the two timelines of the copying program the difference is plain to see: from pageable memory, copies and kernels take turns on one stream, and the
+copies crawl (6.2 GB/s<!-- = copies_gb_per_second("unpinned_copy") -->); prefetched, they come from pinned memory
+(55.4 GB/s<!-- = copies_gb_per_second("prefetched_copy") -->), have a stream of their own and lie beside the kernels. In the second picture the host has ordered all five steps
+long before the GPU has done the second: that is what "the host is ahead" looks like.
 
-In the two timelines of the copying program the difference is plain to see: from pageable memory, copies and kernels take turns on one stream;
-prefetched, the copies have a stream of their own and lie under the kernels.
+`utilization.gpu` of nvidia-smi is a famous trap: it is the share of time in which *some* kernel ran. One thread on one SM makes it 100 %<!-- given -->.
 """
 
 # %% [markdown]
@@ -307,7 +294,7 @@ Some installations leave a raw `.qdstrm`; the `QdstrmImporter` beside nsys makes
 
 1. In the timeline above, which single call of the host takes most time in all, and does it wait?
 2. Write a function that gives the longest gap of the GPU and the kernel that ended it.
-3. Annotate your own loop with the five phases' names (`forward`, `backward`, `clip`, `noise`, `optimizer`) inside a range `step`, and `dpscope nsys --read` will
+3. Record `programs/annotated.py` with the command of 4.1, if you have a GPU, and find its ranges. Then annotate your own loop with the five phases' names (`forward`, `backward`, `clip`, `noise`, `optimizer`) inside a range `step`, and `dpscope nsys --read` will
    give you the table by phase. Try the ranges on the CPU: they must not raise.
 """
 

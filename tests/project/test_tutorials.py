@@ -164,5 +164,4 @@ def test_commands_of_ncu_and_nsys_ended_well_where_they_were_recorded(recorded):
     rows = [line.split("\t") for line in (folder / "commands.tsv").read_text(encoding="utf-8").splitlines()[1:]]
     ended = {command: status for status, _, _, command in rows}
     printed = [c for c in PRINTED if c in run_on_a_gpu() and c not in run_on_a_gpu("!")]
-    assert {c: ended[c] for c in printed if c in ended and ended[c] not in ("0", "started")} == {}
-    assert [c for c in printed if c.startswith("ncu") and c not in ended] == []
+    assert {c: ended.get(c) for c in printed if ended.get(c) not in ("0", "started")} == {}

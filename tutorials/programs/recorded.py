@@ -14,12 +14,14 @@ from dpscope import Comparison
 from dpscope.instruments.ncu.details import KernelDetails, read_details
 from dpscope.instruments.ncu.reading import Action, parse_raw_csv
 from dpscope.instruments.nsys.reading import CapturedTimeline, read_timeline
+from dpscope.instruments.nsys.views import levels, link
 from dpscope.reports.memory.data import composition_of
 from dpscope.reports.tables import Row
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 DAY = "2026-11-15"
+PROGRESS = "[1/1] ["  # of nsys, line by line
 NOT_RECORDED = "not recorded: run tutorials/programs/run_on_gpu.sh on a GPU"
 
 
@@ -112,7 +114,8 @@ def output(command: str, *, first: int = 0, last: int | None = None) -> str:
     path = (folder() or RESULTS) / "output" / f"{command}.txt"
     if not path.is_file():
         return NOT_RECORDED
-    return "\n".join(path.read_text(encoding="utf-8").splitlines()[first:last])
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith(PROGRESS)]
+    return "\n".join(lines[first:last])
 
 
 def first_look() -> dict[str, Any] | None:
@@ -172,3 +175,14 @@ def timeline(report: str) -> CapturedTimeline | None:
     """A capture of nsys, stripped of what it says about the machine."""
     path = _kept(f"{report}.sqlite")
     return read_timeline(path) if path else None
+
+
+def busy_percent(report: str) -> float:
+    """How much of a capture the GPU was busy."""
+    return levels(_there(timeline(report)))["GPU busy, % of the capture"]
+
+
+def copies_gb_per_second(report: str) -> float:
+    """How fast a capture's copies to the device were while they ran."""
+    table = link(_there(timeline(report))).set_index("direction")
+    return float(table.loc["Host-to-Device", "gb_per_second"])
