@@ -12,10 +12,10 @@ from __future__ import annotations
 import math
 import numbers
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 from opacus import PrivacyEngine as OpacusPrivacyEngine
@@ -76,6 +76,7 @@ class PrivacyEngine(OpacusPrivacyEngine):
 
     flash_engine: FlashEngine | None = None
     _prepared: FlashHooks | None = None
+    _engine_options: Mapping[str, Any] = MappingProxyType({})  # of the call of make_private that runs
 
     def make_private(
         self,
@@ -105,16 +106,17 @@ class PrivacyEngine(OpacusPrivacyEngine):
                 _check_arguments(module, **kwargs)
                 check_limit(memory_budget)
                 _detach_previous(module, kwargs["optimizer"])
+                self._engine_options = {"batch_size_of": batch_size_of, "memory_budget": memory_budget}
                 _, optimizer, loader = super().make_private(module=module, grad_sample_mode=FLASH, **kwargs)
         except BaseException:
             if self._prepared is not None:
                 self._prepared.cleanup()
                 self._prepared = None
             raise
+        finally:
+            self._engine_options = MappingProxyType({})
         hooks, self._prepared = self._prepared, None
         self.flash_engine = engine = optimizer.engine
-        engine.forwards.batch_size_of = batch_size_of
-        engine.path_rules.budget.limit = memory_budget
         engine.remove_on_detach(_accept_opacus_names(module))
         _warn_of_untrained(engine, optimizer)
         return module if wrap_model else hooks, optimizer, loader
@@ -208,6 +210,7 @@ class PrivacyEngine(OpacusPrivacyEngine):
                 module,
                 max_grad_norm=kwargs.get("max_grad_norm", 1.0),
                 loss_reduction=kwargs.get("loss_reduction", "mean"),
+                **self._engine_options,
             )
         except UserError as refusal:
             raise UnsupportedModelError(str(refusal)) from None

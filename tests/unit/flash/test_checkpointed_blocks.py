@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
 
 from dpscope.errors import UserError
-from dpscope.flash import DPFlashOptimizer, FlashEngine
+from dpscope.flash import DPFlashOptimizer, FlashEngine, PrivacyEngine
 from tests.unit.flash.checkpointed_models import (
     CheckpointedDecoder,
     assert_sums,
@@ -445,3 +446,23 @@ def test_what_a_lean_step_holds_after_backward_is_the_boundaries_of_its_blocks()
     layers = 4 * row * (32 + 3 * 32 + 32 + 32 + 32 + 64 + 64 + 32)  # x of q, k, v is one tensor
     assert boundaries < held["lean"] < boundaries + outside + small
     assert held[None] > layers
+
+
+def test_blocks_run_again_where_opacus_users_say_so_in_make_private():
+    model = OneBlock()
+    data = TensorDataset(torch.randn(8, 16, 6))
+    privacy_engine = PrivacyEngine()
+    model, optimizer, loader = privacy_engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(data, batch_size=4),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        poisson_sampling=False,
+        memory_budget="lean",
+    )
+    for (x,) in loader:
+        optimizer.zero_grad()
+        model(x).mean().backward()
+        optimizer.step()
+    assert set(how(privacy_engine.flash_engine)) == {"recomputed"}
