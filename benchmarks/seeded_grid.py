@@ -30,14 +30,6 @@ MOST_DRAWS = 4  # for each shape that is wanted
 # Of each method, by their names in `results.csv`.
 FIGURES = ("status", "reason", "time_median_ms", "time_p10_ms", "time_p90_ms")
 FIGURES += ("samples_per_second", "peak_memory_bytes")
-    "status",
-    "reason",
-    "time_median_ms",
-    "time_p10_ms",
-    "time_p90_ms",
-    "samples_per_second",
-    "peak_memory_bytes",
-)
 
 
 @dataclass(frozen=True)

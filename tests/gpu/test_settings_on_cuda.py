@@ -54,7 +54,7 @@ def test_a_logical_batch_is_the_sum_of_its_batches():
 
 @pytest.mark.parametrize("length", [1, 16, 64])
 def test_one_sample_moves_weights_in_bf16_by_no_more_than_the_clip_norm(length):
-    """The weights themselves are rounded after the step, by 1/512 of each; of a norm over all that is next to nothing."""
+    """The weights are rounded after the step, each by up to 1/512: next to nothing of a norm over all of them."""
     for seed in range(4):
         sums = sums_of_a_step(dtype="bf16", param_dtype="bf16", batch_size=1, seq_len=length, seed=seed)
         assert norm_of(sums) <= 0.05 * (1 + 2e-3)
