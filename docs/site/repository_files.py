@@ -43,7 +43,8 @@ def link_to_files(app: Sphinx, doctree: nodes.document) -> None:
     for node in list(doctree.findall(addnodes.download_reference)) + list(doctree.findall(addnodes.pending_xref)):
         path = path_in_repository(node["reftarget"], page)
         if isinstance(node, addnodes.pending_xref):
-            if node.get("reftype") != "myst" or not Path(app.srcdir, path).is_dir():
+            # A link to a page, which MyST knows, may have the name of a folder beside it.
+            if node.get("reftype") != "myst" or node.get("refdomain") == "doc" or not Path(app.srcdir, path).is_dir():
                 continue
         elif not Path(app.srcdir, path).is_file():
             continue  # Sphinx says so

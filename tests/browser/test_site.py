@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -34,18 +35,26 @@ class Reader(HTMLParser):
     def __init__(self, file: Path) -> None:
         super().__init__()
         self.links: list[tuple[str, str, str]] = []  # tag, attribute, address
+        self.in_text: set[str] = set()  # addresses that the page's own text links to
         self.places: set[str] = set()
         self.language = ""
+        self.is_text = False
         self.feed(file.read_text(encoding="utf-8"))
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.is_text |= tag == "article"
         for name, value in attributes:
             if name in ("id", "name") and value:
                 self.places.add(value)
             elif name in ("href", "src", "srcset") and value:
                 self.links.append((tag, name, value))
+                if self.is_text and name == "href":
+                    self.in_text.add(urldefrag(value)[0])
             elif tag == "html" and name == "lang":
                 self.language = value or ""
+
+    def handle_endtag(self, tag: str) -> None:
+        self.is_text &= tag != "article"
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +85,19 @@ def test_no_link_inside_the_site_is_dead(site, pages):
             if not target.is_file() or (place and target in pages and place not in pages[target].places):
                 dead.append(f"{page.relative_to(site)}: {link}")
     assert dead == []
+
+
+def test_every_link_between_pages_is_a_link_on_the_site(site, pages):
+    lost = []
+    for page, read in pages.items():
+        source = ROOT / page.relative_to(site).with_suffix(".md")
+        if not source.is_file():
+            continue
+        for link in re.findall(r"\]\(([\w./-]+)\.(?:md|ipynb)(?:#[\w-]+)?\)", source.read_text(encoding="utf-8")):
+            address = os.path.relpath(page.parent / f"{link}.html", page.parent)
+            if address not in read.in_text and address != page.name:
+                lost.append(f"{source.relative_to(ROOT)}: {link}")
+    assert lost == []
 
 
 def test_pages_load_nothing_from_a_network(site, pages):
