@@ -15,7 +15,7 @@ from dpscope.endings import leave
 from dpscope.errors import UserError
 from dpscope.packages import REPORTING, TABLE_PACKAGES, require
 from dpscope.reports.against.text import against_summary
-from dpscope.reports.figures.style import parse_formats
+from dpscope.reports.figures.style import FORMATS
 from dpscope.reports.outputs import write_against, write_reports
 
 
@@ -73,3 +73,13 @@ def command(
     else:
         name_files(console, files)
     leave(comparison.ok)
+
+
+def parse_formats(text: str) -> tuple[str, ...]:
+    """`png,svg`: of figures."""
+    names = tuple(dict.fromkeys(name.strip().lower().lstrip(".") for name in text.split(",") if name.strip()))
+    if unknown := [name for name in names if name not in FORMATS]:
+        raise UserError(f"no figure format {', '.join(map(repr, unknown))}: choose from {', '.join(FORMATS)}")
+    if not names:
+        raise UserError(f"no figure format given: choose from {', '.join(FORMATS)}")
+    return names

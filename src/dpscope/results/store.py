@@ -145,23 +145,23 @@ def require_writable(path: Path) -> None:
         raise UserError(f"cannot write {path}: {error.strerror}") from None
 
 
-def write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, content: str | bytes) -> None:
     """Readers see the old file or the whole new one, whatever moment this process dies at.
 
     An `OSError` names the file, which one of writing alone does not.
     """
     try:
-        _write_beside_and_move(path, text)
+        _write_beside_and_move(path, content.encode() if isinstance(content, str) else content)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from None
 
 
-def _write_beside_and_move(path: Path, text: str) -> None:
+def _write_beside_and_move(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.chmod(temporary, 0o644)  # noqa: PTH101  (mkstemp makes files for their owner alone)

@@ -9,7 +9,9 @@ from dataclasses import replace
 
 import pytest
 
+from dpscope.commands.report import parse_formats
 from dpscope.comparison import Comparison
+from dpscope.errors import UserError
 from dpscope.reports.outputs import remove_reports
 from tests import ROOT
 from tests.unit.commands.reporting import names_in, report
@@ -186,3 +188,16 @@ def test_the_script_refuses_an_empty_folder_with_a_sentence(tmp_path):
     done = run_script("--input-dir", tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert "Error: no dpscope results in" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "formats"), [("png", ("png",)), ("png,SVG", ("png", "svg")), (" pdf , .pdf,", ("pdf",))]
+)
+def test_formats_are_asked_for_with_commas(text, formats):
+    assert parse_formats(text) == formats
+
+
+@pytest.mark.parametrize("text", ["jpeg", "png,gif", "", ","])
+def test_a_format_that_does_not_exist_is_refused_with_those_that_do(text):
+    with pytest.raises(UserError, match="choose from png, svg, pdf"):
+        parse_formats(text)

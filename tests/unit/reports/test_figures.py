@@ -12,9 +12,8 @@ from matplotlib.colors import to_hex
 from matplotlib.container import ErrorbarContainer
 from matplotlib.patches import Rectangle
 
-from dpscope.errors import UserError
 from dpscope.reports.figures.labels import spread
-from dpscope.reports.figures.style import DPI, PAGE_WIDTH, SMALL, parse_formats
+from dpscope.reports.figures.style import DPI, PAGE_WIDTH, SMALL
 from dpscope.reports.figures.suffixes import suffixed
 from dpscope.reports.memory.data import composition_of, label_of, timeline_of
 from dpscope.reports.memory.figures import draw_breakdown, draw_timeline
@@ -437,19 +436,6 @@ def test_a_figure_that_cannot_be_written_leaves_nothing_half_done(rows, tmp_path
     with pytest.raises(OSError):
         write(FIGURES, compare_results([rows[0].first]), tmp_path, ("png",))
     assert list(Path(tmp_path).iterdir()) == [tmp_path / "performance_tradeoff.png"]
-
-
-@pytest.mark.parametrize(
-    ("text", "formats"), [("png", ("png",)), ("png,SVG", ("png", "svg")), (" pdf , .pdf,", ("pdf",))]
-)
-def test_formats_are_asked_for_with_commas(text, formats):
-    assert parse_formats(text) == formats
-
-
-@pytest.mark.parametrize("text", ["jpeg", "png,gif", "", ","])
-def test_a_format_that_does_not_exist_is_refused_with_those_that_do(text):
-    with pytest.raises(UserError, match="choose from png, svg, pdf"):
-        parse_formats(text)
 
 
 # Placing

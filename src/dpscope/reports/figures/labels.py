@@ -36,19 +36,17 @@ def spread(centres: Sequence[float], widths: Sequence[float], low: float, high: 
 
 def label_points(
     ax: Axes,
-    points: Sequence[tuple[float, float]],
-    texts: Sequence[str],
-    colours: Sequence[str],
+    labels: Sequence[tuple[tuple[float, float], str, str]],
     *,
     obstacles: Sequence[Box],
     **style: Any,
 ) -> None:
-    """Write each text beside its point: inside the axes, off every obstacle and off every other label."""
+    """Write each text beside its point, in its colour: inside the axes, off every obstacle and every other label."""
     scale = ax.figure.dpi / 72
     frame = tuple(ax.get_window_extent().extents)
     written: list[Box] = []
     centred: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "va": "center"}
-    for point, text, colour in zip(points, texts, colours, strict=True):
+    for point, text, colour in labels:
         label = ax.annotate(text, point, xytext=(0, 0), color=colour, **centred, **style)
         extent = label.get_window_extent()
         x, y = ax.transData.transform(point)
@@ -94,11 +92,7 @@ def in_figure(ax: Axes, pixel: Pixel) -> tuple[float, float]:
 def _offset(radius: float, angle: float, width: float, height: float) -> tuple[float, float]:
     """From the marker to the centre of a box whose nearest edge or corner is `radius` away in that direction."""
     cos, sin = (round(f(math.radians(angle)), 3) for f in (math.cos, math.sin))
-    return radius * cos + _sign(cos) * width / 2, radius * sin + _sign(sin) * height / 2
-
-
-def _sign(value: float) -> int:
-    return (value > 0) - (value < 0)
+    return radius * cos + ((cos > 0) - (cos < 0)) * width / 2, radius * sin + ((sin > 0) - (sin < 0)) * height / 2
 
 
 def _shared(one: Box, other: Box) -> float:
@@ -121,11 +115,5 @@ def _nearest(pixel: Pixel, box: Box) -> Pixel:
 
 def _lead(ax: Axes, point: tuple[float, float], end: tuple[float, float]) -> None:
     """A line from a marker to its label, whose end is given as a fraction of the figure."""
-    ax.annotate(
-        "",
-        end,
-        xycoords="figure fraction",
-        xytext=point,
-        textcoords="data",
-        arrowprops={"arrowstyle": "-", "color": "0.5", "linewidth": 0.5, "shrinkA": 3, "shrinkB": 1},
-    )
+    line = {"arrowstyle": "-", "color": "0.5", "linewidth": 0.5, "shrinkA": 3, "shrinkB": 1}
+    ax.annotate("", end, xycoords="figure fraction", xytext=point, textcoords="data", arrowprops=line)

@@ -4,17 +4,17 @@ from one drawing to the next."""
 from __future__ import annotations
 
 import functools
-import tempfile
+import io
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from dpscope.errors import UserError
-from dpscope.reports.memory.data import is_private_only, label_of
+from dpscope.reports.memory.data import is_private_only, legend_of
 from dpscope.reports.palette import colour_of
 from dpscope.reports.tables import Row
-from dpscope.reports.words import size_in_words, step_in_words
+from dpscope.reports.words import step_in_words
+from dpscope.results.store import write_atomically
 from dpscope.units import GIB, MIB
 
 if TYPE_CHECKING:
@@ -91,30 +91,12 @@ def settle(figure: Figure) -> None:
 @styled
 def save(figure: Figure, folder: Path, name: str, formats: Sequence[str]) -> list[Path]:
     """One file a format, each replaced at once; a reader never sees half a picture."""
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = []
-    for kind in formats:
-        path = folder / f"{name}.{kind}"
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=f".{name}.", suffix=".tmp", delete=False) as file:
-            temporary = Path(file.name)
-        try:
-            figure.savefig(temporary, format=kind, **FILES[kind])
-            temporary.chmod(0o644)
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
-        paths.append(path)
+    paths = [folder / f"{name}.{kind}" for kind in formats]
+    for path, kind in zip(paths, formats, strict=True):
+        picture = io.BytesIO()
+        figure.savefig(picture, format=kind, **FILES[kind])
+        write_atomically(path, picture.getvalue())
     return paths
-
-
-def parse_formats(text: str) -> tuple[str, ...]:
-    """`png,svg` as asked for on a command line."""
-    names = tuple(dict.fromkeys(name.strip().lower().lstrip(".") for name in text.split(",") if name.strip()))
-    if unknown := [name for name in names if name not in FORMATS]:
-        raise UserError(f"no figure format {', '.join(map(repr, unknown))}: choose from {', '.join(FORMATS)}")
-    if not names:
-        raise UserError(f"no figure format given: choose from {', '.join(FORMATS)}")
-    return names
 
 
 def byte_unit(largest: float) -> tuple[float, str]:
@@ -128,8 +110,7 @@ def three_digits(value: float) -> str:
     return f"{value:.{0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2}f}"
 
 
-def set_title(figure: Figure, heading: str, rows: Sequence[Row], notes: Sequence[str]) -> None:
-    lines = [heading, describe(rows), *notes]
+def set_title(figure: Figure, *lines: str) -> None:
     figure.suptitle("\n".join(line for text in lines for line in textwrap.wrap(text, 110)), fontsize=FONT)
 
 
@@ -140,10 +121,9 @@ def not_drawn(reasons: Sequence[tuple[Row, str]]) -> list[str]:
 
 def describe(rows: Sequence[Row]) -> str:
     """What a figure was measured on."""
-    spec, environment = rows[0].first.spec, rows[0].first.environment
+    row, environment = rows[0], rows[0].first.environment
     where = environment.get("gpu") or environment.get("cpu")
-    size = f"{spec['workload']['name']}, {size_in_words(spec)}, {step_in_words(spec)}"
-    return size + (f"; {where}" if where else "")
+    return f"{row.field('model')}, {row.size}, {step_in_words(row.spec)}" + (f"; {where}" if where else "")
 
 
 def look_of(component: str) -> dict[str, Any]:
@@ -154,10 +134,12 @@ def look_of(component: str) -> dict[str, Any]:
 
 def component_legend(figure: Figure, components: Sequence[str]) -> None:
     """Components in words, below the panels."""
+    patch_legend(figure, {legend_of(key): look_of(key) for key in components}, 4, handlelength=1.6)
+
+
+def patch_legend(figure: Figure, looks: Mapping[str, Mapping[str, Any]], columns: int, **more: float) -> None:
+    """Below the panels: a patch that looks so for each label."""
     from matplotlib.patches import Patch
 
-    patches = [
-        Patch(label=label_of(key) + (" (private only)" if is_private_only(key) else ""), **look_of(key))
-        for key in components
-    ]
-    figure.legend(handles=patches, loc="outside lower center", ncols=4, frameon=False, handlelength=1.6)
+    patches = [Patch(label=label, **look) for label, look in looks.items()]
+    figure.legend(handles=patches, loc="outside lower center", ncols=columns, frameon=False, **more)

@@ -12,6 +12,7 @@ from dpscope.reports.figures.style import (
     SMALL,
     byte_unit,
     component_legend,
+    describe,
     look_of,
     new_figure,
     not_drawn,
@@ -25,90 +26,89 @@ from dpscope.reports.memory.data import (
     PhaseSpan,
     Timeline,
     composition_of,
-    in_order,
+    described_of,
+    present,
     snapshots_of,
+    standard_of,
     timeline_of,
-    why_no_composition,
+    undescribed,
 )
 from dpscope.reports.output import figure_output
 from dpscope.reports.palette import colour_of, is_dark
 from dpscope.reports.tables import Row
 from dpscope.reports.words import shorten
-from dpscope.vocabulary.methods import STANDARD
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.text import Annotation
 
-
 BAR = 0.6  # of the distance between two methods
 LONGEST_TICK = 24  # characters
+HEADROOM = 1.32  # of the highest peak: where peaks are labelled
+PANEL, STRIP = 1.3, 0.32  # inches: a panel, and the names of the phases above it
+TITLE_PAD = 17.0  # points from a panel to the method's name: the phases' names fit below it
+LONGEST_TITLE = 60  # characters, over the whole width
+GAP = 3.0  # points between two names of phases
+EVENTS = "allocations and frees within the step, in order"
+STAGES = "stages of the run (total only)"
+MANY_PANELS = 4  # beyond that they stand in two columns
+
+Segments = list[tuple[Any, str, float]]  # a bar, its component and its value
 
 
 @styled
 def draw_breakdown(rows: Sequence[Row]) -> Figure | None:
     """Rows of one size; None if none of them has a breakdown."""
-    found = [(row, composition_of(row)) for row in rows]
-    methods = [row.method for row, composition in found if composition]
-    shown = [composition for _, composition in found if composition]
+    described = described_of(rows)
+    shown = list(described.values())
     if not shown:
         return None
     figure = new_figure(1.6 + 0.36 * len(shown))
     peak, extra = figure.subplots(1, 2, sharey=True)
-    peak.set_yticks(range(len(shown)), [shorten(method, LONGEST_TICK) for method in methods])
+    peak.set_yticks(range(len(shown)), [shorten(row.method, LONGEST_TICK) for row in described])
     peak.set_ylim(len(shown) - 0.5, -0.5)
-    present = in_order(key for each in shown for key, count in each.components.items() if count)
-    component_legend(figure, present)
-    notes = not_drawn([(row, why_no_composition(row)) for row, composition in found if not composition])
-    set_title(figure, "Memory at the peak of a training step", rows, notes)
+    component_legend(figure, present(each.components for each in shown))
+    set_title(figure, "Memory at the peak of a training step", describe(rows), *not_drawn(undescribed(rows)))
 
     unit, name = byte_unit(max(each.total for each in shown))
     peak.set_xlabel(f"at the peak ({name})")
-    segments = _stack(peak, [each.components for each in shown], unit)
     totals = [f"{three_digits(each.total / unit)} {name}" for each in shown]
-    _write_totals(peak, [_reach(each.components) / unit for each in shown], totals)
-    segments += _draw_extra(extra, methods, shown)
+    segments = _stack(peak, [each.components for each in shown], unit, totals)
+    segments += _draw_extra(extra, described)
     settle(figure)
     _write_values(segments)
     return figure
 
 
-def _draw_extra(ax: Axes, methods: Sequence[str], compositions: Sequence[Composition]) -> list[tuple[Any, str, float]]:
+def _draw_extra(ax: Axes, described: Mapping[Row, Composition]) -> Segments:
     """Each method's bytes beyond standard's, component by component: more to the right, less to the left."""
-    standard = compositions[methods.index(STANDARD)] if STANDARD in methods else None
-    if standard is None or len(compositions) == 1:
+    standard = standard_of(described)
+    if standard is None or len(described) == 1:
         reason = "no standard at this size" if standard is None else "standard is the only method"
         ax.text(0.5, 0.5, f"nothing to compare with:\n{reason}", transform=ax.transAxes, ha="center", va="center")
         ax.set_axis_off()
         return []
-    extras = [composition.extra_over(standard) for composition in compositions]
+    extras = [composition.extra_over(standard) for composition in described.values()]
     unit, name = byte_unit(max(sum(abs(count) for count in extra.values()) for extra in extras))
     ax.set_xlabel(f"more than standard holds ({name}); line: net")
     ax.axvline(0, color="black", linewidth=0.6)
     ax.tick_params(left=False, labelleft=False)
     ax.spines["left"].set_visible(False)
-    segments = _stack(ax, extras, unit)
-    nets = [sum(extra.values()) for extra in extras]
-    amounts = [three_digits(abs(net) / unit) for net in nets]
-    signs = ["+" if net > 0 else "−" for net in nets]
-    texts = [
-        "standard" if method == STANDARD else f"{sign if float(amount) else '±'}{amount} {name}"
-        for method, sign, amount in zip(methods, signs, amounts, strict=True)
-    ]
-    _write_totals(ax, [_reach(extra) / unit for extra in extras], texts)
+    nets = [sum(extra.values()) / unit for extra in extras]
+    texts = []
+    for composition, net in zip(described.values(), nets, strict=True):
+        amount = three_digits(abs(net))
+        sign = "±" if not float(amount) else "+" if net > 0 else "−"
+        texts.append("standard" if composition is standard else f"{sign}{amount} {name}")
+    segments = _stack(ax, extras, unit, texts)
     for place, net in enumerate(nets):
-        ax.plot([0, net / unit], [place + BAR / 2 + 0.1] * 2, color="black", linewidth=1.6, solid_capstyle="butt")
+        ax.plot([0, net], [place + BAR / 2 + 0.1] * 2, color="black", linewidth=1.6, solid_capstyle="butt")
     return segments
 
 
-def _reach(components: Mapping[str, float]) -> float:
-    """How far to the right a stack goes."""
-    return sum(count for count in components.values() if count > 0)
-
-
-def _stack(ax: Axes, stacks: Sequence[Mapping[str, float]], unit: float) -> list[tuple[Any, str, float]]:
-    """Bars of stacked components, what is below zero to the left of it; each segment with its component and value."""
+def _stack(ax: Axes, stacks: Sequence[Mapping[str, float]], unit: float, texts: Sequence[str]) -> Segments:
+    """Bars of stacked components, what is below zero to the left of it, with a text at the right end of each."""
     segments = []
     for place, components in enumerate(stacks):
         ends = {True: 0.0, False: 0.0}
@@ -119,44 +119,23 @@ def _stack(ax: Axes, stacks: Sequence[Mapping[str, float]], unit: float) -> list
                 bar.set_gid(f"{key}:{place}")
                 segments.append((bar, key, value))
                 ends[more] += value
+    for place, (components, text) in enumerate(zip(stacks, texts, strict=True)):
+        end = sum(count for count in components.values() if count > 0) / unit
+        ax.annotate(text, (end, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=SMALL)
     return segments
 
 
-def _write_totals(ax: Axes, ends: Sequence[float], texts: Sequence[str]) -> None:
-    for place, (end, text) in enumerate(zip(ends, texts, strict=True)):
-        ax.annotate(text, (end, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=SMALL)
-
-
-def _write_values(segments: Sequence[tuple[Any, str, float]]) -> None:
+def _write_values(segments: Segments) -> None:
     """The value inside every segment that has room for it."""
     for bar, key, value in segments:
-        ax = bar.axes
+        middle = bar.get_x() + bar.get_width() / 2, bar.get_y() + bar.get_height() / 2
         ink = "white" if is_dark(colour_of(key)) else "black"
-        text = ax.text(
-            bar.get_x() + bar.get_width() / 2,
-            bar.get_y() + bar.get_height() / 2,
-            three_digits(abs(value)),
-            ha="center",
-            va="center",
-            color=ink,
-            fontsize=SMALL,
-        )
+        centred: dict[str, Any] = {"ha": "center", "va": "center", "color": ink, "fontsize": SMALL}
+        text = bar.axes.text(*middle, three_digits(abs(value)), **centred)
         if look_of(key)["hatch"]:  # figures are not read through a hatch
-            plate = {"boxstyle": "square,pad=0.15", "facecolor": colour_of(key), "edgecolor": "none"}
-            text.set_bbox(plate)
-        room = bar.get_window_extent().width - 4
-        if text.get_window_extent().width > room:
+            text.set_bbox({"boxstyle": "square,pad=0.15", "facecolor": colour_of(key), "edgecolor": "none"})
+        if text.get_window_extent().width > bar.get_window_extent().width - 4:
             text.remove()
-
-
-HEADROOM = 1.32  # of the highest peak: where peaks are labelled
-PANEL, STRIP = 1.3, 0.32  # inches: a panel, and the names of the phases above it
-TITLE_PAD = 17.0  # points from a panel to the method's name: the phases' names fit below it
-LONGEST_TITLE = 60  # characters, over the whole width
-GAP = 3.0  # points between two names of phases
-EVENTS = "allocations and frees within the step, in order"
-STAGES = "stages of the run (total only)"
-MANY_PANELS = 4  # panels; beyond that they stand in two columns
 
 
 @styled
@@ -173,15 +152,14 @@ def draw_timeline(rows: Sequence[Row]) -> Figure | None:
     axes = figure.subplots(lines, columns, sharey=True, squeeze=False).flatten()
     for spare in axes[len(drawn) :]:
         spare.set_axis_off()
-    notes = not_drawn(
-        [(row, row.why_none("no timeline was measured")) for row, timeline, stages in found if not (timeline or stages)]
-    )
-    set_title(figure, "Memory over one training step" if timelines else "Memory at the stages of a run", rows, notes)
+    heading = "Memory over one training step" if timelines else "Memory at the stages of a run"
+    missing = [(row, row.why_none("no timeline was measured")) for row, *known in found if not any(known)]
+    set_title(figure, heading, describe(rows), *not_drawn(missing))
     highest = max(max(timeline.totals if timeline else stages.values()) for _, timeline, stages in drawn)
     unit, name = byte_unit(highest)
     for (row, timeline, stages), ax in zip(drawn, axes, strict=False):
-        name_above = shorten(row.method, LONGEST_TITLE // columns)
-        ax.set_title(name_above, loc="left", fontweight="bold", pad=TITLE_PAD if timeline else None)
+        above = shorten(row.method, LONGEST_TITLE // columns)
+        ax.set_title(above, loc="left", fontweight="bold", pad=TITLE_PAD if timeline else None)
         if timeline:
             _draw_components(ax, timeline, unit)
         else:
@@ -195,8 +173,7 @@ def draw_timeline(rows: Sequence[Row]) -> Figure | None:
             ax.tick_params(labelbottom=False)  # every run went through the same stages
     axes[0].set_ylim(0, HEADROOM * highest / unit or 1)
     if timelines:
-        present = in_order(k for t in timelines for k, level in t.levels.items() if any(level))
-        component_legend(figure, present)
+        component_legend(figure, present({key: max(level) for key, level in t.levels.items()} for t in timelines))
     settle(figure)
     for (row, timeline, _), ax in zip(drawn, axes, strict=False):
         if timeline:
@@ -212,13 +189,11 @@ def _draw_components(ax: Axes, timeline: Timeline, unit: float) -> None:
     for key, level in timeline.levels.items():
         top = [low + count / unit for low, count in zip(floor, level, strict=True)]
         if any(level):
-            look = {**look_of(key), "linewidth": 0.0}
-            ax.fill_between(events, floor, top, step="post", label=key, **look)
+            ax.fill_between(events, floor, top, step="post", label=key, **{**look_of(key), "linewidth": 0.0})
         floor = top
     ax.set_xlim(events[0], max(events[-1], events[0] + 1))
-    for phase in timeline.phases:
-        for edge in (phase.start, phase.end):
-            ax.axvline(edge, color="0.35", linewidth=0.5, linestyle=(0, (4, 2)))
+    for edge in (edge for phase in timeline.phases for edge in (phase.start, phase.end)):
+        ax.axvline(edge, color="0.35", linewidth=0.5, linestyle=(0, (4, 2)))
 
 
 def _draw_stages(ax: Axes, stages: Mapping[str, float], unit: float) -> None:
@@ -231,19 +206,19 @@ def _draw_stages(ax: Axes, stages: Mapping[str, float], unit: float) -> None:
 
 def _name_phases(ax: Axes, phases: Sequence[PhaseSpan]) -> None:
     """Names in a strip above the panel, moved aside where phases are short, with a line to the phase they name."""
-    scale = ax.figure.dpi / 72
-    frame = ax.get_window_extent()
+    from matplotlib.lines import Line2D
+
+    scale, frame, in_page = ax.figure.dpi / 72, ax.get_window_extent(), ax.figure.transFigure
     texts = [ax.text(0, 0, phase.name, fontsize=SMALL, ha="center", va="bottom") for phase in phases]
     widths = [text.get_window_extent().width for text in texts]
     named = _that_fit(phases, widths, frame.width, GAP * scale)
     centres = [ax.transData.transform(((p.start + p.end) / 2, 0))[0] for p in phases]
     places = spread([centres[n] for n in named], [widths[n] for n in named], frame.x0, frame.x1, GAP * scale)
     for number, place in zip(named, places, strict=True):
-        text = texts[number]
-        text.set_transform(ax.figure.transFigure)
-        text.set_position(in_figure(ax, (place, frame.y1 + 5 * scale)))
-        text.set_gid("phase")
-        _connect(ax, (centres[number], frame.y1), (place, frame.y1 + 5 * scale))
+        start, end = (in_figure(ax, at) for at in ((centres[number], frame.y1), (place, frame.y1 + 5 * scale)))
+        texts[number].set(transform=in_page, position=end, gid="phase")
+        line = Line2D(*zip(start, end, strict=True), color="0.35", linewidth=0.5, transform=in_page, clip_on=False)
+        ax.figure.add_artist(line)
     for number, text in enumerate(texts):
         if number not in named:
             text.remove()
@@ -256,20 +231,10 @@ def _that_fit(phases: Sequence[PhaseSpan], widths: Sequence[float], room: float,
     return sorted(n for n, total in zip(longest, used, strict=True) if total <= room)
 
 
-def _connect(ax: Axes, start: tuple[float, float], end: tuple[float, float]) -> None:
-    from matplotlib.lines import Line2D
-
-    xs, ys = zip(in_figure(ax, start), in_figure(ax, end), strict=True)
-    line = Line2D(xs, ys, color="0.35", linewidth=0.5, transform=ax.figure.transFigure, clip_on=False)
-    ax.figure.add_artist(line)
-
-
 def _mark_peak(ax: Axes, row: Row, timeline: Timeline, unit: tuple[float, str]) -> None:
     """A marker at the peak and, in the headroom above, its value and what made it."""
-    peak = timeline.peak
-    event, total = timeline.events[peak], timeline.totals[peak] / unit[0]
+    event, total = timeline.events[timeline.peak], timeline.totals[timeline.peak] / unit[0]
     composition = composition_of(row)
-    maker = composition.maker if composition else None
     ax.plot(event, total, marker="v", markersize=4, color="black", clip_on=False, zorder=5)
     start, end = ax.get_xlim()
     left = (event - start) / (end - start) < 0.5
@@ -285,7 +250,7 @@ def _mark_peak(ax: Axes, row: Row, timeline: Timeline, unit: tuple[float, str]) 
         bbox={"boxstyle": "square,pad=0.15", "facecolor": "white", "edgecolor": "none"},
         gid="peak",
     )
-    _fit(text, room, f"peak {three_digits(total)} {unit[1]}", maker)
+    _fit(text, room, f"peak {three_digits(total)} {unit[1]}", composition.maker if composition else None)
 
 
 def _fit(text: Annotation, room: float, value: str, maker: str | None) -> None:

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dpscope.reports.doubt import explain, marked
 from dpscope.reports.figures.labels import Box, label_points
-from dpscope.reports.figures.style import SMALL, byte_unit, new_figure, not_drawn, set_title, settle, styled
-from dpscope.reports.memory.data import why_no_composition
+from dpscope.reports.figures.style import (
+    SMALL,
+    byte_unit,
+    describe,
+    new_figure,
+    not_drawn,
+    set_title,
+    settle,
+    styled,
+)
 from dpscope.reports.output import figure_output
 from dpscope.reports.palette import method_colours, method_markers
 from dpscope.reports.tables import Row
@@ -20,10 +28,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-
 LONGEST_LABEL = 28  # characters
 MARKER_SIZE = 6.0  # points
-MANY_METHODS = 6  # methods; more are named in a legend
+MANY_METHODS = 6  # more are named in a legend
 REFERENCE = "standard"
 CLOSEST = 0.3  # of the largest value: the least that an axis spans
 
@@ -37,6 +44,10 @@ class TradeoffPoint:
     colour: str
     marker: str
 
+    @property
+    def look(self) -> dict[str, Any]:
+        return {"marker": self.marker, "color": self.colour, "markersize": MARKER_SIZE}
+
 
 @styled
 def draw_tradeoff(rows: Sequence[Row]) -> Figure | None:
@@ -44,9 +55,10 @@ def draw_tradeoff(rows: Sequence[Row]) -> Figure | None:
     drawn = [row for row in rows if row.median_ms and row.peak_bytes]
     if not drawn:
         return None
-    figure = new_figure(3.1 + (0.09 * len(drawn) if len(drawn) > MANY_METHODS else 0.0))
+    many = len(drawn) > MANY_METHODS
+    figure = new_figure(3.1 + (0.09 * len(drawn) if many else 0.0))
     absolute, relative = figure.subplots(1, 2)
-    set_title(figure, "Peak memory against time of a training step", rows, _notes(rows, drawn))
+    set_title(figure, "Peak memory against time of a training step", describe(rows), *_notes(rows, drawn))
     unit, name = byte_unit(max(row.peak_bytes or 0.0 for row in drawn))
     slow = max(row.median_ms or 0.0 for row in drawn) >= 10_000
     absolute.set_xlabel(f"time of a step ({'s' if slow else 'ms'}), median and p10–p90")
@@ -57,29 +69,15 @@ def draw_tradeoff(rows: Sequence[Row]) -> Figure | None:
     second = 1000.0 if slow else 1.0
     methods = [row.method for row in rows]
     colours, markers = method_colours(methods), method_markers(methods)
-    points = [
-        TradeoffPoint(
-            (row.median_ms or 0.0) / second,
-            (row.peak_bytes or 0.0) / unit,
-            tuple(edge / second for edge in row.spread_ms or (row.median_ms or 0.0,) * 2),
-            marked(shorten(row.method, LONGEST_LABEL), row.time_doubt),
-            colours[row.method],
-            markers[row.method],
-        )
-        for row in drawn
-    ]
-    ratios = [
-        TradeoffPoint(
-            row.time_ratio,
-            row.memory_ratio,
-            (row.time_ratio,) * 2,
-            _ratio_label(row),
-            colours[row.method],
-            markers[row.method],
-        )
-        for row in drawn
-        if row.time_ratio is not None and row.memory_ratio is not None
-    ]
+    points, ratios = [], []
+    for row in drawn:
+        look, label = (colours[row.method], markers[row.method]), shorten(row.method, LONGEST_LABEL)
+        time, peak = (row.median_ms or 0.0) / second, (row.peak_bytes or 0.0) / unit
+        spread = tuple(edge / second for edge in row.spread_ms or (row.median_ms or 0.0,) * 2)
+        points.append(TradeoffPoint(time, peak, spread, marked(label, row.time_doubt), *look))
+        if row.time_ratio is not None and row.memory_ratio is not None:
+            label = f"{label} {row.time_ratio_shown}, {format_ratio(row.memory_ratio)}"
+            ratios.append(TradeoffPoint(row.time_ratio, row.memory_ratio, (row.time_ratio,) * 2, label, *look))
     _scatter(absolute, points)
     if ratios:
         for line in (relative.axvline, relative.axhline):
@@ -88,40 +86,27 @@ def draw_tradeoff(rows: Sequence[Row]) -> Figure | None:
     else:
         relative.text(0.5, 0.5, "no standard at this size:\nno ratios", transform=relative.transAxes, ha="center")
         relative.set_axis_off()
-    if len(drawn) > MANY_METHODS:
+    if many:
         _legend(figure, ratios or points)
     settle(figure)
-    if len(drawn) <= MANY_METHODS:
+    if not many:
         _label(absolute, points)
         _label(relative, ratios)
     return figure
 
 
 def _notes(rows: Sequence[Row], drawn: Sequence[Row]) -> list[str]:
-    notes = not_drawn([(row, _why_none(row)) for row in rows if not (row.median_ms and row.peak_bytes)])
+    missing = {row: "peak" if row.median_ms else "time" for row in rows if row not in drawn}
+    notes = not_drawn([(row, row.why_none(f"no {what} was measured")) for row, what in missing.items()])
     doubt = explain(row.ratio_doubt for row in drawn)
     return [*notes, doubt.removesuffix(".")] if doubt else notes
-
-
-def _why_none(row: Row) -> str:
-    if not row.result.ok:
-        return why_no_composition(row)
-    return "no time was measured" if not row.median_ms else "no peak was measured"
 
 
 def _scatter(ax: Axes, points: Sequence[TradeoffPoint]) -> None:
     for point in points:
         low, high = point.spread
-        ax.errorbar(
-            point.x,
-            point.y,
-            xerr=[[max(point.x - low, 0.0)], [max(high - point.x, 0.0)]],
-            marker=point.marker,
-            color=point.colour,
-            markersize=MARKER_SIZE,
-            linewidth=1.0,
-            capsize=2,
-        )
+        spread = [[max(point.x - low, 0.0)], [max(high - point.x, 0.0)]]
+        ax.errorbar(point.x, point.y, xerr=spread, linewidth=1.0, capsize=2, **point.look)
     ax.set_xlim(*_limits([edge for point in points for edge in (point.x, *point.spread)]))
     ax.set_ylim(*_limits([point.y for point in points]))
 
@@ -130,10 +115,7 @@ def _legend(figure: Figure, points: Sequence[TradeoffPoint]) -> None:
     """For more methods than can be named beside their markers."""
     from matplotlib.lines import Line2D
 
-    handles = [
-        Line2D([], [], linestyle="", marker=point.marker, color=point.colour, markersize=MARKER_SIZE, label=point.label)
-        for point in points
-    ]
+    handles = [Line2D([], [], linestyle="", label=point.label, **point.look) for point in points]
     figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False)
 
 
@@ -154,19 +136,8 @@ def _label(ax: Axes, points: Sequence[TradeoffPoint]) -> None:
         left, middle = ax.transData.transform((min(point.spread[0], point.x), point.y))
         right, _ = ax.transData.transform((max(point.spread[1], point.x), point.y))
         obstacles.append((left - half, middle - half, right + half, middle + half))
-    label_points(
-        ax,
-        [(point.x, point.y) for point in points],
-        [point.label for point in points],
-        [point.colour for point in points],
-        obstacles=obstacles,
-        fontsize=SMALL,
-    )
-
-
-def _ratio_label(row: Row) -> str:
-    name = shorten(row.method, LONGEST_LABEL)
-    return f"{name} {marked(format_ratio(row.time_ratio), row.ratio_doubt)}, {format_ratio(row.memory_ratio)}"
+    named = [((point.x, point.y), point.label, point.colour) for point in points]
+    label_points(ax, named, obstacles=obstacles, fontsize=SMALL)
 
 
 TRADEOFF_FIGURE = figure_output("performance_tradeoff", "time against memory of each method", draw_tradeoff)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dpscope.reports.doubt import marked
-from dpscope.reports.page.chart import Chart, Table, View, chart_by_size
+from dpscope.reports.page.chart import Chart, Table, View, chart_by_size, chart_of
 from dpscope.reports.palette import GREW, SHRANK, is_dark, phase_colour
 from dpscope.reports.tables import Row
 from dpscope.reports.trace import data
@@ -35,15 +35,12 @@ HOW_PHASES = {
 
 def phases(rows: Sequence[Row]) -> Chart | None:
     groups = [steps for steps in data.traced(rows) if data.phase_series(steps)]
-    if not groups:
-        return None
-    return Chart(
+    return chart_of(
+        map(_phases_view, groups),
         key="phases",
         title="Where the time of a step goes",
         nav_label="Phases",
-        kind="phases",
         how=" ".join(HOW_PHASES[gpu] for gpu in dict.fromkeys(map(data.on_gpu, groups))),
-        views=[_phases_view(steps) for steps in groups],
     )
 
 
@@ -107,23 +104,25 @@ def _operators_view(rows: Sequence[Row]) -> View | None:
     )
 
 
-def _biggest(found: data.StepDifference, most: int) -> tuple[list[data.OperatorChange], float]:
+def _biggest(found: data.StepDifference, most: int) -> tuple[list[data.OperatorChange], float, int]:
+    """The changes that matter most, the longest first; what all others sum to, and how many they are."""
     biggest, rest = found.biggest(most)
-    return sorted(biggest, key=lambda change: -change.ms), rest
+    return sorted(biggest, key=lambda change: -change.ms), rest, len(found.changes) - len(biggest)
 
 
 def _panel(found: data.StepDifference) -> dict[str, Any]:
-    biggest, rest = _biggest(found, DRAWN_CHANGES)
-    bars = [_bar(change) for change in biggest]
-    if others := len(found.changes) - len(biggest):
+    biggest, rest, others = _biggest(found, DRAWN_CHANGES)
+    bars: list[dict[str, Any]] = [
+        {
+            "label": operator_label(change.operator, 60),
+            **{"name": change.operator, "phase": change.phase, "kind": change.kind},
+            **{"ms": change.ms, "before_ms": change.before_ms, "after_ms": change.after_ms},
+        }
+        for change in biggest
+    ]
+    if others:
         bars.append({"label": f"{REST_BAR} ({others})", "name": REST_BAR, "phase": "", "kind": "", "ms": rest})
     return {"method": found.method, "total_ms": found.total_ms, "parts": _parts(found), "bars": bars}
-
-
-def _bar(change: data.OperatorChange) -> dict[str, Any]:
-    times = {"ms": change.ms, "before_ms": change.before_ms, "after_ms": change.after_ms}
-    what = {"name": change.operator, "phase": change.phase, "kind": change.kind}
-    return {"label": operator_label(change.operator, 60), **what, **times}
 
 
 def _parts(found: data.StepDifference) -> list[tuple[str, float]]:
@@ -148,10 +147,9 @@ def _operators_in_words(found: data.StepDifference) -> str:
 
 def _lines(found: data.StepDifference) -> list[tuple[Any, ...]]:
     """As many as matter, and a last one so that they sum to the whole."""
-    biggest, rest = _biggest(found, LISTED_CHANGES)
+    biggest, rest, others = _biggest(found, LISTED_CHANGES)
     lines: list[tuple[Any, ...]] = [(c.operator, c.phase, c.kind, c.before_ms, c.after_ms, c.ms) for c in biggest]
-    if len(found.changes) > len(biggest):
-        lines.append((REST_BAR, "", "", None, None, rest))
+    lines += [(REST_BAR, "", "", None, None, rest)] if others else []
     return [(found.method, found.basis, *line) for line in lines]
 
 
@@ -160,7 +158,6 @@ operators = chart_by_size(
     key="operators",
     title="Operators that grew",
     nav_label="Operators",
-    kind="operators",
     how=(
         "Each operator's own time in a step under torch.profiler, less its time in standard's: the bars of a "
         "method sum to how much longer its traced step is. It does not see single kernels within an operator, "

@@ -6,7 +6,16 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from dpscope.reports.doubt import marked
-from dpscope.reports.figures.style import SMALL, new_figure, set_title, settle, styled, three_digits
+from dpscope.reports.figures.style import (
+    SMALL,
+    describe,
+    new_figure,
+    patch_legend,
+    set_title,
+    settle,
+    styled,
+    three_digits,
+)
 from dpscope.reports.output import figure_output
 from dpscope.reports.palette import FAMILY_COLOURS, GREW, SHRANK, is_dark, phase_colour
 from dpscope.reports.tables import Row
@@ -29,18 +38,14 @@ def draw_phases(rows: Sequence[Row]) -> Figure | None:
     gpu, series = data.on_gpu(steps), data.phase_series(steps)
     if not series:
         return None
-    figure = _draw_stacks(1.5, steps, series, {name: (name, phase_colour(name)) for name in series})
-    figure.axes[0].set_xlabel("GPU milliseconds of an unprofiled step" if gpu else "milliseconds of a traced step")
-    doubt = "" if gpu else data.stretched_in_words(steps).removesuffix(".")
-    _set_title(figure, "Where the time of a training step goes", steps, _unprofiled(steps), doubt)
-    return figure
-
-
-def _unprofiled(steps: Sequence[data.TracedStep]) -> str:
-    """Nobody should read a step's time off a bar that was drawn under a profiler."""
-    timed = [(step.method, step.row.median_ms, step.row.time_doubt) for step in steps]
-    told = ", ".join(f"{method} {marked(f'{median:.1f} ms', doubt)}" for method, median, doubt in timed if median)
-    return f"Unprofiled steps: {told}" if told else "Steps were not timed without the profiler"
+    # Nobody should read a step's time off a bar that was drawn under a profiler.
+    timed = [step.row for step in steps if step.row.median_ms]
+    told = ", ".join(f"{row.method} {marked(f'{row.median_ms:.1f} ms', row.time_doubt)}" for row in timed)
+    notes = [f"Unprofiled steps: {told}" if told else "Steps were not timed without the profiler"]
+    notes += [] if gpu else [data.stretched_in_words(steps).removesuffix(".")]
+    axis = "GPU milliseconds of an unprofiled step" if gpu else "milliseconds of a traced step"
+    looks = {name: (name, phase_colour(name)) for name in series}
+    return _draw_stacks("Where the time of a training step goes", 1.5, steps, series, looks, axis, notes)
 
 
 @styled
@@ -48,13 +53,9 @@ def draw_families(rows: Sequence[Row]) -> Figure | None:
     """Kernel time by family, a bar a method; None without a GPU trace."""
     steps = [step for step in data.traced_steps(rows) if step.trace.get("families")]
     series = data.family_series(steps)
-    if not series:
-        return None
     looks = {name: (FAMILY_LABELS.get(name, name), FAMILY_COLOURS.get(name, "#DDDDDD")) for name in series}
-    figure = _draw_stacks(1.7, steps, series, looks)
-    figure.axes[0].set_xlabel("milliseconds of kernels, copies and fills in a step")
-    _set_title(figure, "What the GPU works on", steps)
-    return figure
+    axis = "milliseconds of kernels, copies and fills in a step"
+    return _draw_stacks("What the GPU works on", 1.7, steps, series, looks, axis) if series else None
 
 
 @styled
@@ -67,19 +68,17 @@ def draw_differences(rows: Sequence[Row]) -> Figure | None:
     axes = figure.subplots(len(found), 1, sharex=True, squeeze=False)[:, 0]
     for each, ax in zip(found, axes, strict=True):
         biggest, rest = each.biggest(DRAWN_OPERATORS)
-        labels = [*map(_label, biggest), "everything else"]
         values = [*(change.ms for change in biggest), rest]
         bars = ax.barh(range(len(values)), values, color=[GREW if value > 0 else SHRANK for value in values])
         ax.bar_label(bars, [f"{value:+.2f}" for value in values], padding=2, fontsize=SMALL)
-        ax.set_yticks(range(len(values)), labels)
+        ax.set_yticks(range(len(values)), [*map(_label, biggest), "everything else"])
         ax.set_ylim(len(values) - 0.4, -0.6)
         ax.axvline(0, color="black", linewidth=0.6)
         ax.margins(x=0.12)
         ax.set_title(f"{each.method}: {each.total_ms:+.2f} ms in all", loc="left", fontweight="bold")
-    axes[-1].set_xlabel(
-        f"milliseconds more than standard ({'GPU time' if found[0].basis == data.GPU else 'host time'})"
-    )
-    set_title(figure, "What a method's traced step takes beyond ordinary training, by operator", rows, [])
+    clock = "GPU time" if found[0].basis == data.GPU else "host time"
+    axes[-1].set_xlabel(f"milliseconds more than standard ({clock})")
+    set_title(figure, "What a method's traced step takes beyond ordinary training, by operator", describe(rows))
     settle(figure)
     return figure
 
@@ -88,18 +87,17 @@ def _label(change: data.OperatorChange) -> str:
     return operator_label(change.operator, 44) + (f" ({change.phase})" if change.phase else "")
 
 
-def _set_title(figure: Figure, heading: str, steps: Sequence[data.TracedStep], *notes: str) -> None:
-    set_title(figure, heading, [step.row for step in steps], [note for note in notes if note])
-    settle(figure)
-
-
 def _draw_stacks(
-    height: float, steps: Sequence[data.TracedStep], series: data.Series, looks: Mapping[str, tuple[str, str]]
+    title: str,
+    height: float,
+    steps: Sequence[data.TracedStep],
+    series: data.Series,
+    looks: Mapping[str, tuple[str, str]],
+    axis: str,
+    notes: Sequence[str] = (),
 ) -> Figure:
     """A bar a method, a segment a name, in the label and colour it looks by. A segment wide enough for its figure
     carries it, and the total stands at the end."""
-    from matplotlib.patches import Patch
-
     figure = new_figure(height + 0.34 * len(steps))
     ax: Axes = figure.subplots()
     widest = max(sum(filter(None, times)) for times in zip(*series.values(), strict=True)) or 1.0
@@ -117,8 +115,11 @@ def _draw_stacks(
     ax.set_yticks(range(len(steps)), [shorten(step.method, 24) for step in steps])
     ax.set_ylim(len(steps) - 0.5, -0.5)
     ax.set_xlim(0, widest * 1.1)
-    patches = [Patch(facecolor=c, edgecolor="0.4", linewidth=0.4, label=label) for label, c in looks.values()]
-    figure.legend(handles=patches, loc="outside lower center", ncols=min(len(looks), 6), frameon=False)
+    ax.set_xlabel(axis)
+    patches = {label: {"facecolor": c, "edgecolor": "0.4", "linewidth": 0.4} for label, c in looks.values()}
+    patch_legend(figure, patches, min(len(looks), 6))
+    set_title(figure, title, describe([step.row for step in steps]), *notes)
+    settle(figure)
     return figure
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from dpscope.reports.page.chart import Chart, Table, View
+from dpscope.reports.page.chart import Chart, Table, View, chart_of
 from dpscope.reports.palette import is_dark, looks_of
 from dpscope.reports.tables import Row
 from dpscope.reports.traffic import data
@@ -29,32 +29,26 @@ HOW_BYTES = {
 
 def traffic(rows: Sequence[Row]) -> Chart | None:
     groups = data.by_size(rows, lambda each: each.dram_bytes)
-    if not groups:
-        return None
     every = [each for group in groups for each in group]
-    return Chart(
+    return chart_of(
+        map(_view, groups),
         key="traffic",
-        title=f"DRAM bytes of a step{estimate_in_title(every)}",
+        title=f"DRAM bytes of a step{_estimate_in_title(every)}",
         nav_label="DRAM bytes",
-        kind="traffic",
         how=" ".join(text for source, text in HOW_BYTES.items() if any(each.source == source for each in every)),
-        views=[_view(group) for group in groups],
     )
 
 
-def estimate_in_title(traffics: Sequence[data.Traffic]) -> str:
+def _estimate_in_title(traffics: Sequence[data.Traffic]) -> str:
     """No reader should take an estimate for a measurement, not even one who reads titles only."""
     estimated = [each.estimated for each in traffics]
-    if not any(estimated):
-        return ""
-    return f" ({'' if all(estimated) else 'partly '}{data.APPROXIMATELY} estimate)"
+    return f" ({'' if all(estimated) else 'partly '}{data.APPROXIMATELY} estimate)" if any(estimated) else ""
 
 
 def _view(group: Sequence[data.Traffic]) -> View:
     families, directions = data.family_parts(group), data.direction_parts(group)
     # Stacks of bars: families where every method of the size has kernel rows, and the two directions.
     drawn = families if all(each.by_family for each in group) else []
-    columns = ("method", "source", READ, WRITE, "dram_bytes", "ratio_to_standard", "kernels_source")
     return View(
         size=group[0].row.size,
         says=_says(group),
@@ -62,16 +56,20 @@ def _view(group: Sequence[data.Traffic]) -> View:
             "bars": [_bar(each) for each in group],
             "parts": [_part("family", part) for part in drawn] + [_part("direction", part) for part in directions],
         },
-        table=Table(
-            columns=(*columns, *(f"{part.label} (bytes)" for part in families)),
-            rows=[
-                (
-                    *(each.method, each.source, each.figure(READ), each.figure(WRITE), each.dram_bytes, each.ratio),
-                    each.kernels.source if each.kernels else None,
-                    *(part.counts[place] for part in families),
-                )
+        table=Table.of(
+            [
+                {
+                    "method": each.method,
+                    "source": each.source,
+                    READ: each.figure(READ),
+                    WRITE: each.figure(WRITE),
+                    "dram_bytes": each.dram_bytes,
+                    "ratio_to_standard": each.ratio,
+                    "kernels_source": each.kernels.source if each.kernels else None,
+                    **{f"{part.label} (bytes)": part.counts[place] for part in families},
+                }
                 for place, each in enumerate(group)
-            ],
+            ]
         ),
     )
 
@@ -110,18 +108,15 @@ def _says(group: Sequence[data.Traffic]) -> str:
 def roofline(rows: Sequence[Row]) -> Chart | None:
     """None if no row has bytes, operations and a time."""
     found = rooflines(rows)
-    if not found:
-        return None
     every = [traffic for each in found for traffic in each.traffics]
     measured = dict.fromkeys(how for each in every if (how := each.ceilings.get("how")))
     roofs = f" Roofs as measured on this machine: {'; '.join(measured)}." if measured else ""
-    return Chart(
+    return chart_of(
+        (_roofline_view(each, looks_of(rows)) for each in found),
         key="roofline",
-        title=f"Roofline{estimate_in_title(every)}",
+        title=f"Roofline{_estimate_in_title(every)}",
         nav_label="Roofline",
-        kind="roofline",
         how=f"{point_notes(found)}.{roofs} It does not see caches: only DRAM bytes count.",
-        views=[_roofline_view(each, looks_of(rows)) for each in found],
     )
 
 
@@ -142,16 +137,14 @@ def _roofline_view(found: Roofline, looks: dict[str, dict[str, str]]) -> View:
 
 
 def _roofline_says(found: Roofline) -> str:
-    shares = [_share_of_roof(each) for each in found.traffics]
-    told = ", ".join(_told(each, share) for each, share in zip(found.traffics, shares, strict=True))
-    return f"{'A step computes' if None in shares else 'Of what this machine reaches at the same FLOP a byte'}: {told}."
-
-
-def _told(each: data.Traffic, share: float | None) -> str:
-    mark = data.marked_estimate("", each.flops_estimated)
-    rate = f"{mark}{format_rate(each.flop_rate, 'FLOP')} at {mark}{each.intensity:.3g} FLOP a byte"
-    name = f"{each.method}{f' ({data.APPROXIMATELY} estimate)' if each.estimated else ''}"
-    return f"{name} {rate}" if share is None else f"{name} {mark}{share:.0%} ({rate})"
+    shares, told = [_share_of_roof(each) for each in found.traffics], []
+    for each, share in zip(found.traffics, shares, strict=True):
+        mark = data.marked_estimate("", each.flops_estimated)
+        rate = f"{mark}{format_rate(each.flop_rate, 'FLOP')} at {mark}{each.intensity:.3g} FLOP a byte"
+        name = f"{each.method}{f' ({data.APPROXIMATELY} estimate)' if each.estimated else ''}"
+        told.append(f"{name} {rate}" if share is None else f"{name} {mark}{share:.0%} ({rate})")
+    what = "A step computes" if None in shares else "Of what this machine reaches at the same FLOP a byte"
+    return f"{what}: {', '.join(told)}."
 
 
 def _share_of_roof(each: data.Traffic) -> float | None:

@@ -7,13 +7,12 @@ roof is the measured DRAM bandwidth, the level ones the measured rates of matrix
 from __future__ import annotations
 
 import math
-import textwrap
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from dpscope.reports.figures.labels import Box, label_points
-from dpscope.reports.figures.style import FONT, SMALL, new_figure, settle, styled
+from dpscope.reports.figures.style import FONT, SMALL, new_figure, patch_legend, set_title, settle, styled
 from dpscope.reports.output import figure_output
 from dpscope.reports.palette import looks_of
 from dpscope.reports.tables import Row
@@ -31,7 +30,14 @@ PANELS_ACROSS = 4  # panels side by side
 MOST_LETTERS = 60  # of method names side by side: more are written aslant
 WIDEST_SLOTS = 7  # bars that a lone panel has room for: fewer do not grow fat
 TITLE_HEIGHT = 0.55  # inches
-WRAP = 110  # characters of a title's line
+STEP_MARKER, KERNEL_MARKER = 6.5, 3.0  # points
+NAMED_KERNELS = 4  # of each panel
+LONGEST_POINT, LONGEST_KERNEL = 24, 18  # characters
+SLOPE_BOXES = 32  # small enough that little beside the line is kept free
+SPAN = 100.0  # the least that an axis spans
+ROOM = 3.0  # an axis goes this factor beyond its points
+
+Looks = dict[str, dict[str, str]]  # method -> colour and marker
 
 
 def make_panels(groups: TrafficGroups, *, columns: int, height: float) -> tuple[Figure, list[Axes]]:
@@ -57,8 +63,7 @@ def set_heading(figure: Figure, heading: str, groups: TrafficGroups, note: str) 
     what += [rows[0].size] if len(groups) == 1 else []
     machines = [row.first.environment for row in rows if row.first.environment]
     where = dict.fromkeys(str(machine.get("gpu") or machine.get("cpu")) for machine in machines)
-    lines = [heading, "; ".join(filter(None, (", ".join(what), ", ".join(where)))), note]
-    figure.suptitle("\n".join(line for text in lines for line in textwrap.wrap(text, WRAP)), fontsize=FONT)
+    set_title(figure, heading, "; ".join(filter(None, (", ".join(what), ", ".join(where)))), note)
 
 
 @styled
@@ -80,7 +85,11 @@ def draw_traffic_bytes(rows: Sequence[Row]) -> Figure | None:
     mixed = len({traffic.source for traffic in traffics}) > 1
     pale = "; ≈ and pale: an estimate from tensor sizes, not measured" if mixed else ""
     set_heading(figure, "DRAM bytes that one training step moves", groups, f"× standard above each bar{pale}")
-    _legend(figure, find_parts(traffics), traffics)
+    looks = {}
+    for part in find_parts(traffics):  # each as the first bar that has it shows it
+        first = next((t for t, count in zip(traffics, part.counts, strict=True) if count), traffics[0])
+        looks[part.label] = _look(part, first)
+    patch_legend(figure, looks, 5, handlelength=1.6)
     return figure
 
 
@@ -103,15 +112,6 @@ def _draw_bars(ax: Axes, group: Sequence[Traffic], parts: Sequence[Part], unit: 
     ax.set_xlim(middle - half, middle + half)
 
 
-def _legend(figure: Figure, parts: Sequence[Part], traffics: Sequence[Traffic]) -> None:
-    """Each part as the first bar that has it shows it."""
-    from matplotlib.patches import Patch
-
-    firsts = [next((t for t, count in zip(traffics, part.counts, strict=True) if count), traffics[0]) for part in parts]
-    patches = [Patch(label=part.label, **_look(part, first)) for part, first in zip(parts, firsts, strict=True)]
-    figure.legend(handles=patches, loc="outside lower center", ncols=5, frameon=False, handlelength=1.6)
-
-
 def _look(part: Part, traffic: Traffic) -> dict[str, Any]:
     pale: dict[str, Any] = {"alpha": 0.55} if traffic.estimated else {}
     if part.colour is None:
@@ -124,20 +124,6 @@ def _unit(largest: float) -> tuple[float, str]:
     """The decimal unit of an axis, and its size in bytes."""
     unit = 10.0 ** max(0, min(12, (len(str(int(largest))) - 1) // 3 * 3))
     return unit, format_traffic(unit).rpartition(" ")[2]
-
-
-TRAFFIC_HOLDS = "DRAM bytes of a step by family of kernels"
-TRAFFIC_BYTES = figure_output("traffic_bytes", TRAFFIC_HOLDS, draw_traffic_bytes, instrument="ncu", sizes_apart=False)
-
-
-STEP_MARKER, KERNEL_MARKER = 6.5, 3.0  # points
-NAMED_KERNELS = 4  # of each panel
-LONGEST_POINT, LONGEST_KERNEL = 24, 18  # characters
-SLOPE_BOXES = 32  # small enough that little beside the line is kept free
-SPAN = 100.0  # the least that an axis spans
-ROOM = 3.0  # an axis goes this factor beyond its points
-
-Looks = dict[str, dict[str, str]]  # method -> colour and marker
 
 
 @styled
@@ -234,9 +220,8 @@ def _label(ax: Axes, points: Sequence[RooflinePoint], looks: Looks, roofs: Seque
         obstacles.append((x - half, y - half, x + half, y + half))
     kernels = {_name(point): point for point in points if point.kernel}
     named = [*(point for point in points if not point.kernel), *list(kernels.values())[:NAMED_KERNELS]]
-    places, names = [(point.x, point.y) for point in named], [_name(point) for point in named]
-    colours = [looks[point.method]["colour"] for point in named]
-    label_points(ax, places, names, colours, obstacles=obstacles, fontsize=SMALL)
+    labels = [((point.x, point.y), _name(point), looks[point.method]["colour"]) for point in named]
+    label_points(ax, labels, obstacles=obstacles, fontsize=SMALL)
 
 
 def _name(point: RooflinePoint) -> str:
@@ -245,5 +230,11 @@ def _name(point: RooflinePoint) -> str:
     return shorten(point.name, LONGEST_POINT) + (" (estimate)" if point.estimated else "")
 
 
-ROOFLINE_HOLDS = "operations a byte against what the GPU can do"
-ROOFLINE = figure_output("roofline", ROOFLINE_HOLDS, draw_roofline, instrument="ncu", sizes_apart=False)
+TRAFFIC_BYTES = figure_output(
+    *("traffic_bytes", "DRAM bytes of a step by family of kernels", draw_traffic_bytes),
+    instrument="ncu",
+    sizes_apart=False,
+)
+ROOFLINE = figure_output(
+    *("roofline", "operations a byte against what the GPU can do", draw_roofline), instrument="ncu", sizes_apart=False
+)
