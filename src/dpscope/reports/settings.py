@@ -14,7 +14,7 @@ from dpscope.vocabulary.settings import SETTINGS
 UNLABELLED = ("name", *(name for name, each in SETTINGS.items() if each.speaks_for_itself))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Size:
     """Rows that are compared with each other: one setting at one size."""
 

@@ -109,13 +109,11 @@ def _same_memory(row: Row, other: Row) -> bool:
 
 def _of_savings(winner: Row, others: Sequence[Row]) -> list[str]:
     """Against what people usually have; else the next best is what a reader would have taken, by time first."""
-    usual = next((row for row in others if row.method == USUAL), None) or min(others, key=_expense)
+    usual = next((row for row in others if row.method == USUAL), None) or min(
+        others, key=lambda row: (row.median_ms is None, row.median_ms or 0.0, row.peak_bytes or 0.0)
+    )
     saved = _savings(winner, usual)
     return [f"Against {usual.method} it saves {' and '.join(saved)} a step."] if saved else []
-
-
-def _expense(row: Row) -> tuple[bool, float, float]:
-    return (row.median_ms is None, row.median_ms or 0.0, row.peak_bytes or 0.0)
 
 
 def _savings(winner: Row, other: Row) -> list[str]:

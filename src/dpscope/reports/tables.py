@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 from dpscope.reports.doubt import doubt_of_times, marked
 from dpscope.reports.words import size_in_words
 from dpscope.results.payloads.memory import MemoryPayload, TimingPayload
-from dpscope.results.payloads.ncu import NcuPayload
 from dpscope.results.schema import Result
 from dpscope.units import MIB, MISSING, format_ms, format_ratio, format_throughput
 from dpscope.vocabulary.methods import STANDARD
@@ -23,6 +22,7 @@ SIZES = ("batch_size", "seq_len")
 SPEEDS = ("samples/s", "tokens/s")
 MEASUREMENT_FIELDS = ("method", "instrument", "options", *REPEATS)  # ten timed steps and a tracked one are one row
 StepCounts = tuple[tuple[str, Any], ...]
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,14 +117,13 @@ class Row:
     def ended_well(self) -> list[Result]:
         return [result for result in self.measured.values() if result.ok]
 
-    @property
-    def timing(self) -> TimingPayload:
-        return next((result.timing for result in self.ended_well if result.timing), TimingPayload())
+    def first_of(self, read: Callable[[Result], Value]) -> Value | None:
+        """What the first measurement that ended well has of something; None where none has any of it."""
+        return next((found for result in self.ended_well if (found := read(result))), None)
 
     @property
-    def ncu(self) -> NcuPayload | None:
-        """What the ncu instrument saw; None if it did not look, or failed."""
-        return next((result.ncu for result in self.ended_well if result.ncu), None)
+    def timing(self) -> TimingPayload:
+        return self.first_of(lambda result: result.timing) or TimingPayload()
 
     @property
     def median_ms(self) -> float | None:
@@ -202,9 +201,6 @@ class Row:
     def notes(self) -> list[str]:
         """What is worth knowing beside the figures, each sentence once."""
         return list(dict.fromkeys(note["sentence"] for result in self.measured.values() for note in result.notes))
-
-
-Value = TypeVar("Value")
 
 
 def once_a_row(compute: Callable[[Row], Value]) -> Callable[[Row], Value]:

@@ -129,9 +129,11 @@ class Pair:
     @classmethod
     def of(cls, before: Row, now: Row, sources: tuple[str, str]) -> Pair:
         """`sources`: how the peaks that are compared were measured, before and now."""
-        old, new = sources
-        every = [each for quantity in QUANTITIES for each in (quantity, quantity.ratio)]
-        return cls(before, now, {q.key: SweepChange(q, q.read(before, old), q.read(now, new)) for q in every})
+        changes = []
+        for quantity in QUANTITIES:
+            then, today = (quantity.read(row, source) for row, source in zip((before, now), sources, strict=True))
+            changes += [SweepChange(quantity, then[0], today[0]), SweepChange(quantity.ratio, then[1], today[1])]
+        return cls(before, now, {change.quantity.key: change for change in changes})
 
     def change(self, quantity: Quantity) -> SweepChange:
         return self.changes[quantity.key]
@@ -195,8 +197,6 @@ class Against:
 
     def to_pandas(self) -> pandas.DataFrame:
         """A record for each row of either sweep; units are in the columns' names, changes are fractions of before."""
-        from dpscope.reports.against.data import to_records
-
         return frame_of(to_records(self))
 
     def __str__(self) -> str:
@@ -255,9 +255,6 @@ def _most_common(sources: Sequence[str]) -> str:
     return max(dict.fromkeys(sources), key=sources.count, default="")
 
 
-DOUBTFUL = (TIME, TIME.ratio)  # times have a spread, and can be doubtful
-
-
 def to_records(against: Against) -> list[dict[str, Any]]:
     """`in`: both, before or now. A row that only one sweep has keeps its status; the rest of it is in that sweep."""
     return [
@@ -272,27 +269,23 @@ def _record(row: Row, sweeps: str, before: str | None, now: str | None) -> dict[
 
 
 def _figures(pair: Pair) -> dict[str, Any]:
-    return {name: value for change in pair.changes.values() for name, value in _figure(change).items()}
-
-
-def _figure(change: SweepChange) -> dict[str, Any]:
-    key, before, now = change.quantity.key, change.before, change.now
-    unit = f"_{change.quantity.unit}" if change.quantity.unit else ""
-    named: dict[str, Any] = {
-        f"{key}_before{unit}": before.value,
-        f"{key}_now{unit}": now.value,
-        f"{key}_change": change.relative,
-        f"{key}_verdict": change.verdict or None,
-    }
-    if change.quantity in DOUBTFUL:
-        named |= {f"{key}_doubt_before": before.doubt or None, f"{key}_doubt_now": now.doubt or None}
-    if change.quantity is MEMORY:
-        named |= {"memory_source_before": before.source or None, "memory_source_now": now.source or None}
-    if change.quantity is TIME:
-        for side, reading in (("before", before), ("now", now)):
+    named: dict[str, Any] = {}
+    for key, change in pair.changes.items():
+        unit = f"_{change.quantity.unit}" if change.quantity.unit else ""
+        sides = {"before": change.before, "now": change.now}
+        named |= {f"{key}_{side}{unit}": reading.value for side, reading in sides.items()}
+        named |= {f"{key}_change": change.relative, f"{key}_verdict": change.verdict or None}
+        if key in (TIME.key, TIME.ratio.key):  # times have a spread, and can be doubtful
+            named |= {f"{key}_doubt_{side}": reading.doubt or None for side, reading in sides.items()}
+        if key == MEMORY.key:
+            named |= {f"memory_source_{side}": reading.source or None for side, reading in sides.items()}
+        for side, reading in sides.items() if key == TIME.key else ():
             low, high = reading.spread or (None, None)
-            named |= {f"time_p10_{side}_ms": low, f"time_p90_{side}_ms": high}
-            named |= {f"time_steps_{side}": reading.steps or None}
+            named |= {
+                f"time_p10_{side}_ms": low,
+                f"time_p90_{side}_ms": high,
+                f"time_steps_{side}": reading.steps or None,
+            }
     return named
 
 

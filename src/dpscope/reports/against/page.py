@@ -9,7 +9,7 @@ from dpscope.reports.against.data import Against, Pair, list_rows
 from dpscope.reports.against.quantities import QUANTITIES, Quantity
 from dpscope.reports.against.text import AGAINST_TITLE, arrow, format_change, headline, sentences
 from dpscope.reports.output import text_output
-from dpscope.reports.page.chart import Chart, Table, View
+from dpscope.reports.page.chart import Chart, Table, View, chart_of
 from dpscope.reports.page.render import GENERATOR, render_page, render_template
 from dpscope.reports.palette import LESS, MORE
 from dpscope.reports.report import Report
@@ -39,14 +39,8 @@ def _chart(against: Against, quantity: Quantity) -> Chart | None:
         data={"unit": quantity.unit, "tones": TONES, "bars": [_bar(against, quantity, pair) for pair in drawn]},
         table=_change_table(against, quantity, pairs),
     )
-    return Chart(
-        key=f"{quantity.key}-change",
-        title=f"{quantity.title}: change from before to now",
-        nav_label=quantity.title,
-        kind="changes",
-        how=quantity.how,
-        views=[view],
-    )
+    title, key = f"{quantity.title}: change from before to now", f"{quantity.key}-change"
+    return chart_of([view], key=key, title=title, nav_label=quantity.title, kind="changes", how=quantity.how)
 
 
 def _says(against: Against, quantity: Quantity, pairs: Sequence[Pair], drawn: int) -> str:
@@ -79,15 +73,14 @@ def _bar(against: Against, quantity: Quantity, pair: Pair) -> dict[str, Any]:
 
 
 def _change_table(against: Against, quantity: Quantity, pairs: Sequence[Pair]) -> Table:
-    values = (f"before_{quantity.unit}", f"now_{quantity.unit}", "change", "change_low", "change_high", "verdict")
-    changes = [(against.name_of(pair), pair.change(quantity)) for pair in pairs]
-    return Table(
-        columns=("row", *values),
-        rows=[
-            (name, each.before.value, each.now.value, each.relative, *(each.range or (None, None)), each.verdict)
-            for name, each in changes
-        ],
-    )
+    records = []
+    for pair in pairs:
+        change = pair.change(quantity)
+        low, high = change.range or (None, None)
+        values = {f"before_{quantity.unit}": change.before.value, f"now_{quantity.unit}": change.now.value}
+        ranges = {"change": change.relative, "change_low": low, "change_high": high}
+        records.append({"row": against.name_of(pair), **values, **ranges, "verdict": change.verdict})
+    return Table.of(records)
 
 
 def render_against(against: Against) -> str:

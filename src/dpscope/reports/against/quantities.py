@@ -38,7 +38,8 @@ class Reading:
 
 # Less (-1) or more (1) than before; otherwise the verdict in words: no change, or why nobody can say.
 Judge = Callable[[Reading, Reading, float], "int | str"]
-Read = Callable[[Row, str], Reading]  # of a row, with the way in which its peak was measured
+# Of a row, with the way in which its peak was measured: itself, and its ratio to standard of the same sweep.
+Read = Callable[[Row, str], tuple[Reading, Reading]]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -53,7 +54,6 @@ class Quantity:
     format: Callable[[float | None], str]
     judge: Judge
     read: Read
-    read_ratio: Read  # to standard of the same sweep
     tally: str = ""  # `2 larger in memory`
     noun: str = ""  # `Larger peak memory: …`
     rule: str = ""  # what `judge` asks for, in words
@@ -61,8 +61,7 @@ class Quantity:
 
     @cached_property
     def ratio(self) -> Quantity:
-        key = f"{self.key}_ratio"
-        return replace(self, key=key, less="lower", more="higher", unit="", format=format_ratio, read=self.read_ratio)
+        return replace(self, key=f"{self.key}_ratio", less="lower", more="higher", unit="", format=format_ratio)
 
 
 @dataclass(frozen=True)
@@ -137,20 +136,17 @@ def _direction(relative: float) -> int:
     return 1 if relative > 0 else -1
 
 
-def _time(row: Row, source: str) -> Reading:
-    return Reading(value=row.median_ms, spread=row.spread_ms, doubt=row.time_doubt, steps=row.steps)
-
-
-def _time_ratio(row: Row, source: str) -> Reading:
+def _time(row: Row, source: str) -> tuple[Reading, Reading]:
     own, standard = row.spread_ms, row.standard
+    reading = Reading(value=row.median_ms, spread=own, doubt=row.time_doubt, steps=row.steps)
     if row.time_ratio is None or standard is None:
-        return Reading()
+        return reading, Reading()
     other, spread = standard.spread_ms, None
     if standard is row:
         spread = (1.0, 1.0)
     elif own is not None and other is not None and other[0] > 0:
         spread = (own[0] / other[1], own[1] / other[0])
-    return Reading(value=row.time_ratio, spread=spread, doubt=row.ratio_doubt)
+    return reading, Reading(value=row.time_ratio, spread=spread, doubt=row.ratio_doubt)
 
 
 def peaks_by_source(row: Row) -> dict[str, float]:
@@ -161,23 +157,15 @@ def peaks_by_source(row: Row) -> dict[str, float]:
     return found
 
 
-def _memory(row: Row, source: str) -> Reading:
-    return Reading(value=peaks_by_source(row).get(source), source=source)
+def _memory(row: Row, source: str) -> tuple[Reading, Reading]:
+    own, other = (peaks_by_source(each).get(source) if each else None for each in (row, row.standard))
+    return Reading(value=own, source=source), Reading(value=own / other if own and other else None, source=source)
 
 
-def _memory_ratio(row: Row, source: str) -> Reading:
-    own, other = _memory(row, source).value, _memory(row.standard, source).value if row.standard else None
-    return Reading(value=own / other if own and other else None, source=source)
-
-
-def _traffic(row: Row, source: str) -> Reading:
-    traffic = traffic_of(row)
-    return Reading(value=traffic.dram_bytes, source=traffic.source) if traffic else Reading()
-
-
-def _traffic_ratio(row: Row, source: str) -> Reading:
-    traffic = traffic_of(row)
-    return Reading(value=traffic.ratio, source=traffic.source) if traffic else Reading()
+def _traffic(row: Row, source: str) -> tuple[Reading, Reading]:
+    if not (traffic := traffic_of(row)):
+        return Reading(), Reading()
+    return Reading(value=traffic.dram_bytes, source=traffic.source), Reading(value=traffic.ratio, source=traffic.source)
 
 
 TIME = Quantity(
@@ -189,7 +177,6 @@ TIME = Quantity(
     format=format_ms,
     judge=judge_by_spread,
     read=_time,
-    read_ratio=_time_ratio,
     rule=(
         "Faster or slower: the 10th to 90th percentiles of the two do not overlap, their medians differ by at least "
         f"{SMALLEST_TIME:.0%}, both were steady, and each had {FEWEST_STEPS} timed steps or more. The spread is that "
@@ -210,7 +197,6 @@ MEMORY = Quantity(
     format=format_bytes,
     judge=partial(judge_by_share, smallest=SMALLEST_COUNT),
     read=_memory,
-    read_ratio=_memory_ratio,
     tally="in memory",
     noun=" peak memory",
     rule=f"Larger or smaller: by more than {SMALLEST_COUNT:.1%}. A peak is counted once, and repeats.",
@@ -228,7 +214,6 @@ TRAFFIC = Quantity(
     format=format_traffic,
     judge=partial(judge_by_share, smallest=SMALLEST_TRAFFIC),
     read=_traffic,
-    read_ratio=_traffic_ratio,
     tally="bytes",
     noun=" DRAM bytes",
     rule=(

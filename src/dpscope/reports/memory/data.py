@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -100,15 +100,10 @@ def present(held: Iterable[Mapping[str, float]]) -> list[str]:
     return in_order(key for each in held for key, count in each.items() if count)
 
 
-def _first(row: Row, read: Callable[[Result], Value]) -> Value | None:
-    """What the first measurement that ended well has of something; None where none has any of it."""
-    return next((found for result in row.ended_well if (found := read(result))), None)
-
-
 @once_a_row
 def composition_of(row: Row) -> Composition | None:
     """None where no instrument saw what the peak was made of."""
-    return _first(row, _composition)
+    return row.first_of(_composition)
 
 
 def why_no_composition(row: Row) -> str:
@@ -132,18 +127,18 @@ def standard_of(described: Mapping[Row, Composition]) -> Composition | None:
 @once_a_row
 def timeline_of(row: Row) -> Timeline | None:
     """None where there is no timeline, or none that can be drawn."""
-    return _first(row, lambda result: _timeline(result.timeline))
+    return row.first_of(lambda result: _timeline(result.timeline))
 
 
 def snapshots_of(row: Row) -> dict[str, float]:
     """The named stages of a run and the bytes that were allocated at each."""
-    taken = _first(row, lambda result: result.snapshots) or []
+    taken = row.first_of(lambda result: result.snapshots) or []
     return {stage["name"]: stage["allocated_mb"] * MIB for stage in taken}
 
 
 def tensors_of(row: Row) -> TensorsAtPeak | None:
     """None where a file has none: older ones have not."""
-    tensors = _first(row, lambda result: result.memory.get("tensors"))
+    tensors = row.first_of(lambda result: result.memory.get("tensors"))
     return tensors if tensors and tensors["largest"] else None
 
 

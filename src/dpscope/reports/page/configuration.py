@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dpscope.reports.settings import Setting
+from dpscope.reports.tables import SIZES
 from dpscope.reports.text import workload_sizes
 from dpscope.results.schema import Result
 from dpscope.units import GIB
@@ -56,7 +57,7 @@ def describe_configuration(settings: Sequence[Setting], results: Sequence[Result
 
 def _in_a_line(settings: Sequence[Setting], environments: Sequence[Facts]) -> str:
     """`1b in bf16 on NVIDIA H200 (140 GiB); torch 2.11.0, Opacus 1.6.0, dpscope 0.1.0`."""
-    specs = [setting.rows[0].first.spec for setting in settings]
+    specs = [setting.rows[0].spec for setting in settings]
     models = dict.fromkeys(f"{spec['workload']['name']} in {spec['dtype']}" for spec in specs)
     machines = dict.fromkeys(facts.get("GPU") or facts.get("CPU") or "an unknown machine" for facts in environments)
     versions = dict.fromkeys(f"{name} {facts[name]}" for name in VERSIONS for facts in environments if name in facts)
@@ -65,24 +66,21 @@ def _in_a_line(settings: Sequence[Setting], environments: Sequence[Facts]) -> st
 
 
 def _setting(setting: Setting) -> Facts:
-    spec = setting.rows[0].first.spec
-    batches = dict.fromkeys(row.first.spec["batch_size"] for row in setting.rows)
-    lengths = dict.fromkeys(row.first.spec.get("seq_len") for row in setting.rows)
+    spec = setting.rows[0].spec
+    batches, lengths = (dict.fromkeys(row.spec.get(name) for row in setting.rows) for name in SIZES)
+    repeats = [row.looked_at for row in setting.rows]
+    steps = dict.fromkeys(f"{each['steps']} timed after {each['warmup']} of warm-up" for each in repeats)
     facts = {
         "Model": str(spec["workload"]["name"]),
         "Its size": ", ".join(workload_sizes(spec["workload"])),
         "Batch sizes": ", ".join(map(str, batches)),
         "Sequence lengths": ", ".join(str(length) for length in lengths if length),
         **{each.heading: each.cell(spec) for each in SETTINGS.values() if each.heading and each.name in spec},
-        "Steps": ", ".join(dict.fromkeys(_steps(row.looked_at) for row in setting.rows)),
+        "Steps": ", ".join(steps),
     }
     if "learning_rate" in spec:
         facts[SETTINGS["optimizer"].heading] += f", learning rate {spec['learning_rate']:g}"
     return {name: text for name, text in facts.items() if text}
-
-
-def _steps(spec: dict[str, Any]) -> str:
-    return f"{spec['steps']} timed after {spec['warmup']} of warm-up"
 
 
 def _environment(environment: dict[str, Any]) -> Facts:
@@ -98,9 +96,8 @@ def _merged(environments: Sequence[Facts]) -> list[Facts]:
     for facts in environments:
         alike = next((other for other in merged if not _differ([facts, other])), None)
         if alike is None:
-            merged.append(dict(facts))
-        else:
-            alike |= {name: text for name, text in facts.items() if name not in alike}
+            merged.append(alike := {})
+        alike |= {name: text for name, text in facts.items() if name not in alike}
     return merged
 
 
@@ -111,12 +108,10 @@ def _differ(environments: Sequence[Facts]) -> dict[str, list[str]]:
 
 
 def _warning(environments: Sequence[Facts]) -> str:
-    differing = [f"{name} ({' / '.join(found)})" for name, found in _differ(environments).items()]
-    if not differing:
-        return ""
-    return (
-        f"These results come from {len(environments)} environments, which differ in {', '.join(differing)}: a ratio "
-        "between rows of different environments is not the cost of privacy alone."
+    differing = ", ".join(f"{name} ({' / '.join(found)})" for name, found in _differ(environments).items())
+    return differing and (
+        f"These results come from {len(environments)} environments, which differ in {differing}: a ratio between rows "
+        "of different environments is not the cost of privacy alone."
     )
 
 

@@ -60,17 +60,14 @@ def _known(rows: Sequence[Row]) -> tuple[int, int, int]:
 
 
 def _figures(row: Row) -> list[CardFigure]:
+    # `12.3 ms, 650 samples/s`; tokens where there is a sequence
+    rates = [f"{format_throughput(speed)} {name}" for name, speed in row.speeds.items()]
+    time = ", ".join(marked(text, row.time_doubt) for text in (format_ms(row.median_ms), *rates[-1:]))
     figures = [
-        CardFigure("time", format_ratio(row.time_ratio), _time(row), EXPLAINED.get(row.ratio_doubt, "")),
+        CardFigure("time", format_ratio(row.time_ratio), time, EXPLAINED.get(row.ratio_doubt, "")),
         CardFigure("memory", format_ratio(row.memory_ratio), format_bytes(row.peak_bytes)),
     ]
     if traffic := traffic_of(row):
         ratio, count = format_ratio(traffic.ratio), format_traffic(traffic.dram_bytes)
         figures.append(CardFigure("DRAM bytes", traffic.show(ratio), traffic.show(count)))
     return figures
-
-
-def _time(row: Row) -> str:
-    """`12.3 ms, 650 samples/s`; tokens where there is a sequence."""
-    rates = [f"{format_throughput(speed)} {name}" for name, speed in row.speeds.items()]
-    return ", ".join(marked(text, row.time_doubt) for text in (format_ms(row.median_ms), *rates[-1:]))

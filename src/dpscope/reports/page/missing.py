@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from dpscope.reports.page.command_lines import can_be_typed, command_lines
 from dpscope.reports.report import Report
@@ -33,8 +33,7 @@ class Missing:
     gaps: list[InstrumentGap]
 
 
-@dataclass(frozen=True)
-class Lacking:
+class Lacking(NamedTuple):
     """A row that an instrument did not look at, and the spec with which it would."""
 
     method: str
@@ -102,13 +101,12 @@ def _options(instrument: str, size: Size, sizes: Sequence[Size]) -> dict[str, An
 
 def _where(lacking: Sequence[Lacking], most: int = 4) -> str:
     """The sizes; where some of a size's methods were looked at, also which were not."""
-    methods: dict[str, list[str]] = {}
-    whole: dict[str, int] = {}
+    methods: dict[Size, list[str]] = {}
     for each in lacking:
-        methods.setdefault(each.size.label, []).append(each.method)
-        whole[each.size.label] = len({row.method for row in each.size.rows})
-    words = [
-        label if len(names) == whole[label] else f"{label} ({', '.join(names)})" for label, names in methods.items()
-    ]
+        methods.setdefault(each.size, []).append(each.method)
+    words = []
+    for size, names in methods.items():
+        whole = len(names) == len({row.method for row in size.rows})
+        words.append(size.label if whole else f"{size.label} ({', '.join(names)})")
     rest = f"; and {len(words) - most} more" if len(words) > most else ""
     return "; ".join(words[:most]) + rest

@@ -49,8 +49,9 @@ class Capture:
 def nsys_section(rows: Sequence[Row], width: int) -> list[RenderableType]:
     """Everything nsys saw of the rows that it looked at; nothing if there are none."""
     parts: list[RenderableType] = []
-    several = len({row.comparison for row in rows}) > 1
-    for group in group_by_size(rows):
+    groups = group_by_size(rows)
+    several = len(groups) > 1
+    for group in groups:
         if captures := [capture for row in group if (capture := capture_of(row))]:
             parts += ["", *describe_captures(captures, where=f", {group[0].size}" if several else "")]
             parts += map(Text, agreement(group))

@@ -36,7 +36,9 @@ def write_log(rows: Sequence[Row], folder: Path, logdir: Path) -> Path:
         raise UserError("no row was traced")
     shutil.rmtree(log, ignore_errors=True)  # a log of the same name is of results that were replaced
     for steps in groups:
-        place = log / _size(steps[0].row)
+        row = steps[0].row
+        length = f"_seq{row.spec['seq_len']}" if row.spec["seq_len"] else ""
+        place = log / f"{row.field('model')}_bs{row.spec['batch_size']}{length}_{row.spec['dtype']}"
         for step in steps:
             with SummaryWriter(str(place / step.method)) as writer:
                 _write_scalars(writer, step)
@@ -50,11 +52,6 @@ def write_log(rows: Sequence[Row], folder: Path, logdir: Path) -> Path:
                 if (figure := draw([step.row for step in steps])) is not None:
                     writer.add_image(name, _pixels(figure), dataformats="HWC")
     return log
-
-
-def _size(row: Row) -> str:
-    length = f"_seq{row.spec['seq_len']}" if row.spec["seq_len"] else ""
-    return f"{row.field('model')}_bs{row.spec['batch_size']}{length}_{row.spec['dtype']}"
 
 
 def _write_scalars(writer: Any, step: TracedStep) -> None:
@@ -85,9 +82,8 @@ def _tables(trace: TracePayload) -> dict[str, str]:
 
 def markdown(rows: Sequence[dict[str, Any]]) -> str:
     headings = list(rows[0])
-    lines = ["| " + " | ".join(headings) + " |", "|" + " --- |" * len(headings)]
-    lines += ["| " + " | ".join(_cell(row.get(name, "")) for name in headings) + " |" for row in rows]
-    return "\n".join(lines)
+    cells = [headings, ["---"] * len(headings), *([_cell(row.get(name, "")) for name in headings] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
 
 
 def _cell(value: Any) -> str:
@@ -109,9 +105,8 @@ def difference_markdown(found: StepDifference) -> str:
 
 def _copy_traces(row: Row, folder: Path, place: Path) -> None:
     for number, name in enumerate(row.measured["trace"].files.values()):
-        source = folder / name
-        if source.is_file():
-            shutil.copyfile(source, place / f"{row.method}.{number}.pt.trace.json.gz")
+        if (folder / name).is_file():
+            shutil.copyfile(folder / name, place / f"{row.method}.{number}.pt.trace.json.gz")
 
 
 def _pixels(figure: Any) -> Any:

@@ -185,7 +185,7 @@ def kernels_alike(traffics: Sequence[Traffic]) -> list[KernelRows] | None:
 @once_a_row
 def traffic_of(row: Row) -> Traffic | None:
     """None for a row without an `ncu` result."""
-    if not (data := row.ncu):
+    if not (data := row.first_of(lambda result: result.ncu)):
         return None
     estimate, ceilings = data.get("estimate", {}), data.get("ceilings", {})
     samples, length = row.samples, row.spec.get("seq_len")
