@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from unittest import mock
 
 import pytest
 
@@ -17,11 +18,17 @@ def documents(folder):
     return {(each["experiment"], each["spec"]["instrument"]): each for each in found}
 
 
+def run(*arguments):
+    """Without figures and pages, which take longer than these rows."""
+    with mock.patch("dpscope.comparison.write_reports", lambda report, folder: []):
+        return rows_here.run(*arguments)
+
+
 @pytest.fixture(scope="module")
 def sweep(tmp_path_factory, tiny_flags):
     folder = tmp_path_factory.mktemp("settings")
     flags = ["--batch-size", "2", "--accumulate", "3", "--checkpoint-blocks", "--instruments", "time,memory,trace,ncu"]
-    done = rows_here.run("compare", *tiny_flags, *flags, "--methods", "standard,ghost,flash", "--out", folder)
+    done = run("compare", *tiny_flags, *flags, "--methods", "standard,ghost,flash", "--out", folder)
     return done, documents(folder)
 
 
@@ -56,7 +63,7 @@ def test_checkpointed_blocks_keep_fewer_activations(tmp_path, tiny_flags):
         folder = tmp_path / f"{len(more)}"
         sizes = ["--num-layers", "4", "--seq-len", "16", "--max-seq-len", "16", "--vocab-size", "8"]
         flags = ["--batch-size", "8", "--methods", "standard", "--out", folder]
-        done = rows_here.run("memory", *tiny_flags, *sizes, *flags, *more)
+        done = run("memory", *tiny_flags, *sizes, *flags, *more)
         assert done.exit_code == 0, done.output
         levels = documents(folder)["standard", "memory"]["timeline"]
         place = levels["components"].index("activations") + 1

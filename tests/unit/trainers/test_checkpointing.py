@@ -68,20 +68,21 @@ def loss(model, batch):
     return model(batch).square().sum(dim=tuple(range(1, batch.dim())))
 
 
-@pytest.mark.parametrize("method", ["standard", "flash"])
+@pytest.mark.parametrize(("method", "budget"), [("standard", "auto"), ("flash", "auto"), ("flash", "lean")])
 @pytest.mark.parametrize("name", SMALL)
-def test_a_step_with_checkpointed_blocks_is_that_of_micro_batches_of_one(name, method):
-    spec = spec_of(name, method, checkpoint_blocks=True, max_grad_norm=0.1)
+def test_a_step_with_checkpointed_blocks_is_that_of_micro_batches_of_one(name, method, budget):
+    spec = spec_of(name, method, checkpoint_blocks=True, memory_budget=budget, max_grad_norm=0.1)
     assert_agree(sums_of_a_step(spec), oracle_sums(spec))
 
 
+@pytest.mark.parametrize("budget", ["auto", "lean"])
 @pytest.mark.parametrize("name", MODELS)
-def test_blocks_of_ones_own_model_are_found_and_flash_clipping_stays_exact(name):
+def test_blocks_of_ones_own_model_are_found_and_flash_clipping_stays_exact(name, budget):
     torch.manual_seed(0)
     model, batch = MODELS[name](), torch.randn(3, 5, 4)
     wanted = run_oracle(model, batch, lambda m, b: loss(m, b).mean(), max_grad_norm=0.5).clipped_sums
     settings = {"batch_size": 3, "optimizer": "sgd", "learning_rate": LEARNING_RATE, "noise_multiplier": 0.0}
-    how = TrainerSettings(**settings, max_grad_norm=0.5, checkpoint_blocks=True)
+    how = TrainerSettings(**settings, max_grad_norm=0.5, checkpoint_blocks=True, memory_budget=budget)
     trainer = DPFlashClippingTrainer(model, loss, how)
     assert any(isinstance(module, Checkpointed) for module in model.modules())
     assert_agree(applied_sums(trainer, [batch], 3), {name: sum_.double() for name, sum_ in wanted.items()})

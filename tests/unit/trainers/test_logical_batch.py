@@ -47,8 +47,10 @@ def test_the_loss_of_a_step_is_that_of_all_its_batches(method):
     assert float(trainer.train_step(*batches)) == pytest.approx(sum(losses) / 2, rel=1e-5)
 
 
-def test_checkpointed_blocks_and_logical_batches_go_together():
-    spec = spec_of("transformer", "flash", accumulate=2, checkpoint_blocks=True, max_grad_norm=2.4)
+@pytest.mark.parametrize("budget", ["auto", "lean"])
+def test_checkpointed_blocks_and_logical_batches_go_together(budget):
+    settings = {"accumulate": 2, "checkpoint_blocks": True, "memory_budget": budget}
+    spec = spec_of("transformer", "flash", max_grad_norm=2.4, **settings)
     assert_agree(sums_of_a_step(spec), oracle_sums(spec))
 
 
