@@ -7,7 +7,8 @@
 
 With a budget of "lean" every block is recomputed that takes less so. With a number of bytes blocks are held as long as
 all that is to come fits besides: the boundaries of blocks that backward has not reached, the sums of those that are
-recomputed, and one block at work. What a block takes is known from the micro-batch before; the first recomputes all.
+recomputed, and one block at work. What a block takes is known from the last micro-batch that recomputed it with samples
+of the same shape; the first one recomputes all.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import Any
 
 from dpscope.flash.explanation import BlockRow
 from dpscope.flash.memory_budget import MemoryBudget
@@ -25,12 +27,21 @@ IS_HELD, IS_RECOMPUTED = "held", "recomputed"
 
 @dataclass
 class BlockCost:
-    """Bytes of a block in the last micro-batch that recomputed it."""
+    """Bytes of a block in the last micro-batch that recomputed it, of `samples` of one `shape`."""
 
+    shape: Any
+    samples: int
     held: int  # x and g of its layers
     boundary: int  # its input and its outputs' gradients
     sums: int
     activations: int = 0  # what its forward adds to what is live
+
+    def of(self, samples: int) -> BlockCost:
+        """The same for another number of samples."""
+        held, boundary, activations = (
+            each * samples // self.samples for each in (self.held, self.boundary, self.activations)
+        )
+        return BlockCost(self.shape, samples, held, boundary, self.sums, activations)
 
 
 class BlockChoices:
@@ -62,20 +73,24 @@ class BlockChoices:
         self._shared[index] = why
         self.hold(index, why)
 
-    def is_held(self, index: int, samples: int, reached: Collection[int]) -> bool:
-        """Decide on a block that backward reaches, after those that are `reached` and recomputed."""
-        held, why = self._choose(index, samples, reached)
+    def is_held(self, index: int, samples: int, shape: Any, reached: Collection[int]) -> bool:
+        """Decide on a block that backward reaches, after those that are `reached` and recomputed.
+
+        shape: whatever has to be the same for a block to take as much for a sample as before
+        """
+        held, why = self._choose(index, samples, shape, reached)
         self._choices[index] = (IS_HELD if held else IS_RECOMPUTED, why)
         return held
 
-    def _choose(self, index: int, samples: int, reached: Collection[int]) -> tuple[bool, str]:
+    def _choose(self, index: int, samples: int, shape: Any, reached: Collection[int]) -> tuple[bool, str]:
         if index in self._shared:
             return True, self._shared[index]
         if samples < 2:
             return True, "one sample: its gradients are the gradient"
-        cost = self._costs.get(index)
-        if cost is None:
+        known = self._costs.get(index)
+        if known is None or known.shape != shape:
             return False, "the first time, to see what it takes"
+        cost = known.of(samples)
         if cost.held <= cost.boundary:
             return True, f"its layers hold {cost.held} bytes, its input and output gradients are {cost.boundary}"
         return self._fits(index, cost, reached)
@@ -86,18 +101,19 @@ class BlockChoices:
         limit, now = self._budget.limit, self._budget.allocated()
         if limit is None or isinstance(limit, str) or now is None:
             return False, saved
-        needed = now.current + self._to_come(index, reached)
+        needed = now.current + self._to_come(index, cost.samples, reached)
         if needed + cost.held <= limit:
             return True, f"it fits the memory budget: about {needed + cost.held} of {limit:.0f} bytes"
         if needed + cost.sums > limit:
             saved += f"; the leanest step takes about {needed + cost.sums} bytes, the memory budget is {limit:.0f}"
         return False, saved
 
-    def _to_come(self, index: int, reached: Collection[int]) -> int:
+    def _to_come(self, index: int, samples: int, reached: Collection[int]) -> int:
         """Bytes that other blocks will take besides what is live."""
-        others = {i: cost for i, cost in self._costs.items() if i != index and self._is_recomputed(i)}
+        costs = {i: cost.of(samples) for i, cost in self._costs.items()}
+        others = {i: cost for i, cost in costs.items() if i != index and self._is_recomputed(i)}
         boundaries = sum(cost.boundary for i, cost in others.items() if i not in reached)
-        return boundaries + sum(c.sums for c in others.values()) + max(c.activations for c in self._costs.values())
+        return boundaries + sum(c.sums for c in others.values()) + max(c.activations for c in costs.values())
 
     def _is_recomputed(self, index: int) -> bool:
         """Of a block that backward has not reached yet, the micro-batch before says it."""
@@ -105,12 +121,12 @@ class BlockChoices:
 
     # -- what a block takes ------------------------------------------------------------------------------------------
 
-    def note_cost(self, each: BlockPass) -> None:
+    def note_cost(self, each: BlockPass, samples: int, shape: Any) -> None:
         """Of a pass whose norms are about to be taken."""
         before = self._costs.get(each.index)
         sums = sum(4 * slot.parameter.numel() for slot in each.gathered)
-        activations = before.activations if before is not None else 0
-        self._costs[each.index] = BlockCost(each.gathered_bytes, each.boundary_bytes, sums, activations)
+        activations = before.of(samples).activations if before is not None else 0
+        self._costs[each.index] = BlockCost(shape, samples, each.gathered_bytes, each.boundary_bytes, sums, activations)
 
     def before_forward(self, index: int) -> Callable[[], None]:
         """To be called when the block has run forward."""

@@ -7,7 +7,7 @@ input and the gradients of its outputs stay. Once the factors are known it runs 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -150,13 +150,18 @@ class CheckpointedBlocks:
         if block.must_hold or not (block.reentrant or self.engine.is_recording()):
             return
         samples = self.engine.state.size_in_backward or 0
-        if self.choices.is_held(block.index, samples, {each.index for each in self._passes}):
+        if self.choices.is_held(block.index, samples, self._shape(grads), {each.index for each in self._passes}):
             return
         if not self._passes:
             self.reruns.note_model()
         block.open = BlockPass(block.index, block.function, block.places, grads)
         block.open.input = before.input if before is not None else None  # torch may run it once for several passes
         self._passes.append(block.open)
+
+    def _shape(self, grads: Sequence[Tensor | None]) -> Any:
+        """What decides how much a block takes for a sample: the shapes of its outputs, and which layers are trained."""
+        trained = sum(p.requires_grad for p in self.engine.model.parameters())
+        return trained, [None if grad is None else grad.shape[1:] for grad in grads]
 
     def begin_run(self, block: CheckpointedBlock) -> None:
         """Backward runs the block's forward again; some of its layers may have left something before."""
@@ -195,12 +200,14 @@ class CheckpointedBlocks:
                 for part in contributions:
                     slot.add(part)
             return
-        self.choices.note_cost(done)
-        device = next(iter(done.gathered)).parameter.device
+        slot, (part, *_) = next(iter(done.gathered.items()))
+        device, samples = slot.parameter.device, part.batch_size
+        del part
+        self.choices.note_cost(done, samples, self._shape(done.grads))
         with torch.autocast(device.type, enabled=False):
             parts = [part for contributions in done.gathered.values() for part in contributions]
             done.fingerprint, done.dtype = fingerprint_of(parts), narrowest(parts)
-            norms = NormSum(parts[0].batch_size, device)
+            norms = NormSum(samples, device)
             del parts
             for slot, contributions in done.gathered.items():
                 norms.add_parts(combine(contributions, slot.parameter.dtype, self.engine.path_rules))

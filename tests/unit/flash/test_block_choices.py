@@ -99,3 +99,20 @@ def test_a_block_whose_layers_hold_less_than_its_boundary_is_held():
             losses(model, BATCH).mean().backward()
             engine.finish()
             assert how(engine) == [expected] * BLOCKS
+
+
+def test_samples_of_another_shape_are_measured_anew_and_another_number_of_them_is_not():
+    """Long sequences make a block hold its layers' gradients, which is little; short ones do not."""
+    model = Chain()
+    with FlashEngine(model, max_grad_norm=1.0, memory_budget="lean") as engine:
+        for batch, expected in [
+            ((3, 64), "recomputed"),
+            ((5, 64), "held"),
+            ((5, 4), "recomputed"),
+            ((3, 4), "recomputed"),
+        ]:
+            model.zero_grad()
+            losses(model, torch.randn(*batch, 8)).mean().backward()
+            engine.finish()
+            assert how(engine) == [expected] * BLOCKS
+    assert engine.explain().blocks[0].why == f"{BOUNDARY} bytes are held, not {HELD}"

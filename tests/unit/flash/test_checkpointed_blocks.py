@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpscope.errors import UserError
@@ -466,3 +468,61 @@ def test_blocks_run_again_where_opacus_users_say_so_in_make_private():
         model(x).mean().backward()
         optimizer.step()
     assert set(how(privacy_engine.flash_engine)) == {"recomputed"}
+
+
+class ManyOutputs(nn.Module):
+    """Outputs of which one is not used, one needs no gradient and one is a number; arguments by keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.aside, self.last = (nn.Linear(6, 6) for _ in range(4))
+        self.wide = nn.Sequential(nn.Linear(6, 24), nn.Tanh(), nn.Linear(24, 6))
+        self.on = True
+
+    def block(self, x, *, mask, scale):
+        h = self.wide(self.first(x) * mask)
+        return h * scale, {"unused": self.aside(h), "used": (self.second(h), mask)}, 3
+
+    def forward(self, x):
+        mask = torch.linspace(0, 1, x.shape[1]).view(1, -1, 1)
+        run = functools.partial(checkpoint, self.block, use_reentrant=False) if self.on else self.block
+        h, more, number = run(x, mask=mask, scale=0.5)
+        h += 1.0  # in place, on what the block gave back
+        return self.last(h * number + more["used"][0])
+
+
+def test_blocks_with_keywords_and_several_outputs_one_changed_in_place():
+    def losses(model, x):
+        return model(x).sin().sum((1, 2))
+
+    model, x = ManyOutputs(), torch.randn(3, 5, 6)
+    model.on = False
+    gradients = true_gradients(model, x, losses)
+    model.on, c = True, some_clipped(gradients)
+    with FlashEngine(model, max_grad_norm=c, memory_budget="lean") as engine:
+        losses(model, x).mean().backward()
+        engine.finish()
+    assert_sums(model, clipped(gradients, c))
+    assert how(engine) == ["recomputed"]
+
+
+def test_checkpoint_sequential_and_selective_checkpoints_are_blocks_like_others(batch):
+    policy = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+
+    class Sequence(CheckpointedDecoder):
+        def forward(self, ids):
+            if self.kind is None:
+                return super().forward(ids)
+            x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1]).unsqueeze(0))
+            x = checkpoint_sequential(list(self.blocks[:2]), 2, x, use_reentrant=False)
+            x = checkpoint(self.blocks[2], x, use_reentrant=False, context_fn=policy)
+            return self.head(self.norm(x))
+
+    torch.manual_seed(0)
+    model = Sequence(layers=3)
+    gradients, c = truth_of(model, batch)
+    with FlashEngine(model, max_grad_norm=c, memory_budget="lean") as engine:
+        step(engine, batch)
+    assert_sums(model, clipped(gradients, c))
+    assert how(engine).count("recomputed") >= 2
