@@ -24,7 +24,7 @@ class CheckpointedDecoder(Decoder):
         return self.dropout(block(self.dropout(x)))
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1]).unsqueeze(0))
+        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device).unsqueeze(0))
         for block in self.blocks:
             if self.kind is None:
                 x = self.run_block(block, x)
