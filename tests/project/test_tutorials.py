@@ -74,12 +74,17 @@ def run_on_a_gpu(mark=""):
 PRINTED = sorted({command for source in (*ENGLISH, *CHINESE) for command in commands_in(source)})
 
 
-def test_there_are_five_tutorials_and_each_says_when_it_was_verified():
+def test_there_are_five_tutorials_in_both_languages_and_each_says_when_it_was_verified():
     assert [source.name[:2] for source in ENGLISH] == ["01", "02", "03", "04", "05"]
     for source in ENGLISH:
         text = prose_of(source)
         assert re.search(r"Last verified: \d{4}-\d\d-\d\d", text), source
         for part in ("After it you can", "## Exercises", "## Quiz", "<summary>Answer</summary>", "## What to remember"):
+            assert part in text, (source, part)
+    assert [source.name for source in CHINESE] == [source.name for source in ENGLISH]
+    for source in CHINESE:
+        text = prose_of(source)
+        for part in ("最后验证：", "读完之后你能够", "## 练习", "## 小测验", "<summary>答案</summary>", "## 要记住的"):
             assert part in text, (source, part)
 
 
