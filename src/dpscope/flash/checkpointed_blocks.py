@@ -134,7 +134,8 @@ class CheckpointedBlocks:
         reentrant = kwargs.get("use_reentrant") in (None, True)
         block = CheckpointedBlock(self, self._calls, function, reentrant=reentrant)
         self._calls += 1
-        return block.receive(checkpoint(block, *args, **kwargs), (args, kwargs))
+        held_by_function = [getattr(function, name, None) for name in ("args", "keywords")]  # a partial call's
+        return block.receive(checkpoint(block, *args, **kwargs), (args, kwargs, held_by_function))
 
     def hold(self, block: CheckpointedBlock, why: str) -> None:
         block.must_hold = True

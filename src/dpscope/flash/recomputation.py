@@ -29,13 +29,14 @@ REPEATED_HALF = 1e-3
 
 
 class ForwardState(NamedTuple):
-    """Random states and autocast, as they are where a forward begins."""
+    """Random states, autocast and the default device, as they are where a forward begins."""
 
     cpu: Tensor
     cuda: dict[torch.device, Tensor]
     python: Any
     numpy: Any
     autocast: list[tuple[str, bool, torch.dtype]]
+    default_device: torch.device
 
     @classmethod
     def now(cls, devices: Sequence[torch.device]) -> ForwardState:
@@ -47,11 +48,12 @@ class ForwardState(NamedTuple):
             random.getstate(),
             numpy.random.get_state() if numpy is not None else None,
             [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds],
+            torch.get_default_device(),
         )
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Inside, autocast is as it was. Random states are set; it is the caller's to put them back."""
+        """Inside, autocast and device are as they were. Random states are set; it is the caller's to put them back."""
         torch.set_rng_state(self.cpu)
         for device, state in self.cuda.items():
             torch.cuda.set_rng_state(state, device)
@@ -59,6 +61,8 @@ class ForwardState(NamedTuple):
         if self.numpy is not None:
             sys.modules["numpy"].random.set_state(self.numpy)
         with ExitStack() as stack:
+            if torch.get_default_device() != self.default_device:
+                stack.enter_context(self.default_device)
             for kind, enabled, dtype in self.autocast:
                 stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype if enabled else None))
             yield
