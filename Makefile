@@ -37,7 +37,7 @@ test: lint  ## lint, types and all tests
 	@echo "==> pytest"; $(PYTEST)
 
 docs: $(READY)  ## the site, as plain files that need no network: site/index.html
-	@$(BIN)/python docs/site/build.py site
+	@echo "==> sphinx"; $(BIN)/python docs/site/build.py site
 
 matrix:  ## the tests in the oldest and newest versions of Python and torch that can be had here
 	@.ci/matrix

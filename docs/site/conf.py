@@ -36,6 +36,7 @@ exclude_patterns = [".*", "node_modules", "site", "src", "tests"] + [
 extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",
+    "sphinx.ext.githubpages",
     "sphinx_click",
     "docstrings",
     "repository_files",
@@ -43,7 +44,7 @@ extensions = [
 ]
 myst_heading_anchors = 3
 nb_execution_mode = "off"  # notebooks carry their outputs
-# Until the first tutorial is there.
+# Until the first tutorial in Chinese is there.
 logging.getLogger("sphinx.sphinx.directives.other").addFilter(lambda record: "glob pattern" not in record.msg)
 
 # The public names are loaded when they are asked for; autodoc reads only those that are there.
@@ -53,6 +54,7 @@ for name in ("dpscope", "dpscope.flash"):
 autodoc_member_order = "bysource"
 autodoc_inherit_docstrings = False  # those of torch and Opacus are in another form
 autodoc_typehints_format = "short"
+python_maximum_signature_line_length = 80  # longer ones have a line for each argument
 default_role = "literal"  # docstrings write `names` as Markdown does
 smartquotes = False  # two hyphens begin a flag
 nitpicky = True
