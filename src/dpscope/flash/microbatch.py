@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -51,7 +52,6 @@ class MicroBatch:
     ) -> None:
         self.size = _common_batch_size(recorded, normed)
         self.parameters = [slot.parameter for slot, _ in recorded]
-        self._index = {parameter: index for index, parameter in enumerate(self.parameters)}
         self._parts: list[tuple[Contribution, ...]] = []
         for slot, contributions in recorded:
             refuse_complex(slot.name, slot.parameter)
@@ -77,6 +77,10 @@ class MicroBatch:
     def sums(self, *, into: RunningSum | None, factored: bool) -> Iterator[SumBatch]:
         """The clipped sums: see `sum_parts`."""
         return sum_parts(self.parameters, self._parts, self.clipping.scale, into=into, factored=factored)
+
+    @cached_property
+    def _index(self) -> dict[nn.Parameter, int]:
+        return {parameter: index for index, parameter in enumerate(self.parameters)}
 
     def sums_of(self, parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
         """The clipped sums of these parameters, where backward has reached them; what they were made of is let go."""

@@ -143,8 +143,7 @@ class DPFlashOptimizer(DPOptimizer):
                 "the flash engine was detached: gradients are no longer clipped; make the model private anew"
             )
         _require_noise(self.noise_multiplier)  # schedulers set it
-        own = self._own
-        if any(id(p) not in own for p in self.params):  # Opacus leaves frozen ones out
+        if not self._own.issuperset(map(id, self.params)):  # Opacus leaves frozen ones out
             raise UserError(
                 "the optimizer was given parameters that are not the private model's: their gradients are not clipped; "
                 "make them part of the model before make_private, or give them an optimizer of their own"
@@ -192,7 +191,7 @@ class DPFlashOptimizer(DPOptimizer):
     def _fused_step(self) -> None:
         assert self._fused_update is not None
         running = self.engine.running_sums.get
-        if any(running(p) is not None for p in self.params):  # earlier micro-batches
+        if self.engine.running_sums.are_there(self.params):  # of earlier micro-batches
             self.clip_and_accumulate()
             summed = [p for p in self.params if running(p) is not None]
             sums = [total for p in summed if (total := running(p)) is not None]

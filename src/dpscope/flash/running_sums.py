@@ -39,6 +39,10 @@ class RunningSums:
             return self._wide.get(parameter)
         return None if parameter.grad is None else local(parameter.grad)
 
+    def are_there(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Whether one of these parameters has a sum."""
+        return bool(self._wide) or any(parameter.grad is not None for parameter in parameters)
+
     def put(self, parameter: nn.Parameter, total: Tensor) -> None:
         """The first sum of a parameter; later ones are added into what `get` returns."""
         if self._is_wide(parameter):
