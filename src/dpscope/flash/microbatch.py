@@ -110,11 +110,8 @@ def sum_parts(
     """
     for group in _groups(parameters, parts):
         chosen = [parameters[index] for index in group]
-        kept = [part.values for index in group for part in parts[index] if isinstance(part, Kept)]
-        outers = [part for index in group for part in parts[index] if isinstance(part, Outer)]
-        for index in group:
-            parts[index] = ()
-        yield _sum_group(chosen, kept, outers, scale, into=into, factored=factored)
+        # No variable here holds what the sums are made of while they are handed out.
+        yield _sum_group(chosen, _take(parts, group), scale, into=into, factored=factored)
     for index, parameter in enumerate(parameters):
         if parts[index]:
             left, parts[index] = parts[index], ()
@@ -142,15 +139,23 @@ def _groups(parameters: list[nn.Parameter], parts: list[tuple[Contribution, ...]
     return [*full, *open_groups.values()]
 
 
+def _take(parts: list[tuple[Contribution, ...]], group: list[int]) -> list[Contribution]:
+    taken = [part for index in group for part in parts[index]]
+    for index in group:
+        parts[index] = ()
+    return taken
+
+
 def _sum_group(
     parameters: list[nn.Parameter],
-    kept: list[Tensor],
-    outers: list[Outer],
+    parts: list[Contribution],
     scale: Tensor,
     *,
     into: RunningSum | None,
     factored: bool,
 ) -> SumBatch:
+    kept = [part.values for part in parts if isinstance(part, Kept)]
+    outers = [part for part in parts if isinstance(part, Outer)]
     if kept and factored:
         return SumBatch(parameters, kept, scale)
     outs = [into(p) if into else None for p in parameters]
