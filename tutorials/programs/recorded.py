@@ -67,7 +67,7 @@ def component_gib(component: str, *which: Any, **more: Any) -> float:
 
 def dram_gb(*which: Any, **more: Any) -> float:
     """Bytes that a step reads from and writes to DRAM, in GB (10⁹)."""
-    seen = _there(row(*which, **more).ncu)["traffic"]
+    seen = _there(row(*which, **more).measured["ncu"].ncu)["traffic"]
     return (seen["dram_read_bytes"] + seen["dram_write_bytes"]) / 1e9
 
 
@@ -88,7 +88,8 @@ def captured(name: str, method: str, *size: int) -> dict[str, Any]:
 
 def ceilings(name: str = "traffic") -> dict[str, Any]:
     """What the H200 reaches at its best: bytes and operations a second."""
-    return next(dict(each.ncu["ceilings"]) for each in sweep(name).rows if each.ncu and each.ncu.get("ceilings"))
+    counted = [each.measured["ncu"].ncu for each in sweep(name).rows if "ncu" in each.measured]
+    return next(dict(seen["ceilings"]) for seen in counted if seen and seen.get("ceilings"))
 
 
 def _there(value: Any) -> Any:
