@@ -221,5 +221,8 @@ class CheckpointedBlocks:
     def close(self) -> list[BlockPass]:
         """The backward passes through blocks that are to be run again, their norms taken."""
         self.flush()
-        passes, self._passes = [each for each in self._passes if each.is_normed], []
-        return passes
+        passes, self._passes = self._passes, []
+        for each in passes:
+            if not each.is_normed:  # no layer of it is trained: the next time its boundary need not be kept
+                self.choices.note_cost(each, self.engine.state.size_in_backward or 1, self._shape(each.grads))
+        return [each for each in passes if each.is_normed]

@@ -56,7 +56,8 @@ class FlashEngine:
     loss_reduction   how the loss combines samples: their mean or their sum
     path             forces "gram", "direct" or "keep" for every layer (tests); None lets the cost model choose
     memory_budget    how much may be held so that a step is faster: None (as much as ordinary training would at its
-                     peak), a number of bytes on a CUDA device, or "lean" (nothing more than has to be)
+                     peak), a number of bytes on a CUDA device, or "lean" (nothing more than has to be). With either
+                     of the last two, checkpointed blocks may run again instead of holding what their layers leave
     batch_size_of    (args, kwargs) of the root's forward -> number of samples, if not dim 0 of the first tensor; also
                      asked for layers that are called outside of the root's forward, which it allows: row b is sample b
     loss_scale       what the loss was multiplied by before backward (a GradScaler's scale): a number, a 0-dimensional

@@ -116,3 +116,17 @@ def test_samples_of_another_shape_are_measured_anew_and_another_number_of_them_i
             engine.finish()
             assert how(engine) == [expected] * BLOCKS
     assert engine.explain().blocks[0].why == f"{BOUNDARY} bytes are held, not {HELD}"
+
+
+def test_blocks_without_trained_layers_keep_nothing():
+    model = Chain()
+    model.blocks[:2].requires_grad_(False)
+    model.blocks[3].requires_grad_(False)
+    x = BATCH.clone().requires_grad_()
+    with FlashEngine(model, max_grad_norm=1.0, memory_budget="lean") as engine:
+        for passes in (4, 1):
+            model.zero_grad()
+            losses(model, x).mean().backward()
+            assert len(engine.blocks._passes) == passes
+            engine.finish()
+    assert how(engine) == ["held", "held", "recomputed", "held"]

@@ -110,16 +110,17 @@ class Tied(w.Model):
         return self.head(x.mean(1)) + self.unembed(x).mean(1)[:, : w.CLASSES]
 
 
-def tied(way: str) -> dict[str, Tensor]:
+def tied(way: str, **options: Any) -> dict[str, Tensor]:
     torch.manual_seed(0)
     model = w.spread(Tied(), way)
-    model, optimizer, _ = w.make_private(model, w.optimizer_of(model, "adamw"))
+    model, optimizer, _ = w.make_private(model, w.optimizer_of(model, "adamw"), **options)
     w.train(model, optimizer, range(len(w.STEPS)))
     return w.whole_parameters(model)
 
 
-def tied_ways() -> dict[str, dict[str, Tensor]]:
-    return {way: tied(way) for way in ("ddp", "fsdp")}
+def tied_ways() -> dict[tuple[str, str | None], dict[str, Tensor]]:
+    """By way and memory budget, under which DDP runs the blocks again."""
+    return {(way, budget): tied(way, memory_budget=budget) for way in ("ddp", "fsdp") for budget in (None, "lean")}
 
 
 def half_precision() -> tuple[dict[str, Tensor], Tensor, set[torch.dtype]]:
