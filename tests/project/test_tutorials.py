@@ -24,8 +24,8 @@ UNIT = r"(?:ms|µs|[KMGT]i?B(?:/s)?|[GT]FLOPs?(?:/s)?|×(?!\s?\d)|%|倍|毫秒|�
 QUANTITY = re.compile(rf"(?<![\w.])([\d,]*\.?\d+)\s?{UNIT}(?![\w/])(?!\s*<!--)")
 CHECKED = re.compile(r"([\d,]*\.?\d+)[^\d<>|]{0,16}<!-- = (.+?) -->")
 COMMANDS = ("dpscope", "ncu", "nsys", "nvidia-smi", "python")
-# Commands of dpscope that take seconds at most: they are run as printed. The others are held against its options, and run
-# by tests of their own.
+# Commands of dpscope that take seconds at most: they are run as printed. The others are held against its options,
+# and run by tests of their own.
 QUICK = ("report", "ncu-read", "--read", "--print-command", "--guide", "--help")
 
 
