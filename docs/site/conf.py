@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import logging
 import os
 import sys
 from pathlib import Path
@@ -44,8 +43,6 @@ extensions = [
 ]
 myst_heading_anchors = 3
 nb_execution_mode = "off"  # notebooks carry their outputs
-# Until the first tutorial in Chinese is there.
-logging.getLogger("sphinx.sphinx.directives.other").addFilter(lambda record: "glob pattern" not in record.msg)
 
 # The public names are loaded when they are asked for; autodoc reads only those that are there.
 for name in ("dpscope", "dpscope.flash"):

@@ -58,12 +58,21 @@ def speak(app: Sphinx, page: str, template: str, context: dict[str, Any], doctre
     context["other_language"] = {"address": context["pathto"](other), "name": "English" if chinese else "中文"}
     context["other_language"]["code"] = "en" if chinese else "zh-CN"
 
+    def page_at(link: str) -> str:
+        return urljoin(f"/{page}", link).removeprefix("/").removesuffix(".html")
+
+    def is_translated(section: str) -> bool:
+        links = re.findall(r'class="reference internal" href="([^"#]+)', section)
+        return bool(links) and all(counterpart(page_at(link)) in app.env.all_docs for link in links)
+
     sections = re.split(r'(?=<p class="caption")', context["furo_navigation_tree"])
     in_chinese = [section for section in sections if re.search(f'caption-text">[^<]*[{IDEOGRAPHS}]', section)]
-    in_english = [section for section in sections if section not in in_chinese]
-    context["furo_navigation_tree"] = "".join(in_chinese + in_english if chinese else in_english)
+    shown = [section for section in sections if section not in in_chinese]
+    if chinese:
+        shown = in_chinese + [section for section in shown if not is_translated(section)]
+    context["furo_navigation_tree"] = "".join(shown)
     for way in ("next", "prev"):
-        if context.get(way) and is_chinese(urljoin(f"/{page}", context[way]["link"]).removesuffix(".html")) != chinese:
+        if context.get(way) and is_chinese(page_at(context[way]["link"])) != chinese:
             context[way] = None
 
     if chinese:

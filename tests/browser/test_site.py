@@ -113,8 +113,9 @@ def test_pages_load_nothing_from_a_network(site, pages):
 def test_every_page_of_the_repository_is_in_the_table_of_contents(site, pages):
     patterns = ("*.md", "docs/**/*.md", "benchmarks/**/*.md", "tutorials/**/*.md", "tutorials/**/*.ipynb")
     written = {file.relative_to(ROOT).with_suffix(".html") for pattern in patterns for file in ROOT.glob(pattern)}
-    home = site / "docs" / "zh" / "index.html"  # its sidebar has both languages
-    contents = {home} | {(home.parent / urldefrag(link)[0]).resolve() for _, _, link in pages[home].links}
+    homes = [site / "docs" / "index.html", site / "docs" / "zh" / "index.html"]
+    links = {(home.parent / urldefrag(link)[0]).resolve() for home in homes for _, _, link in pages[home].links}
+    contents = {*homes, *links}
     assert [str(page) for page in sorted(written) if site / page not in contents] == []
 
 
@@ -143,6 +144,13 @@ def test_pages_say_their_language_and_lead_to_their_counterpart(site, pages):
             assert read.language == language
             leads_to = {((site / page).parent / link).resolve() for tag, _, link in read.links if tag == "a"}
             assert (site / f"{other}.html").resolve() in leads_to
+
+
+def test_chinese_pages_list_what_is_translated_once(site, pages):
+    linked = {link for _, _, link in pages[site / "docs" / "zh" / "index.html"].links}
+    assert "../../tutorials/zh/01-how-a-gpu-step-works.html" in linked
+    assert "../../tutorials/01-how-a-gpu-step-works.html" not in linked
+    assert "../flash.html" in linked
 
 
 @pytest.fixture
