@@ -83,7 +83,9 @@ class FlashEngine:
         self.model = model = model if self.ranks is None else self.ranks.module
         self.max_grad_norm = max_grad_norm
         self.loss_reduction = loss_reduction
-        self.path_rules = PathRules(path, MemoryBudget(memory_budget, list(model.parameters())))
+        sharded = self.ranks is not None and self.ranks.layout.mesh is not None
+        budget = MemoryBudget(memory_budget, list(model.parameters()))
+        self.path_rules = PathRules(path, budget, sharded=sharded)
         self.loss_scale = loss_scale
 
         self.state = StepState()
@@ -98,8 +100,8 @@ class FlashEngine:
         self._set_anchor(_leaf())
         self._recording = False
         self.blocks: CheckpointedBlocks | None = None
-        sharded = self.ranks is not None and self.ranks.layout.mesh is not None  # running blocks again communicates
-        if memory_budget is not None and not sharded:  # without one, blocks hold what their layers leave
+        # Without a budget, blocks hold what their layers leave; to run sharded ones again, ranks would have to agree.
+        if memory_budget is not None and not sharded:
             self.forwards.blocks = self.blocks = CheckpointedBlocks(self)
 
     def _set_anchor(self, anchor: Tensor) -> None:

@@ -149,10 +149,12 @@ def choose_path(
     x_held: int | None = None,
     forced: str | None = None,
     keep_fits: bool = False,
+    sharded: bool = False,
 ) -> Decision:
     """The cheapest exact path for x: (batch, length, d) and g: (batch, length, p). Pure: shapes in, decision out.
 
     keep_fits: per-sample gradients may be kept although they take more memory than x and g.
+    sharded: the gradient is reduced to a shard block by block, so even that of a lone sample is not held for nothing.
     """
     found = path_costs(batch, length, d, p, itemsize, stored_itemsize=stored_itemsize, rounding=rounding, x_held=x_held)
     costs = MappingProxyType(found)
@@ -162,7 +164,7 @@ def choose_path(
         if forced == GRAM and rounding:
             return Decision(DIRECT, "gram was asked for, but products are rounded (TF32): norms are of those", costs)
         return Decision(forced, "forced by the caller", costs)
-    if batch == 1:
+    if batch == 1 and not sharded:
         return Decision(KEEP, "one sample: its gradient is the gradient, no second GEMM", costs)
     if length == 1 and rounding <= TF32_ROUNDING:
         return Decision(RANK1, "one position a sample: |g xᵀ|² = |x|²|g|²", costs)
@@ -180,7 +182,13 @@ def choose_path(
 
 @lru_cache(maxsize=4096)  # asked by every layer in every backward pass
 def _choices(
-    x: tuple[int, ...], p: int, dtype: torch.dtype, rounding: float, x_held: int | None, forced: str | None
+    x: tuple[int, ...],
+    p: int,
+    dtype: torch.dtype,
+    rounding: float,
+    x_held: int | None,
+    forced: str | None,
+    sharded: bool,
 ) -> tuple[Decision, Decision, float]:
     """The decision where there is room to keep, that where there is none, and how much room in bytes."""
     choose = partial(
@@ -188,10 +196,12 @@ def _choices(
         *x,
         p,
         itemsize=dtype.itemsize,
-        stored_itemsize=stored_dtype(dtype).itemsize,
+        # A lone sample's gradient is stored in the parameter's dtype.
+        stored_itemsize=max(4, dtype.itemsize) if sharded and x[0] == 1 else stored_dtype(dtype).itemsize,
         rounding=rounding,
         x_held=x_held,
         forced=forced,
+        sharded=sharded,
     )
     fitting = choose(keep_fits=True)
     lean = fitting if forced is not None or fitting.path != KEEP else choose()
@@ -204,20 +214,21 @@ def _choices(
 class PathRules:
     """How an engine chooses: a path forced on every layer, or the cheapest for which there is room."""
 
-    def __init__(self, forced: str | None = None, budget: MemoryBudget | None = None) -> None:
+    def __init__(self, forced: str | None = None, budget: MemoryBudget | None = None, *, sharded: bool = False) -> None:
         self.forced = forced
+        self.sharded = sharded
         self.budget = budget or MemoryBudget(LEAN, ())
 
     def of_product(self, x: Sequence[int], g: Tensor, *, p: int | None = None, x_held: int | None = None) -> Decision:
         """Of a layer with x: (batch, length, d) and g: (batch, length, p), which `p` says where g has another shape."""
         rounding = operand_rounding(g.device) if g.dtype == torch.float32 else 0.0
         fitting, lean, more = _choices(
-            tuple(x), g.shape[-1] if p is None else p, g.dtype, rounding, x_held, self.forced
+            tuple(x), g.shape[-1] if p is None else p, g.dtype, rounding, x_held, self.forced, self.sharded
         )
         return fitting if fitting is lean or self.budget.fits(more) else lean
 
     def of_lookup(self, batch: int, length: int) -> Decision:
         """Of an embedding with ids: (batch, length)."""
-        if self.forced is None and batch == 1:
+        if self.forced is None and batch == 1 and not self.sharded:
             return LOOKUP_KEPT
         return LOOKUP_SORTED if self.forced == DIRECT or length > LONGEST_GRAM_LOOKUP else LOOKUP_COMPARED

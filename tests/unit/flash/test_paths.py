@@ -135,3 +135,16 @@ def test_operation_counts_follow_the_mathematics():
     assert costs[KEEP].operations == gemm
     assert costs[DIRECT].operations == 2 * gemm
     assert costs[GRAM].operations == gemm + 2 * 3**2 * (5 + 7)
+
+
+def test_where_the_gradient_is_sharded_that_of_a_lone_sample_is_kept_only_if_it_takes_less_than_x_and_g() -> None:
+    """One sample of 64 positions: its gradient is much larger than what it is made of."""
+    assert choose_path(1, 64, 1024, 1024).path == KEEP
+    short, long = (
+        choose_path(1, length, 1024, 1024, itemsize=2, stored_itemsize=4, sharded=True) for length in (64, 4096)
+    )
+    assert short.path != KEEP
+    assert long.path == KEEP
+    rules = PathRules(sharded=True)
+    assert rules.of_product((1, 64, 1024), torch.empty(1, 64, 1024)).path != KEEP
+    assert rules.of_lookup(1, 64).path != KEEP
