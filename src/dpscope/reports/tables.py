@@ -153,7 +153,7 @@ class Row:
     @property
     def samples(self) -> int:
         """Of a step: those of all its batches."""
-        samples: int = self.field("batch_size") * self.field("accumulate")
+        samples: int = self.field("batch_size") * self.field("accumulate") * self.field("gpus")
         return samples
 
     @property

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
-from dpscope.errors import MeasurementFailed
+from dpscope.errors import MeasurementFailed, UserError
 from dpscope.instruments.timing import Progress, no_progress
 from dpscope.outcomes import outcome_of_exception
 from dpscope.results.schema import Result, result_for
@@ -31,6 +31,10 @@ def measurement_module(instrument: str) -> ModuleType:
 
 def measure(spec: RunSpec, progress: Progress = no_progress, files: Path | None = None) -> Result:
     """Measure a spec. Files that the measurement writes go to `files`; without it they are deleted."""
+    if spec.world_size > 1 and spec.instrument != "time":
+        raise UserError(
+            f"{spec.instrument} looks at one process: of several, --instruments time gives time and peak of every rank"
+        )
     measurement: Measurement = getattr(measurement_module(spec.instrument), f"measure_{spec.instrument}")
     with tempfile.TemporaryDirectory() as nowhere:
         folder = files or Path(nowhere)

@@ -40,6 +40,10 @@ class RunSpec(TrainerSettings):
             object.__setattr__(self, name, value)
         if self.dtype == "tf32" and self.device == "cpu":
             raise UserError("dtype tf32 is a CUDA number format: use fp32 or bf16 on the CPU")
+        if self.gpus > 1 and self.simulate_world > 1:
+            raise UserError("--simulate-world takes the place of other processes: leave out --gpus")
+        if self.parallel == "hsdp" and self.world_size % 2:
+            raise UserError("hsdp has two replicas: give --gpus or --simulate-world an even number")
         if self.param_dtype not in ("fp32", self.dtype):
             raise UserError(
                 f"weights in {self.param_dtype} are multiplied in {self.param_dtype}, not in {self.dtype}: add "

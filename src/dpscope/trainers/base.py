@@ -16,6 +16,7 @@ from dpscope.flash.oracle import tensors_of
 from dpscope.places import load_at
 from dpscope.results.schema import Note
 from dpscope.trainers.checkpointing import checkpoint_blocks
+from dpscope.trainers.spreading import casts_by_itself, spread
 from dpscope.vocabulary.methods import Method
 from dpscope.vocabulary.phases import FORWARD, MODEL_LOADED, MODEL_WRAPPED, OPTIMIZER_CREATED, moment, phase
 from dpscope.vocabulary.settings import OPTIMIZERS, TrainerSettings
@@ -39,6 +40,7 @@ class TrainerBase(ABC):
     """
 
     memory_rules: ClassVar[tuple[Rule, ...]] = ()
+    can_be_spread: ClassVar[bool] = False  # over several processes
 
     def __init__(self, model: nn.Module, loss: LossFunction, settings: TrainerSettings) -> None:
         require_trainable(model)
@@ -49,6 +51,13 @@ class TrainerBase(ABC):
         self.plain_model = model
         moment(MODEL_LOADED)
         self.checkpoints = checkpoint_blocks(model) if settings.checkpoint_blocks else None
+        if settings.world_size > 1:
+            if not self.can_be_spread:
+                raise UserError(
+                    f"{type(self).__name__} trains in one process: over several, compare standard and flash "
+                    "(--methods standard,flash)"
+                )
+            model = spread(model, settings)
         self.model = self.prepare_model(model)
         moment(MODEL_WRAPPED)
         self.optimizer = self.prepare_optimizer(self._plain_optimizer(model))
@@ -113,7 +122,11 @@ class TrainerBase(ABC):
 
     def _autocast(self) -> AbstractContextManager[object]:
         dtype = AUTOCAST.get(self.settings.dtype)
-        return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype=dtype)
+        return (
+            nullcontext()
+            if dtype is None or casts_by_itself(self.settings)
+            else torch.autocast(self.device.type, dtype=dtype)
+        )
 
     def _plain_optimizer(self, model: nn.Module) -> Optimizer:
         parameters = [p for p in model.parameters() if p.requires_grad]

@@ -61,6 +61,12 @@ def checkpoint_blocks(model: nn.Module) -> Checkpoints:
     return checkpoints
 
 
+def find_blocks(module: nn.Module) -> list[nn.Module]:
+    """The outermost blocks in a module."""
+    found = _blocks_of(module)
+    return [*found, *(block for child in module.children() if child not in found for block in find_blocks(child))]
+
+
 def _checkpoint_in(module: nn.Module, checkpoints: Checkpoints) -> int:
     """Checkpoint the outermost blocks in a module; how many there are."""
     if _enable_in_transformers(module, checkpoints):

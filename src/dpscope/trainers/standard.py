@@ -10,6 +10,8 @@ from dpscope.vocabulary.phases import BACKWARD, OPTIMIZER, phase
 class StandardTrainer(TrainerBase):
     """One backward pass a batch, one optimizer step, no privacy."""
 
+    can_be_spread = True
+
     def prepare_model(self, model: nn.Module) -> nn.Module:
         return model
 

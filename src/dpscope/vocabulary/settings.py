@@ -20,6 +20,7 @@ OPTIMIZERS = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW"}  # name -> class i
 DEVICES = ("cpu", "cuda")
 DEVICE_CHOICES = ("auto", *DEVICES)  # auto: the one that is there
 
+PARALLEL = ("ddp", "fsdp", "hsdp")  # DistributedDataParallel, fully_shard, fully_shard over replicas
 MEMORY_BUDGETS = ("auto", "lean")  # or a number of GiB
 
 # What every result file holds. A later setting is written, and counts in a row's digest, only where it differs from its
@@ -161,6 +162,29 @@ class TrainerSettings:
         words="{} × the batch a step",
         heading="Batches a step",
     )
+    gpus: int = setting(
+        1,
+        numbers.RANKS,
+        "Processes that train one model together, each on its own GPU; --batch-size is of each.",
+        label="GPUs",
+        words="{} GPUs",
+        heading="GPUs",
+    )
+    parallel: str = setting(
+        "ddp",
+        OneOf("way to spread a model", PARALLEL),
+        f"{'|'.join(PARALLEL)}: how several processes hold the model.",
+        words="spread by {}",
+        heading="Spread by",
+    )
+    simulate_world: int = setting(
+        1,
+        numbers.RANKS,
+        "Be one of N processes without the others: collectives return at once (a simulation).",
+        label="simulated ranks",
+        words="one of {} simulated ranks",
+        heading="Simulated ranks",
+    )
     memory_budget: str = setting(
         "auto",
         memory_budget,
@@ -185,7 +209,12 @@ class TrainerSettings:
     @property
     def logical_batch_size(self) -> int:
         """Expected samples in a step: what the noisy sum is divided by."""
-        return self.batch_size * self.accumulate
+        return self.batch_size * self.accumulate * self.world_size
+
+    @property
+    def world_size(self) -> int:
+        """Processes over which the model is spread, real or simulated."""
+        return max(self.gpus, self.simulate_world)
 
     def checked(self) -> dict[str, Any]:
         """Every setting as its check returns it: 1, 1.0 and numpy's are one value, one digest."""

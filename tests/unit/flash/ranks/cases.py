@@ -17,11 +17,11 @@ from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from dpscope.errors import UserError
 from dpscope.flash import TrainingState
+from dpscope.instruments.collectives import CollectiveBytes
 from tests.unit.flash.ranks import world as w
 
 WAYS = {1: ("ddp", "fsdp", "hsdp"), 2: ("ddp", "fsdp", "fsdp kept"), 4: ("ddp", "fsdp", "hsdp")}  # by world size
@@ -128,10 +128,10 @@ def half_precision() -> tuple[dict[str, Tensor], Tensor, set[torch.dtype]]:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = w.shard(w.make_model(), init_device_mesh("cpu", (dist.get_world_size(),)), policy=policy)
     model, optimizer, _ = w.make_private(model, w.optimizer_of(model, "sgd"))
-    with Collectives() as seen:
+    with CollectiveBytes() as seen:
         w.train(model, optimizer, [0])
     shares = optimizer.engine.norms * optimizer.engine.factors
-    return w.whole_parameters(model), shares, seen.dtypes.get("_reduce_scatter_base_", set())
+    return w.whole_parameters(model), shares, seen.dtypes.get("reduce-scatter", set())
 
 
 # -- neighbours, bytes, refusals ---------------------------------------------------------------------------------------
@@ -155,23 +155,6 @@ def neighbours() -> dict[tuple[str, int | None], dict[str, Tensor]]:
     return {(way, row): update_without(way, row) for way in ("ddp", "fsdp") for row in (None, 21, 32)}
 
 
-class Collectives(TorchDispatchMode):
-    """Bytes that go into collectives, by the name of c10d's operator."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes: dict[str, int] = {}
-        self.dtypes: dict[str, set[torch.dtype]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            name = func.overloadpacket.__name__
-            tensors = [leaf for leaf in torch.utils._pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
-            self.bytes[name] = self.bytes.get(name, 0) + max(tensor.nbytes for tensor in tensors)
-            self.dtypes.setdefault(name, set()).update(tensor.dtype for tensor in tensors)
-        return func(*args, **(kwargs or {}))
-
-
 def communicated() -> tuple[dict[str, int], dict[str, int]]:
     """Bytes of three steps of ordinary FSDP2 training, and of private training."""
     seen = []
@@ -180,7 +163,7 @@ def communicated() -> tuple[dict[str, int], dict[str, int]]:
         optimizer: Any = w.optimizer_of(model, "adamw")
         if private:
             model, optimizer, _ = w.make_private(model, optimizer)
-        with Collectives() as collectives:
+        with CollectiveBytes() as collectives:
             w.train(model, optimizer, [0, 1, 4])
         seen.append(collectives.bytes)
     return seen[0], seen[1]

@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dpscope.flash.ranks.stand_ins import stand_in, without_collectives
+from dpscope.instruments.collectives import CollectiveBytes
 from tests.unit.flash.ranks import world as w
-from tests.unit.flash.ranks.cases import Collectives
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +28,7 @@ def test_a_sharded_model_runs_without_a_collective_and_is_afterwards_what_it_was
     before = dict(model.named_parameters())
     hooks = [dict(module._forward_pre_hooks) for module in model.modules()]
     x = torch.randn(3, w.LENGTH, w.WIDTH, dtype=dtype)
-    with torch.no_grad(), without_collectives(model), Collectives() as seen:
+    with torch.no_grad(), without_collectives(model), CollectiveBytes() as seen:
         model.blocks[0](x)
         model.forward(torch.zeros(3, w.LENGTH, dtype=torch.long))
     assert seen.bytes == {}
