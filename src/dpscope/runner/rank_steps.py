@@ -39,25 +39,18 @@ def measure_rank(spec: RunSpec, progress: Progress = no_progress) -> RankFigures
     import torch
 
     from dpscope.instruments.collectives import CollectiveBytes
-    from dpscope.runner.measurements.time import peak_of
     from dpscope.runner.steps import TrainingSteps
 
-    simulated = spec.simulate_world > 1  # then the weights of other ranks are made up, and losses mean nothing
     step = TrainingSteps(spec)
     if spec.device == "cuda":  # a model is whole where it is born, before it is sharded
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    if simulated:
-        for _ in range(spec.warmup):
-            step()
-    else:
-        step.warm_up(progress)
+    step.warm_up(progress)
     with CollectiveBytes() as seen:
         step()
     timing = time_steps(step, device=spec.device, warmup=0, steps=spec.steps, progress=progress)
-    memory = peak_of(step, spec.device)
-    if not simulated:
-        step.require_finite_losses()
+    memory = step.peak()
+    step.require_finite_losses()
     return {
         "step_ms": timing.step_ms,
         "memory": memory,

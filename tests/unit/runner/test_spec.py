@@ -167,6 +167,9 @@ CHANGES = {
     "param_dtype": "bf16",  # which needs the dtype, too
     "checkpoint_blocks": True,
     "accumulate": 2,
+    "gpus": 2,
+    "parallel": "fsdp",
+    "simulate_world": 8,
     "memory_budget": "lean",
     "optimizer": "sgd",
     "learning_rate": 2e-4,
