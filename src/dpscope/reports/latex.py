@@ -8,7 +8,7 @@ from typing import Any
 
 from dpscope.reports.doubt import explain, marked
 from dpscope.reports.memory.data import Composition, described_of, is_private_only, label_of, present
-from dpscope.reports.output import text_output
+from dpscope.reports.output import Output, text_output
 from dpscope.reports.report import Report
 from dpscope.reports.tables import SIZES, SPEEDS, Row, group_by_size, worth_a_column
 from dpscope.reports.words import distinct, peak_notes, spread_in_words, step_in_words
@@ -119,8 +119,6 @@ def _number(value: float | None, decimals: int, unit: int = 1) -> str:
     return MISSING if value is None else f"{value / unit:.{decimals}f}".replace("-", "−")
 
 
-def _render(report: Report) -> str:
-    return to_latex(report.rows)
-
-
-LATEX = text_output("results.tex", "tables for a paper, with booktabs", _render, asked_for="latex")
+LATEX: Output[Report] = text_output(
+    "results.tex", "tables for a paper, with booktabs", lambda report: to_latex(report.rows), asked_for="latex"
+)

@@ -14,16 +14,41 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from dpscope.reports.figures.style import FORMATS, save
-from dpscope.reports.figures.suffixes import SUFFIX, suffixed
 from dpscope.reports.report import Report
-from dpscope.reports.tables import Row
+from dpscope.reports.tables import SIZES, Row, group_by_size, worth_a_column
 from dpscope.results.store import write_atomically
+from dpscope.vocabulary.settings import FLAGS, SETTINGS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FIRST = 2000  # characters of a file that its mark stands in
 Content = TypeVar("Content")  # a Report, or two sweeps side by side
+LETTERS = {"batch_size": "bs", "seq_len": "seq"}
+SUFFIX = r"(_.*bs\d+.*)?"  # matches every suffix, and none
+
+
+def suffixed(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """What is compared with each other, under what tells it apart: `_bs8_seq1024`, or nothing for the only size."""
+    groups = group_by_size(rows)
+    if len(groups) == 1:
+        return {"": groups[0]}
+    named: dict[str, list[Row]] = {}
+    settings = [name for name in FLAGS if SETTINGS[name].speaks_for_itself or SETTINGS[name].is_later]
+    shown = worth_a_column(rows, ("model", *SIZES, *settings))
+    for group in groups:
+        known = {name: value for name in shown if (value := group[0].field(name)) is not None}
+        own = {
+            name: SETTINGS[name].in_words(group[0].spec) for name in known if name in SETTINGS and name not in LETTERS
+        }
+        parts = [own.get(name, f"{LETTERS.get(name, '')}{value}") for name, value in known.items()]
+        suffix = re.sub(r"[^\w.-]+", "-", "".join(f"_{part}" for part in parts))
+        number = 2
+        while suffix in named:  # they differ in something that has no place in a file's name
+            suffix = f"{suffix.rpartition('-')[0] or suffix}-{number}"
+            number += 1
+        named[suffix] = group
+    return named
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -179,8 +179,13 @@ class Row:
     def peaks(self) -> dict[str, float]:
         """Instrument -> the peak it gives, in bytes; the memory instrument first."""
         ordered = sorted(self.measured.items(), key=lambda item: item[0] != "memory")
-        found = {name: _peak_of(result) for name, result in ordered if result.ok}
-        return {name: peak for name, peak in found.items() if peak is not None}
+        found = {}
+        for name, result in ordered:
+            stated = figure_of(result.peak_memory_mb)
+            peak = figure_of(result.memory.get("peak_bytes"), None if stated is None else stated * MIB)
+            if result.ok and peak is not None:
+                found[name] = peak
+        return found
 
     @property
     def peak_bytes(self) -> float | None:
@@ -220,11 +225,6 @@ def figure_of(*candidates: Any) -> float | None:
     """The first that is a number, and one that can be measured: finite, and not below zero."""
     numbers = (value for value in candidates if isinstance(value, int | float) and not isinstance(value, bool))
     return next((value for value in numbers if math.isfinite(value) and value >= 0), None)
-
-
-def _peak_of(result: Result) -> float | None:
-    stated = figure_of(result.peak_memory_mb)
-    return figure_of(result.memory.get("peak_bytes"), None if stated is None else stated * MIB)
 
 
 def identity_of(spec: dict[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,11 @@ from typing import Any
 from dpscope.units import MISSING
 from dpscope.vocabulary.settings import SETTINGS
 
+LONGEST_IN_PROSE = 96  # characters
+ARGUMENTS = re.compile(r"<[^<>]*>|\([^()]*\)")  # of templates and calls, innermost
+LAST_WORD = re.compile(r"[\w:.~-]*$")
+AUTOGRAD_NODE = ("autograd::engine::evaluate_function: ", "autograd: ")  # as torch names it, and as reports do
+
 # How a peak was measured -> what it is. One table shows peaks of one of them.
 PEAKS = {
     "tracker": "of one step after warm-up; its parts from one more step whose every storage was tracked",
@@ -54,14 +59,9 @@ def distinct(names: Sequence[str]) -> list[str]:
     return [name if name not in names[:n] else f"{name} ({names[:n].count(name) + 1})" for n, name in enumerate(names)]
 
 
-LONGEST_IN_PROSE = 96  # characters
-ARGUMENTS = re.compile(r"<[^<>]*>|\([^()]*\)")  # of templates and calls, innermost
-LAST_WORD = re.compile(r"[\w:.~-]*$")
-
-
 def in_prose(name: str) -> str:
     """The name itself. One that is too long loses its template arguments, and then whole words at its end."""
-    plain = name.replace("autograd::engine::evaluate_function: ", "autograd: ")
+    plain = name.replace(*AUTOGRAD_NODE)
     if len(plain) <= LONGEST_IN_PROSE:
         return plain
     while (shorter := ARGUMENTS.sub("", plain)) != plain:
@@ -70,3 +70,8 @@ def in_prose(name: str) -> str:
         return plain
     kept = LAST_WORD.sub("", plain[:LONGEST_IN_PROSE])
     return f"{kept.rstrip()} …" if kept.strip() else plain
+
+
+def operator_label(name: str, length: int) -> str:
+    """As short as it can be told apart: autograd's nodes without the engine's prefix."""
+    return shorten(name.replace(*AUTOGRAD_NODE), length)

@@ -14,9 +14,9 @@ from matplotlib.patches import Rectangle
 
 from dpscope.reports.figures.labels import spread
 from dpscope.reports.figures.style import DPI, PAGE_WIDTH, SMALL
-from dpscope.reports.figures.suffixes import suffixed
 from dpscope.reports.memory.data import composition_of, label_of, timeline_of
 from dpscope.reports.memory.figures import draw_breakdown, draw_timeline
+from dpscope.reports.output import suffixed
 from dpscope.reports.outputs import FIGURES
 from dpscope.reports.palette import COMPONENT_COLOURS, METHOD_COLOURS, colour_of
 from dpscope.reports.tables import compare_results

@@ -9,9 +9,10 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from dpscope.errors import UserError
+from dpscope.plain_text import render_plain
 from dpscope.reports.against.quantities import MEMORY, QUANTITIES, TIME, Quantity, SweepChange, peaks_by_source
 from dpscope.reports.export import IDENTITY, frame_of, frame_to_csv
-from dpscope.reports.output import text_output
+from dpscope.reports.output import Output, text_output
 from dpscope.reports.report import Report
 from dpscope.reports.tables import Row, hashable, worth_a_column
 from dpscope.reports.words import step_in_words
@@ -200,9 +201,9 @@ class Against:
         return frame_of(to_records(self))
 
     def __str__(self) -> str:
-        from dpscope.reports.against.text import against_text
+        from dpscope.reports.against.text import against_summary
 
-        return against_text(self)
+        return render_plain(against_summary(self))
 
 
 def set_against(now: Report, before: Report, *, names: tuple[str, str]) -> Against:
@@ -289,8 +290,9 @@ def _figures(pair: Pair) -> dict[str, Any]:
     return named
 
 
-def _against_csv(against: Against) -> str:
-    return frame_to_csv(against.to_pandas())
-
-
-AGAINST_CSV = text_output("against.csv", "a line for each row of either sweep", _against_csv, asked_for="csv")
+AGAINST_CSV: Output[Against] = text_output(
+    "against.csv",
+    "a line for each row of either sweep",
+    lambda against: frame_to_csv(against.to_pandas()),
+    asked_for="csv",
+)

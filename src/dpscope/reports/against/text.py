@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from dpscope.plain_text import render_plain
 from dpscope.reports.against.data import Against, Pair, list_rows
 from dpscope.reports.against.quantities import MEMORY, TIME, UNDECIDED, Quantity, SweepChange
 from dpscope.reports.doubt import ADVICE, EXPLAINED, explain
-from dpscope.reports.output import text_output
+from dpscope.reports.output import Output, text_output
 from dpscope.reports.text_table import Column, FirstThatFits, bare_table, identity_columns, table_of
 from dpscope.reports.words import peak_notes, spread_in_words
 from dpscope.units import MISSING
@@ -120,10 +119,6 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
-def against_text(against: Against) -> str:
-    return render_plain(against_summary(against))
-
-
 def against_summary(against: Against) -> RenderableType:
     """What differs about the machines, what changed, and by which rule."""
     parts: list[RenderableType] = [
@@ -192,4 +187,4 @@ def _verdict(pair: Pair, quantity: Quantity) -> Text:
     return Text(verdict, style="bold" if pair.status_changed else style)
 
 
-AGAINST_TEXT = text_output("against.txt", "what changed between two sweeps", against_text, mark=AGAINST_TITLE)
+AGAINST_TEXT: Output[Against] = text_output("against.txt", "what changed between two sweeps", str, mark=AGAINST_TITLE)

@@ -7,21 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from dpscope.reports.figures.style import byte_unit, not_drawn
-from dpscope.reports.memory.data import (
-    Composition,
-    PhaseSpan,
-    Timeline,
-    composition_of,
-    described_of,
-    is_private_only,
-    label_of,
-    legend_of,
-    present,
-    standard_of,
-    tensors_of,
-    timeline_of,
-    undescribed,
-)
+from dpscope.reports.memory import data
 from dpscope.reports.memory.text import TRIFLE, maker_of, place_of, shape_in_words, signed
 from dpscope.reports.page.chart import Table, View, chart_by_size
 from dpscope.reports.palette import colour_of, is_dark, phase_colour
@@ -39,11 +25,11 @@ def looks(keys: Iterable[str]) -> list[dict[str, Any]]:
     """How components are drawn and named."""
     return [
         {
-            "name": label_of(key),
-            "label": legend_of(key),
+            "name": data.label_of(key),
+            "label": data.legend_of(key),
             "colour": colour_of(key),
             "ink": "#ffffff" if is_dark(colour_of(key)) else "#000000",
-            "hatched": is_private_only(key),
+            "hatched": data.is_private_only(key),
         }
         for key in keys
     ]
@@ -60,11 +46,11 @@ def _without(reasons: Sequence[tuple[Row, str]]) -> str:
 
 
 def _peak_view(rows: Sequence[Row]) -> View | None:
-    described = described_of(rows)
+    described = data.described_of(rows)
     if not described:
         return None
-    keys = present(composition.components for composition in described.values())
-    standard = standard_of(described)
+    keys = data.present(composition.components for composition in described.values())
+    standard = data.standard_of(described)
     bars: list[dict[str, Any]] = [
         {
             "method": row.method,
@@ -77,7 +63,7 @@ def _peak_view(rows: Sequence[Row]) -> View | None:
     ]
     told = [f"{row.method} holds {_peak_in_words(composition, standard)}" for row, composition in described.items()]
     return View(
-        says=f"At the peak {', '.join(told)}.{_without(undescribed(rows))}",
+        says=f"At the peak {', '.join(told)}.{_without(data.undescribed(rows))}",
         data={
             "components": looks(keys),
             "bars": bars,
@@ -91,14 +77,18 @@ def _peak_view(rows: Sequence[Row]) -> View | None:
     )
 
 
-def _peak_in_words(composition: Composition, standard: Composition | None) -> str:
+def _peak_in_words(composition: data.Composition, standard: data.Composition | None) -> str:
     """`52.8 GiB (1.75×, above all per-sample gradients +18.9 GiB)`"""
     holds, ratio = format_bytes(composition.total), composition.ratio_to(standard)
     if standard is None or composition is standard or ratio is None:
         return holds
     extra = composition.extra_over(standard)
     most = (max if sum(extra.values()) >= 0 else min)(extra, key=lambda key: extra[key])
-    named = f", above all {label_of(most)} {signed(extra[most])}" if abs(extra[most]) >= TRIFLE * standard.total else ""
+    named = (
+        f", above all {data.label_of(most)} {signed(extra[most])}"
+        if abs(extra[most]) >= TRIFLE * standard.total
+        else ""
+    )
     return f"{holds} ({format_ratio(ratio)}{named})"
 
 
@@ -116,7 +106,7 @@ memory_peak = chart_by_size(
 
 
 def _tensors_view(rows: Sequence[Row]) -> View | None:
-    known = [(row.method, tensors) for row in rows if (tensors := tensors_of(row))]
+    known = [(row.method, tensors) for row in rows if (tensors := data.tensors_of(row))]
     if not known:
         return None
     panels = [{"method": method, "bars": [*map(_bar, tensors["largest"][:BARS_DRAWN])]} for method, tensors in known]
@@ -134,7 +124,7 @@ def _tensors_view(rows: Sequence[Row]) -> View | None:
 
 def _tensor_in_words(first: TensorAtPeak) -> str:
     several = f"{first['count']} of them, each" if first["count"] > 1 else "it is"
-    what = f"{shape_in_words(first)}, {label_of(first['component'])}, {place_of(first, short=True)}"
+    what = f"{shape_in_words(first)}, {data.label_of(first['component'])}, {place_of(first, short=True)}"
     return f"{several} {format_bytes(first['bytes'])} ({what})"
 
 
@@ -157,7 +147,7 @@ def _tensor_lines(method: str, tensors: TensorsAtPeak) -> list[dict[str, Any]]:
         {
             **{"method": method, "bytes": each["bytes"], "count": each["count"]},
             **{"shape": "×".join(map(str, each["shape"])), "dtype": each["dtype"]},
-            **{"component": label_of(each["component"]), "module": each["module"], "phase": each["phase"]},
+            **{"component": data.label_of(each["component"]), "module": each["module"], "phase": each["phase"]},
             **{"operator": each["operator"], "line": place_of(each)},
         }
         for each in tensors["largest"]
@@ -181,13 +171,13 @@ tensors_at_peak = chart_by_size(
 
 
 def _timeline_view(rows: Sequence[Row]) -> View | None:
-    timelines = [(row, timeline) for row in rows if (timeline := timeline_of(row))]
+    timelines = [(row, timeline) for row in rows if (timeline := data.timeline_of(row))]
     if not timelines:
         return None
     drawn = timelines[:PANELS]
-    missing = [(row, row.why_none("no timeline was measured")) for row in rows if not timeline_of(row)]
+    missing = [(row, row.why_none("no timeline was measured")) for row in rows if not data.timeline_of(row)]
     missing += [(row, f"only {PANELS} fit") for row, _ in timelines[PANELS:]]
-    keys = present({key: max(level) for key, level in timeline.levels.items()} for _, timeline in drawn)
+    keys = data.present({key: max(level) for key, level in timeline.levels.items()} for _, timeline in drawn)
     highest = max(timeline.totals[timeline.peak] for _, timeline in drawn)
     return View(
         says=f"Live bytes are highest {', '.join(_timeline_in_words(*each) for each in drawn)}.{_without(missing)}",
@@ -204,20 +194,20 @@ def _timeline_view(rows: Sequence[Row]) -> View | None:
     )
 
 
-def _timeline_in_words(row: Row, timeline: Timeline) -> str:
+def _timeline_in_words(row: Row, timeline: data.Timeline) -> str:
     where = phase_at(timeline.phases, timeline.events[timeline.peak])
     return f"in {row.method} at {format_bytes(timeline.totals[timeline.peak])} ({where})"
 
 
-def phase_at(phases: Sequence[PhaseSpan], event: float) -> str:
+def phase_at(phases: Sequence[data.PhaseSpan], event: float) -> str:
     """The innermost: what runs inside `clip` inside `backward` belongs to `clip`."""
     inside = [phase for phase in phases if phase.start <= event <= phase.end]
     return min(inside, key=lambda phase: phase.end - phase.start).name if inside else BETWEEN_PHASES
 
 
-def _panel(row: Row, timeline: Timeline, keys: Sequence[str]) -> dict[str, Any]:
+def _panel(row: Row, timeline: data.Timeline, keys: Sequence[str]) -> dict[str, Any]:
     """Events and levels as changes from one moment to the next: most are 0, which keeps the page small, to the byte."""
-    kept, at, composition = moments(timeline), timeline.peak, composition_of(row)
+    kept, at, composition = moments(timeline), timeline.peak, data.composition_of(row)
     return {
         "method": row.method,
         "maker": composition.maker if composition else None,
@@ -228,12 +218,12 @@ def _panel(row: Row, timeline: Timeline, keys: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _stretches(timeline: Timeline) -> list[PhaseSpan]:
+def _stretches(timeline: data.Timeline) -> list[data.PhaseSpan]:
     """The phases, and what lies before, between and after them under a name of its own: the whole step."""
-    whole: list[PhaseSpan] = []
+    whole: list[data.PhaseSpan] = []
     reached, end = timeline.events[0], timeline.events[-1]
-    for phase in [*timeline.phases, PhaseSpan("", end, end)]:
-        whole += [PhaseSpan(BETWEEN_PHASES, reached, phase.start)] if phase.start > reached else []
+    for phase in [*timeline.phases, data.PhaseSpan("", end, end)]:
+        whole += [data.PhaseSpan(BETWEEN_PHASES, reached, phase.start)] if phase.start > reached else []
         whole += [phase] if phase.name else []
         reached = max(reached, phase.end)
     return whole
@@ -243,7 +233,7 @@ def _changes(values: Sequence[int]) -> list[int]:
     return [*values[:1], *(later - earlier for earlier, later in pairwise(values))]
 
 
-def _by_phase(method: str, timeline: Timeline, keys: Sequence[str]) -> list[tuple[Any, ...]]:
+def _by_phase(method: str, timeline: data.Timeline, keys: Sequence[str]) -> list[tuple[Any, ...]]:
     """The fullest moment of each phase."""
     lines: list[tuple[Any, ...]] = []
     for phase in timeline.phases:
@@ -255,7 +245,7 @@ def _by_phase(method: str, timeline: Timeline, keys: Sequence[str]) -> list[tupl
     return lines
 
 
-def moments(timeline: Timeline, most: int = MOMENTS) -> list[int]:
+def moments(timeline: data.Timeline, most: int = MOMENTS) -> list[int]:
     """Indices of the events that a drawing needs, about `most`: the ends, every component's maximum, those at the
     borders of phases, and the highest and the lowest total of each stretch: the peak is one of them."""
     events, totals, count = timeline.events, timeline.totals, len(timeline.events)

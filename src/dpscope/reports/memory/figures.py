@@ -7,32 +7,9 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+from dpscope.reports.figures import style
 from dpscope.reports.figures.labels import in_figure, spread
-from dpscope.reports.figures.style import (
-    SMALL,
-    byte_unit,
-    component_legend,
-    describe,
-    look_of,
-    new_figure,
-    not_drawn,
-    set_title,
-    settle,
-    styled,
-    three_digits,
-)
-from dpscope.reports.memory.data import (
-    Composition,
-    PhaseSpan,
-    Timeline,
-    composition_of,
-    described_of,
-    present,
-    snapshots_of,
-    standard_of,
-    timeline_of,
-    undescribed,
-)
+from dpscope.reports.memory import data
 from dpscope.reports.output import figure_output
 from dpscope.reports.palette import colour_of, is_dark
 from dpscope.reports.tables import Row
@@ -57,40 +34,42 @@ MANY_PANELS = 4  # beyond that they stand in two columns
 Segments = list[tuple[Any, str, float]]  # a bar, its component and its value
 
 
-@styled
+@style.styled
 def draw_breakdown(rows: Sequence[Row]) -> Figure | None:
     """Rows of one size; None if none of them has a breakdown."""
-    described = described_of(rows)
+    described = data.described_of(rows)
     shown = list(described.values())
     if not shown:
         return None
-    figure = new_figure(1.6 + 0.36 * len(shown))
+    figure = style.new_figure(1.6 + 0.36 * len(shown))
     peak, extra = figure.subplots(1, 2, sharey=True)
     peak.set_yticks(range(len(shown)), [shorten(row.method, LONGEST_TICK) for row in described])
     peak.set_ylim(len(shown) - 0.5, -0.5)
-    component_legend(figure, present(each.components for each in shown))
-    set_title(figure, "Memory at the peak of a training step", describe(rows), *not_drawn(undescribed(rows)))
+    style.component_legend(figure, data.present(each.components for each in shown))
+    style.set_title(
+        figure, "Memory at the peak of a training step", style.describe(rows), *style.not_drawn(data.undescribed(rows))
+    )
 
-    unit, name = byte_unit(max(each.total for each in shown))
+    unit, name = style.byte_unit(max(each.total for each in shown))
     peak.set_xlabel(f"at the peak ({name})")
-    totals = [f"{three_digits(each.total / unit)} {name}" for each in shown]
+    totals = [f"{style.three_digits(each.total / unit)} {name}" for each in shown]
     segments = _stack(peak, [each.components for each in shown], unit, totals)
     segments += _draw_extra(extra, described)
-    settle(figure)
+    style.settle(figure)
     _write_values(segments)
     return figure
 
 
-def _draw_extra(ax: Axes, described: Mapping[Row, Composition]) -> Segments:
+def _draw_extra(ax: Axes, described: Mapping[Row, data.Composition]) -> Segments:
     """Each method's bytes beyond standard's, component by component: more to the right, less to the left."""
-    standard = standard_of(described)
+    standard = data.standard_of(described)
     if standard is None or len(described) == 1:
         reason = "no standard at this size" if standard is None else "standard is the only method"
         ax.text(0.5, 0.5, f"nothing to compare with:\n{reason}", transform=ax.transAxes, ha="center", va="center")
         ax.set_axis_off()
         return []
     extras = [composition.extra_over(standard) for composition in described.values()]
-    unit, name = byte_unit(max(sum(abs(count) for count in extra.values()) for extra in extras))
+    unit, name = style.byte_unit(max(sum(abs(count) for count in extra.values()) for extra in extras))
     ax.set_xlabel(f"more than standard holds ({name}); line: net")
     ax.axvline(0, color="black", linewidth=0.6)
     ax.tick_params(left=False, labelleft=False)
@@ -98,7 +77,7 @@ def _draw_extra(ax: Axes, described: Mapping[Row, Composition]) -> Segments:
     nets = [sum(extra.values()) / unit for extra in extras]
     texts = []
     for composition, net in zip(described.values(), nets, strict=True):
-        amount = three_digits(abs(net))
+        amount = style.three_digits(abs(net))
         sign = "±" if not float(amount) else "+" if net > 0 else "−"
         texts.append("standard" if composition is standard else f"{sign}{amount} {name}")
     segments = _stack(ax, extras, unit, texts)
@@ -115,13 +94,13 @@ def _stack(ax: Axes, stacks: Sequence[Mapping[str, float]], unit: float, texts: 
         for key, count in components.items():
             value, more = count / unit, count > 0
             if value:
-                (bar,) = ax.barh(place, value, BAR, left=ends[more], **look_of(key))
+                (bar,) = ax.barh(place, value, BAR, left=ends[more], **style.look_of(key))
                 bar.set_gid(f"{key}:{place}")
                 segments.append((bar, key, value))
                 ends[more] += value
     for place, (components, text) in enumerate(zip(stacks, texts, strict=True)):
         end = sum(count for count in components.values() if count > 0) / unit
-        ax.annotate(text, (end, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=SMALL)
+        ax.annotate(text, (end, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=style.SMALL)
     return segments
 
 
@@ -130,33 +109,33 @@ def _write_values(segments: Segments) -> None:
     for bar, key, value in segments:
         middle = bar.get_x() + bar.get_width() / 2, bar.get_y() + bar.get_height() / 2
         ink = "white" if is_dark(colour_of(key)) else "black"
-        centred: dict[str, Any] = {"ha": "center", "va": "center", "color": ink, "fontsize": SMALL}
-        text = bar.axes.text(*middle, three_digits(abs(value)), **centred)
-        if look_of(key)["hatch"]:  # figures are not read through a hatch
+        centred: dict[str, Any] = {"ha": "center", "va": "center", "color": ink, "fontsize": style.SMALL}
+        text = bar.axes.text(*middle, style.three_digits(abs(value)), **centred)
+        if style.look_of(key)["hatch"]:  # figures are not read through a hatch
             text.set_bbox({"boxstyle": "square,pad=0.15", "facecolor": colour_of(key), "edgecolor": "none"})
         if text.get_window_extent().width > bar.get_window_extent().width - 4:
             text.remove()
 
 
-@styled
+@style.styled
 def draw_timeline(rows: Sequence[Row]) -> Figure | None:
     """Rows of one size; None if none of them has a timeline or snapshots."""
-    found = [(row, timeline_of(row), snapshots_of(row)) for row in rows]
+    found = [(row, data.timeline_of(row), data.snapshots_of(row)) for row in rows]
     drawn = [(row, timeline, stages) for row, timeline, stages in found if timeline or stages]
     if not drawn:
         return None
     timelines = [timeline for _, timeline, _ in drawn if timeline]
     columns = 1 if len(drawn) <= MANY_PANELS else 2
     lines = -(-len(drawn) // columns)
-    figure = new_figure(1.3 + lines * (PANEL + STRIP))
+    figure = style.new_figure(1.3 + lines * (PANEL + STRIP))
     axes = figure.subplots(lines, columns, sharey=True, squeeze=False).flatten()
     for spare in axes[len(drawn) :]:
         spare.set_axis_off()
     heading = "Memory over one training step" if timelines else "Memory at the stages of a run"
     missing = [(row, row.why_none("no timeline was measured")) for row, *known in found if not any(known)]
-    set_title(figure, heading, describe(rows), *not_drawn(missing))
+    style.set_title(figure, heading, style.describe(rows), *style.not_drawn(missing))
     highest = max(max(timeline.totals if timeline else stages.values()) for _, timeline, stages in drawn)
-    unit, name = byte_unit(highest)
+    unit, name = style.byte_unit(highest)
     for (row, timeline, stages), ax in zip(drawn, axes, strict=False):
         above = shorten(row.method, LONGEST_TITLE // columns)
         ax.set_title(above, loc="left", fontweight="bold", pad=TITLE_PAD if timeline else None)
@@ -173,8 +152,10 @@ def draw_timeline(rows: Sequence[Row]) -> Figure | None:
             ax.tick_params(labelbottom=False)  # every run went through the same stages
     axes[0].set_ylim(0, HEADROOM * highest / unit or 1)
     if timelines:
-        component_legend(figure, present({key: max(level) for key, level in t.levels.items()} for t in timelines))
-    settle(figure)
+        style.component_legend(
+            figure, data.present({key: max(level) for key, level in t.levels.items()} for t in timelines)
+        )
+    style.settle(figure)
     for (row, timeline, _), ax in zip(drawn, axes, strict=False):
         if timeline:
             _name_phases(ax, timeline.phases)
@@ -182,14 +163,14 @@ def draw_timeline(rows: Sequence[Row]) -> Figure | None:
     return figure
 
 
-def _draw_components(ax: Axes, timeline: Timeline, unit: float) -> None:
+def _draw_components(ax: Axes, timeline: data.Timeline, unit: float) -> None:
     """Stacked areas; a level holds from its event to the next."""
     events = timeline.events
     floor = [0.0] * len(events)
     for key, level in timeline.levels.items():
         top = [low + count / unit for low, count in zip(floor, level, strict=True)]
         if any(level):
-            ax.fill_between(events, floor, top, step="post", label=key, **{**look_of(key), "linewidth": 0.0})
+            ax.fill_between(events, floor, top, step="post", label=key, **{**style.look_of(key), "linewidth": 0.0})
         floor = top
     ax.set_xlim(events[0], max(events[-1], events[0] + 1))
     for edge in (edge for phase in timeline.phases for edge in (phase.start, phase.end)):
@@ -204,12 +185,12 @@ def _draw_stages(ax: Axes, stages: Mapping[str, float], unit: float) -> None:
     ax.set_xticks(places[::step], names[::step], rotation=30, ha="right")
 
 
-def _name_phases(ax: Axes, phases: Sequence[PhaseSpan]) -> None:
+def _name_phases(ax: Axes, phases: Sequence[data.PhaseSpan]) -> None:
     """Names in a strip above the panel, moved aside where phases are short, with a line to the phase they name."""
     from matplotlib.lines import Line2D
 
     scale, frame, in_page = ax.figure.dpi / 72, ax.get_window_extent(), ax.figure.transFigure
-    texts = [ax.text(0, 0, phase.name, fontsize=SMALL, ha="center", va="bottom") for phase in phases]
+    texts = [ax.text(0, 0, phase.name, fontsize=style.SMALL, ha="center", va="bottom") for phase in phases]
     widths = [text.get_window_extent().width for text in texts]
     named = _that_fit(phases, widths, frame.width, GAP * scale)
     centres = [ax.transData.transform(((p.start + p.end) / 2, 0))[0] for p in phases]
@@ -224,17 +205,17 @@ def _name_phases(ax: Axes, phases: Sequence[PhaseSpan]) -> None:
             text.remove()
 
 
-def _that_fit(phases: Sequence[PhaseSpan], widths: Sequence[float], room: float, gap: float) -> list[int]:
+def _that_fit(phases: Sequence[data.PhaseSpan], widths: Sequence[float], room: float, gap: float) -> list[int]:
     """The longest phases whose names fit side by side, in their order."""
     longest = sorted(range(len(phases)), key=lambda n: phases[n].start - phases[n].end)
     used = list(accumulate(widths[n] + gap for n in longest))
     return sorted(n for n, total in zip(longest, used, strict=True) if total <= room)
 
 
-def _mark_peak(ax: Axes, row: Row, timeline: Timeline, unit: tuple[float, str]) -> None:
+def _mark_peak(ax: Axes, row: Row, timeline: data.Timeline, unit: tuple[float, str]) -> None:
     """A marker at the peak and, in the headroom above, its value and what made it."""
     event, total = timeline.events[timeline.peak], timeline.totals[timeline.peak] / unit[0]
-    composition = composition_of(row)
+    composition = data.composition_of(row)
     ax.plot(event, total, marker="v", markersize=4, color="black", clip_on=False, zorder=5)
     start, end = ax.get_xlim()
     left = (event - start) / (end - start) < 0.5
@@ -245,12 +226,12 @@ def _mark_peak(ax: Axes, row: Row, timeline: Timeline, unit: tuple[float, str]) 
         xytext=(event, 0.97 * ax.get_ylim()[1]),
         ha="left" if left else "right",
         va="top",
-        fontsize=SMALL,
+        fontsize=style.SMALL,
         arrowprops={"arrowstyle": "-", "linewidth": 0.5, "shrinkA": 0, "shrinkB": 3, "relpos": (0 if left else 1, 0)},
         bbox={"boxstyle": "square,pad=0.15", "facecolor": "white", "edgecolor": "none"},
         gid="peak",
     )
-    _fit(text, room, f"peak {three_digits(total)} {unit[1]}", composition.maker if composition else None)
+    _fit(text, room, f"peak {style.three_digits(total)} {unit[1]}", composition.maker if composition else None)
 
 
 def _fit(text: Annotation, room: float, value: str, maker: str | None) -> None:

@@ -10,17 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dpscope.reports.doubt import explain, marked
-from dpscope.reports.memory.data import (
-    Composition,
-    described_of,
-    is_private_only,
-    label_of,
-    present,
-    snapshots_of,
-    standard_of,
-    tensors_of,
-    undescribed,
-)
+from dpscope.reports.memory import data
 from dpscope.reports.tables import SPEEDS, Row, group_by_size
 from dpscope.reports.text_table import bare_table
 from dpscope.reports.words import shorten
@@ -67,52 +57,50 @@ def tensor_section(rows: Sequence[Row], width: int) -> list[RenderableType]:
 
 
 def _at_peak(rows: Sequence[Row], width: int) -> list[RenderableType]:
-    described = described_of(rows)
+    described = data.described_of(rows)
     if not described:
         return []
     parts = [*_by_component(described, width), "", *map(Text, extra_in_words(described))]
     if any(each.maker or each.modules for each in described.values()):
         parts += ["", _makers(described)]
     parts += ["", *(Text(note, style="dim") for note in _notes(described))]
-    if missing := [f"{row.method} ({reason})" for row, reason in undescribed(rows)]:
+    if missing := [f"{row.method} ({reason})" for row, reason in data.undescribed(rows)]:
         parts.append(Text(f"Not broken down: {', '.join(missing)}", style="yellow"))
     return parts
 
 
 def _at_stages(rows: Sequence[Row], width: int) -> list[RenderableType]:
-    stages = {row: found for row in rows if (found := snapshots_of(row))}
+    stages = {row: found for row in rows if (found := data.snapshots_of(row))}
     names = dict.fromkeys(name for taken in sorted(stages.values(), key=len, reverse=True) for name in taken)
     lines = [(name, [format_bytes(taken.get(name)) for taken in stages.values()]) for name in names]
     return _tables("stage", list(stages), lines, width)
 
 
-def _by_component(described: Mapping[Row, Composition], width: int) -> list[RenderableType]:
+def _by_component(described: Mapping[Row, data.Composition], width: int) -> list[RenderableType]:
     """A line a component and a column a method; the totals, times and ratios below."""
     rows, compositions = list(described), list(described.values())
-    standard = standard_of(described)
+    standard = data.standard_of(described)
     lines = [
         (
-            label_of(key) + (" *" if is_private_only(key) else ""),
+            data.label_of(key) + (" *" if data.is_private_only(key) else ""),
             [format_bytes(each.components.get(key) or None) for each in compositions],
         )
-        for key in present(each.components for each in compositions)
+        for key in data.present(each.components for each in compositions)
     ]
     lines.append(("total", [format_bytes(each.total) for each in compositions]))
     if standard and standard.total > 0:
         lines.append(("  × standard", [format_ratio(each.ratio_to(standard)) for each in compositions]))
     if any(row.median_ms for row in rows):
         known = [name for name in SPEEDS if any(name in row.speeds for row in rows)]
+        timed = [(each.total, row.median_ms) for row, each in described.items()]
+        per_time = [f"{mib(total) / time:.2f} MiB/ms" if time else MISSING for total, time in timed]
         lines += [
             ("time/step", [row.time_shown for row in rows]),
             ("  × standard", [row.time_ratio_shown for row in rows]),
             *((name, [row.speed_shown(name) for row in rows]) for name in known),
-            ("memory/time", [_memory_per_time(*each) for each in described.items()]),
+            ("memory/time", [marked(cell, row.time_doubt) for row, cell in zip(rows, per_time, strict=True)]),
         ]
     return _tables("component", rows, lines, width)
-
-
-def _memory_per_time(row: Row, composition: Composition) -> str:
-    return marked(f"{mib(composition.total) / row.median_ms:.2f} MiB/ms", row.time_doubt) if row.median_ms else MISSING
 
 
 def _tables(
@@ -135,9 +123,9 @@ def _tables(
     return tables[1:]
 
 
-def extra_in_words(described: Mapping[Row, Composition]) -> list[str]:
+def extra_in_words(described: Mapping[Row, data.Composition]) -> list[str]:
     """`ghost holds 4.20 GiB more than standard at the peak: temporary matrices +4.00 GiB, …`, a sentence a method."""
-    standard = standard_of(described)
+    standard = data.standard_of(described)
     if standard is None:
         return ["No standard at this size to compare with: measure it with --methods standard,…"]
     return [
@@ -147,11 +135,11 @@ def extra_in_words(described: Mapping[Row, Composition]) -> list[str]:
     ]
 
 
-def _compared(extra: Mapping[str, float], standard: Composition) -> str:
+def _compared(extra: Mapping[str, float], standard: data.Composition) -> str:
     """The net of what a method holds beyond standard, and its larger parts, the largest first."""
     net = sum(extra.values())
     told = {key: count for key, count in extra.items() if abs(count) >= TRIFLE * standard.total}
-    parts = [f"{label_of(key)} {signed(told[key])}" for key in sorted(told, key=lambda key: -abs(told[key]))]
+    parts = [f"{data.label_of(key)} {signed(told[key])}" for key in sorted(told, key=lambda key: -abs(told[key]))]
     rest = net - sum(told.values())
     parts += [f"the rest {signed(rest)}"] if told and abs(rest) >= MIB / 10 else []
     amount = f"{format_bytes(abs(net))} {'more' if net >= 0 else 'less'} than" if round(net) else "as much as"
@@ -162,7 +150,7 @@ def signed(count: float) -> str:
     return ("+" if count >= 0 else "−") + format_bytes(abs(count))
 
 
-def _makers(described: Mapping[Row, Composition]) -> Table:
+def _makers(described: Mapping[Row, data.Composition]) -> Table:
     """Who reaches the peak, and which modules hold the most then."""
     headings = ("method", "the peak is reached in", "heaviest activations")
     table = bare_table(*headings, left=headings, wrap=headings)
@@ -175,9 +163,9 @@ def _makers(described: Mapping[Row, Composition]) -> Table:
     return table
 
 
-def _notes(described: Mapping[Row, Composition]) -> list[str]:
-    components = present(each.components for each in described.values())
-    notes = ["* only private training holds this."] if any(map(is_private_only, components)) else []
+def _notes(described: Mapping[Row, data.Composition]) -> list[str]:
+    components = data.present(each.components for each in described.values())
+    notes = ["* only private training holds this."] if any(map(data.is_private_only, components)) else []
     if any(row.median_ms for row in described):
         notes.append("memory/time: MiB at the peak for each millisecond of a step.")
         notes += filter(None, [explain(row.ratio_doubt for row in described)])
@@ -186,7 +174,7 @@ def _notes(described: Mapping[Row, Composition]) -> list[str]:
     return notes
 
 
-def _explained(described: Mapping[Row, Composition]) -> str:
+def _explained(described: Mapping[Row, data.Composition]) -> str:
     """What is known of each method's unattributed bytes; methods that share an explanation stand together."""
     reasons: dict[str, list[str]] = {}
     for row, composition in described.items():
@@ -219,7 +207,7 @@ def place_of(tensor: TensorAtPeak, *, short: bool = False) -> str:
 
 
 def _largest_tensors(rows: Sequence[Row]) -> list[RenderableType]:
-    known = [(row, tensors["largest"][:SHOWN_TENSORS]) for row in rows if (tensors := tensors_of(row))]
+    known = [(row, tensors["largest"][:SHOWN_TENSORS]) for row in rows if (tensors := data.tensors_of(row))]
     texts = ("shape", "for", "made by", "line")
     table = bare_table("method", "size", "", *texts, left=("", *texts), wrap=texts)
     for row, largest in known:
@@ -229,7 +217,7 @@ def _largest_tensors(rows: Sequence[Row]) -> list[RenderableType]:
                 format_bytes(tensor["bytes"]),
                 f"× {tensor['count']}" if tensor["count"] > 1 else "",
                 shape_in_words(tensor),
-                label_of(tensor["component"]),
+                data.label_of(tensor["component"]),
                 shorten(maker_of(tensor), 20),
                 shorten(place_of(tensor, short=True), 40),
             )

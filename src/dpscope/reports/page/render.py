@@ -53,6 +53,7 @@ def render_page(
     """`before`: sections in the headline's place, as markup that is trusted; `charts`: instead of those that the
     results allow."""
     scripts = [_text("vendor/echarts.common.min.js"), _own_script()]
+    digests = [hashlib.sha256(script.encode()).digest() for script in scripts]
     return render_template(
         "page.html.jinja",
         title=title,
@@ -61,7 +62,7 @@ def render_page(
         style=_text("static/page.css"),
         scripts=scripts,
         # Nothing may be loaded, and no script may run but these two: whatever a result's text holds.
-        script_hashes=" ".join(f"'sha256-{_digest(script)}'" for script in scripts),
+        script_hashes=" ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests),
         sizes=_choices(report.sizes),
         first=first_size(report.sizes),
         headlines=[(*told, make_cards(*told)) for told in zip(report.sizes, report.stories, strict=True)],
@@ -100,10 +101,6 @@ def _own_script() -> str:
     drawings = sorted(f"drawings/{path.name}" for path in (HERE / "static/drawings").glob("*.js"))
     shared, own, last = ([_text(f"static/{name}") for name in names] for names in (SHARED, drawings, SCRIPTS))
     return "\n".join(('"use strict";', *shared, *(f"{{\n{script}}}" for script in own), *last))  # own: with own names
-
-
-def _digest(script: str) -> str:
-    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
 def _text(name: str) -> str:

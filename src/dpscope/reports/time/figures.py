@@ -7,17 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dpscope.reports.doubt import explain, marked
+from dpscope.reports.figures import style
 from dpscope.reports.figures.labels import Box, label_points
-from dpscope.reports.figures.style import (
-    SMALL,
-    byte_unit,
-    describe,
-    new_figure,
-    not_drawn,
-    set_title,
-    settle,
-    styled,
-)
 from dpscope.reports.output import figure_output
 from dpscope.reports.palette import method_colours, method_markers
 from dpscope.reports.tables import Row
@@ -49,17 +40,17 @@ class TradeoffPoint:
         return {"marker": self.marker, "color": self.colour, "markersize": MARKER_SIZE}
 
 
-@styled
+@style.styled
 def draw_tradeoff(rows: Sequence[Row]) -> Figure | None:
     """Rows of one size; None if none of them has both a time and a peak."""
     drawn = [row for row in rows if row.median_ms and row.peak_bytes]
     if not drawn:
         return None
     many = len(drawn) > MANY_METHODS
-    figure = new_figure(3.1 + (0.09 * len(drawn) if many else 0.0))
+    figure = style.new_figure(3.1 + (0.09 * len(drawn) if many else 0.0))
     absolute, relative = figure.subplots(1, 2)
-    set_title(figure, "Peak memory against time of a training step", describe(rows), *_notes(rows, drawn))
-    unit, name = byte_unit(max(row.peak_bytes or 0.0 for row in drawn))
+    style.set_title(figure, "Peak memory against time of a training step", style.describe(rows), *_notes(rows, drawn))
+    unit, name = style.byte_unit(max(row.peak_bytes or 0.0 for row in drawn))
     slow = max(row.median_ms or 0.0 for row in drawn) >= 10_000
     absolute.set_xlabel(f"time of a step ({'s' if slow else 'ms'}), median and p10–p90")
     absolute.set_ylabel(f"peak memory ({name})")
@@ -88,7 +79,7 @@ def draw_tradeoff(rows: Sequence[Row]) -> Figure | None:
         relative.set_axis_off()
     if many:
         _legend(figure, ratios or points)
-    settle(figure)
+    style.settle(figure)
     if not many:
         _label(absolute, points)
         _label(relative, ratios)
@@ -97,7 +88,7 @@ def draw_tradeoff(rows: Sequence[Row]) -> Figure | None:
 
 def _notes(rows: Sequence[Row], drawn: Sequence[Row]) -> list[str]:
     missing = {row: "peak" if row.median_ms else "time" for row in rows if row not in drawn}
-    notes = not_drawn([(row, row.why_none(f"no {what} was measured")) for row, what in missing.items()])
+    notes = style.not_drawn([(row, row.why_none(f"no {what} was measured")) for row, what in missing.items()])
     doubt = explain(row.ratio_doubt for row in drawn)
     return [*notes, doubt.removesuffix(".")] if doubt else notes
 
@@ -137,7 +128,7 @@ def _label(ax: Axes, points: Sequence[TradeoffPoint]) -> None:
         right, _ = ax.transData.transform((max(point.spread[1], point.x), point.y))
         obstacles.append((left - half, middle - half, right + half, middle + half))
     named = [((point.x, point.y), point.label, point.colour) for point in points]
-    label_points(ax, named, obstacles=obstacles, fontsize=SMALL)
+    label_points(ax, named, obstacles=obstacles, fontsize=style.SMALL)
 
 
 TRADEOFF_FIGURE = figure_output("performance_tradeoff", "time against memory of each method", draw_tradeoff)

@@ -10,8 +10,7 @@ from dpscope.reports.page.chart import Chart, Table, View, chart_by_size, chart_
 from dpscope.reports.palette import GREW, SHRANK, is_dark, phase_colour
 from dpscope.reports.tables import Row
 from dpscope.reports.trace import data
-from dpscope.reports.trace.text import operator_label
-from dpscope.reports.words import in_prose
+from dpscope.reports.words import in_prose, operator_label
 from dpscope.units import format_ms
 from dpscope.vocabulary.methods import STANDARD
 

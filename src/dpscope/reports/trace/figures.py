@@ -6,22 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from dpscope.reports.doubt import marked
-from dpscope.reports.figures.style import (
-    SMALL,
-    describe,
-    new_figure,
-    patch_legend,
-    set_title,
-    settle,
-    styled,
-    three_digits,
-)
+from dpscope.reports.figures import style
 from dpscope.reports.output import figure_output
 from dpscope.reports.palette import FAMILY_COLOURS, GREW, SHRANK, is_dark, phase_colour
 from dpscope.reports.tables import Row
 from dpscope.reports.trace import data
-from dpscope.reports.trace.text import operator_label
-from dpscope.reports.words import shorten
+from dpscope.reports.words import operator_label, shorten
 from dpscope.vocabulary.families import FAMILY_LABELS
 
 if TYPE_CHECKING:
@@ -31,7 +21,7 @@ if TYPE_CHECKING:
 DRAWN_OPERATORS = 8  # operators of a method that are drawn
 
 
-@styled
+@style.styled
 def draw_phases(rows: Sequence[Row]) -> Figure | None:
     """Rows of one size: a bar a method, a segment a phase; None if none of them was traced."""
     steps = data.traced_steps(rows)
@@ -48,7 +38,7 @@ def draw_phases(rows: Sequence[Row]) -> Figure | None:
     return _draw_stacks("Where the time of a training step goes", 1.5, steps, series, looks, axis, notes)
 
 
-@styled
+@style.styled
 def draw_families(rows: Sequence[Row]) -> Figure | None:
     """Kernel time by family, a bar a method; None without a GPU trace."""
     steps = [step for step in data.traced_steps(rows) if step.trace.get("families")]
@@ -58,19 +48,19 @@ def draw_families(rows: Sequence[Row]) -> Figure | None:
     return _draw_stacks("What the GPU works on", 1.7, steps, series, looks, axis) if series else None
 
 
-@styled
+@style.styled
 def draw_differences(rows: Sequence[Row]) -> Figure | None:
     """The operators that make each method's step longer than standard's, a panel a method."""
     found = [each for each in data.differences(data.traced_steps(rows)) if each.changes]
     if not found:
         return None
-    figure = new_figure(0.9 + len(found) * (0.5 + 0.16 * (DRAWN_OPERATORS + 1)))
+    figure = style.new_figure(0.9 + len(found) * (0.5 + 0.16 * (DRAWN_OPERATORS + 1)))
     axes = figure.subplots(len(found), 1, sharex=True, squeeze=False)[:, 0]
     for each, ax in zip(found, axes, strict=True):
         biggest, rest = each.biggest(DRAWN_OPERATORS)
         values = [*(change.ms for change in biggest), rest]
         bars = ax.barh(range(len(values)), values, color=[GREW if value > 0 else SHRANK for value in values])
-        ax.bar_label(bars, [f"{value:+.2f}" for value in values], padding=2, fontsize=SMALL)
+        ax.bar_label(bars, [f"{value:+.2f}" for value in values], padding=2, fontsize=style.SMALL)
         ax.set_yticks(range(len(values)), [*map(_label, biggest), "everything else"])
         ax.set_ylim(len(values) - 0.4, -0.6)
         ax.axvline(0, color="black", linewidth=0.6)
@@ -78,8 +68,10 @@ def draw_differences(rows: Sequence[Row]) -> Figure | None:
         ax.set_title(f"{each.method}: {each.total_ms:+.2f} ms in all", loc="left", fontweight="bold")
     clock = "GPU time" if found[0].basis == data.GPU else "host time"
     axes[-1].set_xlabel(f"milliseconds more than standard ({clock})")
-    set_title(figure, "What a method's traced step takes beyond ordinary training, by operator", describe(rows))
-    settle(figure)
+    style.set_title(
+        figure, "What a method's traced step takes beyond ordinary training, by operator", style.describe(rows)
+    )
+    style.settle(figure)
     return figure
 
 
@@ -98,7 +90,7 @@ def _draw_stacks(
 ) -> Figure:
     """A bar a method, a segment a name, in the label and colour it looks by. A segment wide enough for its figure
     carries it, and the total stands at the end."""
-    figure = new_figure(height + 0.34 * len(steps))
+    figure = style.new_figure(height + 0.34 * len(steps))
     ax: Axes = figure.subplots()
     widest = max(sum(filter(None, times)) for times in zip(*series.values(), strict=True)) or 1.0
     for place in range(len(steps)):
@@ -109,17 +101,21 @@ def _draw_stacks(
             if value > 0.05 * widest:
                 ink = "white" if is_dark(colour) else "black"
                 middle = left + value / 2
-                ax.text(middle, place, three_digits(value), ha="center", va="center", color=ink, fontsize=SMALL)
+                ax.text(
+                    middle, place, style.three_digits(value), ha="center", va="center", color=ink, fontsize=style.SMALL
+                )
             left += value
-        ax.text(left + 0.01 * widest, place, three_digits(left), va="center", fontsize=SMALL, fontweight="bold")
+        ax.text(
+            left + 0.01 * widest, place, style.three_digits(left), va="center", fontsize=style.SMALL, fontweight="bold"
+        )
     ax.set_yticks(range(len(steps)), [shorten(step.method, 24) for step in steps])
     ax.set_ylim(len(steps) - 0.5, -0.5)
     ax.set_xlim(0, widest * 1.1)
     ax.set_xlabel(axis)
     patches = {label: {"facecolor": c, "edgecolor": "0.4", "linewidth": 0.4} for label, c in looks.values()}
-    patch_legend(figure, patches, min(len(looks), 6))
-    set_title(figure, title, describe([step.row for step in steps]), *notes)
-    settle(figure)
+    style.patch_legend(figure, patches, min(len(looks), 6))
+    style.set_title(figure, title, style.describe([step.row for step in steps]), *notes)
+    style.settle(figure)
     return figure
 
 

@@ -12,8 +12,7 @@ from dpscope.reports.doubt import MARK, is_stretched, marked
 from dpscope.reports.tables import Row
 from dpscope.reports.text_table import bare_table
 from dpscope.reports.trace import data
-from dpscope.reports.words import shorten
-from dpscope.results.payloads.trace import Synchronisation
+from dpscope.reports.words import operator_label
 from dpscope.units import MIB, MISSING, format_bytes, format_ms
 from dpscope.vocabulary.families import FAMILY_LABELS
 from dpscope.vocabulary.methods import STANDARD
@@ -124,11 +123,6 @@ def _difference(found: data.StepDifference) -> list[RenderableType]:
     return [Text(title, style="bold"), table]
 
 
-def operator_label(name: str, length: int) -> str:
-    """As short as it can be told apart: autograd's nodes without the engine's prefix."""
-    return shorten(name.replace("autograd::engine::evaluate_function: ", "autograd: "), length)
-
-
 def _sums(changes: Sequence[data.OperatorChange]) -> list[str]:
     before, after = sum(change.before_ms for change in changes), sum(change.after_ms for change in changes)
     return [_ms(before), _ms(after), f"{after - before:+.2f}"]
@@ -141,12 +135,12 @@ def _waits(step: data.TracedStep) -> str:
     verb = "the host waits for the GPU" if step.gpu else "values are handed to Python (for tensors on a GPU: a wait)"
     more = f", and {len(waits) - 3} other places" if len(waits) > 3 else ""
     times = sum(wait["count"] for wait in waits)
-    return f"{step.method}: {verb} {times:.0f} times a step: {', '.join(map(_wait, waits[:3]))}{more}."
-
-
-def _wait(wait: Synchronisation) -> str:
-    where = f" at {wait['where']}" if wait["where"] else ""
-    return f"{wait['count']:.0f}× {wait['operator']} in {wait['phase']}{where} ({format_ms(wait['ms'])})"
+    told = ", ".join(
+        f"{wait['count']:.0f}× {wait['operator']} in {wait['phase']}{' at ' * bool(wait['where'])}{wait['where']} "
+        f"({format_ms(wait['ms'])})"
+        for wait in waits[:3]
+    )
+    return f"{step.method}: {verb} {times:.0f} times a step: {told}{more}."
 
 
 def _casts(step: data.TracedStep) -> str:

@@ -52,17 +52,14 @@ class Roofline:
 
 def rooflines(rows: Sequence[Row]) -> list[Roofline]:
     """One for each size."""
-    groups = by_size(rows, lambda traffic: traffic.intensity and traffic.flop_rate)
-    return [
-        Roofline(group, [*map(_step_point, group), *_kernel_points(group)], Roofs.over(group[0])) for group in groups
-    ]
-
-
-def _step_point(traffic: Traffic) -> RooflinePoint:
-    place = (traffic.intensity or 0, traffic.flop_rate or 0)
-    return RooflinePoint(
-        *place, traffic.method, traffic.method, hollow=traffic.flops_estimated, estimated=traffic.estimated
-    )
+    found = []
+    for group in by_size(rows, lambda traffic: traffic.intensity and traffic.flop_rate):
+        steps = [
+            RooflinePoint(t.intensity or 0, t.flop_rate or 0, t.method, t.method, t.flops_estimated, t.estimated)
+            for t in group
+        ]
+        found.append(Roofline(group, [*steps, *_kernel_points(group)], Roofs.over(group[0])))
+    return found
 
 
 def _kernel_points(group: Sequence[Traffic]) -> list[RooflinePoint]:

@@ -11,17 +11,7 @@ from rich.text import Text
 from dpscope.reports.doubt import marked
 from dpscope.reports.tables import Row
 from dpscope.reports.text_table import NUMBERS, Column, FirstThatFits, bare_table, identity_columns, table_of
-from dpscope.reports.traffic.data import (
-    APPROXIMATELY,
-    SMALLEST,
-    ExtraBytes,
-    Traffic,
-    TrafficGroups,
-    by_size,
-    kernels_alike,
-    marked_estimate,
-    moved,
-)
+from dpscope.reports.traffic import data
 from dpscope.results.payloads.ncu import BYTES, READ, WRITE, Direction
 from dpscope.units import MISSING, format_ms, format_rate, format_ratio, format_traffic
 from dpscope.vocabulary.families import FAMILIES, FAMILY_LABELS
@@ -32,17 +22,19 @@ NARROW_TRAFFIC = 90  # columns of a terminal
 LISTED_KERNELS = 5  # of each method
 OTHERS = "others"  # kernels that the measurement added up
 
-CellOf = Callable[[Traffic], str]
+CellOf = Callable[[data.Traffic], str]
 
 
 def traffic_section(rows: Sequence[Row], width: int) -> list[RenderableType]:
     """Nothing unless some row has traffic."""
-    groups = by_size(rows)
+    groups = data.by_size(rows)
     traffics = [traffic for group in groups for traffic in group]
     if not traffics:
         return []
     mixed = len({traffic.source for traffic in traffics}) > 1
-    parts: list[RenderableType] = [Text(_heading(traffics), style="bold"), *_warnings(traffics)]
+    versions = dict.fromkeys(v for t in traffics if not t.estimated and (v := t.data.get("ncu_version")))
+    by = f", counted by Nsight Compute {', '.join(versions)}" if versions else ""
+    parts: list[RenderableType] = [Text(f"DRAM traffic of one step{by}", style="bold"), *_warnings(traffics)]
     parts += [_table(traffics, {**DRAM, **_known(OF_PEAK, traffics), **(SOURCE if mixed else {})})]
     if caches := _known(CACHES, traffics):
         parts += ["", _table(traffics, caches)]
@@ -56,18 +48,12 @@ def traffic_section(rows: Sequence[Row], width: int) -> list[RenderableType]:
     return [*parts, "", *(Text(note, style="dim") for note in _notes(traffics))]
 
 
-def _heading(traffics: Sequence[Traffic]) -> str:
-    versions = dict.fromkeys(v for t in traffics if not t.estimated and (v := t.data.get("ncu_version")))
-    by = f", counted by Nsight Compute {', '.join(versions)}" if versions else ""
-    return f"DRAM traffic of one step{by}"
-
-
-def _warnings(traffics: Sequence[Traffic]) -> list[RenderableType]:
+def _warnings(traffics: Sequence[data.Traffic]) -> list[RenderableType]:
     """What has to be read before any number."""
     estimates = [traffic for traffic in traffics if traffic.estimated]
     if not estimates:
         return []
-    who = "All figures" if len(estimates) == len(traffics) else f"Figures marked {APPROXIMATELY}"
+    who = "All figures" if len(estimates) == len(traffics) else f"Figures marked {data.APPROXIMATELY}"
     reasons = dict.fromkeys(reason for traffic in estimates if (reason := traffic.data.get("reason")))
     lines = [f"ESTIMATE: {who} are computed from tensor sizes, not measured.", *reasons]
     return [Text(line, style="yellow") for line in lines]
@@ -93,7 +79,9 @@ DRAM: dict[str, CellOf] = {
     BYTES[WRITE]: _bytes_cell(WRITE),
     "×": lambda t: t.show(format_ratio(t.ratio)),
     "per item": lambda t: t.show(format_traffic(t.bytes_per_item)),
-    "FLOP/B": lambda t: MISSING if t.intensity is None else marked_estimate(f"{t.intensity:.0f}", t.flops_estimated),
+    "FLOP/B": lambda t: (
+        MISSING if t.intensity is None else data.marked_estimate(f"{t.intensity:.0f}", t.flops_estimated)
+    ),
     "bandwidth": lambda t: marked(t.show(format_rate(t.bandwidth)), t.row.time_doubt),
 }
 OF_PEAK: dict[str, CellOf] = {"of peak": lambda t: marked(t.show(_percent(t.bandwidth_fraction)), t.row.time_doubt)}
@@ -108,13 +96,13 @@ CACHES: dict[str, CellOf] = {
 EXPENDABLE = ("SM to L2", "of peak", "FLOP/B", "per item", "est. read", "est. written", "bandwidth", "L2 to SM")
 
 
-def _known(columns: Mapping[str, CellOf], traffics: Sequence[Traffic]) -> dict[str, CellOf]:
+def _known(columns: Mapping[str, CellOf], traffics: Sequence[data.Traffic]) -> dict[str, CellOf]:
     return {heading: cell for heading, cell in columns.items() if any(cell(t) != MISSING for t in traffics)}
 
 
-def _table(traffics: Sequence[Traffic], columns: Mapping[str, CellOf]) -> RenderableType:
+def _table(traffics: Sequence[data.Traffic], columns: Mapping[str, CellOf]) -> RenderableType:
     """What tells rows apart, and as many of the columns as there is room for."""
-    identity: list[Column[Traffic]] = identity_columns([each.row for each in traffics], lambda each: each.row)
+    identity: list[Column[data.Traffic]] = identity_columns([each.row for each in traffics], lambda each: each.row)
     left = [heading for heading, _ in identity if heading not in NUMBERS]
     items = "/".join(dict.fromkeys(traffic.items[1] for traffic in traffics))
 
@@ -125,9 +113,9 @@ def _table(traffics: Sequence[Traffic], columns: Mapping[str, CellOf]) -> Render
     return FirstThatFits(lambda bars: (without(EXPENDABLE[:number]) for number in range(len(EXPENDABLE) + 1)))
 
 
-def _family_table(group: Sequence[Traffic]) -> list[RenderableType]:
+def _family_table(group: Sequence[data.Traffic]) -> list[RenderableType]:
     """Where the bytes of rows of one size go, all of them seen in the same way."""
-    alike = kernels_alike(group)
+    alike = data.kernels_alike(group)
     if not alike:
         return []
     shares = [kernels.bytes_by_family() for kernels in alike]
@@ -135,26 +123,26 @@ def _family_table(group: Sequence[Traffic]) -> list[RenderableType]:
     table = bare_table("", *(traffic.method for traffic in group))
     table.columns[0].no_wrap = False
     for family in FAMILIES:
-        if any(share.get(family, 0) >= SMALLEST * sum(share.values()) for share in shares):
+        if any(share.get(family, 0) >= data.SMALLEST * sum(share.values()) for share in shares):
             counts = [format_traffic(share.get(family)) for share in shares]
-            table.add_row(FAMILY_LABELS[family], *(marked_estimate(count, estimated) for count in counts))
+            table.add_row(FAMILY_LABELS[family], *(data.marked_estimate(count, estimated) for count in counts))
     told = "estimate, by operator" if estimated else "by kernel"
     return ["", Text(f"Where the DRAM bytes go: {group[0].row.size} ({told})", style="bold"), table]
 
 
-def _kernel_table(traffic: Traffic, *, narrow: bool) -> list[RenderableType]:
+def _kernel_table(traffic: data.Traffic, *, narrow: bool) -> list[RenderableType]:
     """The measured kernels that move most."""
     kernels = traffic.kernels
     if kernels is None or kernels.estimated:
         return []
-    total = sum(map(moved, kernels.rows)) or 1
+    total = sum(map(data.moved, kernels.rows)) or 1
     texts = ("family",) if narrow else ("family", "phase")
     table = bare_table(f"{traffic.method}: kernel", *texts, "calls", "DRAM", "share", left=texts)
     table.columns[0].max_width = 30 if narrow else 52
     named = [row for row in kernels.rows if row["name"] != OTHERS]
-    for row in sorted(named, key=moved, reverse=True)[:LISTED_KERNELS]:
+    for row in sorted(named, key=data.moved, reverse=True)[:LISTED_KERNELS]:
         phase = () if narrow else (row.get("phase") or MISSING,)
-        figures = (str(row.get("calls", 1)), format_traffic(moved(row)), _percent(moved(row) / total))
+        figures = (str(row.get("calls", 1)), format_traffic(data.moved(row)), _percent(data.moved(row) / total))
         table.add_row(row["name"], row["family"], *phase, *figures)
     return ["", table]
 
@@ -162,19 +150,19 @@ def _kernel_table(traffic: Traffic, *, narrow: bool) -> list[RenderableType]:
 # -- words -------------------------------------------------------------------------------------------------------------
 
 
-def traffic_verdict(groups: TrafficGroups) -> list[str]:
+def traffic_verdict(groups: data.TrafficGroups) -> list[str]:
     """What the figures say: a paragraph for each size, a sentence for each private method."""
     compared = [[t for t in group if t.method != STANDARD and t.ratio is not None] for group in groups]
     return [f"{group[0].row.size.capitalize()}: {' '.join(map(_sentence, group))}" for group in compared if group]
 
 
-def _sentence(traffic: Traffic) -> str:
+def _sentence(traffic: data.Traffic) -> str:
     told, source = ("has to move", " (estimate)") if traffic.estimated else ("moves", "")
     moves = f"{traffic.method} {told} {format_ratio(traffic.ratio)} the DRAM bytes of {STANDARD}{source}"
     return "; ".join(filter(None, (moves, _explain(traffic), _explain_time(traffic)))) + "."
 
 
-def _explain(traffic: Traffic) -> str:
+def _explain(traffic: data.Traffic) -> str:
     """Which families make up most of the extra, where kernels were looked at."""
     extra = traffic.extra_bytes
     if extra is None or extra.total <= 0 or (traffic.ratio or 0) <= 1:
@@ -187,7 +175,7 @@ def _explain(traffic: Traffic) -> str:
     return f"{_families_in_words(extra)}{caveat}"
 
 
-def _families_in_words(extra: ExtraBytes) -> str:
+def _families_in_words(extra: data.ExtraBytes) -> str:
     """`61% of the extra is clipping, 20% noise`; where one family's extra is beyond the whole, what the others save."""
     (most, added), (least, saved) = extra.by_family[0], extra.by_family[-1]
     if added > extra.total:
@@ -196,24 +184,24 @@ def _families_in_words(extra: ExtraBytes) -> str:
     named: list[str] = []
     explained = 0.0
     for family, count in extra.by_family[:3]:
-        if explained >= MOST_OF_EXTRA * extra.total or count < SMALLEST * extra.total:
+        if explained >= MOST_OF_EXTRA * extra.total or count < data.SMALLEST * extra.total:
             break
         explained += count
         named.append(f"{_percent(count / extra.total)} {'' if named else 'of the extra is '}{FAMILY_LABELS[family]}")
     return ", ".join(named)
 
 
-def _explain_time(traffic: Traffic) -> str:
+def _explain_time(traffic: data.Traffic) -> str:
     """How much of the extra time the extra bytes alone account for; nothing where either is too small to say."""
     moving, slower, whole = traffic.extra_seconds_at_peak, traffic.extra_seconds, traffic.seconds
     if moving is None or slower is None or whole is None or not traffic.row.steady:
         return ""
     share = f"{format_ms(1e3 * moving)} of the {format_ms(1e3 * slower)} it is slower"
     told = f"moving the extra at the machine's peak bandwidth takes {share}"
-    return told if SMALLEST * whole <= moving <= slower else ""
+    return told if data.SMALLEST * whole <= moving <= slower else ""
 
 
-def _notes(traffics: Sequence[Traffic]) -> list[str]:
+def _notes(traffics: Sequence[data.Traffic]) -> list[str]:
     notes = [
         "Bytes of one step; 1 GB = 10⁹ bytes. × is the ratio of DRAM bytes to standard. Bandwidth combines the bytes "
         "with the median time of an unprofiled step: a profiler's own times are not step times."
@@ -227,7 +215,7 @@ def _notes(traffics: Sequence[Traffic]) -> list[str]:
     if any(t.estimate_error(READ) is not None for t in traffics):
         notes.append("est.: how far the bytes computed from tensor sizes are from the measured DRAM bytes.")
     if any(t.flops_estimated and not t.estimated for t in traffics):
-        notes.append(f"FLOP/B with {APPROXIMATELY}: bytes were counted, operations are those of torch's formulas.")
+        notes.append(f"FLOP/B with {data.APPROXIMATELY}: bytes were counted, operations are those of torch's formulas.")
     peaks = dict.fromkeys(how for t in traffics if (how := t.ceilings.get("how")))
     seen = dict.fromkeys(k.note for t in traffics if (k := t.kernels) and not k.estimated and k.note)
     spots = dict.fromkeys(spot for t in traffics if t.estimated for spot in t.estimate.get("blind_spots", []))

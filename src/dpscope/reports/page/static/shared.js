@@ -6,7 +6,7 @@ const drawings = {};
 
 const page = JSON.parse(document.getElementById("data").textContent);
 
-// What Python and these scripts have to agree on is defined there (page/constants.py).
+// What Python and these scripts have to agree on is defined there (`CONSTANTS` in page/render.py).
 const { units: { KIB, MIB, GIB }, trifle: TRIFLE, marks: MARKS, colours: COLOURS } = page.constants;
 
 const format = {
