@@ -326,7 +326,8 @@ over_time.sort_values("bytes", ascending=False).head(5)
 without:
 
 ```bash
-dpscope trace --methods standard,flat,ghost,flash --model 1b --dtype bf16 --batch-size 8 --seq-len 1024
+dpscope trace --methods standard,flat,ghost,flash --model 1b --dtype bf16 --batch-size 8 \
+    --seq-len 1024
 ```
 
 These are its results on the H200, drawn from the recorded files. In the *phases*, flat's `clip` and ghost's long `backward` stand

@@ -103,7 +103,9 @@ A metric's name has parts: `dram__bytes_read.sum.per_second` is the unit (`dram`
 
 ```bash
 ncu --query-metrics --chips gh100 | grep -E "^dram__(bytes|throughput)"
-ncu --profile-from-start off --metrics dram__bytes_read.sum,dram__bytes_write.sum,gpu__time_duration.sum python programs/memory_bound.py --steps 1
+ncu --profile-from-start off --metrics \
+    dram__bytes_read.sum,dram__bytes_write.sum,gpu__time_duration.sum \
+    python programs/memory_bound.py --steps 1
 ```
 """
 
@@ -128,7 +130,8 @@ Useful ones on Hopper:
 **Old names.** Papers and scripts still give nvprof's. `ncu` refuses them:
 
 ```bash
-ncu --profile-from-start off --metrics dram_read_throughput python programs/memory_bound.py --steps 1
+ncu --profile-from-start off --metrics dram_read_throughput \
+    python programs/memory_bound.py --steps 1
 ```
 """
 
@@ -170,8 +173,12 @@ A training step launches thousands of kernels. Four filters, alone or together:
 | by NVTX range | `--nvtx --nvtx-include "step/"` |
 
 ```bash
-ncu --profile-from-start off --kernel-name regex:elementwise --launch-skip 10 --launch-count 2 --metrics gpu__time_duration.sum python programs/launch_bound.py --steps 1
-ncu --nvtx --nvtx-include "step/" --nvtx-push-pop-scope process --launch-count 3 --metrics gpu__time_duration.sum python programs/hidden_sync.py --steps 1
+ncu --profile-from-start off --kernel-name regex:elementwise --launch-skip 10 --launch-count 2 \
+    --metrics gpu__time_duration.sum \
+    python programs/launch_bound.py --steps 1
+ncu --nvtx --nvtx-include "step/" --nvtx-push-pop-scope process --launch-count 3 --metrics \
+    gpu__time_duration.sum \
+    python programs/hidden_sync.py --steps 1
 ```
 
 How to find a kernel's name? Run once without a filter and `--set basic`, or read it from a trace (tutorial 2). The backward pass is
@@ -194,7 +201,8 @@ print(recorded.output("ncu-name-filter", first=0, last=24))
 | `app-range` | the whole program; counters over a whole range | works: **one row for a whole step** |
 
 ```bash
-ncu --replay-mode app-range --metrics dram__bytes_read.sum,dram__bytes_write.sum python programs/hidden_sync.py --steps 1
+ncu --replay-mode app-range --metrics dram__bytes_read.sum,dram__bytes_write.sum \
+    python programs/hidden_sync.py --steps 1
 ```
 
 The last one answers "how many bytes does a step move?", and is what `dpscope ncu` uses.
@@ -218,7 +226,9 @@ print(recorded.output("ncu-app-range", last=20))
 the second units, and numbers have thousands separators. On the Details page each value picks its own unit (`us` here, `ms` there): read them. `--import-sass no` keeps reports small.
 
 ```bash
-ncu --profile-from-start off --csv --log-file live.csv --metrics gpu__time_duration.sum --launch-count 2 python programs/memory_bound.py --steps 1
+ncu --profile-from-start off --csv --log-file live.csv --metrics gpu__time_duration.sum \
+    --launch-count 2 \
+    python programs/memory_bound.py --steps 1
 ncu --import memory_bound.ncu-rep --page details
 ```
 
@@ -234,10 +244,16 @@ Four kernels were profiled with `--set full`: an addition (memory-bound), a prod
 dpscope's own kernel for the norms of per-sample gradients, `_gram_kernel`:
 
 ```bash
-ncu --profile-from-start off --set full --import-sass no --launch-skip 1 --launch-count 1 -f -o memory_bound python programs/memory_bound.py --steps 1
-ncu --profile-from-start off --set full --import-sass no --launch-count 1 -f -o compute_bound python programs/compute_bound.py --steps 1 --size 4096
-ncu --profile-from-start off --set full --import-sass no --launch-count 1 -f -o tensor_cores python programs/compute_bound.py --way bfloat16 --steps 1 --size 4096
-ncu --profile-from-start off --set full --import-sass no --kernel-name regex:_gram_kernel --launch-count 1 -f -o gram python programs/per_sample_norms.py --way gram --steps 1
+ncu --profile-from-start off --set full --import-sass no --launch-skip 1 --launch-count 1 -f -o \
+    memory_bound \
+    python programs/memory_bound.py --steps 1
+ncu --profile-from-start off --set full --import-sass no --launch-count 1 -f -o compute_bound \
+    python programs/compute_bound.py --steps 1 --size 4096
+ncu --profile-from-start off --set full --import-sass no --launch-count 1 -f -o tensor_cores \
+    python programs/compute_bound.py --way bfloat16 --steps 1 --size 4096
+ncu --profile-from-start off --set full --import-sass no --kernel-name regex:_gram_kernel \
+    --launch-count 1 -f -o gram \
+    python programs/per_sample_norms.py --way gram --steps 1
 ```
 
 **Summary.** In the window, the first page lists every profiled launch with its duration, throughputs and an estimated speed-up. Sort by

@@ -35,7 +35,10 @@ The work goes in three steps: record on the machine with the GPU (a `.nsys-rep` 
 (`nsys-ui`, free) or export it (4.5). One command records and ends with the program:
 
 ```bash
-nsys profile --trace=cuda,nvtx,osrt --sample=none --cpuctxsw=none --capture-range=cudaProfilerApi --capture-range-end=stop --force-overwrite=true --output=hidden_sync python programs/hidden_sync.py --steps 3
+nsys profile --trace=cuda,nvtx,osrt --sample=none --cpuctxsw=none \
+    --capture-range=cudaProfilerApi --capture-range-end=stop --force-overwrite=true \
+    --output=hidden_sync \
+    python programs/hidden_sync.py --steps 3
 ```
 
 | option | what it does |
@@ -130,7 +133,10 @@ operator they belong to. It is the way from a backward kernel to the line that c
 timing. Newer versions of nsys do the same without touching the code:
 
 ```bash
-nsys profile --trace=cuda,nvtx --pytorch=autograd-nvtx --sample=none --capture-range=cudaProfilerApi --capture-range-end=stop --force-overwrite=true --output=autograd python programs/hidden_sync.py --steps 1
+nsys profile --trace=cuda,nvtx --pytorch=autograd-nvtx --sample=none \
+    --capture-range=cudaProfilerApi --capture-range-end=stop --force-overwrite=true \
+    --output=autograd \
+    python programs/hidden_sync.py --steps 1
 ```
 """
 
@@ -156,7 +162,8 @@ else:
 
 ```bash
 nsys export --type=sqlite --force-overwrite=true --output=hidden_sync.sqlite hidden_sync.nsys-rep
-nsys stats --report cuda_gpu_kern_sum,cuda_gpu_mem_size_sum,cuda_api_sum,nvtx_gpu_proj_sum --force-export=true hidden_sync.nsys-rep
+nsys stats --report cuda_gpu_kern_sum,cuda_gpu_mem_size_sum,cuda_api_sum,nvtx_gpu_proj_sum \
+    --force-export=true hidden_sync.nsys-rep
 dpscope nsys --read hidden_sync.sqlite
 ```
 

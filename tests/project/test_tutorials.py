@@ -61,7 +61,7 @@ def commands_in(source):
     """Every command in a block of shell, one a line, without comments; lines that end in a backslash go on."""
     text = "\n".join(cell.source for cell in jupytext.read(source).cells if cell.cell_type == "markdown")
     blocks = re.findall(r"```bash\n(.*?)```", text, flags=re.DOTALL)
-    lines = [line.strip() for block in blocks for line in re.sub(r"\\\n\s*", "", block).splitlines()]
+    lines = [line.strip() for block in blocks for line in re.sub(r"\s*\\\n\s*", " ", block).splitlines()]
     return [re.sub(r"\s+#.*$", "", line) for line in lines if line and not line.startswith("#")]
 
 

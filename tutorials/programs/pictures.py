@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -155,4 +156,4 @@ def tell_section(section: str, *reports: str, metrics: Sequence[str] = ()) -> No
         print(f"{metric:{width}}" + "".join(f"{cell:>20}" for cell in cells))  # each in the unit that ncu chose
     for name, kept in found.items():
         for advice in kept.advice_on(section)[:1]:
-            print(f"\nncu says of {name}: {advice[:420]}")
+            print("\n" + textwrap.fill(f"ncu says of {name}: {advice[:420]}", 100))

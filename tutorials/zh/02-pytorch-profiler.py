@@ -4,7 +4,7 @@
 
 *最后验证：2026-11-15，CPU 上用 torch 2.13，NVIDIA H200 上用 torch 2.11。*
 
-`torch.profiler` 随 PyTorch 一起装好，专门回答"这一步为什么慢"的第一个问题：*是哪些算子，又是谁在等？* 它不需要别的工具，CPU 上也能用。这一篇录下一个小卷积网络，用五种方式分析，找出瓶颈、改掉、量出收益，最后再看一份差分隐私训练的录制。
+`torch.profiler` 随 PyTorch 一起装好，专门回答"这一步为什么慢"的第一个问题：**是哪些算子，又是谁在等？** 它不需要别的工具，CPU 上也能用。这一篇录下一个小卷积网络，用五种方式分析，找出瓶颈、改掉、量出收益，最后再看一份差分隐私训练的录制。
 
 **读完之后你能够**
 
@@ -94,7 +94,7 @@ step = make_step(normalise_one_by_one)
 | `with_modules=True` | 模块名，只对 TorchScript 有效；请用 `dpscope trace --modules` | |
 | `acc_events=True` | 保留所有轮的事件；否则每轮从空开始 | 内存 |
 
-每项设置都会让这一步变慢。**分析器底下的一步，不是真正的一步**：*比例*看分析器，*时间*看不带分析器的运行。另外别忘了每步末尾调用 `profiler.step()`，否则 schedule 永远不会往前走。
+每项设置都会让这一步变慢。**分析器底下的一步，不是真正的一步**：**比例**看分析器，**时间**看不带分析器的运行。另外别忘了每步末尾调用 `profiler.step()`，否则 schedule 永远不会往前走。
 """
 
 # %%
@@ -307,7 +307,8 @@ over_time.sort_values("bytes", ascending=False).head(5)
 `dpscope trace` 把每种方法和普通训练放在一起录，各在独立的进程里，带分析器一次，不带一次：
 
 ```bash
-dpscope trace --methods standard,flat,ghost,flash --model 1b --dtype bf16 --batch-size 8 --seq-len 1024
+dpscope trace --methods standard,flat,ghost,flash --model 1b --dtype bf16 --batch-size 8 \
+    --seq-len 1024
 ```
 
 下面是它在 H200 上的结果，由录下的文件画出。看*阶段*，flat 的 `clip` 和 ghost 那段很长的 `backward` 最显眼：
@@ -321,7 +322,7 @@ pictures.show(draw_phases(rows), "time of a step by phase for four methods on an
 
 # %% [markdown]
 """
-*差异*图说明是哪些算子让一种方法比普通训练慢。它们加起来正好等于两步之差：
+**差异**图说明是哪些算子让一种方法比普通训练慢。它们加起来正好等于两步之差：
 """
 
 # %%

@@ -92,7 +92,9 @@ print(recorded.output("ncu-sets"))
 
 ```bash
 ncu --query-metrics --chips gh100 | grep -E "^dram__(bytes|throughput)"
-ncu --profile-from-start off --metrics dram__bytes_read.sum,dram__bytes_write.sum,gpu__time_duration.sum python programs/memory_bound.py --steps 1
+ncu --profile-from-start off --metrics \
+    dram__bytes_read.sum,dram__bytes_write.sum,gpu__time_duration.sum \
+    python programs/memory_bound.py --steps 1
 ```
 """
 
@@ -117,7 +119,8 @@ Hopper 上常用的：
 **旧名字。** 论文和脚本里还常见 nvprof 的名字，`ncu` 一概拒绝：
 
 ```bash
-ncu --profile-from-start off --metrics dram_read_throughput python programs/memory_bound.py --steps 1
+ncu --profile-from-start off --metrics dram_read_throughput \
+    python programs/memory_bound.py --steps 1
 ```
 """
 
@@ -157,11 +160,15 @@ for old, new in METRIC_ALIASES.items():
 | 按 NVTX 区间 | `--nvtx --nvtx-include "step/"` |
 
 ```bash
-ncu --profile-from-start off --kernel-name regex:elementwise --launch-skip 10 --launch-count 2 --metrics gpu__time_duration.sum python programs/launch_bound.py --steps 1
-ncu --nvtx --nvtx-include "step/" --nvtx-push-pop-scope process --launch-count 3 --metrics gpu__time_duration.sum python programs/hidden_sync.py --steps 1
+ncu --profile-from-start off --kernel-name regex:elementwise --launch-skip 10 --launch-count 2 \
+    --metrics gpu__time_duration.sum \
+    python programs/launch_bound.py --steps 1
+ncu --nvtx --nvtx-include "step/" --nvtx-push-pop-scope process --launch-count 3 --metrics \
+    gpu__time_duration.sum \
+    python programs/hidden_sync.py --steps 1
 ```
 
-kernel 的名字从哪来？先不加过滤、用 `--set basic` 跑一遍，或者从 trace（第 2 篇）里看。反向传播由 autograd 自己的线程启动，那些线程上没有你的 NVTX 区间；`--nvtx-push-pop-scope process` 让区间对所有线程生效。同一个 kernel 匹配多次，就有多条结果，*每次启动一条*，ncu 不做平均。
+kernel 的名字从哪来？先不加过滤、用 `--set basic` 跑一遍，或者从 trace（第 2 篇）里看。反向传播由 autograd 自己的线程启动，那些线程上没有你的 NVTX 区间；`--nvtx-push-pop-scope process` 让区间对所有线程生效。同一个 kernel 匹配多次，就有多条结果，**每次启动一条**，ncu 不做平均。
 """
 
 # %%
@@ -179,7 +186,8 @@ print(recorded.output("ncu-name-filter", first=0, last=24))
 | `app-range` | 整个程序，计数覆盖一整个区间 | 可用：**一整步只有一行结果** |
 
 ```bash
-ncu --replay-mode app-range --metrics dram__bytes_read.sum,dram__bytes_write.sum python programs/hidden_sync.py --steps 1
+ncu --replay-mode app-range --metrics dram__bytes_read.sum,dram__bytes_write.sum \
+    python programs/hidden_sync.py --steps 1
 ```
 
 最后一种回答的是"一步搬多少字节"，`dpscope ncu` 用的就是它。
@@ -202,7 +210,9 @@ print(recorded.output("ncu-app-range", last=20))
 老资料里的 `--csv -o report.csv` 得到的是名叫 `report.csv.ncu-rep` 的二进制报告。raw 的 CSV 第一行是名字，第二行是单位，数字带千位分隔符。Details 页上每个值自选单位（这里 `us`，那里 `ms`），看的时候要留意。`--import-sass no` 能让报告小很多。
 
 ```bash
-ncu --profile-from-start off --csv --log-file live.csv --metrics gpu__time_duration.sum --launch-count 2 python programs/memory_bound.py --steps 1
+ncu --profile-from-start off --csv --log-file live.csv --metrics gpu__time_duration.sum \
+    --launch-count 2 \
+    python programs/memory_bound.py --steps 1
 ncu --import memory_bound.ncu-rep --page details
 ```
 
@@ -216,10 +226,16 @@ ncu --import memory_bound.ncu-rep --page details
 用 `--set full` 分析了四个 kernel：一个加法（访存受限）、float32 和 bfloat16 的矩阵乘各一个（计算受限），还有 dpscope 自己计算逐样本梯度范数的 `_gram_kernel`：
 
 ```bash
-ncu --profile-from-start off --set full --import-sass no --launch-skip 1 --launch-count 1 -f -o memory_bound python programs/memory_bound.py --steps 1
-ncu --profile-from-start off --set full --import-sass no --launch-count 1 -f -o compute_bound python programs/compute_bound.py --steps 1 --size 4096
-ncu --profile-from-start off --set full --import-sass no --launch-count 1 -f -o tensor_cores python programs/compute_bound.py --way bfloat16 --steps 1 --size 4096
-ncu --profile-from-start off --set full --import-sass no --kernel-name regex:_gram_kernel --launch-count 1 -f -o gram python programs/per_sample_norms.py --way gram --steps 1
+ncu --profile-from-start off --set full --import-sass no --launch-skip 1 --launch-count 1 -f -o \
+    memory_bound \
+    python programs/memory_bound.py --steps 1
+ncu --profile-from-start off --set full --import-sass no --launch-count 1 -f -o compute_bound \
+    python programs/compute_bound.py --steps 1 --size 4096
+ncu --profile-from-start off --set full --import-sass no --launch-count 1 -f -o tensor_cores \
+    python programs/compute_bound.py --way bfloat16 --steps 1 --size 4096
+ncu --profile-from-start off --set full --import-sass no --kernel-name regex:_gram_kernel \
+    --launch-count 1 -f -o gram \
+    python programs/per_sample_norms.py --way gram --steps 1
 ```
 
 **Summary。** 窗口里的第一页列出所有测到的启动，附时长、吞吐率和预计能快多少。按时长排序，从最上面看起。下面是录下的 CSV 里同样的内容：
@@ -237,7 +253,7 @@ for name in REPORTS:
 """
 ### Speed of Light
 
-*离硬件极限还有多远？* 先看两个数：**Compute (SM) Throughput** 和 **Memory Throughput**，都是占峰值的百分比。访存高、计算低，就是访存受限；反过来是计算受限。两个都超过 80 %<!-- given: NVIDIA's guidance -->：相当均衡，很难再快。两个都低于 60 %<!-- given: NVIDIA's guidance -->：延迟问题，去看 *Warp State*。
+**离硬件极限还有多远？** 先看两个数：**Compute (SM) Throughput** 和 **Memory Throughput**，都是占峰值的百分比。访存高、计算低，就是访存受限；反过来是计算受限。两个都超过 80 %<!-- given: NVIDIA's guidance -->：相当均衡，很难再快。两个都低于 60 %<!-- given: NVIDIA's guidance -->：延迟问题，去看 *Warp State*。
 
 *Memory Throughput* 取 DRAM、L2、L1（共享内存也算在这里）中最大的一个，所以要看究竟是哪个：`DRAM Throughput` 才说明数据是否真的来自显存。
 """
@@ -273,7 +289,7 @@ else:
 """
 ### Memory Workload Analysis
 
-*数据从哪来，路走得好不好？* 窗口里的图画出每一级存储和每条箭头上的流量。数字里要看：
+**数据从哪来，路走得好不好？** 窗口里的图画出每一级存储和每条箭头上的流量。数字里要看：
 
 - **Mem Busy**：缓存和 DRAM 内部有多忙。**Max Bandwidth**：它们之间的连线有多满。**Mem Pipes Busy**：发出访存指令的流水线有多忙。
 - **L1/TEX Hit Rate**、**L2 Hit Rate**：查找的扇区（32 字节）里有多少命中。一条缓存线有四个扇区，只要其中一个就是没用满。
@@ -293,7 +309,7 @@ pictures.tell_section(
 """
 ### Compute Workload Analysis
 
-*是哪条流水线在干活？* **IPC** 是每周期指令数：*executed* 按经过的周期算，*issued* 按活跃周期算。**SM Busy** 是最忙的那条流水线。各条流水线：**FMA**（float32 乘加）、**ALU**（整数、逻辑、比较）、**Tensor**（矩阵指令）、**LSU**（读写）、**TMA**（成块搬运）、**XU**（exp、sin、类型转换）、**FP64**、**Uniform**、**CBU/ADU**（分支、栅栏）、**TEX**。
+**是哪条流水线在干活？** **IPC** 是每周期指令数：*executed* 按经过的周期算，*issued* 按活跃周期算。**SM Busy** 是最忙的那条流水线。各条流水线：**FMA**（float32 乘加）、**ALU**（整数、逻辑、比较）、**Tensor**（矩阵指令）、**LSU**（读写）、**TMA**（成块搬运）、**XU**（exp、sin、类型转换）、**FP64**、**Uniform**、**CBU/ADU**（分支、栅栏）、**TEX**。
 
 矩阵乘里张量流水线闲着，就是数值格式没选对：比较 `compute_bound`（float32，FMA）和 `tensor_cores`。后者 IPC 低不是毛病：一条张量指令顶得上几千条别的指令。
 """
@@ -305,7 +321,7 @@ pictures.tell_section("Compute Workload Analysis", *REPORTS)
 """
 ### Warp State
 
-*线程束在等什么？* 两条指令之间，线程束的周期耗在各种**停顿（stall）**上。主要有：
+**线程束在等什么？** 两条指令之间，线程束的周期耗在各种**停顿（stall）**上。主要有：
 
 | 停顿 | 在等 | 什么有帮助 |
 | --- | --- | --- |
@@ -327,7 +343,7 @@ pictures.tell_section("Scheduler Statistics", *REPORTS)
 """
 ### Occupancy
 
-*一个 SM 能驻留多少线程束，实际有多少？* **理论**占用率受寄存器、共享内存和线程块大小限制（看 *Block Limit* 哪一行最小）；**实际**占用率是测出来的。实际远低于理论：分工不均，或网格太小填不满 GPU。高占用率本身不是目标：矩阵乘 kernel 拿着大块数据，线程束少，一样跑得好。
+**一个 SM 能驻留多少线程束，实际有多少？** **理论**占用率受寄存器、共享内存和线程块大小限制（看 *Block Limit* 哪一行最小）；**实际**占用率是测出来的。实际远低于理论：分工不均，或网格太小填不满 GPU。高占用率本身不是目标：矩阵乘 kernel 拿着大块数据，线程束少，一样跑得好。
 """
 
 # %%
@@ -347,7 +363,7 @@ pictures.tell_section(
 - `tensor_cores` 就在那个屋顶上：90.9 %<!-- = details("tensor_cores").number("Compute (SM) Throughput") -->。
 - `gram` 在张量核上跑到 54.5 %<!-- = details("gram").number("Compute (SM) Throughput") -->，几乎不碰 DRAM，只有 14.5 %<!-- = details("gram").number("DRAM Throughput") -->。它的网格是 288 个线程块，在 132 个 SM 上只有 2.2 波<!-- = details("gram").number("Waves Per SM") -->，最后一波里大多数 SM 闲着：单独一层对它来说太小了。所以 flash 裁剪把模型的许多层放进一次启动。
 
-还有一条来自我们自己程序的告诫：单看这一层，直接形成梯度（0.13 ms<!-- = program("per_sample_norms", "gradients")["median_ms"] -->）比 Gram kernel（0.42 ms<!-- = program("per_sample_norms", "gram")["median_ms"] -->，其中 kernel 本身 0.10 ms<!-- = details("gram").number("Duration") / 1e3 -->，其余是启动）*更快*。它省的是显存和字节，该看的是一整步（3.9 节）。一个 kernel 的报告只回答一个 kernel 的问题。
+还有一条来自我们自己程序的告诫：单看这一层，直接形成梯度（0.13 ms<!-- = program("per_sample_norms", "gradients")["median_ms"] -->）比 Gram kernel（0.42 ms<!-- = program("per_sample_norms", "gram")["median_ms"] -->，其中 kernel 本身 0.10 ms<!-- = details("gram").number("Duration") / 1e3 -->，其余是启动）**更快**。它省的是显存和字节，该看的是一整步（3.9 节）。一个 kernel 的报告只回答一个 kernel 的问题。
 """
 
 # %% [markdown]

@@ -33,7 +33,10 @@ print(recorded.output("nsys-version"))
 整个过程分三步：在有 GPU 的机器上录（得到 `.nsys-rep`），把文件拷走，在自己的电脑上看（`nsys-ui`，免费）或导出（4.4 节）。一条命令从头录到程序结束：
 
 ```bash
-nsys profile --trace=cuda,nvtx,osrt --sample=none --cpuctxsw=none --capture-range=cudaProfilerApi --capture-range-end=stop --force-overwrite=true --output=hidden_sync python programs/hidden_sync.py --steps 3
+nsys profile --trace=cuda,nvtx,osrt --sample=none --cpuctxsw=none \
+    --capture-range=cudaProfilerApi --capture-range-end=stop --force-overwrite=true \
+    --output=hidden_sync \
+    python programs/hidden_sync.py --steps 3
 ```
 
 | 选项 | 作用 |
@@ -62,7 +65,7 @@ print(recorded.output("nsys-profile", last=14))
 """
 ## 4.2 用 `nsys launch` 手动录制
 
-有时你想先看训练是不是正常，*然后*再录。先在一个会话里启动程序，这时什么都不录。再从另一个终端随时开始、停止，次数不限：
+有时你想先看训练是不是正常，**然后**再录。先在一个会话里启动程序，这时什么都不录。再从另一个终端随时开始、停止，次数不限：
 
 ```bash
 nsys launch --session-new=lesson --trace=cuda,nvtx python programs/launch_bound.py --steps 5000
@@ -121,7 +124,10 @@ print(f"loss {lesson():.3f}; ranges go to a profiler: {nvtx_available()}")
 **autograd 区间。** 用 `emit_nvtx`，每个算子都是一个区间，正向反向都有；反向的区间带着对应正向算子的序号。从一个反向 kernel 找回引起它的那行代码，靠的就是它。它会产生大量区间，也会拖慢主机：用来看，不用来计时。较新的 nsys 不改代码也能做到：
 
 ```bash
-nsys profile --trace=cuda,nvtx --pytorch=autograd-nvtx --sample=none --capture-range=cudaProfilerApi --capture-range-end=stop --force-overwrite=true --output=autograd python programs/hidden_sync.py --steps 1
+nsys profile --trace=cuda,nvtx --pytorch=autograd-nvtx --sample=none \
+    --capture-range=cudaProfilerApi --capture-range-end=stop --force-overwrite=true \
+    --output=autograd \
+    python programs/hidden_sync.py --steps 1
 ```
 """
 
@@ -147,7 +153,8 @@ else:
 
 ```bash
 nsys export --type=sqlite --force-overwrite=true --output=hidden_sync.sqlite hidden_sync.nsys-rep
-nsys stats --report cuda_gpu_kern_sum,cuda_gpu_mem_size_sum,cuda_api_sum,nvtx_gpu_proj_sum --force-export=true hidden_sync.nsys-rep
+nsys stats --report cuda_gpu_kern_sum,cuda_gpu_mem_size_sum,cuda_api_sum,nvtx_gpu_proj_sum \
+    --force-export=true hidden_sync.nsys-rep
 dpscope nsys --read hidden_sync.sqlite
 ```
 
@@ -339,7 +346,7 @@ autograd 从自己的线程启动它们，那里看不到你的 push。调用 `b
 
 ## 要记住的
 
-- *何时*和*谁在等*问 nsys，kernel *为什么*慢问 ncu。
+- **何时**和*谁在等*问 nsys，kernel **为什么**慢问 ncu。
 - 只录几步，由程序自己标出。
 - NVTX 区间几乎不花钱：阶段的名字起一次，所有工具都会说你的话。
 - SQLite 导出就是数据：空隙、等待、拷贝、库，都可以计算，也可以写测试。

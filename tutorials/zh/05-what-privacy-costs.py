@@ -4,7 +4,7 @@
 
 *最后验证：2026-11-15，CPU 上用 torch 2.13 和 Opacus 1.6，NVIDIA H200 上用 torch 2.11。*
 
-现在把前面学的全用在一个问题上：*同一个模型，差分隐私训练比普通训练多花多少，为什么？* 下面所有 H200 的数字，都由代码从随教程一起提交的结果里读出。最后对你自己的模型做同样的事。
+现在把前面学的全用在一个问题上：**同一个模型，差分隐私训练比普通训练多花多少，为什么？** 下面所有 H200 的数字，都由代码从随教程一起提交的结果里读出。最后对你自己的模型做同样的事。
 
 **读完之后你能够**
 
@@ -173,7 +173,7 @@ assert checked.ok
 
 # %% [markdown]
 """
-默认的 `neighbours=True` 还会检验隐私保证所依赖的东西：两个只差一个样本的批次，一步的结果相差不超过 C；噪声确实在，大小正确，从不重复；记账器每步都算。*没查出问题*不等于*证明*，但故意埋下的错误都能查出来（[check](../../docs/check.md) 里有清单）。
+默认的 `neighbours=True` 还会检验隐私保证所依赖的东西：两个只差一个样本的批次，一步的结果相差不超过 C；噪声确实在，大小正确，从不重复；记账器每步都算。**没查出问题**不等于*证明*，但故意埋下的错误都能查出来（[check](../../docs/check.md) 里有清单）。
 
 ## 5.8 用上 flash
 
@@ -210,7 +210,7 @@ print(f"largest share of a sample {share:.3f} (at most 1), ε = {engine.get_epsi
 """
 ## 5.9 你自己的模型
 
-写一个返回 `Workload` 的函数：怎样建模型、怎样取批次、*每个样本一个*损失。`programs/my_model.py` 就是这样一个文件，照着改就行。
+写一个返回 `Workload` 的函数：怎样建模型、怎样取批次、**每个样本一个**损失。`programs/my_model.py` 就是这样一个文件，照着改就行。
 
 ```bash
 dpscope check --workload programs/my_model.py:make --batch-size 4 --seq-len 8
@@ -235,11 +235,11 @@ mine.to_pandas()[["method", "status", "time_median_ms", "time_ratio"]]
 """
 ## 5.10 结论
 
-- *显存不够*（短样本很多、模型很大）：flat 出局，用 flash 或 ghost。
-- *时间不够*：用 flash；如果逐样本梯度很小（LoRA）、显存又够，可以用 flat。ghost 只在显存逼到头上时用。
-- *序列很长*：别用 ghost。
-- *有 Opacus 不接受的层*（共享权重、循环层）：`dpscope check` 会说哪种方法能训练你的模型，又拒绝了什么。
-- *论文里要一个数*：`dpscope compare --all`，中位数连同波动范围，硬件和版本都写上；JSON 文件里全都有。
+- **显存不够**（短样本很多、模型很大）：flat 出局，用 flash 或 ghost。
+- **时间不够**：用 flash；如果逐样本梯度很小（LoRA）、显存又够，可以用 flat。ghost 只在显存逼到头上时用。
+- **序列很长**：别用 ghost。
+- **有 Opacus 不接受的层**（共享权重、循环层）：`dpscope check` 会说哪种方法能训练你的模型，又拒绝了什么。
+- **论文里要一个数**：`dpscope compare --all`，中位数连同波动范围，硬件和版本都写上；JSON 文件里全都有。
 
 ```bash
 dpscope report ../benchmarks/results/2026-11-15-h200-page
