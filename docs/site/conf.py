@@ -7,6 +7,8 @@ import os
 import sys
 from pathlib import Path
 
+from sphinx.application import Sphinx
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(HERE), str(ROOT / "src")]
@@ -81,3 +83,12 @@ folder_pages = {"benchmarks/results": "docs/benchmarks", "examples": "docs/examp
 # Where files and folders that are no pages can be seen: GitHub says so where it builds the site.
 if "GITHUB_REPOSITORY" in os.environ:
     repository_url = "{GITHUB_SERVER_URL}/{GITHUB_REPOSITORY}/tree/{GITHUB_SHA}/".format(**os.environ)
+
+
+def keep_pictures_in_cache(app: Sphinx) -> None:
+    """Pictures of notebooks would lie in a folder beside the site."""
+    app.env.mystnb_config = app.env.mystnb_config.copy(output_folder=str(app.doctreedir / "notebooks"))
+
+
+def setup(app: Sphinx) -> None:
+    app.connect("builder-inited", keep_pictures_in_cache, priority=900)  # after myst-nb

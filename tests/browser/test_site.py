@@ -65,6 +65,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     built = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stdout + built.stderr
     assert built.stdout == f"Open: {folder / 'index.html'}\n"
+    assert {path.name for path in folder.parent.iterdir()} == {"site", ".sphinx_cache"}
     return folder
 
 
