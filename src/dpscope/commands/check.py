@@ -54,6 +54,8 @@ SLOW_VMAP = "There is a performance drop because we have not yet implemented the
 )
 @setting_option("accumulate")
 @setting_option("checkpoint_blocks")
+@setting_option("gpus", help="Hold a run on N ranks, noise included, against one process, instead (flash).")
+@setting_option("parallel")
 @setting_option("seed", help="Of weights and data.")
 @setting_option("device")
 @click.option("--paths", is_flag=True, help="Show which path each parameter's norms take (flash).")
@@ -64,6 +66,8 @@ def command(
     seq_len: int | None,
     accumulate: int,
     checkpoint_blocks: bool,
+    gpus: int,
+    parallel: str,
     seed: int,
     device: str,
     paths: bool,
@@ -87,9 +91,18 @@ def command(
         seq_len=seq_len,
         accumulate=accumulate,
         checkpoint_blocks=checkpoint_blocks,
+        gpus=gpus,
+        parallel=parallel,
         seed=seed,
         device=resolve_device(device),
     )
+    if spec.gpus > 1:
+        from dpscope.runner.rank_check import check_ranks
+
+        with make_console().status(f"checking: {spec.gpus} ranks"):
+            ranks = check_ranks(spec)
+        make_console().print(str(ranks), highlight=False, markup=False)
+        leave(ranks.ok)
 
     from dpscope.exactness.check import check
     from dpscope.exactness.report import describe_check

@@ -1,0 +1,139 @@
+"""Is a run on several ranks that of one process? `python -m dpscope.runner.rank_check SPEC FILE` is one of the ranks.
+
+All train the same model on the same batches with the same noise: some steps with the batch dealt out, some with all of
+it on one rank and nothing on the others. Afterwards every parameter has to be where one process puts it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from dpscope.errors import UserError
+from dpscope.instruments.processes import end_with_lifeline, run_limited
+from dpscope.runner.spec import RunSpec
+from dpscope.runner.world import join_world
+from dpscope.trainers.base import load_trainer
+from dpscope.vocabulary.exit_codes import ALL_OK, SOME_NOT_OK
+from dpscope.vocabulary.methods import resolve_method
+from dpscope.workloads.workload import build_model, build_workload
+
+CHECKED_STEPS = 5
+# Sums over the samples in another order, over a few steps, of how far a parameter moved.
+RANK_TOLERANCE = 1e-4
+
+Values = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class RankCheck:
+    """How far the parameters are from those of one process, relative to how far they moved, at most."""
+
+    spec: RunSpec
+    difference: float
+    parameter: str  # where that is
+
+    @property
+    def ok(self) -> bool:
+        return self.difference <= RANK_TOLERANCE
+
+    def __str__(self) -> str:
+        where = f"{self.spec.workload.name} on {self.spec.gpus} ranks ({self.spec.parallel})"
+        found = f"relative difference {self.difference:.1e} at {self.parameter}, tolerance {RANK_TOLERANCE:g}"
+        verdict = "the parameters of one process" if self.ok else "NOT the parameters of one process"
+        return f"{where}: {verdict} after {CHECKED_STEPS} steps, noise, uneven and empty shares included ({found})."
+
+
+def check_ranks(spec: RunSpec) -> RankCheck:
+    """Train on the spec's ranks and in this process, and compare."""
+    spec = replace(spec, method="flash", optimizer="sgd", learning_rate=0.1)
+    alone = replace(spec, batch_size=spec.logical_batch_size, gpus=1)
+    before, expected = train(replace(alone), steps=0), train(alone)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "parameters.pt"
+        run = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={spec.gpus}"]
+        finished = run_limited([*run, "-m", "dpscope.runner.rank_check", json.dumps(spec.to_dict()), str(file)])
+        if not file.exists():
+            raise UserError(f"the ranks ended without a result:\n{_first_error(finished.output)}")
+        found: Values = torch.load(file, weights_only=True)
+    return compare(spec, before, expected, found)
+
+
+def compare(spec: RunSpec, before: Values, expected: Values, found: Values) -> RankCheck:
+    worst = (0.0, next(iter(expected)))
+    for name, value in expected.items():
+        moved = max(float((value - before[name]).abs().max()), torch.finfo(value.dtype).tiny)
+        worst = max(worst, (float((found[name] - value).abs().max()) / moved, name))
+    return RankCheck(spec, *worst)
+
+
+def train(spec: RunSpec, steps: int = CHECKED_STEPS) -> Values:
+    """Every parameter, whole, after some steps as one of the spec's ranks."""
+    rank = join_world(spec)
+    workload = build_workload(spec.workload, batch_size=spec.logical_batch_size, seq_len=spec.seq_len)
+    device = torch.device(spec.device)
+    torch.manual_seed(spec.seed)
+    with device:
+        model = build_model(workload, spec.param_dtype)
+    model.eval()  # dropout draws other numbers on every rank
+    trainer = load_trainer(resolve_method(spec.method))(model, workload.loss, spec.settings)
+    for step in range(steps):
+        batch = workload.batch(spec.seed + step, device)
+        rows = share_of_step(step, spec.logical_batch_size, rank, spec.gpus)
+        trainer.train_step(pytree.tree_map(lambda leaf, rows=rows: _rows(leaf, rows, spec.logical_batch_size), batch))
+    return {name: _whole(parameter) for name, parameter in model.named_parameters()}
+
+
+def share_of_step(step: int, samples: int, rank: int, ranks: int) -> list[int]:
+    """Dealt out in even steps; all of it on one rank in odd ones."""
+    if step % 2 == 0:
+        return list(range(samples))[rank::ranks]
+    return list(range(samples)) if rank == step % ranks else []
+
+
+def _rows(leaf: Any, rows: Sequence[int], samples: int) -> Any:
+    has_samples = isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == samples
+    return leaf[torch.tensor(rows, dtype=torch.long, device=leaf.device)] if has_samples else leaf
+
+
+def _whole(parameter: Any) -> Tensor:
+    whole: Tensor = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+    return whole.detach().cpu().clone()
+
+
+def _first_error(output: str) -> str:
+    lines = [line for line in output.splitlines() if line.strip()]
+    errors = [line for line in lines if "Error" in line]
+    return errors[0] if errors else "\n".join(lines[-5:])
+
+
+def main() -> None:
+    end_with_lifeline()
+    spec, file = RunSpec.from_dict(json.loads(sys.argv[1])), Path(sys.argv[2])
+    code = ALL_OK
+    try:
+        found = train(spec)
+        if os.environ["RANK"] == "0":
+            torch.save(found, file.with_suffix(".tmp"))
+            file.with_suffix(".tmp").rename(file)
+    except Exception:
+        traceback.print_exc()
+        code = SOME_NOT_OK
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # gloo's threads abort now and then when a process ends by itself
+
+
+if __name__ == "__main__":
+    main()
