@@ -138,6 +138,12 @@ def test_every_public_name_is_there(pages, site, module):
     ] == []
 
 
+def test_docstrings_are_shown_as_they_are_meant(site):
+    text = (site / "docs" / "api.html").read_text(encoding="utf-8")
+    assert "<pre><span></span>p ← p − scale" in text, "an indented block is code"
+    assert re.search(r"<dt><code[^>]*><span[^>]*>accountant</span>", text), "`name   what it is` is a term"
+
+
 def test_pages_say_their_language_and_lead_to_their_counterpart(site, pages):
     for english, chinese in (("docs/index", "docs/zh/index"), ("README", "README.zh-CN")):
         for page, language, other in ((english, "en", chinese), (chinese, "zh-CN", english)):
