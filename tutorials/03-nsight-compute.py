@@ -321,7 +321,8 @@ else:
   them is a partial use.
 - Below, tables of loads and stores: *sectors per request* well above what the data type needs means scattered addresses.
 
-A streaming addition hits nothing and does not have to; a product lives from hits.
+A streaming addition hits nothing and does not have to; a product lives from hits. ncu's advice is left out here: to all four it recommends the compression of L2,
+which is no matter for any of them. Its rules know the counters, not your program.
 """
 
 # %%
@@ -329,6 +330,7 @@ pictures.tell_section(
     "Memory Workload Analysis",
     *REPORTS,
     metrics=("Memory Throughput", "Mem Busy", "Max Bandwidth", "L1/TEX Hit Rate", "L2 Hit Rate", "Mem Pipes Busy"),
+    advice=False,
 )
 
 # %% [markdown]

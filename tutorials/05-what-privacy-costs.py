@@ -262,6 +262,9 @@ mine.to_pandas()[["method", "status", "time_median_ms", "time_ratio"]]
 
 # %% [markdown]
 """
+(For a model this small on a CPU nearly all time is Python's, and flash does more in Python: its ratio here says nothing about a GPU. The `?` of `print(mine)` would
+say so too: three steps are no measurement. On a GPU, take your real sizes and leave `steps` at its default.)
+
 ## 5.10 What to conclude
 
 - *Memory is the problem* (many short samples, a large model): flat is out. Flash or ghost.

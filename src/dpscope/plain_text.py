@@ -11,7 +11,14 @@ SUMMARY_WIDTH = 110
 
 def render_plain(renderable: RenderableType, width: int = SUMMARY_WIDTH) -> str:
     """The same without colours or terminal control."""
-    console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False, markup=False)
+    console = Console(
+        file=io.StringIO(),
+        width=width,
+        color_system=None,
+        force_terminal=False,
+        force_jupyter=False,  # in a notebook rich would display it and write nothing
+        markup=False,
+    )
     console.print(renderable)
     assert isinstance(console.file, io.StringIO)
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()) + "\n"

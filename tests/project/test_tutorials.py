@@ -106,6 +106,7 @@ def test_the_notebook_beside_a_source_is_made_from_it(source, build):
     advice = f"run: python tutorials/build.py {source.name[:2]}"
     assert [cell.source for cell in kept.cells] == [cell.source for cell in made.cells], advice
     assert all(cell.execution_count for cell in build.code_cells(kept)), advice
+    assert not re.search(r"/(home|root|work|Users)/", source.with_suffix(".ipynb").read_text(encoding="utf-8")), advice
 
 
 @pytest.mark.parametrize("source", CHINESE, ids=by_name)

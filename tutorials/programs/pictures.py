@@ -140,8 +140,8 @@ def show(figure: Figure | None, what: str) -> None:
     display(Image(data=drawn.getvalue(), alt=what))
 
 
-def tell_section(section: str, *reports: str, metrics: Sequence[str] = ()) -> None:
-    """Print a section of ncu's Details page for several reports side by side, and what ncu's rules say of the first."""
+def tell_section(section: str, *reports: str, metrics: Sequence[str] = (), advice: bool = True) -> None:
+    """Print a section of ncu's Details page for several reports side by side, and what ncu's rules say of each."""
     found = {name: kept for name in reports if (kept := recorded.details(name))}
     if not found:
         print(f"{section}: {recorded.NOT_RECORDED}")
@@ -149,11 +149,12 @@ def tell_section(section: str, *reports: str, metrics: Sequence[str] = ()) -> No
     tables = {name: kept.section(section) for name, kept in found.items()}
     listed = metrics or list(dict.fromkeys(m for table in tables.values() for m in table.get("metric", [])))
     width = max(map(len, (*listed, section)))
-    print(f"{section:{width}}" + "".join(f"{name:>20}" for name in found))
+    print(f"{section:{width}}" + "".join(f"{name:>15}" for name in found))
     for metric in listed:
         rows = [table[table["metric"] == metric] for table in tables.values()]
         cells = [f"{row.iloc[0]['value']} {row.iloc[0]['unit']}".strip() if len(row) else "—" for row in rows]
-        print(f"{metric:{width}}" + "".join(f"{cell:>20}" for cell in cells))  # each in the unit that ncu chose
+        print(f"{metric:{width}}" + "".join(f"{cell:>15}" for cell in cells))  # each in the unit that ncu chose
     for name, kept in found.items():
-        for advice in kept.advice_on(section)[:1]:
-            print("\n" + textwrap.fill(f"ncu says of {name}: {advice[:420]}", 100))
+        for sentence in kept.advice_on(section)[: int(advice)]:
+            said = textwrap.shorten(f"ncu says of {name}: {sentence}", 330, placeholder=" …")
+            print("\n" + textwrap.fill(said, 90))

@@ -295,7 +295,7 @@ else:
 - **L1/TEX Hit Rate**、**L2 Hit Rate**：查找的扇区（32 字节）里有多少命中。一条缓存线有四个扇区，只要其中一个就是没用满。
 - 下面的表列出读和写：*sectors per request* 远高于数据类型所需，说明地址零散。
 
-流式加法什么也命中不了，也不需要命中；矩阵乘则全靠命中。
+流式加法什么也命中不了，也不需要命中；矩阵乘则全靠命中。这里没有列出 ncu 的建议：它对四个 kernel 都推荐 L2 压缩，而这对哪个都不是问题。它的规则懂计数器，不懂你的程序。
 """
 
 # %%
@@ -303,6 +303,7 @@ pictures.tell_section(
     "Memory Workload Analysis",
     *REPORTS,
     metrics=("Memory Throughput", "Mem Busy", "Max Bandwidth", "L1/TEX Hit Rate", "L2 Hit Rate", "Mem Pipes Busy"),
+    advice=False,
 )
 
 # %% [markdown]

@@ -233,6 +233,8 @@ mine.to_pandas()[["method", "status", "time_median_ms", "time_ratio"]]
 
 # %% [markdown]
 """
+（这么小的模型在 CPU 上，时间几乎全花在 Python 里，而 flash 在 Python 里做的事更多：这里的比值说明不了 GPU 上的情形。`print(mine)` 里的 `?` 也是这个意思：三步算不上测量。到了 GPU 上，用你真实的规模，`steps` 保持默认。）
+
 ## 5.10 结论
 
 - **显存不够**（短样本很多、模型很大）：flat 出局，用 flash 或 ghost。
