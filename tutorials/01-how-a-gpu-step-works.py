@@ -76,7 +76,8 @@ it directly: the driver first copies it, piece by piece, to a buffer that stays 
 the copy engine reads it without the host's help. `DataLoader(pin_memory=True)` and `tensor.pin_memory()` give such memory; it
 is taken away from the rest of the system, so pin batches, not datasets. On the H200 a copy from pinned memory reached
 55.4 GB/s<!-- = first_look()["copies"]["H2D pinned"] / 1e9 -->, from pageable memory
-6.9 GB/s<!-- = first_look()["copies"]["H2D pageable"] / 1e9 -->:
+6.9 GB/s<!-- = first_look()["copies"]["H2D pageable"] / 1e9 -->. (In the picture D2D counts each byte once; it is read and written, so twice as much passes
+through DRAM.)
 """
 
 # %%

@@ -297,7 +297,9 @@ pictures.tell_section("GPU Speed Of Light Throughput", *REPORTS, metrics=SOL)
 
 The same question as a picture (tutorial 1.9): operations for each byte of DRAM to the right, operations a second upwards. Under the slope a
 kernel is memory-bound, under the flat roof compute-bound; how far below tells what is to be had. The roofs are those that dpscope *measured* on this
-H200, not those of a data sheet; the points are the four kernels.
+H200, not those of a data sheet; the points are the four kernels. They lie a little below their roofs because ncu holds the clock at its base, so that two runs can be compared
+(*SM Frequency* says 1.48 GHz<!-- = details("memory_bound").number("SM Frequency") -->); the roofs were measured with the clocks free. `--clock-control none` leaves them alone, and
+is what dpscope passes.
 """
 
 # %%

@@ -148,12 +148,15 @@ def tell_section(section: str, *reports: str, metrics: Sequence[str] = (), advic
         return
     tables = {name: kept.section(section) for name, kept in found.items()}
     listed = metrics or list(dict.fromkeys(m for table in tables.values() for m in table.get("metric", [])))
-    width = max(map(len, (*listed, section)))
-    print(f"{section:{width}}" + "".join(f"{name:>15}" for name in found))
+    lines = [[section, *found]]
     for metric in listed:
         rows = [table[table["metric"] == metric] for table in tables.values()]
+        # Each in the unit that ncu chose.
         cells = [f"{row.iloc[0]['value']} {row.iloc[0]['unit']}".strip() if len(row) else "—" for row in rows]
-        print(f"{metric:{width}}" + "".join(f"{cell:>15}" for cell in cells))  # each in the unit that ncu chose
+        lines.append([metric, *cells])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for first, *cells in lines:
+        print(f"{first:{widths[0]}}" + "".join(f"{cell:>{w + 2}}" for cell, w in zip(cells, widths[1:], strict=True)))
     for name, kept in found.items():
         for sentence in kept.advice_on(section)[: int(advice)]:
             said = textwrap.shorten(f"ncu says of {name}: {sentence}", 330, placeholder=" …")

@@ -273,7 +273,7 @@ pictures.tell_section("GPU Speed Of Light Throughput", *REPORTS, metrics=SOL)
 """
 ### Roofline
 
-同一个问题画成图（第 1 篇 1.9 节）：横轴是每字节显存对应的运算次数，纵轴是每秒运算次数。落在斜线下是访存受限，落在平顶下是计算受限，离得多远就还有多少余地。这里的"屋顶"是 dpscope 在这块 H200 上*实测*的，不是数据手册上的；点是那四个 kernel。
+同一个问题画成图（第 1 篇 1.9 节）：横轴是每字节显存对应的运算次数，纵轴是每秒运算次数。落在斜线下是访存受限，落在平顶下是计算受限，离得多远就还有多少余地。这里的"屋顶"是 dpscope 在这块 H200 上*实测*的，不是数据手册上的；点是那四个 kernel。它们略低于屋顶，是因为 ncu 把频率锁在基准值（*SM Frequency* 显示 1.48 GHz<!-- = details("memory_bound").number("SM Frequency") -->），好让两次运行可以比较；屋顶则是在频率放开时测的。`--clock-control none` 不锁频，dpscope 用的就是它。
 """
 
 # %%
