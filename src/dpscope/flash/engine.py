@@ -192,14 +192,18 @@ class FlashEngine:
         self._taps.append(tap)
 
     def _guard(self, slot: Slot) -> None:
-        """Drop and refuse an ordinary gradient of the parameter: it did not come through a tap, and is not clipped."""
+        """Drop and refuse an ordinary gradient of the parameter: it did not come through a tap, and is not clipped.
+
+        The hook holds the parameter's name alone: a parameter that a hook of its own holds is never freed.
+        """
+        name = slot.name
 
         def refuse(parameter: Tensor) -> None:
             if parameter.grad is None:
                 return  # autograd passed by without a gradient
             parameter.grad = None
             raise UserError(
-                f"{slot.name} received an ordinary, unclipped gradient: it is used outside the forward of the module "
+                f"{name} received an ordinary, unclipped gradient: it is used outside the forward of the module "
                 "that owns it (through torch.nn.functional, or in the loss), in a reentrant checkpoint inside a module "
                 "with a parameter of its own (use_reentrant=False mends that), or was frozen when the engine was "
                 "attached; call the module instead, give the parameter to a module of its own, or attach a new engine"

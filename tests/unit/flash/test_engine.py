@@ -1,5 +1,6 @@
 """The engine on whole models: the same norms, factors and clipped sums as micro-batches of one."""
 
+import gc
 import weakref
 
 import pytest
@@ -591,3 +592,16 @@ def test_saved_tensors_may_be_moved_away_and_back():
         loss.backward()
         engine.finish()
     assert_agrees(model, batch, token_losses, engine, truth, c)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_private_model_that_nobody_holds_any_more_is_freed(trained):
+    model = nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 1))
+    held = [weakref.ref(parameter) for parameter in model.parameters()]
+    engine = FlashEngine(model, max_grad_norm=1.0)
+    if trained:
+        model(torch.randn(3, 4, 6)).sum().backward()
+        engine.finish()
+    del model, engine
+    gc.collect()
+    assert [ref() for ref in held] == [None] * len(held)
