@@ -480,5 +480,7 @@ occupancy and reach the arithmetic limit.
 - Values that Python reads are synchronisations. Pinned memory is what makes copies asynchronous.
 - Know your machine's ratio of operations to bytes.
 
-Next: [PyTorch Profiler](02-pytorch-profiler.ipynb), which shows all this for a real model.
+**Further**: [CUDA programming guide](https://docs.nvidia.com/cuda/cuda-c-programming-guide/), [GPU glossary](https://modal.com/gpu-glossary),
+[How to think about GPUs](https://jax-ml.github.io/scaling-book/gpus/), [our own glossary](glossary.md). Next: [PyTorch Profiler](02-pytorch-profiler.ipynb), which
+shows all this for a real model.
 """

@@ -32,7 +32,7 @@ print(recorded.output("nsys-version"))
 ## 4.1 Record with `nsys profile`
 
 The work goes in three steps: record on the machine with the GPU (a `.nsys-rep` file), copy the file, look at it on your own computer
-(`nsys-ui`, free) or export it (4.5). One command records and ends with the program:
+(`nsys-ui`, free) or export it (4.4). One command records and ends with the program:
 
 ```bash
 nsys profile --trace=cuda,nvtx,osrt --sample=none --cpuctxsw=none \

@@ -361,5 +361,5 @@ accountant assumes, noise that nobody can predict, and hyperparameters that were
 - Exactness is privacy: check first, then measure.
 - Your model decides. One command tells.
 
-**Further**: [method](../docs/method.md), [memory](../docs/memory.md), [flash clipping](../docs/flash.md), [workloads](../docs/workloads.md).
+**Further**: [DP-SGD](https://arxiv.org/abs/1607.00133), [Opacus](https://opacus.ai), [method](../docs/method.md), [memory](../docs/memory.md), [flash clipping](../docs/flash.md), [workloads](../docs/workloads.md).
 """

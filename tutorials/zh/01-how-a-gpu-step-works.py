@@ -418,5 +418,5 @@ assert "memory" in bound_by(1, 8) and "compute" in bound_by(2 * 4096**3, 6 * 409
 - Python 读到的每个数值都是一次同步。拷贝要异步，先把内存锁页。
 - 记住自己机器上运算与字节的比值。
 
-下一篇：[PyTorch Profiler](02-pytorch-profiler.ipynb)，在真实的模型上看到这一切。
+**延伸阅读**：[CUDA 编程指南](https://docs.nvidia.com/cuda/cuda-c-programming-guide/)、[GPU 术语表](https://modal.com/gpu-glossary)、[How to think about GPUs](https://jax-ml.github.io/scaling-book/gpus/)。下一篇：[PyTorch Profiler](02-pytorch-profiler.ipynb)，在真实的模型上看到这一切。
 """

@@ -328,5 +328,5 @@ assert not broken.ok
 - 精确就是隐私：先检查，再测速。
 - 一切取决于你的模型。一条命令就知道。
 
-**延伸阅读**：[测量方法](../../docs/method.md)、[显存](../../docs/memory.md)、[flash 裁剪](../../docs/flash.md)、[工作负载](../../docs/workloads.md)。
+**延伸阅读**：[DP-SGD](https://arxiv.org/abs/1607.00133)、[Opacus](https://opacus.ai)、[测量方法](../../docs/method.md)、[显存](../../docs/memory.md)、[flash 裁剪](../../docs/flash.md)、[工作负载](../../docs/workloads.md)。
 """
