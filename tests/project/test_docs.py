@@ -21,6 +21,7 @@ PAGES = sorted(
     for pattern in ("*.md", "docs/**/*.md", "benchmarks/results/*.md", "tutorials/**/*.md", "tutorials/**/*.ipynb")
     for path in ROOT.glob(pattern)
 )
+PLACES = (ROOT, ROOT / "src" / "dpscope")
 # As their owners write them; a space may be a line's end.
 NAMES = (
     *(
@@ -136,6 +137,26 @@ def test_commands_on_a_page_exist_with_their_flags(page):
 )
 def test_a_command_that_does_not_exist_is_found(line):
     assert usage_error(line)
+
+
+def missing_files(text: str) -> list[str]:
+    """Files and folders that are named in code, from the repository's root or the package's, and are not there."""
+    folders = "|".join(path.name for root in PLACES for path in root.iterdir() if path.is_dir())
+    named = re.findall(rf"`((?:{folders})/(?:[\w.-]+/)*(?:[\w-]+\.(?:py|sh|md|js)|(?<=/)))`", text)
+    files = [name for name in named if Path(name).stem not in ("NAME", "KIND")]  # of recipes
+    return [name for name in files if not any((root / name).exists() for root in PLACES)]
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=lambda page: str(page.relative_to(ROOT))
+)
+def test_files_that_a_page_names_are_there(page):
+    assert missing_files(text_of(page)) == []
+
+
+def test_a_file_that_is_gone_is_found():
+    text = "`tests/unit/`, `tests/gone/`, `flash/engine.py`, `flash/gone.py`, `scripts/gone.sh`, `sweep/report.html`"
+    assert missing_files(text) == ["tests/gone/", "flash/gone.py", "scripts/gone.sh"]
 
 
 def python_in(page: str) -> list[str]:
