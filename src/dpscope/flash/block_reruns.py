@@ -16,18 +16,17 @@ from torch import Tensor, nn
 
 from dpscope.errors import UserError
 from dpscope.flash.block_choices import BlockChoices
+from dpscope.flash.block_fingerprints import Left
 from dpscope.flash.combination import combine
 from dpscope.flash.contributions import Contribution
 from dpscope.flash.forward_passes import ForwardPasses
 from dpscope.flash.microbatch import RunningSum, SumBatch, sum_parts
 from dpscope.flash.norms import Factors, as_summed
 from dpscope.flash.paths import PathRules
-from dpscope.flash.recomputation import REPEATED, REPEATED_HALF, BlockPass, fingerprint_of
+from dpscope.flash.recomputation import BlockPass
 from dpscope.flash.rehearsal_run import untouched
 from dpscope.flash.slots import Slot
 from dpscope.flash.step_state import Recorded, StepState
-
-Left = dict[Slot, list[Contribution]]  # what the layers of a block leave
 
 
 class RerunEngine(Protocol):
@@ -120,15 +119,11 @@ class BlockReruns:
         # Layers that backward came to when it had left the block are held.
         self.take = lambda slot, part: left[slot].append(part) if slot in left else None
         each.run_again(anchor, self.choices.name(each.index), self.choices.before_forward(each.index))
-        before, parts = each.fingerprint, [part for parts in left.values() for part in parts]
-        assert before is not None
-        after = fingerprint_of(parts) if parts else torch.zeros_like(before)
-        del parts
+        assert each.fingerprint is not None
+        differs = each.fingerprint.differs(left, finite)
         use({slot: parts for slot, parts in left.items() if parts})
         left.clear()
-        tolerance = REPEATED.get(each.dtype, REPEATED_HALF)
-        judged = before.isfinite() if finite is None else finite
-        return (~((before - after).abs() <= tolerance * before) & judged).any()
+        return differs
 
     def _refuse_changes(self, each: BlockPass) -> None:
         modes = [module.training for module in self.engine.model.modules()]

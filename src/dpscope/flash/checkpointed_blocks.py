@@ -16,13 +16,14 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dpscope.flash.block_choices import BlockChoices
+from dpscope.flash.block_fingerprints import Fingerprint
 from dpscope.flash.block_reruns import BlockReruns, RerunEngine
 from dpscope.flash.checkpoint_calls import can_be_watched, watching
 from dpscope.flash.combination import combine
 from dpscope.flash.contributions import Contribution
 from dpscope.flash.forward_passes import in_backward
 from dpscope.flash.norms import NormSum
-from dpscope.flash.recomputation import BlockInput, BlockPass, fingerprint_of, narrowest
+from dpscope.flash.recomputation import BlockInput, BlockPass
 from dpscope.flash.slots import Slot
 
 _PLAIN = (bool, int, float, str, type(None))  # what a block may give back besides tensors
@@ -206,10 +207,8 @@ class CheckpointedBlocks:
         del part
         self.choices.note_cost(done, samples, self._shape(done.grads))
         with torch.autocast(device.type, enabled=False):
-            parts = [part for contributions in done.gathered.values() for part in contributions]
-            done.fingerprint, done.dtype = fingerprint_of(parts), narrowest(parts)
+            done.fingerprint = Fingerprint.of(done.gathered)
             norms = NormSum(samples, device)
-            del parts
             for slot, contributions in done.gathered.items():
                 norms.add_parts(combine(contributions, slot.parameter.dtype, self.engine.path_rules))
             done.close(norms.result())

@@ -18,14 +18,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dpscope.errors import UserError
+from dpscope.flash.block_fingerprints import Fingerprint
 from dpscope.flash.contributions import Contribution, Kept, Saved, held
-from dpscope.flash.kernels.kept_gradients import kept_norms_squared
 from dpscope.flash.slots import Slot
-
-# How far Σ‖g‖² over the layers of a block may be from that of the backward pass. Where kernels repeat themselves it is
-# the same bit for bit; where they add in any order (attention's, on a GPU) every element may round another way.
-REPEATED = {torch.float64: 1e-9, torch.float32: 1e-4}
-REPEATED_HALF = 1e-3
 
 
 class ForwardState(NamedTuple):
@@ -100,8 +95,7 @@ class BlockPass:
         self.gathered: dict[Slot, list[Contribution]] = {}
         self.slots: list[Slot] = []
         self.norms: Tensor | None = None  # (B,) squared, once they are taken
-        self.fingerprint: Tensor | None = None
-        self.dtype = torch.float64  # the narrowest of its layers' gradients
+        self.fingerprint: Fingerprint | None = None
 
     def close(self, norms: Tensor) -> None:
         """Its norms are taken; what its layers left is let go."""
@@ -147,21 +141,6 @@ class BlockPass:
         del pairs
         # Only what leads to the anchor: tensors that the block takes from elsewhere have a history of their own.
         torch.autograd.backward(roots, grads, inputs=[anchor])
-
-
-def fingerprint_of(contributions: Sequence[Contribution]) -> Tensor:
-    """(B,): Σ‖g‖² over layers, by which it is told whether a block run again gave them what it gave them before."""
-    return kept_norms_squared([part.values if isinstance(part, Kept) else _gradient(part) for part in contributions])
-
-
-def narrowest(contributions: Sequence[Contribution]) -> torch.dtype:
-    dtypes = [tensor.dtype for part in contributions for tensor in _tensors(part) if tensor.is_floating_point()]
-    return min(dtypes, key=lambda dtype: dtype.itemsize)
-
-
-def _gradient(part: Contribution) -> Tensor:
-    assert isinstance(part, Saved)
-    return part.g
 
 
 def _tensors(part: Contribution) -> tuple[Tensor, ...]:

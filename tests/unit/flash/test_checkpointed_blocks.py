@@ -277,14 +277,17 @@ def test_samples_that_are_not_finite_stay_out(reentrant, where, batch):
     assert how(engine) == ["recomputed"] * 2
 
 
-@pytest.mark.parametrize("layer", [0, 2])
-def test_a_gradient_that_enters_a_block_beside_its_outputs_is_refused(layer, batch):
+@pytest.mark.parametrize("layer", ["mlp.0", "mlp.2", "norm1", "k"])
+@pytest.mark.parametrize("share", [1.0, 1e-3])
+def test_a_gradient_that_enters_a_block_beside_its_outputs_is_refused(layer, share, batch):
     """What runs again gets the gradients of the outputs alone: norms and sums would not belong together."""
     model = decoder()
-    model.blocks[0].mlp[layer].register_forward_hook(lambda module, args, output: setattr(model, "hidden", output))
+    model.blocks[0].get_submodule(layer).register_forward_hook(
+        lambda module, args, output: setattr(model, "hidden", output)
+    )
     with FlashEngine(model, max_grad_norm=0.1, memory_budget="lean") as engine:
         losses = token_losses(model, batch)
-        (losses + 0.05 * model.hidden.square().mean((1, 2))).mean().backward()
+        (losses + share * model.hidden.square().mean((1, 2))).mean().backward()
         with pytest.raises(UserError, match=r"blocks\.0 gave its layers other gradients"):
             engine.finish()
         assert all(p.grad is None for p in model.parameters())

@@ -1,0 +1,55 @@
+import pytest
+import torch
+from torch import nn
+
+from dpscope.flash.block_fingerprints import Fingerprint
+from dpscope.flash.contributions import Kept, Outer
+from dpscope.flash.paths import GRAM, Decision
+from dpscope.flash.slots import Slot
+
+SLOTS = [Slot(name, nn.Parameter(torch.zeros(4, 4)), "layer") for name in ("weight", "bias")]
+
+
+def left(g, sums):
+    """What a layer leaves for its weight and its bias."""
+    return {SLOTS[0]: [Outer(torch.ones_like(g), g, Decision(GRAM, ""))], SLOTS[1]: [Kept(sums)]}
+
+
+@pytest.fixture
+def g():
+    return torch.randn(3, 16, 4, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_same_gradients_do_not_differ_and_rounding_is_no_difference(g, dtype):
+    g = g.to(dtype)
+    found = Fingerprint.of(left(g, g.sum(1)))
+    assert not found.differs(left(g.clone(), g.sum(1)), None)
+    rounded = g.clone()
+    rounded[:, ::7] *= 1 + 2 * torch.finfo(dtype).eps
+    assert not found.differs(left(rounded, g.sum(1)), None)
+
+
+def test_a_small_difference_of_one_sample_is_found_though_no_norm_changes(g):
+    found = Fingerprint.of(left(g, g.sum(1)))
+    turned = g.clone()
+    angle = torch.tensor(1e-3)
+    turned[1, :, 0], turned[1, :, 1] = (
+        g[1, :, 0] * angle.cos() - g[1, :, 1] * angle.sin(),
+        g[1, :, 0] * angle.sin() + g[1, :, 1] * angle.cos(),
+    )
+    torch.testing.assert_close(turned[1].norm(), g[1].norm(), rtol=1e-6, atol=0)
+    assert found.differs(left(turned, g.sum(1)), None)
+    assert not found.differs(left(turned, g.sum(1)), torch.tensor([True, False, True]))
+
+
+def test_a_layer_that_left_nothing_differs_unless_it_left_zeros(g):
+    assert Fingerprint.of(left(g, g.sum(1))).differs({SLOTS[0]: [], SLOTS[1]: [Kept(g.sum(1))]}, None)
+    zeros = torch.zeros_like(g)
+    assert not Fingerprint.of(left(zeros, g.sum(1))).differs({SLOTS[0]: [], SLOTS[1]: [Kept(g.sum(1))]}, None)
+    assert not Fingerprint.of(left(zeros, zeros.sum(1))).differs({SLOTS[0]: [], SLOTS[1]: []}, None)
+
+
+def test_samples_that_are_not_finite_are_left_out(g):
+    g[0, 3, 2] = torch.nan
+    assert not Fingerprint.of(left(g, g.sum(1))).differs(left(g.clone(), g.sum(1)), None)
