@@ -6,6 +6,7 @@ moves the projection by about ‖δ‖, whatever its direction; rounding moves i
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -21,9 +22,17 @@ Left = dict[Slot, list[Contribution]]  # what the layers of a block leave
 ZERO = torch.zeros((), dtype=torch.float64)
 
 # How far a projection may move, of the norm of all gradients of the block. Where kernels repeat themselves it does not
-# move at all; where they add in any order (attention's, on a GPU) every element may round another way.
-REPEATED = {torch.float64: 1e-10, torch.float32: 2e-5}
-REPEATED_ROUNDED = 1e-3  # half precision, and products of rounded operands (TF32)
+# move at all. Where they add in any order (attention's, on a GPU) elements round another way, and so does what follows
+# from them, until about half a unit of the last place differs everywhere: 3e-3 of the norm in bf16; this is six times
+# as much.
+REPEATED = {torch.float64: 1e-10, torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
+REPEATED_TF32 = 5e-3
+
+
+def tolerance_of(dtypes: Collection[torch.dtype], device: torch.device) -> float:
+    """`dtypes`: in which the block computes."""
+    tf32 = torch.float32 in dtypes and operand_rounding(device) > 0.0
+    return max(REPEATED_TF32 if tf32 else 0.0, *(REPEATED.get(dtype, 0.0) for dtype in dtypes))
 
 
 @lru_cache(maxsize=256)
@@ -58,7 +67,8 @@ class Fingerprint(NamedTuple):
     tolerance: float
 
     @classmethod
-    def of(cls, left: Left) -> Fingerprint:
+    def of(cls, left: Left, dtypes: Collection[torch.dtype]) -> Fingerprint:
+        """`dtypes`: in which the block computes, besides those of what its layers have left."""
         # Sums over positions (biases, norm layers) are larger than the gradients of positions: each has its own scale.
         kinds = [any(isinstance(part, Kept) for part in parts) for parts in left.values()]
         tensors = [[_gradient(part) for part in parts] for parts in left.values()]
@@ -69,7 +79,8 @@ class Fingerprint(NamedTuple):
         projections = project(left)
         assert projections is not None
         scales = torch.stack([norms[kind].sqrt() for kind in kinds])
-        return cls(projections, scales, max(_tolerance(tensor) for each in tensors for tensor in each))
+        dtypes = {*dtypes, *(tensor.dtype for each in tensors for tensor in each)}
+        return cls(projections, scales, tolerance_of(dtypes, projections.device))
 
     def differs(self, left: Left, finite: Tensor | None) -> Tensor:
         """Whether another run left something else, for any sample that has a share (of all finite ones if unknown)."""
@@ -87,9 +98,3 @@ def _gradient(part: Contribution) -> Tensor:
         return part.values
     assert isinstance(part, Saved)
     return part.g
-
-
-def _tolerance(tensor: Tensor) -> float:
-    if tensor.dtype == torch.float32 and operand_rounding(tensor.device) > 0.0:
-        return REPEATED_ROUNDED
-    return REPEATED.get(tensor.dtype, REPEATED_ROUNDED)

@@ -207,7 +207,7 @@ class CheckpointedBlocks:
         del part
         self.choices.note_cost(done, samples, self._shape(done.grads))
         with torch.autocast(device.type, enabled=False):
-            done.fingerprint = Fingerprint.of(done.gathered)
+            done.fingerprint = Fingerprint.of(done.gathered, done.dtypes)
             norms = NormSum(samples, device)
             for slot, contributions in done.gathered.items():
                 norms.add_parts(combine(contributions, slot.parameter.dtype, self.engine.path_rules))

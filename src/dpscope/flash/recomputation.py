@@ -112,6 +112,14 @@ class BlockPass:
         return self.norms is not None
 
     @property
+    def dtypes(self) -> set[torch.dtype]:
+        """In which the block computes, as far as its boundary and autocast tell."""
+        assert self.input is not None
+        tensors = [each for each in (*self.grads, *self.input.leaves) if isinstance(each, Tensor)]
+        autocast = {dtype for _, enabled, dtype in self.input.state.autocast if enabled}
+        return autocast | {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+
+    @property
     def boundary_bytes(self) -> int:
         tensors = [*self.grads, *(self.input.leaves if self.input else ())]
         return bytes_of(tensor for tensor in tensors if isinstance(tensor, Tensor))
