@@ -5,9 +5,12 @@ It goes through the host (gloo), a few bytes at a time, so that no rank waits fo
 
 from __future__ import annotations
 
+import re
 import struct
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -17,6 +20,7 @@ from torch import Tensor
 from dpscope.errors import UserError
 
 _WORD = 2**64
+_LOST_RANK = "another process has ended or cannot be reached; look for the first error of the others"
 
 
 class LostRank(UserError):
@@ -30,9 +34,28 @@ def naming_lost_ranks(doing: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise LostRank(
-            f"rank {dist.get_rank()} could not go on {doing}: another process has ended or cannot be reached; look for "
-            f"the first error of the others ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
+            f"rank {dist.get_rank()} could not go on {doing}: {_LOST_RANK} "
+            f"({str(error).splitlines()[0] if str(error) else type(error).__name__})"
         ) from error
+
+
+# What gloo, NCCL and torch's stores say when the other side is gone.
+_LOST = re.compile(r"Connection (closed|reset|refused)|Broken pipe|NCCL|timed out|Timed out", re.IGNORECASE)
+
+
+def explain_lost_ranks() -> None:
+    """From now on an error of FSDP2's own collectives that ends this process is followed by a sentence."""
+    before = sys.excepthook
+    if getattr(before, "explains_lost_ranks", False):
+        return
+
+    def explain(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        before(kind, error, trace)
+        if isinstance(error, RuntimeError) and _LOST.search(str(error)) and dist.is_initialized():
+            print(f"dpscope: rank {dist.get_rank()} ends: {_LOST_RANK}", file=sys.stderr)
+
+    explain.explains_lost_ranks = True  # type: ignore[attr-defined]
+    sys.excepthook = explain
 
 
 def _told(error: Exception) -> Exception:

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dpscope.errors import UserError
 from dpscope.flash.instance_method import InstanceMethod
-from dpscope.flash.ranks.agreement import Control, control
+from dpscope.flash.ranks.agreement import Control, control, explain_lost_ranks
 from dpscope.flash.ranks.layout import Layout, is_fsdp, is_spread, layout_of
 from dpscope.flash.ranks.reduction import Reduction
 from dpscope.flash.ranks.stand_ins import without_collectives
@@ -33,6 +33,7 @@ class Ranks:
         self.layout = layout
         self.control = control
         self.reduction = Reduction(layout)
+        explain_lost_ranks()
 
     @property
     def module(self) -> nn.Module:

@@ -24,7 +24,11 @@ from dpscope.flash import TrainingState
 from dpscope.instruments.collectives import CollectiveBytes
 from tests.unit.flash.ranks import world as w
 
-WAYS = {1: ("ddp", "fsdp", "hsdp"), 2: ("ddp", "fsdp", "fsdp kept"), 4: ("ddp", "fsdp", "hsdp")}  # by world size
+WAYS = {
+    1: ("ddp", "fsdp", "hsdp"),
+    2: ("ddp", "fsdp", "fsdp kept", "opacus", "partly"),
+    4: ("ddp", "fsdp", "hsdp"),
+}  # by world size
 
 
 def every_way() -> dict[tuple[str, str], dict[str, Tensor]]:
@@ -33,6 +37,24 @@ def every_way() -> dict[tuple[str, str], dict[str, Tensor]]:
 
 def fused() -> dict[tuple[str, str], dict[str, Tensor]]:
     return {(way, name): w.trained(way, name, fused=True) for way, name in [("ddp", "sgd"), ("fsdp", "adamw")]}
+
+
+def accumulated(way: str) -> dict[str, Tensor]:
+    """Two backward passes before each step."""
+    model = w.spread(w.make_model(), way)
+    model, optimizer, _ = w.make_private(model, w.optimizer_of(model, "adamw"))
+    ids, labels = w.make_data().tensors
+    for pair in ((0, 1), (4, 2)):
+        optimizer.zero_grad()
+        for step in pair:
+            rows = w.share(step, *w.rank_and_world())
+            F.cross_entropy(model(ids[rows]), labels[rows]).backward()
+        optimizer.step()
+    return w.whole_parameters(model)
+
+
+def accumulated_ways() -> dict[str, dict[str, Tensor]]:
+    return {way: accumulated(way) for way in ("ddp", "fsdp")}
 
 
 # -- loaders -----------------------------------------------------------------------------------------------------------
@@ -250,7 +272,7 @@ def load(folder: Path) -> dict[tuple[str, str], tuple[dict[str, Tensor], int]]:
 # Which cases run in a world of which size: processes are costly, and most cases say the same in any of them.
 CASES: dict[int, tuple[Callable[..., Any], ...]] = {
     1: (every_way, half_precision),
-    2: (every_way, fused, tied_ways, half_precision, communicated, thousand_draws, refusals, load),
+    2: (every_way, fused, accumulated_ways, tied_ways, half_precision, communicated, thousand_draws, refusals, load),
     4: (every_way, poisson_ways, neighbours, thousand_draws, refusals, save),
 }
 

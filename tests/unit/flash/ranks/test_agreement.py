@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
 
-from dpscope.flash.ranks.agreement import LostRank, naming_lost_ranks
+from dpscope.flash.ranks.agreement import LostRank, explain_lost_ranks, naming_lost_ranks
 from tests.unit.flash.ranks import cases
 from tests.unit.flash.ranks.world import in_world
 
@@ -34,6 +35,24 @@ def test_when_a_rank_is_killed_the_others_end_with_a_sentence() -> None:
     ((said, seconds),) = in_world(2, cases.killed, lost=[1])
     assert "another process has ended or cannot be reached" in said
     assert seconds < 30
+
+
+def test_an_error_of_other_collectives_that_ends_the_process_is_followed_by_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 3)
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr(sys, "excepthook", lambda *error: print("a traceback", file=sys.stderr))
+    explain_lost_ranks()
+    explain_lost_ranks()
+    lost = RuntimeError("[gloo/transport/tcp/pair.cc:537] Connection reset by peer")
+    sys.excepthook(RuntimeError, lost, None)
+    assert capsys.readouterr().err.splitlines() == [
+        "a traceback",
+        "dpscope: rank 3 ends: another process has ended or cannot be reached; look for the first error of the others",
+    ]
+    sys.excepthook(RuntimeError, RuntimeError("shapes differ"), None)
+    assert capsys.readouterr().err == "a traceback\n"
 
 
 def test_a_collective_that_fails_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,13 @@ def test_a_world_of_one_rank_gives_the_same_to_the_last_bit(worlds: dict[int, An
         assert_same(parameters, alone[optimizer], tolerance=0)
 
 
+def test_gradients_add_up_over_several_backward_passes(worlds: dict[int, Any]) -> None:
+    expected = cases.accumulated("alone")
+    for found in worlds[2]:
+        for parameters in found["accumulated_ways"].values():
+            assert_same(parameters, expected)
+
+
 def test_tied_frozen_opaque_and_checkpointed_parts_are_trained_as_by_one_process(worlds: dict[int, Any]) -> None:
     expected = cases.tied("alone")
     for found in worlds[2]:

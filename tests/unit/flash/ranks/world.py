@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -82,19 +83,32 @@ def shard(
     return model
 
 
-def spread(model: nn.Module, way: str) -> nn.Module:
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    if way == "ddp":
-        return DistributedDataParallel(model)
-    if way == "fsdp":
-        return shard(model, init_device_mesh("cpu", (world,)))
-    if way == "fsdp kept":
-        return shard(model, init_device_mesh("cpu", (world,)), reshard=False)
-    if way == "hsdp":
-        shape = (2, world // 2) if world > 1 else (1, 1)
-        return shard(model, init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")))
-    assert way == "alone"
+def _mesh(*names: str) -> Any:
+    world = dist.get_world_size()
+    shape = (world,) if len(names) < 2 else (2, world // 2) if world > 1 else (1, 1)
+    return init_device_mesh("cpu", shape, mesh_dim_names=names or None)
+
+
+def _shard_partly(model: nn.Module) -> nn.Module:
+    """Blocks alone, without one parameter: it and the rest stay whole on every rank."""
+    for block in model.blocks:  # type: ignore[union-attr]
+        fully_shard(block, mesh=_mesh(), ignored_params={block.up.weight})  # type: ignore[arg-type,union-attr]
     return model
+
+
+_WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "alone": lambda model: model,
+    "ddp": DistributedDataParallel,
+    "opacus": DifferentiallyPrivateDistributedDataParallel,
+    "fsdp": lambda model: shard(model, _mesh()),
+    "fsdp kept": lambda model: shard(model, _mesh(), reshard=False),
+    "hsdp": lambda model: shard(model, _mesh("replicate", "shard")),
+    "partly": _shard_partly,
+}
+
+
+def spread(model: nn.Module, way: str) -> nn.Module:
+    return _WAYS[way](model)
 
 
 def optimizer_of(model: nn.Module, name: str) -> torch.optim.Optimizer:
@@ -182,7 +196,7 @@ def trained(way: str, name: str, **options: Any) -> dict[str, Tensor]:
 
 
 def in_world(
-    world: int, case: Callable[..., Any], *args: Any, lost: Sequence[int] = (), timeout: float = 120.0
+    world: int, case: Callable[..., Any], *args: Any, lost: Sequence[int] = (), timeout: float = 300.0
 ) -> list[Any]:
     """What `case(*args)` returns on each rank of a world on gloo that is not `lost`; their errors are raised here."""
     with tempfile.TemporaryDirectory() as folder:
@@ -210,7 +224,7 @@ def _rank(rank: int, world: int, folder: Path, case: Callable[..., Any], args: t
     code = 1
     try:
         store = dist.FileStore(str(folder / "store"), world)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=30))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=120))
         torch.save(case(*args), folder / f"{rank}.tmp")
         (folder / f"{rank}.tmp").rename(folder / f"{rank}.pt")
         dist.barrier()
