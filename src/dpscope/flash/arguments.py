@@ -33,6 +33,11 @@ def leaves_in(value: Any) -> list[Leaf]:
     return [leaf for leaf in found if isinstance(leaf, PackedSequence) or leaf.dim()]
 
 
+def tensors_in(value: Any) -> list[Tensor]:
+    """All tensors, also those without a dimension."""
+    return [leaf for leaf in _walk(value, set()) if isinstance(leaf, Tensor)]
+
+
 def signature(value: Any) -> Hashable:
     """Equal for calls that take the same way through a forward: types, dimensions, flags and options, but no sizes."""
     return tuple(_describe(leaf) for leaf in _walk(value, set()))

@@ -31,6 +31,7 @@ from dpscope.flash.distributed import ReplicaTap
 from dpscope.flash.explanation import OpaqueUnit, PathTable, describe_opaque, explain_slots
 from dpscope.flash.forward_passes import BatchSizeOf, ForwardPasses
 from dpscope.flash.instance_method import InstanceMethod
+from dpscope.flash.layers.bare import BareTap
 from dpscope.flash.layers.opaque import OpaqueTap
 from dpscope.flash.memory_budget import MemoryBudget, MemoryLimit
 from dpscope.flash.microbatch import MicroBatch, RunningSum, SumBatch
@@ -140,33 +141,58 @@ class FlashEngine:
         for name, parameter in model.named_parameters():
             self._slots[parameter] = Slot(name, parameter, name.rpartition(".")[0])
         refuse_hooks(self._slots.values(), guards=0)
+        self._whole: dict[nn.Module, str] = {}  # modules whose own parameters could not be followed, and why
         units = layers.plan(model)
-        _refuse_blocks_inside(units)
         self.running_sums = RunningSums(self._slots.values())
         self.forwards = ForwardPasses(
             model,
             self.state,
+            follow_less=self._follow_less,
             close=lambda: self.finish(),  # noqa: PLW0108  (looked up when called: trainers wrap it)
             batch_size_of=batch_size_of,
             budget=self.path_rules.budget,
-            buffers=BufferWatch(model, [unit.module for unit in units if unit.opaque]),
+            buffers=BufferWatch(model, ()),
             ranks=self.ranks,
         )
         self._taps: list[InstanceMethod] = []
         self._hooks: list[RemovableHandle] = []
         try:
-            for unit in units:
-                self._install(unit.make(self, unit.name, unit.module))
-            self._install(RootTap(self, "", model))
-            self._install(ZeroGradTap(self, "", model))
-            self._install(ReplicaTap(model))
-            for tap in self._wrapper_taps():
-                self._install(tap)
+            self._tap(units)
             for slot in self._slots.values():
                 self._guard(slot)
         except BaseException:
             self.detach()
             raise
+
+    def _tap(self, units: list[layers.Unit]) -> None:
+        _refuse_blocks_inside(unit for unit in units if not unit.followed)
+        self.forwards.buffers = BufferWatch(self.model, [unit.module for unit in units if unit.opaque])
+        self.forwards.followed = [unit.module for unit in units if unit.followed]
+        for unit in units:
+            tap = unit.make(self, unit.name, unit.module)
+            self._install(tap)
+            if isinstance(tap, OpaqueTap) and unit.module in self._whole:
+                tap.describe(f"torch.func.vmap over samples, for {self._whole[unit.module]}")
+        self._install(RootTap(self, "", self.model))
+        self._install(ZeroGradTap(self, "", self.model))
+        self._install(ReplicaTap(self.model))
+        for tap in self._wrapper_taps():
+            self._install(tap)
+
+    def _follow_less(self, modules: Sequence[nn.Module], reason: str) -> None:
+        """Have modules run sample by sample from now on, for their own parameters cannot be followed.
+
+        With no module given a rehearsal was refused, perhaps for what was taken for samples by its size.
+        """
+        followed = [tap for tap in self._taps if isinstance(tap, BareTap)]
+        if not modules and sum(tap.reconsider() for tap in followed):
+            self.forwards.forget()
+            return
+        modules = modules or [tap.module for tap in followed]
+        self._whole.update(dict.fromkeys(modules, reason))
+        self._untap()
+        self.forwards.forget()
+        self._tap(layers.plan(self.model, self._whole))
 
     @property
     def samples(self) -> int:
@@ -225,12 +251,16 @@ class FlashEngine:
 
     def detach(self) -> None:
         """Restore the model. Contributions that were not summed are dropped; gradients stay."""
-        for tap in reversed(self._taps):
-            tap.restore()
+        self._untap()
         for hook in self._hooks:
             hook.remove()
-        self._taps, self._hooks = [], []
+        self._hooks = []
         self.state.drop()
+
+    def _untap(self) -> None:
+        for tap in reversed(self._taps):
+            tap.restore()
+        self._taps = []
 
     def __enter__(self) -> FlashEngine:
         return self

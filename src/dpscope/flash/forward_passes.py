@@ -6,7 +6,7 @@ belongs to sample b. The first time the root is called in some way, its forward 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -14,13 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from dpscope.errors import UserError
-from dpscope.flash.arguments import KEEP_BATCH_FIRST, leaves_in, rows_of, signature
+from dpscope.flash.arguments import KEEP_BATCH_FIRST, leaves_in, replace_leaves, rows_of, signature, tensors_in
 from dpscope.flash.distributed import refuse_ddp_forward
 from dpscope.flash.memory_budget import MemoryBudget
 from dpscope.flash.module_state import BufferWatch
 from dpscope.flash.ranks.ranks import Ranks
 from dpscope.flash.rehearsal import Rehearsal, RootCall
-from dpscope.flash.rehearsal_run import Run, Sampled
+from dpscope.flash.rehearsal_run import ParametersUsed, Run, Sampled
+from dpscope.flash.stand_in import NotFollowed, StandIn
 from dpscope.flash.step_state import CLOSED, StepState
 
 BatchSizeOf = Callable[[tuple[Any, ...], dict[str, Any]], int]  # of a call's args and kwargs
@@ -44,8 +45,26 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def _reached(tensors: list[Tensor]) -> list[Tensor]:
+    """The leaves that autograd reaches from tensors."""
+    nodes = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    seen, found = set(nodes), []
+    while nodes:
+        node = nodes.pop()
+        if hasattr(node, "variable"):
+            found.append(node.variable)
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                nodes.append(following)
+    return found
+
+
 class ForwardPasses:
-    """`close`: closes the micro-batch, adding its sums to those before it."""
+    """`close`: closes the micro-batch, adding its sums to those before it.
+
+    `follow_less`: has some modules run sample by sample from now on, given with a reason; all, if none is given.
+    """
 
     def __init__(
         self,
@@ -53,6 +72,7 @@ class ForwardPasses:
         state: StepState,
         *,
         close: Callable[[], None],
+        follow_less: Callable[[Sequence[nn.Module], str], None],
         batch_size_of: BatchSizeOf | None,
         budget: MemoryBudget,
         buffers: BufferWatch,
@@ -66,10 +86,13 @@ class ForwardPasses:
         self.blocks: WatchedBlocks | None = None
         self._budget = budget
         self._close = close
-        self._buffers = buffers
+        self._follow_less = follow_less
+        self.buffers = buffers
         self._ranks = ranks
         self._depth = 0  # of calls of the root's forward
         self._rehearsed: set[Any] = set()  # ways in which the root was called
+        self.followed: list[nn.Module] = []  # modules whose own parameters are followed (layers/bare.py)
+        self._searched: set[Any] = set()  # ways of calling the root in which no parameter is reached past its taps
         self._unknown: list[tuple[Sampled, int, bool]] = []  # calls of this forward that no rehearsal has seen
 
     @contextmanager
@@ -79,9 +102,25 @@ class ForwardPasses:
         try:
             communication = nullcontext() if self._ranks is None else self._ranks.rehearsing()
             with self.state.rehearsing(run.batch), communication:
-                yield
+                if not self.followed:
+                    yield
+                    return
+                with ParametersUsed(run) as used:
+                    yield
         finally:
             self.run = outer
+        self._begin_again_without(used.found, "a layer's parameter is used outside of the layer")
+
+    @property
+    def can_begin_again(self) -> bool:
+        """Whether the root's forward runs for the first time, and may be run anew with other taps."""
+        return (self._depth > 0 or self.run is not None) and not self.runs_again()
+
+    def forget(self) -> None:
+        """What rehearsals have shown: there are other taps now."""
+        self._rehearsed.clear()
+        self._searched.clear()
+        self._unknown = []
 
     def _close_recorded(self) -> None:
         """A forward pass after a backward pass begins a new micro-batch."""
@@ -100,20 +139,31 @@ class ForwardPasses:
             refuse_ddp_forward()
         self._close_recorded()
         again = self.runs_again()
-        call = RootCall(forward, args, kwargs, self._count(args, kwargs))
+        outermost = self._depth == 0
+        call = RootCall(self._settled(forward), args, kwargs, self._count(args, kwargs))
         if self.state.micro_batch is CLOSED:
             self._budget.begin_forward()
             if self.blocks is not None:
                 self.blocks.begin_micro_batch()
         self.state.open(call.batch, in_backward=again)
-        outermost = self._depth == 0
+        if not outermost or again or not self.followed:
+            return self._run(call, outermost, again)
+        try:
+            return self._run(call, outermost, again)
+        except UserError as refusal:
+            self._follow_less((), str(refusal).partition(". ")[0])
+        except NotFollowed as end:
+            self._follow_less(end.modules, str(end))
+        return self.model.forward(*args, **kwargs)  # by the taps that are there now
+
+    def _run(self, call: RootCall, outermost: bool, again: bool) -> Any:
         failure: Exception | None = None
-        if outermost and not again and call.batch > 1:
-            way = signature((args, kwargs, self.model.training))
-            if way not in self._rehearsed:
-                failure = self._rehearse(call)
-                self._rehearsed.add(way)
-        buffers = self._buffers.look()
+        forward, args, kwargs, _ = call
+        way = signature((args, kwargs, self.model.training)) if outermost and not again else None
+        if way is not None and call.batch > 1 and way not in self._rehearsed:
+            failure = self._rehearse(call)
+            self._rehearsed.add(way)
+        buffers = self.buffers.look()
         self._depth += 1
         try:
             with nullcontext() if again or self.blocks is None else self.blocks.watching():
@@ -124,12 +174,38 @@ class ForwardPasses:
             if outermost:
                 self._unknown = []
         if outermost and not again:
-            changed = self._buffers.changed(buffers)
+            changed = self.buffers.changed(buffers)
             if changed:
                 self._judge_buffers(changed, call)
         if outermost and unknown:
             self._settle(unknown, failure or self._rehearse(call))
+        if way is not None and self.followed and way not in self._searched:
+            self._search_past_taps(output)
+            self._searched.add(way)
         return output
+
+    def _settled(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """The forward, with ordinary tensors for stand-ins that it gives back."""
+        if not self.followed or self._depth:
+            return forward
+
+        def settled(*args: Any, **kwargs: Any) -> Any:
+            output = forward(*args, **kwargs)
+            if not any(isinstance(leaf, StandIn) for leaf in leaves_in(output)):
+                return output
+            return replace_leaves(output, lambda leaf: leaf.samples() if isinstance(leaf, StandIn) else leaf)
+
+        return settled
+
+    def _search_past_taps(self, output: Any) -> None:
+        """Find parameters that autograd reaches from the output as in ordinary training, past all taps."""
+        reached = {tensor for tensor in _reached(tensors_in(output)) if isinstance(tensor, nn.Parameter)}
+        self._begin_again_without(reached, "a parameter is used where that cannot be followed")
+
+    def _begin_again_without(self, parameters: Collection[nn.Parameter], reason: str) -> None:
+        modules = [module for module in self.followed if any(p in parameters for p in module.parameters())]
+        if modules:
+            raise NotFollowed(modules, reason)
 
     def _count(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """The number of samples of a call."""
@@ -149,13 +225,13 @@ class ForwardPasses:
 
         def observed(*args: Any, **kwargs: Any) -> Any:
             output = call.forward(*args, **kwargs)
-            seen.append(self._buffers.values(paths))
+            seen.append(self.buffers.values(paths))
             return output
 
         if call.batch:
             self._rehearsal(call._replace(forward=observed)).run_with_others()
         for index, path in enumerate(paths):
-            self._buffers.judge(path, [values[index] for values in seen])
+            self.buffers.judge(path, [values[index] for values in seen])
 
     def _rehearse(self, call: RootCall) -> Exception | None:
         """Rehearse the call; the error that kept it from being run, if there was one."""
@@ -179,7 +255,7 @@ class ForwardPasses:
                     f"{KEEP_BATCH_FIRST}"
                 )
 
-    def _size(self) -> int | None:
+    def size(self) -> int | None:
         return self.state.size_in_backward if in_backward() else self.state.batch_size
 
     # -- layers ------------------------------------------------------------------------------------------------------
@@ -207,7 +283,7 @@ class ForwardPasses:
     def batch_for(self, tap: Sampled, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """The number of samples, which the root's forward tells; outside of it, `batch_size_of`."""
         self._close_recorded()
-        known = self._size()
+        known = self.size()
         if self._depth == 0 and self.batch_size_of is not None and not self.runs_again():
             size = self.batch_size_of(args, kwargs)
             if known not in (None, size):
@@ -227,7 +303,7 @@ class ForwardPasses:
 
     def admit_unit(self, tap: Sampled, dim: int, *, shared: bool) -> None:
         """Accept a call whose rows are known to be samples; note any other, to be rehearsed after the forward."""
-        if self.run is not None or (self._size() or 0) < 2 or dim in (tap.shared if shared else tap.known):
+        if self.run is not None or (self.size() or 0) < 2 or dim in (tap.shared if shared else tap.known):
             return
         if self._depth:
             self._unknown.append((tap, dim, shared))

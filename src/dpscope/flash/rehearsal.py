@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from dpscope.errors import UserError
 from dpscope.flash.arguments import KEEP_BATCH_FIRST, Leaf, leaves_in, replace_leaves, rows_of, take
 from dpscope.flash.rehearsal_run import EVERY_OUTPUT, Key, OutputOf, Run, Sampled, SeenTensor, untouched
+from dpscope.flash.stand_in import NotFollowed
 
 _ADVICE = (
     "Flash clipping needs the batch as the first dimension of every layer's input, samples unmixed; positions and "
@@ -154,15 +155,25 @@ class Rehearsal:
             wrong = self._wrong_rows(plain, changed)
             if wrong:
                 self._refuse_mixing(plain, wrong[0])
+            self._check_constants(plain, changed)
             moved |= {key for key, parts in self._moved(plain, changed).items() if any(part.any() for part in parts)}
         self._check_behind_gates()
         self._check_outputs(plain)
         if self.sampled:
             self._check_constant([key for key in _inputs(plain) if key not in moved], plain)
         self._check_shared(plain)
+        for tap, _ in plain.constants:
+            tap.known.add(0)
         for key in _inputs(plain):
             seen = plain.seen[key]
             (key[0].shared if seen.shared else key[0].known).add(len(seen.shape))
+
+    def _check_constants(self, plain: Run, changed: Run) -> None:
+        """What bare parameters were put together with, outside of uses, must not depend on the samples."""
+        for key, before in plain.constants.items():
+            after = changed.constants.get(key)
+            if after is None or not torch.equal(before, after):
+                raise NotFollowed([key[0].module], "a parameter is put together with samples, but not row by row")
 
     def _check_behind_gates(self) -> None:
         """Repeat with the outputs of all layers changed: a layer that gives zeros hides what it multiplies."""

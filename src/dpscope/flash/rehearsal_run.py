@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from dpscope.flash.module_state import ModuleState
 
@@ -69,6 +71,8 @@ class Run:
         self.keep = keep  # tensors whose values are wanted
         self.shifted = False  # the output of every layer is changed in all rows
         self.seen: dict[Key, SeenTensor] = {}
+        self.constants: dict[Key, Tensor] = {}  # fingerprints of operands that may have nothing of the samples
+        self.inside = 0  # layers' own forwards that run
         self._counts: Counter[Any] = Counter()
 
     def see(self, tap: Sampled | OutputOf | None, x: Tensor, dims: tuple[int, ...], *, shared: bool = False) -> None:
@@ -76,9 +80,24 @@ class Run:
         self._counts[tap] += 1
         dims = tuple(dim for dim in dims if x.dim() > dim and x.shape[dim] == self.batch)
         seen = self.seen[key] = SeenTensor(tuple(x.shape), dims, shared=shared)
-        seen.prints = [_fingerprints(x, dim) for dim in dims]
+        seen.prints = [fingerprints(x, dim) for dim in dims]
         if key in self.keep or (tap is None and self.keep is EVERY_OUTPUT):
             seen.value = x.detach().clone()
+
+    @contextmanager
+    def inside_layer(self) -> Iterator[None]:
+        """Inside, a layer runs, which may use its parameters."""
+        self.inside += 1
+        try:
+            yield
+        finally:
+            self.inside -= 1
+
+    def see_constant(self, tap: Sampled, x: Tensor) -> None:
+        """Note a tensor that is to be the same whatever the samples are."""
+        key = (tap, self._counts[tap])
+        self._counts[tap] += 1
+        self.constants[key] = fingerprints(x.unsqueeze(0), 0)
 
     def answer(self, tap: Sampled, y: Tensor, dim: int = 0, *, shared: bool = False) -> Tensor:
         """What stands for a layer's output: one row for all samples becomes B rows, and `row` is changed."""
@@ -101,7 +120,31 @@ class Run:
         return y
 
 
-def _fingerprints(x: Tensor, dim: int) -> Tensor:
+class ParametersUsed(TorchFunctionMode):
+    """Collects the trainable parameters that torch functions are given outside of layers."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self.run = run
+        self.found: set[nn.Parameter] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self.run.inside:
+            return result
+        leaves = pytree.tree_leaves((args, kwargs))
+        found = {leaf for leaf in leaves if type(leaf) is nn.Parameter and leaf.requires_grad}
+        if found and not _cuts(func) and any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(result)):
+            self.found |= found
+        return result
+
+
+def _cuts(func: Any) -> bool:
+    """Whether no gradient goes through: p.detach(), p.data."""
+    return getattr(func, "__name__", "") == "detach" or getattr(func, "__self__", None) is Tensor.data
+
+
+def fingerprints(x: Tensor, dim: int) -> Tensor:
     """(B, 2) integers, of the bits of each sample's elements: all of them, and every other one."""
     x = x.detach().resolve_conj().resolve_neg()
     x = torch.view_as_real(x) if x.is_complex() else x

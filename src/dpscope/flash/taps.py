@@ -18,6 +18,7 @@ from dpscope.flash.instance_method import InstanceMethod
 from dpscope.flash.paths import PathRules
 from dpscope.flash.rehearsal_run import Run
 from dpscope.flash.slots import Slot
+from dpscope.flash.stand_in import StandIn
 from dpscope.flash.step_state import StepState
 
 
@@ -207,6 +208,8 @@ class LayerTap(TapOfSamples):
         if not torch.is_grad_enabled():
             return self.original(*args, **kwargs) if self.rehearsal is None else self.rehearse(*args, **kwargs)
         (x,) = (*args, *kwargs.values()) if kwargs else args
+        if type(x) is not Tensor and isinstance(x, StandIn):
+            x = x.samples()
         parameters = self.parameters
         live = []
         for key, expected in self.expected:  # a plain loop: this runs for every layer of every forward
@@ -236,10 +239,13 @@ class LayerTap(TapOfSamples):
         if not any(parameter is not None and parameter.requires_grad for parameter in self.parameters.values()):
             return self.original(*args, **kwargs)
         (x,) = (*args, *kwargs.values())
+        x = x.samples() if isinstance(x, StandIn) else x
         self.admit(x)
         shared = x.shape[0] == 1 != run.batch
         run.see(self, x, (0,), shared=shared)
-        return run.answer(self, self.original(x), shared=shared)
+        with run.inside_layer():
+            output = self.original(x)
+        return run.answer(self, output, shared=shared)
 
     def apply(self, x: Tensor, live: list[bool]) -> Any:
         return _apply_tapped(self, x, live, self.engine.anchor)

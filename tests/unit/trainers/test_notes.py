@@ -45,24 +45,34 @@ class Patches(nn.Module):
         return torch.cat([self.token.expand(len(patches), -1, -1), patches], 1)
 
 
+class Hooked(Positions):
+    """Its positions cannot be followed: the hook might use them."""
+
+    def add(self) -> None:
+        super().add()
+        self.register_forward_pre_hook(lambda module, args: None)
+
+
 def notes_of(model, batch_size=BATCH):
     trainer = DPFlashClippingTrainer(model, lambda m, b: m(b), TrainerSettings(batch_size=batch_size))
     return trainer.notes()
 
 
-def test_a_bare_parameter_at_the_root_is_told_with_its_cost_and_what_to_write():
-    model = Positions()
+def test_a_bare_parameter_that_cannot_be_followed_is_told_with_its_cost_and_what_to_write():
+    model = Hooked()
     numbers = sum(p.numel() for p in model.parameters())
     (note,) = notes_of(model, batch_size=5)
     assert note["modules"] == [""]
     assert note["parameter_share"] == 1
     assert note["kept_bytes"] == 5 * numbers * 4
-    assert "the model itself (Positions), 100% of the trainable parameters, runs sample by sample" in note["sentence"]
+    assert "the model itself (Hooked), 100% of the trainable parameters, runs sample by sample" in note["sentence"]
     assert f"write self.positions = nn.Embedding({LENGTH}, {WIDTH})" in note["sentence"]
 
 
-def test_the_same_model_with_an_embedding_has_nothing_to_tell():
+def test_where_the_parameter_is_followed_there_is_nothing_to_tell():
     assert notes_of(Words()) == []
+    assert notes_of(Positions()) == []
+    assert notes_of(nn.Sequential(Patches(), nn.Linear(4, 500))) == []
 
 
 def test_small_parameters_of_leaf_modules_cost_nothing_worth_a_word():
@@ -74,6 +84,7 @@ def test_small_parameters_of_leaf_modules_cost_nothing_worth_a_word():
 
 def test_a_convolution_in_an_opaque_module_is_told_however_few_its_parameters():
     model = nn.Sequential(Patches(), nn.Linear(4, 500))
+    model[0].register_forward_pre_hook(lambda module, args: None)
     (note,) = notes_of(model)
     assert note["parameter_share"] < 0.1
     assert note["sentence"].startswith("0 (Patches), ")
@@ -107,7 +118,7 @@ def test_a_note_reaches_the_result_file_the_summary_the_page_and_the_records(not
 
 
 def test_a_note_is_told_once_however_many_sizes_have_it(make_result):
-    (note,), (other,) = (notes_of(Positions(), batch_size=size) for size in (2, 7))
+    (note,), (other,) = (notes_of(Hooked(), batch_size=size) for size in (2, 7))
     assert note["sentence"] == other["sentence"]
     assert other["kept_bytes"] == 3.5 * note["kept_bytes"]
     results = [replace(make_result(method="flash", batch_size=size), notes=[note]) for size in (2, 7)]
@@ -125,10 +136,10 @@ def test_a_result_whose_notes_are_none_is_not_read(make_result):
 
 
 def test_check_tells_it_too_and_its_paths_are_sentences():
-    (flash,) = check(workload(Positions), ["flash"]).methods
+    (flash,) = check(workload(Hooked), ["flash"]).methods
     assert "runs sample by sample through torch.func.vmap" in flash.notes[0]
     whys = {row["parameter"]: row["why"] for row in flash.paths}
-    expected = "the model itself (Positions) owns positions itself, so all of it takes its per-sample gradients from"
+    expected = "the model itself (Hooked) owns positions itself, so all of it takes its per-sample gradients from"
     assert whys["first.weight"].startswith(expected)
     (flash,) = check(workload(between(lambda: nn.LSTM(WIDTH, WIDTH, batch_first=True))), ["flash"]).methods
     whys = {row["parameter"]: row["why"] for row in flash.paths}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from torch import nn
@@ -10,6 +10,7 @@ from torch.nn.utils import parametrize
 
 from dpscope.flash.contributions import refuse_complex
 from dpscope.flash.instance_method import InstanceMethod
+from dpscope.flash.layers.bare import BareTap, own_parameters
 from dpscope.flash.layers.conv import ConvTap
 from dpscope.flash.layers.embedding import EmbeddingTap, ScaledEmbeddingTap
 from dpscope.flash.layers.linear import LinearTap, TransposedLinearTap
@@ -18,6 +19,7 @@ from dpscope.flash.layers.opaque import OpaqueTap
 from dpscope.flash.layers.recurrent import RecurrentTap, is_recurrent
 from dpscope.flash.layers.refusals import RefusedTap, refusal_of, refuse_trained
 from dpscope.flash.layers.sample_dims import hides_samples_from_its_layers
+from dpscope.flash.ranks.shards import is_sharded
 from dpscope.flash.taps import Engine, LayerTap
 
 MakeTap = Callable[[Engine, str, nn.Module], InstanceMethod]
@@ -68,6 +70,10 @@ class Unit:
     def opaque(self) -> bool:
         return self.make is OpaqueTap
 
+    @property
+    def followed(self) -> bool:
+        return self.make is BareTap
+
 
 def family_of(module: nn.Module) -> type[LayerTap] | None:
     """The family whose forward this very module runs: a subclass with a forward of its own belongs to none."""
@@ -83,17 +89,20 @@ def family_of(module: nn.Module) -> type[LayerTap] | None:
     return None
 
 
-def plan(model: nn.Module) -> list[Unit]:
-    """Which modules are tapped, and how. Raises UserError for what cannot be made private."""
+def plan(model: nn.Module, whole: Collection[nn.Module] = ()) -> list[Unit]:
+    """Which modules are tapped, and how. Raises UserError for what cannot be made private.
+
+    whole  modules that run sample by sample, with all they contain, though their parameters might be followed
+    """
     for name, module in model.named_modules():
         refuse_trained(name, module)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             refuse_complex(name, parameter)
-    return list(_units(model, "", set()))
+    return list(_units(model, "", set(), whole))
 
 
-def _units(module: nn.Module, name: str, seen: set[nn.Module]) -> Iterator[Unit]:
+def _units(module: nn.Module, name: str, seen: set[nn.Module], whole: Collection[nn.Module]) -> Iterator[Unit]:
     if module in seen:
         return
     seen.add(module)
@@ -104,17 +113,31 @@ def _units(module: nn.Module, name: str, seen: set[nn.Module]) -> Iterator[Unit]
         seen.update(module.modules())
         yield Unit(name, module, OpaqueTap)
         return
-    owned = [parameter for parameter in module._parameters.values() if parameter is not None]
+    owned = [parameter for _, _, parameter in own_parameters(module)]
     if owned or parametrize.is_parametrized(module):
         family = family_of(module)
         if family is not None:
             yield Unit(name, module, family)
-        elif not (_owns_frozen_alone(module, owned) and _calls_its_children(module)):
+        elif _owns_frozen_alone(module, owned) and _calls_its_children(module):
+            pass
+        elif module not in whole and _can_be_followed(module):
+            yield Unit(name, module, BareTap)
+        else:
             seen.update(module.modules())
             yield Unit(name, module, RecurrentTap if is_recurrent(module) else OpaqueTap)
             return
     for key, child in module.named_children():
-        yield from _units(child, f"{name}.{key}" if name else key, seen)
+        if not isinstance(child, nn.ParameterList | nn.ParameterDict):  # its parameters are its parent's
+            yield from _units(child, f"{name}.{key}" if name else key, seen, whole)
+
+
+def _can_be_followed(module: nn.Module) -> bool:
+    """Whether its own parameters may be followed: it uses them in its forward, and only there."""
+    if parametrize.is_parametrized(module) or is_recurrent(module) or module._forward_pre_hooks:
+        return False
+    if any(is_sharded(parameter) for parameter in module.parameters()):
+        return False
+    return _calls_its_children(module) or not any(True for child in module.children() for _ in child.parameters())
 
 
 def _owns_frozen_alone(module: nn.Module, owned: list[nn.Parameter]) -> bool:

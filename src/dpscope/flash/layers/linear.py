@@ -16,7 +16,7 @@ from dpscope.flash.contributions import WIDE_OUTPUT, Kept, Outer, sample_product
 from dpscope.flash.kernels.sample_sums import bias_sums
 from dpscope.flash.paths import KEEP, stored_dtype
 from dpscope.flash.slots import Slot
-from dpscope.flash.taps import LayerTap
+from dpscope.flash.taps import LayerTap, TapOfSamples
 
 
 def as_sequences(x: Tensor) -> Tensor:
@@ -26,7 +26,7 @@ def as_sequences(x: Tensor) -> Tensor:
     return x.unsqueeze(1) if x.dim() == 2 else x.reshape(x.shape[0], -1, x.shape[-1])
 
 
-def keep_or_defer(tap: LayerTap, slot: Slot, x: Tensor, g: Tensor) -> None:
+def keep_or_defer(tap: TapOfSamples, slot: Slot, x: Tensor, g: Tensor) -> None:
     """Σ_t g_t x_tᵀ: as per-sample gradients now (and x, g are free), or as x and g until the norms are taken."""
     decision = tap.engine.path_rules.of_product(x.shape, g)
     if slot.decision is not decision:  # decisions are the same object where shapes are the same

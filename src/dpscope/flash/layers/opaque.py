@@ -17,14 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils.checkpoint import _StopRecomputationError
 
-from dpscope.errors import UserError
 from dpscope.flash.contributions import Kept
 from dpscope.flash.explanation import why_opaque
 from dpscope.flash.layers.sample_call import SampleCall
-from dpscope.flash.layers.unit import UnitTap
-from dpscope.flash.layers.unit_check import UnitCheck
+from dpscope.flash.layers.unit_check import CheckedTap
 from dpscope.flash.rehearsal_run import OutputOf
 from dpscope.flash.slots import Slot
 from dpscope.flash.taps import Engine, check_backward
@@ -52,13 +49,10 @@ class Expand(torch.autograd.Function):
         return (None,) * 5
 
 
-class OpaqueTap(UnitTap):
+class OpaqueTap(CheckedTap):
     def __init__(self, engine: Engine, name: str, module: nn.Module) -> None:
         super().__init__(engine, name, module)
         self.output = OutputOf(self)
-        self.by_loop = False
-        self.calls = 0
-        self.dtypes: dict[Any, list[torch.dtype]] = {}  # kind of call -> dtypes of the module's own outputs
         self.describe("torch.func.vmap over samples")
 
     def describe(self, how: str) -> None:
@@ -75,8 +69,9 @@ class OpaqueTap(UnitTap):
             return self.original(*args, **kwargs)
         whole = self.whole_parameters()
         sample_call = SampleCall(self, args, kwargs)
+        sample_call.admit()
         if sample_call.batch:
-            self._check(sample_call)
+            self.check(sample_call)
         expanded = {
             f"unit.{key}": Expand.apply(self.engine.anchor, whole[key].detach(), sample_call.batch, self, slot)  # type: ignore[no-untyped-call]
             for key, slot in live.items()
@@ -96,37 +91,14 @@ class OpaqueTap(UnitTap):
         if not any(slot.parameter.requires_grad for slot in self.slots.values()):
             return self.original(*args, **kwargs)
         call = SampleCall(self, args, kwargs)
+        call.admit()
         x, dim = call.main()
         run.see(self, x, (dim,), shared=call.is_shared())
-        leaves, spec = pytree.tree_flatten(self.original(*args, **kwargs))
+        with run.inside_layer():
+            leaves, spec = pytree.tree_flatten(self.original(*args, **kwargs))
         tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         for position, index in enumerate(tensors):
             dim = call.output_dim(position)
             run.see(self.output, leaves[index], (dim,))
             leaves[index] = run.answer(self, leaves[index], dim, shared=call.is_shared())
         return pytree.tree_unflatten(leaves, spec)
-
-    def _check(self, sample_call: SampleCall) -> None:
-        """Check how the module treats a batch. Not in every call, for it takes several forward passes."""
-        self.calls += 1
-        check = UnitCheck(self, sample_call, self.run)
-        if sample_call.undecided:
-            check.decide()
-        kind = sample_call.kind()
-        if kind not in self.dtypes or self.calls & (self.calls - 1) == 0:
-            self.dtypes[kind] = check.run()
-
-    def run(self, sample_call: SampleCall, expanded: dict[str, Tensor], *, commit: bool) -> Any:
-        """`commit`: what all samples have left on the module is written to it."""
-        if sample_call.batch == 0:
-            return sample_call.on_empty_batch(expanded)
-        if not self.by_loop:
-            try:
-                return sample_call.by_vmap(expanded, commit=commit)
-            except (UserError, _StopRecomputationError):
-                raise  # a checkpointed forward that runs again is stopped, by an exception, once it has all it needs
-            except Exception as error:  # whatever vmap cannot follow; the loop meets real mistakes again
-                reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-                self.by_loop = True
-                self.describe(f"a loop over samples, for vmap failed: {reason}")
-        return sample_call.by_loop(expanded, commit=commit)

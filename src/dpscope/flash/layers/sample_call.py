@@ -20,6 +20,7 @@ from dpscope.errors import UserError
 from dpscope.flash.arguments import KEEP_BATCH_FIRST
 from dpscope.flash.layers.unit import UnitTap
 from dpscope.flash.module_state import Remains, token
+from dpscope.flash.stand_in import StandIn
 
 # What a forward may return besides tensors.
 _RETURNED = (type(None), bool, int, float, str)
@@ -110,7 +111,7 @@ class SampleCall:
         names = _argument_names(tap.original, args, kwargs)
         for name, value in zip(names, (*args, *kwargs.values()), strict=True):
             leaves, spec = pytree.tree_flatten(value)
-            self.leaves += leaves
+            self.leaves += [leaf.samples() if isinstance(leaf, StandIn) else leaf for leaf in leaves]
             self.specs.append(spec)
             self.names += [name] * len(leaves)
         self.batch: int = tap.engine.forwards.batch_for(tap, args, kwargs)
@@ -122,7 +123,9 @@ class SampleCall:
             if isinstance(leaf, Tensor):
                 self._place(index, leaf, main)
                 main = False
-        tap.engine.forwards.admit_unit(tap, self.main()[0].dim(), shared=self.is_shared())
+
+    def admit(self) -> None:
+        self.tap.engine.forwards.admit_unit(self.tap, self.main()[0].dim(), shared=self.is_shared())
 
     def main(self) -> tuple[Tensor, int]:
         """The first tensor that has a row for each sample, and the dimension of samples."""

@@ -19,14 +19,16 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import _StopRecomputationError
 
 from dpscope.errors import UserError
 from dpscope.flash.arguments import KEEP_BATCH_FIRST
 from dpscope.flash.layers.sample_call import SampleCall, WrittenArguments
 from dpscope.flash.layers.unit import UnitTap
+from dpscope.flash.taps import Engine
 
 # How far two ways to compute the same may differ, relative to the largest value.
 _ANSWER_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}  # of float64 too: some modules compute in float32 inside
@@ -131,7 +133,10 @@ class UnitCheck:
                     f"{self.kind} gave {tuple(once.shape)} for a batch but {tuple(mine.shape)} from its samples one by "
                     f"one: {KEEP_BATCH_FIRST}"
                 )
-            if _distance(mine, once) > _ANSWER_TOLERANCE.get(once.dtype, _HALF_ANSWER_TOLERANCE) * _size(once):
+            tolerance = _ANSWER_TOLERANCE.get(once.dtype, _HALF_ANSWER_TOLERANCE)
+            if torch.is_autocast_enabled(once.device.type):  # an answer in float32 may be made of rounded products
+                tolerance = max(tolerance, _HALF_ANSWER_TOLERANCE)
+            if _distance(mine, once) > tolerance * _size(once):
                 raise UserError(
                     f"{self.kind} answers differently for a batch than for its samples one by one: it mixes samples, "
                     "so no sample has a gradient of its own, or its samples are not in the first dimension of every "
@@ -263,6 +268,44 @@ class UnitCheck:
             f"{self.kind} mixes samples: what it answers for a sample depends on the others in its batch, so no sample "
             "has a gradient of its own; replace it by a module that treats samples apart"
         )
+
+
+class CheckedTap(UnitTap):
+    """A unit that is checked at its first call of each kind, and at its 2nd, 4th, 8th, … call."""
+
+    def __init__(self, engine: Engine, name: str, module: nn.Module) -> None:
+        super().__init__(engine, name, module)
+        self.by_loop = False
+        self.calls = 0
+        self.dtypes: dict[Any, list[torch.dtype]] = {}  # kind of call -> dtypes of the module's own outputs
+
+    def describe(self, how: str) -> None:
+        """For explain(): how samples are run from now on."""
+
+    def check(self, sample_call: SampleCall) -> None:
+        """Check how the module treats a batch. Not in every call, for it takes several forward passes."""
+        self.calls += 1
+        check = UnitCheck(self, sample_call, self.run)
+        if sample_call.undecided:
+            check.decide()
+        kind = sample_call.kind()
+        if kind not in self.dtypes or self.calls & (self.calls - 1) == 0:
+            self.dtypes[kind] = check.run()
+
+    def run(self, sample_call: SampleCall, expanded: dict[str, Tensor], *, commit: bool) -> Any:
+        """`commit`: what all samples have left on the module is written to it."""
+        if sample_call.batch == 0:
+            return sample_call.on_empty_batch(expanded)
+        if not self.by_loop:
+            try:
+                return sample_call.by_vmap(expanded, commit=commit)
+            except (UserError, _StopRecomputationError):
+                raise  # a checkpointed forward that runs again is stopped, by an exception, once it has all it needs
+            except Exception as error:  # whatever vmap cannot follow; the loop meets real mistakes again
+                reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+                self.by_loop = True
+                self.describe(f"a loop over samples, for vmap failed: {reason}")
+        return sample_call.by_loop(expanded, commit=commit)
 
 
 @contextmanager

@@ -1,0 +1,382 @@
+"""Parameters that a module of no family owns itself: followed to the operators that use them.
+
+While the module's forward runs, each of its own parameters is a stand-in, `Bare`, and every torch function that is
+given one comes to `follow`. There are two kinds of answers:
+
+- of parameters and constants alone (a slice, a transpose, a cast, a normalised weight): another stand-in;
+- of samples, one row each: an ordinary tensor, y. The operator is a *use* of the parameter, and is treated as a layer:
+  y[b] is computed from the parameter and row b of the other operands (tried out on random numbers: bare_use.py), and a
+  rehearsal finds out whether row b belongs to sample b alone. Backward gives the use's per-sample gradients.
+
+The module's own layers are tapped as usual. Whatever cannot be followed (`NotFollowed`) is not guessed: the whole
+module is then run sample by sample (opaque.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from dpscope.errors import UserError
+from dpscope.flash.layers.bare_gradients import Operand
+from dpscope.flash.layers.bare_use import BareUse, Constant, Follower, Unrelated, learn
+from dpscope.flash.layers.sample_call import SampleCall
+from dpscope.flash.layers.unit_check import CheckedTap
+from dpscope.flash.slots import Slot
+from dpscope.flash.stand_in import NotFollowed, StandIn
+from dpscope.flash.taps import Engine, check_backward, refuse_replaced
+
+
+class Bare(StandIn):
+    """Stands for `plain`, a function of parameters alone, with its history.
+
+    Gradients that reach it in another way than through a use go on to the parameter, where they are refused.
+    """
+
+    plain: Tensor
+    tap: BareTap
+
+    @staticmethod
+    def of(plain: Tensor, tap: BareTap) -> Bare:
+        with torch.enable_grad():
+            stand_in = plain.as_subclass(Bare)
+        stand_in.plain, stand_in.tap = plain, tap
+        return stand_in
+
+    def samples(self) -> Tensor:
+        return samples_of(self)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return follow(func, args, kwargs or {})
+
+
+_BEYOND = frozenset(("__set__", "register_hook", "retain_grad", "backward", "requires_grad_", "share_memory_"))
+
+
+def follow(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """What `func` answers, some of its operands being stand-ins."""
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    bares = [leaf for leaf in leaves if type(leaf) is Bare]
+    tap = bares[0].tap
+    others = any(isinstance(leaf, Tensor) and type(leaf) is not Bare for leaf in leaves)
+    rehearsal = tap.rehearsal is not None
+    if not rehearsal and not torch.is_grad_enabled():
+        return _call(func, leaves, spec)
+    name = getattr(func, "__name__", "")
+    if name in _BEYOND or "out" in kwargs or torch._C._functorch.maybe_current_level() is not None:
+        raise tap.cannot_follow(f"{name} is called on a parameter")
+    if name[-1:] == "_" and (name[-2:] != "__" or name in _WRITING):
+        return _write(tap, func, name, args, kwargs)
+    return tap.use(func, leaves, spec) if others else tap.derive(func, leaves, spec)
+
+
+def _call(func: Any, leaves: list[Any], spec: Any) -> Any:
+    args, kwargs = pytree.tree_unflatten([leaf.plain if type(leaf) is Bare else leaf for leaf in leaves], spec)
+    return func(*args, **kwargs)
+
+
+_WRITING = {
+    f"__i{name}__": f"__{name}__" for name in ("add", "sub", "mul", "truediv", "pow", "floordiv", "mod", "matmul")
+} | {"__setitem__": ""}
+
+
+def _with_item(x: Tensor, index: Any, value: Tensor) -> Tensor:
+    y = x.clone()
+    y[index] = value
+    return y
+
+
+def _write(tap: BareTap, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+    """x.add_(p) as x.copy_(x + p), so that every view of x has the use behind it."""
+    target = args[0]
+    plain = getattr(Tensor, _WRITING.get(name, name[:-1]), None) if name != "__setitem__" else _with_item
+    if type(target) is Bare or not isinstance(target, Tensor) or plain is None or name == "copy_":
+        raise tap.cannot_follow(f"a parameter is used by {name}")
+    value = follow(plain, (target.clone(), *args[1:]), kwargs)
+    if type(value) is Bare:
+        raise tap.cannot_follow(f"a parameter is written into a constant by {name}")
+    target.copy_(value)
+    return None if name == "__setitem__" else target
+
+
+class Used(torch.autograd.Function):
+    """y as it is; backward gives the use its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Any, anchor: Tensor, *ys: Tensor) -> Any:
+        use, leaves, spec = call
+        tap = use.tap
+        ctx.use, ctx.spec, ctx.generation = use, spec, tap.engine.state.generation
+        ctx.block = tap.engine.block
+        ctx.autocast = _autocast_of(ys[0])
+        ctx.leaves, ctx.places = list(leaves), []
+        for place, leaf in enumerate(leaves):
+            if type(leaf) is not Bare and isinstance(leaf, Tensor):
+                ctx.leaves[place] = leaf.shape
+                ctx.places.append(place)
+        if use.saves:
+            ctx.save_for_backward(*(leaves[place] for place in ctx.places))
+        results = tuple(y.clone() if use.copies else _unsafe_view(y, y.shape) for y in ys)
+        return results if len(results) > 1 else results[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gs: Tensor) -> tuple[Tensor | None, ...]:
+        tap = ctx.use.tap
+        engine = tap.engine
+        recording = engine.is_recording()
+        if torch.is_grad_enabled() or (recording and ctx.generation != engine.state.generation):
+            check_backward(tap, ctx.generation)
+        if recording:
+            with nullcontext() if ctx.block is None else ctx.block.running():
+                _record(ctx, gs)
+        return (None, None, *gs)
+
+
+_unsafe_view = torch.ops.aten._unsafe_view.default
+
+
+def _autocast_of(y: Tensor) -> tuple[str, torch.dtype | None]:
+    device = y.device.type
+    return device, torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def _record(ctx: Any, gs: tuple[Tensor, ...]) -> None:
+    use, engine = ctx.use, ctx.use.tap.engine
+    if not gs[0].shape[0]:
+        engine.state.record()
+        return
+    leaves = list(ctx.leaves)
+    if use.saves:
+        for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
+            leaves[place] = tensor
+    operands = [Operand(leaf.plain) if type(leaf) is Bare else leaf for leaf in leaves]
+    with torch.autocast(ctx.autocast[0], enabled=False):
+        use.record(operands, ctx.spec, gs, ctx.autocast)
+
+
+class BareTap(CheckedTap, Follower):
+    """The forward of a module that owns parameters itself, its own children apart."""
+
+    def __init__(self, engine: Engine, name: str, module: nn.Module) -> None:
+        super().__init__(engine, name, module)
+        self.places = [(owner._parameters, key, p, engine.slot(p)) for owner, key, p in own_parameters(module)]
+        self.owned: dict[int, Slot] = {id(p): slot for _, _, p, slot in self.places}
+        self.kinds: set[Any] = set()  # of calls that were checked
+        self.roles: dict[Any, BareUse | Constant | Unrelated] = {}
+        self.hooks: Any = None  # on saved tensors, where the module's forward began
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() and self.rehearsal is None:
+            return self.original(*args, **kwargs)
+        places = [place for place in self.places if place[2].requires_grad]
+        if not places:
+            return self.original(*args, **kwargs)
+        batch = self.engine.forwards.batch_for(self, args, kwargs)
+        if self.rehearsal is None and batch and not self.engine.forwards.runs_again():
+            self._check_if_due(args, kwargs, batch)
+        for owned, key, parameter, _ in self.places:
+            if owned.get(key) is not parameter and not isinstance(owned.get(key), Bare):
+                refuse_replaced(self.name, key)
+        before = [(owned, key, owned[key]) for owned, key, _, _ in places]
+        outer, self.hooks = self.hooks, _saved_tensor_hooks()
+        try:
+            for owned, key, parameter, _ in places:
+                owned[key] = stand_in = Bare.of(parameter, self)  # type: ignore[assignment]
+                stand_in._is_param = True  # to isinstance, an nn.Parameter
+            return self.original(*args, **kwargs)
+        finally:
+            self.hooks = outer
+            for owned, key, value in before:
+                owned[key] = value
+
+    def _check_if_due(self, args: Any, kwargs: Any, batch: int) -> None:
+        """Check that the module, its layers included, treats samples independently."""
+        self.calls += 1
+        kind = batch > 1, self.module.training, *((x.dtype, x.dim()) for x in args if isinstance(x, Tensor))
+        if self.calls & (self.calls - 1) and kind in self.kinds:
+            return
+        self.kinds.add(kind)
+        self.calls -= 1
+        given = pytree.tree_map(lambda leaf: leaf.plain.detach() if type(leaf) is Bare else leaf, (args, kwargs))
+        sample_call = SampleCall(self, *given)
+        if sample_call.is_shared():
+            self.calls += 1
+        else:
+            self.check(sample_call)
+
+    def cannot_follow(self, reason: str) -> BaseException:
+        if self.engine.forwards.can_begin_again:
+            return NotFollowed([self.module], reason)
+        return UserError(
+            f"{self.name} ({type(self.module).__name__}) uses a parameter of its own in a way that cannot be followed "
+            f"outside of the model's forward, or in a checkpoint that runs again ({reason}): give the parameter to a "
+            "small submodule that takes and returns a tensor"
+        )
+
+    def reconsider(self) -> bool:
+        """Take operators that met nothing of the samples for constants: an answer had as many rows by chance."""
+        found = {
+            key: Constant(self, role.called)
+            for key, role in self.roles.items()
+            if isinstance(role, BareUse) and role.by_chance()
+        }
+        self.roles.update(found)
+        return bool(found)
+
+    # -- operators ---------------------------------------------------------------------------------------------------
+
+    def derive(self, func: Any, leaves: list[Any], spec: Any) -> Any:
+        """An answer that is a function of parameters and constants."""
+        with torch.enable_grad():
+            if getattr(func, "__name__", "") in ("repeat", "tile"):
+                func = _repeated
+            result = _call(func, leaves, spec)
+        if type(result) is Tensor or isinstance(result, nn.Parameter):
+            return self._stand_in(result)
+        if isinstance(result, tuple | list | dict):
+            return pytree.tree_map(lambda leaf: self._stand_in(leaf) if isinstance(leaf, Tensor) else leaf, result)
+        return result
+
+    def _stand_in(self, tensor: Tensor) -> Tensor:
+        return Bare.of(tensor, self) if tensor.requires_grad else tensor
+
+    def use(self, func: Any, leaves: list[Any], spec: Any) -> Any:
+        """An answer that other tensors have a part in."""
+        role = self._role(func, leaves, spec, self.batch())
+        if isinstance(role, Unrelated):
+            return _call(func, leaves, spec)
+        if isinstance(role, Constant):
+            return self._constant(role, func, leaves, spec)
+        return self.apply(role, func, leaves, spec)
+
+    def batch(self) -> int:
+        size = self.engine.forwards.size()
+        if size is None:
+            raise UserError(
+                f"a parameter of {self.name} is used outside of the model's forward: the number of samples is not known"
+            )
+        return size
+
+    def _role(self, func: Any, leaves: list[Any], spec: Any, batch: int) -> BareUse | Constant | Unrelated:
+        key = func, spec, tuple(self._signature(leaf) for leaf in leaves)
+        role = self.roles.get(key)
+        operands = [Operand(leaf.plain) if type(leaf) is Bare else leaf for leaf in leaves]
+        if role is None:
+            found = learn(self, func, operands, spec, batch)
+            if isinstance(found, str):
+                raise self.cannot_follow(found)
+            if batch < 2:
+                return found  # one sample alone shows nothing of how several are treated
+            role = self.roles[key] = found
+        elif isinstance(role, BareUse) and not role.fits(operands, batch):
+            again = learn(self, func, operands, spec, batch)
+            if not isinstance(again, BareUse):
+                raise self.cannot_follow(f"{role.called} is given other sizes than before")
+            again.known = role.known
+            return again
+        return role
+
+    def _signature(self, leaf: Any) -> Any:
+        if type(leaf) is Bare:
+            return "parameter", leaf.plain.dim(), tuple(sorted(self.origins(leaf.plain)))
+        if isinstance(leaf, Tensor):
+            return "tensor", leaf.dim(), leaf.is_floating_point(), leaf.dtype == torch.bool
+        if isinstance(leaf, float):
+            return float
+        return leaf if isinstance(leaf, int | str | None) else repr(leaf)
+
+    def origins(self, plain: Tensor) -> list[str]:
+        """Names of the parameters a stand-in is made of, as far as it is a view of one."""
+        base = plain._base if plain._base is not None else plain
+        slot = self.owned.get(id(base))
+        return ["" if slot is None else slot.name]
+
+    def _constant(self, role: Constant, func: Any, leaves: list[Any], spec: Any) -> Any:
+        """Other operands are constants, a rehearsal has found: nothing of the samples is in them."""
+        others = [leaf for leaf in leaves if isinstance(leaf, Tensor) and type(leaf) is not Bare]
+        if any(other.requires_grad for other in others):
+            raise self.cannot_follow("a parameter meets the answer of a layer, and no samples")
+        run = self.rehearsal
+        if run is not None:
+            for other in others:
+                run.see_constant(role, other)
+        else:
+            self.engine.forwards.admit_unit(role, 0, shared=False)
+        return self.derive(func, leaves, spec)
+
+    def apply(self, role: BareUse, func: Any, leaves: list[Any], spec: Any) -> Any:
+        if self.rehearsal is None and _saved_tensor_hooks() != self.hooks:
+            raise self.cannot_follow("a parameter is used in a checkpoint inside its module")
+        values = [leaf.plain.detach() if type(leaf) is Bare else leaf for leaf in leaves]
+        args, kwargs = pytree.tree_unflatten(values, spec)
+        result = func(*args, **kwargs)
+        found, shape = pytree.tree_flatten(result)
+        real = [index for index, leaf in enumerate(found) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        run = self.rehearsal
+        if run is not None:
+            role.look([leaf for leaf in leaves if type(leaf) is not Bare])
+            for index in real:
+                run.see(role, found[index], (0,))
+                found[index] = run.answer(role, found[index])
+            return pytree.tree_unflatten(found, shape)
+        for index in real:
+            if found[index].dim() not in role.known:
+                self.engine.forwards.admit_unit(role, found[index].dim(), shared=False)
+        call = role, leaves, spec
+        ys = Used.apply(call, self.engine.anchor, *(found[index] for index in real))  # type: ignore[no-untyped-call]
+        for index, y in zip(real, ys if isinstance(ys, tuple) else (ys,), strict=True):
+            found[index] = y
+        return pytree.tree_unflatten(found, shape)
+
+
+def samples_of(stand_in: Bare) -> Tensor:
+    """A row for each sample, (B, ...), of a stand-in with one row for all of them, or with equal rows."""
+    tap, plain = stand_in.tap, stand_in.plain
+    batch = tap.batch()
+    rows = plain.shape[0] if plain.dim() else 0
+    if rows == batch and (batch <= 1 or plain.stride(0) == 0):
+        stand_in = Bare.of(plain[:1], tap) if batch else stand_in
+    elif rows != 1:
+        raise tap.cannot_follow(f"a tensor of shape {tuple(plain.shape)} that is made of parameters goes into a layer")
+    key = expand_rows, plain.dim(), *tap.origins(plain)
+    role = tap.roles.get(key)
+    if role is None:
+        role = tap.roles[key] = BareUse(tap, expand_rows, [False, False])
+    assert isinstance(role, BareUse)
+    leaves, spec = pytree.tree_flatten(((stand_in, batch), {}))
+    answer: Tensor = tap.apply(role, expand_rows, leaves, spec)
+    return answer
+
+
+def expand_rows(row: Tensor, batch: int) -> Tensor:
+    return row.expand(batch, *row.shape[1:])
+
+
+def _repeated(x: Tensor, *sizes: Any) -> Tensor:
+    """x.repeat(B, 1, ...) without copies, so that its rows are known to be equal."""
+    flat = sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
+    lead = len(flat) - x.dim()
+    shape = [1] * lead + list(x.shape)
+    if lead >= 0 and flat and shape[0] == 1 and all(size == 1 for size in flat[1:]):
+        return x.reshape(shape).expand(flat[0], *shape[1:])
+    return x.repeat(*flat)
+
+
+def own_parameters(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    """Those a module uses itself: its own, and those in ParameterLists and ParameterDicts, which have no forward."""
+    for key, parameter in module._parameters.items():
+        if parameter is not None:
+            yield module, key, parameter
+    for child in module.children():
+        if isinstance(child, nn.ParameterList | nn.ParameterDict):
+            yield from own_parameters(child)
+
+
+def _saved_tensor_hooks() -> Any:
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)

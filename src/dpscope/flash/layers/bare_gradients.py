@@ -1,0 +1,243 @@
+"""Per-sample gradients of operators that use a bare parameter: by rule for the common ones, row by row for any other.
+
+A rule is given the use, g: (B, ...), and the operator's arguments, in which parameters are `Operand`s; it gives
+(operand, (B, *operand's shape)) for each, or None where the call is not of the form it knows. A product or a lookup of
+a parameter itself goes to the engine as it is, as a layer's would. `RULES` says as well whether other operands are
+needed in backward; those that are not are given by their shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.func import vjp, vmap
+from torch.utils import _pytree as pytree
+
+from dpscope.flash.contributions import Lookup, sample_products, wide
+from dpscope.flash.kernels.sample_sums import bias_sums, layer_norm_sums
+from dpscope.flash.layers.linear import as_sequences, keep_or_defer
+from dpscope.flash.slots import Slot
+from dpscope.flash.taps import TapOfSamples
+
+
+class Operand(NamedTuple):
+    """A tensor that is made of parameters alone, with its history."""
+
+    plain: Tensor
+
+
+class Use(Protocol):
+    """An operator that uses a parameter (bare_use.py)."""
+
+    func: Any
+    rows: list[bool]
+
+    @property
+    def tap(self) -> TapOfSamples: ...
+
+    def slot(self, plain: Tensor) -> Slot | None: ...
+
+
+Gradients = list[tuple[Operand, Tensor]]
+
+
+def _reduced(g: Tensor, shape: torch.Size) -> Tensor:
+    """Σ over all that a tensor of `shape` was broadcast over, but the rows: (B, ...) -> (B, *shape)."""
+    batch = g.shape[0]
+    lead = g.dim() - len(shape)
+    if lead == 0:  # the parameter has a leading dimension of 1
+        g, lead = g.unsqueeze(1), 1
+    dims = [*range(1, lead), *(lead + i for i, n in enumerate(shape) if n == 1 and g.shape[lead + i] > 1)]
+    if dims:
+        g = g.sum(dims, dtype=wide(g.dtype))
+    return g.reshape(batch, *shape)
+
+
+def _of_add(use: Use, g: Tensor, args: Any, kwargs: Any) -> Gradients | None:
+    if kwargs or len(args) != 2:
+        return None
+    operand = args[0] if isinstance(args[0], Operand) else args[1]
+    return [(operand, _reduced(g, operand.plain.shape))]
+
+
+def _of_sub(use: Use, g: Tensor, args: Any, kwargs: Any) -> Gradients | None:
+    found = _of_add(use, g, args, kwargs)
+    return found if found is None or isinstance(args[0], Operand) else [(found[0][0], -found[0][1])]
+
+
+def _of_mul(use: Use, g: Tensor, args: Any, kwargs: Any) -> Gradients | None:
+    if kwargs or len(args) != 2:
+        return None
+    operand, other = args if isinstance(args[0], Operand) else args[::-1]
+    if not isinstance(other, Tensor):
+        return None
+    return [(operand, _reduced(g.to(wide(g.dtype)) * other, operand.plain.shape))]
+
+
+def _of_cat(use: Use, g: Tensor, args: Any, kwargs: Any) -> Gradients | None:
+    tensors = args[0] if args else kwargs["tensors"]
+    dim = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis", 0))
+    dim, start, found = dim % g.dim(), 0, []
+    for tensor in tensors:
+        size = (tensor.plain.shape if isinstance(tensor, Operand) else torch.Size(_shape_of(tensor)))[dim]
+        if isinstance(tensor, Operand):
+            found.append((tensor, g.narrow(dim, start, size).unsqueeze(1)))
+        start += size
+    return found
+
+
+def _shape_of(value: Any) -> Any:
+    return value.shape if isinstance(value, Tensor) else value
+
+
+def _of_expanded_rows(use: Use, g: Tensor, args: Any, kwargs: Any) -> Gradients | None:
+    return [(args[0], g.unsqueeze(1))]
+
+
+def _product(use: Use, weight: Operand, x: Tensor, g: Tensor) -> Gradients:
+    """Of a weight (p, d) that x: (B, *, d) was multiplied by."""
+    x, g = as_sequences(x.to(g.dtype)), as_sequences(g)
+    plain = weight.plain
+    slot = use.slot(plain)
+    if slot is not None:
+        keep_or_defer(use.tap, slot, x, g)
+        return []
+    base = plain._base
+    if base is not None and base.dim() == 2 and plain.shape == base.shape[::-1] and _is_transposed(plain, base):
+        slot = use.slot(base)
+        if slot is not None:
+            keep_or_defer(use.tap, slot, g, x)
+            return []
+    return [(weight, sample_products(x, g))]
+
+
+def _is_transposed(plain: Tensor, base: Tensor) -> bool:
+    return plain.stride() == base.stride()[::-1] and plain.storage_offset() == base.storage_offset()
+
+
+def _of_linear(use: Use, g: Tensor, args: Any, kwargs: Any) -> Gradients | None:
+    named = {**dict(zip(("input", "weight", "bias"), args, strict=False)), **kwargs}
+    x, weight, bias = named["input"], named["weight"], named.get("bias")
+    if not isinstance(x, Tensor) or x.dim() < 2 or x.shape[0] != g.shape[0]:
+        return None
+    found: Gradients = []
+    if isinstance(bias, Operand):
+        found.append((bias, bias_sums(as_sequences(g))))
+    if isinstance(weight, Operand):
+        found += _product(use, weight, x, g)
+    return found
+
+
+def _of_matmul(use: Use, g: Tensor, args: Any, kwargs: Any) -> Gradients | None:
+    if kwargs or not isinstance(args[0], Tensor) or args[0].dim() < 2 or args[1].plain.dim() != 2:
+        return None
+    with torch.enable_grad():
+        weight = type(args[1])(args[1].plain.t())
+    # t() of t() is the parameter's own layout, but another tensor.
+    base = weight.plain._base
+    if base is not None and use.slot(base) is not None and _same_view(weight.plain, base):
+        weight = type(args[1])(base)
+    return _product(use, weight, args[0], g)
+
+
+def _same_view(plain: Tensor, base: Tensor) -> bool:
+    return (
+        plain.shape == base.shape
+        and plain.stride() == base.stride()
+        and plain.storage_offset() == base.storage_offset()
+    )
+
+
+def _of_embedding(use: Use, g: Tensor, args: Any, kwargs: Any) -> Gradients | None:
+    ids, weight = (*args, *(kwargs[name] for name in ("input", "weight")[len(args) :]))[:2]
+    padding_idx = args[2] if len(args) > 2 else kwargs.get("padding_idx")
+    if padding_idx is not None:
+        padding_idx %= weight.plain.shape[0]
+    return _lookup(use, weight, ids, g, padding_idx)
+
+
+def _of_index(use: Use, g: Tensor, args: Any, kwargs: Any) -> Gradients | None:
+    weight, ids = args
+    if not isinstance(ids, Tensor) or not isinstance(weight, Operand):
+        return None
+    if ids.dtype == torch.bool or weight.plain.dim() != 2:
+        return None
+    return _lookup(use, weight, ids.remainder(weight.plain.shape[0]), g, None)
+
+
+def _lookup(use: Use, weight: Operand, ids: Tensor, g: Tensor, padding_idx: int | None) -> Gradients:
+    batch, (rows, width) = ids.shape[0], weight.plain.shape
+    flat = ids.reshape(batch, -1)
+    decision = use.tap.engine.path_rules.of_lookup(*flat.shape)
+    lookup = Lookup(flat, g.reshape(batch, -1, width), rows, padding_idx, decision)
+    slot = use.slot(weight.plain)
+    if slot is None or batch == 1:
+        return [(weight, lookup.materialise())]
+    slot.describe("lookup", decision, {"ids": ids.shape, "g": g.shape})
+    use.tap.engine.add(slot, lookup)
+    return []
+
+
+def _of_layer_norm(use: Use, g: Tensor, args: Any, kwargs: Any) -> Gradients | None:
+    names = ("input", "normalized_shape", "weight", "bias", "eps")
+    named = {**dict(zip(names, args, strict=False)), **kwargs}
+    x, shape = named["input"], list(named["normalized_shape"])
+    if not isinstance(x, Tensor):
+        return None
+    batch, width = g.shape[0], torch.Size(shape).numel()
+    _, mean, rstd = torch.native_layer_norm(x, shape, None, None, named.get("eps", 1e-5))
+    weight_sums, sums = layer_norm_sums(
+        g.reshape(batch, -1, width), x.reshape(batch, -1, width), mean.reshape(batch, -1), rstd.reshape(batch, -1)
+    )
+    pairs = ((named.get("weight"), weight_sums), (named.get("bias"), sums))
+    return [(operand, values) for operand, values in pairs if isinstance(operand, Operand)]
+
+
+Rule = Callable[[Use, Tensor, Any, Any], Gradients | None]
+RULES: dict[str, tuple[Rule, bool]] = {
+    "add": (_of_add, False),
+    "sub": (_of_sub, False),
+    "mul": (_of_mul, True),
+    "cat": (_of_cat, False),
+    "concat": (_of_cat, False),
+    "expand_rows": (_of_expanded_rows, False),
+    "linear": (_of_linear, True),
+    "matmul": (_of_matmul, True),
+    "embedding": (_of_embedding, True),
+    "getitem": (_of_index, True),
+    "layer_norm": (_of_layer_norm, True),
+}
+
+
+def gradients_by_row(use: Use, operands: list[Any], spec: Any, gs: tuple[Tensor, ...], autocast: Any) -> Gradients:
+    """Of any operator: it runs again for each row, and its own derivative gives the gradient."""
+    places = [place for place, operand in enumerate(operands) if isinstance(operand, Operand)]
+    rows = [place for place, row in enumerate(use.rows) if row and place not in places]
+    plain = tuple(operands[place].plain.detach() for place in places)
+    device, dtype = autocast
+
+    def answers(values: tuple[Tensor, ...], given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        leaves = list(operands)
+        for place, value in (*zip(places, values, strict=True), *zip(rows, given, strict=True)):
+            leaves[place] = value
+        args, kwargs = pytree.tree_unflatten(leaves, spec)
+        with torch.autocast(device, dtype=dtype, enabled=dtype is not None):
+            found = pytree.tree_leaves(use.func(*args, **kwargs))
+        return tuple(leaf for leaf in found if isinstance(leaf, Tensor) and leaf.is_floating_point())
+
+    def one(given: tuple[Tensor, ...], g: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        given = tuple(each.unsqueeze(0) for each in given)
+        found, pull = vjp(lambda *values: answers(values, given), *plain)[:2]
+        return pull(tuple(each.unsqueeze(0).to(answer.dtype) for each, answer in zip(g, found, strict=True)))  # type: ignore[no-any-return]
+
+    inputs = tuple(operands[place] for place in rows)
+    batch = len(gs[0])
+    try:
+        stacked = vmap(one, randomness="error")(inputs, gs)
+    except Exception:  # no batching rule: one row after the other
+        each = [one(tuple(x[b] for x in inputs), tuple(g[b] for g in gs)) for b in range(batch)]
+        stacked = tuple(torch.stack(values) for values in zip(*each, strict=True))
+    return [(operands[place], values) for place, values in zip(places, stacked, strict=True)]

@@ -1,0 +1,271 @@
+"""An operator that uses a bare parameter: which of its operands have a row for each sample, and per-sample gradients.
+
+y = f(q, x), q a function of parameters, with y[b] = f(q, x[b:b+1])[0]. That is not taken for granted: f is tried on
+random numbers of the operands' shapes, on the whole and row by row, with each operand of B rows taken apart or whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from dpscope.flash.contributions import Kept
+from dpscope.flash.layers.bare_gradients import RULES, Gradients, Operand, Rule, gradients_by_row
+from dpscope.flash.rehearsal_run import fingerprints
+from dpscope.flash.slots import Slot
+from dpscope.flash.taps import TapOfSamples
+
+_MOST_OPEN = 5  # operands of which it is open whether they have a row for each sample
+_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
+_HALF_TOLERANCE = 2e-2
+
+
+def name_of(func: Any) -> str:
+    return str(getattr(func, "__name__", func)).strip("_")
+
+
+class Follower(TapOfSamples):
+    """The tap of a module whose own parameters are followed; `owned`: their slots, by the parameters' ids."""
+
+    owned: dict[int, Slot]
+
+
+class _Seen:
+    """What a rehearsal notes of an operator (`Sampled`)."""
+
+    def __init__(self, tap: Follower, called: str) -> None:
+        self.tap, self.called = tap, called
+        self.name = f"{tap.name}'s {called}" if called else tap.name
+        self.module = tap.module
+        self.known: set[int] = set()
+        self.shared: set[int] = set()
+
+
+class Constant(_Seen):
+    """An operator none of whose operands depends on the samples."""
+
+
+class Unrelated:
+    """An operator through which no gradient reaches the parameter: a comparison, `x.type_as(p)`."""
+
+
+class BareUse(_Seen):
+    """`rows`: for each operand, whether row b of it belongs to row b of the answer."""
+
+    def __init__(self, tap: Follower, func: Any, rows: list[bool]) -> None:
+        called = name_of(func)
+        super().__init__(tap, called)
+        self.func, self.rows = func, rows
+        self.rule: Rule | None
+        self.rule, self.saves = RULES.get(called, (None, True))
+        if called in ("add", "sub") and len(rows) != 2:  # alpha=...
+            self.rule, self.saves = None, True
+        # Autograd's node of an operator without a rule may read its answer: nobody else may write into it then.
+        self.copies = self.rule is None
+        self.moves = False  # whether other operands differ between the runs of a rehearsal
+        self._prints: list[Tensor] | None = None
+        self.why = f"used by {called}: per-sample gradients are taken in backward"
+
+    def look(self, operands: list[Any]) -> None:
+        """Remember the other operands of a rehearsal's run, and whether they are others than before."""
+        prints = [fingerprints(x.unsqueeze(0), 0) for x in operands if isinstance(x, Tensor)]
+        if self._prints is None:
+            self._prints = prints
+        elif len(prints) != len(self._prints) or not all(map(torch.equal, prints, self._prints)):
+            self.moves = True
+
+    def by_chance(self) -> bool:
+        """Whether a rehearsal has met it, and nothing of the samples in it."""
+        return bool(self._prints) and not self.moves
+
+    def fits(self, operands: list[Any], batch: int) -> bool:
+        """Whether the sizes leave no doubt that rows are as they were."""
+        return batch > 1 and all(
+            row == (batch in _row_sizes(operand)) for operand, row in zip(operands, self.rows, strict=True)
+        )
+
+    def record(self, operands: list[Any], spec: Any, gs: tuple[Tensor, ...], autocast: Any) -> None:
+        """Give the engine the per-sample gradients of the parameters, g: (B, ...) the gradients of the answers."""
+        with torch.enable_grad():  # a row of parameters that were expanded
+            operands = [
+                Operand(operand.plain[:1]) if row and isinstance(operand, Operand) else operand
+                for operand, row in zip(operands, self.rows, strict=True)
+            ]
+        found: Gradients | None = None
+        if self.rule is not None and len(gs) == 1:
+            args, kwargs = pytree.tree_unflatten(operands, spec)
+            found = self.rule(self, gs[0], args, kwargs)
+        if found is None:
+            found = gradients_by_row(self, operands, spec, gs, autocast)
+        for operand, gradients in found:
+            for slot, values in self._of_parameters(operand.plain, gradients):
+                if slot.why != self.why:
+                    slot.describe("kept", self.why, {"": values.shape})
+                ours = all(values.untyped_storage().data_ptr() != g.untyped_storage().data_ptr() for g in gs)
+                self.tap.engine.add(slot, Kept(values, owned=ours))
+
+    def slot(self, plain: Tensor) -> Slot | None:
+        """That of the parameter, if the tensor is one itself."""
+        return self.tap.owned.get(id(plain))
+
+    def _of_parameters(self, q: Tensor, gradients: Tensor) -> Iterator[tuple[Slot, Tensor]]:
+        """From (B, *q.shape) on to the parameters that q is made of."""
+        slot = self.slot(q)
+        if slot is not None:
+            yield slot, gradients.reshape(len(gradients), *q.shape)
+            return
+        base = q._base
+        slot = None if base is None else self.slot(base)
+        if slot is not None and base is not None and q.dtype == base.dtype and base.is_contiguous() and not q.is_neg():
+            yield slot, _scattered(q, base, gradients)
+            return
+        slots = list(self.tap.owned.values())
+        found = torch.autograd.grad(
+            q,
+            [slot.parameter for slot in slots if slot.parameter.requires_grad],
+            gradients.reshape(len(gradients), *q.shape).to(q.dtype),
+            retain_graph=True,
+            is_grads_batched=True,
+            allow_unused=True,
+        )
+        live = [slot for slot in slots if slot.parameter.requires_grad]
+        for slot, values in zip(live, found, strict=True):
+            if values is not None:
+                yield slot, values
+
+
+def _scattered(q: Tensor, base: Tensor, gradients: Tensor) -> Tensor:
+    """(B, *q.shape) -> (B, *base.shape), q being a view: its elements are elements of base."""
+    gradients = gradients.reshape(len(gradients), *q.shape)
+    repeated = [dim for dim, stride in enumerate(q.stride()) if stride == 0 and q.shape[dim] > 1]
+    if repeated:
+        gradients = gradients.sum([dim + 1 for dim in repeated], keepdim=True)
+    batch, numel = len(gradients), base.numel()
+    if q.numel() == numel and q.is_contiguous() and q.storage_offset() == base.storage_offset():
+        return gradients.reshape(batch, *base.shape)
+    values = gradients.new_zeros(batch, numel)
+    shape, strides = gradients.shape[1:], q.stride()
+    offset = q.storage_offset() - base.storage_offset()
+    values.as_strided((batch, *shape), (numel, *strides), offset).copy_(gradients)
+    return values.view(batch, *base.shape)
+
+
+# -- learning ----------------------------------------------------------------------------------------------------------
+
+
+def _row_sizes(operand: Any) -> tuple[int, ...]:
+    """The number of rows, if there are any that may be samples'. Of parameters only equal rows may."""
+    if isinstance(operand, Operand):
+        plain = operand.plain
+        return (plain.shape[0],) if plain.dim() and plain.shape[0] > 1 and plain.stride(0) == 0 else ()
+    return (operand.shape[0],) if isinstance(operand, Tensor) and operand.dim() else ()
+
+
+def learn(tap: Follower, func: Any, operands: list[Any], spec: Any, batch: int) -> BareUse | Constant | Unrelated | str:
+    """What the operator is to the parameter; a reason, if it cannot be followed."""
+    devices = [leaf.device for leaf in operands if isinstance(leaf, Tensor) and leaf.is_cuda]
+    with torch.random.fork_rng(list(set(devices))):
+        with torch.enable_grad():
+            values = [operand.plain if isinstance(operand, Operand) else _detached(operand) for operand in operands]
+            answers = _answers(func, values, spec)
+        if not any(answer.requires_grad for answer in answers):
+            return Unrelated()
+        called = name_of(func)
+        if any(answer.is_complex() for answer in answers):
+            return f"{called} gives complex numbers"
+        if not all(answer.dim() and answer.shape[0] == batch for answer in answers):
+            return Constant(tap, called)
+        rows = [False] * len(operands) if batch < 2 else _find_rows(func, operands, spec, batch)
+        if rows is None:  # as many rows by chance, perhaps: a rehearsal finds out whether samples have a part in it
+            return Constant(tap, called)
+        return rows if isinstance(rows, str) else BareUse(tap, func, rows)
+
+
+def _detached(operand: Any) -> Any:
+    return operand.detach() if isinstance(operand, Tensor) else operand
+
+
+def _answers(func: Any, values: list[Any], spec: Any) -> list[Tensor]:
+    args, kwargs = pytree.tree_unflatten(values, spec)
+    return [leaf for leaf in pytree.tree_leaves(func(*args, **kwargs)) if isinstance(leaf, Tensor)]
+
+
+def _find_rows(func: Any, operands: list[Any], spec: Any, batch: int) -> list[bool] | str | None:
+    """For each operand whether it has a row for each sample; a reason, if that cannot be told; None, if none has."""
+    called = name_of(func)
+    choices = [(True, False) if batch in _row_sizes(operand) else (False,) for operand in operands]
+    if sum(len(choice) > 1 for choice in choices) > _MOST_OPEN:
+        return f"{called} is given too many tensors"
+    fitting: list[tuple[bool, ...]] = []
+    for wide in (True, False):
+        try:
+            fitting = list(_fitting(func, operands, spec, batch, choices, wide))
+        except Exception:  # the operator has no float64, or not for these operands
+            continue
+        if fitting:
+            break
+    if not fitting:
+        return None
+    if len(fitting) > 1:
+        return f"it cannot be told which operands of {called} have a row for each sample"
+    return list(fitting[0])
+
+
+def _fitting(
+    func: Any, operands: list[Any], spec: Any, batch: int, choices: Sequence[tuple[bool, ...]], wide: bool
+) -> Iterator[tuple[bool, ...]]:
+    with torch.no_grad():
+        values = [_random_like(operand, wide) for operand in operands]
+        whole = _answers(func, values, spec)
+        again = _answers(func, values, spec)
+        if not all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(whole, again, strict=True)):
+            return  # it draws random numbers
+        if not any(bool(answer.isfinite().any()) for answer in whole):
+            return
+        for rows in product(*choices):
+            try:
+                if all(_agrees(func, values, spec, whole, rows, b) for b in (0, batch - 1)):
+                    yield rows
+            except Exception:  # operands do not fit together so
+                continue
+
+
+def _agrees(func: Any, values: list[Any], spec: Any, whole: list[Tensor], rows: tuple[bool, ...], b: int) -> bool:
+    chosen = [value[b : b + 1] if row else value for value, row in zip(values, rows, strict=True)]
+    for answer, expected in zip(_answers(func, chosen, spec), whole, strict=True):
+        if answer.shape != (1, *expected.shape[1:]):
+            return False
+        tolerance = _TOLERANCES.get(expected.dtype, _HALF_TOLERANCE)
+        scale = float(expected.double().nan_to_num(0, 0, 0).abs().amax()) if expected.numel() else 0.0
+        close = torch.allclose(
+            answer.double(), expected[b : b + 1].double(), rtol=tolerance, atol=tolerance * scale, equal_nan=True
+        )
+        if not close:
+            return False
+    return True
+
+
+def _random_like(operand: Any, wide: bool) -> Any:
+    """Numbers inside the domain of most operators; integers stay what they are, in another order."""
+    tensor = operand.plain if isinstance(operand, Operand) else operand
+    if not isinstance(tensor, Tensor):
+        return tensor
+    tensor = tensor.detach()
+    shape = tensor.shape
+    if batch_rows := (isinstance(operand, Operand) and bool(_row_sizes(operand))):
+        shape = torch.Size((1, *shape[1:]))
+    if tensor.dtype == torch.bool:
+        value = torch.rand(shape, device=tensor.device) < 0.5
+    elif tensor.is_floating_point():
+        dtype = torch.float64 if wide and tensor.device.type != "mps" else tensor.dtype
+        value = (0.1 + 0.8 * torch.rand(shape, device=tensor.device)).to(dtype)
+    else:
+        flat = tensor.reshape(-1)
+        value = flat[torch.randperm(math.prod(shape), device=flat.device)].view(shape)
+    return value.expand(tensor.shape) if batch_rows else value

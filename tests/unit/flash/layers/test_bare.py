@@ -1,0 +1,292 @@
+"""Parameters that a module owns itself are followed to the operators that use them; its layers stay layers."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from dpscope.errors import UserError
+from dpscope.flash import FlashEngine, run_oracle
+from tests.unit.flash.agreement import CLIPPING, assert_exact, one_loss, private_step
+
+pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")
+
+LENGTH, WIDTH = 5, 6
+
+
+class Owner(nn.Module):
+    """A module with parts of any kind, and a forward that is a function of it and its input."""
+
+    def __init__(self, run, **parts) -> None:
+        super().__init__()
+        self.run = run
+        for name, part in parts.items():
+            is_buffer = isinstance(part, Tensor) and not isinstance(part, nn.Parameter)
+            self.register_buffer(name, part) if is_buffer else setattr(self, name, part)
+
+    def forward(self, x):
+        return self.run(self, x)
+
+
+def bare(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(shape))
+
+
+def layer() -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH)
+
+
+def losses(model, batch):
+    return model(batch["x"]).sin().flatten(1).sum(1)
+
+
+class OwnProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, p):
+        ctx.save_for_backward(x, p)
+        return x * p
+
+    @staticmethod
+    def backward(ctx, g):
+        x, p = ctx.saved_tensors
+        return g * p, (g * x).sum((0, 1))
+
+
+def write_in_place(m, x):
+    y = m.inner(x)
+    first = y[:, :2]
+    y += m.p
+    y.mul_(m.q)
+    return y + first.sum(1, keepdim=True)
+
+
+def write_rows(m, x):
+    y = m.inner(x).clone()
+    y[:, 0] = m.p
+    return y
+
+
+def clamp_without_gradients(m, x):
+    with torch.no_grad():
+        ceiling = m.p.abs().max()
+    return (x * m.p).clamp(max=ceiling)
+
+
+def experts(m, x):
+    weights = m.router(x).softmax(-1)
+    return sum(weights[..., e : e + 1] * F.linear(x, m.w[e]) for e in range(3))
+
+
+def attend(m, x):
+    return F.scaled_dot_product_attention(x, x, x, attn_mask=m.p)
+
+
+def normalised(m, x):
+    return F.linear(x, m.size * m.direction / m.direction.norm(dim=1, keepdim=True))
+
+
+FOLLOWED = {
+    "positions": lambda: Owner(lambda m, x: m.inner(x) + m.p, p=bare(LENGTH, WIDTH), inner=layer()),
+    "positions (1, T, d)": lambda: Owner(lambda m, x: m.inner(x + m.p), p=bare(1, LENGTH, WIDTH), inner=layer()),
+    "sliced positions": lambda: Owner(lambda m, x: x + m.p[: x.shape[1]], p=bare(9, WIDTH)),
+    "positions by ids": lambda: Owner(lambda m, x: x + m.p[m.ids], p=bare(9, WIDTH), ids=torch.arange(LENGTH)),
+    "scale": lambda: Owner(lambda m, x: m.inner(x) * m.p, p=bare(WIDTH), inner=layer()),
+    "scalar": lambda: Owner(lambda m, x: m.p * m.inner(x), p=bare(), inner=layer()),
+    "scale over T": lambda: Owner(lambda m, x: m.p * m.inner(x), p=bare(LENGTH, 1), inner=layer()),
+    "gate": lambda: Owner(lambda m, x: x + torch.sigmoid(m.p) * m.inner(x), p=bare(1), inner=layer()),
+    "differences": lambda: Owner(lambda m, x: (1 - m.p) * x - m.p + (m.q - x), p=bare(WIDTH), q=bare(LENGTH, WIDTH)),
+    "class token": lambda: Owner(
+        lambda m, x: torch.cat([m.p.expand(len(x), -1, -1), m.inner(x)], dim=1) + m.q,
+        p=bare(1, 1, WIDTH),
+        q=bare(1, LENGTH + 1, WIDTH),
+        inner=layer(),
+    ),
+    "repeated token": lambda: Owner(lambda m, x: torch.cat((x, m.p.repeat(len(x), 1, 1)), 1), p=bare(1, 2, WIDTH)),
+    "linear": lambda: Owner(lambda m, x: F.linear(x, m.w, m.b), w=bare(3, WIDTH), b=bare(3)),
+    "products": lambda: Owner(lambda m, x: x @ m.w @ m.v.T, w=bare(WIDTH, 3), v=bare(7, 3)),
+    "einsum": lambda: Owner(lambda m, x: torch.einsum("btd,edf->betf", x, m.w), w=bare(3, WIDTH, 2)),
+    "experts": lambda: Owner(experts, w=bare(3, WIDTH, WIDTH), router=nn.Linear(WIDTH, 3)),
+    "where": lambda: Owner(lambda m, x: torch.where(x > 0, m.p, m.inner(x)), p=bare(WIDTH), inner=layer()),
+    "layer norm": lambda: Owner(lambda m, x: F.layer_norm(x, (WIDTH,), m.w, m.b), w=bare(WIDTH), b=bare(WIDTH)),
+    "attention bias": lambda: Owner(attend, p=bare(LENGTH, LENGTH)),
+    "weight norm": lambda: Owner(normalised, size=bare(3, 1), direction=bare(3, WIDTH)),
+    "masked weight": lambda: Owner(
+        lambda m, x: F.linear(x, m.w * m.mask), w=bare(3, WIDTH), mask=torch.ones(3, WIDTH).tril()
+    ),
+    "used twice": lambda: Owner(lambda m, x: m.p * torch.tanh(m.p * x) + m.p, p=bare(WIDTH)),
+    "given to a layer": lambda: Owner(lambda m, x: x + m.inner(m.p), p=bare(1, LENGTH, WIDTH), inner=layer()),
+    "table by ids": lambda: Owner(lambda m, x: x + m.p[(x[..., 0] > 0).long() - 1], p=bare(3, WIDTH)),
+    "embedding": lambda: Owner(
+        lambda m, x: x + F.embedding((x[..., 0] > 0).long(), m.p, padding_idx=0), p=bare(2, WIDTH)
+    ),
+    "in place": lambda: Owner(write_in_place, p=bare(WIDTH), q=bare(LENGTH, WIDTH), inner=layer()),
+    "written rows": lambda: Owner(write_rows, p=bare(WIDTH), inner=layer()),
+    "under no_grad": lambda: Owner(clamp_without_gradients, p=bare(WIDTH)),
+    "detached": lambda: Owner(lambda m, x: x * m.p * m.p.detach().abs().mean() + m.p.data, p=bare(WIDTH)),
+    "a power": lambda: Owner(lambda m, x: (x.abs() + 0.1) ** m.p, p=bare(WIDTH)),
+    "functions of parameters": lambda: Owner(
+        lambda m, x: x * m.p.mean() + torch.stack([m.p, m.q]).softmax(0).sum(0), p=bare(WIDTH), q=bare(WIDTH)
+    ),
+    "scaled sum": lambda: Owner(lambda m, x: torch.add(x, m.p, alpha=0.5), p=bare(WIDTH)),
+    "parameter list": lambda: Owner(
+        lambda m, x: x * m.of[0] + m.of[1], of=nn.ParameterList([bare(WIDTH), bare(LENGTH, WIDTH)])
+    ),
+    "the whole answer": lambda: Owner(lambda m, x: m.p.expand(len(x), -1), p=bare(3)),
+}
+
+LEFT_TO_VMAP = {
+    "time-major": lambda: Owner(lambda m, x: (x.mT.movedim(2, 0) * m.p).permute(1, 0, 2), p=bare(LENGTH, 1, WIDTH)),
+    "folded": lambda: Owner(lambda m, x: (x.reshape(-1, WIDTH) * m.p).view(x.shape), p=bare(WIDTH)),
+    "a layer's weight": lambda: Owner(lambda m, x: m.p * F.linear(x, m.inner.weight), p=bare(WIDTH), inner=layer()),
+    "an autograd.Function": lambda: Owner(lambda m, x: OwnProduct.apply(x, m.p), p=bare(WIDTH)),
+    "complex": lambda: Owner(
+        lambda m, x: torch.fft.irfft(torch.fft.rfft(x) * torch.view_as_complex(m.p), n=WIDTH), p=bare(4, 2)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_a_followed_parameter_gets_the_oracles_sums(name):
+    torch.manual_seed(0)
+    model = nn.Sequential(layer(), FOLLOWED[name]())
+    for batch, clipping in zip((3, 1, LENGTH), CLIPPING, strict=True):
+        engine = assert_exact(model, {"x": torch.randn(batch, LENGTH, WIDTH)}, losses, clipping=clipping)
+        assert "opaque" not in {row.kind for row in engine.explain()}
+
+
+@pytest.mark.parametrize("name", LEFT_TO_VMAP)
+def test_what_cannot_be_followed_runs_sample_by_sample(name):
+    torch.manual_seed(0)
+    for batch in (3, LENGTH):
+        model = nn.Sequential(layer(), LEFT_TO_VMAP[name]())
+        engine = assert_exact(model, {"x": torch.randn(batch, LENGTH, WIDTH)}, losses)
+        kinds = {row.parameter: row.kind for row in engine.explain()}
+        assert kinds["1.p"] == "opaque"
+        assert kinds["0.weight"] == "outer"
+
+
+@pytest.mark.parametrize("name", [name for name in FOLLOWED if name != "layer norm"])
+def test_batches_of_other_sizes_on_one_engine_stay_exact(name):
+    """Sizes meet the batch's by chance, later or at first; one sample, and none, in between."""
+    torch.manual_seed(1)
+    model = nn.Sequential(layer(), FOLLOWED[name]()).double()
+    for sizes in ((3, LENGTH, 1, WIDTH), (1, WIDTH, 0, 2)):
+        with FlashEngine(model, max_grad_norm=1.0, loss_reduction="sum") as engine:
+            for size in sizes:
+                batch = {"x": torch.randn(size, LENGTH, WIDTH).double()}
+                engine.clear_gradients()
+                private_step(engine, batch, losses)
+                truth = run_oracle(model, batch, one_loss(losses), max_grad_norm=1.0)
+                for key, parameter in model.named_parameters():
+                    torch.testing.assert_close(parameter.grad, truth.clipped_sums[key], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "name", ["positions", "class token", "scale", "linear", "products", "einsum", "experts", "in place"]
+)
+def test_under_autocast_norms_are_the_oracles_up_to_rounding(name):
+    torch.manual_seed(0)
+    model = nn.Sequential(layer(), FOLLOWED[name]())
+    batch = {"x": torch.randn(4, LENGTH, WIDTH)}
+
+    def rounded(m, b):
+        with torch.autocast("cpu", torch.bfloat16):
+            return losses(m, b).float()
+
+    truth = run_oracle(model, batch, one_loss(rounded), max_grad_norm=1.0)
+    with FlashEngine(model, max_grad_norm=1.0) as engine:
+        private_step(engine, batch, rounded)
+    assert "opaque" not in {row.kind for row in engine.explain()}
+    torch.testing.assert_close(engine.norms, truth.norms, rtol=0.03, atol=0.0)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, inner, reentrant) -> None:
+        super().__init__()
+        self.inner, self.reentrant = inner, reentrant
+
+    def forward(self, x):
+        if not self.training:
+            return self.inner(x)
+        return checkpoint(self.inner, x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("name", ["positions", "class token", "in place", "experts", "given to a layer"])
+def test_a_checkpointed_module_is_followed_when_it_runs_again(name, reentrant):
+    torch.manual_seed(0)
+    model = nn.Sequential(layer(), Checkpointed(FOLLOWED[name](), reentrant)).double()
+    batch = {"x": torch.randn(4, LENGTH, WIDTH).double()}
+    truth = run_oracle(model.eval(), batch, one_loss(losses), max_grad_norm=1.0)
+    with FlashEngine(model.train(), max_grad_norm=1.0, loss_reduction="sum") as engine:
+        private_step(engine, batch, losses)
+        assert "opaque" not in {row.kind for row in engine.explain()}
+    for key, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, truth.clipped_sums[key], rtol=1e-9, atol=1e-12)
+
+
+def test_a_use_inside_a_checkpoint_inside_its_module_is_left_to_vmap():
+    def run(m, x):
+        return checkpoint(lambda y: m.inner(y) * m.p, x, use_reentrant=False)
+
+    model = nn.Sequential(layer(), Owner(run, p=bare(WIDTH), inner=layer()))
+    engine = assert_exact(model, {"x": torch.randn(3, LENGTH, WIDTH)}, losses)
+    assert {row.kind for row in engine.explain() if row.module.startswith("1")} == {"opaque"}
+
+
+def test_a_parameter_shared_by_two_modules_counts_their_cross_terms():
+    one, two = FOLLOWED["scale"](), FOLLOWED["scale"]()
+    two.p, two.inner.weight = one.p, one.inner.weight
+    assert_exact(nn.Sequential(one, nn.Tanh(), two), {"x": torch.randn(3, LENGTH, WIDTH)}, losses)
+
+
+def test_a_convolution_beside_a_class_token_runs_once_each_way_and_not_under_vmap():
+    """A step calls it as ordinary training does: forward, and backward for the input alone."""
+
+    class Embeddings(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.token, self.positions = bare(1, 1, 8), bare(1, 5, 8)
+            self.patches = nn.Conv2d(3, 8, 4, 4)
+
+        def forward(self, images):
+            x = self.patches(images).flatten(2).mT
+            return torch.cat([self.token.expand(len(x), -1, -1), x], 1) + self.positions
+
+    model = nn.Sequential(Embeddings(), nn.Linear(8, 3))
+    batch = {"x": torch.randn(4, 3, 8, 8)}
+    engine = assert_exact(model, batch, losses)
+    assert "opaque" not in {row.kind for row in engine.explain()}
+    with FlashEngine(model, max_grad_norm=1.0) as engine:
+        for _ in range(4):
+            engine.clear_gradients()
+            private_step(engine, batch, losses)  # the checks of the 1st, 2nd and 4th call are over
+        engine.clear_gradients()
+        with torch.profiler.profile(record_shapes=True) as profile:
+            private_step(engine, batch, losses)
+    convolutions = [event for event in profile.events() if event.name == "aten::convolution"]
+    assert [event.input_shapes[0] for event in convolutions] == [[4, 3, 8, 8]]
+    assert not [event for event in profile.events() if event.name == "aten::convolution_backward"]
+
+
+def test_a_module_that_mixes_samples_beside_its_parameter_is_refused():
+    model = nn.Sequential(layer(), Owner(lambda m, x: x * m.p + 1e-5 * x.mean(0), p=bare(WIDTH)))
+    with FlashEngine(model, max_grad_norm=1.0), pytest.raises(UserError, match="mixes samples"):
+        model(torch.randn(3, LENGTH, WIDTH))
+
+
+def test_parameters_are_the_models_own_during_and_after_forward():
+    seen = []
+    model = FOLLOWED["scale"]()
+    run = model.run
+    model.run = lambda m, x: seen.append(isinstance(m.p, nn.Parameter)) or run(m, x)
+    own = model.p
+    with FlashEngine(model, max_grad_norm=1.0) as engine:
+        private_step(engine, {"x": torch.randn(3, LENGTH, WIDTH)}, losses)
+        assert model.p is own
+        with pytest.raises(ValueError, match="broken"):
+            model.run = lambda m, x: (_ for _ in ()).throw(ValueError("broken"))
+            model(torch.randn(3, LENGTH, WIDTH))
+    assert seen[-1]
+    assert model.p is own
