@@ -85,6 +85,65 @@ def _positions(length: int, width: int) -> Block:
     return Block(lambda block, x: x + block.table, table=nn.Parameter(torch.randn(length, width)))
 
 
+def _bare(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(shape))
+
+
+def _scaled_in_place(block: Any, x: Tensor) -> Tensor:
+    y = block.inner(x)
+    y *= block.scale
+    return y.add_(block.table)
+
+
+def _experts(block: Any, x: Tensor) -> Tensor:
+    weights = block.router(x).softmax(-1)
+    return x + sum(weights[..., e : e + 1] * (x @ block.weights[e]) for e in range(len(block.weights)))
+
+
+# Parameters that a block owns itself, and uses in many ways; its layers beside them.
+OWN_PARAMETERS: dict[str, Callable[[int, int], Block]] = {
+    "token": lambda length, width: Block(
+        lambda block, x: torch.cat([block.token.expand(len(x), -1, -1), block.inner(x)], 1)[:, :length],
+        token=_bare(1, 1, width),
+        inner=nn.Linear(width, width),
+    ),
+    "linear": lambda length, width: Block(
+        lambda block, x: F.linear(x, block.weight, block.bias), weight=_bare(width, width), bias=_bare(width)
+    ),
+    "product": lambda length, width: Block(lambda block, x: x + x @ block.weight.T, weight=_bare(width, width)),
+    "normalised weight": lambda length, width: Block(
+        lambda block, x: F.linear(x, block.weight / block.weight.norm()), weight=_bare(width, width)
+    ),
+    "sliced positions": lambda length, width: Block(
+        lambda block, x: block.inner(x + block.table[: x.shape[1]]),
+        table=_bare(length + 3, width),
+        inner=nn.Linear(width, width),
+    ),
+    "positions by ids": lambda length, width: Block(
+        lambda block, x: x + block.table[torch.arange(x.shape[1], device=x.device)], table=_bare(length, width)
+    ),
+    "where": lambda length, width: Block(lambda block, x: torch.where(x > 0, x, block.scale * x), scale=_bare(width)),
+    "in place": lambda length, width: Block(
+        _scaled_in_place, scale=_bare(width), table=_bare(length, width), inner=nn.Linear(width, width)
+    ),
+    "experts": lambda length, width: Block(_experts, weights=_bare(2, width, width), router=nn.Linear(width, 2)),
+    "attention bias": lambda length, width: Block(
+        lambda block, x: x + (x @ x.mT / 9 + block.bias).softmax(-1) @ x, bias=_bare(length, length)
+    ),
+    "layer norm": lambda length, width: Block(
+        lambda block, x: F.layer_norm(x, (width,), block.weight, block.bias), weight=_bare(width), bias=_bare(width)
+    ),
+    "used twice": lambda length, width: Block(
+        lambda block, x: block.scale * torch.tanh(block.scale + block.inner(x)),
+        scale=_bare(width),
+        inner=nn.LayerNorm(width),
+    ),
+    "through a layer": lambda length, width: Block(
+        lambda block, x: x * block.inner(block.token), token=_bare(1, 1, width), inner=nn.Linear(width, width)
+    ),
+}
+
+
 class MaskedScale(nn.Module):
     """A bare parameter, and an argument (T, T) that all samples share."""
 
@@ -198,6 +257,10 @@ TOKEN_LAYERS: dict[str, Make] = {
     "bilinear": lambda rng, s: _pairs(s.width),
     "weight norm": lambda rng, s: parametrizations.weight_norm(nn.Linear(s.width, s.width)),
     "frozen batch norm": lambda rng, s: _frozen_batch_norm(s.width),
+    **{
+        f"own {name}": lambda rng, s, make=make: make(s.length, s.width)  # type: ignore[misc]
+        for name, make in OWN_PARAMETERS.items()
+    },
     "gaps": lambda rng, s: Block(lambda block, x: torch.stack([x, x], dim=-1)[..., 0]),
     "slice": lambda rng, s: Block(lambda block, x: torch.cat([x, x], dim=1)[:, : x.shape[1]]),
 }
