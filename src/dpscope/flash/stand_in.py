@@ -10,6 +10,8 @@ from torch import Tensor, nn
 class StandIn(Tensor):
     """Stands for a tensor that is made of parameters alone (layers/bare.py)."""
 
+    plain: Tensor  # the tensor it stands for, with its history
+
     def samples(self) -> Tensor:
         """An ordinary tensor with a row for each sample."""
         raise NotImplementedError

@@ -14,7 +14,7 @@ module is then run sample by sample (opaque.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from dpscope.errors import UserError
-from dpscope.flash.layers.bare_gradients import Operand
+from dpscope.flash.layers.bare_gradients import Operand, flatten, rebuild
 from dpscope.flash.layers.bare_use import BareUse, Constant, Follower, Unrelated, learn
 from dpscope.flash.layers.sample_call import SampleCall
 from dpscope.flash.layers.unit_check import CheckedTap
@@ -38,14 +38,19 @@ class Bare(StandIn):
     Gradients that reach it in another way than through a use go on to the parameter, where they are refused.
     """
 
-    plain: Tensor
     tap: BareTap
+    origin: str  # the parameter that it is, or is a view of
 
     @staticmethod
     def of(plain: Tensor, tap: BareTap) -> Bare:
-        with torch.enable_grad():
+        if torch.is_grad_enabled():
             stand_in = plain.as_subclass(Bare)
-        stand_in.plain, stand_in.tap = plain, tap
+        else:
+            with torch.enable_grad():
+                stand_in = plain.as_subclass(Bare)
+        base = plain._base
+        slot = tap.owned.get(id(plain if base is None else base))
+        stand_in.plain, stand_in.tap, stand_in.origin = plain, tap, "" if slot is None else slot.name
         return stand_in
 
     def samples(self) -> Tensor:
@@ -59,25 +64,30 @@ class Bare(StandIn):
 _BEYOND = frozenset(("__set__", "register_hook", "retain_grad", "backward", "requires_grad_", "share_memory_"))
 
 
-def follow(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def follow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What `func` answers, some of its operands being stand-ins."""
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    bares = [leaf for leaf in leaves if type(leaf) is Bare]
-    tap = bares[0].tap
-    others = any(isinstance(leaf, Tensor) and type(leaf) is not Bare for leaf in leaves)
-    rehearsal = tap.rehearsal is not None
-    if not rehearsal and not torch.is_grad_enabled():
-        return _call(func, leaves, spec)
     name = getattr(func, "__name__", "")
+    if name == "__get__":  # p.shape, p.dtype, p.device: asked often
+        value = func(args[0].plain)
+        if not isinstance(value, Tensor):
+            return value
+    leaves, form = flatten(args, kwargs)
+    taps = [leaf.tap for leaf in leaves if type(leaf) is Bare]
+    tap = taps[0]
+    if tap.rehearsal is None and not torch.is_grad_enabled():
+        return _call(func, leaves, form)
+    if any(other is not tap for other in taps):
+        raise tap.cannot_follow("parameters of two modules meet", *(other.module for other in taps))
     if name in _BEYOND or "out" in kwargs or torch._C._functorch.maybe_current_level() is not None:
         raise tap.cannot_follow(f"{name} is called on a parameter")
     if name[-1:] == "_" and (name[-2:] != "__" or name in _WRITING):
         return _write(tap, func, name, args, kwargs)
-    return tap.use(func, leaves, spec) if others else tap.derive(func, leaves, spec)
+    others = any(isinstance(leaf, Tensor) and type(leaf) is not Bare for leaf in leaves)
+    return tap.use(func, leaves, form) if others else tap.derive(func, leaves, form)
 
 
-def _call(func: Any, leaves: list[Any], spec: Any) -> Any:
-    args, kwargs = pytree.tree_unflatten([leaf.plain if type(leaf) is Bare else leaf for leaf in leaves], spec)
+def _call(func: Any, leaves: list[Any], form: Any) -> Any:
+    args, kwargs = rebuild([leaf.plain if type(leaf) is Bare else leaf for leaf in leaves], form)
     return func(*args, **kwargs)
 
 
@@ -139,6 +149,8 @@ class Used(torch.autograd.Function):
 
 
 _unsafe_view = torch.ops.aten._unsafe_view.default
+# What Function.apply calls after it has looked for torch.func's transforms, in which nothing is followed.
+_apply_used: Any = super(torch.autograd.Function, Used).apply
 
 
 def _autocast_of(y: Tensor) -> tuple[str, torch.dtype | None]:
@@ -155,9 +167,16 @@ def _record(ctx: Any, gs: tuple[Tensor, ...]) -> None:
     if use.saves:
         for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
             leaves[place] = tensor
-    operands = [Operand(leaf.plain) if type(leaf) is Bare else leaf for leaf in leaves]
-    with torch.autocast(ctx.autocast[0], enabled=False):
-        use.record(operands, ctx.spec, gs, ctx.autocast)
+    gs = tuple(g.resolve_neg() for g in gs)
+    if torch.is_autocast_enabled(ctx.autocast[0]):
+        with torch.autocast(ctx.autocast[0], enabled=False):
+            use.record(_operands(leaves), ctx.spec, gs, ctx.autocast)
+    else:
+        use.record(_operands(leaves), ctx.spec, gs, ctx.autocast)
+
+
+def _operands(leaves: list[Any]) -> list[Any]:
+    return [Operand(leaf.plain) if type(leaf) is Bare else leaf for leaf in leaves]
 
 
 class BareTap(CheckedTap, Follower):
@@ -210,9 +229,9 @@ class BareTap(CheckedTap, Follower):
         else:
             self.check(sample_call)
 
-    def cannot_follow(self, reason: str) -> BaseException:
+    def cannot_follow(self, reason: str, *modules: nn.Module) -> BaseException:
         if self.engine.forwards.can_begin_again:
-            return NotFollowed([self.module], reason)
+            return NotFollowed(modules or [self.module], reason)
         return UserError(
             f"{self.name} ({type(self.module).__name__}) uses a parameter of its own in a way that cannot be followed "
             f"outside of the model's forward, or in a checkpoint that runs again ({reason}): give the parameter to a "
@@ -266,16 +285,15 @@ class BareTap(CheckedTap, Follower):
     def _role(self, func: Any, leaves: list[Any], spec: Any, batch: int) -> BareUse | Constant | Unrelated:
         key = func, spec, tuple(self._signature(leaf) for leaf in leaves)
         role = self.roles.get(key)
-        operands = [Operand(leaf.plain) if type(leaf) is Bare else leaf for leaf in leaves]
         if role is None:
-            found = learn(self, func, operands, spec, batch)
+            found = learn(self, func, _operands(leaves), spec, batch)
             if isinstance(found, str):
                 raise self.cannot_follow(found)
             if batch < 2:
                 return found  # one sample alone shows nothing of how several are treated
             role = self.roles[key] = found
-        elif isinstance(role, BareUse) and not role.fits(operands, batch):
-            again = learn(self, func, operands, spec, batch)
+        elif isinstance(role, BareUse) and not role.fits(leaves, batch):
+            again = learn(self, func, _operands(leaves), spec, batch)
             if not isinstance(again, BareUse):
                 raise self.cannot_follow(f"{role.called} is given other sizes than before")
             again.known = role.known
@@ -284,18 +302,12 @@ class BareTap(CheckedTap, Follower):
 
     def _signature(self, leaf: Any) -> Any:
         if type(leaf) is Bare:
-            return "parameter", leaf.plain.dim(), tuple(sorted(self.origins(leaf.plain)))
+            return leaf.origin, leaf.plain.dim()
         if isinstance(leaf, Tensor):
             return "tensor", leaf.dim(), leaf.is_floating_point(), leaf.dtype == torch.bool
         if isinstance(leaf, float):
             return float
         return leaf if isinstance(leaf, int | str | None) else repr(leaf)
-
-    def origins(self, plain: Tensor) -> list[str]:
-        """Names of the parameters a stand-in is made of, as far as it is a view of one."""
-        base = plain._base if plain._base is not None else plain
-        slot = self.owned.get(id(base))
-        return ["" if slot is None else slot.name]
 
     def _constant(self, role: Constant, func: Any, leaves: list[Any], spec: Any) -> Any:
         """Other operands are constants, a rehearsal has found: nothing of the samples is in them."""
@@ -313,26 +325,36 @@ class BareTap(CheckedTap, Follower):
     def apply(self, role: BareUse, func: Any, leaves: list[Any], spec: Any) -> Any:
         if self.rehearsal is None and _saved_tensor_hooks() != self.hooks:
             raise self.cannot_follow("a parameter is used in a checkpoint inside its module")
-        values = [leaf.plain.detach() if type(leaf) is Bare else leaf for leaf in leaves]
-        args, kwargs = pytree.tree_unflatten(values, spec)
+        args, kwargs = rebuild([leaf.plain.detach() if type(leaf) is Bare else leaf for leaf in leaves], spec)
         result = func(*args, **kwargs)
+        if type(result) is Tensor and self.rehearsal is None:
+            return self._hooked(role, (role, leaves, spec), [result])[0]
         found, shape = pytree.tree_flatten(result)
         real = [index for index, leaf in enumerate(found) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-        run = self.rehearsal
-        if run is not None:
-            role.look([leaf for leaf in leaves if type(leaf) is not Bare])
-            for index in real:
-                run.see(role, found[index], (0,))
-                found[index] = run.answer(role, found[index])
-            return pytree.tree_unflatten(found, shape)
-        for index in real:
-            if found[index].dim() not in role.known:
-                self.engine.forwards.admit_unit(role, found[index].dim(), shared=False)
-        call = role, leaves, spec
-        ys = Used.apply(call, self.engine.anchor, *(found[index] for index in real))  # type: ignore[no-untyped-call]
-        for index, y in zip(real, ys if isinstance(ys, tuple) else (ys,), strict=True):
-            found[index] = y
+        answers: Sequence[Tensor]
+        if self.rehearsal is not None:
+            answers = self._rehearsed(role, leaves, [found[index] for index in real])
+        else:
+            answers = self._hooked(role, (role, leaves, spec), [found[index] for index in real])
+        for index, answer in zip(real, answers, strict=True):
+            found[index] = answer
         return pytree.tree_unflatten(found, shape)
+
+    def _hooked(self, role: BareUse, call: Any, ys: list[Tensor]) -> tuple[Tensor, ...]:
+        """The answers, with the use behind them."""
+        for y in ys:
+            if y.dim() not in role.known:
+                self.engine.forwards.admit_unit(role, y.dim(), shared=False)
+        answers = _apply_used(call, self.engine.anchor, *ys)
+        return answers if isinstance(answers, tuple) else (answers,)
+
+    def _rehearsed(self, role: BareUse, leaves: list[Any], ys: list[Tensor]) -> list[Tensor]:
+        run = self.rehearsal
+        assert run is not None
+        role.look([leaf for leaf in leaves if type(leaf) is not Bare])
+        for y in ys:
+            run.see(role, y, (0,))
+        return [run.answer(role, y) for y in ys]
 
 
 def samples_of(stand_in: Bare) -> Tensor:
@@ -344,12 +366,12 @@ def samples_of(stand_in: Bare) -> Tensor:
         stand_in = Bare.of(plain[:1], tap) if batch else stand_in
     elif rows != 1:
         raise tap.cannot_follow(f"a tensor of shape {tuple(plain.shape)} that is made of parameters goes into a layer")
-    key = expand_rows, plain.dim(), *tap.origins(plain)
+    key = expand_rows, plain.dim(), stand_in.origin
     role = tap.roles.get(key)
     if role is None:
         role = tap.roles[key] = BareUse(tap, expand_rows, [False, False])
     assert isinstance(role, BareUse)
-    leaves, spec = pytree.tree_flatten(((stand_in, batch), {}))
+    leaves, spec = flatten((stand_in, batch), {})
     answer: Tensor = tap.apply(role, expand_rows, leaves, spec)
     return answer
 

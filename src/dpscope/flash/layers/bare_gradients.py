@@ -29,6 +29,33 @@ class Operand(NamedTuple):
     plain: Tensor
 
 
+class Flat(NamedTuple):
+    """The form of a call whose arguments hold no tensors inside of others."""
+
+    positional: int
+    names: tuple[str, ...]
+
+
+_PLAIN = (int, float, str, slice, type(None), type(...), torch.dtype)
+
+
+def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
+    """The arguments of a call, and its form. Most calls need no walk through containers."""
+    leaves = [*args, *kwargs.values()]
+    for leaf in leaves:
+        if type(leaf) in (list, tuple, dict) and not all(isinstance(part, _PLAIN) for part in leaf):
+            return pytree.tree_flatten((args, kwargs))
+    return leaves, Flat(len(args), tuple(kwargs))
+
+
+def rebuild(leaves: list[Any], form: Any) -> tuple[Any, Any]:
+    """args and kwargs of a call that was flattened."""
+    if type(form) is Flat:
+        return leaves[: form.positional], dict(zip(form.names, leaves[form.positional :], strict=True))
+    args, kwargs = pytree.tree_unflatten(leaves, form)
+    return args, kwargs
+
+
 class Use(Protocol):
     """An operator that uses a parameter (bare_use.py)."""
 
@@ -99,7 +126,7 @@ def _of_expanded_rows(use: Use, g: Tensor, args: Any, kwargs: Any) -> Gradients 
 
 def _product(use: Use, weight: Operand, x: Tensor, g: Tensor) -> Gradients:
     """Of a weight (p, d) that x: (B, *, d) was multiplied by."""
-    x, g = as_sequences(x.to(g.dtype)), as_sequences(g)
+    x, g = as_sequences(x.resolve_neg().to(g.dtype)), as_sequences(g)
     plain = weight.plain
     slot = use.slot(plain)
     if slot is not None:
@@ -223,7 +250,7 @@ def gradients_by_row(use: Use, operands: list[Any], spec: Any, gs: tuple[Tensor,
         leaves = list(operands)
         for place, value in (*zip(places, values, strict=True), *zip(rows, given, strict=True)):
             leaves[place] = value
-        args, kwargs = pytree.tree_unflatten(leaves, spec)
+        args, kwargs = rebuild(leaves, spec)
         with torch.autocast(device, dtype=dtype, enabled=dtype is not None):
             found = pytree.tree_leaves(use.func(*args, **kwargs))
         return tuple(leaf for leaf in found if isinstance(leaf, Tensor) and leaf.is_floating_point())

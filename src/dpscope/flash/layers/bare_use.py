@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dpscope.flash.contributions import Kept
-from dpscope.flash.layers.bare_gradients import RULES, Gradients, Operand, Rule, gradients_by_row
+from dpscope.flash.layers.bare_gradients import RULES, Gradients, Operand, Rule, gradients_by_row, rebuild
 from dpscope.flash.rehearsal_run import fingerprints
 from dpscope.flash.slots import Slot
+from dpscope.flash.stand_in import StandIn
 from dpscope.flash.taps import TapOfSamples
 
 _MOST_OPEN = 5  # operands of which it is open whether they have a row for each sample
@@ -67,7 +68,7 @@ class BareUse(_Seen):
         if called in ("add", "sub") and len(rows) != 2:  # alpha=...
             self.rule, self.saves = None, True
         # Autograd's node of an operator without a rule may read its answer: nobody else may write into it then.
-        self.copies = self.rule is None
+        self.copies = self.rule is None or called == "expand_rows"
         self.moves = False  # whether other operands differ between the runs of a rehearsal
         self._prints: list[Tensor] | None = None
         self.why = f"used by {called}: per-sample gradients are taken in backward"
@@ -84,10 +85,10 @@ class BareUse(_Seen):
         """Whether a rehearsal has met it, and nothing of the samples in it."""
         return bool(self._prints) and not self.moves
 
-    def fits(self, operands: list[Any], batch: int) -> bool:
+    def fits(self, leaves: list[Any], batch: int) -> bool:
         """Whether the sizes leave no doubt that rows are as they were."""
         return batch > 1 and all(
-            row == (batch in _row_sizes(operand)) for operand, row in zip(operands, self.rows, strict=True)
+            row == (batch == _row_count(leaf)) for leaf, row in zip(leaves, self.rows, strict=True)
         )
 
     def record(self, operands: list[Any], spec: Any, gs: tuple[Tensor, ...], autocast: Any) -> None:
@@ -99,7 +100,7 @@ class BareUse(_Seen):
             ]
         found: Gradients | None = None
         if self.rule is not None and len(gs) == 1:
-            args, kwargs = pytree.tree_unflatten(operands, spec)
+            args, kwargs = rebuild(operands, spec)
             found = self.rule(self, gs[0], args, kwargs)
         if found is None:
             found = gradients_by_row(self, operands, spec, gs, autocast)
@@ -159,12 +160,12 @@ def _scattered(q: Tensor, base: Tensor, gradients: Tensor) -> Tensor:
 # -- learning ----------------------------------------------------------------------------------------------------------
 
 
-def _row_sizes(operand: Any) -> tuple[int, ...]:
-    """The number of rows, if there are any that may be samples'. Of parameters only equal rows may."""
-    if isinstance(operand, Operand):
-        plain = operand.plain
-        return (plain.shape[0],) if plain.dim() and plain.shape[0] > 1 and plain.stride(0) == 0 else ()
-    return (operand.shape[0],) if isinstance(operand, Tensor) and operand.dim() else ()
+def _row_count(leaf: Any) -> int:
+    """The number of rows that may be samples', 0 if none may. Of parameters only equal rows may."""
+    if isinstance(leaf, Operand | StandIn):
+        plain = leaf.plain
+        return plain.shape[0] if plain.dim() and plain.shape[0] > 1 and plain.stride(0) == 0 else 0
+    return leaf.shape[0] if isinstance(leaf, Tensor) and leaf.dim() else 0
 
 
 def learn(tap: Follower, func: Any, operands: list[Any], spec: Any, batch: int) -> BareUse | Constant | Unrelated | str:
@@ -192,14 +193,14 @@ def _detached(operand: Any) -> Any:
 
 
 def _answers(func: Any, values: list[Any], spec: Any) -> list[Tensor]:
-    args, kwargs = pytree.tree_unflatten(values, spec)
+    args, kwargs = rebuild(values, spec)
     return [leaf for leaf in pytree.tree_leaves(func(*args, **kwargs)) if isinstance(leaf, Tensor)]
 
 
 def _find_rows(func: Any, operands: list[Any], spec: Any, batch: int) -> list[bool] | str | None:
     """For each operand whether it has a row for each sample; a reason, if that cannot be told; None, if none has."""
     called = name_of(func)
-    choices = [(True, False) if batch in _row_sizes(operand) else (False,) for operand in operands]
+    choices = [(True, False) if batch == _row_count(operand) else (False,) for operand in operands]
     if sum(len(choice) > 1 for choice in choices) > _MOST_OPEN:
         return f"{called} is given too many tensors"
     fitting: list[tuple[bool, ...]] = []
@@ -258,7 +259,7 @@ def _random_like(operand: Any, wide: bool) -> Any:
         return tensor
     tensor = tensor.detach()
     shape = tensor.shape
-    if batch_rows := (isinstance(operand, Operand) and bool(_row_sizes(operand))):
+    if batch_rows := (isinstance(operand, Operand) and _row_count(operand) > 0):
         shape = torch.Size((1, *shape[1:]))
     if tensor.dtype == torch.bool:
         value = torch.rand(shape, device=tensor.device) < 0.5
