@@ -250,8 +250,8 @@ print(f"operators called in three steps: {calls['before']} before, {calls['after
 # %% [markdown]
 """
 Three things make this a proof and not an anecdote: the two are checked to compute the same; the gain is a ratio of *unprofiled* medians;
-and the profiler confirms the reason, the number of operators. On a GPU the gain is larger, because the convolutions are faster there
-and launching is not.
+and the profiler confirms the reason, the number of operators. On a GPU one would expect more (not measured here): convolutions are
+faster there, and launching is not.
 """
 
 # %% [markdown]

@@ -145,7 +145,7 @@ print(f"early_training was ready after step {recorded_steps}")
 
 dpscope 把录制变成数据表。每个函数都接受 profiler 对象、读进来的 trace，或 trace 文件的路径。
 
-**基础分析**：按时间、按内存排的算子。`cpu_ms` 包含它调用的其他算子，`self_cpu_ms` 不包含。想知道时间花在*哪里*，按前者排；想知道是*谁*在干活，按后者排。有 GPU 时还有 `device_ms` 几列，那才是该用来排序的：异步算子的主机时间只是启动它的时间。
+**基础分析**：按时间、按内存排的算子。`cpu_ms` 包含它调用的其他算子，`self_cpu_ms` 不包含。想知道时间花在**哪里**，按前者排；想知道是**谁**在干活，按后者排。有 GPU 时还有 `device_ms` 几列，那才是该用来排序的：异步算子的主机时间只是启动它的时间。
 """
 
 # %%
@@ -237,14 +237,14 @@ print(f"operators called in three steps: {calls['before']} before, {calls['after
 
 # %% [markdown]
 """
-三件事让它成为证明，而不是故事：先核对两种写法结果相同；收益是*不带分析器*的中位数之比；分析器再确认了原因，也就是算子数目变少了。在 GPU 上收益会更大，因为卷积在那里快得多，启动却没有变快。
+三件事让它成为证明，而不是故事：先核对两种写法结果相同；收益是**不带分析器**的中位数之比；分析器再确认了原因，也就是算子数目变少了。在 GPU 上收益应当更大（这里没有测）：卷积在那里快得多，启动却没有变快。
 """
 
 # %% [markdown]
 """
 ## 2.6 在 Perfetto 里看 trace
 
-表格里没有*何时*。把录制存成 trace，在 <https://ui.perfetto.dev>（文件不会离开你的浏览器）或 `chrome://tracing` 里打开：
+表格里没有**何时**。把录制存成 trace，在 <https://ui.perfetto.dev>（文件不会离开你的浏览器）或 `chrome://tracing` 里打开：
 """
 
 # %%
@@ -258,7 +258,7 @@ print(f"{path.name}: {path.stat().st_size / 1024:.0f} KiB")
 - **W**、**S** 缩放，**A**、**D** 平移；点一个事件可以看它的参数：形状，kernel 还有网格和占用率。
 - 主机的每个线程占一行；反向传播跑在 autograd 自己的线程上。下面是 GPU 的各条流。
 - 箭头从启动指向它的 kernel。kernel 在启动右边很远的地方，说明主机跑在前面：好事。
-- GPU 那一行里的空隙就是空闲。如果下一个 kernel 的启动发生在空隙开始*之后*，就是 GPU 在等主机。
+- GPU 那一行里的空隙就是空闲。如果下一个 kernel 的启动发生在空隙开始**之后**，就是 GPU 在等主机。
 - 很长的 `cudaStreamSynchronize` 是等待。往上看是哪个算子：`aten::item` 就是 `.item()`、`float()` 或 `if 张量:`。
 
 dpscope 能读任何这样的 trace，并用文字说出这些结论。下面是 `programs/hidden_sync.py` 在 H200 上录下的 trace；如果没有，就现录一份：
@@ -282,14 +282,14 @@ for wait in seen["synchronisations"]:
 
 # %% [markdown]
 """
-一步里等待三十二次，每个参数一次：`hidden_sync.py` 就是为了让人发现这一点而写的。CPU 的 trace 里不存在等待；dpscope 数的是那些放到 GPU 上*就会*等待的地方。
+一步里等待三十二次，每个参数一次：`hidden_sync.py` 就是为了让人发现这一点而写的。CPU 的 trace 里不存在等待；dpscope 数的是那些放到 GPU 上**就会**等待的地方。
 """
 
 # %% [markdown]
 """
 ## 2.7 内存
 
-`memory_analysis` 还给出已分配字节数随时间的变化，能回答峰值出现在*什么时候*。至于峰值*由什么组成*（参数、激活、逐样本梯度），要用 `dpscope memory`，第 5 篇会细讲。
+`memory_analysis` 还给出已分配字节数随时间的变化，能回答峰值出现在**什么时候**。至于峰值**由什么组成**（参数、激活、逐样本梯度），要用 `dpscope memory`，第 5 篇会细讲。
 """
 
 # %%
@@ -311,7 +311,7 @@ dpscope trace --methods standard,flat,ghost,flash --model 1b --dtype bf16 --batc
     --seq-len 1024
 ```
 
-下面是它在 H200 上的结果，由录下的文件画出。看*阶段*，flat 的 `clip` 和 ghost 那段很长的 `backward` 最显眼：
+下面是它在 H200 上的结果，由录下的文件画出。看**阶段**，flat 的 `clip` 和 ghost 那段很长的 `backward` 最显眼：
 """
 
 # %%
@@ -330,9 +330,9 @@ pictures.show(draw_differences(rows), "what each method adds to an ordinary step
 
 # %% [markdown]
 """
-flat 裁剪的一步启动 5,151 个 kernel<!-- = traced("traces", "flat")["gpu"]["kernels"] -->，普通训练是 1,651<!-- = traced("traces", "standard")["gpu"]["kernels"] -->。录制的一步里，它的 GPU 忙 235.8 ms<!-- = traced("traces", "flat")["gpu"]["busy_ms"] -->，普通训练忙 121.1 ms<!-- = traced("traces", "standard")["gpu"]["busy_ms"] -->；另有 63.9 ms<!-- = traced("traces", "flat")["gpu"]["idle_ms"] --> 闲着，因为*在分析器底下*主机启动得不够快。ghost 每步要等 GPU 16 次<!-- = sum(w["count"] for w in traced("traces", "ghost")["synchronisations"]) -->（`aten::unique_dim`：结果多大取决于数据）。
+flat 裁剪的一步启动 5,151 个 kernel<!-- = traced("traces", "flat")["gpu"]["kernels"] -->，普通训练是 1,651<!-- = traced("traces", "standard")["gpu"]["kernels"] -->。录制的一步里，它的 GPU 忙 235.8 ms<!-- = traced("traces", "flat")["gpu"]["busy_ms"] -->，普通训练忙 121.1 ms<!-- = traced("traces", "standard")["gpu"]["busy_ms"] -->；另有 63.9 ms<!-- = traced("traces", "flat")["gpu"]["idle_ms"] --> 闲着，因为**在分析器底下**主机启动得不够快。ghost 每步要等 GPU 16 次<!-- = sum(w["count"] for w in traced("traces", "ghost")["synchronisations"]) -->（`aten::unique_dim`：结果多大取决于数据）。
 
-那么 `flat` 是启动受限吗？不是：分析器拖慢的是主机，对 kernel 几乎没有影响，所以应当用忙碌时间除以*不带分析器*的一步：262.4 ms<!-- = ms("traces", "flat") --> 里忙 235.8 ms<!-- = traced("traces", "flat")["gpu"]["busy_ms"] -->，占 90 %<!-- = 100 * traced("traces", "flat")["gpu"]["busy_ms"] / ms("traces", "flat") -->。
+那么 `flat` 是启动受限吗？不是：分析器拖慢的是主机，对 kernel 几乎没有影响，所以应当用忙碌时间除以**不带分析器**的一步：262.4 ms<!-- = ms("traces", "flat") --> 里忙 235.8 ms<!-- = traced("traces", "flat")["gpu"]["busy_ms"] -->，占 90 %<!-- = 100 * traced("traces", "flat")["gpu"]["busy_ms"] / ms("traces", "flat") -->。
 """
 
 # %% [markdown]
@@ -401,7 +401,7 @@ print(f"convolution is {share:.0%} of the work; without it the step could be at 
 
 <details><summary>答案</summary>
 
-还不能这么说。分析器让主机的每个算子多花几微秒，空闲就是这么来的。用 GPU 忙碌时间除以*不带分析器*的一步：明显小于一才算。dpscope 以 80 %<!-- given: dpscope's threshold --> 为界。
+还不能这么说。分析器让主机的每个算子多花几微秒，空闲就是这么来的。用 GPU 忙碌时间除以**不带分析器**的一步：明显小于一才算。dpscope 以 80 %<!-- given: dpscope's threshold --> 为界。
 
 </details>
 
@@ -424,7 +424,7 @@ print(f"convolution is {share:.0%} of the work; without it the step could be at 
 ## 要记住的
 
 - 先预热，少录几步；比例看分析器，时间看不带分析器的运行。
-- 找位置按*总时间*排，找元凶按*自身时间*排；有 GPU 就按设备时间。
+- 找位置按**总时间**排，找元凶按**自身时间**排；有 GPU 就按设备时间。
 - 大量小算子是单独哪一行都看不出来的瓶颈：要看次数。
 - 每次等待都有对应的算子。`aten::item` 几乎总是你自己写的。
 - 证明改好了，要三样东西：结果相同、不带分析器的中位数、以及显示原因已消失的录制。

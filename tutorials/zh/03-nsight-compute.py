@@ -4,7 +4,7 @@
 
 *最后验证：2026-11-15，NVIDIA H200，ncu 2025.3.1。*
 
-PyTorch Profiler 告诉你*哪个* kernel 慢，Nsight Compute（`ncu`）告诉你*为什么*：搬了多少字节，哪个部件到了极限，线程束在等什么。它读的是 GPU 自己的计数器，一次看一个 kernel。
+PyTorch Profiler 告诉你**哪个** kernel 慢，Nsight Compute（`ncu`）告诉你**为什么**：搬了多少字节，哪个部件到了极限，线程束在等什么。它读的是 GPU 自己的计数器，一次看一个 kernel。
 
 **读完之后你能够**
 
@@ -32,7 +32,7 @@ print(recorded.output("ncu-version", last=3))
 """
 ## 3.1 它对你的程序做了什么
 
-`ncu` 启动你的程序，往里塞一个库，看得见每一次 kernel 启动。轮到要测的 kernel，它先等 GPU 空下来，设好计数器，跑 kernel，再读数。计数器太多，一次读不完，所以 kernel 会被**重放（replay）**：先保存它用到的显存，每一*趟（pass）*重跑一次。
+`ncu` 启动你的程序，往里塞一个库，看得见每一次 kernel 启动。轮到要测的 kernel，它先等 GPU 空下来，设好计数器，跑 kernel，再读数。计数器太多，一次读不完，所以 kernel 会被**重放（replay）**：先保存它用到的显存，每一**趟（pass）**重跑一次。
 
 因此一切都变慢，kernel 都是单独跑的，**ncu 底下的时间不是你程序的时间**。只拿它看少数几个 kernel，要的是字节数、比例和原因。
 
@@ -81,7 +81,7 @@ print(recorded.output("ncu-sets"))
 | `roofline` | roofline 图 | 几趟 |
 | 不用 set，改用 `--metrics a,b` | 只要你点名的计数器 | 往往一趟 |
 
-先用 `basic`；`full` 只用在*一个 kernel* 的*一次启动*上。
+先用 `basic`；`full` 只用在**一个 kernel** 的**一次启动**上。
 """
 
 # %% [markdown]
@@ -273,7 +273,7 @@ pictures.tell_section("GPU Speed Of Light Throughput", *REPORTS, metrics=SOL)
 """
 ### Roofline
 
-同一个问题画成图（第 1 篇 1.9 节）：横轴是每字节显存对应的运算次数，纵轴是每秒运算次数。落在斜线下是访存受限，落在平顶下是计算受限，离得多远就还有多少余地。这里的"屋顶"是 dpscope 在这块 H200 上*实测*的，不是数据手册上的；点是那四个 kernel。它们略低于屋顶，是因为 ncu 把频率锁在基准值（*SM Frequency* 显示 1.48 GHz<!-- = details("memory_bound").number("SM Frequency") -->），好让两次运行可以比较；屋顶则是在频率放开时测的。`--clock-control none` 不锁频，dpscope 用的就是它。
+同一个问题画成图（第 1 篇 1.9 节）：横轴是每字节显存对应的运算次数，纵轴是每秒运算次数。落在斜线下是访存受限，落在平顶下是计算受限，离得多远就还有多少余地。这里的"屋顶"是 dpscope 在这块 H200 上**实测**的，不是数据手册上的；点是那四个 kernel。它们略低于屋顶，是因为 ncu 把频率锁在基准值（*SM Frequency* 显示 1.48 GHz<!-- = details("memory_bound").number("SM Frequency") -->），好让两次运行可以比较；屋顶则是在频率放开时测的。`--clock-control none` 不锁频，dpscope 用的就是它。
 """
 
 # %%
@@ -310,7 +310,7 @@ pictures.tell_section(
 """
 ### Compute Workload Analysis
 
-**是哪条流水线在干活？** **IPC** 是每周期指令数：*executed* 按经过的周期算，*issued* 按活跃周期算。**SM Busy** 是最忙的那条流水线。各条流水线：**FMA**（float32 乘加）、**ALU**（整数、逻辑、比较）、**Tensor**（矩阵指令）、**LSU**（读写）、**TMA**（成块搬运）、**XU**（exp、sin、类型转换）、**FP64**、**Uniform**、**CBU/ADU**（分支、栅栏）、**TEX**。
+**是哪条流水线在干活？** **IPC** 是每周期指令数：*executed** 按经过的周期算，**issued* 按活跃周期算。**SM Busy** 是最忙的那条流水线。各条流水线：**FMA**（float32 乘加）、**ALU**（整数、逻辑、比较）、**Tensor**（矩阵指令）、**LSU**（读写）、**TMA**（成块搬运）、**XU**（exp、sin、类型转换）、**FP64**、**Uniform**、**CBU/ADU**（分支、栅栏）、**TEX**。
 
 矩阵乘里张量流水线闲着，就是数值格式没选对：比较 `compute_bound`（float32，FMA）和 `tensor_cores`。后者 IPC 低不是毛病：一条张量指令顶得上几千条别的指令。
 """
@@ -333,7 +333,7 @@ pictures.tell_section("Compute Workload Analysis", *REPORTS)
 | math pipe throttle | 算术流水线正忙 | 好消息：已经计算受限 |
 | wait、not selected | 没有大碍：固定延迟；调度器选了别的线程束 | |
 
-只有当调度器找*不到*可发射的线程束时（Scheduler Statistics 里的 *No Eligible*），停顿才要紧。*not selected* 多，说明线程束绰绰有余。
+只有当调度器找**不到**可发射的线程束时（Scheduler Statistics 里的 *No Eligible**），停顿才要紧。**not selected* 多，说明线程束绰绰有余。
 """
 
 # %%
@@ -390,12 +390,12 @@ pictures.show(draw_roofline(rows), "steps of four methods under the roofline of 
 
 # %% [markdown]
 """
-**什么不算证据**：`dram_read_throughput` 变高。两倍时间搬两倍字节，吞吐率一样。要比的是*字节数*，而且模型、批次、序列、数值格式、优化器都得相同。怎样在窗口里比较两份报告，见[指南](../../docs/ncu-guide.md)。
+**什么不算证据**：`dram_read_throughput` 变高。两倍时间搬两倍字节，吞吐率一样。要比的是**字节数**，而且模型、批次、序列、数值格式、优化器都得相同。怎样在窗口里比较两份报告，见[指南](../../docs/ncu-guide.md)。
 
 ## 练习
 
 1. 根据 `memory_bound` 的计数：对 2²⁸ 个数，`t + b` 应当搬多少字节？ncu 数到的差多少？
-2. 录下的那组结果里，每种规模下哪种方法*每个 token* 搬的字节最少？
+2. 录下的那组结果里，每种规模下哪种方法**每个 token** 搬的字节最少？
 3. 写出一条命令，只数 `hidden_sync.py` 反向传播里前三个 GEMM kernel 的显存字节。
 """
 

@@ -203,7 +203,7 @@ views.host_and_gpu(timeline).head(6)
 
 # %% [markdown]
 """
-**视角三：从整体到一次启动。** GPU 有多忙；有多少 kernel 比一次启动还短；启动一次要多久；排队排了多久。从启动到开始的时间长是*好事*：说明主机跑在前面。
+**视角三：从整体到一次启动。** GPU 有多忙；有多少 kernel 比一次启动还短；启动一次要多久；排队排了多久。从启动到开始的时间长是**好事**：说明主机跑在前面。
 """
 
 # %%
@@ -227,7 +227,7 @@ views.link(timeline)
 """
 两条时间线一比就明白：从普通内存拷，拷贝和 kernel 在同一条流上轮流，而且拷得慢（6.2 GB/s<!-- = copies_gb_per_second("unpinned_copy") -->）；预取的那份从锁页内存拷（55.4 GB/s<!-- = copies_gb_per_second("prefetched_copy") -->），单独占一条流，和 kernel 并排。在第二张图里，GPU 第二步还没做完，主机早已把五步的命令全下完了：这就是"主机跑在前面"的样子。
 
-nvidia-smi 的 `utilization.gpu` 是个有名的陷阱：它只是*有任何* kernel 在跑的时间占比。一个 SM 上跑一个线程，也能显示 100 %<!-- given -->。
+nvidia-smi 的 `utilization.gpu` 是个有名的陷阱：它只是**有任何** kernel 在跑的时间占比。一个 SM 上跑一个线程，也能显示 100 %<!-- given -->。
 """
 
 # %% [markdown]
@@ -242,7 +242,7 @@ views.libraries(timeline).head(8)
 """
 ## 4.6 时间线上的差分隐私一步
 
-dpscope 把一步的各阶段标成 NVTX 区间。11.7 亿参数，批次 8，序列 1024，bf16，H200。一个 kernel 算在它*被启动*时所在的阶段里，不论由哪个线程启动：
+dpscope 把一步的各阶段标成 NVTX 区间。11.7 亿参数，批次 8，序列 1024，bf16，H200。一个 kernel 算在它**被启动**时所在的阶段里，不论由哪个线程启动：
 """
 
 # %%
@@ -332,7 +332,7 @@ print("ranges:", ", ".join(PHASES))
 
 <details><summary>答案</summary>
 
-autograd 从自己的线程启动它们，那里看不到你的 push。调用 `backward()` 的线程这时正等着，所以要像 dpscope 那样，把区间时间内*所有*线程的启动都算进来，或者用 `emit_nvtx`。
+autograd 从自己的线程启动它们，那里看不到你的 push。调用 `backward()` 的线程这时正等着，所以要像 dpscope 那样，把区间时间内**所有**线程的启动都算进来，或者用 `emit_nvtx`。
 
 </details>
 
@@ -346,7 +346,7 @@ autograd 从自己的线程启动它们，那里看不到你的 push。调用 `b
 
 ## 要记住的
 
-- **何时**和*谁在等*问 nsys，kernel **为什么**慢问 ncu。
+- **何时**和**谁在等**问 nsys，kernel **为什么**慢问 ncu。
 - 只录几步，由程序自己标出。
 - NVTX 区间几乎不花钱：阶段的名字起一次，所有工具都会说你的话。
 - SQLite 导出就是数据：空隙、等待、拷贝、库，都可以计算，也可以写测试。

@@ -38,7 +38,7 @@ print(f"dpscope {dpscope.__version__}, torch {torch.__version__}")
 """
 ## 5.1 DP-SGD 多做了什么
 
-普通的一步：正向、反向、更新。加了隐私，就要限制任何*一个样本*能带来的改变，再用噪声盖住剩下的：
+普通的一步：正向、反向、更新。加了隐私，就要限制任何**一个样本**能带来的改变，再用噪声盖住剩下的：
 
 1. 对每个样本 b，求它自己的梯度 v_b 的范数，所有参数合在一起算；
 2. 系数 c_b = min(1, C / ‖v_b‖)，使任何样本的贡献都不超过 C；
@@ -94,7 +94,7 @@ pictures.show(draw_breakdown(memory.rows), "memory by component of four methods 
 
 # %% [markdown]
 """
-flat 的峰值 42.78 GiB<!-- = gib("memory/8x1024", "flat") --> 里，逐样本梯度占 18.9 GiB<!-- = component_gib("per_sample_gradients", "memory/8x1024", "flat") -->。ghost 没有这一项，但到峰值时，第一遍反向的梯度 4.37 GiB<!-- = component_gib("gradients", "memory/8x1024", "ghost") --> 还留着。看峰值*何时*出现，就知道原因：
+flat 的峰值 42.78 GiB<!-- = gib("memory/8x1024", "flat") --> 里，逐样本梯度占 18.9 GiB<!-- = component_gib("per_sample_gradients", "memory/8x1024", "flat") -->。ghost 没有这一项，但到峰值时，第一遍反向的梯度 4.37 GiB<!-- = component_gib("gradients", "memory/8x1024", "ghost") --> 还留着。看峰值**何时**出现，就知道原因：
 """
 
 # %%
@@ -153,7 +153,7 @@ for folder, batch, seq in (
 """
 竖着读。样本短而多时 flat 最差（16 × 256 时 3.73×<!-- = times("flash-grid/bf16-256", "flat", 16, 256) -->），因为它的代价按样本算。序列很长时 ghost 最差（1 × 16384 时 4.47×<!-- = times("flash-grid/bf16-16384", "ghost", 1, 16384) -->），因为它的范数要花 T²。flash 始终在一附近。
 
-它也不是处处免费。批次 64 的 ViT-B/16，类别 token 和位置编码是裸参数，flash 花了 1.35×<!-- = times("keep", "flash", 64, None, model="hf:vit") --> 的时间（dpscope 把这个数标为可疑，因为那一行波动很大）。用 LoRA 时逐样本梯度很小，flat 反而更快：1.05×<!-- = times("your-model/first/llama-lora", "flat", 8, 2048, model="hf:llama+lora-r16") -->，flash 是 1.11×<!-- = times("your-model/first/llama-lora", "flash", 8, 2048, model="hf:llama+lora-r16") -->。所以要测*你自己的*模型。
+它也不是处处免费。批次 64 的 ViT-B/16，类别 token 和位置编码是裸参数，flash 花了 1.35×<!-- = times("keep", "flash", 64, None, model="hf:vit") --> 的时间（dpscope 把这个数标为可疑，因为那一行波动很大）。用 LoRA 时逐样本梯度很小，flat 反而更快：1.05×<!-- = times("your-model/first/llama-lora", "flat", 8, 2048, model="hf:llama+lora-r16") -->，flash 是 1.11×<!-- = times("your-model/first/llama-lora", "flash", 8, 2048, model="hf:llama+lora-r16") -->。所以要测**你自己的**模型。
 
 ## 5.7 它算得对吗？
 
@@ -173,7 +173,7 @@ assert checked.ok
 
 # %% [markdown]
 """
-默认的 `neighbours=True` 还会检验隐私保证所依赖的东西：两个只差一个样本的批次，一步的结果相差不超过 C；噪声确实在，大小正确，从不重复；记账器每步都算。**没查出问题**不等于*证明*，但故意埋下的错误都能查出来（[check](../../docs/check.md) 里有清单）。
+默认的 `neighbours=True` 还会检验隐私保证所依赖的东西：两个只差一个样本的批次，一步的结果相差不超过 C；噪声确实在，大小正确，从不重复；记账器每步都算。**没查出问题**不等于**证明**，但故意埋下的错误都能查出来（[check](../../docs/check.md) 里有清单）。
 
 ## 5.8 用上 flash
 
