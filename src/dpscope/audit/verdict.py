@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from dpscope.plain_text import render_plain
+from dpscope.plain_text import bare_table, render_plain
 from dpscope.sentences import group_names
 
 # A breach is proven. What held has held in so many trials and is not thereby proved. What was not tried has a reason.
@@ -108,9 +108,8 @@ def describe_loop(audit: Audit) -> RenderableType:
 
 
 def audit_table(audits: dict[str, Audit]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("method", "neighbours", "noise", "accounting"):
-        table.add_column(heading, no_wrap=True)
+    headings = ("method", "neighbours", "noise", "accounting")
+    table = bare_table(*headings, left=headings)
     for method, audit in audits.items():
         cells = [
             Text(_cell(name, finding), style=VERDICT_STYLES[finding.verdict]) for name, finding in audit.findings()

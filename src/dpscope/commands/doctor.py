@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import click
-from rich.table import Table
 from rich.text import Text
 
 from dpscope.commands.console import make_console
 from dpscope.endings import leave
+from dpscope.plain_text import bare_table
 from dpscope.runner.diagnosis import ABSENT, BROKEN, PRESENT, diagnose
 
 COLOURS = {PRESENT: "green", ABSENT: "yellow", BROKEN: "bold red"}
@@ -17,9 +17,8 @@ COLOURS = {PRESENT: "green", ABSENT: "yellow", BROKEN: "bold red"}
 def command() -> None:
     """Check Python, torch, CUDA, Opacus, Triton, other packages, Nsight and disk; say how to mend what is missing."""
     diagnoses = diagnose()
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("what", "status", "found"):
-        table.add_column(heading, overflow="fold")
+    headings = ("what", "status", "found")
+    table = bare_table(*headings, left=headings, wrap=headings)
     for each in diagnoses:
         found = each.found if each.status == PRESENT else f"{each.found}. To mend: {each.remedy}"
         table.add_row(each.name, Text(each.status, style=COLOURS[each.status]), found)

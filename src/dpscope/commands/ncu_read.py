@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import click
-from rich.table import Table
 
 from dpscope.commands.console import make_console
 from dpscope.endings import leave
 from dpscope.errors import UserError
+from dpscope.plain_text import bare_table
 from dpscope.runner.captures import Figures, read_ncu_reports
 from dpscope.units import MISSING, format_ratio, format_traffic
 
@@ -56,10 +56,7 @@ def _reports(paths: Sequence[Path]) -> list[Path]:
 
 
 def _show(figures: dict[Path, Figures], steps: int) -> None:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("report", overflow="fold")
-    for heading in (*COLUMNS, "DRAM ×"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = bare_table("report", *COLUMNS, "DRAM ×", wrap=("report",))
     for path, seen in figures.items():
         cells = [format_traffic(seen.get(name)) for name in COLUMNS.values()]
         table.add_row(path.stem, *cells, format_ratio(_ratio(path, figures)))

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dpscope.audit.verdict import Audit, as_json, audit_sentences, audit_table, conclusion
-from dpscope.plain_text import render_plain
+from dpscope.plain_text import bare_table, render_plain
 from dpscope.sentences import group_names
 from dpscope.units import MISSING
 from dpscope.vocabulary.statuses import SKIPPED
@@ -137,12 +137,8 @@ def _headline(check: Check) -> Iterator[str]:
 
 
 def _table(check: Check) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("method", no_wrap=True)
-    table.add_column("verdict", no_wrap=True)
-    for heading in ("norms", "factors", "clipped sums"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("worst parameter", overflow="fold")
+    figures, worst = ("norms", "factors", "clipped sums"), "worst parameter"
+    table = bare_table("method", "verdict", *figures, worst, left=("verdict", worst), wrap=(worst,))
     for method in check.methods:
         verdict = Text(method.verdict, style="green" if method.verdict == EXACT else "bold red")
         table.add_row(method.method, verdict, *_figures(method))
@@ -180,12 +176,9 @@ def _path_summary(method: MethodCheck) -> str:
 
 
 def _path_table(method: MethodCheck) -> Table:
-    table = Table(
-        box=None, pad_edge=False, header_style="bold", title=f"Paths of {method.method}", title_justify="left"
-    )
     rows = method.paths or []
-    for heading in rows[0]:
-        table.add_column(heading, overflow="fold")
+    table = bare_table(*rows[0], left=[*rows[0]], wrap=[*rows[0]])
+    table.title, table.title_justify = f"Paths of {method.method}", "left"
     said = ""
     for row in rows:
         *cells, why = row.values()  # a sentence, which often holds for all parameters of a module

@@ -6,11 +6,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from rich.console import Console, ConsoleOptions, JustifyMethod, OverflowMethod, RenderableType, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from dpscope.plain_text import bare_table
 from dpscope.reports.tables import Row, heading_of, worth_a_column
 from dpscope.reports.words import shorten
 from dpscope.vocabulary.settings import COMPARED
@@ -24,20 +25,6 @@ EIGHTHS = " ▏▎▍▌▋▊▉█"
 # What fills the part that ordinary training costs as well, and what is beyond it.
 BLOCKS, ASCII = ("▒", EIGHTHS), ("-", " #")
 BARS_NOTE = "Bars: shaded up to 1.00× (standard), solid beyond; all solid where it is less."
-
-
-def bare_table(
-    *headings: str, left: Collection[str] = (), wrap: Collection[str] = (), least: Mapping[str, int] | None = None
-) -> Table:
-    """Columns without lines between them: the first and those of `left` are text, the others numbers. `wrap`: those
-    that may be broken into lines; `least`: cells that a column takes at least."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for place, heading in enumerate(headings):
-        justify: JustifyMethod = "left" if place == 0 or heading in left else "right"
-        width = least.get(heading) if least else None
-        broken: OverflowMethod = "fold" if heading in wrap else "ellipsis"
-        table.add_column(heading, justify=justify, no_wrap=heading not in wrap, overflow=broken, min_width=width)
-    return table
 
 
 def table_of(

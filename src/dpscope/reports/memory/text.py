@@ -9,10 +9,10 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from dpscope.plain_text import bare_table
 from dpscope.reports.doubt import explain, marked
 from dpscope.reports.memory import data
 from dpscope.reports.tables import SPEEDS, Row, group_by_size
-from dpscope.reports.text_table import bare_table
 from dpscope.reports.words import shorten
 from dpscope.results.payloads.memory import OTHER_MODULES, TensorAtPeak
 from dpscope.units import MIB, MISSING, format_bytes, format_ratio, mib

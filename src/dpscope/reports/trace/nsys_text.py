@@ -12,8 +12,8 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from dpscope.plain_text import bare_table
 from dpscope.reports.tables import Row, group_by_size, once_a_row
-from dpscope.reports.text_table import bare_table
 from dpscope.reports.trace.data import BUSY_ENOUGH, traced_step
 from dpscope.results.payloads.nsys import Named, NsysPayload
 from dpscope.units import KIB, MIB, MISSING, format_bytes, format_ms, format_ratio

@@ -8,9 +8,9 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from dpscope.plain_text import bare_table
 from dpscope.reports.doubt import MARK, is_stretched, marked
 from dpscope.reports.tables import Row
-from dpscope.reports.text_table import bare_table
 from dpscope.reports.trace import data
 from dpscope.reports.words import operator_label
 from dpscope.units import MIB, MISSING, format_bytes, format_ms
