@@ -115,7 +115,7 @@ def _allocations(profile: torch.profiler.profile) -> Iterator[int]:
     return (event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, default=8)
@@ -129,7 +129,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if on_gpu else "cpu")
     parser.add_argument("--reentrant", action="store_true", help="the other kind of torch.utils.checkpoint")
     parser.add_argument("--budget", type=float, action="append", default=[], help="bytes; may be given several times")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     kinds = {"standard": False, "flash": None, "flash lean": "lean", **{f"flash {b:.3g}": b for b in options.budget}}
     print(f"{options.batch} × {options.length}, every block checkpointed, {options.dtype}, {options.device}")
     print(f"{'':14}{'ms':>10}{'×':>7}{'peak MB':>12}{'×':>7}  blocks")

@@ -158,3 +158,11 @@ def test_what_the_loop_cannot_do_is_a_sentence(loop, capsys, arguments, sentence
     with pytest.raises(SystemExit, match="2"):
         loop.main(arguments)
     assert sentence in capsys.readouterr().err
+
+
+def test_the_benchmark_of_checkpointed_blocks_shows_held_and_recomputed_ones(capsys):
+    sizes = ["--layers", "2", "--width", "32", "--length", "8", "--batch", "4", "--steps", "1", "--device", "cpu"]
+    load("checkpointed").main([*sizes, "--heads", "2", "--vocabulary", "16", "--dtype", "fp32"])
+    rows = {line[:14].strip(): line.split() for line in capsys.readouterr().out.splitlines()[2:]}
+    assert set(rows) == {"standard", "flash", "flash lean"}
+    assert rows["flash lean"][-2:] == ["2", "recomputed"]

@@ -121,8 +121,9 @@ class BlockReruns:
         each.run_again(anchor, self.choices.name(each.index), self.choices.before_forward(each.index))
         assert each.fingerprint is not None
         differs = each.fingerprint.differs(left, finite)
-        use({slot: parts for slot, parts in left.items() if parts})
+        found = {slot: parts for slot, parts in left.items() if parts}
         left.clear()
+        use(found)
         return differs
 
     def _refuse_changes(self, each: BlockPass) -> None:
