@@ -14,9 +14,15 @@ def build(folder: Path) -> int:
     """Write the site into `folder` and return Sphinx's exit code."""
     from sphinx.cmd.build import main
 
-    cache = folder.absolute().parent / ".sphinx_cache"  # beside the site, which holds pages only
-    flags = ["--quiet", "--fail-on-warning", "--keep-going"]
-    return main([*flags, "-c", str(HERE), "-d", str(cache), str(ROOT), str(folder)])
+    work = folder.absolute().parent / ".sphinx_cache"  # beside the site, which holds pages only
+    flags = [
+        "--quiet",
+        "--fail-on-warning",
+        "--keep-going",
+        "--fresh-env",
+        "--write-all",
+    ]  # every page lists all others
+    return main([*flags, "-c", str(HERE), "-d", str(work), str(ROOT), str(folder)])
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ from sphinx.search.en import SearchEnglish
 ENGLISH_HOME, CHINESE_HOME = "docs/index", "docs/zh/index"
 IDEOGRAPHS = "\u3400-\u4dbf\u4e00-\u9fff"
 FULL_WIDTH = "\u3000-\u303f\uff00-\uffef"  # punctuation
+# An entry of the sidebar that has none below it.
+ENTRY = re.compile(r'<li class="toctree-l1[^>]*><a [^>]*href="(?P<link>[^"#]+)">(?:(?!</li>|<ul).)*</li>')
 # What the theme says, in Chinese.
 WORDS = {
     "Search": "搜索",
@@ -61,15 +63,15 @@ def speak(app: Sphinx, page: str, template: str, context: dict[str, Any], doctre
     def page_at(link: str) -> str:
         return urljoin(f"/{page}", link).removeprefix("/").removesuffix(".html")
 
-    def is_translated(section: str) -> bool:
-        links = re.findall(r'class="reference internal" href="([^"#]+)', section)
-        return bool(links) and all(counterpart(page_at(link)) in app.env.all_docs for link in links)
+    def unless_translated(entry: re.Match[str]) -> str:
+        return "" if counterpart(page_at(entry["link"])) in app.env.all_docs else entry[0]
 
     sections = re.split(r'(?=<p class="caption")', context["furo_navigation_tree"])
     in_chinese = [section for section in sections if re.search(f'caption-text">[^<]*[{IDEOGRAPHS}]', section)]
     shown = [section for section in sections if section not in in_chinese]
     if chinese:
-        shown = in_chinese + [section for section in shown if not is_translated(section)]
+        others = [ENTRY.sub(unless_translated, section) for section in shown]
+        shown = in_chinese + [section for section in others if "<li" in section]
     context["furo_navigation_tree"] = "".join(shown)
     for way in ("next", "prev"):
         if context.get(way) and is_chinese(page_at(context[way]["link"])) != chinese:
