@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dpscope.instruments.peaks import storage_bytes
 from dpscope.results.payloads.memory import Snapshot
@@ -83,9 +84,9 @@ def live_tensor_bytes() -> int:
         if not is_lazy(tensor)
         and tensor.device.type == "cpu"
         and tensor.layout == torch.strided
-        and torch._C._has_storage(
-            tensor
-        )  # not so those of torch.func's transforms, which an error may have left behind
+        and not is_traceable_wrapper_subclass(tensor)  # a sharded parameter: its own shard is a tensor as well
+        # Those of torch.func's transforms have none, which an error may have left behind.
+        and torch._C._has_storage(tensor)
     )
 
 

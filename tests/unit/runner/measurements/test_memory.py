@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 from dpscope.errors import UserError
 from dpscope.instruments.memory.snapshots import live_tensor_bytes
@@ -139,3 +140,10 @@ def test_a_tensor_that_vmap_left_behind_has_no_bytes_of_its_own():
     left = []
     torch.func.vmap(lambda x: left.append(x) or x)(torch.ones(3, 2))
     assert live_tensor_bytes() >= 0
+
+
+def test_a_tensor_that_wraps_others_is_counted_by_what_it_wraps():
+    """A sharded parameter (DTensor) has no storage of its own; torch's TwoTensor is such a wrapper."""
+    before = live_tensor_bytes()
+    wrapper = TwoTensor(torch.zeros(1000), torch.ones(1000))
+    assert live_tensor_bytes() - before == wrapper.a.nbytes + wrapper.b.nbytes
