@@ -23,7 +23,7 @@ from dpscope.vocabulary.settings import OPTIMIZERS, TrainerSettings
 from dpscope.workloads.workload import Batch
 
 if TYPE_CHECKING:
-    from dpscope.instruments.memory import Holding, Rule
+    from dpscope.instruments.memory import ComponentRule, Holding
 
 LossFunction = Callable[[nn.Module, Batch], Tensor]  # -> one loss per sample, (B,)
 
@@ -39,7 +39,7 @@ class TrainerBase(ABC):
     For the memory instrument it may also say what it keeps (`holdings`) and what its births are for (`memory_rules`).
     """
 
-    memory_rules: ClassVar[tuple[Rule, ...]] = ()
+    memory_rules: ClassVar[tuple[ComponentRule, ...]] = ()
     can_be_spread: ClassVar[bool] = False  # over several processes
 
     def __init__(self, model: nn.Module, loss: LossFunction, settings: TrainerSettings) -> None:

@@ -6,10 +6,10 @@
 A rule is a function from a storage's birth to the name of a component, or None; see `Birth` and docs/memory.md.
 """
 
-from dpscope.instruments.memory.attribution import Rule, attribute
+from dpscope.instruments.memory.attribution import ComponentRule, attribute
 from dpscope.instruments.memory.holdings import model_holdings
 from dpscope.instruments.memory.record import Birth
 from dpscope.instruments.memory.tracker import Holding, Tracker, track
 from dpscope.instruments.memory.use import MemoryUse
 
-__all__ = ["Birth", "Holding", "MemoryUse", "Rule", "Tracker", "attribute", "model_holdings", "track"]
+__all__ = ["Birth", "ComponentRule", "Holding", "MemoryUse", "Tracker", "attribute", "model_holdings", "track"]

@@ -24,10 +24,10 @@ from dpscope.results.checks import require_conserved
 from dpscope.vocabulary.allocations import component_of
 from dpscope.vocabulary.components import ACTIVATION_HOOKS, ACTIVATIONS, KEYS, TEMP_MATRICES, UNATTRIBUTED
 
-Rule = Callable[[Birth], str | None]
+ComponentRule = Callable[[Birth], str | None]
 
 
-def attribute(record: Record, rules: Iterable[Rule] = ()) -> MemoryUse:
+def attribute(record: Record, rules: Iterable[ComponentRule] = ()) -> MemoryUse:
     """Every byte of the record to its component. Raises if they do not add up to the live total at every event."""
     asked = tuple(rules)
     belongings = [_belonging(life, asked) for life in record.lives]
@@ -39,7 +39,7 @@ def attribute(record: Record, rules: Iterable[Rule] = ()) -> MemoryUse:
     return MemoryUse(record, components, points, belongings, releases)
 
 
-def _belonging(life: Life, rules: Sequence[Rule]) -> Belonging:
+def _belonging(life: Life, rules: Sequence[ComponentRule]) -> Belonging:
     if life.birth.operator != BEFORE_STEP:
         for rule in rules:
             name = rule(life.birth)
@@ -56,7 +56,7 @@ def _belonging(life: Life, rules: Sequence[Rule]) -> Belonging:
     return (ACTIVATIONS if life.was_saved else beyond), beyond
 
 
-def _checked(name: object, rule: Rule) -> str:
+def _checked(name: object, rule: ComponentRule) -> str:
     if not isinstance(name, str) or not name.isidentifier() or name == UNATTRIBUTED:
         known = ", ".join(key for key in KEYS if key != UNATTRIBUTED)
         raise UserError(
