@@ -119,7 +119,10 @@ class CheckpointedBlocks:
 
     def watching(self) -> AbstractContextManager[None]:
         """Inside, checkpointed blocks of this engine's model are noted."""
-        return watching(self._call) if can_be_watched() else nullcontext()
+        if can_be_watched():
+            return watching(self._call)
+        self.choices.hold(0, "this version of torch does not tell of its checkpoints: what their layers leave is held")
+        return nullcontext()
 
     def begin_micro_batch(self) -> None:
         self._calls = 0

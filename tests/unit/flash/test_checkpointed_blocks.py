@@ -529,3 +529,13 @@ def test_checkpoint_sequential_and_selective_checkpoints_are_blocks_like_others(
         step(engine, batch)
     assert_sums(model, clipped(gradients, c))
     assert how(engine).count("recomputed") >= 2
+
+
+def test_where_torch_does_not_tell_of_its_checkpoints_they_are_held_and_that_is_said(batch, monkeypatch):
+    monkeypatch.setattr("dpscope.flash.checkpointed_blocks.can_be_watched", lambda: False)
+    model = decoder()
+    gradients, c = truth_of(model, batch)
+    with FlashEngine(model, max_grad_norm=c, memory_budget="lean") as engine:
+        step(engine, batch)
+    assert_sums(model, clipped(gradients, c))
+    assert "does not tell of its checkpoints" in engine.explain().blocks[0].why
