@@ -161,15 +161,15 @@ until the host has launched again. `programs/hidden_sync.py` writes down each pa
 # %%
 from hidden_sync import PROGRAM as hidden_sync
 
-live = [hidden_sync.measure(way, steps=4, warmup=1) for way in hidden_sync.ways_on(device)]
+live = [hidden_sync.measure(way) for way in hidden_sync.ways_on(device)]
 pictures.tell(hidden_sync, live)
 
 # %% [markdown]
 """
 On the H200 the waits cost 0.95 ms<!-- = program("hidden_sync", "norms_read_at_once")["median_ms"] - program("hidden_sync", "norms_kept_on_device")["median_ms"] -->
-of a step of 4.40 ms<!-- = program("hidden_sync", "norms_read_at_once")["median_ms"] -->. On a CPU both ways take the same time, give or take
-the noise of a shared machine: nothing is asynchronous there, so nothing waits. It is a problem that a CPU cannot show, which is why it
-survives until the first run on a GPU.
+of a step of 4.40 ms<!-- = program("hidden_sync", "norms_read_at_once")["median_ms"] -->. On a CPU nothing is asynchronous, so nothing
+waits: what differs there is a few operators, and how busy the machine is (compare the *fastest* steps). It is a problem that a CPU cannot show, which is
+why it survives until the first run on a GPU.
 
 `CUDA_LAUNCH_BLOCKING=1` makes *every* launch wait. It is for finding which kernel raised an error, never for measuring: with it
 host and device take turns.

@@ -12,15 +12,16 @@ import torch
 from practice import Program, Step, run
 from torch import nn
 
-WIDTH = 1024
+WIDTH = {"cuda": 1024, "cpu": 128}
 LAYERS = 16
 LOGGED_EVERY = 100  # steps
 
 
 def training(device: str, size: int) -> tuple[nn.Sequential, torch.optim.Optimizer, torch.Tensor]:
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(LAYERS))).to(device)
-    return model, torch.optim.SGD(model.parameters(), lr=1e-3), torch.randn(size, WIDTH, device=device)
+    width = WIDTH[device]
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(LAYERS))).to(device)
+    return model, torch.optim.SGD(model.parameters(), lr=1e-3), torch.randn(size, width, device=device)
 
 
 def norms_read_at_once(device: str, size: int) -> Step:

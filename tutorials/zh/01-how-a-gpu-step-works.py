@@ -141,12 +141,12 @@ else:
 # %%
 from hidden_sync import PROGRAM as hidden_sync
 
-live = [hidden_sync.measure(way, steps=4, warmup=1) for way in hidden_sync.ways_on(device)]
+live = [hidden_sync.measure(way) for way in hidden_sync.ways_on(device)]
 pictures.tell(hidden_sync, live)
 
 # %% [markdown]
 """
-在 H200 上，这些等待让一步 4.40 ms<!-- = program("hidden_sync", "norms_read_at_once")["median_ms"] --> 里白白花掉 0.95 ms<!-- = program("hidden_sync", "norms_read_at_once")["median_ms"] - program("hidden_sync", "norms_kept_on_device")["median_ms"] -->。在 CPU 上两种写法一样快（除去机器的波动）：那里什么都不是异步的，也就没什么可等。这种毛病 CPU 上看不出来，所以总能活到第一次上 GPU。
+在 H200 上，这些等待让一步 4.40 ms<!-- = program("hidden_sync", "norms_read_at_once")["median_ms"] --> 里白白花掉 0.95 ms<!-- = program("hidden_sync", "norms_read_at_once")["median_ms"] - program("hidden_sync", "norms_kept_on_device")["median_ms"] -->。在 CPU 上什么都不是异步的，也就没什么可等：那里的差别只是几个算子，以及机器忙不忙（请比较最快的一步）。这种毛病 CPU 上看不出来，所以总能活到第一次上 GPU。
 
 `CUDA_LAUNCH_BLOCKING=1` 让**每一次**启动都等待。它只用来找出哪个 kernel 报了错，绝不能用来测速：开了它，主机和设备就轮流干活。
 
