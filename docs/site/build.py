@@ -15,14 +15,9 @@ def build(folder: Path) -> int:
     from sphinx.cmd.build import main
 
     work = folder.absolute().parent / ".sphinx_cache"  # beside the site, which holds pages only
-    flags = [
-        "--quiet",
-        "--fail-on-warning",
-        "--keep-going",
-        "--fresh-env",
-        "--write-all",
-    ]  # every page lists all others
-    return main([*flags, "-c", str(HERE), "-d", str(work), str(ROOT), str(folder)])
+    strict = ["--quiet", "--fail-on-warning", "--keep-going"]
+    fresh = ["--fresh-env", "--write-all"]  # every page lists all others
+    return main([*strict, *fresh, "-c", str(HERE), "-d", str(work), str(ROOT), str(folder)])
 
 
 if __name__ == "__main__":
