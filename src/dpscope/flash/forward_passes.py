@@ -45,7 +45,7 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _reached(tensors: list[Tensor]) -> list[Tensor]:
+def leaves_behind(tensors: list[Tensor]) -> list[Tensor]:
     """The leaves that autograd reaches from tensors."""
     nodes = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     seen, found = set(nodes), []
@@ -199,7 +199,7 @@ class ForwardPasses:
 
     def _search_past_taps(self, output: Any) -> None:
         """Find parameters that autograd reaches from the output as in ordinary training, past all taps."""
-        reached = {tensor for tensor in _reached(tensors_in(output)) if isinstance(tensor, nn.Parameter)}
+        reached = {tensor for tensor in leaves_behind(tensors_in(output)) if isinstance(tensor, nn.Parameter)}
         self._begin_again_without(reached, "a parameter is used where that cannot be followed")
 
     def _begin_again_without(self, parameters: Collection[nn.Parameter], reason: str) -> None:

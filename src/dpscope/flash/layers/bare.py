@@ -24,10 +24,9 @@ from torch.utils import _pytree as pytree
 
 from dpscope.errors import UserError
 from dpscope.flash.layers.bare_gradients import Operand, flatten, rebuild
-from dpscope.flash.layers.bare_use import BareUse, Constant, Follower, Unrelated, learn
+from dpscope.flash.layers.bare_use import BareUse, Constant, Unrelated, learn, slot_of
 from dpscope.flash.layers.sample_call import SampleCall
 from dpscope.flash.layers.unit_check import CheckedTap
-from dpscope.flash.slots import Slot
 from dpscope.flash.stand_in import NotFollowed, StandIn
 from dpscope.flash.taps import Engine, check_backward, refuse_replaced
 
@@ -49,7 +48,7 @@ class Bare(StandIn):
             with torch.enable_grad():
                 stand_in = plain.as_subclass(Bare)
         base = plain._base
-        slot = tap.owned.get(id(plain if base is None else base))
+        slot = slot_of(tap, plain if base is None else base)
         stand_in.plain, stand_in.tap, stand_in.origin = plain, tap, "" if slot is None else slot.name
         return stand_in
 
@@ -72,17 +71,18 @@ def follow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not isinstance(value, Tensor):
             return value
     leaves, form = flatten(args, kwargs)
-    taps = [leaf.tap for leaf in leaves if type(leaf) is Bare]
-    tap = taps[0]
-    if tap.rehearsal is None and not torch.is_grad_enabled():
+    bares = [leaf for leaf in leaves if type(leaf) is Bare]
+    tap = bares[0].tap
+    rehearsal = tap.rehearsal is not None
+    if not rehearsal and not torch.is_grad_enabled():
         return _call(func, leaves, form)
-    if any(other is not tap for other in taps):
-        raise tap.cannot_follow("parameters of two modules meet", *(other.module for other in taps))
-    if name in _BEYOND or "out" in kwargs or torch._C._functorch.maybe_current_level() is not None:
+    others = any(isinstance(leaf, Tensor) and type(leaf) is not Bare for leaf in leaves)
+    if name in _BEYOND or kwargs.get("out") is not None or torch._C._functorch.maybe_current_level() is not None:
         raise tap.cannot_follow(f"{name} is called on a parameter")
     if name[-1:] == "_" and (name[-2:] != "__" or name in _WRITING):
+        if rehearsal and not others and bares[0].plain.is_leaf:
+            return bares[0]  # p.clamp_(0, 1), under no_grad: it is for the forward itself to do, once
         return _write(tap, func, name, args, kwargs)
-    others = any(isinstance(leaf, Tensor) and type(leaf) is not Bare for leaf in leaves)
     return tap.use(func, leaves, form) if others else tap.derive(func, leaves, form)
 
 
@@ -179,13 +179,12 @@ def _operands(leaves: list[Any]) -> list[Any]:
     return [Operand(leaf.plain) if type(leaf) is Bare else leaf for leaf in leaves]
 
 
-class BareTap(CheckedTap, Follower):
+class BareTap(CheckedTap):
     """The forward of a module that owns parameters itself, its own children apart."""
 
     def __init__(self, engine: Engine, name: str, module: nn.Module) -> None:
         super().__init__(engine, name, module)
-        self.places = [(owner._parameters, key, p, engine.slot(p)) for owner, key, p in own_parameters(module)]
-        self.owned: dict[int, Slot] = {id(p): slot for _, _, p, slot in self.places}
+        self.places = [(owner._parameters, key, p) for owner, key, p in own_parameters(module)]
         self.kinds: set[Any] = set()  # of calls that were checked
         self.roles: dict[Any, BareUse | Constant | Unrelated] = {}
         self.hooks: Any = None  # on saved tensors, where the module's forward began
@@ -199,13 +198,13 @@ class BareTap(CheckedTap, Follower):
         batch = self.engine.forwards.batch_for(self, args, kwargs)
         if self.rehearsal is None and batch and not self.engine.forwards.runs_again():
             self._check_if_due(args, kwargs, batch)
-        for owned, key, parameter, _ in self.places:
+        for owned, key, parameter in self.places:
             if owned.get(key) is not parameter and not isinstance(owned.get(key), Bare):
                 refuse_replaced(self.name, key)
-        before = [(owned, key, owned[key]) for owned, key, _, _ in places]
+        before = [(owned, key, owned[key]) for owned, key, _ in places]
         outer, self.hooks = self.hooks, _saved_tensor_hooks()
         try:
-            for owned, key, parameter, _ in places:
+            for owned, key, parameter in places:
                 owned[key] = stand_in = Bare.of(parameter, self)  # type: ignore[assignment]
                 stand_in._is_param = True  # to isinstance, an nn.Parameter
             return self.original(*args, **kwargs)
@@ -224,14 +223,14 @@ class BareTap(CheckedTap, Follower):
         self.calls -= 1
         given = pytree.tree_map(lambda leaf: leaf.plain.detach() if type(leaf) is Bare else leaf, (args, kwargs))
         sample_call = SampleCall(self, *given)
-        if sample_call.is_shared():
+        if sample_call.is_shared() or not sample_call.mapped:  # nothing of the samples
             self.calls += 1
         else:
             self.check(sample_call)
 
-    def cannot_follow(self, reason: str, *modules: nn.Module) -> BaseException:
+    def cannot_follow(self, reason: str) -> BaseException:
         if self.engine.forwards.can_begin_again:
-            return NotFollowed(modules or [self.module], reason)
+            return NotFollowed([self.module], reason)
         return UserError(
             f"{self.name} ({type(self.module).__name__}) uses a parameter of its own in a way that cannot be followed "
             f"outside of the model's forward, or in a checkpoint that runs again ({reason}): give the parameter to a "

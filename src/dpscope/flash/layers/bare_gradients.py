@@ -109,7 +109,10 @@ def _of_cat(use: Use, g: Tensor, args: Any, kwargs: Any) -> Gradients | None:
     dim = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis", 0))
     dim, start, found = dim % g.dim(), 0, []
     for tensor in tensors:
-        size = (tensor.plain.shape if isinstance(tensor, Operand) else torch.Size(_shape_of(tensor)))[dim]
+        shape = tensor.plain.shape if isinstance(tensor, Operand) else _shape_of(tensor)
+        if len(shape) != g.dim():  # an empty tensor of shape (0,), which goes with any other
+            continue
+        size = shape[dim]
         if isinstance(tensor, Operand):
             found.append((tensor, g.narrow(dim, start, size).unsqueeze(1)))
         start += size
@@ -179,8 +182,11 @@ def _same_view(plain: Tensor, base: Tensor) -> bool:
 
 
 def _of_embedding(use: Use, g: Tensor, args: Any, kwargs: Any) -> Gradients | None:
-    ids, weight = (*args, *(kwargs[name] for name in ("input", "weight")[len(args) :]))[:2]
-    padding_idx = args[2] if len(args) > 2 else kwargs.get("padding_idx")
+    names = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+    named = {**dict(zip(names, args, strict=False)), **kwargs}
+    ids, weight, padding_idx = named["input"], named["weight"], named.get("padding_idx")
+    if named.get("scale_grad_by_freq"):
+        return None
     if padding_idx is not None:
         padding_idx %= weight.plain.shape[0]
     return _lookup(use, weight, ids, g, padding_idx)

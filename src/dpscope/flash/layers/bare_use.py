@@ -12,10 +12,11 @@ from itertools import product
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from dpscope.flash.contributions import Kept
+from dpscope.flash.forward_passes import leaves_behind
 from dpscope.flash.layers.bare_gradients import RULES, Gradients, Operand, Rule, gradients_by_row, rebuild
 from dpscope.flash.rehearsal_run import fingerprints
 from dpscope.flash.slots import Slot
@@ -31,16 +32,15 @@ def name_of(func: Any) -> str:
     return str(getattr(func, "__name__", func)).strip("_")
 
 
-class Follower(TapOfSamples):
-    """The tap of a module whose own parameters are followed; `owned`: their slots, by the parameters' ids."""
-
-    owned: dict[int, Slot]
+def slot_of(tap: TapOfSamples, tensor: Tensor | None) -> Slot | None:
+    """That of a parameter of the model, whichever module owns it: one module's may be given to another."""
+    return tap.engine.slot(tensor) if isinstance(tensor, nn.Parameter) else None
 
 
 class _Seen:
     """What a rehearsal notes of an operator (`Sampled`)."""
 
-    def __init__(self, tap: Follower, called: str) -> None:
+    def __init__(self, tap: TapOfSamples, called: str) -> None:
         self.tap, self.called = tap, called
         self.name = f"{tap.name}'s {called}" if called else tap.name
         self.module = tap.module
@@ -59,7 +59,7 @@ class Unrelated:
 class BareUse(_Seen):
     """`rows`: for each operand, whether row b of it belongs to row b of the answer."""
 
-    def __init__(self, tap: Follower, func: Any, rows: list[bool]) -> None:
+    def __init__(self, tap: TapOfSamples, func: Any, rows: list[bool]) -> None:
         called = name_of(func)
         super().__init__(tap, called)
         self.func, self.rows = func, rows
@@ -113,7 +113,7 @@ class BareUse(_Seen):
 
     def slot(self, plain: Tensor) -> Slot | None:
         """That of the parameter, if the tensor is one itself."""
-        return self.tap.owned.get(id(plain))
+        return slot_of(self.tap, plain)
 
     def _of_parameters(self, q: Tensor, gradients: Tensor) -> Iterator[tuple[Slot, Tensor]]:
         """From (B, *q.shape) on to the parameters that q is made of."""
@@ -122,23 +122,34 @@ class BareUse(_Seen):
             yield slot, gradients.reshape(len(gradients), *q.shape)
             return
         base = q._base
-        slot = None if base is None else self.slot(base)
-        if slot is not None and base is not None and q.dtype == base.dtype and base.is_contiguous() and not q.is_neg():
+        slot = slot_of(self.tap, base)
+        plain = base is not None and q.dtype == base.dtype and base.is_contiguous() and not q.is_neg()
+        if slot is not None and base is not None and plain and not _overlaps(q):
             yield slot, _scattered(q, base, gradients)
             return
-        slots = list(self.tap.owned.values())
+        slots = [self.tap.engine.slot(leaf) for leaf in leaves_behind([q]) if leaf.requires_grad]
         found = torch.autograd.grad(
             q,
-            [slot.parameter for slot in slots if slot.parameter.requires_grad],
+            [slot.parameter for slot in slots],
             gradients.reshape(len(gradients), *q.shape).to(q.dtype),
             retain_graph=True,
             is_grads_batched=True,
             allow_unused=True,
         )
-        live = [slot for slot in slots if slot.parameter.requires_grad]
-        for slot, values in zip(live, found, strict=True):
+        for slot, values in zip(slots, found, strict=True):
             if values is not None:
                 yield slot, values
+
+
+def _overlaps(q: Tensor) -> bool:
+    """Whether elements of a view may be the same element of its base (`unfold`), other than by plain repetition."""
+    reach = 0
+    for stride, size in sorted(zip(q.stride(), q.shape, strict=True)):
+        if size > 1 and stride:
+            if stride <= reach:
+                return True
+            reach += stride * (size - 1)
+    return False
 
 
 def _scattered(q: Tensor, base: Tensor, gradients: Tensor) -> Tensor:
@@ -168,7 +179,9 @@ def _row_count(leaf: Any) -> int:
     return leaf.shape[0] if isinstance(leaf, Tensor) and leaf.dim() else 0
 
 
-def learn(tap: Follower, func: Any, operands: list[Any], spec: Any, batch: int) -> BareUse | Constant | Unrelated | str:
+def learn(
+    tap: TapOfSamples, func: Any, operands: list[Any], spec: Any, batch: int
+) -> BareUse | Constant | Unrelated | str:
     """What the operator is to the parameter; a reason, if it cannot be followed."""
     devices = [leaf.device for leaf in operands if isinstance(leaf, Tensor) and leaf.is_cuda]
     with torch.random.fork_rng(list(set(devices))):

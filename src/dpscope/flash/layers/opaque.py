@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from dpscope.errors import UserError
 from dpscope.flash.contributions import Kept
 from dpscope.flash.explanation import why_opaque
 from dpscope.flash.layers.sample_call import SampleCall
@@ -77,7 +78,17 @@ class OpaqueTap(CheckedTap):
             for key, slot in live.items()
         }
         # The state of a checkpointed forward that runs again is written by the first.
-        output = self.run(sample_call, expanded, commit=not self.engine.forwards.runs_again())
+        versions = {key: whole[key]._version for key in live}
+        try:
+            output = self.run(sample_call, expanded, commit=not self.engine.forwards.runs_again())
+        except RuntimeError as error:
+            for key, version in versions.items():
+                if whole[key]._version != version:
+                    raise UserError(
+                        f"{self.name}.{key} is written in forward, which runs sample by sample here; write into a "
+                        "parameter after the optimizer's step instead"
+                    ) from error
+            raise
         # A batched bias is added outside of autocast's sight: the module's own dtype is restored.
         dtypes = iter(self.dtypes.get(sample_call.kind(), ()))
         return pytree.tree_map(

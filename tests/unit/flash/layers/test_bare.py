@@ -25,12 +25,16 @@ class Owner(nn.Module):
             is_buffer = isinstance(part, Tensor) and not isinstance(part, nn.Parameter)
             self.register_buffer(name, part) if is_buffer else setattr(self, name, part)
 
-    def forward(self, x):
-        return self.run(self, x)
+    def forward(self, *args):
+        return self.run(self, *args)
 
 
 def bare(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.randn(shape))
+
+
+def giver(*shape: int) -> Owner:
+    return Owner(lambda m: m.p, p=bare(*shape))
 
 
 def layer() -> nn.Linear:
@@ -71,6 +75,16 @@ def clamp_without_gradients(m, x):
     with torch.no_grad():
         ceiling = m.p.abs().max()
     return (x * m.p).clamp(max=ceiling)
+
+
+def clamp_in_place(m, x):
+    with torch.no_grad():
+        m.p.clamp_(-0.5, 0.5)
+    return x * m.p
+
+
+def look_up_by_frequency(m, x):
+    return x + F.embedding((x[..., 0] > 0).long(), m.p, scale_grad_by_freq=True)
 
 
 def experts(m, x):
@@ -132,6 +146,22 @@ FOLLOWED = {
     "parameter list": lambda: Owner(
         lambda m, x: x * m.of[0] + m.of[1], of=nn.ParameterList([bare(WIDTH), bare(LENGTH, WIDTH)])
     ),
+    "overlapping views": lambda: Owner(
+        lambda m, x: x @ m.p.unfold(0, WIDTH, 1) + m.q.as_strided((LENGTH, WIDTH), (1, 1)),
+        p=bare(2 * WIDTH - 1),
+        q=bare(LENGTH + WIDTH - 1),
+    ),
+    "of two modules": lambda: Owner(lambda m, x: x * (m.a() + m.b()), a=giver(LENGTH, 1), b=giver(1, WIDTH)),
+    "weight and bias of two modules": lambda: Owner(lambda m, x: F.linear(x, m.a(), m.b()), a=giver(3, 6), b=giver(3)),
+    "given to a module": lambda: Owner(
+        lambda m, x: x + m.inner(m.p), p=bare(1, LENGTH, WIDTH), inner=Owner(lambda m, x: x * m.p, p=bare(WIDTH))
+    ),
+    "beside an empty tensor": lambda: Owner(
+        lambda m, x: torch.cat([x.new_empty(0), m.p.expand(len(x), -1, -1), x], 1), p=bare(1, 2, WIDTH)
+    ),
+    "cosines": lambda: Owner(lambda m, x: F.normalize(x, dim=-1) @ F.normalize(m.w, dim=-1).T, w=bare(3, WIDTH)),
+    "clamped in place": lambda: Owner(clamp_in_place, p=bare(WIDTH)),
+    "lookup by frequency": lambda: Owner(look_up_by_frequency, p=bare(2, WIDTH)),
     "the whole answer": lambda: Owner(lambda m, x: m.p.expand(len(x), -1), p=bare(3)),
 }
 
@@ -273,6 +303,17 @@ def test_a_convolution_beside_a_class_token_runs_once_each_way_and_not_under_vma
 def test_a_module_that_mixes_samples_beside_its_parameter_is_refused():
     model = nn.Sequential(layer(), Owner(lambda m, x: x * m.p + 1e-5 * x.mean(0), p=bare(WIDTH)))
     with FlashEngine(model, max_grad_norm=1.0), pytest.raises(UserError, match="mixes samples"):
+        model(torch.randn(3, LENGTH, WIDTH))
+
+
+def test_a_parameter_written_where_samples_run_one_by_one_is_refused_by_name():
+    def run(m, x):
+        with torch.no_grad():
+            m.p.clamp_(-0.5, 0.5)
+        return (x.reshape(-1, WIDTH) * m.p).view(x.shape)
+
+    model = nn.Sequential(layer(), Owner(run, p=bare(WIDTH)))
+    with FlashEngine(model, max_grad_norm=1.0), pytest.raises(UserError, match=r"1\.p is written in forward"):
         model(torch.randn(3, LENGTH, WIDTH))
 
 
