@@ -1,4 +1,4 @@
-"""Norms of parameters that are used twice, where the two uses cancel."""
+"""Norms of parameters that are used twice, where the two uses cancel; and of many small ones together."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from dpscope.flash import FlashEngine
+from dpscope.flash import FlashEngine, microbatch, norms
 from dpscope.flash.contributions import Lookup, Outer
 from dpscope.flash.norms import TIED_FLOOR, NormSum
 from dpscope.flash.paths import PathRules
@@ -58,3 +58,33 @@ def test_sums_of_half_precision_parameters_stay_wide_until_noise_is_added() -> N
         model(torch.randn(3, 5, 4).bfloat16()).float().square().mean().backward()
         engine.finish()
     assert {p.grad.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a trained product of rank 2 beside it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(width, width).requires_grad_(False)
+        self.down, self.up = nn.Linear(width, 2, bias=False), nn.Linear(2, width, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+def test_adapters_take_a_product_each_as_in_ordinary_training_and_are_normed_and_summed_together(monkeypatch):
+    calls = []
+    for module, name in ((norms, "kept_norms_squared"), (norms, "gram_norms_squared"), (microbatch, "kept_sums")):
+        plain = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, n=name, f=plain, **k: calls.append((n, len(a[0]))) or f(*a, **k))
+    model = nn.Sequential(*(Adapted(16) for _ in range(5)))
+    with FlashEngine(model, max_grad_norm=1.0) as engine:
+        loss = model(torch.randn(4, 24, 16)).square().mean()
+        with torch.profiler.profile() as profile:
+            loss.backward()
+        engine.finish()
+    assert {row.path for row in engine.explain()} == {"keep"}
+    products = [event.name for event in profile.events() if event.name in ("aten::bmm", "aten::mm")]
+    assert products.count("aten::bmm") == 2 * 5  # the weights' gradients, one of each sample
+    assert products.count("aten::mm") == 3 * 5 - 2  # the inputs' gradients, none of the first layer's input
+    assert calls == [("kept_norms_squared", 2 * 5), ("kept_sums", 2 * 5)]

@@ -165,6 +165,36 @@ FOLLOWED = {
     "the whole answer": lambda: Owner(lambda m, x: m.p.expand(len(x), -1), p=bare(3)),
 }
 
+
+class TwicePositions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.p = bare(1, LENGTH, WIDTH)
+
+    def forward(self):
+        return 2 * self.p
+
+
+FOLLOWED |= {
+    "given back to the parent": lambda: Owner(
+        lambda m, x: m.inner(x) + m.table(), table=TwicePositions(), inner=layer(), p=bare()
+    ),
+    "given to a child": lambda: Owner(
+        lambda m, x: m.child((x, m.p)),
+        p=bare(LENGTH, WIDTH),
+        child=Owner(lambda m, x: m.inner(x[0]) + x[1], inner=layer()),
+    ),
+    "queries through a layer": lambda: Owner(
+        lambda m, x: F.scaled_dot_product_attention(m.inner(m.p.expand(len(x), -1, -1)), x, x),
+        p=bare(1, 3, WIDTH),
+        inner=layer(),
+    ),
+    "normalised rows": lambda: Owner(
+        lambda m, x: F.linear(x, F.normalize(m.w, dim=-1)) * m.t.exp(), w=bare(3, WIDTH), t=bare()
+    ),
+    "convolution": lambda: Owner(lambda m, x: F.conv1d(x.mT, m.w, m.b, padding=1).mT, w=bare(4, WIDTH, 3), b=bare(4)),
+}
+
 LEFT_TO_VMAP = {
     "time-major": lambda: Owner(lambda m, x: (x.mT.movedim(2, 0) * m.p).permute(1, 0, 2), p=bare(LENGTH, 1, WIDTH)),
     "folded": lambda: Owner(lambda m, x: (x.reshape(-1, WIDTH) * m.p).view(x.shape), p=bare(WIDTH)),
