@@ -15,11 +15,12 @@ module is then run sample by sample (opaque.py).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from dpscope.errors import UserError
@@ -251,7 +252,7 @@ class BareTap(CheckedTap):
 
     def derive(self, func: Any, leaves: list[Any], spec: Any) -> Any:
         """An answer that is a function of parameters and constants."""
-        with torch.enable_grad():
+        with torch.enable_grad(), _without_saved_tensor_hooks():
             if getattr(func, "__name__", "") in ("repeat", "tile"):
                 func = _repeated
             result = _call(func, leaves, spec)
@@ -397,6 +398,11 @@ def own_parameters(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Param
     for child in module.children():
         if isinstance(child, nn.ParameterList | nn.ParameterDict):
             yield from own_parameters(child)
+
+
+def _without_saved_tensor_hooks() -> AbstractContextManager[Any]:
+    """A checkpoint around the module would run it again for each backward pass through what is made of parameters."""
+    return nullcontext() if _saved_tensor_hooks() is None else saved_tensors_hooks(lambda x: x, lambda x: x)
 
 
 def _saved_tensor_hooks() -> Any:

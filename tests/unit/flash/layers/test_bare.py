@@ -286,6 +286,27 @@ def test_a_checkpointed_module_is_followed_when_it_runs_again(name, reentrant):
         torch.testing.assert_close(parameter.grad, truth.clipped_sums[key], rtol=1e-9, atol=1e-12)
 
 
+def test_what_is_made_of_parameters_does_not_run_a_checkpoint_again():
+    """Once in backward, as in ordinary training: not for each use, and not where dropout cannot draw."""
+    runs = []
+
+    def run(m, x):
+        runs.append(m.training)
+        q = torch.tanh(m.p)
+        return F.dropout(m.inner(x) * q, 0.5) + q
+
+    owner = Owner(run, p=bare(WIDTH), inner=layer())
+    model = nn.Sequential(layer(), Checkpointed(owner, reentrant=False))
+    with FlashEngine(model, max_grad_norm=1.0) as engine:
+        private_step(engine, {"x": torch.randn(3, LENGTH, WIDTH)}, losses)
+        engine.clear_gradients()
+        loss = losses(model, {"x": torch.randn(3, LENGTH, WIDTH)}).sum()
+        runs.clear()
+        loss.backward()
+        engine.finish()
+    assert len(runs) == 1
+
+
 def test_a_use_inside_a_checkpoint_inside_its_module_is_left_to_vmap():
     def run(m, x):
         return checkpoint(lambda y: m.inner(y) * m.p, x, use_reentrant=False)
