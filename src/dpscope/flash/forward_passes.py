@@ -18,6 +18,7 @@ from dpscope.flash.arguments import KEEP_BATCH_FIRST, leaves_in, replace_leaves,
 from dpscope.flash.distributed import refuse_ddp_forward
 from dpscope.flash.memory_budget import MemoryBudget
 from dpscope.flash.module_state import BufferWatch
+from dpscope.flash.ranks.empty_shares import make_up_sample, without_rows
 from dpscope.flash.ranks.ranks import Ranks
 from dpscope.flash.rehearsal import Rehearsal, RootCall
 from dpscope.flash.rehearsal_run import ParametersUsed, Run, Sampled
@@ -89,6 +90,7 @@ class ForwardPasses:
         self._follow_less = follow_less
         self.buffers = buffers
         self._ranks = ranks
+        self.is_made_up = False  # the micro-batch: this rank has no sample in it
         self._depth = 0  # of calls of the root's forward
         self._rehearsed: set[Any] = set()  # ways in which the root was called
         self.followed: list[nn.Module] = []  # modules whose own parameters are followed (layers/bare.py)
@@ -137,6 +139,14 @@ class ForwardPasses:
         """The root's forward, gradients enabled; the first time it is called in some way it is rehearsed."""
         if self._ranks is None:
             refuse_ddp_forward()
+        elif self._depth == 0:
+            call = make_up_sample(args, kwargs) if self._count(args, kwargs) == 0 else None
+            self.is_made_up = call is not None
+            if call is not None:
+                return without_rows(self._call_root(forward, *call))
+        return self._call_root(forward, args, kwargs)
+
+    def _call_root(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._close_recorded()
         again = self.runs_again()
         outermost = self._depth == 0

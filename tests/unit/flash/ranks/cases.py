@@ -140,6 +140,25 @@ def tied(way: str, **options: Any) -> dict[str, Tensor]:
     return w.whole_parameters(model)
 
 
+class Picky(w.Model):
+    """Cannot take a batch without samples, as models of Hugging Face cannot."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids.view(len(ids), -1, 1).squeeze(-1))
+
+
+def picky(way: str) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = w.spread(Picky(), way)
+    model, optimizer, _ = w.make_private(model, w.optimizer_of(model, "adamw"))
+    w.train(model, optimizer, [0, 2, 4])
+    return w.whole_parameters(model)
+
+
+def picky_ways() -> dict[str, dict[str, Tensor]]:
+    return {way: picky(way) for way in ("ddp", "fsdp")}
+
+
 def tied_ways() -> dict[tuple[str, str | None], dict[str, Tensor]]:
     """By way and memory budget, under which DDP runs the blocks again."""
     return {(way, budget): tied(way, memory_budget=budget) for way in ("ddp", "fsdp") for budget in (None, "lean")}
@@ -272,7 +291,18 @@ def load(folder: Path) -> dict[tuple[str, str], tuple[dict[str, Tensor], int]]:
 # Which cases run in a world of which size: processes are costly, and most cases say the same in any of them.
 CASES: dict[int, tuple[Callable[..., Any], ...]] = {
     1: (every_way, half_precision),
-    2: (every_way, fused, accumulated_ways, tied_ways, half_precision, communicated, thousand_draws, refusals, load),
+    2: (
+        every_way,
+        fused,
+        accumulated_ways,
+        picky_ways,
+        tied_ways,
+        half_precision,
+        communicated,
+        thousand_draws,
+        refusals,
+        load,
+    ),
     4: (every_way, poisson_ways, neighbours, thousand_draws, refusals, save),
 }
 

@@ -39,6 +39,13 @@ def test_gradients_add_up_over_several_backward_passes(worlds: dict[int, Any]) -
             assert_same(parameters, expected)
 
 
+def test_a_model_that_cannot_take_an_empty_batch_trains_on_empty_shares(worlds: dict[int, Any]) -> None:
+    expected = cases.picky("alone")
+    for found in worlds[2]:
+        for parameters in found["picky_ways"].values():
+            assert_same(parameters, expected)
+
+
 def test_tied_frozen_opaque_and_checkpointed_parts_are_trained_as_by_one_process(worlds: dict[int, Any]) -> None:
     expected = cases.tied("alone")
     for found in worlds[2]:
