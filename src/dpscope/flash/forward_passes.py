@@ -140,6 +140,7 @@ class ForwardPasses:
         if self._ranks is None:
             refuse_ddp_forward()
         elif self._depth == 0:
+            self._close_recorded()  # the micro-batch before, of which `is_made_up` still speaks
             call = make_up_sample(args, kwargs) if self._count(args, kwargs) == 0 else None
             self.is_made_up = call is not None
             if call is not None:
