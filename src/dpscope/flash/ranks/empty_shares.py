@@ -12,14 +12,14 @@ from torch import Tensor
 
 from dpscope.flash.arguments import Leaf, leaves_in, replace_leaves
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]  # args and kwargs
+ModelCall = tuple[tuple[Any, ...], dict[str, Any]]  # args and kwargs
 
 
-def make_up_sample(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+def make_up_sample(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelCall | None:
     """The call with one sample of zeros where it has none; None where no tensor in it could hold one."""
     if not any(_is_empty(leaf) for leaf in leaves_in((args, kwargs))):
         return None
-    call: Call = replace_leaves((args, kwargs), _with_one_row)
+    call: ModelCall = replace_leaves((args, kwargs), _with_one_row)
     return call
 
 
