@@ -108,7 +108,9 @@ class BareUse(_Seen):
             for slot, values in self._of_parameters(operand.plain, gradients):
                 if slot.why != self.why:
                     slot.describe("kept", self.why, {"": values.shape})
-                ours = all(values.untyped_storage().data_ptr() != g.untyped_storage().data_ptr() for g in gs)
+                storage = values.untyped_storage().data_ptr()
+                # What is added to later has to have a place for each element, and not to be autograd's.
+                ours = 0 not in values.stride() and all(g.untyped_storage().data_ptr() != storage for g in gs)
                 self.tap.engine.add(slot, Kept(values, owned=ours))
 
     def slot(self, plain: Tensor) -> Slot | None:

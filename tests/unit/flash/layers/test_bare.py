@@ -272,14 +272,15 @@ class Checkpointed(nn.Module):
         return checkpoint(self.inner, x, use_reentrant=self.reentrant)
 
 
+@pytest.mark.parametrize("budget", [None, "lean"])
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("name", ["positions", "class token", "in place", "experts", "given to a layer"])
-def test_a_checkpointed_module_is_followed_when_it_runs_again(name, reentrant):
+def test_a_checkpointed_module_is_followed_when_it_runs_again(name, reentrant, budget):
     torch.manual_seed(0)
     model = nn.Sequential(layer(), Checkpointed(FOLLOWED[name](), reentrant)).double()
     batch = {"x": torch.randn(4, LENGTH, WIDTH).double()}
     truth = run_oracle(model.eval(), batch, one_loss(losses), max_grad_norm=1.0)
-    with FlashEngine(model.train(), max_grad_norm=1.0, loss_reduction="sum") as engine:
+    with FlashEngine(model.train(), max_grad_norm=1.0, loss_reduction="sum", memory_budget=budget) as engine:
         private_step(engine, batch, losses)
         assert "opaque" not in {row.kind for row in engine.explain()}
     for key, parameter in model.named_parameters():
