@@ -7,6 +7,7 @@ random numbers of the operands' shapes, on the whole and row by row, with each o
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Any
@@ -104,14 +105,15 @@ class BareUse(_Seen):
             found = self.rule(self, gs[0], args, kwargs)
         if found is None:
             found = gradients_by_row(self, operands, spec, gs, autocast)
-        for operand, gradients in found:
-            for slot, values in self._of_parameters(operand.plain, gradients):
-                if slot.why != self.why:
-                    slot.describe("kept", self.why, {"": values.shape})
-                storage = values.untyped_storage().data_ptr()
-                # What is added to later has to have a place for each element, and not to be autograd's.
-                ours = 0 not in values.stride() and all(g.untyped_storage().data_ptr() != storage for g in gs)
-                self.tap.engine.add(slot, Kept(values, owned=ours))
+        parts = [part for operand, g in found for part in self._of_parameters(operand.plain, g)]
+        # What is added to later has to have a place for each element, and not to be autograd's or another parameter's:
+        # a sum's terms have one gradient, the same tensor.
+        shared = Counter(tensor.untyped_storage().data_ptr() for tensor in (*gs, *(values for _, values in parts)))
+        for slot, values in parts:
+            if slot.why != self.why:
+                slot.describe("kept", self.why, {"": values.shape})
+            ours = shared[values.untyped_storage().data_ptr()] == 1 and 0 not in values.stride()
+            self.tap.engine.add(slot, Kept(values, owned=ours))
 
     def slot(self, plain: Tensor) -> Slot | None:
         """That of the parameter, if the tensor is one itself."""

@@ -317,6 +317,19 @@ def test_a_use_inside_a_checkpoint_inside_its_module_is_left_to_vmap():
     assert {row.kind for row in engine.explain() if row.module.startswith("1")} == {"opaque"}
 
 
+def test_parameters_whose_gradients_are_one_tensor_are_summed_apart():
+    """Over two forward passes, which are added in place where nobody else holds the tensor."""
+
+    def run(m, x):
+        return x * (m.p + m.q) + m.r.sum()
+
+    def both(model, batch):
+        return losses(model, batch) + losses(model, {"x": 2 * batch["x"]})
+
+    model = nn.Sequential(layer(), Owner(run, p=bare(LENGTH, WIDTH), q=bare(LENGTH, WIDTH), r=bare(WIDTH)))
+    assert_exact(model, {"x": torch.randn(3, LENGTH, WIDTH)}, both)
+
+
 def test_a_parameter_shared_by_two_modules_counts_their_cross_terms():
     one, two = FOLLOWED["scale"](), FOLLOWED["scale"]()
     two.p, two.inner.weight = one.p, one.inner.weight
