@@ -21,6 +21,8 @@ from tests.slow import SLOW
 # A suite that a shell runs in its background ignores SIGINT, and so would every process it starts.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # the same under nohup
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # In CI the same examples every time: a run that fails there is about the change, not about luck. (Imported only there:
 # tests/gpu also runs on machines without hypothesis.)
