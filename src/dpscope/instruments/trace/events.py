@@ -163,6 +163,9 @@ def nest(events: Iterable[Event], leaves: Iterable[Event] = ()) -> None:
         stack.append(event)
 
 
+HALF_A_NANOSECOND = 5e-4  # in microseconds: the profiler's clock counts whole ones, and sums of floats do not
+
+
 class EnclosingEvents:
     """Finds the innermost of a set of nested events that contains a moment of a thread."""
 
@@ -177,7 +180,7 @@ class EnclosingEvents:
         if place < 0:
             return None
         event = self._events[thread][place]
-        return event.nearest(lambda e: e.end >= moment)
+        return event.nearest(lambda e: e.end >= moment - HALF_A_NANOSECOND)
 
 
 def _memory(raw: Iterable[dict[str, Any]], origin: float, operators: list[Event]) -> list[dict[str, Any]]:

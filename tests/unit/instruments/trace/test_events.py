@@ -110,3 +110,11 @@ def test_the_innermost_event_around_a_moment_is_the_shortest_that_contains_it(ev
     found = EnclosingEvents(events).find((1, 1), moment + 0.5)
     containing = [event for event in events if event.start <= moment + 0.5 <= event.end]
     assert (found.duration if found else None) == min((e.duration for e in containing), default=None)
+
+
+def test_what_happens_in_the_last_nanosecond_of_an_event_is_inside_it():
+    """The profiler's times are whole nanoseconds; as sums of floats they are a little off."""
+    event = Event("aten::sum", "cpu_op", 721.434, 7.6909999999999, (1, 1), {})
+    assert event.end < 729.125
+    assert EnclosingEvents([event]).find((1, 1), 729.125) is event
+    assert EnclosingEvents([event]).find((1, 1), 729.126) is None
