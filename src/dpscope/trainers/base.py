@@ -16,7 +16,7 @@ from dpscope.flash.oracle import tensors_of
 from dpscope.places import load_at
 from dpscope.results.schema import Note
 from dpscope.trainers.checkpointing import checkpoint_blocks
-from dpscope.trainers.spreading import casts_by_itself, spread
+from dpscope.trainers.spreading import is_sharded
 from dpscope.vocabulary.methods import Method
 from dpscope.vocabulary.phases import FORWARD, MODEL_LOADED, MODEL_WRAPPED, OPTIMIZER_CREATED, moment, phase
 from dpscope.vocabulary.settings import OPTIMIZERS, TrainerSettings
@@ -40,7 +40,6 @@ class TrainerBase(ABC):
     """
 
     memory_rules: ClassVar[tuple[ComponentRule, ...]] = ()
-    can_be_spread: ClassVar[bool] = False  # over several processes
 
     def __init__(self, model: nn.Module, loss: LossFunction, settings: TrainerSettings) -> None:
         require_trainable(model)
@@ -51,14 +50,8 @@ class TrainerBase(ABC):
         self.plain_model = model
         moment(MODEL_LOADED)
         self.checkpoints = checkpoint_blocks(model) if settings.checkpoint_blocks else None
-        if settings.world_size > 1:
-            if not self.can_be_spread:
-                raise UserError(
-                    f"{type(self).__name__} trains in one process: over several, compare standard and flash "
-                    "(--methods standard,flash)"
-                )
-            model = spread(model, settings)
-        self.model = self.prepare_model(model)
+        self.require_model(model)
+        self.model = self.prepare_model(self.spread(model) if settings.world_size > 1 else model)
         moment(MODEL_WRAPPED)
         self.optimizer = self.prepare_optimizer(self._plain_optimizer(model))
         moment(OPTIMIZER_CREATED)
@@ -83,6 +76,16 @@ class TrainerBase(ABC):
         require_loss_per_sample(losses)
         self.backward(losses)
         return losses.detach().mean()
+
+    def require_model(self, model: nn.Module) -> None:  # noqa: B027
+        """Raise `UserError` for a model that this method cannot train."""
+
+    def spread(self, model: nn.Module) -> nn.Module:
+        """The model over `settings.world_size` processes. Its parameters are replaced in place, if at all."""
+        raise UserError(
+            f"{type(self).__name__} trains in one process: over several, compare standard and flash "
+            "(--methods standard,flash)"
+        )
 
     @abstractmethod
     def prepare_model(self, model: nn.Module) -> nn.Module:
@@ -124,7 +127,7 @@ class TrainerBase(ABC):
         dtype = AUTOCAST.get(self.settings.dtype)
         return (
             nullcontext()
-            if dtype is None or casts_by_itself(self.settings)
+            if dtype is None or is_sharded(self.settings)
             else torch.autocast(self.device.type, dtype=dtype)
         )
 

@@ -73,8 +73,10 @@ class DPFlashClippingTrainer(StandardTrainer):
     def notes(self) -> list[Note]:
         return note_on_opaque(self.engine.opaque_units(), self.settings.batch_size)
 
-    def prepare_model(self, model: nn.Module) -> nn.Module:
+    def require_model(self, model: nn.Module) -> None:
         require_private_trainable(model)
+
+    def prepare_model(self, model: nn.Module) -> nn.Module:
         self.engine = FlashEngine(
             model,
             max_grad_norm=self.settings.max_grad_norm,

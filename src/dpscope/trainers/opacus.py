@@ -6,12 +6,9 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Iterator
 
-from opacus.grad_sample import GradSampleModule
+from opacus.grad_sample import GradSampleModule, get_gsm_class
 from opacus.grad_sample.grad_sample_module import create_or_accumulate_grad_sample
-from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import (
-    GradSampleModuleFastGradientClipping,
-)
-from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
+from opacus.optimizers import DPOptimizer, get_optimizer_class
 from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -21,8 +18,10 @@ from dpscope.flash.oracle import tensors_of
 from dpscope.instruments.memory import Holding
 from dpscope.trainers.base import TrainerBase
 from dpscope.trainers.logical_batch import keep_clipped_sums
+from dpscope.trainers.opacus_ranks import require_spreadable, spread
 from dpscope.trainers.opacus_refusals import CHECKPOINTED, CallWatch, refusals, require_supported
 from dpscope.trainers.privacy_rules import require_private_trainable
+from dpscope.trainers.spreading import is_sharded
 from dpscope.vocabulary.allocations import allocates
 from dpscope.vocabulary.components import ACTIVATION_HOOKS, GRADIENTS, NORM_SAMPLES, PER_SAMPLE_GRADIENTS
 from dpscope.vocabulary.phases import BACKWARD, CLIP, NOISE, OPTIMIZER, in_phase, phase
@@ -53,21 +52,32 @@ class _OpacusTrainer(TrainerBase):
     """What flat and ghost share: an Opacus optimizer that makes the gradient private before the step."""
 
     optimizer: DPOptimizer
-    optimizer_class: type[DPOptimizer]
 
-    def prepare_model(self, model: nn.Module) -> GradSampleModule:
+    @property
+    @abstractmethod
+    def mode(self) -> str:
+        """Opacus's `grad_sample_mode`."""
+
+    def require_model(self, model: nn.Module) -> None:
         require_private_trainable(model)
         if self.settings.checkpoint_blocks:
             raise UserError(CHECKPOINTED)
         require_supported(model)
-        with refusals(model):
+        if self.settings.world_size > 1:
+            require_spreadable(model, self.mode, self.settings)
+
+    def spread(self, model: nn.Module) -> nn.Module:
+        return spread(model, self.settings)
+
+    def prepare_model(self, model: nn.Module) -> GradSampleModule:
+        with refusals(self.plain_model):
             wrapped = self.wrap(model)
-        self.first_calls: CallWatch | None = CallWatch(wrapped)
+        self.first_calls: CallWatch | None = CallWatch(wrapped, self.plain_model)
         return wrapped
 
-    @abstractmethod
-    def wrap(self, model: nn.Module) -> GradSampleModule:
+    def wrap(self, model: nn.Module, **options: object) -> GradSampleModule:
         """The model in Opacus's hooks."""
+        return get_gsm_class(self.mode)(model, batch_first=True, loss_reduction="mean", **options)
 
     def train_step(self, *batches: Batch) -> Tensor:
         with refusals(self.plain_model):  # some are found out only by hooks, while the model runs
@@ -97,11 +107,14 @@ class _OpacusTrainer(TrainerBase):
                 yield ACTIVATION_HOOKS, path, tensor
 
     def prepare_optimizer(self, optimizer: Optimizer) -> DPOptimizer:
-        private: DPOptimizer = self.optimizer_class(
+        ranks = self.settings.world_size
+        make = get_optimizer_class("flat", distributed=ranks > 1, grad_sample_mode=self.mode)
+        private: DPOptimizer = make(
             optimizer,
             noise_multiplier=self.settings.noise_multiplier,
             max_grad_norm=self.settings.max_grad_norm,
-            expected_batch_size=self.settings.logical_batch_size,
+            # Opacus averages over ranks, so that its divisor is the batch of one.
+            expected_batch_size=self.settings.logical_batch_size // ranks,
             loss_reduction="mean",
             generator=self.noise_generator(),
         )
@@ -109,9 +122,11 @@ class _OpacusTrainer(TrainerBase):
         return private
 
     def update(self) -> None:
-        # DPOptimizer.step, with its two halves told apart: make the gradient private, then step.
+        # DPOptimizer.step, with its parts told apart: make the gradient private, add it up over ranks, then step.
         if self.optimizer.pre_step():
             with phase(OPTIMIZER):
+                if hasattr(self.optimizer, "reduce_gradients"):
+                    self.optimizer.reduce_gradients()
                 self.optimizer.original_optimizer.step()
 
     def accumulate(self) -> None:
@@ -121,10 +136,7 @@ class _OpacusTrainer(TrainerBase):
 class DPSGDTrainer(_OpacusTrainer):
     """Flat clipping: Opacus hooks keep every sample's gradient of every parameter."""
 
-    optimizer_class = DPOptimizer
-
-    def wrap(self, model: nn.Module) -> GradSampleModule:
-        return GradSampleModule(model, batch_first=True, loss_reduction="mean")
+    mode = "hooks"
 
     def prepare_optimizer(self, optimizer: Optimizer) -> DPOptimizer:
         private = super().prepare_optimizer(optimizer)
@@ -138,16 +150,12 @@ class DPSGDTrainer(_OpacusTrainer):
 class DPGhostClippingTrainer(_OpacusTrainer):
     """Ghost clipping: one backward pass for per-sample norms, a second for the gradient of the clipped loss."""
 
-    optimizer_class = DPOptimizerFastGradientClipping
+    @property
+    def mode(self) -> str:
+        return "ghost_fsdp" if is_sharded(self.settings) else "ghost"
 
-    def wrap(self, model: nn.Module) -> GradSampleModuleFastGradientClipping:
-        wrapped = GradSampleModuleFastGradientClipping(
-            model,
-            batch_first=True,
-            loss_reduction="mean",
-            max_grad_norm=self.settings.max_grad_norm,
-            use_ghost_clipping=True,
-        )
+    def wrap(self, model: nn.Module, **options: object) -> GradSampleModule:
+        wrapped = super().wrap(model, max_grad_norm=self.settings.max_grad_norm, use_ghost_clipping=True, **options)
         wrapped.get_clipping_coef = in_phase(CLIP, wrapped.get_clipping_coef)
         return wrapped
 

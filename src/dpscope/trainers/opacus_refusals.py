@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from dpscope.errors import UserError
+from dpscope.flash.ranks.layout import is_fsdp
 from dpscope.sentences import list_names, name_module
 
 REFUSES = "Opacus refuses this model"  # Opacus's own word
@@ -85,11 +86,11 @@ def require_supported(model: nn.Module) -> None:
 class CallWatch:
     """Looks at the first call of each module that Opacus hooks, and refuses what Opacus would not see of it."""
 
-    def __init__(self, wrapped: GradSampleModule) -> None:
+    def __init__(self, wrapped: GradSampleModule, model: nn.Module) -> None:
         self._rules = wrapped.GRAD_SAMPLERS
         self._sizes: dict[str, torch.Size] = {}  # name of a module -> shape of what Opacus takes for its batch
         self._handles: list[RemovableHandle] = []
-        names = {module: name_module(name, module) for name, module in wrapped._module.named_modules()}
+        names = {module: name_module(name, module) for name, module in model.named_modules()}
         for module in wrapped.iterate_submodules(wrapped._module):
             if type(module) not in (DPRNN, DPLSTM, DPGRU, RNNLinear):
                 self._handles += self._watch(names[module], module)
@@ -109,7 +110,8 @@ class CallWatch:
             self._handles.pop().remove()
 
     def _watch(self, called: str, module: nn.Module) -> Iterator[RemovableHandle]:
-        has_rule = type(module) in self._rules
+        # fully_shard gives a Linear the class FSDPLinear, of FSDPModule and Linear.
+        has_rule = (type(module).__bases__[1] if is_fsdp(module) else type(module)) in self._rules
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if not module.training:

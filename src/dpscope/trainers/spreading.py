@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -11,12 +11,24 @@ from torch.nn.parallel import DistributedDataParallel
 from dpscope.trainers.checkpointing import find_blocks
 from dpscope.vocabulary.settings import TrainerSettings
 
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
 REPLICAS = 2  # of hsdp
 
 
-def casts_by_itself(settings: TrainerSettings) -> bool:
-    """Whether FSDP2's policy does what autocast would: parameters travel, and are multiplied, in bf16."""
+def is_sharded(settings: TrainerSettings) -> bool:
+    """Whether FSDP2 holds the model. Its policy then does what autocast would: parameters travel in bf16."""
     return settings.world_size > 1 and settings.parallel != "ddp"
+
+
+def policy_of(settings: TrainerSettings, **more: Any) -> MixedPrecisionPolicy:
+    """FSDP2's policy for the number format of a row; gradients are reduced in float32."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    if settings.dtype != "bf16":
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, **more)
 
 
 def spread(model: nn.Module, settings: TrainerSettings) -> nn.Module:
@@ -25,18 +37,15 @@ def spread(model: nn.Module, settings: TrainerSettings) -> nn.Module:
     if settings.parallel == "ddp":
         return DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import fully_shard
 
     dimensions = {"shard": settings.world_size}
     if settings.parallel == "hsdp":
         dimensions = {"replicate": REPLICAS, "shard": settings.world_size // REPLICAS}
-    half = torch.bfloat16 if settings.dtype == "bf16" else None
-    wide = None if half is None else torch.float32
     options: dict[str, Any] = {
         "mesh": init_device_mesh(device.type, tuple(dimensions.values()), mesh_dim_names=tuple(dimensions))
     }
     for block in find_blocks(model):
-        fully_shard(block, mp_policy=MixedPrecisionPolicy(param_dtype=half, reduce_dtype=wide), **options)
-    policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=wide, output_dtype=wide)
-    fully_shard(model, mp_policy=policy, **options)
+        fully_shard(block, mp_policy=policy_of(settings), **options)
+    fully_shard(model, mp_policy=policy_of(settings, output_dtype=torch.float32), **options)
     return model

@@ -4,13 +4,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dpscope.trainers.base import TrainerBase
+from dpscope.trainers.spreading import spread
 from dpscope.vocabulary.phases import BACKWARD, OPTIMIZER, phase
 
 
 class StandardTrainer(TrainerBase):
     """One backward pass a batch, one optimizer step, no privacy."""
 
-    can_be_spread = True
+    def spread(self, model: nn.Module) -> nn.Module:
+        return spread(model, self.settings)
 
     def prepare_model(self, model: nn.Module) -> nn.Module:
         return model

@@ -13,8 +13,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dpscope.errors import UserError
 from dpscope.flash.ranks.layout import is_fsdp, layout_of
-from dpscope.trainers.opacus import DPSGDTrainer
-from dpscope.trainers.spreading import casts_by_itself, spread
+from dpscope.trainers.base import TrainerBase
+from dpscope.trainers.spreading import is_sharded, policy_of, spread
 from dpscope.vocabulary.settings import TrainerSettings
 
 
@@ -34,6 +34,20 @@ def settings(parallel: str, **more: object) -> TrainerSettings:
     return TrainerSettings(batch_size=2, gpus=4, parallel=parallel, **more)
 
 
+class OneProcess(TrainerBase):
+    """A method that says nothing of several processes."""
+
+    def prepare_model(self, model: nn.Module) -> nn.Module:
+        return model
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        return optimizer
+
+    def backward(self, losses: torch.Tensor) -> None: ...
+
+    def update(self) -> None: ...
+
+
 @pytest.mark.parametrize(("parallel", "kind"), [("fsdp", "FSDP2 (4,)"), ("hsdp", "HSDP (2, 2)")])
 def test_blocks_are_sharded_one_by_one_and_then_the_rest(parallel: str, kind: str) -> None:
     sharded = spread(model(), settings(parallel))
@@ -45,10 +59,16 @@ def test_blocks_are_sharded_one_by_one_and_then_the_rest(parallel: str, kind: st
 
 def test_under_ddp_the_model_is_wrapped_and_autocast_stays() -> None:
     assert isinstance(spread(model(), settings("ddp")), DistributedDataParallel)
-    assert not casts_by_itself(settings("ddp", dtype="bf16"))
-    assert casts_by_itself(settings("fsdp", dtype="bf16"))
+    assert not is_sharded(settings("ddp"))
+    assert is_sharded(settings("fsdp"))
+
+
+def test_bf16_is_the_policy_of_a_sharded_model_with_reduction_in_float32() -> None:
+    half = policy_of(settings("fsdp", dtype="bf16"))
+    assert (half.param_dtype, half.reduce_dtype) == (torch.bfloat16, torch.float32)
+    assert policy_of(settings("fsdp")).param_dtype is None
 
 
 def test_a_method_that_trains_in_one_process_says_so() -> None:
-    with pytest.raises(UserError, match="trains in one process"):
-        DPSGDTrainer(model(), lambda m, b: torch.zeros(1), settings("ddp"))
+    with pytest.raises(UserError, match="OneProcess trains in one process"):
+        OneProcess(model(), lambda m, b: torch.zeros(1), settings("ddp"))

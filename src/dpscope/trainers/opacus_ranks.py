@@ -1,0 +1,86 @@
+"""How Opacus trains over several processes: DDP of its own for flat and ghost clipping, FSDP2 for ghost clipping."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
+from opacus.grad_sample import get_gsm_class
+from opacus.utils.module_utils import trainable_modules
+from torch import nn
+
+from dpscope.errors import UserError
+from dpscope.sentences import list_names, name_module
+from dpscope.trainers.spreading import is_sharded, policy_of
+from dpscope.vocabulary.settings import TrainerSettings
+
+
+def require_spreadable(model: nn.Module, mode: str, settings: TrainerSettings) -> None:
+    """Raise `UserError` for what Opacus cannot train in this `grad_sample_mode` over several processes."""
+    if not is_sharded(settings):
+        return
+    if settings.parallel == "hsdp":
+        raise UserError(
+            "Opacus cannot train over replicas of shards: its FSDP2Wrapper takes no mesh. Compare ghost with "
+            "--parallel fsdp, or --methods standard,flash"
+        )
+    if mode == "hooks":
+        raise UserError(
+            "Opacus has no flat clipping of a sharded model: its hooks keep gradients of whole parameters for every "
+            "sample. Compare flat with --parallel ddp, or --methods standard,ghost,flash"
+        )
+    try:
+        import opacus.utils.fsdp_utils  # noqa: F401
+    except ImportError:
+        raise UserError("this Opacus cannot train a sharded model: install opacus 1.6 or newer") from None
+    _require_untied(model)
+    _require_copyable(model)
+    _require_rows_for_all(model, settings.world_size)
+
+
+def _require_untied(model: nn.Module) -> None:
+    """FSDP2Wrapper shards each layer by itself: of a shared parameter each would get its own, and train it apart."""
+    holders = defaultdict(list)
+    for module_name, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            holders[parameter].append(f"{module_name}.{name}".lstrip("."))
+    if tied := next((names for names in holders.values() if len(names) > 1), None):
+        raise UserError(
+            f"Opacus cannot train tied weights of a sharded model ({list_names(tied)}): it shards each layer by "
+            "itself. Untie them, or compare --methods standard,flash"
+        )
+
+
+def _require_copyable(model: nn.Module) -> None:
+    """Opacus copies a module that owns parameters and for which it has no rule; one with shards has no copy."""
+    rules = get_gsm_class("ghost_fsdp")
+    for name, module in trainable_modules(model):
+        below = (each for each in module.modules() if each is not module)
+        has_shards = module is model or any(True for each in below for _ in each.parameters(recurse=False))
+        if has_shards and type(module) not in {*rules.GRAD_SAMPLERS, *rules.NORM_SAMPLERS}:
+            raise UserError(
+                f"Opacus cannot train this model sharded: {name_module(name, module)} owns parameters beside its "
+                "submodules, and Opacus, which has no rule for it, copies it, which shards do not allow. Give its own "
+                "parameters to a submodule, or compare --methods standard,flash"
+            )
+
+
+def _require_rows_for_all(model: nn.Module, ranks: int) -> None:
+    """Opacus adds noise by DTensor's rules, by which the sum of so small a gradient is whole on every rank."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dim() and len(parameter) < ranks:
+            raise UserError(
+                f"Opacus cannot train {name} of shape {tuple(parameter.shape)} in {ranks} shards: its first dimension "
+                "is smaller than the number of ranks. Use fewer, or compare --methods standard,flash"
+            )
+
+
+def spread(model: nn.Module, settings: TrainerSettings) -> nn.Module:
+    """As Opacus's documentation says: the model whole on each process, or every layer sharded by itself."""
+    if not is_sharded(settings):
+        whole: nn.Module = DifferentiallyPrivateDistributedDataParallel(model)
+        return whole
+    from opacus.utils.fsdp_utils import FSDP2Wrapper
+
+    FSDP2Wrapper(model, mp_policy=policy_of(settings))  # in place
+    return model
