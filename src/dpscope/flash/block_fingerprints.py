@@ -1,13 +1,12 @@
 """Whether a block that runs again gives its layers the gradients that it gave them in the backward pass.
 
-Each layer's g is projected on fixed signs, sample by sample: Σ_{t,j} u_t v_j g_tj. A difference δ between two runs
-moves the projection by about ‖δ‖, whatever its direction; rounding moves it by about ε‖g‖.
+What its layers leave is projected on fixed signs, sample by sample (kernels/projections.py). A difference δ between
+two runs moves the projection by about ‖δ‖, whatever its direction; rounding moves it by about ε‖g‖.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -15,11 +14,10 @@ from torch import Tensor
 
 from dpscope.flash.contributions import Contribution, Kept, Saved
 from dpscope.flash.kernels.float32_products import operand_rounding
-from dpscope.flash.kernels.kept_gradients import kept_norms_squared
+from dpscope.flash.kernels.projections import projections
 from dpscope.flash.slots import Slot
 
 Left = dict[Slot, list[Contribution]]  # what the layers of a block leave
-ZERO = torch.zeros((), dtype=torch.float64)
 
 # How far a projection may move, of the norm of all gradients of the block. Where kernels repeat themselves it does not
 # move at all. Where they add in any order (attention's, on a GPU) elements round another way, and so does what follows
@@ -35,62 +33,45 @@ def tolerance_of(dtypes: Collection[torch.dtype], device: torch.device) -> float
     return max(REPEATED_TF32 if tf32 else 0.0, *(REPEATED.get(dtype, 0.0) for dtype in dtypes))
 
 
-@lru_cache(maxsize=256)
-def _signs(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    generator = torch.Generator().manual_seed(count)
-    return (torch.randint(0, 2, (count,), generator=generator) * 2 - 1).to(device, dtype)
-
-
-def _project(tensor: Tensor) -> Tensor:
-    """(B, …) -> (B,)."""
-    if tensor.dtype == torch.float16:  # sums would overflow
-        tensor = tensor.float()
-    rows = tensor.reshape(tensor.shape[0], -1, tensor.shape[-1]) if tensor.dim() > 1 else tensor.reshape(-1, 1, 1)
-    sums = rows @ _signs(rows.shape[2], rows.dtype, rows.device)
-    return sums.double() @ _signs(rows.shape[1], torch.float64, rows.device)
-
-
-def project(left: Left) -> Tensor | None:
-    """(parameters, B) of what a block's layers have left; None where that is nothing at all."""
-    projections = [sum((_project(_gradient(part)) for part in parts), start=ZERO) for parts in left.values()]
-    known = [each for each in projections if each is not ZERO]
-    return (
-        torch.stack([torch.zeros_like(known[0]) if each is ZERO else each for each in projections]) if known else None
-    )
+def project(left: Left) -> dict[bool, Tensor]:
+    """(2, B) of sums over positions (True) and of the gradients of positions (False): projections and squares."""
+    found: dict[bool, tuple[list[Tensor], list[int]]] = {}
+    for number, parts in enumerate(left.values()):
+        for part in parts:
+            values, numbers = found.setdefault(isinstance(part, Kept), ([], []))
+            values.append(_gradient(part))
+            numbers.append(number)
+    return {kind: projections(values, numbers) for kind, (values, numbers) in found.items()}
 
 
 class Fingerprint(NamedTuple):
-    """Of a backward pass: (parameters, B) projections, and the norms that differences are held against."""
+    """Of a backward pass: projections and the norms that differences are held against, each (B,).
 
-    projections: Tensor
-    scales: Tensor
+    Sums over positions (biases, norm layers) are larger than the gradients of positions: each kind has its own.
+    """
+
+    kinds: dict[bool, tuple[Tensor, Tensor]]
     tolerance: float
 
     @classmethod
     def of(cls, left: Left, dtypes: Collection[torch.dtype]) -> Fingerprint:
         """`dtypes`: in which the block computes, besides those of what its layers have left."""
-        # Sums over positions (biases, norm layers) are larger than the gradients of positions: each has its own scale.
-        kinds = [any(isinstance(part, Kept) for part in parts) for parts in left.values()]
-        tensors = [[_gradient(part) for part in parts] for parts in left.values()]
-        norms = {
-            kind: kept_norms_squared([t for each, k in zip(tensors, kinds, strict=True) if k == kind for t in each])
-            for kind in set(kinds)
-        }
-        projections = project(left)
-        assert projections is not None
-        scales = torch.stack([norms[kind].sqrt() for kind in kinds])
-        dtypes = {*dtypes, *(tensor.dtype for each in tensors for tensor in each)}
-        return cls(projections, scales, tolerance_of(dtypes, projections.device))
+        kinds = {kind: (sums, squares.sqrt()) for kind, (sums, squares) in project(left).items()}
+        tensors = [_gradient(part) for parts in left.values() for part in parts]
+        dtypes = {*dtypes, *(tensor.dtype for tensor in tensors)}
+        return cls(kinds, tolerance_of(dtypes, tensors[0].device))
 
     def differs(self, left: Left, finite: Tensor | None) -> Tensor:
         """Whether another run left something else, for any sample that has a share (of all finite ones if unknown)."""
-        projections = project(left)
-        other = torch.zeros_like(self.projections) if projections is None else projections
-        judged = self.projections.isfinite() & self.scales.isfinite()
-        if finite is not None:
-            judged &= finite
-        moved = ~((self.projections - other).abs() <= self.tolerance * self.scales)
-        return (moved & judged).any()
+        others = project(left)
+        moved = []
+        for kind, (sums, scale) in self.kinds.items():
+            other = others[kind][0] if kind in others else torch.zeros_like(sums)
+            judged = sums.isfinite() & scale.isfinite()
+            moved.append(
+                ~((sums - other).abs() <= self.tolerance * scale) & (judged if finite is None else judged & finite)
+            )
+        return torch.stack(moved).any()
 
 
 def _gradient(part: Contribution) -> Tensor:

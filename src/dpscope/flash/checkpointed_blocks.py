@@ -111,6 +111,7 @@ class CheckpointedBlocks:
         self.choices = BlockChoices(engine.path_rules.budget)
         self.reruns = BlockReruns(engine, self.choices)
         self._calls = 0  # of this micro-batch
+        self._trained: int | None = None  # parameters, in this micro-batch
         self._passes: list[BlockPass] = []
         self._gathering: BlockPass | None = None
         engine.state.when_dropped(self.clear)
@@ -126,6 +127,7 @@ class CheckpointedBlocks:
 
     def begin_micro_batch(self) -> None:
         self._calls = 0
+        self._trained = None
 
     def _call(self, checkpoint: Callable[..., Any], function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         outer = self.engine.block
@@ -165,8 +167,9 @@ class CheckpointedBlocks:
 
     def _shape(self, grads: Sequence[Tensor | None]) -> Any:
         """What decides how much a block takes for a sample: the shapes of its outputs, and which layers are trained."""
-        trained = sum(p.requires_grad for p in self.engine.model.parameters())
-        return trained, [None if grad is None else grad.shape[1:] for grad in grads]
+        if self._trained is None:
+            self._trained = sum(p.requires_grad for p in self.engine.model.parameters())
+        return self._trained, [None if grad is None else grad.shape[1:] for grad in grads]
 
     def begin_run(self, block: CheckpointedBlock) -> None:
         """Backward runs the block's forward again; some of its layers may have left something before."""

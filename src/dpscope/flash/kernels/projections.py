@@ -1,0 +1,110 @@
+"""Each sample's values projected on fixed signs, and its squares: one read, all tensors in one launch.
+
+    projections_b = Σ_i s_i v_bi,   squares_b = Σ_i v_bi²          s_i = ±1, a function of the tensor's number and of i
+
+A difference δ between two sets of values moves a sample's projection by about ‖δ‖, whatever its direction (constant
+over all elements, too: the signs are hashed, not alternating). Sums are taken in float32, those of chunks in float64.
+"""
+
+# Kernels are typed by Triton, not by Python.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache, partial
+
+import torch
+from torch import Tensor
+
+from dpscope.flash.kernels.kept_gradients import NORM_CUT, row_norms_squared
+from dpscope.flash.kernels.tensor_lists import chunk_size, find_tensor, list_launches, pointer_at, size_at
+from dpscope.flash.kernels.triton_runtime import Backend, jit, launch_on, tl
+from dpscope.vocabulary.families import CLIPPING
+from dpscope.vocabulary.launches import Launch, announce
+
+_STRIDE = 4 * 40_503
+"""Between the numbers of the first elements of two tensors: their signs are others."""
+
+
+def projections(values: Sequence[Tensor], numbers: Sequence[int], *, backend: Backend = "auto") -> Tensor:
+    """(2, B) float64: the projections and the squares of tensors (B, …). `numbers`: each tensor's, for its signs."""
+    values = list(map(Tensor.contiguous, values))
+    batch, device = len(values[0]), values[0].device
+    starts = [number * _STRIDE for number in numbers]
+    launches, left = list_launches([values], starts, 0, 0, backend, stacked=0, cut=NORM_CUT)
+    total = torch.zeros((2, batch), dtype=torch.float64, device=device)
+    for launch in launches:
+        partials = torch.empty((2, batch, launch.programs), dtype=torch.float64, device=device)
+        with launch_on(device):
+            _projections_kernel[(launch.programs * batch,)](
+                *launch.arguments,
+                launch.programs,
+                partials,
+                batch,
+                DTYPE=launch.dtypes[0],
+                ALIGNED=launch.aligned,
+                **launch.cut,
+                num_warps=8,
+            )
+        read = [values[i] for i in launch.members]
+        announce(partial(Launch, name=_projections_kernel.__name__, family=CLIPPING, reads=read, writes=[partials]))
+        total += partials.sum(2)
+    for i in left:
+        total[0] += _project(values[i], numbers[i])
+        total[1] += row_norms_squared(values[i])
+    return total
+
+
+@partial(jit, do_not_specialize=("n_tensors", "steps", "chunks", "samples"))
+def _projections_kernel(
+    key,
+    chunk_starts,
+    extents,
+    rows,
+    n_tensors,
+    steps,
+    chunks,
+    partials,
+    samples,
+    DTYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program: one chunk of one sample. rows: (tensors,) pointers to (B, size) values; partials: (2, B, chunks)."""
+    tensor, first = find_tensor(tl.program_id(0) % chunks, chunk_starts, n_tensors, steps, CHUNK)
+    size = size_at(extents + tensor * 2, ALIGNED)
+    number = tl.load(extents + tensor * 2 + 1)
+    sample = (tl.program_id(0) // chunks).to(tl.int64)
+    values = pointer_at(rows + tensor, DTYPE, ALIGNED) + sample * size
+    sums = tl.zeros((BLOCK,), dtype=tl.float32)
+    squares = tl.zeros((BLOCK,), dtype=tl.float32)
+    for at in range(0, chunk_size(first, size, CHUNK), BLOCK):
+        index = first + at + tl.arange(0, BLOCK)
+        value = tl.load(values + index, mask=index < size, other=0.0).to(tl.float32)
+        word = (index + number).to(tl.uint32) * 2654435761
+        word = (word ^ (word >> 15)) * 2246822519
+        sums += tl.where((word >> 31) > 0, value, -value)
+        squares += value * value
+    at = sample * chunks + tl.program_id(0) % chunks
+    tl.store(partials + at, tl.sum(sums).to(tl.float64))
+    tl.store(partials + at + tl.cast(samples, tl.int64) * chunks, tl.sum(squares).to(tl.float64))
+
+
+# -- torch -------------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=256)
+def _signs(count: int, number: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(count * 1_000 + number)
+    return (torch.randint(0, 2, (count,), generator=generator) * 2 - 1).to(device, dtype)
+
+
+def _project(tensor: Tensor, number: int) -> Tensor:
+    """(B, …) -> (B,): the sign of an element is that of its row times that of its column."""
+    if tensor.dtype == torch.float16:  # sums would overflow
+        tensor = tensor.float()
+    rows = tensor.reshape(tensor.shape[0], -1, tensor.shape[-1]) if tensor.dim() > 1 else tensor.reshape(-1, 1, 1)
+    sums = rows @ _signs(rows.shape[2], number, rows.dtype, rows.device)
+    return sums.double() @ _signs(rows.shape[1], number, torch.float64, rows.device)
