@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dpscope.trainers.checkpointing import find_blocks
@@ -31,11 +32,22 @@ def policy_of(settings: TrainerSettings, **more: Any) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, **more)
 
 
+def _reduced_alone(buffer: Tensor) -> torch.futures.Future[Tensor]:
+    """DDP's reduction in a simulated world, whose collectives return nothing to wait for: DDP asks for a tensor."""
+    dist.all_reduce(buffer)
+    done: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else [])
+    done.set_result(buffer)
+    return done
+
+
 def spread(model: nn.Module, settings: TrainerSettings) -> nn.Module:
     """The model on `settings.world_size` processes: whole on each (ddp), or each block sharded, and the rest."""
     device = next(model.parameters()).device
     if settings.parallel == "ddp":
-        return DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
+        whole = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
+        if settings.simulate_world > 1:
+            whole.register_comm_hook(None, lambda _, bucket: _reduced_alone(bucket.buffer()))
+        return whole
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
