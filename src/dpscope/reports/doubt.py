@@ -50,12 +50,3 @@ def explain(doubts: Iterable[str]) -> str:
     found = set(doubts)
     reasons = [EXPLAINED[reason] for reason in REASONS if reason in found]
     return f"{MARK} marks a figure of time that is doubtful: {'; '.join(reasons)}." if reasons else ""
-
-
-def stretch_of(traced_ms: float | None, unprofiled_ms: float | None) -> float | None:
-    """How many times as long as the unprofiled step a traced one is."""
-    return traced_ms / unprofiled_ms if traced_ms and unprofiled_ms else None
-
-
-def is_stretched(stretch: float | None) -> bool:
-    return stretch is not None and stretch > STRETCHED

@@ -67,7 +67,7 @@ def _cost(row: Row) -> dict[str, Any]:
         "tokens_per_second": row.speeds.get("tokens/s"),
         "time_ratio": row.time_ratio,
         "time_ratio_doubt": row.ratio_doubt or None,
-        "time_steady": row.steady if row.median_ms is not None else None,
+        "time_steady": None if row.median_ms is None else not row.ratio_doubt,
         "peak_memory_bytes": None if row.peak_bytes is None else round(row.peak_bytes),
         "peak_memory_source": row.peak_source or None,
         "memory_ratio": row.memory_ratio,

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from dpscope.reports.doubt import explain, marked
-from dpscope.reports.memory.data import Composition, described_of, is_private_only, label_of, present
+from dpscope.reports.memory.data import Composition, described_of, is_private_only, legend_of, present
 from dpscope.reports.output import Output, text_output
 from dpscope.reports.report import Report
 from dpscope.reports.tables import SIZES, SPEEDS, Row, group_by_size, worth_a_column
@@ -76,14 +76,9 @@ def _component_table(number: int, described: Mapping[Row, Composition]) -> str:
     unit, name = _unit([each.total for each in compositions])
     keys = present(each.components for each in compositions)
     columns = ["component", *distinct([row.method for row in rows])]  # one may have been measured twice
-    labels = {key: label_of(key) + (STAR if is_private_only(key) else "") for key in keys}
-    lines = [
-        *(
-            (labels[key], *(_number(each.components.get(key) or None, 2, unit) for each in compositions))
-            for key in keys
-        ),
-        ("total", *(_number(each.total, 2, unit) for each in compositions)),
-    ]
+    held = {legend_of(key, STAR): [each.components.get(key) or None for each in compositions] for key in keys}
+    held["total"] = [each.total for each in compositions]
+    lines = [(label, *(_number(count, 2, unit) for count in counts)) for label, counts in held.items()]
     private = f"{STAR} held by private training only. " if any(map(is_private_only, keys)) else ""
     caption = f"Memory at the peak of a training step by component, in {name}, by the memory instrument. {private}"
     caption += f"{rows[0].size}; {_measured_on(rows)}"

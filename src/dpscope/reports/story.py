@@ -39,7 +39,10 @@ def tell(rows: Sequence[Row]) -> Story:
         verdict = [f"Of the private methods {winner.method} {praise}: {cost_in_words(winner)}."]
         verdict += _of_savings(winner, [row for row in private if row is not winner])
     else:
-        verdict = [*leaders.undecided(), *_of_all(private)]
+        # Without a winner each method is told for itself.
+        timed = [row for row in private if row.median_ms is not None and not row.ratio_doubt]
+        known = [row for row in private if row.peak_bytes is not None or row in timed]
+        verdict = [*leaders.undecided(), *(f"{row.method} takes {cost_in_words(row)}." for row in known)]
     sentences = [*verdict, *_of_doubt(rows), *_of_failed(rows, private), *_of_no_standard(rows)]
     notes = [f"{row.method}: {note}" for row in rows for note in row.notes]
     return Story(winner.method if winner else None, badge if winner else "", sentences, notes)
@@ -130,7 +133,7 @@ def _savings(winner: Row, other: Row) -> list[str]:
 
 def cost_in_words(row: Row) -> str:
     """`1.09× the time and 0.96× the memory of ordinary training`; absolute where there is no standard."""
-    ratios = {"time": row.time_ratio if row.steady else None, "memory": row.memory_ratio}
+    ratios = {"time": None if row.ratio_doubt else row.time_ratio, "memory": row.memory_ratio}
     parts = [f"{format_ratio(ratio)} the {what}" for what, ratio in ratios.items() if ratio is not None]
     if (moved := traffic_of(row)) and moved.ratio is not None:
         parts.append(f"{moved.show(format_ratio(moved.ratio))} the DRAM bytes")
@@ -138,12 +141,6 @@ def cost_in_words(row: Row) -> str:
         return f"{_and(parts)} of ordinary training"
     figures = (format_ms(None if row.time_doubt else row.median_ms), format_bytes(row.peak_bytes))
     return _and([figure for figure in figures if figure != MISSING]) + " a step"
-
-
-def _of_all(private: Sequence[Row]) -> list[str]:
-    """Without a winner each method is told for itself."""
-    known = [row for row in private if row.peak_bytes is not None or (row.median_ms is not None and row.steady)]
-    return [f"{row.method} takes {cost_in_words(row)}." for row in known]
 
 
 def _of_doubt(rows: Sequence[Row]) -> list[str]:

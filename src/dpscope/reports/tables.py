@@ -146,15 +146,9 @@ class Row:
         return "" if self.median_ms is None else doubt_of_times(self.spread_ms, self.steps)
 
     @property
-    def steady(self) -> bool:
-        """Is its ratio of times, or its time where there is no ratio, beyond doubt?"""
-        return not self.ratio_doubt
-
-    @property
     def samples(self) -> int:
         """Of a step: those of all its batches."""
-        samples: int = self.field("batch_size") * self.field("accumulate") * self.field("gpus")
-        return samples
+        return int(self.field("batch_size") * self.field("accumulate") * self.field("gpus"))
 
     @property
     def time_shown(self) -> str:
@@ -242,20 +236,13 @@ def hashable(value: Any) -> Hashable:
 def compare_results(results: Iterable[Result]) -> list[Row]:
     """A row for each method at each size, in order of first appearance."""
     joined = join_instruments(list(results))
-    instrument = choose_peaks(joined)
+    # Peaks of two definitions are not compared: the instrument that gives most rows one, of equals the memory one.
+    counts = Counter(name for row in joined for name in row.peaks)
+    instrument = max(counts, key=lambda name: (counts[name], name == "memory"), default=None)
     methods = tuple(dict.fromkeys(row.method for row in joined))
     rows = [replace(row, peak_instrument=instrument, methods=methods) for row in joined]
     standards = {row.comparison: row for row in rows if row.method == STANDARD}
     return [row if row is (found := standards.get(row.comparison)) else replace(row, reference=found) for row in rows]
-
-
-def choose_peaks(rows: Sequence[Row]) -> str | None:
-    """The instrument whose peaks a table shows: peaks of two definitions are not compared.
-
-    The one that gives most rows a peak; of equals the memory instrument.
-    """
-    counts = Counter(name for row in rows for name in row.peaks)
-    return max(counts, key=lambda name: (counts[name], name == "memory"), default=None)
 
 
 def join_instruments(results: Sequence[Result]) -> list[Row]:

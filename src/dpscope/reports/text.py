@@ -14,7 +14,7 @@ from rich.text import Text
 
 from dpscope.plain_text import SUMMARY_WIDTH, render_plain
 from dpscope.reports.doubt import explain
-from dpscope.reports.output import text_output
+from dpscope.reports.output import Output, text_output
 from dpscope.reports.report import Report
 from dpscope.reports.tables import SPEEDS, Row, group_by_size
 from dpscope.reports.text_table import NUMBERS, Bars, Column, FirstThatFits, identity_columns, table_of
@@ -172,8 +172,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
     return notes + peak_notes(row.peak_source for row in rows)
 
 
-def _render(report: Report) -> str:
-    return render_plain(summary(report, detailed=True))
-
-
-SUMMARY = text_output("summary.txt", "every table and sentence", _render, mark=TITLE)
+SUMMARY: Output[Report] = text_output(
+    *("summary.txt", "every table and sentence", lambda report: render_plain(summary(report, detailed=True))),
+    mark=TITLE,
+)

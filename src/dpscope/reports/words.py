@@ -14,6 +14,13 @@ ARGUMENTS = re.compile(r"<[^<>]*>|\([^()]*\)")  # of templates and calls, innerm
 LAST_WORD = re.compile(r"[\w:.~-]*$")
 AUTOGRAD_NODE = ("autograd::engine::evaluate_function: ", "autograd: ")  # as torch names it, and as reports do
 
+# What people compare of an environment, and what they call it.
+ENVIRONMENT = {
+    **{"gpu": "GPU", "cpu": "CPU", "threads": "CPU threads", "cuda": "CUDA", "driver": "driver", "torch": "torch"},
+    **{"opacus": "Opacus", "triton": "Triton", "transformers": "transformers", "peft": "PEFT", "python": "Python"},
+    **{"dpscope": "dpscope", "git_commit": "dpscope's commit"},
+}
+
 # How a peak was measured -> what it is. One table shows peaks of one of them.
 PEAKS = {
     "tracker": "of one step after warm-up; its parts from one more step whose every storage was tracked",

@@ -33,7 +33,7 @@ def test_an_unsteady_denominator_is_no_denominator(make_result):
 def test_an_unsteady_row_is_marked_alone(make_result):
     shaky = with_spread(make_result(method="flat", median=20.0), 10.0, 40.0)
     results = [make_result(median=10.0), shaky, make_result(method="ghost", median=20.0)]
-    steady = {row.method: row.steady for row in compare_results(results)}
+    steady = {row.method: not row.ratio_doubt for row in compare_results(results)}
     assert steady == {"standard": True, "flat": False, "ghost": True}
 
 

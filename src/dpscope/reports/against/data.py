@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dpscope.errors import UserError
 from dpscope.plain_text import render_plain
@@ -15,7 +15,7 @@ from dpscope.reports.export import IDENTITY, frame_of, frame_to_csv
 from dpscope.reports.output import Output, text_output
 from dpscope.reports.report import Report
 from dpscope.reports.tables import Row, hashable, worth_a_column
-from dpscope.reports.words import step_in_words
+from dpscope.reports.words import ENVIRONMENT, step_in_words
 from dpscope.results.store import Skipped
 from dpscope.units import MISSING, format_bytes
 from dpscope.vocabulary.settings import COMPARED, EVERYWHERE, SETTINGS
@@ -29,29 +29,10 @@ MAY_DIFFER = {name: each.label for name, each in SETTINGS.items() if each.identi
 # One's own workload is its name here: what its file says is what people change between two sweeps.
 OF_WORKLOAD = {"file": "workload's file", "sha256": "workload's text"}
 
-# What people compare comes first; whatever else an environment holds follows under its own name.
-ENVIRONMENT = {
-    "gpu": "GPU",
-    "gpu_memory_bytes": "GPU memory",
-    "cuda": "CUDA",
-    "driver": "driver",
-    "torch": "torch",
-    "opacus": "Opacus",
-    "triton": "Triton",
-    "dpscope": "dpscope",
-    "git_commit": "dpscope's commit",
-    "cpu": "processor",
-    "threads": "threads",
-    "python": "Python",
-}
-IN_WORDS: dict[str, Callable[[Any], str]] = {
-    "gpu_memory_bytes": format_bytes,
-    "sha256": lambda digest: str(digest)[:12],
-}
+IN_WORDS: dict[str, Callable[[Any], str]] = {"gpu_memory_bytes": format_bytes, "sha256": lambda text: str(text)[:12]}
 
 
-@dataclass(frozen=True)
-class SweepDifference:
+class SweepDifference(NamedTuple):
     """Something about the machine, the software or the settings that is not the same in both sweeps."""
 
     name: str
@@ -97,26 +78,21 @@ def list_differences(pairs: Sequence[tuple[Row, Row]]) -> list[SweepDifference]:
     workloads = [[result.spec["workload"] for result in side] for side in sides]
     others = {name: name for side in environments for each in side for name in each if name not in ENVIRONMENT}
     return [
-        *_differences(environments, {**ENVIRONMENT, **others}),
+        *_differences(environments, {**ENVIRONMENT, **others, "gpu_memory_bytes": "GPU memory"}),
         *_differences(workloads, OF_WORKLOAD),
         *_differences([[result.spec for result in side] for side in sides], MAY_DIFFER),
     ]
 
 
 def _differences(sides: Sequence[Sequence[dict[str, Any]]], labels: dict[str, str]) -> list[SweepDifference]:
-    """Of what has a label: the values that the two sides have, where they are not the same."""
+    """Of what has a label: the values that the two sides have, each once, where they are not the same."""
     found = []
     for name, label in labels.items():
-        before, now = (_values_in_words(name, [each.get(name) for each in side]) for side in sides)
-        if before != now:
-            found.append(SweepDifference(label, before, now))
+        say = IN_WORDS.get(name, str)
+        values = ([each.get(name) for each in side] for side in sides)
+        before, now = (", ".join(sorted({MISSING if v is None else say(v) for v in each})) for each in values)
+        found += [SweepDifference(label, before, now)] if before != now else []
     return found
-
-
-def _values_in_words(name: str, values: Sequence[Any]) -> str:
-    """Every value there is, each once."""
-    say = IN_WORDS.get(name, str)
-    return ", ".join(sorted({MISSING if value is None else say(value) for value in values}))
 
 
 @dataclass(frozen=True)
@@ -247,13 +223,10 @@ def _memory_sources(pairs: Sequence[tuple[Row, Row]]) -> tuple[str, str]:
     """
     known = [(peaks_by_source(older), peaks_by_source(newer)) for older, newer in pairs]
     both = [source for older, newer in known for source in newer if source in older]
-    before, now = ([source for sides in known for source in sides[place]] for place in (0, 1))
-    return _most_common(both or before), _most_common(both or now)
-
-
-def _most_common(sources: Sequence[str]) -> str:
-    """The first of those that occur most often: the memory instrument's comes first."""
-    return max(dict.fromkeys(sources), key=sources.count, default="")
+    of_sides = [both or [source for sides in known for source in sides[place]] for place in (0, 1)]
+    # The first of those that occur most often: the memory instrument's comes first.
+    before, now = (max(dict.fromkeys(sources), key=sources.count, default="") for sources in of_sides)
+    return before, now
 
 
 def to_records(against: Against) -> list[dict[str, Any]]:
@@ -282,17 +255,12 @@ def _figures(pair: Pair) -> dict[str, Any]:
             named |= {f"memory_source_{side}": reading.source or None for side, reading in sides.items()}
         for side, reading in sides.items() if key == TIME.key else ():
             low, high = reading.spread or (None, None)
-            named |= {
-                f"time_p10_{side}_ms": low,
-                f"time_p90_{side}_ms": high,
-                f"time_steps_{side}": reading.steps or None,
-            }
+            named |= {f"time_p10_{side}_ms": low, f"time_p90_{side}_ms": high}
+            named |= {f"time_steps_{side}": reading.steps or None}
     return named
 
 
 AGAINST_CSV: Output[Against] = text_output(
-    "against.csv",
-    "a line for each row of either sweep",
-    lambda against: frame_to_csv(against.to_pandas()),
+    *("against.csv", "a line for each row of either sweep", lambda against: frame_to_csv(against.to_pandas())),
     asked_for="csv",
 )

@@ -73,14 +73,13 @@ def _bar(against: Against, quantity: Quantity, pair: Pair) -> dict[str, Any]:
 
 
 def _change_table(against: Against, quantity: Quantity, pairs: Sequence[Pair]) -> Table:
-    records = []
+    sides = (f"before_{quantity.unit}", f"now_{quantity.unit}")
+    rows = []
     for pair in pairs:
         change = pair.change(quantity)
-        low, high = change.range or (None, None)
-        values = {f"before_{quantity.unit}": change.before.value, f"now_{quantity.unit}": change.now.value}
-        ranges = {"change": change.relative, "change_low": low, "change_high": high}
-        records.append({"row": against.name_of(pair), **values, **ranges, "verdict": change.verdict})
-    return Table.of(records)
+        figures = (change.before.value, change.now.value, change.relative, *(change.range or (None, None)))
+        rows.append((against.name_of(pair), *figures, change.verdict))
+    return Table(columns=("row", *sides, "change", "change_low", "change_high", "verdict"), rows=rows)
 
 
 def render_against(against: Against) -> str:

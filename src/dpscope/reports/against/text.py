@@ -24,7 +24,12 @@ NAMED_PAIRS = 8  # rows named one by one in a sentence; the table has all of the
 def headline(against: Against) -> str:
     """What there is to know, in one sentence."""
     rows = _count(len(against.pairs), "row")
-    tallies = [tally for quantity in against.quantities for tally in _tallies(against, quantity)]
+    tallies = [
+        f"{count} {word} {quantity.tally}".rstrip()
+        for quantity in against.quantities
+        for word in (quantity.less, quantity.more)
+        if (count := sum(pair.change(quantity).verdict == word for pair in against.pairs))
+    ]
     if statuses := sum(pair.status_changed for pair in against.pairs):
         tallies.append(f"{statuses} with another status")
     undecided = sum(not pair.changed and pair.change(TIME).verdict in UNDECIDED for pair in against.pairs)
@@ -37,13 +42,9 @@ def headline(against: Against) -> str:
 
 def sentences(against: Against) -> list[str]:
     """Everything that changed, the worst of it first; then what nobody can say."""
-    found = [
-        sentence
-        for quantity in against.quantities
-        for word in (quantity.more, quantity.less)
-        if (sentence := _sentence(against, quantity, word))
-    ]
-    return [*_status_sentences(against), *found, *_standard_sentences(against), *_undecided_sentences(against)]
+    found = [_sentence(against, each, word) for each in against.quantities for word in (each.more, each.less)]
+    others = [*_standard_sentences(against), *_undecided_sentences(against)]
+    return [*_status_sentences(against), *filter(None, found), *others]
 
 
 def format_change(relative: float | None) -> str:
@@ -57,12 +58,6 @@ def format_change(relative: float | None) -> str:
 
 def arrow(change: SweepChange) -> str:
     return " → ".join(change.shown)
-
-
-def _tallies(against: Against, quantity: Quantity) -> list[str]:
-    verdicts = [pair.change(quantity).verdict for pair in against.pairs]
-    counts = {word: verdicts.count(word) for word in (quantity.less, quantity.more)}
-    return [f"{count} {word} {quantity.tally}".rstrip() for word, count in counts.items() if count]
 
 
 def _sentence(against: Against, quantity: Quantity, word: str) -> str:
@@ -108,8 +103,7 @@ def _standard_sentences(against: Against) -> list[str]:
 def _undecided_sentences(against: Against) -> list[str]:
     lines = []
     for verdict, why in EXPLAINED.items():
-        pairs = [pair for pair in against.pairs if pair.change(TIME).verdict == verdict]
-        if pairs:
+        if pairs := [pair for pair in against.pairs if pair.change(TIME).verdict == verdict]:
             everywhere = len(pairs) == len(against.pairs)
             names = "any row" if everywhere else "; ".join(against.name_of(pair) for pair in pairs[:NAMED_PAIRS])
             lines.append(f"No verdict on the time of {names}: {why}. {ADVICE[verdict]}.")
@@ -150,13 +144,11 @@ def _notes(against: Against, quantity: Quantity) -> list[str]:
 
 
 def _differences(against: Against) -> RenderableType:
-    if not against.differences:
-        return Text("Measured on the same machine with the same versions and settings.")
     headings = ("not the same", "before", "now")
     table = bare_table(*headings, left=headings, wrap=headings)
     for each in against.differences:
-        table.add_row(*map(Text, (each.name, each.before, each.now)))
-    return table
+        table.add_row(*map(Text, each))
+    return table if table.row_count else Text("Measured on the same machine with the same versions and settings.")
 
 
 def _tables(pairs: Sequence[Pair], quantity: Quantity) -> FirstThatFits:
@@ -164,21 +156,19 @@ def _tables(pairs: Sequence[Pair], quantity: Quantity) -> FirstThatFits:
     spread goes first, then the ratios."""
     identity: list[Column[Pair]] = identity_columns([pair.now for pair in pairs], lambda pair: pair.now)
 
-    def columns(spread: bool, ratios: bool) -> list[Column[Pair]]:
-        before: Column[Pair] = ("p10–p90", lambda pair: spread_in_words(pair.change(quantity).before.spread))
-        now: Column[Pair] = ("p10–p90", lambda pair: spread_in_words(pair.change(quantity).now.spread))
-        return [
-            *identity,
-            *(("before", lambda pair: pair.change(quantity).shown[0]), *([before] if spread else [])),
-            *(("now", lambda pair: pair.change(quantity).shown[1]), *([now] if spread else [])),
-            ("change", lambda pair: format_change(pair.change(quantity).relative)),
-            *([("× before", lambda pair: pair.ratio(quantity).shown[0])] if ratios else []),
-            *([("× now", lambda pair: pair.ratio(quantity).shown[1])] if ratios else []),
-            ("", lambda pair: _verdict(pair, quantity)),
-        ]
-
-    forms = [columns(quantity is TIME, True), columns(False, True), columns(False, False)]
-    texts = {"model", "method"}
+    figures: list[Column[Pair]] = [
+        ("before", lambda pair: pair.change(quantity).shown[0]),
+        ("p10–p90", lambda pair: spread_in_words(pair.change(quantity).before.spread)),
+        ("now", lambda pair: pair.change(quantity).shown[1]),
+        ("p10–p90", lambda pair: spread_in_words(pair.change(quantity).now.spread)),
+        ("change", lambda pair: format_change(pair.change(quantity).relative)),
+        ("× before", lambda pair: pair.ratio(quantity).shown[0]),
+        ("× now", lambda pair: pair.ratio(quantity).shown[1]),
+        ("", lambda pair: _verdict(pair, quantity)),
+    ]
+    spread, ratios, texts = {"p10–p90"}, {"× before", "× now"}, {"model", "method"}
+    dropped = [set[str]() if quantity is TIME else spread, spread, spread | ratios]
+    forms = [[*identity, *(column for column in figures if column[0] not in names)] for names in dropped]
     return FirstThatFits(lambda bars: (table_of(pairs, form, left={*texts, ""}, wrap=texts) for form in forms))
 
 

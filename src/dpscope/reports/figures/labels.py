@@ -54,7 +54,9 @@ def label_points(
         label.set_position((dx / scale, dy / scale))
         written.append(box)
         if radius > LEADER:
-            _lead(ax, point, in_figure(ax, _nearest((x, y), box)))
+            line = {"arrowstyle": "-", "color": "0.5", "linewidth": 0.5, "shrinkA": 3, "shrinkB": 1}
+            end = in_figure(ax, _nearest((x, y), box))
+            ax.annotate("", end, xycoords="figure fraction", xytext=point, textcoords="data", arrowprops=line)
 
 
 def _best_place(
@@ -111,9 +113,3 @@ def _crossed(pixel: Pixel, box: Box, written: Sequence[Box]) -> int:
 
 def _nearest(pixel: Pixel, box: Box) -> Pixel:
     return min(max(pixel[0], box[0]), box[2]), min(max(pixel[1], box[1]), box[3])
-
-
-def _lead(ax: Axes, point: tuple[float, float], end: tuple[float, float]) -> None:
-    """A line from a marker to its label, whose end is given as a fraction of the figure."""
-    line = {"arrowstyle": "-", "color": "0.5", "linewidth": 0.5, "shrinkA": 3, "shrinkB": 1}
-    ax.annotate("", end, xycoords="figure fraction", xytext=point, textcoords="data", arrowprops=line)

@@ -53,13 +53,10 @@ def _peak_view(rows: Sequence[Row]) -> View | None:
     standard = data.standard_of(described)
     bars: list[dict[str, Any]] = [
         {
-            "method": row.method,
-            "maker": composition.maker,
-            "total": composition.total,
-            "ratio": composition.ratio_to(standard),
-            "bytes": [composition.components.get(key, 0) for key in keys],
+            **{"method": row.method, "maker": each.maker, "total": each.total, "ratio": each.ratio_to(standard)},
+            "bytes": [each.components.get(key, 0) for key in keys],
         }
-        for row, composition in described.items()
+        for row, each in described.items()
     ]
     told = [f"{row.method} holds {_peak_in_words(composition, standard)}" for row, composition in described.items()]
     return View(
@@ -84,11 +81,8 @@ def _peak_in_words(composition: data.Composition, standard: data.Composition | N
         return holds
     extra = composition.extra_over(standard)
     most = (max if sum(extra.values()) >= 0 else min)(extra, key=lambda key: extra[key])
-    named = (
-        f", above all {data.label_of(most)} {signed(extra[most])}"
-        if abs(extra[most]) >= TRIFLE * standard.total
-        else ""
-    )
+    much = abs(extra[most]) >= TRIFLE * standard.total
+    named = f", above all {data.label_of(most)} {signed(extra[most])}" if much else ""
     return f"{holds} ({format_ratio(ratio)}{named})"
 
 
@@ -110,14 +104,11 @@ def _tensors_view(rows: Sequence[Row]) -> View | None:
     if not known:
         return None
     panels = [{"method": method, "bars": [*map(_bar, tensors["largest"][:BARS_DRAWN])]} for method, tensors in known]
+    told = [f"The largest of {method}: {_tensor_in_words(tensors['largest'][0])}." for method, tensors in known]
+    largest = max(tensor["bytes"] for _, tensors in known for tensor in tensors["largest"])
     return View(
-        says=" ".join(
-            f"The largest of {method}: {_tensor_in_words(tensors['largest'][0])}." for method, tensors in known
-        ),
-        data={
-            "axis": unit_for(max(tensor["bytes"] for _, tensors in known for tensor in tensors["largest"])),
-            "panels": panels,
-        },
+        says=" ".join(told),
+        data={"axis": unit_for(largest), "panels": panels},
         table=Table.of([line for each in known for line in _tensor_lines(*each)]),
     )
 
@@ -132,10 +123,7 @@ def _bar(tensor: TensorAtPeak) -> dict[str, Any]:
     maker, made = maker_of(tensor), bool(tensor["operator"])
     return {
         **looks([tensor["component"]])[0],
-        "bytes": tensor["bytes"],
-        "count": tensor["count"],
-        "shape": shape_in_words(tensor),
-        "maker": maker,
+        **{"bytes": tensor["bytes"], "count": tensor["count"], "shape": shape_in_words(tensor), "maker": maker},
         "where": place_of(tensor) if made else f"{maker}, {place_of(tensor)}",
         "short": place_of(tensor, short=True) if made else maker,
         "phase": tensor["phase"],
@@ -179,8 +167,12 @@ def _timeline_view(rows: Sequence[Row]) -> View | None:
     missing += [(row, f"only {PANELS} fit") for row, _ in timelines[PANELS:]]
     keys = data.present({key: max(level) for key, level in timeline.levels.items()} for _, timeline in drawn)
     highest = max(timeline.totals[timeline.peak] for _, timeline in drawn)
+    told = [
+        f"in {row.method} at {format_bytes(each.totals[each.peak])} ({phase_at(each.phases, each.events[each.peak])})"
+        for row, each in drawn
+    ]
     return View(
-        says=f"Live bytes are highest {', '.join(_timeline_in_words(*each) for each in drawn)}.{_without(missing)}",
+        says=f"Live bytes are highest {', '.join(told)}.{_without(missing)}",
         data={
             "components": looks(keys),
             "panels": [_panel(row, timeline, keys) for row, timeline in drawn],
@@ -192,11 +184,6 @@ def _timeline_view(rows: Sequence[Row]) -> View | None:
             rows=[line for row, timeline in drawn for line in _by_phase(row.method, timeline, keys)],
         ),
     )
-
-
-def _timeline_in_words(row: Row, timeline: data.Timeline) -> str:
-    where = phase_at(timeline.phases, timeline.events[timeline.peak])
-    return f"in {row.method} at {format_bytes(timeline.totals[timeline.peak])} ({where})"
 
 
 def phase_at(phases: Sequence[data.PhaseSpan], event: float) -> str:

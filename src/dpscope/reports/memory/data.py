@@ -80,8 +80,9 @@ def label_of(key: str) -> str:
     return KNOWN[key].label if key in KNOWN else key.replace("_", " ")
 
 
-def legend_of(key: str) -> str:
-    return label_of(key) + (" (private only)" if is_private_only(key) else "")
+def legend_of(key: str, private: str = " (private only)") -> str:
+    """The same with a mark behind what only private training holds."""
+    return label_of(key) + (private if is_private_only(key) else "")
 
 
 def is_private_only(key: str) -> bool:
@@ -106,10 +107,6 @@ def composition_of(row: Row) -> Composition | None:
     return row.first_of(_composition)
 
 
-def why_no_composition(row: Row) -> str:
-    return row.why_none("no breakdown by component was measured")
-
-
 def described_of(rows: Iterable[Row]) -> dict[Row, Composition]:
     """The rows whose peaks have a composition."""
     return {row: composition for row in rows if (composition := composition_of(row))}
@@ -117,7 +114,7 @@ def described_of(rows: Iterable[Row]) -> dict[Row, Composition]:
 
 def undescribed(rows: Iterable[Row]) -> list[tuple[Row, str]]:
     """The others, and why they have none."""
-    return [(row, why_no_composition(row)) for row in rows if not composition_of(row)]
+    return [(row, row.why_none("no breakdown by component was measured")) for row in rows if not composition_of(row)]
 
 
 def standard_of(described: Mapping[Row, Composition]) -> Composition | None:

@@ -41,12 +41,10 @@ def _by_size(
 
 
 def memory_section(rows: Sequence[Row], width: int) -> list[RenderableType]:
-    """For each size: components by method, what private training adds, who makes the peak."""
     return _by_size(rows, "Memory at the peak", partial(_at_peak, width=width))
 
 
 def snapshot_section(rows: Sequence[Row], width: int) -> list[RenderableType]:
-    """For each size: what was allocated at every stage of the run."""
     return _by_size(rows, "Allocated at each stage", partial(_at_stages, width=width))
 
 
@@ -57,6 +55,7 @@ def tensor_section(rows: Sequence[Row], width: int) -> list[RenderableType]:
 
 
 def _at_peak(rows: Sequence[Row], width: int) -> list[RenderableType]:
+    """Components by method, what private training adds, who makes the peak."""
     described = data.described_of(rows)
     if not described:
         return []
@@ -81,10 +80,7 @@ def _by_component(described: Mapping[Row, data.Composition], width: int) -> list
     rows, compositions = list(described), list(described.values())
     standard = data.standard_of(described)
     lines = [
-        (
-            data.label_of(key) + (" *" if data.is_private_only(key) else ""),
-            [format_bytes(each.components.get(key) or None) for each in compositions],
-        )
+        (data.legend_of(key, " *"), [format_bytes(each.components.get(key) or None) for each in compositions])
         for key in data.present(each.components for each in compositions)
     ]
     lines.append(("total", [format_bytes(each.total) for each in compositions]))
@@ -92,15 +88,18 @@ def _by_component(described: Mapping[Row, data.Composition], width: int) -> list
         lines.append(("  × standard", [format_ratio(each.ratio_to(standard)) for each in compositions]))
     if any(row.median_ms for row in rows):
         known = [name for name in SPEEDS if any(name in row.speeds for row in rows)]
-        timed = [(each.total, row.median_ms) for row, each in described.items()]
-        per_time = [f"{mib(total) / time:.2f} MiB/ms" if time else MISSING for total, time in timed]
         lines += [
             ("time/step", [row.time_shown for row in rows]),
             ("  × standard", [row.time_ratio_shown for row in rows]),
             *((name, [row.speed_shown(name) for row in rows]) for name in known),
-            ("memory/time", [marked(cell, row.time_doubt) for row, cell in zip(rows, per_time, strict=True)]),
+            ("memory/time", [_per_time(row, each) for row, each in described.items()]),
         ]
     return _tables("component", rows, lines, width)
+
+
+def _per_time(row: Row, composition: data.Composition) -> str:
+    time = row.median_ms
+    return marked(f"{mib(composition.total) / time:.2f} MiB/ms" if time else MISSING, row.time_doubt)
 
 
 def _tables(
@@ -110,16 +109,15 @@ def _tables(
     names = [shorten(row.method, LONGEST_HEADING) for row in rows]
     widths = [max(len(name), *(len(cells[n]) for _, cells in lines)) + 2 for n, name in enumerate(names)]
     tables: list[RenderableType] = []
-    start = 0
-    while start < len(names):
-        end = start + 1
+    end = 0
+    while (start := end) < len(names):
+        end += 1
         while end < len(names) and sum(widths[start : end + 1]) <= width - LABELS:
             end += 1
         table = bare_table(first, *names[start:end], least={first: min(LABELS, width // 2)})
         for label, cells in lines:
             table.add_row(Text(label, style="bold" if label == "total" else ""), *cells[start:end])
         tables += ["", table]
-        start = end
     return tables[1:]
 
 
@@ -207,19 +205,13 @@ def place_of(tensor: TensorAtPeak, *, short: bool = False) -> str:
 
 
 def _largest_tensors(rows: Sequence[Row]) -> list[RenderableType]:
-    known = [(row, tensors["largest"][:SHOWN_TENSORS]) for row in rows if (tensors := data.tensors_of(row))]
     texts = ("shape", "for", "made by", "line")
     table = bare_table("method", "size", "", *texts, left=("", *texts), wrap=texts)
-    for row, largest in known:
-        for place, tensor in enumerate(largest):
-            cells = (
-                "" if place else shorten(row.method, 12),
-                format_bytes(tensor["bytes"]),
-                f"× {tensor['count']}" if tensor["count"] > 1 else "",
-                shape_in_words(tensor),
-                data.label_of(tensor["component"]),
-                shorten(maker_of(tensor), 20),
-                shorten(place_of(tensor, short=True), 40),
-            )
-            table.add_row(*map(Text, cells))
-    return [table] if known else []
+    for row, tensors in ((row, tensors) for row in rows if (tensors := data.tensors_of(row))):
+        for place, tensor in enumerate(tensors["largest"][:SHOWN_TENSORS]):
+            several = f"× {tensor['count']}" if tensor["count"] > 1 else ""
+            made = (shorten(maker_of(tensor), 20), shorten(place_of(tensor, short=True), 40))
+            what = (shape_in_words(tensor), data.label_of(tensor["component"]), *made)
+            method = "" if place else shorten(row.method, 12)
+            table.add_row(*map(Text, (method, format_bytes(tensor["bytes"]), several, *what)))
+    return [table] if table.row_count else []

@@ -10,27 +10,13 @@ from typing import Any
 from dpscope.reports.settings import Setting
 from dpscope.reports.tables import SIZES
 from dpscope.reports.text import workload_sizes
+from dpscope.reports.words import ENVIRONMENT
 from dpscope.results.schema import Result
 from dpscope.units import GIB
 from dpscope.vocabulary.settings import SETTINGS
 
-# What is shown of an environment, and what two of them can differ in.
-ENVIRONMENT_FACTS = {
-    "gpu": "GPU",
-    "cpu": "CPU",
-    "threads": "CPU threads",
-    "cuda": "CUDA",
-    "driver": "driver",
-    "torch": "torch",
-    "opacus": "Opacus",
-    "triton": "Triton",
-    "transformers": "transformers",
-    "peft": "PEFT",
-    "python": "Python",
-    "dpscope": "dpscope",
-    "git_commit": "its commit",
-}
-COMPARED_FACTS = [name for key, name in ENVIRONMENT_FACTS.items() if key not in ("python", "git_commit")]
+# What environments can differ in so that results are not compared without a word.
+COMPARED_FACTS = [name for key, name in ENVIRONMENT.items() if key not in ("python", "git_commit")]
 VERSIONS = ("torch", "Opacus", "dpscope")
 Facts = dict[str, str]
 
@@ -84,7 +70,7 @@ def _setting(setting: Setting) -> Facts:
 
 
 def _environment(environment: dict[str, Any]) -> Facts:
-    facts = {name: str(environment[key]) for key, name in ENVIRONMENT_FACTS.items() if environment.get(key) is not None}
+    facts = {name: str(environment[key]) for key, name in ENVIRONMENT.items() if environment.get(key) is not None}
     if memory := environment.get("gpu_memory_bytes"):
         facts["GPU"] = f"{facts.get('GPU', '')} ({memory / GIB:.0f} GiB)".strip()
     return facts

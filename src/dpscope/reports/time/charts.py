@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -41,20 +42,15 @@ def _time_view(rows: Sequence[Row]) -> View | None:
     ]
     ratios = ["" if r.time_ratio is None or r.method == STANDARD else f" ({r.time_ratio_shown})" for r in timed]
     costs = [f"{row.time_shown}{ratio} with {row.method}" for row, ratio in zip(timed, ratios, strict=True)]
+    columns = ("method", "median_ms", "p10_ms", "p90_ms", *SPEEDS, "ratio_to_standard", "doubt")
+    lines = []
+    for row in timed:
+        figures = (row.median_ms, *(row.spread_ms or (None, None)), *map(row.speeds.get, SPEEDS), row.time_ratio)
+        lines.append((row.method, *figures, row.ratio_doubt or None))
     return View(
         says=" ".join(filter(None, (f"A step takes {', '.join(costs)}.", explain(row.ratio_doubt for row in timed)))),
         data={"bars": bars},
-        table=Table.of(
-            [
-                {
-                    **dict(zip(("method", "median_ms"), (row.method, row.median_ms), strict=True)),
-                    **dict(zip(("p10_ms", "p90_ms"), row.spread_ms or (None, None), strict=True)),
-                    **{name: row.speeds.get(name) for name in SPEEDS},
-                    **{"ratio_to_standard": row.time_ratio, "doubt": row.ratio_doubt or None},
-                }
-                for row in timed
-            ]
-        ),
+        table=Table(columns=columns, rows=lines),
     )
 
 
@@ -77,6 +73,11 @@ def _range(values: Iterable[float | None], read: Callable[[float], str]) -> str:
     return " to ".join(dict.fromkeys((read(found[0]), read(found[-1])))) if found else ""
 
 
+def _doubt_of(rows: Sequence[Row]) -> str:
+    """A mark where the time of any is doubtful."""
+    return marked("", "".join(row.ratio_doubt for row in rows))
+
+
 def _naming(what: str, reasons: Sequence[tuple[Row, str]]) -> str:
     """A sentence that names some rows and why; the chart's table has them all. Nothing without any."""
     told = [f"{row.method} at {row.size} ({why})" for row, why in reasons[:NAMED_ROWS]]
@@ -86,17 +87,9 @@ def _naming(what: str, reasons: Sequence[tuple[Row, str]]) -> str:
 
 def _cost_table(rows: Sequence[Row]) -> Table:
     """Time and peak of every row, of those without figures too."""
-    return Table.of(
-        [
-            {
-                **row.fields(*IDENTITY),
-                "status": row.result.status,
-                **_costs(row, "_to_standard"),
-                "time_doubt": row.ratio_doubt or None,
-            }
-            for row in rows
-        ]
-    )
+    costs = [{**_costs(row, "_to_standard"), "time_doubt": row.ratio_doubt or None} for row in rows]
+    known = [{**row.fields(*IDENTITY), "status": row.result.status} for row in rows]
+    return Table.of([each | cost for each, cost in zip(known, costs, strict=True)])
 
 
 def _costs(row: Row, to_standard: str = "") -> dict[str, float | None]:
@@ -184,17 +177,12 @@ def _panels(rows: Sequence[Row], way: Way) -> list[Panel]:
 
 
 def _panel(panel: Panel, way: Way, rows: Sequence[Row]) -> dict[str, Any]:
-    looks, own = looks_of(rows), _by_method(panel)
-    lines = [
-        {"method": method, **looks[method], "points": [_point(row, way) for row in own[method]]}
-        for method in looks
-        if method in own
-    ]
+    looks, points = looks_of(rows), defaultdict[str, list[dict[str, Any]]](list)
+    for row in panel:
+        about = {"mark": marked("", row.ratio_doubt), "status": row.result.status}
+        points[row.method].append({"x": way.at(row), **_costs(row), **about})
+    lines = [{"method": method, **looks[method], "points": points[method]} for method in looks if method in points]
     return {"title": way.fixed_at(panel[0]), "lines": lines}
-
-
-def _point(row: Row, way: Way) -> dict[str, Any]:
-    return {"x": way.at(row), **_costs(row), "mark": marked("", row.ratio_doubt), "status": row.result.status}
 
 
 def _scaling_in_words(panels: Sequence[Panel], way: Way, *, relative: bool) -> str:
@@ -202,16 +190,11 @@ def _scaling_in_words(panels: Sequence[Panel], way: Way, *, relative: bool) -> s
     panel = max(panels, key=len)
     told = []
     for method, own in _by_method(panel).items():
-        times = (
-            [] if method == STANDARD and relative else [row.time_ratio if relative else row.median_ms for row in own]
-        )
-        parts = [
-            _range(times, format_ratio if relative else format_ms),
-            _range([r.peak_bytes for r in own], format_bytes),
-        ]
-        if any(parts):
-            doubt = marked("", "".join(row.ratio_doubt for row in own))
-            told.append(f"{method}{doubt} {', '.join(filter(None, parts))}")
+        times = [row.time_ratio if relative else row.median_ms for row in own if method != STANDARD or not relative]
+        taken = _range(times, format_ratio if relative else format_ms)
+        held = _range([row.peak_bytes for row in own], format_bytes)
+        if parts := ", ".join(filter(None, (taken, held))):
+            told.append(f"{method}{_doubt_of(own)} {parts}")
     what = f"time{' against standard' if relative else ''} and peak memory"
     sizes = f"{way.word} {way.at(panel[0])} to {way.at(panel[-1])}{way.fixed_at(panel[0], ' at ')}"
     return f"From {sizes}, {what}: {'; '.join(told)}."
@@ -226,19 +209,15 @@ def tradeoff(rows: Sequence[Row]) -> Chart | None:
     if len(drawn) < 2:
         return None
     looks, left_out = looks_of(rows), [(row, _why_not_drawn(row)) for row in rows if row not in drawn]
-    others = sorted((row for row in drawn if not (relative and row.method == STANDARD)), key=_work_of)
-    order = dict.fromkeys(row.method for row in drawn if row in others)
+    others = _by_method([row for row in drawn if not (relative and row.method == STANDARD)])
     lines = [
-        {"method": method, **looks[method], "points": [_tradeoff_point(row) for row in _by_method(others)[method]]}
-        for method in order
+        {"method": method, **looks[method], "points": [_tradeoff_point(row) for row in sorted(own, key=_work_of)]}
+        for method, own in others.items()
     ]
+    standard = {"method": STANDARD, **looks[STANDARD]} if relative else None
     view = View(
         says=_tradeoff_in_words(drawn, relative=relative) + _naming("Not drawn", left_out),
-        data={
-            "relative": relative,
-            "standard": {"method": STANDARD, **looks[STANDARD]} if relative else None,
-            "lines": lines,
-        },
+        data={"relative": relative, "standard": standard, "lines": lines},
         table=_cost_table(rows),
     )
     return chart_of(
@@ -276,10 +255,8 @@ def _tradeoff_in_words(drawn: Sequence[Row], *, relative: bool) -> str:
         figures = [(row.time_ratio, row.memory_ratio) if relative else (row.median_ms, row.peak_bytes) for row in own]
         times, peaks = (sorted(filter(None, each)) for each in zip(*figures, strict=True))
         if relative and method != STANDARD:
-            doubt = marked("", "".join(row.ratio_doubt for row in own))
-            told.append(
-                f"{method} {_range(times, format_ratio)} the time{doubt} and {_range(peaks, format_ratio)} the memory"
-            )
+            took = f"{_range(times, format_ratio)} the time{_doubt_of(own)}"
+            told.append(f"{method} {took} and {_range(peaks, format_ratio)} the memory")
         elif not relative:
             told.append(f"{method} {_range(times, format_ms)} and {_range(peaks, format_bytes)}")
     sizes = len({row.size for row in drawn})

@@ -103,21 +103,15 @@ def _operators_view(rows: Sequence[Row]) -> View | None:
     )
 
 
-def _biggest(found: data.StepDifference, most: int) -> tuple[list[data.OperatorChange], float, int]:
-    """The changes that matter most, the longest first; what all others sum to, and how many they are."""
-    biggest, rest = found.biggest(most)
-    return sorted(biggest, key=lambda change: -change.ms), rest, len(found.changes) - len(biggest)
-
-
 def _panel(found: data.StepDifference) -> dict[str, Any]:
-    biggest, rest, others = _biggest(found, DRAWN_CHANGES)
+    biggest, rest, others = found.biggest(DRAWN_CHANGES)
     bars: list[dict[str, Any]] = [
         {
             "label": operator_label(change.operator, 60),
             **{"name": change.operator, "phase": change.phase, "kind": change.kind},
             **{"ms": change.ms, "before_ms": change.before_ms, "after_ms": change.after_ms},
         }
-        for change in biggest
+        for change in sorted(biggest, key=lambda change: -change.ms)
     ]
     if others:
         bars.append({"label": f"{REST_BAR} ({others})", "name": REST_BAR, "phase": "", "kind": "", "ms": rest})
@@ -146,8 +140,9 @@ def _operators_in_words(found: data.StepDifference) -> str:
 
 def _lines(found: data.StepDifference) -> list[tuple[Any, ...]]:
     """As many as matter, and a last one so that they sum to the whole."""
-    biggest, rest, others = _biggest(found, LISTED_CHANGES)
-    lines: list[tuple[Any, ...]] = [(c.operator, c.phase, c.kind, c.before_ms, c.after_ms, c.ms) for c in biggest]
+    biggest, rest, others = found.biggest(LISTED_CHANGES)
+    longest = sorted(biggest, key=lambda change: -change.ms)
+    lines: list[tuple[Any, ...]] = [(c.operator, c.phase, c.kind, c.before_ms, c.after_ms, c.ms) for c in longest]
     lines += [(REST_BAR, "", "", None, None, rest)] if others else []
     return [(found.method, found.basis, *line) for line in lines]
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from dpscope.reports.doubt import MARK, is_stretched, stretch_of
+from dpscope.reports.doubt import MARK, STRETCHED
 from dpscope.reports.tables import Row, group_by_size, once_a_row
 from dpscope.results.payloads.trace import GpuTime, TracePayload
 from dpscope.units import format_ratio
@@ -39,9 +39,9 @@ class TracedStep:
         return self.trace.get("gpu")
 
     @property
-    def stretch(self) -> float | None:
-        """How many times as long as the unprofiled step the traced one is; None where either is not known."""
-        return stretch_of(self.trace["step_ms"], self.row.median_ms)
+    def stretch(self) -> float:
+        """How many times as long as the unprofiled step the traced one is; 0 where that is not known."""
+        return self.trace["step_ms"] / self.row.median_ms if self.row.median_ms else 0.0
 
     @property
     def step_ms(self) -> float:
@@ -96,7 +96,7 @@ def on_gpu(steps: Sequence[TracedStep]) -> bool:
 
 def stretched_in_words(steps: Sequence[TracedStep]) -> str:
     """`? The profiler makes a step of flat 10.2× as long …`; nothing where it leaves every step about as it is."""
-    found = [f"{step.method} {format_ratio(step.stretch)}" for step in steps if is_stretched(step.stretch)]
+    found = [f"{step.method} {format_ratio(step.stretch)}" for step in steps if step.stretch > STRETCHED]
     if not found:
         return ""
     return (
@@ -154,10 +154,10 @@ class StepDifference:
     changes: list[OperatorChange]  # most milliseconds first; the last lines are what no operator accounts for
     doubt: str  # what makes its total, and all time on the host, doubtful
 
-    def biggest(self, most: int) -> tuple[list[OperatorChange], float]:
-        """The changes that matter most, whichever way, and what all others sum to."""
+    def biggest(self, most: int) -> tuple[list[OperatorChange], float, int]:
+        """The changes that matter most, whichever way; what all others sum to, and how many they are."""
         kept = sorted(self.changes, key=lambda change: -abs(change.ms))[:most]
-        return kept, self.total_ms - sum(change.ms for change in kept)
+        return kept, self.total_ms - sum(change.ms for change in kept), len(self.changes) - len(kept)
 
 
 def differences(steps: Sequence[TracedStep]) -> list[StepDifference]:

@@ -57,7 +57,7 @@ def draw_differences(rows: Sequence[Row]) -> Figure | None:
     figure = style.new_figure(0.9 + len(found) * (0.5 + 0.16 * (DRAWN_OPERATORS + 1)))
     axes = figure.subplots(len(found), 1, sharex=True, squeeze=False)[:, 0]
     for each, ax in zip(found, axes, strict=True):
-        biggest, rest = each.biggest(DRAWN_OPERATORS)
+        biggest, rest, _ = each.biggest(DRAWN_OPERATORS)
         values = [*(change.ms for change in biggest), rest]
         bars = ax.barh(range(len(values)), values, color=[GREW if value > 0 else SHRANK for value in values])
         ax.bar_label(bars, [f"{value:+.2f}" for value in values], padding=2, fontsize=style.SMALL)

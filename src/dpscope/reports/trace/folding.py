@@ -87,16 +87,13 @@ def _runs(names: Sequence[str], methods: Sequence[Costs]) -> list[list[str]]:
     """Neighbours that cost alike in every method: at a peak in the backward pass the later layers hold gradients."""
     runs: list[list[str]] = []
     for name in names:
-        if runs and all(_alike([*runs[-1], name], costs) for costs in methods):
-            runs[-1].append(name)
+        longer = [*(runs[-1] if runs else []), name]
+        totals = [[total(costs[each]) for each in longer if each in costs] for costs in methods]
+        if runs and all(max(own) <= ALIKE * min(own) for own in totals if own):
+            runs[-1] = longer
         else:
             runs.append([name])
     return runs
-
-
-def _alike(names: Sequence[str], costs: Costs) -> bool:
-    totals = [total(costs[name]) for name in names if name in costs]
-    return not totals or max(totals) <= ALIKE * min(totals)
 
 
 def _name_of(run: Sequence[str], pattern: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from dpscope.errors import UserError
 from dpscope.packages import install_command
@@ -27,6 +27,7 @@ TRACE_TABLES = ("phases", "operators", "kernels", "families", "named", "synchron
 def write_log(rows: Sequence[Row], folder: Path, logdir: Path) -> Path:
     """Write a log of the rows measured into `folder`; the log's folder below `logdir`."""
     try:
+        import numpy as np
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         raise UserError(f"tensorboard is not installed: {install_command('tensorboard')}") from None
@@ -50,7 +51,9 @@ def write_log(rows: Sequence[Row], folder: Path, logdir: Path) -> Path:
                 writer.add_text(f"difference/{found.method}", difference_markdown(found))
             for name, (_, draw) in DRAWINGS.items():
                 if (figure := draw([step.row for step in steps])) is not None:
-                    writer.add_image(name, _pixels(figure), dataformats="HWC")
+                    figure.canvas.draw()
+                    pixels = np.asarray(cast(Any, figure.canvas).buffer_rgba())[:, :, :3]
+                    writer.add_image(name, pixels, dataformats="HWC")
     return log
 
 
@@ -107,10 +110,3 @@ def _copy_traces(row: Row, folder: Path, place: Path) -> None:
     for number, name in enumerate(row.measured["trace"].files.values()):
         if (folder / name).is_file():
             shutil.copyfile(folder / name, place / f"{row.method}.{number}.pt.trace.json.gz")
-
-
-def _pixels(figure: Any) -> Any:
-    import numpy as np
-
-    figure.canvas.draw()
-    return np.asarray(figure.canvas.buffer_rgba())[:, :, :3]

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dpscope.plain_text import bare_table
-from dpscope.reports.doubt import MARK, is_stretched, marked
+from dpscope.reports.doubt import MARK, STRETCHED, marked
 from dpscope.reports.tables import Row
 from dpscope.reports.trace import data
 from dpscope.reports.words import operator_label
@@ -68,7 +68,7 @@ def _phase_table(steps: Sequence[data.TracedStep]) -> Table:
         add(data.IDLE, [("", _ms(step.gpu["idle_ms"] if step.gpu else None)) for step in steps])
         if any(step.gpu and step.gpu["overlap_ms"] >= 0.01 for step in steps):
             add("less: side by side", [("", _ms(-step.gpu["overlap_ms"] if step.gpu else None)) for step in steps])
-    whole = [marked(_ms(step.trace["step_ms"]), MARK if is_stretched(step.stretch) else "") for step in steps]
+    whole = [marked(_ms(step.trace["step_ms"]), MARK if step.stretch > STRETCHED else "") for step in steps]
     add("traced step", [(cell, cell) for cell in whole], style="bold")
     add("unprofiled step", [(marked(_ms(step.row.median_ms), step.row.time_doubt), "") for step in steps])
     return table

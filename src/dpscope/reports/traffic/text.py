@@ -195,7 +195,7 @@ def _families_in_words(extra: data.ExtraBytes) -> str:
 def _explain_time(traffic: data.Traffic) -> str:
     """How much of the extra time the extra bytes alone account for; nothing where either is too small to say."""
     moving, slower, whole = traffic.extra_seconds_at_peak, traffic.extra_seconds, traffic.seconds
-    if moving is None or slower is None or whole is None or not traffic.row.steady:
+    if moving is None or slower is None or whole is None or traffic.row.ratio_doubt:
         return ""
     share = f"{format_ms(1e3 * moving)} of the {format_ms(1e3 * slower)} it is slower"
     told = f"moving the extra at the machine's peak bandwidth takes {share}"
