@@ -43,6 +43,13 @@ def signature(value: Any) -> Hashable:
     return tuple(_describe(leaf) for leaf in _walk(value, set()))
 
 
+def sizes_of(value: Any) -> Hashable:
+    """As `signature`, with the sizes and dtypes of tensors."""
+    return tuple(
+        (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else _describe(leaf) for leaf in _walk(value, set())
+    )
+
+
 def rows_of(leaf: Leaf) -> int:
     return int(leaf.batch_sizes[0]) if isinstance(leaf, PackedSequence) else leaf.shape[0]
 

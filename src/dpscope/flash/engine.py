@@ -26,6 +26,8 @@ from torch.utils.hooks import RemovableHandle
 from dpscope.errors import UserError
 from dpscope.flash import layers
 from dpscope.flash.checkpointed_blocks import CheckpointedBlock, CheckpointedBlocks
+from dpscope.flash.compiled.frames import original_of
+from dpscope.flash.compiled.regions import Region, region_taps
 from dpscope.flash.contributions import Contribution
 from dpscope.flash.distributed import ReplicaTap
 from dpscope.flash.explanation import OpaqueUnit, PathTable, describe_opaque, explain_slots
@@ -81,7 +83,8 @@ class FlashEngine:
         if path is not None and path not in FORCEABLE:
             raise UserError(f"path must be one of {', '.join(FORCEABLE)} or None, not {path!r}")
         self.ranks = ranks_of(model)
-        self.model = model = model if self.ranks is None else self.ranks.module
+        self._given = model if self.ranks is None else self.ranks.module  # perhaps compiled
+        self.model = model = original_of(self._given)
         self.max_grad_norm = max_grad_norm
         self.loss_reduction = loss_reduction
         sharded = self.ranks is not None and self.ranks.layout.mesh is not None
@@ -148,6 +151,7 @@ class FlashEngine:
             model,
             self.state,
             follow_less=self._follow_less,
+            begin_way=self._tap_regions,
             close=lambda: self.finish(),  # noqa: PLW0108  (looked up when called: trainers wrap it)
             batch_size_of=batch_size_of,
             budget=self.path_rules.budget,
@@ -173,11 +177,21 @@ class FlashEngine:
             self._install(tap)
             if isinstance(tap, OpaqueTap) and unit.module in self._whole:
                 tap.describe(f"torch.func.vmap over samples, for {self._whole[unit.module]}")
-        self._install(RootTap(self, "", self.model))
+        self._root = RootTap(self, "", self.model)
+        self._root.region = Region(self, self._root.original)
+        self._install(self._root)
+        for region in region_taps(self, self._given, self._root):
+            self._install(region)
         self._install(ZeroGradTap(self, "", self.model))
         self._install(ReplicaTap(self.model))
         for tap in self._wrapper_taps():
             self._install(tap)
+
+    def _tap_regions(self) -> None:
+        """Modules inside the model may have been compiled after it was made private."""
+        for region in region_taps(self, self.model, self._root):
+            if region.root is None:
+                self._install(region)
 
     def _follow_less(self, modules: Sequence[nn.Module], reason: str) -> None:
         """Have modules run sample by sample from now on, for their own parameters cannot be followed.
@@ -244,6 +258,8 @@ class FlashEngine:
 
     def _wrapper_taps(self) -> list[InstanceMethod]:
         wrapper = None if self.ranks is None else self.ranks.layout.wrapper
+        if self._given is not self.model:
+            return [ZeroGradTap(self, "", self._given)]
         return [] if self.ranks is None or wrapper is None else [*self.ranks.taps(), ZeroGradTap(self, "", wrapper)]
 
     def remove_on_detach(self, hook: RemovableHandle) -> None:

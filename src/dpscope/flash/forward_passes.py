@@ -65,6 +65,7 @@ class ForwardPasses:
     """`close`: closes the micro-batch, adding its sums to those before it.
 
     `follow_less`: has some modules run sample by sample from now on, given with a reason; all, if none is given.
+    `begin_way`: called before the root runs in a way that was not rehearsed.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class ForwardPasses:
         *,
         close: Callable[[], None],
         follow_less: Callable[[Sequence[nn.Module], str], None],
+        begin_way: Callable[[], None],
         batch_size_of: BatchSizeOf | None,
         budget: MemoryBudget,
         buffers: BufferWatch,
@@ -88,6 +90,7 @@ class ForwardPasses:
         self._budget = budget
         self._close = close
         self._follow_less = follow_less
+        self._begin_way = begin_way
         self.buffers = buffers
         self._ranks = ranks
         self.is_made_up = False  # the micro-batch: this rank has no sample in it
@@ -135,8 +138,17 @@ class ForwardPasses:
 
     # -- the root ----------------------------------------------------------------------------------------------------
 
-    def call_root(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The root's forward, gradients enabled; the first time it is called in some way it is rehearsed."""
+    def call_root(
+        self,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        compiled: Callable[..., Any] | None = None,
+    ) -> Any:
+        """The root's forward, gradients enabled; the first time it is called in some way it is rehearsed.
+
+        compiled  what is called in its place; rehearsals call the forward
+        """
         if self._ranks is None:
             refuse_ddp_forward()
         elif self._depth == 0:
@@ -144,14 +156,21 @@ class ForwardPasses:
             call = make_up_sample(args, kwargs) if self._count(args, kwargs) == 0 else None
             self.is_made_up = call is not None
             if call is not None:
-                return without_rows(self._call_root(forward, *call))
-        return self._call_root(forward, args, kwargs)
+                return without_rows(self._call_root(forward, *call, compiled))
+        return self._call_root(forward, args, kwargs, compiled)
 
-    def _call_root(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call_root(
+        self,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        compiled: Callable[..., Any] | None,
+    ) -> Any:
         self._close_recorded()
         again = self.runs_again()
         outermost = self._depth == 0
-        call = RootCall(self._settled(forward), args, kwargs, self._count(args, kwargs))
+        real = None if compiled is None else self._settled(compiled)
+        call = RootCall(self._settled(forward), args, kwargs, self._count(args, kwargs), real)
         if self.state.micro_batch is CLOSED:
             self._budget.begin_forward()
             if self.blocks is not None:
@@ -169,16 +188,18 @@ class ForwardPasses:
 
     def _run(self, call: RootCall, outermost: bool, again: bool) -> Any:
         failure: Exception | None = None
-        forward, args, kwargs, _ = call
+        forward, args, kwargs, _, compiled = call
         way = signature((args, kwargs, self.model.training)) if outermost and not again else None
-        if way is not None and call.batch > 1 and way not in self._rehearsed:
-            failure = self._rehearse(call)
-            self._rehearsed.add(way)
+        if way is not None and way not in self._rehearsed:
+            self._begin_way()
+            if call.batch > 1:
+                failure = self._rehearse(call)
+                self._rehearsed.add(way)
         buffers = self.buffers.look()
         self._depth += 1
         try:
             with nullcontext() if again or self.blocks is None else self.blocks.watching():
-                output = forward(*args, **kwargs)
+                output = (compiled or forward)(*args, **kwargs)
         finally:
             self._depth -= 1
             unknown = self._unknown

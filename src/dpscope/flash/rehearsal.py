@@ -46,12 +46,13 @@ _HALF_ROW_TOLERANCE = 5e-2
 
 
 class RootCall(NamedTuple):
-    """A call of the model's forward with `batch` samples."""
+    """A call of the model's forward with `batch` samples. `compiled`: what is really called, if not the forward."""
 
     forward: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     batch: int
+    compiled: Callable[..., Any] | None = None
 
 
 class Rehearsal:
@@ -72,8 +73,8 @@ class Rehearsal:
         self.model = model
         self.rehearsing = rehearsing
         self.in_any_dim = in_any_dim
-        self.forward, *arguments, self.batch = call
-        self.call = tuple(arguments)
+        self.forward, self.batch = call.forward, call.batch
+        self.call = call.args, call.kwargs
         self.row = 0  # the sample that is changed
         self.shifted = False  # whether the runs are with the outputs of all layers changed
         self.devices = list({p.device for p in model.parameters() if p.device.type == "cuda"})

@@ -84,6 +84,9 @@ class Run:
         if key in self.keep or (tap is None and self.keep is EVERY_OUTPUT):
             seen.value = x.detach().clone()
 
+    def note_layer(self, tap: Sampled, x: Tensor, y: Tensor, *, shared: bool) -> None:
+        """A layer was given x and answered y."""
+
     @contextmanager
     def inside_layer(self) -> Iterator[None]:
         """Inside, a layer runs, which may use its parameters."""

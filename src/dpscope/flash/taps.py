@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, NoReturn, Protocol
+from typing import Any, ClassVar, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from dpscope.errors import UserError
 from dpscope.flash.arguments import KEEP_BATCH_FIRST
+from dpscope.flash.compiled.frames import run_outside
+from dpscope.flash.compiled.traced import Handed, call_traced
 from dpscope.flash.contributions import Contribution, Kept
 from dpscope.flash.forward_passes import ForwardPasses
 from dpscope.flash.instance_method import InstanceMethod
@@ -51,6 +53,13 @@ class Engine(Protocol):
     def zero_grad(self, set_to_none: bool = True) -> bool: ...
 
 
+class Spec(NamedTuple):
+    """Of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
 class EngineTap(InstanceMethod):
     def __init__(self, engine: Engine, name: str, module: nn.Module) -> None:
         super().__init__(module)
@@ -58,14 +67,56 @@ class EngineTap(InstanceMethod):
         self.name = name  # "" of the root
 
 
+class CompiledRegion(Protocol):
+    """Something that is compiled, called with stand-ins for its taps (compiled/regions.py)."""
+
+    eager: Callable[..., Any]
+
+    def entered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]: ...
+
+
 class RootTap(EngineTap):
     """The root's forward: tells the engine that a pass begins, and with how many samples."""
 
+    region: CompiledRegion  # of a model that is compiled after it was made private
+    entered = False  # in a graph: whether `run` has begun the pass outside of it
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            if self.entered or not torch.is_grad_enabled():
+                return self.original(*args, **kwargs)
+            return run_outside(self, args, kwargs)
         if not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
+        return self.run(None, self.original, args, kwargs)
+
+    def run_compiled(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.run(self.region, forward, args, kwargs)
+
+    def run(
+        self,
+        region: CompiledRegion | None,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """A pass of the model: `forward` is its own, or what was compiled of it, the region."""
+
+        def in_region(*args: Any, **kwargs: Any) -> Any:
+            assert region is not None
+            if not self.engine.forwards.size():  # an empty batch
+                return region.eager(*args, **kwargs)
+            before, self.entered = self.entered, True
+            try:
+                with region.entered(args, kwargs):
+                    return forward(*args, **kwargs)
+            finally:
+                self.entered = before
+
         try:
-            return self.engine.forwards.call_root(self.original, args, kwargs)
+            if region is None:
+                return self.engine.forwards.call_root(forward, args, kwargs)
+            return self.engine.forwards.call_root(region.eager, args, kwargs, compiled=in_region)
         except UserError as refusal:
             if isinstance(refusal, self.engine.refusal):
                 raise
@@ -93,7 +144,7 @@ class Tapped(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, tap: LayerTap, x: Tensor, live: list[bool], anchor: Tensor) -> Tensor:
+    def forward(ctx: Any, tap: LayerTap, x: Tensor, live: Sequence[bool], anchor: Tensor) -> Tensor:
         if x.is_neg():  # lazily negated: kernels that read memory by its address would see the other sign
             x = x.resolve_neg()
         ctx.tap = tap
@@ -193,6 +244,9 @@ class LayerTap(TapOfSamples):
     def __init__(self, engine: Engine, name: str, module: nn.Module) -> None:
         super().__init__(engine, name, module)
         self.parameters = module._parameters
+        self.handed: tuple[Handed, ...] = ()
+        self.calls = 0
+        self.counted = True
         self.expected = [(key, module._parameters.get(key)) for key in self.names]
         self.slots = [
             None if module._parameters.get(key) is None else engine.slot(module._parameters[key]) for key in self.names
@@ -205,6 +259,8 @@ class LayerTap(TapOfSamples):
         return bool(owned) and owned <= set(cls.names)
 
     def __call__(self, *args: Tensor, **kwargs: Tensor) -> Any:
+        if torch.compiler.is_compiling():
+            return self._call_in_graph(*args, **kwargs)
         if not torch.is_grad_enabled():
             return self.original(*args, **kwargs) if self.rehearsal is None else self.rehearse(*args, **kwargs)
         (x,) = (*args, *kwargs.values()) if kwargs else args
@@ -223,6 +279,30 @@ class LayerTap(TapOfSamples):
         if state.recorded or x.dim() not in self.known or x.shape[0] != state.batch_size:
             x = self.engine.forwards.admit(self, x)
         return self.apply(x, live)
+
+    def _call_in_graph(self, *args: Tensor, **kwargs: Tensor) -> Any:
+        """What torch.compile traces: pure tensor work. What is checked above was checked before the graph began."""
+        live = self.live()
+        if not torch.is_grad_enabled() or True not in live:
+            return self.original(*args, **kwargs)
+        (x,) = (*args, *kwargs.values())
+        return call_traced(self, x, live)
+
+    def live(self) -> tuple[bool, ...]:
+        """Which of the parameters `names` require a gradient."""
+        parameters = [self.parameters.get(key) for key in self.names]
+        return tuple([parameter is not None and parameter.requires_grad for parameter in parameters])
+
+    def is_traceable(self) -> bool:
+        """Whether a graph may hold the calls: `gradients` says what its backward does, and no subclass says otherwise."""
+        says = next((cls for cls in type(self).__mro__ if {"gradients", "backward"} & vars(cls).keys()), LayerTap)
+        return says is not LayerTap and "gradients" in vars(says)
+
+    def check_parameters(self) -> None:
+        """Refuse parameters that were replaced."""
+        for key, expected in self.expected:
+            if self.parameters.get(key) is not expected:
+                self._accept_whole(key, self.parameters.get(key))
 
     def _accept_whole(self, key: str, parameter: nn.Parameter | None) -> None:
         """Around forward FSDP2 puts the whole parameter where its shard is: expect that one. Refuse any other."""
@@ -245,10 +325,15 @@ class LayerTap(TapOfSamples):
         run.see(self, x, (0,), shared=shared)
         with run.inside_layer():
             output = self.original(x)
+        run.note_layer(self, x, output, shared=shared)
         return run.answer(self, output, shared=shared)
 
-    def apply(self, x: Tensor, live: list[bool]) -> Any:
-        return _apply_tapped(self, x, live, self.engine.anchor)
+    def prepare(self, x: Tensor) -> Tensor:
+        """What x becomes before it is the input of the autograd node: autograd knows of that itself."""
+        return x
+
+    def apply(self, x: Tensor, live: Sequence[bool]) -> Any:
+        return _apply_tapped(self, self.prepare(x), live, self.engine.anchor)
 
     def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """x, weight and bias of a matrix product or convolution, as autocast would hand them to it."""
@@ -257,7 +342,7 @@ class LayerTap(TapOfSamples):
         assert weight is not None
         dtype = autocast_dtype(x)
         if dtype is not None and weight.dtype != torch.float64:
-            x = self.engine.cast(x, dtype)
+            x = x.to(dtype) if torch.compiler.is_compiling() else self.engine.cast(x, dtype)
             weight = weight.to(dtype)
             bias = None if bias is None else bias.to(dtype)
         return x, weight, bias
@@ -267,20 +352,40 @@ class LayerTap(TapOfSamples):
         if x.dim() < self.min_dim:
             raise UserError(f"{self.name} was given a tensor of shape {tuple(x.shape)}: {KEEP_BATCH_FIRST}")
 
-    def keep(self, index: int, gradients: Tensor) -> None:
-        """Give the engine per-sample gradients (B, ...) of the parameter `names[index]`; it may overwrite them."""
+    def keep(self, index: int, gradients: Tensor, *, owned: bool = True) -> None:
+        """Give the engine per-sample gradients (B, ...) of the parameter `names[index]`.
+
+        owned  nobody else holds them: the engine may overwrite them
+        """
         slot = self.slots[index]
         assert slot is not None
         if slot.shapes.get("") != gradients.shape:
             slot.describe("kept", "per-sample sums over positions, taken in backward", {"": gradients.shape})
-        self.engine.add(slot, Kept(gradients.view(-1, *slot.parameter.shape)))
+        self.engine.add(slot, Kept(gradients.view(-1, *slot.parameter.shape), owned=owned))
 
     def forward(self, ctx: Any, x: Tensor) -> Tensor:
         raise NotImplementedError
 
+    def gradients(self, ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradient of x where `ctx.needs_input_grad[1]`, then what `record` wants, where `ctx.live` says so.
+
+        Pure tensor work: compiled graphs hold it.
+        """
+        raise NotImplementedError
+
+    def piece_specs(self, x: Spec, y: Spec, live: Sequence[bool]) -> tuple[Spec | None, ...]:
+        """Shapes and dtypes of what `gradients` gives for `record`; None where it gives nothing."""
+        raise NotImplementedError
+
+    def record(self, pieces: Sequence[Tensor | None], *, owned: bool = True) -> None:
+        """Give the engine the pieces of the parameters' per-sample gradients; `owned` as in `keep`."""
+        raise NotImplementedError
+
     def backward(self, ctx: Any, g: Tensor) -> Tensor | None:
         """The gradient of x where `ctx.needs_input_grad[1]`; those of the parameters go to the engine, in pieces."""
-        raise NotImplementedError
+        dx, *pieces = self.gradients(ctx, g)
+        self.record(pieces)
+        return dx
 
 
 class SharedCast:

@@ -59,6 +59,8 @@ def _sums(g: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, backend: Back
     if rstd.shape != lead or (mean is not None and mean.shape != lead):
         raise ValueError(f"expected statistics of shape {tuple(lead)}")
     dtypes = {g.dtype, x.dtype, rstd.dtype, rstd.dtype if mean is None else mean.dtype}
+    if torch.compiler.is_compiling():
+        return _traced(g, x, mean, rstd, torch.float64 if torch.float64 in dtypes else torch.float32)
     served = dtypes <= _SERVED and 0 not in shape
     if use_triton(backend, g.device, served=served, why_not="float64 or empty input"):
         return _launch(g, x, mean, rstd)
@@ -166,3 +168,10 @@ def _torch(g: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, dtype: torch
             normal = normal - mean[part].to(dtype).unsqueeze(-1)
         dgamma += (normal * rstd[part].to(dtype).unsqueeze(-1)).mul_(g[part]).sum(dim=1)
     return (dgamma,) if mean is None else (dgamma, g.sum(dim=1, dtype=dtype))
+
+
+def _traced(g: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """In a graph: the compiler makes one pass of it, and holds no temporary."""
+    normal = x.to(dtype) if mean is None else x.to(dtype) - mean.to(dtype).unsqueeze(-1)
+    dgamma = (normal * rstd.to(dtype).unsqueeze(-1) * g.to(dtype)).sum(1)
+    return (dgamma,) if mean is None else (dgamma, g.sum(1, dtype=dtype))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.nn.utils import parametrize
 
+from dpscope.flash.compiled.frames import is_wrapper, original_of
 from dpscope.flash.contributions import refuse_complex
 from dpscope.flash.instance_method import InstanceMethod
 from dpscope.flash.layers.bare import BareTap, own_parameters
@@ -106,6 +107,9 @@ def _units(module: nn.Module, name: str, seen: set[nn.Module], whole: Collection
     if module in seen:
         return
     seen.add(module)
+    if is_wrapper(module):
+        yield from _units(original_of(module), name, seen, whole)
+        return
     if refusal_of(module) is not None:
         yield Unit(name, module, RefusedTap)
         return

@@ -24,6 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from dpscope.errors import UserError
+from dpscope.flash.compiled.traced import break_graph
 from dpscope.flash.layers.bare_gradients import Operand, flatten, rebuild
 from dpscope.flash.layers.bare_use import BareUse, Constant, Unrelated, learn, slot_of
 from dpscope.flash.layers.sample_call import SampleCall
@@ -191,6 +192,8 @@ class BareTap(CheckedTap):
         self.hooks: Any = None  # on saved tensors, where the module's forward began
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return break_graph(self, args, kwargs)
         if not torch.is_grad_enabled() and self.rehearsal is None:
             return self.original(*args, **kwargs)
         places = [place for place in self.places if place[2].requires_grad]

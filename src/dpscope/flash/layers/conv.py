@@ -8,7 +8,7 @@ window of x under output position l: (C/groups · Π kernel). Groups are samples
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from dpscope.flash.contributions import Kept, Outer, Saved, chunks, wide
 from dpscope.flash.kernels.gram_norms import GramUnit, gram_norms_squared
 from dpscope.flash.paths import DIRECT, KEEP, RANK1, Decision, stored_dtype
-from dpscope.flash.taps import Engine, LayerTap
+from dpscope.flash.taps import Engine, LayerTap, Spec
 from dpscope.vocabulary.allocations import allocates
 from dpscope.vocabulary.components import GRADIENTS
 
@@ -123,10 +123,8 @@ class ConvTap(LayerTap):
         padding = tuple(left for left, _ in before) if inside else (0,) * n
         self.geometry = Geometry(kernel, tuple(conv.stride), padding, dilation, conv.groups)
 
-    def apply(self, x: Tensor, live: list[bool]) -> Any:
-        if self.pad is not None:
-            x = F.pad(x, self.pad, mode=self.pad_mode)
-        return super().apply(x, live)
+    def prepare(self, x: Tensor) -> Tensor:
+        return x if self.pad is None else F.pad(x, self.pad, mode=self.pad_mode)
 
     def forward(self, ctx: Any, x: Tensor) -> Tensor:
         x, weight, bias = self.operands(x)
@@ -135,18 +133,28 @@ class ConvTap(LayerTap):
         output: Tensor = self.convolve(x, weight, bias, at.stride, at.padding, at.dilation, at.groups)
         return output
 
-    def backward(self, ctx: Any, g: Tensor) -> Tensor | None:
+    def gradients(self, ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        if ctx.live[1]:
-            self.keep(1, g.flatten(2).sum(2, dtype=wide(g.dtype)))
-        if ctx.live[0]:
+        trains_weight, trains_bias = ctx.live
+        sums = g.flatten(2).sum(2, dtype=wide(g.dtype)) if trains_bias else None
+        dx = None
+        if ctx.needs_input_grad[1]:
+            at, n = self.geometry, len(self.geometry.kernel)
+            arguments = (at.stride, at.padding, at.dilation, False, [0] * n, at.groups, [True, False, False])
+            dx = torch.ops.aten.convolution_backward(g, x, weight, None, *arguments)[0]
+        return (dx, x, g, sums) if trains_weight else (dx, None, None, sums)
+
+    def piece_specs(self, x: Spec, y: Spec, live: Sequence[bool]) -> tuple[Spec | None, ...]:
+        trains_weight, trains_bias = live
+        sums = Spec(y.shape[:2], wide(y.dtype)) if trains_bias else None
+        return (Spec(x.shape, y.dtype), y, sums) if trains_weight else (None, None, sums)
+
+    def record(self, pieces: Sequence[Tensor | None], *, owned: bool = True) -> None:
+        x, g, sums = pieces
+        if sums is not None:
+            self.keep(1, sums, owned=owned)
+        if x is not None and g is not None:
             self._add_weight(x, g)
-        if not ctx.needs_input_grad[1]:
-            return None
-        at, n = self.geometry, len(self.geometry.kernel)
-        arguments = (at.stride, at.padding, at.dilation, False, [0] * n, at.groups, [True, False, False])
-        dx: Tensor = torch.ops.aten.convolution_backward(g, x, weight, None, *arguments)[0]
-        return dx
 
     def _add_weight(self, x: Tensor, g: Tensor) -> None:
         slot = self.slots[0]

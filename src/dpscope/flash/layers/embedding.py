@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from dpscope.flash.contributions import Kept, Lookup
 from dpscope.flash.paths import KEEP, stored_dtype
-from dpscope.flash.taps import Engine, LayerTap
+from dpscope.flash.taps import Engine, LayerTap, Spec
 
 
 class EmbeddingTap(LayerTap):
@@ -28,12 +29,22 @@ class EmbeddingTap(LayerTap):
         ctx.save_for_backward(x)
         return F.embedding(x, weight, self.padding_idx)
 
-    def backward(self, ctx: Any, g: Tensor) -> None:
+    def gradients(self, ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         (ids,) = ctx.saved_tensors
+        # No graph gives integers out as a gradient. float64 holds those of any table.
+        return None, ids.to(torch.float64) if torch.compiler.is_compiling() else ids, g
+
+    def piece_specs(self, x: Spec, y: Spec, live: Sequence[bool]) -> tuple[Spec | None, ...]:
+        return Spec(x.shape, torch.float64), y
+
+    def record(self, pieces: Sequence[Tensor | None], *, owned: bool = True) -> None:
+        ids, g = pieces
         slot = self.slots[0]
-        assert slot is not None
+        if ids is None or g is None or slot is None:
+            return
         batch, (rows, width) = ids.shape[0], slot.parameter.shape
         flat = ids.reshape(batch, -1)
+        flat = flat.long() if flat.is_floating_point() else flat
         decision = self.engine.path_rules.of_lookup(*flat.shape)
         slot.describe("lookup", decision, {"ids": ids.shape, "g": g.shape})
         lookup = Lookup(flat, g.reshape(batch, -1, width), rows, self.padding_idx, decision)
@@ -55,5 +66,5 @@ class ScaledEmbeddingTap(EmbeddingTap):
         scaled: Tensor = output * self._scale(output.dtype)
         return scaled
 
-    def backward(self, ctx: Any, g: Tensor) -> None:
-        super().backward(ctx, g * self._scale(g.dtype))
+    def gradients(self, ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        return super().gradients(ctx, g * self._scale(g.dtype))

@@ -6,17 +6,18 @@ handed to the engine as they are.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpscope.flash.contributions import WIDE_OUTPUT, Kept, Outer, sample_products
+from dpscope.flash.contributions import WIDE_OUTPUT, Kept, Outer, sample_products, wide
 from dpscope.flash.kernels.sample_sums import bias_sums
 from dpscope.flash.paths import KEEP, stored_dtype
 from dpscope.flash.slots import Slot
-from dpscope.flash.taps import LayerTap, TapOfSamples
+from dpscope.flash.taps import LayerTap, Spec, TapOfSamples
 
 
 def as_sequences(x: Tensor) -> Tensor:
@@ -55,21 +56,27 @@ class LinearTap(LayerTap):
         ctx.save_for_backward(x if ctx.live[0] else None, weight if ctx.needs_input_grad[1] else None)
         return F.linear(x, weight.t() if self.transposed else weight, bias)
 
-    def backward(self, ctx: Any, g: Tensor) -> Tensor | None:
+    def gradients(self, ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        sequences = as_sequences(g)
-        if ctx.live[1]:
-            self.keep(1, bias_sums(sequences))
-        if ctx.live[0]:
-            slot = self.slots[0]
-            assert slot is not None
-            left, right = as_sequences(x), sequences
+        trains_weight, trains_bias = ctx.live
+        dx = g @ (weight.t() if self.transposed else weight) if ctx.needs_input_grad[1] else None
+        return dx, x, g if trains_weight else None, bias_sums(as_sequences(g)) if trains_bias else None
+
+    def piece_specs(self, x: Spec, y: Spec, live: Sequence[bool]) -> tuple[Spec | None, ...]:
+        trains_weight, trains_bias = live
+        sums = Spec((y.shape[0], y.shape[-1]), wide(y.dtype)) if trains_bias else None
+        return (Spec(x.shape, y.dtype), y, sums) if trains_weight else (None, None, sums)
+
+    def record(self, pieces: Sequence[Tensor | None], *, owned: bool = True) -> None:
+        x, g, sums = pieces
+        if sums is not None:
+            self.keep(1, sums, owned=owned)
+        slot = self.slots[0]
+        if slot is not None and x is not None and g is not None:
+            left, right = as_sequences(x), as_sequences(g)
             if self.transposed:
                 left, right = right, left
             keep_or_defer(self, slot, left, right)
-        if not ctx.needs_input_grad[1]:
-            return None
-        return g @ (weight.t() if self.transposed else weight)  # type: ignore[no-any-return]
 
 
 class TransposedLinearTap(LinearTap):

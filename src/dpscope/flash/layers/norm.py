@@ -6,7 +6,7 @@ and kept. The gradient of x comes from torch's own kernels.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dpscope.flash.contributions import wide
 from dpscope.flash.kernels.kept_gradients import last_norms
 from dpscope.flash.kernels.sample_sums import layer_norm_sums, rms_norm_sums
-from dpscope.flash.taps import Engine, LayerTap, autocast_dtype, autocast_output_dtype
+from dpscope.flash.taps import Engine, LayerTap, Spec, autocast_dtype, autocast_output_dtype
 
 
 def _probe_layer_norm(x: Tensor) -> Tensor:
@@ -35,7 +35,24 @@ def _probe_instance_norm(x: Tensor) -> Tensor:
 _INSTANCE_NORM_DIMS = {nn.InstanceNorm1d: 3, nn.InstanceNorm2d: 4, nn.InstanceNorm3d: 5}
 
 
-class NormTap(LayerTap):
+class SumsTap(LayerTap):
+    """A layer whose parameters' per-sample gradients are sums over positions, (B, elements of the parameter)."""
+
+    def piece_specs(self, x: Spec, y: Spec, live: Sequence[bool]) -> tuple[Spec | None, ...]:
+        sizes = [None if slot is None else slot.parameter.numel() for slot in self.slots]
+        dtype = wide(torch.promote_types(x.dtype, y.dtype))
+        return tuple(
+            Spec((x.shape[0], size), dtype) if size is not None and needed else None
+            for size, needed in zip(sizes, live, strict=True)
+        )
+
+    def record(self, pieces: Sequence[Tensor | None], *, owned: bool = True) -> None:
+        for index, sums in enumerate(pieces):
+            if sums is not None:
+                self.keep(index, sums, owned=owned)
+
+
+class NormTap(SumsTap):
     """A normalisation by an operator that autocast may run in float32: `probe` is one of its kind."""
 
     def norm_operands(
@@ -66,30 +83,25 @@ class LayerNormTap(NormTap):
         ctx.save_for_backward(x, weight, bias, mean, rstd)
         return output
 
-    def backward(self, ctx: Any, g: Tensor) -> Tensor | None:
+    def gradients(self, ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, mean, rstd = ctx.saved_tensors
-        needs_x, (needs_weight, needs_bias) = ctx.needs_input_grad[1], ctx.live
-        batch = g.shape[0]
+        needs_weight, needs_bias = ctx.live
+        weight_sums = bias_sums = dx = None
         if needs_weight or needs_bias:
-            width = weight.numel()
+            batch, width = g.shape[0], weight.numel()
             weight_sums, bias_sums = layer_norm_sums(
                 g.reshape(batch, -1, width),
                 x.reshape(batch, -1, width),
                 mean.reshape(batch, -1),
                 rstd.reshape(batch, -1),
             )
-            if needs_weight:
-                self.keep(0, weight_sums)
-            if needs_bias:
-                self.keep(1, bias_sums)
-        if not needs_x:
-            return None
-        mask = [True, False, False]
-        backward = torch.ops.aten.native_layer_norm_backward
-        return backward(g, x, self.shape, mean, rstd, weight, bias, mask)[0]  # type: ignore[no-any-return]
+        if ctx.needs_input_grad[1]:
+            backward = torch.ops.aten.native_layer_norm_backward
+            dx = backward(g, x, self.shape, mean, rstd, weight, bias, [True, False, False])[0]
+        return dx, weight_sums if needs_weight else None, bias_sums if needs_bias else None
 
 
-class RMSNormTap(LayerTap):
+class RMSNormTap(SumsTap):
     """x̂ = x / sqrt(mean(x²) + eps), over the weight's dimensions. Also for Hugging Face's classes of that kind."""
 
     names = ("weight",)
@@ -106,21 +118,23 @@ class RMSNormTap(LayerTap):
         output: Tensor = self.original(x)
         return output
 
-    def backward(self, ctx: Any, g: Tensor) -> Tensor | None:
+    def gradients(self, ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         batch, width = g.shape[0], weight.numel()
         dtype = wide(x.dtype)
         eps = torch.finfo(dtype).eps if self.eps is None else self.eps
         rows = x.reshape(batch, -1, width)
-        rstd = (last_norms(rows).square() / width + eps).rsqrt().to(dtype)
-        if ctx.live[0]:
-            self.keep(0, rms_norm_sums(g.reshape(batch, -1, width), rows, rstd))
+        if torch.compiler.is_compiling():
+            rstd = (rows.to(dtype).square().mean(-1) + eps).rsqrt()
+        else:
+            rstd = (last_norms(rows).square() / width + eps).rsqrt().to(dtype)
+        sums = rms_norm_sums(g.reshape(batch, -1, width), rows, rstd) if ctx.live[0] else None
         if not ctx.needs_input_grad[1]:
-            return None
+            return None, sums
         normed = rows.to(dtype) * rstd.unsqueeze(-1)
         scaled = g.reshape(batch, -1, width).to(dtype) * weight.reshape(width).to(dtype)
         dx: Tensor = (scaled - normed * (scaled * normed).mean(-1, keepdim=True)) * rstd.unsqueeze(-1)
-        return dx.to(x.dtype).view(x.shape)
+        return dx.to(x.dtype).view(x.shape), sums
 
 
 class GroupNormTap(NormTap):
@@ -148,7 +162,7 @@ class GroupNormTap(NormTap):
         ctx.save_for_backward(x, weight, mean, rstd)
         return output
 
-    def backward(self, ctx: Any, g: Tensor) -> Tensor | None:
+    def gradients(self, ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, rstd = ctx.saved_tensors
         needs_x, (needs_weight, needs_bias) = ctx.needs_input_grad[1], ctx.live
         batch, channels = x.shape[:2]
@@ -165,8 +179,8 @@ class GroupNormTap(NormTap):
             batch * self.groups,
             [needs_x, needs_weight or needs_bias, needs_weight or needs_bias],
         )
-        if needs_weight:
-            self.keep(0, weight_sums)
-        if needs_bias:
-            self.keep(1, bias_sums)
-        return dx.view(x.shape) if needs_x else None
+        return (
+            dx.view(x.shape) if needs_x else None,
+            weight_sums.view(batch, channels) if needs_weight else None,
+            bias_sums.view(batch, channels) if needs_bias else None,
+        )

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from dpscope.errors import UserError
+from dpscope.flash.compiled.traced import break_graph
 from dpscope.flash.contributions import Kept
 from dpscope.flash.explanation import why_opaque
 from dpscope.flash.layers.sample_call import SampleCall
@@ -63,6 +64,8 @@ class OpaqueTap(CheckedTap):
             slot.describe("opaque", self.why)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return break_graph(self, args, kwargs)
         if not torch.is_grad_enabled():
             return self.original(*args, **kwargs) if self.rehearsal is None else self._rehearse(args, kwargs)
         live = {key: slot for key, slot in self.slots.items() if slot.parameter.requires_grad}

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
+from dpscope.flash.compiled.traced import break_graph
 from dpscope.flash.layers.opaque import OpaqueTap
 from dpscope.flash.layers.sample_dims import is_opacus_layer
 from dpscope.flash.taps import Engine
@@ -27,6 +28,8 @@ class RecurrentTap(OpaqueTap):
         super().__init__(engine, name, module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return break_graph(self, args, kwargs)
         given = args[0] if args else kwargs.get("input")
         trained = torch.is_grad_enabled() or self.rehearsal is not None
         if not isinstance(given, PackedSequence) or not trained:

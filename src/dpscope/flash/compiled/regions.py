@@ -1,0 +1,112 @@
+"""Regions: what torch.compile has compiled, the model or modules inside it, each called with stand-ins for its taps."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from dpscope.errors import UserError
+from dpscope.flash.arguments import replace_leaves, sizes_of
+from dpscope.flash.checkpoint_calls import watching
+from dpscope.flash.compiled.frames import is_wrapper, original_of
+from dpscope.flash.compiled.stand_ins import CallShapes, Handout, Plan
+from dpscope.flash.rehearsal_run import untouched
+from dpscope.flash.taps import Engine, EngineTap, RootTap
+
+
+class Region:
+    """`eager`: what was compiled, as it is."""
+
+    def __init__(self, engine: Engine, eager: Callable[..., Any]) -> None:
+        self.engine = engine
+        self.eager = eager
+        self._plans: dict[Any, Plan] = {}
+
+    @contextmanager
+    def entered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+        """Inside, the taps of the region have stand-ins for one call of it with these arguments."""
+        with Handout(self.engine, self._plan(args, kwargs)).given():
+            yield
+
+    def _plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+        batch = self.engine.forwards.size() or 0
+        key = (batch, self.engine.model.training, sizes_of((args, kwargs)), _autocast())
+        plan = self._plans.get(key)
+        if plan is None:
+            run = CallShapes(batch)
+            try:
+                self._run_eagerly(run, args, kwargs)
+            except (UserError, torch.OutOfMemoryError):
+                raise
+            except Exception:  # the compiled call will say what is wrong, if it fails as well
+                return Plan([])
+            plan = Plan(run.calls)
+            if run.complete:
+                self._plans[key] = plan
+        return plan
+
+    def _run_eagerly(self, run: CallShapes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Run what was compiled as it is, without gradients, and leave no trace of it."""
+        model = self.engine.model
+        devices = list({p.device for p in model.parameters() if p.device.type == "cuda"})
+        args, kwargs = replace_leaves((args, kwargs), lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
+        with (
+            self.engine.forwards.rehearsing(run),
+            torch.no_grad(),
+            untouched(model, devices),
+            watching(run.note_checkpoint),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")
+            self.eager(*args, **kwargs)
+
+
+def _autocast() -> tuple[Any, ...]:
+    """What decides the dtypes that layers are given."""
+    devices = ("cpu", "cuda")
+    return tuple(torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None for device in devices)
+
+
+class RegionTap(EngineTap):
+    """The forward of what torch.compile(module) gives back."""
+
+    def __init__(self, engine: Engine, name: str, module: nn.Module, root: RootTap) -> None:
+        super().__init__(engine, name, module)
+        inner = original_of(module)
+        self.root = root if inner is engine.model else None
+        self.region = Region(engine, inner._call_impl)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        forwards = self.engine.forwards
+        if torch.compiler.is_compiling() or forwards.run is not None:
+            return self.region.eager(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            return self.original(*args, **kwargs)
+        if self.root is not None:
+            return self.root.run(self.region, self.original, args, kwargs)
+        if not forwards.size():  # an empty batch, or outside of the model's forward
+            return self.region.eager(*args, **kwargs)
+        with self.region.entered(args, kwargs):
+            return self.original(*args, **kwargs)
+
+
+class CompiledCallTap(RegionTap):
+    """What module.compile() has put in place of the module's call."""
+
+    attribute: ClassVar[str] = "_compiled_call_impl"
+
+
+def region_taps(engine: Engine, given: nn.Module, root: RootTap) -> list[RegionTap]:
+    """Taps for what is compiled by now, around the model (`given`) and inside it, and has none yet."""
+    found = []
+    for name, module in given.named_modules():
+        kind = RegionTap if is_wrapper(module) else CompiledCallTap
+        current = vars(module).get(kind.attribute)
+        if current is not None and not isinstance(current, EngineTap):
+            found.append(kind(engine, name, module, root))
+    return found

@@ -1,0 +1,229 @@
+"""Stand-ins for what traced calls give out of a compiled backward, and the node that receives it.
+
+    plan      the tapped calls of a forward with given arguments, their shapes noted in an eager run
+    handout   the stand-ins of one forward pass: each tap gets those of its calls before, and loses them after
+    Source    the autograd node behind the stand-ins, outside of every graph: its gradients are x and g of all calls
+
+Two forward passes have two sources, so that what they leave stays apart; a backward pass that does not ask for the
+gradients of parameters does not run a source at all.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dpscope.errors import UserError
+from dpscope.flash.compiled.traced import Handed
+from dpscope.flash.rehearsal_run import Run
+from dpscope.flash.taps import Engine, LayerTap, Spec, check_backward
+
+_TICKET = Spec((), torch.float32)
+
+
+class TappedCall(NamedTuple):
+    """One call of a layer. x and y: of all samples, as the layer is given them."""
+
+    tap: LayerTap
+    x: Spec
+    y: Spec
+    device: torch.device
+    checkpointed: bool
+
+    def pieces(self, live: Sequence[bool]) -> tuple[Spec | None, ...]:
+        return self.tap.piece_specs(self.x, self.y, live)
+
+
+class CallShapes(Run):
+    """An eager run that notes the shapes of every tapped call."""
+
+    def __init__(self, batch: int) -> None:
+        super().__init__(batch)
+        self.calls: list[TappedCall] = []
+        self.checkpoints = 0  # that run now
+        self.complete = True  # of each layer's calls it is known that rows are samples
+
+    def see(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def see_constant(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def answer(self, tap: Any, y: Tensor, dim: int = 0, *, shared: bool = False) -> Tensor:
+        if shared and y.dim() > dim and y.shape[dim] == 1:
+            y = y.expand([self.batch if axis == dim else size for axis, size in enumerate(y.shape)])
+        return y
+
+    def note_layer(self, tap: Any, x: Tensor, y: Tensor, *, shared: bool) -> None:
+        if not tap.is_traceable() or x.shape[0] not in (1, self.batch):
+            return
+        if self.batch > 1 and x.dim() not in (tap.shared if shared else tap.known):
+            self.complete = False
+            return
+        x = tap.prepare(x)
+        of_all = Spec((self.batch, *x.shape[1:]), x.dtype), Spec((self.batch, *y.shape[1:]), y.dtype)
+        self.calls.append(TappedCall(tap, *of_all, x.device, self.checkpoints > 0))
+
+    def note_checkpoint(self, checkpoint: Callable[..., Any], function: Any, args: Any, kwargs: Any) -> Any:
+        self.checkpoints += 1
+        try:
+            return checkpoint(function, *args, **kwargs)
+        finally:
+            self.checkpoints -= 1
+
+
+class Share(NamedTuple):
+    """What one call has of a handout: `pieces` are those it wants, in the order of the tap's, None where it does not."""
+
+    call: TappedCall
+    like: Tensor
+    pieces: tuple[Spec | None, ...]
+
+    @property
+    def count(self) -> int:
+        return sum(piece is not None for piece in self.pieces) + self.call.checkpointed
+
+
+@dataclass
+class Plan:
+    """The tapped calls of a forward, and the shares of them for each choice of trained parameters."""
+
+    calls: list[TappedCall]
+    _shares: dict[tuple[bool, ...], list[Share]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # Inside a checkpoint a graph may not count calls: a tap that is called there is called once.
+        times = Counter(call.tap for call in self.calls)
+        uncounted = {call.tap for call in self.calls if call.checkpointed}
+        self.calls = [call for call in self.calls if call.tap not in uncounted or times[call.tap] == 1]
+        self._parameters = [slot.parameter for call in self.calls for slot in call.tap.slots if slot is not None]
+
+    def shares(self) -> list[Share]:
+        trained = tuple([parameter.requires_grad for parameter in self._parameters])
+        if trained not in self._shares:
+            self._shares[trained] = [
+                Share(call, _zeros(call.x, call.device), call.pieces(call.tap.live()))
+                for call in self.calls
+                if True in call.tap.live()
+            ]
+        return self._shares[trained]
+
+
+def _zeros(spec: Spec, device: torch.device) -> Tensor:
+    """One element that stands at every place: nobody reads it."""
+    return torch.empty_strided(spec.shape, (0,) * len(spec.shape), dtype=spec.dtype, device=device)
+
+
+class Handout:
+    """The stand-ins of one forward pass."""
+
+    def __init__(self, engine: Engine, plan: Plan) -> None:
+        self.engine = engine
+        self.shares = plan.shares()
+        for share in self.shares:
+            share.call.tap.check_parameters()
+        self.used: Counter[LayerTap] = Counter()  # calls that graphs hold, where they are counted
+        self.generation = engine.state.generation
+        self.block = engine.block
+
+    @contextmanager
+    def given(self) -> Iterator[None]:
+        """Inside, taps have their stand-ins. Those that they had before are theirs again afterwards."""
+        stand_ins = iter(Source.apply(self.engine.anchor, self) if self.shares else ())  # type: ignore[no-untyped-call]
+        of_taps: dict[LayerTap, list[Handed]] = {}
+        for share in self.shares:
+            pieces = tuple([next(stand_ins) for _ in range(share.count)])
+            of_taps.setdefault(share.call.tap, []).append(Handed(share.like, pieces))
+            share.call.tap.counted = not share.call.checkpointed
+        before = [(tap, tap.handed, tap.calls) for tap in of_taps]
+        for tap, handed in of_taps.items():
+            tap.handed, tap.calls = tuple(handed), 0
+        try:
+            yield
+        finally:
+            for tap, handed, calls in before:
+                self.used[tap] = tap.calls
+                tap.handed, tap.calls = handed, calls
+
+    @torch.no_grad()
+    def receive(self, left: list[Tensor | None]) -> None:
+        """Give the engine what a backward pass has left of each call; `left` is empty afterwards."""
+        left.reverse()
+        seen: Counter[LayerTap] = Counter()
+        tickets: list[tuple[LayerTap, Tensor]] = []
+        with torch.autocast(self.shares[0].call.device.type, enabled=False):
+            for share in self.shares:
+                seen[share.call.tap] += 1
+                arrived = [each for each in (left.pop() for _ in range(share.count)) if each is not None]
+                if len(arrived) == share.count:
+                    self._record(share, arrived, tickets)
+                elif arrived or seen[share.call.tap] <= self.used[share.call.tap]:
+                    self._refuse_lost(share.call.tap)
+                del arrived
+        if tickets:
+            self._check_tickets(tickets)
+
+    def _record(self, share: Share, arrived: list[Tensor], tickets: list[tuple[LayerTap, Tensor]]) -> None:
+        tap = share.call.tap
+        if share.call.checkpointed:
+            tickets.append((tap, arrived.pop()))
+        # Lazily negated: kernels that read memory by its address would see the other sign.
+        pieces = iter([piece.resolve_neg() if piece.is_neg() else piece for piece in arrived])
+        arrived.clear()
+        # A graph may give one tensor out for two calls.
+        tap.record([None if spec is None else next(pieces) for spec in share.pieces], owned=False)
+
+    def _check_tickets(self, tickets: list[tuple[LayerTap, Tensor]]) -> None:
+        counts = torch.stack([ticket for _, ticket in tickets]).tolist()
+        for (tap, _), count in zip(tickets, counts, strict=True):
+            if count != 1:
+                raise UserError(
+                    f"{tap.name} was called {count:g} times in a compiled checkpoint where it was called once when the "
+                    "model was tried out: its calls cannot be told apart; leave it out of torch.compile with "
+                    "torch.compiler.disable"
+                )
+
+    def _refuse_lost(self, tap: LayerTap) -> None:
+        raise UserError(
+            f"{tap.name} was called in a compiled graph, and a backward pass left nothing of it: its output took no part "
+            "in the loss and is in a graph of its own, or its gradient was lost; leave it out of torch.compile with "
+            "torch.compiler.disable, or freeze it"
+        )
+
+
+class Source(torch.autograd.Function):
+    """() -> stand-ins; backward receives their gradients. `anchor` stands for the parameters, as in `Tapped`."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, handout: Handout) -> tuple[Tensor, ...]:
+        ctx.handout = handout
+        ctx.set_materialize_grads(False)
+        made = []
+        for share in handout.shares:
+            made += [_zeros(piece, share.call.device) for piece in share.pieces if piece is not None]
+            if share.call.checkpointed:
+                made.append(_zeros(_TICKET, share.call.device))
+        return tuple(made)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None]:
+        handout: Handout = ctx.handout
+        engine = handout.engine
+        if not engine.is_recording():
+            return None, None
+        if torch.is_grad_enabled() or handout.generation != engine.state.generation:
+            check_backward(handout.shares[0].call.tap, handout.generation)
+        if handout.block is not None:
+            with handout.block.running():
+                handout.receive(list(grads))
+            return None, None
+        # Autograd holds all of these until this returns. When the pass is over each call's are let go as they are used.
+        waiting = list(grads)
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: handout.receive(waiting))
+        return None, None

@@ -1,0 +1,87 @@
+"""A tapped call inside a compiled graph: a pure function, whose backward gives x and g out as gradients of stand-ins.
+
+Recording is a side effect, and side effects of a backward pass can vanish from a compiled graph. So a traced call takes,
+besides x, one stand-in for each tensor that the engine wants of its backward: x, g, per-sample sums. They are zeros of the
+right shape that nothing reads. Their *gradients* are what is wanted, and no compiler may leave out a gradient. The node that
+made the stand-ins (stand_ins.py) runs outside of the graph and receives them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from dpscope.flash.compiled.frames import uncompiled
+
+
+class Handed(NamedTuple):
+    """What a tap was handed for one call. `like`: a tensor of the shape and dtype that x has to have."""
+
+    like: Tensor
+    stand_ins: tuple[Tensor, ...]
+
+
+class TracedTap(Protocol):
+    handed: tuple[Handed, ...]  # for the calls of this forward, in their order
+    calls: int  # that were traced in it
+    counted: bool
+
+    def prepare(self, x: Tensor) -> Tensor: ...
+
+    def forward(self, ctx: Any, x: Tensor) -> Tensor: ...
+
+    def gradients(self, ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]: ...
+
+    def __call__(self, x: Tensor) -> Any: ...
+
+
+class Traced(torch.autograd.Function):
+    """`tap.forward` and `tap.gradients`, the pieces of which become the gradients of the stand-ins.
+
+    A call in a checkpoint has one stand-in more, a ticket: its gradient is 1. The sum of two calls would be 2.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tap: TracedTap, x: Tensor, live: tuple[bool, ...], *stand_ins: Tensor) -> Tensor:
+        ctx.tap, ctx.live = tap, live
+        ctx.dtypes = tuple(each.dtype for each in stand_ins)
+        output = tap.forward(ctx, x)
+        # Autograd forbids in-place operations on a view made in here, such as ReLU(inplace=True).
+        return torch.ops.aten._unsafe_view.default(output, output.shape)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        dx, *pieces = ctx.tap.gradients(ctx, g)
+        given = [piece for piece in pieces if piece is not None]
+        if len(given) < len(ctx.dtypes):
+            given.append(torch.ones((), dtype=torch.float32, device=g.device))
+        # Autograd would round a gradient to its stand-in's dtype in silence.
+        for piece, dtype in zip(given, ctx.dtypes, strict=True):
+            assert torch.promote_types(piece.dtype, dtype) == dtype
+        return None, dx, None, *given
+
+
+def call_traced(tap: TracedTap, x: Tensor, live: tuple[bool, ...]) -> Any:
+    """The tap's call in a graph, where it was handed stand-ins that fit; otherwise the graph breaks around it."""
+    index = tap.calls
+    if index >= len(tap.handed):
+        return break_graph(tap, (x,), {})
+    like, stand_ins = tap.handed[index]
+    given = x
+    if x.shape[0] == 1 and like.shape[0] != 1:  # one row for all samples
+        x = x.expand(like.shape[0], *x.shape[1:])
+    x = tap.prepare(x)
+    if x.shape != like.shape or x.dtype != like.dtype:
+        return break_graph(tap, (given,), {})
+    if tap.counted:
+        tap.calls = index + 1
+    return Traced.apply(tap, x, live, *stand_ins)  # type: ignore[no-untyped-call]
+
+
+@uncompiled("flash clipping: stand-ins do not fit this call of a layer, or its module runs sample by sample; it runs eagerly")
+def break_graph(tap: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The tap's call, not compiled."""
+    return tap(*args, **kwargs)
