@@ -32,7 +32,7 @@ from dpscope.flash.contributions import Contribution
 from dpscope.flash.distributed import ReplicaTap
 from dpscope.flash.explanation import OpaqueUnit, PathTable, describe_opaque, explain_slots
 from dpscope.flash.forward_passes import BatchSizeOf, ForwardPasses
-from dpscope.flash.instance_method import InstanceMethod
+from dpscope.flash.instance_method import InstanceMethod, instance_method
 from dpscope.flash.layers.bare import BareTap
 from dpscope.flash.layers.opaque import OpaqueTap
 from dpscope.flash.memory_budget import MemoryBudget, MemoryLimit
@@ -138,7 +138,7 @@ class FlashEngine:
 
     def _attach(self, batch_size_of: BatchSizeOf | None) -> None:
         model = self.model
-        if any(isinstance(vars(module).get("forward"), InstanceMethod) for module in model.modules()):
+        if any(instance_method(module) for module in model.modules()):
             raise UserError("the model already has a FlashEngine attached; call its detach() first")
         self._slots: dict[nn.Parameter, Slot] = {}
         for name, parameter in model.named_parameters():

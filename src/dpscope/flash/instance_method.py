@@ -6,6 +6,7 @@ callable reduces to the method it stands in for.
 
 from __future__ import annotations
 
+from types import MethodType
 from typing import Any, ClassVar
 
 from torch import nn
@@ -27,6 +28,13 @@ class InstanceMethod:
     def install(self) -> None:
         vars(self.module)[self.attribute] = self
 
+    def install_bound(self) -> None:
+        """As a method of this object: torch.compile then asks that the function be the same, and not the object.
+
+        So that modules of one class share a graph, each with an instance method of its own.
+        """
+        vars(self.module)[self.attribute] = MethodType(_call, self)
+
     def restore(self) -> None:
         if self.replaced is None:
             vars(self.module).pop(self.attribute, None)
@@ -39,6 +47,17 @@ class InstanceMethod:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
+
+
+def _call(method: Any, *args: Any, **kwargs: Any) -> Any:
+    return method(*args, **kwargs)
+
+
+def instance_method(module: nn.Module, attribute: str = "forward") -> InstanceMethod | None:
+    """What stands in for the module's method, if something does."""
+    found = vars(module).get(attribute)
+    found = getattr(found, "__self__", found)
+    return found if isinstance(found, InstanceMethod) else None
 
 
 def _itself(value: Any) -> Any:

@@ -33,8 +33,10 @@ from torch.utils.hooks import RemovableHandle
 
 from dpscope.errors import UserError
 from dpscope.flash import layers
+from dpscope.flash.compiled.frames import original_of
 from dpscope.flash.engine import FlashEngine
 from dpscope.flash.forward_passes import BatchSizeOf
+from dpscope.flash.instance_method import instance_method
 from dpscope.flash.memory_budget import MemoryLimit, check_limit
 from dpscope.flash.private_optimizer import DPFlashOptimizer
 from dpscope.flash.ranks.layout import layout_of
@@ -293,11 +295,11 @@ def _is_valid(module: nn.Module) -> bool:
 
 def _detach_previous(module: nn.Module, optimizer: Optimizer) -> None:
     """Detach the engine of an earlier make_private of the same model and optimizer; refuse a second optimizer."""
-    taps = (vars(each).get("forward") for each in module.modules())
+    taps = (instance_method(each) for each in module.modules())
     previous = next((tap.engine for tap in taps if isinstance(tap, RootTap)), None)
     if previous is None:
         return
-    mine = previous.model in (module, getattr(module, "module", None))
+    mine = previous.model in (original_of(module), getattr(module, "module", None))
     if not isinstance(optimizer, DPFlashOptimizer) or optimizer.engine is not previous or not mine:
         raise UserError(
             "the model is already private, with an optimizer of its own, and a sample is clipped once, over all "

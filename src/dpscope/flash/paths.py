@@ -207,8 +207,7 @@ def _choices(
     lean = fitting if forced is not None or fitting.path != KEEP else choose()
     if lean is fitting or lean.path == KEEP:
         return lean, lean, 0.0
-    # The gradient of x, as large as x, is made while both the kept gradients and x are there.
-    return fitting, lean, fitting.costs[KEEP].bytes_held + math.prod(x) * dtype.itemsize
+    return fitting, lean, fitting.costs[KEEP].bytes_held
 
 
 class PathRules:

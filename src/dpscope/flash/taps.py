@@ -252,6 +252,9 @@ class LayerTap(TapOfSamples):
             None if module._parameters.get(key) is None else engine.slot(module._parameters[key]) for key in self.names
         ]
 
+    def install(self) -> None:
+        self.install_bound()
+
     @classmethod
     def accepts(cls, module: nn.Module) -> bool:
         """Whether the module's parameters are those the family knows (and not, say, weight_g and weight_v)."""
@@ -294,7 +297,7 @@ class LayerTap(TapOfSamples):
         return tuple([parameter is not None and parameter.requires_grad for parameter in parameters])
 
     def is_traceable(self) -> bool:
-        """Whether a graph may hold the calls: `gradients` says what its backward does, and no subclass says otherwise."""
+        """Whether a graph may hold the calls: `gradients` says what backward does, and no subclass says otherwise."""
         says = next((cls for cls in type(self).__mro__ if {"gradients", "backward"} & vars(cls).keys()), LayerTap)
         return says is not LayerTap and "gradients" in vars(says)
 
@@ -419,13 +422,16 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 _output_dtypes: dict[tuple[Any, ...], torch.dtype] = {}
 
 
-def autocast_output_dtype(operator: Callable[[Tensor], Tensor], x: Tensor, dtype: torch.dtype) -> torch.dtype:
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def autocast_output_dtype(
+    operator: Callable[[Tensor], Tensor], device: str, x: torch.dtype, dtype: torch.dtype
+) -> torch.dtype:
     """The dtype in which an operator outside the lower-precision list answers under autocast, asked of it once.
 
     Which operators autocast runs in float32 differs between devices and torch versions: `operator` is run on a tiny
-    tensor (1, 2, 2) like x.
+    tensor (1, 2, 2) of dtype x.
     """
-    known = (operator, x.device.type, x.dtype, dtype)
+    known = (operator, device, x, dtype)
     if known not in _output_dtypes:
-        _output_dtypes[known] = operator(torch.ones(1, 2, 2, dtype=x.dtype, device=x.device)).dtype
+        _output_dtypes[known] = operator(torch.ones(1, 2, 2, dtype=x, device=device)).dtype
     return _output_dtypes[known]

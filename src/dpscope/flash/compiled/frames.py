@@ -24,11 +24,13 @@ COMPILE_FIRST = (
 def uncompiled(reason: str) -> Callable[[_Function], _Function]:
     """Decorates a function that breaks graphs, and runs as it is with all it calls."""
 
+    disable: Any = torch.compiler.disable
+
     def decorate(function: _Function) -> _Function:
         try:
-            return torch.compiler.disable(function, reason=reason)  # type: ignore[no-any-return]
+            return disable(function, reason=reason)  # type: ignore[no-any-return]
         except TypeError:  # before torch 2.7
-            return torch.compiler.disable(function)  # type: ignore[no-any-return]
+            return disable(function)  # type: ignore[no-any-return]
 
     return decorate
 
@@ -72,6 +74,8 @@ def _forward_frame(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: d
 def _run_eagerly(tap: CompiledAfter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return tap.run_compiled(tap.original, args, kwargs)
 
+
+_run_outside._torchdynamo_disable_msg = COMPILE_FIRST  # type: ignore[attr-defined]  # what torch.compile shows
 
 # In a version of torch that lacks either, the forward runs as it is: exact, and not compiled.
 run_outside = _run_eagerly if _set_callback is None or _skip is None else _skip(_run_outside)

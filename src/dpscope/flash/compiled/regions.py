@@ -15,6 +15,7 @@ from dpscope.flash.arguments import replace_leaves, sizes_of
 from dpscope.flash.checkpoint_calls import watching
 from dpscope.flash.compiled.frames import is_wrapper, original_of
 from dpscope.flash.compiled.stand_ins import CallShapes, Handout, Plan
+from dpscope.flash.instance_method import instance_method
 from dpscope.flash.rehearsal_run import untouched
 from dpscope.flash.taps import Engine, EngineTap, RootTap
 
@@ -106,7 +107,6 @@ def region_taps(engine: Engine, given: nn.Module, root: RootTap) -> list[RegionT
     found = []
     for name, module in given.named_modules():
         kind = RegionTap if is_wrapper(module) else CompiledCallTap
-        current = vars(module).get(kind.attribute)
-        if current is not None and not isinstance(current, EngineTap):
+        if vars(module).get(kind.attribute) is not None and instance_method(module, kind.attribute) is None:
             found.append(kind(engine, name, module, root))
     return found

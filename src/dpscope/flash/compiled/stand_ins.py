@@ -79,14 +79,14 @@ class CallShapes(Run):
 
 
 class Share(NamedTuple):
-    """What one call has of a handout: `pieces` are those it wants, in the order of the tap's, None where it does not."""
+    """What one call has of a handout. `pieces`: in the order of the tap's, None where it wants nothing."""
 
     call: TappedCall
     like: Tensor
     pieces: tuple[Spec | None, ...]
 
     @property
-    def count(self) -> int:
+    def size(self) -> int:
         return sum(piece is not None for piece in self.pieces) + self.call.checkpointed
 
 
@@ -138,7 +138,7 @@ class Handout:
         stand_ins = iter(Source.apply(self.engine.anchor, self) if self.shares else ())  # type: ignore[no-untyped-call]
         of_taps: dict[LayerTap, list[Handed]] = {}
         for share in self.shares:
-            pieces = tuple([next(stand_ins) for _ in range(share.count)])
+            pieces = tuple([next(stand_ins) for _ in range(share.size)])
             of_taps.setdefault(share.call.tap, []).append(Handed(share.like, pieces))
             share.call.tap.counted = not share.call.checkpointed
         before = [(tap, tap.handed, tap.calls) for tap in of_taps]
@@ -147,9 +147,9 @@ class Handout:
         try:
             yield
         finally:
-            for tap, handed, calls in before:
+            for tap, theirs, calls in before:
                 self.used[tap] = tap.calls
-                tap.handed, tap.calls = handed, calls
+                tap.handed, tap.calls = theirs, calls
 
     @torch.no_grad()
     def receive(self, left: list[Tensor | None]) -> None:
@@ -160,8 +160,8 @@ class Handout:
         with torch.autocast(self.shares[0].call.device.type, enabled=False):
             for share in self.shares:
                 seen[share.call.tap] += 1
-                arrived = [each for each in (left.pop() for _ in range(share.count)) if each is not None]
-                if len(arrived) == share.count:
+                arrived = [each for each in (left.pop() for _ in range(share.size)) if each is not None]
+                if len(arrived) == share.size:
                     self._record(share, arrived, tickets)
                 elif arrived or seen[share.call.tap] <= self.used[share.call.tap]:
                     self._refuse_lost(share.call.tap)
@@ -191,9 +191,9 @@ class Handout:
 
     def _refuse_lost(self, tap: LayerTap) -> None:
         raise UserError(
-            f"{tap.name} was called in a compiled graph, and a backward pass left nothing of it: its output took no part "
-            "in the loss and is in a graph of its own, or its gradient was lost; leave it out of torch.compile with "
-            "torch.compiler.disable, or freeze it"
+            f"{tap.name} was called in a compiled graph, and a backward pass left nothing of it: its output took no "
+            "part in the loss and is in a graph of its own, or its gradient was lost; leave it out of torch.compile "
+            "with torch.compiler.disable, or freeze it"
         )
 
 
@@ -223,7 +223,7 @@ class Source(torch.autograd.Function):
             with handout.block.running():
                 handout.receive(list(grads))
             return None, None
-        # Autograd holds all of these until this returns. When the pass is over each call's are let go as they are used.
+        # Autograd holds all of these until this returns. Afterwards each call's are let go as they are used.
         waiting = list(grads)
         torch.autograd.Variable._execution_engine.queue_callback(lambda: handout.receive(waiting))
         return None, None

@@ -1,9 +1,9 @@
 """A tapped call inside a compiled graph: a pure function, whose backward gives x and g out as gradients of stand-ins.
 
-Recording is a side effect, and side effects of a backward pass can vanish from a compiled graph. So a traced call takes,
-besides x, one stand-in for each tensor that the engine wants of its backward: x, g, per-sample sums. They are zeros of the
-right shape that nothing reads. Their *gradients* are what is wanted, and no compiler may leave out a gradient. The node that
-made the stand-ins (stand_ins.py) runs outside of the graph and receives them.
+Recording is a side effect, and side effects of a backward pass can vanish from a compiled graph. So a traced call
+takes, besides x, one stand-in for each tensor that the engine wants of its backward: x, g, per-sample sums. They are
+zeros of the right shape that nothing reads. Their *gradients* are what is wanted, and no compiler may leave out a
+gradient. The node that made the stand-ins (stand_ins.py) runs outside of the graph and receives them.
 """
 
 from __future__ import annotations
@@ -81,7 +81,9 @@ def call_traced(tap: TracedTap, x: Tensor, live: tuple[bool, ...]) -> Any:
     return Traced.apply(tap, x, live, *stand_ins)  # type: ignore[no-untyped-call]
 
 
-@uncompiled("flash clipping: stand-ins do not fit this call of a layer, or its module runs sample by sample; it runs eagerly")
+@uncompiled(
+    "flash clipping: stand-ins do not fit this call of a layer, or its module runs sample by sample; it runs eagerly"
+)
 def break_graph(tap: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The tap's call, not compiled."""
     return tap(*args, **kwargs)

@@ -63,10 +63,14 @@ class NormTap(SumsTap):
         dtype = autocast_dtype(x)
         if dtype is None or x.dtype == torch.float64:
             return x, weight, bias
-        x = x.to(autocast_output_dtype(probe, x, dtype))
+        x = x.to(autocast_output_dtype(probe, x.device.type, x.dtype, dtype))
         if x.dtype != torch.float32:
             return x, weight, bias
-        return x, None if weight is None else weight.float(), None if bias is None else bias.float()
+        return x, _float32(weight), _float32(bias)
+
+
+def _float32(parameter: Tensor | None) -> Tensor | None:
+    return parameter if parameter is None or parameter.dtype == torch.float32 else parameter.float()
 
 
 class LayerNormTap(NormTap):
