@@ -53,6 +53,9 @@ def _call(method: Any, *args: Any, **kwargs: Any) -> Any:
     return method(*args, **kwargs)
 
 
+_call.__name__ = "__call__"  # a pickled method is looked up by this name, on what the instance method reduces to
+
+
 def instance_method(module: nn.Module, attribute: str = "forward") -> InstanceMethod | None:
     """What stands in for the module's method, if something does."""
     found = vars(module).get(attribute)
