@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from dpscope.flash.layers import register_layer
     from dpscope.flash.opacus import PrivacyEngine
     from dpscope.flash.oracle import OracleResult, run_oracle
+    from dpscope.flash.padding.rows import pad_batch, real_rows, same_rows
     from dpscope.flash.paths import Decision, choose_path
     from dpscope.flash.private_optimizer import DPFlashOptimizer
     from dpscope.flash.ranks.checkpoints import TrainingState
@@ -31,8 +32,11 @@ _HOME = {
     "PrivacyEngine": "opacus",
     "TrainingState": "ranks.checkpoints",
     "choose_path": "paths",
-    "run_oracle": "oracle",
+    "pad_batch": "padding.rows",
+    "real_rows": "padding.rows",
     "register_layer": "layers",
+    "run_oracle": "oracle",
+    "same_rows": "padding.rows",
 }
 
 __all__ = [
@@ -46,8 +50,11 @@ __all__ = [
     "PrivacyEngine",
     "TrainingState",
     "choose_path",
+    "pad_batch",
+    "real_rows",
     "register_layer",
     "run_oracle",
+    "same_rows",
 ]
 
 

@@ -14,6 +14,7 @@ the next forward with gradients enabled (or `finish()`). Row b of each of those 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
@@ -39,6 +40,7 @@ from dpscope.flash.memory_budget import MemoryBudget, MemoryLimit
 from dpscope.flash.microbatch import MicroBatch, RunningSum, SumBatch
 from dpscope.flash.module_state import BufferWatch
 from dpscope.flash.norms import Factors
+from dpscope.flash.padding.rows import PaddingCount, Rows
 from dpscope.flash.parameter_hooks import refuse_hooks
 from dpscope.flash.paths import FORCEABLE, PathRules
 from dpscope.flash.ranks.layout import is_fsdp
@@ -93,6 +95,7 @@ class FlashEngine:
         self.loss_scale = loss_scale
 
         self.state = StepState()
+        self.padding = PaddingCount()
         self.cast = SharedCast()
         self.norms: Tensor | None = None
         self.factors: Tensor | None = None
@@ -153,6 +156,7 @@ class FlashEngine:
             follow_less=self._follow_less,
             begin_way=self._tap_regions,
             close=lambda: self.finish(),  # noqa: PLW0108  (looked up when called: trainers wrap it)
+            abandon=self._abandon_draw,
             batch_size_of=batch_size_of,
             budget=self.path_rules.budget,
             buffers=BufferWatch(model, ()),
@@ -342,6 +346,7 @@ class FlashEngine:
         """Close the micro-batch: its norms and factors now, its sums as they are iterated over."""
         refuse_hooks(self._slots.values(), guards=1)
         passes = [] if self.blocks is None else self.blocks.close()
+        rows = self.state.rows
         recorded = self.state.close()
         if recorded and self.forwards.is_made_up:
             recorded, passes = [], []  # of a sample that is nobody's
@@ -354,10 +359,10 @@ class FlashEngine:
         device = recorded[0][0].parameter.device.type
         with _no_autocast(device):
             passes = self.blocks.reruns.separate(passes, recorded) if self.blocks is not None else []
-            micro = self._norm([(slot, parts) for slot, parts in recorded if parts], passes)
+            micro = self._norm([(slot, parts) for slot, parts in recorded if parts], passes, rows)
             of_blocks = self._sum_again(passes, micro.clipping, into if alone else None)
         self.path_rules.budget.close()
-        self.state.count(micro.size, self.max_grad_norm)
+        self.state.count(micro.size if rows is None else rows.real, self.max_grad_norm, rows)
         if alone:
             return self._iterate(micro, of_blocks, device, into, factored)
         return self._reduce(micro, of_blocks, device, into)
@@ -382,7 +387,8 @@ class FlashEngine:
             yield SumBatch(parameters, added, None)
 
     @torch.no_grad()
-    def _norm(self, recorded: Recorded, passes: list[BlockPass]) -> MicroBatch:
+    def _norm(self, recorded: Recorded, passes: list[BlockPass], rows: Rows | None) -> MicroBatch:
+        real = None if rows is None else rows.real
         scale = self.loss_scale() if callable(self.loss_scale) else self.loss_scale
         micro = MicroBatch(
             recorded,
@@ -391,9 +397,12 @@ class FlashEngine:
             max_grad_norm=self.max_grad_norm,
             mean=self.loss_reduction == "mean",
             loss_scale=scale,
+            real=real,
         )
-        self.norms, self.factors = micro.clipping.norms, micro.clipping.factors
-        dropped = (~micro.clipping.finite).sum()
+        if rows is not None:
+            self.padding.add(rows)
+        self.norms, self.factors = micro.clipping.norms[:real], micro.clipping.factors[:real]
+        dropped = (~micro.clipping.finite[:real]).sum()
         self.nonfinite_samples = dropped if self.nonfinite_samples is None else self.nonfinite_samples + dropped
         return micro
 
@@ -443,6 +452,16 @@ class FlashEngine:
         """p.grad of every parameter of the model: zero where it was made here and is to be kept, None otherwise."""
         self.running_sums.clear(set_to_none)
 
+    def _abandon_draw(self) -> None:
+        """Drop the sums of a draw whose other parts did not come: two draws in one step may hold a sample twice."""
+        warnings.warn(
+            "a part of a draw was trained on and the rest left out (a batch skipped, a loop that was left): its sums "
+            "are dropped, and no step is taken for it",
+            stacklevel=2,
+        )
+        self.state.complete()
+        self.zero_grad()
+
     def discard(self) -> None:
         """Drop what backward has left and was not summed; gradients stay."""
         self.state.discard()
@@ -456,7 +475,8 @@ class FlashEngine:
     def explain(self) -> PathTable:
         """One row a trainable parameter: which module, what was seen last, which path its norms take, and why."""
         blocks = () if self.blocks is None else self.blocks.choices.rows
-        return explain_slots((slot for slot in self._slots.values() if slot.parameter.requires_grad), blocks)
+        trained = (slot for slot in self._slots.values() if slot.parameter.requires_grad)
+        return explain_slots(trained, blocks, str(self.padding) if self.padding.rows else "")
 
     def opaque_units(self) -> list[OpaqueUnit]:
         """The modules that run sample by sample through torch.func.vmap, the largest first."""

@@ -38,11 +38,13 @@ class BlockRow:
 
 
 class PathTable(Sequence[PathRow]):
-    """Rows, and a table of them through str(); below it, `blocks`: checkpointed ones, if there is a memory budget."""
+    """Rows, and a table of them through str(); below it, `blocks`: checkpointed ones, if there is a memory budget, and
+    `padding`: how much of the batches was padding, if they were padded."""
 
-    def __init__(self, rows: Iterable[PathRow], blocks: Iterable[BlockRow] = ()) -> None:
+    def __init__(self, rows: Iterable[PathRow], blocks: Iterable[BlockRow] = (), padding: str = "") -> None:
         self.rows = list(rows)
         self.blocks = list(blocks)
+        self.padding = padding
 
     def __getitem__(self, index: int) -> PathRow:  # type: ignore[override]
         return self.rows[index]
@@ -55,7 +57,7 @@ class PathTable(Sequence[PathRow]):
 
     def __str__(self) -> str:
         tables = [_aligned(PathRow, self.rows), *([_aligned(BlockRow, self.blocks)] if self.blocks else [])]
-        return "\n\n".join(tables)
+        return "\n\n".join([*tables, *([self.padding] if self.padding else [])])
 
 
 def _aligned(row_type: type[PathRow] | type[BlockRow], rows: Sequence[PathRow] | Sequence[BlockRow]) -> str:
@@ -64,7 +66,7 @@ def _aligned(row_type: type[PathRow] | type[BlockRow], rows: Sequence[PathRow] |
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
 
-def explain_slots(slots: Iterable[Slot], blocks: Iterable[BlockRow] = ()) -> PathTable:
+def explain_slots(slots: Iterable[Slot], blocks: Iterable[BlockRow] = (), padding: str = "") -> PathTable:
     rows = []
     for slot in slots:
         path, why = "" if slot.decision is None else slot.decision.path, slot.why
@@ -72,7 +74,7 @@ def explain_slots(slots: Iterable[Slot], blocks: Iterable[BlockRow] = ()) -> Pat
             path, why = "", "used several times since the last step: decided when the micro-batch is closed"
         shapes = ", ".join(f"{name} {tuple(shape)}".lstrip() for name, shape in slot.shapes.items())
         rows.append(PathRow(slot.name, slot.module, slot.kind, shapes, path, why))
-    return PathTable(rows, blocks)
+    return PathTable(rows, blocks, padding)
 
 
 @dataclass(frozen=True)

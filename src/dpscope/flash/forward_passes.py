@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from dpscope.flash.arguments import KEEP_BATCH_FIRST, leaves_in, replace_leaves,
 from dpscope.flash.distributed import refuse_ddp_forward
 from dpscope.flash.memory_budget import MemoryBudget
 from dpscope.flash.module_state import BufferWatch
+from dpscope.flash.padding.rows import Rows, has_marks, mark_batch, rows_in, without_marks
 from dpscope.flash.ranks.empty_shares import make_up_sample, without_rows
 from dpscope.flash.ranks.ranks import Ranks
 from dpscope.flash.rehearsal import Rehearsal, RootCall
@@ -61,9 +62,19 @@ def leaves_behind(tensors: list[Tensor]) -> list[Tensor]:
     return found
 
 
+def refuse_unknown_rows(count: int) -> NoReturn:
+    raise UserError(
+        f"the model was called with {count} rows that do not say how many of them are padding, as the batches of a "
+        "padded loader do: copies (.to), arithmetic, columns (x[:, 1:]) and reshaping keep that, and what may reorder "
+        "rows does not. If row b is still sample b, say so: dpscope.flash.same_rows(new, batch). For batches of your "
+        "own there is dpscope.flash.pad_batch; evaluate under torch.no_grad()"
+    )
+
+
 class ForwardPasses:
     """`close`: closes the micro-batch, adding its sums to those before it.
 
+    `abandon`: drops the sums of a logical batch that is not complete.
     `follow_less`: has some modules run sample by sample from now on, given with a reason; all, if none is given.
     `begin_way`: called before the root runs in a way that was not rehearsed.
     """
@@ -74,6 +85,7 @@ class ForwardPasses:
         state: StepState,
         *,
         close: Callable[[], None],
+        abandon: Callable[[], None],
         follow_less: Callable[[Sequence[nn.Module], str], None],
         begin_way: Callable[[], None],
         batch_size_of: BatchSizeOf | None,
@@ -89,6 +101,9 @@ class ForwardPasses:
         self.blocks: WatchedBlocks | None = None
         self._budget = budget
         self._close = close
+        self._abandon = abandon
+        self.expects_padding = False  # batches come from a padded loader
+        self._rows: Rows | None = None  # of the root's forward pass that runs
         self._follow_less = follow_less
         self._begin_way = begin_way
         self.buffers = buffers
@@ -149,6 +164,8 @@ class ForwardPasses:
 
         compiled  what is called in its place; rehearsals call the forward
         """
+        if self._depth == 0:
+            self._rows, (args, kwargs) = self._take_rows(args, kwargs)
         if self._ranks is None:
             refuse_ddp_forward()
         elif self._depth == 0:
@@ -158,6 +175,24 @@ class ForwardPasses:
             if call is not None:
                 return without_rows(self._call_root(forward, *call, compiled))
         return self._call_root(forward, args, kwargs, compiled)
+
+    def _take_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Rows | None, Any]:
+        """Which rows of a call are samples, if its batch is padded, and the call with plain tensors."""
+        if not self.expects_padding and not has_marks((args, kwargs)):
+            return None, (args, kwargs)
+        rows = rows_in((args, kwargs))
+        count = self._count(args, kwargs)
+        if rows is None:
+            if self.expects_padding and not (self.runs_again() and self.state.rows is not None):
+                refuse_unknown_rows(count)
+        elif rows.size != count:
+            raise UserError(
+                f"the model was called with {count} samples, made of a padded batch of {rows.size} rows: which of them "
+                "are padding is not known; call it with the rows that the loader gave"
+            )
+        if self.state.leaves_out_rest(rows):
+            self._abandon()
+        return rows, without_marks((args, kwargs))
 
     def _call_root(
         self,
@@ -175,7 +210,7 @@ class ForwardPasses:
             self._budget.begin_forward()
             if self.blocks is not None:
                 self.blocks.begin_micro_batch()
-        self.state.open(call.batch, in_backward=again)
+        self.state.open(call.batch, rows=self._rows, in_backward=again)
         if not outermost or again or not self.followed:
             return self._run(call, outermost, again)
         try:
@@ -184,6 +219,8 @@ class ForwardPasses:
             self._follow_less((), str(refusal).partition(". ")[0])
         except NotFollowed as end:
             self._follow_less(end.modules, str(end))
+        if self._rows is not None:
+            args, kwargs = mark_batch((args, kwargs), self._rows)
         return self.model.forward(*args, **kwargs)  # by the taps that are there now
 
     def _run(self, call: RootCall, outermost: bool, again: bool) -> Any:
@@ -317,6 +354,11 @@ class ForwardPasses:
         self._close_recorded()
         known = self.size()
         if self._depth == 0 and self.batch_size_of is not None and not self.runs_again():
+            if self.expects_padding or has_marks((args, kwargs)):
+                raise UserError(
+                    f"{tap.name} was called outside of the model's own forward with a padded batch: which rows are "
+                    "padding is told by what the model itself is called with; call the model, or leave out pad_batches"
+                )
             size = self.batch_size_of(args, kwargs)
             if known not in (None, size):
                 raise UserError(

@@ -37,7 +37,8 @@ class SumBatch(NamedTuple):
 class MicroBatch:
     """On construction norms and factors are computed, sums are not yet.
 
-    `normed`: (B,) squared norms of parameters that are not among the recorded ones.
+    `normed`: (B,) squared norms of parameters that are not among the recorded ones. `real`: how many of the B rows are
+    samples, the first ones; the others are padding.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class MicroBatch:
         max_grad_norm: float,
         mean: bool,
         loss_scale: float | Tensor,
+        real: int | None = None,
     ) -> None:
         self.size = _common_batch_size(recorded, normed)
         self.parameters = [slot.parameter for slot, _ in recorded]
@@ -71,8 +73,8 @@ class MicroBatch:
             norm_sum.add(squared)
         for index, parts in enumerate(self._parts):
             self._parts[index] = norm_sum.add_parts(parts)
-        multiplier = (self.size if mean else 1) / loss_scale
-        self.clipping: Factors = clip_factors(norm_sum.result(), max_grad_norm, multiplier)
+        multiplier = (self.size if mean else 1) / loss_scale  # the mean is over all rows
+        self.clipping: Factors = clip_factors(norm_sum.result(), max_grad_norm, multiplier, real)
 
     def sums(self, *, into: RunningSum | None, factored: bool) -> Iterator[SumBatch]:
         """The clipped sums: see `sum_parts`."""

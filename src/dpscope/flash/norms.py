@@ -108,7 +108,10 @@ class NormSum:
 
 @dataclass(frozen=True)
 class Factors:
-    """(B,) each. norms: of the true per-sample gradients; scale: what recorded gradients are multiplied by."""
+    """(B,) each. norms: of the true per-sample gradients; scale: what recorded gradients are multiplied by.
+
+    finite: which rows have a share; padding has none.
+    """
 
     norms: Tensor
     factors: Tensor
@@ -116,15 +119,18 @@ class Factors:
     finite: Tensor
 
 
-def clip_factors(squared: Tensor, max_grad_norm: float, multiplier: float | Tensor) -> Factors:
+def clip_factors(squared: Tensor, max_grad_norm: float, multiplier: float | Tensor, real: int | None = None) -> Factors:
     """factor_b = min(1, C / norm_b), and 0 where the norm is not finite or above `LARGEST_NORM`.
 
     `multiplier` turns a recorded gradient into the sample's own: B for a mean over B samples, over the loss scale.
+    `real`: rows from there on are padding, with factor 0 whatever their norm.
     """
     recorded = squared.clamp_min(0.0).sqrt()
     norms = recorded * multiplier
     factors = (max_grad_norm / norms).clamp(max=1.0)
     scale = factors * multiplier
     finite = torch.isfinite(squared) & (recorded <= LARGEST_NORM) & (scale >= MIN_SCALE)
+    if real is not None:
+        finite &= torch.arange(len(finite), device=finite.device) < real
     zero = torch.zeros_like(norms)
     return Factors(norms, torch.where(finite, factors, zero), torch.where(finite, scale, zero), finite)

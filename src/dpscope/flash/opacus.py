@@ -38,6 +38,7 @@ from dpscope.flash.engine import FlashEngine
 from dpscope.flash.forward_passes import BatchSizeOf
 from dpscope.flash.instance_method import instance_method
 from dpscope.flash.memory_budget import MemoryLimit, check_limit
+from dpscope.flash.padding.loader import PadBatches, pad_loader, unpadded
 from dpscope.flash.private_optimizer import DPFlashOptimizer
 from dpscope.flash.ranks.layout import layout_of
 from dpscope.flash.ranks.ranks import refusing_together, reshard
@@ -78,7 +79,9 @@ class PrivacyEngine(OpacusPrivacyEngine):
 
     flash_engine: FlashEngine | None = None
     _prepared: FlashHooks | None = None
-    _engine_options: Mapping[str, Any] = MappingProxyType({})  # of the call of make_private that runs
+    # Of the call of make_private that runs:
+    _engine_options: Mapping[str, Any] = MappingProxyType({})
+    _pad_batches: PadBatches = False
 
     def make_private(
         self,
@@ -88,11 +91,20 @@ class PrivacyEngine(OpacusPrivacyEngine):
         wrap_model: bool = True,
         batch_size_of: BatchSizeOf | None = None,
         memory_budget: MemoryLimit = None,
+        pad_batches: PadBatches = False,
         **kwargs: Any,
     ) -> Any:
         """As Opacus's. `fused` (of `DPFlashOptimizer`), `batch_size_of` and `memory_budget` (of `FlashEngine`) may be
-        given besides."""
+        given besides.
+
+        `pad_batches`: have the loader fill batches up to a few sizes, for models that are compiled for each size: True
+        (sizes follow from the sample rate), the one size that all batches are to have, or a list of sizes. Rows that
+        fill up have no share in anything; a draw larger than the largest size comes as several batches, of which the
+        last takes the step, as under BatchMemoryManager.
+        """
         if not _is_flash(grad_sample_mode):
+            if pad_batches:
+                raise UserError("pad_batches needs flash clipping: leave out grad_sample_mode")
             return super().make_private(
                 module=module,
                 grad_sample_mode=grad_sample_mode,
@@ -109,6 +121,7 @@ class PrivacyEngine(OpacusPrivacyEngine):
                 check_limit(memory_budget)
                 _detach_previous(module, kwargs["optimizer"])
                 self._engine_options = {"batch_size_of": batch_size_of, "memory_budget": memory_budget}
+                self._pad_batches = pad_batches
                 _, optimizer, loader = super().make_private(module=module, grad_sample_mode=FLASH, **kwargs)
         except BaseException:
             if self._prepared is not None:
@@ -117,8 +130,10 @@ class PrivacyEngine(OpacusPrivacyEngine):
             raise
         finally:
             self._engine_options = MappingProxyType({})
+            self._pad_batches = False
         hooks, self._prepared = self._prepared, None
         self.flash_engine = engine = optimizer.engine
+        engine.forwards.expects_padding = pad_batches is not False
         engine.remove_on_detach(_accept_opacus_names(module))
         _warn_of_untrained(engine, optimizer)
         return module if wrap_model else hooks, optimizer, loader
@@ -221,6 +236,12 @@ class PrivacyEngine(OpacusPrivacyEngine):
         return self._prepared
 
     def _prepare_data_loader(self, data_loader: DataLoader[Any], *, distributed: bool, **kwargs: Any) -> Any:
+        poisson = kwargs["poisson_sampling"]
+        loader = self._sampling_loader(unpadded(data_loader), distributed=distributed, **kwargs)
+        return loader if self._pad_batches is False else pad_loader(loader, self._pad_batches, poisson=poisson)
+
+    def _sampling_loader(self, data_loader: DataLoader[Any], *, distributed: bool, **kwargs: Any) -> Any:
+        """The loader under the sampling that is asked for, with this rank's share of it."""
         ranks = None if self._prepared is None else self._prepared.engine.ranks
         if ranks is None:
             return super()._prepare_data_loader(data_loader, distributed=distributed, **kwargs)

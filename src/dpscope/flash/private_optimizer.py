@@ -85,6 +85,11 @@ class DPFlashOptimizer(DPOptimizer):
         self.engine.max_grad_norm = value
 
     @property
+    def padding_share(self) -> float:
+        """Of all rows trained on so far, those that were padding (`make_private(pad_batches=…)`)."""
+        return self.engine.padding.share
+
+    @property
     def accumulated_iterations(self) -> int:
         """Micro-batches in this step. Opacus's accountants multiply the sample rate by it."""
         return max(1, self.engine.state.micro_batches)
@@ -152,7 +157,8 @@ class DPFlashOptimizer(DPOptimizer):
 
     def _skips(self) -> bool:
         """Whether the physical batch does not end its logical batch; then add up its sums and keep them."""
-        if self._check_skip_next_step():
+        goes_on = self.engine.state.draw_goes_on
+        if self._check_skip_next_step() or goes_on:
             self.clip_and_accumulate()
             self._is_last_step_skipped = True
         else:

@@ -14,10 +14,11 @@ and the sums of the micro-batches that are closed are in one of three:
 
 | transition        | called by                         | micro-batch              | sums                              |
 | ----------------- | --------------------------------- | ------------------------ | --------------------------------- |
-| open(size)        | a forward pass                    | CLOSED, OPENED -> OPENED |                                   |
+| open(size, rows)  | a forward pass                    | CLOSED, OPENED -> OPENED |                                   |
 |                   | one that backward runs again      | RECORDED stays           |                                   |
 | record(slot)      | a backward pass                   | any -> RECORDED          | refused if one is counted already |
-|                   |                                   |                          | and accumulation is forbidden     |
+|                   |                                   |                          | and accumulation is forbidden, or |
+|                   |                                   |                          | its draw goes on                  |
 | close()           | finish(), clipped_sums()          | any -> CLOSED            | refused if OPENED and none is     |
 |                   |                                   |                          | counted                           |
 | count(size, clip) | the same, when norms are taken    |                          | one micro-batch more is counted   |
@@ -43,6 +44,7 @@ from enum import Enum, auto
 
 from dpscope.errors import UserError
 from dpscope.flash.contributions import Contribution
+from dpscope.flash.padding.rows import Rows
 from dpscope.flash.slots import Slot
 
 Recorded = list[tuple[Slot, list[Contribution]]]  # what a micro-batch's backward passes have left
@@ -71,6 +73,8 @@ class StepState:
         self._micro_batch = CLOSED
         self._sums = COLLECTING
         self._size: int | None = None  # of the last forward pass whose graph can be run backward
+        self._rows: Rows | None = None  # of the same, if its batch was padded
+        self._last_rows: Rows | None = None  # of the last micro-batch in the sums
         self._generation = 0
         self._touched: dict[Slot, None] = {}
         self._micro_batches = 0
@@ -108,8 +112,25 @@ class StepState:
         return self._size
 
     @property
+    def rows(self) -> Rows | None:
+        """Which rows of the micro-batch are samples, if its batch was padded."""
+        return self._rows
+
+    @property
+    def draw_goes_on(self) -> bool:
+        """Whether the draw that the last backward pass was of has parts that are still to come."""
+        rows = self._rows if self.recorded else self._last_rows
+        return rows is not None and rows.more
+
+    def leaves_out_rest(self, rows: Rows | None) -> bool:
+        """Whether the sums hold a part of a draw, and a batch with these rows is of another one."""
+        last = self._last_rows
+        return self.accumulating and last is not None and last.more and rows is not None and rows.draw != last.draw
+
+    @property
     def generation(self) -> int:
-        """Counts micro-batches that were closed or dropped after a backward pass: older graphs cannot be run again."""
+        """Counts micro-batches that were closed or dropped after a backward pass, and forward passes of other padded
+        batches: older graphs cannot be run again."""
         return self._generation
 
     @property
@@ -131,15 +152,21 @@ class StepState:
         """Refuse a backward pass through a forward pass of an earlier generation."""
         if generation != self._generation:
             raise UserError(
-                f"backward reached {module} through a forward pass whose samples are already clipped and summed; call "
-                "backward for all losses of a forward pass before the next forward pass and before the step"
+                f"backward reached {module} through a forward pass whose samples are already clipped and summed, or "
+                "which was followed by that of another padded batch; call backward for all losses of a forward pass "
+                "before the next forward pass and before the step"
             )
 
     # -- the micro-batch ---------------------------------------------------------------------------------------------
 
-    def open(self, size: int, *, in_backward: bool = False) -> None:
+    def open(self, size: int, *, rows: Rows | None = None, in_backward: bool = False) -> None:
         if self._micro_batch is not RECORDED:
             self._micro_batch = OPENED
+            if (
+                rows != self._rows
+            ):  # backward passes are of this forward pass from now on, or it is not known of which rows
+                self._generation += 1
+                self._rows = rows
         elif not in_backward:
             raise RuntimeError("a micro-batch with a backward pass has to be closed before the next is opened")
         self._size = size
@@ -165,6 +192,11 @@ class StepState:
     def record(self, slot: Slot | None = None) -> None:
         """A backward pass reaches a parameter. One of an empty batch reaches none, and is a micro-batch as well."""
         if self._micro_batch is not RECORDED:
+            if self._micro_batches and self._last_rows is not None and self._last_rows.more:
+                raise UserError(
+                    "a second backward pass since the last step, but the padded loader has cut this draw into several "
+                    "batches: call optimizer.step() and zero_grad() for each of them; the step is taken at the last"
+                )
             if self._forbids_accumulation and self._micro_batches:
                 raise UserError(
                     "a second backward pass since the last step, but Poisson sampling makes each batch a whole step: "
@@ -189,9 +221,10 @@ class StepState:
         self.drop()
         return recorded if was_recorded else None
 
-    def count(self, size: int = 0, clip: float = 0.0) -> None:
+    def count(self, size: int = 0, clip: float = 0.0, rows: Rows | None = None) -> None:
         """The micro-batch that was closed is in the sums: `size` samples, clipped at `clip`."""
         self._micro_batches += 1
+        self._last_rows = rows
         self._samples += size
         self._largest_clip = max(self._largest_clip, clip)
 
@@ -204,7 +237,7 @@ class StepState:
             forget()
         if self._micro_batch is RECORDED:
             self._generation += 1
-            self._size = None
+            self._size = self._rows = None
         self._micro_batch = CLOSED
 
     # -- the sums ----------------------------------------------------------------------------------------------------
@@ -250,4 +283,5 @@ class StepState:
 
     def _empty(self) -> None:
         self._micro_batches = 0
+        self._last_rows = None
         self._largest_clip = 0.0

@@ -1,0 +1,180 @@
+"""A data loader whose batches have few sizes: a draw is cut into batches, and what is missing in them is filled up.
+
+The sampler decides, in the process that trains, and says it in the indices themselves: workers, pinned memory and
+Opacus's BatchMemoryManager (which cuts lists of indices) hand those on as they are. The data set reads a sample for
+each index and copies one for each that is padding; the collate function is the user's own; its tensors are then told
+their rows.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from dpscope.errors import UserError
+from dpscope.flash.arguments import tensors_in
+from dpscope.flash.padding.rows import Rows, mark_batch
+from dpscope.flash.padding.sizes import Sizes, SizesInTurn, given_sizes, poisson_sizes
+from dpscope.flash.ranks.sampling import ABSENT_SAMPLE, PresentSamples
+
+PadBatches = bool | int | Sequence[int]
+
+
+class IndexCode:
+    """An index with what there is to know of its batch, as one number. Index `samples` is padding."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def encode(self, indices: Sequence[int], draw: int, *, more: bool) -> list[int]:
+        batch = (2 * draw + more) * (self.samples + 1)
+        return [batch + index for index in indices]
+
+    def decode(self, codes: Sequence[int]) -> tuple[list[int], Rows]:
+        """The indices of the samples in a batch, and its rows."""
+        batch, _ = divmod(codes[0], self.samples + 1)
+        real = [index for code in codes if (index := code % (self.samples + 1)) != self.samples]
+        return real, Rows(len(real), len(codes), batch // 2, bool(batch % 2))
+
+
+class PaddingSampler(Sampler[list[int]]):
+    """The batches of another batch sampler, cut and filled up to `sizes`."""
+
+    def __init__(self, sampler: Any, samples: int, sizes: Sizes) -> None:
+        self.sampler = sampler
+        self.code = IndexCode(samples)
+        self.sizes = sizes
+        self._in_turn = SizesInTurn(sizes)
+        self._draws = 0
+
+    def __len__(self) -> int:
+        """The number of draws; one that is larger than the largest size is several batches."""
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        padding = self.code.samples
+        for drawn in self.sampler:
+            # Ranks mark what another rank has: lists are as long on all of them, so all of them cut alike.
+            left = [padding if index == ABSENT_SAMPLE else int(index) for index in drawn]
+            sizes = self._in_turn.cut(len(left))
+            draw, self._draws = self._draws, self._draws + 1
+            for number, size in enumerate(sizes, 1):
+                batch, left = left[:size], left[size:]
+                batch += [padding] * (size - len(batch))
+                yield self.code.encode(batch, draw, more=number < len(sizes))
+
+
+class SampleList(list[Any]):
+    """The samples of a batch, padding last."""
+
+    rows: Rows
+
+
+class PaddedSamples(Dataset[Any]):
+    """A data set that reads batches of encoded indices."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[index]
+
+    def __getitems__(self, codes: Sequence[int]) -> SampleList:
+        """What torch's loader calls with the indices of a batch."""
+        real, rows = IndexCode(len(self.dataset)).decode(codes)
+        read = getattr(self.dataset, "__getitems__", None)
+        samples = SampleList(read(real) if read is not None and real else [self.dataset[index] for index in real])
+        samples.rows = rows
+        if rows.size > rows.real:
+            example = samples[0] if samples else self.dataset[0]
+            samples.extend(_copy(example) for _ in range(rows.size - rows.real))
+        return samples
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dataset":  # while it is being unpickled
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+
+def _copy(sample: Any) -> Any:
+    """A copy that a collate function may write into."""
+    # Tensors by themselves: deepcopy of a row of a large tensor would copy the whole of it.
+    return copy.deepcopy(sample, {id(tensor): tensor.clone() for tensor in tensors_in(sample)})
+
+
+class PaddedCollate:
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        self.collate = collate
+
+    def __call__(self, samples: SampleList) -> Any:
+        return mark_batch(self.collate(list(samples)), samples.rows)
+
+
+class PaddedLoader(DataLoader[Any]):
+    """`sizes`: those that batches have, with the share of padding that is to be expected."""
+
+    sizes: Sizes
+    sample_rate: float | None
+
+
+def pad_loader(loader: DataLoader[Any], pad_batches: PadBatches, *, poisson: bool) -> PaddedLoader:
+    """The loader with batches of few sizes. Draws, and so accounting, are what they were."""
+    dataset: Any = loader.dataset
+    if isinstance(dataset, PresentSamples):
+        dataset = dataset.dataset
+    sizes = _sizes(loader, pad_batches, len(dataset), poisson=poisson)
+    sampler = PaddingSampler(loader.batch_sampler, len(dataset), sizes)
+    collate: Any = loader.collate_fn
+    padded: PaddedLoader = _rebuild(PaddedLoader, loader, PaddedSamples(dataset), sampler, PaddedCollate(collate))
+    padded.sizes = sizes
+    padded.sample_rate = getattr(loader, "sample_rate", None)
+    return padded
+
+
+def unpadded(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """The loader that a padded one was made of; any other as it is."""
+    if not isinstance(loader, PaddedLoader):
+        return loader
+    dataset, sampler, collate = loader.dataset, loader.batch_sampler, loader.collate_fn
+    assert isinstance(dataset, PaddedSamples) and isinstance(sampler, PaddingSampler)
+    assert isinstance(collate, PaddedCollate)
+    original: DataLoader[Any] = _rebuild(DataLoader, loader, dataset.dataset, sampler.sampler, collate.collate)
+    return original
+
+
+def _rebuild(kind: Any, loader: DataLoader[Any], dataset: Any, sampler: Any, collate: Any) -> Any:
+    return kind(
+        dataset,
+        batch_sampler=sampler,
+        collate_fn=collate,
+        num_workers=loader.num_workers,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=loader.generator,
+        prefetch_factor=loader.prefetch_factor,
+        persistent_workers=loader.persistent_workers,
+    )
+
+
+def _sizes(loader: DataLoader[Any], pad_batches: PadBatches, samples: int, *, poisson: bool) -> Sizes:
+    if pad_batches is not True:
+        return given_sizes(pad_batches)
+    sampler: Any = loader.batch_sampler
+    if poisson:
+        control = getattr(sampler, "control", None)
+        return poisson_sizes(samples, sampler.sample_rate, 1 if control is None else control.size)
+    batch_size = getattr(sampler, "batch_size", None)
+    if batch_size is None:
+        raise UserError(
+            "pad_batches=True takes the size from the loader's batch_size, and this loader has a batch sampler of its "
+            "own: give the sizes, pad_batches=[64, 128]"
+        )
+    return given_sizes(batch_size)

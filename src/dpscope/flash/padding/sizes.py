@@ -1,0 +1,161 @@
+"""Which sizes batches are padded to: those of least expected cost, from the exact distribution of the draws.
+
+A draw becomes one batch, of the smallest size that holds it, or two where it is larger than the largest size: a main
+size and the *remainder* size. With remainder r and main sizes s_1 < … < s_k, s_1 + r ≥ s_k, draws are in intervals
+
+    [0, r] → r    (r, s_1] → s_1    (s_i, s_i+1] → s_i+1    (s_k, s_1 + r] → s_1 + r    (s_i + r, s_i+1 + r] → s_i+1 + r
+
+each paid in rows, and a second batch in BATCH_COST besides. The cost of a step s_i → s_i+1 is its own, so for each r
+the main sizes are a shortest path.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from dpscope.errors import UserError
+
+# What a batch costs beside its rows (launches, one more pass over the weights), in rows of the expected draw.
+BATCH_COST = 1 / 16
+# Sizes are multiples of the expected draw / GRID, which bounds the search and costs at most 1 / GRID of the rows.
+GRID = 256
+RARE = 1e-2  # draws of more than three batches
+UNSEEN = 1e-9  # draws for which no size is held ready
+NEGLIGIBLE = 1e-12
+
+Masses = npt.NDArray[np.float64]
+
+
+class Sizes:
+    """The sizes that batches have, and how draws are cut into them at the least cost, as BATCH_COST has it."""
+
+    def __init__(self, sizes: Iterable[int], masses: Masses | None = None) -> None:
+        """`masses[n]`: the probability that n samples are drawn, if it is known."""
+        self.sizes = tuple(sorted(set(sizes)))
+        self._cost = BATCH_COST * self.sizes[-1]
+        self._best: list[tuple[float, int]] = [(0.0, 0)]  # of n samples: their cost, and the size to begin with
+        self.expected_share = None if masses is None else self._share(masses)
+
+    def cut(self, count: int) -> list[int]:
+        """The sizes of the batches that `count` samples become: one at least."""
+        largest = self.sizes[-1]
+        full = max(0, count // largest - 2)  # what is cut in other ways is bounded
+        return [largest] * full + self._cut(max(1, count - full * largest))
+
+    def _cut(self, count: int) -> list[int]:
+        while len(self._best) <= count:
+            left = len(self._best)
+            ways = ((size + self._cost + self._best[max(0, left - size)][0], -size) for size in self.sizes)
+            cost, size = min(ways)
+            self._best.append((cost, -size))
+        cuts = []
+        while count > 0:
+            cuts.append(self._best[count][1])
+            count -= cuts[-1]
+        return cuts
+
+    def cut_with(self, size: int, count: int) -> list[int]:
+        """The same, with one batch of `size` among them."""
+        return [size] if count <= size else [size, *self.cut(count - size)]
+
+    def _share(self, masses: Masses) -> float:
+        """Of all rows, those that are expected to be padding."""
+        counts = np.arange(len(masses))
+        rows = float(masses @ np.array([sum(self.cut(int(n))) for n in counts], dtype=np.float64))
+        return 1.0 - float(masses @ counts) / rows
+
+
+class SizesInTurn:
+    """Cuts draws one after the other. Early draws show every size, so that nothing is compiled later."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        self.sizes = sizes
+        self._unseen = list(sizes.sizes)
+
+    def cut(self, count: int) -> list[int]:
+        if self._unseen:
+            cuts = [self.sizes.cut_with(size, count) for size in self._unseen]
+            chosen = min(cuts, key=sum)
+            self._unseen = [size for size in self._unseen if size not in chosen]
+            return chosen
+        return self.sizes.cut(count)
+
+
+def given_sizes(sizes: int | Iterable[int]) -> Sizes:
+    """Sizes that a person has chosen."""
+    chosen = list(sizes) if isinstance(sizes, Iterable) else [sizes]
+    if not chosen or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in chosen):
+        raise UserError(
+            f"pad_batches={sizes!r}: give True, the number of rows that every batch is to have, or a list of such sizes"
+        )
+    return Sizes(chosen)
+
+
+def poisson_sizes(samples: int, sample_rate: float, ranks: int = 1) -> Sizes:
+    """The sizes for Poisson draws from `samples` samples, of which each of `ranks` processes has its share."""
+    masses = binomial(samples, sample_rate)
+    if ranks > 1:  # the longest share of n samples is ceil(n / ranks)
+        shares = -(-np.arange(len(masses)) // ranks)
+        masses = np.bincount(shares, weights=masses).astype(np.float64)
+    sizes = Sizes(_cheapest(masses))
+    used = {size for n, mass in enumerate(masses) if mass > UNSEEN for size in sizes.cut(n)}
+    return Sizes(used, masses)
+
+
+def binomial(samples: int, rate: float) -> Masses:
+    """P(n) for n = 0, 1, …, as far as it is not negligible."""
+    if rate >= 1.0:
+        return np.array([0.0] * samples + [1.0])
+    mean = samples * rate
+    # Bernstein's bound: beyond this, the mass is below NEGLIGIBLE.
+    bound = -math.log(NEGLIGIBLE)
+    last = min(samples, math.ceil(mean + bound / 3 + math.sqrt(bound**2 / 9 + 2 * bound * mean)) + 1)
+    logs = [
+        math.lgamma(samples + 1) - math.lgamma(n + 1) - math.lgamma(samples - n + 1)
+        + n * math.log(rate) + (samples - n) * math.log1p(-rate)
+        for n in range(last + 1)
+    ]  # fmt: skip
+    masses: Masses = np.exp(np.array(logs))
+    masses /= masses.sum()
+    return masses
+
+
+def _cheapest(masses: Masses) -> tuple[int, ...]:
+    """The sizes of least expected rows + BATCH_COST for a second batch."""
+    counts = np.arange(len(masses))
+    mean = float(masses @ counts)
+    spread = math.sqrt(max(0.0, float(masses @ counts**2) - mean**2))
+    step = max(1, round(mean / GRID))
+    lowest = max(1, math.floor((mean - 2 * spread) / step))
+    highest = max(lowest, math.ceil((mean + 3 * spread) / step))
+    grid = np.arange(lowest, highest + 1) * step
+    below = np.concatenate([np.cumsum(masses), np.ones(9 * int(grid[-1]) + 1)])  # P(draw <= n)
+    remainders = range(step, max(step, round(4 * spread)) + 1, step)
+    found = (_cheapest_with(remainder, grid, below, BATCH_COST * mean) for remainder in remainders)
+    return min(found)[1]
+
+
+def _cheapest_with(
+    remainder: int, grid: npt.NDArray[np.int_], below: Masses, batch_cost: float
+) -> tuple[float, tuple[int, ...]]:
+    """The least cost with this remainder size, and the sizes: of `grid`, but for the remainder."""
+    single, pair = below[grid], below[grid + remainder]
+    # first[s] + Σ step[a, b] + last[s_1, s_k]; a step from a size to itself is one that is left out
+    first = remainder * below[remainder] + grid * np.maximum(0.0, single - below[remainder])
+    step = grid * (single - single[:, None]) + (grid + remainder + batch_cost) * (pair - pair[:, None])
+    step[grid[:, None] > grid] = np.inf
+    last = (grid[:, None] + remainder + batch_cost) * (pair[:, None] - single)
+    last = last + (1.0 - pair) * (grid + 2 * (remainder + batch_cost))
+    last[(grid[:, None] + remainder < grid) | (grid[:, None] > grid) | (below[grid + 2 * remainder] < 1.0 - RARE)] = (
+        np.inf
+    )
+    through = step[:, :, None] + step[None, :, :]  # (s_1, s_2, s_3)
+    cost = first[:, None] + through.min(1) + last
+    one, three = np.unravel_index(int(cost.argmin()), cost.shape)
+    two = int(through[one, :, three].argmin())
+    sizes = {remainder, *(int(grid[at]) for at in (one, two, three))}
+    return float(cost.min()), tuple(sorted(sizes))

@@ -1,0 +1,429 @@
+"""Private training with padded batches is the training without: the same draws, noise, accounting and weights."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from opacus.utils.batch_memory_manager import BatchMemoryManager
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import dpscope
+from dpscope.errors import UserError
+from dpscope.flash import PrivacyEngine, pad_batch, real_rows, same_rows
+from tests.unit.flash.private_training import make_data, make_model
+
+CLASSES = 4
+
+
+class Blocks(nn.Module):
+    """Tied embedding and head, checkpointed blocks, a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(11, 8), nn.Linear(8, 11, bias=False)
+        self.head.weight = self.table.weight
+        self.positions = nn.Parameter(torch.randn(5, 8))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8)) for _ in range(2))
+
+    def forward(self, ids):
+        x = self.table(ids) + self.positions
+        for block in self.blocks:
+            x = x + checkpoint(block, x, use_reentrant=False)
+        return self.head(x).mean(1)
+
+
+def images():
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(64, CLASSES))
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(3, 5, batch_first=True), nn.Linear(5, CLASSES)
+
+    def forward(self, x):
+        return self.head(self.lstm(x)[0][:, -1])
+
+
+class ByHand(nn.Module):
+    """A layer's weight used by hand beside a parameter: not followed, which the first forward pass finds out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(8, CLASSES), nn.Parameter(torch.ones(CLASSES))
+
+    def forward(self, x):
+        return F.linear(x, self.layer.weight, self.layer.bias) * self.scale
+
+
+MODELS = {
+    "by hand": (ByHand, make_data),
+    "mlp": (make_model, make_data),
+    "images": (images, lambda: TensorDataset(torch.randn(48, 1, 6, 6), torch.arange(48) % CLASSES)),
+    "blocks": (Blocks, lambda: TensorDataset(torch.randint(11, (48, 5)), torch.arange(48) % 11)),
+    "recurrent": (Recurrent, lambda: TensorDataset(torch.randn(48, 4, 3), torch.arange(48) % CLASSES)),
+}
+
+
+def trained(model="mlp", *, optimizer=torch.optim.SGD, batch_size=8, epochs=1, physical=None, ahead=False, **options):
+    """A model after some epochs, its optimizer, engine and loader."""
+    make, data = MODELS[model]
+    torch.manual_seed(0)
+    dataset = data()
+    torch.manual_seed(1)
+    net = make()
+    engine = PrivacyEngine(accountant="rdp")
+    loader_options = {key: options.pop(key) for key in ("num_workers", "collate_fn") if key in options}
+    generator = torch.Generator().manual_seed(2)
+    net, optimizer, loader = engine.make_private(
+        module=net,
+        optimizer=optimizer(net.parameters(), lr=0.1),
+        data_loader=DataLoader(dataset, batch_size=batch_size, generator=generator, **loader_options),
+        **{
+            "noise_multiplier": 0.5,
+            "max_grad_norm": 0.3,
+            "noise_generator": torch.Generator().manual_seed(3),
+            **options,
+        },
+    )
+    for _ in range(epochs):
+        if physical is None:
+            train(net, optimizer, list(loader) if ahead else loader)
+        else:
+            manager = BatchMemoryManager(data_loader=loader, max_physical_batch_size=physical, optimizer=optimizer)
+            with manager as parts:
+                train(net, optimizer, parts)
+    return net, optimizer, engine, loader
+
+
+def train(model, optimizer, batches, reduction="mean"):
+    for x, y in batches:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x.to("cpu", copy=True)), y.to("cpu", copy=True), reduction=reduction).backward()
+        optimizer.step()
+
+
+def assert_same(one, other, rtol=2e-5):
+    for (name, a), b in zip(one.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(b, a, rtol=rtol, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.fixture(scope="module")
+def unpadded():
+    """The same training without padding, by its options."""
+    known = {}
+
+    def get(model="mlp", **options):
+        key = model, tuple(sorted((name, str(value)) for name, value in options.items()))
+        if key not in known:
+            known[key] = trained(model, **options)
+        return known[key]
+
+    return get
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("model", MODELS)
+def test_weights_noise_and_epsilon_are_those_of_unpadded_training(unpadded, model, optimizer):
+    plain, _, plain_engine, _ = unpadded(model, optimizer=optimizer)
+    padded, padded_optimizer, engine, loader = trained(model, optimizer=optimizer, pad_batches=True)
+    assert_same(plain, padded, rtol=1e-4 if optimizer is torch.optim.AdamW else 2e-5)
+    assert engine.accountant.history == plain_engine.accountant.history
+    assert engine.get_epsilon(1e-5) == plain_engine.get_epsilon(1e-5)
+    assert padded_optimizer.expected_batch_size == 8
+    assert 0 < padded_optimizer.padding_share < 0.3 and 0 < loader.sizes.expected_share < 0.1
+    assert set(padded_optimizer.engine.padding.sizes) <= set(loader.sizes.sizes)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"pad_batches": 5}, id="batches of one size"),
+        pytest.param({"pad_batches": [2, 9]}, id="sizes of one's own"),
+        pytest.param({"pad_batches": 64}, id="one batch a draw"),
+        pytest.param({"pad_batches": True, "physical": 3}, id="BatchMemoryManager"),
+        pytest.param({"pad_batches": 6, "physical": 3}, id="BatchMemoryManager of half a size"),
+        pytest.param({"pad_batches": True, "ahead": True}, id="fetched ahead"),
+        pytest.param({"pad_batches": True, "num_workers": 2}, id="workers", marks=pytest.mark.slow),
+        pytest.param({"pad_batches": True, "fused": True}, id="fused update"),
+    ],
+)
+def test_however_batches_are_cut_and_fetched_the_weights_are_the_same(unpadded, options):
+    plain, _, plain_engine, _ = unpadded()
+    padded, _, engine, _ = trained(**options)
+    assert_same(plain, padded)
+    assert engine.accountant.history == plain_engine.accountant.history
+
+
+def test_batches_have_the_sizes_that_were_asked_for():
+    _, optimizer, _, loader = trained(pad_batches=5)
+    assert set(optimizer.engine.padding.sizes) == {5}
+    assert {len(x) for x, _ in loader} == {5} and loader.sizes.sizes == (5,)
+    _, optimizer, _, _ = trained(pad_batches=6, physical=3)
+    assert set(optimizer.engine.padding.sizes) == {3}
+
+
+def test_checkpointed_blocks_run_again_with_padded_batches(unpadded):
+    plain, *_ = unpadded("blocks")
+    padded, optimizer, _, _ = trained("blocks", pad_batches=True, memory_budget="lean")
+    assert_same(plain, padded)
+    assert "recomputed" in str(optimizer.engine.explain())
+
+
+def test_an_empty_draw_is_a_step_of_noise_alone(unpadded):
+    """One sample in 64 a draw: a third of the draws are empty."""
+    plain, _, plain_engine, _ = unpadded(batch_size=1)
+    padded, optimizer, engine, loader = trained(batch_size=1, pad_batches=2)
+    assert_same(plain, padded)
+    assert engine.accountant.history == plain_engine.accountant.history
+    empty = [x for x, _ in loader if real_rows(x) == 0]
+    assert empty and all(len(x) == 2 for x in empty)
+    assert optimizer.padding_share > 0.4
+
+
+def test_the_first_draw_may_be_empty():
+    torch.manual_seed(0)
+    model = make_model()
+    model, optimizer, loader = PrivacyEngine().make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        data_loader=DataLoader(make_data(), batch_size=1, generator=torch.Generator().manual_seed(7)),
+        noise_multiplier=0.0,
+        max_grad_norm=1.0,
+        pad_batches=True,
+    )
+    before = [p.clone() for p in model.parameters()]
+    x, y = next((x, y) for x, y in loader if real_rows(x) == 0)
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_without_poisson_sampling_the_last_batch_is_filled_up(unpadded):
+    options = {"poisson_sampling": False, "batch_size": 10, "epochs": 2}
+    plain, *_ = unpadded(**options)
+    padded, optimizer, engine, loader = trained(pad_batches=True, **options)
+    assert_same(plain, padded)
+    assert optimizer.engine.padding.sizes == {10: 14} and optimizer.padding_share == pytest.approx(12 / 140)
+    # and so it goes on, with the private loader given to make_private once more
+    _, _, again = engine.make_private(
+        module=padded, optimizer=optimizer, data_loader=loader, noise_multiplier=0.5, max_grad_norm=0.3,
+        poisson_sampling=False, pad_batches=True,
+    )  # fmt: skip
+    assert {len(x) for x, _ in again} == {10}
+
+
+def test_a_private_loader_can_be_made_private_anew():
+    model, optimizer, engine, loader = trained(pad_batches=True)
+    for pad_batches in (True, False):
+        model, optimizer, loader = engine.make_private(
+            module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=0.5, max_grad_norm=0.3,
+            pad_batches=pad_batches,
+        )  # fmt: skip
+        train(model, optimizer, loader)
+    assert optimizer.padding_share == 0
+
+
+class Sentences(Dataset):
+    """Dictionaries of different lengths, which the collate function empties."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index):
+        generator = torch.Generator().manual_seed(index)
+        length = int(torch.randint(1, 7, (1,), generator=generator))
+        return {"ids": torch.randint(1, 11, (length,), generator=generator), "label": index % 3, "text": ["w"] * length}
+
+
+def collate(samples):
+    ids = []
+    for sample in samples:
+        sample["ids"].mul_(1)
+        sample["text"].append("end")
+        ids.append(sample.pop("ids"))
+    assert all(sample["text"].count("end") == 1 for sample in samples)
+    return {
+        "inputs": {"ids": pad_sequence(ids, batch_first=True)},
+        "labels": torch.tensor([s["label"] for s in samples]),
+    }
+
+
+class Bag(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(11, 6, padding_idx=0), nn.Linear(6, 3)
+
+    def forward(self, ids):
+        return self.head(self.table(ids).sum(1))
+
+
+def test_any_collate_function_gets_samples_that_it_may_write_into():
+    weights = []
+    for pad_batches in (False, True):
+        torch.manual_seed(0)
+        model = Bag()
+        model, optimizer, loader = PrivacyEngine().make_private(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            data_loader=DataLoader(
+                Sentences(), batch_size=5, collate_fn=collate, generator=torch.Generator().manual_seed(4)
+            ),
+            noise_multiplier=0.0,
+            max_grad_norm=0.5,
+            pad_batches=pad_batches,
+        )
+        for batch in loader:
+            optimizer.zero_grad()
+            inputs = {name: tensor.to("cpu") for name, tensor in batch["inputs"].items()}
+            F.cross_entropy(model(**inputs), batch["labels"]).backward()
+            optimizer.step()
+        weights.append(model)
+    assert_same(*weights)
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def padded():
+    model, optimizer, _, loader = trained(pad_batches=3)
+    optimizer.zero_grad()
+    return model, optimizer, loader
+
+
+MISUSES = {
+    "rows shuffled": lambda x, y: x[torch.randperm(len(x))],
+    "another batch of as many rows": lambda x, y: torch.randn(3, 8),
+    "another batch of other rows": lambda x, y: torch.randn(5, 8),
+    "features made outside the model": lambda x, y: torch.tanh(x) @ torch.eye(8),
+    "two batches joined": lambda x, y: torch.cat([x, x]),
+    "rows cut off": lambda x, y: x[:2],
+}
+
+
+@pytest.mark.parametrize("misuse", MISUSES)
+def test_batches_that_do_not_tell_their_padding_are_refused(padded, misuse):
+    model, _, loader = padded
+    x, y = next(iter(loader))
+    with pytest.raises(UserError, match="do not say how many of them are padding"):
+        model(MISUSES[misuse](x, y))
+    with torch.no_grad():
+        model(torch.randn(7, 8))
+    model(same_rows(torch.tanh(x) @ torch.eye(8), x))
+
+
+def test_batches_of_ones_own_may_be_padded_by_hand(padded):
+    model, optimizer, _ = padded
+    x, y = pad_batch((torch.randn(5, 8), torch.arange(5) % CLASSES), 7)
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    assert optimizer.engine.samples == 5
+
+
+def test_parts_of_a_draw_without_a_step_between_them_are_refused(padded):
+    model, optimizer, loader = padded
+    batches = iter(loader)
+    for _ in range(20):
+        x, y = next(batches)
+        if x.rows.more:
+            break
+        train(model, optimizer, [(x, y)])
+    F.cross_entropy(model(x), y).backward()
+    x, y = next(batches)
+    with pytest.raises(UserError, match="cut this draw into several batches"):
+        F.cross_entropy(model(x), y).backward()
+
+
+def test_a_draw_whose_rest_is_left_out_takes_no_step(padded):
+    model, optimizer, loader = padded
+    batches = list(loader)
+    first = next(at for at, (x, _) in enumerate(batches) if x.rows.more)
+    draw = batches[first][0].rows.draw
+    other = next(batch for batch in batches if batch[0].rows.draw > draw and not batch[0].rows.more)
+    optimizer.noise_multiplier = 0.0
+    start = [p.detach().clone() for p in model.parameters()]
+
+    def moved_by(*steps):
+        with torch.no_grad():
+            for p, value in zip(model.parameters(), start, strict=True):
+                p.copy_(value)
+        train(model, optimizer, steps)
+        optimizer.zero_grad()
+        return torch.cat([(p - value).flatten() for p, value in zip(model.parameters(), start, strict=True)]).detach()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        alone = moved_by(other)
+    assert moved_by(batches[first]).count_nonzero() == 0
+    with pytest.warns(UserWarning, match="the rest left out"):
+        after_a_part = moved_by(other)
+    torch.testing.assert_close(after_a_part, alone)
+
+
+@pytest.mark.parametrize("pad_batches", [0, -3, [], "64", 1.5])
+def test_what_is_no_size_is_refused(pad_batches):
+    with pytest.raises(UserError, match="pad_batches="):
+        trained(pad_batches=pad_batches)
+
+
+def test_a_collate_function_without_rows_is_refused():
+    with pytest.raises(UserError, match="no tensor in it has that many"):
+        trained(pad_batches=5, collate_fn=lambda samples: (torch.zeros(1, 3), torch.zeros(1)))
+
+
+def test_a_batch_sampler_of_ones_own_needs_sizes():
+    model = make_model()
+    data = make_data()
+    sampler = [[0, 1, 2], [3, 4]]
+    options = {"noise_multiplier": 0.0, "max_grad_norm": 1.0, "poisson_sampling": False}
+    for pad_batches, refused in ((True, True), ([3], False)):
+        arguments = {
+            "module": model,
+            "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+            "data_loader": DataLoader(data, batch_sampler=sampler),
+            **options,
+        }
+        if refused:
+            with pytest.raises(UserError, match=r"give the sizes, pad_batches=\[64, 128\]"):
+                PrivacyEngine().make_private(**arguments, pad_batches=pad_batches)
+        else:
+            _, _, loader = PrivacyEngine().make_private(**arguments, pad_batches=pad_batches)
+            assert [real_rows(x) for x, _ in loader] == [3, 2]
+
+
+def test_opacus_engines_cannot_train_padded_batches():
+    with pytest.warns(UserWarning, match="Opacus's engine"), pytest.raises(UserError, match="needs flash clipping"):
+        trained(pad_batches=True, grad_sample_mode="functorch")
+
+
+# -- neighbours --------------------------------------------------------------------------------------------------------
+
+
+def test_neighbouring_batches_differ_by_one_clipped_sample_with_padding():
+    def make_loop(*, noise_multiplier, max_grad_norm, seed):
+        model = make_model()
+        model, optimizer, _ = PrivacyEngine().make_private(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+            data_loader=DataLoader(make_data(), batch_size=8),
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=max_grad_norm,
+            noise_generator=torch.Generator().manual_seed(seed),
+            pad_batches=True,
+        )
+
+        def step(batch):
+            x, y = pad_batch(batch, 16 * -(-max(1, len(batch[0])) // 16))
+            train(model, optimizer, [(x, y)])
+
+        return dpscope.Loop(model=model, step=step, scale=1.0 / 8)
+
+    found = dpscope.check_loop(make_loop, [make_data()[:8]])
+    assert found.ok, str(found)
