@@ -19,7 +19,7 @@ from torch import Tensor
 from dpscope.errors import UserError
 from dpscope.flash.arguments import Leaf, leaves_in, replace_leaves, rows_of, take
 
-T = TypeVar("T")
+BatchLike = TypeVar("BatchLike")
 
 
 class Rows(NamedTuple):
@@ -186,7 +186,7 @@ _READS = {
 # -- batches -----------------------------------------------------------------------------------------------------------
 
 
-def mark_batch(batch: T, rows: Rows) -> T:
+def mark_batch(batch: BatchLike, rows: Rows) -> BatchLike:
     """The batch, with tensors that know its rows: all that have `rows.size` of them."""
     marked = 0
 
@@ -197,7 +197,7 @@ def mark_batch(batch: T, rows: Rows) -> T:
         marked += 1
         return _mark(_plain(leaf) if isinstance(leaf, PaddedTensor) else leaf, rows)
 
-    result: T = replace_leaves(batch, mark)
+    result: BatchLike = replace_leaves(batch, mark)
     if not marked:
         raise UserError(
             f"a batch was padded to {rows.size} rows, but no tensor in it has that many, which could tell how many are "
@@ -221,9 +221,9 @@ def rows_in(value: Any) -> Rows | None:
     return next(iter(found), None)
 
 
-def without_marks(value: T) -> T:
+def without_marks(value: BatchLike) -> BatchLike:
     """The same with plain tensors."""
-    plain: T = replace_leaves(value, lambda leaf: _plain(leaf) if isinstance(leaf, PaddedTensor) else leaf)
+    plain: BatchLike = replace_leaves(value, lambda leaf: _plain(leaf) if isinstance(leaf, PaddedTensor) else leaf)
     return plain
 
 
@@ -245,13 +245,13 @@ def real_rows(batch: Any) -> int:
     return rows_of(leaves[0])
 
 
-def same_rows(new: T, batch: Any) -> T:
+def same_rows(new: BatchLike, batch: Any) -> BatchLike:
     """`new`, made of a padded batch and with row b still sample b, as tensors of that batch: the engine knows them."""
     rows = rows_in(batch)
     return new if rows is None else mark_batch(new, rows)
 
 
-def pad_batch(batch: T, size: int) -> T:
+def pad_batch(batch: BatchLike, size: int) -> BatchLike:
     """The batch with `size` rows: copies of its first sample (of none: zeros) are appended, which weigh nothing."""
     leaves = leaves_in(batch)
     if not leaves:
@@ -268,7 +268,7 @@ def pad_batch(batch: T, size: int) -> T:
             return leaf.new_zeros((size, *leaf.shape[1:]))
         return take(leaf, index, 0)
 
-    padded: T = replace_leaves(without_marks(batch), pad)
+    padded: BatchLike = replace_leaves(without_marks(batch), pad)
     return mark_batch(padded, Rows(real, size))
 
 

@@ -23,9 +23,9 @@ from dpscope.errors import UserError
 BATCH_COST = 1 / 16
 # Sizes are multiples of the expected draw / GRID, which bounds the search and costs at most 1 / GRID of the rows.
 GRID = 256
-RARE = 1e-2  # draws of more than three batches
-UNSEEN = 1e-9  # draws for which no size is held ready
-NEGLIGIBLE = 1e-12
+RARELY_DRAWN = 1e-2  # draws of more than three batches
+NEVER_DRAWN = 1e-9  # draws for which no size is held ready
+NEGLIGIBLE_MASS = 1e-12
 
 Masses = npt.NDArray[np.float64]
 
@@ -102,7 +102,7 @@ def poisson_sizes(samples: int, sample_rate: float, ranks: int = 1) -> Sizes:
         shares = -(-np.arange(len(masses)) // ranks)
         masses = np.bincount(shares, weights=masses).astype(np.float64)
     sizes = Sizes(_cheapest(masses))
-    used = {size for n, mass in enumerate(masses) if mass > UNSEEN for size in sizes.cut(n)}
+    used = {size for n, mass in enumerate(masses) if mass > NEVER_DRAWN for size in sizes.cut(n)}
     return Sizes(used, masses)
 
 
@@ -111,8 +111,8 @@ def binomial(samples: int, rate: float) -> Masses:
     if rate >= 1.0:
         return np.array([0.0] * samples + [1.0])
     mean = samples * rate
-    # Bernstein's bound: beyond this, the mass is below NEGLIGIBLE.
-    bound = -math.log(NEGLIGIBLE)
+    # Bernstein's bound: beyond this, the mass is below NEGLIGIBLE_MASS.
+    bound = -math.log(NEGLIGIBLE_MASS)
     last = min(samples, math.ceil(mean + bound / 3 + math.sqrt(bound**2 / 9 + 2 * bound * mean)) + 1)
     logs = [
         math.lgamma(samples + 1) - math.lgamma(n + 1) - math.lgamma(samples - n + 1)
@@ -150,9 +150,9 @@ def _cheapest_with(
     step[grid[:, None] > grid] = np.inf
     last = (grid[:, None] + remainder + batch_cost) * (pair[:, None] - single)
     last = last + (1.0 - pair) * (grid + 2 * (remainder + batch_cost))
-    last[(grid[:, None] + remainder < grid) | (grid[:, None] > grid) | (below[grid + 2 * remainder] < 1.0 - RARE)] = (
-        np.inf
-    )
+    last[
+        (grid[:, None] + remainder < grid) | (grid[:, None] > grid) | (below[grid + 2 * remainder] < 1.0 - RARELY_DRAWN)
+    ] = np.inf
     through = step[:, :, None] + step[None, :, :]  # (s_1, s_2, s_3)
     cost = first[:, None] + through.min(1) + last
     one, three = np.unravel_index(int(cost.argmin()), cost.shape)
