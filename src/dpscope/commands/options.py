@@ -100,7 +100,9 @@ def setting_option(name: str, **instead: Any) -> Callable[[F], F]:
     """The flag of a setting; `instead`: what this command says of it otherwise."""
     setting = SETTINGS[name]
     default = setting.default if setting.flag_default is None else setting.flag_default
-    kind = {"is_flag": True} if isinstance(default, bool) else {"type": type(default), "show_default": True}
+    kind: dict[str, Any] = {"type": CommaList(str) if setting.several else type(default), "show_default": True}
+    if isinstance(default, bool):
+        kind = {"is_flag": True}
     return click.option(setting.flag, **{"default": default, "help": setting.help, **kind, **instead})
 
 

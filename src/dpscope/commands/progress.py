@@ -89,6 +89,8 @@ def _figures(result: Result) -> Iterator[str]:
         yield f"{result.status}: {result.reason}"
     if result.timing:
         yield f"{format_ms(result.timing['median_ms'])} a step"
+    if compilation := result.timing.get("compilation"):
+        yield f"compiled in {format_duration(compilation['seconds'])}"
     if result.memory:
         yield f"peak {format_bytes(result.memory['peak_bytes'])}"
     traffic = result.ncu.get("traffic", {})

@@ -10,6 +10,7 @@ from dpscope.reports.output import Output, text_output
 from dpscope.reports.report import Report
 from dpscope.reports.tables import Row
 from dpscope.vocabulary.components import COMPONENTS
+from dpscope.vocabulary.settings import EAGER
 
 if TYPE_CHECKING:
     import pandas
@@ -30,6 +31,7 @@ def to_records(rows: Sequence[Row]) -> list[dict[str, Any]]:
         {
             **row.fields(*IDENTITY, *settings),
             **_cost(row),
+            **(_compilation(row) if any(each.field("compile") != EAGER for each in rows) else {}),
             **(_memory(row, components) if components else {}),
             **({"notes": " ".join(row.notes) or None} if any(each.notes for each in rows) else {}),
             "hardware": row.first.environment.get("gpu") or row.first.environment.get("cpu"),
@@ -71,6 +73,16 @@ def _cost(row: Row) -> dict[str, Any]:
         "peak_memory_bytes": None if row.peak_bytes is None else round(row.peak_bytes),
         "peak_memory_source": row.peak_source or None,
         "memory_ratio": row.memory_ratio,
+    }
+
+
+def _compilation(row: Row) -> dict[str, Any]:
+    found: Mapping[str, Any] = row.compilation or {}
+    return {
+        "time_ratio_to_eager": row.eager_time_ratio,
+        "memory_ratio_to_eager": row.eager_memory_ratio,
+        "compile_seconds": found.get("seconds"),
+        **{f"compile_{name}": found.get(name) for name in ("graphs", "graph_breaks", "recompiles")},
     }
 
 

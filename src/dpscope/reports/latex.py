@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from dpscope.reports.compiled import compilation_notes
 from dpscope.reports.doubt import explain, marked
 from dpscope.reports.memory.data import Composition, described_of, is_private_only, legend_of, present
 from dpscope.reports.output import Output, text_output
@@ -51,6 +52,7 @@ def _cost_table(rows: Sequence[Row]) -> str:
     fields = worth_a_column(rows, ("method", "model", *COMPARED, "steps", "device", *SIZES))
     unit, name = _unit([row.peak_bytes or 0.0 for row in rows])
     rate = next((name for name in reversed(SPEEDS) if any(name in row.speeds for row in rows)), SPEEDS[0])
+    compiled = any(row.eager_time_ratio for row in rows)
     status = [] if all(row.result.ok for row in rows) else ["status"]
     lines = [
         {TITLES.get(name, name): row.field(name) for name in fields}
@@ -59,13 +61,19 @@ def _cost_table(rows: Sequence[Row]) -> str:
             "p10–p90 (ms)": spread_in_words(row.spread_ms),
             rate: row.speed_shown(rate),
             "time (×)": marked(_number(row.time_ratio, 2), row.ratio_doubt),
+            **({"time (× eager)": marked(_number(row.eager_time_ratio, 2), row.eager_ratio_doubt)} if compiled else {}),
             f"peak ({name})": _number(row.peak_bytes, 2, unit),
             "peak (×)": _number(row.memory_ratio, 2),
         }
         | dict.fromkeys(status, row.result.status)
         for row in rows
     ]
-    notes = [*peak_notes(row.peak_source for row in rows), explain(row.ratio_doubt for row in rows), _measured_on(rows)]
+    notes = [
+        *compilation_notes(rows),
+        *peak_notes(row.peak_source for row in rows),
+        explain(row.ratio_doubt for row in rows),
+        _measured_on(rows),
+    ]
     caption = "Time of a training step (median, with 10th and 90th percentile) and peak memory."
     caption = " ".join([caption, "×: multiple of standard, non-private training.", *filter(None, notes)])
     return _table(lines, caption, "tab:dpscope-cost")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dpscope.reports.compiled import ordinary_training
 from dpscope.reports.doubt import ADVICE, EXPLAINED
 from dpscope.reports.tables import Row
 from dpscope.reports.traffic.data import traffic_of
@@ -138,7 +139,7 @@ def cost_in_words(row: Row) -> str:
     if (moved := traffic_of(row)) and moved.ratio is not None:
         parts.append(f"{moved.show(format_ratio(moved.ratio))} the DRAM bytes")
     if parts:
-        return f"{_and(parts)} of ordinary training"
+        return f"{_and(parts)} of {ordinary_training(row)}"
     figures = (format_ms(None if row.time_doubt else row.median_ms), format_bytes(row.peak_bytes))
     return _and([figure for figure in figures if figure != MISSING]) + " a step"
 

@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 
 from dpscope.reports.doubt import doubt_of_times, marked
 from dpscope.reports.words import size_in_words
-from dpscope.results.payloads.memory import MemoryPayload, TimingPayload
+from dpscope.results.payloads.memory import CompilationPayload, MemoryPayload, TimingPayload
 from dpscope.results.schema import Result
 from dpscope.units import MIB, MISSING, format_ms, format_ratio, format_throughput
 from dpscope.vocabulary.methods import STANDARD
-from dpscope.vocabulary.settings import LATER_DEFAULTS, REPEATS, SETTINGS
+from dpscope.vocabulary.settings import EAGER, LATER_DEFAULTS, REPEATS, SETTINGS
 from dpscope.vocabulary.statuses import OOM
 
 SIZES = ("batch_size", "seq_len")
@@ -34,6 +34,7 @@ class Row:
     step_counts: StepCounts = ()  # (warmup, steps) by name, where rows differ in them alone
     methods: tuple[str, ...] = ()  # all that the results hold: they are told apart by how they look
     reference: Row | None = field(default=None, repr=False)  # ordinary training of this size, if it is another row
+    eager_standard: Row | None = field(default=None, repr=False)  # of a compiled row: the same without torch.compile
     derived: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)  # what `once_a_row` has computed
 
     @property
@@ -54,6 +55,27 @@ class Row:
         """What makes the ratio of times doubtful: this row's times, or standard's."""
         of_standard = self.standard.time_doubt if self.standard and self.median_ms is not None else ""
         return self.time_doubt or of_standard
+
+    @property
+    def eager_time_ratio(self) -> float | None:
+        """Of a compiled row, to ordinary training that is not compiled."""
+        return None if self.eager_standard is None else _ratio(self.median_ms, self.eager_standard.median_ms)
+
+    @property
+    def eager_memory_ratio(self) -> float | None:
+        return None if self.eager_standard is None else _ratio(self.peak_bytes, self.eager_standard.peak_bytes)
+
+    @property
+    def eager_ratio_doubt(self) -> str:
+        return self.time_doubt or (self.eager_standard.time_doubt if self.eager_standard else "")
+
+    @property
+    def eager_time_ratio_shown(self) -> str:
+        return marked(format_ratio(self.eager_time_ratio), self.eager_ratio_doubt)
+
+    @property
+    def compilation(self) -> CompilationPayload | None:
+        return self.timing.get("compilation")
 
     @property
     def result(self) -> Result:
@@ -242,7 +264,14 @@ def compare_results(results: Iterable[Result]) -> list[Row]:
     methods = tuple(dict.fromkeys(row.method for row in joined))
     rows = [replace(row, peak_instrument=instrument, methods=methods) for row in joined]
     standards = {row.comparison: row for row in rows if row.method == STANDARD}
-    return [row if row is (found := standards.get(row.comparison)) else replace(row, reference=found) for row in rows]
+
+    def with_standards(row: Row) -> Row:
+        own = standards.get(row.comparison)
+        compiled = row.field("compile") != EAGER
+        eager = standards.get(hashable({**row.identity, "compile": EAGER})) if compiled else None
+        return replace(row, reference=None if own is row else own, eager_standard=eager)
+
+    return list(map(with_standards, rows))
 
 
 def join_instruments(results: Sequence[Result]) -> list[Row]:

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dpscope.plain_text import SUMMARY_WIDTH, render_plain
+from dpscope.reports.compiled import compilation_notes
 from dpscope.reports.doubt import explain
 from dpscope.reports.output import Output, text_output
 from dpscope.reports.report import Report
@@ -113,6 +114,7 @@ def _table(report: Report, narrow: bool, most_rates: int, bars: Bars) -> Table:
         *((rate, partial(Row.speed_shown, name=rate)) for rate in (rates[-most_rates:] if most_rates else ())),
         ("×", attrgetter("time_ratio_shown")),
         *bars.column(attrgetter("time_ratio")),
+        *([("× eager", attrgetter("eager_time_ratio_shown"))] if any(row.eager_time_ratio for row in rows) else []),
         ("memory" if narrow else "peak memory", lambda row: format_bytes(row.peak_bytes)),
         ("×", lambda row: format_ratio(row.memory_ratio)),
         *bars.column(attrgetter("memory_ratio")),
@@ -169,7 +171,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
         notes.append(note)
     if any(row.median_ms is not None and row.time_ratio is None for row in rows):
         notes.append(f"× is {MISSING} where standard has no figures at that size: measure it with --methods standard,…")
-    return notes + peak_notes(row.peak_source for row in rows)
+    return notes + compilation_notes(rows) + peak_notes(row.peak_source for row in rows)
 
 
 SUMMARY: Output[Report] = text_output(

@@ -24,6 +24,10 @@ ENVIRONMENT = {
 # How a peak was measured -> what it is. One table shows peaks of one of them.
 PEAKS = {
     "tracker": "of one step after warm-up; its parts from one more step whose every storage was tracked",
+    "compiled": (
+        "of a compiled row, the allocator's of steps after compilation; its parts are what is there before a step, and "
+        "what a compiled step makes is unattributed"
+    ),
     "cuda_allocator": "the CUDA allocator's peak of allocated bytes over the whole run",
     "cpu_allocator": (
         "live tensors at their peak during one step, from torch's CPU allocator (a step after the timed ones)"

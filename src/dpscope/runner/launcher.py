@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -52,8 +52,13 @@ def launch(
     limits: Limits,
     on_progress: ProgressListener,
     worker: tuple[str, ...] = WORKER,
+    environment: Mapping[str, str] | None = None,
 ) -> Result:
-    """Measure one spec in a process of its own. Whatever the child does is a result, unless the disk is full."""
+    """Measure one spec in a process of its own. Whatever the child does is a result, unless the disk is full.
+
+    `environment`: variables that the child has beside those of this process.
+    """
+    own = dict(environment or {}) | ({} if limits.timeout is None else {ROW_SECONDS: str(limits.timeout)})
     store.make_way(spec.file_name)
     output = store.path_of(spec.file_name)
     log = store.log_of(spec.file_name)
@@ -68,7 +73,7 @@ def launch(
             encoding="utf-8",
             errors="replace",
             start_new_session=True,
-            env=os.environ if limits.timeout is None else {**os.environ, ROW_SECONDS: str(limits.timeout)},
+            env={**os.environ, **own},
         )
         try:
             timed_out = _follow(child, spec, store, limits, on_progress)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from dpscope.runner.environment import resolve_device
 from dpscope.runner.instruments import choose_instruments
 from dpscope.runner.spec import RunSpec
 from dpscope.vocabulary.methods import BUILT_IN, STANDARD, resolve_method
+from dpscope.vocabulary.settings import SETTINGS, SWEPT
 from dpscope.workloads.configs import WorkloadConfig, find_workload, parse_lora, with_lora
 
 # What a comparison is of, unless something else is asked for.
@@ -41,8 +43,8 @@ def plan_sweep(
 ) -> Plan:
     """Plan a comparison. `settings`: dtype, optimizer, steps, seed … (`RunSpec`), and `options` (`make_sweep`).
 
-    `instruments="all"` is every one that can work on this machine. `for_other_machine` plans for a machine with a GPU,
-    which this one need not be.
+    Settings in `SWEPT` (compile) may be lists. `instruments="all"` is every one that can work on this machine.
+    `for_other_machine` plans for a machine with a GPU, which this one need not be.
     """
     config = find_workload(workload)
     device = "cuda" if for_other_machine else resolve_device(device)
@@ -74,6 +76,7 @@ def make_sweep(
     `standard` comes first, since it is the denominator. `options`: instrument -> option -> value.
     """
     names = dict.fromkeys(resolve_method(name).name for name in methods)
+    swept = [_several(settings.pop(name, SETTINGS[name].default)) for name in SWEPT]
     specs = [
         RunSpec(
             workload=workload,
@@ -83,14 +86,16 @@ def make_sweep(
             instrument=instrument,
             options=(options or {}).get(instrument, {}),
             **settings,
+            **dict(zip(SWEPT, values, strict=True)),
         )
         for batch_size in batch_sizes
         for seq_len in seq_lens
+        for values in product(*swept)
         for method in sorted(names, key=lambda name: name != STANDARD)
         for instrument in instruments
     ]
     return list(dict.fromkeys(specs))
 
 
-def _several(sizes: int | Iterable[int]) -> list[int]:
-    return list(sizes) if isinstance(sizes, Iterable) else [sizes]
+def _several(values: Any) -> list[Any]:
+    return list(values) if isinstance(values, Iterable) and not isinstance(values, str) else [values]

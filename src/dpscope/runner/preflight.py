@@ -20,6 +20,7 @@ from dpscope.runner.worker import claim_stdout, limit_memory
 from dpscope.units import format_duration
 from dpscope.vocabulary.exit_codes import REFUSED
 from dpscope.vocabulary.methods import STANDARD, resolve_method
+from dpscope.vocabulary.settings import EAGER
 from dpscope.vocabulary.statuses import OOM
 from dpscope.workloads.configs import CustomConfig
 
@@ -109,7 +110,7 @@ def explain(spec: RunSpec) -> str | None:
 
     name = spec.workload.name
     try:
-        trainer, batches = assemble(replace(spec, method=STANDARD))
+        trainer, batches = assemble(replace(spec, method=STANDARD, compile=EAGER))
         trainer.train_step(*batches)
     except UserError as error:
         return str(error)

@@ -55,7 +55,7 @@ def measure_rank(spec: RunSpec, progress: Progress = no_progress) -> RankFigures
         "step_ms": timing.step_ms,
         "memory": memory,
         "collectives": seen.bytes,
-        "notes": step.trainer.notes(),
+        "notes": step.notes(),
     }
 
 

@@ -13,7 +13,7 @@ from dpscope import numbers
 from dpscope.errors import UserError
 from dpscope.vocabulary.instruments import INSTRUMENTS, changed_options
 from dpscope.vocabulary.methods import resolve_method
-from dpscope.vocabulary.settings import SETTINGS, OneOf, TrainerSettings
+from dpscope.vocabulary.settings import CUDA_GRAPHS, EAGER, SETTINGS, OneOf, TrainerSettings
 from dpscope.workloads.configs import WorkloadConfig, config_from_dict, config_to_dict
 
 
@@ -40,6 +40,13 @@ class RunSpec(TrainerSettings):
             object.__setattr__(self, name, value)
         if self.dtype == "tf32" and self.device == "cpu":
             raise UserError("dtype tf32 is a CUDA number format: use fp32 or bf16 on the CPU")
+        if self.compile == CUDA_GRAPHS and self.device == "cpu":
+            raise UserError(f"--compile {CUDA_GRAPHS} is CUDA graphs: use --compile default on the CPU")
+        if self.compile != EAGER and self.world_size > 1:
+            raise UserError(
+                "--compile is of one process: leave out --gpus and --simulate-world, or measure them with --compile "
+                f"{EAGER}"
+            )
         if self.gpus > 1 and self.simulate_world > 1:
             raise UserError("--simulate-world takes the place of other processes: leave out --gpus")
         if self.parallel == "hsdp" and self.world_size % 2:

@@ -13,9 +13,12 @@ from dpscope.flash.ranks.shards import local
 from dpscope.instruments.peaks import cpu_peak, cuda_peak
 from dpscope.instruments.timing import Progress, no_progress
 from dpscope.results.payloads.memory import MemoryPayload
+from dpscope.results.schema import Note
 from dpscope.runner.assembly import assemble
+from dpscope.runner.compilation import Compilation
 from dpscope.runner.spec import RunSpec
 from dpscope.trainers.base import TrainerBase
+from dpscope.vocabulary.settings import EAGER
 
 BEFORE_ANY_UPDATE = (
     "before any update: look for a division by zero, a logarithm of zero or an overflow in the model, the data and the "
@@ -30,6 +33,7 @@ class TrainingSteps:
         self.trainer, self.batches = assemble(spec)
         self._spec = spec
         self._warmup = spec.warmup if warmup is None else warmup
+        self.compilation: Compilation | None = None
         self._done = 0  # steps whose loss was looked at
         self._losses: list[object] = []  # of the steps since
 
@@ -38,10 +42,28 @@ class TrainingSteps:
 
     def warm_up(self, progress: Progress = no_progress) -> None:
         """Take the steps before the measured ones; raise at the first loss that is not finite."""
+        self.compile(progress)
         for done in range(self._warmup):
             self()
             self.require_finite_losses()
             progress("warm-up", done + 1, self._warmup)
+        if self.compilation is not None:
+            self.compilation.begin_measuring()
+
+    def compile(self, progress: Progress = no_progress) -> None:
+        """Take steps until torch.compile has nothing left to do, where the spec asks for it."""
+        if self._spec.compile == EAGER:
+            return
+
+        def step() -> None:
+            self()
+            self.require_finite_losses()  # which waits for the device
+
+        self.compilation = Compilation.of(step, self._spec.device, progress)
+
+    def notes(self) -> list[Note]:
+        """What a reader of the row's figures should know. To be called when all were taken."""
+        return [*self.trainer.notes(), *(self.compilation.notes() if self.compilation else ())]
 
     def peak(self) -> MemoryPayload:
         """The peak of the steps so far on CUDA, that of one more step on the CPU. To be called when all were timed."""
@@ -80,9 +102,17 @@ class TrainingSteps:
         )
 
     def _name(self, step: int) -> str:
+        compiling = self.compilation.steps if self.compilation else 0
+        if step < compiling or self._compiles_now:
+            return f"step {step + 1} of compilation"
+        step -= compiling
         if step < self._warmup:
             return f"warm-up step {step + 1}"
         return f"step {step - self._warmup + 1}" + (" after the warm-up" if self._warmup else "")
+
+    @property
+    def _compiles_now(self) -> bool:
+        return self.compilation is None and self._spec.compile != EAGER
 
     def _advice(self) -> str:
         return f"Try --learning-rate {self._spec.learning_rate / 100:g}, and look at the loss function"

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dpscope.errors import UserError
 from dpscope.results.schema import Result
 from dpscope.results.store import ResultStore
+from dpscope.runner.compile_cache import compile_caches
 from dpscope.runner.launcher import Limits, launch
 from dpscope.runner.resume import finished_rows
 from dpscope.runner.spec import RunSpec
@@ -45,7 +46,7 @@ def run_sweep(
     specs: Sequence[RunSpec], store: ResultStore, *, resume: bool, limits: Limits, observer: SweepObserver
 ) -> list[Result]:
     """Measure every spec; results in the order of `specs`. Finished rows outlive any interruption."""
-    with store.locked():
+    with store.locked(), compile_caches(specs) as environment_of:
         finished = finished_rows(store, specs) if resume else {}
         results = []
         for row, spec in enumerate(specs):
@@ -56,7 +57,7 @@ def run_sweep(
                 def on_progress(stage: str, done: int, total: int, row: int = row) -> None:
                     observer.row_progress(row, stage, done, total)
 
-                result = launch(spec, store, limits=limits, on_progress=on_progress)
+                result = launch(spec, store, limits=limits, on_progress=on_progress, environment=environment_of(spec))
             else:
                 result = kept
             observer.row_finished(row, result, kept=kept is not None)

@@ -19,7 +19,7 @@ from dpscope.trainers.checkpointing import checkpoint_blocks
 from dpscope.trainers.spreading import is_sharded
 from dpscope.vocabulary.methods import Method
 from dpscope.vocabulary.phases import FORWARD, MODEL_LOADED, MODEL_WRAPPED, OPTIMIZER_CREATED, moment, phase
-from dpscope.vocabulary.settings import OPTIMIZERS, TrainerSettings
+from dpscope.vocabulary.settings import EAGER, OPTIMIZERS, TrainerSettings
 from dpscope.workloads.workload import Batch
 
 if TYPE_CHECKING:
@@ -51,7 +51,8 @@ class TrainerBase(ABC):
         moment(MODEL_LOADED)
         self.checkpoints = checkpoint_blocks(model) if settings.checkpoint_blocks else None
         self.require_model(model)
-        self.model = self.prepare_model(self.spread(model) if settings.world_size > 1 else model)
+        prepared = self.spread(model) if settings.world_size > 1 else model
+        self.model = self.prepare_model(prepared if settings.compile == EAGER else self.compile(prepared))
         moment(MODEL_WRAPPED)
         self.optimizer = self.prepare_optimizer(self._plain_optimizer(model))
         moment(OPTIMIZER_CREATED)
@@ -85,6 +86,13 @@ class TrainerBase(ABC):
         raise UserError(
             f"{type(self).__name__} trains in one process: over several, compare standard and flash "
             "(--methods standard,flash)"
+        )
+
+    def compile(self, model: nn.Module) -> nn.Module:
+        """The model as torch.compile runs it. A method that can train such a model returns `compile_model(…)`."""
+        raise UserError(
+            f"{type(self).__name__} does not say that it can train a compiled model (its method compile()): compare "
+            f"--methods standard,flash, or measure it with --compile {EAGER}"
         )
 
     @abstractmethod

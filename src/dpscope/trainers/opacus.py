@@ -19,12 +19,13 @@ from dpscope.instruments.memory import Holding
 from dpscope.trainers.base import TrainerBase
 from dpscope.trainers.logical_batch import keep_clipped_sums
 from dpscope.trainers.opacus_ranks import require_spreadable, spread
-from dpscope.trainers.opacus_refusals import CHECKPOINTED, CallWatch, refusals, require_supported
+from dpscope.trainers.opacus_refusals import CHECKPOINTED, COMPILED, CallWatch, refusals, require_supported
 from dpscope.trainers.privacy_rules import require_private_trainable
 from dpscope.trainers.spreading import is_sharded
 from dpscope.vocabulary.allocations import allocates
 from dpscope.vocabulary.components import ACTIVATION_HOOKS, GRADIENTS, NORM_SAMPLES, PER_SAMPLE_GRADIENTS
 from dpscope.vocabulary.phases import BACKWARD, CLIP, NOISE, OPTIMIZER, in_phase, phase
+from dpscope.vocabulary.settings import EAGER
 from dpscope.workloads.workload import Batch
 
 # Opacus's hooks fire for the first layer too, whose input needs no gradient: that is meant, and is said every time.
@@ -65,6 +66,8 @@ class _OpacusTrainer(TrainerBase):
         require_supported(model)
         if self.settings.world_size > 1:
             require_spreadable(model, self.mode, self.settings)
+        if self.settings.compile != EAGER:
+            raise UserError(COMPILED)
 
     def spread(self, model: nn.Module) -> nn.Module:
         return spread(model, self.settings)

@@ -43,6 +43,12 @@ CHECKPOINTED = (
     "compare --methods standard,flash"
 )
 
+COMPILED = (
+    "Opacus cannot train a compiled model: it takes per-sample gradients in hooks of modules, which torch.compile does "
+    "not trace (github.com/pytorch/opacus/issues/575). Compare --methods standard,flash, or measure it "
+    "with --compile none"
+)
+
 BATCH_FIRST = "keep the batch first and unfolded, and expand positions to a row for each sample"
 
 

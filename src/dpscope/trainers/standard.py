@@ -4,6 +4,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dpscope.trainers.base import TrainerBase
+from dpscope.trainers.compilation import compile_model
 from dpscope.trainers.spreading import spread
 from dpscope.vocabulary.phases import BACKWARD, OPTIMIZER, phase
 
@@ -13,6 +14,9 @@ class StandardTrainer(TrainerBase):
 
     def spread(self, model: nn.Module) -> nn.Module:
         return spread(model, self.settings)
+
+    def compile(self, model: nn.Module) -> nn.Module:
+        return compile_model(model, self.settings.compile)
 
     def prepare_model(self, model: nn.Module) -> nn.Module:
         return model

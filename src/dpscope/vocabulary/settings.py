@@ -22,6 +22,15 @@ DEVICE_CHOICES = ("auto", *DEVICES)  # auto: the one that is there
 
 PARALLEL = ("ddp", "fsdp", "hsdp")  # DistributedDataParallel, fully_shard, fully_shard over replicas
 MEMORY_BUDGETS = ("auto", "lean")  # or a number of GiB
+EAGER = "none"
+CUDA_GRAPHS = "reduce-overhead"
+# mode of torch.compile -> what reports call a row that ran so
+COMPILE_MODES = {
+    EAGER: "eager",
+    "default": "compiled",
+    CUDA_GRAPHS: f"compiled ({CUDA_GRAPHS})",
+    "max-autotune": "compiled (max-autotune)",
+}
 
 # What every result file holds. A later setting is written, and counts in a row's digest, only where it differs from its
 # default: rows measured before it existed keep their digest, and `--resume` keeps them.
@@ -84,6 +93,8 @@ class SettingField:
     label: str = ""  # what people call it [default: its name]
     words: str = ""  # how a sentence tells its value [default: label and value]
     heading: str = ""  # in the page's table of settings; a setting without is not in it
+    values: Mapping[str, str] = field(default_factory=dict)  # what people call its values [default: as they are]
+    several: bool = False  # may its flag, or its argument, be a list? A sweep has rows for each of the values
     name: str = ""
     default: Any = None
 
@@ -110,19 +121,18 @@ class SettingField:
 
     def cell(self, spec: Mapping[str, Any]) -> str:
         """That value in a table."""
-        return _shown(self.of(spec), on="yes", off="no")
+        return self._shown(self.of(spec), on="yes", off="no")
 
     def in_words(self, spec: Mapping[str, Any]) -> str:
         """That value in a sentence: `noise multiplier 0.5`, `bf16`, `3 warm-up`."""
         value = self.of(spec)
-        shown = _shown(value, on=self.label, off=f"no {self.label}")
+        shown = self._shown(value, on=self.label, off=f"no {self.label}")
         return shown if isinstance(value, bool) else self.words.format(shown)
 
-
-def _shown(value: Any, *, on: str, off: str) -> str:
-    if isinstance(value, bool):
-        return on if value else off
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    def _shown(self, value: Any, *, on: str, off: str) -> str:
+        if isinstance(value, bool):
+            return on if value else off
+        return f"{value:g}" if isinstance(value, float) else self.values.get(value, str(value))
 
 
 def setting(default: Any, *about: Any, **more: Any) -> Any:
@@ -153,6 +163,15 @@ class TrainerSettings:
         "Keep no activations inside blocks; backward runs each block's forward again.",
         label="checkpointed blocks",
         heading="Blocks checkpointed",
+    )
+    compile: str = setting(
+        EAGER,
+        OneOf("compile mode", tuple(COMPILE_MODES)),
+        f"{'|'.join(COMPILE_MODES)}: the mode of torch.compile, or several, as none,default.",
+        words="{}",
+        heading="Model runs",
+        values=COMPILE_MODES,
+        several=True,
     )
     accumulate: int = setting(
         1,
@@ -241,4 +260,5 @@ SETTINGS = {each.name: _described(each) for each in fields(TrainerSettings)}
 FLAGS = tuple(name for name, each in SETTINGS.items() if each.help)
 LATER_DEFAULTS = {name: each.default for name, each in SETTINGS.items() if each.is_later}
 COMPARED = tuple(name for name in FLAGS if SETTINGS[name].identity == EVERYWHERE)  # what tables show where it varies
+SWEPT = tuple(name for name in FLAGS if SETTINGS[name].several)
 REPEATS = tuple(name for name in FLAGS if SETTINGS[name].identity == NOWHERE)

@@ -34,6 +34,8 @@ def planned_by_command(*arguments, **asked):
         (("--methods", "ghost,vanilla,flat"), {"methods": ["ghost", "vanilla", "flat"]}),
         (("--methods", "flash,dpsgd,flat,standard"), {"methods": ["flash", "dpsgd", "flat", "standard"]}),
         (("--batch-size", "4,2", "--seq-len", "16,8"), {"batch_size": [4, 2], "seq_len": (16, 8)}),
+        (("--compile", "default"), {"compile": "default"}),
+        (("--compile", "none,max-autotune"), {"compile": ["none", "max-autotune"]}),
         (
             ("--dtype", "bf16", "--optimizer", "sgd", "--learning-rate", "0.5", "--noise-multiplier", "2"),
             {"dtype": "bf16", "optimizer": "sgd", "learning_rate": 0.5, "noise_multiplier": 2},
@@ -99,3 +101,25 @@ def test_a_sweep_measures_a_row_named_twice_once():
         (2, "standard"),
         (2, "flat"),
     ]
+
+
+def test_rows_of_one_compile_mode_stand_together_standard_first():
+    plan = plan_sweep(
+        TINY, methods=["flash", "standard"], compile=["none", "default"], instruments="time", device="cpu"
+    )
+    found = [(spec.compile, spec.method) for spec in plan.specs]
+    assert found == [("none", "standard"), ("none", "flash"), ("default", "standard"), ("default", "flash")]
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"compile": "fast"}, "unknown compile mode 'fast': choose one of none, default"),
+        ({"compile": "reduce-overhead"}, "is CUDA graphs: use --compile default on the CPU"),
+        ({"compile": "default", "gpus": 2}, "--compile is of one process"),
+        ({"compile": "default", "simulate_world": 2}, "--compile is of one process"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused_before_any_row(settings, sentence):
+    with pytest.raises(UserError, match=sentence):
+        plan_sweep(TINY, device="cpu", **settings)

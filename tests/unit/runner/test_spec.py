@@ -166,6 +166,7 @@ CHANGES = {
     "dtype": "bf16",
     "param_dtype": "bf16",  # which needs the dtype, too
     "checkpoint_blocks": True,
+    "compile": "default",
     "accumulate": 2,
     "gpus": 2,
     "parallel": "fsdp",

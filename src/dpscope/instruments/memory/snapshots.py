@@ -85,9 +85,17 @@ def live_tensor_bytes() -> int:
         and tensor.device.type == "cpu"
         and tensor.layout == torch.strided
         and not is_traceable_wrapper_subclass(tensor)  # a sharded parameter: its own shard is a tensor as well
-        # Those of torch.func's transforms have none, which an error may have left behind.
-        and torch._C._has_storage(tensor)
+        and _has_bytes(tensor)
     )
+
+
+def _has_bytes(tensor: Tensor) -> bool:
+    """Tensors of torch.compile's tracing, and of torch.func's transforms that an error left behind, have none."""
+    try:
+        tensor.untyped_storage().data_ptr()
+    except RuntimeError:
+        return False
+    return True
 
 
 def resident_bytes() -> int:

@@ -14,10 +14,11 @@ from dpscope.reports.report import Report
 from dpscope.reports.tables import SPEEDS, Row, heading_of, worth_a_column
 from dpscope.reports.traffic.data import traffic_of
 from dpscope.reports.words import spread_in_words
-from dpscope.units import MISSING, format_bytes, format_ratio, format_traffic
+from dpscope.units import MISSING, format_bytes, format_duration, format_ratio, format_traffic
 from dpscope.vocabulary.settings import COMPARED, REPEATS
 
 NO_STANDARD, NOT_TIMED = "standard has no such figure at this size", "not timed"
+COMPILED_ONLY = "of compiled rows, where eager standard was measured too"
 FILTERS = {"method": attrgetter("method"), "size": attrgetter("size"), "status": attrgetter("result.status")}
 
 
@@ -58,8 +59,8 @@ class FigureColumn:
         return TableCell(self.show(row), value, share=value / largest if largest else None)
 
 
-def _ratio(value: Callable[[Row], float | None], show: Callable[[Row], str]) -> FigureColumn:
-    return FigureColumn(value, show, NO_STANDARD, has_bars=True)
+def _ratio(value: Callable[[Row], float | None], show: Callable[[Row], str], why: str = NO_STANDARD) -> FigureColumn:
+    return FigureColumn(value, show, why, has_bars=True)
 
 
 def _moved(name: str, row: Row) -> float | None:
@@ -79,6 +80,10 @@ def _speed(name: str) -> FigureColumn:
 RATIOS = {
     "time ×": _ratio(attrgetter("time_ratio"), attrgetter("time_ratio_shown")),
     "memory ×": _ratio(attrgetter("memory_ratio"), lambda row: format_ratio(row.memory_ratio)),
+    "time × eager": _ratio(attrgetter("eager_time_ratio"), attrgetter("eager_time_ratio_shown"), COMPILED_ONLY),
+    "memory × eager": _ratio(
+        attrgetter("eager_memory_ratio"), lambda row: format_ratio(row.eager_memory_ratio), COMPILED_ONLY
+    ),
     "bytes ×": _ratio(partial(_moved, "ratio"), partial(_show_moved, "ratio", format_ratio)),
 }
 COUNTED, UNCOUNTED = partial(_moved, "dram_bytes"), "not counted: dpscope ncu"
@@ -89,14 +94,21 @@ ABSOLUTES = {
     ),
     **{name: _speed(name) for name in SPEEDS},
     "peak memory": FigureColumn(attrgetter("peak_bytes"), lambda row: format_bytes(row.peak_bytes), "not measured"),
+    "compiling": FigureColumn(
+        lambda row: row.compilation and row.compilation["seconds"],
+        lambda row: format_duration(row.compilation["seconds"] if row.compilation else 0),
+        "not compiled",
+    ),
     "DRAM bytes": FigureColumn(COUNTED, partial(_show_moved, "dram_bytes", format_traffic), UNCOUNTED),
 }
+# Columns that are there only where a row has such a figure.
+OPTIONAL = (*SPEEDS, "time × eager", "memory × eager", "compiling")
 
 
 def make_table(report: Report) -> RowsTable:
     rows = [row for size in report.sizes for row in size.rows]
     moved = any(map(traffic_of, rows))
-    absent = {name for name in SPEEDS if not any(name in row.speeds for row in rows)}
+    absent = {name for name in OPTIONAL if all((RATIOS | ABSOLUTES)[name].value(row) is None for row in rows)}
     absent |= set() if moved else {"bytes ×", "DRAM bytes"}
     fields = worth_a_column(rows, ("batch_size", "seq_len", "model", *COMPARED, *REPEATS))
     columns = {

@@ -9,7 +9,17 @@ OTHER_MODULES = "(other)"  # all modules that are too light to be listed, togeth
 Components = dict[str, int]  # component -> bytes; only `unattributed` may be below zero
 
 
+class CompilationPayload(TypedDict):
+    """What torch.compile did for a row."""
+
+    seconds: float  # of the steps in which it compiled, before warm-up; with an empty cache
+    graphs: int
+    graph_breaks: int
+    recompiles: int  # graphs that were compiled during the timed steps
+
+
 class TimingPayload(TypedDict, total=False):
+    compilation: NotRequired[CompilationPayload]
     step_ms: list[float]
     median_ms: float
     p10_ms: float
@@ -66,7 +76,7 @@ class Remainder(TypedDict):
 
 
 class MemoryPayload(TypedDict, total=False):
-    source: str  # how the peak was measured: tracker, cuda_allocator or cpu_allocator
+    source: str  # how the peak was measured: tracker, compiled, cuda_allocator or cpu_allocator
     peak_bytes: int
     peak_allocated_bytes: int  # of the CUDA allocator, with the next three
     peak_reserved_bytes: int

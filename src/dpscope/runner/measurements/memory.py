@@ -3,6 +3,9 @@
 On CUDA the peaks shown are the allocator's own, of the steps that ran untracked; the tracker says what they are made
 of, and what it did not see is `unattributed`. The CPU allocator keeps no statistics: there the tracked peak is the
 figure, and a step under the profiler checks it.
+
+Inductor's code allocates without the dispatcher, so that no tracker sees what a compiled model makes. Of such a step
+the allocator's peak is shown, what was there before it by component, and the rest as what it is: unattributed.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from dpscope.workloads.workload import Batch
 
 ITERATIONS = 3  # untracked steps with snapshots, at most: every step of a run is like the next
 MEMORY_VIZ = "memory_viz.pickle"
+IN_COMPILED = "what the compiled step makes: activations, gradients, temporaries"
 
 
 def measure_memory(spec: RunSpec, progress: Progress, files: Path) -> Result:
@@ -42,7 +46,7 @@ def measure_memory(spec: RunSpec, progress: Progress, files: Path) -> Result:
         step = TrainingSteps(spec)
     step.warm_up(progress)
     snapshots.take(AFTER_WARMUP)
-    watch = _on_cuda if spec.device == "cuda" else _on_cpu
+    watch = _on_cuda if spec.device == "cuda" else _on_cpu if step.compilation is None else _on_cpu_compiled
     tracker = Tracker(spec.device, step.trainer.plain_model, partial(_holdings, step.trainer, step.batches))
     allocator = watch(step, tracker, snapshots, min(spec.steps, ITERATIONS), progress)
     use = attribute(tracker.record, [*rules, *step.trainer.memory_rules])
@@ -53,7 +57,7 @@ def measure_memory(spec: RunSpec, progress: Progress, files: Path) -> Result:
     if spec.device == "cuda":
         allocator["cublas_workspace_bytes"] = cublas_workspace_bytes()
     step.require_finite()
-    memory = _memory(use, allocator)
+    memory = _memory(use, allocator, compiled=step.compilation is not None)
     result = result_for(
         spec.to_dict(),
         peak_memory_mb=mib(memory["peak_bytes"]),
@@ -62,7 +66,7 @@ def measure_memory(spec: RunSpec, progress: Progress, files: Path) -> Result:
         snapshots=snapshots.taken,
         timeline=use.timeline(),
         files=written,
-        notes=step.trainer.notes(),
+        notes=step.notes(),
         environment=environment.collect(spec.device),
     )
     if faults := conservation_faults(result):
@@ -80,7 +84,8 @@ def _on_cuda(
 ) -> MemoryPayload:
     """The allocator's peaks over untracked steps, with a snapshot at each stage; then the tracked step."""
     torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
+    if step.compilation is None:  # replays of CUDA graphs allocate nothing: their peak is that of the recording
+        torch.cuda.reset_peak_memory_stats()
     for iteration in range(iterations):
         with listening(snapshots.in_iteration(iteration)):
             step()
@@ -89,6 +94,9 @@ def _on_cuda(
         progress("untracked step", iteration + 1, iterations)
     torch.cuda.synchronize()
     peaks = cuda_peak()
+    if step.compilation is not None:
+        _note_before_step(step, tracker)
+        return peaks
     with tracker.tracking():
         step()
         step.require_finite_losses()
@@ -113,15 +121,34 @@ def _on_cpu(
     return {"allocator_peak_bytes": peaks["peak_bytes"], "peak_rss_bytes": peaks["peak_rss_bytes"]}
 
 
-def _memory(use: MemoryUse, allocator: MemoryPayload) -> MemoryPayload:
-    peak_bytes = allocator.get("peak_allocated_bytes", use.peak_bytes)
-    unattributed = _unattributed(use, allocator)
+def _on_cpu_compiled(
+    step: TrainingSteps, tracker: Tracker, snapshots: Snapshots, iterations: int, progress: Progress
+) -> MemoryPayload:
+    """One step under the profiler, which sees what compiled code allocates."""
+    peaks = step.peak()
+    _note_before_step(step, tracker)
+    progress("profiled step", 1, 1)
+    return {"allocator_peak_bytes": peaks["peak_bytes"], "peak_rss_bytes": peaks["peak_rss_bytes"]}
+
+
+def _note_before_step(step: TrainingSteps, tracker: Tracker) -> None:
+    """Record what is there before a step: parameters, optimizer states, inputs."""
+    step.require_finite_losses()
+    step.trainer.optimizer.zero_grad(set_to_none=True)
+    with tracker.tracking():
+        pass
+
+
+def _memory(use: MemoryUse, allocator: MemoryPayload, *, compiled: bool) -> MemoryPayload:
+    counted = allocator.get("allocator_peak_bytes", use.peak_bytes) if compiled else use.peak_bytes
+    peak_bytes = allocator.get("peak_allocated_bytes", counted)
+    unattributed = _unattributed(use, allocator, IN_COMPILED if compiled else "inside operators and libraries")
     assert peak_bytes - use.peak_bytes == sum(item["bytes"] for item in unattributed)
     components = use.peak_components | {UNATTRIBUTED: peak_bytes - use.peak_bytes}
     birth = use.peak_birth
     return {
         **allocator,
-        "source": "tracker",
+        "source": "compiled" if compiled else "tracker",
         "peak_bytes": peak_bytes,
         "tracked_peak_bytes": use.peak_bytes,
         "peak": {
@@ -136,16 +163,17 @@ def _memory(use: MemoryUse, allocator: MemoryPayload) -> MemoryPayload:
     }
 
 
-def _unattributed(use: MemoryUse, allocator: MemoryPayload) -> list[Remainder]:
-    """What makes up the allocator's peak beyond the tracked one."""
+def _unattributed(use: MemoryUse, allocator: MemoryPayload, rest: str) -> list[Remainder]:
+    """What makes up the allocator's peak beyond the tracked one; `rest`: what the most of it is."""
     if "peak_allocated_bytes" not in allocator:
-        return []
+        untracked = allocator["allocator_peak_bytes"] - use.peak_bytes
+        return [{"what": rest, "bytes": untracked}] if rest == IN_COMPILED and untracked else []
     allocated, requested = allocator["peak_allocated_bytes"], allocator["peak_requested_bytes"]
     workspaces = allocator["cublas_workspace_bytes"]
     parts = {
         "cuBLAS workspaces": workspaces,
         "rounding of blocks to 512 bytes": allocated - requested,
-        "inside operators and libraries": requested - use.peak_bytes - workspaces,
+        rest: requested - use.peak_bytes - workspaces,
     }
     return [{"what": what, "bytes": count} for what, count in parts.items() if count]
 

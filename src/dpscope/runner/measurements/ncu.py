@@ -37,6 +37,7 @@ from dpscope.runner.launcher import ROW_SECONDS
 from dpscope.runner.ranged_step import OUTCOME, program
 from dpscope.runner.spec import RunSpec
 from dpscope.runner.steps import TrainingSteps
+from dpscope.trainers.compilation import eager_calls
 from dpscope.vocabulary.statuses import OK
 
 STEP_REPORT, KERNELS_REPORT = "step.ncu-rep", "kernels.ncu-rep"
@@ -217,6 +218,7 @@ def _estimate(spec: RunSpec, kernels: Kernels) -> Estimate:
     step.warm_up()
     if kernels:
         kernels["calls_total"] = count_launches(step)
-    estimate = estimate_traffic(step, device=spec.device)
+    with eager_calls():
+        estimate = estimate_traffic(step, device=spec.device)
     step.require_finite()
     return estimate

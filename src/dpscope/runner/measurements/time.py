@@ -18,15 +18,18 @@ def measure_time(spec: RunSpec, progress: Progress, files: Path) -> Result:
         return measure_world(spec, progress)
     step = TrainingSteps(spec)
     step.warm_up(progress)
-    timing = time_steps(step, device=spec.device, warmup=0, steps=spec.steps, progress=progress)
+    timing = time_steps(step, device=spec.device, warmup=0, steps=spec.steps, progress=progress).to_dict()
+    notes = step.notes()
+    if step.compilation is not None:
+        timing["compilation"] = step.compilation.to_dict()
     memory = step.peak()
     step.require_finite()
     return result_for(
         spec.to_dict(),
-        avg_time_ms=timing.to_dict()["mean_ms"],
+        avg_time_ms=timing["mean_ms"],
         peak_memory_mb=mib(memory["peak_bytes"]),
-        timing=timing.to_dict(),
+        timing=timing,
         memory=memory,
-        notes=step.trainer.notes(),
+        notes=notes,
         environment=environment.collect(spec.device),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, fields
 from pathlib import Path
 
+from dpscope.errors import UserError
 from dpscope.instruments.timing import Progress
 from dpscope.instruments.trace.capture import Detail, record
 from dpscope.instruments.trace.events import read_trace
@@ -20,6 +21,9 @@ def measure_trace(spec: RunSpec, progress: Progress, files: Path) -> Result:
     schedule = make_schedule(spec.option("schedule"), warmup=spec.warmup, active=spec.option("trace_steps"))
     detail = Detail(**{each.name: spec.option(each.name) for each in fields(Detail)})
     step = TrainingSteps(spec)
+    step.compile(progress)
+    if step.compilation is not None and detail.modules:
+        raise UserError("a compiled graph has no modules: leave out --modules, or trace with --compile none")
     # Opacus wraps the model; its own modules keep their names.
     model = getattr(step.trainer.model, "_module", step.trainer.model)
     recording = record(
@@ -42,6 +46,6 @@ def measure_trace(spec: RunSpec, progress: Progress, files: Path) -> Result:
         spec.to_dict(),
         trace=summary,
         files={path.name.removesuffix(".json.gz"): path.name for path in recording.paths},
-        notes=step.trainer.notes(),
+        notes=step.notes(),
         environment=environment.collect(spec.device),
     )

@@ -1,0 +1,94 @@
+"""The steps in which torch.compile works: taken before warm-up, timed apart, and looked for among the measured ones."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from dpscope.errors import UserError
+from dpscope.instruments.timing import Progress
+from dpscope.results.payloads.memory import CompilationPayload
+from dpscope.results.schema import Note
+from dpscope.trainers.compilation import CompileCounts
+
+SETTLED = 2  # steps in a row that compile nothing: CUDA graphs are recorded in the first of them
+MOST_STEPS = 12  # a model that still compiles then compiles for ever
+TOPIC = "compilation"
+
+
+class Compilation:
+    """What torch.compile did for a row: seconds, graphs, and whether it went on while steps were measured."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.seconds = 0.0  # of the steps in which something was compiled
+        self._first = self._before_measuring = CompileCounts.now()
+
+    @classmethod
+    def of(cls, step: Callable[[], None], device: str, progress: Progress) -> Compilation:
+        """Take steps until two in a row compile nothing. `step` waits for the device."""
+        torch._dynamo.reset()  # what this process compiled before is none of the row's
+        compilation, settled = cls(), 0
+        while settled < SETTLED and compilation.steps < MOST_STEPS:
+            progress("compiling", compilation.steps, compilation.steps + SETTLED - settled)
+            settled = 0 if compilation._compiles_in(step) else settled + 1
+            if not settled:
+                _forget_peak(device)
+        if compilation._counts_since_first.graphs == 0:
+            raise UserError(
+                "torch.compile compiled nothing: the loss function calls parts of the model and never the model "
+                "itself, or torch.compile is switched off (TORCHDYNAMO_DISABLE). Write model(inputs) in the loss "
+                "function, or leave out --compile"
+            )
+        compilation.begin_measuring()
+        return compilation
+
+    def begin_measuring(self) -> None:
+        """From here on, what is compiled is compiled while steps are measured."""
+        self._before_measuring = CompileCounts.now()
+
+    def to_dict(self) -> CompilationPayload:
+        found = self._counts_since_first
+        return {
+            "seconds": self.seconds,
+            "graphs": found.graphs,
+            "graph_breaks": found.breaks,
+            "recompiles": CompileCounts.now().graphs - self._before_measuring.graphs,
+        }
+
+    def notes(self) -> list[Note]:
+        found = self.to_dict()
+        sentences = []
+        if found["graph_breaks"]:
+            sentences.append(
+                f"torch.compile made {found['graphs']} graphs of the model, which it could not trace as a whole: "
+                "what lies between them runs eager (TORCH_LOGS=graph_breaks says where)."
+            )
+        if found["recompiles"]:
+            sentences.append(
+                f"{found['recompiles']} graphs were compiled while steps were measured, and their compilation is in "
+                "these figures: raise --warmup (TORCH_LOGS=recompiles says why)."
+            )
+        return [{"topic": TOPIC, "sentence": sentence, **found} for sentence in sentences]
+
+    @property
+    def _counts_since_first(self) -> CompileCounts:
+        now = CompileCounts.now()
+        return CompileCounts(now.graphs - self._first.graphs, now.breaks - self._first.breaks)
+
+    def _compiles_in(self, step: Callable[[], None]) -> bool:
+        """Take a step; did it compile?"""
+        before, start = CompileCounts.now(), time.perf_counter()
+        step()
+        self.steps += 1
+        if compiled := CompileCounts.now() != before:
+            self.seconds += time.perf_counter() - start
+        return compiled
+
+
+def _forget_peak(device: str) -> None:
+    """Let the allocator's peak be that of the steps: autotuning tries kernels on tensors of its own."""
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()

@@ -1,0 +1,23 @@
+"""torch.compile without Inductor, for tests: graphs are traced and differentiated, and then run by torch's kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def aot_eager() -> Iterator[None]:
+    """Users cannot choose this backend; tracing is the same, and takes a second instead of many."""
+    compile_model = torch.compile
+
+    def compile_without_inductor(model: torch.nn.Module, *, mode: str | None) -> object:
+        return compile_model(model, backend="aot_eager")
+
+    torch._dynamo.reset()
+    with mock.patch("dpscope.trainers.compilation.torch.compile", compile_without_inductor):
+        yield
+    torch._dynamo.reset()
