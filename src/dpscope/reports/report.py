@@ -18,12 +18,8 @@ from dpscope.results.store import Skipped
 _IN_TRACEBACK = re.compile(r'(?<=File ")[^"\n]+(?=", line )')
 
 
-def with_paths_from(folder: Path, results: Iterable[Result]) -> list[Result]:
-    """The same results with paths as they are found from a folder: of workloads' files, and in tracebacks."""
-    return [_with_paths(folder, result) for result in results]
-
-
-def _with_paths(folder: Path, result: Result) -> Result:
+def with_paths_from(folder: Path, result: Result) -> Result:
+    """The same result with paths as they are found from a folder: of the workload's file, and in tracebacks."""
     workload = result.spec["workload"]
     if isinstance(file := workload.get("file"), str):
         workload = {**workload, "file": path_from(folder, file)}
@@ -42,8 +38,8 @@ class Report:
 
     @classmethod
     def of(cls, results: Iterable[Result], skipped: Iterable[Skipped] = (), *, folder: Path | None = None) -> Report:
-        found = results if folder is None else with_paths_from(folder, results)
-        return cls(tuple(found), tuple(skipped), folder)
+        found = tuple(result if folder is None else with_paths_from(folder, result) for result in results)
+        return cls(found, tuple(skipped), folder)
 
     @cached_property
     def rows(self) -> list[Row]:

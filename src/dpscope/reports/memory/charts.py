@@ -165,7 +165,7 @@ def _timeline_view(rows: Sequence[Row]) -> View | None:
     drawn = timelines[:PANELS]
     missing = [(row, row.why_none("no timeline was measured")) for row in rows if not data.timeline_of(row)]
     missing += [(row, f"only {PANELS} fit") for row, _ in timelines[PANELS:]]
-    keys = data.present({key: max(level) for key, level in timeline.levels.items()} for _, timeline in drawn)
+    keys = data.present(timeline.highest for _, timeline in drawn)
     highest = max(timeline.totals[timeline.peak] for _, timeline in drawn)
     told = [
         f"in {row.method} at {format_bytes(each.totals[each.peak])} ({phase_at(each.phases, each.events[each.peak])})"

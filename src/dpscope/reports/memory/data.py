@@ -69,6 +69,11 @@ class Timeline:
     def totals(self) -> list[int]:
         return [sum(values) for values in zip(*self.levels.values(), strict=True)]
 
+    @property
+    def highest(self) -> dict[str, int]:
+        """The most that each component holds."""
+        return {key: max(level) for key, level in self.levels.items()}
+
     @cached_property
     def peak(self) -> int:
         """The index of the first event with the most live bytes."""

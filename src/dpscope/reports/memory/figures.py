@@ -46,10 +46,8 @@ def draw_breakdown(rows: Sequence[Row]) -> Figure | None:
     peak.set_yticks(range(len(shown)), [shorten(row.method, LONGEST_TICK) for row in described])
     peak.set_ylim(len(shown) - 0.5, -0.5)
     style.component_legend(figure, data.present(each.components for each in shown))
-    style.set_title(
-        figure, "Memory at the peak of a training step", style.describe(rows), *style.not_drawn(data.undescribed(rows))
-    )
-
+    notes = style.not_drawn(data.undescribed(rows))
+    style.set_title(figure, "Memory at the peak of a training step", style.describe(rows), *notes)
     unit, name = style.byte_unit(max(each.total for each in shown))
     peak.set_xlabel(f"at the peak ({name})")
     totals = [f"{style.three_digits(each.total / unit)} {name}" for each in shown]
@@ -152,9 +150,7 @@ def draw_timeline(rows: Sequence[Row]) -> Figure | None:
             ax.tick_params(labelbottom=False)  # every run went through the same stages
     axes[0].set_ylim(0, HEADROOM * highest / unit or 1)
     if timelines:
-        style.component_legend(
-            figure, data.present({key: max(level) for key, level in t.levels.items()} for t in timelines)
-        )
+        style.component_legend(figure, data.present(timeline.highest for timeline in timelines))
     style.settle(figure)
     for (row, timeline, _), ax in zip(drawn, axes, strict=False):
         if timeline:
@@ -220,17 +216,10 @@ def _mark_peak(ax: Axes, row: Row, timeline: data.Timeline, unit: tuple[float, s
     start, end = ax.get_xlim()
     left = (event - start) / (end - start) < 0.5
     room = ax.get_window_extent().width * ((end - event) if left else (event - start)) / (end - start)
-    text = ax.annotate(
-        "",
-        (event, total),
-        xytext=(event, 0.97 * ax.get_ylim()[1]),
-        ha="left" if left else "right",
-        va="top",
-        fontsize=style.SMALL,
-        arrowprops={"arrowstyle": "-", "linewidth": 0.5, "shrinkA": 0, "shrinkB": 3, "relpos": (0 if left else 1, 0)},
-        bbox={"boxstyle": "square,pad=0.15", "facecolor": "white", "edgecolor": "none"},
-        gid="peak",
-    )
+    line = {"arrowstyle": "-", "linewidth": 0.5, "shrinkA": 0, "shrinkB": 3, "relpos": (0 if left else 1, 0)}
+    box = {"boxstyle": "square,pad=0.15", "facecolor": "white", "edgecolor": "none"}
+    look: dict[str, Any] = {"ha": "left" if left else "right", "va": "top", "fontsize": style.SMALL, "gid": "peak"}
+    text = ax.annotate("", (event, total), (event, 0.97 * ax.get_ylim()[1]), arrowprops=line, bbox=box, **look)
     _fit(text, room, f"peak {style.three_digits(total)} {unit[1]}", composition.maker if composition else None)
 
 

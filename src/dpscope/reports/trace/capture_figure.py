@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dpscope.reports.figures.style import new_figure, styled
 from dpscope.reports.palette import DIRECTION_COLOURS, GREW, INDIGO, is_dark, phase_colour
@@ -34,24 +34,16 @@ def draw_capture(lanes: DataFrame, *, title: str = "", window_ms: tuple[float, f
     names = list(dict.fromkeys(lanes["lane"]))
     figure = new_figure(0.9 + 0.34 * len(names))
     ax = figure.subplots()
-    labelled: set[str] = set()
+    labels = {kind: label for kind, (_, label) in EVENT_LOOKS.items()}
     for (lane, kind), events in inside.groupby(["lane", "kind"], sort=False):
         place = names.index(lane)
         if kind == "range":
             _draw_ranges(ax, events, place, (left, right))
             continue
-        colour, label = EVENT_LOOKS[kind]
         spans = list(zip(events["start_ms"], events["ms"], strict=True))
         # No outline and no rounding to pixels: a kernel of a microsecond is as faint as it is short.
-        ax.broken_barh(
-            spans,
-            (place - LANE_HEIGHT / 2, LANE_HEIGHT),
-            color=colour,
-            linewidth=0,
-            snap=False,
-            label=None if kind in labelled else label,
-        )
-        labelled.add(kind)
+        look: dict[str, Any] = {"color": EVENT_LOOKS[kind][0], "linewidth": 0, "snap": False}
+        ax.broken_barh(spans, (place - LANE_HEIGHT / 2, LANE_HEIGHT), label=labels.pop(kind, None), **look)
     ax.set(yticks=range(len(names)), yticklabels=names, xlim=(left, right), xlabel="milliseconds", title=title)
     ax.set_ylim(len(names) - 0.5, -0.5)
     figure.legend(loc="outside lower center", ncols=5, frameon=False)
@@ -62,10 +54,8 @@ def _draw_ranges(ax: Axes, events: DataFrame, place: int, window: tuple[float, f
     """Bars of NVTX ranges, with their names where there is room."""
     left, right = window
     for name, start, length in zip(events["name"], events["start_ms"], events["ms"], strict=True):
-        colour = phase_colour(name)
-        ax.broken_barh(
-            [(start, length)], (place - LANE_HEIGHT / 2, LANE_HEIGHT), color=colour, edgecolor="white", linewidth=0.5
-        )
+        colour, lane = phase_colour(name), (place - LANE_HEIGHT / 2, LANE_HEIGHT)
+        ax.broken_barh([(start, length)], lane, color=colour, edgecolor="white", linewidth=0.5)
         first, last = max(start, left), min(start + length, right)
         if last - first > NAMED_SHARE * (right - left):
             ink = "white" if is_dark(colour) else "black"

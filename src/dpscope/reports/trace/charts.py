@@ -49,18 +49,18 @@ def _phases_view(steps: Sequence[data.TracedStep]) -> View:
         (step.method, {name: ms for name, values in series.items() if (ms := values[place]) is not None})
         for place, step in enumerate(steps)
     ]
-    colours = {name: phase_colour(name) for name in series}
+    parts = [
+        {"phase": name, "colour": phase_colour(name), "dark": is_dark(phase_colour(name)), "ms": values}
+        for name, values in series.items()
+    ]
     return View(
         size=steps[0].row.size,
         # GPU time is as long as without the profiler; time on the host is not.
         says=("" if gpu else data.stretched_in_words(steps)) or f"A step: {'. '.join(_phases_in_words(times))}.",
         data={
             "methods": [method for method, _ in times],
-            "axis": "GPU milliseconds of an unprofiled step" if gpu else "milliseconds of a traced step",
-            "parts": [
-                {"phase": name, "colour": colours[name], "dark": is_dark(colours[name]), "ms": values}
-                for name, values in series.items()
-            ],
+            "axis": data.phase_axis(steps),
+            "parts": parts,
             "unprofiled_ms": [step.row.median_ms for step in steps],
         },
         table=Table(

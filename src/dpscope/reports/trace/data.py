@@ -94,6 +94,10 @@ def on_gpu(steps: Sequence[TracedStep]) -> bool:
     return all(step.gpu for step in steps)
 
 
+def phase_axis(steps: Sequence[TracedStep]) -> str:
+    return "GPU milliseconds of an unprofiled step" if on_gpu(steps) else "milliseconds of a traced step"
+
+
 def stretched_in_words(steps: Sequence[TracedStep]) -> str:
     """`? The profiler makes a step of flat 10.2× as long …`; nothing where it leaves every step about as it is."""
     found = [f"{step.method} {format_ratio(step.stretch)}" for step in steps if step.stretch > STRETCHED]

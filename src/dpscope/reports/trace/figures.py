@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dpscope.reports.doubt import marked
 from dpscope.reports.figures import style
@@ -33,9 +33,9 @@ def draw_phases(rows: Sequence[Row]) -> Figure | None:
     told = ", ".join(f"{row.method} {marked(f'{row.median_ms:.1f} ms', row.time_doubt)}" for row in timed)
     notes = [f"Unprofiled steps: {told}" if told else "Steps were not timed without the profiler"]
     notes += [] if gpu else [data.stretched_in_words(steps).removesuffix(".")]
-    axis = "GPU milliseconds of an unprofiled step" if gpu else "milliseconds of a traced step"
     looks = {name: (name, phase_colour(name)) for name in series}
-    return _draw_stacks("Where the time of a training step goes", 1.5, steps, series, looks, axis, notes)
+    title, axis = "Where the time of a training step goes", data.phase_axis(steps)
+    return _draw_stacks(title, 1.5, steps, series, looks, axis, notes)
 
 
 @style.styled
@@ -61,22 +61,18 @@ def draw_differences(rows: Sequence[Row]) -> Figure | None:
         values = [*(change.ms for change in biggest), rest]
         bars = ax.barh(range(len(values)), values, color=[GREW if value > 0 else SHRANK for value in values])
         ax.bar_label(bars, [f"{value:+.2f}" for value in values], padding=2, fontsize=style.SMALL)
-        ax.set_yticks(range(len(values)), [*map(_label, biggest), "everything else"])
+        names = [operator_label(c.operator, 44) + (f" ({c.phase})" if c.phase else "") for c in biggest]
+        ax.set_yticks(range(len(values)), [*names, "everything else"])
         ax.set_ylim(len(values) - 0.4, -0.6)
         ax.axvline(0, color="black", linewidth=0.6)
         ax.margins(x=0.12)
         ax.set_title(f"{each.method}: {each.total_ms:+.2f} ms in all", loc="left", fontweight="bold")
     clock = "GPU time" if found[0].basis == data.GPU else "host time"
     axes[-1].set_xlabel(f"milliseconds more than standard ({clock})")
-    style.set_title(
-        figure, "What a method's traced step takes beyond ordinary training, by operator", style.describe(rows)
-    )
+    title = "What a method's traced step takes beyond ordinary training, by operator"
+    style.set_title(figure, title, style.describe(rows))
     style.settle(figure)
     return figure
-
-
-def _label(change: data.OperatorChange) -> str:
-    return operator_label(change.operator, 44) + (f" ({change.phase})" if change.phase else "")
 
 
 def _draw_stacks(
@@ -93,21 +89,17 @@ def _draw_stacks(
     figure = style.new_figure(height + 0.34 * len(steps))
     ax: Axes = figure.subplots()
     widest = max(sum(filter(None, times)) for times in zip(*series.values(), strict=True)) or 1.0
+    small: dict[str, Any] = {"va": "center", "fontsize": style.SMALL}
     for place in range(len(steps)):
         left = 0.0
         for name, (_, colour) in looks.items():
             value = series[name][place] or 0.0
             ax.barh(place, value, left=left, height=0.62, color=colour, edgecolor="0.4", linewidth=0.4)
             if value > 0.05 * widest:
-                ink = "white" if is_dark(colour) else "black"
-                middle = left + value / 2
-                ax.text(
-                    middle, place, style.three_digits(value), ha="center", va="center", color=ink, fontsize=style.SMALL
-                )
+                inside: dict[str, Any] = {"ha": "center", "color": "white" if is_dark(colour) else "black", **small}
+                ax.text(left + value / 2, place, style.three_digits(value), **inside)
             left += value
-        ax.text(
-            left + 0.01 * widest, place, style.three_digits(left), va="center", fontsize=style.SMALL, fontweight="bold"
-        )
+        ax.text(left + 0.01 * widest, place, style.three_digits(left), fontweight="bold", **small)
     ax.set_yticks(range(len(steps)), [shorten(step.method, 24) for step in steps])
     ax.set_ylim(len(steps) - 0.5, -0.5)
     ax.set_xlim(0, widest * 1.1)

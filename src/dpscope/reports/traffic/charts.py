@@ -49,44 +49,26 @@ def _view(group: Sequence[data.Traffic]) -> View:
     families, directions = data.family_parts(group), data.direction_parts(group)
     # Stacks of bars: families where every method of the size has kernel rows, and the two directions.
     drawn = families if all(each.by_family for each in group) else []
+    parts = [_part("family", part) for part in drawn] + [_part("direction", part) for part in directions]
+    columns = ("method", "source", READ, WRITE, "dram_bytes", "ratio_to_standard", "kernels_source")
+    lines = []
+    for place, each in enumerate(group):
+        figures = (each.figure(READ), each.figure(WRITE), each.dram_bytes, each.ratio)
+        kernels = (each.kernels.source if each.kernels else None, *(part.counts[place] for part in families))
+        lines.append((each.method, each.source, *figures, *kernels))
     return View(
         size=group[0].row.size,
         says=_says(group),
-        data={
-            "bars": [_bar(each) for each in group],
-            "parts": [_part("family", part) for part in drawn] + [_part("direction", part) for part in directions],
-        },
-        table=Table.of(
-            [
-                {
-                    "method": each.method,
-                    "source": each.source,
-                    READ: each.figure(READ),
-                    WRITE: each.figure(WRITE),
-                    "dram_bytes": each.dram_bytes,
-                    "ratio_to_standard": each.ratio,
-                    "kernels_source": each.kernels.source if each.kernels else None,
-                    **{f"{part.label} (bytes)": part.counts[place] for part in families},
-                }
-                for place, each in enumerate(group)
-            ]
-        ),
+        data={"bars": [_bar(each) for each in group], "parts": parts},
+        table=Table(columns=(*columns, *(f"{part.label} (bytes)" for part in families)), rows=lines),
     )
 
 
 def _bar(each: data.Traffic) -> dict[str, Any]:
-    return {
-        "method": each.method,
-        "estimated": each.estimated,
-        "bytes": each.dram_bytes,
-        "read_bytes": each.figure(READ),
-        "written_bytes": each.figure(WRITE),
-        "ratio": each.ratio,
-        "per_item_bytes": each.bytes_per_item,
-        "item": each.items[1],
-        "bandwidth": each.bandwidth,
-        "bandwidth_fraction": each.bandwidth_fraction,
-    }
+    moved = {"bytes": each.dram_bytes, "read_bytes": each.figure(READ), "written_bytes": each.figure(WRITE)}
+    item = {"per_item_bytes": each.bytes_per_item, "item": each.items[1]}
+    rate = {"bandwidth": each.bandwidth, "bandwidth_fraction": each.bandwidth_fraction}
+    return {"method": each.method, "estimated": each.estimated, **moved, "ratio": each.ratio, **item, **rate}
 
 
 def _part(stack: str, part: data.Part) -> dict[str, Any]:

@@ -188,7 +188,7 @@ def test_printed_commands_measure_exactly_what_is_missing(kind, plan):
 
 def assert_measures_what_is_missing(results, plan):
     there = {(as_key(result.spec), result.instrument) for result in results}
-    shown = with_paths_from(Path.cwd(), results)
+    shown = [with_paths_from(Path.cwd(), result) for result in results]
     planned = [spec.to_dict() for command in commands_of(shown) for spec in plan(command)]
     new = {(as_key(spec), spec["instrument"]) for spec in planned} - there  # --resume keeps the rest
     wanted = missing_of(results)
@@ -267,7 +267,8 @@ def test_a_workload_in_ones_home_is_found_again_from_outside_of_it(place, folder
     (tmp_path / "scratch").mkdir()
     monkeypatch.chdir(tmp_path / "scratch")
     assert_measures_what_is_missing(results, plan)
-    assert not any(folder_of_mine.name in c for c in commands_of(with_paths_from(Path.cwd(), results)))
+    shown = [with_paths_from(Path.cwd(), result) for result in results]
+    assert not any(folder_of_mine.name in c for c in commands_of(shown))
 
 
 def test_a_method_of_another_package_is_named(plan, monkeypatch):
