@@ -236,16 +236,15 @@ class FlashEngine:
         self._taps.append(tap)
 
     def _guard(self, slot: Slot) -> None:
-        """Drop and refuse an ordinary gradient of the parameter: it did not come through a tap, and is not clipped.
+        """Refuse an ordinary gradient of the parameter before it is added: it came past the taps, and is not clipped.
 
         The hook holds the parameter's name alone: a parameter that a hook of its own holds is never freed.
         """
         name = slot.name
 
-        def refuse(parameter: Tensor) -> None:
-            if parameter.grad is None:
-                return  # autograd passed by without a gradient
-            parameter.grad = None
+        def refuse(gradient: Tensor | None) -> None:
+            if gradient is None:
+                return  # autograd passes by without one, as it does where a compiled graph holds the parameter
             raise UserError(
                 f"{name} received an ordinary, unclipped gradient: it is used outside the forward of the module "
                 "that owns it (through torch.nn.functional, or in the loss), in a reentrant checkpoint inside a module "
@@ -257,7 +256,7 @@ class FlashEngine:
         if parameter.is_inference() or not (parameter.is_floating_point() or parameter.is_complex()):
             return  # it can never require a gradient
         parameter.requires_grad_(True)  # hooks can be registered only so; it may be switched on later
-        self._hooks.append(parameter.register_post_accumulate_grad_hook(refuse))  # type: ignore[no-untyped-call]
+        self._hooks.append(parameter.register_hook(refuse))  # type: ignore[no-untyped-call]
         parameter.requires_grad_(trainable)
 
     def _wrapper_taps(self) -> list[InstanceMethod]:

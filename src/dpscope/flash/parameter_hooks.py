@@ -13,11 +13,11 @@ from dpscope.flash.slots import Slot
 
 
 def refuse_hooks(slots: Iterable[Slot], *, guards: int) -> None:
-    """Raises UserError where a parameter has a hook. `guards`: how many post-accumulate hooks are the engine's own."""
+    """Raises UserError where a parameter has a hook. `guards`: how many are the engine's own."""
     for slot in slots:
         parameter = slot.parameter
-        hooks = parameter._post_accumulate_grad_hooks
-        if parameter._backward_hooks or (hooks is not None and len(hooks) > guards):
+        hooks = len(parameter._backward_hooks or ()) + len(parameter._post_accumulate_grad_hooks or ())
+        if hooks > guards:
             raise UserError(
                 f"{slot.name} has a gradient hook (register_hook or register_post_accumulate_grad_hook), which flash "
                 "clipping would never call: no ordinary gradient is made; remove the hook, and change the private "

@@ -605,3 +605,19 @@ def test_a_private_model_that_nobody_holds_any_more_is_freed(trained):
     del model, engine
     gc.collect()
     assert [ref() for ref in held] == [None] * len(held)
+
+
+def test_a_parameter_that_autograd_passes_by_has_no_ordinary_gradient_though_a_sum_is_there():
+    """A compiled graph holds its parameters: autograd comes to them with nothing, also in a step's second batch."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 3))
+    batches = [torch.randint(0, 7, (3, 5)) for _ in range(2)]
+    sums = []
+    for called in (model, torch.compile(model, backend="aot_eager")):
+        with FlashEngine(called, max_grad_norm=0.1) as engine:
+            for batch in batches:
+                called(batch).square().mean().backward()
+                engine.finish()
+            sums.append([parameter.grad.clone() for parameter in model.parameters()])
+            engine.zero_grad()
+    torch.testing.assert_close(*sums)
