@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from torch.utils import _pytree as pytree
 
 from dpscope.flash.block_choices import BlockChoices
@@ -134,7 +135,9 @@ class CheckpointedBlocks:
         if outer is not None:
             self.hold(outer, "it holds a checkpoint of its own")
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        transformed = any(torch._C._functorch.maybe_get_level(tensor) > 0 for tensor in tensors)
+        transformed = any(
+            torch._C._functorch.maybe_get_level(tensor) > 0 or isinstance(tensor, FakeTensor) for tensor in tensors
+        )
         if outer is not None or transformed or not torch.is_grad_enabled():
             return checkpoint(function, *args, **kwargs)
         reentrant = kwargs.get("use_reentrant") in (None, True)

@@ -235,7 +235,9 @@ class ForwardPasses:
         buffers = self.buffers.look()
         self._depth += 1
         try:
-            with nullcontext() if again or self.blocks is None else self.blocks.watching():
+            # The checkpoints of a compiled forward are the compiler's: what their layers leave is held.
+            watched = not again and compiled is None
+            with self.blocks.watching() if self.blocks is not None and watched else nullcontext():
                 output = (compiled or forward)(*args, **kwargs)
         finally:
             self._depth -= 1
