@@ -1,24 +1,23 @@
 """A data loader whose batches have few sizes: a draw is cut into batches, and what is missing in them is filled up.
 
 The sampler decides, in the process that trains, and says it in the indices themselves: workers, pinned memory and
-Opacus's BatchMemoryManager (which cuts lists of indices) hand those on as they are. The data set reads a sample for
-each index and copies one for each that is padding; the collate function is the user's own; its tensors are then told
-their rows.
+Opacus's BatchMemoryManager (which cuts lists of indices) hand those on as they are. The collate function is the user's
+own and sees samples alone, which it may sort or leave out; what it returns is filled up with copies of its first row.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from dpscope.errors import UserError
-from dpscope.flash.arguments import tensors_in
-from dpscope.flash.padding.rows import Rows, mark_batch
+from dpscope.flash.arguments import leaves_in, rows_of
+from dpscope.flash.padding.rows import Rows, pad_leaves
 from dpscope.flash.padding.sizes import Sizes, SizesInTurn, given_sizes, poisson_sizes
 from dpscope.flash.ranks.sampling import ABSENT_SAMPLE, PresentSamples
+from dpscope.flash.recomputation import ForwardState
 
 PadBatches = bool | int | Sequence[int]
 
@@ -68,7 +67,7 @@ class PaddingSampler(Sampler[list[int]]):
 
 
 class SampleList(list[Any]):
-    """The samples of a batch, padding last."""
+    """The samples of a batch; of a batch of padding alone, one that lends it its form."""
 
     rows: Rows
 
@@ -89,11 +88,9 @@ class PaddedSamples(Dataset[Any]):
         """What torch's loader calls with the indices of a batch."""
         real, rows = IndexCode(len(self.dataset)).decode(codes)
         read = getattr(self.dataset, "__getitems__", None)
-        samples = SampleList(read(real) if read is not None and real else [self.dataset[index] for index in real])
+        real = real or [0]
+        samples = SampleList([self.dataset[index] for index in real] if read is None else read(real))
         samples.rows = rows
-        if rows.size > rows.real:
-            example = samples[0] if samples else self.dataset[0]
-            samples.extend(_copy(example) for _ in range(rows.size - rows.real))
         return samples
 
     def __getattr__(self, name: str) -> Any:
@@ -102,18 +99,46 @@ class PaddedSamples(Dataset[Any]):
         return getattr(self.dataset, name)
 
 
-def _copy(sample: Any) -> Any:
-    """A copy that a collate function may write into."""
-    # Tensors by themselves: deepcopy of a row of a large tensor would copy the whole of it.
-    return copy.deepcopy(sample, {id(tensor): tensor.clone() for tensor in tensors_in(sample)})
-
-
 class PaddedCollate:
-    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+    """`has_samples`: of the tensors in a batch, in their order, which have a row for each sample."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any], has_samples: Sequence[bool]) -> None:
         self.collate = collate
+        self.has_samples = has_samples
+
+    @classmethod
+    def of(cls, collate: Callable[[list[Any]], Any], dataset: Any) -> PaddedCollate:
+        """Found out by two batches, of two and of three samples, which leave random states as they were."""
+        state = ForwardState.now(())
+        batches = [leaves_in(collate([dataset[0] for _ in range(count)])) for count in (2, 3)]
+        with state.restored():
+            pass
+        if len(batches[0]) != len(batches[1]):
+            _refuse_batch("it returns a number of tensors that depends on the number of samples")
+        has_samples = [rows_of(two) == 2 and rows_of(three) == 3 for two, three in zip(*batches, strict=True)]
+        if not any(has_samples):
+            _refuse_batch("no tensor that it returns has one row for each sample, in the first dimension")
+        return cls(collate, has_samples)
 
     def __call__(self, samples: SampleList) -> Any:
-        return mark_batch(self.collate(list(samples)), samples.rows)
+        count, rows = len(samples), samples.rows
+        batch = self.collate(list(samples))
+        leaves = leaves_in(batch)
+        if len(leaves) != len(self.has_samples):
+            _refuse_batch(f"it returned {len(leaves)} tensors, and for the first sample {len(self.has_samples)}")
+        of_samples = [leaf for leaf, has_samples in zip(leaves, self.has_samples, strict=True) if has_samples]
+        found = {rows_of(leaf) for leaf in of_samples}
+        if len(found) > 1 or max(found) > count:
+            _refuse_batch(f"of {count} samples it made tensors of {sorted(found)} rows")
+        real = min(rows.real, *found)  # it may have left samples out
+        return pad_leaves(batch, of_samples, rows._replace(real=real))
+
+
+def _refuse_batch(what: str) -> NoReturn:
+    raise UserError(
+        f"the loader's collate_fn gives batches that cannot be padded: {what}; have it return tensors with the samples "
+        "in the first dimension, the same ones for every batch, or leave out pad_batches"
+    )
 
 
 class PaddedLoader(DataLoader[Any]):
@@ -130,8 +155,8 @@ def pad_loader(loader: DataLoader[Any], pad_batches: PadBatches, *, poisson: boo
         dataset = dataset.dataset
     sizes = _sizes(loader, pad_batches, len(dataset), poisson=poisson)
     sampler = PaddingSampler(loader.batch_sampler, len(dataset), sizes)
-    collate: Any = loader.collate_fn
-    padded: PaddedLoader = _rebuild(PaddedLoader, loader, PaddedSamples(dataset), sampler, PaddedCollate(collate))
+    collate = PaddedCollate.of(loader.collate_fn, dataset)
+    padded: PaddedLoader = _rebuild(PaddedLoader, loader, PaddedSamples(dataset), sampler, collate)
     padded.sizes = sizes
     padded.sample_rate = getattr(loader, "sample_rate", None)
     return padded

@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from dpscope.errors import UserError
 from dpscope.flash.arguments import Leaf, leaves_in, replace_leaves, rows_of, take
+from dpscope.flash.padding.row_functions import KEEPS, READS, may_write
 
 BatchLike = TypeVar("BatchLike")
 
@@ -43,8 +44,8 @@ class PaddedTensor(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            keeps = _KEEPS.get(func)
-            if keeps is None and func in _READS:
+            keeps = KEEPS.get(func)
+            if keeps is None and func in READS:
                 return func(*args, **kwargs)
             known = _padded_in((args, kwargs))
             versions = [None if each.is_inference() else each._version for each in known]
@@ -53,9 +54,11 @@ class PaddedTensor(Tensor):
             kept = rows is not None and keeps is not None and keeps(known[0], result, args, kwargs)
             if not kept:
                 for each, version in zip(known, versions, strict=True):
-                    if version is not None and each._version != version:  # written into, nobody knows how
+                    if may_write(func) or (version is not None and each._version != version):  # nobody knows how
                         each.rows = None
                 return result
+            if isinstance(result, (tuple, list)):
+                return type(result)(_mark(each, rows) for each in result)
             return result if result is None else _mark(result, rows)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -92,95 +95,6 @@ def _padded_in(value: Any) -> list[PaddedTensor]:
         elif isinstance(each, dict):
             stack.extend(each.values())
     return found
-
-
-# -- which functions of torch leave every row where it is: (tensor, result, args, kwargs) -> do they, here? ------------
-
-
-def _same_shape(x: Tensor, result: Any, args: Any, kwargs: Any) -> bool:
-    return isinstance(result, Tensor) and result.shape == x.shape
-
-
-def _elementwise(x: Tensor, result: Any, args: Any, kwargs: Any) -> bool:
-    # Dimensions are matched from the last: with as many of them, the first is the first of x.
-    return isinstance(result, Tensor) and result.dim() == x.dim() > 0 and result.shape[0] == x.shape[0]
-
-
-def _in_order(x: Tensor, result: Any, args: Any, kwargs: Any) -> bool:
-    # All elements stay in their order: with as many rows, each row has the elements that it had.
-    return isinstance(result, Tensor) and result.dim() > 0 and result.shape[0] == x.shape[0]
-
-
-def _columns(x: Tensor, result: Any, args: Any, kwargs: Any) -> bool:
-    """x[:, 1:], x[..., 0]: all rows, and of each the same part."""
-    index = args[1] if isinstance(args[1], tuple) else (args[1],)
-    if not all(each is Ellipsis or each is None or type(each) in (slice, int) for each in index):
-        return False  # tensors and masks as indices put their own dimensions first
-    all_rows = index[:1] == (slice(None),) or (index[:1] == (Ellipsis,) and len(index) <= x.dim())
-    return all_rows and result.dim() > 0 and result.shape[0] == x.shape[0]
-
-
-def _filled(x: Tensor, result: Any, args: Any, kwargs: Any) -> bool:
-    """x[mask] = number."""
-    return not (isinstance(args[2], Tensor) and args[2].dim())
-
-
-def _transposed(x: Tensor, result: Any, args: Any, kwargs: Any) -> bool:
-    return not kwargs and all(dim % x.dim() != 0 for dim in args[1:])
-
-
-def _permuted(x: Tensor, result: Any, args: Any, kwargs: Any) -> bool:
-    dims = args[1] if isinstance(args[1], (tuple, list)) else args[1:]
-    return not kwargs and dims[0] % x.dim() == 0
-
-
-def _appended(x: Tensor, result: Any, args: Any, kwargs: Any) -> bool:
-    return isinstance(result, Tensor) and result.shape[: x.dim()] == x.shape and x.dim() > 0
-
-
-_COPIES = (
-    "to cuda cpu pin_memory clone detach contiguous float half bfloat16 double long int short bool type type_as "
-    "requires_grad_ share_memory_ detach_ retain_grad"
-)
-_ARITHMETIC = (
-    "add sub subtract mul multiply div divide true_divide floor_divide remainder pow neg abs clamp clip clamp_min "
-    "clamp_max exp log log1p sqrt rsqrt square sigmoid tanh round floor ceil sin cos where masked_fill eq ne lt le gt "
-    "ge logical_not logical_and logical_or bitwise_and bitwise_or bitwise_not lerp nan_to_num isnan isfinite"
-)
-_DUNDERS = (
-    "__add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ __rmul__ __imul__ __truediv__ __rtruediv__ "
-    "__itruediv__ __div__ __rdiv__ __idiv__ __floordiv__ __mod__ __pow__ __rpow__ __neg__ __abs__ __eq__ __ne__ __lt__ "
-    "__le__ __gt__ __ge__ __invert__ __and__ __or__"
-)
-_RESHAPING = "view reshape flatten unflatten unsqueeze squeeze view_as reshape_as"
-
-
-def _functions(names: str) -> Iterable[Callable[..., Any]]:
-    """Torch's functions and methods of these names, and those that write in place."""
-    for name in names.split():
-        for home in (Tensor, torch):
-            for each in (name, f"{name}_"):
-                function = getattr(home, each, None)
-                if function is not None:
-                    yield function
-
-
-_KEEPS: dict[Any, Callable[[Tensor, Any, Any, Any], bool]] = {
-    **dict.fromkeys(_functions(_COPIES), _same_shape),
-    **dict.fromkeys(_functions(_ARITHMETIC), _elementwise),
-    **dict.fromkeys((getattr(Tensor, name) for name in _DUNDERS.split() if hasattr(Tensor, name)), _elementwise),
-    **dict.fromkeys(_functions(_RESHAPING), _in_order),
-    **dict.fromkeys(_functions("transpose swapaxes"), _transposed),
-    **dict.fromkeys(_functions("permute"), _permuted),
-    Tensor.__getitem__: _columns,
-    Tensor.__setitem__: _filled,
-    F.one_hot: _appended,
-}
-# Properties, read often: they give no tensor and write none.
-_READS = {
-    getattr(Tensor, name).__get__
-    for name in ("shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "is_leaf", "grad_fn", "layout")
-} | {Tensor.size, Tensor.dim, Tensor.stride, Tensor.numel, Tensor.is_inference, Tensor.__len__, Tensor.data_ptr}
 
 
 # -- batches -----------------------------------------------------------------------------------------------------------
@@ -252,24 +166,36 @@ def same_rows(new: BatchLike, batch: Any) -> BatchLike:
 
 
 def pad_batch(batch: BatchLike, size: int) -> BatchLike:
-    """The batch with `size` rows: copies of its first sample (of none: zeros) are appended, which weigh nothing."""
+    """The batch with `size` rows: copies of its first sample (of none: zeros) are appended, which weigh nothing.
+
+    All tensors are filled up that have as many rows as the first one.
+    """
     leaves = leaves_in(batch)
     if not leaves:
         raise UserError("pad_batch needs a batch with a tensor in it")
     real = rows_of(leaves[0])
     if real > size:
         raise UserError(f"a batch of {real} samples cannot be padded to {size} rows")
-    index = torch.cat([torch.arange(real), torch.zeros(size - real, dtype=torch.long)])
+    batch = without_marks(batch)
+    return pad_leaves(batch, [leaf for leaf in leaves_in(batch) if rows_of(leaf) == real], Rows(real, size))
+
+
+def pad_leaves(batch: BatchLike, leaves: Iterable[Leaf], rows: Rows) -> BatchLike:
+    """The batch with these of its leaves filled up: `rows.real` of their rows, then copies of their first row."""
+    chosen = {id(leaf) for leaf in leaves}
+    index = torch.cat([torch.arange(rows.real), torch.zeros(rows.size - rows.real, dtype=torch.long)])
 
     def pad(leaf: Leaf) -> Leaf:
-        if rows_of(leaf) != real:
+        if id(leaf) not in chosen:
             return leaf
-        if real == 0 and isinstance(leaf, Tensor):
-            return leaf.new_zeros((size, *leaf.shape[1:]))
-        return take(leaf, index, 0)
+        if isinstance(leaf, PackedSequence):
+            return take(leaf, index, 0)
+        if len(leaf) == 0:
+            return _mark(leaf.new_zeros((rows.size, *leaf.shape[1:])), rows)
+        return _mark(leaf if rows.real == rows.size == len(leaf) else leaf.index_select(0, index.to(leaf.device)), rows)
 
-    padded: BatchLike = replace_leaves(without_marks(batch), pad)
-    return mark_batch(padded, Rows(real, size))
+    padded: BatchLike = replace_leaves(batch, pad)
+    return padded
 
 
 class PaddingCount:

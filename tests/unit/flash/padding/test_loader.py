@@ -243,15 +243,19 @@ class Sentences(Dataset):
 
 
 def collate(samples):
+    """Sorts the samples, writes into them, leaves the short ones out, and draws random numbers."""
     ids = []
-    for sample in samples:
-        sample["ids"].mul_(1)
-        sample["text"].append("end")
+    samples = [sample for sample in samples if len(sample["ids"]) > 1] or samples
+    for sample in sorted(samples, key=lambda sample: -len(sample["ids"])):
+        masked = torch.rand(sample["ids"].shape) < 0.2
+        sample["ids"].masked_fill_(masked, 1)
         ids.append(sample.pop("ids"))
-    assert all(sample["text"].count("end") == 1 for sample in samples)
+    samples.sort(key=lambda sample: -len(sample["text"]))
     return {
         "inputs": {"ids": pad_sequence(ids, batch_first=True)},
-        "labels": torch.tensor([s["label"] for s in samples]),
+        "labels": torch.tensor([sample["label"] for sample in samples]),
+        "table": torch.ones(5, 5),
+        "names": [sample["text"] for sample in samples],
     }
 
 
@@ -264,9 +268,9 @@ class Bag(nn.Module):
         return self.head(self.table(ids).sum(1))
 
 
-def test_any_collate_function_gets_samples_that_it_may_write_into():
+def test_any_collate_function_sees_what_it_would_without_padding():
     weights = []
-    for pad_batches in (False, True):
+    for pad_batches in (False, 40):
         torch.manual_seed(0)
         model = Bag()
         model, optimizer, loader = PrivacyEngine().make_private(
@@ -282,6 +286,7 @@ def test_any_collate_function_gets_samples_that_it_may_write_into():
         for batch in loader:
             optimizer.zero_grad()
             inputs = {name: tensor.to("cpu") for name, tensor in batch["inputs"].items()}
+            assert batch["table"].shape == (5, 5) and len(batch["names"]) <= len(batch["labels"])
             F.cross_entropy(model(**inputs), batch["labels"]).backward()
             optimizer.step()
         weights.append(model)
@@ -374,8 +379,27 @@ def test_what_is_no_size_is_refused(pad_batches):
 
 
 def test_a_collate_function_without_rows_is_refused():
-    with pytest.raises(UserError, match="no tensor in it has that many"):
+    with pytest.raises(UserError, match="no tensor that it returns has one row for each sample"):
         trained(pad_batches=5, collate_fn=lambda samples: (torch.zeros(1, 3), torch.zeros(1)))
+    with pytest.raises(UserError, match="a number of tensors that depends on the number of samples"):
+        trained(pad_batches=5, collate_fn=lambda samples: [sample[0] for sample in samples])
+
+
+@pytest.mark.parametrize(
+    ("changed", "what"),
+    [
+        (lambda x, y: (x, y, x), "it returned 3 tensors, and for the first sample 2"),
+        (lambda x, y: (x, y[:1]), r"it made tensors of \[1, \d+\] rows"),
+        (lambda x, y: (torch.cat([x, x]), torch.cat([y, y])), r"samples it made tensors of \[\d+\] rows"),
+    ],
+)
+def test_a_collate_function_that_is_another_for_some_batches_is_refused(changed, what):
+    def collate(samples):
+        x, y = torch.utils.data.default_collate(samples)
+        return changed(x, y) if len(x) > 3 else (x, y)
+
+    with pytest.raises(UserError, match=what):
+        trained(pad_batches=64, collate_fn=collate)
 
 
 def test_a_batch_sampler_of_ones_own_needs_sizes():

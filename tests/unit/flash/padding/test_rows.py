@@ -22,6 +22,12 @@ def _written(x):
     return x
 
 
+def _given_data(x):
+    x = x.clone()
+    x.data = x.flip(0)
+    return x
+
+
 KEEPS = {
     "to a dtype": lambda x: x.to(torch.float64),
     "to a device": lambda x: x.to("cpu", non_blocking=True, copy=True),
@@ -39,6 +45,11 @@ KEEPS = {
     "flattening": lambda x: x.unsqueeze(1).flatten(1),
     "a view": lambda x: x.view(len(x), 2, 2).reshape(x.size(0), -1),
     "other dimensions swapped": lambda x: x.view(-1, 2, 2).transpose(1, 2).permute(0, 2, 1),
+    "columns joined": lambda x: torch.cat([x, torch.ones(6, 1)], dim=1),
+    "columns cut apart": lambda x: x.chunk(2, dim=-1)[1],
+    "a mirror image": lambda x: x.flip(-1),
+    "a margin": lambda x: F.pad(x, (1, 1)),
+    "another resolution": lambda x: F.interpolate(x.view(6, 1, 2, 2), scale_factor=2),
     "a mask filled in": lambda x: x.masked_fill(x > 0, 0.0),
     "pickling": lambda x: pickle.loads(pickle.dumps(x)),
     "deep copying": copy.deepcopy,
@@ -48,6 +59,13 @@ LOSES = {
     "a flip": lambda x: x.flip(0),
     "rows left out": lambda x: x[1:],
     "a row repeated": lambda x: x[[0] * len(x)],
+    "parts of the rows": lambda x: x.chunk(2)[0],
+    "a flip of rows and columns": lambda x: x.flip(0, 1),
+    "a flip by list": lambda x: torch.flip(x, dims=[-2]),
+    "rows joined": lambda x: torch.cat([x[:, :2].reshape(-1, 4), x[:, 2:].reshape(-1, 4)]),
+    "rows joined by number": lambda x: torch.cat((x, x), -2)[:, :],
+    "a margin of rows": lambda x: F.pad(x, (0, 0, 1, -1)),
+    "other data": _given_data,
     "rolling": lambda x: x.roll(1, 0),
     "sorting": lambda x: x.sort(0).values,
     "batches joined": lambda x: torch.cat([x[:3], x[3:]]),
