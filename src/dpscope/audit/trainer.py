@@ -13,7 +13,7 @@ from dpscope.audit.loop import Loop, MakeLoop
 from dpscope.errors import UserError
 from dpscope.flash.oracle import split_batch
 from dpscope.trainers.base import LossFunction, TrainerBase
-from dpscope.vocabulary.settings import TrainerSettings
+from dpscope.vocabulary.settings import EAGER, TrainerSettings
 from dpscope.workloads.workload import Batch
 
 # With a step this large the parameters' own size is lost in the rounding, and not the other way round. A power of two,
@@ -28,6 +28,7 @@ class StepSettings:
 
     accumulate: int = 1  # physical batches of a step
     checkpoint_blocks: bool = False
+    compile: str = EAGER
 
     def divide(self, samples: int) -> dict[str, Any]:
         """The settings of a trainer whose steps are of so many samples."""

@@ -19,7 +19,7 @@ from dpscope.results.store import require_writable
 from dpscope.runner.environment import resolve_device
 from dpscope.runner.spec import RunSpec
 from dpscope.runner.tracebacks import own_traceback
-from dpscope.vocabulary.settings import SETTINGS
+from dpscope.vocabulary.settings import COMPILE_MODES, EAGER, SETTINGS
 from dpscope.vocabulary.statuses import OOM
 from dpscope.workloads.configs import WorkloadConfig
 
@@ -54,6 +54,7 @@ SLOW_VMAP = "There is a performance drop because we have not yet implemented the
 )
 @setting_option("accumulate")
 @setting_option("checkpoint_blocks")
+@setting_option("compile", type=str, help=f"{'|'.join(COMPILE_MODES)}: check methods on a compiled model.")
 @setting_option("gpus", help="Hold a run on N ranks, noise included, against one process, instead (flash).")
 @setting_option("parallel")
 @setting_option("seed", help="Of weights and data.")
@@ -66,6 +67,7 @@ def command(
     seq_len: int | None,
     accumulate: int,
     checkpoint_blocks: bool,
+    compile: str,
     gpus: int,
     parallel: str,
     seed: int,
@@ -91,6 +93,7 @@ def command(
         seq_len=seq_len,
         accumulate=accumulate,
         checkpoint_blocks=checkpoint_blocks,
+        compile=compile,
         gpus=gpus,
         parallel=parallel,
         seed=seed,
@@ -121,6 +124,7 @@ def command(
             name=", ".join(_described(spec)),
             accumulate=spec.accumulate,
             checkpoint_blocks=spec.checkpoint_blocks,
+            compile=spec.compile,
             seed=spec.seed,
             device=spec.device,
             batch_size=spec.batch_size,
@@ -141,6 +145,8 @@ def _described(spec: RunSpec) -> Iterator[str]:
         yield f"sequence {spec.seq_len}"
     if spec.checkpoint_blocks:
         yield SETTINGS["checkpoint_blocks"].label
+    if spec.compile != EAGER:
+        yield COMPILE_MODES[spec.compile]
     if spec.accumulate > 1:
         yield f"{spec.accumulate} batches of {spec.batch_size} a step"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 
@@ -29,8 +30,10 @@ from dpscope.paths import is_own_source
 from dpscope.sentences import list_names
 from dpscope.trainers.base import TrainerBase, allow_tf32, load_trainer, require_batch_of
 from dpscope.trainers.checkpointing import checkpoint_blocks as checkpoint_blocks_of
+from dpscope.trainers.compilation import any_number_of_graphs, must_compile
 from dpscope.vocabulary.methods import methods as all_methods
 from dpscope.vocabulary.methods import resolve_method
+from dpscope.vocabulary.settings import EAGER, SETTINGS
 from dpscope.vocabulary.statuses import FAILED, SKIPPED
 from dpscope.workloads.workload import Workload
 
@@ -59,6 +62,7 @@ def check(
     batch_size: int | None = None,
     accumulate: int = 1,
     checkpoint_blocks: bool = False,
+    compile: str = EAGER,
     progress: ReportProgress = lambda _: None,
 ) -> Check:
     """Is each method exact on the workload? Default: every private method that is installed.
@@ -66,7 +70,8 @@ def check(
     A method is a name or a trainer class of one's own: `print(dpscope.check(workload, ["flash", MyTrainer]))`.
     `max_grad_norm` replaces the middle one of the three clip norms, which otherwise half of the samples exceed;
     `accumulate`: take each step in so many physical batches, into which the workload's batch is cut; `batch_size` is
-    what each of them must hold, where one knows. `checkpoint_blocks`: with every block of the model checkpointed.
+    what each of them must hold, where one knows. `checkpoint_blocks`: with every block of the model checkpointed;
+    `compile`: with the model compiled in a mode of torch.compile; what it is held against is not.
     `neighbours`: try neighbouring batches, the noise and the accountant too, at batch sizes that coincide with other
     lengths of the model, or at `sizes`.
     """
@@ -75,7 +80,7 @@ def check(
     tolerance = None if tolerance is None else numbers.TOLERANCE(tolerance)
     max_grad_norm = None if max_grad_norm is None else numbers.MAX_GRAD_NORM(max_grad_norm)
     batch_size = None if batch_size is None else numbers.BATCH_SIZE(batch_size)
-    how = StepSettings(numbers.ACCUMULATE(accumulate), checkpoint_blocks)
+    how = StepSettings(numbers.ACCUMULATE(accumulate), checkpoint_blocks, SETTINGS["compile"].check(compile))
     sizes = None if sizes is None else [numbers.TRIED_SIZE(size) for size in sizes]
     asked = methods or [name for name, method in all_methods().items() if method.private]
     trainers = dict(map(_named_trainer, asked))
@@ -100,10 +105,11 @@ def check(
     yardstick = _make_yardstick(subject, reference, dtype, max_grad_norm, tolerance, progress)
     checks = []
     for method, load in trainers.items():
-        progress(method)
-        found = _check_method(method, load, yardstick, how)
-        if neighbours and (found.steps or not yardstick.clip_norms):
-            found = replace(found, audit=_audit(method, load(), workload, yardstick, how, sizes, progress))
+        progress(method if compile == EAGER else f"{method}, compiling")
+        with any_number_of_graphs():
+            found = _check_method(method, load, yardstick, how)
+            if neighbours and (found.steps or not yardstick.clip_norms):
+                found = replace(found, audit=_audit(method, load(), workload, yardstick, how, sizes, progress))
         checks.append(found)
     return Check(
         workload=name,
@@ -189,8 +195,9 @@ def _check_method(method: str, load: LoadTrainer, yardstick: Yardstick, how: Ste
         return MethodCheck(method, SKIPPED, "alone, no sample has a gradient to hold it against")
     try:
         take = partial(measure_update, load(), subject, dtype=yardstick.dtype, how=how)
-        updates = [take(clip_norm=clip_norm, seed=subject.seed) for clip_norm in clip_norms]
-        again = take(clip_norm=clip_norms[1], seed=subject.seed + 1)
+        with nullcontext() if how.compile == EAGER else must_compile():
+            updates = [take(clip_norm=clip_norm, seed=subject.seed) for clip_norm in clip_norms]
+            again = take(clip_norm=clip_norms[1], seed=subject.seed + 1)
     except Exception as error:
         status, reason = outcome_of_exception(error)
         if status == SKIPPED or isinstance(error, NotImplementedError):

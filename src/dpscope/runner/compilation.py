@@ -7,11 +7,10 @@ from collections.abc import Callable
 
 import torch
 
-from dpscope.errors import UserError
 from dpscope.instruments.timing import Progress
 from dpscope.results.payloads.memory import CompilationPayload
 from dpscope.results.schema import Note
-from dpscope.trainers.compilation import CompileCounts
+from dpscope.trainers.compilation import CompileCounts, must_compile
 
 SETTLED = 2  # steps in a row that compile nothing: CUDA graphs are recorded in the first of them
 MOST_STEPS = 12  # a model that still compiles then compiles for ever
@@ -29,19 +28,13 @@ class Compilation:
     @classmethod
     def of(cls, step: Callable[[], None], device: str, progress: Progress) -> Compilation:
         """Take steps until two in a row compile nothing. `step` waits for the device."""
-        torch._dynamo.reset()  # what this process compiled before is none of the row's
         compilation, settled = cls(), 0
-        while settled < SETTLED and compilation.steps < MOST_STEPS:
-            progress("compiling", compilation.steps, compilation.steps + SETTLED - settled)
-            settled = 0 if compilation._compiles_in(step) else settled + 1
-            if not settled:
-                _forget_peak(device)
-        if compilation._counts_since_first.graphs == 0:
-            raise UserError(
-                "torch.compile compiled nothing: the loss function calls parts of the model and never the model "
-                "itself, or torch.compile is switched off (TORCHDYNAMO_DISABLE). Write model(inputs) in the loss "
-                "function, or leave out --compile"
-            )
+        with must_compile():
+            while settled < SETTLED and compilation.steps < MOST_STEPS:
+                progress("compiling", compilation.steps, compilation.steps + SETTLED - settled)
+                settled = 0 if compilation._compiles_in(step) else settled + 1
+                if not settled:
+                    _forget_peak(device)
         compilation.begin_measuring()
         return compilation
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,28 @@ def compile_model(model: nn.Module, mode: str) -> nn.Module:
     except RuntimeError as error:  # on a Python that this torch cannot compile for
         raise UserError(f"torch {torch.__version__} cannot compile here ({error}): leave out --compile") from None
     return compiled  # type: ignore[no-any-return]
+
+
+@contextmanager
+def must_compile() -> Iterator[None]:
+    """Raise `UserError` if nothing is compiled in here. What this process compiled before is forgotten."""
+    torch._dynamo.reset()
+    before = CompileCounts.now()
+    yield
+    if CompileCounts.now().graphs == before.graphs:
+        raise UserError(
+            "torch.compile compiled nothing: the loss function calls parts of the model and never the model itself, or "
+            "torch.compile is switched off (TORCHDYNAMO_DISABLE). Write model(inputs) in the loss function, or "
+            "leave out --compile"
+        )
+
+
+def any_number_of_graphs() -> AbstractContextManager[object]:
+    """Let torch.compile make a graph for every shape: after a few it would run the model eager, and only log it."""
+    from torch._dynamo import config
+
+    context: AbstractContextManager[object] = config.patch(recompile_limit=10**4, accumulated_recompile_limit=10**5)
+    return context
 
 
 def eager_calls() -> AbstractContextManager[object]:
