@@ -19,6 +19,14 @@ _OUT_OF_MEMORY = re.compile(
 
 
 def outcome_of_exception(error: BaseException) -> tuple[str, str]:
+    if not any(kind.__name__ == "BackendCompilerFailed" for kind in type(error).__mro__):
+        return _outcome_of(error)
+    status, reason = _outcome_of(getattr(error, "inner_exception", error))
+    more = "`dpscope doctor` tells what torch.compile needs, and --compile none does without it"
+    return status, f"torch.compile failed ({reason}): {more}" if status == FAILED else reason
+
+
+def _outcome_of(error: BaseException) -> tuple[str, str]:
     import torch
 
     if isinstance(error, torch.OutOfMemoryError):

@@ -15,7 +15,7 @@ COLOURS = {PRESENT: "green", ABSENT: "yellow", BROKEN: "bold red"}
 
 @click.command(name="doctor")
 def command() -> None:
-    """Check Python, torch, CUDA, Opacus, Triton, other packages, Nsight and disk; say how to mend what is missing."""
+    """Check Python, torch, CUDA, Opacus, Triton, torch.compile, packages, Nsight and disk; say how to mend them."""
     diagnoses = diagnose()
     headings = ("what", "status", "found")
     table = bare_table(*headings, left=headings, wrap=headings)

@@ -110,6 +110,24 @@ def check_triton() -> list[Diagnosis]:
     return [Diagnosis("Triton", ABSENT, "not installed: kernels fall back to plain torch", remedy)]
 
 
+def check_compile() -> list[Diagnosis]:
+    """What `--compile` needs: a C++ compiler for the CPU, Triton for a GPU."""
+    name = "torch.compile"
+    try:
+        import torch
+
+        from dpscope.trainers.compilation import compile_obstacle
+    except ImportError:
+        return [Diagnosis(name, ABSENT, "not tried without torch", "install torch")]
+    devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    troubles = {device: trouble for device in devices if (trouble := compile_obstacle(device))}
+    if not troubles:
+        return [Diagnosis(name, PRESENT, f"can compile for {' and '.join(devices)}")]
+    found = [trouble.partition(": ") for trouble in troubles.values()]
+    said, remedy = ("; ".join(part[place] for part in found) for place in (0, 2))
+    return [Diagnosis(name, ABSENT, f"{said}, so `--compile` fails on {' and '.join(troubles)}", remedy)]
+
+
 def check_packages() -> list[Diagnosis]:
     """What pages, figures, exports and models of others need. Nothing here is imported: that would take seconds."""
     return [_check_package(*row) for row in PACKAGES]
@@ -192,6 +210,7 @@ CHECKS: tuple[Callable[[], list[Diagnosis]], ...] = (
     check_torch,
     check_opacus,
     check_triton,
+    check_compile,
     check_packages,
     check_ncu,
     check_nsys,

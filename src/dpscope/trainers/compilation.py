@@ -10,19 +10,36 @@ from typing import Any
 import torch
 from torch import nn
 
-from dpscope.errors import UserError
-from dpscope.vocabulary.settings import EAGER
+from dpscope.errors import MeasurementFailed, UserError
+from dpscope.packages import install_command
 
 
 def compile_model(model: nn.Module, mode: str) -> nn.Module:
     """The model as `torch.compile` runs it; it is compiled when it is first called."""
-    if mode == EAGER:
-        return model
+    if trouble := compile_obstacle(next(model.parameters()).device.type):
+        raise MeasurementFailed(f"{trouble}, or leave out --compile")
     try:
         compiled: Any = torch.compile(model, mode=None if mode == "default" else mode)
     except RuntimeError as error:  # on a Python that this torch cannot compile for
-        raise UserError(f"torch {torch.__version__} cannot compile here ({error}): leave out --compile") from None
+        raise MeasurementFailed(f"{error}: use another Python, or leave out --compile") from None
     return compiled  # type: ignore[no-any-return]
+
+
+def compile_obstacle(device: str) -> str | None:
+    """Why torch.compile cannot work for a device of this machine, and how to mend it; None where it can be tried."""
+    if device == "cuda":
+        from torch.utils._triton import has_triton
+
+        if has_triton():
+            return None
+        return f"torch.compile needs Triton and a GPU of compute capability 7 or newer: {install_command('triton')}"
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        get_cpp_compiler()
+    except Exception:  # of a class that differs between versions of torch
+        return "torch.compile finds no C++ compiler: install g++, or set CXX to one that works"
+    return None
 
 
 @contextmanager
@@ -33,9 +50,9 @@ def must_compile() -> Iterator[None]:
     yield
     if CompileCounts.now().graphs == before.graphs:
         raise UserError(
-            "torch.compile compiled nothing: the loss function calls parts of the model and never the model itself, or "
-            "torch.compile is switched off (TORCHDYNAMO_DISABLE). Write model(inputs) in the loss function, or "
-            "leave out --compile"
+            "torch.compile compiled nothing: the loss function calls parts of the model and never the model itself, "
+            "the model cannot be traced (docs/compiled.md), or torch.compile is switched off (TORCHDYNAMO_DISABLE). "
+            "Write model(inputs) in the loss function, or leave out --compile"
         )
 
 

@@ -7,6 +7,7 @@ import textwrap
 import pytest
 import torch
 
+from dpscope.outcomes import outcome_of_exception
 from dpscope.runner.measure import measure_or_explain
 from dpscope.runner.spec import RunSpec
 from dpscope.workloads.configs import workload_at
@@ -156,6 +157,29 @@ def test_a_trace_is_of_steps_in_which_nothing_compiles(measured):
     refused = measured("fine", instrument="trace", options={"modules": True})
     assert refused.status == "skipped"
     assert "has no modules" in refused.reason
+
+
+def test_a_machine_without_a_compiler_has_failed_rows_and_no_traceback(measured, monkeypatch):
+    def no_compiler():
+        raise RuntimeError("No working C++ compiler found")
+
+    monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", no_compiler)
+    result = measured("fine")
+    assert (result.status, result.details) == ("failed", None)
+    assert result.reason.startswith("torch.compile finds no C++ compiler: install g++")
+
+
+def test_a_compiler_that_fails_is_named_as_the_one_that_did():
+    from torch._dynamo.exc import BackendCompilerFailed
+
+    def inductor():
+        pass
+
+    status, reason = outcome_of_exception(BackendCompilerFailed(inductor, OSError("Python.h: no such file"), None))
+    assert status == "failed"
+    assert reason.startswith("torch.compile failed (OSError: Python.h: no such file): `dpscope doctor`")
+    memory = torch.OutOfMemoryError("CUDA out of memory")
+    assert outcome_of_exception(BackendCompilerFailed(inductor, memory, None))[0] == "oom"
 
 
 def test_a_loss_that_is_not_finite_names_the_step_of_compilation(measured, monkeypatch):

@@ -81,6 +81,20 @@ def test_a_missing_package_is_named_with_what_it_is_for_and_what_to_type(monkeyp
     assert [other.status for other in diagnosis.check_packages() if other.name != package] == [PRESENT] * 6
 
 
+def test_torch_compile_without_a_cpp_compiler_comes_with_a_remedy(monkeypatch):
+    (works,) = diagnosis.check_compile()
+    assert works.status == PRESENT
+
+    def no_compiler():
+        raise RuntimeError("No working C++ compiler found")
+
+    monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", no_compiler)
+    (found,) = diagnosis.check_compile()
+    assert (found.status, found.required) == (ABSENT, False)
+    assert "no C++ compiler, so `--compile` fails on cpu" in found.found
+    assert "install g++" in found.remedy
+
+
 def test_brackets_in_a_remedy_are_printed(monkeypatch):
     trouble = diagnosis.Diagnosis("a part", ABSENT, "not there", "pip install 'package[extra]'")
     monkeypatch.setattr(diagnosis, "CHECKS", (lambda: [trouble],))
