@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
+from torch._dynamo.backends.debugging import aot_eager
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -128,8 +129,10 @@ def unpadded():
     return get
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("model", "optimizer"),
+    [*((model, torch.optim.SGD) for model in MODELS), *((model, torch.optim.AdamW) for model in ("mlp", "blocks"))],
+)
 def test_weights_noise_and_epsilon_are_those_of_unpadded_training(unpadded, model, optimizer):
     plain, _, plain_engine, _ = unpadded(model, optimizer=optimizer)
     padded, padded_optimizer, engine, loader = trained(model, optimizer=optimizer, pad_batches=True)
@@ -291,6 +294,47 @@ def test_any_collate_function_sees_what_it_would_without_padding():
             optimizer.step()
         weights.append(model)
     assert_same(*weights)
+
+
+@pytest.mark.slow
+def test_compiled_draws_of_64_take_four_graphs_none_of_them_after_the_tenth():
+    def train_compiled(compile, **options):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, CLASSES))
+        called = compile(model)
+        called, optimizer, loader = PrivacyEngine(accountant="rdp").make_private(
+            module=called,
+            optimizer=torch.optim.SGD(called.parameters(), lr=0.1),
+            data_loader=DataLoader(
+                TensorDataset(torch.randn(2560, 3), torch.arange(2560) % CLASSES),
+                batch_size=64,
+                generator=torch.Generator().manual_seed(5),
+            ),
+            noise_multiplier=0.1,
+            max_grad_norm=0.3,
+            noise_generator=torch.Generator().manual_seed(6),
+            **options,
+        )
+        for x, y in loader:
+            draws.append(x.rows.draw if options else 0)
+            train(called, optimizer, [(x, y)])
+        return model, optimizer
+
+    draws, compiled_in = [], []
+
+    def backend(graph, inputs):
+        compiled_in.append(draws[-1])
+        return aot_eager(graph, inputs)
+
+    torch._dynamo.reset()
+    plain, _ = train_compiled(lambda model: model)
+    padded, optimizer = train_compiled(
+        lambda model: torch.compile(model, backend=backend, dynamic=False), pad_batches=True
+    )
+    torch._dynamo.reset()
+    assert len(compiled_in) <= 4 and max(compiled_in) < 10
+    assert optimizer.padding_share <= 0.05
+    assert_same(plain, padded)
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

@@ -60,12 +60,12 @@ def accumulated_ways() -> dict[str, dict[str, Tensor]]:
 # -- loaders -----------------------------------------------------------------------------------------------------------
 
 
-def poisson(way: str, physical: int | None = None) -> tuple[dict[str, Tensor], list[int], float]:
+def poisson(way: str, physical: int | None = None, **options: Any) -> tuple[dict[str, Tensor], list[int], float]:
     """Parameters after two epochs of Poisson batches, the sizes of this rank's batches, and ε."""
     model = w.spread(w.make_model(), way)
     optimizer = w.optimizer_of(model, "sgd")
     engine = w.PrivacyEngine()
-    model, optimizer, loader = w.make_private(model, optimizer, poisson_sampling=True, engine=engine)
+    model, optimizer, loader = w.make_private(model, optimizer, poisson_sampling=True, engine=engine, **options)
     sizes = []
 
     def epoch(batches: Any) -> None:
@@ -89,6 +89,10 @@ def poisson(way: str, physical: int | None = None) -> tuple[dict[str, Tensor], l
 def poisson_ways() -> dict[str, Any]:
     ways: dict[str, Any] = {"ddp": poisson("ddp")}
     return {**ways, "physical": poisson("fsdp", physical=2)}
+
+
+def padded_ways() -> dict[str, Any]:
+    return {"sizes": poisson("ddp", pad_batches=True), "one size": poisson("fsdp", physical=2, pad_batches=4)}
 
 
 def thousand_draws() -> list[list[int]]:
@@ -303,7 +307,7 @@ CASES: dict[int, tuple[Callable[..., Any], ...]] = {
         refusals,
         load,
     ),
-    4: (every_way, poisson_ways, neighbours, thousand_draws, refusals, save),
+    4: (every_way, poisson_ways, padded_ways, neighbours, thousand_draws, refusals, save),
 }
 
 

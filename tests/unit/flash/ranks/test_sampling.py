@@ -54,6 +54,17 @@ def test_all_ranks_run_equally_many_physical_batches(worlds: dict[int, Any]) -> 
 
 
 @pytest.mark.slow
+def test_padded_batches_train_as_in_one_process_without_padding(worlds: dict[int, Any]) -> None:
+    parameters, _, epsilon = cases.poisson("alone")
+    for way, found in worlds[4][0]["padded_ways"].items():
+        assert_same(found[0], parameters)
+        assert found[2] == epsilon
+        sizes = [rank["padded_ways"][way][1] for rank in worlds[4]]
+        assert all(each == sizes[0] and 0 not in each for each in sizes)
+    assert set(sizes[0]) == {2}
+
+
+@pytest.mark.slow
 def test_a_thousand_draws_have_a_step_on_every_rank_with_empty_shares(worlds: dict[int, Any]) -> None:
     draws = [rank["thousand_draws"] for rank in worlds[4]]
     assert [len(each) for each in draws] == [1000] * 4
