@@ -41,14 +41,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
+# Folders whose files share what takes long to make: a browser and the pages it opens; worlds of processes.
+TOGETHER = ("tests/browser/", "tests/unit/flash/ranks/")
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A file at a time to each core; the page's tests all to one, which opens one browser and builds each page once."""
+    """A file at a time to each core; folders of `TOGETHER` whole, so that one core makes what their files share."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "browser" if nodeid.startswith("tests/browser/") else super()._split_scope(nodeid)
+            folder = next((folder for folder in TOGETHER if nodeid.startswith(folder)), "")
+            return folder or super()._split_scope(nodeid)
 
     return Scheduling(config, log)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,19 +14,20 @@ from dpscope.flash.kernels.noise import noise_values
 from dpscope.flash.kernels.tensor_lists import noise_starts
 from tests.unit.flash.kernels import kernel_references as reference
 
-SHAPES = [(13, 7), (17000,), (5,), (4, 3, 2)]
+SHAPES = [(13, 7), (17000,), (5,), (4, 3, 2)]  # the second is more than a chunk
+SMALL_SHAPES = [(13, 7), (1100,), (5,)]  # the second is more than a block
 STEPS = 2
 
 # The same few float32 operations in another order: a few roundings of 6e-8 on values near one.
 CLOSE = {"rtol": 2e-5, "atol": 1e-6}
 
 
-def fresh(dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    return [torch.randn(shape).to(dtype) for shape in SHAPES]
+def fresh(dtype: torch.dtype = torch.float32, shapes: Sequence[tuple[int, ...]] = SHAPES) -> list[Tensor]:
+    return [torch.randn(shape).to(dtype) for shape in shapes]
 
 
-def zeros(dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    return [torch.zeros(shape, dtype=dtype) for shape in SHAPES]
+def zeros(dtype: torch.dtype = torch.float32, shapes: Sequence[tuple[int, ...]] = SHAPES) -> list[Tensor]:
+    return [torch.zeros(shape, dtype=dtype) for shape in shapes]
 
 
 def noisy(sums: list[Tensor], std: float, scale: float, seed: int, offset: int) -> list[Tensor]:
@@ -146,8 +148,9 @@ def test_per_sample_gradients_step_as_their_clipped_sum_does(
 ) -> None:
     """One pass over stored gradients, against the same step on their sum. float64 factors, as norms are."""
     factors = torch.rand(batch, dtype=torch.float64)
-    values = [torch.randn(batch, *shape).to(dtype) for shape in SHAPES]
-    params = fresh()
+    shapes = SHAPES if batch == 3 else SMALL_SHAPES
+    values = [torch.randn(batch, *shape).to(dtype) for shape in shapes]
+    params = fresh(shapes=shapes)
     expected = [param.clone() for param in params]
     common = {"lr": 0.1, "noise_std": 0.7, "grad_scale": 0.25, "seed": 5, "backend": backend}
     sums = [reference.kept_sum(v, factors).float() for v in values]
@@ -156,7 +159,8 @@ def test_per_sample_gradients_step_as_their_clipped_sum_does(
             fused_sgd_(targets, given, **common, **options)
         else:
             # eps: Adam's first step is the gradient's sign but for it, and a sign magnifies rounding near zero.
-            fused_adam_(targets, given, zeros(), zeros(), step=1, eps=0.1, **common, **options)
+            moments = (zeros(shapes=shapes), zeros(shapes=shapes))
+            fused_adam_(targets, given, *moments, step=1, eps=0.1, **common, **options)
     for got, wanted in zip(params, expected, strict=True):
         torch.testing.assert_close(got, wanted, **CLOSE)
 
