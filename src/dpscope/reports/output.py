@@ -37,11 +37,9 @@ def suffixed(rows: Sequence[Row]) -> dict[str, list[Row]]:
     settings = [name for name in FLAGS if SETTINGS[name].speaks_for_itself or SETTINGS[name].is_later]
     shown = worth_a_column(rows, ("model", *SIZES, *settings))
     for group in groups:
-        known = {name: value for name in shown if (value := group[0].field(name)) is not None}
-        own = {
-            name: SETTINGS[name].in_words(group[0].spec) for name in known if name in SETTINGS and name not in LETTERS
-        }
-        parts = [own.get(name, f"{LETTERS.get(name, '')}{value}") for name, value in known.items()]
+        known = {name: f"{LETTERS.get(name, '')}{v}" for name in shown if (v := group[0].field(name)) is not None}
+        told = known.keys() & SETTINGS.keys() - LETTERS.keys()
+        parts = [SETTINGS[name].in_words(group[0].spec) if name in told else part for name, part in known.items()]
         suffix = re.sub(r"[^\w.-]+", "-", "".join(f"_{part}" for part in parts))
         number = 2
         while suffix in named:  # they differ in something that has no place in a file's name

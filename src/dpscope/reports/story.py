@@ -78,11 +78,9 @@ class Leaders:
             return []
         if not self.unbeaten:
             is_, needs = ("is" if len(self.time) == 1 else "are"), ("needs" if len(self.memory) == 1 else "need")
-            return [
-                f"No method is best at both: {_names(self.time)} {is_} the fastest "
-                f"({format_ms(self.time[0].median_ms)}), {_names(self.memory)} {needs} the least "
-                f"memory ({format_bytes(self.memory[0].peak_bytes)})."
-            ]
+            fastest = f"{_names(self.time)} {is_} the fastest ({format_ms(self.time[0].median_ms)})"
+            least = f"{_names(self.memory)} {needs} the least memory ({format_bytes(self.memory[0].peak_bytes)})"
+            return [f"No method is best at both: {fastest}, {least}."]
         if not self.time:
             return [f"{_names(self.unbeaten)} need the same memory, to within {SAME_MEMORY:.0%}."]
         return [f"Between {_names(self.unbeaten)} the measurement sees no difference beyond its spread."]

@@ -3,38 +3,32 @@
 from __future__ import annotations
 
 import json
-import os
 import runpy
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from dpscope.cli import main
 from tests import ROOT, rows_here
 
-DPSCOPE = str(Path(sys.executable).with_name("dpscope"))
 EXPERIMENT = ROOT / "scripts" / "single_experiment.py"
 SIZES = {"vocab-size": 50, "hidden-dim": 16, "num-layers": 1, "num-heads": 2, "seq-len": 8, "batch-size": 2}
 SMALL = [text for name, value in {**SIZES, "num-iter": 2}.items() for text in (f"--{name}", value)]
 
 
-def run(*command):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        list(map(str, command)), capture_output=True, text=True, env=environment, timeout=240, check=False
-    )
-
-
 @pytest.fixture(scope="module")
 def sweep(tmp_path_factory, tiny_flags):
+    """`dpscope memory` of two methods, each in a process of its own: how it ended, and its folder."""
     folder = tmp_path_factory.mktemp("memory") / "out"
     rule = folder.parent / "mine.py"
     rule.write_text(
         "def logits(birth):\n    return 'logits' if birth.module == 'head' and birth.phase == 'forward' else None\n"
     )
-    flags = [*tiny_flags, "--batch-size", "2", "--rule", f"{rule}:logits", "--out", folder]
-    return run(DPSCOPE, "memory", "--methods", "ghost,vanilla", *flags), folder
+    flags = [*tiny_flags, "--batch-size", "2", "--rule", f"{rule}:logits", "--out", str(folder)]
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("OMP_NUM_THREADS", "1")
+        return CliRunner().invoke(main, ["memory", "--methods", "ghost,vanilla", *flags]), folder
 
 
 def documents(folder):
@@ -42,8 +36,8 @@ def documents(folder):
 
 
 def test_every_row_has_components_a_timeline_and_snapshots(sweep):
-    process, folder = sweep
-    assert process.returncode == 0, process.stdout + process.stderr
+    done, folder = sweep
+    assert done.exit_code == 0, done.output
     ghost, standard = documents(folder)
     for document in (ghost, standard):
         parts = document["memory"]["peak"]["components"]

@@ -40,15 +40,9 @@ def make_charts(settings: Sequence[Setting]) -> list[Chart]:
 
 
 def _over_settings(charts: Sequence[tuple[str, Chart]]) -> Chart:
-    first = charts[0][1]
-    views = [
-        replace(
-            view,
-            setting=label,
-            title=chart.title if chart.title != first.title else "",
-            how=chart.how if chart.how != first.how else "",
-        )
-        for label, chart in charts
-        for view in chart.views
-    ]
+    first, views = charts[0][1], []
+    for label, chart in charts:
+        title = "" if chart.title == first.title else chart.title
+        how = "" if chart.how == first.how else chart.how
+        views += [replace(view, setting=label, title=title, how=how) for view in chart.views]
     return replace(first, views=views)

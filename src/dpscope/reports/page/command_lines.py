@@ -26,9 +26,8 @@ def command_lines(specs: Sequence[Spec]) -> list[str]:
     """
     groups: dict[str, list[Spec]] = {}
     for spec in filter(can_be_typed, specs):
-        groups.setdefault(json.dumps({**spec, "method": "", "batch_size": 0, "seq_len": 0}, sort_keys=True), []).append(
-            spec
-        )
+        shared = json.dumps({**spec, "method": "", "batch_size": 0, "seq_len": 0}, sort_keys=True)
+        groups.setdefault(shared, []).append(spec)
     return [
         _line(group[0], methods, batches, lengths)
         for group in groups.values()
@@ -65,13 +64,9 @@ def _sizes_by_methods(specs: Sequence[Spec]) -> dict[tuple[str, ...], list[tuple
 
 def _line(spec: Spec, methods: Sequence[str], batches: Sequence[int], lengths: Sequence[int | None]) -> str:
     lists = {"methods": methods, "batch_size": batches, "seq_len": [length for length in lengths if length]}
-    words = [
-        *_subcommand(spec),
-        *(workload_flags(spec["workload"]) or ()),
-        *flags({name: ",".join(map(str, values)) for name, values in lists.items() if values}),
-        *flags({name: spec[name] for name in FLAGS if name in spec}),
-        *("--out", ".", "--resume"),
-    ]
+    told = {name: ",".join(map(str, values)) for name, values in lists.items() if values}
+    told |= {name: spec[name] for name in FLAGS if name in spec}
+    words = [*_subcommand(spec), *(workload_flags(spec["workload"]) or ()), *flags(told), "--out", ".", "--resume"]
     return " ".join([*_import_path(spec["workload"]), "dpscope", *map(_quote, words)])
 
 

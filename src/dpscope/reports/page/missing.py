@@ -50,11 +50,9 @@ def find_missing(report: Report) -> Missing:
         for result in row.measured.values()
         if not result.ok
     ]
-    return Missing(
-        failed=list(dict.fromkeys(failed)),
-        skipped=[(item.path.name, item.reason) for item in report.skipped],
-        gaps=[gap for instrument in IN_ORDER if (gap := _gap(instrument, sizes))],
-    )
+    skipped = [(item.path.name, item.reason) for item in report.skipped]
+    gaps = [gap for instrument in IN_ORDER if (gap := _gap(instrument, sizes))]
+    return Missing(list(dict.fromkeys(failed)), skipped, gaps)
 
 
 def _gap(instrument: str, sizes: Sequence[Size]) -> InstrumentGap | None:

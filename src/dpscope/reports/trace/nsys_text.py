@@ -50,11 +50,10 @@ def nsys_section(rows: Sequence[Row], width: int) -> list[RenderableType]:
     """Everything nsys saw of the rows that it looked at; nothing if there are none."""
     parts: list[RenderableType] = []
     groups = group_by_size(rows)
-    several = len(groups) > 1
     for group in groups:
         if captures := [capture for row in group if (capture := capture_of(row))]:
-            parts += ["", *describe_captures(captures, where=f", {group[0].size}" if several else "")]
-            parts += map(Text, agreement(group))
+            where = f", {group[0].size}" if len(groups) > 1 else ""
+            parts += ["", *describe_captures(captures, where=where), *map(Text, agreement(group))]
     return parts[1:]
 
 
@@ -86,12 +85,10 @@ def _phase_table(captures: Sequence[Capture]) -> Table:
     base = next((each.seen["gpu"]["total_ms"] for each in captures if each.name == STANDARD), None)
     table = bare_table("method", *names, "GPU time", "×", "busy", "kernels")
     for each in captures:
-        gpu = each.seen["gpu"]
-        times = [_time(each.gpu_ms.get(name)) for name in names]
+        gpu, kernels = each.seen["gpu"], f"{each.seen['kernel_total']['calls']:,.0f}"
+        times = [_time(ms) for ms in (*map(each.gpu_ms.get, names), gpu["total_ms"])]
         ratio = format_ratio(gpu["total_ms"] / base if base else None)
-        busy = _share(gpu["busy_ms"], gpu["span_ms"])
-        kernels = f"{each.seen['kernel_total']['calls']:,.0f}"
-        table.add_row(each.name, *times, _time(gpu["total_ms"]), ratio, busy, kernels)
+        table.add_row(each.name, *times, ratio, _share(gpu["busy_ms"], gpu["span_ms"]), kernels)
     return table
 
 
@@ -129,10 +126,9 @@ def _kernels(seen: NsysPayload) -> Lines:
 
 def _copies(seen: NsysPayload) -> Lines:
     memsets: list[Named] = [{"name": "memset", **seen["memsets"]}] if seen["memsets"]["calls"] else []
-    return [
-        (f"{copy['calls']:,.1f}", _size(copy.get("bytes", 0)), _time(copy["ms"]), copy["name"])
-        for copy in [*seen["copies"], *memsets]
-    ]
+    found = ((copy, copy.get("bytes", 0)) for copy in (*seen["copies"], *memsets))
+    sizes = [(copy, format_bytes(count) if count >= MIB else f"{count / KIB:.1f} KiB") for copy, count in found]
+    return [(f"{copy['calls']:,.1f}", size, _time(copy["ms"]), copy["name"]) for copy, size in sizes]
 
 
 def _calls(seen: NsysPayload) -> Lines:
@@ -141,10 +137,8 @@ def _calls(seen: NsysPayload) -> Lines:
 
 def _gaps(seen: NsysPayload) -> Lines:
     why = {True: "waiting for the host", False: "between queued work"}
-    return [
-        (_time(gap["ms"]), f"{why[gap['waiting_for_host']]}; {gap['phase']}; {gap['before']}")
-        for gap in seen["gaps"][:MOST_GAPS]
-    ]
+    found = ((gap, why[gap["waiting_for_host"]]) for gap in seen["gaps"][:MOST_GAPS])
+    return [(_time(gap["ms"]), f"{reason}; {gap['phase']}; {gap['before']}") for gap, reason in found]
 
 
 # What is listed of each capture, and its columns: the last is text.
@@ -176,10 +170,6 @@ def _time(ms: float | None) -> str:
     return format_ms(ms) if ms is None or ms >= 1 or ms == 0 else f"{1e3 * ms:.1f} µs"
 
 
-def _size(count: float) -> str:
-    return format_bytes(count) if count >= MIB else f"{count / KIB:.1f} KiB"
-
-
 def agreement(rows: Sequence[Row]) -> list[str]:
     """How far nsys and torch.profiler agree on GPU time by phase, where both looked at the same row."""
     lines = []
@@ -189,11 +179,10 @@ def agreement(rows: Sequence[Row]) -> list[str]:
             continue
         ours, theirs = capture.gpu_ms, {part["phase"]: part["gpu_ms"] for part in step.trace["phases"]}
         total = sum(theirs.values())
-        apart = {
-            name: abs(ours.get(name, 0.0) - ms) / ms for name, ms in theirs.items() if ms > WORTH_COMPARING * total
-        }
-        if not apart:
+        compared = {name: ms for name, ms in theirs.items() if ms > WORTH_COMPARING * total}
+        if not compared:
             continue
+        apart = {name: abs(ours.get(name, 0.0) - ms) / ms for name, ms in compared.items()}
         worst = max(apart, key=lambda name: apart[name])
         verdict = "agree" if apart[worst] <= AGREE else "DISAGREE"
         lines.append(
@@ -209,10 +198,8 @@ def _notes(captures: Sequence[Capture]) -> list[str]:
         "GPU time: kernels, copies and memsets, by the phase in which they were launched, from whatever thread. Busy: "
         "the share of the time between the first and the last of them. Times under a profiler are not step times.",
     ]
-    if any(each.launch_bound for each in captures):
-        notes.append(
-            "Launch-bound: the host cannot keep up. Fewer, larger kernels, a larger batch or CUDA graphs help."
-        )
+    launch_bound = "Launch-bound: the host cannot keep up. Fewer, larger kernels, a larger batch or CUDA graphs help."
+    notes += [launch_bound] if any(each.launch_bound for each in captures) else []
     if any(not each.seen["phases"] for each in captures):
         notes.append("No phases where a capture holds no NVTX ranges of them; then figures are of the whole capture.")
     return notes

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -230,11 +231,6 @@ def _name(point: RooflinePoint) -> str:
     return shorten(point.name, LONGEST_POINT) + (" (estimate)" if point.estimated else "")
 
 
-TRAFFIC_BYTES = figure_output(
-    *("traffic_bytes", "DRAM bytes of a step by family of kernels", draw_traffic_bytes),
-    instrument="ncu",
-    sizes_apart=False,
-)
-ROOFLINE = figure_output(
-    *("roofline", "operations a byte against what the GPU can do", draw_roofline), instrument="ncu", sizes_apart=False
-)
+_of_all_sizes = partial(figure_output, instrument="ncu", sizes_apart=False)
+TRAFFIC_BYTES = _of_all_sizes("traffic_bytes", "DRAM bytes of a step by family of kernels", draw_traffic_bytes)
+ROOFLINE = _of_all_sizes("roofline", "operations a byte against what the GPU can do", draw_roofline)

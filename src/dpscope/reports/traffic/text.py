@@ -168,12 +168,11 @@ def _explain(traffic: data.Traffic) -> str:
     extra = traffic.extra_bytes
     if extra is None or extra.total <= 0 or (traffic.ratio or 0) <= 1:
         return ""
-    kernels, caveat = extra.kernels, ""
+    kernels, told = extra.kernels, _families_in_words(extra)
     if kernels.estimated and not traffic.estimated:
-        caveat = " (by the estimate)"
-    elif not kernels.complete:
-        caveat = f" (of the {kernels.calls_seen} of {kernels.calls_total} kernel launches that were looked at)"
-    return f"{_families_in_words(extra)}{caveat}"
+        return f"{told} (by the estimate)"
+    looked_at = f"{kernels.calls_seen} of {kernels.calls_total} kernel launches that were looked at"
+    return told if kernels.complete else f"{told} (of the {looked_at})"
 
 
 def _families_in_words(extra: data.ExtraBytes) -> str:
@@ -184,11 +183,10 @@ def _families_in_words(extra: data.ExtraBytes) -> str:
         return f"{more}; {FAMILY_LABELS[least]}: {format_traffic(-saved)} less"
     named: list[str] = []
     explained = 0.0
-    for family, count in extra.by_family[:3]:
-        if explained >= MOST_OF_EXTRA * extra.total or count < data.SMALLEST * extra.total:
-            break
-        explained += count
-        named.append(f"{_percent(count / extra.total)} {'' if named else 'of the extra is '}{FAMILY_LABELS[family]}")
+    for family, share in ((family, count / extra.total) for family, count in extra.by_family[:3]):
+        if explained < MOST_OF_EXTRA and share >= data.SMALLEST:
+            named.append(f"{_percent(share)} {'' if named else 'of the extra is '}{FAMILY_LABELS[family]}")
+            explained += share
     return ", ".join(named)
 
 
