@@ -263,15 +263,13 @@ def compare_results(results: Iterable[Result]) -> list[Row]:
     instrument = max(counts, key=lambda name: (counts[name], name == "memory"), default=None)
     methods = tuple(dict.fromkeys(row.method for row in joined))
     rows = [replace(row, peak_instrument=instrument, methods=methods) for row in joined]
+    eager = {row.comparison: row for row in rows if row.method == STANDARD and row.field("compile") == EAGER}
+    for place, row in enumerate(rows):
+        if row.field("compile") != EAGER:
+            found = eager.get(hashable({**row.identity, "compile": EAGER}))
+            rows[place] = replace(row, eager_standard=found)
     standards = {row.comparison: row for row in rows if row.method == STANDARD}
-
-    def with_standards(row: Row) -> Row:
-        own = standards.get(row.comparison)
-        compiled = row.field("compile") != EAGER
-        eager = standards.get(hashable({**row.identity, "compile": EAGER})) if compiled else None
-        return replace(row, reference=None if own is row else own, eager_standard=eager)
-
-    return list(map(with_standards, rows))
+    return [row if row is (found := standards.get(row.comparison)) else replace(row, reference=found) for row in rows]
 
 
 def join_instruments(results: Sequence[Result]) -> list[Row]:
