@@ -47,19 +47,23 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def leaves_behind(tensors: list[Tensor]) -> list[Tensor]:
-    """The leaves that autograd reaches from tensors."""
-    nodes = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+def nodes_behind(tensors: list[Tensor]) -> list[Any]:
+    """The nodes of autograd's graph that tensors come from."""
+    nodes: list[Any] = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     seen, found = set(nodes), []
     while nodes:
         node = nodes.pop()
-        if hasattr(node, "variable"):
-            found.append(node.variable)
+        found.append(node)
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)
                 nodes.append(following)
     return found
+
+
+def leaves_behind(tensors: list[Tensor]) -> list[Tensor]:
+    """The leaves that autograd reaches from tensors."""
+    return [node.variable for node in nodes_behind(tensors) if hasattr(node, "variable")]
 
 
 def refuse_unknown_rows(count: int) -> NoReturn:

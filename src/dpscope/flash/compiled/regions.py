@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -11,13 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from dpscope.errors import UserError
-from dpscope.flash.arguments import replace_leaves, sizes_of
+from dpscope.flash.arguments import replace_leaves, sizes_of, tensors_in
 from dpscope.flash.checkpoint_calls import watching
 from dpscope.flash.compiled.frames import is_wrapper, original_of
 from dpscope.flash.compiled.stand_ins import CallShapes, Handout, Plan
+from dpscope.flash.forward_passes import nodes_behind
 from dpscope.flash.instance_method import instance_method
 from dpscope.flash.rehearsal_run import untouched
-from dpscope.flash.taps import Engine, EngineTap, RootTap
+from dpscope.flash.taps import Engine, EngineTap, LayerTap, RootTap
 
 
 class Region:
@@ -31,7 +33,7 @@ class Region:
     @contextmanager
     def entered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
         """Inside, the taps of the region have stand-ins for one call of it with these arguments."""
-        with Handout(self.engine, self._plan(args, kwargs)).given():
+        with Handout(self.engine, self._plan(args, kwargs), lambda: self._reached(args, kwargs)).given():
             yield
 
     def _plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
@@ -41,7 +43,7 @@ class Region:
         if plan is None:
             run = CallShapes(batch)
             try:
-                self._run_eagerly(run, args, kwargs)
+                self._run_shapes(run, args, kwargs)
             except (UserError, torch.OutOfMemoryError):
                 raise
             except Exception:  # the compiled call will say what is wrong, if it fails as well
@@ -51,20 +53,30 @@ class Region:
                 self._plans[key] = plan
         return plan
 
-    def _run_eagerly(self, run: CallShapes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Run what was compiled as it is, without gradients, and leave no trace of it."""
+    def _run_shapes(self, run: CallShapes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        with self.engine.forwards.rehearsing(run), torch.no_grad(), watching(run.note_checkpoint):
+            self._run_eagerly(args, kwargs)
+
+    def _run_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run what was compiled as it is, and leave no trace of it."""
         model = self.engine.model
         devices = list({p.device for p in model.parameters() if p.device.type == "cuda"})
         args, kwargs = replace_leaves((args, kwargs), lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
-        with (
-            self.engine.forwards.rehearsing(run),
-            torch.no_grad(),
-            untouched(model, devices),
-            watching(run.note_checkpoint),
-            warnings.catch_warnings(),
-        ):
+        with untouched(model, devices), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            self.eager(*args, **kwargs)
+            return self.eager(*args, **kwargs)
+
+    def _reached(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Counter[LayerTap]:
+        """The taps that autograd reaches from the outputs of an eager run, and how often."""
+        forwards = self.engine.forwards
+        before, forwards.rerunning = forwards.rerunning, True
+        try:
+            with torch.enable_grad(), torch.compiler.set_stance("force_eager"):
+                output = self._run_eagerly(args, kwargs)
+        finally:
+            forwards.rerunning = before
+        nodes = nodes_behind(tensors_in(output))
+        return Counter(node.tap for node in nodes if isinstance(getattr(node, "tap", None), LayerTap))
 
 
 def _autocast() -> tuple[Any, ...]:

@@ -95,6 +95,7 @@ class Plan:
     """The tapped calls of a forward, and the shares of them for each choice of trained parameters."""
 
     calls: list[TappedCall]
+    unreached: set[TappedCall] = field(default_factory=set)  # of which backward is known to leave nothing
     _shares: dict[tuple[bool, ...], list[Share]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -121,10 +122,15 @@ def _zeros(spec: Spec, device: torch.device) -> Tensor:
 
 
 class Handout:
-    """The stand-ins of one forward pass."""
+    """The stand-ins of one forward pass.
 
-    def __init__(self, engine: Engine, plan: Plan) -> None:
+    reached  which taps autograd reaches from the outputs of the same call, run eagerly, and how often
+    """
+
+    def __init__(self, engine: Engine, plan: Plan, reached: Callable[[], Counter[LayerTap]]) -> None:
         self.engine = engine
+        self._plan = plan
+        self._reached = reached
         self.shares = plan.shares()
         for share in self.shares:
             share.call.tap.check_parameters()
@@ -157,17 +163,34 @@ class Handout:
         left.reverse()
         seen: Counter[LayerTap] = Counter()
         tickets: list[tuple[LayerTap, Tensor]] = []
+        missing: list[TappedCall] = []
         with torch.autocast(self.shares[0].call.device.type, enabled=False):
             for share in self.shares:
-                seen[share.call.tap] += 1
+                tap = share.call.tap
+                seen[tap] += 1
                 arrived = [each for each in (left.pop() for _ in range(share.size)) if each is not None]
                 if len(arrived) == share.size:
                     self._record(share, arrived, tickets)
-                elif arrived or seen[share.call.tap] <= self.used[share.call.tap]:
-                    self._refuse_lost(share.call.tap)
+                elif arrived:
+                    self._refuse_lost(tap)
+                elif share.call.checkpointed or seen[tap] <= self.used[tap]:
+                    missing.append(share.call)
                 del arrived
         if tickets:
             self._check_tickets(tickets)
+        if missing:
+            self._check_missing(missing)
+
+    def _check_missing(self, missing: list[TappedCall]) -> None:
+        """Backward left nothing of these calls: is that because autograd does not reach them, compiled or not?"""
+        new = [call for call in missing if call not in self._plan.unreached]
+        if new:
+            reached, lost = self._reached(), Counter(call.tap for call in missing)
+            for tap, count in lost.items():
+                calls = sum(share.call.tap is tap for share in self.shares)
+                if reached[tap] > calls - count:
+                    self._refuse_lost(tap)
+            self._plan.unreached.update(new)
 
     def _record(self, share: Share, arrived: list[Tensor], tickets: list[tuple[LayerTap, Tensor]]) -> None:
         tap = share.call.tap
@@ -191,9 +214,9 @@ class Handout:
 
     def _refuse_lost(self, tap: LayerTap) -> None:
         raise UserError(
-            f"{tap.name} was called in a compiled graph, and a backward pass left nothing of it: its output took no "
-            "part in the loss and is in a graph of its own, or its gradient was lost; leave it out of torch.compile "
-            "with torch.compiler.disable, or freeze it"
+            f"{tap.name} was called in a compiled graph, and a backward pass left nothing of it where an eager one "
+            "would: its gradient was lost, or its output, in a graph of its own, took no part in the loss; leave it "
+            "out of torch.compile with torch.compiler.disable, or freeze it"
         )
 
 

@@ -116,6 +116,14 @@ def test_a_parameter_that_is_used_past_its_layer_is_refused():
         step(called, batch())
 
 
+def test_a_head_that_takes_no_part_in_the_loss():
+    def run(called, model, engine):
+        model.between = lambda x: x + 0 * model.spare(x).detach().sum()
+        step(called, batch())
+
+    assert_as_eager(run)
+
+
 # -- graphs from before, and graphs that are not there -----------------------------------------------------------------
 
 
@@ -187,13 +195,12 @@ def test_more_shapes_than_torch_compiles_graphs_for():
         assert_as_eager(run, dynamic=False)
 
 
-@pytest.mark.parametrize("dynamic", [None, True])
-def test_batches_of_any_size_one_sample_and_none(dynamic):
+def test_batches_of_any_size_one_sample_and_none():
     def run(called, model, engine):
         for size in (4, 6, 3, 1, 0, 5):
             step(called, batch(size))
 
-    assert_as_eager(run, dynamic=dynamic)
+    assert_as_eager(run)
 
 
 # -- the model changes -------------------------------------------------------------------------------------------------
@@ -221,7 +228,7 @@ def test_a_parameter_that_is_replaced_is_refused():
 
 def test_parameters_that_are_frozen_and_thawed_between_steps():
     def run(called, model, engine):
-        for frozen in ("first.weight", "norm.bias", "second.bias", "head.weight"):
+        for frozen in ("first.weight", "second.bias"):
             for name, parameter in model.named_parameters():
                 parameter.requires_grad_(name != frozen)
             step(called, batch())
@@ -231,13 +238,11 @@ def test_parameters_that_are_frozen_and_thawed_between_steps():
     assert_as_eager(run)
 
 
-@pytest.mark.parametrize("times", [0, 2, 3])
-def test_a_layer_that_is_skipped_or_called_again_in_some_step(times):
+def test_a_layer_that_is_skipped_or_called_again_in_some_step():
     def run(called, model, engine):
-        step(called, batch())
-        model.times = times
-        step(called, batch())
-        step(called, batch(seed=2))
+        for times in (1, 0, 3):
+            model.times = times
+            step(called, batch())
 
     assert_as_eager(run)
 
