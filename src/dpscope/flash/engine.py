@@ -29,6 +29,7 @@ from dpscope.flash import layers
 from dpscope.flash.checkpointed_blocks import CheckpointedBlock, CheckpointedBlocks
 from dpscope.flash.compiled.frames import original_of
 from dpscope.flash.compiled.regions import Region, region_taps
+from dpscope.flash.compiled.traced import GraphCast
 from dpscope.flash.contributions import Contribution
 from dpscope.flash.distributed import ReplicaTap
 from dpscope.flash.explanation import OpaqueUnit, PathTable, describe_opaque, explain_slots
@@ -97,6 +98,7 @@ class FlashEngine:
         self.state = StepState()
         self.padding = PaddingCount()
         self.cast = SharedCast()
+        self.graph_cast = GraphCast()
         self.norms: Tensor | None = None
         self.factors: Tensor | None = None
         self.nonfinite_samples: Tensor | None = None

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dpscope.errors import UserError
 from dpscope.flash.arguments import KEEP_BATCH_FIRST
 from dpscope.flash.compiled.frames import run_outside
-from dpscope.flash.compiled.traced import Handed, call_traced
+from dpscope.flash.compiled.traced import GraphCast, Handed, call_traced
 from dpscope.flash.contributions import Contribution, Kept
 from dpscope.flash.forward_passes import ForwardPasses
 from dpscope.flash.instance_method import InstanceMethod
@@ -38,6 +38,7 @@ class Engine(Protocol):
     forwards: ForwardPasses
     path_rules: PathRules
     cast: SharedCast
+    graph_cast: GraphCast
     anchor: Tensor
     refusal: type[UserError]
 
@@ -240,6 +241,7 @@ class LayerTap(TapOfSamples):
 
     names: ClassVar[tuple[str, ...]] = ("weight", "bias")
     min_dim = 2  # of x, the batch dimension included
+    casts_input: ClassVar[bool] = False  # under autocast: `forward` begins with `operands`
 
     def __init__(self, engine: Engine, name: str, module: nn.Module) -> None:
         super().__init__(engine, name, module)
@@ -337,6 +339,13 @@ class LayerTap(TapOfSamples):
 
     def apply(self, x: Tensor, live: Sequence[bool]) -> Any:
         return _apply_tapped(self, self.prepare(x), live, self.engine.anchor)
+
+    def operand_dtype(self, x: Tensor) -> torch.dtype | None:
+        """In which `forward` reads x, where it takes its operands from `operands` and x is not float64."""
+        weight = self.parameters.get("weight")
+        if not self.casts_input or weight is None or torch.float64 in (weight.dtype, x.dtype):
+            return None
+        return autocast_dtype(x) if x.is_floating_point() else None
 
     def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """x, weight and bias of a matrix product or convolution, as autocast would hand them to it."""

@@ -145,17 +145,19 @@ class Handout:
         of_taps: dict[LayerTap, list[Handed]] = {}
         for share in self.shares:
             pieces = tuple([next(stand_ins) for _ in range(share.size)])
-            of_taps.setdefault(share.call.tap, []).append(Handed(share.like, pieces))
+            handed = Handed(share.like, pieces, share is self.shares[-1])
+            of_taps.setdefault(share.call.tap, []).append(handed)
             share.call.tap.counted = not share.call.checkpointed
         before = [(tap, tap.handed, tap.calls) for tap in of_taps]
-        for tap, handed in of_taps.items():
-            tap.handed, tap.calls = tuple(handed), 0
+        for tap, for_calls in of_taps.items():
+            tap.handed, tap.calls = tuple(for_calls), 0
         try:
             yield
         finally:
             for tap, theirs, calls in before:
                 self.used[tap] = tap.calls
                 tap.handed, tap.calls = theirs, calls
+            self.engine.graph_cast.clear()
 
     @torch.no_grad()
     def receive(self, left: list[Tensor | None]) -> None:

@@ -22,6 +22,33 @@ class Handed(NamedTuple):
 
     like: Tensor
     stand_ins: tuple[Tensor, ...]
+    last: bool  # of the calls in this forward
+
+
+class GraphCast:
+    """The last cast of an input that a graph holds: q, k and v read one tensor, and give out one cast of it.
+
+    A compiler would merge equal casts, but not those that leave the graph. Both tensors are forgotten at the last call,
+    before the graph ends: what an object of Python's still holds then would be an output of the graph.
+    """
+
+    def __init__(self) -> None:
+        self.source: Tensor | None = None
+        self.result: Tensor | None = None
+
+    def of(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """x in `dtype`, without a history."""
+        if self.source is not x or self.result is None or self.result.dtype != dtype:
+            self.source, self.result = x, x.detach().to(dtype)
+        return self.result
+
+    def clear(self) -> None:
+        self.source = self.result = None
+
+
+class TracedEngine(Protocol):
+    @property
+    def graph_cast(self) -> GraphCast: ...
 
 
 class TracedTap(Protocol):
@@ -29,7 +56,12 @@ class TracedTap(Protocol):
     calls: int  # that were traced in it
     counted: bool
 
+    @property
+    def engine(self) -> TracedEngine: ...
+
     def prepare(self, x: Tensor) -> Tensor: ...
+
+    def operand_dtype(self, x: Tensor) -> torch.dtype | None: ...
 
     def forward(self, ctx: Any, x: Tensor) -> Tensor: ...
 
@@ -45,10 +77,13 @@ class Traced(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, tap: TracedTap, x: Tensor, live: tuple[bool, ...], *stand_ins: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, tap: TracedTap, x: Tensor, cast: Tensor | None, live: tuple[bool, ...], *stand_ins: Tensor
+    ) -> Tensor:
+        """`cast`: x in the dtype that the layer reads it in, without a history; None: x is in it, or `tap` casts it."""
         ctx.tap, ctx.live = tap, live
         ctx.dtypes = tuple(each.dtype for each in stand_ins)
-        output = tap.forward(ctx, x)
+        output = tap.forward(ctx, x if cast is None else cast)
         # Autograd forbids in-place operations on a view made in here, such as ReLU(inplace=True).
         return torch.ops.aten._unsafe_view.default(output, output.shape)  # type: ignore[no-any-return]
 
@@ -61,7 +96,7 @@ class Traced(torch.autograd.Function):
         # Autograd would round a gradient to its stand-in's dtype in silence.
         for piece, dtype in zip(given, ctx.dtypes, strict=True):
             assert torch.promote_types(piece.dtype, dtype) == dtype
-        return None, dx, None, *given
+        return None, dx, None, None, *given
 
 
 def call_traced(tap: TracedTap, x: Tensor, live: tuple[bool, ...]) -> Any:
@@ -69,7 +104,7 @@ def call_traced(tap: TracedTap, x: Tensor, live: tuple[bool, ...]) -> Any:
     index = tap.calls
     if index >= len(tap.handed):
         return break_graph(tap, (x,), {})
-    like, stand_ins = tap.handed[index]
+    like, stand_ins, last = tap.handed[index]
     given = x
     if x.shape[0] == 1 and like.shape[0] != 1:  # one row for all samples
         x = x.expand(like.shape[0], *x.shape[1:])
@@ -78,7 +113,12 @@ def call_traced(tap: TracedTap, x: Tensor, live: tuple[bool, ...]) -> Any:
         return break_graph(tap, (given,), {})
     if tap.counted:
         tap.calls = index + 1
-    return Traced.apply(tap, x, live, *stand_ins)  # type: ignore[no-untyped-call]
+    cast, dtype = None, tap.operand_dtype(x)
+    if tap.counted and dtype is not None and dtype != x.dtype:  # a checkpoint's graph may not remember anything
+        cast = tap.engine.graph_cast.of(x, dtype)
+    if tap.counted and last:
+        tap.engine.graph_cast.clear()
+    return Traced.apply(tap, x, cast, live, *stand_ins)  # type: ignore[no-untyped-call]
 
 
 @uncompiled(

@@ -106,6 +106,8 @@ class Patches(Saved):
 
 
 class ConvTap(LayerTap):
+    casts_input = True
+
     def __init__(self, engine: Engine, name: str, module: nn.Module) -> None:
         super().__init__(engine, name, module)
         conv = cast("nn.Conv2d", module)

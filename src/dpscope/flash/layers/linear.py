@@ -50,6 +50,7 @@ def per_sample_gradients(x: Tensor, g: Tensor, dtype: torch.dtype) -> Tensor:
 
 class LinearTap(LayerTap):
     transposed = False
+    casts_input = True
 
     def forward(self, ctx: Any, x: Tensor) -> Tensor:
         x, weight, bias = self.operands(x)

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from dpscope.flash import FlashEngine
+from dpscope.flash.contributions import Outer
 from tests.unit.flash.agreement import assert_agrees, reference
 from tests.unit.flash.compiled.compiling import Graphs, assert_compiled_exact, by_wrapper, in_place
 from tests.unit.flash.flash_models import Decoder, token_batch, token_losses
@@ -91,3 +92,38 @@ def test_detaching_leaves_a_compiled_model_as_it_was():
     model(x).sum().backward()
     for found, parameter in zip(model_grads, model.parameters(), strict=True):
         torch.testing.assert_close(found, parameter.grad)
+
+
+def test_layers_that_read_one_tensor_give_out_one_cast_of_it():
+    """Under autocast three copies would be held until the norms are taken."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({name: nn.Linear(64, 64) for name in ("first", "q", "k", "v")})
+
+    class Heads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = model
+
+        def forward(self, x):
+            x = self.layers["first"](x).float().sin()
+            return sum(self.layers[name](x) * scale for scale, name in enumerate("qkv", start=1))
+
+    whole = Heads()
+    batch = torch.randn(3, 2, 64)
+    sums = []
+    for called in (whole, torch.compile(whole, backend=Graphs(), fullgraph=True)):
+        with FlashEngine(called, max_grad_norm=0.1) as engine:
+            for _ in range(2):
+                engine.zero_grad()
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = called(batch).float().square().mean()
+                loss.backward()
+                inputs = {slot.name: part.first for slot, part in engine.contributions() if isinstance(part, Outer)}
+                held = len({x.untyped_storage().data_ptr() for name, x in inputs.items() if "first" not in name})
+                assert len(inputs) == 4
+                assert held == 1
+                engine.finish()
+            sums.append([parameter.grad.clone() for parameter in whole.parameters()])
+            engine.zero_grad()
+    torch.testing.assert_close(*sums, rtol=2e-2, atol=2e-4)
+    assert engine.graph_cast.source is None

@@ -347,10 +347,10 @@ def test_a_piece_that_the_compiler_loses_is_an_error_that_names_the_layer(monkey
     whole = Traced.backward
 
     def losing(ctx, g):
-        first, dx, third, *pieces = whole(ctx, g)
+        first, dx, third, fourth, *pieces = whole(ctx, g)
         if g.shape[-1] == 3:  # of the head
             pieces = [None] * len(pieces) if lost == "every piece" else [None, *pieces[1:]]
-        return first, dx, third, *pieces
+        return first, dx, third, fourth, *pieces
 
     monkeypatch.setattr(Traced, "backward", staticmethod(losing))
     called = compiled(made())
