@@ -7,3 +7,11 @@ class UserError(ValueError):
 
 class MeasurementFailed(Exception):
     """A row that ran, and whose figures mean nothing. The message is the reason that the row gives."""
+
+
+class RankEnded(MeasurementFailed):
+    """A rank of a row ended without figures; `status` is the row's."""
+
+    def __init__(self, status: str, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status

@@ -72,6 +72,7 @@ def _shown(value: object, longest: int = 40) -> str:
 
 BATCH_SIZE = WholeNumber("batch size")
 RANKS = WholeNumber("the number of processes", 1, 4096)
+LINK_GBPS = RealNumber("--link-gbps, in Gbit/s,", least=1e-3, most=1e6)
 ACCUMULATE = WholeNumber("accumulate", 1, 10**6)  # batches in a step
 MEMORY_BUDGET = RealNumber("the memory budget in GiB", least=1e-3, most=1e6)
 TRIED_SIZE = WholeNumber("--sizes", 1, 2**16)  # of batches on which a training loop is tried, each many times

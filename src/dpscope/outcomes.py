@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import signal
 
-from dpscope.errors import MeasurementFailed, UserError
+from dpscope.errors import MeasurementFailed, RankEnded, UserError
 from dpscope.packages import explain_import_error
 from dpscope.vocabulary.statuses import FAILED, OOM, SKIPPED
 
@@ -34,7 +34,7 @@ def _outcome_of(error: BaseException) -> tuple[str, str]:
     if isinstance(error, MemoryError) or _OUT_OF_MEMORY.search(str(error)):
         return OOM, f"out of memory on the CPU: {SMALLER}, or a larger --memory-limit if one was given"
     if isinstance(error, MeasurementFailed):
-        return FAILED, str(error)
+        return error.status if isinstance(error, RankEnded) else FAILED, str(error)
     if isinstance(error, UserError):
         return SKIPPED, str(error)
     if isinstance(error, ImportError) and (sentence := explain_import_error(error)) is not None:

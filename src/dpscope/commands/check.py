@@ -55,7 +55,9 @@ SLOW_VMAP = "There is a performance drop because we have not yet implemented the
 @setting_option("accumulate")
 @setting_option("checkpoint_blocks")
 @setting_option("compile", type=str, help=f"{'|'.join(COMPILE_MODES)}: check methods on a compiled model.")
-@setting_option("gpus", help="Hold a run on N ranks, noise included, against one process, instead (flash).")
+@setting_option(
+    "gpus", type=int, default=1, help="Hold a run on N ranks, noise included, against one process, instead (flash)."
+)
 @setting_option("parallel")
 @setting_option("seed", help="Of weights and data.")
 @setting_option("device")

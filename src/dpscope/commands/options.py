@@ -100,9 +100,11 @@ def setting_option(name: str, **instead: Any) -> Callable[[F], F]:
     """The flag of a setting; `instead`: what this command says of it otherwise."""
     setting = SETTINGS[name]
     default = setting.default if setting.flag_default is None else setting.flag_default
-    kind: dict[str, Any] = {"type": CommaList(str) if setting.several else type(default), "show_default": True}
+    kind: dict[str, Any] = {"type": type(default), "show_default": True}
     if isinstance(default, bool):
         kind = {"is_flag": True}
+    elif setting.several:
+        kind |= {"type": CommaList(type(default)), "default": str(default)}
     return click.option(setting.flag, **{"default": default, "help": setting.help, **kind, **instead})
 
 

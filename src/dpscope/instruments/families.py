@@ -9,6 +9,7 @@ from dpscope.vocabulary import phases
 from dpscope.vocabulary.families import (
     ATTENTION,
     CLIPPING,
+    COLLECTIVE,
     COPY,
     ELEMENTWISE,
     EMBEDDING,
@@ -29,6 +30,7 @@ _WORK_OF_PHASE = {phases.CLIP: CLIPPING, phases.NOISE: NOISE_FAMILY, phases.OPTI
 # The first pattern that is found decides. Attention is looked for before GEMM (its kernels are built of GEMM pieces),
 # and what a generic kernel was made for (`vectorized_elementwise_kernel<…copy_kernel…>`) before the generic name.
 _KERNEL_PATTERNS: tuple[tuple[str, str], ...] = (
+    (COLLECTIVE, r"nccl(Dev)?Kernel|ncclSymk"),
     (CLIPPING, r"_gram_(ids_|finish_)?kernel|_kept_norms_kernel|_projections_kernel|_sums_kernel"),
     (NOISE_FAMILY, r"_add_noise_kernel|distribution_elementwise|normal_and_transform|philox|curand|random_from_to"),
     (OPTIMIZER_FAMILY, r"FusedAdam|FusedSgd|fused_adam|fused_sgd|_adam_kernel|_sgd_kernel|adagrad|lamb_kernel"),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from dpscope.reports.memory.data import Composition, composition_of, in_order, timeline_of
 from dpscope.reports.output import Output, text_output
+from dpscope.reports.ranks.data import rank_records
 from dpscope.reports.report import Report
 from dpscope.reports.tables import Row
 from dpscope.vocabulary.components import COMPONENTS
@@ -32,12 +33,13 @@ def to_records(rows: Sequence[Row]) -> list[dict[str, Any]]:
             **row.fields(*IDENTITY, *settings),
             **_cost(row),
             **(_compilation(row) if any(each.field("compile") != EAGER for each in rows) else {}),
+            **by_rank,
             **(_memory(row, components) if components else {}),
             **({"notes": " ".join(row.notes) or None} if any(each.notes for each in rows) else {}),
             "hardware": row.first.environment.get("gpu") or row.first.environment.get("cpu"),
             **{name: row.first.environment.get(name) for name in SOFTWARE},
         }
-        for row in rows
+        for row, by_rank in zip(rows, rank_records(rows), strict=True)
     ]
 
 

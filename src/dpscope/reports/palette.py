@@ -55,6 +55,7 @@ FAMILY_COLOURS = {
     families.NOISE_FAMILY: "#882255",
     families.COPY: "#AA4499",
     families.EMBEDDING: "#6699CC",
+    families.COLLECTIVE: "#EE8866",
     families.OTHER: "#DDDDDD",
 }
 PRIVATE_FAMILIES = {families.CLIPPING, families.NOISE_FAMILY}

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from dpscope.reports.doubt import doubt_of_times, marked
 from dpscope.reports.words import size_in_words
 from dpscope.results.payloads.memory import CompilationPayload, MemoryPayload, TimingPayload
+from dpscope.results.payloads.ranks import RanksPayload
 from dpscope.results.schema import Result
 from dpscope.units import MIB, MISSING, format_ms, format_ratio, format_throughput
 from dpscope.vocabulary.methods import STANDARD
@@ -20,6 +21,7 @@ from dpscope.vocabulary.statuses import OOM
 
 SIZES = ("batch_size", "seq_len")
 SPEEDS = ("samples/s", "tokens/s")
+BATCH_OF_A_RANK, BATCH_OF_A_STEP = "batch of a rank", "batch of a step"
 MEASUREMENT_FIELDS = ("method", "instrument", "options", *REPEATS)  # ten timed steps and a tracked one are one row
 StepCounts = tuple[tuple[str, Any], ...]
 Value = TypeVar("Value")
@@ -35,6 +37,7 @@ class Row:
     methods: tuple[str, ...] = ()  # all that the results hold: they are told apart by how they look
     reference: Row | None = field(default=None, repr=False)  # ordinary training of this size, if it is another row
     eager_standard: Row | None = field(default=None, repr=False)  # of a compiled row: the same without torch.compile
+    alone: Row | None = field(default=None, repr=False)  # the same method in one process, if this is of several
     derived: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)  # what `once_a_row` has computed
 
     @property
@@ -219,6 +222,24 @@ class Row:
         return self.memory.get("source", "") if self.peak_bytes is not None else ""
 
     @property
+    def ranks(self) -> RanksPayload | None:
+        """Of a row over several processes: each rank's figures, and what travels between them."""
+        return self.first_of(lambda result: result.ranks)
+
+    @property
+    def scaling(self) -> float | None:
+        """Samples in a second, against the same method in one process; n of n ranks would be perfect."""
+        of_one = self.alone.speeds.get("samples/s") if self.alone else None
+        return _ratio(self.speeds.get("samples/s"), of_one)
+
+    @property
+    def scaling_batch(self) -> str:
+        """Which batch is as large in one process: that of a rank, or that of a step."""
+        if self.alone is None:
+            return ""
+        return BATCH_OF_A_RANK if self.alone.field("batch_size") == self.field("batch_size") else BATCH_OF_A_STEP
+
+    @property
     def notes(self) -> list[str]:
         """What is worth knowing beside the figures, each sentence once."""
         return list(dict.fromkeys(note["sentence"] for result in self.measured.values() for note in result.notes))
@@ -268,8 +289,22 @@ def compare_results(results: Iterable[Result]) -> list[Row]:
         if row.field("compile") != EAGER:
             found = eager.get(hashable({**row.identity, "compile": EAGER}))
             rows[place] = replace(row, eager_standard=found)
+        elif row.field("gpus") > 1:
+            rows[place] = replace(row, alone=_in_one_process(row, rows))
     standards = {row.comparison: row for row in rows if row.method == STANDARD}
     return [row if row is (found := standards.get(row.comparison)) else replace(row, reference=found) for row in rows]
+
+
+def _in_one_process(row: Row, rows: Sequence[Row]) -> Row | None:
+    """The row of the same method in one process whose batch is that of a rank or, if there is none, of a step."""
+    processes = row.field("gpus")
+    one = {**row.identity, **{name: LATER_DEFAULTS[name] for name in ("gpus", "parallel")}}
+    for batch_size in (row.field("batch_size"), row.field("batch_size") * processes):
+        wanted = hashable({**one, "batch_size": batch_size})
+        for other in rows:
+            if other.method == row.method and other.comparison == wanted:
+                return other
+    return None
 
 
 def join_instruments(results: Sequence[Result]) -> list[Row]:

@@ -16,6 +16,7 @@ from dpscope.results.payloads import PAYLOADS
 from dpscope.results.payloads.memory import MemoryPayload, Snapshot, TimelinePayload, TimingPayload
 from dpscope.results.payloads.ncu import NcuPayload
 from dpscope.results.payloads.nsys import NsysPayload
+from dpscope.results.payloads.ranks import RanksPayload
 from dpscope.results.payloads.trace import TracePayload
 from dpscope.results.validation import find_mismatch
 from dpscope.vocabulary.instruments import INSTRUMENTS
@@ -64,6 +65,7 @@ class Result:
     trace: TracePayload = field(default_factory=_nothing)
     ncu: NcuPayload = field(default_factory=_nothing)
     nsys: NsysPayload = field(default_factory=_nothing)
+    ranks: RanksPayload = field(default_factory=_nothing)  # of a row over several processes
     files: dict[str, str] = field(default_factory=dict)  # what it is -> path below the folder of the sweep
     notes: list[Note] = field(default_factory=list)
     environment: dict[str, Any] = field(default_factory=dict)
@@ -186,7 +188,7 @@ _PARTS: dict[str, Callable[[Any], bool]] = {
     "environment": lambda value: (
         _is_dict(value) and all(value.get(name) is None or _is_text(value[name]) for name in ("cpu", "gpu"))
     ),
-    **dict.fromkeys(("config", "breakdown", "timing", "memory", *INSTRUMENT_PARTS, "files"), _is_dict),
+    **dict.fromkeys(("config", "breakdown", "timing", "memory", "ranks", *INSTRUMENT_PARTS, "files"), _is_dict),
     "snapshots": lambda value: isinstance(value, list) and all(map(_is_dict, value)),
     "notes": lambda value: (
         isinstance(value, list) and all(_is_dict(note) and isinstance(note.get("sentence"), str) for note in value)

@@ -22,6 +22,7 @@ from dpscope.vocabulary.statuses import FAILED
 
 # (spec, progress, folder for what the measurement leaves beside its figures) -> result
 Measurement = Callable[[RunSpec, Progress, Path], Result]
+OF_SEVERAL_PROCESSES = ("time", "trace")  # instruments that look at all ranks of a row
 
 
 def measurement_module(instrument: str) -> ModuleType:
@@ -31,9 +32,10 @@ def measurement_module(instrument: str) -> ModuleType:
 
 def measure(spec: RunSpec, progress: Progress = no_progress, files: Path | None = None) -> Result:
     """Measure a spec. Files that the measurement writes go to `files`; without it they are deleted."""
-    if spec.world_size > 1 and spec.instrument != "time":
+    if spec.world_size > 1 and spec.instrument not in OF_SEVERAL_PROCESSES:
         raise UserError(
-            f"{spec.instrument} looks at one process: of several, --instruments time gives time and peak of every rank"
+            f"{spec.instrument} looks at one process: of several, --instruments time gives time and peak of every "
+            "rank, and trace where their time goes"
         )
     measurement: Measurement = getattr(measurement_module(spec.instrument), f"measure_{spec.instrument}")
     with tempfile.TemporaryDirectory() as nowhere:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
+from dpscope.errors import UserError
 from dpscope.runner.environment import resolve_device
 from dpscope.runner.instruments import choose_instruments
 from dpscope.runner.spec import RunSpec
 from dpscope.vocabulary.methods import BUILT_IN, STANDARD, resolve_method
-from dpscope.vocabulary.settings import SETTINGS, SWEPT
+from dpscope.vocabulary.settings import LATER_DEFAULTS, SETTINGS, SWEPT
 from dpscope.workloads.configs import WorkloadConfig, find_workload, parse_lora, with_lora
 
 # What a comparison is of, unless something else is asked for.
@@ -43,7 +44,7 @@ def plan_sweep(
 ) -> Plan:
     """Plan a comparison. `settings`: dtype, optimizer, steps, seed … (`RunSpec`), and `options` (`make_sweep`).
 
-    Settings in `SWEPT` (compile) may be lists. `instruments="all"` is every one that can work on this machine.
+    Settings in `SWEPT` (compile, gpus) may be lists. `instruments="all"` is every one that can work on this machine.
     `for_other_machine` plans for a machine with a GPU, which this one need not be.
     """
     config = find_workload(workload)
@@ -58,6 +59,7 @@ def plan_sweep(
         device=device,
         **settings,
     )
+    _require_several(specs, settings)
     return Plan(specs, choice.instruments, choice.remarks)
 
 
@@ -94,7 +96,22 @@ def make_sweep(
         for method in sorted(names, key=lambda name: name != STANDARD)
         for instrument in instruments
     ]
-    return list(dict.fromkeys(specs))
+    return list(dict.fromkeys(map(_of_one_process, specs)))
+
+
+def _of_one_process(spec: RunSpec) -> RunSpec:
+    """A row of one process is spread in no way, and is that of any other sweep."""
+    return spec if spec.world_size > 1 else replace(spec, parallel=LATER_DEFAULTS["parallel"])
+
+
+def _require_several(specs: Iterable[RunSpec], settings: Mapping[str, Any]) -> None:
+    """Raise `UserError` for settings of several processes where every row is of one."""
+    given = {name for name, default in LATER_DEFAULTS.items() if settings.get(name, default) != default}
+    if "parallel" in given and all(spec.world_size == 1 for spec in specs):
+        how = settings["parallel"]
+        raise UserError(f"--parallel {how} is for several processes: add --gpus N, or --simulate-world N")
+    if "link_gbps" in given and "simulate_world" not in given:
+        raise UserError("--link-gbps is for --simulate-world N: real processes send over the links that they have")
 
 
 def _several(values: Any) -> list[Any]:

@@ -49,7 +49,7 @@ class RunSpec(TrainerSettings):
             )
         if self.gpus > 1 and self.simulate_world > 1:
             raise UserError("--simulate-world takes the place of other processes: leave out --gpus")
-        if self.parallel == "hsdp" and self.world_size % 2:
+        if self.parallel == "hsdp" and self.world_size > 1 and self.world_size % 2:
             raise UserError("hsdp has two replicas: give --gpus or --simulate-world an even number")
         if self.param_dtype not in ("fp32", self.dtype):
             raise UserError(

@@ -15,6 +15,7 @@ CLIPPING = "clipping"
 NOISE_FAMILY = "noise"
 COPY = "copy"
 EMBEDDING = "embedding"
+COLLECTIVE = "collective"
 OTHER = "other"
 
 FAMILY_LABELS = {
@@ -28,6 +29,7 @@ FAMILY_LABELS = {
     NOISE_FAMILY: "noise",
     COPY: "copies, casts and fills",
     EMBEDDING: "embedding and indexing",
+    COLLECTIVE: "collectives between ranks",
     OTHER: "other",
 }
 

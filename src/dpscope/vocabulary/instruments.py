@@ -55,6 +55,8 @@ class Instrument:
         return not (self.gpu_only or self.instead)
 
 
+ALL_RANKS = "all"
+
 INSTRUMENTS: dict[str, Instrument] = {
     "time": Instrument(shows="The time of a step"),
     "memory": Instrument(
@@ -119,6 +121,9 @@ INSTRUMENTS: dict[str, Instrument] = {
             "memory": Option(False, "Record allocations and frees, by operator."),
             "stacks": Option(False, "Record Python stacks: waits are shown with file and line."),
             "modules": Option(False, "A range around every module: the most expensive ones are named."),
+            "rank": Option(
+                "0", "Of several processes (--gpus), which are recorded: rank 0, or all.", choices=("0", ALL_RANKS)
+            ),
             "flops": Option(False, "Count the floating-point operations of matrix products and convolutions."),
         },
         with_time=True,
@@ -138,6 +143,7 @@ def changed_options(instrument: str, options: Mapping[str, Any]) -> dict[str, An
 
 # What the summary tells of them, in its order: an instrument, and its section as `module:function` below `reports/`.
 SECTIONS = (
+    ("time", "ranks.text:ranks_section"),
     ("memory", "memory.text:memory_section"),
     ("memory", "memory.text:tensor_section"),
     ("trace", "trace.text:trace_section"),

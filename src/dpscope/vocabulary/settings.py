@@ -184,10 +184,11 @@ class TrainerSettings:
     gpus: int = setting(
         1,
         numbers.RANKS,
-        "Processes that train one model together, each on its own GPU; --batch-size is of each.",
+        "Processes that train one model together, each on its own GPU, as 1,4; --batch-size is of each.",
         label="GPUs",
         words="{} GPUs",
         heading="GPUs",
+        several=True,
     )
     parallel: str = setting(
         "ddp",
@@ -203,6 +204,12 @@ class TrainerSettings:
         label="simulated ranks",
         words="one of {} simulated ranks",
         heading="Simulated ranks",
+    )
+    link_gbps: float = setting(
+        400.0,  # one network card for each GPU, as in machines of eight
+        numbers.LINK_GBPS,
+        "Gbit/s of a rank's link, by which a simulated world's sending time is computed.",
+        words="links of {} Gbit/s",
     )
     memory_budget: str = setting(
         "auto",

@@ -25,5 +25,8 @@ def test_each_collective_counts_the_bytes_of_its_larger_side() -> None:
         dist.all_reduce(torch.zeros(5, dtype=torch.bfloat16))
         dist.all_gather([torch.zeros(4), torch.zeros(4)], torch.zeros(4))
         torch.zeros(1000).sum()
-    assert seen.bytes == {"all-reduce": 50, "all-gather": 16}
+    assert seen.bytes == {"all-reduce": 50, "all-gather": 32}
+    # Of two ranks, each sends half of what is gathered; of an all-reduce a half twice.
+    assert seen.collectives["all-reduce"] == {"calls": 2, "bytes": 50, "sent_bytes": 50}
+    assert seen.collectives["all-gather"] == {"calls": 1, "bytes": 32, "sent_bytes": 16}
     assert seen.dtypes["all-reduce"] == {torch.float32, torch.bfloat16}

@@ -44,6 +44,8 @@ def planned_by_command(*arguments, **asked):
             ("--max-grad-norm", "0.1", "--seed", "3", "--warmup", "0", "--steps", "1"),
             {"max_grad_norm": 0.1, "seed": 3, "warmup": 0, "steps": 1},
         ),
+        (("--gpus", "1,2", "--parallel", "fsdp"), {"gpus": [1, 2], "parallel": "fsdp"}),
+        (("--simulate-world", "8", "--link-gbps", "100"), {"simulate_world": 8, "link_gbps": 100.0}),
         (("--lora", "r=2,target=head"), {"lora": "r=2,target=head"}),
     ],
 )
@@ -122,4 +124,16 @@ def test_rows_of_one_compile_mode_stand_together_standard_first():
 )
 def test_what_cannot_be_compiled_is_refused_before_any_row(settings, sentence):
     with pytest.raises(UserError, match=sentence):
+        plan_sweep(TINY, device="cpu", **settings)
+
+
+def test_rows_of_one_process_in_a_sweep_over_several_are_those_of_any_sweep():
+    alone, *_, spread = plan_sweep(TINY, gpus=[1, 2], parallel="hsdp", device="cpu").specs
+    assert alone == plan_sweep(TINY, device="cpu").specs[0]
+    assert (spread.gpus, spread.parallel) == (2, "hsdp")
+
+
+@pytest.mark.parametrize("settings", [{"parallel": "fsdp"}, {"link_gbps": 100.0}, {"gpus": 2, "link_gbps": 100.0}])
+def test_settings_of_several_processes_that_would_do_nothing_are_refused(settings):
+    with pytest.raises(UserError, match="--simulate-world N"):
         plan_sweep(TINY, device="cpu", **settings)

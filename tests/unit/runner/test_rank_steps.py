@@ -31,3 +31,9 @@ def test_one_rank_of_a_simulated_world_has_times_a_peak_and_collectives(parallel
     reduces = {"ddp": {"all-reduce"}, "fsdp": {"reduce-scatter"}, "hsdp": {"reduce-scatter", "all-reduce"}}[parallel]
     gathers = set() if parallel == "ddp" else {"all-gather"}
     assert set(figures["collectives"]) == reduces | gathers
+    assert figures["collective_share"] is None
+    # What a rank sends is of its group: of hsdp's two replicas, half of an all-reduce twice; of two shards, half.
+    factors = {"ddp": 1.5, "fsdp": 0.75, "hsdp": 0.5}
+    for name, each in figures["collectives"].items():
+        expected = 1.0 if (parallel, name) == ("hsdp", "all-reduce") else factors[parallel]
+        assert each["sent_bytes"] == pytest.approx(expected * each["bytes"], rel=1e-3)

@@ -171,6 +171,7 @@ CHANGES = {
     "gpus": 2,
     "parallel": "fsdp",
     "simulate_world": 8,
+    "link_gbps": 100.0,
     "memory_budget": "lean",
     "optimizer": "sgd",
     "learning_rate": 2e-4,

@@ -17,6 +17,7 @@ from dpscope.instruments.trace.attribution import (
     union,
 )
 from dpscope.instruments.trace.capture import MODULE, WAIT
+from dpscope.instruments.trace.collectives import collective_time
 from dpscope.instruments.trace.events import Event, Trace
 from dpscope.instruments.trace.findings import casts, copies, synchronisations
 from dpscope.results.payloads import trace as payload
@@ -60,6 +61,8 @@ def summarise(traces: Sequence[Trace]) -> payload.TracePayload:
             "families": _families(views),
             "copies": copies(views),
         }
+    if (found := collective_time(traces))["kinds"]:
+        summary["collectives"] = found
     if any(event.name.startswith(MODULE) for trace in traces for event in trace.annotations):
         summary["modules"] = _modules(views)
     if any(trace.memory for trace in traces):

@@ -10,6 +10,8 @@ from typing import Any
 
 from dpscope.reports.export import to_records
 from dpscope.reports.palette import looks_of
+from dpscope.reports.ranks.data import rank_view_of
+from dpscope.reports.ranks.text import scaling_shown
 from dpscope.reports.report import Report
 from dpscope.reports.tables import SPEEDS, Row, heading_of, worth_a_column
 from dpscope.reports.traffic.data import traffic_of
@@ -76,6 +78,24 @@ def _speed(name: str) -> FigureColumn:
     return FigureColumn(lambda row: row.speeds.get(name), partial(Row.speed_shown, name=name), NOT_TIMED)
 
 
+def _collective_bytes(row: Row) -> float | None:
+    view = rank_view_of(row)
+    return sum(view.bytes.values()) if view else None
+
+
+def _show_collective_bytes(row: Row) -> str:
+    return format_bytes(_collective_bytes(row))
+
+
+def _collective_share(row: Row) -> float | None:
+    view = rank_view_of(row)
+    return view.share if view else None
+
+
+def _show_collective_share(row: Row) -> str:
+    return f"{_collective_share(row):.0%}"
+
+
 # What is compared comes first: on a phone the rest is a scroll away.
 RATIOS = {
     "time ×": _ratio(attrgetter("time_ratio"), attrgetter("time_ratio_shown")),
@@ -99,10 +119,13 @@ ABSOLUTES = {
         lambda row: format_duration(row.compilation["seconds"] if row.compilation else 0),
         "not compiled",
     ),
+    "scaling": FigureColumn(attrgetter("scaling"), scaling_shown, "no row of one process with that batch"),
+    "collectives": FigureColumn(_collective_bytes, _show_collective_bytes, "one process"),
+    "in collectives": FigureColumn(_collective_share, _show_collective_share, "not measured"),
     "DRAM bytes": FigureColumn(COUNTED, partial(_show_moved, "dram_bytes", format_traffic), UNCOUNTED),
 }
 # Columns that are there only where a row has such a figure.
-OPTIONAL = (*SPEEDS, "time × eager", "memory × eager", "compiling")
+OPTIONAL = (*SPEEDS, "time × eager", "memory × eager", "compiling", "scaling", "collectives", "in collectives")
 
 
 def make_table(report: Report) -> RowsTable:

@@ -13,6 +13,7 @@ from dpscope.reports.doubt import MARK, STRETCHED, marked
 from dpscope.reports.tables import Row
 from dpscope.reports.trace import data
 from dpscope.reports.words import operator_label
+from dpscope.results.payloads.trace import CollectiveTime, TracedRank
 from dpscope.units import MIB, MISSING, format_bytes, format_ms
 from dpscope.vocabulary.families import FAMILY_LABELS
 from dpscope.vocabulary.methods import STANDARD
@@ -38,7 +39,7 @@ def trace_section(rows: Sequence[Row], width: int) -> list[RenderableType]:
             parts += [_gpu_table(steps), "", *bounds, "", _family_table(steps), ""]
         for found in data.differences(steps):
             parts += [*_difference(found), ""]
-        parts += _lines(line for step in steps for line in (_waits(step), _casts(step)))
+        parts += _lines(line for step in steps for line in (_collectives(step), _waits(step), _casts(step)))
         parts += _lines(line for step in steps for line in (_modules(step), _memory(step), _flops(step)))
     return [*parts, Text(TRACE_NOTE, style="dim")] if parts else []
 
@@ -141,6 +142,22 @@ def _waits(step: data.TracedStep) -> str:
         for wait in waits[:3]
     )
     return f"{step.method}: {verb} {times:.0f} times a step: {told}{more}."
+
+
+def _collectives(step: data.TracedStep) -> str:
+    """What a rank spends in collectives, by kind; how ranks differ, where all were traced."""
+    found = step.trace.get("collectives")
+    if found is None:
+        return ""
+    kinds = ", ".join(f"{each['count']:.0f}× {each['collective']} {format_ms(each['ms'])}" for each in found["kinds"])
+    exposed = f", {format_ms(found['exposed_ms'])} while nothing else ran" if "exposed_ms" in found else ""
+    told = f"{step.method}: collectives are under way in {_under_way(found)} of rank 0{exposed} ({kinds})."
+    others = ", ".join(f"rank {rank['rank']}: {_under_way(rank)}" for rank in step.trace.get("ranks", []))
+    return f"{told} By rank: {others}." if others else told
+
+
+def _under_way(found: CollectiveTime | TracedRank) -> str:
+    return f"{format_ms(found['under_way_ms'])} of {format_ms(found['step_ms'])}"
 
 
 def _casts(step: data.TracedStep) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 from dpscope.results.payloads.memory import MemoryPayload, Snapshot, TimelinePayload, TimingPayload
 from dpscope.results.payloads.ncu import NcuPayload
 from dpscope.results.payloads.nsys import NsysPayload
+from dpscope.results.payloads.ranks import RanksPayload
 from dpscope.results.payloads.trace import TracePayload
 
 # Part of a result -> its shape in a row that is ok.
@@ -23,4 +24,5 @@ PAYLOADS: dict[str, Any] = {
     "trace": TracePayload,
     "ncu": NcuPayload,
     "nsys": NsysPayload,
+    "ranks": RanksPayload,
 }

@@ -106,6 +106,29 @@ class GpuTime(TypedDict):
     mean_kernel_us: float
 
 
+class CollectiveKind(TypedDict):
+    collective: str
+    count: float
+    ms: float
+
+
+class CollectiveTime(TypedDict):
+    """Of a step of one rank: moving data, or waiting for other ranks."""
+
+    kinds: list[CollectiveKind]
+    under_way_ms: float  # at least one of them
+    step_ms: float
+    exposed_ms: NotRequired[float]  # on a GPU: while nothing else ran on it
+
+
+class TracedRank(TypedDict):
+    """Of one rank, where all were traced: an average step, and how much of it had a collective under way."""
+
+    rank: int
+    step_ms: float
+    under_way_ms: float
+
+
 class TracePayload(TypedDict):
     basis: Literal["gpu", "cpu"]
     steps: int
@@ -122,6 +145,9 @@ class TracePayload(TypedDict):
     kernels: NotRequired[list[Kernel]]
     families: NotRequired[list[Family]]
     copies: NotRequired[list[Copy]]
+    # Of one of several ranks.
+    collectives: NotRequired[CollectiveTime]
+    ranks: NotRequired[list[TracedRank]]  # where all were traced; the rest is rank 0's
     # Where they were asked for.
     modules: NotRequired[list[ModuleTime]]
     memory: NotRequired[TracedMemory]

@@ -15,7 +15,7 @@ from dpscope.units import mib
 
 def measure_time(spec: RunSpec, progress: Progress, files: Path) -> Result:
     if spec.world_size > 1:
-        return measure_world(spec, progress)
+        return measure_world(spec, progress, files)
     step = TrainingSteps(spec)
     step.warm_up(progress)
     timing = time_steps(step, device=spec.device, warmup=0, steps=spec.steps, progress=progress).to_dict()

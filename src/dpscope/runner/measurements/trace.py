@@ -4,27 +4,77 @@ from __future__ import annotations
 
 from dataclasses import asdict, fields
 from pathlib import Path
+from typing import TypedDict
+
+import torch.distributed as dist
 
 from dpscope.errors import UserError
-from dpscope.instruments.timing import Progress
+from dpscope.instruments.timing import Progress, no_progress
 from dpscope.instruments.trace.capture import Detail, record
 from dpscope.instruments.trace.events import read_trace
 from dpscope.instruments.trace.summary import summarise
-from dpscope.results.schema import Result, result_for
+from dpscope.results.payloads.trace import TracedRank, TracePayload
+from dpscope.results.schema import Note, Result, result_for
 from dpscope.runner import environment
+from dpscope.runner.measurements.world import notes_on_simulation, run_ranks
 from dpscope.runner.spec import RunSpec
 from dpscope.runner.steps import TrainingSteps
-from dpscope.vocabulary.schedules import make_schedule
+from dpscope.vocabulary.instruments import ALL_RANKS
+from dpscope.vocabulary.schedules import Schedule, make_schedule
+
+
+class TracedSteps(TypedDict):
+    """What one process saw. `trace` is None on a rank that took the steps without a profiler."""
+
+    trace: TracePayload | None
+    files: dict[str, str]  # what it is -> name
+    notes: list[Note]
 
 
 def measure_trace(spec: RunSpec, progress: Progress, files: Path) -> Result:
-    schedule = make_schedule(spec.option("schedule"), warmup=spec.warmup, active=spec.option("trace_steps"))
+    ranks: list[TracedSteps]
+    ranks = run_ranks(spec, progress, files) if spec.gpus > 1 else [trace_steps(spec, files, progress)]
+    first = ranks[0]["trace"]
+    assert first is not None
+    traced = [(rank, each["trace"]) for rank, each in enumerate(ranks) if each["trace"] is not None]
+    if len(traced) > 1:
+        first["ranks"] = [_of_rank(rank, trace) for rank, trace in traced]
+    return result_for(
+        spec.to_dict(),
+        trace=first,
+        files={what: name for each in ranks for what, name in each["files"].items()},
+        notes=[*notes_on_simulation(spec), *ranks[0]["notes"]],
+        environment=environment.collect(spec.device),
+    )
+
+
+def _of_rank(rank: int, trace: TracePayload) -> TracedRank:
+    collectives = trace.get("collectives")
+    under_way = 0.0 if collectives is None else collectives["under_way_ms"]
+    return {"rank": rank, "step_ms": trace["step_ms"], "under_way_ms": under_way}
+
+
+def trace_rank(spec: RunSpec, files: Path) -> TracedSteps:
+    """One of several processes: rank 0 records, and all do with `--rank all`."""
+    step = TrainingSteps(spec)  # joins the others
+    rank = dist.get_rank()
+    if rank and spec.option("rank") != ALL_RANKS:
+        for _ in range(_schedule(spec).steps):
+            step()
+        return {"trace": None, "files": {}, "notes": []}
+    traced = trace_steps(spec, files / f"rank-{rank}", no_progress, step)
+    return {**traced, "files": {f"rank {rank} {what}": f"rank-{rank}/{n}" for what, n in traced["files"].items()}}
+
+
+def trace_steps(spec: RunSpec, files: Path, progress: Progress, step: TrainingSteps | None = None) -> TracedSteps:
+    """Record the spec's steps in this process."""
+    schedule = _schedule(spec)
     detail = Detail(**{each.name: spec.option(each.name) for each in fields(Detail)})
-    step = TrainingSteps(spec)
+    step = step or TrainingSteps(spec)
     step.compile(progress)
     if step.compilation is not None and detail.modules:
         raise UserError("a compiled graph has no modules: leave out --modules, or trace with --compile none")
-    # Opacus wraps the model; its own modules keep their names.
+    # Opacus and DDP wrap the model; its own modules keep their names.
     model = getattr(step.trainer.model, "_module", step.trainer.model)
     recording = record(
         step,
@@ -32,20 +82,21 @@ def measure_trace(spec: RunSpec, progress: Progress, files: Path) -> Result:
         device=spec.device,
         schedule=schedule,
         detail=detail,
-        model=model,
+        model=model if spec.world_size == 1 else step.trainer.plain_model,
         progress=progress,
     )
-    step.require_finite()
+    if spec.world_size == 1:
+        step.require_finite()
+    step.require_finite_losses()
     progress("reading the trace", 0, 1)
     summary = summarise([read_trace(path) for path in recording.paths])
     summary |= {"schedule": asdict(schedule), "detail": asdict(detail)}
     if recording.flops:
         summary["flops"] = recording.flops
     summary["files"] = {path.name: path.stat().st_size for path in recording.paths}
-    return result_for(
-        spec.to_dict(),
-        trace=summary,
-        files={path.name.removesuffix(".json.gz"): path.name for path in recording.paths},
-        notes=step.notes(),
-        environment=environment.collect(spec.device),
-    )
+    names = {path.name.removesuffix(".json.gz"): path.name for path in recording.paths}
+    return {"trace": summary, "files": names, "notes": step.notes()}
+
+
+def _schedule(spec: RunSpec) -> Schedule:
+    return make_schedule(spec.option("schedule"), warmup=spec.warmup, active=spec.option("trace_steps"))

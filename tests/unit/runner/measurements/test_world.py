@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from dpscope.instruments.processes import FinishedCommand
-from dpscope.instruments.timing import no_progress
-from dpscope.runner.measure import measure
+from dpscope.results.schema import parse_result
+from dpscope.runner.measure import measure, measure_or_explain
 from dpscope.runner.measurements import world
 from dpscope.runner.spec import RunSpec
 from dpscope.workloads.configs import PRESETS
@@ -25,7 +25,9 @@ def spec(**more: Any) -> RunSpec:
 
 def figures(times: list[float], peak: int) -> dict[str, Any]:
     memory = {"source": "made up", "peak_bytes": peak}
-    return {"step_ms": times, "memory": memory, "collectives": {"all-reduce": 10**9}, "notes": []}
+    moved = {"all-reduce": {"calls": 3, "bytes": 10**9, "sent_bytes": 10**9}}
+    share = times[0] / 100
+    return {"step_ms": times, "memory": memory, "collectives": moved, "collective_share": share, "notes": []}
 
 
 def left_by_ranks(monkeypatch: pytest.MonkeyPatch, *outcomes: dict[str, Any] | None) -> None:
@@ -46,34 +48,50 @@ def test_a_step_takes_as_long_as_its_slowest_rank_and_needs_what_the_largest_nee
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     left_by_ranks(monkeypatch, ok([10.0, 40.0], 3 << 20), ok([20.0, 30.0], 5 << 20))
-    result = world.measure_world(spec(), no_progress)
+    result = measure_or_explain(spec())
     assert result.ok
     assert result.timing["step_ms"] == [20.0, 40.0]
     assert result.peak_memory_mb == 5
-    (note,) = result.notes
-    assert note["peak_bytes_by_rank"] == [3 << 20, 5 << 20]
-    assert note["bytes_by_collective"] == {"all-reduce": 10**9}
-    assert "20 ms at 50 GB/s, 67% of the step" in note["sentence"]
+    assert result.ranks == {
+        "simulated": False,
+        "time_ms": [25.0, 25.0],
+        "peak_bytes": [3 << 20, 5 << 20],
+        "collectives": {"all-reduce": {"calls": 3, "bytes": 10**9, "sent_bytes": 10**9}},
+        "collective_share": [0.1, 0.2],
+    }
+    assert parse_result(result.to_json()) == result
 
 
 def test_a_rank_that_failed_speaks_for_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
     lost = {"status": "failed", "reason": "another process has ended", "figures": None}
     left_by_ranks(monkeypatch, lost, {"status": "oom", "reason": "out of GPU memory", "figures": None})
-    result = world.measure_world(spec(), no_progress)
+    result = measure_or_explain(spec())
     assert (result.status, result.reason) == ("oom", "rank 1: out of GPU memory")
 
 
 def test_a_rank_that_left_nothing_fails_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
     left_by_ranks(monkeypatch, ok([1.0, 1.0], 1), None)
-    result = world.measure_world(spec(), no_progress)
+    result = measure_or_explain(spec())
     assert result.status == "failed"
     assert "rank 1 ended without a result" in str(result.reason)
+
+
+@pytest.mark.parametrize("gbps", [400.0, 100.0])
+def test_what_a_simulated_rank_sends_is_computed_from_the_stated_link(
+    monkeypatch: pytest.MonkeyPatch, gbps: float
+) -> None:
+    monkeypatch.setattr(world, "measure_rank", lambda spec, progress: figures([10.0, 10.0], 1))
+    result = measure_or_explain(spec(gpus=1, simulate_world=8, link_gbps=gbps))
+    assert result.ranks["simulated"]
+    assert result.ranks["link"] == {"gbps": gbps, "send_ms": pytest.approx(8e3 / gbps)}  # 10^9 bytes
+    assert "collective_share" not in result.ranks
+    assert result.notes[0]["sentence"].startswith("Simulated: one rank of 8")
 
 
 @pytest.mark.slow
 def test_two_real_processes_are_started_by_torch_and_measured() -> None:
     result = measure(spec(parallel="fsdp"))
     assert result.ok, result.reason
-    (note,) = [note for note in result.notes if note["topic"] == "ranks"]
-    assert len(note["time_ms_by_rank"]) == 2
-    assert set(note["bytes_by_collective"]) == {"all-gather", "reduce-scatter"}
+    assert len(result.ranks["time_ms"]) == 2
+    assert set(result.ranks["collectives"]) == {"all-gather", "reduce-scatter"}
+    assert all(0 < share < 1 for share in result.ranks["collective_share"])
