@@ -31,8 +31,9 @@ def test_ranks_that_differ_are_refused_on_all_of_them(worlds: dict[int, Any], si
 
 
 @pytest.mark.slow
-def test_when_a_rank_is_killed_the_others_end_with_a_sentence() -> None:
-    ((said, seconds),) = in_world(2, cases.killed, lost=[1])
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_when_a_rank_is_killed_the_others_end_with_a_sentence(way: str) -> None:
+    ((said, seconds),) = in_world(2, cases.killed, way, lost=[1])
     assert "another process has ended or cannot be reached" in said
     assert seconds < 30
 

@@ -30,12 +30,12 @@ def figures(times: list[float], peak: int) -> dict[str, Any]:
     return {"step_ms": times, "memory": memory, "collectives": moved, "collective_share": share, "notes": []}
 
 
-def left_by_ranks(monkeypatch: pytest.MonkeyPatch, *outcomes: dict[str, Any] | None) -> None:
+def left_by_ranks(monkeypatch: pytest.MonkeyPatch, *outcomes: dict[str, Any] | None, output: str = "") -> None:
     def run(command: list[str], **options: Any) -> FinishedCommand:
         for rank, outcome in enumerate(outcomes):
             if outcome is not None:
                 (Path(command[-1]) / f"{rank}.json").write_text(json.dumps(outcome))
-        return FinishedCommand(0, "")
+        return FinishedCommand(0, output)
 
     monkeypatch.setattr(world, "run_limited", run)
 
@@ -74,6 +74,30 @@ def test_a_rank_that_left_nothing_fails_the_row(monkeypatch: pytest.MonkeyPatch)
     result = measure_or_explain(spec())
     assert result.status == "failed"
     assert "rank 1 ended without a result" in str(result.reason)
+
+
+# As torch.distributed.run printed it when rank 1 was killed.
+KILLED = """
+Failures:
+[1]:
+  rank      : 0 (local_rank: 0)
+  exitcode  : -15 (pid: 25752)  (SIGTERM)
+-------------------------------------------------------
+Root Cause (first observed failure):
+[0]:
+  rank      : 1 (local_rank: 1)
+  exitcode  : -9 (pid: 25753)
+"""
+
+
+@pytest.mark.parametrize("other", [None, {"status": "failed", "reason": "Connection reset by peer", "figures": None}])
+def test_a_rank_that_was_killed_is_named_before_those_that_lost_it(
+    monkeypatch: pytest.MonkeyPatch, other: dict[str, Any] | None
+) -> None:
+    left_by_ranks(monkeypatch, other, None, output=KILLED)
+    result = measure_or_explain(spec())
+    assert result.status == "failed"
+    assert str(result.reason).startswith("rank 1: the process was ended by SIGKILL")
 
 
 @pytest.mark.parametrize("gbps", [400.0, 100.0])
