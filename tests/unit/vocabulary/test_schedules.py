@@ -52,4 +52,4 @@ def test_the_instrument_has_an_option_for_each_detail_of_a_recording():
     from dpscope.vocabulary.instruments import INSTRUMENTS
 
     details = {each.name for each in fields(Detail)}
-    assert {*details, "schedule", "trace_steps"} == set(INSTRUMENTS["trace"].options)
+    assert {*details, "schedule", "trace_steps", "rank"} == set(INSTRUMENTS["trace"].options)
