@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +14,8 @@ from torch import Tensor, nn
 
 from dpscope.flash import FlashEngine
 from dpscope.flash.private_optimizer import DPFlashOptimizer
+from dpscope.runner.measurements.world import measure_rank
 from dpscope.runner.rank_check import check_ranks
-from dpscope.runner.rank_steps import measure_rank
 from dpscope.runner.spec import RunSpec
 from dpscope.workloads.configs import PRESETS
 
@@ -68,7 +69,7 @@ def test_a_sharded_model_is_trained_as_a_whole_one(batch: int) -> None:
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp", "hsdp"])
 @pytest.mark.parametrize("method", ["standard", "flash"])
-def test_one_rank_of_a_simulated_world_is_measured(parallel: str, method: str) -> None:
+def test_one_rank_of_a_simulated_world_is_measured(parallel: str, method: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"dtype": "bf16", "checkpoint_blocks": True, "warmup": 1, "steps": 2, "device": "cuda"}
     spec = RunSpec(
         workload=PRESETS["tiny"],
@@ -80,7 +81,7 @@ def test_one_rank_of_a_simulated_world_is_measured(parallel: str, method: str) -
         **options,
     )
     try:
-        figures = measure_rank(spec)
+        figures = measure_rank(spec, tmp_path)
     finally:
         dist.destroy_process_group()
     assert figures["memory"]["peak_bytes"] > 0

@@ -22,22 +22,23 @@ from dpscope.vocabulary.statuses import FAILED
 
 # (spec, progress, folder for what the measurement leaves beside its figures) -> result
 Measurement = Callable[[RunSpec, Progress, Path], Result]
-OF_SEVERAL_PROCESSES = ("time", "trace")  # instruments that look at all ranks of a row
 
 
 def measurement_module(instrument: str) -> ModuleType:
-    """The module with an instrument's `measure_NAME`, and `obstacle(device)` if it cannot work everywhere."""
+    """The module with an instrument's `measure_NAME`; `obstacle(device)` if it cannot work everywhere; `measure_rank`
+    (spec, folder for files) -> figures, if it can look at one of several processes."""
     return importlib.import_module(f"dpscope.runner.measurements.{instrument}")
 
 
 def measure(spec: RunSpec, progress: Progress = no_progress, files: Path | None = None) -> Result:
     """Measure a spec. Files that the measurement writes go to `files`; without it they are deleted."""
-    if spec.world_size > 1 and spec.instrument not in OF_SEVERAL_PROCESSES:
+    module = measurement_module(spec.instrument)
+    if spec.world_size > 1 and not hasattr(module, "measure_rank"):
         raise UserError(
             f"{spec.instrument} looks at one process: of several, --instruments time gives time and peak of every "
             "rank, and trace where their time goes"
         )
-    measurement: Measurement = getattr(measurement_module(spec.instrument), f"measure_{spec.instrument}")
+    measurement: Measurement = getattr(module, f"measure_{spec.instrument}")
     with tempfile.TemporaryDirectory() as nowhere:
         folder = files or Path(nowhere)
         result = measurement(spec, progress, folder)

@@ -7,10 +7,12 @@ from pathlib import Path
 from dpscope.instruments.timing import Progress, time_steps
 from dpscope.results.schema import Result, result_for
 from dpscope.runner import environment
-from dpscope.runner.measurements.world import measure_world
+from dpscope.runner.measurements.world import measure_rank, measure_world
 from dpscope.runner.spec import RunSpec
 from dpscope.runner.steps import TrainingSteps
 from dpscope.units import mib
+
+__all__ = ["measure_rank", "measure_time"]
 
 
 def measure_time(spec: RunSpec, progress: Progress, files: Path) -> Result:

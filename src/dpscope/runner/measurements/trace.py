@@ -16,7 +16,8 @@ from dpscope.instruments.trace.summary import summarise
 from dpscope.results.payloads.trace import TracedRank, TracePayload
 from dpscope.results.schema import Note, Result, result_for
 from dpscope.runner import environment
-from dpscope.runner.measurements.world import notes_on_simulation, run_ranks
+from dpscope.runner.measurements.world import notes_on_simulation
+from dpscope.runner.rank_launcher import run_ranks
 from dpscope.runner.spec import RunSpec
 from dpscope.runner.steps import TrainingSteps
 from dpscope.vocabulary.instruments import ALL_RANKS
@@ -54,7 +55,7 @@ def _of_rank(rank: int, trace: TracePayload) -> TracedRank:
     return {"rank": rank, "step_ms": trace["step_ms"], "under_way_ms": under_way}
 
 
-def trace_rank(spec: RunSpec, files: Path) -> TracedSteps:
+def measure_rank(spec: RunSpec, files: Path) -> TracedSteps:
     """One of several processes: rank 0 records, and all do with `--rank all`."""
     step = TrainingSteps(spec)  # joins the others
     rank = dist.get_rank()

@@ -1,89 +1,44 @@
 """Time and peak of a step over several processes: that of the slowest rank, and of the rank that needs most.
 
-The row's child starts `torch.distributed.run`, so that all ranks are in the row's process group, and puts together what
-they leave. A simulated world is one process, this one, and none of the others.
+A simulated world is one process, this one, and none of the others.
 """
 
 from __future__ import annotations
 
-import json
-import re
-import signal
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
-from dpscope.errors import RankEnded
-from dpscope.instruments.processes import run_limited
-from dpscope.instruments.timing import Progress, Timing
-from dpscope.outcomes import outcome_of_exit
-from dpscope.results.payloads.ranks import RanksPayload
+import torch
+
+from dpscope.instruments.collectives import CollectiveBytes
+from dpscope.instruments.timing import Progress, Timing, no_progress, time_steps
+from dpscope.instruments.trace.capture import record
+from dpscope.instruments.trace.collectives import collective_time
+from dpscope.instruments.trace.events import read_trace
+from dpscope.results.payloads.memory import MemoryPayload
+from dpscope.results.payloads.ranks import Collective, RanksPayload
 from dpscope.results.schema import Note, Result, result_for
 from dpscope.runner import environment
-from dpscope.runner.rank_steps import RankFigures, RankOutcome, measure_rank
+from dpscope.runner.rank_launcher import run_ranks
 from dpscope.runner.spec import RunSpec
+from dpscope.runner.steps import TrainingSteps
 from dpscope.units import mib
-from dpscope.vocabulary.statuses import FAILED, OK, OOM, SKIPPED
-
-# Signals that end a process, but for SIGTERM, by which torch.distributed.run ends those that are left.
-_KILLED = {-number for number in signal.Signals if number != signal.SIGTERM}
-_TELLING = (SKIPPED, OOM, FAILED)  # of several outcomes, the one that says most
+from dpscope.vocabulary.schedules import Schedule
 
 
-def run_ranks(spec: RunSpec, progress: Progress, files: Path) -> list[Any]:
-    """What each rank of the spec saw (`runner/rank_steps.py`), or `RankEnded` with how the row ended."""
-    with tempfile.TemporaryDirectory() as folder:
-        progress(f"{spec.gpus} ranks", 0, 1)
-        finished = run_limited(rank_command(spec, Path(folder), files))
-        print(finished.output, file=sys.stderr)
-        outcomes = [_read(Path(folder) / f"{rank}.json") for rank in range(spec.gpus)]
-    _require_figures(outcomes, finished.output)
-    return [outcome["figures"] for outcome in outcomes if outcome is not None]
-
-
-def _require_figures(outcomes: Sequence[RankOutcome | None], output: str) -> None:
-    """Raise `RankEnded` unless every rank has figures: what a rank says itself, or what became of one that is silent.
-
-    A rank that has lost another fails too: one that was killed is named before it.
-    """
-    told = [(rank, outcome) for rank, outcome in enumerate(outcomes) if outcome is not None and outcome["status"] != OK]
-    silent = [rank for rank, outcome in enumerate(outcomes) if outcome is None]
-    killed = {rank: code for rank, code in _exit_codes(output).items() if rank in silent and code in _KILLED}
-    telling = [(rank, outcome) for rank, outcome in told if outcome["status"] != FAILED or not killed]
-    if telling:
-        rank, first = min(telling, key=lambda pair: _TELLING.index(pair[1]["status"]))
-        raise RankEnded(first["status"], f"rank {rank}: {first['reason']}")
-    for rank, code in killed.items():
-        status, reason = outcome_of_exit(code, output, oom_killed=False)
-        raise RankEnded(status, f"rank {rank}: {reason}")
-    if silent:
-        raise RankEnded(FAILED, f"rank {silent[0]} ended without a result; the log says what it printed last")
-
-
-def _exit_codes(output: str) -> dict[int, int]:
-    """Rank -> exit code, of those that torch.distributed.run reports as failed."""
-    pairs = re.findall(r"rank\s+: (\d+) \(local_rank: \d+\)\s+exitcode\s+: (-?\d+)", output)
-    return {int(rank): int(code) for rank, code in pairs}
-
-
-def rank_command(spec: RunSpec, folder: Path, files: Path) -> list[str]:
-    """The command that runs a spec on all its ranks."""
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={spec.gpus}"]
-    return [*run, "-m", "dpscope.runner.rank_steps", json.dumps(spec.to_dict()), str(files), str(folder)]
-
-
-def _read(path: Path) -> RankOutcome | None:
-    if not path.exists():
-        return None
-    outcome: RankOutcome = json.loads(path.read_text(encoding="utf-8"))
-    return outcome
+class RankFigures(TypedDict):
+    step_ms: list[float]
+    memory: MemoryPayload
+    collectives: dict[str, Collective]  # of a step
+    collective_share: float | None  # of a profiled step; None in a simulated world, where they take no time
+    notes: list[Note]
 
 
 def measure_world(spec: RunSpec, progress: Progress, files: Path) -> Result:
     if spec.simulate_world > 1:
-        return _put_together(spec, [measure_rank(spec, progress)])
+        return _put_together(spec, [measure_rank(spec, files, progress)])
     return _put_together(spec, run_ranks(spec, progress, files))
 
 
@@ -131,3 +86,33 @@ def notes_on_simulation(spec: RunSpec) -> list[Note]:
             ),
         }
     ]
+
+
+def measure_rank(spec: RunSpec, files: Path, progress: Progress = no_progress) -> RankFigures:
+    """What this process sees of the spec's steps."""
+    step = TrainingSteps(spec)
+    if spec.device == "cuda":  # a model is whole where it is born, before it is sharded
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    step.warm_up(progress)
+    with CollectiveBytes() as seen:
+        step()
+    timing = time_steps(step, device=spec.device, warmup=0, steps=spec.steps, progress=progress)
+    memory = step.peak()
+    share = None if spec.simulate_world > 1 else _share_of_collectives(step, spec.device)
+    step.require_finite_losses()
+    return {
+        "step_ms": timing.step_ms,
+        "memory": memory,
+        "collectives": seen.collectives,
+        "collective_share": share,
+        "notes": step.notes(),
+    }
+
+
+def _share_of_collectives(step: TrainingSteps, device: str) -> float:
+    """How much of a step, recorded with torch.profiler, has a collective under way."""
+    with tempfile.TemporaryDirectory() as folder:
+        recording = record(step, Path(folder), device=device, schedule=Schedule(active=1))
+        found = collective_time([read_trace(path) for path in recording.paths])
+    return found["under_way_ms"] / found["step_ms"]

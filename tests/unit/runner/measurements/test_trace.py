@@ -22,7 +22,7 @@ ALL = replace(SPEC, options={**SPEC.options, "rank": "all"})
 
 
 def both(folder: Path) -> list[trace.TracedSteps]:
-    return [trace.trace_rank(SPEC, folder / "first"), trace.trace_rank(ALL, folder / "all")]
+    return [trace.measure_rank(SPEC, folder / "first"), trace.measure_rank(ALL, folder / "all")]
 
 
 @pytest.mark.slow

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from dpscope.instruments.processes import FinishedCommand
 from dpscope.results.schema import parse_result
+from dpscope.runner import rank_launcher
 from dpscope.runner.measure import measure, measure_or_explain
 from dpscope.runner.measurements import world
 from dpscope.runner.spec import RunSpec
@@ -37,7 +39,7 @@ def left_by_ranks(monkeypatch: pytest.MonkeyPatch, *outcomes: dict[str, Any] | N
                 (Path(command[-1]) / f"{rank}.json").write_text(json.dumps(outcome))
         return FinishedCommand(0, output)
 
-    monkeypatch.setattr(world, "run_limited", run)
+    monkeypatch.setattr(rank_launcher, "run_limited", run)
 
 
 def ok(times: list[float], peak: int) -> dict[str, Any]:
@@ -62,49 +64,11 @@ def test_a_step_takes_as_long_as_its_slowest_rank_and_needs_what_the_largest_nee
     assert parse_result(result.to_json()) == result
 
 
-def test_a_rank_that_failed_speaks_for_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    lost = {"status": "failed", "reason": "another process has ended", "figures": None}
-    left_by_ranks(monkeypatch, lost, {"status": "oom", "reason": "out of GPU memory", "figures": None})
-    result = measure_or_explain(spec())
-    assert (result.status, result.reason) == ("oom", "rank 1: out of GPU memory")
-
-
-def test_a_rank_that_left_nothing_fails_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    left_by_ranks(monkeypatch, ok([1.0, 1.0], 1), None)
-    result = measure_or_explain(spec())
-    assert result.status == "failed"
-    assert "rank 1 ended without a result" in str(result.reason)
-
-
-# As torch.distributed.run printed it when rank 1 was killed.
-KILLED = """
-Failures:
-[1]:
-  rank      : 0 (local_rank: 0)
-  exitcode  : -15 (pid: 25752)  (SIGTERM)
--------------------------------------------------------
-Root Cause (first observed failure):
-[0]:
-  rank      : 1 (local_rank: 1)
-  exitcode  : -9 (pid: 25753)
-"""
-
-
-@pytest.mark.parametrize("other", [None, {"status": "failed", "reason": "Connection reset by peer", "figures": None}])
-def test_a_rank_that_was_killed_is_named_before_those_that_lost_it(
-    monkeypatch: pytest.MonkeyPatch, other: dict[str, Any] | None
-) -> None:
-    left_by_ranks(monkeypatch, other, None, output=KILLED)
-    result = measure_or_explain(spec())
-    assert result.status == "failed"
-    assert str(result.reason).startswith("rank 1: the process was ended by SIGKILL")
-
-
 @pytest.mark.parametrize("gbps", [400.0, 100.0])
 def test_what_a_simulated_rank_sends_is_computed_from_the_stated_link(
     monkeypatch: pytest.MonkeyPatch, gbps: float
 ) -> None:
-    monkeypatch.setattr(world, "measure_rank", lambda spec, progress: figures([10.0, 10.0], 1))
+    monkeypatch.setattr(world, "measure_rank", lambda spec, files, progress: figures([10.0, 10.0], 1))
     result = measure_or_explain(spec(gpus=1, simulate_world=8, link_gbps=gbps))
     assert result.ranks["simulated"]
     assert result.ranks["link"] == {"gbps": gbps, "send_ms": pytest.approx(8e3 / gbps)}  # 10^9 bytes
@@ -119,3 +83,32 @@ def test_two_real_processes_are_started_by_torch_and_measured() -> None:
     assert len(result.ranks["time_ms"]) == 2
     assert set(result.ranks["collectives"]) == {"all-gather", "reduce-scatter"}
     assert all(0 < share < 1 for share in result.ranks["collective_share"])
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp", "hsdp"])
+def test_one_rank_of_a_simulated_world_has_times_a_peak_and_collectives(parallel: str, tmp_path: Path) -> None:
+    one = RunSpec(
+        workload=TINY,
+        method="flash",
+        batch_size=2,
+        seq_len=8,
+        warmup=1,
+        steps=2,
+        simulate_world=4,
+        parallel=parallel,
+    )
+    try:
+        figures = world.measure_rank(one, tmp_path)
+    finally:
+        dist.destroy_process_group()
+    assert len(figures["step_ms"]) == 2
+    assert figures["memory"]["peak_bytes"] > 0
+    reduces = {"ddp": {"all-reduce"}, "fsdp": {"reduce-scatter"}, "hsdp": {"reduce-scatter", "all-reduce"}}[parallel]
+    gathers = set() if parallel == "ddp" else {"all-gather"}
+    assert set(figures["collectives"]) == reduces | gathers
+    assert figures["collective_share"] is None
+    # What a rank sends is of its group: of hsdp's two replicas, half of an all-reduce twice; of two shards, half.
+    factors = {"ddp": 1.5, "fsdp": 0.75, "hsdp": 0.5}
+    for name, each in figures["collectives"].items():
+        expected = 1.0 if (parallel, name) == ("hsdp", "all-reduce") else factors[parallel]
+        assert each["sent_bytes"] == pytest.approx(expected * each["bytes"], rel=1e-3)

@@ -1,0 +1,83 @@
+"""Runs a row on several processes: `torch.distributed.run` starts `runner/rank_steps.py` on each rank.
+
+It is a child of the row's, so that all ranks are in the row's process group.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypedDict
+
+from dpscope.errors import RankEnded
+from dpscope.instruments.processes import run_limited
+from dpscope.instruments.timing import Progress
+from dpscope.outcomes import outcome_of_exit
+from dpscope.runner.spec import RunSpec
+from dpscope.vocabulary.statuses import FAILED, OK, OOM, SKIPPED
+
+# Signals that end a process, but for SIGTERM, by which torch.distributed.run ends those that are left.
+_KILLED = {-number for number in signal.Signals if number != signal.SIGTERM}
+_TELLING = (SKIPPED, OOM, FAILED)  # of several outcomes, the one that says most
+
+
+class RankOutcome(TypedDict):
+    """What a rank leaves in a file."""
+
+    status: str
+    reason: str | None
+    figures: Any  # what `measure_rank` of the instrument's measurement returned
+
+
+def run_ranks(spec: RunSpec, progress: Progress, files: Path) -> list[Any]:
+    """What each rank of the spec saw (`runner/rank_steps.py`), or `RankEnded` with how the row ended."""
+    with tempfile.TemporaryDirectory() as folder:
+        progress(f"{spec.gpus} ranks", 0, 1)
+        finished = run_limited(rank_command(spec, Path(folder), files))
+        print(finished.output, file=sys.stderr)
+        outcomes = [_read(Path(folder) / f"{rank}.json") for rank in range(spec.gpus)]
+    _require_figures(outcomes, finished.output)
+    return [outcome["figures"] for outcome in outcomes if outcome is not None]
+
+
+def _require_figures(outcomes: Sequence[RankOutcome | None], output: str) -> None:
+    """Raise `RankEnded` unless every rank has figures: what a rank says itself, or what became of one that is silent.
+
+    A rank that has lost another fails too: one that was killed is named before it.
+    """
+    told = [(rank, outcome) for rank, outcome in enumerate(outcomes) if outcome is not None and outcome["status"] != OK]
+    silent = [rank for rank, outcome in enumerate(outcomes) if outcome is None]
+    killed = {rank: code for rank, code in _exit_codes(output).items() if rank in silent and code in _KILLED}
+    telling = [(rank, outcome) for rank, outcome in told if outcome["status"] != FAILED or not killed]
+    if telling:
+        rank, first = min(telling, key=lambda pair: _TELLING.index(pair[1]["status"]))
+        raise RankEnded(first["status"], f"rank {rank}: {first['reason']}")
+    for rank, code in killed.items():
+        status, reason = outcome_of_exit(code, output, oom_killed=False)
+        raise RankEnded(status, f"rank {rank}: {reason}")
+    if silent:
+        raise RankEnded(FAILED, f"rank {silent[0]} ended without a result; the log says what it printed last")
+
+
+def _exit_codes(output: str) -> dict[int, int]:
+    """Rank -> exit code, of those that torch.distributed.run reports as failed."""
+    pairs = re.findall(r"rank\s+: (\d+) \(local_rank: \d+\)\s+exitcode\s+: (-?\d+)", output)
+    return {int(rank): int(code) for rank, code in pairs}
+
+
+def rank_command(spec: RunSpec, folder: Path, files: Path) -> list[str]:
+    """The command that runs a spec on all its ranks."""
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={spec.gpus}"]
+    return [*run, "-m", "dpscope.runner.rank_steps", json.dumps(spec.to_dict()), str(files), str(folder)]
+
+
+def _read(path: Path) -> RankOutcome | None:
+    if not path.exists():
+        return None
+    outcome: RankOutcome = json.loads(path.read_text(encoding="utf-8"))
+    return outcome
