@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dpscope.runner.measure import measure_or_explain
-from tests.unit.runner.measurements.test_world import left_by_ranks, ok, spec
+from tests.unit.runner.rank_outcomes import left_by_ranks, ok, spec
 
 
 def test_a_rank_that_failed_speaks_for_the_row(monkeypatch: pytest.MonkeyPatch) -> None:

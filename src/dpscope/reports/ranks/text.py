@@ -15,8 +15,8 @@ from dpscope.reports.text_table import Column, identity_columns, table_of
 from dpscope.reports.traffic.data import APPROXIMATELY
 from dpscope.units import MISSING, format_bytes, format_ms, format_ratio
 
-MEASURED = "Over several processes: bytes and peaks by rank"
-SIMULATED = "One rank of a simulated world: nothing travels, and what sending takes is computed"
+OVER_RANKS = "Over several processes: bytes and peaks by rank"
+SIMULATED_RANK = "One rank of a simulated world: nothing travels, and what sending takes is computed"
 COLLECTIVE_NOTE = (
     "Peak: least and most of all ranks, and which rank needs most. Collectives: bytes of a step on one rank, those of "
     "the larger side of each. Share: how much of a profiled step had one under way, moving data or waiting for other "
@@ -34,10 +34,16 @@ def ranks_section(rows: Sequence[Row], width: int) -> list[RenderableType]:
     measured, simulated = ([view for view in views if view.simulated is wanted] for wanted in (False, True))
     parts: list[RenderableType] = []
     if measured:
-        parts += [Text(MEASURED, style="bold"), "", _measured_table(measured), "", *_measured_notes(measured)]
+        parts += [Text(OVER_RANKS, style="bold"), "", _measured_table(measured), "", *_measured_notes(measured)]
     if simulated:
         parts += [""] * bool(parts)
-        parts += [Text(SIMULATED, style="bold"), "", _simulated_table(simulated), "", Text(SIMULATED_NOTE, style="dim")]
+        parts += [
+            Text(SIMULATED_RANK, style="bold"),
+            "",
+            _simulated_table(simulated),
+            "",
+            Text(SIMULATED_NOTE, style="dim"),
+        ]
     return parts
 
 

@@ -2,48 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from dpscope.instruments.processes import FinishedCommand
 from dpscope.results.schema import parse_result
-from dpscope.runner import rank_launcher
 from dpscope.runner.measure import measure, measure_or_explain
 from dpscope.runner.measurements import world
 from dpscope.runner.spec import RunSpec
-from dpscope.workloads.configs import PRESETS
-
-TINY = PRESETS["tiny"]
-
-
-def spec(**more: Any) -> RunSpec:
-    values = {"method": "flash", "batch_size": 2, "seq_len": 8, "warmup": 1, "steps": 2, "gpus": 2, **more}
-    return RunSpec(workload=TINY, **values)
-
-
-def figures(times: list[float], peak: int) -> dict[str, Any]:
-    memory = {"source": "made up", "peak_bytes": peak}
-    moved = {"all-reduce": {"calls": 3, "bytes": 10**9, "sent_bytes": 10**9}}
-    share = times[0] / 100
-    return {"step_ms": times, "memory": memory, "collectives": moved, "collective_share": share, "notes": []}
-
-
-def left_by_ranks(monkeypatch: pytest.MonkeyPatch, *outcomes: dict[str, Any] | None, output: str = "") -> None:
-    def run(command: list[str], **options: Any) -> FinishedCommand:
-        for rank, outcome in enumerate(outcomes):
-            if outcome is not None:
-                (Path(command[-1]) / f"{rank}.json").write_text(json.dumps(outcome))
-        return FinishedCommand(0, output)
-
-    monkeypatch.setattr(rank_launcher, "run_limited", run)
-
-
-def ok(times: list[float], peak: int) -> dict[str, Any]:
-    return {"status": "ok", "reason": None, "figures": figures(times, peak)}
+from tests.unit.runner.rank_outcomes import TINY, figures, left_by_ranks, ok, spec
 
 
 def test_a_step_takes_as_long_as_its_slowest_rank_and_needs_what_the_largest_needs(
