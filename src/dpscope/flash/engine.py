@@ -42,7 +42,7 @@ from dpscope.flash.microbatch import MicroBatch, RunningSum, SumBatch
 from dpscope.flash.module_state import BufferWatch
 from dpscope.flash.norms import Factors
 from dpscope.flash.padding.rows import PaddingCount, Rows
-from dpscope.flash.parameter_hooks import refuse_hooks
+from dpscope.flash.parameter_hooks import OWN_GRADIENTS, refuse_hooks
 from dpscope.flash.paths import FORCEABLE, PathRules
 from dpscope.flash.ranks.layout import is_fsdp
 from dpscope.flash.ranks.ranks import ranks_of
@@ -245,8 +245,9 @@ class FlashEngine:
         name = slot.name
 
         def refuse(gradient: Tensor | None) -> None:
-            if gradient is None:
-                return  # autograd passes by without one, as it does where a compiled graph holds the parameter
+            # Autograd passes by without one where a compiled graph holds the parameter.
+            if gradient is None or OWN_GRADIENTS.are_taken:
+                return
             raise UserError(
                 f"{name} received an ordinary, unclipped gradient: it is used outside the forward of the module "
                 "that owns it (through torch.nn.functional, or in the loss), in a reentrant checkpoint inside a module "

@@ -6,10 +6,28 @@ or logs it would be left out without a word. So they are refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from dpscope.errors import UserError
 from dpscope.flash.slots import Slot
+
+
+class OwnGradients:
+    """Gradients of parameters that the engine asks autograd for itself: hooks on parameters see them, too."""
+
+    are_taken = False  # not by thread: autograd calls hooks in threads of its own
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        before, self.are_taken = self.are_taken, True
+        try:
+            yield
+        finally:
+            self.are_taken = before
+
+
+OWN_GRADIENTS = OwnGradients()
 
 
 def refuse_hooks(slots: Iterable[Slot], *, guards: int) -> None:

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from dpscope.flash.contributions import Kept
 from dpscope.flash.forward_passes import leaves_behind
 from dpscope.flash.layers.bare_gradients import RULES, Gradients, Operand, Rule, gradients_by_row, rebuild
+from dpscope.flash.parameter_hooks import OWN_GRADIENTS
 from dpscope.flash.rehearsal_run import fingerprints
 from dpscope.flash.slots import Slot
 from dpscope.flash.stand_in import StandIn
@@ -132,14 +133,15 @@ class BareUse(_Seen):
             yield slot, _scattered(q, base, gradients)
             return
         slots = [self.tap.engine.slot(leaf) for leaf in leaves_behind([q]) if leaf.requires_grad]
-        found = torch.autograd.grad(
-            q,
-            [slot.parameter for slot in slots],
-            gradients.reshape(len(gradients), *q.shape).to(q.dtype),
-            retain_graph=True,
-            is_grads_batched=True,
-            allow_unused=True,
-        )
+        with OWN_GRADIENTS.taken():
+            found = torch.autograd.grad(
+                q,
+                [slot.parameter for slot in slots],
+                gradients.reshape(len(gradients), *q.shape).to(q.dtype),
+                retain_graph=True,
+                is_grads_batched=True,
+                allow_unused=True,
+            )
         for slot, values in zip(slots, found, strict=True):
             if values is not None:
                 yield slot, values
