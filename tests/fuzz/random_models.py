@@ -35,13 +35,15 @@ class Case:
     clipping: str
     dtype: torch.dtype
     memory_budget: str | None
+    padding: int = 0  # rows that fill a batch up
     blocks: list[str] = field(default_factory=list)
     may_be_refused: bool = False
 
     def __str__(self) -> str:
         sizes = [len(labels) for _, labels in self.batches]
         settings = (
-            f"{self.loss_reduction}, path {self.path}, clip {self.clipping}, {self.dtype}, budget {self.memory_budget}"
+            f"{self.loss_reduction}, path {self.path}, clip {self.clipping}, {self.dtype}, "
+            f"budget {self.memory_budget}, {self.padding} rows of padding"
         )
         return f"seed {self.seed}: {' > '.join(self.blocks)}; batches of {sizes}; {settings}"
 
@@ -127,6 +129,7 @@ def make_case(seed: int, device: str = "cpu") -> Case:
         clipping=rng.choice(["all", "some", "none"]),
         dtype=dtype,
         memory_budget="lean" if lean else None,
+        padding=3 if seed % 3 == 0 else 0,
         blocks=names,
         may_be_refused=hidden,
     )

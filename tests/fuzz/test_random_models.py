@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from dpscope.errors import UserError
-from dpscope.flash import FlashEngine, OracleResult, run_oracle
+from dpscope.flash import FlashEngine, OracleResult, pad_batch, real_rows, run_oracle
 from dpscope.flash.oracle import cast_batch
 from tests.fuzz.blocks import without_checkpoints
 from tests.fuzz.random_models import Case, losses_of, make_case
@@ -72,7 +72,7 @@ def assert_exact_or_refused(case: Case) -> str:
         for batch in case.batches:
             engine.clear_gradients()
             try:
-                private_step(engine, batch, losses_of)
+                private_step(engine, padded(case, batch), losses_of)
             except UserError as refusal:
                 assert case.may_be_refused or output_is_rounding(case, batch), f"{case}\nrefused: {refusal}"
                 return "refused"
@@ -86,6 +86,10 @@ def assert_exact_or_refused(case: Case) -> str:
             except AssertionError as wrong:
                 raise AssertionError(f"{case}\nsilently wrong: {wrong}") from None
     return "exact"
+
+
+def padded(case: Case, batch: Any) -> Any:
+    return pad_batch(batch, real_rows(batch) + case.padding) if case.padding else batch
 
 
 def output_is_rounding(case: Case, batch: Any) -> bool:
