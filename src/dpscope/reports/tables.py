@@ -110,6 +110,12 @@ class Row:
     def size(self) -> str:
         return size_in_words(self.spec)
 
+    @property
+    def where(self) -> str:
+        """The size, and that the row is compiled where it is: a heading of what has no column for it."""
+        told = SETTINGS["compile"]
+        return self.size if self.field("compile") == EAGER else f"{self.size}, {told.in_words(self.spec)}"
+
     @cached_property
     def identity(self) -> dict[str, Any]:
         """What rows that are compared with each other have in common; numbers of steps where rows differ in those."""

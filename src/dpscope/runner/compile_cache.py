@@ -10,13 +10,14 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 from dpscope.runner.spec import RunSpec
 from dpscope.vocabulary.settings import EAGER
 
-CACHE_FOLDER = (
-    "TORCHINDUCTOR_CACHE_DIR"  # environment variable of torch; Triton's kernels of compiled graphs are below it
-)
+# Environment variables: where Inductor keeps graphs, and Triton kernels below it; its C++ headers are in the second.
+CACHE_FOLDER, TEMPORARY = "TORCHINDUCTOR_CACHE_DIR", "TMPDIR"
 Environment = dict[str, str]
 
 
@@ -27,9 +28,12 @@ def compile_caches(specs: Sequence[RunSpec]) -> Iterator[Callable[[RunSpec], Env
         yield lambda spec: {}
         return
     with tempfile.TemporaryDirectory(prefix="dpscope-compiled-", ignore_cleanup_errors=True) as folder:
-        yield lambda spec: {} if spec.compile == EAGER else {CACHE_FOLDER: f"{folder}/{_row(spec)}"}
+        yield partial(_environment, Path(folder))
 
 
-def _row(spec: RunSpec) -> str:
-    """The same for all that measures one row; a time row that is measured again with other steps finds it empty."""
-    return replace(spec, instrument="time", options={}).digest
+def _environment(folder: Path, spec: RunSpec) -> Environment:
+    if spec.compile == EAGER:
+        return {}
+    of_the_row = folder / replace(spec, instrument="time", options={}).digest  # the same for all its instruments
+    of_the_row.mkdir(exist_ok=True)
+    return {CACHE_FOLDER: str(of_the_row / "inductor"), TEMPORARY: str(of_the_row)}

@@ -48,12 +48,19 @@ def must_compile() -> Iterator[None]:
     torch._dynamo.reset()
     before = CompileCounts.now()
     yield
-    if CompileCounts.now().graphs == before.graphs:
+    after = CompileCounts.now()
+    if after.graphs > before.graphs:
+        return
+    if after.breaks > before.breaks:
         raise UserError(
-            "torch.compile compiled nothing: the loss function calls parts of the model and never the model itself, "
-            "the model cannot be traced (docs/compiled.md), or torch.compile is switched off (TORCHDYNAMO_DISABLE). "
-            "Write model(inputs) in the loss function, or leave out --compile"
+            "torch.compile compiled nothing: it can trace no part of the model (TORCH_LOGS=graph_breaks says why, "
+            "docs/compiled.md what flash clipping breaks). Change the model, or leave out --compile"
         )
+    raise UserError(
+        "torch.compile compiled nothing: the loss function calls parts of the model and never the model itself, or "
+        "torch.compile is switched off (TORCHDYNAMO_DISABLE). Write model(inputs) in the loss function, or leave out "
+        "--compile"
+    )
 
 
 def any_number_of_graphs() -> AbstractContextManager[object]:

@@ -35,7 +35,7 @@ def _by_size(
     rows: Sequence[Row], heading: str, describe: Callable[[Sequence[Row]], list[RenderableType]]
 ) -> list[RenderableType]:
     """Under a heading, what there is to say of each size; nothing of sizes without figures."""
-    told = [(group[0].size, parts) for group in group_by_size(rows) if (parts := describe(group))]
+    told = [(group[0].where, parts) for group in group_by_size(rows) if (parts := describe(group))]
     headed = [["", Text(f"{heading}: {size}", style="bold"), "", *parts] for size, parts in told]
     return [part for parts in headed for part in parts][1:]
 

@@ -52,7 +52,7 @@ def nsys_section(rows: Sequence[Row], width: int) -> list[RenderableType]:
     groups = group_by_size(rows)
     for group in groups:
         if captures := [capture for row in group if (capture := capture_of(row))]:
-            where = f", {group[0].size}" if len(groups) > 1 else ""
+            where = f", {group[0].where}" if len(groups) > 1 else ""
             parts += ["", *describe_captures(captures, where=where), *map(Text, agreement(group))]
     return parts[1:]
 

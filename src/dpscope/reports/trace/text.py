@@ -30,7 +30,7 @@ def trace_section(rows: Sequence[Row], width: int) -> list[RenderableType]:
     """Phases, GPU, waits and differences of every size that was traced."""
     parts: list[RenderableType] = []
     for steps in data.traced(rows):
-        heading = f"Where the time goes ({steps[0].row.size}): milliseconds of a traced step"
+        heading = f"Where the time goes ({steps[0].row.where}): milliseconds of a traced step"
         parts += [Text(heading, style="bold"), "", _phase_table(steps), ""]
         if doubt := data.stretched_in_words(steps):
             parts += [Text(doubt), ""]

@@ -128,7 +128,7 @@ def _family_table(group: Sequence[data.Traffic]) -> list[RenderableType]:
             counts = [format_traffic(share.get(family)) for share in shares]
             table.add_row(FAMILY_LABELS[family], *(data.marked_estimate(count, estimated) for count in counts))
     told = "estimate, by operator" if estimated else "by kernel"
-    return ["", Text(f"Where the DRAM bytes go: {group[0].row.size} ({told})", style="bold"), table]
+    return ["", Text(f"Where the DRAM bytes go: {group[0].row.where} ({told})", style="bold"), table]
 
 
 def _kernel_table(traffic: data.Traffic, *, narrow: bool) -> list[RenderableType]:
@@ -154,7 +154,7 @@ def _kernel_table(traffic: data.Traffic, *, narrow: bool) -> list[RenderableType
 def traffic_verdict(groups: data.TrafficGroups) -> list[str]:
     """What the figures say: a paragraph for each size, a sentence for each private method."""
     compared = [[t for t in group if t.method != STANDARD and t.ratio is not None] for group in groups]
-    return [f"{group[0].row.size.capitalize()}: {' '.join(map(_sentence, group))}" for group in compared if group]
+    return [f"{group[0].row.where.capitalize()}: {' '.join(map(_sentence, group))}" for group in compared if group]
 
 
 def _sentence(traffic: data.Traffic) -> str:
