@@ -13,18 +13,18 @@ from dpscope.vocabulary.settings import FLAGS
 from dpscope.workloads.configs import MODEL_SIZES, PRESETS
 from dpscope.workloads.configs.huggingface import OUR_SIZES
 
-Spec = Mapping[str, Any]
+RowSpec = Mapping[str, Any]
 
 SITE = ("site-packages", "dist-packages")  # what is installed there is found without being told where
 
 
-def command_lines(specs: Sequence[Spec]) -> list[str]:
+def command_lines(specs: Sequence[RowSpec]) -> list[str]:
     """As few commands as measure each of the specs once and nothing else; to be run in the folder of the results.
 
     Commands measure every method at every batch size and every sequence length that they name, so only sizes that are
     a whole product share one. Specs that no command can express (see `can_be_typed`) have none.
     """
-    groups: dict[str, list[Spec]] = {}
+    groups: dict[str, list[RowSpec]] = {}
     for spec in filter(can_be_typed, specs):
         shared = json.dumps({**spec, "method": "", "batch_size": 0, "seq_len": 0}, sort_keys=True)
         groups.setdefault(shared, []).append(spec)
@@ -36,7 +36,7 @@ def command_lines(specs: Sequence[Spec]) -> list[str]:
     ]
 
 
-def can_be_typed(spec: Spec) -> bool:
+def can_be_typed(spec: RowSpec) -> bool:
     """Is there a command for this spec? Not for a model that was made in Python, nor for a name with a comma in it."""
     return workload_flags(spec["workload"]) is not None and "," not in spec["method"]
 
@@ -52,7 +52,7 @@ def products(sizes: Iterable[tuple[int, int | None]]) -> list[tuple[tuple[int, .
     return [(batches, lengths) for (_, batches), lengths in lengths_of.items()]
 
 
-def _sizes_by_methods(specs: Sequence[Spec]) -> dict[tuple[str, ...], list[tuple[int, int | None]]]:
+def _sizes_by_methods(specs: Sequence[RowSpec]) -> dict[tuple[str, ...], list[tuple[int, int | None]]]:
     methods_at: dict[tuple[int, int | None], list[str]] = {}
     for spec in specs:
         methods_at.setdefault((spec["batch_size"], spec.get("seq_len")), []).append(spec["method"])
@@ -62,7 +62,7 @@ def _sizes_by_methods(specs: Sequence[Spec]) -> dict[tuple[str, ...], list[tuple
     return by_methods
 
 
-def _line(spec: Spec, methods: Sequence[str], batches: Sequence[int], lengths: Sequence[int | None]) -> str:
+def _line(spec: RowSpec, methods: Sequence[str], batches: Sequence[int], lengths: Sequence[int | None]) -> str:
     lists = {"methods": methods, "batch_size": batches, "seq_len": [length for length in lengths if length]}
     told = {name: ",".join(map(str, values)) for name, values in lists.items() if values}
     told |= {name: spec[name] for name in FLAGS if name in spec}
@@ -70,7 +70,7 @@ def _line(spec: Spec, methods: Sequence[str], batches: Sequence[int], lengths: S
     return " ".join([*_import_path(spec["workload"]), "dpscope", *map(_quote, words)])
 
 
-def _subcommand(spec: Spec) -> list[str]:
+def _subcommand(spec: RowSpec) -> list[str]:
     """`compare` measures with one instrument alone; an instrument's own command knows how else it can look."""
     instrument, options = spec["instrument"], spec.get("options") or {}
     if not options:
