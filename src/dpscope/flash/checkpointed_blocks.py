@@ -7,6 +7,7 @@ input and the gradients of its outputs stay. Once the factors are known it runs 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
@@ -107,8 +108,11 @@ class Boundary(torch.autograd.Function):
 
 
 class CheckpointedBlocks:
-    def __init__(self, engine: BlockEngine) -> None:
+    """`always_held`: why no block can be run again, if so."""
+
+    def __init__(self, engine: BlockEngine, always_held: str = "") -> None:
         self.engine = engine
+        self.always_held = always_held
         self.choices = BlockChoices(engine.path_rules.budget)
         self.reruns = BlockReruns(engine, self.choices)
         self._calls = 0  # of this micro-batch
@@ -139,6 +143,12 @@ class CheckpointedBlocks:
             torch._C._functorch.maybe_get_level(tensor) > 0 or isinstance(tensor, FakeTensor) for tensor in tensors
         )
         if outer is not None or transformed or not torch.is_grad_enabled():
+            return checkpoint(function, *args, **kwargs)
+        if self.always_held:
+            if not self.choices.rows:
+                warnings.warn(f"memory_budget does not apply to checkpointed blocks: {self.always_held}", stacklevel=2)
+            self.choices.hold(self._calls, self.always_held)
+            self._calls += 1
             return checkpoint(function, *args, **kwargs)
         reentrant = kwargs.get("use_reentrant") in (None, True)
         block = CheckpointedBlock(self, self._calls, function, reentrant=reentrant)

@@ -44,7 +44,7 @@ from dpscope.flash.norms import Factors
 from dpscope.flash.padding.rows import PaddingCount, Rows
 from dpscope.flash.parameter_hooks import OWN_GRADIENTS, refuse_hooks
 from dpscope.flash.paths import FORCEABLE, PathRules
-from dpscope.flash.ranks.layout import is_fsdp
+from dpscope.flash.ranks.layout import SHARDED_BLOCKS, is_fsdp
 from dpscope.flash.ranks.ranks import ranks_of
 from dpscope.flash.recomputation import BlockPass
 from dpscope.flash.running_sums import RunningSums
@@ -109,9 +109,8 @@ class FlashEngine:
         self._set_anchor(_leaf())
         self._recording = False
         self.blocks: CheckpointedBlocks | None = None
-        # Without a budget, blocks hold what their layers leave; to run sharded ones again, ranks would have to agree.
-        if memory_budget is not None and not sharded:
-            self.forwards.blocks = self.blocks = CheckpointedBlocks(self)
+        if memory_budget is not None:  # without one, blocks hold what their layers leave
+            self.forwards.blocks = self.blocks = CheckpointedBlocks(self, SHARDED_BLOCKS if sharded else "")
 
     def _set_anchor(self, anchor: Tensor) -> None:
         self.anchor = anchor

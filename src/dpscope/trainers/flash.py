@@ -71,7 +71,15 @@ class DPFlashClippingTrainer(StandardTrainer):
                 yield NORM_SAMPLES, "", norms
 
     def notes(self) -> list[Note]:
-        return note_on_opaque(self.engine.opaque_units(), self.settings.batch_size)
+        return [*note_on_opaque(self.engine.opaque_units(), self.settings.batch_size), *self._note_on_blocks()]
+
+    def _note_on_blocks(self) -> list[Note]:
+        """That a memory budget does not decide about checkpointed blocks, where that is so."""
+        blocks = self.engine.blocks
+        if blocks is None or not blocks.always_held or not blocks.choices.rows:
+            return []
+        sentence = f"The memory budget does not apply to checkpointed blocks: {blocks.always_held}."
+        return [{"topic": "checkpointed blocks", "sentence": sentence}]
 
     def require_model(self, model: nn.Module) -> None:
         require_private_trainable(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -14,8 +15,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from dpscope.errors import UserError
 from dpscope.flash.ranks.layout import is_fsdp, layout_of
 from dpscope.trainers.base import TrainerBase
+from dpscope.trainers.flash import DPFlashClippingTrainer
 from dpscope.trainers.spreading import is_sharded, policy_of, spread
 from dpscope.vocabulary.settings import TrainerSettings
+from tests.unit.flash.ranks.world import Model
 
 
 @pytest.fixture(autouse=True)
@@ -72,3 +75,18 @@ def test_bf16_is_the_policy_of_a_sharded_model_with_reduction_in_float32() -> No
 def test_a_method_that_trains_in_one_process_says_so() -> None:
     with pytest.raises(UserError, match="OneProcess trains in one process"):
         OneProcess(model(), lambda m, b: torch.zeros(1), settings("ddp"))
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_where_a_memory_budget_does_not_decide_about_checkpointed_blocks_that_is_said(parallel: str) -> None:
+    lean = settings(parallel, checkpoint_blocks=True, memory_budget="lean")
+    trainer = DPFlashClippingTrainer(Model(), lambda m, ids: m(ids).sum(1), lean)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            trainer.train_step(torch.zeros(2, 5, dtype=torch.long))
+    told = [str(each.message) for each in said if "memory_budget does not apply" in str(each.message)]
+    sharded = parallel == "fsdp"
+    assert len(told) == sharded
+    assert [("sharded" in note["sentence"]) for note in trainer.notes()] == [True] * sharded
+    assert [block.how for block in trainer.engine.explain().blocks] == ["held" if sharded else "recomputed"] * 2
