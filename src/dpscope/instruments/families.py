@@ -27,9 +27,21 @@ _WORK_OF_PHASE = {phases.CLIP: CLIPPING, phases.NOISE: NOISE_FAMILY, phases.OPTI
 
 # -- kernels -----------------------------------------------------------------------------------------------------------
 
+# Operators in the names of Inductor's kernels that only copy.
+_COPIES = "_to_copy|clone|copy|cat|stack|view|_unsafe_view|transpose|permute|expand|t|zeros|full|fill|constant_pad_nd"
+
 # The first pattern that is found decides. Attention is looked for before GEMM (its kernels are built of GEMM pieces),
 # and what a generic kernel was made for (`vectorized_elementwise_kernel<…copy_kernel…>`) before the generic name.
 _KERNEL_PATTERNS: tuple[tuple[str, str], ...] = (
+    # Inductor names a kernel by its kind and all operators fused into it: a cast among others is no copy.
+    (ATTENTION, r"^triton_tem_\w*attention"),
+    (GEMM, r"^triton_tem_"),
+    (NORMALISATION, r"^triton_\w*(layer|batch|group|rms)_?norm"),
+    (REDUCTION, r"^triton_\w*(softmax|nll_loss|cross_entropy)"),
+    (EMBEDDING, r"^triton_\w*(embedding|gather|scatter|index)"),
+    (REDUCTION, r"^triton_(red|per)_"),
+    (COPY, rf"^triton_poi_fused_(?:(?:{_COPIES})_)+\d+$"),
+    (ELEMENTWISE, r"^triton_(poi|for|mix)_"),
     (COLLECTIVE, r"nccl(Dev)?Kernel|ncclSymk"),
     (CLIPPING, r"_gram_(ids_|finish_)?kernel|_kept_norms_kernel|_projections_kernel|_sums_kernel"),
     (NOISE_FAMILY, r"_add_noise_kernel|distribution_elementwise|normal_and_transform|philox|curand|random_from_to"),
@@ -48,8 +60,7 @@ _KERNEL_PATTERNS: tuple[tuple[str, str], ...] = (
     (COPY, r"copy|CatArray|memcpy|memset|Memcpy|Memset|fillFunctor|FillFunctor|transpose|_to_copy"),
     (REDUCTION, r"multi_tensor_apply.*(LpNorm|[Nn]orm)|reduce_kernel|reduce_1Block|DeviceReduce|[Rr]educ|cumsum|Scan"),
     (OPTIMIZER_FAMILY, r"multi_tensor_apply"),
-    (ELEMENTWISE, r"elementwise|pointwise|unrolled|triton_poi|arange|where|masked_fill|gelu|relu|silu"),
-    (REDUCTION, r"triton_red|triton_per"),
+    (ELEMENTWISE, r"elementwise|pointwise|unrolled|arange|where|masked_fill|gelu|relu|silu"),
 )
 _KERNEL_FAMILIES = tuple((family, re.compile(pattern)) for family, pattern in _KERNEL_PATTERNS)
 

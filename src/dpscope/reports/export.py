@@ -17,6 +17,13 @@ if TYPE_CHECKING:
     import pandas
 
 IDENTITY = ("model", "method", "batch_size", "seq_len", "dtype")  # the rest of a spec only where it varies
+
+
+def line_identity(rows: Iterable[Row]) -> tuple[str, ...]:
+    """The fields that every line of a table of these rows begins with."""
+    return (*IDENTITY, *(("compile",) if any(row.field("compile") != EAGER for row in rows) else ()))
+
+
 NOT_SETTINGS = (*IDENTITY, "workload", "instrument", "options", "name", "kind")
 SOFTWARE = ("torch", "opacus", "dpscope")
 
@@ -97,12 +104,13 @@ def _memory(row: Row, components: Sequence[str]) -> dict[str, Any]:
 
 def _points(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
     """A record for each event of each timeline, with the phase it fell in."""
+    identity = line_identity(rows)
     for row in rows:
         if timeline := timeline_of(row):
             for place, event in enumerate(timeline.events):
                 phase = next((phase.name for phase in timeline.phases if phase.start <= event < phase.end), None)
                 levels = {f"{key}_bytes": round(level[place]) for key, level in timeline.levels.items()}
-                yield {**row.fields(*IDENTITY), "event": event, "phase": phase, **levels}
+                yield {**row.fields(*identity), "event": event, "phase": phase, **levels}
 
 
 def _csv_output(name: str, holds: str, to_lines: Callable[[Sequence[Row]], Iterable[dict[str, Any]]]) -> Output[Report]:

@@ -56,6 +56,17 @@ NAMES = {
     "_scaled_sum_kernel": GEMM,
     "_adam_kernel": OPTIMIZER_FAMILY,
     "_add_noise_kernel": NOISE_FAMILY,
+    "triton_poi_fused__to_copy_3": COPY,
+    "triton_poi_fused_clone_transpose_0": COPY,
+    "triton_poi_fused__to_copy_add_gelu_12": ELEMENTWISE,
+    "triton_poi_fused_bmm_mul_7": ELEMENTWISE,
+    "triton_for_fused_1": ELEMENTWISE,
+    "triton_red_fused__to_copy_sum_view_4": REDUCTION,
+    "triton_per_fused_add_native_layer_norm_native_layer_norm_backward_9": NORMALISATION,
+    "triton_red_fused__log_softmax_nll_loss_backward_2": REDUCTION,
+    "triton_poi_fused_add_embedding_0": EMBEDDING,
+    "triton_tem_fused_addmm_relu_5": GEMM,
+    "triton_tem_fused_flex_attention_1": ATTENTION,
     "my_own_thing": OTHER,
 }
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from dpscope.plain_text import render_plain
-from dpscope.reports.export import to_records
+from dpscope.reports.against.data import set_against
+from dpscope.reports.export import line_identity, to_records
 from dpscope.reports.latex import to_latex
 from dpscope.reports.page.table import make_table
 from dpscope.reports.report import Report
@@ -75,3 +76,24 @@ def test_exports_hold_them_only_where_rows_are_compiled(results):
 def test_a_paper_s_table_tells_both_ratios(results):
     assert r"time ($\times$ eager)" in to_latex(compare_results(results))
     assert "eager" not in to_latex(compare_results(results[:2]))
+
+
+def test_the_table_says_how_a_model_runs_beside_the_method(results):
+    assert [name for name, _ in make_table(Report.of(results)).columns][:3] == ["method", "compile", "time ×"]
+
+
+def test_lines_of_every_csv_tell_eager_from_compiled_where_both_are_there(results):
+    assert line_identity(compare_results(results))[-1] == "compile"
+    assert "compile" not in line_identity(compare_results(results[:2]))
+
+
+def test_a_heading_without_a_column_for_it_says_that_a_row_is_compiled(results):
+    rows = compare_results(results)
+    assert [row.where for row in rows[1:3]] == ["batch 2, sequence 8", "batch 2, sequence 8, compiled"]
+
+
+def test_two_sweeps_are_paired_eager_with_eager_and_compiled_with_compiled(results, make_result):
+    before = [make_result(method="flash", median=168.0, peak=99 * 2**20, compile="default")]
+    found = set_against(Report.of(results), Report.of(before), names=("now", "before"))
+    (pair,) = [pair for pair in found.pairs if pair.before is not None and pair.now is not None]
+    assert pair.now.field("compile") == "default"

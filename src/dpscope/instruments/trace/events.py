@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import zlib
 from bisect import bisect_right
 from collections import defaultdict
@@ -19,6 +20,7 @@ CALLS = ("cuda_runtime", "cuda_driver", "hip_runtime")  # what the host asks of 
 DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 MEMORY_EVENT = "[memory]"
 PROFILER_STEP = "ProfilerStep#"
+INDUCTOR_GRAPH = re.compile(r"^## Call CompiledFxGraph \w+ ##$")  # whose key differs from run to run
 
 
 @dataclass(slots=True, eq=False)
@@ -128,7 +130,8 @@ def parse_events(raw: Iterable[dict[str, Any]]) -> Trace:
     for each in complete:
         thread = (each.get("pid"), each.get("tid"))
         duration = float(each.get("dur", 0.0))
-        event = Event(each["name"], each["cat"], each["ts"] - origin, duration, thread, each.get("args", {}))
+        name = INDUCTOR_GRAPH.sub("Inductor graph", each["name"])
+        event = Event(name, each["cat"], each["ts"] - origin, duration, thread, each.get("args", {}))
         found[event.category].append(event)
     for events in found.values():
         events.sort(key=lambda event: (event.start, -event.duration))

@@ -134,10 +134,12 @@ def make_table(report: Report) -> RowsTable:
     absent = {name for name in OPTIONAL if all((RATIOS | ABSOLUTES)[name].value(row) is None for row in rows)}
     absent |= set() if moved else {"bytes ×", "DRAM bytes"}
     fields = worth_a_column(rows, ("batch_size", "seq_len", "model", *COMPARED, *REPEATS))
+    beside_method = [name for name in fields if name == "compile"]  # else a phone shows a method twice, and not why
+    others = [name for name in fields if name not in beside_method]
     columns = {
-        "method": _fields(rows, "method"),
+        **{name: _fields(rows, name) for name in ("method", *beside_method)},
         **{name: column.cells(rows) for name, column in RATIOS.items() if name not in absent},
-        **{"sequence" if name == "seq_len" else heading_of(name): _fields(rows, name) for name in fields},
+        **{"sequence" if name == "seq_len" else heading_of(name): _fields(rows, name) for name in others},
         **{name: column.cells(rows) for name, column in ABSOLUTES.items() if name not in absent},
         "status": [TableCell(row.result.status, row.result.status, number=False) for row in rows],
     }

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from dpscope.reports.export import line_identity
 from dpscope.reports.output import csv_output
 from dpscope.reports.tables import Row
 from dpscope.reports.trace.data import traced_steps
@@ -13,8 +14,9 @@ from dpscope.reports.trace.data import traced_steps
 
 def _lines(part: str, rows: Sequence[Row]) -> list[dict[str, Any]]:
     lines: list[dict[str, Any]] = []
+    identity = line_identity(rows)
     for step in traced_steps(rows):
-        whose = step.row.fields("model", "method", "batch_size", "seq_len", "dtype")
+        whose = step.row.fields(*identity)
         parts: dict[str, Any] = {**step.trace}
         for line in parts.get(part, []):
             lines.append({**whose, **{key: round(v, 6) if isinstance(v, float) else v for key, v in line.items()}})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from dpscope.reports.export import line_identity
 from dpscope.reports.output import csv_output
 from dpscope.reports.tables import Row
 from dpscope.reports.traffic.data import Traffic, by_size
@@ -15,15 +16,14 @@ def _traffics(rows: Sequence[Row]) -> list[Traffic]:
     return [traffic for group in by_size(rows) for traffic in group]
 
 
-def _identity(traffic: Traffic) -> dict[str, Any]:
-    names = ("model", "method", "batch_size", "seq_len", "dtype", "optimizer")
-    return {**traffic.row.fields(*names), "source": traffic.source}
+def _identity(rows: Sequence[Row], traffic: Traffic) -> dict[str, Any]:
+    return {**traffic.row.fields(*line_identity(rows), "optimizer"), "source": traffic.source}
 
 
 def _figures(rows: Sequence[Row]) -> list[dict[str, Any]]:
     return [
         {
-            **_identity(t),
+            **_identity(rows, t),
             "gpu": t.row.first.environment.get("gpu"),
             **{name: t.figure(name) for name in BYTES},
             "dram_bytes": t.dram_bytes,
@@ -55,7 +55,7 @@ def _figures(rows: Sequence[Row]) -> list[dict[str, Any]]:
 def _kernels(rows: Sequence[Row]) -> list[dict[str, Any]]:
     names = ("family", "phase", *KERNEL_FIGURES)
     return [
-        {**_identity(t), "kernels_source": t.kernels.source, "kernel": kernel["name"]}
+        {**_identity(rows, t), "kernels_source": t.kernels.source, "kernel": kernel["name"]}
         | {name: kernel.get(name) for name in names}
         for t in _traffics(rows)
         if t.kernels

@@ -118,3 +118,10 @@ def test_what_happens_in_the_last_nanosecond_of_an_event_is_inside_it():
     assert event.end < 729.125
     assert EnclosingEvents([event]).find((1, 1), 729.125) is event
     assert EnclosingEvents([event]).find((1, 1), 729.126) is None
+
+
+def test_graphs_of_inductor_have_one_name_in_every_run():
+    raw = {"ph": "X", "cat": "cpu_op", "ts": 0.0, "dur": 1.0, "pid": 1, "tid": 1}
+    names = ("## Call CompiledFxGraph fvsukhnu452n ##", "aten::mm")
+    found = parse_events([{**raw, "name": name} for name in names])
+    assert [event.name for event in found.operators] == ["Inductor graph", "aten::mm"]
