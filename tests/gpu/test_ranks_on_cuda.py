@@ -67,10 +67,16 @@ def test_a_sharded_model_is_trained_as_a_whole_one(batch: int) -> None:
         torch.testing.assert_close(sharded[name], value, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp", "hsdp"])
-@pytest.mark.parametrize("method", ["standard", "flash"])
+@pytest.mark.parametrize(
+    ("method", "parallel"),
+    [
+        *((method, parallel) for method in ("standard", "flash") for parallel in ("ddp", "fsdp", "hsdp")),
+        *(("flat", "ddp"), ("ghost", "ddp"), ("ghost", "fsdp")),
+    ],
+)
 def test_one_rank_of_a_simulated_world_is_measured(parallel: str, method: str, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"dtype": "bf16", "checkpoint_blocks": True, "warmup": 1, "steps": 2, "device": "cuda"}
+    checkpointed = method in ("standard", "flash")  # Opacus cannot
+    options: dict[str, Any] = {"dtype": "bf16", "checkpoint_blocks": checkpointed, "device": "cuda"}
     spec = RunSpec(
         workload=PRESETS["tiny"],
         method=method,
@@ -78,6 +84,8 @@ def test_one_rank_of_a_simulated_world_is_measured(parallel: str, method: str, t
         seq_len=64,
         simulate_world=8,
         parallel=parallel,
+        warmup=1,
+        steps=2,
         **options,
     )
     try:

@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from dpscope.errors import UserError
 from dpscope.flash import layers
 from dpscope.flash.checkpointed_blocks import CheckpointedBlock, CheckpointedBlocks
+from dpscope.flash.closing import local_sums, no_autocast, one_by_one, reduced_sums, zero_sums
 from dpscope.flash.compiled.frames import original_of
 from dpscope.flash.compiled.regions import Region, region_taps
 from dpscope.flash.compiled.traced import GraphCast
@@ -44,7 +44,7 @@ from dpscope.flash.norms import Factors
 from dpscope.flash.padding.rows import PaddingCount, Rows
 from dpscope.flash.parameter_hooks import OWN_GRADIENTS, refuse_hooks
 from dpscope.flash.paths import FORCEABLE, PathRules
-from dpscope.flash.ranks.layout import SHARDED_BLOCKS, is_fsdp
+from dpscope.flash.ranks.layout import SHARDED_BLOCKS, refuse_shards_inside
 from dpscope.flash.ranks.ranks import ranks_of
 from dpscope.flash.recomputation import BlockPass
 from dpscope.flash.running_sums import RunningSums
@@ -174,7 +174,7 @@ class FlashEngine:
             raise
 
     def _tap(self, units: list[layers.Unit]) -> None:
-        _refuse_blocks_inside(unit for unit in units if not unit.followed)
+        refuse_shards_inside((unit.name, unit.module) for unit in units if not unit.followed)
         self.forwards.buffers = BufferWatch(self.model, [unit.module for unit in units if unit.opaque])
         self.forwards.followed = [unit.module for unit in units if unit.followed]
         for unit in units:
@@ -327,7 +327,7 @@ class FlashEngine:
         """
         sums = self.running_sums
         sums.refuse_other_gradients()
-        for parameter, total in _one_by_one(self._close(into=sums.get)):
+        for parameter, total in one_by_one(self._close(into=sums.get)):
             if sums.get(parameter) is None:
                 sums.put(parameter, total)
 
@@ -337,7 +337,7 @@ class FlashEngine:
         Every trainable parameter comes once. Norms and factors are ready when this returns; a layer's x and g are
         freed as its sum is handed out, so the whole gradient need never exist.
         """
-        return _one_by_one(self._close())
+        return one_by_one(self._close())
 
     def factored_sums(self) -> Iterator[SumBatch]:
         """As `clipped_sums`, many at a time, and per-sample gradients that are kept are left to the caller to sum."""
@@ -355,37 +355,19 @@ class FlashEngine:
             if recorded is not None:
                 self.state.count()
             self.norms = self.factors = self.anchor.new_zeros(0, dtype=torch.float64)
-            return self._zeros(set(), into) if self.ranks is None else self._reduce(None, NO_SUMS, "cpu", into)
-        alone = self.ranks is None
+            if self.ranks is None:
+                return zero_sums(self._slots, set(), into)
+            return reduced_sums(self.ranks, None, NO_SUMS, self._slots, "cpu", into)
         device = recorded[0][0].parameter.device.type
-        with _no_autocast(device):
+        with no_autocast(device):
             passes = self.blocks.reruns.separate(passes, recorded) if self.blocks is not None else []
             micro = self._norm([(slot, parts) for slot, parts in recorded if parts], passes, rows)
-            of_blocks = self._sum_again(passes, micro.clipping, into if alone else None)
+            of_blocks = self._sum_again(passes, micro.clipping, into if self.ranks is None else None)
         self.path_rules.budget.close()
         self.state.count(micro.size if rows is None else rows.real, self.max_grad_norm, rows)
-        if alone:
-            return self._iterate(micro, of_blocks, device, into, factored)
-        return self._reduce(micro, of_blocks, device, into)
-
-    def _reduce(
-        self, micro: MicroBatch | None, of_blocks: SumBatch, device: str, into: RunningSum | None
-    ) -> Iterator[SumBatch]:
-        """The sums over all ranks, of which this one gets its own part of each parameter."""
-        assert self.ranks is not None
-        held = dict(zip(of_blocks.parameters, of_blocks.tensors, strict=True))
-        del of_blocks
-
-        def sums_of(parameters: Sequence[nn.Parameter]) -> Mapping[nn.Parameter, Tensor]:
-            again = {parameter: held.pop(parameter) for parameter in parameters if parameter in held}
-            with torch.no_grad(), _no_autocast(device):
-                return again if micro is None else {**again, **micro.sums_of(parameters)}
-
-        trained = [parameter for parameter in self._slots if parameter.requires_grad]
-        for parameters, sums in self.ranks.reduction.reduce(trained, sums_of):
-            before = [into(parameter) if into else None for parameter in parameters]
-            added = [new if old is None else old.add_(new) for old, new in zip(before, sums, strict=True)]
-            yield SumBatch(parameters, added, None)
+        if self.ranks is None:
+            return local_sums(micro, of_blocks, self._slots, device, into, factored=factored)
+        return reduced_sums(self.ranks, micro, of_blocks, self._slots, device, into)
 
     @torch.no_grad()
     def _norm(self, recorded: Recorded, passes: list[BlockPass], rows: Rows | None) -> MicroBatch:
@@ -416,31 +398,6 @@ class FlashEngine:
         except BaseException:
             self.running_sums.clear()  # some of them are there, others are not
             raise
-
-    def _iterate(
-        self, micro: MicroBatch, of_blocks: SumBatch, device: str, into: RunningSum | None, factored: bool
-    ) -> Iterator[SumBatch]:
-        done = {id(parameter) for parameter in (*micro.parameters, *of_blocks.parameters)}
-        if of_blocks.parameters:
-            yield of_blocks
-        del of_blocks
-        batches = micro.sums(into=into, factored=factored)
-        del micro
-        while True:
-            with _no_autocast(device):  # for each batch of sums: the caller's code in between keeps its own mode
-                batch = next(batches, None)
-            if batch is None:
-                break
-            yield batch
-            del batch
-        yield from self._zeros(done, into)
-
-    def _zeros(self, done: set[int], into: RunningSum | None) -> Iterator[SumBatch]:
-        """Trainable parameters that nothing reached."""
-        for parameter in self._slots:
-            if parameter.requires_grad and id(parameter) not in done:
-                existing = into(parameter) if into else None
-                yield SumBatch([parameter], [torch.zeros_like(parameter) if existing is None else existing], None)
 
     def zero_grad(self, set_to_none: bool = True) -> bool:
         """Drop what backward has left, and the gradients; inside a logical batch they stay, and the answer is False."""
@@ -485,30 +442,5 @@ class FlashEngine:
         return describe_opaque(self.model, ((n, m) for n, m in self.model.named_modules() if m in opaque))
 
 
-def _one_by_one(batches: Iterator[SumBatch]) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """(parameter, sum), each let go as the next one is asked for."""
-    for parameters, sums, _ in batches:
-        parameters.reverse()
-        sums.reverse()
-        while sums:
-            yield parameters.pop(), sums.pop()
-
-
 def _leaf() -> Tensor:
     return torch.zeros((), requires_grad=True, device="cpu")
-
-
-def _no_autocast(device: str) -> AbstractContextManager[Any]:
-    """Norms and sums are taken in the precision of what was recorded, also inside an autocast context."""
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
-
-
-def _refuse_blocks_inside(units: Iterable[layers.Unit]) -> None:
-    for unit in units:
-        inside = [name for name, module in unit.module.named_modules() if name and is_fsdp(module)]
-        if inside:
-            raise UserError(
-                f"{unit.name or 'the model'} ({type(unit.module).__name__}) owns a parameter itself and runs sample by "
-                f"sample, with {inside[0]} inside it sharded apart: give the parameter to a small module of its own, "
-                f"or call fully_shard on {unit.name or 'the model'} alone"
-            )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+import torch
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from opacus.grad_sample import get_gsm_class
 from opacus.utils.module_utils import trainable_modules
@@ -33,6 +34,12 @@ def require_spreadable(model: nn.Module, mode: str, settings: TrainerSettings) -
         import opacus.utils.fsdp_utils  # noqa: F401
     except ImportError:
         raise UserError("this Opacus cannot train a sharded model: install opacus 1.6 or newer") from None
+    # FSDP2Wrapper leaves the mesh to torch, which takes the accelerator of the machine.
+    if torch.cuda.is_available() and next(model.parameters()).device.type != "cuda":
+        raise UserError(
+            "Opacus shards a model on this machine's GPU only: leave out --device cpu, or compare --methods "
+            "standard,flash"
+        )
     _require_untied(model)
     _require_copyable(model)
     _require_rows_for_all(model, settings.world_size)

@@ -96,6 +96,13 @@ def test_what_opacus_cannot_train_over_processes_is_refused_with_what_to_compare
 
 
 @pytest.mark.usefixtures("four_processes")
+def test_opacus_is_not_sharded_on_the_cpu_of_a_machine_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    with pytest.raises(UserError, match="leave out --device cpu"):
+        make_trainer("ghost", parallel="fsdp", gpus=4)
+
+
+@pytest.mark.usefixtures("four_processes")
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize(("method", "way"), RUNS)
 def test_one_of_four_simulated_ranks_takes_steps(method: str, way: str, accumulate: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -182,3 +182,15 @@ def _check_one_mesh(sharded: list[tuple[str, nn.Parameter]], mesh: Any) -> None:
     other: Iterator[str] = (name for name, p in sharded if p.device_mesh != mesh)  # type: ignore[attr-defined]
     for name in other:
         raise UserError(f"{name} and {sharded[-1][0]} are sharded over two different meshes: {_INSTEAD}")
+
+
+def refuse_shards_inside(units: Iterable[tuple[str, nn.Module]]) -> None:
+    """Raise `UserError` for a module that runs sample by sample, given with its name, with shards inside it."""
+    for name, module in units:
+        inside = [below for below, each in module.named_modules() if below and is_fsdp(each)]
+        if inside:
+            raise UserError(
+                f"{name or 'the model'} ({type(module).__name__}) owns a parameter itself and runs sample by sample, "
+                f"with {inside[0]} inside it sharded apart: give the parameter to a small module of its own, or call "
+                f"fully_shard on {name or 'the model'} alone"
+            )
