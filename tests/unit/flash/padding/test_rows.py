@@ -74,7 +74,8 @@ LOSES = {
     "a product": lambda x: x @ torch.eye(4),
     "rows folded": lambda x: x.view(-1),
     "masked rows": lambda x: x[torch.ones(len(x), dtype=torch.bool)],
-    "separated indices": lambda x: x.view(-1, 2, 2)[:, torch.arange(2), :][torch.arange(6)],
+    "indices apart": lambda x: x.view(6, 2, 1, 2)[:, torch.arange(6) % 2, :, torch.arange(6) % 2],
+    "another batch added": lambda x: x + pad_batch(torch.randn(3, 4), 6),
     "overwritten": lambda x: x.clone().copy_(x.flip(0)),
     "rows written into": _written,
 }
