@@ -49,7 +49,8 @@ class TrainerBase(ABC):
         allow_tf32(settings.dtype == "tf32")
         self.plain_model = model
         moment(MODEL_LOADED)
-        self.checkpoints = checkpoint_blocks(model) if settings.checkpoint_blocks else None
+        compiled = settings.compile != EAGER
+        self.checkpoints = checkpoint_blocks(model, compiled=compiled) if settings.checkpoint_blocks else None
         self.require_model(model)
         prepared = self.spread(model) if settings.world_size > 1 else model
         self.model = self.prepare_model(prepared if settings.compile == EAGER else self.compile(prepared))

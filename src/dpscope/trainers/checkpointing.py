@@ -41,17 +41,26 @@ class Checkpoints:
 class Checkpointed(nn.Module):
     """A block whose calls, its hooks among them, run under `torch.utils.checkpoint`."""
 
-    checkpoints: Checkpoints
+    checkpoints: Checkpoints | None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return super().__call__(*args, **kwargs)
-        return checkpoint(super().__call__, *args, use_reentrant=False, context_fn=self.checkpoints, **kwargs)
+        options = _options(self.checkpoints)
+        return checkpoint(super().__call__, *args, **options, **kwargs)
 
 
-def checkpoint_blocks(model: nn.Module) -> Checkpoints:
-    """Checkpoint every block of the model; raise `UserError` where there is none."""
-    checkpoints = Checkpoints()
+def _options(checkpoints: Checkpoints | None) -> dict[str, Any]:
+    """Of torch's checkpoint. torch.compile takes no `context_fn` but a function of its own."""
+    return {"use_reentrant": False, **({} if checkpoints is None else {"context_fn": checkpoints})}
+
+
+def checkpoint_blocks(model: nn.Module, *, compiled: bool = False) -> Checkpoints | None:
+    """Checkpoint every block of the model; raise `UserError` where there is none.
+
+    Of a model that will be `compiled` the runs are not counted.
+    """
+    checkpoints = None if compiled else Checkpoints()
     if not _checkpoint_in(model, checkpoints):
         raise UserError(
             "the model has no blocks to checkpoint: no nn.ModuleList or nn.Sequential holds two modules of one class "
@@ -67,7 +76,7 @@ def find_blocks(module: nn.Module) -> list[nn.Module]:
     return [*found, *(block for child in module.children() if child not in found for block in find_blocks(child))]
 
 
-def _checkpoint_in(module: nn.Module, checkpoints: Checkpoints) -> int:
+def _checkpoint_in(module: nn.Module, checkpoints: Checkpoints | None) -> int:
     """Checkpoint the outermost blocks in a module; how many there are."""
     if _enable_in_transformers(module, checkpoints):
         return 1
@@ -80,13 +89,13 @@ def _checkpoint_in(module: nn.Module, checkpoints: Checkpoints) -> int:
     return len(blocks) + sum(_checkpoint_in(child, checkpoints) for child in rest)
 
 
-def _enable_in_transformers(module: nn.Module, checkpoints: Checkpoints) -> bool:
+def _enable_in_transformers(module: nn.Module, checkpoints: Checkpoints | None) -> bool:
     """Tell a model of Hugging Face, which may be wrapped, to checkpoint its own blocks; whether it does."""
     enable = getattr(module, "gradient_checkpointing_enable", None)
     if enable is None:
         return False
     try:
-        enable(gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": checkpoints})
+        enable(gradient_checkpointing_kwargs=_options(checkpoints))
     except (ValueError, TypeError):  # an architecture without; a method of that name that is another
         return False
     return any(getattr(part, "gradient_checkpointing", False) for part in module.modules())

@@ -33,9 +33,10 @@ class WrongWhenCompiled(DPFlashClippingTrainer):
         super().backward(losses * (2 if self.settings.compile != "none" else 1))
 
 
-def test_compiled_flash_is_exact_on_a_transformer():
+@pytest.mark.parametrize("options", [{}, {"checkpoint_blocks": True}, {"accumulate": 2}], ids=str)
+def test_compiled_flash_is_exact_on_a_transformer(options):
     config = make_config("tiny", **TINY_SIZES)
-    found = verdict(build_workload(config, batch_size=4, seq_len=8), "flash", compile="default")
+    found = verdict(build_workload(config, batch_size=4, seq_len=8), "flash", compile="default", **options)
     assert found.verdict == "exact", found
     assert max(error for step in found.steps for error in step.parameter_errors.values()) < 1e-5
 

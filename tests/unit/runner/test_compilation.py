@@ -77,6 +77,13 @@ def test_compilation_is_timed_apart_from_the_steps(measured, method):
     assert len(result.timing["step_ms"]) == 5
 
 
+@pytest.mark.usefixtures("aot_eager")
+def test_checkpointed_blocks_are_compiled_with_the_rest(make_spec):
+    result = measure_or_explain(make_spec(compile="default", checkpoint_blocks=True))
+    assert result.ok, result.reason
+    assert result.timing["compilation"]["graphs"] == 1
+
+
 def test_an_eager_row_says_nothing_of_compilation(measured):
     result = measured("fine", compile="none")
     assert result.ok
