@@ -116,6 +116,7 @@ class ForwardPasses:
         self._depth = 0  # of calls of the root's forward
         self._rehearsed: set[Any] = set()  # ways in which the root was called
         self.followed: list[nn.Module] = []  # modules whose own parameters are followed (layers/bare.py)
+        self.held_by_graphs: set[nn.Parameter] = set()  # parameters of tapped layers that ran in compiled graphs
         self._searched: set[Any] = set()  # ways of calling the root in which no parameter is reached past its taps
         self._unknown: list[tuple[Sampled, int, bool]] = []  # calls of this forward that no rehearsal has seen
 
@@ -275,6 +276,8 @@ class ForwardPasses:
     def _search_past_taps(self, output: Any) -> None:
         """Find parameters that autograd reaches from the output as in ordinary training, past all taps."""
         reached = {tensor for tensor in leaves_behind(tensors_in(output)) if isinstance(tensor, nn.Parameter)}
+        # A compiled graph has them as inputs, whatever it does with them: an ordinary gradient of one will be refused.
+        reached -= self.held_by_graphs
         self._begin_again_without(reached, "a parameter is used where that cannot be followed")
 
     def _begin_again_without(self, parameters: Collection[nn.Parameter], reason: str) -> None:

@@ -85,18 +85,36 @@ class Share(NamedTuple):
     like: Tensor
     pieces: tuple[Spec | None, ...]
 
-    @property
-    def size(self) -> int:
-        return sum(piece is not None for piece in self.pieces) + self.call.checkpointed
+    def specs(self) -> list[Spec]:
+        ticket = [_TICKET] if self.call.checkpointed else []
+        return [piece for piece in self.pieces if piece is not None] + ticket
+
+
+class Layout:
+    """The shares of all calls, and where each has its own in the sequence of all stand-ins."""
+
+    def __init__(self, calls: Sequence[TappedCall]) -> None:
+        self.shares: list[Share] = []
+        self.zeros: list[Tensor] = []  # of which stand-ins are made
+        self.of_taps: dict[LayerTap, list[tuple[Tensor, slice]]] = {}
+        for call in calls:
+            live = call.tap.live()
+            if True not in live:
+                continue
+            share = Share(call, _zeros(call.x, call.device), call.pieces(live))
+            first = len(self.zeros)
+            self.zeros += [_zeros(spec, call.device) for spec in share.specs()]
+            self.shares.append(share)
+            self.of_taps.setdefault(call.tap, []).append((share.like, slice(first, len(self.zeros))))
 
 
 @dataclass
 class Plan:
-    """The tapped calls of a forward, and the shares of them for each choice of trained parameters."""
+    """The tapped calls of a forward, and their layout for each choice of trained parameters."""
 
     calls: list[TappedCall]
     unreached: set[TappedCall] = field(default_factory=set)  # of which backward is known to leave nothing
-    _shares: dict[tuple[bool, ...], list[Share]] = field(default_factory=dict)
+    _layouts: dict[tuple[bool, ...], Layout] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         # Inside a checkpoint a graph may not count calls: a tap that is called there is called once.
@@ -105,15 +123,11 @@ class Plan:
         self.calls = [call for call in self.calls if call.tap not in uncounted or times[call.tap] == 1]
         self._parameters = [slot.parameter for call in self.calls for slot in call.tap.slots if slot is not None]
 
-    def shares(self) -> list[Share]:
+    def layout(self) -> Layout:
         trained = tuple([parameter.requires_grad for parameter in self._parameters])
-        if trained not in self._shares:
-            self._shares[trained] = [
-                Share(call, _zeros(call.x, call.device), call.pieces(call.tap.live()))
-                for call in self.calls
-                if True in call.tap.live()
-            ]
-        return self._shares[trained]
+        if trained not in self._layouts:
+            self._layouts[trained] = Layout(self.calls)
+        return self._layouts[trained]
 
 
 def _zeros(spec: Spec, device: torch.device) -> Tensor:
@@ -131,9 +145,8 @@ class Handout:
         self.engine = engine
         self._plan = plan
         self._reached = reached
-        self.shares = plan.shares()
-        for share in self.shares:
-            share.call.tap.check_parameters()
+        self.layout = plan.layout()
+        self.shares = self.layout.shares
         self.used: Counter[LayerTap] = Counter()  # calls that graphs hold, where they are counted
         self.generation = engine.state.generation
         self.block = engine.block
@@ -141,23 +154,30 @@ class Handout:
     @contextmanager
     def given(self) -> Iterator[None]:
         """Inside, taps have their stand-ins. Those that they had before are theirs again afterwards."""
-        stand_ins = iter(Source.apply(self.engine.anchor, self) if self.shares else ())  # type: ignore[no-untyped-call]
-        of_taps: dict[LayerTap, list[Handed]] = {}
+        stand_ins = Source.apply(self.engine.anchor, self) if self.shares else ()  # type: ignore[no-untyped-call]
+        before, end = [], len(stand_ins)
+        for tap, calls in self.layout.of_taps.items():
+            tap.check_parameters()
+            before.append((tap, tap.handed, tap.calls, tap.counted))
+            tap.handed = tuple([Handed(like, stand_ins[place], place.stop == end) for like, place in calls])
+            tap.calls = 0
         for share in self.shares:
-            pieces = tuple([next(stand_ins) for _ in range(share.size)])
-            handed = Handed(share.like, pieces, share is self.shares[-1])
-            of_taps.setdefault(share.call.tap, []).append(handed)
-            share.call.tap.counted = not share.call.checkpointed
-        before = [(tap, tap.handed, tap.calls) for tap in of_taps]
-        for tap, for_calls in of_taps.items():
-            tap.handed, tap.calls = tuple(for_calls), 0
+            if share.call.checkpointed:
+                share.call.tap.counted = False
         try:
             yield
         finally:
-            for tap, theirs, calls in before:
+            for tap, handed, count, counted in before:
                 self.used[tap] = tap.calls
-                tap.handed, tap.calls = theirs, calls
+                tap.handed, tap.calls, tap.counted = handed, count, counted
             self.engine.graph_cast.clear()
+            self._note_parameters()
+
+    def _note_parameters(self) -> None:
+        forwards = self.engine.forwards
+        if forwards.followed:
+            used = [share.call.tap for share in self.shares if share.call.checkpointed or self.used[share.call.tap]]
+            forwards.held_by_graphs.update(slot.parameter for tap in used for slot in tap.slots if slot is not None)
 
     @torch.no_grad()
     def receive(self, left: list[Tensor | None]) -> None:
@@ -170,8 +190,9 @@ class Handout:
             for share in self.shares:
                 tap = share.call.tap
                 seen[tap] += 1
-                arrived = [each for each in (left.pop() for _ in range(share.size)) if each is not None]
-                if len(arrived) == share.size:
+                size = len(share.specs())
+                arrived = [each for each in (left.pop() for _ in range(size)) if each is not None]
+                if len(arrived) == size:
                     self._record(share, arrived, tickets)
                 elif arrived:
                     self._refuse_lost(tap)
@@ -229,12 +250,8 @@ class Source(torch.autograd.Function):
     def forward(ctx: Any, anchor: Tensor, handout: Handout) -> tuple[Tensor, ...]:
         ctx.handout = handout
         ctx.set_materialize_grads(False)
-        made = []
-        for share in handout.shares:
-            made += [_zeros(piece, share.call.device) for piece in share.pieces if piece is not None]
-            if share.call.checkpointed:
-                made.append(_zeros(_TICKET, share.call.device))
-        return tuple(made)
+        # Each a tensor of its own, of no view and no copy.
+        return tuple([zeros.data for zeros in handout.layout.zeros])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None]:

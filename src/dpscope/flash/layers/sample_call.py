@@ -198,7 +198,7 @@ class SampleCall:
         given = {f"unit.{key}": buffer.clone() for key, buffer in unit.named_buffers()}
         replaced = {**given, **parameters}
         untouched = token(values)
-        with _uncached_parametrizations():
+        with _uncached_parametrizations(), torch.compiler.set_stance("force_eager"):  # modules inside may be compiled
             output, changes = functional_call(self.tap.call, replaced, args, kwargs)
         if token(values) != untouched:
             self._refuse_written_arguments()

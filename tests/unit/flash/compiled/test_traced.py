@@ -101,16 +101,35 @@ def test_a_recurrent_layer_breaks_the_graph_and_is_exact():
     assert_compiled_exact(Recurrent(), {"x": torch.randn(3, 4, 3)}, squares)
 
 
+class Shifted(nn.Module):
+    """A parameter of its own, and blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.randn(1, 3, 5))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(5, 5), nn.LayerNorm(5)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.shift
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x
+
+
 def test_a_model_with_a_parameter_of_its_own_runs_eagerly_and_is_exact():
-    class Shifted(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.shift, self.layer = nn.Parameter(torch.randn(1, 3, 5)), nn.Linear(5, 4)
+    assert assert_compiled_exact(Shifted(), {"x": torch.randn(BATCH, 3, 5)}, squares).count == 0
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer(torch.tanh(x + self.shift))
 
-    assert_compiled_exact(Shifted(), {"x": torch.randn(BATCH, 3, 5)}, squares)
+def test_the_blocks_of_a_model_with_a_parameter_of_its_own_share_one_graph():
+    def compile_blocks(model: nn.Module, **options) -> nn.Module:
+        for block in model.blocks:
+            block.compile(**options)
+        return model
+
+    graphs = assert_compiled_exact(
+        Shifted(), {"x": torch.randn(BATCH, 3, 5)}, squares, compile=compile_blocks, fullgraph=True
+    )
+    assert graphs.count == 1
 
 
 def test_a_registered_layer_that_says_only_what_backward_does_breaks_the_graph_and_is_exact(monkeypatch):
