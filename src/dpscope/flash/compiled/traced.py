@@ -8,11 +8,14 @@ gradient. The node that made the stand-ins (stand_ins.py) runs outside of the gr
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch._dynamo.comptime import comptime
 
 from dpscope.flash.compiled.frames import uncompiled
 
@@ -25,6 +28,43 @@ class Handed(NamedTuple):
     last: bool  # of the calls in this forward
 
 
+class _TraceVersions:
+    """Whether a tensor of a graph that is being traced was written into: looked up while it is traced.
+
+    In a graph a tensor's version is a number of the run. Its fake, on which the compiler tries each operation, counts
+    writes as well, and is there when the code is traced.
+    """
+
+    def __init__(self) -> None:
+        self._traces: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._numbers = itertools.count()
+        self._last: str = ""
+
+    def look(self, context: Any) -> None:
+        """Note the version of the local variable x where this is called: that of a trace, of a fake."""
+        try:
+            fake = context.get_local("x").as_fake()
+            trace = self._traces.setdefault(fake.fake_mode, next(self._numbers))
+            self._last = f"{trace}.{fake._version}"
+        except Exception:  # a version of torch that does not tell: a tensor is then never the one before
+            self._last = f"? {next(self._numbers)}"
+
+    def last(self) -> str:
+        return self._last
+
+
+_versions = _TraceVersions()
+
+
+def _look(context: Any) -> None:
+    _versions.look(context)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _version_seen() -> str:
+    return _versions.last()
+
+
 class GraphCast:
     """The last cast of an input that a graph holds: q, k and v read one tensor, and give out one cast of it.
 
@@ -35,15 +75,19 @@ class GraphCast:
     def __init__(self) -> None:
         self.source: Tensor | None = None
         self.result: Tensor | None = None
+        self.version = ""
 
     def of(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """x in `dtype`, without a history."""
-        if self.source is not x or self.result is None or self.result.dtype != dtype:
-            self.source, self.result = x, x.detach().to(dtype)
+        comptime(_look)
+        version = _version_seen()
+        if self.source is not x or self.version != version or self.result is None or self.result.dtype != dtype:
+            self.source, self.version, self.result = x, version, x.detach().to(dtype)
         return self.result
 
     def clear(self) -> None:
         self.source = self.result = None
+        self.version = ""
 
 
 class TracedEngine(Protocol):

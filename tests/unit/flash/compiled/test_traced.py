@@ -101,18 +101,27 @@ def test_a_recurrent_layer_breaks_the_graph_and_is_exact():
     assert_compiled_exact(Recurrent(), {"x": torch.randn(3, 4, 3)}, squares)
 
 
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(5, 5), nn.LayerNorm(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.norm(self.linear(x)))
+
+
 class Shifted(nn.Module):
     """A parameter of its own, and blocks."""
 
     def __init__(self) -> None:
         super().__init__()
         self.shift = nn.Parameter(torch.randn(1, 3, 5))
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(5, 5), nn.LayerNorm(5)) for _ in range(2))
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.shift
         for block in self.blocks:
-            x = torch.tanh(block(x))
+            x = block(x)
         return x
 
 
@@ -171,6 +180,37 @@ def test_half_precision_of_autocast_is_that_of_eager_steps():
     eager = sums(compiled=False)
     for name, total in sums(compiled=True).items():
         torch.testing.assert_close(total, eager[name], rtol=1e-4, atol=1e-6)  # operands are rounded alike
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_a_tensor_that_is_written_into_between_two_layers_is_cast_again(breaks):
+    class Written(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.sin(x)
+            first, same = self.layers[0](x), self.layers[1](x)
+            x.mul_(3.0)
+            if breaks:
+                torch._dynamo.graph_break()
+            second = self.layers[2](x)
+            x.view(-1).add_(1.0)
+            return torch.tanh(first) + torch.tanh(same) + torch.tanh(second) + self.layers[3](x)
+
+    def norms(*, compiled: bool) -> Tensor:
+        torch.manual_seed(0)
+        model, x = Written(), torch.randn(BATCH, 3, 6)
+        called = torch.compile(model, backend="aot_eager") if compiled else model
+        with FlashEngine(called, max_grad_norm=0.3) as engine:
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = called(x).float().square().sum((1, 2)).mean()
+            loss.backward()
+            engine.finish()
+        return engine.norms
+
+    torch.testing.assert_close(norms(compiled=True), norms(compiled=False))
 
 
 @pytest.mark.parametrize("after", [False, True])
