@@ -36,6 +36,10 @@ def _columns(x: Tensor, result: Any, args: Any, kwargs: Any) -> bool:
     return all_rows and result.dim() > 0 and result.shape[0] == x.shape[0]
 
 
+def _elsewhere(x: Tensor, result: Any, args: Any, kwargs: Any) -> bool:
+    return True
+
+
 def _filled(x: Tensor, result: Any, args: Any, kwargs: Any) -> bool:
     """x[mask] = number."""
     return not (isinstance(args[2], Tensor) and args[2].dim())
@@ -113,6 +117,8 @@ KEEPS: dict[Any, Keeps] = {
     **dict.fromkeys(_functions("permute"), _permuted),
     Tensor.__getitem__: _columns,
     Tensor.__setitem__: _filled,
+    Tensor.grad.__set__: _elsewhere,  # type: ignore[union-attr]
+    Tensor.requires_grad.__set__: _elsewhere,  # type: ignore[attr-defined]
     **dict.fromkeys(_functions("cat concat"), _joined),
     **dict.fromkeys(_functions("chunk"), _cut),
     **dict.fromkeys(_functions("flip"), _mirrored),

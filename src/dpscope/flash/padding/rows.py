@@ -36,7 +36,14 @@ class Rows(NamedTuple):
 
 
 class PaddedTensor(Tensor):
-    rows: Rows | None = None
+    """A tensor that knows the rows of its batch, until something that may move them writes into its memory."""
+
+    _rows: Rows | None = None
+    _marked_version = 0
+
+    @property
+    def rows(self) -> Rows | None:
+        return self._rows if self._marked_version == _version_of(self) else None
 
     @classmethod
     def __torch_function__(
@@ -44,22 +51,17 @@ class PaddedTensor(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            keeps = KEEPS.get(func)
-            if keeps is None and func in READS:
+            if torch.compiler.is_compiling() or func in READS:
                 return func(*args, **kwargs)
             known = _padded_in((args, kwargs))
-            versions = [None if each.is_inference() else each._version for each in known]
+            found = {each.rows for each in known}
             result = func(*args, **kwargs)
-            rows = known[0].rows if len({each.rows for each in known}) == 1 else None
-            kept = rows is not None and keeps is not None and keeps(known[0], result, args, kwargs)
-            if not kept:
-                for each, version in zip(known, versions, strict=True):
-                    if may_write(func) or (version is not None and each._version != version):  # nobody knows how
-                        each.rows = None
-                return result
-            if isinstance(result, (tuple, list)):
-                return type(result)(_mark(each, rows) for each in result)
-            return result if result is None else _mark(result, rows)
+            keeps = KEEPS.get(func)
+            if len(found) == 1 and keeps is not None and keeps(known[0], result, args, kwargs):
+                return _marked(result, args, found.pop())
+            if may_write(func) and isinstance(args[0], PaddedTensor):  # not all that write count as a new version
+                args[0]._rows = None
+            return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _mark, (_plain(self), self.rows)
@@ -69,13 +71,27 @@ class PaddedTensor(Tensor):
         return copied
 
 
+def _version_of(tensor: Tensor) -> int:
+    """Counts the writes into a tensor's memory, by whatever name for it; views have it in common."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return 0 if tensor.is_inference() else tensor._version
+
+
 def _mark(tensor: Tensor, rows: Rows | None) -> PaddedTensor:
-    if isinstance(tensor, PaddedTensor):
-        tensor.rows = rows
-        return tensor
-    marked = tensor.as_subclass(PaddedTensor)
-    marked.rows = rows
+    marked = tensor if isinstance(tensor, PaddedTensor) else tensor.as_subclass(PaddedTensor)
+    marked._rows, marked._marked_version = rows, _version_of(marked)
     return marked
+
+
+def _marked(result: Any, args: tuple[Any, ...], rows: Rows | None) -> Any:
+    """The result of a function that keeps rows."""
+    if isinstance(result, (tuple, list)):
+        return type(result)(_mark(each, rows) for each in result)
+    if isinstance(result, Tensor):
+        return _mark(result, rows)
+    if isinstance(args[0], PaddedTensor):  # x[mask] = number, which gives nothing
+        _mark(args[0], rows)
+    return result
 
 
 def _plain(tensor: Tensor) -> Tensor:

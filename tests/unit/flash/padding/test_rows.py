@@ -103,6 +103,37 @@ def test_a_tensor_that_is_overwritten_no_longer_knows(x):
     assert rows_in(x) is None
 
 
+def test_a_write_through_another_name_is_noticed(x):
+    view, plain = x.flatten(1), x.view(-1)
+    assert real_rows(view) == 4
+    plain.copy_(plain.flip(0))
+    assert rows_in(x) is None and rows_in(view) is None
+
+
+def test_a_tensor_that_is_read_only_stays_what_it_was(x):
+    torch.zeros(6, 4).copy_(x)
+    torch.zeros(6, 4).add_(x)
+    x.requires_grad = True
+    x.sum().backward()
+    x.grad = None
+    assert real_rows(x) == 4
+
+
+def test_compiled_functions_take_padded_tensors_without_compiling_for_each(x):
+    count = 0
+
+    def backend(graph, inputs):
+        nonlocal count
+        count += 1
+        return graph
+
+    loss = torch.compile(lambda a, b: (a - b[:, None].float()).square().mean(1), backend=backend, fullgraph=True)
+    for real in (2, 3, 4):
+        a, b = pad_batch((torch.randn(real, 4), torch.arange(real)), 6)
+        torch.testing.assert_close(loss(a, b), (a - b[:, None].float()).square().mean(1))
+    assert count == 1
+
+
 def test_labels_may_be_masked_in_place():
     y = pad_batch(torch.tensor([3, 0, 2]), 5)
     y[y == 0] = -100
