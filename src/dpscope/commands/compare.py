@@ -41,14 +41,14 @@ def command(instruments: list[str] | None, everything: bool, **options: Any) -> 
     """
     if everything and instruments is not None:
         raise UserError("--all is every instrument: leave out --instruments, or --all")
-    asked = [ALL] if everything else instruments or COMPARE_INSTRUMENTS
-    plan = plan_from(options, asked)
-    if ALL in asked:
+    plan = plan_from(options, [ALL] if everything else instruments)
+    whole = everything or ALL in (instruments or ())
+    if whole:
         print(f"{len(plan.specs)} rows, each in a process of its own: {', '.join(plan.instruments)}.")
         print("".join(f"  {remark}\n" for remark in plan.remarks), end="", flush=True)
     comparison = follow_sweep("compare", plan.specs, **options)
     if comparison.ok:
-        print(f"Next: {_next_steps(plan.specs[0], whole=ALL in asked)}.")
+        print(f"Next: {_next_steps(plan.specs[0], whole=whole)}.")
     leave(comparison.ok)
 
 

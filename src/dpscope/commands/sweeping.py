@@ -62,14 +62,16 @@ def instrument_arguments(instrument: str) -> Callable[[F], F]:
     return lambda function: sweep_arguments(instrument_options(instrument)(function))
 
 
-def plan_from(options: dict[str, Any], instruments: Sequence[str], *, for_other_machine: bool = False) -> Plan:
+def plan_from(
+    options: dict[str, Any], instruments: Sequence[str] | None = None, *, for_other_machine: bool = False
+) -> Plan:
     """Take what makes a sweep's rows out of a command's keyword arguments, options of the instruments among them.
 
     `for_other_machine`: for one with a GPU, which this need not be.
     """
     if not for_other_machine:
         require(*MEASURING)  # all that is missing, at once
-    known = {name: INSTRUMENTS[name].options for name in instruments if name in INSTRUMENTS}
+    known = {name: INSTRUMENTS[name].options for name in instruments or () if name in INSTRUMENTS}
     return plan_sweep(
         workload_from(options),
         instruments=instruments,

@@ -17,6 +17,7 @@ class Choice:
 
     instruments: tuple[str, ...]
     remarks: list[str] = field(default_factory=list)
+    named: bool = True  # one by one; not as "all"
 
 
 def choose_instruments(asked: str | Iterable[str], device: str) -> Choice:
@@ -31,7 +32,7 @@ def choose_instruments(asked: str | Iterable[str], device: str) -> Choice:
         for name, why in obstacles.items()
         if why
     ]
-    return Choice(tuple(name for name in INSTRUMENTS if name not in left_out), remarks)
+    return Choice(tuple(name for name in INSTRUMENTS if name not in left_out), remarks, named=False)
 
 
 def _obstacle(name: str, device: str) -> str | None:

@@ -18,6 +18,7 @@ from dpscope.results.store import NO_ROOM
 from dpscope.runner import environment
 from dpscope.runner.spec import RunSpec
 from dpscope.runner.tracebacks import details_of
+from dpscope.vocabulary.instruments import INSTRUMENTS
 from dpscope.vocabulary.statuses import FAILED
 
 # (spec, progress, folder for what the measurement leaves beside its figures) -> result
@@ -26,14 +27,14 @@ Measurement = Callable[[RunSpec, Progress, Path], Result]
 
 def measurement_module(instrument: str) -> ModuleType:
     """The module with an instrument's `measure_NAME`; `obstacle(device)` if it cannot work everywhere; `measure_rank`
-    (spec, folder for files) -> figures, if it can look at one of several processes."""
+    (spec, folder for files) -> figures, if it can look at rows of several processes."""
     return importlib.import_module(f"dpscope.runner.measurements.{instrument}")
 
 
 def measure(spec: RunSpec, progress: Progress = no_progress, files: Path | None = None) -> Result:
     """Measure a spec. Files that the measurement writes go to `files`; without it they are deleted."""
     module = measurement_module(spec.instrument)
-    if spec.world_size > 1 and not hasattr(module, "measure_rank"):
+    if spec.world_size > 1 and not INSTRUMENTS[spec.instrument].of_ranks:
         raise UserError(
             f"{spec.instrument} looks at one process: of several, --instruments time gives time and peak of every "
             "rank, and trace where their time goes"

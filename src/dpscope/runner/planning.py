@@ -11,6 +11,7 @@ from dpscope.errors import UserError
 from dpscope.runner.environment import resolve_device
 from dpscope.runner.instruments import choose_instruments
 from dpscope.runner.spec import RunSpec
+from dpscope.vocabulary.instruments import INSTRUMENTS
 from dpscope.vocabulary.methods import BUILT_IN, STANDARD, resolve_method
 from dpscope.vocabulary.settings import LATER_DEFAULTS, SETTINGS, SWEPT
 from dpscope.workloads.configs import WorkloadConfig, find_workload, parse_lora, with_lora
@@ -38,18 +39,19 @@ def plan_sweep(
     seq_len: int | Iterable[int] | None = None,
     lora: str | None = None,
     device: str = "auto",
-    instruments: str | Iterable[str] = COMPARE_INSTRUMENTS,
+    instruments: str | Iterable[str] | None = None,
     for_other_machine: bool = False,
     **settings: Any,
 ) -> Plan:
     """Plan a comparison. `settings`: dtype, optimizer, steps, seed … (`RunSpec`), and `options` (`make_sweep`).
 
-    Settings in `SWEPT` (compile, gpus) may be lists. `instruments="all"` is every one that can work on this machine.
+    Settings in `SWEPT` (compile, gpus) may be lists. `instruments="all"` is every one that can work on this machine,
+    None is `COMPARE_INSTRUMENTS`; rows of several processes are then left to those that can look at them.
     `for_other_machine` plans for a machine with a GPU, which this one need not be.
     """
     config = find_workload(workload)
     device = "cuda" if for_other_machine else resolve_device(device)
-    choice = choose_instruments(instruments, device)
+    choice = choose_instruments(COMPARE_INSTRUMENTS if instruments is None else instruments, device)
     specs = make_sweep(
         config if lora is None else with_lora(config, parse_lora(lora)),
         methods=methods,
@@ -60,7 +62,12 @@ def plan_sweep(
         **settings,
     )
     _require_several(specs, settings)
-    return Plan(specs, choice.instruments, choice.remarks)
+    remarks = choice.remarks
+    if instruments is None or not choice.named:
+        unseen = {spec.instrument for spec in specs if not _can_be_seen(spec)}
+        specs = [spec for spec in specs if _can_be_seen(spec)]
+        remarks = [*remarks, *(f"{name} looks at one process: rows of several are left out" for name in sorted(unseen))]
+    return Plan(specs, choice.instruments, remarks)
 
 
 def make_sweep(
@@ -97,6 +104,10 @@ def make_sweep(
         for instrument in instruments
     ]
     return list(dict.fromkeys(map(_of_one_process, specs)))
+
+
+def _can_be_seen(spec: RunSpec) -> bool:
+    return spec.world_size == 1 or INSTRUMENTS[spec.instrument].of_ranks
 
 
 def _of_one_process(spec: RunSpec) -> RunSpec:

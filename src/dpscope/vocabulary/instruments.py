@@ -47,6 +47,7 @@ class Instrument:
     options: Mapping[str, Option] = field(default_factory=dict)
     with_time: bool = False  # does its subcommand time each method too, in a process of its own?
     gpu_only: bool = False
+    of_ranks: bool = False  # can it look at rows of several processes?
     instead: str = ""  # what it does where it cannot work (`obstacle` of its measurement) [default: it is left out]
     cpu_note: str = ""  # what a page says of what it shows on a CPU
 
@@ -58,7 +59,7 @@ class Instrument:
 ALL_RANKS = "all"
 
 INSTRUMENTS: dict[str, Instrument] = {
-    "time": Instrument(shows="The time of a step"),
+    "time": Instrument(shows="The time of a step", of_ranks=True),
     "memory": Instrument(
         summary="Where every byte of the peak goes: memory by component, by module, over time.",
         shows="Memory by component and over the step",
@@ -127,6 +128,7 @@ INSTRUMENTS: dict[str, Instrument] = {
             "flops": Option(False, "Count the floating-point operations of matrix products and convolutions."),
         },
         with_time=True,
+        of_ranks=True,
     ),
 }
 

@@ -21,7 +21,7 @@ def planned_by_command(*arguments, **asked):
     @click.command()
     @sweep_arguments
     def command(**options):
-        found.extend(plan_from(options, instruments=("time", "memory"), **asked).specs)
+        found.extend(plan_from(options, **asked).specs)
 
     command.main(["--device", "cpu", *arguments], standalone_mode=False)
     return found
@@ -131,6 +131,18 @@ def test_rows_of_one_process_in_a_sweep_over_several_are_those_of_any_sweep():
     alone, *_, spread = plan_sweep(TINY, gpus=[1, 2], parallel="hsdp", device="cpu").specs
     assert alone == plan_sweep(TINY, device="cpu").specs[0]
     assert (spread.gpus, spread.parallel) == (2, "hsdp")
+
+
+def test_rows_of_several_processes_are_left_to_instruments_that_can_look_at_them_unless_others_are_asked_for():
+    def seen(**asked):
+        plan = plan_sweep(TINY, methods=["standard"], gpus=[1, 2], device="cpu", **asked)
+        return [(spec.gpus, spec.instrument) for spec in plan.specs], plan.remarks
+
+    specs, remarks = seen()
+    assert specs == [(1, "time"), (1, "memory"), (2, "time")]
+    assert remarks == ["memory looks at one process: rows of several are left out"]
+    assert {instrument for gpus, instrument in seen(instruments="all")[0] if gpus == 2} == {"time", "trace"}
+    assert seen(instruments=["memory"])[0] == [(1, "memory"), (2, "memory")]  # the second says why it is skipped
 
 
 @pytest.mark.parametrize("settings", [{"parallel": "fsdp"}, {"link_gbps": 100.0}, {"gpus": 2, "link_gbps": 100.0}])
