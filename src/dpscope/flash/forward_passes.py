@@ -183,7 +183,7 @@ class ForwardPasses:
 
     def _take_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Rows | None, Any]:
         """Which rows of a call are samples, if its batch is padded, and the call with plain tensors."""
-        if not self.expects_padding and not has_marks((args, kwargs)):
+        if not self.expects_padding and not has_marks(args, kwargs):
             return None, (args, kwargs)
         rows = rows_in((args, kwargs))
         count = self._count(args, kwargs)
@@ -363,7 +363,7 @@ class ForwardPasses:
         self._close_recorded()
         known = self.size()
         if self._depth == 0 and self.batch_size_of is not None and not self.runs_again():
-            if self.expects_padding or has_marks((args, kwargs)):
+            if self.expects_padding or has_marks(args, kwargs):
                 raise UserError(
                     f"{tap.name} was called outside of the model's own forward with a padded batch: which rows are "
                     "padding is told by what the model itself is called with; call the model, or leave out pad_batches"
