@@ -44,7 +44,7 @@ from dpscope.flash.norms import Factors
 from dpscope.flash.padding.rows import PaddingCount, Rows
 from dpscope.flash.parameter_hooks import OWN_GRADIENTS, refuse_hooks
 from dpscope.flash.paths import FORCEABLE, PathRules
-from dpscope.flash.ranks.layout import SHARDED_BLOCKS, refuse_shards_inside
+from dpscope.flash.ranks.layout import SHARDED_BLOCKS, refuse_compiled, refuse_shards_inside
 from dpscope.flash.ranks.ranks import ranks_of
 from dpscope.flash.recomputation import BlockPass
 from dpscope.flash.running_sums import RunningSums
@@ -194,6 +194,8 @@ class FlashEngine:
 
     def _tap_regions(self) -> None:
         """Modules inside the model may have been compiled after it was made private."""
+        if self.ranks is not None:
+            refuse_compiled(self.model)
         for region in region_taps(self, self.model, self._root):
             if region.root is None:
                 self._install(region)

@@ -20,6 +20,7 @@ from dpscope.flash.memory_budget import MemoryBudget
 from dpscope.flash.module_state import BufferWatch
 from dpscope.flash.padding.rows import Rows, has_marks, mark_batch, rows_in, without_marks
 from dpscope.flash.ranks.empty_shares import make_up_sample, without_rows
+from dpscope.flash.ranks.layout import compiled_over_ranks
 from dpscope.flash.ranks.ranks import Ranks
 from dpscope.flash.rehearsal import Rehearsal, RootCall
 from dpscope.flash.rehearsal_run import ParametersUsed, Run, Sampled
@@ -173,6 +174,8 @@ class ForwardPasses:
             self._rows, (args, kwargs) = self._take_rows(args, kwargs)
         if self._ranks is None:
             refuse_ddp_forward()
+        elif compiled is not None:
+            raise compiled_over_ranks("")
         elif self._depth == 0:
             self._close_recorded()  # the micro-batch before, of which `is_made_up` still speaks
             call = make_up_sample(args, kwargs) if self._count(args, kwargs) == 0 else None

@@ -82,7 +82,7 @@ def layout_of(model: nn.Module) -> Layout | None:
         return None
     if not dist.is_initialized():
         raise UserError("the model is spread over processes, but torch.distributed is not initialised")
-    _refuse_compiled(model)
+    refuse_compiled(model)
     if sharded and wrapper is not None:
         raise UserError(f"{sharded[0][0]} is sharded inside {type(wrapper).__name__}: {_INSTEAD}, one of them")
     if wrapper is not None:
@@ -118,13 +118,17 @@ def _refuse_outside_blocks(module: nn.Module, sharded: list[tuple[str, nn.Parame
             raise UserError(f"{name} is sharded, but not by fully_shard (tensor parallelism?): {_INSTEAD}")
 
 
-def _refuse_compiled(model: nn.Module) -> None:
+def compiled_over_ranks(name: str) -> UserError:
+    return UserError(
+        f"{name or 'the model'} is compiled: flash clipping over several processes runs eagerly; leave out "
+        "torch.compile"
+    )
+
+
+def refuse_compiled(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if "OptimizedModule" in class_names(module) or getattr(module, "_compiled_call_impl", None) is not None:
-            raise UserError(
-                f"{name or 'the model'} is compiled: flash clipping over several processes runs eagerly; leave out "
-                "torch.compile"
-            )
+            raise compiled_over_ranks(name)
 
 
 def _check_ddp(wrapper: nn.Module) -> None:

@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from dpscope.errors import UserError
 from dpscope.flash import FlashEngine, PrivacyEngine
 from dpscope.flash.ranks.layout import layout_of
-from tests.unit.flash.private_training import make_model, make_private, sgd
+from tests.unit.flash.private_training import FEATURES, make_model, make_private, sgd
 
 Spread = Callable[[nn.Module], nn.Module]
 
@@ -107,6 +107,15 @@ def test_what_cannot_be_trained_is_refused_by_name(name: str) -> None:
         FlashEngine(model, max_grad_norm=1.0)
     assert not PrivacyEngine().is_compatible(module=model)
     assert not any("forward" in vars(module) and module is model for module in model.modules())
+
+
+@pytest.mark.parametrize("part", ["the model", "a layer"])
+def test_a_spread_model_that_is_compiled_after_it_was_made_private_is_refused(part: str) -> None:
+    model = make_model()
+    with FlashEngine(shard(model), max_grad_norm=1.0):
+        (model if part == "the model" else model[0]).compile(backend="eager")
+        with pytest.raises(UserError, match="is compiled: flash clipping over several processes"):
+            model(torch.randn(4, FEATURES))
 
 
 def test_a_model_in_one_process_has_no_layout() -> None:
