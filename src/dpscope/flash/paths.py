@@ -207,7 +207,8 @@ def _choices(
     lean = fitting if forced is not None or fitting.path != KEEP else choose()
     if lean is fitting or lean.path == KEEP:
         return lean, lean, 0.0
-    return fitting, lean, fitting.costs[KEEP].bytes_held
+    # Autograd casts the gradient of x to x's own dtype, or adds another branch's: that much is made beside them.
+    return fitting, lean, fitting.costs[KEEP].bytes_held + math.prod(x) * max(4, dtype.itemsize)
 
 
 class PathRules:
