@@ -88,7 +88,7 @@ class Room(MemoryBudget):
 
 
 def test_rules_ask_for_room_only_where_it_would_change_the_path():
-    """Asking takes microseconds a layer. What is asked for: the kept gradients, and a float32 gradient of x beside them."""
+    """Asking takes microseconds a layer. Asked for: kept gradients, and a float32 gradient of x beside them."""
     g = torch.empty(8, 1024, 8192, dtype=torch.bfloat16, device="meta")
     more = 2 * 8 * 2048 * 8192 + 4 * 8 * 1024 * 2048
     for room, path in ((more, KEEP), (more - 1, GRAM)):

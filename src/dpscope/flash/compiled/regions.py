@@ -15,7 +15,7 @@ from dpscope.errors import UserError
 from dpscope.flash.arguments import replace_leaves, sizes_of, tensors_in
 from dpscope.flash.checkpoint_calls import watching
 from dpscope.flash.compiled.frames import is_wrapper, original_of
-from dpscope.flash.compiled.stand_ins import CallShapes, Handout, Plan
+from dpscope.flash.compiled.stand_ins import CallPlan, CallShapes, Handout
 from dpscope.flash.forward_passes import nodes_behind
 from dpscope.flash.instance_method import instance_method
 from dpscope.flash.rehearsal_run import untouched
@@ -28,7 +28,7 @@ class Region:
     def __init__(self, engine: Engine, eager: Callable[..., Any]) -> None:
         self.engine = engine
         self.eager = eager
-        self._plans: dict[Any, Plan] = {}
+        self._plans: dict[Any, CallPlan] = {}
 
     @contextmanager
     def entered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
@@ -36,7 +36,7 @@ class Region:
         with Handout(self.engine, self._plan(args, kwargs), lambda: self._reached(args, kwargs)).given():
             yield
 
-    def _plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+    def _plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
         batch = self.engine.forwards.size() or 0
         key = (batch, self.engine.model.training, sizes_of((args, kwargs)), _autocast())
         plan = self._plans.get(key)
@@ -47,8 +47,8 @@ class Region:
             except (UserError, torch.OutOfMemoryError):
                 raise
             except Exception:  # the compiled call will say what is wrong, if it fails as well
-                return Plan([])
-            plan = Plan(run.calls)
+                return CallPlan([])
+            plan = CallPlan(run.calls)
             if run.complete:
                 self._plans[key] = plan
         return plan

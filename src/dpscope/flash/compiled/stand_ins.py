@@ -2,10 +2,10 @@
 
     plan      the tapped calls of a forward with given arguments, their shapes noted in an eager run
     handout   the stand-ins of one forward pass: each tap gets those of its calls before, and loses them after
-    Source    the autograd node behind the stand-ins, outside of every graph: its gradients are x and g of all calls
+    Receiver  the autograd node behind the stand-ins, outside of every graph: its gradients are x and g of all calls
 
-Two forward passes have two sources, so that what they leave stays apart; a backward pass that does not ask for the
-gradients of parameters does not run a source at all.
+Two forward passes have two receivers, so that what they leave stays apart; a backward pass that does not ask for the
+gradients of parameters does not run a receiver at all.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Share(NamedTuple):
         return [piece for piece in self.pieces if piece is not None] + ticket
 
 
-class Layout:
+class PieceLayout:
     """The shares of all calls, and where each has its own in the sequence of all stand-ins."""
 
     def __init__(self, calls: Sequence[TappedCall]) -> None:
@@ -109,12 +109,12 @@ class Layout:
 
 
 @dataclass
-class Plan:
+class CallPlan:
     """The tapped calls of a forward, and their layout for each choice of trained parameters."""
 
     calls: list[TappedCall]
     unreached: set[TappedCall] = field(default_factory=set)  # of which backward is known to leave nothing
-    _layouts: dict[tuple[bool, ...], Layout] = field(default_factory=dict)
+    _layouts: dict[tuple[bool, ...], PieceLayout] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         # Inside a checkpoint a graph may not count calls: a tap that is called there is called once.
@@ -123,10 +123,10 @@ class Plan:
         self.calls = [call for call in self.calls if call.tap not in uncounted or times[call.tap] == 1]
         self._parameters = [slot.parameter for call in self.calls for slot in call.tap.slots if slot is not None]
 
-    def layout(self) -> Layout:
+    def layout(self) -> PieceLayout:
         trained = tuple([parameter.requires_grad for parameter in self._parameters])
         if trained not in self._layouts:
-            self._layouts[trained] = Layout(self.calls)
+            self._layouts[trained] = PieceLayout(self.calls)
         return self._layouts[trained]
 
 
@@ -141,7 +141,7 @@ class Handout:
     reached  which taps autograd reaches from the outputs of the same call, run eagerly, and how often
     """
 
-    def __init__(self, engine: Engine, plan: Plan, reached: Callable[[], Counter[LayerTap]]) -> None:
+    def __init__(self, engine: Engine, plan: CallPlan, reached: Callable[[], Counter[LayerTap]]) -> None:
         self.engine = engine
         self._plan = plan
         self._reached = reached
@@ -154,7 +154,7 @@ class Handout:
     @contextmanager
     def given(self) -> Iterator[None]:
         """Inside, taps have their stand-ins. Those that they had before are theirs again afterwards."""
-        stand_ins = Source.apply(self.engine.anchor, self) if self.shares else ()  # type: ignore[no-untyped-call]
+        stand_ins = Receiver.apply(self.engine.anchor, self) if self.shares else ()  # type: ignore[no-untyped-call]
         before, end = [], len(stand_ins)
         for tap, calls in self.layout.of_taps.items():
             tap.check_parameters()
@@ -243,7 +243,7 @@ class Handout:
         )
 
 
-class Source(torch.autograd.Function):
+class Receiver(torch.autograd.Function):
     """() -> stand-ins; backward receives their gradients. `anchor` stands for the parameters, as in `Tapped`."""
 
     @staticmethod
