@@ -97,3 +97,11 @@ def test_two_sweeps_are_paired_eager_with_eager_and_compiled_with_compiled(resul
     found = set_against(Report.of(results), Report.of(before), names=("now", "before"))
     (pair,) = [pair for pair in found.pairs if pair.before is not None and pair.now is not None]
     assert pair.now.field("compile") == "default"
+
+
+def test_peaks_of_eager_and_compiled_rows_are_compared_by_the_allocator_s_figure(make_result):
+    eager = make_result(peak=100, instrument="memory")
+    eager = replace(eager, memory={"source": "tracker", "peak_bytes": 100, "allocator_peak_bytes": 120})
+    row = make_result(peak=60, instrument="memory", compile="default")
+    row = replace(row, memory={"source": "compiled", "peak_bytes": 60, "allocator_peak_bytes": 60})
+    assert compare_results([eager, row])[1].eager_memory_ratio == 0.5

@@ -22,6 +22,7 @@ from dpscope.runner.spec import RunSpec
 from dpscope.runner.steps import TrainingSteps
 from dpscope.vocabulary.instruments import ALL_RANKS
 from dpscope.vocabulary.schedules import Schedule, make_schedule
+from dpscope.vocabulary.settings import EAGER
 
 
 class TracedSteps(TypedDict):
@@ -71,10 +72,10 @@ def trace_steps(spec: RunSpec, files: Path, progress: Progress, step: TrainingSt
     """Record the spec's steps in this process."""
     schedule = _schedule(spec)
     detail = Detail(**{each.name: spec.option(each.name) for each in fields(Detail)})
+    if spec.compile != EAGER and detail.modules:
+        raise UserError("a compiled graph has no modules: leave out --modules, or trace with --compile none")
     step = step or TrainingSteps(spec)
     step.compile(progress)
-    if step.compilation is not None and detail.modules:
-        raise UserError("a compiled graph has no modules: leave out --modules, or trace with --compile none")
     # Opacus and DDP wrap the model; its own modules keep their names.
     model = getattr(step.trainer.model, "_module", step.trainer.model)
     recording = record(
