@@ -28,9 +28,10 @@ _TICKET = Spec((), torch.float32)
 
 
 class TappedCall(NamedTuple):
-    """One call of a layer. x and y: of all samples, as the layer is given them."""
+    """One call of a layer. given: its input, which may have one row for all samples; x and y: with a row for each."""
 
     tap: LayerTap
+    given: Spec
     x: Spec
     y: Spec
     device: torch.device
@@ -67,8 +68,9 @@ class CallShapes(Run):
             self.complete = False
             return
         x = tap.prepare(x)
+        given = Spec(tuple(x.shape), x.dtype)
         of_all = Spec((self.batch, *x.shape[1:]), x.dtype), Spec((self.batch, *y.shape[1:]), y.dtype)
-        self.calls.append(TappedCall(tap, *of_all, x.device, self.checkpoints > 0))
+        self.calls.append(TappedCall(tap, given, *of_all, x.device, self.checkpoints > 0))
 
     def note_checkpoint(self, checkpoint: Callable[..., Any], function: Any, args: Any, kwargs: Any) -> Any:
         self.checkpoints += 1
@@ -101,7 +103,7 @@ class PieceLayout:
             live = call.tap.live()
             if True not in live:
                 continue
-            share = Share(call, _zeros(call.x, call.device), call.pieces(live))
+            share = Share(call, _zeros(call.given, call.device), call.pieces(live))
             first = len(self.zeros)
             self.zeros += [_zeros(spec, call.device) for spec in share.specs()]
             self.shares.append(share)

@@ -149,12 +149,12 @@ def call_traced(tap: TracedTap, x: Tensor, live: tuple[bool, ...]) -> Any:
     if index >= len(tap.handed):
         return break_graph(tap, (x,), {})
     like, stand_ins, last = tap.handed[index]
-    given = x
-    if x.shape[0] == 1 and like.shape[0] != 1:  # one row for all samples
-        x = x.expand(like.shape[0], *x.shape[1:])
-    x = tap.prepare(x)
+    given, x = x, tap.prepare(x)
     if x.shape != like.shape or x.dtype != like.dtype:
         return break_graph(tap, (given,), {})
+    rows = stand_ins[0].shape[0]
+    if x.shape[0] != rows:  # one row for all samples
+        x = x.expand(rows, *x.shape[1:])
     if tap.counted:
         tap.calls = index + 1
     cast, dtype = None, tap.operand_dtype(x)
