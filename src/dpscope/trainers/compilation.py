@@ -13,6 +13,10 @@ from torch import nn
 from dpscope.errors import MeasurementFailed, UserError
 from dpscope.packages import install_command
 
+# What torch calls them, and what it did up to 2.6.
+RECOMPILE_LIMITS = ("recompile_limit", "accumulated_recompile_limit")
+CACHE_SIZE_LIMITS = ("cache_size_limit", "accumulated_cache_size_limit")
+
 
 def compile_model(model: nn.Module, mode: str) -> nn.Module:
     """The model as `torch.compile` runs it; it is compiled when it is first called."""
@@ -67,7 +71,8 @@ def any_number_of_graphs() -> AbstractContextManager[object]:
     """Let torch.compile make a graph for every shape: after a few it would run the model eager, and only log it."""
     from torch._dynamo import config
 
-    context: AbstractContextManager[object] = config.patch(recompile_limit=10**4, accumulated_recompile_limit=10**5)
+    names = RECOMPILE_LIMITS if hasattr(config, RECOMPILE_LIMITS[0]) else CACHE_SIZE_LIMITS
+    context: AbstractContextManager[object] = config.patch(dict.fromkeys(names, 10**5))
     return context
 
 
