@@ -259,6 +259,8 @@ class PrivacyEngine(OpacusPrivacyEngine):
         assert self._prepared is not None
         if isinstance(optimizer, DPOptimizer):
             optimizer = optimizer.original_optimizer
+        if self._prepared.engine.ranks is not None:
+            self._prepared.engine.ranks.agree_on(optimizer)
         if kwargs.pop(
             "distributed", False
         ):  # Opacus divides by the number of processes; sums here are over all of them

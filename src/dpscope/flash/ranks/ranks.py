@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from dpscope.errors import UserError
 from dpscope.flash.instance_method import InstanceMethod
@@ -39,6 +40,19 @@ class Ranks:
     def module(self) -> nn.Module:
         """The model without DDP's wrapper."""
         return self.layout.module
+
+    def agree_on(self, optimizer: Optimizer) -> None:
+        """Raises UserError on all ranks where their optimizers would not do the same.
+
+        The order of parameters counts: sums travel, and elements are numbered for noise, in it.
+        """
+        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        facts = [type(optimizer).__name__]
+        for number, group in enumerate(optimizer.param_groups):
+            plain = ((key, value) for key, value in group.items() if isinstance(value, (int, float, str)))
+            facts += [f"group {number}: {key}={value}" for key, value in plain]
+            facts += [f"group {number}: {names.get(parameter, '?')}" for parameter in group["params"]]
+        self.control.agree("the optimizer (its options, or the order of its parameters)", facts)
 
     def taps(self) -> list[InstanceMethod]:
         """What stands in for the wrapper's forward."""

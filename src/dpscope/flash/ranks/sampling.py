@@ -82,6 +82,9 @@ def loader_of_rank(loader: DataLoader[Any], control: Control) -> DataLoader[Any]
     generator = sampler.generator
     if generator is not None and generator.device.type != "cpu":
         raise UserError("the data loader's generator is on a device: over several processes it has to be on the CPU")
+    # Draws of other lengths or rates would put a sample on two ranks, or on none.
+    facts = (f"{len(loader.dataset)} samples", f"sample rate {sampler.sample_rate:.6g}", f"{len(sampler)} steps")  # type: ignore[arg-type]
+    control.agree("the data loader (each rank gets the whole data set, and the batch size of all)", facts)
     collate: Any = loader.collate_fn
     collate([loader.dataset[0]])  # an empty share has the structure of this batch, also where it is the first
     return DataLoader(

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import Subset
 
 from dpscope.errors import UserError
 from dpscope.flash import TrainingState
@@ -240,6 +241,8 @@ def refusals() -> dict[str, str]:
     uneven = w.spread(w.make_model(), "fsdp")
     if rank == 1:
         uneven.head.requires_grad_(False)
+    ordered = list(model.parameters())[:: -1 if rank == 1 else 1]  # as from a set
+    longer = Subset(w.make_data(), range(w.SAMPLES - rank % 2))  # of as many steps
     half = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("dp", "tp"))["dp"] if size == 4 else None
     messages = {
         "one rank's arguments": _message(
@@ -247,6 +250,11 @@ def refusals() -> dict[str, str]:
         ),
         "noise": _message(step_with_other_noise),
         "frozen": _message(lambda: w.make_private(uneven, w.optimizer_of(uneven, "sgd"))),
+        "order of parameters": _message(lambda: w.make_private(model, torch.optim.SGD(ordered, lr=0.5))),
+        "learning rate": _message(lambda: w.make_private(model, torch.optim.SGD(model.parameters(), lr=0.5 + rank))),
+        "length of the data": _message(
+            lambda: w.make_private(model, w.optimizer_of(model, "sgd"), data=longer, poisson_sampling=True)
+        ),
         "made-up samples": _message(lambda: w.make_private(model, w.optimizer_of(model, "sgd"), rand_on_empty=True)),
     }
     if half is not None:

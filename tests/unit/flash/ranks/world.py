@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from dpscope.flash import PrivacyEngine
 from dpscope.flash.ranks.ranks import reshard
@@ -131,6 +131,7 @@ def make_private(
     *,
     engine: PrivacyEngine | None = None,
     batch_size: int = EXPECTED,
+    data: Dataset[Any] | None = None,
     **options: Any,
 ) -> Any:
     values = {
@@ -140,7 +141,7 @@ def make_private(
         "noise_generator": torch.Generator().manual_seed(5),
         **options,
     }
-    loader = DataLoader(make_data(), batch_size=batch_size, generator=torch.Generator().manual_seed(3))
+    loader = DataLoader(data or make_data(), batch_size=batch_size, generator=torch.Generator().manual_seed(3))
     return (engine or PrivacyEngine()).make_private(module=model, optimizer=optimizer, data_loader=loader, **values)
 
 
