@@ -36,11 +36,15 @@ class Privatisation:
     grad_scale: float
     noise: NoiseSource
     control: Control | None = None  # where several ranks do the step
+    clip: float = 0.0  # C and the learning rates of all groups, added up: as noise_std, the same on all ranks
+    learning_rates: float = 0.0
 
     def draw(self) -> tuple[int, int]:
         """The step's key: on all ranks that of the first."""
         key = self.noise.draw()
-        return key if self.control is None else self.control.key_of_step(key, (self.noise_std, self.grad_scale))
+        if self.control is None:
+            return key
+        return self.control.key_of_step(key, (self.noise_std, self.grad_scale, self.clip, self.learning_rates))
 
 
 def privatise_gradients(

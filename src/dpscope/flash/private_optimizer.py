@@ -223,6 +223,8 @@ class DPFlashOptimizer(DPOptimizer):
             grad_scale=1.0 / divisor,
             noise=self.noise,
             control=None if self.engine.ranks is None else self.engine.ranks.control,
+            clip=clip,
+            learning_rates=sum(g["lr"] for g in self.param_groups if isinstance(g.get("lr"), (int, float))),
         )
 
     @torch.no_grad()

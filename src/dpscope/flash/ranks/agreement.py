@@ -111,8 +111,9 @@ class Control:
         if apart:
             one, other = (rows[rank, 2:].view(torch.float64).tolist() for rank in (0, apart[0]))
             raise UserError(
-                f"ranks 0 and {apart[0]} are not about to do the same step: standard deviation of the noise and "
-                f"divisor are {one} and {other}; noise, clipping bound and accumulation have to be the same everywhere"
+                f"ranks 0 and {apart[0]} are not about to do the same step: standard deviation of the noise, "
+                "1 / divisor, clipping bound and learning rates (added up) are "
+                f"{one} and {other}; they have to be the same everywhere, whatever a rank's own loss is"
             )
         seed, offset = (word % _WORD for word in rows[0, :2].tolist())
         return seed, offset

@@ -238,6 +238,19 @@ def refusals() -> dict[str, str]:
         finally:
             optimizer.engine.detach()
 
+    def step_with_other(change: Callable[[Any], None]) -> None:
+        private, optimizer, _ = w.make_private(model, w.optimizer_of(model, "sgd"))
+        try:
+            if rank == 1:
+                change(optimizer)
+            w.train(private, optimizer, [0])
+        finally:
+            optimizer.engine.detach()
+
+    def halve_noise_of_twice_the_bound(optimizer: Any) -> None:
+        optimizer.max_grad_norm *= 2
+        optimizer.noise_multiplier /= 2
+
     uneven = w.spread(w.make_model(), "fsdp")
     if rank == 1:
         uneven.head.requires_grad_(False)
@@ -250,6 +263,8 @@ def refusals() -> dict[str, str]:
         ),
         "noise": _message(step_with_other_noise),
         "frozen": _message(lambda: w.make_private(uneven, w.optimizer_of(uneven, "sgd"))),
+        "bound": _message(lambda: step_with_other(halve_noise_of_twice_the_bound)),
+        "plateau": _message(lambda: step_with_other(lambda optimizer: optimizer.param_groups[0].update(lr=0.05))),
         "order of parameters": _message(lambda: w.make_private(model, torch.optim.SGD(ordered, lr=0.5))),
         "learning rate": _message(lambda: w.make_private(model, torch.optim.SGD(model.parameters(), lr=0.5 + rank))),
         "length of the data": _message(
