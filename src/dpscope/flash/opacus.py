@@ -251,6 +251,7 @@ class PrivacyEngine(OpacusPrivacyEngine):
                 "leave it out"
             )
         loader = super()._prepare_data_loader(data_loader, distributed=False, **kwargs)
+        ranks.control.shares_given = 0
         return loader_of_rank(loader, ranks.control) if kwargs["poisson_sampling"] else loader
 
     def _prepare_optimizer(self, *, optimizer: Optimizer, grad_sample_mode: str = FLASH, **kwargs: Any) -> Any:

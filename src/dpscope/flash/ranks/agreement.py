@@ -78,6 +78,7 @@ class Control:
         # In a simulated world nobody else is there to agree with.
         self.alone = self.size == 1 or dist.get_backend() == "fake"
         self._group = None if self.alone else dist.new_group(backend="gloo")
+        self.shares_given = 0  # by the loader of Poisson batches, to the loop on this rank
 
     def gather(self, value: Any, failure: str | None = None) -> list[Any]:
         """The value of every rank. Raises UserError where one of the others reports a failure instead."""
@@ -102,6 +103,7 @@ class Control:
         """Rank 0's key. Raises UserError on all ranks where `facts` of the step are not the same on all of them."""
         if self.alone:
             return key
+        facts = (*facts, self.shares_given)
         bits = struct.unpack(f"<{len(facts)}q", struct.pack(f"<{len(facts)}d", *facts))
         own = torch.tensor([*((word + _WORD // 2) % _WORD - _WORD // 2 for word in key), *bits], dtype=torch.int64)
         rows = torch.empty(self.size, len(own), dtype=torch.int64)
@@ -112,8 +114,9 @@ class Control:
             one, other = (rows[rank, 2:].view(torch.float64).tolist() for rank in (0, apart[0]))
             raise UserError(
                 f"ranks 0 and {apart[0]} are not about to do the same step: standard deviation of the noise, "
-                "1 / divisor, clipping bound and learning rates (added up) are "
-                f"{one} and {other}; they have to be the same everywhere, whatever a rank's own loss is"
+                "1 / divisor, clipping bound, learning rates (added up) and shares taken from the loader are "
+                f"{one} and {other}; they have to be the same everywhere, whatever a rank's own loss or share is: an "
+                "empty share is trained on, too, and never skipped"
             )
         seed, offset = (word % _WORD for word in rows[0, :2].tolist())
         return seed, offset

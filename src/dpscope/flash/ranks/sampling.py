@@ -76,6 +76,17 @@ class PresentSamples(Dataset[Any]):
         return getattr(self.dataset, name)
 
 
+class ShareLoader(DataLoader[Any]):
+    """Counts the shares that the loop has been given, for ranks to compare: one that skips some is in other draws."""
+
+    control: Control
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        for share in super().__iter__():
+            self.control.shares_given += 1
+            yield share
+
+
 def loader_of_rank(loader: DataLoader[Any], control: Control) -> DataLoader[Any]:
     """The share of this rank in the batches of `loader`, a Poisson loader of Opacus over the whole data set."""
     sampler: Any = loader.batch_sampler
@@ -87,7 +98,7 @@ def loader_of_rank(loader: DataLoader[Any], control: Control) -> DataLoader[Any]
     control.agree("the data loader (each rank gets the whole data set, and the batch size of all)", facts)
     collate: Any = loader.collate_fn
     collate([loader.dataset[0]])  # an empty share has the structure of this batch, also where it is the first
-    return DataLoader(
+    shares = ShareLoader(
         PresentSamples(loader.dataset),
         batch_sampler=RankSampler(
             control,
@@ -106,3 +117,5 @@ def loader_of_rank(loader: DataLoader[Any], control: Control) -> DataLoader[Any]
         prefetch_factor=loader.prefetch_factor,
         persistent_workers=loader.persistent_workers,
     )
+    shares.control = control
+    return shares

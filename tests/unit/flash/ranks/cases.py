@@ -247,6 +247,18 @@ def refusals() -> dict[str, str]:
         finally:
             optimizer.engine.detach()
 
+    def skip_a_share() -> None:
+        private, optimizer, loader = w.make_private(model, w.optimizer_of(model, "sgd"), poisson_sampling=True)
+        try:
+            batches = iter(loader)
+            if rank == 1:
+                next(batches)  # as `if len(x) == 0: continue` does
+            ids, labels = next(batches)
+            F.cross_entropy(private(ids), labels).backward()
+            optimizer.step()
+        finally:
+            optimizer.engine.detach()
+
     def halve_noise_of_twice_the_bound(optimizer: Any) -> None:
         optimizer.max_grad_norm *= 2
         optimizer.noise_multiplier /= 2
@@ -263,6 +275,7 @@ def refusals() -> dict[str, str]:
         ),
         "noise": _message(step_with_other_noise),
         "frozen": _message(lambda: w.make_private(uneven, w.optimizer_of(uneven, "sgd"))),
+        "a share skipped": _message(skip_a_share),
         "bound": _message(lambda: step_with_other(halve_noise_of_twice_the_bound)),
         "plateau": _message(lambda: step_with_other(lambda optimizer: optimizer.param_groups[0].update(lr=0.05))),
         "order of parameters": _message(lambda: w.make_private(model, torch.optim.SGD(ordered, lr=0.5))),

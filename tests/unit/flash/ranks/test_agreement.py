@@ -20,6 +20,7 @@ def test_ranks_that_differ_are_refused_on_all_of_them(worlds: dict[int, Any], si
         "noise": "not about to do the same step",
         "bound": "not about to do the same step",
         "plateau": "learning rates (added up)",
+        "a share skipped": "an empty share is trained on, too, and never skipped",
         "frozen": "ranks 0 and 1 differ in the model: 'head.weight",
         "order of parameters": "ranks 0 and 1 differ in the optimizer (its options, or the order of its parameters): '",
         "learning rate": "'group 0: lr=0.5' and 'group 0: lr=1.5'",
