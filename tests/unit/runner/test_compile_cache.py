@@ -13,6 +13,7 @@ from dpscope.runner.compile_cache import CACHE_FOLDER, compile_caches
 from dpscope.runner.launcher import Limits
 from dpscope.runner.sweep import SweepObserver, run_sweep
 from dpscope.workloads.configs import workload_at
+from tests.compiled_here import inductor_links
 
 WORKLOAD = """
 import torch
@@ -48,6 +49,7 @@ def test_a_sweep_that_compiles_nothing_has_none(make_spec):
 
 
 @pytest.mark.slow
+@inductor_links
 def test_a_row_of_inductor_s_leaves_nothing_behind(make_spec, tmp_path, monkeypatch):
     """In a process of its own, with a real compiler."""
     temporary = tmp_path / "temporary"

@@ -9,6 +9,7 @@ from dpscope.errors import UserError
 from dpscope.flash import FlashEngine, LayerTap
 from dpscope.flash import layers as families
 from dpscope.flash.padding.rows import Rows, mark_batch
+from tests.compiled_here import inductor_links
 from tests.unit.flash.compiled.compiling import assert_compiled_exact
 from tests.unit.flash.flash_models import Decoder, EveryFamily, LlamaRMSNorm, randomised, token_batch, token_losses
 
@@ -247,6 +248,7 @@ def test_samples_that_mix_are_refused_before_anything_is_compiled():
 
 
 @pytest.mark.slow
+@inductor_links
 def test_inductors_kernels_agree_with_micro_batches_of_one():
     class Small(nn.Module):
         def __init__(self) -> None:

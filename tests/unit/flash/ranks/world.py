@@ -214,8 +214,10 @@ def in_world(
         results = []
         for rank in sorted(set(range(world)) - set(lost)):
             path = Path(folder) / f"{rank}.pt"
-            if not path.exists():
-                raise AssertionError((Path(folder) / f"{rank}.txt").read_text())
+            if not path.exists():  # a rank that ended first is why others have lost it
+                ends = {r: f"exit code {process.exitcode}" for r, process in enumerate(ranks)}
+                told = {int(text.stem): text.read_text() for text in Path(folder).glob("*.txt")}
+                raise AssertionError("\n".join(f"rank {r}: {said}" for r, said in {**ends, **told}.items()))
             results.append(torch.load(path, weights_only=False))
         return results
 
