@@ -197,9 +197,12 @@ def trained(way: str, name: str, **options: Any) -> dict[str, Tensor]:
 
 
 def in_world(
-    world: int, case: Callable[..., Any], *args: Any, lost: Sequence[int] = (), timeout: float = 300.0
+    world: int, case: Callable[..., Any], *args: Any, lost: Sequence[int] = (), timeout: float = 300.0, tries: int = 2
 ) -> list[Any]:
-    """What `case(*args)` returns on each rank of a world on gloo that is not `lost`; their errors are raised here."""
+    """What `case(*args)` returns on each rank of a world on gloo that is not `lost`; their errors are raised here.
+
+    tries  a rank that a signal ended, and no error of Python's, is tried again: gloo's threads abort now and then
+    """
     with tempfile.TemporaryDirectory() as folder:
         context = multiprocessing.get_context("fork")
         ranks = [context.Process(target=_rank, args=(r, world, Path(folder), case, args)) for r in range(world)]
@@ -211,15 +214,16 @@ def in_world(
                 for each in ranks:
                     each.kill()
                 raise TimeoutError(f"{case.__name__} in a world of {world} did not end in {timeout:g} s")
-        results = []
-        for rank in sorted(set(range(world)) - set(lost)):
-            path = Path(folder) / f"{rank}.pt"
-            if not path.exists():  # a rank that ended first is why others have lost it
-                ends = {r: f"exit code {process.exitcode}" for r, process in enumerate(ranks)}
-                told = {int(text.stem): text.read_text() for text in Path(folder).glob("*.txt")}
-                raise AssertionError("\n".join(f"rank {r}: {said}" for r, said in {**ends, **told}.items()))
-            results.append(torch.load(path, weights_only=False))
-        return results
+        kept = [rank for rank in range(world) if rank not in lost]
+        paths = [Path(folder) / f"{rank}.pt" for rank in kept]
+        if all(path.exists() for path in paths):
+            return [torch.load(path, weights_only=False) for path in paths]
+        crashed = any((ranks[rank].exitcode or 0) < 0 for rank in kept)
+        ends = {rank: f"exit code {process.exitcode}" for rank, process in enumerate(ranks)}
+        told = {int(text.stem): text.read_text() for text in Path(folder).glob("*.txt")}
+    if crashed and tries > 1:
+        return in_world(world, case, *args, lost=lost, timeout=timeout, tries=tries - 1)
+    raise AssertionError("\n".join(f"rank {rank}: {said}" for rank, said in {**ends, **told}.items()))
 
 
 def _rank(rank: int, world: int, folder: Path, case: Callable[..., Any], args: tuple[Any, ...]) -> None:
