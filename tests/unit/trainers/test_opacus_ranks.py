@@ -45,9 +45,7 @@ def every_run(**settings: Any) -> dict[tuple[str, str], dict[str, Tensor]]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    "PYTEST_XDIST_WORKER" in os.environ, reason="Opacus's FSDP2 noise errs after other tests of DTensors"
-)
+@pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="Opacus's FSDP2 noise errs after tests of DTensors")
 def test_opacus_on_two_ranks_gives_its_parameters_of_one_process_noise_included() -> None:
     expected = every_run()
     for found in in_world(2, every_run_on_two_ranks):
