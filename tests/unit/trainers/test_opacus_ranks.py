@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -45,10 +44,9 @@ def every_run(**settings: Any) -> dict[tuple[str, str], dict[str, Tensor]]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="Opacus's FSDP2 noise errs after tests of DTensors")
 def test_opacus_on_two_ranks_gives_its_parameters_of_one_process_noise_included() -> None:
     expected = every_run()
-    for found in in_world(2, every_run_on_two_ranks):
+    for found in in_world(2, every_run_on_two_ranks, fresh=True):
         for run, parameters in found.items():
             for name, value in parameters.items():
                 torch.testing.assert_close(value, expected[run][name], atol=1e-6, rtol=0)
