@@ -1,10 +1,12 @@
 """Training with every block checkpointed: ordinary, flash clipping that holds blocks, and that recomputes them.
 
-    python benchmarks/checkpointed.py [--batch 8] [--length 1024] [--reentrant] [--budget 25e9]
+    python benchmarks/checkpointed.py [--batch 8] [--length 1024] [--reentrant] [--budget 25e9] [--budget ordinary]
+    python benchmarks/checkpointed.py --kinds lean --kernels 30
 
 A plain loop around the decoder of `dpscope compare` (preset 1b unless other sizes are given; tiny on a CPU), with AdamW
 and noise. Prints the median time of a step and the peak of memory, and both × ordinary training. On CUDA the peak is
-the allocator's; on a CPU it is that of one step above what was live before it, by torch's profiler.
+the allocator's; on a CPU it is that of one step above what was live before it, by torch's profiler. A budget of
+"ordinary" is the peak that ordinary training has just had. `--kernels` prints the GPU's time by kernel as well.
 """
 
 from __future__ import annotations
@@ -104,6 +106,16 @@ class Training:
             peak = max(peak, live)
         return peak
 
+    def kernels(self, count: int) -> str:
+        """The GPU's time in one step, in ms: in all, and of the `count` kernels that take the most."""
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            self.step()
+            torch.cuda.synchronize()
+        rows = [(e.self_device_time_total / 1e3, e.count, e.key) for e in profile.key_averages()]
+        rows.sort(reverse=True)
+        lines = [f"{ms:10.2f} ms {calls:6} {name[:110]}" for ms, calls, name in rows[:count]]
+        return "\n".join([f"{sum(ms for ms, _, _ in rows):10.2f} ms in kernels", *lines])
+
     def blocks(self) -> str:
         rows = [] if self.engine is None else self.engine.explain().blocks
         return ", ".join(f"{count} {how}" for how, count in Counter(row.how for row in rows).items())
@@ -128,14 +140,20 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16" if on_gpu else "fp32")
     parser.add_argument("--device", default="cuda" if on_gpu else "cpu")
     parser.add_argument("--reentrant", action="store_true", help="the other kind of torch.utils.checkpoint")
-    parser.add_argument("--budget", type=float, action="append", default=[], help="bytes; may be given several times")
+    parser.add_argument(
+        "--budget", action="append", default=[], help='bytes, or "ordinary"; may be given several times'
+    )
+    parser.add_argument("--kinds", nargs="*", choices=("flash", "lean"), default=["flash", "lean"])
+    parser.add_argument("--kernels", type=int, default=0, help="so many kernels of each kind of training (CUDA)")
     options = parser.parse_args(arguments)
-    kinds = {"standard": False, "flash": None, "flash lean": "lean", **{f"flash {b:.3g}": b for b in options.budget}}
+    budgets: dict[str, float | str | bool | None] = {"flash": None, "lean": "lean"}
+    kinds = {"standard": False, **{kind: budgets[kind] for kind in options.kinds}}
+    kinds |= {f"budget {each}": each if each == "ordinary" else float(each) for each in options.budget}
     print(f"{options.batch} × {options.length}, every block checkpointed, {options.dtype}, {options.device}")
-    print(f"{'':14}{'ms':>10}{'×':>7}{'peak MB':>12}{'×':>7}  blocks")
+    print(f"{'':16}{'ms':>10}{'×':>7}{'peak MB':>12}{'×':>7}  blocks")
     first: tuple[float, int] | None = None
     for name, budget in kinds.items():
-        training = Training(options, budget)
+        training = Training(options, first[1] if budget == "ordinary" and first else budget)
         for _ in range(3):
             training.step()
         took = statistics.median(training.milliseconds() for _ in range(options.steps))
@@ -143,8 +161,10 @@ def main(arguments: list[str] | None = None) -> None:
         first = first or (took, peak)
         ratios = took / first[0], peak / first[1]
         print(
-            f"{name:14}{took:10.1f}{ratios[0]:7.2f}{peak / 1e6:12.1f}{ratios[1]:7.2f}  {training.blocks()}", flush=True
+            f"{name:16}{took:10.1f}{ratios[0]:7.2f}{peak / 1e6:12.1f}{ratios[1]:7.2f}  {training.blocks()}", flush=True
         )
+        if options.kernels:
+            print(training.kernels(options.kernels), flush=True)
         del training
         gc.collect()
         if options.device == "cuda":

@@ -126,7 +126,7 @@ class BlockChoices:
         before = self._costs.get(each.index)
         sums = sum(4 * slot.parameter.numel() for slot in each.gathered)
         activations = before.of(samples).activations if before is not None else 0
-        self._costs[each.index] = BlockCost(shape, samples, each.gathered_bytes, each.boundary_bytes, sums, activations)
+        self._costs[each.index] = BlockCost(shape, samples, each.bytes_if_held, each.boundary_bytes, sums, activations)
 
     def before_forward(self, index: int) -> Callable[[], None]:
         """To be called when the block has run forward."""

@@ -95,9 +95,8 @@ class BlockReruns:
         if not passes:
             return
         self._refuse_changes(passes[0])
-        engine, budget = self.engine, self.engine.path_rules.budget
-        # The paths are to be those of the backward pass, whatever is live now.
-        budget.suspended = engine.forwards.rerunning = True
+        engine = self.engine
+        engine.path_rules.runs_again = engine.forwards.rerunning = True
         try:
             with (
                 engine.state.rehearsing(passes[0].batch_size),
@@ -106,7 +105,7 @@ class BlockReruns:
             ):
                 moved = [self._run_one(each, use, anchor, finite) for each in passes]
         finally:
-            budget.suspended = engine.forwards.rerunning = False
+            engine.path_rules.runs_again = engine.forwards.rerunning = False
             self.take = None
         for each, has_moved in zip(passes, torch.stack(moved).tolist(), strict=True):
             if has_moved:

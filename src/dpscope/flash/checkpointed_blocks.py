@@ -66,15 +66,14 @@ class CheckpointedBlock:
     def running(self) -> Iterator[None]:
         """Inside, layers that run forward or backward are the block's."""
         engine = self.blocks.engine
-        budget = engine.path_rules.budget
-        before, suspended = engine.block, budget.suspended
+        rules = engine.path_rules
+        before, runs_again = engine.block, rules.runs_again
         engine.block = self
-        # Whether per-sample gradients are kept must not depend on what is live: the block runs again.
-        budget.suspended = self.open is not None
+        rules.runs_again = self.open is not None
         try:
             yield
         finally:
-            engine.block, budget.suspended = before, suspended
+            engine.block, rules.runs_again = before, runs_again
 
     def receive(self, outputs: Any, given: tuple[Any, ...]) -> Any:
         """What the block gives back, with the gradients of it watched."""
@@ -224,13 +223,18 @@ class CheckpointedBlocks:
         slot, (part, *_) = next(iter(done.gathered.items()))
         device, samples = slot.parameter.device, part.batch_size
         del part
+        rules = self.engine.path_rules
         self.choices.note_cost(done, samples, self._shape(done.grads))
-        with torch.autocast(device.type, enabled=False):
-            done.fingerprint = Fingerprint.of(done.gathered, done.dtypes)
-            norms = NormSum(samples, device)
-            for slot, contributions in done.gathered.items():
-                norms.add_parts(combine(contributions, slot.parameter.dtype, self.engine.path_rules))
-            done.close(norms.result())
+        before, rules.runs_again = rules.runs_again, True  # several uses of a layer take the path of the sum
+        try:
+            with torch.autocast(device.type, enabled=False):
+                done.fingerprint = Fingerprint.of(done.gathered, done.dtypes)
+                norms = NormSum(samples, device)
+                for slot, contributions in done.gathered.items():
+                    norms.add_parts(combine(contributions, slot.parameter.dtype, rules))
+                done.close(norms.result())
+        finally:
+            rules.runs_again = before
 
     def clear(self) -> None:
         """Forget the micro-batch's backward passes."""

@@ -70,7 +70,6 @@ class MemoryBudget:
         self._ceiling: float | None = None  # of this micro-batch, once somebody has asked
         self._in_backward = False
         self._above = 0  # how far forward and loss go above what is live at the first layer
-        self.suspended = False  # nothing fits, for as long as this is set
 
     def allocated(self) -> Allocated | None:
         return self._read()
@@ -97,7 +96,7 @@ class MemoryBudget:
 
     def fits(self, more: float) -> bool:
         """Whether `more` bytes may be held besides what is live."""
-        if self.suspended or self._first_layer is None:
+        if self._first_layer is None:
             return False
         if self._ceiling is None:
             self._ceiling = self._ordinary_peak() if self.limit is None else float(self.limit)

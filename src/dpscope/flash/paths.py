@@ -16,14 +16,15 @@ not change whether a gradient overflows.
 
 `keep` is a candidate where the per-sample gradients take no more memory than the x and g they replace, or where they
 fit (memory_budget.py). Where the operands of float32 products are rounded (TF32), `gram` is none: its norm is of exact
-products, the sum would be of rounded ones. `direct` and `keep` take norm and sum of the same products.
+products, the sum would be of rounded ones. `direct` and `keep` take norm and sum of the same products. In a
+checkpointed block that is to run again nothing is kept: products for the norm would be thrown away with all the rest.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from types import MappingProxyType
 
@@ -80,6 +81,7 @@ class Decision:
     path: str
     reason: str
     costs: Mapping[str, PathCost] = field(default_factory=dict)
+    kept_if_held: float | None = None  # where a block runs again: bytes of what would be kept if it were held
 
 
 LOOKUP_KEPT = Decision(KEEP, "one sample: its gradient is the gradient")
@@ -150,10 +152,12 @@ def choose_path(
     forced: str | None = None,
     keep_fits: bool = False,
     sharded: bool = False,
+    runs_again: bool = False,
 ) -> Decision:
     """The cheapest exact path for x: (batch, length, d) and g: (batch, length, p). Pure: shapes in, decision out.
 
     keep_fits: per-sample gradients may be kept although they take more memory than x and g.
+    runs_again: x and g are made once more for the sum.
     sharded: the gradient is reduced to a shard block by block, so even that of a lone sample is not held for nothing.
     """
     found = path_costs(batch, length, d, p, itemsize, stored_itemsize=stored_itemsize, rounding=rounding, x_held=x_held)
@@ -169,11 +173,13 @@ def choose_path(
     if length == 1 and rounding <= TF32_ROUNDING:
         return Decision(RANK1, "one position a sample: |g xᵀ|² = |x|²|g|²", costs)
     allowed = {name: costs[name] for name in ((DIRECT,) if rounding else (GRAM, DIRECT))}
-    if keep_fits or costs[KEEP].bytes_held <= costs[GRAM].bytes_held:
+    if not runs_again and (keep_fits or costs[KEEP].bytes_held <= costs[GRAM].bytes_held):
         allowed[KEEP] = costs[KEEP]
     best = min(allowed, key=lambda name: allowed[name].seconds)
     reason = f"cheapest of {', '.join(f'{name} {cost}' for name, cost in allowed.items())}"
-    if KEEP not in allowed:
+    if runs_again:
+        reason += "; its checkpointed block runs again for the sum, so nothing is kept"
+    elif KEEP not in allowed:
         reason += f"; keep ({costs[KEEP]}) would hold more memory than x and g, and has no room"
     if rounding:
         reason += "; products are rounded (TF32), and norms are of those"
@@ -189,6 +195,7 @@ def _choices(
     x_held: int | None,
     forced: str | None,
     sharded: bool,
+    runs_again: bool,
 ) -> tuple[Decision, Decision, float]:
     """The decision where there is room to keep, that where there is none, and how much room in bytes."""
     choose = partial(
@@ -203,6 +210,10 @@ def _choices(
         forced=forced,
         sharded=sharded,
     )
+    if runs_again:
+        held, again = choose(), choose(runs_again=True)
+        again = replace(again, kept_if_held=held.costs[KEEP].bytes_held if held.path == KEEP else None)
+        return again, again, 0.0
     fitting = choose(keep_fits=True)
     lean = fitting if forced is not None or fitting.path != KEEP else choose()
     if lean is fitting or lean.path == KEEP:
@@ -218,12 +229,14 @@ class PathRules:
         self.forced = forced
         self.sharded = sharded
         self.budget = budget or MemoryBudget(LEAN, ())
+        self.runs_again = False  # the layers that ask are in a checkpointed block that is to run again, or does
 
     def of_product(self, x: Sequence[int], g: Tensor, *, p: int | None = None, x_held: int | None = None) -> Decision:
         """Of a layer with x: (batch, length, d) and g: (batch, length, p), which `p` says where g has another shape."""
         rounding = operand_rounding(g.device) if g.dtype == torch.float32 else 0.0
+        p = g.shape[-1] if p is None else p
         fitting, lean, more = _choices(
-            tuple(x), g.shape[-1] if p is None else p, g.dtype, rounding, x_held, self.forced, self.sharded
+            tuple(x), p, g.dtype, rounding, x_held, self.forced, self.sharded, self.runs_again
         )
         return fitting if fitting is lean or self.budget.fits(more) else lean
 

@@ -125,8 +125,15 @@ class BlockPass:
         return bytes_of(tensor for tensor in tensors if isinstance(tensor, Tensor))
 
     @property
-    def gathered_bytes(self) -> int:
-        return bytes_of(tensor for parts in self.gathered.values() for part in parts for tensor in _tensors(part))
+    def bytes_if_held(self) -> int:
+        """Of what its layers would leave, were the block held: of x and g, or of per-sample gradients."""
+        kept, others = 0.0, []
+        for part in (part for parts in self.gathered.values() for part in parts):
+            if isinstance(part, Saved) and part.decision.kept_if_held is not None:
+                kept += part.decision.kept_if_held
+            else:
+                others.append(part)
+        return int(kept) + bytes_of(tensor for part in others for tensor in _tensors(part))
 
     def run_again(self, anchor: Tensor, name: str, after_forward: Callable[[], None]) -> None:
         """Forward and backward of the block: its layers hand their contributions to the engine once more."""

@@ -105,11 +105,12 @@ def test_the_random_state_after_a_step_is_as_if_blocks_had_been_held(reentrant, 
 
 
 @KINDS
-def test_under_autocast_recomputed_blocks_are_bit_for_bit_the_held_ones(reentrant, batch):
+@pytest.mark.parametrize("path", ["gram", "keep"])
+def test_under_autocast_and_on_the_same_path_recomputed_blocks_are_the_held_ones(reentrant, path, batch):
     found = []
     for budget in (None, "lean"):
         model = decoder(dropout=0.2, kind=reentrant)
-        with FlashEngine(model, max_grad_norm=0.1, memory_budget=budget) as engine:
+        with FlashEngine(model, max_grad_norm=0.1, memory_budget=budget, path=path) as engine:
             torch.manual_seed(0)
             with torch.autocast("cpu", torch.bfloat16):
                 loss = token_losses(model, batch).mean()
@@ -424,7 +425,7 @@ def test_sums_of_half_precision_parameters_are_as_wide_as_those_of_held_blocks(b
     found = []
     for budget in (None, "lean"):
         model = decoder().to(torch.bfloat16)
-        with FlashEngine(model, max_grad_norm=0.1, memory_budget=budget, loss_scale=8.0) as engine:
+        with FlashEngine(model, max_grad_norm=0.1, memory_budget=budget, path="gram", loss_scale=8.0) as engine:
             (token_losses(model, batch).mean() * 8.0).backward()
             sums = dict(engine.clipped_sums())
             found.append([engine.norms, *(sums[parameter] for parameter in model.parameters())])

@@ -50,6 +50,14 @@ def test_the_cheapest_path_is_taken_that_is_exact_and_has_room(batch, length, d,
         assert costs[decision.path].seconds == min(costs[name].seconds for name in allowed)
 
 
+@given(batch=st.integers(2, 5000), length=st.integers(2, 5000), d=SIZES, p=SIZES, itemsize=st.sampled_from([2, 4]))
+def test_in_a_block_that_runs_again_nothing_is_kept(batch, length, d, p, itemsize):
+    """Products for the norm are thrown away: they are worth no more than those of the direct path."""
+    decision = choose_path(batch, length, d, p, itemsize=itemsize, keep_fits=True, runs_again=True)
+    assert decision.path == min((GRAM, DIRECT), key=lambda name: decision.costs[name].seconds)
+    assert "runs again" in decision.reason
+
+
 # The parts that were run on an H200 (2026-11-15), 20 layers of width 2048: keeping costs less than Gram norms from 1024
 # positions on, and more at 512 and below.
 @pytest.mark.parametrize(("batch", "length", "path"), [(2, 4096, KEEP), (4, 2048, KEEP), (8, 1024, KEEP)])
