@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from dpscope.flash.contributions import Kept, Outer, Saved, chunks, wide
 from dpscope.flash.kernels.gram_norms import GramUnit, gram_norms_squared
 from dpscope.flash.paths import DIRECT, KEEP, RANK1, Decision, stored_dtype
+from dpscope.flash.saved_tensors import save, saved
 from dpscope.flash.taps import Engine, LayerTap, Spec
 from dpscope.vocabulary.allocations import allocates
 from dpscope.vocabulary.components import GRADIENTS
@@ -130,13 +131,13 @@ class ConvTap(LayerTap):
 
     def forward(self, ctx: Any, x: Tensor) -> Tensor:
         x, weight, bias = self.operands(x)
-        ctx.save_for_backward(x if ctx.live[0] or ctx.needs_input_grad[1] else None, weight)
+        save(ctx, x if ctx.live[0] or ctx.needs_input_grad[1] else None, weight)
         at = self.geometry
         output: Tensor = self.convolve(x, weight, bias, at.stride, at.padding, at.dilation, at.groups)
         return output
 
     def gradients(self, ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        x, weight = saved(ctx)
         trains_weight, trains_bias = ctx.live
         sums = g.flatten(2).sum(2, dtype=wide(g.dtype)) if trains_bias else None
         dx = None

@@ -16,6 +16,7 @@ from torch import Tensor
 from dpscope.flash.contributions import WIDE_OUTPUT, Kept, Outer, sample_products, wide
 from dpscope.flash.kernels.sample_sums import bias_sums
 from dpscope.flash.paths import KEEP, stored_dtype
+from dpscope.flash.saved_tensors import save, saved
 from dpscope.flash.slots import Slot
 from dpscope.flash.taps import LayerTap, Spec, TapOfSamples
 
@@ -54,11 +55,11 @@ class LinearTap(LayerTap):
 
     def forward(self, ctx: Any, x: Tensor) -> Tensor:
         x, weight, bias = self.operands(x)
-        ctx.save_for_backward(x if ctx.live[0] else None, weight if ctx.needs_input_grad[1] else None)
+        save(ctx, x if ctx.live[0] else None, weight if ctx.needs_input_grad[1] else None)
         return F.linear(x, weight.t() if self.transposed else weight, bias)
 
     def gradients(self, ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        x, weight = saved(ctx)
         trains_weight, trains_bias = ctx.live
         dx = g @ (weight.t() if self.transposed else weight) if ctx.needs_input_grad[1] else None
         return dx, x, g if trains_weight else None, bias_sums(as_sequences(g)) if trains_bias else None

@@ -1,0 +1,38 @@
+"""What a tap saves for backward, given to a checkpoint before the layer computes.
+
+A checkpoint that runs its block again stops at the last tensor that backward needs. Torch's own operators save their
+inputs first and compute then, so the product of a block's last layer is not made again (a third of the products of a
+transformer block's forward). An autograd.Function saves when its forward has returned, too late for that: inside a
+checkpoint taps call its hooks themselves.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # from torch 2.8 on
+
+
+def save(ctx: Any, *tensors: Tensor | None) -> None:
+    """As ctx.save_for_backward; to be called before the layer computes."""
+    ctx.packed = None
+    if torch.compiler.is_compiling() or _top_hooks is None:
+        ctx.save_for_backward(*tensors)
+        return
+    hooks = _top_hooks(True)
+    if hooks is None or hooks[0].__module__ != "torch.utils.checkpoint":
+        ctx.save_for_backward(*tensors)
+        return
+    pack, ctx.unpack = hooks
+    ctx.packed = [None if tensor is None else pack(tensor.detach()) for tensor in tensors]
+
+
+def saved(ctx: Any) -> tuple[Any, ...]:
+    """As ctx.saved_tensors: tensors, and None where None was saved."""
+    if ctx.packed is None:
+        tensors: tuple[Any, ...] = ctx.saved_tensors
+        return tensors
+    return tuple(None if each is None else ctx.unpack(each) for each in ctx.packed)
