@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 _top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # from torch 2.8 on
+_keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
 
 
 def save(ctx: Any, *tensors: Tensor | None) -> None:
     """As ctx.save_for_backward; to be called before the layer computes."""
     ctx.packed = None
-    if torch.compiler.is_compiling() or _top_hooks is None:
+    if torch.compiler.is_compiling() or _top_hooks is None or _keeps_graph is None:
         ctx.save_for_backward(*tensors)
         return
     hooks = _top_hooks(True)
@@ -35,4 +36,13 @@ def saved(ctx: Any) -> tuple[Any, ...]:
     if ctx.packed is None:
         tensors: tuple[Any, ...] = ctx.saved_tensors
         return tensors
-    return tuple(None if each is None else ctx.unpack(each) for each in ctx.packed)
+    if ctx.unpack is None:
+        raise RuntimeError(
+            "a layer is to run backward a second time, and what it saved has been freed: say retain_graph=True the "
+            "first time"
+        )
+    found = tuple(None if each is None else ctx.unpack(each) for each in ctx.packed)
+    assert _keeps_graph is not None
+    if not _keeps_graph():  # the hooks hold the checkpoint's input; the loss, alive, holds this node
+        ctx.packed, ctx.unpack = (), None
+    return found

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -77,3 +80,35 @@ def test_hooks_that_are_no_checkpoints_see_what_taps_save():
         layer(torch.randn(3, 5, 6)).sum().backward()
         engine.finish()
     assert torch.Size([3, 5, 6]) in seen
+
+
+class TwoBlocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = linear_block()[0], nn.Sequential(nn.Tanh(), nn.Linear(7, 24), nn.Linear(24, 1))
+
+    def forward(self, x):
+        between = checkpoint(self.first, x, use_reentrant=False)
+        self.between = weakref.ref(between.untyped_storage())
+        return checkpoint(self.last, between, use_reentrant=False)
+
+
+@pytest.mark.parametrize("attached", [False, True])
+def test_the_input_of_a_checkpoint_is_freed_by_backward_while_the_loss_lives(attached):
+    model = TwoBlocks()
+    with FlashEngine(model, max_grad_norm=0.1) if attached else nullcontext():
+        loss = model(linear_block()[1]).square().mean()
+        assert model.between() is not None
+        loss.backward()
+        assert model.between() is None
+
+
+def test_a_second_backward_pass_needs_a_graph_that_was_retained():
+    model = Model(linear_block()[0])
+    x = linear_block()[1].requires_grad_()
+    with FlashEngine(model, max_grad_norm=0.1):
+        loss = model(x).square().mean()
+        first, second = (torch.autograd.grad(loss, x, retain_graph=keep)[0] for keep in (True, False))
+        assert torch.equal(first, second)
+        with pytest.raises(RuntimeError, match="retain_graph=True"):
+            torch.autograd.grad(loss, x)
