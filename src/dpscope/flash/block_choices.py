@@ -5,43 +5,63 @@
     | held       | x and g of its layers              |                                                   |
     | recomputed | its input, its outputs' gradients  | one forward, one backward                         |
 
-With a budget of "lean" every block is recomputed that takes less so. With a number of bytes blocks are held as long as
-all that is to come fits besides: the boundaries of blocks that backward has not reached, the sums of those that are
-recomputed, and one block at work. What a block takes is known from the last micro-batch that recomputed it with samples
-of the same shape; the first one recomputes all.
+Where a micro-batch is closed all that is held is summed before any block runs again, so sums take the place of x and g.
+What decides is therefore the backward pass. It reaches the blocks one after the other, and takes, besides what is live
+when it reaches one:
+
+    that block      if it is held, x and g less its outputs' gradients and the input that was made for it
+    each to come    its outputs' gradients; its input is live already, and stays
+    one of them     what its forward makes, and the gradients of its layers: the block at work
+
+A block is held if all of that fits: a number of bytes, or with "lean" the peak of ordinary training (memory_budget.py).
+Last blocks are reached first. What a block takes is known from the last micro-batch that recomputed it with samples of
+the same shape; the first one recomputes all, and so does "lean" where nobody counts what is live.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
 from dpscope.flash.explanation import BlockRow
-from dpscope.flash.memory_budget import MemoryBudget
+from dpscope.flash.memory_budget import LEAN, MemoryBudget
 from dpscope.flash.recomputation import BlockPass
 
 IS_HELD, IS_RECOMPUTED = "held", "recomputed"
 
 
-@dataclass
+@dataclass(frozen=True)
 class BlockCost:
     """Bytes of a block in the last micro-batch that recomputed it, of `samples` of one `shape`."""
 
     shape: Any
     samples: int
     held: int  # x and g of its layers
-    boundary: int  # its input and its outputs' gradients
-    sums: int
-    activations: int = 0  # what its forward adds to what is live
+    inputs: int
+    freed: int  # of the inputs: those that nothing else needs once backward has left the block
+    grads: int  # of its outputs
+    activations: int  # what its forward adds to what is live
+    gradients: int  # g of its layers
+    sums: int  # of its parameters
+
+    @property
+    def boundary(self) -> int:
+        return self.inputs + self.grads
+
+    @property
+    def at_work(self) -> int:
+        """At most, while backward is in the block: no g is let go before the block's norms are taken."""
+        return self.activations + self.gradients
 
     def of(self, samples: int) -> BlockCost:
         """The same for another number of samples."""
-        held, boundary, activations = (
-            each * samples // self.samples for each in (self.held, self.boundary, self.activations)
-        )
-        return BlockCost(self.shape, samples, held, boundary, self.sums, activations)
+        scaled = {name: getattr(self, name) * samples // self.samples for name in _FOR_EACH_SAMPLE}
+        return BlockCost(self.shape, samples, **scaled, sums=self.sums)
+
+
+_FOR_EACH_SAMPLE = ("held", "inputs", "freed", "grads", "activations", "gradients")
 
 
 class BlockChoices:
@@ -49,6 +69,7 @@ class BlockChoices:
         self._budget = budget
         self._costs: dict[int, BlockCost] = {}
         self._choices: dict[int, tuple[str, str]] = {}  # the last ones
+        self._reached: set[int] = set()  # by backward, in this micro-batch
         self._shared: dict[int, str] = {}  # blocks whose parameters are used elsewhere, too
         self._names: dict[int, list[str]] = {}  # what the names of their layers have in common
 
@@ -73,16 +94,23 @@ class BlockChoices:
         self._shared[index] = why
         self.hold(index, why)
 
-    def is_held(self, index: int, samples: int, shape: Any, reached: Collection[int]) -> bool:
-        """Decide on a block that backward reaches, after those that are `reached` and recomputed.
+    def begin_micro_batch(self) -> None:
+        self._reached.clear()
+        self._budget.reserved = self._to_come(self._costs)
+
+    def is_held(self, index: int, samples: int, shape: Any, calls: int) -> bool:
+        """Decide on a block that backward reaches. `calls`: how many blocks the forward pass had.
 
         shape: whatever has to be the same for a block to take as much for a sample as before
         """
-        held, why = self._choose(index, samples, shape, reached)
+        self._reached.add(index)
+        later = {i: cost.of(samples) for i, cost in self._costs.items() if i < calls and i not in self._reached}
+        self._budget.reserved = self._to_come(later)
+        held, why = self._choose(index, samples, shape)
         self._choices[index] = (IS_HELD if held else IS_RECOMPUTED, why)
         return held
 
-    def _choose(self, index: int, samples: int, shape: Any, reached: Collection[int]) -> tuple[bool, str]:
+    def _choose(self, index: int, samples: int, shape: Any) -> tuple[bool, str]:
         if index in self._shared:
             return True, self._shared[index]
         if samples < 2:
@@ -93,48 +121,41 @@ class BlockChoices:
         cost = known.of(samples)
         if cost.held <= cost.boundary:
             return True, f"its layers hold {cost.held} bytes, its input and output gradients are {cost.boundary}"
-        return self._fits(index, cost, reached)
+        return self._fits(cost)
 
-    def _fits(self, index: int, cost: BlockCost, reached: Collection[int]) -> tuple[bool, str]:
+    def _fits(self, cost: BlockCost) -> tuple[bool, str]:
         """Whether there is room to hold the block, and why it is held or not."""
-        saved = f"{cost.boundary} bytes are held, not {cost.held}"
-        limit, now = self._budget.limit, self._budget.allocated()
-        if limit is None or isinstance(limit, str) or now is None:
+        budget, saved = self._budget, f"{cost.boundary} bytes are held, not {cost.held}"
+        limit = budget.ceiling(cost.activations, cost.sums)
+        now = budget.allocated()
+        if limit is None or now is None:
             return False, saved
-        needed = now.current + self._to_come(index, cost.samples, reached)
-        if needed + cost.held <= limit:
-            return True, f"it fits the memory budget: about {needed + cost.held} of {limit:.0f} bytes"
-        if needed + cost.sums > limit:
-            saved += f"; the leanest step takes about {needed + cost.sums} bytes, the memory budget is {limit:.0f}"
+        whose = "the peak of ordinary training" if budget.limit == LEAN else "the memory budget"
+        needed = now.current + cost.held - cost.freed - cost.grads + budget.reserved
+        if needed <= limit:
+            return True, f"it fits {whose}: about {needed} of {limit:.0f} bytes"
+        leanest = now.current + max(cost.at_work, budget.reserved)
+        if leanest > limit:
+            saved += f"; the leanest step takes about {leanest} bytes, {whose} is {limit:.0f}"
         return False, saved
 
-    def _to_come(self, index: int, samples: int, reached: Collection[int]) -> int:
-        """Bytes that other blocks will take besides what is live."""
-        costs = {i: cost.of(samples) for i, cost in self._costs.items()}
-        others = {i: cost for i, cost in costs.items() if i != index and self._is_recomputed(i)}
-        boundaries = sum(cost.boundary for i, cost in others.items() if i not in reached)
-        return boundaries + sum(c.sums for c in others.values()) + max(c.activations for c in costs.values())
-
-    def _is_recomputed(self, index: int) -> bool:
-        """Of a block that backward has not reached yet, the micro-batch before says it."""
-        return self._choices.get(index, (IS_RECOMPUTED,))[0] == IS_RECOMPUTED
+    def _to_come(self, later: Mapping[int, BlockCost]) -> int:
+        """Bytes that blocks which backward has not reached will take besides what is live."""
+        stay = sum(each.held - each.freed if i in self._shared else each.grads for i, each in later.items())
+        return stay + max((each.at_work for each in later.values()), default=0)
 
     # -- what a block takes ------------------------------------------------------------------------------------------
 
     def note_cost(self, each: BlockPass, samples: int, shape: Any) -> None:
         """Of a pass whose norms are about to be taken."""
-        before = self._costs.get(each.index)
-        sums = sum(4 * slot.parameter.numel() for slot in each.gathered)
-        activations = before.of(samples).activations if before is not None else 0
-        self._costs[each.index] = BlockCost(shape, samples, each.bytes_if_held, each.boundary_bytes, sums, activations)
-
-    def before_forward(self, index: int) -> Callable[[], None]:
-        """To be called when the block has run forward."""
-        before = self._budget.allocated()
-
-        def after_forward() -> None:
-            now = self._budget.allocated()
-            if before is not None and now is not None:
-                self._costs[index].activations = max(0, now.current - before.current)
-
-        return after_forward
+        self._costs[each.index] = BlockCost(
+            shape,
+            samples,
+            held=each.bytes_if_held,
+            inputs=each.input_bytes,
+            freed=0 if each.input is None else each.input.own_bytes,
+            grads=each.grad_bytes,
+            activations=each.activations,
+            gradients=each.gathered_bytes,
+            sums=sum(4 * slot.parameter.numel() for slot in each.gathered),
+        )

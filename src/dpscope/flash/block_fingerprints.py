@@ -39,7 +39,7 @@ def project(left: Left) -> dict[bool, Tensor]:
     for number, parts in enumerate(left.values()):
         for part in parts:
             values, numbers = found.setdefault(isinstance(part, Kept), ([], []))
-            values.append(_gradient(part))
+            values.append(gradient_of(part))
             numbers.append(number)
     return {kind: projections(values, numbers) for kind, (values, numbers) in found.items()}
 
@@ -57,7 +57,7 @@ class Fingerprint(NamedTuple):
     def of(cls, left: Left, dtypes: Collection[torch.dtype]) -> Fingerprint:
         """`dtypes`: in which the block computes, besides those of what its layers have left."""
         kinds = {kind: (sums, squares.sqrt()) for kind, (sums, squares) in project(left).items()}
-        tensors = [_gradient(part) for parts in left.values() for part in parts]
+        tensors = [gradient_of(part) for parts in left.values() for part in parts]
         dtypes = {*dtypes, *(tensor.dtype for tensor in tensors)}
         return cls(kinds, tolerance_of(dtypes, tensors[0].device))
 
@@ -74,7 +74,7 @@ class Fingerprint(NamedTuple):
         return torch.stack(moved).any()
 
 
-def _gradient(part: Contribution) -> Tensor:
+def gradient_of(part: Contribution) -> Tensor:
     if isinstance(part, Kept):
         return part.values
     assert isinstance(part, Saved)

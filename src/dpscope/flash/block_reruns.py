@@ -7,7 +7,7 @@ of the model are put back.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -20,13 +20,16 @@ from dpscope.flash.block_fingerprints import Left
 from dpscope.flash.combination import combine
 from dpscope.flash.contributions import Contribution
 from dpscope.flash.forward_passes import ForwardPasses
-from dpscope.flash.microbatch import RunningSum, SumBatch, sum_parts
-from dpscope.flash.norms import Factors, as_summed
+from dpscope.flash.microbatch import MicroBatch, RunningSum, SumBatch, sum_parts
+from dpscope.flash.norms import as_summed
 from dpscope.flash.paths import PathRules
 from dpscope.flash.recomputation import BlockPass
 from dpscope.flash.rehearsal_run import untouched
 from dpscope.flash.slots import Slot
 from dpscope.flash.step_state import Recorded, StepState
+
+# Sums of what is held are made in pieces of about this size: they are there before the x and g of the piece are free.
+HELD_GROUP_BYTES = 1 << 27
 
 
 class RerunEngine(Protocol):
@@ -74,21 +77,26 @@ class BlockReruns:
         self._run(clashing, hold, None)
         return [each for each in passes if each not in clashing]
 
-    def sums(self, passes: list[BlockPass], clipping: Factors, into: RunningSum | None) -> SumBatch:
-        """Σ_b c_b v_b of the blocks' parameters, added into what there is."""
-        of_blocks = SumBatch([], [], None)
+    def sums(self, passes: list[BlockPass], micro: MicroBatch, into: RunningSum | None) -> SumBatch:
+        """Σ_b c_b v_b of all parameters, added into what there is: those that are held first, which frees x and g."""
+        clipping, found = micro.clipping, SumBatch([], [], None)
+
+        def add(batches: Iterator[SumBatch]) -> None:
+            for batch in batches:
+                found.parameters.extend(batch.parameters)
+                found.tensors.extend(batch.tensors)
+
+        add(micro.sums(into=into, factored=False, group_bytes=HELD_GROUP_BYTES))
 
         def add_up(left: Left) -> None:
             rules = self.engine.path_rules
             parameters = [slot.parameter for slot in left]
             parts = [as_summed(combine(each, slot.parameter.dtype, rules)) for slot, each in left.items()]
             left.clear()
-            for batch in sum_parts(parameters, parts, clipping.scale, into=into):
-                of_blocks.parameters.extend(batch.parameters)
-                of_blocks.tensors.extend(batch.tensors)
+            add(sum_parts(parameters, parts, clipping.scale, into=into))
 
         self._run(passes, add_up, clipping.finite)
-        return of_blocks
+        return found
 
     def _run(self, passes: list[BlockPass], use: Callable[[Left], None], finite: Tensor | None) -> None:
         """Run the blocks again and `use` what their layers leave. `finite`: samples that have a share, if known."""
@@ -117,7 +125,7 @@ class BlockReruns:
         left: Left = {slot: [] for slot in each.slots}
         # Layers that backward came to when it had left the block are held.
         self.take = lambda slot, part: left[slot].append(part) if slot in left else None
-        each.run_again(anchor, self.choices.name(each.index), self.choices.before_forward(each.index))
+        each.run_again(anchor, self.choices.name(each.index))
         assert each.fingerprint is not None
         differs = each.fingerprint.differs(left, finite)
         found = {slot: parts for slot, parts in left.items() if parts}

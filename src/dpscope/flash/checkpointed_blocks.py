@@ -60,6 +60,8 @@ class CheckpointedBlock:
                 self.blocks.begin_run(self)
                 if self.open is not None:
                     self.open.input = BlockInput.of(args, kwargs, self.blocks.reruns.devices)
+                    with self.blocks.measuring(self.open):
+                        return self.function(*args, **kwargs)
             return self.function(*args, **kwargs)
 
     @contextmanager
@@ -132,6 +134,7 @@ class CheckpointedBlocks:
     def begin_micro_batch(self) -> None:
         self._calls = 0
         self._trained = None
+        self.choices.begin_micro_batch()
 
     def _call(self, checkpoint: Callable[..., Any], function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         outer = self.engine.block
@@ -168,8 +171,9 @@ class CheckpointedBlocks:
         # The parameters' gradients of a reentrant checkpoint are asked for in a backward pass of its own, always.
         if block.must_hold or not (block.reentrant or self.engine.is_recording()):
             return
+        self.engine.path_rules.budget.begin_backward()
         samples = self.engine.state.size_in_backward or 0
-        if self.choices.is_held(block.index, samples, self._shape(grads), {each.index for each in self._passes}):
+        if self.choices.is_held(block.index, samples, self._shape(grads), self._calls):
             return
         if not self._passes:
             self.reruns.note_model()
@@ -187,6 +191,17 @@ class CheckpointedBlocks:
         """Backward runs the block's forward again; some of its layers may have left something before."""
         if self._gathering is not block.open:
             self.flush()
+
+    @contextmanager
+    def measuring(self, each: BlockPass) -> Iterator[None]:
+        """Inside, backward runs the block's forward: what that adds to what is live."""
+        before = self.engine.path_rules.budget.allocated()
+        try:
+            yield
+        finally:  # a checkpoint may end the run where nothing more is needed of it
+            now = self.engine.path_rules.budget.allocated()
+            if before is not None and now is not None:
+                each.activations = max(0, now.current - before.current)
 
     def add(self, slot: Slot, contribution: Contribution) -> bool:
         """Whether the contribution was taken; if not, it is to be held."""

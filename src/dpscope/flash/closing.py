@@ -24,7 +24,7 @@ def local_sums(
     *,
     factored: bool,
 ) -> Iterator[SumBatch]:
-    """Every trainable parameter once; `of_blocks` are those of checkpointed blocks that ran again."""
+    """Every trainable parameter once; `of_blocks` were made already, for checkpointed blocks ran again."""
     done = {id(parameter) for parameter in (*micro.parameters, *of_blocks.parameters)}
     if of_blocks.parameters:
         yield of_blocks

@@ -40,7 +40,6 @@ from dpscope.flash.layers.opaque import OpaqueTap
 from dpscope.flash.memory_budget import MemoryBudget, MemoryLimit
 from dpscope.flash.microbatch import MicroBatch, RunningSum, SumBatch
 from dpscope.flash.module_state import BufferWatch
-from dpscope.flash.norms import Factors
 from dpscope.flash.padding.rows import PaddingCount, Rows
 from dpscope.flash.parameter_hooks import OWN_GRADIENTS, refuse_hooks
 from dpscope.flash.paths import FORCEABLE, PathRules
@@ -364,7 +363,7 @@ class FlashEngine:
         with no_autocast(device):
             passes = self.blocks.reruns.separate(passes, recorded) if self.blocks is not None else []
             micro = self._norm([(slot, parts) for slot, parts in recorded if parts], passes, rows)
-            of_blocks = self._sum_again(passes, micro.clipping, into if self.ranks is None else None)
+            of_blocks = self._sum_again(passes, micro, into if self.ranks is None else None)
         self.path_rules.budget.close()
         self.state.count(micro.size if rows is None else rows.real, self.max_grad_norm, rows)
         if self.ranks is None:
@@ -391,12 +390,12 @@ class FlashEngine:
         self.nonfinite_samples = dropped if self.nonfinite_samples is None else self.nonfinite_samples + dropped
         return micro
 
-    def _sum_again(self, passes: list[BlockPass], clipping: Factors, into: RunningSum | None) -> SumBatch:
-        """The sums of checkpointed blocks that run again."""
+    def _sum_again(self, passes: list[BlockPass], micro: MicroBatch, into: RunningSum | None) -> SumBatch:
+        """All sums, where checkpointed blocks run again; otherwise none yet."""
         if self.blocks is None or not passes:
             return NO_SUMS
         try:
-            return self.blocks.reruns.sums(passes, clipping, into)
+            return self.blocks.reruns.sums(passes, micro, into)
         except BaseException:
             self.running_sums.clear()  # some of them are there, others are not
             raise

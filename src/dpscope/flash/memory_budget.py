@@ -1,4 +1,4 @@
-"""How much a step may hold: what decides whether per-sample gradients are kept where that is faster.
+"""How much a step may hold: what decides whether per-sample gradients are kept where that is faster, and blocks held.
 
 Ordinary training of the same model peaks where backward begins, with all activations and what the loss needs besides,
 or where backward ends, with all gradients. Until backward reaches its first layer an engine holds just what ordinary
@@ -6,6 +6,9 @@ training holds, so both peaks are known there:
 
     beginning   what is live at the first layer, and how far forward and loss went above that
     end         what was live before forward, and the gradients that are not there yet
+
+Where blocks are checkpointed, the activations of one of them come in the place of forward and loss, or, at the end, in
+that of its gradients, whatever is more.
 
 As backward goes on it frees activations. Kept gradients may take their place up to the larger of the two, so that the
 peak stays that of ordinary training. Forward and loss are seen only where they raise the allocator's peak; where they
@@ -52,8 +55,8 @@ def check_limit(limit: MemoryLimit) -> None:
 
 
 class MemoryBudget:
-    """limit: bytes on the device, all of torch's memory counted; "lean": never more than has to be held anyway; None:
-    the peak of ordinary training."""
+    """limit: bytes on the device, all of torch's memory counted; None: the peak of ordinary training; "lean": the same
+    for checkpointed blocks that are held, and no gradient is kept that takes more than has to be held anyway."""
 
     def __init__(
         self,
@@ -70,6 +73,7 @@ class MemoryBudget:
         self._ceiling: float | None = None  # of this micro-batch, once somebody has asked
         self._in_backward = False
         self._above = 0  # how far forward and loss go above what is live at the first layer
+        self.reserved = 0  # bytes that checkpointed blocks will take in this micro-batch, besides what is live
 
     def allocated(self) -> Allocated | None:
         return self._read()
@@ -77,14 +81,14 @@ class MemoryBudget:
     def begin_forward(self) -> None:
         """A micro-batch's first forward pass begins."""
         self.close()
-        self._before_forward = None if self.limit == LEAN else self._read()
+        self._before_forward = self._read()
 
     def begin_backward(self) -> None:
         """A backward pass has reached a layer; only a micro-batch's first counts."""
         if self._in_backward:
             return
         self._in_backward = True
-        self._first_layer = now = None if self.limit == LEAN else self._read()
+        self._first_layer = now = self._read()
         before = self._before_forward
         if now is not None and before is not None and now.peak > before.peak:
             self._above = max(self._above, now.peak - now.current)
@@ -95,18 +99,28 @@ class MemoryBudget:
         self._in_backward = False
 
     def fits(self, more: float) -> bool:
-        """Whether `more` bytes may be held besides what is live."""
-        if self._first_layer is None:
-            return False
-        if self._ceiling is None:
-            self._ceiling = self._ordinary_peak() if self.limit is None else float(self.limit)
-        now = self._read()
-        return now is not None and now.current + more <= self._ceiling
+        """Whether `more` bytes may be kept besides what is live, for that is faster."""
+        ceiling = None if self.limit == LEAN else self.ceiling()
+        now = None if ceiling is None else self._read()
+        return now is not None and ceiling is not None and now.current + more + self.reserved <= ceiling
 
-    def _ordinary_peak(self) -> float:
+    def ceiling(self, activations: int = 0, gradients: int = 0) -> float | None:
+        """Bytes that a step may take at its peak; None where nobody counts, and before backward begins.
+
+        activations, gradients: of one checkpointed block, while backward is in it
+        """
+        if self._first_layer is None:
+            return None
+        if self.limit is not None and not isinstance(self.limit, str):
+            return float(self.limit)
+        if self._ceiling is None:
+            self._ceiling = self._ordinary_peak(activations, gradients)
+        return self._ceiling
+
+    def _ordinary_peak(self, activations: int, gradients: int) -> float:
         assert self._first_layer is not None
-        beginning = self._first_layer.current + self._above
+        beginning = self._first_layer.current + max(self._above, activations)
         if self._before_forward is None:
             return beginning
         missing = sum(local(p).nbytes for p in self._parameters if p.requires_grad and p.grad is None)
-        return max(beginning, self._before_forward.current + missing)
+        return max(beginning, self._before_forward.current + missing + max(0, activations - gradients))

@@ -76,9 +76,10 @@ class MicroBatch:
         multiplier = (self.size if mean else 1) / loss_scale  # the mean is over all rows
         self.clipping: Factors = clip_factors(norm_sum.result(), max_grad_norm, multiplier, real)
 
-    def sums(self, *, into: RunningSum | None, factored: bool) -> Iterator[SumBatch]:
+    def sums(self, *, into: RunningSum | None, factored: bool, group_bytes: int = GROUP_BYTES) -> Iterator[SumBatch]:
         """The clipped sums: see `sum_parts`."""
-        return sum_parts(self.parameters, self._parts, self.clipping.scale, into=into, factored=factored)
+        scale = self.clipping.scale
+        return sum_parts(self.parameters, self._parts, scale, into=into, factored=factored, group_bytes=group_bytes)
 
     @cached_property
     def _index(self) -> dict[nn.Parameter, int]:
@@ -103,6 +104,7 @@ def sum_parts(
     *,
     into: RunningSum | None,
     factored: bool = False,
+    group_bytes: int = GROUP_BYTES,
 ) -> Iterator[SumBatch]:
     """The clipped sums, every parameter once. What a batch was made of is taken from `parts` before it is handed out.
 
@@ -110,7 +112,7 @@ def sum_parts(
     them in its own pass. `into`: what a parameter's sum is added into, where there is something. Sums are as wide as
     they were accumulated, so that noise can be added before they are rounded to a half-precision parameter's dtype.
     """
-    for group in _groups(parameters, parts):
+    for group in _groups(parameters, parts, group_bytes):
         chosen = [parameters[index] for index in group]
         # No variable here holds what the sums are made of while they are handed out.
         yield _sum_group(chosen, _take(parts, group), scale, into=into, factored=factored)
@@ -125,7 +127,7 @@ def sum_parts(
             yield SumBatch([parameter], [out], None)
 
 
-def _groups(parameters: list[nn.Parameter], parts: list[tuple[Contribution, ...]]) -> list[list[int]]:
+def _groups(parameters: list[nn.Parameter], parts: list[tuple[Contribution, ...]], group_bytes: int) -> list[list[int]]:
     """Parameters that are summed in one launch: products of equal shapes; per-sample gradients that are kept."""
     open_groups: dict[object, list[int]] = {}
     sizes: dict[object, int] = {}
@@ -135,7 +137,7 @@ def _groups(parameters: list[nn.Parameter], parts: list[tuple[Contribution, ...]
             key = of_it[0].form() if isinstance(of_it[0], Outer) else Kept
             open_groups.setdefault(key, []).append(index)
             sizes[key] = sizes.get(key, 0) + 4 * parameter.numel()
-            if sizes[key] >= GROUP_BYTES:
+            if sizes[key] >= group_bytes:
                 full.append(open_groups.pop(key))
                 del sizes[key]
     return [*full, *open_groups.values()]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dpscope.errors import UserError
-from dpscope.flash.block_fingerprints import Fingerprint
+from dpscope.flash.block_fingerprints import Fingerprint, gradient_of
 from dpscope.flash.contributions import Contribution, Kept, Saved, held
 from dpscope.flash.slots import Slot
 
@@ -70,12 +70,14 @@ class BlockInput(NamedTuple):
     spec: Any
     versions: list[int | None]
     state: ForwardState
+    own_bytes: int  # of tensors that were computed from parameters: others may be every block's (masks, positions)
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any], devices: Sequence[torch.device]) -> BlockInput:
         leaves, spec = pytree.tree_flatten((args, kwargs))
+        own_bytes = bytes_of(leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad)
         leaves = [held(leaf.detach()) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        return cls(leaves, spec, _versions(leaves), ForwardState.now(devices))
+        return cls(leaves, spec, _versions(leaves), ForwardState.now(devices), own_bytes)
 
 
 class BlockPass:
@@ -96,6 +98,7 @@ class BlockPass:
         self.slots: list[Slot] = []
         self.norms: Tensor | None = None  # (B,) squared, once they are taken
         self.fingerprint: Fingerprint | None = None
+        self.activations = 0  # bytes that its forward adds to what is live
 
     def close(self, norms: Tensor) -> None:
         """Its norms are taken; what its layers left is let go."""
@@ -120,9 +123,17 @@ class BlockPass:
         return autocast | {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
 
     @property
-    def boundary_bytes(self) -> int:
-        tensors = [*self.grads, *(self.input.leaves if self.input else ())]
-        return bytes_of(tensor for tensor in tensors if isinstance(tensor, Tensor))
+    def input_bytes(self) -> int:
+        return bytes_of(leaf for leaf in (self.input.leaves if self.input else ()) if isinstance(leaf, Tensor))
+
+    @property
+    def grad_bytes(self) -> int:
+        return bytes_of(grad for grad in self.grads if grad is not None)
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Of the gradients that its layers were given."""
+        return bytes_of(gradient_of(part) for parts in self.gathered.values() for part in parts)
 
     @property
     def bytes_if_held(self) -> int:
@@ -135,7 +146,7 @@ class BlockPass:
                 others.append(part)
         return int(kept) + bytes_of(tensor for part in others for tensor in _tensors(part))
 
-    def run_again(self, anchor: Tensor, name: str, after_forward: Callable[[], None]) -> None:
+    def run_again(self, anchor: Tensor, name: str) -> None:
         """Forward and backward of the block: its layers hand their contributions to the engine once more."""
         assert self.input is not None
         if _versions(self.grads) != self.versions or _versions(self.input.leaves) != self.input.versions:
@@ -150,7 +161,6 @@ class BlockPass:
                 outputs = pytree.tree_leaves(self.function(*args, **kwargs))
             pairs = [(outputs[at], g) for at, g in zip(self.places, self.grads, strict=True) if g is not None]
         del outputs, args, kwargs
-        after_forward()
         self.input, self.grads = None, []  # what backward does not need of them is free
         roots, grads = [root for root, _ in pairs if root.requires_grad], [g for r, g in pairs if r.requires_grad]
         del pairs
@@ -169,7 +179,7 @@ def _versions(leaves: Sequence[Any]) -> list[int | None]:
     return [leaf._version if isinstance(leaf, Tensor) else None for leaf in leaves]
 
 
-def bytes_of(tensors: Iterator[Tensor]) -> int:
+def bytes_of(tensors: Iterable[Tensor]) -> int:
     """Of their storages, each counted once."""
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
