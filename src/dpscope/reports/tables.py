@@ -97,6 +97,11 @@ class Row:
         return next(iter(self.measured.values()))
 
     @property
+    def machine(self) -> str | None:
+        environment = self.first.environment
+        return environment.get("gpu") or environment.get("cpu")
+
+    @property
     def looked_at(self) -> dict[str, Any]:
         """The spec whose numbers of steps are worth telling: that of the times."""
         return self.measured.get("time", self.first).spec

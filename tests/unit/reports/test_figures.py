@@ -12,10 +12,9 @@ from matplotlib.colors import to_hex
 from matplotlib.container import ErrorbarContainer
 from matplotlib.patches import Rectangle
 
-from dpscope.reports.figures.labels import spread
 from dpscope.reports.figures.style import DPI, PAGE_WIDTH, SMALL
-from dpscope.reports.memory.data import composition_of, label_of, timeline_of
-from dpscope.reports.memory.figures import draw_breakdown, draw_timeline
+from dpscope.reports.memory.data import composition_of, label_of, legend_of, timeline_of
+from dpscope.reports.memory.figures import draw_breakdown, draw_timeline, spread
 from dpscope.reports.output import suffixed
 from dpscope.reports.outputs import FIGURES
 from dpscope.reports.palette import COMPONENT_COLOURS, METHOD_COLOURS, colour_of
@@ -25,6 +24,7 @@ from tests.unit.reports.figure_words import extent, overlapping, texts
 from tests.unit.reports.writing import write
 
 MIB = 2**20
+KEYS = {legend_of(key): key for key in COMPONENT_COLOURS}
 LONG = "my_packages_own_private_method_with_a_rather_long_name"
 
 
@@ -63,8 +63,8 @@ def bars(ax):
     found = {}
     for bar in ax.patches:
         if isinstance(bar, Rectangle) and bar.get_gid():
-            key, place = bar.get_gid().split(":")
-            found.setdefault(int(place), {})[key] = (bar.get_x(), bar.get_x() + bar.get_width(), bar)
+            label, place = bar.get_gid().split(":")
+            found.setdefault(int(place), {})[KEYS[label]] = (bar.get_x(), bar.get_x() + bar.get_width(), bar)
     return found
 
 
@@ -170,7 +170,8 @@ def test_the_phases_are_marked_where_they_begin_and_end_and_named_above(rows):
     marks = {line.get_xdata()[0] for line in ax.get_lines() if len(set(line.get_xdata())) == 1}
     assert {0, 24, 48, 49, 52} <= marks
     names = [text for text in texts(figure) if text.get_gid() == "phase"]
-    assert [text.get_text() for text in names] == ["forward", "backward", "clip", "noise", "optimizer"]
+    from_left = sorted(names, key=lambda text: extent(text).x0)
+    assert [text.get_text() for text in from_left] == ["forward", "backward", "clip", "noise", "optimizer"]
     assert all(extent(text).y0 > ax.get_window_extent().y1 for text in names)
 
 
@@ -223,8 +224,9 @@ def points(ax):
     found = []
     for container in ax.containers:
         assert isinstance(container, ErrorbarContainer)
-        (x, y), (start, end) = container[0].get_xydata()[0], container[2][0].get_segments()[0]
-        found.append((x, y, start[0], end[0]))
+        x, y = container[0].get_xydata()[0]
+        ends = [end[0] for lines in container[2] for end in lines.get_segments()[0]]  # of those that have a spread
+        found.append((x, y, *ends))
     return found
 
 

@@ -10,14 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from dpscope.reports.memory.data import is_private_only, legend_of
-from dpscope.reports.palette import colour_of
 from dpscope.reports.tables import Row
 from dpscope.reports.words import step_in_words
 from dpscope.results.store import write_atomically
 from dpscope.units import GIB, MIB
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 FORMATS = ("png", "svg", "pdf")
@@ -80,6 +79,17 @@ def new_figure(height: float) -> Figure:
     return figure
 
 
+def new_panels(
+    count: int, columns: int, margin: float, heights: Sequence[float], **shared: Any
+) -> tuple[Figure, list[Axes]]:
+    """A new figure and its panels, `columns` side by side; inches: `heights` of the lines, and `margin` around them."""
+    figure = new_figure(margin + sum(heights))
+    axes = figure.subplots(len(heights), columns, squeeze=False, height_ratios=heights, **shared).flatten()
+    for spare in axes[count:]:
+        spare.set_axis_off()
+    return figure, list(axes[:count])
+
+
 def settle(figure: Figure) -> None:
     """Fix the layout, so that what is placed by measured extents afterwards moves nothing."""
     engine = figure.get_layout_engine()
@@ -120,26 +130,16 @@ def not_drawn(reasons: Sequence[tuple[Row, str]]) -> list[str]:
 
 
 def describe(rows: Sequence[Row]) -> str:
-    """What a figure was measured on."""
-    row, environment = rows[0], rows[0].first.environment
-    where = environment.get("gpu") or environment.get("cpu")
-    return f"{row.field('model')}, {row.size}, {step_in_words(row.spec)}" + (f"; {where}" if where else "")
+    """What a figure was measured on; its size where it is of one."""
+    about = [(row.field("model"), row.size, step_in_words(row.spec), row.machine or "") for row in rows]
+    models, sizes, steps, machines = (list(dict.fromkeys(filter(None, each))) for each in zip(*about, strict=True))
+    what = ["/".join(models), *(sizes if len(sizes) == 1 else ()), "/".join(steps)]
+    return "; ".join(filter(None, (", ".join(filter(None, what)), ", ".join(machines))))
 
 
-def look_of(component: str) -> dict[str, Any]:
-    """How a component is filled, wherever it is drawn."""
-    hatch = "//////" if is_private_only(component) else None
-    return {"facecolor": colour_of(component), "hatch": hatch, "edgecolor": "white", "linewidth": 0.4}
-
-
-def component_legend(figure: Figure, components: Sequence[str]) -> None:
-    """Components in words, below the panels."""
-    patch_legend(figure, {legend_of(key): look_of(key) for key in components}, 4, handlelength=1.6)
-
-
-def patch_legend(figure: Figure, looks: Mapping[str, Mapping[str, Any]], columns: int, **more: float) -> None:
+def patch_legend(figure: Figure, looks: Mapping[str, Mapping[str, Any]], columns: int) -> None:
     """Below the panels: a patch that looks so for each label."""
     from matplotlib.patches import Patch
 
     patches = [Patch(label=label, **look) for label, look in looks.items()]
-    figure.legend(handles=patches, loc="outside lower center", ncols=columns, frameon=False, **more)
+    figure.legend(handles=patches, loc="outside lower center", ncols=columns, frameon=False, handlelength=1.6)
