@@ -10,7 +10,7 @@ from dpscope.errors import UserError
 from dpscope.reports.against.data import AGAINST_CSV, Against
 from dpscope.reports.against.page import AGAINST_PAGE
 from dpscope.reports.against.text import AGAINST_TEXT
-from dpscope.reports.export import CSV
+from dpscope.reports.export import CSV, TRACE_CSV, TRAFFIC_CSV
 from dpscope.reports.latex import LATEX
 from dpscope.reports.memory.figures import MEMORY_FIGURES
 from dpscope.reports.output import Content, Output
@@ -18,9 +18,7 @@ from dpscope.reports.page.render import PAGE
 from dpscope.reports.report import Report
 from dpscope.reports.text import SUMMARY
 from dpscope.reports.time.figures import TRADEOFF_FIGURE
-from dpscope.reports.trace.csv import TRACE_CSV
 from dpscope.reports.trace.figures import TRACE_FIGURES
-from dpscope.reports.traffic.csv import TRAFFIC_CSV
 from dpscope.reports.traffic.figures import ROOFLINE, TRAFFIC_BYTES
 
 FIGURES = (*MEMORY_FIGURES, TRADEOFF_FIGURE)  # of what every comparison measures

@@ -13,7 +13,7 @@ from dpscope.reports.against.text import against_summary
 from dpscope.reports.doubt import FEW, NO_SPREAD, UNSTEADY, doubt_of_times, explain, marked
 from dpscope.reports.export import to_records
 from dpscope.reports.latex import to_latex
-from dpscope.reports.page.headline import make_cards
+from dpscope.reports.page.sections import make_cards
 from dpscope.reports.page.table import make_table
 from dpscope.reports.report import Report
 from dpscope.reports.story import tell

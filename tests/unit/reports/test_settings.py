@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dpscope.reports.settings import group_by_setting
+from dpscope.reports.report import group_by_setting
 from dpscope.reports.tables import compare_results
 
 

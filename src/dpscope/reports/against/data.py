@@ -6,7 +6,8 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
-from typing import TYPE_CHECKING, Any, NamedTuple
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
 
 from dpscope.errors import UserError
 from dpscope.plain_text import render_plain
@@ -32,19 +33,7 @@ OF_WORKLOAD = {"file": "workload's file", "sha256": "workload's text"}
 IN_WORDS: dict[str, Callable[[Any], str]] = {"gpu_memory_bytes": format_bytes, "sha256": lambda text: str(text)[:12]}
 
 
-class SweepDifference(NamedTuple):
-    """Something about the machine, the software or the settings that is not the same in both sweeps."""
-
-    name: str
-    before: str
-    now: str
-
-
-def pairing_key(row: Row) -> Hashable:
-    """What has to be equal for two rows of two sweeps to be compared: method, workload, size, number format …"""
-    workload = {name: value for name, value in row.spec["workload"].items() if name not in OF_WORKLOAD}
-    identity = {name: value for name, value in row.identity.items() if name not in MAY_DIFFER}
-    return hashable({**identity, "method": row.method, "workload": workload})
+Difference = tuple[str, str, str]  # what is not the same in both sweeps, as it was before, as it is now
 
 
 def pair_rows(now: Sequence[Row], before: Sequence[Row]) -> list[tuple[Row, Row]]:
@@ -56,7 +45,10 @@ def pair_rows(now: Sequence[Row], before: Sequence[Row]) -> list[tuple[Row, Row]
     groups: dict[Hashable, tuple[list[int], list[int]]] = {}
     for side, rows in enumerate((before, now)):
         for place, row in enumerate(rows):
-            groups.setdefault(pairing_key(row), ([], []))[side].append(place)
+            workload = {name: value for name, value in row.spec["workload"].items() if name not in OF_WORKLOAD}
+            identity = {name: value for name, value in row.identity.items() if name not in MAY_DIFFER}
+            key = hashable({**identity, "method": row.method, "workload": workload})
+            groups.setdefault(key, ([], []))[side].append(place)
     partner: dict[int, int] = {}  # place in now -> place in before
     for older, newer in groups.values():
         for old, new in sorted(product(older, newer), key=lambda places: -_likeness(before[places[0]], now[places[1]])):
@@ -71,27 +63,20 @@ def _likeness(one: Row, other: Row) -> float:
     return instruments + sum(alike) / 10
 
 
-def list_differences(pairs: Sequence[tuple[Row, Row]]) -> list[SweepDifference]:
-    """Of the rows that are compared: environment first, then settings."""
+def list_differences(pairs: Sequence[tuple[Row, Row]]) -> list[Difference]:
+    """Of the rows that are compared: environment first, then settings; each value once, where sides differ."""
     sides = [[result for pair in pairs for result in pair[side].measured.values()] for side in (0, 1)]
-    environments = [[result.environment for result in side] for side in sides]
-    workloads = [[result.spec["workload"] for result in side] for side in sides]
-    others = {name: name for side in environments for each in side for name in each if name not in ENVIRONMENT}
-    return [
-        *_differences(environments, {**ENVIRONMENT, **others, "gpu_memory_bytes": "GPU memory"}),
-        *_differences(workloads, OF_WORKLOAD),
-        *_differences([[result.spec for result in side] for side in sides], MAY_DIFFER),
-    ]
-
-
-def _differences(sides: Sequence[Sequence[dict[str, Any]]], labels: dict[str, str]) -> list[SweepDifference]:
-    """Of what has a label: the values that the two sides have, each once, where they are not the same."""
+    others = {name: name for side in sides for each in side for name in each.environment if name not in ENVIRONMENT}
     found = []
-    for name, label in labels.items():
-        say = IN_WORDS.get(name, str)
-        values = ([each.get(name) for each in side] for side in sides)
-        before, now = (", ".join(sorted({MISSING if v is None else say(v) for v in each})) for each in values)
-        found += [SweepDifference(label, before, now)] if before != now else []
+    for labels, read in (
+        ({**ENVIRONMENT, **others, "gpu_memory_bytes": "GPU memory"}, attrgetter("environment")),
+        ({**OF_WORKLOAD, **MAY_DIFFER}, lambda result: {**result.spec["workload"], **result.spec}),
+    ):
+        for name, label in labels.items():
+            say = IN_WORDS.get(name, str)
+            values = ([read(result).get(name) for result in side] for side in sides)
+            before, now = (", ".join(sorted({MISSING if v is None else say(v) for v in each})) for each in values)
+            found += [(label, before, now)] if before != now else []
     return found
 
 
@@ -145,7 +130,7 @@ class Against:
     before: str  # the folders
     now: str
     pairs: list[Pair]
-    differences: list[SweepDifference]
+    differences: list[Difference]
     only_before: list[Row]
     only_now: list[Row]
     skipped: list[Skipped]  # files of either that are no results
@@ -232,14 +217,13 @@ def _memory_sources(pairs: Sequence[tuple[Row, Row]]) -> tuple[str, str]:
 def to_records(against: Against) -> list[dict[str, Any]]:
     """`in`: both, before or now. A row that only one sweep has keeps its status; the rest of it is in that sweep."""
     return [
-        *(_record(pair.now, "both", *pair.statuses) | _figures(pair) for pair in against.pairs),
-        *(_record(row, "before", row.result.status, None) for row in against.only_before),
-        *(_record(row, "now", None, row.result.status) for row in against.only_now),
+        {**row.fields(*IDENTITY, *COMPARED), "in": sweeps, "status_before": before, "status_now": now, **figures}
+        for row, sweeps, before, now, figures in (
+            *((pair.now, "both", *pair.statuses, _figures(pair)) for pair in against.pairs),
+            *((row, "before", row.result.status, None, {}) for row in against.only_before),
+            *((row, "now", None, row.result.status, {}) for row in against.only_now),
+        )
     ]
-
-
-def _record(row: Row, sweeps: str, before: str | None, now: str | None) -> dict[str, Any]:
-    return {**row.fields(*IDENTITY, *COMPARED), "in": sweeps, "status_before": before, "status_now": now}
 
 
 def _figures(pair: Pair) -> dict[str, Any]:

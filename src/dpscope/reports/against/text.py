@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from dpscope.plain_text import bare_table
 from dpscope.reports.against.data import Against, Pair, list_rows
 from dpscope.reports.against.quantities import MEMORY, TIME, UNDECIDED, Quantity, SweepChange
 from dpscope.reports.doubt import ADVICE, EXPLAINED, explain
@@ -18,6 +18,7 @@ from dpscope.units import MISSING
 from dpscope.vocabulary.methods import STANDARD
 
 AGAINST_TITLE = "Two sweeps side by side"
+SAME_SETTINGS = "Measured on the same machine with the same versions and settings."
 NAMED_PAIRS = 8  # rows named one by one in a sentence; the table has all of them
 
 
@@ -61,19 +62,17 @@ def arrow(change: SweepChange) -> str:
 
 
 def _sentence(against: Against, quantity: Quantity, word: str) -> str:
+    """`Faster: flash at batch 8 (174.4 ms → 111.9 ms, −35.9%; 1.73× → 1.11× of standard).`"""
     pairs = [pair for pair in against.pairs if pair.change(quantity).verdict == word]
     pairs.sort(key=lambda pair: -abs(pair.change(quantity).relative or 0.0))
-    named = [f"{against.name_of(pair)} ({_in_figures(pair, quantity)})" for pair in pairs[:NAMED_PAIRS]]
+    named = []
+    for pair in pairs[:NAMED_PAIRS]:
+        change, ratio = pair.change(quantity), pair.ratio(quantity)
+        known = pair.now.method != STANDARD and ratio.relative is not None and ratio.verdict not in UNDECIDED
+        of_standard = f"; {arrow(ratio)} of standard" if known else ""
+        named.append(f"{against.name_of(pair)} ({arrow(change)}, {format_change(change.relative)}{of_standard})")
     more = [f"and {len(pairs) - NAMED_PAIRS} more"] if len(pairs) > NAMED_PAIRS else []
     return f"{word.capitalize()}{quantity.noun}: {'; '.join([*named, *more])}." if pairs else ""
-
-
-def _in_figures(pair: Pair, quantity: Quantity) -> str:
-    """174.4 ms → 111.9 ms, −35.9%; 1.73× → 1.11× of standard"""
-    change, ratio = pair.change(quantity), pair.ratio(quantity)
-    text = f"{arrow(change)}, {format_change(change.relative)}"
-    known = pair.now.method != STANDARD and ratio.relative is not None and ratio.verdict not in UNDECIDED
-    return f"{text}; {arrow(ratio)} of standard" if known else text
 
 
 def _status_sentences(against: Against) -> list[str]:
@@ -116,11 +115,15 @@ def _count(number: int, noun: str) -> str:
 
 def against_summary(against: Against) -> RenderableType:
     """What differs about the machines, what changed, and by which rule."""
+    headings = ("not the same", "before", "now")
+    differences = table_of(
+        against.differences, [(name, itemgetter(n)) for n, name in enumerate(headings)], left=headings, wrap=headings
+    )
     parts: list[RenderableType] = [
         Text(AGAINST_TITLE, style="bold"),
         Text(f"before: {against.before}", no_wrap=True, overflow="ignore"),
         Text(f"now:    {against.now}", no_wrap=True, overflow="ignore"),
-        *("", _differences(against), ""),
+        *("", differences if differences.row_count else Text(SAME_SETTINGS), ""),
         Text(headline(against), style="bold"),
         *map(Text, sentences(against)),
     ]
@@ -141,14 +144,6 @@ def _notes(against: Against, quantity: Quantity) -> list[str]:
     changes = [change for pair in against.pairs for change in (pair.change(quantity), pair.ratio(quantity))]
     note = explain(reading.doubt for change in changes for reading in (change.before, change.now))
     return [note] if note else []
-
-
-def _differences(against: Against) -> RenderableType:
-    headings = ("not the same", "before", "now")
-    table = bare_table(*headings, left=headings, wrap=headings)
-    for each in against.differences:
-        table.add_row(*map(Text, each))
-    return table if table.row_count else Text("Measured on the same machine with the same versions and settings.")
 
 
 def _tables(pairs: Sequence[Pair], quantity: Quantity) -> FirstThatFits:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from dpscope.reports.memory.charts import memory_peak, memory_timeline, tensors_at_peak
 from dpscope.reports.page.chart import Chart, ChartOf
-from dpscope.reports.settings import Setting
+from dpscope.reports.report import Setting
 from dpscope.reports.time.charts import scaling_over_batch, scaling_over_sequence, step_time, tradeoff
 from dpscope.reports.trace.charts import operators, phases
 from dpscope.reports.trace.layers_chart import layers_memory, layers_time

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dpscope.reports.settings import Setting
+from dpscope.reports.report import Setting
 from dpscope.reports.tables import SIZES
 from dpscope.reports.text import workload_sizes
 from dpscope.reports.words import ENVIRONMENT

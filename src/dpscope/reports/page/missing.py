@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from dpscope.reports.page.command_lines import can_be_typed, command_lines
-from dpscope.reports.report import Report
-from dpscope.reports.settings import Size
+from dpscope.reports.report import Report, Size
 from dpscope.reports.tables import Row, hashable, identity_of
 from dpscope.vocabulary.instruments import INSTRUMENTS
 

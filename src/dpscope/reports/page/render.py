@@ -13,17 +13,14 @@ from typing import TYPE_CHECKING, Any
 from dpscope.reports.doubt import MARK
 from dpscope.reports.memory.text import TRIFLE
 from dpscope.reports.output import text_output
-from dpscope.reports.page.beside import files_beside
 from dpscope.reports.page.chart import Chart
 from dpscope.reports.page.charts import make_charts
 from dpscope.reports.page.configuration import describe_configuration
-from dpscope.reports.page.headline import first_size, make_cards
-from dpscope.reports.page.methods import describe_methods
 from dpscope.reports.page.missing import find_missing
+from dpscope.reports.page.sections import describe_methods, files_beside, first_size, make_cards
 from dpscope.reports.page.table import make_table
 from dpscope.reports.palette import BLANK, INK, ON_DARK
-from dpscope.reports.report import Report
-from dpscope.reports.settings import Size
+from dpscope.reports.report import Report, Size
 from dpscope.reports.text import TITLE, notes
 from dpscope.reports.traffic.data import APPROXIMATELY
 from dpscope.units import GIB, KIB, MIB, MISSING

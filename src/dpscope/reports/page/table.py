@@ -10,8 +10,7 @@ from typing import Any
 
 from dpscope.reports.export import to_records
 from dpscope.reports.palette import looks_of
-from dpscope.reports.ranks.data import rank_view_of
-from dpscope.reports.ranks.text import scaling_shown
+from dpscope.reports.ranks import rank_view_of, scaling_shown
 from dpscope.reports.report import Report
 from dpscope.reports.tables import SPEEDS, Row, heading_of, worth_a_column
 from dpscope.reports.traffic.data import traffic_of

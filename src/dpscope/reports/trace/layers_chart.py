@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,7 +14,6 @@ from dpscope.reports.page.chart import Table, View, chart_by_size
 from dpscope.reports.palette import looks_of
 from dpscope.reports.tables import Row
 from dpscope.reports.trace.data import on_gpu, traced_steps
-from dpscope.reports.trace.folding import Cost, Costs, ModuleLine, choose_lines, is_summary, total
 from dpscope.reports.words import in_prose
 from dpscope.results.payloads.trace import ModuleTime
 from dpscope.units import format_bytes, format_ms
@@ -139,3 +140,103 @@ layers_time = chart_by_size(
         "It does not see what a step takes without the profiler, which makes it longer."
     ),
 )
+
+
+Cost = Mapping[str, float]  # of one module: parts -> bytes or milliseconds
+Costs = Mapping[str, Cost]  # of one method: module -> its cost
+
+ALIKE = 1.1  # times the cheapest: still the same, but for what a step happens to do first
+LEAST_SHARE = 0.9  # of every method's whole, at least
+NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole part of a dotted name
+SUMS = re.compile(r"\((\d+ )?others?\)")  # what instruments call the modules that they do not list
+
+
+@dataclass(frozen=True)
+class ModuleLine:
+    """`modules`: for each method those that the line stands for; none where its results do not list them."""
+
+    name: str
+    modules: list[dict[str, Cost]]
+
+    def cost(self, place: int) -> float:
+        """What its modules cost one method."""
+        return sum(map(total, self.modules[place].values()))
+
+
+def total(cost: Cost) -> float:
+    return sum(cost.values())
+
+
+def is_summary(name: str) -> bool:
+    """Like `(outside the modules)`: the name of no module."""
+    return name.startswith("(")
+
+
+def choose_lines(methods: Sequence[Costs], most: int) -> list[ModuleLine]:
+    """At most so many lines: of the deepest level of modules at which they hold `LEAST_SHARE` of every method's cost,
+    or of the level at which they hold most. A module's cost is its own and that of submodules below the level."""
+    named = [{name: cost for name, cost in costs.items() if not SUMS.fullmatch(name)} for costs in methods]
+    wholes = [sum(map(total, costs.values())) for costs in methods]
+    best: list[ModuleLine] = []
+    held = -1.0
+    for depth in range(max((name.count(".") + 1 for costs in named for name in costs), default=0), 0, -1):
+        lines = fold([_to_depth(costs, depth) for costs in named])[:most]
+        share = min(
+            sum(line.cost(place) for line in lines) / whole if whole else 1.0 for place, whole in enumerate(wholes)
+        )
+        if share > held + 1e-9:
+            best, held = lines, share
+        if held >= LEAST_SHARE:
+            break
+    return best
+
+
+def _to_depth(costs: Costs, depth: int) -> Costs:
+    gathered: dict[str, dict[str, float]] = {}
+    for name, cost in costs.items():
+        own = gathered.setdefault(name if is_summary(name) else ".".join(name.split(".")[:depth]), {})
+        for part, value in cost.items():
+            own[part] = own.get(part, 0.0) + value
+    return gathered
+
+
+def fold(methods: Sequence[Costs]) -> list[ModuleLine]:
+    """The heaviest in any method first; of equals, in the order of the results."""
+    families: dict[str, list[str]] = {}
+    for name in dict.fromkeys(name for costs in methods for name in costs):
+        families.setdefault(NUMBER.sub("*", name), []).append(name)
+    lines = []
+    for pattern, names in families.items():
+        runs = _runs(sorted(names, key=_numbers), methods)
+        for run in runs:
+            modules = [{name: costs[name] for name in run if name in costs} for costs in methods]
+            lines.append(ModuleLine(_name_of(run, pattern if len(runs) == 1 else ""), modules))
+    return sorted(lines, key=lambda line: -max(map(line.cost, range(len(methods)))))
+
+
+def _numbers(name: str) -> list[int]:
+    return [int(number) for number in NUMBER.findall(name)]
+
+
+def _runs(names: Sequence[str], methods: Sequence[Costs]) -> list[list[str]]:
+    """Neighbours that cost alike in every method: at a peak in the backward pass the later layers hold gradients."""
+    runs: list[list[str]] = []
+    for name in names:
+        longer = [*(runs[-1] if runs else []), name]
+        totals = [[total(costs[each]) for each in longer if each in costs] for costs in methods]
+        if runs and all(max(own) <= ALIKE * min(own) for own in totals if own):
+            runs[-1] = longer
+        else:
+            runs.append([name])
+    return runs
+
+
+def _name_of(run: Sequence[str], pattern: str) -> str:
+    """`blocks.*.up` for all of a family, `blocks.0–9.up` for some, `blocks.3.up` for one."""
+    if len(run) == 1:
+        return run[0]
+    first, last = _numbers(run[0]), _numbers(run[-1])
+    if pattern or sum(one != other for one, other in zip(first, last, strict=True)) > 1:
+        return pattern or f"{run[0]} to {run[-1]}"
+    ends = iter(str(one) if one == other else f"{one}–{other}" for one, other in zip(first, last, strict=True))
+    return NUMBER.sub(lambda _: next(ends), run[0])

@@ -17,9 +17,8 @@ from dpscope.reports.figures.points import Box, Pixel, Point, box_of, draw_point
 from dpscope.reports.figures.style import SMALL, describe, new_panels, set_title, settle, styled
 from dpscope.reports.output import figure_output
 from dpscope.reports.tables import Row
-from dpscope.reports.traffic.charts import roofline, traffic
+from dpscope.reports.traffic.charts import point_notes, roofline, rooflines, traffic
 from dpscope.reports.traffic.data import marked_estimate, traffic_of
-from dpscope.reports.traffic.roofline import point_notes, rooflines
 from dpscope.reports.words import shorten
 from dpscope.units import format_rate, format_ratio, format_traffic
 

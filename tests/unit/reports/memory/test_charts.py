@@ -13,8 +13,7 @@ from dpscope.reports.memory.data import PhaseSpan, Timeline, timeline_of
 from dpscope.reports.page.render import render_page
 from dpscope.reports.report import Report
 from dpscope.reports.tables import compare_results
-from dpscope.reports.trace.folding import fold
-from dpscope.reports.trace.layers_chart import MOST_LINES, layers_memory, layers_time
+from dpscope.reports.trace.layers_chart import MOST_LINES, fold, layers_memory, layers_time
 from tests.made_up import renamed
 from tests.unit.memory_results import MIB, make_timeline
 from tests.unit.reports.trace_results import make_trace, operator

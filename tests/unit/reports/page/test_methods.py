@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dpscope.reports.page.methods import FOREIGN, SWITCHES, WHAT, describe_methods
 from dpscope.reports.page.render import render_page
+from dpscope.reports.page.sections import FOREIGN, SWITCHES, WHAT, describe_methods
 from dpscope.reports.report import Report
 from dpscope.reports.tables import compare_results
 from dpscope.vocabulary.methods import BUILT_IN

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from dpscope.reports.export import TRACE_CSV
 from dpscope.reports.tables import compare_results
-from dpscope.reports.trace.csv import TRACE_CSV
 from tests.unit.reports.trace_results import FLAT, STANDARD, make_trace
 from tests.unit.reports.writing import write
 

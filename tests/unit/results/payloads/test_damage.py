@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from dpscope.reports.export import TRACE_CSV, TRAFFIC_CSV
 from dpscope.reports.page.charts import make_charts
 from dpscope.reports.report import Report
 from dpscope.reports.text import summary
-from dpscope.reports.trace.csv import TRACE_CSV
-from dpscope.reports.traffic.csv import TRAFFIC_CSV
 from dpscope.results.schema import UnreadableResult, parse_result
 from tests import ROOT
 

@@ -9,7 +9,7 @@ import pytest
 from dpscope.plain_text import render_plain
 from dpscope.reports.export import to_records
 from dpscope.reports.page.table import make_table
-from dpscope.reports.ranks.data import rank_view_of
+from dpscope.reports.ranks import rank_view_of
 from dpscope.reports.report import Report
 from dpscope.reports.tables import BATCH_OF_A_RANK, BATCH_OF_A_STEP, compare_results
 from dpscope.reports.text import summary
