@@ -53,6 +53,10 @@ class RankView:
         return {name: found[name]["bytes"] for name in [*names, *sorted(set(found) - set(names))]}
 
     @property
+    def collective_bytes(self) -> int:
+        return sum(self.bytes.values())
+
+    @property
     def sent_bytes(self) -> int:
         return sum(each["sent_bytes"] for each in self.ranks["collectives"].values())
 

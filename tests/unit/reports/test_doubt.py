@@ -82,8 +82,8 @@ def test_the_mark_is_in_every_table_figure_and_sentence(doubtful):
     assert (record["time_doubt"], record["time_ratio_doubt"], record["time_steady"]) == (reason, reason, False)
     cells = {cell.text for cell in make_table(Report.of(results)).lines[1][2]}
     assert {"25.0 ms?", "2.50×?"} <= cells
-    card = make_cards(report_of(rows).sizes[0], report_of(rows).stories[0])[1].figures[0]
-    assert card.doubt and card.absolute.startswith("25.0 ms?")
+    card = make_cards(report_of(rows).sizes[0], report_of(rows).stories[0])[1]["figures"][0]
+    assert card["doubt"] and card["absolute"].startswith("25.0 ms?")
     view = step_time(rows).views[0]
     assert "25.0 ms? (2.50×?) with flat" in view.says and view.data["bars"][1]["marks"] == ["?", "?"]
     assert "doubtful" in draw_tradeoff(rows).get_suptitle()
@@ -166,7 +166,10 @@ def test_rates_stand_beside_times_and_tokens_need_a_sequence(make_result):
     record = to_records([row])[0]
     assert (record["samples_per_second"], record["tokens_per_second"]) == (400.0, 6400.0)
     assert json.loads(json.dumps(record)) == record
-    assert "6,400 tokens/s" in make_cards(report_of([row]).sizes[0], report_of([row]).stories[0])[0].figures[0].absolute
+    assert (
+        "6,400 tokens/s"
+        in make_cards(report_of([row]).sizes[0], report_of([row]).stories[0])[0]["figures"][0]["absolute"]
+    )
 
 
 def test_a_table_shows_peaks_of_one_definition(make_result, make_memory_result):

@@ -17,7 +17,7 @@ UNKNOWN = "preempted"
 def headline_of(report):
     """Sentences, and what became of each method."""
     (size,), (story,) = report.sizes, report.stories
-    return story.sentences, [card.outcome for card in make_cards(size, story)]
+    return story.sentences, [card["outcome"] for card in make_cards(size, story)]
 
 
 @pytest.mark.parametrize("status", [*STATUS_TABLE[1:], status_named(UNKNOWN)], ids=lambda status: status.name)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from dpscope.reports.report import Setting
@@ -21,24 +20,14 @@ VERSIONS = ("torch", "Opacus", "dpscope")
 Facts = dict[str, str]
 
 
-@dataclass(frozen=True)
-class Configuration:
-    settings: list[tuple[str, Facts]]
-    environments: list[Facts]
-    differing: str  # a warning, where results come from unlike environments
-    summary: str  # model, machine and versions in a line
-
-
-def describe_configuration(settings: Sequence[Setting], results: Sequence[Result]) -> Configuration:
+def describe_configuration(settings: Sequence[Setting], results: Sequence[Result]) -> dict[str, Any]:
+    """`differing`: a warning, where results come from unlike environments; `summary`: all of it in a line."""
     shown = _merged([_environment(result.environment) for result in results if result.environment])
     if measured := _dates(results):
         shown = [{**facts, "measured on": f"{measured} (UTC)"} for facts in shown] or [{"measured on": measured}]
-    return Configuration(
-        settings=[(setting.label, _setting(setting)) for setting in settings],
-        environments=shown,
-        differing=_warning(shown),
-        summary=_in_a_line(settings, shown),
-    )
+    facts = [(setting.label, _setting(setting)) for setting in settings]
+    told = {"differing": _warning(shown), "summary": _in_a_line(settings, shown)}
+    return {"settings": facts, "environments": shown, **told}
 
 
 def _in_a_line(settings: Sequence[Setting], environments: Sequence[Facts]) -> str:

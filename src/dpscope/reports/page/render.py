@@ -17,9 +17,9 @@ from dpscope.reports.page.chart import Chart
 from dpscope.reports.page.charts import make_charts
 from dpscope.reports.page.configuration import describe_configuration
 from dpscope.reports.page.missing import find_missing
-from dpscope.reports.page.sections import describe_methods, files_beside, first_size, make_cards
+from dpscope.reports.page.sections import files_beside, first_size, make_cards
 from dpscope.reports.page.table import make_table
-from dpscope.reports.palette import BLANK, INK, ON_DARK
+from dpscope.reports.palette import BLANK, INK, ON_DARK, looks_of
 from dpscope.reports.report import Report, Size
 from dpscope.reports.text import TITLE, notes
 from dpscope.reports.traffic.data import APPROXIMATELY
@@ -50,6 +50,7 @@ def render_page(
     """`before`: sections in the headline's place, as markup that is trusted; `charts`: instead of those that the
     results allow."""
     scripts = [_text("vendor/echarts.common.min.js"), _own_script()]
+    first: dict[str, Any] = report.rows[0].spec if report.rows else {}
     digests = [hashlib.sha256(script.encode()).digest() for script in scripts]
     return render_template(
         "page.html.jinja",
@@ -66,7 +67,8 @@ def render_page(
         before=before,
         configuration=describe_configuration(report.settings, report.results),
         charts=[asdict(chart) for chart in (make_charts(report.settings) if charts is None else charts)],
-        methods=describe_methods(report.rows),
+        methods={row.method: looks_of(report.rows)[row.method]["colour"] for row in report.rows},
+        privacy={name: float(first.get(name, 1.0)) for name in ("noise_multiplier", "max_grad_norm")},
         beside=files_beside(report),
         table=make_table(report),
         constants=CONSTANTS,

@@ -41,87 +41,64 @@ class RowsTable:
 
 
 @dataclass(frozen=True)
-class FigureColumn:
-    """A row's figure, how it is shown, and why a row that did not fail may have none."""
+class RowFigure:
+    """A figure of a row, how it is shown, and why a row that did not fail may have none."""
 
     value: Callable[[Row], float | None]
     show: Callable[[Row], str]
     why: str
-    has_bars: bool = False
 
-    def cells(self, rows: Sequence[Row]) -> list[TableCell]:
-        largest = max((self.value(row) or 0.0 for row in rows), default=0.0) if self.has_bars else 0.0
-        return [self._cell(row, largest) for row in rows]
-
-    def _cell(self, row: Row, largest: float) -> TableCell:
-        value = self.value(row)
-        if value is None:
-            return TableCell(MISSING, "", self.why if row.result.ok else f"{row.result.status}: {row.result.reason}")
-        return TableCell(self.show(row), value, share=value / largest if largest else None)
-
-
-def _ratio(value: Callable[[Row], float | None], show: Callable[[Row], str], why: str = NO_STANDARD) -> FigureColumn:
-    return FigureColumn(value, show, why, has_bars=True)
+    def cells(self, rows: Sequence[Row], *, bars: bool = False) -> list[TableCell]:
+        largest = max((self.value(row) or 0.0 for row in rows), default=0.0) if bars else 0.0
+        cells = []
+        for row in rows:
+            value, failed = self.value(row), f"{row.result.status}: {row.result.reason}"
+            if value is None:
+                cells.append(TableCell(MISSING, "", self.why if row.result.ok else failed))
+            else:
+                cells.append(TableCell(self.show(row), value, share=value / largest if largest else None))
+        return cells
 
 
-def _moved(name: str, row: Row) -> float | None:
-    return getattr(traffic_of(row), name, None)
+def _derived(find: Callable[[Row], Any], name: str, show: Callable[[Any], str], why: str) -> RowFigure:
+    """A figure of something that only some rows have."""
+    return RowFigure(lambda row: getattr(find(row), name, None), lambda row: show(find(row)), why)
 
 
-def _show_moved(name: str, format_value: Callable[[float | None], str], row: Row) -> str:
-    traffic = traffic_of(row)
-    return traffic.show(format_value(_moved(name, row))) if traffic else MISSING
-
-
-def _speed(name: str) -> FigureColumn:
-    return FigureColumn(lambda row: row.speeds.get(name), partial(Row.speed_shown, name=name), NOT_TIMED)
-
-
-def _collective_bytes(row: Row) -> float | None:
-    view = rank_view_of(row)
-    return sum(view.bytes.values()) if view else None
-
-
-def _show_collective_bytes(row: Row) -> str:
-    return format_bytes(_collective_bytes(row))
-
-
-def _collective_share(row: Row) -> float | None:
-    view = rank_view_of(row)
-    return view.share if view else None
-
-
-def _show_collective_share(row: Row) -> str:
-    return f"{_collective_share(row):.0%}"
+def _speed(name: str) -> RowFigure:
+    return RowFigure(lambda row: row.speeds.get(name), partial(Row.speed_shown, name=name), NOT_TIMED)
 
 
 # What is compared comes first: on a phone the rest is a scroll away.
 RATIOS = {
-    "time ×": _ratio(attrgetter("time_ratio"), attrgetter("time_ratio_shown")),
-    "memory ×": _ratio(attrgetter("memory_ratio"), lambda row: format_ratio(row.memory_ratio)),
-    "time × eager": _ratio(attrgetter("eager_time_ratio"), attrgetter("eager_time_ratio_shown"), COMPILED_ONLY),
-    "memory × eager": _ratio(
+    "time ×": RowFigure(attrgetter("time_ratio"), attrgetter("time_ratio_shown"), NO_STANDARD),
+    "memory ×": RowFigure(attrgetter("memory_ratio"), lambda row: format_ratio(row.memory_ratio), NO_STANDARD),
+    "time × eager": RowFigure(attrgetter("eager_time_ratio"), attrgetter("eager_time_ratio_shown"), COMPILED_ONLY),
+    "memory × eager": RowFigure(
         attrgetter("eager_memory_ratio"), lambda row: format_ratio(row.eager_memory_ratio), COMPILED_ONLY
     ),
-    "bytes ×": _ratio(partial(_moved, "ratio"), partial(_show_moved, "ratio", format_ratio)),
+    "bytes ×": _derived(traffic_of, "ratio", lambda moved: moved.show(format_ratio(moved.ratio)), NO_STANDARD),
 }
-COUNTED, UNCOUNTED = partial(_moved, "dram_bytes"), "not counted: dpscope ncu"
 ABSOLUTES = {
-    "time a step": FigureColumn(attrgetter("median_ms"), attrgetter("time_shown"), NOT_TIMED),
-    "p10–p90, ms": FigureColumn(
+    "time a step": RowFigure(attrgetter("median_ms"), attrgetter("time_shown"), NOT_TIMED),
+    "p10–p90, ms": RowFigure(
         lambda row: row.spread_ms and row.spread_ms[0], lambda row: spread_in_words(row.spread_ms), NOT_TIMED
     ),
     **{name: _speed(name) for name in SPEEDS},
-    "peak memory": FigureColumn(attrgetter("peak_bytes"), lambda row: format_bytes(row.peak_bytes), "not measured"),
-    "compiling": FigureColumn(
+    "peak memory": RowFigure(attrgetter("peak_bytes"), lambda row: format_bytes(row.peak_bytes), "not measured"),
+    "compiling": RowFigure(
         lambda row: row.compilation and row.compilation["seconds"],
         lambda row: format_duration(row.compilation["seconds"] if row.compilation else 0),
         "not compiled",
     ),
-    "scaling": FigureColumn(attrgetter("scaling"), scaling_shown, "no row of one process with that batch"),
-    "collectives": FigureColumn(_collective_bytes, _show_collective_bytes, "one process"),
-    "in collectives": FigureColumn(_collective_share, _show_collective_share, "not measured"),
-    "DRAM bytes": FigureColumn(COUNTED, partial(_show_moved, "dram_bytes", format_traffic), UNCOUNTED),
+    "scaling": RowFigure(attrgetter("scaling"), scaling_shown, "no row of one process with that batch"),
+    "collectives": _derived(
+        rank_view_of, "collective_bytes", lambda view: format_bytes(view.collective_bytes), "one process"
+    ),
+    "in collectives": _derived(rank_view_of, "share", lambda view: f"{view.share:.0%}", "not measured"),
+    "DRAM bytes": _derived(
+        traffic_of, "dram_bytes", lambda moved: moved.show(format_traffic(moved.dram_bytes)), "not counted: dpscope ncu"
+    ),
 }
 # Columns that are there only where a row has such a figure.
 OPTIONAL = (*SPEEDS, "time × eager", "memory × eager", "compiling", "scaling", "collectives", "in collectives")
@@ -137,7 +114,7 @@ def make_table(report: Report) -> RowsTable:
     others = [name for name in fields if name not in beside_method]
     columns = {
         **{name: _fields(rows, name) for name in ("method", *beside_method)},
-        **{name: column.cells(rows) for name, column in RATIOS.items() if name not in absent},
+        **{name: column.cells(rows, bars=True) for name, column in RATIOS.items() if name not in absent},
         **{"sequence" if name == "seq_len" else heading_of(name): _fields(rows, name) for name in others},
         **{name: column.cells(rows) for name, column in ABSOLUTES.items() if name not in absent},
         "status": [TableCell(row.result.status, row.result.status, number=False) for row in rows],

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dpscope.reports.page.chart import Chart, Table, View, chart_of
-from dpscope.reports.palette import is_dark, looks_of
+from dpscope.reports.palette import DIRECTION_COLOURS, FAMILY_COLOURS, PRIVATE_FAMILIES, is_dark, looks_of
 from dpscope.reports.tables import Row
 from dpscope.reports.traffic import data
-from dpscope.reports.traffic.data import Traffic, by_size, moved
 from dpscope.results.payloads.ncu import ESTIMATE, MEASURED, READ, WRITE
 from dpscope.units import format_rate, format_ratio, format_traffic
+from dpscope.vocabulary.families import FAMILY_LABELS
 from dpscope.vocabulary.methods import STANDARD
 
+DRAWN_KERNELS = 6  # of each method
 HOW_BYTES = {
     MEASURED: (
         "Measured: bytes between DRAM and L2 in one step, counted by the GPU under Nsight Compute. It does not see "
@@ -46,22 +46,32 @@ def _estimate_in_title(traffics: Sequence[data.Traffic]) -> str:
 
 
 def _view(group: Sequence[data.Traffic]) -> View:
-    families, directions = data.family_parts(group), data.direction_parts(group)
+    families = _parts("family", data.families_of(group))
+    moved = {"read": [each.figure(READ) for each in group], "written": [each.figure(WRITE) for each in group]}
     # Stacks of bars: families where every method of the size has kernel rows, and the two directions.
     drawn = families if all(each.by_family for each in group) else []
-    parts = [_part("family", part) for part in drawn] + [_part("direction", part) for part in directions]
     columns = ("method", "source", READ, WRITE, "dram_bytes", "ratio_to_standard", "kernels_source")
     lines = []
     for place, each in enumerate(group):
         figures = (each.figure(READ), each.figure(WRITE), each.dram_bytes, each.ratio)
-        kernels = (each.kernels.source if each.kernels else None, *(part.counts[place] for part in families))
+        kernels = (each.kernels.source if each.kernels else None, *(part["bytes"][place] for part in families))
         lines.append((each.method, each.source, *figures, *kernels))
     return View(
         size=group[0].row.size,
         says=_says(group),
-        data={"bars": [_bar(each) for each in group], "parts": parts},
-        table=Table(columns=(*columns, *(f"{part.label} (bytes)" for part in families)), rows=lines),
+        data={"bars": [_bar(each) for each in group], "parts": [*drawn, *_parts("direction", moved)]},
+        table=Table(columns=(*columns, *(f"{part['label']} (bytes)" for part in families)), rows=lines),
     )
+
+
+def _parts(stack: str, counts: Mapping[str, Sequence[float | None]]) -> list[dict[str, Any]]:
+    """Segments of the bars: bytes of each bar, and how they look; blank without a colour."""
+    parts = []
+    for name, own in counts.items():
+        colour = {**FAMILY_COLOURS, **DIRECTION_COLOURS}.get(name)
+        look = {"colour": colour, "dark": colour is not None and is_dark(colour), "private": name in PRIVATE_FAMILIES}
+        parts.append({"stack": stack, "label": FAMILY_LABELS.get(name, name), **look, "bytes": own})
+    return parts
 
 
 def _bar(each: data.Traffic) -> dict[str, Any]:
@@ -69,11 +79,6 @@ def _bar(each: data.Traffic) -> dict[str, Any]:
     item = {"per_item_bytes": each.bytes_per_item, "item": each.items[1]}
     rate = {"bandwidth": each.bandwidth, "bandwidth_fraction": each.bandwidth_fraction}
     return {"method": each.method, "estimated": each.estimated, **moved, "ratio": each.ratio, **item, **rate}
-
-
-def _part(stack: str, part: data.Part) -> dict[str, Any]:
-    look = {"colour": part.colour, "dark": part.colour is not None and is_dark(part.colour), "private": part.private}
-    return {"stack": stack, "label": part.label, **look, "bytes": part.counts}
 
 
 def _says(group: Sequence[data.Traffic]) -> str:
@@ -88,131 +93,95 @@ def _says(group: Sequence[data.Traffic]) -> str:
 
 
 def roofline(rows: Sequence[Row]) -> Chart | None:
-    """None if no row has bytes, operations and a time."""
-    found = rooflines(rows)
-    every = [traffic for each in found for traffic in each.traffics]
+    """How fast work computes against how much it computes for each DRAM byte. Whole steps combine bytes and operations
+    with the unprofiled time; kernels carry their own times. None if no row has bytes, operations and a time."""
+    groups = data.by_size(rows, lambda traffic: traffic.intensity and traffic.flop_rate)
+    every = [traffic for group in groups for traffic in group]
+    views = [_roofline_view(group, looks_of(rows)) for group in groups]
     measured = dict.fromkeys(how for each in every if (how := each.ceilings.get("how")))
     roofs = f" Roofs as measured on this machine: {'; '.join(measured)}." if measured else ""
     return chart_of(
-        (_roofline_view(each, looks_of(rows)) for each in found),
+        views,
         key="roofline",
         title=f"Roofline{_estimate_in_title(every)}",
         nav_label="Roofline",
-        how=f"{point_notes(found)}.{roofs} It does not see caches: only DRAM bytes count.",
+        how=f"{_point_notes(every, views)}.{roofs} It does not see caches: only DRAM bytes count.",
     )
 
 
-def _roofline_view(found: Roofline, looks: dict[str, dict[str, str]]) -> View:
+def _roofline_view(group: Sequence[data.Traffic], looks: dict[str, dict[str, str]]) -> View:
+    steps = [
+        _point(t.intensity, t.flop_rate, t.method, t.method, hollow=t.flops_estimated, estimated=t.estimated)
+        for t in group
+    ]
+    points = [{**point, **looks[point["method"]]} for point in (*steps, *_kernel_points(group))]
     source = {True: ESTIMATE, False: MEASURED}
     return View(
-        size=found.traffics[0].row.size,
-        says=_roofline_says(found),
-        data={
-            "roofs": {"bytes_per_second": found.roofs.bandwidth, "levels": found.roofs.levels},
-            "points": [{**asdict(point), **looks[point.method]} for point in found.points],
-        },
+        size=group[0].row.size,
+        says=_roofline_says(group),
+        data={"roofs": _roofs_over(group[0]), "points": points},
         table=Table(
             columns=("point", "method", "flops_per_byte", "flops_per_second", "operations", "bytes"),
-            rows=[(p.name, p.method, p.x, p.y, source[p.hollow], source[p.estimated]) for p in found.points],
+            rows=[
+                (p["name"], p["method"], p["x"], p["y"], source[p["hollow"]], source[p["estimated"]]) for p in points
+            ],
         ),
     )
 
 
-def _roofline_says(found: Roofline) -> str:
-    shares, told = [_share_of_roof(each) for each in found.traffics], []
-    for each, share in zip(found.traffics, shares, strict=True):
-        mark = data.marked_estimate("", each.flops_estimated)
-        rate = f"{mark}{format_rate(each.flop_rate, 'FLOP')} at {mark}{each.intensity:.3g} FLOP a byte"
-        name = f"{each.method}{f' ({data.APPROXIMATELY} estimate)' if each.estimated else ''}"
-        told.append(f"{name} {rate}" if share is None else f"{name} {mark}{share:.0%} ({rate})")
-    what = "A step computes" if None in shares else "Of what this machine reaches at the same FLOP a byte"
-    return f"{what}: {', '.join(told)}."
+def _point(x: float | None, y: float | None, name: str, method: str, **kind: bool) -> dict[str, Any]:
+    """FLOP a byte, FLOP a second; `hollow`: the operations are an estimate; `estimated`: the bytes are."""
+    kinds = {"hollow": False, "estimated": False, "kernel": False, **kind}
+    return {"x": x, "y": y, "name": name, "method": method, **kinds}
 
 
-def _share_of_roof(each: data.Traffic) -> float | None:
-    """Of the lower of the two roofs over a point: what DRAM lets through, and what computes fastest."""
-    roofs = Roofs.over(each)
-    if not roofs.bandwidth or not roofs.levels or not each.intensity or not each.flop_rate:
-        return None
-    return each.flop_rate / min(roofs.bandwidth * each.intensity, max(roofs.levels.values()))
-
-
-DRAWN_KERNELS = 6  # of each method
-
-
-@dataclass(frozen=True)
-class RooflinePoint:
-    """FLOP a byte, FLOP a second."""
-
-    x: float
-    y: float
-    name: str  # a method's, or a kernel's in full
-    method: str
-    hollow: bool = False  # the operations are an estimate, and with them the bytes or not
-    estimated: bool = False  # the bytes are
-    kernel: bool = False
-
-
-@dataclass(frozen=True)
-class Roofs:
-    """What the machine reaches, as far as it was measured."""
-
-    bandwidth: float | None  # DRAM bytes a second
-    levels: dict[str, float]  # what computes -> FLOP a second of matrix products
-
-    @classmethod
-    def over(cls, traffic: Traffic) -> Roofs:
-        found = traffic.ceilings
-        levels = {"tensor cores": found.get("tensor_flops_per_second"), "FP32": found.get("fp32_flops_per_second")}
-        return cls(found.get("dram_bytes_per_second"), {label: rate for label, rate in levels.items() if rate})
-
-
-@dataclass(frozen=True)
-class Roofline:
-    """Rows of one size that have bytes, operations and a time."""
-
-    traffics: list[Traffic]
-    points: list[RooflinePoint]  # whole steps, then kernels by their bytes
-    roofs: Roofs
-
-
-def rooflines(rows: Sequence[Row]) -> list[Roofline]:
-    """One for each size."""
-    found = []
-    for group in by_size(rows, lambda traffic: traffic.intensity and traffic.flop_rate):
-        steps = [
-            RooflinePoint(t.intensity or 0, t.flop_rate or 0, t.method, t.method, t.flops_estimated, t.estimated)
-            for t in group
-        ]
-        found.append(Roofline(group, [*steps, *_kernel_points(group)], Roofs.over(group[0])))
-    return found
-
-
-def _kernel_points(group: Sequence[Traffic]) -> list[RooflinePoint]:
+def _kernel_points(group: Sequence[data.Traffic]) -> list[dict[str, Any]]:
     """The measured kernels that move most, of those that have operations to count."""
     found = []
     for traffic in group:
         kernels = [] if traffic.kernels is None or traffic.kernels.estimated else traffic.kernels.rows
         counted = [
-            (count, flops, time, kernel["name"])
+            (count, _point(flops / count, flops / (time / 1e9), kernel["name"], traffic.method, kernel=True))
             for kernel in kernels
-            if (count := moved(kernel)) and (flops := kernel.get("flops")) and (time := kernel.get("time_ns"))
+            if (count := data.moved(kernel)) and (flops := kernel.get("flops")) and (time := kernel.get("time_ns"))
         ]
-        for count, flops, time, name in sorted(counted, key=lambda each: -each[0])[:DRAWN_KERNELS]:
-            found.append((count, RooflinePoint(flops / count, flops / (time / 1e9), name, traffic.method, kernel=True)))
+        found += sorted(counted, key=lambda each: -each[0])[:DRAWN_KERNELS]
     return [point for _, point in sorted(found, key=lambda pair: -pair[0])]
 
 
-def point_notes(rooflines: Sequence[Roofline]) -> str:
+def _roofs_over(traffic: data.Traffic) -> dict[str, Any]:
+    """What the machine reaches, as far as it was measured: DRAM bytes a second, FLOP a second of matrix products."""
+    found = traffic.ceilings
+    levels = {"tensor cores": found.get("tensor_flops_per_second"), "FP32": found.get("fp32_flops_per_second")}
+    known = {label: rate for label, rate in levels.items() if rate}
+    return {"bytes_per_second": found.get("dram_bytes_per_second"), "levels": known}
+
+
+def _point_notes(traffics: Sequence[data.Traffic], views: Sequence[View]) -> str:
     """What the markers mean."""
-    traffics = [traffic for each in rooflines for traffic in each.traffics]
-    points = [point for each in rooflines for point in each.points]
+    points = [point for view in views for point in view.data["points"]]
     notes = ["Whole steps, over their unprofiled time"]
-    if any(point.kernel for point in points):
+    if any(point["kernel"] for point in points):
         notes.append("small: the kernels that move most, over their own time")
-    if any(point.hollow for point in points):
+    if any(point["hollow"] for point in points):
         bytes_too = any(traffic.estimated for traffic in traffics)
         notes.append(f"hollow: {'bytes and operations' if bytes_too else 'operations'} are an estimate")
     if not any(traffic.ceilings for traffic in traffics):
         notes.append("no roofs were measured here")
     return "; ".join(notes)
+
+
+def _roofline_says(group: Sequence[data.Traffic]) -> str:
+    """How much each step computes of what the lower of the two roofs over it allows."""
+    shares, told = [], []
+    for each in group:
+        roofs = _roofs_over(each)
+        bandwidth, fastest = roofs["bytes_per_second"], max(roofs["levels"].values(), default=None)
+        reached = bandwidth and fastest and min(bandwidth * (each.intensity or 0), fastest)
+        shares.append((each.flop_rate or 0) / reached if reached else None)
+        mark = data.marked_estimate("", each.flops_estimated)
+        rate = f"{mark}{format_rate(each.flop_rate, 'FLOP')} at {mark}{each.intensity:.3g} FLOP a byte"
+        name = f"{each.method}{f' ({data.APPROXIMATELY} estimate)' if each.estimated else ''}"
+        told.append(f"{name} {rate}" if shares[-1] is None else f"{name} {mark}{shares[-1]:.0%} ({rate})")
+    what = "A step computes" if None in shares else "Of what this machine reaches at the same FLOP a byte"
+    return f"{what}: {', '.join(told)}."

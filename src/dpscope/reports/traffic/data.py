@@ -11,12 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from dpscope.reports.palette import DIRECTION_COLOURS, FAMILY_COLOURS, PRIVATE_FAMILIES
 from dpscope.reports.tables import Row, group_by_size, once_a_row
 from dpscope.results.payloads import ncu
 from dpscope.results.payloads.ncu import ESTIMATE, MEASURED, READ, WRITE
 from dpscope.units import MISSING
-from dpscope.vocabulary.families import FAMILIES, FAMILY_LABELS, OTHER
+from dpscope.vocabulary.families import FAMILIES, OTHER
 
 APPROXIMATELY = "≈"  # before every estimated number
 SMALLEST = 0.01  # of a method's bytes or time: what is below is not worth a word
@@ -224,31 +223,10 @@ def by_size(rows: Sequence[Row], is_wanted: Callable[[Traffic], object] = bool) 
     return [group for group in groups if group]
 
 
-@dataclass(frozen=True)
-class Part:
-    """A segment of the bars of bytes in figure and page."""
-
-    label: str
-    colour: str | None  # None: left blank
-    counts: list[float | None]  # bytes, one for each bar
-    private: bool = False
-
-
-def family_parts(group: Sequence[Traffic]) -> list[Part]:
-    """Families that any bar has, and what the whole step moved beyond its kernels' sum."""
+def families_of(group: Sequence[Traffic]) -> dict[str, list[float | None]]:
+    """Bytes of families that any has, and what the whole step moved beyond its kernels' sum."""
     counts = {family: [each.family_bytes.get(family) for each in group] for family in (*FAMILIES, UNSEEN)}
-    return [
-        Part(FAMILY_LABELS.get(family, family), FAMILY_COLOURS.get(family), own, family in PRIVATE_FAMILIES)
-        for family, own in counts.items()
-        if any(own)
-    ]
-
-
-def direction_parts(group: Sequence[Traffic]) -> list[Part]:
-    return [
-        Part(label, DIRECTION_COLOURS[label], [each.figure(key) for each in group])
-        for label, key in (("read", READ), ("written", WRITE))
-    ]
+    return {family: own for family, own in counts.items() if any(own)}
 
 
 def _subtract(value: float | None, other: float | None) -> float | None:

@@ -17,7 +17,7 @@ from dpscope.reports.figures.points import Box, Pixel, Point, box_of, draw_point
 from dpscope.reports.figures.style import SMALL, describe, new_panels, set_title, settle, styled
 from dpscope.reports.output import figure_output
 from dpscope.reports.tables import Row
-from dpscope.reports.traffic.charts import point_notes, roofline, rooflines, traffic
+from dpscope.reports.traffic.charts import roofline, traffic
 from dpscope.reports.traffic.data import marked_estimate, traffic_of
 from dpscope.reports.words import shorten
 from dpscope.units import format_rate, format_ratio, format_traffic
@@ -94,7 +94,8 @@ def draw_roofline(rows: Sequence[Row]) -> Figure | None:
         _set_axes(ax, view["roofs"], every)
         draw_points(ax, _points(view["points"]))
     steps = [point["estimated"] for point in every if not point["kernel"]]
-    set_title(figure, *_heading("Roofline of one training step", rows, steps, point_notes(rooflines(rows))))
+    note = chart.how.partition(".")[0]  # what the markers mean
+    set_title(figure, *_heading("Roofline of one training step", rows, steps, note))
     settle(figure)
     for ax, view in zip(axes, views, strict=True):
         name_points(ax, _points(view["points"]), _draw_roofs(ax, view["roofs"]))

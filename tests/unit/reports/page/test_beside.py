@@ -47,4 +47,4 @@ def test_nothing_outside_the_folder_is_linked_whatever_a_result_says(path, make_
 def test_a_file_whose_name_is_a_scheme_is_a_file(make_result, tmp_path):
     (tmp_path / "javascript:alert(1)").write_text("")
     (found,) = files_beside(Report.of([with_files(make_result(), trace="javascript:alert(1)")], folder=tmp_path))
-    assert found.link == "javascript%3Aalert%281%29"
+    assert found[-1] == "javascript%3Aalert%281%29"
