@@ -24,7 +24,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from dpscope.instruments.ncu.reading import PHASE_RANGE
-from dpscope.instruments.nvtx import ProcessRanges, nvtx_phases, nvtx_range
 from dpscope.instruments.processes import end_with_lifeline
 from dpscope.outcomes import outcome_of_exception
 from dpscope.runner.spec import RunSpec
@@ -47,6 +46,8 @@ def program(spec: RunSpec, *more: str) -> list[str]:
 
 def run_ranged_step(spec: RunSpec, seconds: float | None = None) -> None:
     """Take one step, which ncu counts."""
+    from dpscope.instruments.nvtx import ProcessRanges
+
     step = _warmed_up(spec)
     with listening(ProcessRanges(PHASE_RANGE)), _profiled(seconds):
         step()
@@ -56,6 +57,8 @@ def run_ranged_step(spec: RunSpec, seconds: float | None = None) -> None:
 
 def run_captured_steps(spec: RunSpec, *, keep_going: bool = False) -> None:
     """Take the steps that nsys records."""
+    from dpscope.instruments.nvtx import nvtx_phases, nvtx_range
+
     train = _warmed_up(spec)
 
     def step() -> None:

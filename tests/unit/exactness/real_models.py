@@ -79,7 +79,7 @@ def bert():
         BertConfig(
             vocab_size=VOCABULARY,
             hidden_size=16,
-            num_hidden_layers=2,
+            num_hidden_layers=1,
             num_attention_heads=2,
             intermediate_size=24,
             max_position_embeddings=16,
@@ -96,7 +96,7 @@ def vit():
             image_size=8,
             patch_size=4,
             hidden_size=16,
-            num_hidden_layers=2,
+            num_hidden_layers=1,
             num_attention_heads=2,
             intermediate_size=24,
             num_labels=3,

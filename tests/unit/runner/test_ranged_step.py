@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import time
 
-PROGRAM = """
-import time, torch
+import torch
+
 from dpscope.runner import ranged_step
-
-stopped = []
-torch.cuda.profiler.start = lambda: None
-torch.cuda.profiler.stop = lambda: stopped.append(time.monotonic())
-ranged_step.GRACE = 0.2
-began = time.monotonic()
-with ranged_step._profiled({budget}):
-    time.sleep({step})
-print("stopped", len(stopped), "times")
-"""
+from tests.forked import run_forked
 
 
 def run(budget, step):
-    program = PROGRAM.format(budget=budget, step=step)
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    def program():
+        stopped = []
+        torch.cuda.profiler.start = lambda: None
+        torch.cuda.profiler.stop = lambda: stopped.append(time.monotonic())
+        ranged_step.GRACE = 0.2
+        with ranged_step._profiled(budget):
+            time.sleep(step)
+        print("stopped", len(stopped), "times")
+
+    return run_forked(program)
 
 
 def test_a_step_that_goes_on_after_its_budget_is_ended_with_the_program():

@@ -263,7 +263,7 @@ def make(batch_size):
 
 if GUARD:
     small = dict(instruments=["time"], batch_size=[2], device="cpu", warmup=0, steps=1)
-    comparison = dpscope.compare(make, methods=["flash"], out=OUT, **small)
+    comparison = dpscope.compare(make, methods=["standard"], out=OUT, **small)
     assert comparison.ok, comparison
     print(comparison)
 """
@@ -279,7 +279,7 @@ def run_script(tmp_path, guard):
 def test_a_script_compares_its_own_function(tmp_path):
     done = run_script(tmp_path, "__name__ == '__main__'")
     assert done.returncode == 0, done.stderr
-    (row,) = [line for line in done.stdout.splitlines() if line.startswith("flash ")]
+    (row,) = [line for line in done.stdout.splitlines() if line.startswith("standard ")]
     assert row.rstrip().endswith("ok")
     assert len(list((tmp_path / "out" / "results").iterdir())) == 1
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from dpscope.errors import MeasurementFailed, UserError
-from dpscope.instruments.ceilings import measure_ceilings
 from dpscope.instruments.ncu.command import find_ncu, kernel_command, ncu_version, range_command
 from dpscope.instruments.ncu.failures import NO_GPU_TO_COUNT, NO_NCU
 from dpscope.instruments.ncu.kernels import count_launches, describe_kernels
@@ -36,8 +35,6 @@ from dpscope.runner import environment
 from dpscope.runner.launcher import ROW_SECONDS
 from dpscope.runner.ranged_step import OUTCOME, program
 from dpscope.runner.spec import RunSpec
-from dpscope.runner.steps import TrainingSteps
-from dpscope.trainers.compilation import eager_calls
 from dpscope.vocabulary.statuses import OK
 
 STEP_REPORT, KERNELS_REPORT = "step.ncu-rep", "kernels.ncu-rep"
@@ -54,6 +51,8 @@ class ProgramFailed(Exception):
 
 
 def measure_ncu(spec: RunSpec, progress: Progress, folder: Path) -> Result:
+    from dpscope.instruments.ceilings import measure_ceilings
+
     payload: NcuPayload = {"source": MEASURED, "reason": None, "ncu_version": None, "traffic": {}, "flops": {}}
     payload |= {"metrics": {}, "missing": {}, "estimate": {}, "kernels": {}, "ceilings": {}, "command": []}
     files: dict[str, str] = {}  # what it is -> file
@@ -213,6 +212,8 @@ def _add_estimate(spec: RunSpec, payload: NcuPayload) -> None:
 def _estimate(spec: RunSpec, kernels: Kernels) -> Estimate:
     """The estimate of a step; on the way, how many kernels that step launches is noted in `kernels`."""
     from dpscope.instruments.estimate import estimate_traffic
+    from dpscope.runner.steps import TrainingSteps
+    from dpscope.trainers.compilation import eager_calls
 
     step = TrainingSteps(spec, warmup=max(spec.warmup, 1))
     step.warm_up()

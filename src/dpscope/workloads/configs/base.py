@@ -26,6 +26,11 @@ class WorkloadConfig:
     name: str
     lora: LoraSettings | None = None  # train adapters on the model instead of the model itself
 
+    @property
+    def is_known_trainable(self) -> bool:
+        """Whether every method surely can train the model, which need not be built to see that."""
+        return False
+
     def resolve_seq_len(self, seq_len: int | None) -> int | None:
         """The sequence length of a run: as asked for and checked, or the default; None where there is none."""
         raise NotImplementedError

@@ -35,6 +35,11 @@ class TransformerConfig(WorkloadConfig):
         require_one_of("attention", self.attention, ATTENTIONS)
         require_divisible(self.hidden_dim, self.num_heads)
 
+    @property
+    def is_known_trainable(self) -> bool:
+        largest = self.hidden_dim * max(self.vocab_size, self.max_seq_len, 4 * self.hidden_dim)  # weight, in elements
+        return self.attention == "sdpa" and self.lora is None and 8 * largest < 2**63
+
     def resolve_seq_len(self, seq_len: int | None) -> int:
         return resolve_length(seq_len, self.max_seq_len, self.name)
 

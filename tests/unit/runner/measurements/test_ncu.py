@@ -42,7 +42,7 @@ def machine(monkeypatch):
     estimate.estimate_traffic = lambda step, *, device: {**GUESS}
     monkeypatch.setitem(sys.modules, "dpscope.instruments.estimate", estimate)
     monkeypatch.setattr(steps, "assemble", lambda spec: (Trainer(), [None]))
-    monkeypatch.setattr(measurement, "measure_ceilings", lambda device: {"how": "a stand-in"})
+    monkeypatch.setattr("dpscope.instruments.ceilings.measure_ceilings", lambda device: {"how": "a stand-in"})
     monkeypatch.setattr(measurement, "count_launches", lambda step: 3)
     monkeypatch.setattr(environment, "collect", lambda device: {"gpu": "NVIDIA H200"})
     return estimate
