@@ -1,11 +1,12 @@
 """How long the host is busy with a training step: ordinary training, and flash clipping, by phase.
 
-    python benchmarks/host_time.py [--layers 20] [--steps 30] [--profile]
+    python benchmarks/host_time.py [--layers 20] [--steps 30] [--profile] [--lean]
 
 A step whose kernels are short waits for Python: what counts then is how long the host takes to give out the work. The
 model is the decoder of `dpscope compare`, with as many layers but very narrow, so that nothing but the host's time is
 left. On a CPU the kernels of flash clipping are not run: their arguments and tables are made as for a GPU, and the
-launch itself is left out. So the results are wrong numbers and right times; on a CUDA device everything runs.
+launch itself is left out. So the results are wrong numbers and right times; on a CUDA device everything runs. With
+`--lean` every block is checkpointed, and flash clipping has the memory budget "lean".
 
 Times are of the thread that trains, and do not count while others have its core: medians, and the shortest.
 """
@@ -28,6 +29,8 @@ import torch.nn.functional as F
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # so that kernels can be defined where there is no GPU
+
+from checkpointed import CheckpointedModel
 
 from dpscope.flash import kernels
 from dpscope.flash.engine import FlashEngine
@@ -62,8 +65,10 @@ def leave_out_launches() -> None:
                 module.is_hopper = lambda device: True
             elif type(value).__module__.startswith("triton.runtime") and name.endswith("_kernel"):
                 setattr(module, name, NotLaunched(name))
-    from dpscope.flash import optimizer
+    from dpscope.flash import block_reruns, optimizer
 
+    # What no kernel has written is not the same twice.
+    block_reruns.BlockReruns._refuse_other_gradients = lambda self, each: None
     optimizer.use_triton = lambda backend, device, *, served, why_not="": True
 
 
@@ -74,7 +79,7 @@ class Training:
     layers: int
     flash: bool
     device: str
-    accumulate: int = 1
+    lean: bool = False
     times: dict[str, list[float]] = field(default_factory=lambda: {phase: [] for phase in PHASES})
 
     def __post_init__(self) -> None:
@@ -82,12 +87,12 @@ class Training:
             name="narrow", vocab_size=64, hidden_dim=16, num_layers=self.layers, num_heads=2, max_seq_len=self.length
         )
         with torch.device(self.device):
-            self.model = SimpleBigModel(config)
+            self.model = (CheckpointedModel if self.lean else SimpleBigModel)(config)
             tokens = torch.randint(64, (self.batch, self.length + 1))
         self.x, self.y = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
         optimizer: Any = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         if self.flash:
-            engine = FlashEngine(self.model, max_grad_norm=1.0)
+            engine = FlashEngine(self.model, max_grad_norm=1.0, memory_budget="lean" if self.lean else None)
             optimizer = DPFlashOptimizer(
                 optimizer, engine=engine, noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=self.batch
             )
@@ -117,13 +122,14 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=16)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--lean", action="store_true", help="every block checkpointed, flash with as little memory")
     parser.add_argument("--profile", action="store_true", help="print where the host's time goes in flash clipping")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.device == "cpu":
         leave_out_launches()
     trainings = {
-        name: Training(options.batch, options.length, options.layers, name == "flash", options.device)
+        name: Training(options.batch, options.length, options.layers, name == "flash", options.device, options.lean)
         for name in ("standard", "flash")
     }
     for _ in range(options.steps + 5):  # side by side, so that the machine's moods reach both
