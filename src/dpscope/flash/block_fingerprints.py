@@ -6,7 +6,7 @@ two runs moves the projection by about ‖δ‖, whatever its direction; roundin
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -34,7 +34,7 @@ def tolerance_of(dtypes: Collection[torch.dtype], device: torch.device) -> float
 
 
 def project(left: Left) -> dict[bool, Tensor]:
-    """(2, B) of sums over positions (True) and of the gradients of positions (False): projections and squares."""
+    """(2, B) each, of sums over positions (True) and of the gradients of positions (False): projections and squares."""
     found: dict[bool, tuple[list[Tensor], list[int]]] = {}
     for number, parts in enumerate(left.values()):
         for part in parts:
@@ -45,33 +45,39 @@ def project(left: Left) -> dict[bool, Tensor]:
 
 
 class Fingerprint(NamedTuple):
-    """Of a backward pass: projections and the norms that differences are held against, each (B,).
+    """Of a backward pass: what `project` gives, and how far a projection may move, of the norm of its kind.
 
-    Sums over positions (biases, norm layers) are larger than the gradients of positions: each kind has its own.
+    Sums over positions (biases, norm layers) are larger than the gradients of positions: each kind has its own norm.
     """
 
-    kinds: dict[bool, tuple[Tensor, Tensor]]
+    kinds: dict[bool, Tensor]
     tolerance: float
 
     @classmethod
     def of(cls, left: Left, dtypes: Collection[torch.dtype]) -> Fingerprint:
         """`dtypes`: in which the block computes, besides those of what its layers have left."""
-        kinds = {kind: (sums, squares.sqrt()) for kind, (sums, squares) in project(left).items()}
         tensors = [gradient_of(part) for parts in left.values() for part in parts]
         dtypes = {*dtypes, *(tensor.dtype for tensor in tensors)}
-        return cls(kinds, tolerance_of(dtypes, tensors[0].device))
+        return cls(project(left), tolerance_of(dtypes, tensors[0].device))
 
-    def differs(self, left: Left, finite: Tensor | None) -> Tensor:
-        """Whether another run left something else, for any sample that has a share (of all finite ones if unknown)."""
-        others = project(left)
-        moved = []
-        for kind, (sums, scale) in self.kinds.items():
-            other = others[kind][0] if kind in others else torch.zeros_like(sums)
-            judged = sums.isfinite() & scale.isfinite()
-            moved.append(
-                ~((sums - other).abs() <= self.tolerance * scale) & (judged if finite is None else judged & finite)
-            )
-        return torch.stack(moved).any()
+
+def different(before: Sequence[Fingerprint], again: Sequence[dict[bool, Tensor]], finite: Tensor | None) -> list[bool]:
+    """Whether blocks that ran again left something else, for any sample that has a share (any finite one, if unknown).
+
+    `again`: what `project` gives of each. All blocks are compared at once, and the host waits for the device once.
+    """
+    blocks = [block for block, each in enumerate(before) for _ in each.kinds]
+    first = torch.stack([found for each in before for found in each.kinds.values()])  # (blocks × kinds, 2, B)
+    others = [others.get(kind) for each, others in zip(before, again, strict=True) for kind in each.kinds]
+    second = torch.stack([torch.zeros_like(first[0, 0]) if other is None else other[0] for other in others])
+    tolerances = first.new_tensor([before[block].tolerance for block in blocks]).unsqueeze(1)
+    projected, scale = first[:, 0], first[:, 1].sqrt()
+    judged = projected.isfinite() & scale.isfinite()
+    if finite is not None:
+        judged &= finite
+    moved = ~((projected - second).abs() <= tolerances * scale) & judged
+    differing = {block for block, row in zip(blocks, moved.any(1).tolist(), strict=True) if row}
+    return [block in differing for block in range(len(before))]
 
 
 def gradient_of(part: Contribution) -> Tensor:

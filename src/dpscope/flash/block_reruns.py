@@ -7,7 +7,7 @@ of the model are put back.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dpscope.errors import UserError
 from dpscope.flash.block_choices import BlockChoices
-from dpscope.flash.block_fingerprints import Left
+from dpscope.flash.block_fingerprints import Left, different, project
 from dpscope.flash.combination import combine
 from dpscope.flash.contributions import Contribution
 from dpscope.flash.forward_passes import ForwardPasses
@@ -37,6 +37,7 @@ class RerunEngine(Protocol):
     state: StepState
     forwards: ForwardPasses
     path_rules: PathRules
+    wanted: Collection[Slot] | None
 
     def own_anchor(self) -> AbstractContextManager[Tensor]: ...
 
@@ -111,27 +112,28 @@ class BlockReruns:
                 untouched(engine.model, self.devices),
                 engine.own_anchor() as anchor,
             ):
-                moved = [self._run_one(each, use, anchor, finite) for each in passes]
+                again = [self._run_one(each, use, anchor) for each in passes]
         finally:
             engine.path_rules.runs_again = engine.forwards.rerunning = False
-            self.take = None
-        for each, has_moved in zip(passes, torch.stack(moved).tolist(), strict=True):
-            if has_moved:
+            self.take = engine.wanted = None
+        before = [each.fingerprint for each in passes if each.fingerprint is not None]
+        for each, differs in zip(passes, different(before, again, finite), strict=True):
+            if differs:
                 self._refuse_other_gradients(each)
 
     @torch.no_grad()
-    def _run_one(self, each: BlockPass, use: Callable[[Left], None], anchor: Tensor, finite: Tensor | None) -> Tensor:
-        """Whether the layers of the block were given other gradients than in the backward pass."""
+    def _run_one(self, each: BlockPass, use: Callable[[Left], None], anchor: Tensor) -> dict[bool, Tensor]:
+        """The projections of what the layers of the block were given."""
         left: Left = {slot: [] for slot in each.slots}
+        self.engine.wanted = left.keys()
         # Layers that backward came to when it had left the block are held.
         self.take = lambda slot, part: left[slot].append(part) if slot in left else None
         each.run_again(anchor, self.choices.name(each.index))
-        assert each.fingerprint is not None
-        differs = each.fingerprint.differs(left, finite)
+        projected = project(left)
         found = {slot: parts for slot, parts in left.items() if parts}
         left.clear()
         use(found)
-        return differs
+        return projected
 
     def _refuse_changes(self, each: BlockPass) -> None:
         modes = [module.training for module in self.engine.model.modules()]

@@ -18,14 +18,14 @@ from torch._subclasses import FakeTensor
 from torch.utils import _pytree as pytree
 
 from dpscope.flash.block_choices import BlockChoices
-from dpscope.flash.block_fingerprints import Fingerprint
+from dpscope.flash.block_fingerprints import Fingerprint, gradient_of
 from dpscope.flash.block_reruns import BlockReruns, RerunEngine
 from dpscope.flash.checkpoint_calls import can_be_watched, watching
 from dpscope.flash.combination import combine
-from dpscope.flash.contributions import Contribution
+from dpscope.flash.contributions import Contribution, Kept
 from dpscope.flash.forward_passes import in_backward
 from dpscope.flash.norms import NormSum
-from dpscope.flash.recomputation import BlockInput, BlockPass
+from dpscope.flash.recomputation import BlockInput, BlockPass, bytes_of
 from dpscope.flash.slots import Slot
 
 _PLAIN = (bool, int, float, str, type(None))  # what a block may give back besides tensors
@@ -240,6 +240,7 @@ class CheckpointedBlocks:
         del part
         rules = self.engine.path_rules
         self.choices.note_cost(done, samples, self._shape(done.grads))
+        self._hold_sums(done)
         before, rules.runs_again = rules.runs_again, True  # several uses of a layer take the path of the sum
         try:
             with torch.autocast(device.type, enabled=False):
@@ -250,6 +251,24 @@ class CheckpointedBlocks:
                 done.close(norms.result())
         finally:
             rules.runs_again = before
+
+    @staticmethod
+    def _hold_sums(done: BlockPass) -> None:
+        """Hold per-sample sums over positions (biases, norm layers) that are small beside the block's boundary.
+
+        The block need not make them once more, and all blocks' are normed and summed at once.
+        """
+        room = (done.input_bytes + done.grad_bytes) // 8
+        sums = {slot: parts for slot, parts in done.gathered.items() if all(isinstance(part, Kept) for part in parts)}
+        if len(sums) == len(done.gathered):
+            return
+        for slot, parts in sums.items():
+            room -= bytes_of(gradient_of(part) for part in parts)
+            if room < 0:
+                return
+            del done.gathered[slot]
+            for part in parts:
+                slot.add(part)
 
     def clear(self) -> None:
         """Forget the micro-batch's backward passes."""

@@ -103,6 +103,7 @@ class FlashEngine:
         self.nonfinite_samples: Tensor | None = None
         self.refusal: type[UserError] = UserError  # raised where a forward pass refuses the model
         self.block: CheckpointedBlock | None = None  # whose layers run now
+        self.wanted: Collection[Slot] | None = None  # while a block runs again: the slots that it runs for
         self._attach(batch_size_of)
         # Stands in for the parameters in autograd's graph: every tapped call has it as an input.
         self._set_anchor(_leaf())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, NamedTuple, NoReturn, Protocol
 
@@ -41,6 +41,7 @@ class Engine(Protocol):
     graph_cast: GraphCast
     anchor: Tensor
     refusal: type[UserError]
+    wanted: Collection[Slot] | None
 
     @property
     def block(self) -> LayerBlock | None: ...
@@ -283,6 +284,9 @@ class LayerTap(TapOfSamples):
         state = self.engine.state
         if state.recorded or x.dim() not in self.known or x.shape[0] != state.batch_size:
             x = self.engine.forwards.admit(self, x)
+        wanted = self.engine.wanted
+        if wanted is not None:
+            live = [is_live and slot in wanted for is_live, slot in zip(live, self.slots, strict=True)]
         return self.apply(x, live)
 
     def _call_in_graph(self, *args: Tensor, **kwargs: Tensor) -> Any:

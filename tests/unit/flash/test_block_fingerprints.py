@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from dpscope.flash.block_fingerprints import Fingerprint
+from dpscope.flash.block_fingerprints import Fingerprint, different, project
 from dpscope.flash.contributions import Kept, Outer
 from dpscope.flash.paths import GRAM, Decision
 from dpscope.flash.slots import Slot
@@ -19,6 +19,11 @@ def fingerprint(g, sums):
     return Fingerprint.of(left(g, sums), ())
 
 
+def differs(before, again, finite=None):
+    (found,) = different([before], [project(again)], finite)
+    return found
+
+
 @pytest.fixture
 def g():
     return torch.randn(3, 16, 4, generator=torch.Generator().manual_seed(0))
@@ -28,10 +33,10 @@ def g():
 def test_the_same_gradients_do_not_differ_and_rounding_is_no_difference(g, dtype):
     g = g.to(dtype)
     found = fingerprint(g, g.sum(1))
-    assert not found.differs(left(g.clone(), g.sum(1)), None)
+    assert not differs(found, left(g.clone(), g.sum(1)))
     ulps = torch.randint(-1, 2, g.shape, generator=torch.Generator().manual_seed(1))
     rounded = (g.double() * (1 + ulps * torch.finfo(dtype).eps / 2)).to(dtype)
-    assert not found.differs(left(rounded, g.sum(1)), None)
+    assert not differs(found, left(rounded, g.sum(1)))
 
 
 def test_a_small_difference_of_one_sample_is_found_though_no_norm_changes(g):
@@ -43,17 +48,23 @@ def test_a_small_difference_of_one_sample_is_found_though_no_norm_changes(g):
         g[1, :, 0] * angle.sin() + g[1, :, 1] * angle.cos(),
     )
     torch.testing.assert_close(turned[1].norm(), g[1].norm(), rtol=1e-6, atol=0)
-    assert found.differs(left(turned, g.sum(1)), None)
-    assert not found.differs(left(turned, g.sum(1)), torch.tensor([True, False, True]))
+    assert differs(found, left(turned, g.sum(1)))
+    assert not differs(found, left(turned, g.sum(1)), torch.tensor([True, False, True]))
 
 
 def test_a_layer_that_left_nothing_differs_unless_it_left_zeros(g):
-    assert fingerprint(g, g.sum(1)).differs({SLOTS[0]: [], SLOTS[1]: [Kept(g.sum(1))]}, None)
+    assert differs(fingerprint(g, g.sum(1)), {SLOTS[0]: [], SLOTS[1]: [Kept(g.sum(1))]})
     zeros = torch.zeros_like(g)
-    assert not fingerprint(zeros, g.sum(1)).differs({SLOTS[0]: [], SLOTS[1]: [Kept(g.sum(1))]}, None)
-    assert not fingerprint(zeros, zeros.sum(1)).differs({SLOTS[0]: [], SLOTS[1]: []}, None)
+    assert not differs(fingerprint(zeros, g.sum(1)), {SLOTS[0]: [], SLOTS[1]: [Kept(g.sum(1))]})
+    assert not differs(fingerprint(zeros, zeros.sum(1)), {SLOTS[0]: [], SLOTS[1]: []})
 
 
 def test_samples_that_are_not_finite_are_left_out(g):
     g[0, 3, 2] = torch.nan
-    assert not fingerprint(g, g.sum(1)).differs(left(g.clone(), g.sum(1)), None)
+    assert not differs(fingerprint(g, g.sum(1)), left(g.clone(), g.sum(1)))
+
+
+def test_blocks_are_told_apart(g):
+    found = fingerprint(g, g.sum(1))
+    same, other = project(left(g, g.sum(1))), project(left(2 * g, g.sum(1)))
+    assert different([found, found, found], [same, other, same], None) == [False, True, False]

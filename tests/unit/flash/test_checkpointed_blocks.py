@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dpscope.errors import UserError
 from dpscope.flash import DPFlashOptimizer, FlashEngine, PrivacyEngine
+from dpscope.flash.layers import linear, norm
 from tests.unit.flash.checkpointed_models import (
     CheckpointedDecoder,
     assert_sums,
@@ -292,6 +293,30 @@ def test_a_gradient_that_enters_a_block_beside_its_outputs_is_refused(layer, sha
         with pytest.raises(UserError, match=r"blocks\.0 gave its layers other gradients"):
             engine.finish()
         assert all(p.grad is None for p in model.parameters())
+
+
+@KINDS
+def test_sums_over_positions_are_held_where_they_are_small_and_not_made_again(reentrant, monkeypatch):
+    """Of biases and norm layers, in blocks whose samples are long."""
+    made = []
+    for module, kernel in ((linear, "bias_sums"), (norm, "layer_norm_sums")):
+        original = getattr(module, kernel)
+        monkeypatch.setattr(module, kernel, lambda *args, f=original: made.append(f.__name__) or f(*args))
+    torch.manual_seed(1)
+    batch = token_batch(4, 64)
+    model = decoder(kind=reentrant)
+    gradients, c = truth_of(model, batch)
+    with FlashEngine(model, max_grad_norm=c, memory_budget="lean") as engine:
+        token_losses(model, batch).mean().backward()
+        held = {slot.name for slot, _ in engine.contributions()}
+        assert {"blocks.0.norm1.weight", "blocks.1.mlp.0.bias"} <= held
+        assert "blocks.0.q.weight" not in held
+        made.clear()
+        engine.finish()
+        assert made == []
+    assert how(engine) == ["recomputed"] * 2
+    torch.testing.assert_close(engine.norms.double(), norms_of(gradients), rtol=1e-5, atol=0)
+    assert_sums(model, clipped(gradients, c))
 
 
 @pytest.mark.parametrize("change", ["weight", "mode", "batch"])
