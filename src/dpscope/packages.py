@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -53,6 +54,11 @@ def explain_import_error(error: ImportError) -> str | None:
     if isinstance(error, ModuleNotFoundError) and name == package:
         return _missing([package])
     return f"{package} cannot be used as it is installed here ({error}): {install_command(package, upgrade=True)}"
+
+
+def release_of(version: str) -> tuple[int, ...]:
+    """(2, 8) of "2.8.0a0+git1234": what a package can do comes before the release that is named after it."""
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
 
 
 def _missing(packages: list[str]) -> str:

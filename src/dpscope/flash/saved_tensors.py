@@ -13,17 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # from torch 2.8 on
+from dpscope.flash.saved_tensor_hooks import current_hooks
+
 _keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
 
 
 def save(ctx: Any, *tensors: Tensor | None) -> None:
     """As ctx.save_for_backward; to be called before the layer computes."""
     ctx.packed = None
-    if torch.compiler.is_compiling() or _top_hooks is None or _keeps_graph is None:
+    if torch.compiler.is_compiling() or _keeps_graph is None:
         ctx.save_for_backward(*tensors)
         return
-    hooks = _top_hooks(True)
+    hooks = current_hooks()
     if hooks is None or hooks[0].__module__ != "torch.utils.checkpoint":
         ctx.save_for_backward(*tensors)
         return

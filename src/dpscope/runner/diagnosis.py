@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from dpscope.instruments.ncu.running import try_counters
 from dpscope.instruments.nsight import ask
 from dpscope.instruments.nsys.failures import NO_NSYS, missing_library, sampling_refused
 from dpscope.instruments.nsys.finding import find_importer, find_nsys, inspect_nsys
-from dpscope.packages import DISTRIBUTIONS, install_command
+from dpscope.packages import DISTRIBUTIONS, install_command, release_of
 from dpscope.units import GIB
 
 PRESENT, ABSENT, BROKEN = "ok", "missing", "broken"
@@ -63,9 +62,8 @@ def check_torch() -> list[Diagnosis]:
         import torch
     except ImportError as error:
         return [Diagnosis("torch", ABSENT, f"cannot be imported ({error})", install_command("torch"), required=True)]
-    numbers = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
     remedy = install_command(f"torch>={MIN_TORCH[0]}.{MIN_TORCH[1]}")
-    status = PRESENT if numbers >= MIN_TORCH else BROKEN
+    status = PRESENT if release_of(torch.__version__) >= MIN_TORCH else BROKEN
     return [Diagnosis("torch", status, torch.__version__, remedy, required=True), *_check_cuda()]
 
 

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dpscope.errors import UserError
+from tests.torch_here import takes_shards
 from tests.unit.flash.private_training import FEATURES, make_model, make_private, sgd
 
 
@@ -45,7 +46,9 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 
 @pytest.mark.usefixtures("process_group")
-@pytest.mark.parametrize("name", WRAPPERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=takes_shards if name == "fully_shard" else ()) for name in WRAPPERS]
+)
 def test_a_private_model_that_is_spread_afterwards_is_refused_at_the_first_batch(name: str) -> None:
     model, optimizer, loader = make_private(model := make_model(), sgd(model))
     x, y = next(iter(loader))

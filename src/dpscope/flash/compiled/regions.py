@@ -20,6 +20,7 @@ from dpscope.flash.forward_passes import nodes_behind
 from dpscope.flash.instance_method import instance_method
 from dpscope.flash.rehearsal_run import untouched
 from dpscope.flash.taps import Engine, EngineTap, LayerTap, RootTap
+from dpscope.flash.torch_version import require_for_compiled
 
 
 class Region:
@@ -90,6 +91,7 @@ class RegionTap(EngineTap):
 
     def __init__(self, engine: Engine, name: str, module: nn.Module, root: RootTap) -> None:
         super().__init__(engine, name, module)
+        require_for_compiled()
         inner = original_of(module)
         self.root = root if inner is engine.model else None
         self.region = Region(engine, inner._call_impl)

@@ -25,10 +25,11 @@ from torch.utils import _pytree as pytree
 
 from dpscope.errors import UserError
 from dpscope.flash.compiled.traced import break_graph
-from dpscope.flash.layers.bare_gradients import Operand, flatten, rebuild
+from dpscope.flash.layers.bare_gradients import Operand, flatten, key_of, rebuild
 from dpscope.flash.layers.bare_use import BareUse, Constant, Unrelated, learn, slot_of
 from dpscope.flash.layers.sample_call import SampleCall
 from dpscope.flash.layers.unit_check import CheckedTap
+from dpscope.flash.saved_tensor_hooks import current_hooks
 from dpscope.flash.stand_in import NotFollowed, StandIn
 from dpscope.flash.taps import Engine, check_backward, refuse_replaced
 
@@ -206,7 +207,7 @@ class BareTap(CheckedTap):
             if owned.get(key) is not parameter and not isinstance(owned.get(key), Bare):
                 refuse_replaced(self.name, key)
         before = [(owned, key, owned[key]) for owned, key, _ in places]
-        outer, self.hooks = self.hooks, _saved_tensor_hooks()
+        outer, self.hooks = self.hooks, current_hooks()
         try:
             for owned, key, parameter in places:
                 owned[key] = stand_in = Bare.of(parameter, self)  # type: ignore[assignment]
@@ -286,7 +287,7 @@ class BareTap(CheckedTap):
         return size
 
     def _role(self, func: Any, leaves: list[Any], spec: Any, batch: int) -> BareUse | Constant | Unrelated:
-        key = func, spec, tuple(self._signature(leaf) for leaf in leaves)
+        key = func, key_of(spec), tuple(self._signature(leaf) for leaf in leaves)
         role = self.roles.get(key)
         if role is None:
             found = learn(self, func, _operands(leaves), spec, batch)
@@ -326,7 +327,7 @@ class BareTap(CheckedTap):
         return self.derive(func, leaves, spec)
 
     def apply(self, role: BareUse, func: Any, leaves: list[Any], spec: Any) -> Any:
-        if self.rehearsal is None and _saved_tensor_hooks() != self.hooks:
+        if self.rehearsal is None and current_hooks() != self.hooks:
             raise self.cannot_follow("a parameter is used in a checkpoint inside its module")
         args, kwargs = rebuild([leaf.plain.detach() if type(leaf) is Bare else leaf for leaf in leaves], spec)
         result = func(*args, **kwargs)
@@ -405,8 +406,4 @@ def own_parameters(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Param
 
 def _without_saved_tensor_hooks() -> AbstractContextManager[Any]:
     """A checkpoint around the module would run it again for each backward pass through what is made of parameters."""
-    return nullcontext() if _saved_tensor_hooks() is None else saved_tensors_hooks(lambda x: x, lambda x: x)
-
-
-def _saved_tensor_hooks() -> Any:
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return nullcontext() if current_hooks() is None else saved_tensors_hooks(lambda x: x, lambda x: x)

@@ -48,6 +48,11 @@ def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], A
     return leaves, Flat(len(args), tuple(kwargs))
 
 
+def key_of(form: Any) -> Any:
+    """A key for dictionaries that calls of one form share. Up to 2.7 torch's own forms cannot be hashed."""
+    return form if type(form) is Flat else repr(form)
+
+
 def rebuild(leaves: list[Any], form: Any) -> tuple[Any, Any]:
     """args and kwargs of a call that was flattened."""
     if type(form) is Flat:

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dpscope.errors import UserError
 from dpscope.flash.ranks.shards import is_sharded
+from dpscope.flash.torch_version import require_for_shards
 
 # Wrappers that are refused, by the names of their classes: torch's, or of libraries that need not be installed.
 _REFUSED = {
@@ -88,6 +89,7 @@ def layout_of(model: nn.Module) -> Layout | None:
     if wrapper is not None:
         _check_ddp(wrapper)
         return Layout(wrapper, module, None)
+    require_for_shards()
     _refuse_outside_blocks(module, sharded)
     return Layout(None, module, _common_mesh(sharded))
 

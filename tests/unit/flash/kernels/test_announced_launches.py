@@ -13,6 +13,7 @@ from dpscope.flash.kernels.sample_sums import layer_norm_sums
 from dpscope.flash.kernels.scaled_sum import scaled_sums
 from dpscope.vocabulary import families
 from dpscope.vocabulary.launches import hearing
+from tests.torch_here import takes_descriptors
 
 B, T, D, P = 2, 16, 32, 16
 
@@ -62,6 +63,7 @@ def test_sample_sums(heard, backend):
     assert sum(t.numel() for t in launch.writes) == 2 * B * D
 
 
+@takes_descriptors
 def test_scaled_sums(heard, backend):
     gs = [torch.randn(B, T, P).bfloat16() for _ in range(2)]
     xs = [torch.randn(B, T, D).bfloat16() for _ in range(2)]
@@ -74,6 +76,7 @@ def test_scaled_sums(heard, backend):
     assert launch.flops == 2 * (2 * B * T * P * D)
 
 
+@takes_descriptors
 def test_scaled_sums_that_are_added_to_read_what_they_add_to(heard, backend):
     g, x, scale = torch.randn(B, T, P).bfloat16(), torch.randn(B, T, D).bfloat16(), torch.rand(B)
     out = torch.zeros(P, D)

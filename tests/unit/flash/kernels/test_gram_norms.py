@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from dpscope.flash.kernels import gram_norms
 from dpscope.flash.kernels.gram_norms import GramTiles, GramUnit, gram_norms_squared
+from tests.torch_here import takes_descriptors
 from tests.unit.flash.kernels import kernel_references as reference
 
 # Products of half types are exact in float32, so all that is left is float32 summation: ~sqrt(T·d) roundings of 6e-8,
@@ -39,7 +40,9 @@ def test_one_layer(length: int, dtype: torch.dtype, backend: str) -> None:
     assert_norms([unit(3, length, [24], [40], dtype)], backend)
 
 
-@pytest.mark.parametrize("tiles", [SMALL, SMALL_TMA], ids=["pointers", "descriptors"])
+@pytest.mark.parametrize(
+    "tiles", [pytest.param(SMALL, id="pointers"), pytest.param(SMALL_TMA, id="descriptors", marks=takes_descriptors)]
+)
 def test_tiles_smaller_than_the_problem(tiles: GramTiles, backend: str) -> None:
     """Several tiles each way, with ragged edges in T and in the features; square and oblong tiles."""
     assert_norms([unit(2, 71, [40], [56], torch.bfloat16)], backend, tiles)

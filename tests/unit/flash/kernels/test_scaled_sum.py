@@ -11,8 +11,11 @@ from torch import Tensor
 from dpscope.flash.kernels import scaled_sum as module
 from dpscope.flash.kernels.scaled_sum import SumTiles, default_tiles, scaled_sums
 from dpscope.flash.kernels.triton_runtime import Backend
+from tests.torch_here import takes_descriptors
 from tests.unit.flash.kernels import kernel_references as reference
 from tests.unit.flash.rounded_products import round_products, to_tf32
+
+pytestmark = takes_descriptors
 
 # Blocks so small that every shape here has inner tiles and edges.
 SMALL = SumTiles(16, 32, 16, 4, 2)

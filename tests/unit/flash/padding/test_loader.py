@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import dpscope
 from dpscope.errors import UserError
 from dpscope.flash import PrivacyEngine, pad_batch, real_rows, same_rows
+from tests.torch_here import takes_compiled
 from tests.unit.flash.private_training import make_data, make_model
 
 CLASSES = 4
@@ -296,6 +297,7 @@ def test_any_collate_function_sees_what_it_would_without_padding():
     assert_same(*weights)
 
 
+@takes_compiled
 @pytest.mark.slow
 def test_compiled_draws_of_64_take_four_graphs_none_of_them_after_the_tenth():
     def train_compiled(compile, **options):

@@ -14,6 +14,7 @@ from torch import nn
 from dpscope.errors import UserError
 from dpscope.flash import FlashEngine, pad_batch, real_rows, same_rows
 from dpscope.flash.padding.rows import PaddedTensor, rows_in
+from tests.torch_here import takes_compiled
 
 
 def _written(x):
@@ -119,6 +120,7 @@ def test_a_tensor_that_is_read_only_stays_what_it_was(x):
     assert real_rows(x) == 4
 
 
+@takes_compiled
 def test_compiled_functions_take_padded_tensors_without_compiling_for_each(x):
     count = 0
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from dpscope.flash.ranks.agreement import LostRank, explain_lost_ranks, naming_lost_ranks
+from tests.torch_here import takes_shards
 from tests.unit.flash.ranks import cases
 from tests.unit.flash.ranks.world import in_world
 
@@ -37,7 +38,7 @@ def test_ranks_that_differ_are_refused_on_all_of_them(worlds: dict[int, Any], si
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+@pytest.mark.parametrize("way", ["ddp", pytest.param("fsdp", marks=takes_shards)])
 def test_when_a_rank_is_killed_the_others_end_with_a_sentence(way: str) -> None:
     ((said, seconds),) = in_world(2, cases.killed, way, lost=[1])
     assert "another process has ended or cannot be reached" in said

@@ -20,7 +20,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from dpscope.errors import UserError
 from dpscope.flash import FlashEngine, PrivacyEngine
 from dpscope.flash.ranks.layout import layout_of
+from tests.torch_here import takes_shards
 from tests.unit.flash.private_training import FEATURES, make_model, make_private, sgd
+
+pytestmark = takes_shards
 
 Spread = Callable[[nn.Module], nn.Module]
 

@@ -1,0 +1,31 @@
+"""What flash clipping takes a newer torch for than dpscope does: an older one is refused, by name."""
+
+from __future__ import annotations
+
+import torch
+
+from dpscope.errors import UserError
+from dpscope.packages import release_of
+
+# The first release on which the tests of each pass. Before, torch.compile cannot trace taps as one graph, and
+# fully_shard does not run on a CPU, so that nothing was ever held against one process.
+COMPILED = (2, 8)
+SHARDED = (2, 7)
+
+
+def require_for_compiled() -> None:
+    _require(COMPILED, "private training of a compiled model", "leave out torch.compile")
+
+
+def require_for_shards() -> None:
+    _require(SHARDED, "private training of a sharded model (fully_shard)", "use DistributedDataParallel")
+
+
+def is_at_least(least: tuple[int, int]) -> bool:
+    return release_of(torch.__version__) >= least
+
+
+def _require(least: tuple[int, int], what: str, instead: str) -> None:
+    if not is_at_least(least):
+        needed = ".".join(map(str, least))
+        raise UserError(f"{what} takes torch {needed} or newer, and this is torch {torch.__version__}: {instead}")
