@@ -1,14 +1,15 @@
 """How long the host is busy with a training step: ordinary training, and flash clipping, by phase.
 
-    python benchmarks/host_time.py [--layers 20] [--steps 30] [--profile] [--lean]
+    python benchmarks/host_time.py [--model decoder|gpt2|vit] [--layers 20] [--path keep] [--steps 30] [--profile] [--lean]
 
 A step whose kernels are short waits for Python: what counts then is how long the host takes to give out the work. The
-model is the decoder of `dpscope compare`, with as many layers but very narrow, so that nothing but the host's time is
-left. On a CPU the kernels of flash clipping are not run: their arguments and tables are made as for a GPU, and the
-launch itself is left out. So the results are wrong numbers and right times; on a CUDA device everything runs. With
-`--lean` every block is checkpointed, and flash clipping has the memory budget "lean".
+models have as many layers as real ones but are very narrow, so that nothing but the host's time is left. On a CPU the
+kernels of flash clipping are not run: their arguments and tables are made as for a GPU, and the launch itself is left
+out. So the results are wrong numbers and right times; on a CUDA device everything runs. With `--lean` every block is
+checkpointed, and flash clipping has the memory budget "lean".
 
-Times are of the thread that trains, and do not count while others have its core: medians, and the shortest.
+Times are of the thread that trains, and do not count while others have its core: medians, and the shortest. Calls are
+those of Python and of C that Python's profiler sees in a step: their number does not depend on the machine.
 """
 
 from __future__ import annotations
@@ -21,28 +22,40 @@ import pkgutil
 import pstats
 import statistics
 import time
+from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # so that kernels can be defined where there is no GPU
 
-from checkpointed import CheckpointedModel
-
 from dpscope.flash import kernels
 from dpscope.flash.engine import FlashEngine
+from dpscope.flash.paths import FORCEABLE, GRAM
 from dpscope.flash.private_optimizer import DPFlashOptimizer
-from dpscope.workloads.configs import TransformerConfig
-from dpscope.workloads.transformer import SimpleBigModel
+from dpscope.trainers.checkpointing import checkpoint_blocks
+from dpscope.workloads.configs import TransformerConfig, WorkloadConfig, make_config
+from dpscope.workloads.workload import build_workload
 
 PHASES = ("forward", "backward", "step")
+WARMUP = 17  # steps: modules with bare parameters are checked at the 2nd, 4th, 8th and 16th
+PROFILED = 10
+
+
+def narrow_config(model: str, layers: int, length: int) -> WorkloadConfig:
+    if model == "decoder":
+        return TransformerConfig(
+            name="narrow", vocab_size=64, hidden_dim=16, num_layers=layers, num_heads=2, max_seq_len=length
+        )
+    return make_config(f"hf:{model}-tiny", num_layers=layers, hidden_dim=16, num_heads=2)
 
 
 class NotLaunched:
-    """Stands in for a kernel: takes its arguments and does nothing."""
+    """Stands in for a kernel: takes its arguments, counts the launch and does nothing."""
+
+    launches: ClassVar[Counter[str]] = Counter()
 
     def __init__(self, name: str) -> None:
         self.__name__ = name
@@ -51,7 +64,7 @@ class NotLaunched:
         return self
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        pass
+        self.launches[self.__name__] += 1
 
 
 def leave_out_launches() -> None:
@@ -74,25 +87,30 @@ def leave_out_launches() -> None:
 
 @dataclass
 class Training:
+    config: WorkloadConfig
     batch: int
     length: int
-    layers: int
     flash: bool
     device: str
+    path: str
     lean: bool = False
     times: dict[str, list[float]] = field(default_factory=lambda: {phase: [] for phase in PHASES})
 
     def __post_init__(self) -> None:
-        config = TransformerConfig(
-            name="narrow", vocab_size=64, hidden_dim=16, num_layers=self.layers, num_heads=2, max_seq_len=self.length
+        workload = build_workload(
+            self.config,
+            batch_size=self.batch,
+            seq_len=None if self.config.resolve_seq_len(None) is None else self.length,
         )
         with torch.device(self.device):
-            self.model = (CheckpointedModel if self.lean else SimpleBigModel)(config)
-            tokens = torch.randint(64, (self.batch, self.length + 1))
-        self.x, self.y = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+            self.model = workload.model()
+        if self.lean:
+            checkpoint_blocks(self.model)
+        self.loss, self.rows = workload.loss, workload.batch(0, torch.device(self.device))
         optimizer: Any = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         if self.flash:
-            engine = FlashEngine(self.model, max_grad_norm=1.0, memory_budget="lean" if self.lean else None)
+            budget = "lean" if self.lean else None
+            engine = FlashEngine(self.model, max_grad_norm=1.0, path=self.path, memory_budget=budget)
             optimizer = DPFlashOptimizer(
                 optimizer, engine=engine, noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=self.batch
             )
@@ -106,7 +124,7 @@ class Training:
         self.optimizer.zero_grad()
         start = clock()
         with torch.autocast(self.device, torch.bfloat16):
-            loss = F.cross_entropy(self.model(self.x).flatten(0, 1), self.y.flatten())
+            loss = self.loss(self.model, self.rows).mean()
         forward = clock()
         loss.backward()
         backward = clock()
@@ -115,11 +133,22 @@ class Training:
             self.times[phase].append(1e3 * passed)
 
 
+def profiled(training: Training, steps: int) -> pstats.Stats:
+    profile = cProfile.Profile()
+    profile.enable()
+    for _ in range(steps):
+        training.step()
+    profile.disable()
+    return pstats.Stats(profile)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=("decoder", "gpt2", "vit"), default="decoder")
     parser.add_argument("--layers", type=int, default=20)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--length", type=int, default=16)
+    parser.add_argument("--path", choices=FORCEABLE, default=GRAM, help="of all norms (default: what wide models take)")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--lean", action="store_true", help="every block checkpointed, flash with as little memory")
@@ -128,29 +157,41 @@ def main() -> None:
     torch.set_num_threads(1)
     if options.device == "cpu":
         leave_out_launches()
+    config = narrow_config(options.model, options.layers, options.length)
     trainings = {
-        name: Training(options.batch, options.length, options.layers, name == "flash", options.device, options.lean)
+        name: Training(
+            config, options.batch, options.length, name == "flash", options.device, options.path, options.lean
+        )
         for name in ("standard", "flash")
     }
-    for _ in range(options.steps + 5):  # side by side, so that the machine's moods reach both
+    for _ in range(options.steps + WARMUP):  # side by side, so that the machine's moods reach both
         for training in trainings.values():
             training.step()
+    print_times(trainings, options)
+    NotLaunched.launches.clear()
+    profiles = {name: profiled(training, PROFILED) for name, training in trainings.items()}
+    calls = {name: profile.total_calls // PROFILED for name, profile in profiles.items()}
+    print(f"calls a step: {calls['standard']} in ordinary training, {calls['flash']} in flash clipping")
+    launches = {name: count / PROFILED for name, count in sorted(NotLaunched.launches.items())}
+    if launches:
+        print(f"launches a step: {', '.join(f'{name} {count:g}' for name, count in launches.items())}")
+    if options.profile:
+        profiles["flash"].sort_stats("tottime").print_stats(45)
+
+
+def print_times(trainings: dict[str, Training], options: argparse.Namespace) -> None:
     taps = sum(len(list(module.parameters(recurse=False))) > 0 for module in trainings["flash"].model.modules())
-    print(f"{taps} layers, {options.device}: host ms a step, median (shortest) of {options.steps}")
+    print(f"{options.model}, {taps} layers, {options.device}: host ms a step, median (shortest) of {options.steps}")
     print(f"{'':10}" + "".join(f"{phase:>18}" for phase in PHASES))
     for name, training in trainings.items():
-        times = [training.times[phase][5:] for phase in PHASES]
+        times = [training.times[phase][WARMUP:] for phase in PHASES]
         print(f"{name:10}" + "".join(f"{statistics.median(t):10.2f} ({min(t):5.2f})" for t in times))
-    for phase in PHASES[:2]:
-        more = min(trainings["flash"].times[phase][5:]) - min(trainings["standard"].times[phase][5:])
-        print(f"{phase}: {1e3 * more / taps:.1f} µs more a layer")
-    if options.profile:
-        profile = cProfile.Profile()
-        profile.enable()
-        for _ in range(10):
-            trainings["flash"].step()
-        profile.disable()
-        pstats.Stats(profile).sort_stats("tottime").print_stats(35)
+    more = {
+        phase: min(trainings["flash"].times[phase][WARMUP:]) - min(trainings["standard"].times[phase][WARMUP:])
+        for phase in PHASES
+    }
+    each = ", ".join(f"{phase} {ms:.2f} ms ({1e3 * ms / taps:.1f} µs a layer)" for phase, ms in more.items())
+    print(f"more in flash clipping: {each}; together {sum(more.values()):.2f} ms")
 
 
 if __name__ == "__main__":
