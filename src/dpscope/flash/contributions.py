@@ -6,6 +6,7 @@ A parameter's gradient for sample b is a sum of contributions, one for each use 
     Outer   x: (B, T, d), g: (B, T, p)           Σ_t g_t x_tᵀ, shape (p, d)
     Lookup  ids: (B, T), g: (B, T, d)            row ids_t receives g_t, shape (rows, d)
     Patches x, g of a convolution                Outer over unfolded patches, made again when needed (layers/conv.py)
+    Summed  g: (B, T, p)                         Σ_t g_t, shape (p,): a bias beside an Outer, which holds that g anyway
 
 x and g are the very tensors of the backward pass, not copies. They are read again when the factors are known, so each
 contribution remembers their version counters: a tensor changed in place meanwhile is an error, never a wrong norm.
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from dpscope.errors import UserError
 from dpscope.flash.kernels.kept_gradients import kept_norms_squared, kept_sums
+from dpscope.flash.kernels.sample_sums import bias_sums
 from dpscope.flash.kernels.scaled_sum import scaled_sums
 from dpscope.flash.paths import Decision, stored_dtype
 from dpscope.vocabulary.allocations import allocates
@@ -124,6 +126,37 @@ class Kept:
 
     def clipped_sum(self, scale: Tensor, out: Tensor | None) -> Tensor:
         return kept_sums([self.values], scale, outs=[out])[0]
+
+
+class Summed:
+    """Σ_t g_t for each sample, g: (B, T, p): taken with those of other layers when the micro-batch is closed."""
+
+    __slots__ = ("g", "version")
+    kind = "kept"
+
+    def __init__(self, g: Tensor) -> None:
+        self.g = held(g)
+        self.version = self.g._version
+
+    @property
+    def batch_size(self) -> int:
+        return self.g.shape[0]
+
+    def check_unchanged(self, name: str) -> None:
+        if self.g._version != self.version:
+            refuse_changed(name)
+
+    def absorb(self, other: Kept, dtype: torch.dtype) -> bool:
+        return False
+
+    def materialise(self) -> Tensor:
+        return bias_sums(self.g)
+
+    def norms_squared(self) -> Tensor:
+        return kept_norms_squared([self.materialise()])
+
+    def clipped_sum(self, scale: Tensor, out: Tensor | None) -> Tensor:
+        return kept_sums([self.materialise()], scale, outs=[out])[0]
 
 
 def refuse_changed(name: str) -> NoReturn:

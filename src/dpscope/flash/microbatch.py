@@ -10,10 +10,12 @@ from torch import Tensor, nn
 
 from dpscope.errors import UserError
 from dpscope.flash.combination import combine, describe_combined
-from dpscope.flash.contributions import Contribution, Kept, Outer, outer_sums, refuse_complex
+from dpscope.flash.contributions import Contribution, Kept, Outer, Summed, outer_sums, refuse_complex
 from dpscope.flash.kernels.kept_gradients import kept_sums
+from dpscope.flash.kernels.sample_sums import many_bias_sums
 from dpscope.flash.norms import Factors, NormSum, clip_factors
 from dpscope.flash.paths import PathRules
+from dpscope.flash.slots import Slot
 from dpscope.flash.step_state import Recorded
 
 # Sums of at most about this size are made at once: few launches, and x and g are freed as they come.
@@ -54,19 +56,8 @@ class MicroBatch:
     ) -> None:
         self.size = _common_batch_size(recorded, normed)
         self.parameters = [slot.parameter for slot, _ in recorded]
-        self._parts: list[tuple[Contribution, ...]] = []
-        for slot, contributions in recorded:
-            refuse_complex(slot.name, slot.parameter)
-            for contribution in contributions:
-                contribution.check_unchanged(slot.name)
-            uses = len(contributions)
-            if uses > 1:
-                parts = combine(contributions, slot.parameter.dtype, rules)
-                describe_combined(slot, parts, uses)
-            else:
-                parts = (contributions[0],)
-            contributions.clear()  # what was put together need not outlive this
-            self._parts.append(parts)
+        self._parts = [_put_together(slot, contributions, rules) for slot, contributions in recorded]
+        _take_sums(self._parts)
         device = normed[0].device if normed else self.parameters[0].device
         norm_sum = NormSum(self.size, device)
         for squared in normed:
@@ -127,14 +118,37 @@ def sum_parts(
             yield SumBatch([parameter], [out], None)
 
 
+def _put_together(slot: Slot, contributions: list[Contribution], rules: PathRules) -> tuple[Contribution, ...]:
+    """All uses of one parameter, which are taken out of the list: what was put together need not outlive this."""
+    parameter = slot.parameter
+    if parameter.is_complex():
+        refuse_complex(slot.name, parameter)
+    for contribution in contributions:
+        contribution.check_unchanged(slot.name)
+    uses = len(contributions)
+    parts = tuple(contributions) if uses == 1 else combine(contributions, parameter.dtype, rules)
+    if uses > 1:
+        describe_combined(slot, parts, uses)
+    contributions.clear()
+    return parts
+
+
+def _take_sums(parts: list[tuple[Contribution, ...]]) -> None:
+    """Per-sample gradients in place of g, where those are the sums over its positions."""
+    summed = [(index, of_it[0].g) for index, of_it in enumerate(parts) if type(of_it[0]) is Summed]
+    for (index, _), sums in zip(summed, many_bias_sums([g for _, g in summed]), strict=True):
+        parts[index] = (Kept(sums),)
+
+
 def _groups(parameters: list[nn.Parameter], parts: list[tuple[Contribution, ...]], group_bytes: int) -> list[list[int]]:
     """Parameters that are summed in one launch: products of equal shapes; per-sample gradients that are kept."""
     open_groups: dict[object, list[int]] = {}
     sizes: dict[object, int] = {}
     full: list[list[int]] = []
     for index, (parameter, of_it) in enumerate(zip(parameters, parts, strict=True)):
-        if len(of_it) == 1 and type(of_it[0]) in (Outer, Kept):
-            key = of_it[0].form() if isinstance(of_it[0], Outer) else Kept
+        kind = type(of_it[0]) if len(of_it) == 1 else None
+        if kind is Kept or kind is Outer:
+            key = kind if kind is Kept else of_it[0].form()  # type: ignore[attr-defined]
             open_groups.setdefault(key, []).append(index)
             sizes[key] = sizes.get(key, 0) + 4 * parameter.numel()
             if sizes[key] >= group_bytes:
@@ -167,7 +181,8 @@ def _sum_group(
 
 
 def _common_batch_size(recorded: Recorded, normed: Sequence[Tensor]) -> int:
-    sizes = {part.batch_size for _, contributions in recorded for part in contributions} | set(map(len, normed))
+    sizes = {part.batch_size for _, contributions in recorded for part in contributions}
+    sizes.update(map(len, normed))
     if len(sizes) > 1:
         raise UserError(
             f"one backward pass holds micro-batches of {sorted(sizes)} samples; flash clipping takes the forward "

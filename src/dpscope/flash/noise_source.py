@@ -27,19 +27,21 @@ class NoiseSource:
         self.generator = generator
         self._draws = 0
         self._process = os.getpid()
-        self._starts: dict[Tensor, int] = {}
+        self._starts: dict[int, int] = {}
+        self._parameters: list[Tensor] = []  # those that are numbered: held, for their ids are not to be given again
         self._numbered = 0
 
-    def starts(self, optimizer: Optimizer) -> Mapping[Tensor, int]:
-        """The number of the first element of each parameter of the optimizer; frozen ones have theirs, too.
+    def starts(self, optimizer: Optimizer) -> Mapping[int, int]:
+        """By a parameter's id, the number of its first element, for all of the optimizer; frozen ones have theirs, too.
 
         A parameter keeps its number when others are added. A sharded one is numbered as a whole, and this is the number
         of the first element that this rank holds.
         """
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if parameter not in self._starts:
-                    self._starts[parameter] = self._numbered + first_element(parameter)
+                if id(parameter) not in self._starts:
+                    self._parameters.append(parameter)
+                    self._starts[id(parameter)] = self._numbered + first_element(parameter)
                     self._numbered += noise_span(parameter)
         return self._starts
 

@@ -57,6 +57,9 @@ class NormSum:
 
     def add_parts(self, parts: tuple[Contribution, ...]) -> tuple[Contribution, ...]:
         """Counts one parameter's contributions; returns them, with what is to be kept from now on in their place."""
+        if len(parts) == 1 and type(parts[0]) is Kept:  # most are
+            self._kept.append(parts[0].values)
+            return parts
         parts = as_summed(parts)
         if len(parts) == 1:
             self._add_one(parts[0])

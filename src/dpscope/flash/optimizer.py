@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ def privatise_gradients(
         how.noise_std,
         how.grad_scale,
         *how.draw(),
-        starts=[starts[parameter] for parameter, _ in gradients],
+        starts=[starts[id(parameter)] for parameter, _ in gradients],
     )
 
 
@@ -102,15 +103,17 @@ class FusedUpdate:
         pieces: dict[_Kind, _Piece] = {}
         waiting = 0
         for parameters, sums, factors in batches:
-            for kind, chosen in self._kinds(parameters, groups, factors is None).items():
+            states = list(map(optimizer.state.get, parameters))
+            for kind, chosen in self._kinds(parameters, states, groups, factors is None).items():
                 if kind not in pieces:
                     pieces[kind] = _Piece(groups[id(parameters[chosen[0]])], kind[1], factors)
                 whole = len(chosen) == len(parameters)
                 added = parameters if whole else [parameters[i] for i in chosen]
                 pieces[kind].parameters += added
+                pieces[kind].states += states if whole else [states[i] for i in chosen]
                 added_sums = sums if whole else [sums[i] for i in chosen]
                 pieces[kind].sums += added_sums
-                pieces[kind].starts += map(starts.__getitem__, added)
+                pieces[kind].starts += map(starts.__getitem__, map(id, added))
                 # However many samples: tables are kept for the next step. Of a sharded parameter, this rank's part.
                 waiting += 4 * sum(map(Tensor.numel, added_sums if factors is None else added))
             if waiting >= PIECE_BYTES:
@@ -119,24 +122,24 @@ class FusedUpdate:
         self._apply(pieces, privacy)
 
     def _kinds(
-        self, parameters: list[nn.Parameter], groups: dict[int, dict[str, Any]], summed: bool
-    ) -> dict[_Kind, list[int]]:
+        self, parameters: list[nn.Parameter], states: _States, groups: dict[int, dict[str, Any]], summed: bool
+    ) -> dict[_Kind, Sequence[int]]:
         """The parameters by what a launch has in common; those that were frozen since backward are in none."""
-        found = map(groups.get, map(id, parameters))
+        found = list(map(groups.get, map(id, parameters)))
+        of_groups = list(map(id, found))
+        steps = self._next_steps(parameters, states)
+        if len(set(steps)) == len(set(of_groups)) == 1 and found[0] is not None and all(map(_IS_LIVE, parameters)):
+            return {(of_groups[0], steps[0], summed): range(len(parameters))}  # as a rule
         kinds: dict[_Kind, list[int]] = {}
-        steps = self._next_steps(parameters)
-        for i, kind in enumerate(zip(map(id, found), steps, repeat(summed), strict=False)):
-            kinds.setdefault(kind, []).append(i)
-        live = [id(p) in groups and p.requires_grad for p in parameters]
-        if all(live):
-            return kinds
-        kept = {kind: [i for i in chosen if live[i]] for kind, chosen in kinds.items()}
-        return {kind: chosen for kind, chosen in kept.items() if chosen}
+        for i, parameter in enumerate(parameters):
+            if found[i] is not None and parameter.requires_grad:
+                kinds.setdefault((of_groups[i], steps[i], summed), []).append(i)
+        return dict(kinds)
 
-    def _next_steps(self, parameters: list[nn.Parameter]) -> list[int]:
+    def _next_steps(self, parameters: list[nn.Parameter], states: _States) -> list[int]:
         """The number of this step for each parameter, counted from 1. Optimizers that keep no count get 1."""
         steps: list[int] = []
-        for parameter, state in zip(parameters, map(self.optimizer.state.get, parameters), strict=True):
+        for parameter, state in zip(parameters, states, strict=True):
             counter = None if state is None else state.get("step")
             if counter is None:
                 steps.append(1)
@@ -156,6 +159,9 @@ class FusedUpdate:
         pieces.clear()
 
 
+_IS_LIVE = attrgetter("requires_grad")
+_States = list[dict[str, Any] | None]  # of the optimizer, one a parameter
+
 _Kind = tuple[int, int, bool]  # of a parameter: its group's id, its step, and whether its sum is made already
 
 
@@ -167,6 +173,7 @@ class _Piece:
     step: int
     factors: Tensor | None  # of the samples whose gradients stand for the sums, the same for all
     parameters: list[nn.Parameter] = field(default_factory=list)
+    states: _States = field(default_factory=list)
     sums: list[Tensor] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)  # see kernels/noise.py
 
@@ -204,15 +211,12 @@ def _sgd(piece: _Piece, state_of: _State, privacy: dict[str, Any]) -> list[Tenso
 
 def _adam(piece: _Piece, state_of: _State, privacy: dict[str, Any], *, decoupled: bool = False) -> list[Tensor]:
     group = piece.group
-    states = [state_of[parameter] for parameter in piece.parameters]
     moments = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])]
-    for parameter, state in zip(piece.parameters, states, strict=True):
-        if "step" not in state:
-            where = parameter.device if group.get("fused") else "cpu"
-            state["step"] = torch.zeros((), dtype=torch.float32, device=where)
-        for moment in moments:
-            if moment not in state:
-                state[moment] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+    wanted = {"step", *moments}
+    for i, state in enumerate(piece.states):
+        if state is None or not wanted <= state.keys():
+            piece.states[i] = _with_moments(state_of[piece.parameters[i]], piece.parameters[i], group, moments)
+    states = [state for state in piece.states if state is not None]
     counters = [state["step"] for state in states]
     torch._foreach_add_(counters, 1)
     fused_adam_(
@@ -228,6 +232,18 @@ def _adam(piece: _Piece, state_of: _State, privacy: dict[str, Any], *, decoupled
         **privacy,
     )
     return counters
+
+
+def _with_moments(
+    state: dict[str, Any], parameter: nn.Parameter, group: dict[str, Any], moments: Sequence[str]
+) -> dict[str, Any]:
+    if "step" not in state:
+        where = parameter.device if group.get("fused") else "cpu"
+        state["step"] = torch.zeros((), dtype=torch.float32, device=where)
+    for moment in moments:
+        if moment not in state:
+            state[moment] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+    return state
 
 
 def _adamw(piece: _Piece, state_of: _State, privacy: dict[str, Any]) -> list[Tensor]:

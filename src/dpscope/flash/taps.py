@@ -14,7 +14,7 @@ from dpscope.errors import UserError
 from dpscope.flash.arguments import KEEP_BATCH_FIRST
 from dpscope.flash.compiled.frames import run_outside
 from dpscope.flash.compiled.traced import GraphCast, Handed, call_traced
-from dpscope.flash.contributions import Contribution, Kept
+from dpscope.flash.contributions import Contribution, Kept, Summed
 from dpscope.flash.forward_passes import ForwardPasses
 from dpscope.flash.instance_method import InstanceMethod
 from dpscope.flash.paths import PathRules
@@ -46,6 +46,9 @@ class Engine(Protocol):
 
     @property
     def block(self) -> LayerBlock | None: ...
+
+    @property
+    def blocks(self) -> object | None: ...
 
     def slot(self, parameter: Tensor | None) -> Slot: ...
 
@@ -194,7 +197,7 @@ def check_backward(tap: TapOfSamples, generation: int) -> None:
 
 
 def _recorded_backward(ctx: Any, g: Tensor) -> Tensor | None:
-    device = g.device.type
+    device = device_type(g)
     gradient: Tensor | None
     if torch.is_autocast_enabled(device):  # backward() called inside the autocast context: no cast is wanted here
         with torch.autocast(device, enabled=False):
@@ -375,11 +378,22 @@ class LayerTap(TapOfSamples):
 
         owned  nobody else holds them: the engine may overwrite them
         """
+        slot = self._described(index, gradients.shape)
+        shape = slot.parameter.shape
+        values = gradients if gradients.shape[1:] == shape else gradients.view(-1, *shape)
+        self.engine.add(slot, Kept(values, owned=owned))
+
+    def defer_sums(self, index: int, g: Tensor) -> None:
+        """The per-sample gradients of `names[index]` are Σ_t g_t, g: (B, T, p), which somebody else holds anyway."""
+        batch, _, width = g.shape
+        self.engine.add(self._described(index, torch.Size((batch, width))), Summed(g))
+
+    def _described(self, index: int, shape: torch.Size) -> Slot:
         slot = self.slots[index]
         assert slot is not None
-        if slot.shapes.get("") != gradients.shape:
-            slot.describe("kept", "per-sample sums over positions, taken in backward", {"": gradients.shape})
-        self.engine.add(slot, Kept(gradients.view(-1, *slot.parameter.shape), owned=owned))
+        if slot.shapes.get("") != shape:
+            slot.describe("kept", "per-sample sums over positions", {"": shape})
+        return slot
 
     def forward(self, ctx: Any, x: Tensor) -> Tensor:
         raise NotImplementedError
@@ -428,9 +442,14 @@ class SharedCast:
         return result
 
 
+def device_type(x: Tensor) -> str:
+    """x.device.type, of which a GPU's is asked first: taps ask in every call."""
+    return "cuda" if x.is_cuda else x.device.type
+
+
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """The dtype autocast computes in on x's device, None where it is off."""
-    device = x.device.type
+    device = device_type(x)
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 

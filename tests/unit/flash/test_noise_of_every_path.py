@@ -123,6 +123,6 @@ def test_a_parameter_keeps_its_number_when_others_are_added():
     source = NoiseSource()
     first, second, third = (nn.Parameter(torch.zeros(size)) for size in (5, 2, 9))
     optimizer = torch.optim.SGD([first, second], lr=0.1)
-    assert dict(source.starts(optimizer)) == {first: 0, second: 8}
+    assert dict(source.starts(optimizer)) == {id(first): 0, id(second): 8}
     optimizer.add_param_group({"params": [third]})
-    assert dict(source.starts(optimizer)) == {first: 0, second: 8, third: 12}
+    assert dict(source.starts(optimizer)) == {id(first): 0, id(second): 8, id(third): 12}

@@ -218,9 +218,10 @@ def _update(
     backend: Backend,
 ) -> None:
     """Hand each parameter to the kernel or to the fallback."""
-    params, sums, *states = columns
     if factors is not None:
-        factors = checked_factors(factors, sums)
+        factors = checked_factors(factors, columns[1])
+        columns = [columns[0], list(map(Tensor.contiguous, columns[1])), *columns[2:]]
+    params, sums, *states = columns
     starts = noise_starts(params) if starts is None else starts
     launches, left = list_launches(columns, starts, *key, backend, stacked=None if factors is None else 1)
     for listed in launches:

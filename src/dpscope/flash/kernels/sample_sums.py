@@ -5,7 +5,8 @@
     RMSNorm:    dgamma_b = Σ_t g_bt · x_bt · rstd_bt                        g, x: (B, T, d); mean, rstd: (B, T)
 
 A program sums ROWS positions of BLOCK features of one sample and writes one float32 row; a second pass adds the rows of
-a sample. Both orders are fixed by the shapes, so results are deterministic. No full-size temporary is made.
+a sample. Both orders are fixed by the shapes, so results are deterministic. No full-size temporary is made. Biases
+whose g are still there when all layers are through have their sums taken together: one launch for g of equal shapes.
 
 Accumulation: float32 for half types and float32, whatever mix of dtypes comes in; float64 (always by the fallback) if
 any operand is float64. Guarantee: a sample's row depends on that sample's positions alone.
@@ -16,10 +17,17 @@ any operand is float64. Guarantee: a sample's row depends on that sample's posit
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from dpscope.flash.kernels.triton_runtime import Backend, jit, launch_on, tl, use_triton
+from dpscope.flash.kernels.tensor_lists import pointer_at
+from dpscope.flash.kernels.triton_runtime import TRITON_DTYPES, Backend, jit, launch_on, table_on, tl, use_triton
+from dpscope.vocabulary.allocations import allocates
+from dpscope.vocabulary.components import PER_SAMPLE_GRADIENTS
 from dpscope.vocabulary.families import CLIPPING
 from dpscope.vocabulary.launches import Launch, announce
 
@@ -37,10 +45,35 @@ def bias_sums(g: Tensor) -> Tensor:
     return g.sum(1, dtype=torch.float64 if g.dtype == torch.float64 else torch.float32)
 
 
+@allocates(PER_SAMPLE_GRADIENTS, "aten::empty")
+def many_bias_sums(gs: Sequence[Tensor], *, backend: Backend = "auto") -> list[Tensor]:
+    """`bias_sums` of each g: (B, T, p), those of equal shapes, strides and dtypes in one launch."""
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for index, g in enumerate(gs):
+        groups.setdefault((g.shape, g.stride(), g.dtype, g.device), []).append(index)
+    found: list[Tensor] = list(gs)
+    for (shape, stride, dtype, device), members in groups.items():
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        sums = torch.empty((len(members), shape[0], shape[2]), dtype=wide, device=device)
+        served = dtype in _SERVED and 0 not in shape and stride[2] == 1
+        why_not = "float64, empty, or features that are apart"
+        by_kernel = use_triton(backend, device, served=served, why_not=why_not)
+        if by_kernel:
+            _launch_many([gs[i] for i in members], sums)
+        for index, out in zip(members, sums.unbind(0), strict=True):
+            found[index] = out
+            if not by_kernel:
+                torch.sum(gs[index], 1, dtype=wide, out=out)
+    return found
+
+
 def layer_norm_sums(
     g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, *, backend: Backend = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """(dgamma, dbeta), each (B, d), of a LayerNorm whose input was x and whose statistics were mean and rstd."""
+    """(dgamma, dbeta), each (B, d), of a LayerNorm whose input was x and whose statistics were mean and rstd.
+
+    These are of B·T elements, in whatever shape.
+    """
     dgamma, dbeta = _sums(g, x, mean, rstd, backend)
     return dgamma, dbeta
 
@@ -55,16 +88,17 @@ def _sums(g: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, backend: Back
     shape = g.shape
     if len(shape) != 3 or x.shape != shape:
         raise ValueError(f"expected (B, T, features) twice, got {tuple(shape)} and {tuple(x.shape)}")
-    lead = shape[:2]
-    if rstd.shape != lead or (mean is not None and mean.shape != lead):
-        raise ValueError(f"expected statistics of shape {tuple(lead)}")
+    count = shape[0] * shape[1]
+    if rstd.numel() != count or (mean is not None and mean.numel() != count):
+        raise ValueError(f"expected statistics of {tuple(shape[:2])} elements")
     dtypes = {g.dtype, x.dtype, rstd.dtype, rstd.dtype if mean is None else mean.dtype}
-    if torch.compiler.is_compiling():
-        return _traced(g, x, mean, rstd, torch.float64 if torch.float64 in dtypes else torch.float32)
+    compiling = torch.compiler.is_compiling()
     served = dtypes <= _SERVED and 0 not in shape
-    if use_triton(backend, g.device, served=served, why_not="float64 or empty input"):
+    if not compiling and use_triton(backend, g.device, served=served, why_not="float64 or empty input"):
         return _launch(g, x, mean, rstd)
-    return _torch(g, x, mean, rstd, torch.float64 if torch.float64 in dtypes else torch.float32)
+    mean, rstd = None if mean is None else mean.reshape(shape[:2]), rstd.reshape(shape[:2])
+    dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+    return _traced(g, x, mean, rstd, dtype) if compiling else _torch(g, x, mean, rstd, dtype)
 
 
 # -- Triton ------------------------------------------------------------------------------------------------------------
@@ -152,6 +186,66 @@ def _launch(g: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor) -> tuple[Te
         )
     )
     return (partials.sum(1) if blocks > 1 else partials.view(wanted, batch, width)).unbind(0)
+
+
+@partial(jit, do_not_specialize=("batch",))
+def _bias_sums_kernel(
+    table,
+    partials,
+    batch,
+    length,
+    width,
+    stride_b,
+    stride_t,
+    DTYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Program (layer · B + b, row block, feature block). table: pointers; partials: (row blocks, layers, B, width)."""
+    row = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * ROWS
+    f = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    g = pointer_at(table + row // batch, DTYPE, ALIGNED) + (row % batch) * stride_b
+    sums = tl.zeros((BLOCK_T, BLOCK), dtype=tl.float32)
+    for start in range(0, min(ROWS, length - first), BLOCK_T):
+        t = first + start + tl.arange(0, BLOCK_T)
+        inside = (t < length)[:, None] & (f < width)[None, :]
+        sums += tl.load(g + t.to(tl.int64)[:, None] * stride_t + f[None, :], mask=inside, other=0.0).to(tl.float32)
+    at = (tl.program_id(1) * tl.num_programs(0) + row) * width + f
+    tl.store(partials + at, tl.sum(sums, axis=0), mask=f < width)
+
+
+def _launch_many(gs: list[Tensor], sums: Tensor) -> None:
+    """Of g of equal shapes, strides and dtypes, into (layers, B, p)."""
+    first = gs[0]
+    batch, length, width = first.shape
+    stride_b, stride_t, _ = first.stride()
+    pointers = list(map(Tensor.data_ptr, gs))
+    blocks, block = -(-length // ROWS), min(256, 1 << (width - 1).bit_length())
+    device = first.device
+    (table,) = table_on(device, pointers)
+    partials = sums if blocks == 1 else torch.empty((blocks, *sums.shape), dtype=torch.float32, device=device)
+    with launch_on(device):
+        _bias_sums_kernel[(len(gs) * batch, blocks, -(-width // block))](
+            table,
+            partials,
+            batch,
+            length,
+            width,
+            stride_b,
+            stride_t,
+            DTYPE=TRITON_DTYPES[first.dtype],
+            ALIGNED=not any(pointer % 16 for pointer in pointers),
+            ROWS=ROWS,
+            BLOCK_T=8,
+            BLOCK=block,
+            num_warps=4,
+        )
+    announce(lambda: Launch(name=_bias_sums_kernel.__name__, family=CLIPPING, reads=gs, writes=[partials]))
+    if blocks > 1:
+        torch.sum(partials, 0, out=sums)
 
 
 # -- torch -------------------------------------------------------------------------------------------------------------

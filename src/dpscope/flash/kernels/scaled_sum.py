@@ -124,7 +124,8 @@ def scaled_sums(
     Sums are added to an `out` where given; no two may be the same tensor. `tiles` forces a configuration (for
     measurements).
     """
-    if backend != "torch" and any(_lacks_alignment(g, x) for g, x in zip(gs, xs, strict=True)):
+    kinds = {(g.shape, x.shape, g.dtype, x.dtype): (g, x) for g, x in zip(gs, xs, strict=True)}
+    if backend != "torch" and any(_lacks_alignment(g, x) for g, x in kinds.values()):
         return [
             _sum_of_aligned(g, x, scale, out, backend, tiles)
             for g, x, out in zip(gs, xs, outs or [None] * len(gs), strict=True)

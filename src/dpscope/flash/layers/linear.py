@@ -28,15 +28,19 @@ def as_sequences(x: Tensor) -> Tensor:
     return x.unsqueeze(1) if x.dim() == 2 else x.reshape(x.shape[0], -1, x.shape[-1])
 
 
-def keep_or_defer(tap: TapOfSamples, slot: Slot, x: Tensor, g: Tensor) -> None:
-    """Σ_t g_t x_tᵀ: as per-sample gradients now (and x, g are free), or as x and g until the norms are taken."""
+def keep_or_defer(tap: TapOfSamples, slot: Slot, x: Tensor, g: Tensor) -> bool:
+    """Σ_t g_t x_tᵀ: as per-sample gradients now (and x, g are free), or as x and g until the norms are taken.
+
+    Whether x and g are held until then.
+    """
     decision = tap.engine.path_rules.of_product(x.shape, g)
     if slot.decision is not decision:  # decisions are the same object where shapes are the same
         slot.describe("outer", decision, {"x": x.shape, "g": g.shape})
     if decision.path == KEEP:
         tap.engine.add(slot, Kept(per_sample_gradients(x, g, slot.parameter.dtype)))
-    else:
-        tap.engine.add(slot, Outer(x, g, decision))
+        return False
+    tap.engine.add(slot, Outer(x, g, decision))
+    return True
 
 
 def per_sample_gradients(x: Tensor, g: Tensor, dtype: torch.dtype) -> Tensor:
@@ -64,6 +68,20 @@ class LinearTap(LayerTap):
         dx = g @ (weight.t() if self.transposed else weight) if ctx.needs_input_grad[1] else None
         return dx, x, g if trains_weight else None, bias_sums(as_sequences(g)) if trains_bias else None
 
+    def backward(self, ctx: Any, g: Tensor) -> Tensor | None:
+        """As `gradients` and `record`, but where g is held for the weight's sake, the bias's sums are left to later."""
+        trains_weight, trains_bias = ctx.live
+        if not (trains_weight and trains_bias) or self.engine.blocks is not None:
+            return super().backward(ctx, g)
+        x, weight = saved(ctx)
+        dx = g @ (weight.t() if self.transposed else weight) if ctx.needs_input_grad[1] else None
+        rows = as_sequences(g)
+        if self._add_weight(x, rows):
+            self.defer_sums(1, rows)
+        else:
+            self.keep(1, bias_sums(rows))
+        return dx
+
     def piece_specs(self, x: Spec, y: Spec, live: Sequence[bool]) -> tuple[Spec | None, ...]:
         trains_weight, trains_bias = live
         sums = Spec((y.shape[0], y.shape[-1]), wide(y.dtype)) if trains_bias else None
@@ -73,12 +91,14 @@ class LinearTap(LayerTap):
         x, g, sums = pieces
         if sums is not None:
             self.keep(1, sums, owned=owned)
+        if x is not None and g is not None:
+            self._add_weight(x, as_sequences(g))
+
+    def _add_weight(self, x: Tensor, g: Tensor) -> bool:
         slot = self.slots[0]
-        if slot is not None and x is not None and g is not None:
-            left, right = as_sequences(x), as_sequences(g)
-            if self.transposed:
-                left, right = right, left
-            keep_or_defer(self, slot, left, right)
+        assert slot is not None
+        left, right = (g, as_sequences(x)) if self.transposed else (as_sequences(x), g)
+        return keep_or_defer(self, slot, left, right)
 
 
 class TransposedLinearTap(LinearTap):

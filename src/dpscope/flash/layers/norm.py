@@ -92,13 +92,11 @@ class LayerNormTap(NormTap):
         needs_weight, needs_bias = ctx.live
         weight_sums = bias_sums = dx = None
         if needs_weight or needs_bias:
-            batch, width = g.shape[0], weight.numel()
-            weight_sums, bias_sums = layer_norm_sums(
-                g.reshape(batch, -1, width),
-                x.reshape(batch, -1, width),
-                mean.reshape(batch, -1),
-                rstd.reshape(batch, -1),
-            )
+            rows, of_g = x, g
+            if x.dim() != 3 or len(self.shape) != 1:
+                rows = x.reshape(x.shape[0], -1, weight.numel())
+                of_g = g.reshape(rows.shape)
+            weight_sums, bias_sums = layer_norm_sums(of_g, rows, mean, rstd)
         if ctx.needs_input_grad[1]:
             backward = torch.ops.aten.native_layer_norm_backward
             dx = backward(g, x, self.shape, mean, rstd, weight, bias, [True, False, False])[0]

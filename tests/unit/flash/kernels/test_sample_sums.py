@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dpscope.flash.kernels import sample_sums
-from dpscope.flash.kernels.sample_sums import bias_sums, layer_norm_sums, rms_norm_sums
+from dpscope.flash.kernels.sample_sums import bias_sums, layer_norm_sums, many_bias_sums, rms_norm_sums
 from tests.unit.flash.kernels import kernel_references as reference
 
 
@@ -47,6 +47,22 @@ def test_sums_over_positions(length: int, g_dtype: torch.dtype, x_dtype: torch.d
     assert_sums(bias_sums(g), expected_beta)
     expected_rms, _ = reference.layer_norm_sums(g, x, torch.zeros_like(mean), rstd)
     assert_sums(rms_norm_sums(g, x, rstd, backend=backend), expected_rms)
+
+
+@pytest.mark.parametrize("length", [1, 130])
+def test_sums_of_many_biases_are_each_its_own(length: int, backend: str) -> None:
+    """Of equal and of different shapes, dtypes, strides and alignments, in the order that they came in."""
+    wide = torch.randn(3, length, 64).bfloat16()
+    gs = [
+        torch.randn(3, length, 300),
+        wide[:, :, 8:24],
+        wide[:, :, 24:40],
+        wide[:, :, 1:17],
+        torch.randn(3, length, 300),
+    ]
+    for got, g in zip(many_bias_sums(gs, backend=backend), gs, strict=True):
+        assert_sums(got, g.double().sum(1))
+    assert many_bias_sums([]) == []
 
 
 def test_layer_norm_agrees_with_autograd(backend: str) -> None:
