@@ -1,6 +1,6 @@
 """How long the host is busy with a training step: ordinary training, and flash clipping, by phase.
 
-    python benchmarks/host_time.py [--model decoder|gpt2|vit] [--layers 20] [--path keep] [--steps 30] [--profile] [--lean]
+    python benchmarks/host_time.py [--model decoder|gpt2|vit] [--layers 20] [--path keep] [--lean] [--steps 30]
 
 A step whose kernels are short waits for Python: what counts then is how long the host takes to give out the work. The
 models have as many layers as real ones but are very narrow, so that nothing but the host's time is left. On a CPU the

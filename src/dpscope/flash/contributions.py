@@ -217,7 +217,8 @@ class Outer(Saved):
 
     def form(self) -> tuple[object, ...]:
         """What has to be equal for two products to be made together."""
-        return self.x.shape, self.x.dtype, self.g.shape, self.g.dtype
+        x, g = self.first, self.g
+        return x.shape, x.dtype, g.shape, g.dtype
 
     def materialise(self) -> Tensor:
         return sample_products(self.x, self.g)
@@ -248,7 +249,7 @@ def outer_sums(outers: Sequence[Outer], scale: Tensor, outs: Sequence[Tensor | N
     dtype = wide(torch.promote_types(first.g.dtype, first.x.dtype))
     # A half-precision parameter's gradient cannot be added into by the product itself.
     direct = [out if out is not None and out.dtype == dtype else None for out in outs]
-    totals = scaled_sums([o.g for o in outers], [o.x for o in outers], scale.to(dtype), outs=direct)
+    totals = scaled_sums([o.g for o in outers], [o.first for o in outers], scale.to(dtype), outs=direct)
     return [
         out.add_(total) if out is not None and out is not total else total
         for out, total in zip(outs, totals, strict=True)

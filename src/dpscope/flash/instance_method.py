@@ -31,9 +31,10 @@ class InstanceMethod:
     def install_bound(self) -> None:
         """As a method of this object: torch.compile then asks that the function be the same, and not the object.
 
-        So that modules of one class share a graph, each with an instance method of its own.
+        So that modules of one class share a graph, each with an instance method of its own. A pickled method is looked
+        up by its name, `__call__`, on what the instance method reduces to; a copied one has that for its `self`.
         """
-        vars(self.module)[self.attribute] = MethodType(_call, self)
+        vars(self.module)[self.attribute] = MethodType(type(self).__call__, self)
 
     def restore(self) -> None:
         if self.replaced is None:
@@ -47,13 +48,6 @@ class InstanceMethod:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
-
-
-def _call(method: Any, *args: Any, **kwargs: Any) -> Any:
-    return method(*args, **kwargs)
-
-
-_call.__name__ = "__call__"  # a pickled method is looked up by this name, on what the instance method reduces to
 
 
 def instance_method(module: nn.Module, attribute: str = "forward") -> InstanceMethod | None:

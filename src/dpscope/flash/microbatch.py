@@ -54,9 +54,14 @@ class MicroBatch:
         loss_scale: float | Tensor,
         real: int | None = None,
     ) -> None:
-        self.size = _common_batch_size(recorded, normed)
+        self.size = _checked_batch_size(recorded, normed)
         self.parameters = [slot.parameter for slot, _ in recorded]
-        self._parts = [_put_together(slot, contributions, rules) for slot, contributions in recorded]
+        self._parts = [
+            tuple(contributions) if len(contributions) == 1 else _put_together(slot, contributions, rules)
+            for slot, contributions in recorded
+        ]
+        for _, contributions in recorded:
+            contributions.clear()  # what was put together need not outlive this
         _take_sums(self._parts)
         device = normed[0].device if normed else self.parameters[0].device
         norm_sum = NormSum(self.size, device)
@@ -119,17 +124,10 @@ def sum_parts(
 
 
 def _put_together(slot: Slot, contributions: list[Contribution], rules: PathRules) -> tuple[Contribution, ...]:
-    """All uses of one parameter, which are taken out of the list: what was put together need not outlive this."""
-    parameter = slot.parameter
-    if parameter.is_complex():
-        refuse_complex(slot.name, parameter)
-    for contribution in contributions:
-        contribution.check_unchanged(slot.name)
+    """All uses of one parameter."""
     uses = len(contributions)
-    parts = tuple(contributions) if uses == 1 else combine(contributions, parameter.dtype, rules)
-    if uses > 1:
-        describe_combined(slot, parts, uses)
-    contributions.clear()
+    parts = combine(contributions, slot.parameter.dtype, rules)
+    describe_combined(slot, parts, uses)
     return parts
 
 
@@ -180,9 +178,15 @@ def _sum_group(
     return SumBatch(parameters, kept_sums(kept, scale, outs=outs) if kept else outer_sums(outers, scale, outs), None)
 
 
-def _common_batch_size(recorded: Recorded, normed: Sequence[Tensor]) -> int:
-    sizes = {part.batch_size for _, contributions in recorded for part in contributions}
-    sizes.update(map(len, normed))
+def _checked_batch_size(recorded: Recorded, normed: Sequence[Tensor]) -> int:
+    """The number of samples, which all contributions share; none of them was changed since."""
+    sizes = set(map(len, normed))
+    for slot, contributions in recorded:
+        if slot.parameter.is_complex():
+            refuse_complex(slot.name, slot.parameter)
+        for part in contributions:
+            part.check_unchanged(slot.name)
+            sizes.add(part.batch_size)
     if len(sizes) > 1:
         raise UserError(
             f"one backward pass holds micro-batches of {sorted(sizes)} samples; flash clipping takes the forward "

@@ -57,9 +57,14 @@ class NormSum:
 
     def add_parts(self, parts: tuple[Contribution, ...]) -> tuple[Contribution, ...]:
         """Counts one parameter's contributions; returns them, with what is to be kept from now on in their place."""
-        if len(parts) == 1 and type(parts[0]) is Kept:  # most are
-            self._kept.append(parts[0].values)
-            return parts
+        if len(parts) == 1:
+            part = parts[0]
+            if type(part) is Kept:  # as most are, of hundreds in a step
+                self._kept.append(part.values)
+                return parts
+            if type(part) is Outer and part.decision.path == GRAM:
+                self._share(part)
+                return parts
         parts = as_summed(parts)
         if len(parts) == 1:
             self._add_one(parts[0])
@@ -88,15 +93,19 @@ class NormSum:
             self.add(part.norms_squared())
 
     def _add_outer(self, part: Outer) -> None:
-        x, g = part.x, part.g
         path = part.decision.path
         if path == RANK1:
             self.add(part.rank1_norms_squared())
         elif path == DIRECT:
             self.add(part.norms_squared())
         else:
-            key = (x.data_ptr(), x.shape, x.stride(), x.dtype, g.dtype)
-            self._sharing.setdefault(key, (x, []))[1].append(g)
+            self._share(part)
+
+    def _share(self, part: Outer) -> None:
+        """Layers that read the same x (q, k, v) are one Gram unit."""
+        x, g = part.first, part.g
+        key = (x.data_ptr(), x.shape, x.stride(), x.dtype, g.dtype)
+        self._sharing.setdefault(key, (x, []))[1].append(g)
 
     def result(self) -> Tensor:
         """(B,) squared norms. May hold inf or NaN: those samples are dropped, not repaired."""

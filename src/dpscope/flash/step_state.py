@@ -107,6 +107,11 @@ class StepState:
         return None if self._micro_batch is CLOSED else self._size
 
     @property
+    def opened_size(self) -> int | None:
+        """The number of samples of a micro-batch that no backward pass has reached; None where there is none."""
+        return self._size if self._micro_batch is OPENED else None
+
+    @property
     def size_in_backward(self) -> int | None:
         """The number of samples of a forward that backward runs again: zero_grad() may have come between the two."""
         return self._size

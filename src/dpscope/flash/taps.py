@@ -8,7 +8,8 @@ from contextlib import AbstractContextManager
 from typing import Any, ClassVar, NamedTuple, NoReturn, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, is_grad_enabled, nn
+from torch.compiler import is_compiling
 
 from dpscope.errors import UserError
 from dpscope.flash.arguments import KEEP_BATCH_FIRST
@@ -154,12 +155,10 @@ class Tapped(torch.autograd.Function):
     def forward(ctx: Any, tap: LayerTap, x: Tensor, live: Sequence[bool], anchor: Tensor) -> Tensor:
         if x.is_neg():  # lazily negated: kernels that read memory by its address would see the other sign
             x = x.resolve_neg()
-        ctx.tap = tap
-        ctx.live = live
-        ctx.block = tap.engine.block
-        ctx.generation = tap.engine.state.generation
-        ctx.empty = x.shape if x.shape[0] == 0 else None
-        output: Tensor = tap.forward(ctx, x) if ctx.empty is None else tap.original(x)
+        engine, shape = tap.engine, x.shape
+        ctx.tap, ctx.live, ctx.block, ctx.generation = tap, live, engine.block, engine.state.generation
+        ctx.empty = None if shape[0] else shape
+        output: Tensor = tap.forward(ctx, x) if shape[0] else tap.original(x)
         if output._is_view():  # autograd forbids in-place operations on views made in here, such as ReLU(inplace=True)
             (output,) = torch.unsafe_chunk(output, 1)
         return output
@@ -270,9 +269,11 @@ class LayerTap(TapOfSamples):
         return bool(owned) and owned <= set(cls.names)
 
     def __call__(self, *args: Tensor, **kwargs: Tensor) -> Any:
-        if torch.compiler.is_compiling():
+        if not isinstance(self, LayerTap):  # in a copy of the module: the method that this one stands in for
+            return self(*args, **kwargs)
+        if is_compiling():
             return self._call_in_graph(*args, **kwargs)
-        if not torch.is_grad_enabled():
+        if not is_grad_enabled():
             return self.original(*args, **kwargs) if self.rehearsal is None else self.rehearse(*args, **kwargs)
         (x,) = (*args, *kwargs.values()) if kwargs else args
         if type(x) is not Tensor and isinstance(x, StandIn):
@@ -286,13 +287,13 @@ class LayerTap(TapOfSamples):
             live.append(parameter is not None and parameter.requires_grad)
         if True not in live:
             return self.original(x)
-        state = self.engine.state
-        if state.recorded or x.dim() not in self.known or x.shape[0] != state.batch_size:
-            x = self.engine.forwards.admit(self, x)
-        wanted = self.engine.wanted
-        if wanted is not None:
+        engine = self.engine
+        if x.dim() not in self.known or x.shape[0] != engine.state.opened_size:
+            x = engine.forwards.admit(self, x)
+        if engine.wanted is not None:
+            wanted = engine.wanted
             live = [is_live and slot in wanted for is_live, slot in zip(live, self.slots, strict=True)]
-        return self.apply(x, live)
+        return _apply_tapped(self, self.prepare(x), live, engine.anchor)
 
     def _call_in_graph(self, *args: Tensor, **kwargs: Tensor) -> Any:
         """What torch.compile traces: pure tensor work. What is checked above was checked before the graph began."""
@@ -346,9 +347,6 @@ class LayerTap(TapOfSamples):
         """What x becomes before it is the input of the autograd node: autograd knows of that itself."""
         return x
 
-    def apply(self, x: Tensor, live: Sequence[bool]) -> Any:
-        return _apply_tapped(self, self.prepare(x), live, self.engine.anchor)
-
     def operand_dtype(self, x: Tensor) -> torch.dtype | None:
         """In which `forward` reads x, where it takes its operands from `operands` and x is not float64."""
         weight = self.parameters.get("weight")
@@ -363,7 +361,7 @@ class LayerTap(TapOfSamples):
         assert weight is not None
         dtype = autocast_dtype(x)
         if dtype is not None and weight.dtype != torch.float64:
-            x = x.to(dtype) if torch.compiler.is_compiling() else self.engine.cast(x, dtype)
+            x = x.to(dtype) if is_compiling() else self.engine.cast(x, dtype)
             weight = weight.to(dtype)
             bias = None if bias is None else bias.to(dtype)
         return x, weight, bias

@@ -124,8 +124,9 @@ def scaled_sums(
     Sums are added to an `out` where given; no two may be the same tensor. `tiles` forces a configuration (for
     measurements).
     """
-    kinds = {(g.shape, x.shape, g.dtype, x.dtype): (g, x) for g, x in zip(gs, xs, strict=True)}
-    if backend != "torch" and any(_lacks_alignment(g, x) for g, x in kinds.values()):
+    kinds = [(g.shape, x.shape, g.dtype, x.dtype) for g, x in zip(gs, xs, strict=True)]
+    one_of_each = dict(zip(kinds, zip(gs, xs, strict=True), strict=True)).values()
+    if backend != "torch" and any(_lacks_alignment(g, x) for g, x in one_of_each):
         return [
             _sum_of_aligned(g, x, scale, out, backend, tiles)
             for g, x, out in zip(gs, xs, outs or [None] * len(gs), strict=True)
@@ -135,7 +136,7 @@ def scaled_sums(
     groups: dict[tuple[Any, ...], list[tuple[int, int, int, int]]] = {}
     for i, (g, x, given) in enumerate(zip(gs, xs, outs or [None] * len(gs), strict=True)):
         target = None if given is None else (given.shape, given.stride(), given.dtype)
-        key = (g.shape, x.shape, g.stride(), x.stride(), g.dtype, x.dtype, target)
+        key = (kinds[i], g.stride(), x.stride(), target)
         rows = groups.get(key)
         if rows is None:
             rows = groups[key] = []
