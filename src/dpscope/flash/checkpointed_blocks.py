@@ -25,7 +25,7 @@ from dpscope.flash.combination import combine
 from dpscope.flash.contributions import Contribution, Kept
 from dpscope.flash.forward_passes import in_backward
 from dpscope.flash.norms import NormSum
-from dpscope.flash.recomputation import BlockInput, BlockPass, bytes_of
+from dpscope.flash.recomputation import BlockInput, BlockPass
 from dpscope.flash.slots import Slot
 
 _PLAIN = (bool, int, float, str, type(None))  # what a block may give back besides tensors
@@ -263,7 +263,7 @@ class CheckpointedBlocks:
         if len(sums) == len(done.gathered):
             return
         for slot, parts in sums.items():
-            room -= bytes_of(gradient_of(part) for part in parts)
+            room -= sum(gradient_of(part).nbytes for part in parts)
             if room < 0:
                 return
             del done.gathered[slot]
