@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from dpscope.errors import UserError
 from dpscope.flash.block_choices import BlockChoices
 from dpscope.flash.block_fingerprints import Left, different, project
+from dpscope.flash.block_tails import Tail
 from dpscope.flash.combination import combine
 from dpscope.flash.contributions import Contribution
 from dpscope.flash.forward_passes import ForwardPasses
@@ -38,6 +39,7 @@ class RerunEngine(Protocol):
     forwards: ForwardPasses
     path_rules: PathRules
     wanted: Collection[Slot] | None
+    tail: Tail | None
 
     def own_anchor(self) -> AbstractContextManager[Tensor]: ...
 
@@ -52,6 +54,8 @@ class BlockReruns:
         self.devices = list({p.device for p in engine.model.parameters() if p.device.type == "cuda"})
         self._weights: list[tuple[nn.Parameter, int]] = []
         self._modes: list[bool] = []
+        self._left_out: dict[int, tuple[Any, int | None]] = {}  # of each block: shapes, and the product to leave out
+        self._whole: set[int] = set()  # blocks that were refused once: should their step be tried again, all is made
 
     def note_model(self) -> None:
         """A micro-batch's first block is to be run again: weights and modes have to stay what they are."""
@@ -112,28 +116,45 @@ class BlockReruns:
                 untouched(engine.model, self.devices),
                 engine.own_anchor() as anchor,
             ):
-                again = [self._run_one(each, use, anchor) for each in passes]
+                tails = [Tail(self._product_left_out(each)) for each in passes]
+                again = [self._run_one(each, use, anchor, tail) for each, tail in zip(passes, tails, strict=True)]
         finally:
             engine.path_rules.runs_again = engine.forwards.rerunning = False
-            self.take = engine.wanted = None
+            self.take = engine.wanted = engine.tail = None
         before = [each.fingerprint for each in passes if each.fingerprint is not None]
-        for each, differs in zip(passes, different(before, again, finite), strict=True):
-            if differs:
-                self._refuse_other_gradients(each)
+        refused = []
+        for each, tail, differs in zip(passes, tails, different(before, again, finite), strict=True):
+            if differs or not tail.is_as_expected:
+                refused.append(each)
+                self._whole.add(each.index)
+            elif tail.left_out is None:
+                self._left_out[each.index] = (each.shapes, tail.can_be_left_out)
+        if refused:
+            self._refuse_other_gradients(refused[0])
 
     @torch.no_grad()
-    def _run_one(self, each: BlockPass, use: Callable[[Left], None], anchor: Tensor) -> dict[bool, Tensor]:
+    def _run_one(self, each: BlockPass, use: Callable[[Left], None], anchor: Tensor, tail: Tail) -> dict[bool, Tensor]:
         """The projections of what the layers of the block were given."""
         left: Left = {slot: [] for slot in each.slots}
-        self.engine.wanted = left.keys()
-        # Layers that backward came to when it had left the block are held.
-        self.take = lambda slot, part: left[slot].append(part) if slot in left else None
-        each.run_again(anchor, self.choices.name(each.index))
+        self.engine.wanted, self.engine.tail = left.keys(), tail
+
+        def take(slot: Slot, part: Contribution) -> None:
+            tail.note_layer()
+            if slot in left:  # layers that backward came to when it had left the block are held
+                left[slot].append(part)
+
+        self.take = take
+        each.run_again(anchor, self.choices.name(each.index), tail)
         projected = project(left)
         found = {slot: parts for slot, parts in left.items() if parts}
         left.clear()
         use(found)
         return projected
+
+    def _product_left_out(self, each: BlockPass) -> int | None:
+        """Known from the run before, of samples of the same shape."""
+        shapes, number = self._left_out.get(each.index, (None, None))
+        return number if shapes == each.shapes and each.index not in self._whole else None
 
     def _refuse_changes(self, each: BlockPass) -> None:
         modes = [module.training for module in self.engine.model.modules()]

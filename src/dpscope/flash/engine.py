@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dpscope.errors import UserError
 from dpscope.flash import layers
+from dpscope.flash.block_tails import Tail
 from dpscope.flash.checkpointed_blocks import CheckpointedBlock, CheckpointedBlocks
 from dpscope.flash.closing import local_sums, no_autocast, one_by_one, reduced_sums, zero_sums
 from dpscope.flash.compiled.frames import original_of
@@ -104,6 +105,7 @@ class FlashEngine:
         self.refusal: type[UserError] = UserError  # raised where a forward pass refuses the model
         self.block: CheckpointedBlock | None = None  # whose layers run now
         self.wanted: Collection[Slot] | None = None  # while a block runs again: the slots that it runs for
+        self.tail: Tail | None = None  # while a block runs again
         self._attach(batch_size_of)
         # Stands in for the parameters in autograd's graph: every tapped call has it as an input.
         self._set_anchor(_leaf())

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from dpscope.errors import UserError
 from dpscope.flash.block_fingerprints import Fingerprint, gradient_of
+from dpscope.flash.block_tails import Tail
 from dpscope.flash.contributions import Contribution, Kept, Saved, held
 from dpscope.flash.slots import Slot
 
@@ -92,6 +93,7 @@ class BlockPass:
         self.places = places  # of the outputs that have gradients, among the leaves of what the block gives back
         self.grads: list[Tensor | None] = [None if grad is None else held(grad) for grad in grads]
         self.versions = _versions(self.grads)
+        self.shapes = [None if grad is None else grad.shape[1:] for grad in self.grads]
         self.input: BlockInput | None = None
         self.is_open = True  # until backward leaves the block
         self.gathered: dict[Slot, list[Contribution]] = {}
@@ -146,7 +148,7 @@ class BlockPass:
                 others.append(part)
         return int(kept) + bytes_of(tensor for part in others for tensor in _tensors(part))
 
-    def run_again(self, anchor: Tensor, name: str) -> None:
+    def run_again(self, anchor: Tensor, name: str, tail: Tail) -> None:
         """Forward and backward of the block: its layers hand their contributions to the engine once more."""
         assert self.input is not None
         if _versions(self.grads) != self.versions or _versions(self.input.leaves) != self.input.versions:
@@ -164,6 +166,7 @@ class BlockPass:
         self.input, self.grads = None, []  # what backward does not need of them is free
         roots, grads = [root for root, _ in pairs if root.requires_grad], [g for r, g in pairs if r.requires_grad]
         del pairs
+        tail.note_outputs(roots)
         # Only what leads to the anchor: tensors that the block takes from elsewhere have a history of their own.
         torch.autograd.backward(roots, grads, inputs=[anchor])
 

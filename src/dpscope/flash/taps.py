@@ -13,6 +13,7 @@ from torch.compiler import is_compiling
 
 from dpscope.errors import UserError
 from dpscope.flash.arguments import KEEP_BATCH_FIRST
+from dpscope.flash.block_tails import Tail
 from dpscope.flash.compiled.frames import run_outside
 from dpscope.flash.compiled.traced import GraphCast, Handed, call_traced
 from dpscope.flash.contributions import Contribution, Kept, Summed
@@ -44,6 +45,7 @@ class Engine(Protocol):
     anchor: Tensor
     refusal: type[UserError]
     wanted: Collection[Slot] | None
+    tail: Tail | None
 
     @property
     def block(self) -> LayerBlock | None: ...

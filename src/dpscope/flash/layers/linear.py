@@ -60,6 +60,9 @@ class LinearTap(LayerTap):
     def forward(self, ctx: Any, x: Tensor) -> Tensor:
         x, weight, bias = self.operands(x)
         save(ctx, x if ctx.live[0] else None, weight if ctx.needs_input_grad[1] else None)
+        tail = self.engine.tail
+        if tail is not None and not torch.compiler.is_compiling() and tail.leaves_out(ctx):
+            return x.new_zeros((*x.shape[:-1], weight.shape[1 if self.transposed else 0]))
         return F.linear(x, weight.t() if self.transposed else weight, bias)
 
     def gradients(self, ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
