@@ -66,6 +66,15 @@ def one_torch_thread() -> None:
 
 
 @pytest.fixture(autouse=True)
+def no_seeds_for_absent_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.manual_seed` notes the whole stack for a GPU that may be used later: milliseconds, thousands of times."""
+    torch = sys.modules.get("torch")
+    for backend in (torch.cuda, torch.xpu) if torch else ():
+        if not backend.is_available():
+            monkeypatch.setattr(backend, "manual_seed_all", lambda seed: None)
+
+
+@pytest.fixture(autouse=True)
 def no_phase_listener_leaks() -> Iterator[None]:
     """A listener that outlives its test would slow down and distort every later step."""
     yield

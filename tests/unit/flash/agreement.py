@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 from dpscope.flash import FlashEngine, OracleResult, run_oracle
+from dpscope.flash.oracle import cast_batch, per_sample_gradients
 
 Losses = Callable[[nn.Module, Any], Tensor]  # (model, batch) -> (B,), one loss a sample
 
@@ -53,11 +56,13 @@ def one_loss(losses: Losses) -> Callable[[nn.Module, Any], Tensor]:
 
 
 def reference(model: nn.Module, batch: Any, losses: Losses, clipping: str = "some") -> tuple[OracleResult, float]:
-    """The oracle in float64, and the C that clips as asked."""
-    double = torch.float64
-    norms = run_oracle(model, batch, one_loss(losses), max_grad_norm=1.0, dtype=double).norms
-    c = max_grad_norm_for(clipping, norms)
-    return run_oracle(model, batch, one_loss(losses), max_grad_norm=c, dtype=double), c
+    """The oracle in float64, and the C that clips as asked: its gradients, the same for any C, are computed once."""
+    double = copy.deepcopy(model).to(torch.float64), cast_batch(batch, torch.float64)
+    gradients = list(per_sample_gradients(*double, one_loss(losses)))
+    with mock.patch("dpscope.flash.oracle.per_sample_gradients", lambda *_: gradients):
+        norms = run_oracle(*double, one_loss(losses), max_grad_norm=1.0).norms
+        c = max_grad_norm_for(clipping, norms)
+        return run_oracle(*double, one_loss(losses), max_grad_norm=c), c
 
 
 def private_step(engine: FlashEngine, batch: Any, losses: Losses) -> None:

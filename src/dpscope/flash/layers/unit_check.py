@@ -88,6 +88,12 @@ class UnitCheck:
         with torch.no_grad(), torch.random.fork_rng(sorted(self.devices, key=str)), _WithoutDropout():
             yield
 
+    def _seed(self) -> None:
+        """Draw the same numbers again. torch.manual_seed would seed GPUs too that are not restored afterwards."""
+        torch.default_generator.manual_seed(0)
+        for device in self.devices:
+            torch.cuda.default_generators[device.index].manual_seed(0)
+
     def run(self) -> list[torch.dtype]:
         """The dtypes of the module's own outputs. Raise UserError where samples are not independent."""
         with self._quiet():
@@ -216,7 +222,7 @@ class UnitCheck:
         named = {**dict(unit.named_parameters()), **dict(unit.named_buffers())}
         wide = wide and sum(tensor.numel() for tensor in named.values()) <= _WIDE_NUMEL
         with self._quiet(), _no_autocast(self.devices, wide):
-            torch.manual_seed(0)
+            self._seed()
             replaced = {f"unit.{key}": _moved(tensor.detach(), move, wide) for key, tensor in named.items()}
             leaves = [
                 _moved(leaf.detach(), 0.0, wide) if isinstance(leaf, Tensor) else leaf for leaf in self.call.leaves
@@ -241,7 +247,7 @@ class UnitCheck:
         return finite
 
     def _answers(self, replaced: dict[str, Tensor], leaves: Sequence[Any]) -> Answers:
-        torch.manual_seed(0)
+        self._seed()
         return self._own({key: tensor.clone() for key, tensor in replaced.items()}, leaves)
 
     def _exchanged(self, leaves: list[Any], order: Tensor) -> list[Any]:

@@ -184,6 +184,18 @@ def test_attention_with_dropout_is_not_taken_for_one_that_mixes_samples():
                 engine.finish()
 
 
+def test_the_check_of_a_unit_seeds_no_generator_that_it_does_not_restore(monkeypatch):
+    """A GPU that holds none of the unit's inputs would give the same noise in every run."""
+    seeded = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    model = nn.Sequential(ScaledBlock())
+    state = torch.get_rng_state()
+    with FlashEngine(model, max_grad_norm=1.0) as engine:
+        private_step(engine, {"x": torch.ones(3, 6)}, sine_losses)
+    assert seeded == []
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_dropout_inside_a_unit_draws_for_each_sample():
     class Dropped(ScaledBlock):
         def forward(self, x):
