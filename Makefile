@@ -4,10 +4,11 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.installed
 DEMO   := dpscope-results/demo
+MAKEFLAGS += --jobs=2  # mypy, which takes one core, beside the tests
 # On every core, a file of tests at a time, those that take longest first (tests/conftest.py).
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --no-loadscope-reorder
 
-.PHONY: help demo lint test-fast test docs matrix wheel clean
+.PHONY: help demo lint test-fast test all-tests docs matrix wheel clean
 
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -33,7 +34,9 @@ lint: $(READY)  ## ruff and mypy, also before each commit after `.venv/bin/pre-c
 test-fast: $(READY)  ## the tests that start no process and take no seconds: for the loop while working
 	@$(PYTEST) -m 'not slow'
 
-test: lint  ## lint, types and all tests
+test: lint all-tests  ## lint, types and all tests
+
+all-tests: $(READY)  ## all tests, without lint and types
 	@echo "==> pytest"; $(PYTEST)
 
 docs: $(READY)  ## the site, as plain files that need no network: site/index.html

@@ -24,6 +24,9 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # the same under nohup
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
+# Hundreds of processes import dpscope: they read bytecode that the first of them has written.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # In CI the same examples every time: a run that fails there is about the change, not about luck. (Imported only there:
 # tests/gpu also runs on machines without hypothesis.)
 if os.environ.get("CI"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from tests import ROOT
@@ -11,7 +12,11 @@ from tests.slow import SLOW
 
 TESTS = ROOT / "tests"
 FILES = sorted(TESTS.rglob("*.py"))
-TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
+
+
+@cache
+def trees() -> dict[Path, ast.Module]:
+    return {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
 
 
 def home_of(test: Path) -> Path:
@@ -50,7 +55,7 @@ def test_what_tests_share_lies_in_a_module_that_is_no_test_and_no_conftest():
     def is_private(name: str) -> bool:
         return name.startswith("tests.") and any(part.startswith(("test_", "conftest")) for part in name.split("."))
 
-    borrowing = {path: [name for name in imports_in(tree) if is_private(name)] for path, tree in TREES.items()}
+    borrowing = {path: [name for name in imports_in(tree) if is_private(name)] for path, tree in trees().items()}
     assert {path: names for path, names in borrowing.items() if names} == {}
 
 
@@ -58,7 +63,7 @@ def test_no_test_changes_the_import_path_by_hand():
     changes = ("sys.path.insert", "sys.path.append", "sys.path.extend")
     calls = {
         path: [ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)]
-        for path, tree in TREES.items()
+        for path, tree in trees().items()
     }
     assert [path for path, called in calls.items() if set(called) & set(changes)] == []
 
