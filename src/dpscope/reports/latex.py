@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from dpscope.reports.compiled import compilation_notes
 from dpscope.reports.doubt import explain, marked
 from dpscope.reports.memory.data import Composition, described_of, is_private_only, legend_of, present
 from dpscope.reports.output import Output, text_output
 from dpscope.reports.report import Report
+from dpscope.reports.story import compilation_notes
 from dpscope.reports.tables import SIZES, SPEEDS, Row, group_by_size, worth_a_column
 from dpscope.reports.words import distinct, peak_notes, spread_in_words, step_in_words
 from dpscope.units import GIB, MIB, MISSING

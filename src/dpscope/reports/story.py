@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dpscope.reports.compiled import ordinary_training
 from dpscope.reports.doubt import ADVICE, EXPLAINED
 from dpscope.reports.tables import Row
 from dpscope.reports.traffic.data import traffic_of
-from dpscope.units import MISSING, format_bytes, format_ms, format_ratio
+from dpscope.units import MISSING, format_bytes, format_duration, format_ms, format_ratio
 from dpscope.vocabulary.methods import STANDARD
+from dpscope.vocabulary.settings import EAGER
 from dpscope.vocabulary.statuses import OOM, STATUSES, status_named
 
 SAME_MEMORY = 0.01
@@ -179,3 +179,23 @@ def _names(rows: Sequence[Row]) -> str:
 
 def _and(words: Sequence[str]) -> str:
     return " and ".join(filter(None, (", ".join(words[:-1]), words[-1]))) if words else ""
+
+
+def compilation_notes(rows: Sequence[Row]) -> list[str]:
+    """What the ratios of compiled rows are, and how long torch.compile took."""
+    notes = []
+    if any(row.eager_time_ratio for row in rows):
+        notes.append("× of a compiled row is the ratio to compiled standard, × eager that to eager standard.")
+    took = [f"{row.method} {format_duration(row.compilation['seconds'])}" for row in rows if row.compilation]
+    if took:
+        notes.append(f"Compilation, before warm-up and in no other figure: {', '.join(took)}.")
+    return notes
+
+
+def ordinary_training(row: Row) -> str:
+    """What the ratios of a row are to, and how its time compares with eager ordinary training."""
+    if row.field("compile") == EAGER:
+        return "ordinary training"
+    ratio = None if row.eager_ratio_doubt else row.eager_time_ratio
+    eager = "" if ratio is None else f", and {format_ratio(ratio)} the time of eager ordinary training"
+    return f"compiled ordinary training{eager}"

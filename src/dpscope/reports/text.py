@@ -13,10 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from dpscope.plain_text import SUMMARY_WIDTH, render_plain
-from dpscope.reports.compiled import compilation_notes
 from dpscope.reports.doubt import explain
 from dpscope.reports.output import Output, text_output
 from dpscope.reports.report import Report
+from dpscope.reports.story import compilation_notes
 from dpscope.reports.tables import SPEEDS, Row, group_by_size
 from dpscope.reports.text_table import NUMBERS, Bars, Column, FirstThatFits, identity_columns, table_of
 from dpscope.reports.words import peak_notes, spread_in_words

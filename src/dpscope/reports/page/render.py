@@ -5,23 +5,26 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpscope.reports.doubt import MARK
+from dpscope.reports.memory.charts import memory_peak, memory_timeline, tensors_at_peak
 from dpscope.reports.memory.text import TRIFLE
 from dpscope.reports.output import text_output
-from dpscope.reports.page.chart import Chart
-from dpscope.reports.page.charts import make_charts
-from dpscope.reports.page.configuration import describe_configuration
+from dpscope.reports.page.chart import Chart, ChartOf
 from dpscope.reports.page.missing import find_missing
-from dpscope.reports.page.sections import files_beside, first_size, make_cards
+from dpscope.reports.page.sections import describe_configuration, files_beside, first_size, make_cards
 from dpscope.reports.page.table import make_table
 from dpscope.reports.palette import BLANK, INK, ON_DARK, looks_of
-from dpscope.reports.report import Report, Size
+from dpscope.reports.report import Report, Setting, Size
 from dpscope.reports.text import TITLE, notes
+from dpscope.reports.time.charts import scaling_over_batch, scaling_over_sequence, step_time, tradeoff
+from dpscope.reports.trace.charts import operators, phases
+from dpscope.reports.trace.layers_chart import layers_memory, layers_time
+from dpscope.reports.traffic.charts import roofline, traffic
 from dpscope.reports.traffic.data import APPROXIMATELY
 from dpscope.units import GIB, KIB, MIB, MISSING
 from dpscope.vocabulary.version import __version__
@@ -107,3 +110,38 @@ def _text(name: str) -> str:
 
 
 PAGE = text_output("report.html", "everything as one page, for any browser", render_page, mark=GENERATOR)
+
+
+CHARTS: tuple[ChartOf, ...] = (
+    # what it costs
+    step_time,
+    memory_peak,
+    traffic,
+    tradeoff,
+    # where it goes
+    phases,
+    operators,
+    memory_timeline,
+    tensors_at_peak,
+    layers_memory,
+    layers_time,
+    roofline,
+    # how it grows
+    scaling_over_batch,
+    scaling_over_sequence,
+)
+
+
+def make_charts(settings: Sequence[Setting]) -> list[Chart]:
+    """Each chart with its views of every setting: a size in words names one comparison only within a setting."""
+    made = ([(setting.label, chart) for setting in settings if (chart := make(setting.rows))] for make in CHARTS)
+    return [_over_settings(charts) for charts in made if charts]
+
+
+def _over_settings(charts: Sequence[tuple[str, Chart]]) -> Chart:
+    first, views = charts[0][1], []
+    for label, chart in charts:
+        title = "" if chart.title == first.title else chart.title
+        how = "" if chart.how == first.how else chart.how
+        views += [replace(view, setting=label, title=title, how=how) for view in chart.views]
+    return replace(first, views=views)

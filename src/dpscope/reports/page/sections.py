@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -9,11 +10,15 @@ from urllib.parse import quote
 
 from dpscope.reports.doubt import EXPLAINED, marked
 from dpscope.reports.palette import looks_of
-from dpscope.reports.report import Report, Size
+from dpscope.reports.report import Report, Setting, Size
 from dpscope.reports.story import Story
-from dpscope.reports.tables import Row
+from dpscope.reports.tables import SIZES, Row
+from dpscope.reports.text import workload_sizes
 from dpscope.reports.traffic.data import traffic_of
-from dpscope.units import MISSING, format_bytes, format_ms, format_ratio, format_throughput, format_traffic
+from dpscope.reports.words import ENVIRONMENT
+from dpscope.results.schema import Result
+from dpscope.units import GIB, MISSING, format_bytes, format_ms, format_ratio, format_throughput, format_traffic
+from dpscope.vocabulary.settings import SETTINGS
 from dpscope.vocabulary.statuses import status_named
 
 
@@ -76,3 +81,86 @@ def _is_below(path: object, folder: Path | None) -> bool:
         return False
     pure = PurePosixPath(path)
     return not pure.is_absolute() and ".." not in pure.parts and (folder / pure).is_file()
+
+
+# What environments can differ in so that results are not compared without a word.
+COMPARED_FACTS = [name for key, name in ENVIRONMENT.items() if key not in ("python", "git_commit")]
+VERSIONS = ("torch", "Opacus", "dpscope")
+Facts = dict[str, str]
+
+
+def describe_configuration(settings: Sequence[Setting], results: Sequence[Result]) -> dict[str, Any]:
+    """`differing`: a warning, where results come from unlike environments; `summary`: all of it in a line."""
+    shown = _merged([_environment(result.environment) for result in results if result.environment])
+    if measured := _dates(results):
+        shown = [{**facts, "measured on": f"{measured} (UTC)"} for facts in shown] or [{"measured on": measured}]
+    facts = [(setting.label, _setting(setting)) for setting in settings]
+    told = {"differing": _warning(shown), "summary": _in_a_line(settings, shown)}
+    return {"settings": facts, "environments": shown, **told}
+
+
+def _in_a_line(settings: Sequence[Setting], environments: Sequence[Facts]) -> str:
+    """`1b in bf16 on NVIDIA H200 (140 GiB); torch 2.11.0, Opacus 1.6.0, dpscope 0.1.0`."""
+    specs = [setting.rows[0].spec for setting in settings]
+    models = dict.fromkeys(f"{spec['workload']['name']} in {spec['dtype']}" for spec in specs)
+    machines = dict.fromkeys(facts.get("GPU") or facts.get("CPU") or "an unknown machine" for facts in environments)
+    versions = dict.fromkeys(f"{name} {facts[name]}" for name in VERSIONS for facts in environments if name in facts)
+    where = [f"on {' and '.join(machines)}"] if machines else []
+    return "; ".join(filter(None, (" ".join([", ".join(models), *where]), ", ".join(versions))))
+
+
+def _setting(setting: Setting) -> Facts:
+    spec = setting.rows[0].spec
+    batches, lengths = (dict.fromkeys(row.spec.get(name) for row in setting.rows) for name in SIZES)
+    repeats = [row.looked_at for row in setting.rows]
+    steps = dict.fromkeys(f"{each['steps']} timed after {each['warmup']} of warm-up" for each in repeats)
+    facts = {
+        "Model": str(spec["workload"]["name"]),
+        "Its size": ", ".join(workload_sizes(spec["workload"])),
+        "Batch sizes": ", ".join(map(str, batches)),
+        "Sequence lengths": ", ".join(str(length) for length in lengths if length),
+        **{each.heading: each.cell(spec) for each in SETTINGS.values() if each.heading and each.name in spec},
+        "Steps": ", ".join(steps),
+    }
+    if "learning_rate" in spec:
+        facts[SETTINGS["optimizer"].heading] += f", learning rate {spec['learning_rate']:g}"
+    return {name: text for name, text in facts.items() if text}
+
+
+def _environment(environment: dict[str, Any]) -> Facts:
+    facts = {name: str(environment[key]) for key, name in ENVIRONMENT.items() if environment.get(key) is not None}
+    if memory := environment.get("gpu_memory_bytes"):
+        facts["GPU"] = f"{facts.get('GPU', '')} ({memory / GIB:.0f} GiB)".strip()
+    return facts
+
+
+def _merged(environments: Sequence[Facts]) -> list[Facts]:
+    """Merge environments that agree; a name that only one of them has is no difference."""
+    merged: list[Facts] = []
+    for facts in environments:
+        alike = next((other for other in merged if not _differ([facts, other])), None)
+        if alike is None:
+            merged.append(alike := {})
+        alike |= {name: text for name, text in facts.items() if name not in alike}
+    return merged
+
+
+def _differ(environments: Sequence[Facts]) -> dict[str, list[str]]:
+    """The names on which environments disagree, with each value."""
+    values = {name: list(dict.fromkeys(f[name] for f in environments if name in f)) for name in COMPARED_FACTS}
+    return {name: found for name, found in values.items() if len(found) > 1}
+
+
+def _warning(environments: Sequence[Facts]) -> str:
+    differing = ", ".join(f"{name} ({' / '.join(found)})" for name, found in _differ(environments).items())
+    return differing and (
+        f"These results come from {len(environments)} environments, which differ in {differing}: a ratio between rows "
+        "of different environments is not the cost of privacy alone."
+    )
+
+
+def _dates(results: Sequence[Result]) -> str:
+    """The day or days, in UTC, as far as memory snapshots know the time."""
+    stamps = [snapshot.get("timestamp") for result in results for snapshot in result.snapshots[:1]]
+    days = sorted({time.strftime("%Y-%m-%d", time.gmtime(stamp)) for stamp in stamps if isinstance(stamp, int | float)})
+    return " to ".join(dict.fromkeys((days[0], days[-1]))) if days else ""

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from dpscope.reports.page.charts import make_charts
+from dpscope.reports.page.render import make_charts
 from dpscope.reports.report import Report
 from dpscope.reports.tables import compare_results
 from dpscope.reports.traffic.charts import roofline, traffic

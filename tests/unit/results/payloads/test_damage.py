@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dpscope.reports.export import TRACE_CSV, TRAFFIC_CSV
-from dpscope.reports.page.charts import make_charts
+from dpscope.reports.page.render import make_charts
 from dpscope.reports.report import Report
 from dpscope.reports.text import summary
 from dpscope.results.schema import UnreadableResult, parse_result
