@@ -58,7 +58,17 @@ def _peak_view(rows: Sequence[Row]) -> View | None:
         }
         for row, each in described.items()
     ]
-    told = [f"{row.method} holds {_peak_in_words(composition, standard)}" for row, composition in described.items()]
+    told = []  # `flat holds 52.8 GiB (1.75×, above all per-sample gradients +18.9 GiB)`
+    for row, each in described.items():
+        ratio, named = each.ratio_to(standard), ""
+        if standard and each is not standard and ratio is not None:
+            extra = each.extra_over(standard)
+            most = (max if sum(extra.values()) >= 0 else min)(extra, key=extra.__getitem__)
+            much = abs(extra[most]) >= TRIFLE * standard.total
+            named = (
+                f" ({format_ratio(ratio)}{f', above all {data.label_of(most)} {signed(extra[most])}' if much else ''})"
+            )
+        told.append(f"{row.method} holds {format_bytes(each.total)}{named}")
     return View(
         says=f"At the peak {', '.join(told)}.{_without(data.undescribed(rows))}",
         data={
@@ -72,18 +82,6 @@ def _peak_view(rows: Sequence[Row]) -> View | None:
             rows=[(bar["method"], bar["total"], bar["ratio"], *bar["bytes"], bar["maker"]) for bar in bars],
         ),
     )
-
-
-def _peak_in_words(composition: data.Composition, standard: data.Composition | None) -> str:
-    """`52.8 GiB (1.75×, above all per-sample gradients +18.9 GiB)`"""
-    holds, ratio = format_bytes(composition.total), composition.ratio_to(standard)
-    if standard is None or composition is standard or ratio is None:
-        return holds
-    extra = composition.extra_over(standard)
-    most = (max if sum(extra.values()) >= 0 else min)(extra, key=lambda key: extra[key])
-    much = abs(extra[most]) >= TRIFLE * standard.total
-    named = f", above all {data.label_of(most)} {signed(extra[most])}" if much else ""
-    return f"{holds} ({format_ratio(ratio)}{named})"
 
 
 memory_peak = chart_by_size(
@@ -104,19 +102,18 @@ def _tensors_view(rows: Sequence[Row]) -> View | None:
     if not known:
         return None
     panels = [{"method": method, "bars": [*map(_bar, tensors["largest"][:BARS_DRAWN])]} for method, tensors in known]
-    told = [f"The largest of {method}: {_tensor_in_words(tensors['largest'][0])}." for method, tensors in known]
+    told = []
+    for method, tensors in known:
+        first = tensors["largest"][0]
+        several = f"{first['count']} of them, each" if first["count"] > 1 else "it is"
+        what = f"{shape_in_words(first)}, {data.label_of(first['component'])}, {place_of(first, short=True)}"
+        told.append(f"The largest of {method}: {several} {format_bytes(first['bytes'])} ({what}).")
     largest = max(tensor["bytes"] for _, tensors in known for tensor in tensors["largest"])
     return View(
         says=" ".join(told),
         data={"axis": unit_for(largest), "panels": panels},
         table=Table.of([line for each in known for line in _tensor_lines(*each)]),
     )
-
-
-def _tensor_in_words(first: TensorAtPeak) -> str:
-    several = f"{first['count']} of them, each" if first["count"] > 1 else "it is"
-    what = f"{shape_in_words(first)}, {data.label_of(first['component'])}, {place_of(first, short=True)}"
-    return f"{several} {format_bytes(first['bytes'])} ({what})"
 
 
 def _bar(tensor: TensorAtPeak) -> dict[str, Any]:

@@ -146,25 +146,21 @@ def tensors_of(row: Row) -> TensorsAtPeak | None:
 
 def _composition(result: Result) -> Composition | None:
     peak = result.memory.get("peak")
-    if not peak or not peak["components"]:
-        parts = _broken_down(result.breakdown)
-        return Composition(_sorted(parts)) if parts else None
-    modules = [(each["module"], _sorted(each["components"])) for each in result.memory.get("modules", [])]
-    return Composition(
-        _sorted(peak["components"]),
-        *(peak["phase"] or None, peak["operator"] or None, peak["module"] or None),
-        sorted(modules, key=lambda entry: -sum(entry[1].values())),
-        result.memory.get("unattributed", []),
-    )
-
-
-def _broken_down(breakdown: Mapping[str, float]) -> dict[str, float]:
-    """From the `_mb` keys that older files have. What they leave open of the peak is unattributed."""
+    if peak and peak["components"]:
+        modules = [(each["module"], _sorted(each["components"])) for each in result.memory.get("modules", [])]
+        return Composition(
+            _sorted(peak["components"]),
+            *(peak["phase"] or None, peak["operator"] or None, peak["module"] or None),
+            sorted(modules, key=lambda entry: -sum(entry[1].values())),
+            result.memory.get("unattributed", []),
+        )
+    # From the `_mb` keys that older files have. What they leave open of the peak is unattributed.
+    breakdown = result.breakdown
     parts = {key.removesuffix("_mb"): value * MIB for key, value in breakdown.items() if key not in TOTALS}
     total = MIB * (breakdown.get("peak_allocated_mb") or breakdown.get("total_allocated_mb") or 0.0)
-    if not parts or UNATTRIBUTED in parts or not total:
-        return parts
-    return {**parts, UNATTRIBUTED: total - sum(parts.values())}
+    if parts and UNATTRIBUTED not in parts and total:
+        parts[UNATTRIBUTED] = total - sum(parts.values())
+    return Composition(_sorted(parts)) if parts else None
 
 
 def _timeline(payload: TimelinePayload) -> Timeline | None:

@@ -92,14 +92,17 @@ def _by_component(described: Mapping[Row, data.Composition], width: int) -> list
             ("time/step", [row.time_shown for row in rows]),
             ("  × standard", [row.time_ratio_shown for row in rows]),
             *((name, [row.speed_shown(name) for row in rows]) for name in known),
-            ("memory/time", [_per_time(row, each) for row, each in described.items()]),
+            (
+                "memory/time",
+                [
+                    marked(
+                        f"{mib(each.total) / row.median_ms:.2f} MiB/ms" if row.median_ms else MISSING, row.time_doubt
+                    )
+                    for row, each in described.items()
+                ],
+            ),
         ]
     return _tables("component", rows, lines, width)
-
-
-def _per_time(row: Row, composition: data.Composition) -> str:
-    time = row.median_ms
-    return marked(f"{mib(composition.total) / time:.2f} MiB/ms" if time else MISSING, row.time_doubt)
 
 
 def _tables(
@@ -126,22 +129,18 @@ def extra_in_words(described: Mapping[Row, data.Composition]) -> list[str]:
     standard = data.standard_of(described)
     if standard is None:
         return ["No standard at this size to compare with: measure it with --methods standard,…"]
-    return [
-        f"{row.method} holds {_compared(composition.extra_over(standard), standard)}"
-        for row, composition in described.items()
-        if row.method != STANDARD
-    ]
-
-
-def _compared(extra: Mapping[str, float], standard: data.Composition) -> str:
-    """The net of what a method holds beyond standard, and its larger parts, the largest first."""
-    net = sum(extra.values())
-    told = {key: count for key, count in extra.items() if abs(count) >= TRIFLE * standard.total}
-    parts = [f"{data.label_of(key)} {signed(told[key])}" for key in sorted(told, key=lambda key: -abs(told[key]))]
-    rest = net - sum(told.values())
-    parts += [f"the rest {signed(rest)}"] if told and abs(rest) >= MIB / 10 else []
-    amount = f"{format_bytes(abs(net))} {'more' if net >= 0 else 'less'} than" if round(net) else "as much as"
-    return f"{amount} standard at the peak" + (f": {', '.join(parts)}." if parts else ".")
+    sentences = []
+    for row, composition in described.items():
+        extra = composition.extra_over(standard)
+        net = sum(extra.values())
+        told = {key: count for key, count in extra.items() if abs(count) >= TRIFLE * standard.total}
+        parts = [f"{data.label_of(key)} {signed(told[key])}" for key in sorted(told, key=lambda key: -abs(told[key]))]
+        rest = net - sum(told.values())
+        parts += [f"the rest {signed(rest)}"] if told and abs(rest) >= MIB / 10 else []
+        amount = f"{format_bytes(abs(net))} {'more' if net >= 0 else 'less'} than" if round(net) else "as much as"
+        which = f": {', '.join(parts)}." if parts else "."
+        sentences += [f"{row.method} holds {amount} standard at the peak{which}"] if row.method != STANDARD else []
+    return sentences
 
 
 def signed(count: float) -> str:
@@ -167,19 +166,15 @@ def _notes(described: Mapping[Row, data.Composition]) -> list[str]:
     if any(row.median_ms for row in described):
         notes.append("memory/time: MiB at the peak for each millisecond of a step.")
         notes += filter(None, [explain(row.ratio_doubt for row in described)])
-    if UNATTRIBUTED in components:
-        notes.append(f"Unattributed (the allocator's peak less all that was tracked): {_explained(described)}.")
-    return notes
-
-
-def _explained(described: Mapping[Row, data.Composition]) -> str:
-    """What is known of each method's unattributed bytes; methods that share an explanation stand together."""
-    reasons: dict[str, list[str]] = {}
+    reasons: dict[str, list[str]] = {}  # what is known of unattributed bytes -> methods that share it
     for row, composition in described.items():
         if count := composition.components.get(UNATTRIBUTED):
             known = ", ".join(f"{part['what']} {format_bytes(part['bytes'])}" for part in composition.unattributed)
             reasons.setdefault(format_bytes(count) + (f" ({known})" if known else ""), []).append(row.method)
-    return "; ".join(f"{', '.join(methods)}: {reason}" for reason, methods in reasons.items())
+    if reasons:
+        told = "; ".join(f"{', '.join(methods)}: {reason}" for reason, methods in reasons.items())
+        notes.append(f"Unattributed (the allocator's peak less all that was tracked): {told}.")
+    return notes
 
 
 def shape_in_words(tensor: TensorAtPeak) -> str:
@@ -207,8 +202,9 @@ def place_of(tensor: TensorAtPeak, *, short: bool = False) -> str:
 def _largest_tensors(rows: Sequence[Row]) -> list[RenderableType]:
     texts = ("shape", "for", "made by", "line")
     table = bare_table("method", "size", "", *texts, left=("", *texts), wrap=texts)
-    for row, tensors in ((row, tensors) for row in rows if (tensors := data.tensors_of(row))):
-        for place, tensor in enumerate(tensors["largest"][:SHOWN_TENSORS]):
+    for row in rows:
+        tensors = data.tensors_of(row)
+        for place, tensor in enumerate(tensors["largest"][:SHOWN_TENSORS] if tensors else ()):
             several = f"× {tensor['count']}" if tensor["count"] > 1 else ""
             made = (shorten(maker_of(tensor), 20), shorten(place_of(tensor, short=True), 40))
             what = (shape_in_words(tensor), data.label_of(tensor["component"]), *made)
