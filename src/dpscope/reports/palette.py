@@ -79,28 +79,25 @@ def colour_of(component: str) -> str:
     return COMPONENT_COLOURS.get(component, own)
 
 
-def method_colours(methods: Iterable[str]) -> dict[str, str]:
-    """Built-in methods have theirs; another package's is chosen by name, so that it is the same in every report.
+def method_looks(methods: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Method -> colour and marker, which tell methods apart in grey print, and where there are more than colours.
 
-    Only where two of one report would look alike does the later in the alphabet take the next that is free.
+    Built-in methods have theirs; another package's is chosen by name, so that it is the same in every report. Only
+    where two of one report would look alike does the later in the alphabet take the next that is free.
     """
-    return _by_name(methods, METHOD_COLOURS)
-
-
-def method_markers(methods: Iterable[str]) -> dict[str, str]:
-    """Told apart in grey print, and where there are more methods than colours."""
-    return _by_name(methods, METHOD_MARKERS)
-
-
-def _by_name(methods: Iterable[str], looks: Sequence[str]) -> dict[str, str]:
     names = list(dict.fromkeys(methods))
+    colours, markers = (_by_name(names, looks) for looks in (METHOD_COLOURS, METHOD_MARKERS))
+    return {name: {"colour": colours[name], "marker": markers[name]} for name in names}
+
+
+def _by_name(names: Sequence[str], looks: Sequence[str]) -> dict[str, str]:
     chosen = {name: looks[BUILT_IN_METHODS.index(name)] for name in names if name in BUILT_IN_METHODS}
     others = looks[len(BUILT_IN_METHODS) :]
     for name in sorted(set(names) - set(chosen)):
         start = zlib.crc32(name.encode()) % len(others)
         order = [*others[start:], *others[:start], *looks]
         chosen[name] = next((look for look in order if look not in chosen.values()), order[0])
-    return {name: chosen[name] for name in names}
+    return chosen
 
 
 def phase_colour(phase: str) -> str:
@@ -115,7 +112,5 @@ def is_dark(colour: str) -> bool:
 
 
 def looks_of(rows: Sequence[Row]) -> dict[str, dict[str, str]]:
-    """Method -> its colour and symbol, for all methods that were compared with these rows' results."""
-    methods = list(dict.fromkeys(method for row in rows for method in (*row.methods, row.method)))
-    colours, markers = method_colours(methods), method_markers(methods)
-    return {method: {"colour": colours[method], "marker": markers[method]} for method in methods}
+    """Method -> its look, for all methods that were compared with these rows' results."""
+    return method_looks(method for row in rows for method in (*row.methods, row.method))

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.console import RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from dpscope.reports.doubt import marked
@@ -133,44 +132,36 @@ SIMULATED_NOTE = (
 def ranks_section(rows: Sequence[Row], width: int) -> list[RenderableType]:
     """Ranks, collectives and scaling of every row over several processes."""
     views = [view for row in rows if (view := rank_view_of(row))]
-    measured, simulated = ([view for view in views if view.simulated is wanted] for wanted in (False, True))
     parts: list[RenderableType] = []
-    if measured:
-        parts += [Text(OVER_RANKS, style="bold"), "", _measured_table(measured), "", *_measured_notes(measured)]
-    if simulated:
-        parts += [""] * bool(parts)
-        parts += [
-            Text(SIMULATED_RANK, style="bold"),
-            "",
-            _simulated_table(simulated),
-            "",
-            Text(SIMULATED_NOTE, style="dim"),
-        ]
+    for heading, simulated, columns, notes in (
+        (OVER_RANKS, False, _measured_columns, _measured_notes),
+        (SIMULATED_RANK, True, _simulated_columns, lambda _: [SIMULATED_NOTE]),
+    ):
+        if found := [view for view in views if view.simulated is simulated]:
+            table = table_of(found, [*_identity(found), *columns(found)], left={"method"})
+            dim = [Text(note, style="dim") for note in notes(found)]
+            parts += [*([""] if parts else []), Text(heading, style="bold"), "", table, "", *dim]
     return parts
 
 
-def _measured_table(views: Sequence[RankView]) -> Table:
-    columns: list[Column[RankView]] = [
-        *_identity(views),
+def _measured_columns(views: Sequence[RankView]) -> list[Column[RankView]]:
+    scaling: Column[RankView] = ("scaling", lambda view: scaling_shown(view.row))
+    return [
         ("slowest", lambda view: f"rank {view.slowest}"),
         ("peak (rank)", _peaks),
         *_collective_columns(views),
         ("share", lambda view: MISSING if view.share is None else f"{view.share:.0%}"),
+        *([scaling] if any(view.row.scaling for view in views) else []),
     ]
-    if any(view.row.scaling for view in views):
-        columns.append(("scaling", lambda view: scaling_shown(view.row)))
-    return table_of(views, columns, left={"method"})
 
 
-def _simulated_table(views: Sequence[RankView]) -> Table:
-    columns: list[Column[RankView]] = [
-        *_identity(views),
+def _simulated_columns(views: Sequence[RankView]) -> list[Column[RankView]]:
+    return [
         ("ranks", lambda view: str(view.world_size)),
         *_collective_columns(views),
         ("sending", _sending),
         ("step with it", _computed_step),
     ]
-    return table_of(views, columns, left={"method"})
 
 
 def _identity(views: Sequence[RankView]) -> list[Column[RankView]]:
@@ -215,12 +206,8 @@ def scaling_shown(row: Row) -> str:
     return marked(f"{format_ratio(row.scaling)} of {row.field('gpus')}", row.time_doubt or row.alone.time_doubt)
 
 
-def _measured_notes(views: Sequence[RankView]) -> list[RenderableType]:
-    notes = [COLLECTIVE_NOTE]
+def _measured_notes(views: Sequence[RankView]) -> list[str]:
     equal = dict.fromkeys(view.row.scaling_batch for view in views if view.row.scaling)
     told = {BATCH_OF_A_RANK: "as large a batch as one rank has", BATCH_OF_A_STEP: "the whole step's batch"}
-    notes += [
-        f"Scaling: samples a second against the same method in one process with {told[each]}; n of n is perfect."
-        for each in equal
-    ]
-    return [Text(note, style="dim") for note in notes]
+    against = "Scaling: samples a second against the same method in one process with"
+    return [COLLECTIVE_NOTE, *(f"{against} {told[each]}; n of n is perfect." for each in equal)]

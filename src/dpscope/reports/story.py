@@ -110,24 +110,19 @@ def _same_memory(row: Row, other: Row) -> bool:
 
 
 def _of_savings(winner: Row, others: Sequence[Row]) -> list[str]:
-    """Against what people usually have; else the next best is what a reader would have taken, by time first."""
+    """What is surely saved, time beyond the spread and memory beyond rounding: against what people usually have, else
+    against the next best, by time first."""
     usual = next((row for row in others if row.method == USUAL), None) or min(
         others, key=lambda row: (row.median_ms is None, row.median_ms or 0.0, row.peak_bytes or 0.0)
     )
-    saved = _savings(winner, usual)
-    return [f"Against {usual.method} it saves {' and '.join(saved)} a step."] if saved else []
-
-
-def _savings(winner: Row, other: Row) -> list[str]:
-    """What is surely saved: time beyond the spread, memory beyond rounding."""
     saved = []
-    mine, theirs = winner.median_ms, other.median_ms
-    if mine is not None and theirs is not None and beyond_spread(other, winner) and mine < theirs:
+    mine, theirs = winner.median_ms, usual.median_ms
+    if mine is not None and theirs is not None and beyond_spread(usual, winner) and mine < theirs:
         saved.append(f"{format_ms(theirs - mine)} ({1 - mine / theirs:.0%} of the time)")
-    small, large = winner.peak_bytes, other.peak_bytes
-    if small is not None and large is not None and small < large and not _same_memory(winner, other):
+    small, large = winner.peak_bytes, usual.peak_bytes
+    if small is not None and large is not None and small < large and not _same_memory(winner, usual):
         saved.append(f"{format_bytes(large - small)} ({1 - small / large:.0%} of the memory)")
-    return saved
+    return [f"Against {usual.method} it saves {' and '.join(saved)} a step."] if saved else []
 
 
 def cost_in_words(row: Row) -> str:

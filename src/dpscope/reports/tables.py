@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from dpscope.reports.doubt import doubt_of_times, marked
@@ -47,37 +48,35 @@ class Row:
 
     @property
     def time_ratio(self) -> float | None:
-        return None if self.standard is None else _ratio(self.median_ms, self.standard.median_ms)
+        return _ratio(self, self.standard, attrgetter("median_ms"))
 
     @property
     def memory_ratio(self) -> float | None:
-        return None if self.standard is None else _ratio(self.peak_bytes, self.standard.peak_bytes)
+        return _ratio(self, self.standard, attrgetter("peak_bytes"))
 
     @property
     def ratio_doubt(self) -> str:
         """What makes the ratio of times doubtful: this row's times, or standard's."""
-        of_standard = self.standard.time_doubt if self.standard and self.median_ms is not None else ""
-        return self.time_doubt or of_standard
+        return self._doubt_against(self.standard if self.median_ms is not None else None)
 
     @property
     def eager_time_ratio(self) -> float | None:
         """Of a compiled row, to ordinary training that is not compiled."""
-        return None if self.eager_standard is None else _ratio(self.median_ms, self.eager_standard.median_ms)
+        return _ratio(self, self.eager_standard, attrgetter("median_ms"))
 
     @property
     def eager_memory_ratio(self) -> float | None:
-        return (
-            None if self.eager_standard is None else _ratio(self._allocator_peak, self.eager_standard._allocator_peak)
+        """By the one definition of a peak that eager and compiled rows share: on a CPU the tracker's is another."""
+        return _ratio(
+            *(self, self.eager_standard), lambda row: figure_of(row.memory.get("allocator_peak_bytes"), row.peak_bytes)
         )
 
     @property
-    def _allocator_peak(self) -> float | None:
-        """The peak by the one definition that eager and compiled rows share: on a CPU the tracker's is another."""
-        return figure_of(self.memory.get("allocator_peak_bytes"), self.peak_bytes)
-
-    @property
     def eager_ratio_doubt(self) -> str:
-        return self.time_doubt or (self.eager_standard.time_doubt if self.eager_standard else "")
+        return self._doubt_against(self.eager_standard)
+
+    def _doubt_against(self, other: Row | None) -> str:
+        return self.time_doubt or (other.time_doubt if other else "")
 
     @property
     def eager_time_ratio_shown(self) -> str:
@@ -194,6 +193,11 @@ class Row:
         return int(self.field("batch_size") * self.field("accumulate") * self.field("gpus"))
 
     @property
+    def work(self) -> int:
+        """Tokens of a step, or samples where there is no sequence."""
+        return self.samples * (self.spec.get("seq_len") or 1)
+
+    @property
     def time_shown(self) -> str:
         return marked(format_ms(self.median_ms), self.time_doubt)
 
@@ -215,13 +219,11 @@ class Row:
     @property
     def peaks(self) -> dict[str, float]:
         """Instrument -> the peak it gives, in bytes; the memory instrument first."""
-        ordered = sorted(self.measured.items(), key=lambda item: item[0] != "memory")
-        found = {}
-        for name, result in ordered:
+        found: dict[str, float] = {}
+        for name, result in sorted(self.measured.items(), key=lambda item: item[0] != "memory"):
             stated = figure_of(result.peak_memory_mb)
             peak = figure_of(result.memory.get("peak_bytes"), None if stated is None else stated * MIB)
-            if result.ok and peak is not None:
-                found[name] = peak
+            found |= {name: peak} if result.ok and peak is not None else {}
         return found
 
     @property
@@ -247,8 +249,7 @@ class Row:
     @property
     def scaling(self) -> float | None:
         """Samples in a second, against the same method in one process; n of n ranks would be perfect."""
-        of_one = self.alone.speeds.get("samples/s") if self.alone else None
-        return _ratio(self.speeds.get("samples/s"), of_one)
+        return _ratio(self, self.alone, lambda row: row.speeds.get("samples/s"))
 
     @property
     def scaling_batch(self) -> str:
@@ -315,14 +316,11 @@ def compare_results(results: Iterable[Result]) -> list[Row]:
 
 def _in_one_process(row: Row, rows: Sequence[Row]) -> Row | None:
     """The row of the same method in one process whose batch is that of a rank or, if there is none, of a step."""
-    processes = row.field("gpus")
     one = {**row.identity, **{name: LATER_DEFAULTS[name] for name in ("gpus", "parallel")}}
-    for batch_size in (row.field("batch_size"), row.field("batch_size") * processes):
-        wanted = hashable({**one, "batch_size": batch_size})
-        for other in rows:
-            if other.method == row.method and other.comparison == wanted:
-                return other
-    return None
+    batches = (row.field("batch_size"), row.field("batch_size") * row.field("gpus"))
+    wanted = [hashable({**one, "batch_size": batch}) for batch in batches]
+    found = {other.comparison: other for other in reversed(rows) if other.method == row.method}
+    return next((found[each] for each in wanted if each in found), None)
 
 
 def join_instruments(results: Sequence[Result]) -> list[Row]:
@@ -331,31 +329,25 @@ def join_instruments(results: Sequence[Result]) -> list[Row]:
     Numbers of steps keep rows apart only where one instrument looked with several of them; what another saw, with
     one number of steps, belongs to each of those rows.
     """
-    several = _several_step_counts(results)
+    counted: dict[tuple[Hashable, str, str], dict[StepCounts, None]] = defaultdict(dict)  # of one method's results
+    for result in results:
+        counted[hashable(identity_of(result.spec)), result.instrument, result.experiment][_step_counts(result)] = None
+    several: dict[Hashable, dict[str, dict[StepCounts, None]]] = defaultdict(lambda: defaultdict(dict))
+    for (comparison, instrument, _), counts in counted.items():
+        if len(counts) > 1:
+            several[comparison][instrument] |= counts
     joined: dict[Hashable, list[Row]] = {}
     for result in results:
         comparison = hashable(identity_of(result.spec))
         repeated = several[comparison]
-        every = dict.fromkeys(counts for of_one in repeated.values() for counts in of_one) or [()]
-        for counts in [_step_counts(result)] if result.instrument in repeated else every:
-            places = joined.setdefault((result.experiment, comparison, counts), [])
+        every = dict.fromkeys(each for of_one in repeated.values() for each in of_one) or [()]
+        for steps in [_step_counts(result)] if result.instrument in repeated else every:
+            places = joined.setdefault((result.experiment, comparison, steps), [])
             row = next((row for row in places if result.instrument not in row.measured), None)
             if row is None:
-                places.append(row := Row({}, step_counts=counts))
+                places.append(row := Row({}, step_counts=steps))
             row.measured[result.instrument] = result
     return [row for places in joined.values() for row in places]
-
-
-def _several_step_counts(results: Sequence[Result]) -> dict[Hashable, dict[str, dict[StepCounts, None]]]:
-    """Comparison -> instruments that measured one method with several numbers of steps, and those."""
-    found: dict[tuple[Hashable, str, str], dict[StepCounts, None]] = defaultdict(dict)
-    for result in results:
-        found[hashable(identity_of(result.spec)), result.instrument, result.experiment][_step_counts(result)] = None
-    several: dict[Hashable, dict[str, dict[StepCounts, None]]] = defaultdict(dict)
-    for (comparison, instrument, _), counts in found.items():
-        if len(counts) > 1:
-            several[comparison][instrument] = several[comparison].get(instrument, {}) | counts
-    return several
 
 
 def _step_counts(result: Result) -> StepCounts:
@@ -368,7 +360,9 @@ def seen_once(rows: Sequence[Row], instrument: str) -> list[Row]:
     return [row for row in rows if instrument not in row.measured or first[id(row.measured[instrument])] is row]
 
 
-def _ratio(value: float | None, denominator: float | None) -> float | None:
+def _ratio(row: Row, other: Row | None, read: Callable[[Row], float | None]) -> float | None:
+    """Of a figure of a row to that of another; None where either has none, or there is no other."""
+    value, denominator = read(row), read(other) if other else None
     return value / denominator if value and denominator else None
 
 

@@ -13,10 +13,17 @@ from dpscope.reports.palette import (
     METHOD_COLOURS,
     METHOD_MARKERS,
     PHASE_COLOURS,
-    method_colours,
-    method_markers,
+    method_looks,
 )
 from dpscope.vocabulary import components, families, phases
+
+
+def method_colours(methods):
+    return {method: look["colour"] for method, look in method_looks(methods).items()}
+
+
+def method_markers(methods):
+    return {method: look["marker"] for method, look in method_looks(methods).items()}
 
 
 def method_colour(method):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from dpscope.reports.page.command_lines import can_be_typed, command_lines
 from dpscope.reports.report import Report, Size
@@ -32,12 +32,7 @@ class Missing:
     gaps: list[InstrumentGap]
 
 
-class Lacking(NamedTuple):
-    """A row that an instrument did not look at, and the spec with which it would."""
-
-    method: str
-    size: Size
-    spec: dict[str, Any]
+Lacking = tuple[str, Size, dict[str, Any]]  # a method, where it was not looked at, the spec that would
 
 
 def find_missing(report: Report) -> Missing:
@@ -60,12 +55,13 @@ def _gap(instrument: str, sizes: Sequence[Size]) -> InstrumentGap | None:
         return None
     everywhere = not any(instrument in row.measured for size in sizes for row in size.rows)
     about = INSTRUMENTS[instrument]
-    noted = about.cpu_note and all(each.spec.get("device") == "cpu" for each in lacking)
+    specs = [spec for *_, spec in lacking]
+    noted = about.cpu_note and all(spec.get("device") == "cpu" for spec in specs)
     return InstrumentGap(
         what=about.shows + (f" ({about.cpu_note})" if noted else ""),
         where="" if everywhere else _where(lacking),
-        commands=command_lines([each.spec for each in lacking]),
-        untyped=_where([each for each in lacking if not can_be_typed(each.spec)]),
+        commands=command_lines(specs),
+        untyped=_where([each for each in lacking if not can_be_typed(each[-1])]),
     )
 
 
@@ -79,7 +75,7 @@ def _lacking(instrument: str, sizes: Sequence[Size]) -> Iterator[Lacking]:
             if instrument in row.measured or row_of_any_steps in seen or not _works(row, instrument):
                 continue
             seen.add(row_of_any_steps)
-            yield Lacking(row.method, size, spec)
+            yield row.method, size, spec
 
 
 def _works(row: Row, instrument: str) -> bool:
@@ -99,8 +95,8 @@ def _options(instrument: str, size: Size, sizes: Sequence[Size]) -> dict[str, An
 def _where(lacking: Sequence[Lacking], most: int = 4) -> str:
     """The sizes; where some of a size's methods were looked at, also which were not."""
     methods: dict[Size, list[str]] = {}
-    for each in lacking:
-        methods.setdefault(each.size, []).append(each.method)
+    for method, size, _ in lacking:
+        methods.setdefault(size, []).append(method)
     words = []
     for size, names in methods.items():
         whole = len(names) == len({row.method for row in size.rows})

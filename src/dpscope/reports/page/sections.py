@@ -42,7 +42,7 @@ def first_size(sizes: Sequence[Size]) -> int:
 def _known(rows: Sequence[Row]) -> tuple[int, int, int]:
     instruments = {result.instrument for row in rows for result in row.ended_well}
     figures = sum((row.median_ms is not None) + (row.peak_bytes is not None) for row in rows)
-    return len(instruments), figures, rows[0].samples * (rows[0].spec.get("seq_len") or 1)
+    return len(instruments), figures, rows[0].work
 
 
 def _figures(row: Row) -> list[dict[str, str]]:

@@ -27,26 +27,23 @@ def _time_view(rows: Sequence[Row]) -> View | None:
     timed = [row for row in rows if row.median_ms is not None]
     if not timed:
         return None
-    bars = [
-        {
-            "method": row.method,
-            "colour": looks_of(rows)[row.method]["colour"],
-            "median_ms": row.median_ms,
-            "spread_ms": row.spread_ms,
-            "ratio": row.time_ratio,
-            "marks": [marked("", doubt) for doubt in (row.time_doubt, row.ratio_doubt)],  # of the time, of the ratio
-            "per_second": [f"{format_throughput(speed)} {name}" for name, speed in row.speeds.items()],
-            "steps_ms": row.timing.get("step_ms") or [],
-        }
-        for row in timed
-    ]
-    ratios = ["" if r.time_ratio is None or r.method == STANDARD else f" ({r.time_ratio_shown})" for r in timed]
-    costs = [f"{row.time_shown}{ratio} with {row.method}" for row, ratio in zip(timed, ratios, strict=True)]
-    columns = ("method", "median_ms", "p10_ms", "p90_ms", *SPEEDS, "ratio_to_standard", "doubt")
-    lines = []
+    bars, costs, lines = [], [], []
     for row in timed:
+        doubts = (row.time_doubt, row.ratio_doubt)
+        bars.append(
+            {
+                **{"method": row.method, "colour": looks_of(rows)[row.method]["colour"], "median_ms": row.median_ms},
+                **{"spread_ms": row.spread_ms, "ratio": row.time_ratio},
+                "marks": [marked("", doubt) for doubt in doubts],  # of the time, of the ratio
+                "per_second": [f"{format_throughput(speed)} {name}" for name, speed in row.speeds.items()],
+                "steps_ms": row.timing.get("step_ms") or [],
+            }
+        )
+        ratio = "" if row.time_ratio is None or row.method == STANDARD else f" ({row.time_ratio_shown})"
+        costs.append(f"{row.time_shown}{ratio} with {row.method}")
         figures = (row.median_ms, *(row.spread_ms or (None, None)), *map(row.speeds.get, SPEEDS), row.time_ratio)
         lines.append((row.method, *figures, row.ratio_doubt or None))
+    columns = ("method", "median_ms", "p10_ms", "p90_ms", *SPEEDS, "ratio_to_standard", "doubt")
     return View(
         says=" ".join(filter(None, (f"A step takes {', '.join(costs)}.", explain(row.ratio_doubt for row in timed)))),
         data={"bars": bars},
@@ -105,7 +102,6 @@ def _by_method(rows: Sequence[Row]) -> dict[str, list[Row]]:
 class Way:
     """What varies along the horizontal axis, and what a panel holds fixed."""
 
-    key: str
     varies: str
     word: str
     axis: str
@@ -120,8 +116,8 @@ class Way:
         return f"{before}{self.fixed_word} {fixed}" if (fixed := row.spec.get(self.fixed)) else ""
 
 
-BATCH = Way("scaling-batch", "batch_size", "batch", "batch size", "seq_len", "sequence")
-SEQUENCE = Way("scaling-sequence", "seq_len", "sequence", "sequence length", "batch_size", "batch")
+BATCH = Way("batch_size", "batch", "batch size", "seq_len", "sequence")
+SEQUENCE = Way("seq_len", "sequence", "sequence length", "batch_size", "batch")
 
 Panel = list[Row]
 
@@ -148,7 +144,7 @@ def _scaling(rows: Sequence[Row], way: Way) -> Chart | None:
     )
     return chart_of(
         [view],
-        key=way.key,
+        key=f"scaling-{way.word}",
         title=f"How the cost grows with {way.axis}",
         nav_label=way.axis.partition(" ")[0].capitalize(),
         kind="scaling",
@@ -211,7 +207,19 @@ def tradeoff(rows: Sequence[Row]) -> Chart | None:
     looks, left_out = looks_of(rows), [(row, _why_not_drawn(row)) for row in rows if row not in drawn]
     others = _by_method([row for row in drawn if not (relative and row.method == STANDARD)])
     lines = [
-        {"method": method, **looks[method], "points": [_tradeoff_point(row) for row in sorted(own, key=_work_of)]}
+        {
+            **{"method": method, **looks[method]},
+            "points": [
+                {
+                    "size": row.size,
+                    "short": "×".join(str(row.spec[name]) for name in SIZES if row.spec.get(name)),
+                    "spread_ms": row.spread_ms,
+                    **_costs(row),
+                    "doubt": EXPLAINED.get(row.ratio_doubt, ""),
+                }
+                for row in sorted(own, key=lambda row: (row.work, row.spec.get("seq_len") or 1))
+            ],
+        }
         for method, own in others.items()
     ]
     standard = {"method": STANDARD, **looks[STANDARD]} if relative else None
@@ -231,22 +239,6 @@ def tradeoff(rows: Sequence[Row]) -> Chart | None:
             f"one method. It does not see {NOT_SEEN[relative]}."
         ),
     )
-
-
-def _work_of(row: Row) -> tuple[int, int]:
-    """Order of sizes along a line: tokens (or samples) of a step, then the sequence."""
-    length = row.spec.get("seq_len") or 1
-    return row.samples * length, length
-
-
-def _tradeoff_point(row: Row) -> dict[str, Any]:
-    return {
-        "size": row.size,
-        "short": "×".join(str(row.spec[name]) for name in SIZES if row.spec.get(name)),
-        "spread_ms": row.spread_ms,
-        **_costs(row),
-        "doubt": EXPLAINED.get(row.ratio_doubt, ""),
-    }
 
 
 def _tradeoff_in_words(drawn: Sequence[Row], *, relative: bool) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dpscope.reports.palette import method_colours
+from dpscope.reports.palette import method_looks
 from dpscope.reports.tables import compare_results
 from dpscope.reports.time.charts import scaling_over_batch, scaling_over_sequence, tradeoff
 
@@ -80,11 +80,11 @@ def test_one_row_is_no_tradeoff(rows):
 
 def test_a_method_has_one_look_in_all_charts(rows):
     found = rows(*TWO_SIZES)
-    looks = method_colours(["standard", "flat"])
+    looks = method_looks(["standard", "flat"])
     for chart in (tradeoff(found), scaling_over_batch(found)):
         (view,) = chart.views
         lines = view.data.get("lines") or view.data["panels"][0]["lines"]
-        assert all(line["colour"] == looks[line["method"]] for line in lines)
+        assert all(line["colour"] == looks[line["method"]]["colour"] for line in lines)
 
 
 def test_growth_with_the_batch_has_a_panel_for_each_sequence_with_two_batches(rows):
