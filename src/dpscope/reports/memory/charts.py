@@ -45,7 +45,11 @@ def _without(reasons: Sequence[tuple[Row, str]]) -> str:
     return "".join(f" {note}." for note in not_drawn(reasons))
 
 
-def _peak_view(rows: Sequence[Row]) -> View | None:
+@chart_by_size(key="memory-peak", title="Memory at the peak, by component", nav_label="Memory")
+def memory_peak(rows: Sequence[Row]) -> View | None:
+    """Every storage was followed from birth to death through one step; shown is the moment at which most bytes were
+    live, and unattributed is what the allocator counted beyond that. It does not see memory outside PyTorch's
+    allocator, nor what the allocator keeps in reserve."""
     described = data.described_of(rows)
     if not described:
         return None
@@ -84,20 +88,12 @@ def _peak_view(rows: Sequence[Row]) -> View | None:
     )
 
 
-memory_peak = chart_by_size(
-    _peak_view,
-    key="memory-peak",
-    title="Memory at the peak, by component",
-    nav_label="Memory",
-    how=(
-        "Every storage was followed from birth to death through one step; shown is the moment at which most bytes "
-        "were live, and unattributed is what the allocator counted beyond that. It does not see memory outside "
-        "PyTorch's allocator, nor what the allocator keeps in reserve."
-    ),
-)
-
-
-def _tensors_view(rows: Sequence[Row]) -> View | None:
+@chart_by_size(key="tensors", title="Largest tensors at the peak", nav_label="Tensors")
+def tensors_at_peak(rows: Sequence[Row]) -> View | None:
+    """Every storage that was live at the peak of a tracked step, the largest first, with the shape it was made in,
+    what it is for, and the innermost line of Python outside torch that asked for it; alike ones of several layers
+    share a bar, which is as long as one of them. It does not see what an operator allocates and frees inside
+    itself."""
     known = [(row.method, tensors) for row in rows if (tensors := data.tensors_of(row))]
     if not known:
         return None
@@ -141,21 +137,11 @@ def _tensor_lines(method: str, tensors: TensorsAtPeak) -> list[dict[str, Any]]:
     return [*lines, dict.fromkeys(lines[0], "") | rest] if rest["bytes"] else lines
 
 
-tensors_at_peak = chart_by_size(
-    _tensors_view,
-    key="tensors",
-    title="Largest tensors at the peak",
-    nav_label="Tensors",
-    how=(
-        "Every storage that was live at the peak of a tracked step, the largest first, with the shape it was made "
-        "in, what it is for, and the innermost line of Python outside torch that asked for it; alike ones of "
-        "several layers share a bar, which is as long as one of them. It does not see what an operator allocates "
-        "and frees inside itself."
-    ),
-)
-
-
-def _timeline_view(rows: Sequence[Row]) -> View | None:
+@chart_by_size(key="memory-timeline", title="Memory over one training step", nav_label="Timeline")
+def memory_timeline(rows: Sequence[Row]) -> View | None:
+    """Live bytes after every allocation and free of one step, thinned out for this page; every highest value is
+    kept as measured. It does not see time (a step to the right is an event, not a millisecond), nor what is
+    unattributed."""
     timelines = [(row, timeline) for row in rows if (timeline := data.timeline_of(row))]
     if not timelines:
         return None
@@ -244,16 +230,3 @@ def moments(timeline: data.Timeline, most: int = MOMENTS) -> list[int]:
         stretch = range(number * count // stretches, (number + 1) * count // stretches)
         kept |= {max(stretch, key=totals.__getitem__), min(stretch, key=totals.__getitem__)}
     return sorted(kept)
-
-
-memory_timeline = chart_by_size(
-    _timeline_view,
-    key="memory-timeline",
-    title="Memory over one training step",
-    nav_label="Timeline",
-    how=(
-        "Live bytes after every allocation and free of one step, thinned out for this page; every highest value is "
-        "kept as measured. It does not see time (a step to the right is an event, not a millisecond), nor what is "
-        "unattributed."
-    ),
-)

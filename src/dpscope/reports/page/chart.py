@@ -52,6 +52,7 @@ class Chart:
     views: Sequence[View]  # the reader chooses one; those of a size without figures are left out
 
 
+ViewOf = Callable[[Sequence[Row]], View | None]  # of rows that are compared with each other
 ChartOf = Callable[[Sequence[Row]], Chart | None]  # None where no row has figures for it
 
 
@@ -63,11 +64,20 @@ def chart_of(
     return Chart(key=key, title=title, kind=kind or key, how=how, nav_label=nav_label, views=found) if found else None
 
 
-def chart_by_size(view_of: Callable[[Sequence[Row]], View | None], **about: str) -> ChartOf:
-    """A chart with a view of each size: `view_of` is called with the rows that are compared with each other."""
+def chart_by_size(*, key: str, title: str, nav_label: str) -> Callable[[ViewOf], ChartOf]:
+    """A chart with a view of each size, from a function of the rows that are compared with each other. Its docstring is
+    what the page says of how it was measured, and what it does not see."""
 
-    def make(rows: Sequence[Row]) -> Chart | None:
-        made = [(group[0].size, view) for group in group_by_size(rows) if (view := view_of(group))]
-        return chart_of((replace(view, size=size) for size, view in made), **about)
+    def chart(view_of: ViewOf) -> ChartOf:
+        about = {"key": key, "title": title, "nav_label": nav_label, "how": " ".join((view_of.__doc__ or "").split())}
 
-    return make
+        def make(rows: Sequence[Row]) -> Chart | None:
+            return chart_of(views_by_size(rows, view_of), **about)
+
+        return make
+
+    return chart
+
+
+def views_by_size(rows: Sequence[Row], view_of: ViewOf) -> list[View]:
+    return [replace(view, size=group[0].size) for group in group_by_size(rows) if (view := view_of(group))]

@@ -23,7 +23,11 @@ NOT_SEEN = {
 }
 
 
-def _time_view(rows: Sequence[Row]) -> View | None:
+@chart_by_size(key="step-time", title="Time of a step", nav_label="Time")
+def step_time(rows: Sequence[Row]) -> View | None:
+    """A bar is the median of the timed steps after warm-up; below it each point is one step, and the line spans
+    their 10th to 90th percentile, in a process without any profiler. It does not see data loading: every step
+    trains on the same batch."""
     timed = [row for row in rows if row.median_ms is not None]
     if not timed:
         return None
@@ -49,19 +53,6 @@ def _time_view(rows: Sequence[Row]) -> View | None:
         data={"bars": bars},
         table=Table(columns=columns, rows=lines),
     )
-
-
-step_time = chart_by_size(
-    _time_view,
-    key="step-time",
-    title="Time of a step",
-    nav_label="Time",
-    how=(
-        "A bar is the median of the timed steps after warm-up; below it each point is one step, and the line "
-        "spans their 10th to 90th percentile, in a process without any profiler. It does not see data loading: "
-        "every step trains on the same batch."
-    ),
-)
 
 
 def _range(values: Iterable[float | None], read: Callable[[float], str]) -> str:

@@ -87,8 +87,11 @@ def _phases_in_words(times: Sequence[tuple[str, dict[str, float]]]) -> list[str]
     return told
 
 
-def _operators_view(rows: Sequence[Row]) -> View | None:
-    """None without a traced standard and another method."""
+@chart_by_size(key="operators", title="Operators that grew", nav_label="Operators")
+def operators(rows: Sequence[Row]) -> View | None:
+    """Each operator's own time in a step under torch.profiler, less its time in standard's: the bars of a method
+    sum to how much longer its traced step is. It does not see single kernels within an operator, and the profiler
+    stretches what the host does."""
     found = data.differences(data.traced_steps(rows))
     if not found:
         return None
@@ -145,16 +148,3 @@ def _lines(found: data.StepDifference) -> list[tuple[Any, ...]]:
     lines: list[tuple[Any, ...]] = [(c.operator, c.phase, c.kind, c.before_ms, c.after_ms, c.ms) for c in longest]
     lines += [(REST_BAR, "", "", None, None, rest)] if others else []
     return [(found.method, found.basis, *line) for line in lines]
-
-
-operators = chart_by_size(
-    _operators_view,
-    key="operators",
-    title="Operators that grew",
-    nav_label="Operators",
-    how=(
-        "Each operator's own time in a step under torch.profiler, less its time in standard's: the bars of a "
-        "method sum to how much longer its traced step is. It does not see single kernels within an operator, "
-        "and the profiler stretches what the host does."
-    ),
-)

@@ -10,13 +10,16 @@ from typing import Any
 
 from dpscope.reports.memory.charts import unit_for
 from dpscope.reports.memory.data import composition_of, label_of
-from dpscope.reports.page.chart import Table, View, chart_by_size
+from dpscope.reports.page.chart import Chart, Table, View, chart_of, views_by_size
 from dpscope.reports.palette import looks_of
 from dpscope.reports.tables import Row
 from dpscope.reports.trace.data import on_gpu, traced_steps
 from dpscope.reports.words import in_prose
 from dpscope.results.payloads.trace import ModuleTime
 from dpscope.units import format_bytes, format_ms
+
+Cost = Mapping[str, float]  # of one module: parts -> bytes or milliseconds
+Costs = Mapping[str, Cost]  # of one method: module -> its cost
 
 MOST_LINES = 15
 OTHER_LINES = "(all others)"
@@ -115,35 +118,34 @@ def _in_words(methods: Sequence[str], lines: Sequence[dict[str, Any]], rests: Se
     return heaviest + (f" All other modules together: {others}." if others else "")
 
 
-layers_memory = chart_by_size(
-    partial(_view, measure=_held, unit="bytes"),
-    key="layers-memory",
-    title="Layer by layer: memory at the peak",
-    nav_label="Layers",
-    kind="layers",
-    how=(
-        "Bytes of a module's parameters, their gradients and optimizer states, and of what its own operators hold, "
-        f"at the moment of the peak. {BARS_SHARED} It does not see modules too light to be listed in the results: a "
-        f"bar that is missing is not known to be zero, and {OTHER_LINES} holds them."
-    ),
-)
+def layers_memory(rows: Sequence[Row]) -> Chart | None:
+    return chart_of(
+        views_by_size(rows, partial(_view, measure=_held, unit="bytes")),
+        key="layers-memory",
+        title="Layer by layer: memory at the peak",
+        nav_label="Layers",
+        kind="layers",
+        how=(
+            "Bytes of a module's parameters, their gradients and optimizer states, and of what its own operators hold, "
+            f"at the moment of the peak. {BARS_SHARED} It does not see modules too light to be listed in the results: "
+            f"a bar that is missing is not known to be zero, and {OTHER_LINES} holds them."
+        ),
+    )
 
 
-layers_time = chart_by_size(
-    partial(_view, measure=_spent, unit="ms"),
-    key="layers-time",
-    title="Layer by layer: time",
-    nav_label="Layers: time",
-    kind="layers",
-    how=(
-        f"Time of the operators that worked for a module, forward and backward, in a traced step. {BARS_SHARED} "
-        "It does not see what a step takes without the profiler, which makes it longer."
-    ),
-)
+def layers_time(rows: Sequence[Row]) -> Chart | None:
+    return chart_of(
+        views_by_size(rows, partial(_view, measure=_spent, unit="ms")),
+        key="layers-time",
+        title="Layer by layer: time",
+        nav_label="Layers: time",
+        kind="layers",
+        how=(
+            f"Time of the operators that worked for a module, forward and backward, in a traced step. {BARS_SHARED} "
+            "It does not see what a step takes without the profiler, which makes it longer."
+        ),
+    )
 
-
-Cost = Mapping[str, float]  # of one module: parts -> bytes or milliseconds
-Costs = Mapping[str, Cost]  # of one method: module -> its cost
 
 ALIKE = 1.1  # times the cheapest: still the same, but for what a step happens to do first
 LEAST_SHARE = 0.9  # of every method's whole, at least
