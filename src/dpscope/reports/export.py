@@ -22,15 +22,13 @@ if TYPE_CHECKING:
 
 
 IDENTITY = ("model", "method", "batch_size", "seq_len", "dtype")  # the rest of a spec only where it varies
+NOT_SETTINGS = (*IDENTITY, "workload", "instrument", "options", "name", "kind")
+SOFTWARE = ("torch", "opacus", "dpscope")
 
 
 def line_identity(rows: Iterable[Row]) -> tuple[str, ...]:
     """The fields that every line of a table of these rows begins with."""
     return (*IDENTITY, *(("compile",) if any(row.field("compile") != EAGER for row in rows) else ()))
-
-
-NOT_SETTINGS = (*IDENTITY, "workload", "instrument", "options", "name", "kind")
-SOFTWARE = ("torch", "opacus", "dpscope")
 
 
 def to_records(rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -48,7 +46,7 @@ def to_records(rows: Sequence[Row]) -> list[dict[str, Any]]:
             **by_rank,
             **(_memory(row, components) if components else {}),
             **({"notes": " ".join(row.notes) or None} if any(each.notes for each in rows) else {}),
-            "hardware": row.first.environment.get("gpu") or row.first.environment.get("cpu"),
+            "hardware": row.machine,
             **{name: row.first.environment.get(name) for name in SOFTWARE},
         }
         for row, by_rank in zip(rows, rank_records(rows), strict=True)

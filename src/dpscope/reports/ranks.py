@@ -17,6 +17,17 @@ from dpscope.results.payloads.ranks import RanksPayload
 from dpscope.units import MISSING, format_bytes, format_ms, format_ratio
 
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "broadcast")  # in the order of columns; others after them
+OVER_RANKS = "Over several processes: bytes and peaks by rank"
+SIMULATED_RANK = "One rank of a simulated world: nothing travels, and what sending takes is computed"
+COLLECTIVE_NOTE = (
+    "Peak: least and most of all ranks, and which rank needs most. Collectives: bytes of a step on one rank, those of "
+    "the larger side of each. Share: how much of a profiled step had one under way, moving data or waiting for other "
+    "ranks, on the rank that waited least."
+)
+SIMULATED_NOTE = (
+    "≈: computed. Sending: bytes that a rank sends by the ring algorithm, over the stated bandwidth of its link. Step "
+    "with it: if all of it were hidden behind computing, and if none were. Samples a second are those of one rank."
+)
 
 
 @dataclass(frozen=True)
@@ -37,12 +48,12 @@ class RankView:
 
     @property
     def slowest(self) -> int:
-        return _place_of_largest(self.ranks["time_ms"])
+        return self.ranks["time_ms"].index(max(self.ranks["time_ms"]))
 
     @property
     def largest(self) -> int:
         """The rank with the highest peak."""
-        return _place_of_largest(self.ranks["peak_bytes"])
+        return self.ranks["peak_bytes"].index(max(self.ranks["peak_bytes"]))
 
     @property
     def bytes(self) -> dict[str, int]:
@@ -110,23 +121,6 @@ def rank_records(rows: Sequence[Row]) -> list[dict[str, Any]]:
     found = [view.record() if (view := rank_view_of(row)) else {} for row in rows]
     names = dict.fromkeys(name for record in found for name in record)
     return [{name: record.get(name) for name in names} for record in found]
-
-
-def _place_of_largest(figures: Sequence[float]) -> int:
-    return max(range(len(figures)), key=figures.__getitem__)
-
-
-OVER_RANKS = "Over several processes: bytes and peaks by rank"
-SIMULATED_RANK = "One rank of a simulated world: nothing travels, and what sending takes is computed"
-COLLECTIVE_NOTE = (
-    "Peak: least and most of all ranks, and which rank needs most. Collectives: bytes of a step on one rank, those of "
-    "the larger side of each. Share: how much of a profiled step had one under way, moving data or waiting for other "
-    "ranks, on the rank that waited least."
-)
-SIMULATED_NOTE = (
-    "≈: computed. Sending: bytes that a rank sends by the ring algorithm, over the stated bandwidth of its link. Step "
-    "with it: if all of it were hidden behind computing, and if none were. Samples a second are those of one rank."
-)
 
 
 def ranks_section(rows: Sequence[Row], width: int) -> list[RenderableType]:

@@ -19,6 +19,7 @@ from dpscope.results.store import Skipped
 from dpscope.vocabulary.settings import SETTINGS
 
 _IN_TRACEBACK = re.compile(r'(?<=File ")[^"\n]+(?=", line )')
+UNLABELLED = ("name", *(name for name, each in SETTINGS.items() if each.speaks_for_itself))
 
 
 def with_paths_from(folder: Path, result: Result) -> Result:
@@ -64,9 +65,6 @@ class Report:
     def rows_of(self, instrument: str) -> list[Row]:
         """Rows without those that would tell again what the instrument saw of an earlier one; "": every row."""
         return seen_once(self.rows, instrument)
-
-
-UNLABELLED = ("name", *(name for name, each in SETTINGS.items() if each.speaks_for_itself))
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dpscope.reports.against.data import Against, Pair, list_rows
 from dpscope.reports.against.quantities import QUANTITIES, Quantity
@@ -33,11 +33,19 @@ def _chart(against: Against, quantity: Quantity) -> Chart | None:
     most = sorted(pairs, key=lambda pair: -abs(_relative(pair, quantity)))[:DRAWN_ROWS]
     if not most or abs(_relative(most[0], quantity)) < SMALLEST_DRAWN:
         return None
-    drawn = [pair for pair in pairs if pair in most]  # in the table's order
+    bars, lines = [], []
+    for pair in pairs:  # in the table's order
+        name, change, ratio = against.name_of(pair), pair.change(quantity), pair.ratio(quantity)
+        figures = {"before": change.before.value, "now": change.now.value, "relative": change.relative}
+        lines.append((name, *figures.values(), *(change.range or (None, None)), change.verdict))
+        ratios = "" if ratio.relative is None else arrow(ratio)
+        told = {"ratios": ratios, "verdict": change.verdict, "tone": change.tone or "none"}
+        bars += [{"name": name, **figures, "range": change.range, **told}] if pair in most else []
+    sides = (f"before_{quantity.unit}", f"now_{quantity.unit}")
     view = View(
-        says=_says(against, quantity, pairs, len(drawn)),
-        data={"unit": quantity.unit, "tones": TONES, "bars": [_bar(against, quantity, pair) for pair in drawn]},
-        table=_change_table(against, quantity, pairs),
+        says=_says(against, quantity, pairs, len(bars)),
+        data={"unit": quantity.unit, "tones": TONES, "bars": bars},
+        table=Table(columns=("row", *sides, "change", "change_low", "change_high", "verdict"), rows=lines),
     )
     title, key = f"{quantity.title}: change from before to now", f"{quantity.key}-change"
     return chart_of([view], key=key, title=title, nav_label=quantity.title, kind="changes", how=quantity.how)
@@ -58,30 +66,6 @@ def _relative(pair: Pair, quantity: Quantity) -> float:
     return pair.change(quantity).relative or 0.0
 
 
-def _bar(against: Against, quantity: Quantity, pair: Pair) -> dict[str, Any]:
-    change, ratio = pair.change(quantity), pair.ratio(quantity)
-    return {
-        "name": against.name_of(pair),
-        "before": change.before.value,
-        "now": change.now.value,
-        "relative": change.relative,
-        "range": change.range,
-        "ratios": "" if ratio.relative is None else arrow(ratio),
-        "verdict": change.verdict,
-        "tone": change.tone or "none",
-    }
-
-
-def _change_table(against: Against, quantity: Quantity, pairs: Sequence[Pair]) -> Table:
-    sides = (f"before_{quantity.unit}", f"now_{quantity.unit}")
-    rows = []
-    for pair in pairs:
-        change = pair.change(quantity)
-        figures = (change.before.value, change.now.value, change.relative, *(change.range or (None, None)))
-        rows.append((against.name_of(pair), *figures, change.verdict))
-    return Table(columns=("row", *sides, "change", "change_low", "change_high", "verdict"), rows=rows)
-
-
 def render_against(against: Against) -> str:
     rows = [*(pair.now for pair in against.pairs), *against.only_now]
     # Rows that only their numbers of steps keep apart share results.
@@ -93,23 +77,17 @@ def render_against(against: Against) -> str:
 def _section(against: Against) -> Markup:
     from markupsafe import Markup
 
-    tables = [
-        {"quantity": quantity, "rows": [_line(pair, quantity, against) for pair in against.pairs]}
-        for quantity in against.quantities
-    ]
+    tables = []
+    for quantity in against.quantities:
+        rows = []
+        for pair in against.pairs:
+            change, verdict = pair.change(quantity), pair.verdict(quantity) or pair.now.result.status
+            cells = [*change.shown, format_change(change.relative), *pair.ratio(quantity).shown]
+            rows.append({"name": against.name_of(pair), "cells": cells, "verdict": verdict, "tone": change.tone})
+        tables.append({"quantity": quantity, "rows": rows})
     alone = {"before": list_rows(against.only_before), "now": list_rows(against.only_now)}
     told = {"headline": headline(against), "sentences": sentences(against)}
     return Markup(render_template("against.html.jinja", against=against, tables=tables, alone=alone, **told))
-
-
-def _line(pair: Pair, quantity: Quantity, against: Against) -> dict[str, Any]:
-    change = pair.change(quantity)
-    return {
-        "name": against.name_of(pair),
-        "cells": [*change.shown, format_change(change.relative), *pair.ratio(quantity).shown],
-        "verdict": pair.verdict(quantity) or pair.now.result.status,
-        "tone": change.tone,
-    }
 
 
 AGAINST_PAGE = text_output("report-against.html", "the same as a page", render_against, mark=GENERATOR)

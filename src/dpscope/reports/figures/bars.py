@@ -52,7 +52,9 @@ def draw_bars(
     for number, (ax, panel) in enumerate(zip(axes, panels, strict=True)):
         beside = number % columns > 0 and panel.names == panels[number - 1].names
         _draw_panel(ax, panel, looks, longest=LONGEST_NAME // columns, named=not beside)
-        ax.set_xlabel("" if one_scale and number + columns < len(panels) else panel.axis)
+        lowest = number + columns >= len(panels) or not one_scale
+        ax.set_xlabel(panel.axis if lowest else "")
+        ax.tick_params(labelbottom=lowest)
     patch_legend(figure, looks, 4 if max(map(len, looks)) > 15 else 6)
     set_title(figure, *title)
     settle(figure)

@@ -89,23 +89,23 @@ def _best_place(
     pixel: Pixel, size: Pixel, scale: float, frame: Box, obstacles: Sequence[Box], written: Sequence[Box]
 ) -> tuple[float, Pixel, Box]:
     """The nearest place where a label covers nothing, or else the one where it covers least."""
-    places = []
     width, height = size
-    for radius in RADII:
-        for angle in ANGLES:
-            # To the centre of a box whose nearest edge or corner is `radius` away in that direction.
-            cos, sin = (round(f(math.radians(angle)), 3) for f in (math.cos, math.sin))
-            dx = radius * scale * cos + ((cos > 0) - (cos < 0)) * width / 2
-            dy = radius * scale * sin + ((sin > 0) - (sin < 0)) * height / 2
-            x, y = pixel[0] + dx, pixel[1] + dy
-            box = (x - width / 2, y - height / 2, x + width / 2, y + height / 2)
-            apart = (box[0] - scale, box[1] - scale, box[2] + scale, box[3] + scale)
-            covered = sum(_shared(apart, other) for other in (*obstacles, *written))
-            cost = round(width * height - _shared(box, frame) + covered, 3) + _crossed(pixel, box, written)
-            if not cost:
-                return radius, (dx, dy), box
-            places.append((cost, radius, (dx, dy), box))
-    return min(places)[1:]
+
+    def place(radius: float, angle: float) -> tuple[float, Pixel, Box]:
+        """A box whose nearest edge or corner is `radius` away in that direction, and the way to its centre."""
+        cos, sin = (round(f(math.radians(angle)), 3) for f in (math.cos, math.sin))
+        dx = radius * scale * cos + ((cos > 0) - (cos < 0)) * width / 2
+        dy = radius * scale * sin + ((sin > 0) - (sin < 0)) * height / 2
+        x, y = pixel[0] + dx - width / 2, pixel[1] + dy - height / 2
+        return radius, (dx, dy), (x, y, x + width, y + height)
+
+    def cost(found: tuple[float, Pixel, Box]) -> float:
+        left, bottom, right, top = box = found[-1]
+        apart = (left - scale, bottom - scale, right + scale, top + scale)
+        covered = sum(_shared(apart, other) for other in (*obstacles, *written))
+        return round(width * height - _shared(box, frame) + covered, 3) + _crossed(pixel, box, written)
+
+    return min((place(radius, angle) for radius in RADII for angle in ANGLES), key=cost)
 
 
 def _shared(one: Box, other: Box) -> float:

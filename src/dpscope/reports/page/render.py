@@ -19,7 +19,7 @@ from dpscope.reports.page.missing import find_missing
 from dpscope.reports.page.sections import describe_configuration, files_beside, first_size, make_cards
 from dpscope.reports.page.table import make_table
 from dpscope.reports.palette import BLANK, INK, ON_DARK, looks_of
-from dpscope.reports.report import Report, Setting, Size
+from dpscope.reports.report import Report, Setting
 from dpscope.reports.text import TITLE, notes
 from dpscope.reports.time.charts import scaling_over_batch, scaling_over_sequence, step_time, tradeoff
 from dpscope.reports.trace.charts import operators, phases
@@ -40,6 +40,11 @@ CONSTANTS: dict[str, Any] = {
     "colours": {"ink": INK, "blank": BLANK, "on_dark": ON_DARK},
 }
 
+CHARTS: tuple[ChartOf, ...] = (
+    *(step_time, memory_peak, traffic, tradeoff),  # what it costs
+    *(phases, operators, memory_timeline, tensors_at_peak, layers_memory, layers_time, roofline),  # where it goes
+    *(scaling_over_batch, scaling_over_sequence),  # how it grows
+)
 
 GENERATOR = '<meta name="generator" content="dpscope'  # what a page begins with, so that it is known as ours
 HERE = Path(__file__).parent
@@ -54,6 +59,7 @@ def render_page(
     results allow."""
     scripts = [_text("vendor/echarts.common.min.js"), _own_script()]
     first: dict[str, Any] = report.rows[0].spec if report.rows else {}
+    settings = list(dict.fromkeys(size.setting for size in report.sizes))
     digests = [hashlib.sha256(script.encode()).digest() for script in scripts]
     return render_template(
         "page.html.jinja",
@@ -64,7 +70,10 @@ def render_page(
         scripts=scripts,
         # Nothing may be loaded, and no script may run but these two: whatever a result's text holds.
         script_hashes=" ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests),
-        sizes=_choices(report.sizes),
+        sizes=[
+            {"index": index, "setting": size.setting, "place": settings.index(size.setting), "size": size.size}
+            for index, size in enumerate(report.sizes)
+        ],
         first=first_size(report.sizes),
         headlines=[(*told, make_cards(*told)) for told in zip(report.sizes, report.stories, strict=True)],
         before=before,
@@ -89,15 +98,6 @@ def render_template(name: str, **values: Any) -> str:
     return make(loader=templates).get_template(name).render(**values)
 
 
-def _choices(sizes: Sequence[Size]) -> list[dict[str, Any]]:
-    """What the reader chooses from, settings kept together."""
-    settings = list(dict.fromkeys(size.setting for size in sizes))
-    return [
-        {"index": index, "setting": size.setting, "place": settings.index(size.setting), "size": size.size}
-        for index, size in enumerate(sizes)
-    ]
-
-
 def _own_script() -> str:
     """The page's own script: what drawings share, the drawings, and at last what sets them up."""
     drawings = sorted(f"drawings/{path.name}" for path in (HERE / "static/drawings").glob("*.js"))
@@ -109,39 +109,18 @@ def _text(name: str) -> str:
     return (HERE / name).read_text(encoding="utf-8")
 
 
-PAGE = text_output("report.html", "everything as one page, for any browser", render_page, mark=GENERATOR)
-
-
-CHARTS: tuple[ChartOf, ...] = (
-    # what it costs
-    step_time,
-    memory_peak,
-    traffic,
-    tradeoff,
-    # where it goes
-    phases,
-    operators,
-    memory_timeline,
-    tensors_at_peak,
-    layers_memory,
-    layers_time,
-    roofline,
-    # how it grows
-    scaling_over_batch,
-    scaling_over_sequence,
-)
-
-
 def make_charts(settings: Sequence[Setting]) -> list[Chart]:
     """Each chart with its views of every setting: a size in words names one comparison only within a setting."""
-    made = ([(setting.label, chart) for setting in settings if (chart := make(setting.rows))] for make in CHARTS)
-    return [_over_settings(charts) for charts in made if charts]
+    charts = []
+    for make in CHARTS:
+        if made := [(setting.label, chart) for setting in settings if (chart := make(setting.rows))]:
+            first, views = made[0][1], []
+            for label, chart in made:
+                title = "" if chart.title == first.title else chart.title
+                how = "" if chart.how == first.how else chart.how
+                views += [replace(view, setting=label, title=title, how=how) for view in chart.views]
+            charts.append(replace(first, views=views))
+    return charts
 
 
-def _over_settings(charts: Sequence[tuple[str, Chart]]) -> Chart:
-    first, views = charts[0][1], []
-    for label, chart in charts:
-        title = "" if chart.title == first.title else chart.title
-        how = "" if chart.how == first.how else chart.how
-        views += [replace(view, setting=label, title=title, how=how) for view in chart.views]
-    return replace(first, views=views)
+PAGE = text_output("report.html", "everything as one page, for any browser", render_page, mark=GENERATOR)

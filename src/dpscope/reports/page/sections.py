@@ -1,4 +1,4 @@
-"""Sections of the page: the ten-second answer at each size, a card for each method, and links to files beside it."""
+"""Sections of the page: the ten-second answer at each size, links to files beside it, what was trained and on what."""
 
 from __future__ import annotations
 
@@ -20,6 +20,11 @@ from dpscope.results.schema import Result
 from dpscope.units import GIB, MISSING, format_bytes, format_ms, format_ratio, format_throughput, format_traffic
 from dpscope.vocabulary.settings import SETTINGS
 from dpscope.vocabulary.statuses import status_named
+
+# What environments can differ in so that results are not compared without a word.
+COMPARED_FACTS = [name for key, name in ENVIRONMENT.items() if key not in ("python", "git_commit")]
+VERSIONS = ("torch", "Opacus", "dpscope")
+Facts = dict[str, str]
 
 
 def make_cards(size: Size, story: Story) -> list[dict[str, Any]]:
@@ -49,9 +54,9 @@ def _figures(row: Row) -> list[dict[str, str]]:
     """Ratios to ordinary training with the absolute figures below; what makes one doubtful, for whoever asks."""
     # `12.3 ms, 650 samples/s`; tokens where there is a sequence
     rates = [f"{format_throughput(speed)} {name}" for name, speed in row.speeds.items()]
-    time = ", ".join(marked(text, row.time_doubt) for text in (format_ms(row.median_ms), *rates[-1:]))
+    took = ", ".join(marked(text, row.time_doubt) for text in (format_ms(row.median_ms), *rates[-1:]))
     figures = [
-        ("time", format_ratio(row.time_ratio), time, EXPLAINED.get(row.ratio_doubt, "")),
+        ("time", format_ratio(row.time_ratio), took, EXPLAINED.get(row.ratio_doubt, "")),
         ("memory", format_ratio(row.memory_ratio), format_bytes(row.peak_bytes), ""),
     ]
     if traffic := traffic_of(row):
@@ -81,12 +86,6 @@ def _is_below(path: object, folder: Path | None) -> bool:
         return False
     pure = PurePosixPath(path)
     return not pure.is_absolute() and ".." not in pure.parts and (folder / pure).is_file()
-
-
-# What environments can differ in so that results are not compared without a word.
-COMPARED_FACTS = [name for key, name in ENVIRONMENT.items() if key not in ("python", "git_commit")]
-VERSIONS = ("torch", "Opacus", "dpscope")
-Facts = dict[str, str]
 
 
 def describe_configuration(settings: Sequence[Setting], results: Sequence[Result]) -> dict[str, Any]:

@@ -30,54 +30,47 @@ def draw_tradeoff(rows: Sequence[Row]) -> Figure | None:
     if not drawn:
         return None
     many = len(drawn) > MANY_METHODS
-    figure, (absolute, relative) = style.new_panels(2, 2, 0.09 * len(drawn) if many else 0.0, [3.1])
+    figure, axes = style.new_panels(2, 2, 0.09 * len(drawn) if many else 0.0, [3.1])
     missing = {row: "peak" if row.median_ms else "time" for row in rows if row not in drawn}
     notes = style.not_drawn([(row, row.why_none(f"no {what} was measured")) for row, what in missing.items()])
     notes.append(explain(row.ratio_doubt for row in drawn).removesuffix("."))
     style.set_title(figure, "Peak memory against time of a training step", style.describe(rows), *notes)
-    points, ratios = _draw_absolute(absolute, drawn), _draw_relative(relative, drawn)
+    unit, name = style.byte_unit(max(row.peak_bytes or 0.0 for row in drawn))
+    second, clock = (1e3, "s") if max(row.median_ms or 0.0 for row in drawn) >= 10_000 else (1.0, "ms")
+    points, ratios = _points(drawn, second, unit)
+    _scatter(axes[0], points, f"time of a step ({clock}), median and p10–p90", f"peak memory ({name})")
+    for line in (axes[1].axvline, axes[1].axhline) if ratios else ():
+        line(1.0, color="0.6", linewidth=0.6, linestyle=(0, (4, 2)), zorder=0, gid="standard")
+    _scatter(axes[1], ratios, "time (× standard)", "peak memory (× standard)")
     if many:
         _legend(figure, ratios or points)
     style.settle(figure)
-    for ax, named in ((absolute, points), (relative, ratios)) if not many else ():
+    for ax, named in zip(axes, (points, ratios), strict=True) if not many else ():
         name_points(ax, named, [box_of(line, pad=1) for line in ax.get_lines() if line.get_gid() == "standard"])
     return figure
 
 
-def _draw_absolute(ax: Axes, rows: Sequence[Row]) -> list[Point]:
-    unit, name = style.byte_unit(max(row.peak_bytes or 0.0 for row in rows))
-    second, clock = (1e3, "s") if max(row.median_ms or 0.0 for row in rows) >= 10_000 else (1.0, "ms")
-    points = []
+def _points(rows: Sequence[Row], second: float, unit: float) -> tuple[list[Point], list[Point]]:
+    """Absolute, and as multiples of standard, where it has both figures."""
+    points, ratios = [], []
     for row in rows:
-        time, peak = (row.median_ms or 0.0) / second, (row.peak_bytes or 0.0) / unit
-        low, high = row.spread_ms or (time * second,) * 2
-        label = marked(shorten(row.method, LONGEST_LABEL), row.time_doubt)
-        points.append(Point(x=time, y=peak, label=label, spread=(low / second, high / second), **_look(row)))
-    _scatter(ax, points, f"time of a step ({clock}), median and p10–p90", f"peak memory ({name})")
-    return points
-
-
-def _draw_relative(ax: Axes, rows: Sequence[Row]) -> list[Point]:
-    points = []
-    for row in rows:
-        if (time := row.time_ratio) is not None and (memory := row.memory_ratio) is not None:
-            label = f"{shorten(row.method, LONGEST_LABEL)} {row.time_ratio_shown}, {format_ratio(memory)}"
-            points.append(Point(x=time, y=memory, label=label, **_look(row)))
-    if not points:
-        ax.text(0.5, 0.5, "no standard at this size:\nno ratios", transform=ax.transAxes, ha="center")
-        ax.set_axis_off()
-        return points
-    for line in (ax.axvline, ax.axhline):
-        line(1.0, color="0.6", linewidth=0.6, linestyle=(0, (4, 2)), zorder=0, gid="standard")
-    _scatter(ax, points, "time (× standard)", "peak memory (× standard)")
-    return points
-
-
-def _look(row: Row) -> dict[str, Any]:
-    return looks_of([row])[row.method]
+        name = shorten(row.method, LONGEST_LABEL)
+        look: dict[str, Any] = {**looks_of([row])[row.method]}
+        time, peak = row.median_ms or 0.0, row.peak_bytes or 0.0
+        low, high = row.spread_ms or (time, time)
+        label, spread = marked(name, row.time_doubt), (low / second, high / second)
+        points.append(Point(x=time / second, y=peak / unit, label=label, spread=spread, **look))
+        if row.time_ratio is not None and row.memory_ratio is not None:
+            label = f"{name} {row.time_ratio_shown}, {format_ratio(row.memory_ratio)}"
+            ratios.append(Point(x=row.time_ratio, y=row.memory_ratio, label=label, **look))
+    return points, ratios
 
 
 def _scatter(ax: Axes, points: Sequence[Point], x: str, y: str) -> None:
+    if not points:
+        ax.text(0.5, 0.5, "no standard at this size:\nno ratios", transform=ax.transAxes, ha="center")
+        ax.set_axis_off()
+        return
     draw_points(ax, points)
     across = [edge for point in points for edge in (point.x, *(point.spread or ()))]
     ax.set(xlabel=x, ylabel=y, xlim=_limits(across), ylim=_limits([point.y for point in points]))

@@ -29,6 +29,10 @@ BARS_SHARED = (
     "Modules that cost alike share a bar (* stands for their numbers), and submodules without a bar are in their "
     "parent's: nothing is drawn twice."
 )
+ALIKE = 1.1  # times the cheapest: still the same, but for what a step happens to do first
+LEAST_SHARE = 0.9  # of every method's whole, at least
+NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole part of a dotted name
+SUMS = re.compile(r"\((\d+ )?others?\)")  # what instruments call the modules that they do not list
 
 
 def _held(rows: Sequence[Row]) -> dict[Row, Costs]:
@@ -145,12 +149,6 @@ def layers_time(rows: Sequence[Row]) -> Chart | None:
             "It does not see what a step takes without the profiler, which makes it longer."
         ),
     )
-
-
-ALIKE = 1.1  # times the cheapest: still the same, but for what a step happens to do first
-LEAST_SHARE = 0.9  # of every method's whole, at least
-NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole part of a dotted name
-SUMS = re.compile(r"\((\d+ )?others?\)")  # what instruments call the modules that they do not list
 
 
 @dataclass(frozen=True)
