@@ -1,8 +1,8 @@
 """Several uses of one parameter: their contributions add up before the norm, so cross terms are never left out.
 
 ||Σ_i A_i||² of contributions A_i of one sample: uses with a common closed form are put together (Outer beside Outer and
-Lookup beside Lookup stand one after the other along T); an embedding tied to the head has its own cross term; any other
-mix is materialised and added.
+Lookup beside Lookup stand one after the other along T); an embedding tied to the head has its own cross term, or its
+rows are added to the head's gradients where those are kept; any other mix is materialised and added.
 """
 
 from __future__ import annotations
@@ -105,6 +105,11 @@ def combine(parts: list[Contribution], dtype: torch.dtype, rules: PathRules) -> 
         if outers and lookups:
             outers[0].decision = _tied_decision(outers[0])
         return (*lookups, *outers)
+    kept = [part for part in parts if isinstance(part, Kept)]
+    if len(kept) == 1 and len(lookups) == len(parts) - 1 and kept[0].owned and kept[0].values.is_contiguous():
+        for lookup in lookups:
+            lookup.add_into(kept[0].values)
+        return (kept[0],)
     total: Tensor | None = None
     while parts:
         part = parts.pop()

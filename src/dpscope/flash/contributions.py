@@ -286,11 +286,11 @@ class Lookup(Saved):
         table: Tensor = _add_rows(g, self.ids + first_row, batch * self.rows, -1, False)
         return table.view(batch, self.rows, -1)
 
-    def norms_squared(self) -> Tensor:
-        """Rows that repeat within a sample are added up, then squared: T·d operations where the Gram path takes T²·d.
+    def added_up(self) -> tuple[Tensor, Tensor]:
+        """ids (B, T) and rows (B, T, d), in float32: those of one id added up at its first place, zeros at the others.
 
-        Each id is replaced by a label below T that its repeats in the sample share, found by sorting; so the table
-        to add up in has T rows a sample, and not as many as the embedding.
+        T·d operations where comparing all pairs of ids takes T²·d. Repeats are found by sorting; so the table to add
+        up in has T rows a sample, and not as many as the embedding.
         """
         batch, length = self.ids.shape
         ordered, order = self.ids.sort(dim=1)
@@ -302,7 +302,16 @@ class Lookup(Saved):
         labels += torch.arange(batch, device=labels.device).unsqueeze(1) * length
         g = self.without_padding(self.g)
         rows = _add_rows(g.to(wide(g.dtype)), labels, batch * length, -1, False)
-        return kept_norms_squared([rows.view(batch, length, -1)])
+        return ordered, rows.view(batch, length, -1)
+
+    def norms_squared(self) -> Tensor:
+        return kept_norms_squared([self.added_up()[1]])
+
+    def add_into(self, table: Tensor) -> None:
+        """Add the samples' gradients to `table`: (B, rows, d), whose dtype they are rounded to."""
+        ids, rows = self.added_up()
+        ids = ids + torch.arange(len(ids), device=ids.device).unsqueeze(1) * self.rows
+        table.view(-1, table.shape[-1]).index_add_(0, ids.flatten(), rows.flatten(0, 1).to(table.dtype))
 
     @allocates(GRADIENTS, "aten::embedding_dense_backward")
     def clipped_sum(self, scale: Tensor, out: Tensor | None) -> Tensor:

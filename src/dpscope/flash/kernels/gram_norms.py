@@ -61,6 +61,7 @@ from dpscope.flash.kernels.triton_runtime import (
     jit,
     launch_on,
     provide_scratch,
+    rows_are_aligned,
     table_on,
     tl,
     use_triton,
@@ -133,7 +134,10 @@ def gram_norms_squared(
     for unit in units:
         kind, rows = _rows(unit, batch)
         if backend != "torch" and _worth_aligning(kind, device):
-            gs, xs = (tuple(map(with_aligned_rows, side)) for side in (unit.gs, unit.xs))
+            gs, xs = (
+                tuple([each if rows_are_aligned(each) else with_aligned_rows(each) for each in side])
+                for side in (unit.gs, unit.xs)
+            )
             kind, rows = _rows(unit._replace(gs=gs, xs=xs), batch)
         groups.setdefault(kind, []).append(rows)
     parts: list[Tensor] = []
@@ -161,7 +165,8 @@ class _Kind(NamedTuple):
     x_dtype: torch.dtype | None
     g_dtype: torch.dtype
     served: bool  # one dtype a side, which the kernel knows
-    aligned: bool  # rows of whole 16-byte words: what tensor descriptors and 16-byte copies need
+    aligned: bool  # rows begin on 16-byte words: what tensor descriptors need
+    whole: bool  # and end on them: what 16-byte copies need besides
     row_major: bool
 
 
@@ -186,7 +191,7 @@ def _rows(unit: GramUnit, batch: int) -> tuple[_Kind, _Rows]:
     g_dtype = gs[0].dtype
     x_dtype = xs[0].dtype if xs else None
     served = g_dtype in TRITON_DTYPES and (x_dtype is None or x_dtype in TRITON_DTYPES)
-    row_major, apart, bits, total = True, True, 0, 0
+    row_major, apart, bits, ends, total = True, True, 0, 0, 0
     segments: list[int] = []
     for side, dtype in ((xs, x_dtype), (gs, g_dtype)):
         size = 0 if dtype is None else dtype.itemsize
@@ -201,13 +206,15 @@ def _rows(unit: GramUnit, batch: int) -> tuple[_Kind, _Rows]:
             pointer = tensor.data_ptr()
             segments += (pointer, width, stride_b, stride_t)
             total += width
-            bits |= pointer | (stride_b | stride_t | width) * size
+            bits |= pointer | (stride_b | stride_t) * size
+            ends |= width * size
             if stride_f != 1:
                 row_major = False
             if stride_t < width or stride_b == 0:
                 apart = False
     aligned = row_major and apart and bits % 16 == 0
-    return _Kind(length, x_dtype, g_dtype, served, aligned, row_major), _Rows(total, segments, unit)
+    whole = aligned and ends % 16 == 0
+    return _Kind(length, x_dtype, g_dtype, served, aligned, whole, row_major), _Rows(total, segments, unit)
 
 
 # -- Triton ------------------------------------------------------------------------------------------------------------
@@ -566,7 +573,7 @@ def _launch(kind: _Kind, members: list[_Rows], batch: int, device: torch.device,
             BLOCK_S=tiles.block_s,
             BLOCK_K=tiles.block_k,
             TMA=tma,
-            ALIGNED=kind.aligned and not INTERPRETED,
+            ALIGNED=kind.whole and not INTERPRETED,
             num_warps=tiles.num_warps,
             num_stages=tiles.num_stages,
         )

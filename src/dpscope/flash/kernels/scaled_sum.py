@@ -168,9 +168,10 @@ def scaled_sums(
 
 def _lacks_alignment(g: Tensor, x: Tensor) -> bool:
     """Widths that no 16-byte word divides, and nothing else, keep the kernel from serving the pair."""
-    words = 16 // g.element_size()
-    odd = g.dim() == x.dim() == 3 and bool(g.shape[2] % words or x.shape[2] % words)
-    return odd and g.dtype == x.dtype and g.dtype in _HALF and g.shape[1] >= 16 and is_hopper(g.device)
+    if g.dim() != 3 or x.dim() != 3 or g.dtype != x.dtype or g.dtype not in _HALF:
+        return False
+    odd = x.shape[2] % 8 or (g.shape[2] % 8 and not rows_are_aligned(g))
+    return bool(odd) and g.shape[1] >= 16 and is_hopper(g.device)
 
 
 @allocates(GRADIENTS, "aten::clone")
@@ -178,7 +179,7 @@ def _sum_of_aligned(
     g: Tensor, x: Tensor, scale: Tensor, out: Tensor | None, backend: Backend, tiles: SumTiles | None
 ) -> Tensor:
     """The sum over copies with whole words in a row; what the zeros that were added give is cut off again."""
-    padded = with_aligned_rows(g), with_aligned_rows(x)
+    padded = g if rows_are_aligned(g) else with_aligned_rows(g), with_aligned_rows(x)
     (total,) = scaled_sums(padded[:1], padded[1:], scale, backend=backend, tiles=tiles)
     total = total[: g.shape[2], : x.shape[2]].contiguous()
     return total if out is None else out.add_(total)

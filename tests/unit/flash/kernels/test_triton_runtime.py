@@ -61,5 +61,5 @@ def test_alignment_of_rows() -> None:
     assert not rows_are_aligned(buffer[:, :, 4:20])  # starts off a boundary
     assert not rows_are_aligned(buffer.transpose(1, 2))
     assert not rows_are_aligned(buffer[:1].expand(2, 3, 64))  # all samples at one place
-    assert not rows_are_aligned(buffer[:, :, 8:21])  # ends off a boundary
+    assert rows_are_aligned(buffer[:, :, 8:21])  # rows may end off a boundary
     assert not rows_are_aligned(torch.zeros(2, 3, 5))  # rows of 20 bytes

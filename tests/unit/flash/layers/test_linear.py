@@ -6,7 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from dpscope.flash.layers import linear
 from tests.unit.flash.agreement import CLIPPING, PATHS, REDUCTIONS, assert_exact
+from tests.unit.flash.compiled.compiling import assert_compiled_exact
+from tests.unit.flash.flash_models import Decoder, token_batch, token_losses
 
 
 def sine_losses(model, batch):
@@ -89,3 +92,36 @@ def test_the_transposed_linear_of_hugging_face(path, batch):
     model = nn.Sequential(nn.Linear(5, 4), Conv1D(3, 4))
     engine = assert_exact(model, {"x": torch.randn(batch, 6, 5)}, sine_losses, path=path)
     assert "opaque" not in {row.kind for row in engine.explain()}
+
+
+CUDA = torch.device("cuda")
+
+
+def test_wide_half_precision_gradients_get_aligned_rows_on_a_gpu():
+    assert linear.missing_columns(50_257, torch.bfloat16, CUDA) == 7
+    assert linear.missing_columns(30_522, torch.float16, CUDA) == 6
+    assert linear.missing_columns(50_264, torch.bfloat16, CUDA) == 0
+    for width, dtype, device in (
+        (13, torch.bfloat16, CUDA),
+        (50_257, torch.float32, CUDA),
+        (50_257, torch.half, "cpu"),
+    ):
+        assert linear.missing_columns(width, dtype, torch.device(device)) == 0
+
+
+@pytest.fixture
+def aligned_everywhere(monkeypatch):
+    """Every layer's gradient gets rows of 8 columns, as those of a vocabulary on a GPU do."""
+    monkeypatch.setattr(linear, "missing_columns", lambda width, dtype, device: -width % 8)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("path", PATHS)
+def test_gradients_with_columns_of_zeros_give_the_same_sums(path, tied, aligned_everywhere):
+    assert_exact(Decoder(tied=tied), token_batch(4, 6), token_losses, path=path)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_compiled_gradients_with_columns_of_zeros_give_the_same_sums(tied, aligned_everywhere):
+    graphs = assert_compiled_exact(Decoder(tied=tied), token_batch(4, 6), token_losses, fullgraph=True)
+    assert graphs.count == 1
