@@ -22,12 +22,12 @@ SIZES = {"vocab_size": 512, "hidden_dim": 256, "num_layers": 2, "num_heads": 4, 
 class Decoder(nn.Module):
     """Embedding, a gated block, a head that may share the embedding's weight."""
 
-    def __init__(self, *, tied: bool) -> None:
+    def __init__(self, *, tied: bool, vocabulary: int = 512) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(512, 256)
+        self.tokens = nn.Embedding(vocabulary, 256)
         self.norm = nn.LayerNorm(256)
         self.up, self.down = nn.Linear(256, 1024), nn.Linear(1024, 256)
-        self.head = nn.Linear(256, 512, bias=False)
+        self.head = nn.Linear(256, vocabulary, bias=False)
         if tied:
             self.head.weight = self.tokens.weight
 
@@ -250,6 +250,27 @@ def test_bfloat16_is_exact_whatever_memory_allows(size: int, length: int, budget
             engine.finish()
     total = torch.cat([p.grad.flatten() for p in model.parameters()]).double().norm().item()
     assert total == pytest.approx(size * c, rel=1e-4)
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("path", [None, "gram", "direct", "keep"])
+def test_a_vocabulary_that_no_word_divides(path: str | None, tied: bool, half: torch.dtype) -> None:
+    """Its gradient gets aligned rows, with columns beyond the last whole word: each sample counts C."""
+    torch.manual_seed(0)
+    model, c, size = Decoder(tied=tied, vocabulary=1027).cuda(), 1e-3, 5
+    ids = torch.randint(0, 1027, (1, 301), device="cuda").expand(size, -1)
+    ids = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    truth = run_oracle(model, ids, lambda m, b: token_losses(m, b).sum(), max_grad_norm=c)
+    model.zero_grad()
+    with FlashEngine(model, max_grad_norm=c, loss_reduction="sum", path=path) as engine:
+        with torch.autocast("cuda", half):
+            (1024 * token_losses(model, ids).sum()).backward()  # float16 would lose small gradients
+        engine.finish()
+    total = torch.cat([p.grad.flatten() for p in model.parameters()]).double().norm().item()
+    assert total == pytest.approx(size * c, rel=1e-4)
+    for name, parameter in model.named_parameters():
+        assert relative(parameter.grad, truth.clipped_sums[name]) < 3e-2, name
 
 
 @pytest.fixture

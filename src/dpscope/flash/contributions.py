@@ -24,6 +24,7 @@ from dpscope.errors import UserError
 from dpscope.flash.kernels.kept_gradients import kept_norms_squared, kept_sums
 from dpscope.flash.kernels.sample_sums import bias_sums
 from dpscope.flash.kernels.scaled_sum import scaled_sums
+from dpscope.flash.kernels.triton_runtime import rows_are_aligned
 from dpscope.flash.paths import Decision, stored_dtype
 from dpscope.vocabulary.allocations import allocates
 from dpscope.vocabulary.components import GRADIENTS
@@ -59,9 +60,20 @@ def wide_product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def sample_products(x: Tensor, g: Tensor) -> Tensor:
-    """(B, T, d), (B, T, p) -> (B, p, d): g_bᵀ x_b as it is stored."""
+    """(B, T, d), (B, T, p) -> (B, p, d): g_bᵀ x_b as it is stored.
+
+    cuBLAS is fast where it may read 16-byte words along p: the columns beyond the last whole word are made apart.
+    """
     left = g.transpose(1, 2)
-    return torch.bmm(left, x) if stored_dtype(g.dtype) == g.dtype else wide_product(left, x)
+    if stored_dtype(g.dtype) != g.dtype:
+        return wide_product(left, x)
+    whole = g.shape[2] - g.shape[2] % 8
+    if whole in (0, g.shape[2]) or not g.is_cuda or not rows_are_aligned(g):
+        return torch.bmm(left, x)
+    out = g.new_empty(g.shape[0], g.shape[2], x.shape[2])
+    for columns in (slice(whole), slice(whole, None)):
+        torch.bmm(left[:, columns], x, out=out[:, columns])
+    return out
 
 
 def chunks(count: int, bytes_each: int) -> Iterator[slice]:
