@@ -19,10 +19,20 @@ def test_flash_is_exact_in_float32(name):
     assert found.ok, str(found)
 
 
-@pytest.mark.parametrize("name", MODELS)
+COMPILED = [name for name in MODELS if name != "a bare parameter"]
+
+
+@pytest.mark.parametrize("name", COMPILED)
 def test_compiled_flash_is_exact_in_float32(name):
     found = check(MODELS[name], ["flash"], name=name, device="cuda", compile="default")
     assert found.ok, str(found)
+
+
+def test_a_model_that_no_graph_can_hold_is_not_called_exact():
+    """The root's own parameters are followed sample by sample, outside of graphs."""
+    (found,) = check(MODELS["a bare parameter"], ["flash"], device="cuda", compile="default").methods
+    assert found.verdict == "skipped"
+    assert "compiled nothing" in found.reason
 
 
 @pytest.mark.parametrize(("model", "seq_len"), [("tiny", 64), ("cnn", None)])
