@@ -9,12 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from dpscope.errors import UserError
 from dpscope.flash import FlashEngine, run_oracle
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 MODES = ("default", "reduce-overhead")
-WIDTH, VOCABULARY = 256, 512
+WIDTH, VOCABULARY = 256, 1027  # no 16-byte word divides it
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -170,3 +171,15 @@ def test_nothing_waits_for_the_device_in_a_compiled_step() -> None:
                 engine.finish()
             finally:
                 torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_private_forward_is_not_captured_by_hand() -> None:
+    model = nn.Linear(8, 8).cuda()
+    x = torch.randn(4, 8, device="cuda")
+    with FlashEngine(model, max_grad_norm=0.5):
+        model(x)
+        with (
+            pytest.raises(UserError, match="captured in a CUDA graph by hand"),
+            torch.cuda.graph(torch.cuda.CUDAGraph()),
+        ):
+            model(x)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from dpscope.errors import UserError
 from dpscope.flash.arguments import KEEP_BATCH_FIRST, leaves_in, replace_leaves, rows_of, signature, tensors_in
+from dpscope.flash.compiled.captures import refuse_capture
 from dpscope.flash.distributed import refuse_ddp_forward
 from dpscope.flash.memory_budget import MemoryBudget
 from dpscope.flash.module_state import BufferWatch
@@ -171,6 +172,7 @@ class ForwardPasses:
         compiled  what is called in its place; rehearsals call the forward
         """
         if self._depth == 0:
+            refuse_capture()
             self._rows, (args, kwargs) = self._take_rows(args, kwargs)
         if self._ranks is None:
             refuse_ddp_forward()

@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dpscope.errors import UserError
+from dpscope.flash.compiled.captures import refuse_capture
+from dpscope.flash.compiled.frames import uncompiled
 from dpscope.flash.distributed import refuse_several_processes
 from dpscope.flash.engine import FlashEngine
 from dpscope.flash.microbatch import SumBatch
@@ -20,6 +22,8 @@ from dpscope.flash.noise_source import NoiseSource
 from dpscope.flash.optimizer import FusedUpdate, Privatisation, privatise_gradients
 
 NOISE_STATE = "dpscope_noise_generator"
+
+_OUTSIDE_OF_GRAPHS = uncompiled("flash clipping: the step draws its noise, counts and accounts outside of graphs")
 
 
 class DPFlashOptimizer(DPOptimizer):
@@ -108,6 +112,7 @@ class DPFlashOptimizer(DPOptimizer):
 
     # -- the step ----------------------------------------------------------------------------------------------------
 
+    @_OUTSIDE_OF_GRAPHS
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         if closure is not None:
             with torch.enable_grad():
@@ -124,6 +129,7 @@ class DPFlashOptimizer(DPOptimizer):
         result: float | None = self.original_optimizer.step()
         return result
 
+    @_OUTSIDE_OF_GRAPHS
     def pre_step(self, closure: Callable[[], float] | None = None) -> bool:
         """All of a step except the update: for code that calls the two halves itself."""
         self._begin()
@@ -135,6 +141,7 @@ class DPFlashOptimizer(DPOptimizer):
         return True
 
     def _begin(self) -> None:
+        refuse_capture()
         if "found_inf" in vars(self):
             del self.found_inf, self.grad_scale
             raise UserError(

@@ -1,0 +1,21 @@
+"""CUDA graphs that are captured by hand: a private step in one is refused."""
+
+from __future__ import annotations
+
+import torch
+
+from dpscope.errors import UserError
+
+
+def refuse_capture() -> None:
+    """Raises UserError while the current stream is captured (torch.cuda.graph, make_graphed_callables).
+
+    The step's key, Adam's corrections and the learning rate are numbers of the host, which a graph that runs again
+    would use again: the same noise, above all. And what counts samples and accounts for privacy would not run at all.
+    """
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+        raise UserError(
+            "private training is being captured in a CUDA graph by hand: each replay would add the same noise, and no "
+            'step would be accounted for; let torch.compile(model, mode="reduce-overhead") capture forward and '
+            "backward, and call optimizer.step() outside of a capture"
+        )
