@@ -68,7 +68,7 @@ def test_lean_holds_blocks_up_to_the_peak_of_ordinary_training() -> None:
     """The peak is at the logits of a large vocabulary: blocks are held in what they leave."""
     torch.manual_seed(0)
     model = CheckpointedDecoder(vocabulary=8192, width=256, layers=6, kind=False).cuda()
-    batch = {key: value.cuda() for key, value in token_batch(32, 128, 8192).items()}
+    batch = {key: value.cuda() for key, value in token_batch(64, 64, 8192).items()}
 
     def peak_of_last(engine: FlashEngine | None) -> int:
         for _ in range(3):
