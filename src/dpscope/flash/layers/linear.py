@@ -28,7 +28,7 @@ def as_sequences(x: Tensor) -> Tensor:
     return x.unsqueeze(1) if x.dim() == 2 else x.reshape(x.shape[0], -1, x.shape[-1])
 
 
-WIDE = 1024
+ALIGNED_FROM = 1024
 """Columns of g from which products over unaligned rows cost more than a copy that is aligned."""
 
 
@@ -37,7 +37,7 @@ def missing_columns(width: int, dtype: torch.dtype, device: torch.device) -> int
 
     A vocabulary of 50,257 is the common case: in half precision its products take five times as long without.
     """
-    return -width % 8 if device.type == "cuda" and dtype.itemsize == 2 and width >= WIDE else 0
+    return -width % 8 if device.type == "cuda" and dtype.itemsize == 2 and width >= ALIGNED_FROM else 0
 
 
 def keep_or_defer(tap: TapOfSamples, slot: Slot, x: Tensor, g: Tensor) -> bool:
