@@ -14,7 +14,7 @@ from dpscope.flash.kernels.fused_update import fused_adam_, fused_sgd_
 from dpscope.flash.kernels.gram_norms import GramTiles, GramUnit, gram_norms_squared
 from dpscope.flash.kernels.kept_gradients import kept_norms_squared, kept_sums
 from dpscope.flash.kernels.noise import add_noise_, noise_values
-from dpscope.flash.kernels.sample_sums import bias_sums, layer_norm_sums, rms_norm_sums
+from dpscope.flash.kernels.sample_sums import bias_sums, layer_norm_sums, many_bias_sums, rms_norm_sums
 from dpscope.flash.kernels.scaled_sum import SumTiles, scaled_sums
 from dpscope.flash.kernels.tensor_lists import noise_starts
 from tests.unit.flash.kernels import kernel_references as reference
@@ -252,6 +252,9 @@ def test_sample_sums(batch: int, length: int, width: int, dtype: torch.dtype) ->
     torch.testing.assert_close(dgamma.double(), expected_gamma, **close)
     torch.testing.assert_close(dbeta.double(), expected_beta, **close)
     torch.testing.assert_close(bias_sums(g).double(), expected_beta, **close)
+    wide = rows(batch, length, width + 9, dtype=dtype)
+    for got, each in zip(many_bias_sums([g, wide, g], backend="triton"), (g, wide, g), strict=True):
+        torch.testing.assert_close(got.double(), each.double().sum(1), **close)
     expected_rms, _ = reference.layer_norm_sums(g, x, torch.zeros_like(mean), rstd)
     torch.testing.assert_close(rms_norm_sums(g, x, rstd, backend="triton").double(), expected_rms, **close)
 

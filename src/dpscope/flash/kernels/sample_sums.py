@@ -157,8 +157,8 @@ def _launch(g: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor) -> tuple[Te
     blocks = -(-length // ROWS)
     block = min(256, 1 << (width - 1).bit_length())
     device = g.device
-    wanted = 1 if mean is None else 2
-    partials = torch.empty((wanted, blocks, batch, width), dtype=torch.float32, device=device)
+    shape = (1 if mean is None else 2, blocks, batch, width) if blocks > 1 else (1 if mean is None else 2, batch, width)
+    partials = torch.empty(shape, dtype=torch.float32, device=device)
     with launch_on(device):
         _sums_kernel[(batch, blocks, -(-width // block))](
             g,
@@ -185,7 +185,7 @@ def _launch(g: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor) -> tuple[Te
             writes=[partials],
         )
     )
-    return (partials.sum(1) if blocks > 1 else partials.view(wanted, batch, width)).unbind(0)
+    return (partials.sum(1) if blocks > 1 else partials).unbind(0)
 
 
 @partial(jit, do_not_specialize=("batch",))

@@ -18,6 +18,8 @@ from dpscope.flash.kernels.kept_gradients import last_norms
 from dpscope.flash.kernels.sample_sums import layer_norm_sums, rms_norm_sums
 from dpscope.flash.taps import Engine, LayerTap, Spec, autocast_dtype, autocast_output_dtype
 
+_layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default
+
 
 def _probe_layer_norm(x: Tensor) -> Tensor:
     return F.layer_norm(x, (2,))
@@ -98,8 +100,7 @@ class LayerNormTap(NormTap):
                 of_g = g.reshape(rows.shape)
             weight_sums, bias_sums = layer_norm_sums(of_g, rows, mean, rstd)
         if ctx.needs_input_grad[1]:
-            backward = torch.ops.aten.native_layer_norm_backward
-            dx = backward(g, x, self.shape, mean, rstd, weight, bias, [True, False, False])[0]
+            dx = _layer_norm_backward(g, x, self.shape, mean, rstd, weight, bias, [True, False, False])[0]
         return dx, weight_sums if needs_weight else None, bias_sums if needs_bias else None
 
 
