@@ -19,7 +19,7 @@ from dpscope.instruments.memory import Holding
 from dpscope.trainers.base import TrainerBase
 from dpscope.trainers.logical_batch import keep_clipped_sums
 from dpscope.trainers.opacus_ranks import require_spreadable, spread
-from dpscope.trainers.opacus_refusals import CHECKPOINTED, COMPILED, CallWatch, refusals, require_supported
+from dpscope.trainers.opacus_refusals import CHECKPOINTED, NOT_COMPILED, CallWatch, refusals, require_supported
 from dpscope.trainers.privacy_rules import require_private_trainable
 from dpscope.trainers.spreading import is_sharded
 from dpscope.vocabulary.allocations import allocates
@@ -67,7 +67,7 @@ class _OpacusTrainer(TrainerBase):
         if self.settings.world_size > 1:
             require_spreadable(model, self.mode, self.settings)
         if self.settings.compile != EAGER:
-            raise UserError(COMPILED)
+            raise UserError(NOT_COMPILED)
 
     def spread(self, model: nn.Module) -> nn.Module:
         return spread(model, self.settings)

@@ -43,7 +43,7 @@ CHECKPOINTED = (
     "compare --methods standard,flash"
 )
 
-COMPILED = (
+NOT_COMPILED = (
     "Opacus cannot train a compiled model: it takes per-sample gradients in hooks of modules, which torch.compile does "
     "not trace (github.com/pytorch/opacus/issues/575). Compare --methods standard,flash, or measure it "
     "with --compile none"
