@@ -11,6 +11,7 @@ from opacus.utils.module_utils import trainable_modules
 from torch import nn
 
 from dpscope.errors import UserError
+from dpscope.flash.torch_version import require_for_shards
 from dpscope.sentences import list_names, name_module
 from dpscope.trainers.spreading import is_sharded, policy_of
 from dpscope.vocabulary.settings import TrainerSettings
@@ -20,6 +21,7 @@ def require_spreadable(model: nn.Module, mode: str, settings: TrainerSettings) -
     """Raise `UserError` for what Opacus cannot train in this `grad_sample_mode` over several processes."""
     if not is_sharded(settings):
         return
+    require_for_shards()
     if settings.parallel == "hsdp":
         raise UserError(
             "Opacus cannot train over replicas of shards: its FSDP2Wrapper takes no mesh. Compare ghost with "

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from dpscope.flash.torch_version import require_for_shards
 from dpscope.trainers.checkpointing import find_blocks
 from dpscope.vocabulary.settings import TrainerSettings
 
@@ -48,6 +49,7 @@ def spread(model: nn.Module, settings: TrainerSettings) -> nn.Module:
         if settings.simulate_world > 1:
             whole.register_comm_hook(None, lambda _, bucket: _reduced_alone(bucket.buffer()))
         return whole
+    require_for_shards()
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 

@@ -12,8 +12,9 @@ from dpscope.workloads.configs import make_config
 from dpscope.workloads.workload import Workload, build_workload
 from tests.compiled_here import aot_eager  # noqa: F401
 from tests.made_up import TINY_SIZES
+from tests.torch_here import takes_compiled
 
-pytestmark = pytest.mark.usefixtures("aot_eager")
+pytestmark = [takes_compiled, pytest.mark.usefixtures("aot_eager")]
 
 
 def layers(model=lambda: nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.LayerNorm(5), nn.Linear(5, 3)), call=None):

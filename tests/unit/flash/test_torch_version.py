@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -16,9 +17,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from dpscope.errors import UserError
 from dpscope.flash import FlashEngine
 from dpscope.flash.ranks.layout import layout_of
-from dpscope.flash.torch_version import require_for_compiled, require_for_shards
+from dpscope.flash.torch_version import COMPILED, SHARDED, require_for_compiled, require_for_shards
+from tests import ROOT
 
-COMPILED_TAKES = r"compiled model takes torch 2\.8 or newer, and this is torch 2\.6\.0\+cu124: leave out torch\.compile"
+LEAST = {name: ".".join(map(str, least)) for name, least in {"compiled": COMPILED, "sharded": SHARDED}.items()}
+COMPILED_TAKES = re.escape(
+    f"compiled model takes torch {LEAST['compiled']} or newer, and this is torch 2.6.0+cu124: leave out torch.compile"
+)
 
 
 @pytest.fixture
@@ -68,8 +73,14 @@ def test_a_sharded_model_is_refused_and_a_replicated_one_is_not():
     assert layout_of(DistributedDataParallel(make_model())) is not None
 
 
-@pytest.mark.parametrize("version", ["2.8.0", "2.8.0a0+5228986c39.nv25.06", "2.13.0+cpu", "3.0"])
+@pytest.mark.parametrize("version", ["2.11.0", "2.11.0a0+5228986c39.nv26.02", "2.13.0+cpu", "3.0"])
 def test_newer_releases_and_what_comes_before_them_are_taken(monkeypatch, version):
     monkeypatch.setattr(torch, "__version__", version)
     require_for_compiled()
     require_for_shards()
+
+
+def test_the_pages_name_the_same_releases():
+    compiled, edges = ((ROOT / "docs" / name).read_text("utf-8") for name in ("compiled.md", "sharp-edges.md"))
+    assert f"torch before {LEAST['compiled']}" in compiled
+    assert all(f'"takes torch {least} or newer" ({name})' in edges for name, least in LEAST.items())

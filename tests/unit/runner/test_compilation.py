@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from inspect import signature
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from dpscope.runner.measure import measure_or_explain
 from dpscope.runner.spec import RunSpec
 from dpscope.workloads.configs import workload_at
 from tests.compiled_here import aot_eager  # noqa: F401
+from tests.torch_here import takes_compiled
 
 WORKLOADS = """
     import torch
@@ -66,7 +68,7 @@ def measured(file, aot_eager):  # noqa: F811
     return measure
 
 
-@pytest.mark.parametrize("method", ["standard", "flash"])
+@pytest.mark.parametrize("method", ["standard", pytest.param("flash", marks=takes_compiled)])
 def test_compilation_is_timed_apart_from_the_steps(measured, method):
     result = measured("fine", method)
     assert result.ok, result.reason
@@ -182,11 +184,14 @@ def test_a_compiler_that_fails_is_named_as_the_one_that_did():
     def inductor():
         pass
 
-    status, reason = outcome_of_exception(BackendCompilerFailed(inductor, OSError("Python.h: no such file"), None))
+    def failed(error):
+        frames = len(signature(BackendCompilerFailed).parameters) - 2  # one, from torch 2.7 on
+        return outcome_of_exception(BackendCompilerFailed(inductor, error, *[None] * frames))
+
+    status, reason = failed(OSError("Python.h: no such file"))
     assert status == "failed"
     assert reason.startswith("torch.compile failed (OSError: Python.h: no such file): `dpscope doctor`")
-    memory = torch.OutOfMemoryError("CUDA out of memory")
-    assert outcome_of_exception(BackendCompilerFailed(inductor, memory, None))[0] == "oom"
+    assert failed(torch.OutOfMemoryError("CUDA out of memory"))[0] == "oom"
 
 
 def test_a_loss_that_is_not_finite_names_the_step_of_compilation(measured, monkeypatch):

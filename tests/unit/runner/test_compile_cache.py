@@ -14,6 +14,7 @@ from dpscope.runner.launcher import Limits
 from dpscope.runner.sweep import SweepObserver, run_sweep
 from dpscope.workloads.configs import workload_at
 from tests.compiled_here import inductor_links
+from tests.torch_here import takes_compiled
 
 WORKLOAD = """
 import torch
@@ -49,6 +50,7 @@ def test_a_sweep_that_compiles_nothing_has_none(make_spec):
 
 
 @pytest.mark.slow
+@takes_compiled
 @inductor_links
 def test_a_row_of_inductor_s_leaves_nothing_behind(make_spec, tmp_path, monkeypatch):
     """In a process of its own, with a real compiler."""

@@ -18,6 +18,7 @@ from dpscope.trainers.base import TrainerBase
 from dpscope.trainers.flash import DPFlashClippingTrainer
 from dpscope.trainers.spreading import is_sharded, policy_of, spread
 from dpscope.vocabulary.settings import TrainerSettings
+from tests.torch_here import takes_shards
 from tests.unit.flash.ranks.world import Model
 
 
@@ -51,6 +52,7 @@ class OneProcess(TrainerBase):
     def update(self) -> None: ...
 
 
+@takes_shards
 @pytest.mark.parametrize(("parallel", "kind"), [("fsdp", "FSDP2 (4,)"), ("hsdp", "HSDP (2, 2)")])
 def test_blocks_are_sharded_one_by_one_and_then_the_rest(parallel: str, kind: str) -> None:
     sharded = spread(model(), settings(parallel))
@@ -77,7 +79,7 @@ def test_a_method_that_trains_in_one_process_says_so() -> None:
         OneProcess(model(), lambda m, b: torch.zeros(1), settings("ddp"))
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("parallel", ["ddp", pytest.param("fsdp", marks=takes_shards)])
 def test_where_a_memory_budget_does_not_decide_about_checkpointed_blocks_that_is_said(parallel: str) -> None:
     lean = settings(parallel, checkpoint_blocks=True, memory_budget="lean")
     trainer = DPFlashClippingTrainer(Model(), lambda m, ids: m(ids).sum(1), lean)

@@ -11,6 +11,7 @@ from dpscope.results.schema import parse_result
 from dpscope.runner.measure import measure, measure_or_explain
 from dpscope.runner.measurements import world
 from dpscope.runner.spec import RunSpec
+from tests.torch_here import takes_shards
 from tests.unit.runner.rank_outcomes import TINY, figures, left_by_ranks, ok, spec
 
 
@@ -44,6 +45,7 @@ def test_what_a_simulated_rank_sends_is_computed_from_the_stated_link(
     assert result.notes[0]["sentence"].startswith("Simulated: one rank of 8")
 
 
+@takes_shards
 @pytest.mark.slow
 def test_two_real_processes_are_started_by_torch_and_measured() -> None:
     result = measure(spec(parallel="fsdp"))
@@ -53,7 +55,7 @@ def test_two_real_processes_are_started_by_torch_and_measured() -> None:
     assert all(0 < share < 1 for share in result.ranks["collective_share"])
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp", "hsdp"])
+@pytest.mark.parametrize("parallel", ["ddp", *(pytest.param(way, marks=takes_shards) for way in ("fsdp", "hsdp"))])
 def test_one_rank_of_a_simulated_world_has_times_a_peak_and_collectives(parallel: str, tmp_path: Path) -> None:
     one = RunSpec(
         workload=TINY,
