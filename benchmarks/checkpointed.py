@@ -47,6 +47,8 @@ class Training:
 
     def __init__(self, options: argparse.Namespace, budget: float | str | bool | None) -> None:
         torch.manual_seed(0)
+        if options.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()  # flash clipping reads off it what forward and loss take
         config = TransformerConfig(
             name="checkpointed",
             vocab_size=options.vocabulary,

@@ -38,7 +38,8 @@ class BlockCost:
 
     shape: Any
     samples: int
-    held: int  # x and g of its layers
+    held: int  # x and g of its layers, or per-sample gradients
+    kept: int  # where each layer keeps those if they take no more than its own x and g
     inputs: int
     freed: int  # of the inputs: those that nothing else needs once backward has left the block
     grads: int  # of its outputs
@@ -61,7 +62,7 @@ class BlockCost:
         return BlockCost(self.shape, samples, **scaled, sums=self.sums)
 
 
-_FOR_EACH_SAMPLE = ("held", "inputs", "freed", "grads", "activations", "gradients")
+_FOR_EACH_SAMPLE = ("held", "kept", "inputs", "freed", "grads", "activations", "gradients")
 
 
 class BlockChoices:
@@ -70,7 +71,9 @@ class BlockChoices:
         self._costs: dict[int, BlockCost] = {}
         self._choices: dict[int, tuple[str, str]] = {}  # the last ones
         self._reached: set[int] = set()  # by backward, in this micro-batch
+        self._leanest_to_come = 0
         self._shared: dict[int, str] = {}  # blocks whose parameters are used elsewhere, too
+        self._layers: set[tuple[int, str]] = set()
         self._names: dict[int, list[str]] = {}  # what the names of their layers have in common
 
     @property
@@ -82,6 +85,9 @@ class BlockChoices:
         return ".".join(self._names.get(index, ())) or f"number {index}"
 
     def note_layer(self, index: int, layer: str) -> None:
+        if (index, layer) in self._layers:
+            return
+        self._layers.add((index, layer))
         parts = layer.split(".")
         pairs = zip(parts, self._names.get(index, parts), strict=False)
         self._names[index] = [part for part, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
@@ -96,7 +102,7 @@ class BlockChoices:
 
     def begin_micro_batch(self) -> None:
         self._reached.clear()
-        self._budget.reserved = self._to_come(self._costs)
+        self._reserve(self._costs)
 
     def is_held(self, index: int, samples: int, shape: Any, calls: int) -> bool:
         """Decide on a block that backward reaches. `calls`: how many blocks the forward pass had.
@@ -105,7 +111,7 @@ class BlockChoices:
         """
         self._reached.add(index)
         later = {i: cost.of(samples) for i, cost in self._costs.items() if i < calls and i not in self._reached}
-        self._budget.reserved = self._to_come(later)
+        self._reserve(later)
         held, why = self._choose(index, samples, shape)
         self._choices[index] = (IS_HELD if held else IS_RECOMPUTED, why)
         return held
@@ -131,27 +137,48 @@ class BlockChoices:
         if limit is None or now is None:
             return False, saved
         whose = "the peak of ordinary training" if budget.limit == LEAN else "the memory budget"
-        needed = now.current + cost.held - cost.freed - cost.grads + budget.reserved
+        needed = now.current + cost.held - cost.freed - cost.grads + self._leanest_to_come
         if needed <= limit:
             return True, f"it fits {whose}: about {needed} of {limit:.0f} bytes"
-        leanest = now.current + max(cost.at_work, budget.reserved)
+        leanest = now.current + max(cost.at_work, self._leanest_to_come)
         if leanest > limit:
             saved += f"; the leanest step takes about {leanest} bytes, {whose} is {limit:.0f}"
         return False, saved
 
-    def _to_come(self, later: Mapping[int, BlockCost]) -> int:
-        """Bytes that blocks which backward has not reached will take besides what is live."""
-        stay = sum(each.held - each.freed if i in self._shared else each.grads for i, each in later.items())
-        return stay + max((each.at_work for each in later.values()), default=0)
+    def _reserve(self, later: Mapping[int, BlockCost]) -> None:
+        """Find what blocks that backward has not reached will take besides what is live: at least, and if all are held.
+
+        Only what is left by blocks that are held goes to gradients that are faster to keep: a block that need not run
+        again saves more time for its bytes.
+        """
+        at_work = max((each.at_work for each in later.values()), default=0)
+        if_held = {i: each.held - each.freed for i, each in later.items()}
+        self._leanest_to_come = at_work + sum(if_held[i] if i in self._shared else later[i].grads for i in later)
+        self._budget.reserved = at_work + sum(max(if_held[i], later[i].grads) for i in later)
 
     # -- what a block takes ------------------------------------------------------------------------------------------
 
+    def keeps(self, index: int, samples: int) -> bool:
+        """Whether layers of a block that is held may keep per-sample gradients: that takes less, or there is room."""
+        known = self._costs.get(index)
+        if known is None or samples < 2:
+            return True
+        cost = known.of(samples)
+        return cost.kept <= cost.held or self._budget.fits(cost.kept - cost.held)
+
+    def knows(self, index: int, samples: int, shape: Any) -> bool:
+        """Whether just that many samples of that shape were recomputed before."""
+        known = self._costs.get(index)
+        return known is not None and (known.samples, known.shape) == (samples, shape)
+
     def note_cost(self, each: BlockPass, samples: int, shape: Any) -> None:
         """Of a pass whose norms are about to be taken."""
+        kept, saved = each.bytes_if_kept, each.bytes_if_saved
         self._costs[each.index] = BlockCost(
             shape,
             samples,
-            held=each.bytes_if_held,
+            held=min(kept, saved),
+            kept=kept,
             inputs=each.input_bytes,
             freed=0 if each.input is None else each.input.own_bytes,
             grads=each.grad_bytes,

@@ -6,6 +6,7 @@ of the model are put back.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
@@ -24,7 +25,7 @@ from dpscope.flash.forward_passes import ForwardPasses
 from dpscope.flash.microbatch import MicroBatch, RunningSum, SumBatch, sum_parts
 from dpscope.flash.norms import as_summed
 from dpscope.flash.paths import PathRules
-from dpscope.flash.recomputation import BlockPass
+from dpscope.flash.recomputation import BlockInput, BlockPass, ForwardState
 from dpscope.flash.rehearsal_run import untouched
 from dpscope.flash.slots import Slot
 from dpscope.flash.step_state import Recorded, StepState
@@ -41,6 +42,9 @@ class RerunEngine(Protocol):
     wanted: Collection[Slot] | None
     tail: Tail | None
 
+    @property
+    def parameters(self) -> Collection[nn.Parameter]: ...
+
     def own_anchor(self) -> AbstractContextManager[Tensor]: ...
 
 
@@ -53,14 +57,25 @@ class BlockReruns:
         self.take: Callable[[Slot, Contribution], None] | None = None
         self.devices = list({p.device for p in engine.model.parameters() if p.device.type == "cuda"})
         self._weights: list[tuple[nn.Parameter, int]] = []
-        self._modes: list[bool] = []
+        self._modes: list[tuple[nn.Module, bool]] = []
+        self._numpy_state: Any = None  # where the micro-batch's forward began
+        self._draws_from_numpy = True
         self._left_out: dict[int, tuple[Any, int | None]] = {}  # of each block: shapes, and the product to leave out
         self._whole: set[int] = set()  # blocks that were refused once: should their step be tried again, all is made
 
+    def begin_micro_batch(self) -> None:
+        self._numpy_state = _numpy_state()
+
+    def note_input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockInput:
+        """What a block is called with when backward runs it. Forward has run it before, and may have drawn numbers."""
+        state = ForwardState.now(self.devices, numpy_state=self._draws_from_numpy)
+        return BlockInput.of(args, kwargs, state)
+
     def note_model(self) -> None:
         """A micro-batch's first block is to be run again: weights and modes have to stay what they are."""
-        self._weights = [(p, p._version) for p in self.engine.model.parameters()]
-        self._modes = [module.training for module in self.engine.model.modules()]
+        self._weights = [(p, p._version) for p in self.engine.parameters]
+        self._modes = [(module, module.training) for module in self.engine.model.modules()]
+        self._draws_from_numpy = not _is_same(self._numpy_state, _numpy_state())
 
     def separate(self, passes: list[BlockPass], recorded: Recorded) -> list[BlockPass]:
         """The passes whose norms are those of their parameters; others are run again now, and held.
@@ -157,8 +172,8 @@ class BlockReruns:
         return number if shapes == each.shapes and each.index not in self._whole else None
 
     def _refuse_changes(self, each: BlockPass) -> None:
-        modes = [module.training for module in self.engine.model.modules()]
-        if modes != self._modes or any(p._version != version for p, version in self._weights):
+        modes_changed = any(module.training != training for module, training in self._modes)
+        if modes_changed or any(p._version != version for p, version in self._weights):
             raise UserError(
                 "a weight or train()/eval() of the model was changed between backward and the optimizer step, where "
                 f"checkpointed blocks ({self.choices.name(each.index)} is one) run again under this memory_budget; "
@@ -173,3 +188,16 @@ class BlockReruns:
             "an output of it (hidden states or router logits that are collected, an auxiliary loss on self), or its "
             "forward does not repeat itself; return such tensors from the block, or leave memory_budget at None"
         )
+
+
+def _numpy_state() -> Any:
+    """NumPy's global random state, as a dictionary of numbers and arrays; None where NumPy is not in use."""
+    numpy = sys.modules.get("numpy")
+    return None if numpy is None else numpy.random.get_state(legacy=False)
+
+
+def _is_same(before: Any, after: Any) -> bool:
+    if isinstance(before, dict) and isinstance(after, dict):
+        return before.keys() == after.keys() and all(_is_same(before[key], after[key]) for key in before)
+    same = before == after
+    return bool(same if isinstance(same, bool) else same.all())

@@ -25,7 +25,7 @@ from dpscope.flash.combination import combine
 from dpscope.flash.contributions import Contribution, Kept
 from dpscope.flash.forward_passes import in_backward
 from dpscope.flash.norms import NormSum
-from dpscope.flash.recomputation import BlockInput, BlockPass
+from dpscope.flash.recomputation import BlockPass
 from dpscope.flash.slots import Slot
 
 _PLAIN = (bool, int, float, str, type(None))  # what a block may give back besides tensors
@@ -53,15 +53,17 @@ class CheckpointedBlock:
         self.places: list[int] = []
         self.must_hold = False
         self.open: BlockPass | None = None  # the last backward pass through it, if that is to be run again
+        self.keeps = True  # its layers may keep per-sample gradients
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self.running():
             if in_backward():
                 self.blocks.begin_run(self)
                 if self.open is not None:
-                    self.open.input = BlockInput.of(args, kwargs, self.blocks.reruns.devices)
-                    with self.blocks.measuring(self.open):
-                        return self.function(*args, **kwargs)
+                    self.open.input = self.blocks.reruns.note_input(args, kwargs)
+                    if self.open.is_measured:
+                        with self.blocks.measuring(self.open):
+                            return self.function(*args, **kwargs)
             return self.function(*args, **kwargs)
 
     @contextmanager
@@ -71,7 +73,7 @@ class CheckpointedBlock:
         rules = engine.path_rules
         before, runs_again = engine.block, rules.runs_again
         engine.block = self
-        rules.runs_again = self.open is not None
+        rules.runs_again = self.open is not None or not self.keeps
         try:
             yield
         finally:
@@ -135,6 +137,7 @@ class CheckpointedBlocks:
         self._calls = 0
         self._trained = None
         self.choices.begin_micro_batch()
+        self.reruns.begin_micro_batch()
 
     def _call(self, checkpoint: Callable[..., Any], function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         outer = self.engine.block
@@ -172,19 +175,21 @@ class CheckpointedBlocks:
         if block.must_hold or not (block.reentrant or self.engine.is_recording()):
             return
         self.engine.path_rules.budget.begin_backward()
-        samples = self.engine.state.size_in_backward or 0
-        if self.choices.is_held(block.index, samples, self._shape(grads), self._calls):
+        samples, shape = self.engine.state.size_in_backward or 0, self._shape(grads)
+        if self.choices.is_held(block.index, samples, shape, self._calls):
+            block.keeps = self.choices.keeps(block.index, samples)
             return
         if not self._passes:
             self.reruns.note_model()
         block.open = BlockPass(block.index, block.function, block.places, grads)
+        block.open.is_measured = not self.choices.knows(block.index, samples, shape)
         block.open.input = before.input if before is not None else None  # torch may run it once for several passes
         self._passes.append(block.open)
 
     def _shape(self, grads: Sequence[Tensor | None]) -> Any:
         """What decides how much a block takes for a sample: the shapes of its outputs, and which layers are trained."""
         if self._trained is None:
-            self._trained = sum(p.requires_grad for p in self.engine.model.parameters())
+            self._trained = sum(p.requires_grad for p in self.engine.parameters)
         return self._trained, [None if grad is None else grad.shape[1:] for grad in grads]
 
     def begin_run(self, block: CheckpointedBlock) -> None:
@@ -239,7 +244,8 @@ class CheckpointedBlocks:
         device, samples = slot.parameter.device, part.batch_size
         del part
         rules = self.engine.path_rules
-        self.choices.note_cost(done, samples, self._shape(done.grads))
+        if done.is_measured:
+            self.choices.note_cost(done, samples, self._shape(done.grads))
         self._hold_sums(done)
         before, rules.runs_again = rules.runs_again, True  # several uses of a layer take the path of the sum
         try:

@@ -178,7 +178,7 @@ def choose_path(
     best = min(allowed, key=lambda name: allowed[name].seconds)
     reason = f"cheapest of {', '.join(f'{name} {cost}' for name, cost in allowed.items())}"
     if runs_again:
-        reason += "; its checkpointed block runs again for the sum, so nothing is kept"
+        reason += "; nothing is kept in its checkpointed block, which runs again for the sum, or is held in less memory"
     elif KEEP not in allowed:
         reason += f"; keep ({costs[KEEP]}) would hold more memory than x and g, and has no room"
     if rounding:

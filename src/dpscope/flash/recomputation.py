@@ -35,8 +35,9 @@ class ForwardState(NamedTuple):
     default_device: torch.device
 
     @classmethod
-    def now(cls, devices: Sequence[torch.device]) -> ForwardState:
-        numpy = sys.modules.get("numpy")
+    def now(cls, devices: Sequence[torch.device], *, numpy_state: bool = True) -> ForwardState:
+        """`numpy_state`: whether NumPy's random state belongs to it; to read that takes longer than all the rest."""
+        numpy = sys.modules.get("numpy") if numpy_state else None
         kinds = dict.fromkeys(["cpu", *(device.type for device in devices)])
         return cls(
             torch.get_rng_state(),
@@ -74,11 +75,11 @@ class BlockInput(NamedTuple):
     own_bytes: int  # of tensors that were computed from parameters: others may be every block's (masks, positions)
 
     @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any], devices: Sequence[torch.device]) -> BlockInput:
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any], state: ForwardState) -> BlockInput:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         own_bytes = bytes_of(leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad)
         leaves = [held(leaf.detach()) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        return cls(leaves, spec, _versions(leaves), ForwardState.now(devices), own_bytes)
+        return cls(leaves, spec, _versions(leaves), state, own_bytes)
 
 
 class BlockPass:
@@ -100,6 +101,7 @@ class BlockPass:
         self.slots: list[Slot] = []
         self.norms: Tensor | None = None  # (B,) squared, once they are taken
         self.fingerprint: Fingerprint | None = None
+        self.is_measured = True  # how much it takes is to be found
         self.activations = 0  # bytes that its forward adds to what is live
 
     def close(self, norms: Tensor) -> None:
@@ -138,8 +140,13 @@ class BlockPass:
         return bytes_of(gradient_of(part) for parts in self.gathered.values() for part in parts)
 
     @property
-    def bytes_if_held(self) -> int:
-        """Of what its layers would leave, were the block held: of x and g, or of per-sample gradients."""
+    def bytes_if_saved(self) -> int:
+        """Of what its layers would leave, were the block held without any gradient that is kept: x and g."""
+        return bytes_of(tensor for parts in self.gathered.values() for part in parts for tensor in _tensors(part))
+
+    @property
+    def bytes_if_kept(self) -> int:
+        """Of what its layers would leave, were the block held and each layer chose: x and g, or its gradients."""
         kept, others = 0.0, []
         for part in (part for parts in self.gathered.values() for part in parts):
             if isinstance(part, Saved) and part.decision.kept_if_held is not None:
