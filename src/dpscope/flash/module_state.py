@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from dpscope.errors import UserError
 
 _INTERNAL = frozenset(vars(nn.Module())) | {"forward", "_is_full_backward_hook"}
+_IMMUTABLE = frozenset({bool, int, float, str, type(None)})
 _DEPTH = 4  # levels of nested containers that are searched
 
 
@@ -36,6 +37,9 @@ class ModuleState:
             for key, value in vars(module).items():
                 if key not in _INTERNAL:
                     path = f"{name}.{key}" if name else key
+                    if type(value) in _IMMUTABLE:  # most are: no container to look into
+                        self._tokens[path] = (module, key, (value, value))
+                        continue
                     self._tokens[path] = (module, key, (value, token(value)))
                     self._undo += _undo_of(value, seen)
 
@@ -45,7 +49,7 @@ class ModuleState:
         Of a container that holds tensors only they are given. Notes of the parameters themselves (nn.LSTM's flat
         weights) say nothing of samples, and are left out.
         """
-        own = {id(tensor) for tensor in (*self.unit.parameters(), *self.unit.buffers())}
+        own: set[int] | None = None
         changed: dict[str, Any] = {}
         for name, module in self.unit.named_modules():
             attributes = vars(module)
@@ -55,8 +59,10 @@ class ModuleState:
                 value = attributes[key]
                 if known is None:
                     del attributes[key]
-                elif value is known[2][0] and token(value) == known[2][1]:
+                elif value is known[2][0] and (type(value) in _IMMUTABLE or token(value) == known[2][1]):
                     continue
+                if own is None:
+                    own = {id(tensor) for tensor in (*self.unit.parameters(), *self.unit.buffers())}
                 tensors = list(_tensors(value))
                 if not tensors or any(id(tensor) not in own for tensor in tensors):
                     changed[path] = value if isinstance(value, Tensor) else tensors or copy.copy(value)

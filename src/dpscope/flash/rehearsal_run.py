@@ -161,7 +161,8 @@ def untouched(model: nn.Module, devices: list[torch.device]) -> Iterator[None]:
     """Random states, buffers and attributes of the model are afterwards what they were before."""
     state_of_modules = ModuleState(model)
     buffers_of = [(module, dict(module._buffers)) for module in model.modules()]
-    buffers = [(each, each._version, each.clone()) for each in model.buffers() if not each.is_inference()]
+    tensors = {id(each): each for _, own in buffers_of for each in own.values() if each is not None}
+    buffers = [(each, each._version, each.clone()) for each in tensors.values() if not each.is_inference()]
     numpy = sys.modules.get("numpy")
     numpy_state = numpy.random.get_state() if numpy is not None else None
     state = random.getstate()
