@@ -58,6 +58,8 @@ class BlockCost:
 
     def of(self, samples: int) -> BlockCost:
         """The same for another number of samples."""
+        if samples == self.samples:
+            return self
         scaled = {name: getattr(self, name) * samples // self.samples for name in _FOR_EACH_SAMPLE}
         return BlockCost(self.shape, samples, **scaled, sums=self.sums)
 
