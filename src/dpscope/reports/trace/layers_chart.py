@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -99,12 +100,11 @@ def _bar(modules: Costs) -> dict[str, Any] | None:
     """One module, or all that are alike together; None where the results do not list it."""
     if not modules:
         return None
-    parts: dict[str, float] = {}
+    parts = Counter[str]()
     for cost in modules.values():
-        for name, value in cost.items():
-            parts[name] = parts.get(name, 0) + value
-    heaviest = sorted(((name, held) for name, held in parts.items() if held), key=lambda part: -part[1])
-    return {"value": sum(map(total, modules.values())), "count": len(modules), "parts": heaviest[:PARTS]}
+        parts.update(cost)
+    heaviest = [part for part in parts.most_common(PARTS) if part[1]]
+    return {"value": sum(map(total, modules.values())), "count": len(modules), "parts": heaviest}
 
 
 def _in_words(methods: Sequence[str], lines: Sequence[dict[str, Any]], rests: Sequence[float], unit: str) -> str:
