@@ -26,6 +26,8 @@ BATCH_OF_A_RANK, BATCH_OF_A_STEP = "batch of a rank", "batch of a step"
 MEASUREMENT_FIELDS = ("method", "instrument", "options", *REPEATS)  # ten timed steps and a tracked one are one row
 StepCounts = tuple[tuple[str, Any], ...]
 Value = TypeVar("Value")
+Item = TypeVar("Item")
+Key = TypeVar("Key")
 
 
 @dataclass(frozen=True, eq=False)
@@ -366,12 +368,17 @@ def _ratio(row: Row, other: Row | None, read: Callable[[Row], float | None]) -> 
     return value / denominator if value and denominator else None
 
 
+def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
+    """Items that have the same key, together; in order of first appearance."""
+    groups: dict[Key, list[Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
+
+
 def group_by_size(rows: Iterable[Row]) -> list[list[Row]]:
-    """Rows that are compared with each other, in order of first appearance."""
-    groups: dict[Hashable, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(row.comparison, []).append(row)
-    return list(groups.values())
+    """Rows that are compared with each other."""
+    return list(grouped(rows, attrgetter("comparison")).values())
 
 
 def worth_a_column(rows: Sequence[Row], names: Sequence[str]) -> list[str]:

@@ -15,7 +15,7 @@ from dpscope.reports.against.quantities import MEMORY, QUANTITIES, TIME, Quantit
 from dpscope.reports.export import IDENTITY, frame_of, frame_to_csv
 from dpscope.reports.output import Output, text_output
 from dpscope.reports.report import Report
-from dpscope.reports.tables import Row, hashable, worth_a_column
+from dpscope.reports.tables import Row, grouped, hashable, worth_a_column
 from dpscope.reports.words import ENVIRONMENT, step_in_words
 from dpscope.results.store import Skipped
 from dpscope.units import MISSING, format_bytes
@@ -192,11 +192,8 @@ def set_against(now: Report, before: Report, *, names: tuple[str, str]) -> Again
 
 def list_rows(rows: Sequence[Row], most: int = 6) -> str:
     """`standard, flat on 1b at batch 8, sequence 256, bf16`: the methods of each size together."""
-    groups: dict[str, list[str]] = {}
-    for row in rows:
-        where = f"{row.field('model')} at {row.size}, {step_in_words(row.spec)}"
-        groups.setdefault(where, []).append(row.method)
-    named = [f"{', '.join(methods)} on {where}" for where, methods in groups.items()]
+    groups = grouped(rows, lambda row: f"{row.field('model')} at {row.size}, {step_in_words(row.spec)}")
+    named = [f"{', '.join(row.method for row in own)} on {where}" for where, own in groups.items()]
     more = [f"and {len(named) - most} more sizes"] if len(named) > most else []
     return "; ".join([*named[:most], *more])
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from dpscope.reports.page.command_lines import can_be_typed, command_lines
 from dpscope.reports.report import Report, Size
-from dpscope.reports.tables import Row, hashable, identity_of
+from dpscope.reports.tables import Row, grouped, hashable, identity_of
 from dpscope.vocabulary.instruments import INSTRUMENTS
 
 # Instruments in the order in which they are missed: those that need tools of their own come last.
@@ -94,12 +94,9 @@ def _options(instrument: str, size: Size, sizes: Sequence[Size]) -> dict[str, An
 
 def _where(lacking: Sequence[Lacking], most: int = 4) -> str:
     """The sizes; where some of a size's methods were looked at, also which were not."""
-    methods: dict[Size, list[str]] = {}
-    for method, size, _ in lacking:
-        methods.setdefault(size, []).append(method)
     words = []
-    for size, names in methods.items():
-        whole = len(names) == len({row.method for row in size.rows})
-        words.append(size.label if whole else f"{size.label} ({', '.join(names)})")
+    for size, found in grouped(lacking, lambda each: each[1]).items():
+        whole = len(found) == len({row.method for row in size.rows})
+        words.append(size.label if whole else f"{size.label} ({', '.join(method for method, *_ in found)})")
     rest = f"; and {len(words) - most} more" if len(words) > most else ""
     return "; ".join(words[:most]) + rest

@@ -6,17 +6,19 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from dpscope.reports.doubt import EXPLAINED, explain, marked
 from dpscope.reports.export import IDENTITY
 from dpscope.reports.page.chart import Chart, Table, View, chart_by_size, chart_of
 from dpscope.reports.palette import looks_of
-from dpscope.reports.tables import SIZES, SPEEDS, Row
+from dpscope.reports.tables import SIZES, SPEEDS, Row, grouped
 from dpscope.units import format_bytes, format_ms, format_ratio, format_throughput
 from dpscope.vocabulary.methods import STANDARD
 
 NAMED_ROWS = 3  # in a sentence
+METHOD = attrgetter("method")
 NOT_SEEN = {
     True: "the noise and the privacy that are bought: those are the same for every private method",
     False: "how much of either is due to privacy, since there is no standard to divide by",
@@ -85,10 +87,6 @@ def _costs(row: Row, to_standard: str = "") -> dict[str, float | None]:
     return {"median_ms": row.median_ms, "peak_bytes": row.peak_bytes, **ratios}
 
 
-def _by_method(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    return {method: [row for row in rows if row.method == method] for method in dict.fromkeys(r.method for r in rows)}
-
-
 @dataclass(frozen=True)
 class Way:
     """What varies along the horizontal axis, and what a panel holds fixed."""
@@ -152,10 +150,7 @@ scaling_over_sequence = partial(_scaling, way=SEQUENCE)
 
 
 def _panels(rows: Sequence[Row], way: Way) -> list[Panel]:
-    groups: dict[Any, Panel] = {}
-    for row in rows:
-        if row.spec.get(way.varies):
-            groups.setdefault(row.spec.get(way.fixed), []).append(row)
+    groups = grouped((row for row in rows if row.spec.get(way.varies)), lambda row: row.spec.get(way.fixed))
     return [
         sorted(group, key=way.at)
         for group in groups.values()
@@ -176,7 +171,7 @@ def _scaling_in_words(panels: Sequence[Panel], way: Way, *, relative: bool) -> s
     """Of the panel with most sizes: from its smallest to its largest."""
     panel = max(panels, key=len)
     told = []
-    for method, own in _by_method(panel).items():
+    for method, own in grouped(panel, METHOD).items():
         times = [row.time_ratio if relative else row.median_ms for row in own if method != STANDARD or not relative]
         taken = _range(times, format_ratio if relative else format_ms)
         held = _range([row.peak_bytes for row in own], format_bytes)
@@ -196,7 +191,7 @@ def tradeoff(rows: Sequence[Row]) -> Chart | None:
     if len(drawn) < 2:
         return None
     looks, left_out = looks_of(rows), [(row, _why_not_drawn(row)) for row in rows if row not in drawn]
-    others = _by_method([row for row in drawn if not (relative and row.method == STANDARD)])
+    others = grouped((row for row in drawn if not (relative and row.method == STANDARD)), METHOD)
     lines = [
         {
             **{"method": method, **looks[method]},
@@ -234,7 +229,7 @@ def tradeoff(rows: Sequence[Row]) -> Chart | None:
 
 def _tradeoff_in_words(drawn: Sequence[Row], *, relative: bool) -> str:
     told = []
-    for method, own in _by_method(drawn).items():
+    for method, own in grouped(drawn, METHOD).items():
         figures = [(row.time_ratio, row.memory_ratio) if relative else (row.median_ms, row.peak_bytes) for row in own]
         times, peaks = (sorted(filter(None, each)) for each in zip(*figures, strict=True))
         if relative and method != STANDARD:

@@ -59,7 +59,7 @@ def _phases_view(steps: Sequence[data.TracedStep]) -> View:
         says=("" if gpu else data.stretched_in_words(steps)) or f"A step: {'. '.join(_phases_in_words(times))}.",
         data={
             "methods": [method for method, _ in times],
-            "axis": data.phase_axis(steps),
+            "axis": f"{'GPU milliseconds of an unprofiled' if gpu else 'milliseconds of a traced'} step",
             "parts": parts,
             "unprofiled_ms": [step.row.median_ms for step in steps],
         },

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 from dpscope.reports.doubt import MARK, STRETCHED
 from dpscope.reports.tables import Row, group_by_size, once_a_row
@@ -94,10 +95,6 @@ def on_gpu(steps: Sequence[TracedStep]) -> bool:
     return all(step.gpu for step in steps)
 
 
-def phase_axis(steps: Sequence[TracedStep]) -> str:
-    return "GPU milliseconds of an unprofiled step" if on_gpu(steps) else "milliseconds of a traced step"
-
-
 def stretched_in_words(steps: Sequence[TracedStep]) -> str:
     """`? The profiler makes a step of flat 10.2× as long …`; nothing where it leaves every step about as it is."""
     found = [f"{step.method} {format_ratio(step.stretch)}" for step in steps if step.stretch > STRETCHED]
@@ -173,7 +170,11 @@ def _compare(method: TracedStep, standard: TracedStep) -> StepDifference:
     """Operator by operator, GPU time where both were traced on a GPU, else self time on the host."""
     steps = (standard, method)
     basis = GPU if on_gpu(steps) else CPU
-    then, now = (_self_times(step.trace, basis) for step in steps)
+    clock: Literal["gpu_ms", "self_cpu_ms"] = "gpu_ms" if basis == GPU else "self_cpu_ms"
+    then, now = (
+        {(each["operator"], each["phase"]): ms for each in step.trace["operators"] if (ms := each[clock])}
+        for step in steps
+    )
     rest_then, rest_now = (_rest(step.trace, basis) for step in steps)
     changes = [
         OperatorChange(*key, then.get(key, 0.0), now.get(key, 0.0), _kind(key, then, now))
@@ -183,11 +184,6 @@ def _compare(method: TracedStep, standard: TracedStep) -> StepDifference:
     rest = [OperatorChange(what, "", rest_then[what], rest_now[what], "grew") for what in rest_now]
     total = method.trace["step_ms"] - standard.trace["step_ms"]
     return StepDifference(method.method, basis, total, [*ordered, *rest], stretched_in_words(steps))
-
-
-def _self_times(trace: TracePayload, basis: str) -> dict[OperatorInPhase, float]:
-    times = {(o["operator"], o["phase"]): o["gpu_ms"] if basis == GPU else o["self_cpu_ms"] for o in trace["operators"]}
-    return {key: ms for key, ms in times.items() if ms}
 
 
 def _rest(trace: TracePayload, basis: str) -> dict[str, float]:

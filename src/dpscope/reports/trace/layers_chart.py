@@ -13,7 +13,7 @@ from dpscope.reports.memory.charts import unit_for
 from dpscope.reports.memory.data import composition_of, label_of
 from dpscope.reports.page.chart import Chart, Table, View, chart_of, views_by_size
 from dpscope.reports.palette import looks_of
-from dpscope.reports.tables import Row
+from dpscope.reports.tables import Row, grouped
 from dpscope.reports.trace.data import on_gpu, traced_steps
 from dpscope.reports.words import in_prose
 from dpscope.results.payloads.trace import ModuleTime
@@ -202,11 +202,9 @@ def _to_depth(costs: Costs, depth: int) -> Costs:
 
 def fold(methods: Sequence[Costs]) -> list[ModuleLine]:
     """The heaviest in any method first; of equals, in the order of the results."""
-    families: dict[str, list[str]] = {}
-    for name in dict.fromkeys(name for costs in methods for name in costs):
-        families.setdefault(NUMBER.sub("*", name), []).append(name)
+    listed = dict.fromkeys(name for costs in methods for name in costs)
     lines = []
-    for pattern, names in families.items():
+    for pattern, names in grouped(listed, lambda name: NUMBER.sub("*", name)).items():
         runs = _runs(sorted(names, key=_numbers), methods)
         for run in runs:
             modules = [{name: costs[name] for name in run if name in costs} for costs in methods]
