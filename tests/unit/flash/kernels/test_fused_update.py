@@ -191,6 +191,14 @@ def test_samples_without_a_factor_leave_the_step_to_the_others_and_the_noise(
         torch.testing.assert_close(param.float(), -(noise + 0.25), rtol=0, atol=1e-5)
 
 
+def test_stored_gradients_that_are_not_contiguous_take_the_same_kernel(backend: str) -> None:
+    """As those of a class token, one position of many."""
+    values, factors = torch.randn(3, 5, 8)[:, 2], torch.tensor([0.5, 0.0, 2.0])
+    param = torch.zeros(8)
+    fused_sgd_([param], [values], lr=1.0, factors=factors, backend=backend)
+    torch.testing.assert_close(param, -reference.kept_sum(values, factors).float(), **CLOSE)
+
+
 def test_factors_are_one_floating_point_number_a_sample() -> None:
     for factors in (torch.ones(2), torch.ones(()), torch.ones(1, dtype=torch.int64)):
         with pytest.raises(ValueError, match="one floating-point factor a sample"):

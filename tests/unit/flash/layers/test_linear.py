@@ -6,6 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from dpscope.errors import UserError
+from dpscope.flash import FlashEngine
+from dpscope.flash.contributions import Kept, Summed
 from dpscope.flash.layers import linear
 from tests.unit.flash.agreement import CLIPPING, PATHS, REDUCTIONS, assert_exact
 from tests.unit.flash.compiled.compiling import assert_compiled_exact
@@ -125,3 +128,29 @@ def test_gradients_with_columns_of_zeros_give_the_same_sums(path, tied, aligned_
 def test_compiled_gradients_with_columns_of_zeros_give_the_same_sums(tied, aligned_everywhere):
     graphs = assert_compiled_exact(Decoder(tied=tied), token_batch(4, 6), token_losses, fullgraph=True)
     assert graphs.count == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "weight_trains"), [("gram", Summed, True), ("keep", Kept, True), ("gram", Kept, False)]
+)
+def test_a_bias_is_summed_when_the_micro_batch_closes_where_the_weight_holds_g_anyway(path, kind, weight_trains):
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+    model[2].weight.requires_grad_(weight_trains)
+    with FlashEngine(model, max_grad_norm=1.0, path=path) as engine:
+        model(torch.randn(2, 3, 5)).sin().sum().backward()
+        parts = {slot.name: part for slot, part in engine.contributions()}
+        assert type(parts["2.bias"]) is kind
+        if kind is Summed:
+            assert parts["2.bias"].g is parts["2.weight"].g
+
+
+def test_a_g_that_was_changed_in_place_is_refused_for_the_bias_too():
+    model, seen = nn.Sequential(nn.Linear(5, 4)), []
+    with FlashEngine(model, max_grad_norm=1.0, path="gram") as engine:
+        y = model(torch.randn(2, 3, 5))
+        y.register_hook(seen.append)
+        y.sin().sum().backward()
+        seen[0].zero_()
+        engine._slots[model[0].weight].contributions.clear()  # leaves the bias alone with it
+        with pytest.raises(UserError, match=r"0\.bias was changed in place"):
+            engine.finish()
