@@ -25,7 +25,7 @@ def save(ctx: Any, *tensors: Tensor | None) -> None:
         ctx.save_for_backward(*tensors)
         return
     hooks = current_hooks()
-    if hooks is None or hooks[0].__module__ != "torch.utils.checkpoint":
+    if hooks is None or getattr(hooks[0], "__module__", "") != "torch.utils.checkpoint":
         ctx.save_for_backward(*tensors)
         return
     pack, ctx.unpack = hooks
