@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dpscope.flash.contributions import WIDE_OUTPUT, Kept, Outer, sample_products, wide
 from dpscope.flash.kernels.sample_sums import bias_sums
-from dpscope.flash.paths import KEEP, stored_dtype
+from dpscope.flash.paths import KEEP, Decision, stored_dtype
 from dpscope.flash.saved_tensors import save, saved
 from dpscope.flash.slots import Slot
 from dpscope.flash.taps import LayerTap, Spec, TapOfSamples
@@ -40,19 +40,24 @@ def missing_columns(width: int, dtype: torch.dtype, device: torch.device) -> int
     return -width % 8 if device.type == "cuda" and dtype.itemsize == 2 and width >= ALIGNED_FROM else 0
 
 
-def keep_or_defer(tap: TapOfSamples, slot: Slot, x: Tensor, g: Tensor) -> bool:
-    """Σ_t g_t x_tᵀ: as per-sample gradients now (and x, g are free), or as x and g until the norms are taken.
-
-    Whether x and g are held until then.
-    """
+def decide(tap: TapOfSamples, slot: Slot, x: Tensor, g: Tensor) -> Decision:
+    """The path of Σ_t g_t x_tᵀ, asked just before it is taken: whether there is room to keep depends on the moment."""
     decision = tap.engine.path_rules.of_product(x.shape, g)
     if slot.decision is not decision:  # decisions are the same object where shapes are the same
         slot.describe("outer", decision, {"x": x.shape, "g": g.shape})
+    return decision
+
+
+def add_product(tap: TapOfSamples, slot: Slot, x: Tensor, g: Tensor, decision: Decision) -> None:
+    """Σ_t g_t x_tᵀ: as per-sample gradients now (and x, g are free), or as x and g until the norms are taken."""
     if decision.path == KEEP:
         tap.engine.add(slot, Kept(per_sample_gradients(x, g, slot.parameter.dtype)))
-        return False
-    tap.engine.add(slot, Outer(x, g, decision))
-    return True
+    else:
+        tap.engine.add(slot, Outer(x, g, decision))
+
+
+def keep_or_defer(tap: TapOfSamples, slot: Slot, x: Tensor, g: Tensor) -> None:
+    add_product(tap, slot, x, g, decide(tap, slot, x, g))
 
 
 def per_sample_gradients(x: Tensor, g: Tensor, dtype: torch.dtype) -> Tensor:
@@ -104,10 +109,13 @@ class LinearTap(LayerTap):
         width = g.shape[-1]
         dx, g = self._input_gradient(ctx, g, weight)
         rows = as_sequences(g)[..., :width]
-        if self._add_weight(x, rows):
-            self.defer_sums(1, rows)
-        else:
+        product = self._product(x, rows)
+        decision = decide(self, *product)
+        if decision.path == KEEP:  # first the sums: torch takes scratch memory for them, as large as g and larger
             self.keep(1, bias_sums(rows))
+        else:
+            self.defer_sums(1, rows)
+        add_product(self, *product, decision)
         return dx
 
     def piece_specs(self, x: Spec, y: Spec, live: Sequence[bool]) -> tuple[Spec | None, ...]:
@@ -126,16 +134,16 @@ class LinearTap(LayerTap):
         if sums is not None:
             self.keep(1, sums, owned=owned)
         if x is not None and g is not None:
-            self._add_weight(x, as_sequences(g))
+            keep_or_defer(self, *self._product(x, as_sequences(g)))
 
-    def _add_weight(self, x: Tensor, g: Tensor) -> bool:
+    def _product(self, x: Tensor, g: Tensor) -> tuple[Slot, Tensor, Tensor]:
+        """The weight, and the two sides of its gradient."""
         slot = self.slots[0]
         assert slot is not None
         width = slot.parameter.shape[1 if self.transposed else 0]
         if g.shape[2] > width:
             g = g[..., :width]  # without the zeros: the rows stay aligned
-        left, right = (g, as_sequences(x)) if self.transposed else (as_sequences(x), g)
-        return keep_or_defer(self, slot, left, right)
+        return (slot, g, as_sequences(x)) if self.transposed else (slot, as_sequences(x), g)
 
 
 class TransposedLinearTap(LinearTap):
