@@ -27,6 +27,7 @@ from dpscope.flash.rehearsal import Rehearsal, RootCall
 from dpscope.flash.rehearsal_run import ParametersUsed, Run, Sampled
 from dpscope.flash.stand_in import NotFollowed, StandIn
 from dpscope.flash.step_state import CLOSED, StepState
+from dpscope.flash.torch_version import require_for_compiled
 
 BatchSizeOf = Callable[[tuple[Any, ...], dict[str, Any]], int]  # of a call's args and kwargs
 
@@ -176,6 +177,8 @@ class ForwardPasses:
             self._rows, (args, kwargs) = self._take_rows(args, kwargs)
         if self._ranks is None:
             refuse_ddp_forward()
+            if compiled is not None:
+                require_for_compiled()
         elif compiled is not None:
             raise compiled_over_ranks("")
         elif self._depth == 0:

@@ -24,7 +24,6 @@ from dpscope.flash.rehearsal_run import Run
 from dpscope.flash.slots import Slot
 from dpscope.flash.stand_in import StandIn
 from dpscope.flash.step_state import StepState
-from dpscope.flash.torch_version import require_for_compiled
 
 
 class LayerBlock(Protocol):
@@ -125,7 +124,6 @@ class RootTap(EngineTap):
         try:
             if region is None:
                 return self.engine.forwards.call_root(forward, args, kwargs)
-            require_for_compiled()
             return self.engine.forwards.call_root(region.eager, args, kwargs, compiled=in_region)
         except UserError as refusal:
             if isinstance(refusal, self.engine.refusal):

@@ -7,9 +7,9 @@ import torch
 from dpscope.errors import UserError
 from dpscope.packages import release_of
 
-# The first release on which all tests of each pass. Before, torch.compile cannot trace taps (2.6, 2.7), or norms are
-# off where a tensor is written into between two graphs (2.8); and fully_shard does not run on a CPU (2.6), so that
-# nothing was ever held against one process.
+# The first release on which tests of each pass. Before, torch.compile cannot trace taps (2.6, 2.7), or norms are off
+# where a graph writes into an input that a layer has read under autocast (2.8, 2.10); and fully_shard does not run on a
+# CPU (2.6), so that nothing was ever held against one process.
 COMPILED = (2, 11)
 SHARDED = (2, 7)
 
