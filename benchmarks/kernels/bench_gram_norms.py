@@ -11,7 +11,9 @@ import triton.language as tl
 from measurement import FF, LAYERS, VOCABULARY, D, Report, host_ms
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from dpscope.flash.kernels.gram_norms import GramTiles, GramUnit, gram_norms_squared
+from dpscope.flash.kernels.gram_norms import gram_norms_squared
+from dpscope.flash.kernels.gram_tiles import GramTiles
+from dpscope.flash.kernels.gram_units import GramUnit
 
 LONG = [
     GramTiles(128, 128, 64, 8, 3, tma=True),

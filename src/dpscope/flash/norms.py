@@ -13,7 +13,8 @@ from torch import Tensor
 
 from dpscope.flash.combination import cross_terms, tied_norms_squared
 from dpscope.flash.contributions import Contribution, Kept, Lookup, Outer
-from dpscope.flash.kernels.gram_norms import GramUnit, gram_norms_squared
+from dpscope.flash.kernels.gram_norms import gram_norms_squared
+from dpscope.flash.kernels.gram_units import GramUnit
 from dpscope.flash.kernels.kept_gradients import kept_norms_squared
 from dpscope.flash.kernels.scaled_sum import MIN_SCALE
 from dpscope.flash.paths import DIRECT, GRAM, KEEP, RANK1

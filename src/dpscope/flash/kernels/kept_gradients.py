@@ -32,13 +32,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from dpscope.flash.kernels.tensor_lists import Cut, chunk_size, find_tensor, list_launches, pointer_at, size_at
+from dpscope.flash.kernels.sample_chunks import add_sums_of_chunks
+from dpscope.flash.kernels.tensor_lists import chunk_size, find_tensor, list_launches, pointer_at, size_at
 from dpscope.flash.kernels.triton_runtime import Backend, constant, jit, launch_on, tl
 from dpscope.vocabulary.families import CLIPPING
 from dpscope.vocabulary.launches import Launch, announce
-
-NORM_CUT = Cut(chunk=32768, block=8192)
-"""A block is 64 bytes of bfloat16 a thread: four loads of 16 bytes in flight."""
 
 SAMPLES_AT_ONCE = 4
 """Samples whose values are loaded before the first is added."""
@@ -61,24 +59,8 @@ def kept_norms_squared(values: Sequence[Tensor], *, backend: Backend = "auto") -
     if not values:
         raise ValueError("kept_norms_squared needs at least one tensor")
     values = list(map(Tensor.contiguous, values))
-    batch, device = len(values[0]), values[0].device
-    launches, left = list_launches([values], [0] * len(values), 0, 0, backend, stacked=0, cut=NORM_CUT)
-    total = torch.zeros(batch, dtype=torch.float64, device=device)
-    for launch in launches:
-        partials = torch.empty((batch, launch.programs), dtype=torch.float64, device=device)
-        with launch_on(device):
-            _kept_norms_kernel[(launch.programs * batch,)](
-                *launch.arguments,
-                launch.programs,
-                partials,
-                DTYPE=launch.dtypes[0],
-                ALIGNED=launch.aligned,
-                **launch.cut,
-                num_warps=8,
-            )
-        read = [values[i] for i in launch.members]
-        announce(partial(Launch, name=_kept_norms_kernel.__name__, family=CLIPPING, reads=read, writes=[partials]))
-        total += partials.sum(1)
+    total = torch.zeros(len(values[0]), dtype=torch.float64, device=values[0].device)
+    left = add_sums_of_chunks(_kept_norms_kernel, values, [0] * len(values), total, backend=backend)
     for rows, _ in _rows(values, left):
         total += row_norms_squared(rows)
     return total

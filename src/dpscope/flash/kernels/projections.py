@@ -17,11 +17,10 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from dpscope.flash.kernels.kept_gradients import NORM_CUT, row_norms_squared
-from dpscope.flash.kernels.tensor_lists import chunk_size, find_tensor, list_launches, pointer_at, size_at
-from dpscope.flash.kernels.triton_runtime import Backend, jit, launch_on, tl
-from dpscope.vocabulary.families import CLIPPING
-from dpscope.vocabulary.launches import Launch, announce
+from dpscope.flash.kernels.kept_gradients import row_norms_squared
+from dpscope.flash.kernels.sample_chunks import add_sums_of_chunks
+from dpscope.flash.kernels.tensor_lists import chunk_size, find_tensor, pointer_at, size_at
+from dpscope.flash.kernels.triton_runtime import Backend, jit, tl
 
 _STRIDE = 4 * 40_503
 """Between the numbers of the first elements of two tensors: their signs are others."""
@@ -30,26 +29,10 @@ _STRIDE = 4 * 40_503
 def projections(values: Sequence[Tensor], numbers: Sequence[int], *, backend: Backend = "auto") -> Tensor:
     """(2, B) float64: the projections and the squares of tensors (B, …). `numbers`: each tensor's, for its signs."""
     values = list(map(Tensor.contiguous, values))
-    batch, device = len(values[0]), values[0].device
+    batch = len(values[0])
     starts = [number * _STRIDE for number in numbers]
-    launches, left = list_launches([values], starts, 0, 0, backend, stacked=0, cut=NORM_CUT)
-    total = torch.zeros((2, batch), dtype=torch.float64, device=device)
-    for launch in launches:
-        partials = torch.empty((2, batch, launch.programs), dtype=torch.float64, device=device)
-        with launch_on(device):
-            _projections_kernel[(launch.programs * batch,)](
-                *launch.arguments,
-                launch.programs,
-                partials,
-                batch,
-                DTYPE=launch.dtypes[0],
-                ALIGNED=launch.aligned,
-                **launch.cut,
-                num_warps=8,
-            )
-        read = [values[i] for i in launch.members]
-        announce(partial(Launch, name=_projections_kernel.__name__, family=CLIPPING, reads=read, writes=[partials]))
-        total += partials.sum(2)
+    total = torch.zeros((2, batch), dtype=torch.float64, device=values[0].device)
+    left = add_sums_of_chunks(_projections_kernel, values, starts, total, batch, backend=backend)
     for i in left:
         total[0] += _project(values[i], numbers[i])
         total[1] += row_norms_squared(values[i])

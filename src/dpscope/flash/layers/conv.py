@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpscope.flash.contributions import Kept, Outer, Saved, chunks, wide
-from dpscope.flash.kernels.gram_norms import GramUnit, gram_norms_squared
+from dpscope.flash.kernels.gram_norms import gram_norms_squared
+from dpscope.flash.kernels.gram_units import GramUnit
 from dpscope.flash.paths import DIRECT, KEEP, RANK1, Decision, stored_dtype
 from dpscope.flash.saved_tensors import save, saved
 from dpscope.flash.taps import Engine, LayerTap, Spec

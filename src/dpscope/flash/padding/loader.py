@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Sampler
 
 from dpscope.errors import UserError
 from dpscope.flash.arguments import leaves_in, rows_of
+from dpscope.flash.derived_loaders import WrappedDataset, derive_loader
 from dpscope.flash.padding.rows import Rows, pad_leaves
 from dpscope.flash.padding.sizes import Sizes, SizesInTurn, given_sizes, poisson_sizes
 from dpscope.flash.ranks.sampling import ABSENT_SAMPLE, PresentSamples
@@ -72,31 +73,15 @@ class SampleList(list[Any]):
     rows: Rows
 
 
-class PaddedSamples(Dataset[Any]):
+class PaddedSamples(WrappedDataset):
     """A data set that reads batches of encoded indices."""
-
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.dataset[index]
 
     def __getitems__(self, codes: Sequence[int]) -> SampleList:
         """What torch's loader calls with the indices of a batch."""
         real, rows = IndexCode(len(self.dataset)).decode(codes)
-        read = getattr(self.dataset, "__getitems__", None)
-        real = real or [0]
-        samples = SampleList([self.dataset[index] for index in real] if read is None else read(real))
+        samples = SampleList(self.samples_at(real or [0]))
         samples.rows = rows
         return samples
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "dataset":  # while it is being unpickled
-            raise AttributeError(name)
-        return getattr(self.dataset, name)
 
 
 class PaddedCollate:
@@ -156,7 +141,7 @@ def pad_loader(loader: DataLoader[Any], pad_batches: PadBatches, *, poisson: boo
     sizes = _sizes(loader, pad_batches, len(dataset), poisson=poisson)
     sampler = PaddingSampler(loader.batch_sampler, len(dataset), sizes)
     collate = PaddedCollate.of(loader.collate_fn, dataset)
-    padded: PaddedLoader = _rebuild(PaddedLoader, loader, PaddedSamples(dataset), sampler, collate)
+    padded = derive_loader(PaddedLoader, loader, PaddedSamples(dataset), sampler, collate)
     padded.sizes = sizes
     padded.sample_rate = getattr(loader, "sample_rate", None)
     return padded
@@ -169,24 +154,7 @@ def unpadded(loader: DataLoader[Any]) -> DataLoader[Any]:
     dataset, sampler, collate = loader.dataset, loader.batch_sampler, loader.collate_fn
     assert isinstance(dataset, PaddedSamples) and isinstance(sampler, PaddingSampler)
     assert isinstance(collate, PaddedCollate)
-    original: DataLoader[Any] = _rebuild(DataLoader, loader, dataset.dataset, sampler.sampler, collate.collate)
-    return original
-
-
-def _rebuild(kind: Any, loader: DataLoader[Any], dataset: Any, sampler: Any, collate: Any) -> Any:
-    return kind(
-        dataset,
-        batch_sampler=sampler,
-        collate_fn=collate,
-        num_workers=loader.num_workers,
-        pin_memory=loader.pin_memory,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
-        generator=loader.generator,
-        prefetch_factor=loader.prefetch_factor,
-        persistent_workers=loader.persistent_workers,
-    )
+    return derive_loader(DataLoader, loader, dataset.dataset, sampler.sampler, collate.collate)
 
 
 def _sizes(loader: DataLoader[Any], pad_batches: PadBatches, samples: int, *, poisson: bool) -> Sizes:

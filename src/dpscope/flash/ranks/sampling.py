@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSampler
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from dpscope.errors import UserError
+from dpscope.flash.derived_loaders import WrappedDataset, derive_loader
 from dpscope.flash.ranks.agreement import Control
 
 ABSENT_SAMPLE = -1
@@ -52,28 +53,12 @@ def share_of(drawn: Sequence[int], rank: int, ranks: int) -> list[int]:
     return share + [ABSENT_SAMPLE] * (-(-len(drawn) // ranks) - len(share))
 
 
-class PresentSamples(Dataset[Any]):
+class PresentSamples(WrappedDataset):
     """A data set that leaves out absent samples where a batch is read."""
-
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.dataset[index]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """What torch's loader calls with the indices of a batch."""
-        present = [index for index in indices if index != ABSENT_SAMPLE]
-        read = getattr(self.dataset, "__getitems__", None)
-        return list(read(present)) if read is not None and present else [self.dataset[index] for index in present]
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "dataset":  # while it is being unpickled
-            raise AttributeError(name)
-        return getattr(self.dataset, name)
+        return self.samples_at([index for index in indices if index != ABSENT_SAMPLE])
 
 
 class ShareLoader(DataLoader[Any]):
@@ -98,24 +83,13 @@ def loader_of_rank(loader: DataLoader[Any], control: Control) -> DataLoader[Any]
     control.agree("the data loader (each rank gets the whole data set, and the batch size of all)", facts)
     collate: Any = loader.collate_fn
     collate([loader.dataset[0]])  # an empty share has the structure of this batch, also where it is the first
-    shares = ShareLoader(
-        PresentSamples(loader.dataset),
-        batch_sampler=RankSampler(
-            control,
-            total_size=len(loader.dataset),  # type: ignore[arg-type]
-            sample_rate=sampler.sample_rate,
-            steps=len(sampler),
-            generator=generator,
-        ),
-        num_workers=loader.num_workers,
-        collate_fn=collate,
-        pin_memory=loader.pin_memory,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
-        generator=loader.generator,
-        prefetch_factor=loader.prefetch_factor,
-        persistent_workers=loader.persistent_workers,
+    batches = RankSampler(
+        control,
+        total_size=len(loader.dataset),  # type: ignore[arg-type]
+        sample_rate=sampler.sample_rate,
+        steps=len(sampler),
+        generator=generator,
     )
+    shares = derive_loader(ShareLoader, loader, PresentSamples(loader.dataset), batches, collate)
     shares.control = control
     return shares

@@ -6,10 +6,14 @@ its own: test_interpreter.py runs these same files again under TRITON_INTERPRET=
 
 import os
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
+
+from dpscope.flash.kernels import sample_chunks
+from dpscope.flash.kernels.tensor_lists import Cut
 
 INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -38,6 +42,7 @@ def language_replaced_once_a_launch() -> None:
         return scope
 
     interpreter._patch_lang = replace_once
+    interpreter._get_np_dtype = cache(interpreter._get_np_dtype)  # which makes a table of all dtypes for each value
 
 
 @pytest.fixture(params=["triton" if INTERPRETER else "torch"])
@@ -48,3 +53,9 @@ def backend(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several chunks and blocks a tensor, in kernels that add up something of each sample."""
+    monkeypatch.setattr(sample_chunks, "SAMPLE_CUT", Cut(2048, 1024))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dpscope.flash.kernels.gram_norms import GramUnit
+from dpscope.flash.kernels.gram_units import GramUnit
 
 
 def gram_norms_squared(units: list[GramUnit]) -> Tensor:

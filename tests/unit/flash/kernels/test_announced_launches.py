@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from dpscope.flash.kernels.fused_update import fused_adam_, fused_sgd_
-from dpscope.flash.kernels.gram_norms import GramUnit, gram_norms_squared
+from dpscope.flash.kernels.gram_norms import gram_norms_squared
+from dpscope.flash.kernels.gram_units import GramUnit
 from dpscope.flash.kernels.kept_gradients import kept_norms_squared, kept_sums
 from dpscope.flash.kernels.noise import add_noise_
 from dpscope.flash.kernels.sample_sums import layer_norm_sums

@@ -8,7 +8,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dpscope.flash.kernels import gram_norms
-from dpscope.flash.kernels.gram_norms import GramTiles, GramUnit, gram_norms_squared
+from dpscope.flash.kernels.gram_norms import gram_norms_squared
+from dpscope.flash.kernels.gram_tiles import GramTiles
+from dpscope.flash.kernels.gram_units import GramUnit
 from tests.torch_here import takes_descriptors
 from tests.unit.flash.kernels import kernel_references as reference
 

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from dpscope.flash.kernels import kept_gradients
 from dpscope.flash.kernels.kept_gradients import kept_norms_squared, kept_sums
-from dpscope.flash.kernels.tensor_lists import Cut
 from tests.unit.flash.kernels import kernel_references as reference
 
 SHAPES = [(13, 7), (3001,), (), (5,), (4, 3, 2), (16, 24)]
@@ -19,10 +18,7 @@ NORM = {"rtol": 2e-6, "atol": 0.0}
 SUM = {"rtol": 1e-5, "atol": 2e-6}
 
 
-@pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several chunks and blocks a tensor."""
-    monkeypatch.setattr(kept_gradients, "NORM_CUT", Cut(2048, 1024))
+pytestmark = pytest.mark.usefixtures("small_chunks")
 
 
 def stored(batch: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:

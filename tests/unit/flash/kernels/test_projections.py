@@ -6,17 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from dpscope.flash.kernels import projections as module
 from dpscope.flash.kernels.projections import projections
-from dpscope.flash.kernels.tensor_lists import Cut
 
 SHAPES = [(13, 64), (3001,), (16, 24)]
 
 
-@pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several chunks and blocks a tensor."""
-    monkeypatch.setattr(module, "NORM_CUT", Cut(2048, 1024))
+pytestmark = pytest.mark.usefixtures("small_chunks")
 
 
 def values(dtype: torch.dtype = torch.float32, batch: int = 3) -> list[Tensor]:

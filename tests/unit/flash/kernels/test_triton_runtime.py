@@ -17,7 +17,8 @@ import sys
 sys.modules["triton"] = None  # an import of it fails, as where it is not installed
 import torch
 from dpscope.flash.kernels.fused_update import fused_adam_, fused_sgd_
-from dpscope.flash.kernels.gram_norms import GramUnit, gram_norms_squared
+from dpscope.flash.kernels.gram_norms import gram_norms_squared
+from dpscope.flash.kernels.gram_units import GramUnit
 from dpscope.flash.kernels.sample_sums import bias_sums, rms_norm_sums
 from dpscope.flash.kernels.scaled_sum import scaled_sums
 assert not torch.cuda.is_initialized()
