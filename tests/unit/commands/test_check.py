@@ -56,13 +56,13 @@ def test_the_first_lines_say_what_was_checked_and_at_which_clip_norms(small):
 
 
 def test_a_clip_norm_of_ones_own_is_the_middle_one():
-    result = run(*SMALL, "--seq-len", "12", "--methods", "flash", "--max-grad-norm", "0.125")
+    result = run(*SMALL, "--seq-len", "12", "--methods", "flash", "--max-grad-norm", "0.125", "--no-neighbours")
     assert result.exit_code == 0, result.output
     assert "0.125 (4 clipped)" in result.output
 
 
 def test_paths_are_counted_and_shown_one_by_one_when_asked_for():
-    options = ("--model", "cnn", "--image-size", "8", "--methods", "flash")
+    options = ("--model", "cnn", "--image-size", "8", "--methods", "flash", "--no-neighbours")
     assert "Paths of flash: 3 kept" in run(*options).output
     shown = " ".join(run(*options, "--paths").output.split())
     assert "rank-1" in shown and "one position a sample" in shown

@@ -6,7 +6,6 @@ its own: test_interpreter.py runs these same files again under TRITON_INTERPRET=
 
 import os
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import pytest
@@ -42,7 +41,6 @@ def language_replaced_once_a_launch() -> None:
         return scope
 
     interpreter._patch_lang = replace_once
-    interpreter._get_np_dtype = cache(interpreter._get_np_dtype)  # which makes a table of all dtypes for each value
 
 
 @pytest.fixture(params=["triton" if INTERPRETER else "torch"])
