@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
 from dpscope.flash.kernels.float32_products import operand_rounding
-from tests.forked import run_forked
 
 HAS_PRECISION = hasattr(torch.backends.cuda.matmul, "fp32_precision")
 
@@ -27,13 +29,11 @@ NEW_SETTINGS = {
 @pytest.mark.parametrize("setting", [*SETTINGS, *(NEW_SETTINGS if HAS_PRECISION else ())])
 def test_the_users_setting_is_seen(setting: str) -> None:
     """In a process of its own: torch refuses to be asked in the old way once it was told in the new one."""
-
-    def tell_and_ask() -> None:
-        exec(setting, {"torch": torch})
-        print(*(operand_rounding(torch.device(name)) for name in ("cuda", "cpu")))
-
-    done = run_forked(tell_and_ask)
-    assert done.returncode == 0, done.stderr
+    code = (
+        f"import torch\n{setting}\nfrom dpscope.flash.kernels.float32_products import operand_rounding as of\n"
+        "print(of(torch.device('cuda')), of(torch.device('cpu')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     for found, expected in zip(done.stdout.split(), {**SETTINGS, **NEW_SETTINGS}[setting], strict=True):
         assert expected is None or float(found) == expected
 
