@@ -1,7 +1,8 @@
-"""Whether a block that runs again gives its layers the gradients that it gave them in the backward pass.
+"""Whether a block that runs again gives its layers the inputs and gradients that it gave them in the backward pass.
 
 What its layers leave is projected on fixed signs, sample by sample (kernels/projections.py). A difference δ between
-two runs moves the projection by about ‖δ‖, whatever its direction; rounding moves it by about ε‖g‖.
+two runs moves the projection by about ‖δ‖, whatever its direction; rounding moves it by about ε‖g‖. Norms are compared
+as well: rounding, which has no direction, hardly moves them, and a factor moves nothing more.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ Left = dict[Slot, list[Contribution]]  # what the layers of a block leave
 # as much.
 REPEATED = {torch.float64: 1e-10, torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 REPEATED_TF32 = 5e-3
+NORM_IS_STEADIER = 4.0
+"""How much less a norm may move than a projection."""
 
 
 def tolerance_of(dtypes: Collection[torch.dtype], device: torch.device) -> float:
@@ -33,14 +36,25 @@ def tolerance_of(dtypes: Collection[torch.dtype], device: torch.device) -> float
     return max(REPEATED_TF32 if tf32 else 0.0, *(REPEATED.get(dtype, 0.0) for dtype in dtypes))
 
 
-def project(left: Left) -> dict[bool, Tensor]:
-    """(2, B) each, of sums over positions (True) and of the gradients of positions (False): projections and squares."""
-    found: dict[bool, tuple[list[Tensor], list[int]]] = {}
+LEFT_SUMS, LEFT_GRADIENTS, LEFT_INPUTS = "sums over positions", "gradients of positions", "inputs"
+
+
+def project(left: Left) -> dict[str, Tensor]:
+    """(2, B) of each kind: projections and squares. Inputs only where every layer has left something."""
+    found: dict[str, tuple[list[Tensor], list[int]]] = {}
+
+    def add(kind: str, tensor: Tensor, number: int) -> None:
+        values, numbers = found.setdefault(kind, ([], []))
+        values.append(tensor)
+        numbers.append(number)
+
+    complete = all(left.values())
     for number, parts in enumerate(left.values()):
         for part in parts:
-            values, numbers = found.setdefault(isinstance(part, Kept), ([], []))
-            values.append(gradient_of(part))
-            numbers.append(number)
+            add(LEFT_SUMS if isinstance(part, Kept) else LEFT_GRADIENTS, gradient_of(part), number)
+            if complete and isinstance(part, Saved):
+                x = part.first
+                add(LEFT_INPUTS, x if x.is_floating_point() else x.double(), number)  # ids are numbers as good as any
     return {kind: projections(values, numbers) for kind, (values, numbers) in found.items()}
 
 
@@ -50,7 +64,7 @@ class Fingerprint(NamedTuple):
     Sums over positions (biases, norm layers) are larger than the gradients of positions: each kind has its own norm.
     """
 
-    kinds: dict[bool, Tensor]
+    kinds: dict[str, Tensor]
     tolerance: float
 
     @classmethod
@@ -61,21 +75,29 @@ class Fingerprint(NamedTuple):
         return cls(project(left), tolerance_of(dtypes, tensors[0].device))
 
 
-def different(before: Sequence[Fingerprint], again: Sequence[dict[bool, Tensor]], finite: Tensor | None) -> list[bool]:
+def different(before: Sequence[Fingerprint], again: Sequence[dict[str, Tensor]], finite: Tensor | None) -> list[bool]:
     """Whether blocks that ran again left something else, for any sample that has a share (any finite one, if unknown).
 
     `again`: what `project` gives of each. All blocks are compared at once, and the host waits for the device once.
     """
-    blocks = [block for block, each in enumerate(before) for _ in each.kinds]
-    first = torch.stack([found for each in before for found in each.kinds.values()])  # (blocks × kinds, 2, B)
-    others = [others.get(kind) for each, others in zip(before, again, strict=True) for kind in each.kinds]
-    second = torch.stack([torch.zeros_like(first[0, 0]) if other is None else other[0] for other in others])
+    blocks, pairs = [], []
+    for block, (each, others) in enumerate(zip(before, again, strict=True)):
+        for kind, found in each.kinds.items():
+            other = others.get(kind)
+            if (
+                other is not None or kind != LEFT_INPUTS
+            ):  # of layers that left nothing, zeros: but their inputs may be any
+                blocks.append(block)
+                pairs.append((found, torch.zeros_like(found) if other is None else other))
+    first, second = (torch.stack(side) for side in zip(*pairs, strict=True))  # (blocks × kinds, 2, B)
     tolerances = first.new_tensor([before[block].tolerance for block in blocks]).unsqueeze(1)
-    projected, scale = first[:, 0], first[:, 1].sqrt()
-    judged = projected.isfinite() & scale.isfinite()
+    projected, norm = first[:, 0], first[:, 1].sqrt()
+    judged = projected.isfinite() & norm.isfinite()
     if finite is not None:
         judged &= finite
-    moved = ~((projected - second).abs() <= tolerances * scale) & judged
+    same = (projected - second[:, 0]).abs() <= tolerances * norm
+    same &= (norm - second[:, 1].sqrt()).abs() <= tolerances / NORM_IS_STEADIER * norm
+    moved = ~same & judged
     differing = {block for block, row in zip(blocks, moved.any(1).tolist(), strict=True) if row}
     return [block in differing for block in range(len(before))]
 

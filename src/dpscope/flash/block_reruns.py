@@ -60,7 +60,7 @@ class BlockReruns:
         self._modes: list[tuple[nn.Module, bool]] = []
         self._numpy_state: Any = None  # where the micro-batch's forward began
         self._draws_from_numpy = True
-        self._left_out: dict[int, tuple[Any, int | None]] = {}  # of each block: shapes, and the product to leave out
+        self._left_out: dict[int, tuple[Any, int | None]] = {}  # of each block: its form, and the product to leave out
         self._whole: set[int] = set()  # blocks that were refused once: should their step be tried again, all is made
 
     def begin_micro_batch(self) -> None:
@@ -143,12 +143,12 @@ class BlockReruns:
                 refused.append(each)
                 self._whole.add(each.index)
             elif tail.left_out is None:
-                self._left_out[each.index] = (each.shapes, tail.can_be_left_out)
+                self._left_out[each.index] = (_form(each), tail.can_be_left_out)
         if refused:
             self._refuse_other_gradients(refused[0])
 
     @torch.no_grad()
-    def _run_one(self, each: BlockPass, use: Callable[[Left], None], anchor: Tensor, tail: Tail) -> dict[bool, Tensor]:
+    def _run_one(self, each: BlockPass, use: Callable[[Left], None], anchor: Tensor, tail: Tail) -> dict[str, Tensor]:
         """The projections of what the layers of the block were given."""
         left: Left = {slot: [] for slot in each.slots}
         self.engine.wanted, self.engine.tail = left.keys(), tail
@@ -167,9 +167,9 @@ class BlockReruns:
         return projected
 
     def _product_left_out(self, each: BlockPass) -> int | None:
-        """Known from the run before, of samples of the same shape."""
-        shapes, number = self._left_out.get(each.index, (None, None))
-        return number if shapes == each.shapes and each.index not in self._whole else None
+        """Known from the run before, of samples of the same shape and with the same layers trained."""
+        form, number = self._left_out.get(each.index, (None, None))
+        return number if form == _form(each) and each.index not in self._whole else None
 
     def _refuse_changes(self, each: BlockPass) -> None:
         modes_changed = any(module.training != training for module, training in self._modes)
@@ -183,11 +183,17 @@ class BlockReruns:
 
     def _refuse_other_gradients(self, each: BlockPass) -> None:
         raise UserError(
-            f"the checkpointed block {self.choices.name(each.index)} gave its layers other gradients when it was run "
-            "again at the step, as memory_budget asks for: a tensor from inside it is used in the loss without being "
-            "an output of it (hidden states or router logits that are collected, an auxiliary loss on self), or its "
-            "forward does not repeat itself; return such tensors from the block, or leave memory_budget at None"
+            f"the checkpointed block {self.choices.name(each.index)} gave its layers other gradients or inputs when it "
+            "was run again at the step, as memory_budget asks for: a tensor from inside it is used in the loss without "
+            "being an output of it (hidden states or router logits that are collected, an auxiliary loss on self), or "
+            "its forward does not repeat itself (a counter, a generator of its own, an attribute that was changed "
+            "between backward and the step); return such tensors from the block, or leave memory_budget at None"
         )
+
+
+def _form(each: BlockPass) -> tuple[Any, ...]:
+    """What has to be equal for two passes through a block to make the same products."""
+    return each.shapes, [id(slot) for slot in each.slots]
 
 
 def _numpy_state() -> Any:

@@ -101,6 +101,7 @@ class ForwardPasses:
         ranks: Ranks | None = None,
     ) -> None:
         self.model = model
+        self._modules = list(model.modules())
         self.state = state
         self.batch_size_of = batch_size_of
         self.run: Run | None = None  # of a rehearsal
@@ -236,10 +237,14 @@ class ForwardPasses:
             args, kwargs = mark_batch((args, kwargs), self._rows)
         return self.model.forward(*args, **kwargs)  # by the taps that are there now
 
+    def _modes(self) -> tuple[bool, ...]:
+        """train() or eval() of every module: what a forward does with its samples may hang on any of them."""
+        return tuple([module.training for module in self._modules])
+
     def _run(self, call: RootCall, outermost: bool, again: bool) -> Any:
         failure: Exception | None = None
         forward, args, kwargs, _, compiled = call
-        way = signature((args, kwargs, self.model.training)) if outermost and not again else None
+        way = (signature((args, kwargs)), self._modes()) if outermost and not again else None
         if way is not None and way not in self._rehearsed:
             self._begin_way()
             if call.batch > 1:

@@ -96,7 +96,7 @@ def stored_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def tiled_square(length: int, tile: int) -> int:
     """T² for a Gram matrix whose lower half is made of whole tiles."""
-    side = min(tile, 64 * math.ceil(length / 64))
+    side = min(tile, 64 * math.ceil(max(1, length) / 64))
     tiles = math.ceil(length / side)
     return tiles * (tiles + 1) * side**2
 

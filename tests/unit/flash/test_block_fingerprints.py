@@ -10,9 +10,9 @@ from dpscope.flash.slots import Slot
 SLOTS = [Slot(name, nn.Parameter(torch.zeros(4, 4)), "layer") for name in ("weight", "bias")]
 
 
-def left(g, sums):
+def left(g, sums, x=1.0):
     """What a layer leaves for its weight and its bias."""
-    return {SLOTS[0]: [Outer(torch.ones_like(g), g, Decision(GRAM, ""))], SLOTS[1]: [Kept(sums)]}
+    return {SLOTS[0]: [Outer(torch.full_like(g, x), g, Decision(GRAM, ""))], SLOTS[1]: [Kept(sums)]}
 
 
 def fingerprint(g, sums):
@@ -68,3 +68,15 @@ def test_blocks_are_told_apart(g):
     found = fingerprint(g, g.sum(1))
     same, other = project(left(g, g.sum(1))), project(left(2 * g, g.sum(1)))
     assert different([found, found, found], [same, other, same], None) == [False, True, False]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_another_input_differs_though_gradients_are_the_same(g, dtype):
+    g = g.to(dtype)
+    assert differs(fingerprint(g, g.sum(1)), left(g, g.sum(1), x=1.5))
+
+
+def test_gradients_that_are_a_little_longer_differ_in_bfloat16_too(g):
+    """A projection may happen to be small, and moves by as little: the norm does not."""
+    g = g.bfloat16()
+    assert differs(fingerprint(g, g.sum(1)), left((1.015 * g.float()).bfloat16(), g.sum(1)))

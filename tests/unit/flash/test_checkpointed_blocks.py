@@ -589,3 +589,53 @@ def test_where_torch_does_not_tell_of_its_checkpoints_they_are_held_and_that_is_
         step(engine, batch)
     assert_sums(model, clipped(gradients, c))
     assert "does not tell of its checkpoints" in engine.explain().blocks[0].why
+
+
+class Gate(nn.Module):
+    """x, times something that is not the same in the next call."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.calls, self.open = kind, 0, 1.0
+        self.register_buffer("count", torch.zeros(()))
+        self.generator = torch.Generator().manual_seed(0)
+
+    def forward(self, x):
+        self.calls += 1
+        self.count = self.count + 1
+        if self.kind == "generator":
+            return x * torch.rand((1,), generator=self.generator)
+        return x * {"attribute": self.calls, "buffer": self.count, "set by the user": self.open}[self.kind]
+
+
+@pytest.mark.parametrize("place", [0, 2], ids=["before the layers", "after them"])
+@pytest.mark.parametrize("kind", ["attribute", "buffer", "set by the user", "generator"])
+@KINDS
+def test_a_block_whose_layers_would_read_something_else_is_refused(reentrant, kind, place):
+    """Norms were taken of what they read in backward: the sums would not be bounded."""
+    model, x = OneBlock(reentrant), torch.randn(4, 3, 6, requires_grad=True)
+    gate = Gate(kind)
+    model.block.insert(place, gate)
+    with (
+        FlashEngine(model, max_grad_norm=1e-3, memory_budget=1) as engine,
+        pytest.raises(UserError, match=r"other gradients or inputs|rows of other samples"),
+    ):
+        model(x).square().sum((1, 2)).mean().backward()
+        gate.open = 3.0
+        engine.finish()
+
+
+def test_layers_that_are_frozen_between_steps_change_nothing_for_the_others(batch):
+    model = decoder()
+    layer = model.blocks[0].mlp[0]
+    truths = {}
+    for trained in (True, False):
+        layer.requires_grad_(trained)
+        truths[trained] = clipped(true_gradients(model, batch, token_losses), 0.1)
+    with FlashEngine(model, max_grad_norm=0.1, memory_budget=1) as engine:
+        for number in range(5):
+            trained = number % 3 != 2
+            layer.requires_grad_(trained)
+            engine.zero_grad()
+            step(engine, batch)
+            assert_sums(model, truths[trained])

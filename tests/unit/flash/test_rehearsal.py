@@ -544,3 +544,20 @@ def test_a_layer_inside_vmap_is_refused_by_name():
 def test_a_scripted_module_is_refused_by_name():
     with pytest.raises(UserError, match=r"^0 \(.*torch.jit"):
         FlashEngine(nn.Sequential(torch.jit.script(nn.Linear(D, 3))), max_grad_norm=1.0)
+
+
+class MixedInTraining(nn.Module):
+    def forward(self, x):
+        return x + x.flip(0) if self.training else x
+
+
+def test_a_submodule_that_mixes_samples_once_it_trains_is_found_then():
+    model = nn.Sequential(nn.Linear(4, 4), MixedInTraining(), nn.Linear(4, 4))
+    x = torch.randn(3, 2, 4)
+    with FlashEngine(model, max_grad_norm=1.0) as engine:
+        model[1].eval()
+        model(x).sum().backward()
+        engine.finish()
+        model[1].train()
+        with pytest.raises(UserError, match="samples were mixed"):
+            model(x)

@@ -154,3 +154,8 @@ def test_a_g_that_was_changed_in_place_is_refused_for_the_bias_too():
         engine._slots[model[0].weight].contributions.clear()  # leaves the bias alone with it
         with pytest.raises(UserError, match=r"0\.bias was changed in place"):
             engine.finish()
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_sequences_of_no_position_have_gradients_of_zero(path):
+    assert_exact(nn.Linear(5, 4), {"x": torch.randn(3, 0, 5)}, sine_losses, path=path)
