@@ -61,7 +61,7 @@ def test_a_file_is_told_from_the_folder_or_from_ones_home(folder, file, told, al
     [
         ("/home/bob/project/model.py", "model.py"),
         ("/Users/bob/model.py", "model.py"),
-        ("/root/model.py", "model.py"),
+        (str(Path("/", "root", "model.py")), "model.py"),
         ("/opt/models/model.py", "/opt/models/model.py"),
         ("../model.py", "../model.py"),
     ],

@@ -8,8 +8,8 @@ It is left out only where
 
 - every operation after it, on the way to the block's outputs, is one whose backward reads no values; that is found in
   autograd's graph of a whole run, the first with samples of a shape;
-- no layer runs after it: x of every layer is then what it was. This is seen in each run, and the gradients of all
-  layers are compared with those of the backward pass, as ever (block_fingerprints.py).
+- no layer runs after it: x of every layer is then what it was. This is seen in each run, and inputs and gradients of
+  all layers are compared with those of the backward pass, as ever (block_fingerprints.py).
 """
 
 from __future__ import annotations
