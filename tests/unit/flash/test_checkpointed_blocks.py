@@ -608,14 +608,14 @@ class Gate(nn.Module):
         return x * {"attribute": self.calls, "buffer": self.count, "set by the user": self.open}[self.kind]
 
 
-@pytest.mark.parametrize("place", [0, 2], ids=["before the layers", "after them"])
+@pytest.mark.parametrize("before", [True, False], ids=["before the layer", "after it"])
 @pytest.mark.parametrize("kind", ["attribute", "buffer", "set by the user", "generator"])
 @KINDS
-def test_a_block_whose_layers_would_read_something_else_is_refused(reentrant, kind, place):
-    """Norms were taken of what they read in backward: the sums would not be bounded."""
+def test_a_block_whose_layer_would_read_something_else_is_refused(reentrant, kind, before):
+    """Norms are of what it read in backward. Before a lone layer the gate changes its input, and no gradient."""
     model, x = OneBlock(reentrant), torch.randn(4, 3, 6, requires_grad=True)
-    gate = Gate(kind)
-    model.block.insert(place, gate)
+    gate, layer = Gate(kind), nn.Linear(6, 6, bias=False)
+    model.block = nn.Sequential(gate, layer) if before else nn.Sequential(layer, gate)
     with (
         FlashEngine(model, max_grad_norm=1e-3, memory_budget=1) as engine,
         pytest.raises(UserError, match=r"other gradients or inputs|rows of other samples"),
