@@ -145,6 +145,13 @@ def test_what_needs_no_torch_imports_none():
     assert [name for name in names if loaded[name] & heavy] == []
 
 
+def test_what_reads_results_imports_torch_in_no_function_either():
+    folders = ("results", "reports")
+    sources = {file: file.read_text("utf-8") for name in folders for file in (SOURCE / name).rglob("*.py")}
+    importing = re.compile(r"^\s*(from|import) torch\b", re.MULTILINE)
+    assert [file.name for file, text in sources.items() if importing.search(text)] == []
+
+
 def test_the_names_of_the_package_are_there_without_torch_until_one_needs_it():
     script = (
         "import sys, dpscope\n"

@@ -11,6 +11,7 @@ import click
 from dpscope.errors import UserError
 from dpscope.numbers import WholeNumber
 from dpscope.results.store import new_folder
+from dpscope.vocabulary.flags import flag_of
 from dpscope.vocabulary.instruments import INSTRUMENTS, Option
 from dpscope.vocabulary.settings import FLAGS, REPEATS, SETTINGS
 from dpscope.workloads.configs import (
@@ -63,7 +64,7 @@ def _apply(function: F, options: list[Callable[[F], F]]) -> F:
 def workload_options(function: F) -> F:
     """What is trained: --model, --hf-config or --workload, every dimension of it, and adapters on it."""
     sizes = [
-        click.option(f"--{name.replace('_', '-')}", type=int, help=f"Instead of the preset's {name.replace('_', ' ')}.")
+        click.option(flag_of(name), type=int, help=f"Instead of the preset's {name.replace('_', ' ')}.")
         for name in MODEL_SIZES
     ]
     return _apply(
@@ -116,7 +117,7 @@ def instrument_options(name: str) -> Callable[[F], F]:
 
 
 def _instrument_option(name: str, option: Option) -> Callable[[F], F]:
-    flag, default = f"--{name.replace('_', '-')}", option.default
+    flag, default = flag_of(name), option.default
     if default is False:
         return click.option(flag, is_flag=True, help=option.help)
     kind: Any = click.Choice(option.choices) if option.choices else str

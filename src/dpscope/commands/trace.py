@@ -8,10 +8,10 @@ from typing import Any
 import click
 
 from dpscope.commands.sweeping import follow_sweep, instrument_arguments, plan_instrument
+from dpscope.commands.tensorboard import write_log
 from dpscope.comparison import Comparison
 from dpscope.endings import leave
 from dpscope.errors import UserError
-from dpscope.reports.trace.tensorboard import write_log
 
 
 @click.command(name="trace")

@@ -13,6 +13,7 @@ from typing import Any
 
 from dpscope import numbers
 from dpscope.errors import UserError
+from dpscope.vocabulary.flags import flag_of
 
 DTYPES = ("fp32", "tf32", "bf16")
 PARAM_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}  # name -> torch's
@@ -100,7 +101,7 @@ class SettingField:
 
     @property
     def flag(self) -> str:
-        return f"--{self.name.replace('_', '-')}"
+        return flag_of(self.name)
 
     @property
     def column(self) -> str:

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, TypeVar
 
 from dpscope.errors import UserError
 from dpscope.numbers import LARGEST_SIZE, WholeNumber
+from dpscope.vocabulary.flags import flag_of
 from dpscope.workloads.configs.lora import LoraSettings
 
 C = TypeVar("C", bound="WorkloadConfig")
@@ -44,7 +45,7 @@ class WorkloadConfig:
 
 def refuse_foreign_sizes(model: str, foreign: set[str]) -> None:
     if foreign:
-        flags = ", ".join("--" + name.replace("_", "-") for name in sorted(foreign))
+        flags = ", ".join(map(flag_of, sorted(foreign)))
         raise UserError(f"model {model!r} has no {flags}")
 
 

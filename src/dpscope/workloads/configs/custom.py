@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 from dpscope.errors import UserError
 from dpscope.places import parse_place
+from dpscope.vocabulary.flags import flag_of
 from dpscope.workloads.configs.base import WorkloadConfig
 
 WORKLOAD_USAGE = "give --workload FILE.py:function or --workload package.module:function"
@@ -48,7 +49,7 @@ class CustomConfig(WorkloadConfig):
 
     def resized(self, **sizes: Any) -> CustomConfig:
         if sizes:
-            flags = ", ".join("--" + name.replace("_", "-") for name in sorted(sizes))
+            flags = ", ".join(map(flag_of, sorted(sizes)))
             raise UserError(f"{flags}: your workload decides its own sizes; these are for --model and --hf-config")
         return self
 
