@@ -22,13 +22,14 @@ from torch.profiler import ProfilerActivity, profile
 from dpscope.instruments.timing import Step
 from dpscope.instruments.trace.chrome import chrome_trace
 from dpscope.results.payloads.memory import MemoryPayload
+from dpscope.vocabulary.peaks import CPU_ALLOCATOR, CUDA_ALLOCATOR
 
 
 def cuda_peak() -> MemoryPayload:
     """Peaks of the caching allocator since the process began, or since they were reset, in bytes."""
     stats = torch.cuda.memory_stats()
     return {
-        "source": "cuda_allocator",
+        "source": CUDA_ALLOCATOR,
         "peak_bytes": stats["allocated_bytes.all.peak"],
         "peak_allocated_bytes": stats["allocated_bytes.all.peak"],
         "peak_reserved_bytes": stats["reserved_bytes.all.peak"],
@@ -63,7 +64,7 @@ def cpu_peak(step: Step, live: Iterable[Tensor]) -> MemoryPayload:
         step()
     growth = peak_growth(_memory_events(profiler))
     return {
-        "source": "cpu_allocator",
+        "source": CPU_ALLOCATOR,
         "peak_bytes": before + growth,
         "live_before_step_bytes": before,
         "peak_rss_bytes": _peak_rss(),

@@ -127,13 +127,11 @@ def ranks_section(rows: Sequence[Row], width: int) -> list[RenderableType]:
     """Ranks, collectives and scaling of every row over several processes."""
     views = [view for row in rows if (view := rank_view_of(row))]
     parts: list[RenderableType] = []
-    for heading, simulated, columns, notes in (
-        (OVER_RANKS, False, _measured_columns, _measured_notes),
-        (SIMULATED_RANK, True, _simulated_columns, lambda _: [SIMULATED_NOTE]),
-    ):
-        if found := [view for view in views if view.simulated is simulated]:
-            table = table_of(found, [*_identity(found), *columns(found)], left={"method"})
-            dim = [Text(note, style="dim") for note in notes(found)]
+    for heading, columns in ((OVER_RANKS, _measured_columns), (SIMULATED_RANK, _simulated_columns)):
+        if found := [view for view in views if view.simulated is (heading == SIMULATED_RANK)]:
+            identity: list[Column[RankView]] = identity_columns([view.row for view in found], lambda view: view.row)
+            table = table_of(found, [*identity, *columns(found)], left={"method"})
+            dim = [Text(note, style="dim") for note in _notes(found)]
             parts += [*([""] if parts else []), Text(heading, style="bold"), "", table, "", *dim]
     return parts
 
@@ -150,26 +148,24 @@ def _measured_columns(views: Sequence[RankView]) -> list[Column[RankView]]:
 
 
 def _simulated_columns(views: Sequence[RankView]) -> list[Column[RankView]]:
-    return [
-        ("ranks", lambda view: str(view.world_size)),
-        *_collective_columns(views),
-        ("sending", _sending),
-        ("step with it", _computed_step),
-    ]
+    def sending(view: RankView) -> str:
+        link = view.ranks.get("link")
+        return MISSING if link is None else f"{APPROXIMATELY}{format_ms(link['send_ms'])} at {link['gbps']:g} Gbit/s"
 
+    def step(view: RankView) -> str:
+        found = view.computed_step_ms
+        return MISSING if found is None else APPROXIMATELY + _range(*map(format_ms, found))
 
-def _identity(views: Sequence[RankView]) -> list[Column[RankView]]:
-    return identity_columns([view.row for view in views], lambda view: view.row)
+    ranks: Column[RankView] = ("ranks", lambda view: str(view.world_size))
+    return [ranks, *_collective_columns(views), ("sending", sending), ("step with it", step)]
 
 
 def _collective_columns(views: Sequence[RankView]) -> list[Column[RankView]]:
-    names = dict.fromkeys([*COLLECTIVES, *(name for view in views for name in view.bytes)])
-    called = [name for name in names if any(name in view.bytes for view in views)]
-
     def column(name: str) -> Column[RankView]:
         return name, lambda view: format_bytes(view.bytes.get(name))
 
-    return [column(name) for name in called]
+    called = dict.fromkeys(name for view in views for name in view.bytes)
+    return [column(name) for name in dict.fromkeys([*COLLECTIVES, *called]) if name in called]
 
 
 def _peaks(view: RankView) -> str:
@@ -183,16 +179,6 @@ def _range(low: str, high: str) -> str:
     return f"{low.removesuffix(' ' + high.rpartition(' ')[2])}–{high}"
 
 
-def _sending(view: RankView) -> str:
-    link = view.ranks.get("link")
-    return MISSING if link is None else f"{APPROXIMATELY}{format_ms(link['send_ms'])} at {link['gbps']:g} Gbit/s"
-
-
-def _computed_step(view: RankView) -> str:
-    found = view.computed_step_ms
-    return MISSING if found is None else APPROXIMATELY + _range(*map(format_ms, found))
-
-
 def scaling_shown(row: Row) -> str:
     """`1.62× of 2`."""
     if row.scaling is None or row.alone is None:
@@ -200,7 +186,9 @@ def scaling_shown(row: Row) -> str:
     return marked(f"{format_ratio(row.scaling)} of {row.field('gpus')}", row.time_doubt or row.alone.time_doubt)
 
 
-def _measured_notes(views: Sequence[RankView]) -> list[str]:
+def _notes(views: Sequence[RankView]) -> list[str]:
+    if views[0].simulated:
+        return [SIMULATED_NOTE]
     equal = dict.fromkeys(view.row.scaling_batch for view in views if view.row.scaling)
     told = {BATCH_OF_A_RANK: "as large a batch as one rank has", BATCH_OF_A_STEP: "the whole step's batch"}
     against = "Scaling: samples a second against the same method in one process with"

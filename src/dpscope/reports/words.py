@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from dpscope.units import MISSING
+from dpscope.vocabulary.peaks import PEAK_SOURCES
 from dpscope.vocabulary.settings import SETTINGS
 
 LONGEST_IN_PROSE = 96  # characters
@@ -14,30 +15,10 @@ ARGUMENTS = re.compile(r"<[^<>]*>|\([^()]*\)")  # of templates and calls, innerm
 LAST_WORD = re.compile(r"[\w:.~-]*$")
 AUTOGRAD_NODE = ("autograd::engine::evaluate_function: ", "autograd: ")  # as torch names it, and as reports do
 
-# What people compare of an environment, and what they call it.
-ENVIRONMENT = {
-    **{"gpu": "GPU", "cpu": "CPU", "threads": "CPU threads", "cuda": "CUDA", "driver": "driver", "torch": "torch"},
-    **{"opacus": "Opacus", "triton": "Triton", "transformers": "transformers", "peft": "PEFT", "python": "Python"},
-    **{"dpscope": "dpscope", "git_commit": "dpscope's commit"},
-}
-
-# How a peak was measured -> what it is. One table shows peaks of one of them.
-PEAKS = {
-    "tracker": "of one step after warm-up; its parts from one more step whose every storage was tracked",
-    "compiled": (
-        "of a compiled row, the allocator's of steps after compilation; its parts are what is there before a step, and "
-        "what a compiled step makes is unattributed"
-    ),
-    "cuda_allocator": "the CUDA allocator's peak of allocated bytes over the whole run",
-    "cpu_allocator": (
-        "live tensors at their peak during one step, from torch's CPU allocator (a step after the timed ones)"
-    ),
-}
-
 
 def peak_notes(sources: Iterable[str]) -> list[str]:
     """What the peaks of a table are, a sentence for each way in which they were measured."""
-    return [f"Peak memory: {PEAKS[source]}." for source in dict.fromkeys(sources) if source in PEAKS]
+    return [f"Peak memory: {PEAK_SOURCES[source]}." for source in dict.fromkeys(sources) if source in PEAK_SOURCES]
 
 
 def spread_in_words(spread: tuple[float, float] | None) -> str:

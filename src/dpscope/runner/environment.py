@@ -15,13 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from dpscope.errors import UserError
+from dpscope.vocabulary.environment import LIBRARIES, MUST_BE_EQUAL
 from dpscope.vocabulary.settings import DEVICE_CHOICES, OneOf
 from dpscope.vocabulary.version import __version__
-
-LIBRARIES = ("opacus", "triton", "transformers", "peft")
-
-# A finished row is kept by --resume only if these are the same: they change what a measurement gives.
-MUST_BE_EQUAL = ("dpscope", "torch", *LIBRARIES, "cuda", "driver", "gpu", "cpu", "threads")
 
 
 def collect(device: str) -> dict[str, Any]:

@@ -9,10 +9,11 @@ import pytest
 from dpscope.errors import UserError
 from dpscope.results.store import ResultStore
 from dpscope.runner import resume, sweep
-from dpscope.runner.environment import MUST_BE_EQUAL, collect
+from dpscope.runner.environment import collect
 from dpscope.runner.launcher import Limits
 from dpscope.runner.resume import finished_rows, still_valid
 from dpscope.runner.sweep import open_store, run_sweep
+from dpscope.vocabulary.environment import MUST_BE_EQUAL
 from dpscope.vocabulary.statuses import FAILED, OK, OOM, SKIPPED, TIMEOUT
 
 

@@ -36,11 +36,8 @@ def draw_breakdown(rows: Sequence[Row]) -> Figure | None:
     if chart is None:
         return None
     shown = chart.views[0].data
-    bars, looks = (
-        shown["bars"],
-        {each["label"]: filled(each["colour"], each["hatched"]) for each in shown["components"]},
-    )
-    names, held = [bar["method"] for bar in bars], [bar["bytes"] for bar in bars]
+    looks = {each["label"]: filled(each["colour"], each["hatched"]) for each in shown["components"]}
+    bars, names, held = shown["bars"], [bar["method"] for bar in shown["bars"]], [bar["bytes"] for bar in shown["bars"]]
     unit, name = style.byte_unit(max(bar["total"] for bar in bars))
     at_peak = BarPanel(
         names=names,

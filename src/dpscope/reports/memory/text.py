@@ -92,17 +92,14 @@ def _by_component(described: Mapping[Row, data.Composition], width: int) -> list
             ("time/step", [row.time_shown for row in rows]),
             ("  × standard", [row.time_ratio_shown for row in rows]),
             *((name, [row.speed_shown(name) for row in rows]) for name in known),
-            (
-                "memory/time",
-                [
-                    marked(
-                        f"{mib(each.total) / row.median_ms:.2f} MiB/ms" if row.median_ms else MISSING, row.time_doubt
-                    )
-                    for row, each in described.items()
-                ],
-            ),
+            ("memory/time", [_memory_for_time(row, each) for row, each in described.items()]),
         ]
     return _tables("component", rows, lines, width)
+
+
+def _memory_for_time(row: Row, composition: data.Composition) -> str:
+    known = f"{mib(composition.total) / row.median_ms:.2f} MiB/ms" if row.median_ms else MISSING
+    return marked(known, row.time_doubt)
 
 
 def _tables(

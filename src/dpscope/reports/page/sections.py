@@ -15,14 +15,12 @@ from dpscope.reports.story import Story
 from dpscope.reports.tables import SIZES, Row
 from dpscope.reports.text import workload_sizes
 from dpscope.reports.traffic.data import traffic_of
-from dpscope.reports.words import ENVIRONMENT
 from dpscope.results.schema import Result
 from dpscope.units import GIB, MISSING, format_bytes, format_ms, format_ratio, format_throughput, format_traffic
+from dpscope.vocabulary.environment import ENVIRONMENT, MUST_BE_EQUAL
 from dpscope.vocabulary.settings import SETTINGS
 from dpscope.vocabulary.statuses import status_named
 
-# What environments can differ in so that results are not compared without a word.
-COMPARED_FACTS = [name for key, name in ENVIRONMENT.items() if key not in ("python", "git_commit")]
 VERSIONS = ("torch", "Opacus", "dpscope")
 Facts = dict[str, str]
 
@@ -146,7 +144,8 @@ def _merged(environments: Sequence[Facts]) -> list[Facts]:
 
 def _differ(environments: Sequence[Facts]) -> dict[str, list[str]]:
     """The names on which environments disagree, with each value."""
-    values = {name: list(dict.fromkeys(f[name] for f in environments if name in f)) for name in COMPARED_FACTS}
+    names = [ENVIRONMENT[key] for key in MUST_BE_EQUAL]
+    values = {name: list(dict.fromkeys(f[name] for f in environments if name in f)) for name in names}
     return {name: found for name, found in values.items() if len(found) > 1}
 
 

@@ -31,6 +31,7 @@ from dpscope.trainers.base import TrainerBase
 from dpscope.units import mib
 from dpscope.vocabulary.components import INPUTS, KEYS, UNATTRIBUTED
 from dpscope.vocabulary.methods import resolve_method
+from dpscope.vocabulary.peaks import COMPILED, TRACKER
 from dpscope.vocabulary.phases import listening
 from dpscope.workloads.workload import Batch
 
@@ -148,7 +149,7 @@ def _memory(use: MemoryUse, allocator: MemoryPayload, *, compiled: bool) -> Memo
     birth = use.peak_birth
     return {
         **allocator,
-        "source": "compiled" if compiled else "tracker",
+        "source": COMPILED if compiled else TRACKER,
         "peak_bytes": peak_bytes,
         "tracked_peak_bytes": use.peak_bytes,
         "peak": {
