@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from dpscope.reports.memory.data import Composition, composition_of, in_order, timeline_of
+from dpscope.reports.memory.data import Composition, composition_of, timeline_of
 from dpscope.reports.output import Output, csv_output, text_output
 from dpscope.reports.ranks import rank_records
 from dpscope.reports.report import Report
@@ -14,7 +14,7 @@ from dpscope.reports.tables import Row
 from dpscope.reports.trace.data import traced_steps
 from dpscope.reports.traffic.data import Traffic, by_size
 from dpscope.results.payloads.ncu import BYTES, ESTIMATE, KERNEL_FIGURES, MEASURED, READ, WRITE
-from dpscope.vocabulary.components import COMPONENTS
+from dpscope.vocabulary.components import KEYS, in_order
 from dpscope.vocabulary.settings import EAGER
 
 if TYPE_CHECKING:
@@ -36,8 +36,7 @@ def to_records(rows: Sequence[Row]) -> list[dict[str, Any]]:
     names = dict.fromkeys(name for row in rows for name in (*row.spec, *row.spec["workload"]))
     settings = [name for name in names if name not in NOT_SETTINGS and len({repr(row.field(name)) for row in rows}) > 1]
     compositions = [composition for row in rows if (composition := composition_of(row))]
-    components = [component.key for component in COMPONENTS] if compositions else []
-    components = in_order([*components, *(key for each in compositions for key in each.components)])
+    components = in_order([*(KEYS if compositions else ()), *(key for each in compositions for key in each.components)])
     return [
         {
             **row.fields(*IDENTITY, *settings),

@@ -7,13 +7,14 @@ from functools import partial
 from typing import Any
 
 from dpscope.reports.doubt import explain, marked
-from dpscope.reports.memory.data import Composition, described_of, is_private_only, legend_of, present
+from dpscope.reports.memory.data import Composition, described_of, present
 from dpscope.reports.output import Output, text_output
 from dpscope.reports.report import Report
 from dpscope.reports.story import compilation_notes
 from dpscope.reports.tables import SIZES, SPEEDS, Row, group_by_size, worth_a_column
 from dpscope.reports.words import distinct, peak_notes, spread_in_words, step_in_words
 from dpscope.units import GIB, MIB, MISSING
+from dpscope.vocabulary.components import component_named
 from dpscope.vocabulary.settings import COMPARED
 
 HEAD = "% Made by dpscope. Needs \\usepackage{booktabs}; then \\input this file.\n"
@@ -82,12 +83,12 @@ def _cost_table(rows: Sequence[Row]) -> str:
 def _component_table(number: int, described: Mapping[Row, Composition]) -> str:
     rows, compositions = list(described), list(described.values())
     unit, name = _unit([each.total for each in compositions])
-    keys = present(each.components for each in compositions)
+    held_ones = [component_named(key) for key in present(each.components for each in compositions)]
     columns = ["component", *distinct([row.method for row in rows])]  # one may have been measured twice
-    held = {legend_of(key, STAR): [each.components.get(key) or None for each in compositions] for key in keys}
+    held = {one.marked(STAR): [each.components.get(one.key) or None for each in compositions] for one in held_ones}
     held["total"] = [each.total for each in compositions]
     lines = [(label, *(_number(count, 2, unit) for count in counts)) for label, counts in held.items()]
-    private = f"{STAR} held by private training only. " if any(map(is_private_only, keys)) else ""
+    private = f"{STAR} held by private training only. " if any(one.private_only for one in held_ones) else ""
     caption = f"Memory at the peak of a training step by component, in {name}, by the memory instrument. {private}"
     caption += f"{rows[0].size}; {_measured_on(rows)}"
     return _table([dict(zip(columns, line, strict=True)) for line in lines], caption, f"tab:dpscope-memory-{number}")

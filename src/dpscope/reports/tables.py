@@ -18,7 +18,7 @@ from dpscope.results.schema import Result
 from dpscope.units import MIB, MISSING, format_ms, format_ratio, format_throughput
 from dpscope.vocabulary.methods import STANDARD
 from dpscope.vocabulary.settings import EAGER, LATER_DEFAULTS, REPEATS, SETTINGS
-from dpscope.vocabulary.statuses import OOM
+from dpscope.vocabulary.statuses import status_named
 
 SIZES = ("batch_size", "seq_len")
 SPEEDS = ("samples/s", "tokens/s")
@@ -155,7 +155,7 @@ class Row:
 
     def why_none(self, unmeasured: str) -> str:
         """Why the row has no figure of a kind: how it ended, or that nobody measured it."""
-        return unmeasured if self.result.ok else {OOM: "out of memory"}.get(self.result.status, self.result.status)
+        return unmeasured if self.result.ok else status_named(self.result.status).instead
 
     @property
     def ended_well(self) -> list[Result]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -12,6 +13,10 @@ class Component:
     key: str
     label: str
     private_only: bool = False  # ordinary training holds nothing of it
+
+    def marked(self, private: str = " (private only)") -> str:
+        """Its label, with a mark behind what only private training holds."""
+        return self.label + (private if self.private_only else "")
 
 
 # In the order in which they are stacked and listed: what stays, what a step saves, what privacy adds, what is left.
@@ -42,3 +47,16 @@ KEYS: tuple[str, ...] = tuple(component.key for component in COMPONENTS)
     INPUTS,
     UNATTRIBUTED,
 ) = KEYS
+_BY_KEY = {component.key: component for component in COMPONENTS}
+
+
+def component_named(key: str) -> Component:
+    """The component of a key; one that a user's own rule named is called by its name."""
+    return _BY_KEY.get(key) or Component(key, key.replace("_", " "))
+
+
+def in_order(keys: Iterable[str]) -> list[str]:
+    """Components as they are stacked and listed: the known ones, users' own, and what is left."""
+    places = {key: place for place, key in enumerate(KEYS)}
+    last = places[UNATTRIBUTED]
+    return sorted(dict.fromkeys(keys), key=lambda key: (places.get(key, last - 0.5), key))

@@ -13,5 +13,7 @@ PEAK_SOURCES = {
         "what a compiled step makes is unattributed"
     ),
     CUDA_ALLOCATOR: "the CUDA allocator's peak of allocated bytes over the whole run",
-    CPU_ALLOCATOR: "live tensors at their peak during one step, from torch's CPU allocator (a step after the timed ones)",
+    CPU_ALLOCATOR: (
+        "live tensors at their peak during one step, from torch's CPU allocator (a step after the timed ones)"
+    ),
 }

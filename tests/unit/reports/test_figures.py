@@ -13,18 +13,19 @@ from matplotlib.container import ErrorbarContainer
 from matplotlib.patches import Rectangle
 
 from dpscope.reports.figures.style import DPI, PAGE_WIDTH, SMALL
-from dpscope.reports.memory.data import composition_of, label_of, legend_of, timeline_of
+from dpscope.reports.memory.data import composition_of, timeline_of
 from dpscope.reports.memory.figures import draw_breakdown, draw_timeline, spread
 from dpscope.reports.output import suffixed
 from dpscope.reports.outputs import FIGURES
 from dpscope.reports.palette import COMPONENT_COLOURS, METHOD_COLOURS, colour_of
 from dpscope.reports.tables import compare_results
 from dpscope.reports.time.figures import draw_tradeoff
+from dpscope.vocabulary.components import component_named
 from tests.unit.reports.figure_words import extent, overlapping, texts
 from tests.unit.reports.writing import write
 
 MIB = 2**20
-KEYS = {legend_of(key): key for key in COMPONENT_COLOURS}
+KEYS = {component_named(key).marked(): key for key in COMPONENT_COLOURS}
 LONG = "my_packages_own_private_method_with_a_rather_long_name"
 
 
@@ -335,7 +336,7 @@ def test_a_component_has_the_same_colour_in_every_figure_and_legend(breakdown, t
             seen.setdefault(key, set()).add(to_hex(area.get_facecolor()[0]).upper())
     for figure in (breakdown, timeline_figure):
         for patch, text in zip(figure.legends[0].get_patches(), figure.legends[0].get_texts(), strict=True):
-            key = next(key for key in seen if text.get_text().startswith(label_of(key)))
+            key = next(key for key in seen if text.get_text().startswith(component_named(key).label))
             seen[key].add(to_hex(patch.get_facecolor()).upper())
     assert seen == {key: {colour_of(key)} for key in seen}
     assert len(seen) == len(COMPONENT_COLOURS)

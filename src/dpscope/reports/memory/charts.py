@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -14,6 +14,7 @@ from dpscope.reports.palette import colour_of, is_dark, phase_colour
 from dpscope.reports.tables import Row
 from dpscope.results.payloads.memory import TensorAtPeak, TensorsAtPeak
 from dpscope.units import format_bytes, format_ratio
+from dpscope.vocabulary.components import component_named
 from dpscope.vocabulary.phases import BETWEEN_PHASES
 
 BARS_DRAWN = 8  # tensors of each method
@@ -21,18 +22,12 @@ PANELS = 6  # timelines; more on one scale are too many to look at
 MOMENTS = 400  # of a timeline: a panel is hardly wider in pixels
 
 
-def looks(keys: Iterable[str]) -> list[dict[str, Any]]:
-    """How components are drawn and named."""
-    return [
-        {
-            "name": data.label_of(key),
-            "label": data.legend_of(key),
-            "colour": colour_of(key),
-            "ink": "#ffffff" if is_dark(colour_of(key)) else "#000000",
-            "hatched": data.is_private_only(key),
-        }
-        for key in keys
-    ]
+def look_of(key: str) -> dict[str, Any]:
+    """How a component is drawn and named."""
+    component, colour = component_named(key), colour_of(key)
+    ink = "#ffffff" if is_dark(colour) else "#000000"
+    named = {"name": component.label, "label": component.marked()}
+    return {**named, "colour": colour, "ink": ink, "hatched": component.private_only}
 
 
 def unit_for(largest: float) -> dict[str, Any]:
@@ -69,14 +64,12 @@ def memory_peak(rows: Sequence[Row]) -> View | None:
             extra = each.extra_over(standard)
             most = (max if sum(extra.values()) >= 0 else min)(extra, key=extra.__getitem__)
             much = abs(extra[most]) >= TRIFLE * standard.total
-            named = (
-                f" ({format_ratio(ratio)}{f', above all {data.label_of(most)} {signed(extra[most])}' if much else ''})"
-            )
+            named = f" ({format_ratio(ratio)}{f', above all {component_named(most).label} {signed(extra[most])}' if much else ''})"
         told.append(f"{row.method} holds {format_bytes(each.total)}{named}")
     return View(
         says=f"At the peak {', '.join(told)}.{_without(data.undescribed(rows))}",
         data={
-            "components": looks(keys),
+            "components": [*map(look_of, keys)],
             "bars": bars,
             "standard": next((place for place, each in enumerate(described.values()) if each is standard), None),
             "unit": unit_for(max(bar["total"] for bar in bars)),
@@ -102,7 +95,7 @@ def tensors_at_peak(rows: Sequence[Row]) -> View | None:
     for method, tensors in known:
         first = tensors["largest"][0]
         several = f"{first['count']} of them, each" if first["count"] > 1 else "it is"
-        what = f"{shape_in_words(first)}, {data.label_of(first['component'])}, {place_of(first, short=True)}"
+        what = f"{shape_in_words(first)}, {component_named(first['component']).label}, {place_of(first, short=True)}"
         told.append(f"The largest of {method}: {several} {format_bytes(first['bytes'])} ({what}).")
     largest = max(tensor["bytes"] for _, tensors in known for tensor in tensors["largest"])
     return View(
@@ -115,7 +108,7 @@ def tensors_at_peak(rows: Sequence[Row]) -> View | None:
 def _bar(tensor: TensorAtPeak) -> dict[str, Any]:
     maker, made = maker_of(tensor), bool(tensor["operator"])
     return {
-        **looks([tensor["component"]])[0],
+        **look_of(tensor["component"]),
         **{"bytes": tensor["bytes"], "count": tensor["count"], "shape": shape_in_words(tensor), "maker": maker},
         "where": place_of(tensor) if made else f"{maker}, {place_of(tensor)}",
         "short": place_of(tensor, short=True) if made else maker,
@@ -128,7 +121,7 @@ def _tensor_lines(method: str, tensors: TensorsAtPeak) -> list[dict[str, Any]]:
         {
             **{"method": method, "bytes": each["bytes"], "count": each["count"]},
             **{"shape": "×".join(map(str, each["shape"])), "dtype": each["dtype"]},
-            **{"component": data.label_of(each["component"]), "module": each["module"], "phase": each["phase"]},
+            **{"component": component_named(each["component"]).label, "module": each["module"], "phase": each["phase"]},
             **{"operator": each["operator"], "line": place_of(each)},
         }
         for each in tensors["largest"]
@@ -157,7 +150,7 @@ def memory_timeline(rows: Sequence[Row]) -> View | None:
     return View(
         says=f"Live bytes are highest {', '.join(told)}.{_without(missing)}",
         data={
-            "components": looks(keys),
+            "components": [*map(look_of, keys)],
             "panels": [_panel(row, timeline, keys) for row, timeline in drawn],
             "unit": unit_for(highest),
             "highest": highest,

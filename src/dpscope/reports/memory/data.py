@@ -12,10 +12,9 @@ from dpscope.reports.tables import Row, once_a_row
 from dpscope.results.payloads.memory import Remainder, TensorsAtPeak, TimelinePayload
 from dpscope.results.schema import Result
 from dpscope.units import MIB
-from dpscope.vocabulary.components import COMPONENTS, UNATTRIBUTED
+from dpscope.vocabulary.components import UNATTRIBUTED, in_order
 from dpscope.vocabulary.methods import STANDARD
 
-KNOWN = {component.key: component for component in COMPONENTS}
 TOTALS = ("total_allocated_mb", "peak_allocated_mb")  # in a breakdown, but no components
 
 Value = TypeVar("Value")
@@ -78,27 +77,6 @@ class Timeline:
     def peak(self) -> int:
         """The index of the first event with the most live bytes."""
         return self.totals.index(max(self.totals))
-
-
-def label_of(key: str) -> str:
-    """A component in words; one that a user's own rule named keeps its name."""
-    return KNOWN[key].label if key in KNOWN else key.replace("_", " ")
-
-
-def legend_of(key: str, private: str = " (private only)") -> str:
-    """The same with a mark behind what only private training holds."""
-    return label_of(key) + (private if is_private_only(key) else "")
-
-
-def is_private_only(key: str) -> bool:
-    return key in KNOWN and KNOWN[key].private_only
-
-
-def in_order(keys: Iterable[str]) -> list[str]:
-    """Components as they are stacked and listed: the known ones, users' own, and what is left."""
-    places = {key: place for place, key in enumerate(KNOWN)}
-    last = places[UNATTRIBUTED]
-    return sorted(dict.fromkeys(keys), key=lambda key: (places.get(key, last - 0.5), key))
 
 
 def present(held: Iterable[Mapping[str, float]]) -> list[str]:

@@ -15,6 +15,7 @@ from dpscope.reports.output import figure_output
 from dpscope.reports.palette import colour_of
 from dpscope.reports.tables import Row
 from dpscope.reports.words import shorten
+from dpscope.vocabulary.components import component_named
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -103,7 +104,7 @@ def draw_timeline(rows: Sequence[Row]) -> Figure | None:
     axes[0].set_ylim(0, HEADROOM * highest / unit or 1)
     if timelines:
         keys = data.present(timeline.highest for timeline in timelines)
-        style.patch_legend(figure, {data.legend_of(key): _look_of(key) for key in keys}, 4)
+        style.patch_legend(figure, {component_named(key).marked(): _look_of(key) for key in keys}, 4)
     style.settle(figure)
     for (row, timeline, _), ax in zip(drawn, axes, strict=True):
         if timeline:
@@ -113,7 +114,7 @@ def draw_timeline(rows: Sequence[Row]) -> Figure | None:
 
 
 def _look_of(component: str) -> dict[str, Any]:
-    return filled(colour_of(component), data.is_private_only(component))
+    return filled(colour_of(component), component_named(component).private_only)
 
 
 def _draw_components(ax: Axes, timeline: data.Timeline, unit: float) -> None:

@@ -16,7 +16,7 @@ from dpscope.reports.tables import SPEEDS, Row, group_by_size
 from dpscope.reports.words import shorten
 from dpscope.results.payloads.memory import OTHER_MODULES, TensorAtPeak
 from dpscope.units import MIB, MISSING, format_bytes, format_ratio, mib
-from dpscope.vocabulary.components import ACTIVATION_HOOKS, ACTIVATIONS, UNATTRIBUTED
+from dpscope.vocabulary.components import ACTIVATION_HOOKS, ACTIVATIONS, UNATTRIBUTED, component_named
 from dpscope.vocabulary.methods import STANDARD
 
 LABELS = 24  # characters of the first column
@@ -80,7 +80,7 @@ def _by_component(described: Mapping[Row, data.Composition], width: int) -> list
     rows, compositions = list(described), list(described.values())
     standard = data.standard_of(described)
     lines = [
-        (data.legend_of(key, " *"), [format_bytes(each.components.get(key) or None) for each in compositions])
+        (component_named(key).marked(" *"), [format_bytes(each.components.get(key) or None) for each in compositions])
         for key in data.present(each.components for each in compositions)
     ]
     lines.append(("total", [format_bytes(each.total) for each in compositions]))
@@ -131,7 +131,9 @@ def extra_in_words(described: Mapping[Row, data.Composition]) -> list[str]:
         extra = composition.extra_over(standard)
         net = sum(extra.values())
         told = {key: count for key, count in extra.items() if abs(count) >= TRIFLE * standard.total}
-        parts = [f"{data.label_of(key)} {signed(told[key])}" for key in sorted(told, key=lambda key: -abs(told[key]))]
+        parts = [
+            f"{component_named(key).label} {signed(told[key])}" for key in sorted(told, key=lambda key: -abs(told[key]))
+        ]
         rest = net - sum(told.values())
         parts += [f"the rest {signed(rest)}"] if told and abs(rest) >= MIB / 10 else []
         amount = f"{format_bytes(abs(net))} {'more' if net >= 0 else 'less'} than" if round(net) else "as much as"
@@ -159,7 +161,9 @@ def _makers(described: Mapping[Row, data.Composition]) -> Table:
 
 def _notes(described: Mapping[Row, data.Composition]) -> list[str]:
     components = data.present(each.components for each in described.values())
-    notes = ["* only private training holds this."] if any(map(data.is_private_only, components)) else []
+    notes = (
+        ["* only private training holds this."] if any(component_named(key).private_only for key in components) else []
+    )
     if any(row.median_ms for row in described):
         notes.append("memory/time: MiB at the peak for each millisecond of a step.")
         notes += filter(None, [explain(row.ratio_doubt for row in described)])
@@ -204,7 +208,7 @@ def _largest_tensors(rows: Sequence[Row]) -> list[RenderableType]:
         for place, tensor in enumerate(tensors["largest"][:SHOWN_TENSORS] if tensors else ()):
             several = f"× {tensor['count']}" if tensor["count"] > 1 else ""
             made = (shorten(maker_of(tensor), 20), shorten(place_of(tensor, short=True), 40))
-            what = (shape_in_words(tensor), data.label_of(tensor["component"]), *made)
+            what = (shape_in_words(tensor), component_named(tensor["component"]).label, *made)
             method = "" if place else shorten(row.method, 12)
             table.add_row(*map(Text, (method, format_bytes(tensor["bytes"]), several, *what)))
     return [table] if table.row_count else []

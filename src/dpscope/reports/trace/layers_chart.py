@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from dpscope.reports.memory.charts import unit_for
-from dpscope.reports.memory.data import composition_of, label_of
+from dpscope.reports.memory.data import composition_of
 from dpscope.reports.page.chart import Chart, Table, View, chart_of, views_by_size
 from dpscope.reports.palette import looks_of
 from dpscope.reports.tables import Row, grouped
@@ -18,6 +18,7 @@ from dpscope.reports.trace.data import on_gpu, traced_steps
 from dpscope.reports.words import in_prose
 from dpscope.results.payloads.trace import ModuleTime
 from dpscope.units import format_bytes, format_ms
+from dpscope.vocabulary.components import component_named
 
 Cost = Mapping[str, float]  # of one module: parts -> bytes or milliseconds
 Costs = Mapping[str, Cost]  # of one method: module -> its cost
@@ -38,7 +39,10 @@ SUMS = re.compile(r"\((\d+ )?others?\)")  # what instruments call the modules th
 
 def _held(rows: Sequence[Row]) -> dict[Row, Costs]:
     return {
-        row: {module: {label_of(key): count for key, count in held.items()} for module, held in composition.modules}
+        row: {
+            module: {component_named(key).label: count for key, count in held.items()}
+            for module, held in composition.modules
+        }
         for row in rows
         if (composition := composition_of(row))
     }

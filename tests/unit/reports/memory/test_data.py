@@ -10,13 +10,10 @@ from dpscope.reports.memory.data import (
     Composition,
     PhaseSpan,
     composition_of,
-    in_order,
-    label_of,
     snapshots_of,
     timeline_of,
 )
 from dpscope.reports.tables import compare_results
-from dpscope.vocabulary.components import COMPONENTS
 
 MIB = 2**20
 
@@ -64,17 +61,6 @@ def test_only_the_remainder_may_be_below_zero(make_memory_result):
     composition = composition_of(row_of(make_memory_result(unattributed=-3)))
     assert composition.components["unattributed"] == -3 * MIB
     assert composition.total == (701 - 3) * MIB
-
-
-def test_a_users_own_component_stands_before_what_is_left_and_keeps_its_name():
-    assert in_order(["unattributed", "my_cache", "inputs", "model_parameters"]) == [
-        "model_parameters",
-        "inputs",
-        "my_cache",
-        "unattributed",
-    ]
-    assert label_of("my_cache") == "my cache"
-    assert all("_" not in label_of(component.key) for component in COMPONENTS)
 
 
 def test_the_extra_has_a_sign_for_every_component_that_either_holds():
