@@ -11,8 +11,9 @@ from types import NoneType
 from typing import Any
 
 from dpscope.paths import path_from
+from dpscope.reports.joining import compare_results, seen_once
 from dpscope.reports.story import Story, tell
-from dpscope.reports.tables import SIZES, Row, compare_results, group_by_size, hashable, seen_once
+from dpscope.reports.tables import SIZES, Row, group_by_size, hashable
 from dpscope.reports.words import distinct
 from dpscope.results.schema import Result
 from dpscope.results.store import Skipped

@@ -17,7 +17,7 @@ from dpscope.reports.doubt import explain
 from dpscope.reports.output import Output, text_output
 from dpscope.reports.report import Report
 from dpscope.reports.story import compilation_notes
-from dpscope.reports.tables import SPEEDS, Row, group_by_size
+from dpscope.reports.tables import SPEEDS, Row, group_by_size, grouped
 from dpscope.reports.text_table import NUMBERS, Bars, Column, FirstThatFits, identity_columns, table_of
 from dpscope.reports.words import peak_notes, spread_in_words
 from dpscope.units import GIB, MISSING, format_bytes, format_ratio
@@ -128,22 +128,17 @@ def _table(report: Report, narrow: bool, most_rates: int, bars: Bars) -> Table:
 
 def _troubles(report: Report) -> list[str]:
     """A line for each reason why rows have no figures: what became of which, and what to do."""
-    alike: dict[tuple[str, str | None], dict[str, list[str]]] = {}  # status and reason -> method -> sizes
-    for size in report.sizes:
-        for row in size.rows:
-            if not row.result.ok:
-                methods = alike.setdefault((row.result.status, row.result.reason), {})
-                methods.setdefault(row.method, []).append(size.label)
-    lines = [f"{status}: {_which(methods)}: {reason}" for (status, reason), methods in alike.items()]
+    failed = [(row, size.label) for size in report.sizes for row in size.rows if not row.result.ok]
+    alike = grouped(failed, lambda each: (each[0].result.status, each[0].result.reason))
+    lines = [f"{status}: {_which(found)}: {reason}" for (status, reason), found in alike.items()]
     return ["", *lines, *_own_tracebacks(report.rows)] if lines else []
 
 
-def _which(methods: dict[str, list[str]]) -> str:
+def _which(failed: Sequence[tuple[Row, str]]) -> str:
     """`flat, ghost at batch 4; batch 8`; methods that met it at other sizes stand for themselves."""
-    at: dict[str, list[str]] = {}
-    for method, sizes in methods.items():
-        at.setdefault("; ".join(sizes), []).append(method)
-    return ", ".join(f"{', '.join(names)} at {sizes}" for sizes, names in at.items())
+    by_method = grouped(failed, lambda each: each[0].method)
+    sizes = {method: "; ".join(size for _, size in own) for method, own in by_method.items()}
+    return ", ".join(f"{', '.join(names)} at {where}" for where, names in grouped(sizes, sizes.__getitem__).items())
 
 
 def _own_tracebacks(rows: Sequence[Row]) -> list[str]:

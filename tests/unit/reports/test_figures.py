@@ -13,12 +13,12 @@ from matplotlib.container import ErrorbarContainer
 from matplotlib.patches import Rectangle
 
 from dpscope.reports.figures.style import DPI, PAGE_WIDTH, SMALL
+from dpscope.reports.joining import compare_results
 from dpscope.reports.memory.data import composition_of, timeline_of
 from dpscope.reports.memory.figures import draw_breakdown, draw_timeline, spread
 from dpscope.reports.output import suffixed
 from dpscope.reports.outputs import FIGURES
 from dpscope.reports.palette import COMPONENT_COLOURS, METHOD_COLOURS, colour_of
-from dpscope.reports.tables import compare_results
 from dpscope.reports.time.figures import draw_tradeoff
 from dpscope.vocabulary.components import component_named
 from tests.unit.reports.figure_words import extent, overlapping, texts

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from dpscope.reports import guide
-from dpscope.reports.tables import compare_results
+from dpscope.reports.joining import compare_results
 from dpscope.reports.traffic.data import by_size
 from dpscope.results.store import ResultStore
 from tests import ROOT

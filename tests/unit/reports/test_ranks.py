@@ -8,10 +8,11 @@ import pytest
 
 from dpscope.plain_text import render_plain
 from dpscope.reports.export import to_records
+from dpscope.reports.joining import compare_results
 from dpscope.reports.page.table import make_table
 from dpscope.reports.ranks import rank_view_of
 from dpscope.reports.report import Report
-from dpscope.reports.tables import BATCH_OF_A_RANK, BATCH_OF_A_STEP, compare_results
+from dpscope.reports.tables import BATCH_OF_A_RANK, BATCH_OF_A_STEP
 from dpscope.reports.text import summary
 
 GATHERED = {"all-gather": {"calls": 9, "bytes": 8 << 20, "sent_bytes": 4 << 20}}

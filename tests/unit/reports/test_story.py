@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from dpscope.reports.joining import compare_results
 from dpscope.reports.story import tell
-from dpscope.reports.tables import compare_results
 from tests.unit.reports.traffic_results import results_for
 
 GIB = 2**30

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from dpscope.reports.tables import compare_results, group_by_size, seen_once, worth_a_column
+from dpscope.reports.joining import compare_results, seen_once
+from dpscope.reports.tables import group_by_size, worth_a_column
 from dpscope.vocabulary.statuses import STATUSES
 
 

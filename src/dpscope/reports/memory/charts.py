@@ -64,7 +64,8 @@ def memory_peak(rows: Sequence[Row]) -> View | None:
             extra = each.extra_over(standard)
             most = (max if sum(extra.values()) >= 0 else min)(extra, key=extra.__getitem__)
             much = abs(extra[most]) >= TRIFLE * standard.total
-            named = f" ({format_ratio(ratio)}{f', above all {component_named(most).label} {signed(extra[most])}' if much else ''})"
+            above_all = f", above all {component_named(most).label} {signed(extra[most])}" if much else ""
+            named = f" ({format_ratio(ratio)}{above_all})"
         told.append(f"{row.method} holds {format_bytes(each.total)}{named}")
     return View(
         says=f"At the peak {', '.join(told)}.{_without(data.undescribed(rows))}",

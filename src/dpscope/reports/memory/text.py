@@ -160,10 +160,9 @@ def _makers(described: Mapping[Row, data.Composition]) -> Table:
 
 
 def _notes(described: Mapping[Row, data.Composition]) -> list[str]:
-    components = data.present(each.components for each in described.values())
-    notes = (
-        ["* only private training holds this."] if any(component_named(key).private_only for key in components) else []
-    )
+    held = data.present(each.components for each in described.values())
+    private = any(component_named(key).private_only for key in held)
+    notes = ["* only private training holds this."] if private else []
     if any(row.median_ms for row in described):
         notes.append("memory/time: MiB at the peak for each millisecond of a step.")
         notes += filter(None, [explain(row.ratio_doubt for row in described)])

@@ -8,11 +8,11 @@ from itertools import accumulate
 
 import pytest
 
+from dpscope.reports.joining import compare_results
 from dpscope.reports.memory.charts import MOMENTS, PANELS, memory_peak, memory_timeline, moments, phase_at
 from dpscope.reports.memory.data import PhaseSpan, Timeline, timeline_of
 from dpscope.reports.page.render import render_page
 from dpscope.reports.report import Report
-from dpscope.reports.tables import compare_results
 from dpscope.reports.trace.layers_chart import MOST_LINES, fold, layers_memory, layers_time
 from tests.made_up import renamed
 from tests.unit.memory_results import MIB, make_timeline

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from dpscope.reports.joining import compare_results
 from dpscope.reports.memory.data import (
     Composition,
     PhaseSpan,
@@ -13,7 +14,6 @@ from dpscope.reports.memory.data import (
     snapshots_of,
     timeline_of,
 )
-from dpscope.reports.tables import compare_results
 
 MIB = 2**20
 
