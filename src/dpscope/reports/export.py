@@ -183,14 +183,13 @@ TRAFFIC_CSV = (
 
 
 def _lines(part: str, rows: Sequence[Row]) -> list[dict[str, Any]]:
-    lines: list[dict[str, Any]] = []
     identity = line_identity(rows)
-    for step in traced_steps(rows):
-        whose = step.row.fields(*identity)
-        parts: dict[str, Any] = {**step.trace}
-        for line in parts.get(part, []):
-            lines.append({**whose, **{key: round(v, 6) if isinstance(v, float) else v for key, v in line.items()}})
-    return lines
+    traces: list[tuple[Row, dict[str, Any]]] = [(step.row, {**step.trace}) for step in traced_steps(rows)]
+    return [
+        row.fields(*identity) | {key: round(v, 6) if isinstance(v, float) else v for key, v in line.items()}
+        for row, trace in traces
+        for line in trace.get(part, [])
+    ]
 
 
 TRACE_CSV = tuple(

@@ -69,9 +69,3 @@ def join_instruments(results: Sequence[Result]) -> list[Row]:
 
 def _step_counts(result: Result) -> StepCounts:
     return tuple((name, result.spec.get(name)) for name in REPEATS)
-
-
-def seen_once(rows: Sequence[Row], instrument: str) -> list[Row]:
-    """Without rows that would tell again what the instrument saw of an earlier one."""
-    first = {id(row.measured.get(instrument)): row for row in reversed(rows)}
-    return [row for row in rows if instrument not in row.measured or first[id(row.measured[instrument])] is row]

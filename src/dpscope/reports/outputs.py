@@ -46,11 +46,7 @@ def write_against(against: Against, folder: Path, *, wishes: Collection[str] = (
 
 
 def _write(
-    outputs: Sequence[Output[Content]],
-    subject: Content,
-    folder: Path,
-    formats: Sequence[str],
-    wishes: Collection[str],
+    outputs: Sequence[Output[Content]], subject: Content, folder: Path, formats: Sequence[str], wishes: Collection[str]
 ) -> list[Path]:
     wanted = [output for output in outputs if not output.asked_for or output.asked_for in wishes]
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -11,9 +11,9 @@ from types import NoneType
 from typing import Any
 
 from dpscope.paths import path_from
-from dpscope.reports.joining import compare_results, seen_once
+from dpscope.reports.joining import compare_results
 from dpscope.reports.story import Story, tell
-from dpscope.reports.tables import SIZES, Row, group_by_size, hashable
+from dpscope.reports.tables import SIZES, Row, group_by_size, grouped, hashable
 from dpscope.reports.words import distinct
 from dpscope.results.schema import Result
 from dpscope.results.store import Skipped
@@ -65,7 +65,8 @@ class Report:
 
     def rows_of(self, instrument: str) -> list[Row]:
         """Rows without those that would tell again what the instrument saw of an earlier one; "": every row."""
-        return seen_once(self.rows, instrument)
+        first = {id(row.measured[instrument]): row for row in reversed(self.rows) if instrument in row.measured}
+        return [row for row in self.rows if instrument not in row.measured or row in first.values()]
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,20 +101,15 @@ def group_by_setting(rows: Sequence[Row]) -> list[Setting]:
     """In order of first appearance. Where numbers of steps keep rows apart, all settings name theirs."""
     apart = any(row.step_counts for row in rows)
     first = {row.comparison: row for row in reversed(rows)}  # of the rows that are compared with each other
-    groups: dict[Hashable, list[Row]] = {}
-    described: dict[Hashable, dict[str, Any]] = {}
-    for row in rows:
-        settings = {**_settings(row), **(first[row.comparison].repeats if apart else {})}
-        groups.setdefault(hashable(settings), []).append(row)
-        described[hashable(settings)] = settings
-    labels = _labels(list(described.values()))
-    return [Setting(label, group) for label, group in zip(labels, groups.values(), strict=True)]
 
+    def settings(row: Row) -> dict[str, Any]:
+        """What a row is, without its size; the model's dimensions among it."""
+        rest = {name: value for name, value in row.identity.items() if name not in (*SIZES, "workload")}
+        return {**row.spec["workload"], **rest, **(first[row.comparison].repeats if apart else {})}
 
-def _settings(row: Row) -> dict[str, Any]:
-    """What a row is, without its size; the model's dimensions among it."""
-    rest = {name: value for name, value in row.identity.items() if name not in (*SIZES, "workload")}
-    return {**row.spec["workload"], **rest}
+    groups = list(grouped(rows, lambda row: hashable(settings(row))).values())
+    labels = _labels([settings(group[0]) for group in groups])
+    return [Setting(label, group) for label, group in zip(labels, groups, strict=True)]
 
 
 def _labels(described: Sequence[dict[str, Any]]) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from dpscope.units import MISSING
@@ -44,6 +44,11 @@ def shorten(text: str, length: int) -> str:
         return text
     tail = (length - 1) // 2
     return f"{text[: length - 1 - tail]}…{text[len(text) - tail :]}"
+
+
+def in_longest_order(lists: Iterable[Collection[str]]) -> list[str]:
+    """Every name of some lists once, in the order of the longest."""
+    return list(dict.fromkeys(name for names in sorted(lists, key=len, reverse=True) for name in names))
 
 
 def distinct(names: Sequence[str]) -> list[str]:

@@ -13,7 +13,7 @@ from dpscope.plain_text import bare_table
 from dpscope.reports.doubt import explain, marked
 from dpscope.reports.memory import data
 from dpscope.reports.tables import SPEEDS, Row, group_by_size
-from dpscope.reports.words import shorten
+from dpscope.reports.words import in_longest_order, shorten
 from dpscope.results.payloads.memory import OTHER_MODULES, TensorAtPeak
 from dpscope.units import MIB, MISSING, format_bytes, format_ratio, mib
 from dpscope.vocabulary.components import ACTIVATION_HOOKS, ACTIVATIONS, UNATTRIBUTED, component_named
@@ -70,7 +70,7 @@ def _at_peak(rows: Sequence[Row], width: int) -> list[RenderableType]:
 
 def _at_stages(rows: Sequence[Row], width: int) -> list[RenderableType]:
     stages = {row: found for row in rows if (found := data.snapshots_of(row))}
-    names = dict.fromkeys(name for taken in sorted(stages.values(), key=len, reverse=True) for name in taken)
+    names = in_longest_order(stages.values())
     lines = [(name, [format_bytes(taken.get(name)) for taken in stages.values()]) for name in names]
     return _tables("stage", list(stages), lines, width)
 

@@ -14,6 +14,7 @@ from dpscope.reports.export import IDENTITY
 from dpscope.reports.page.chart import Chart, Table, View, chart_by_size, chart_of
 from dpscope.reports.palette import looks_of
 from dpscope.reports.tables import SIZES, SPEEDS, Row, grouped
+from dpscope.sentences import list_names
 from dpscope.units import format_bytes, format_ms, format_ratio, format_throughput
 from dpscope.vocabulary.methods import STANDARD
 
@@ -70,9 +71,8 @@ def _doubt_of(rows: Sequence[Row]) -> str:
 
 def _naming(what: str, reasons: Sequence[tuple[Row, str]]) -> str:
     """A sentence that names some rows and why; the chart's table has them all. Nothing without any."""
-    told = [f"{row.method} at {row.size} ({why})" for row, why in reasons[:NAMED_ROWS]]
-    more = f" and {len(reasons) - NAMED_ROWS} more" if len(reasons) > NAMED_ROWS else ""
-    return f" {what}: {', '.join(told)}{more}." if told else ""
+    told = list_names([f"{row.method} at {row.size} ({why})" for row, why in reasons], NAMED_ROWS)
+    return f" {what}: {told}." if told else ""
 
 
 def _cost_table(rows: Sequence[Row]) -> Table:

@@ -114,7 +114,7 @@ def _panel(found: data.StepDifference) -> dict[str, Any]:
             **{"name": change.operator, "phase": change.phase, "kind": change.kind},
             **{"ms": change.ms, "before_ms": change.before_ms, "after_ms": change.after_ms},
         }
-        for change in sorted(biggest, key=lambda change: -change.ms)
+        for change in biggest
     ]
     if others:
         bars.append({"label": f"{REST_BAR} ({others})", "name": REST_BAR, "phase": "", "kind": "", "ms": rest})
@@ -144,7 +144,6 @@ def _operators_in_words(found: data.StepDifference) -> str:
 def _lines(found: data.StepDifference) -> list[tuple[Any, ...]]:
     """As many as matter, and a last one so that they sum to the whole."""
     biggest, rest, others = found.biggest(LISTED_CHANGES)
-    longest = sorted(biggest, key=lambda change: -change.ms)
-    lines: list[tuple[Any, ...]] = [(c.operator, c.phase, c.kind, c.before_ms, c.after_ms, c.ms) for c in longest]
+    lines: list[tuple[Any, ...]] = [(c.operator, c.phase, c.kind, c.before_ms, c.after_ms, c.ms) for c in biggest]
     lines += [(REST_BAR, "", "", None, None, rest)] if others else []
     return [(found.method, found.basis, *line) for line in lines]

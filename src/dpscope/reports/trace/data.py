@@ -9,6 +9,7 @@ from typing import Literal
 
 from dpscope.reports.doubt import MARK, STRETCHED
 from dpscope.reports.tables import Row, group_by_size, once_a_row
+from dpscope.reports.words import in_longest_order
 from dpscope.results.payloads.trace import GpuTime, TracePayload
 from dpscope.units import format_ratio
 
@@ -108,8 +109,7 @@ def stretched_in_words(steps: Sequence[TracedStep]) -> str:
 
 def phase_names(steps: Sequence[TracedStep]) -> list[str]:
     """In the order of a step: as the method with most of them has them."""
-    fullest = sorted((step.trace["phases"] for step in steps), key=len, reverse=True)
-    return list(dict.fromkeys(part["phase"] for parts in fullest for part in parts))
+    return in_longest_order([part["phase"] for part in step.trace["phases"]] for step in steps)
 
 
 def phase_series(steps: Sequence[TracedStep]) -> Series:
@@ -156,8 +156,8 @@ class StepDifference:
     doubt: str  # what makes its total, and all time on the host, doubtful
 
     def biggest(self, most: int) -> tuple[list[OperatorChange], float, int]:
-        """The changes that matter most, whichever way; what all others sum to, and how many they are."""
-        kept = sorted(self.changes, key=lambda change: -abs(change.ms))[:most]
+        """The changes that matter most, whichever way, the longest first; what all others sum to; how many they are."""
+        kept = sorted(sorted(self.changes, key=lambda change: -abs(change.ms))[:most], key=lambda change: -change.ms)
         return kept, self.total_ms - sum(change.ms for change in kept), len(self.changes) - len(kept)
 
 

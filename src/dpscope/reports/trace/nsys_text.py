@@ -15,6 +15,7 @@ from rich.text import Text
 from dpscope.plain_text import bare_table
 from dpscope.reports.tables import Row, group_by_size, once_a_row
 from dpscope.reports.trace.data import BUSY_ENOUGH, traced_step
+from dpscope.reports.words import in_longest_order
 from dpscope.results.payloads.nsys import Named, NsysPayload
 from dpscope.units import KIB, MIB, MISSING, format_bytes, format_ms, format_ratio
 from dpscope.vocabulary.methods import STANDARD
@@ -80,8 +81,7 @@ def describe_captures(captures: Sequence[Capture], *, where: str = "") -> list[R
 
 def _phase_table(captures: Sequence[Capture]) -> Table:
     """Phases in the order of the capture that has most of them."""
-    longest = sorted((each.gpu_ms for each in captures), key=len, reverse=True)
-    names = list(dict.fromkeys(name for times in longest for name in times))
+    names = in_longest_order(each.gpu_ms for each in captures)
     base = next((each.seen["gpu"]["total_ms"] for each in captures if each.name == STANDARD), None)
     table = bare_table("method", *names, "GPU time", "×", "busy", "kernels")
     for each in captures:
