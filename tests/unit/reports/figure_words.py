@@ -24,6 +24,10 @@ def texts(figure):
     return list(dict.fromkeys(drawn))
 
 
+def written(figure):
+    return [text.get_text() for text in texts(figure)]
+
+
 def extent(text):
     """Of the words alone: an annotation's own extent takes in its arrow."""
     return Text.get_window_extent(text)

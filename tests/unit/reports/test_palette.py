@@ -13,6 +13,7 @@ from dpscope.reports.palette import (
     METHOD_COLOURS,
     METHOD_MARKERS,
     PHASE_COLOURS,
+    colour_of,
     method_looks,
 )
 from dpscope.vocabulary import components, families, phases
@@ -78,3 +79,31 @@ def test_as_many_methods_as_there_are_looks_are_all_told_apart(looks):
 def test_everything_that_is_drawn_has_a_colour_of_its_own(names, colours):
     assert [name for name in names if name not in colours] == []
     assert len({colours[name] for name in names}) == len(names)
+
+
+def _seen_with(weights, colour):
+    """A colour's light as an eye sees it that lacks a kind of cone (Viénot, Brettel and Mollon 1999), gamma 2.2."""
+    red, green, blue = (int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5))
+    light = [level**2.2 for level in (red, green, blue)]
+    return [sum(w * part for w, part in zip(row, light, strict=True)) for row in weights]
+
+
+EYES = {
+    "all cones": [[1, 0, 0], [0, 1, 0], [0, 0, 1]],
+    "no red cones": [[0.1124, 0.8876, 0.0], [0.1124, 0.8876, 0.0], [0.004, -0.004, 1.0]],
+    "no green cones": [[0.2928, 0.7072, 0.0], [0.2928, 0.7072, 0.0], [-0.0223, 0.0223, 1.0]],
+}
+
+
+@pytest.mark.parametrize("eye", EYES)
+@pytest.mark.parametrize("colours", [COMPONENT_COLOURS.values(), METHOD_COLOURS], ids=["components", "methods"])
+def test_no_two_colours_look_alike_to_any_eye(colours, eye):
+    """Two levels out of 255 of gamma-corrected light would be one colour; these are at least ten apart."""
+    seen = [[max(level, 0.0) ** (1 / 2.2) * 255 for level in _seen_with(EYES[eye], colour)] for colour in colours]
+    for one, other in itertools.combinations(seen, 2):
+        assert max(abs(a - b) for a, b in zip(one, other, strict=True)) > 10
+
+
+def test_a_users_own_component_has_one_colour_and_none_of_the_known():
+    assert colour_of("my_cache") == colour_of("my_cache")
+    assert colour_of("my_cache") not in COMPONENT_COLOURS.values()

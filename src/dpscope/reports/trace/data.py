@@ -157,8 +157,9 @@ class StepDifference:
 
     def biggest(self, most: int) -> tuple[list[OperatorChange], float, int]:
         """The changes that matter most, whichever way, the longest first; what all others sum to; how many they are."""
-        kept = sorted(sorted(self.changes, key=lambda change: -abs(change.ms))[:most], key=lambda change: -change.ms)
-        return kept, self.total_ms - sum(change.ms for change in kept), len(self.changes) - len(kept)
+        kept = sorted(self.changes, key=lambda change: -abs(change.ms))[:most]
+        rest = self.total_ms - sum(change.ms for change in kept)
+        return sorted(kept, key=lambda change: -change.ms), rest, len(self.changes) - len(kept)
 
 
 def differences(steps: Sequence[TracedStep]) -> list[StepDifference]:
