@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import gzip
 import os
 import signal
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests import DATA, ROOT
+from tests.frozen_imports import pytest_collection_finish  # noqa: F401
 from tests.made_up import ENVIRONMENT, TINY_SIZES
 from tests.slow import SLOW
 
@@ -27,17 +27,6 @@ if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # the same under nohup
 
 # Hundreds of processes import dpscope: they read bytecode that the first of them has written.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-
-# Modules stay: a collector that walks through their million objects again and again takes half of the time in which
-# tests are collected, and a tenth of the time in which they run.
-gc.disable()
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_collection_finish() -> None:
-    gc.freeze()
-    gc.enable()
-
 
 # In CI the same examples every time: a run that fails there is about the change, not about luck. (Imported only there:
 # tests/gpu also runs on machines without hypothesis.)

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from dpscope.flash import DPFlashOptimizer, FlashEngine, PrivacyEngine
+from tests import remembered_accounting
 from tests.opacus_suite import torchvision_stand_in
 from tests.opacus_suite.expected_failures import EXPECTED_FAILURES
 
@@ -43,6 +44,7 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("suite")
 unittest.TestCase.subTest = lambda test, *args, **params: nullcontext()  # what fails in a part fails the test
 torchvision_stand_in.install()
+remembered_accounting.install()
 
 
 class SuiteEngine(PrivacyEngine):

@@ -39,7 +39,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Counter[tuple[str, str
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "pytest", "-q", "-p", "tests.opacus_suite.flash_plugin", "-p", "no:cacheprovider"),
+            *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
+            *("-p", "tests.frozen_imports", "-p", "tests.opacus_suite.flash_plugin"),
             *("-c", str(folder / "pytest.ini"), f"--rootdir={site_packages}", f"--junitxml={report}"),
             *("--pyargs", *(f"opacus.tests.{name}" for name in FILES)),
         ],

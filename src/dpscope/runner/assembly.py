@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from dpscope.runner import collector
 from dpscope.runner.spec import RunSpec
 from dpscope.runner.world import join_world
 from dpscope.trainers.base import TrainerBase, load_trainer, require_batch_of
@@ -14,6 +15,7 @@ from dpscope.workloads.workload import Batch, build_model, build_workload
 def assemble(spec: RunSpec) -> tuple[TrainerBase, list[Batch]]:
     """The trainer of a spec and the batches of a step, all on the spec's device."""
     trainer_class = load_trainer(resolve_method(spec.method))
+    collector.resume()  # before there is any tensor: instruments ask it for those
     rank = join_world(spec)
     workload = build_workload(spec.workload, batch_size=spec.batch_size, seq_len=spec.seq_len)
     device = torch.device(spec.device)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from dpscope.instruments.processes import end_with_lifeline
 from dpscope.outcomes import outcome_of_exception
+from dpscope.runner import collector
 from dpscope.runner.measure import measurement_module
 from dpscope.runner.rank_launcher import RankOutcome
 from dpscope.runner.spec import RunSpec
@@ -33,6 +34,7 @@ def measure_or_explain(spec: RunSpec, files: Path) -> RankOutcome:
 
 
 def main() -> None:
+    collector.rest()
     end_with_lifeline()
     spec, files, folder = RunSpec.from_dict(json.loads(sys.argv[1])), Path(sys.argv[2]), Path(sys.argv[3])
     outcome = measure_or_explain(spec, files)

@@ -16,12 +16,14 @@ import threading
 from pathlib import Path
 from typing import TextIO
 
+from dpscope.runner import collector
 from dpscope.vocabulary.exit_codes import DISK_FULL, ORPHANED
 
 CHILD = "DPSCOPE_CHILD"  # set in the environment of a process that measures
 
 
 def main() -> None:
+    collector.rest()
     events = claim_stdout()
     request = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_parent, daemon=True).start()
