@@ -227,6 +227,21 @@ def test_scaled_sum_of_shapes_the_kernel_does_not_serve(dtype: torch.dtype) -> N
     assert_sum(scaled_sums([g], [x], scale)[0], g, x, scale)
 
 
+def test_scaled_sum_of_logits_that_a_loss_took_class_by_class() -> None:
+    """Their gradient comes as (B, classes, T): one copy with whole rows, and nothing in float32."""
+    g = rows(4, 1024, 128).transpose(1, 2)
+    x, scale = rows(4, 128, 256), torch.rand(4, device="cuda")
+    scaled_sums([g], [x], scale)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    got = scaled_sums([g], [x], scale)[0]
+    assert torch.cuda.max_memory_allocated() - before <= 1.1 * (g.nbytes + 2 * got.nbytes)
+    assert_sum(got, g, x, scale)
+    out = torch.ones_like(got)
+    scaled_sums([g, rows(4, 128, 1024)], [x, x], scale, outs=[out, None])
+    assert_sum(out - 1.0, g, x, scale)
+
+
 def test_scaled_sums_of_many_weights() -> None:
     """Weights of one shape share a launch; wide, ragged and narrow ones, with the tiles each gets by default."""
     widths = [(1024, 512)] * 9 + [(512, 1024)] * 5 + [(72, 264), (520, 128), (72, 8)]

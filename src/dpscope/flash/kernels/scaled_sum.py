@@ -124,7 +124,7 @@ def scaled_sums(
     Sums are added to an `out` where given; no two may be the same tensor. `tiles` forces a configuration (for
     measurements).
     """
-    kinds = [(g.shape, x.shape, g.dtype, x.dtype) for g, x in zip(gs, xs, strict=True)]
+    kinds = [(g.shape, x.shape, g.dtype, x.dtype, g.stride(), x.stride()) for g, x in zip(gs, xs, strict=True)]
     one_of_each = dict(zip(kinds, zip(gs, xs, strict=True), strict=True)).values()
     if backend != "torch" and any(_lacks_alignment(g, x) for g, x in one_of_each):
         return [
@@ -136,7 +136,7 @@ def scaled_sums(
     groups: dict[tuple[Any, ...], list[tuple[int, int, int, int]]] = {}
     for i, (g, x, given) in enumerate(zip(gs, xs, outs or [None] * len(gs), strict=True)):
         target = None if given is None else (given.shape, given.stride(), given.dtype)
-        key = (kinds[i], g.stride(), x.stride(), target)
+        key = (kinds[i], target)
         rows = groups.get(key)
         if rows is None:
             rows = groups[key] = []
@@ -167,11 +167,14 @@ def scaled_sums(
 
 
 def _lacks_alignment(g: Tensor, x: Tensor) -> bool:
-    """Widths that no 16-byte word divides, and nothing else, keep the kernel from serving the pair."""
+    """Where rows begin, and nothing else, keeps the kernel from serving the pair.
+
+    Widths that no 16-byte word divides; the gradient of logits that a loss took as (B, classes, T).
+    """
     if g.dim() != 3 or x.dim() != 3 or g.dtype != x.dtype or g.dtype not in _HALF:
         return False
-    odd = x.shape[2] % 8 or (g.shape[2] % 8 and not rows_are_aligned(g))
-    return bool(odd) and g.shape[1] >= 16 and is_hopper(g.device)
+    odd = x.shape[2] % 8 or not rows_are_aligned(g, x)
+    return bool(odd) and g.shape[0] > 0 and g.shape[1] >= 16 and is_hopper(g.device)
 
 
 @allocates(GRADIENTS, "aten::clone")
@@ -179,9 +182,13 @@ def _sum_of_aligned(
     g: Tensor, x: Tensor, scale: Tensor, out: Tensor | None, backend: Backend, tiles: SumTiles | None
 ) -> Tensor:
     """The sum over copies with whole words in a row; what the zeros that were added give is cut off again."""
-    padded = g if rows_are_aligned(g) else with_aligned_rows(g), with_aligned_rows(x)
-    (total,) = scaled_sums(padded[:1], padded[1:], scale, backend=backend, tiles=tiles)
-    total = total[: g.shape[2], : x.shape[2]].contiguous()
+    width = x.shape[2]
+    if not rows_are_aligned(g):
+        g = with_aligned_rows(g)[..., : g.shape[2]]
+    if width % 8 or not rows_are_aligned(x):
+        x = with_aligned_rows(x)
+    (total,) = scaled_sums([g], [x], scale, backend=backend, tiles=tiles)
+    total = total[:, :width].contiguous()
     return total if out is None else out.add_(total)
 
 
@@ -388,13 +395,12 @@ def _torch(g: Tensor, x: Tensor, scale: Tensor, out: Tensor, accumulate: bool) -
     if _rounds_products(g, out.dtype):
         return _sum_products(g, x, scale, out)
     factors = scale.to(out.dtype)[:, None, None]
-    live = (scale.abs() >= MIN_SCALE)[:, None, None]
-    zero = torch.zeros((), dtype=out.dtype, device=g.device)
+    skipped = ~(scale.abs() >= MIN_SCALE)[:, None, None]
     samples = max(1, CHUNK_BYTES // (g.shape[1] * max(g.shape[2], x.shape[2], 1) * out.dtype.itemsize))
     for first in range(0, g.shape[0], samples):
         part = slice(first, first + samples)
-        left = torch.where(live[part], g[part].to(out.dtype) * factors[part], zero)
-        right = torch.where(live[part], x[part].to(out.dtype), zero)
+        left = (g[part] * factors[part]).masked_fill_(skipped[part], 0.0)  # computed in the factors' dtype
+        right = x[part].to(out.dtype).masked_fill(skipped[part], 0.0)
         out.addmm_(left.reshape(-1, g.shape[2]).T, right.reshape(-1, x.shape[2]))
     return out
 

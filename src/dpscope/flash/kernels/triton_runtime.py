@@ -138,12 +138,15 @@ def rows_are_aligned(*tensors: torch.Tensor) -> bool:
 
 
 def with_aligned_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """(B, T, features), the features filled up with zeros to whole 16-byte words: a copy, where they are not whole.
+    """(B, T, features), contiguous, the features filled up with zeros to whole 16-byte words: a copy, where needed.
 
     A vocabulary of 50,257 is the common case: its gradient is copied once rather than read 2 bytes at a time.
     """
     missing = -tensor.shape[2] % (16 // tensor.element_size())
-    return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor
+    if missing:
+        return torch.nn.functional.pad(tensor, (0, missing))
+    rows = tensor.contiguous()
+    return rows.clone() if rows.data_ptr() % 16 else rows
 
 
 def launch_on(device: torch.device) -> AbstractContextManager[Any]:

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from dpscope.flash.kernels.triton_runtime import rows_are_aligned, table_on, use_triton
+from dpscope.flash.kernels.triton_runtime import rows_are_aligned, table_on, use_triton, with_aligned_rows
 
 CPU = torch.device("cpu")
 
@@ -64,3 +64,20 @@ def test_alignment_of_rows() -> None:
     assert not rows_are_aligned(buffer[:1].expand(2, 3, 64))  # all samples at one place
     assert rows_are_aligned(buffer[:, :, 8:21])  # rows may end off a boundary
     assert not rows_are_aligned(torch.zeros(2, 3, 5))  # rows of 20 bytes
+
+
+@pytest.mark.parametrize("part", ["transposed", "off a boundary", "one sample for all", "odd", "backwards in memory"])
+def test_any_rows_can_be_aligned(part):
+    buffer = torch.randn(4, 64, 64)
+    tensor = {
+        "transposed": buffer.transpose(1, 2),
+        "off a boundary": buffer.flatten()[1 : 1 + 2 * 3 * 8].view(2, 3, 8),
+        "one sample for all": buffer[:1].expand(3, 64, 64),
+        "odd": buffer[..., :13].transpose(0, 1),
+        "backwards in memory": buffer.permute(2, 1, 0),
+    }[part]
+    aligned = with_aligned_rows(tensor)
+    width = tensor.shape[2]
+    assert rows_are_aligned(aligned)
+    assert torch.equal(aligned[..., :width], tensor)
+    assert not aligned[..., width:].any()
