@@ -18,7 +18,7 @@ from tests.unit.instruments.memory.steps import WORKLOADS, tracked_step, trainer
 
 BATCH = 3
 # Widths that no 16-byte word divides: on Hopper their sums are made of padded copies.
-ODD = make_config("tiny", num_layers=1, hidden_dim=91, num_heads=1, vocab_size=401, max_seq_len=16)
+ODD = make_config("tiny", num_layers=1, hidden_dim=91, num_heads=1, vocab_size=64, max_seq_len=16)
 # method, what is trained, changes to its spec, whether the update is fused
 STEPS = {
     "fused transformer": ("flash", "transformer", {}, True),
@@ -73,9 +73,9 @@ def test_without_a_fused_update_the_whole_gradient_is_there():
 
 
 def test_a_sum_that_is_cut_out_of_a_padded_one_is_a_gradient_too():
-    """All sums are live at once; before the lookups', which take less, the padded one (401, 96) of the head is."""
+    """All sums are live at once; before the lookups', which take less, a padded one of (91, 96) is."""
     summed, _ = elements(measured("fused, odd widths")[0])
-    assert 0 < largest("fused, odd widths")["gradients"] - 4 * summed <= 4 * 401 * 96
+    assert 0 < largest("fused, odd widths")["gradients"] - 4 * summed <= 4 * 91 * 96
 
 
 DECLARED = dict(allocations._components)
