@@ -180,7 +180,8 @@ def refuse_changed(name: str) -> NoReturn:
 
 
 def held(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy where its memory is not torch's (numpy's, say): writes to it would go unnoticed."""
+    """The tensor, or a copy where its memory is not torch's: numpy's, say, where writes to it would go unnoticed, or
+    that of a CUDA graph, which writes there again."""
     return tensor if tensor.untyped_storage().resizable() else tensor.clone()
 
 
@@ -190,7 +191,7 @@ class Saved:
     `decision`: the path their norms take; `kind` and `names` of the two tensors are for explain().
     """
 
-    __slots__ = ("decision", "first", "g", "versions")
+    __slots__ = ("copied", "decision", "first", "g", "versions")
     kind: ClassVar[str]
     names: ClassVar[tuple[str, str]] = ("x", "g")
 
@@ -198,6 +199,7 @@ class Saved:
         # The tensor without its history: holding it must not hold the graph of the forward pass.
         self.first = first.detach() if first.requires_grad else held(first)
         self.g = held(g)
+        self.copied = self.g is not g
         self.versions = (self.first._version, self.g._version)
         self.decision = decision
 
