@@ -20,7 +20,7 @@ from dpscope.flash.step_state import Recorded
 
 # Sums of at most about this size are made at once: few launches, and x and g are freed as they come.
 GROUP_BYTES = 1 << 30
-# What a CUDA graph gave out was copied, and the graph keeps its memory: that would come on top. On an H200 at 8 × 256 of
+# What a CUDA graph gave out was copied, and the graph keeps its memory: that comes on top. On an H200 at 8 × 256 of
 # preset 1b torch reserves 22.8 GiB with this, 24.7 with the other, and 22.7 for ordinary training (2026-11-16).
 GROUP_BYTES_OF_COPIES = 1 << 28
 
