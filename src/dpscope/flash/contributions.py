@@ -141,14 +141,14 @@ class Kept:
 
 
 class Summed:
-    """Σ_t g_t for each sample, g: (B, T, p): taken with those of other layers when the micro-batch is closed."""
+    """Σ_t g_t for each sample, g: (B, T, p), which an Outer holds: taken with those of other layers at the closing."""
 
     __slots__ = ("g", "version")
     kind = "kept"
 
     def __init__(self, g: Tensor) -> None:
-        self.g = held(g)
-        self.version = self.g._version
+        self.g = g
+        self.version = g._version
 
     @property
     def batch_size(self) -> int:

@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dpscope.errors import UserError
 from dpscope.flash import layers
+from dpscope.flash.autocast import SharedCast
 from dpscope.flash.block_tails import Tail
 from dpscope.flash.checkpointed_blocks import CheckpointedBlock, CheckpointedBlocks
 from dpscope.flash.closing import local_sums, no_autocast, one_by_one, reduced_sums, zero_sums
@@ -47,10 +48,10 @@ from dpscope.flash.paths import FORCEABLE, PathRules
 from dpscope.flash.ranks.layout import SHARDED_BLOCKS, refuse_compiled, refuse_shards_inside
 from dpscope.flash.ranks.ranks import ranks_of
 from dpscope.flash.recomputation import BlockPass
+from dpscope.flash.root_taps import RootTap, ZeroGradTap
 from dpscope.flash.running_sums import RunningSums
 from dpscope.flash.slots import Slot
 from dpscope.flash.step_state import Recorded, StepState
-from dpscope.flash.taps import RootTap, SharedCast, ZeroGradTap
 
 LOSS_REDUCTIONS = ("mean", "sum")
 NO_SUMS = SumBatch([], [], None)

@@ -43,7 +43,7 @@ from dpscope.flash.private_optimizer import DPFlashOptimizer
 from dpscope.flash.ranks.layout import layout_of
 from dpscope.flash.ranks.ranks import refusing_together, reshard
 from dpscope.flash.ranks.sampling import loader_of_rank
-from dpscope.flash.taps import RootTap
+from dpscope.flash.root_taps import RootTap
 
 FLASH = "flash"
 OPACUS_PREFIX = "_module."  # Opacus's wrapper keeps the model under this name, and so do its checkpoints

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from dpscope.flash.saved_tensor_hooks import current_hooks
 
@@ -21,15 +22,12 @@ _keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph",
 def save(ctx: Any, *tensors: Tensor | None) -> None:
     """As ctx.save_for_backward; to be called before the layer computes."""
     ctx.packed = None
-    if torch.compiler.is_compiling() or _keeps_graph is None:
-        ctx.save_for_backward(*tensors)
-        return
-    hooks = current_hooks()
+    hooks = None if is_compiling() or _keeps_graph is None else current_hooks()
     if hooks is None or getattr(hooks[0], "__module__", "") != "torch.utils.checkpoint":
         ctx.save_for_backward(*tensors)
-        return
-    pack, ctx.unpack = hooks
-    ctx.packed = [None if tensor is None else pack(tensor.detach()) for tensor in tensors]
+    else:
+        pack, ctx.unpack = hooks
+        ctx.packed = [None if tensor is None else pack(tensor.detach()) for tensor in tensors]
 
 
 def saved(ctx: Any) -> tuple[Any, ...]:

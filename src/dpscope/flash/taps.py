@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, NamedTuple, NoReturn, Protocol
@@ -13,8 +12,8 @@ from torch.compiler import is_compiling
 
 from dpscope.errors import UserError
 from dpscope.flash.arguments import KEEP_BATCH_FIRST
+from dpscope.flash.autocast import SharedCast, autocast_dtype
 from dpscope.flash.block_tails import Tail
-from dpscope.flash.compiled.frames import run_outside
 from dpscope.flash.compiled.traced import GraphCast, Handed, call_traced
 from dpscope.flash.contributions import Contribution, Kept, Summed
 from dpscope.flash.forward_passes import ForwardPasses
@@ -75,74 +74,6 @@ class EngineTap(InstanceMethod):
         self.name = name  # "" of the root
 
 
-class CompiledRegion(Protocol):
-    """Something that is compiled, called with stand-ins for its taps (compiled/regions.py)."""
-
-    eager: Callable[..., Any]
-
-    def entered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]: ...
-
-
-class RootTap(EngineTap):
-    """The root's forward: tells the engine that a pass begins, and with how many samples."""
-
-    region: CompiledRegion  # of a model that is compiled after it was made private
-    entered = False  # in a graph: whether `run` has begun the pass outside of it
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            if self.entered or not torch.is_grad_enabled():
-                return self.original(*args, **kwargs)
-            return run_outside(self, args, kwargs)
-        if not torch.is_grad_enabled():
-            return self.original(*args, **kwargs)
-        return self.run(None, self.original, args, kwargs)
-
-    def run_compiled(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self.run(self.region, forward, args, kwargs)
-
-    def run(
-        self,
-        region: CompiledRegion | None,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """A pass of the model: `forward` is its own, or what was compiled of it, the region."""
-
-        def in_region(*args: Any, **kwargs: Any) -> Any:
-            assert region is not None
-            if not self.engine.forwards.size():  # an empty batch
-                return region.eager(*args, **kwargs)
-            before, self.entered = self.entered, True
-            try:
-                with region.entered(args, kwargs):
-                    return forward(*args, **kwargs)
-            finally:
-                self.entered = before
-
-        try:
-            if region is None:
-                return self.engine.forwards.call_root(forward, args, kwargs)
-            return self.engine.forwards.call_root(region.eager, args, kwargs, compiled=in_region)
-        except UserError as refusal:
-            if isinstance(refusal, self.engine.refusal):
-                raise
-            raise self.engine.refusal(str(refusal)) from refusal
-
-
-class ZeroGradTap(EngineTap):
-    """The root's zero_grad: also drops what backward passes have left and was not summed.
-
-    The sums of a logical batch that is not complete are kept, as the optimizer's zero_grad keeps them.
-    """
-
-    attribute = "zero_grad"
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.original(*args, **kwargs) if self.engine.zero_grad(*args, **kwargs) else None
-
-
 class Tapped(torch.autograd.Function):
     """One tapped call: `tap.forward` and `tap.backward` do the work.
 
@@ -155,10 +86,10 @@ class Tapped(torch.autograd.Function):
     def forward(ctx: Any, tap: LayerTap, x: Tensor, live: Sequence[bool], anchor: Tensor) -> Tensor:
         if x.is_neg():  # lazily negated: kernels that read memory by its address would see the other sign
             x = x.resolve_neg()
-        engine, shape = tap.engine, x.shape
+        engine = tap.engine
         ctx.tap, ctx.live, ctx.block, ctx.generation = tap, live, engine.block, engine.state.generation
-        ctx.empty = None if shape[0] else shape
-        output: Tensor = tap.forward(ctx, x) if shape[0] else tap.original(x)
+        ctx.empty = None if x.size(0) else x.shape
+        output: Tensor = tap.forward(ctx, x) if ctx.empty is None else tap.original(x)
         if output._is_view():  # autograd forbids in-place operations on views made in here, such as ReLU(inplace=True)
             (output,) = torch.unsafe_chunk(output, 1)
         return output
@@ -180,12 +111,18 @@ class Tapped(torch.autograd.Function):
             return None, _input_gradient(ctx, g) if ctx.needs_input_grad[1] else None, None, None
         if ctx.block is not None:
             with ctx.block.running():
-                return None, _recorded_backward(ctx, g), None, None
-        return None, _recorded_backward(ctx, g), None, None
+                return None, _without_autocast(ctx, g), None, None
+        if _is_any_autocast_enabled():
+            return None, _without_autocast(ctx, g), None, None
+        return None, tap.backward(ctx, g), None, None
 
+
+_is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 # What Function.apply calls after it has looked for torch.func's transforms, which taps do not run in (`admit` refuses).
 _apply_tapped: Callable[..., Any] = super(torch.autograd.Function, Tapped).apply
+# What autograd calls in backward, without torch's search for the function.
+Tapped._backward_cls.apply = Tapped.backward  # type: ignore[attr-defined]
 
 
 def check_backward(tap: TapOfSamples, generation: int) -> None:
@@ -195,24 +132,18 @@ def check_backward(tap: TapOfSamples, generation: int) -> None:
         raise UserError("backward(create_graph=True) is not supported: per-sample gradients of gradients are not taken")
 
 
-def _recorded_backward(ctx: Any, g: Tensor) -> Tensor | None:
-    device = device_type(g)
-    gradient: Tensor | None
-    if torch.is_autocast_enabled(device):  # backward() called inside the autocast context: no cast is wanted here
-        with torch.autocast(device, enabled=False):
-            gradient = ctx.tap.backward(ctx, g)
-    else:
-        gradient = ctx.tap.backward(ctx, g)
-    return gradient
+def _without_autocast(ctx: Any, g: Tensor) -> Tensor | None:
+    """The layer's backward. No cast is wanted in it, also where backward() is called inside an autocast context."""
+    with torch.autocast(g.device.type, enabled=False):
+        gradient: Tensor | None = ctx.tap.backward(ctx, g)
+        return gradient
 
 
 def _input_gradient(ctx: Any, g: Tensor) -> Tensor | None:
     """The gradient of x alone: to a family's backward, the parameters are frozen."""
     live, ctx.live = ctx.live, [False] * len(ctx.live)
     try:
-        with torch.autocast(g.device.type, enabled=False):
-            gradient: Tensor | None = ctx.tap.backward(ctx, g)
-            return gradient
+        return _without_autocast(ctx, g)
     finally:
         ctx.live = live
 
@@ -361,7 +292,8 @@ class LayerTap(TapOfSamples):
         assert weight is not None
         dtype = autocast_dtype(x)
         if dtype is not None and weight.dtype != torch.float64:
-            x = x.to(dtype) if is_compiling() else self.engine.cast(x, dtype)
+            if x.dtype != dtype:
+                x = x.to(dtype) if is_compiling() else self.engine.cast(x, dtype)
             weight = weight.to(dtype)
             bias = None if bias is None else bias.to(dtype)
         return x, weight, bias
@@ -382,7 +314,7 @@ class LayerTap(TapOfSamples):
         self.engine.add(slot, Kept(values, owned=owned))
 
     def defer_sums(self, index: int, g: Tensor) -> None:
-        """The per-sample gradients of `names[index]` are Σ_t g_t, g: (B, T, p), which somebody else holds anyway."""
+        """The per-sample gradients of `names[index]` are Σ_t g_t, g: (B, T, p), which a product holds."""
         batch, _, width = g.shape
         self.engine.add(self._described(index, torch.Size((batch, width))), Summed(g))
 
@@ -416,54 +348,3 @@ class LayerTap(TapOfSamples):
         dx, *pieces = self.gradients(ctx, g)
         self.record(pieces)
         return dx
-
-
-class SharedCast:
-    """Casts under autocast. Remembers the last one weakly: q, k and v read one tensor, and store one cast of it."""
-
-    __slots__ = ("_result", "_source", "_version")
-
-    def __init__(self) -> None:
-        self._source: weakref.ref[Tensor] | None = None
-        self._result: weakref.ref[Tensor] | None = None
-        self._version = -1
-
-    def __call__(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        if x.dtype in (dtype, torch.float64) or not x.is_floating_point():
-            return x
-        if self._source is not None and self._source() is x and self._version == x._version:
-            result = self._result() if self._result is not None else None
-            if result is not None and result.dtype == dtype:
-                return result
-        result = x.to(dtype)
-        self._source, self._result, self._version = weakref.ref(x), weakref.ref(result), x._version
-        return result
-
-
-def device_type(x: Tensor) -> str:
-    """x.device.type, of which a GPU's is asked first: taps ask in every call."""
-    return "cuda" if x.is_cuda else x.device.type
-
-
-def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """The dtype autocast computes in on x's device, None where it is off."""
-    device = device_type(x)
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-
-
-_output_dtypes: dict[tuple[Any, ...], torch.dtype] = {}
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def autocast_output_dtype(
-    operator: Callable[[Tensor], Tensor], device: str, x: torch.dtype, dtype: torch.dtype
-) -> torch.dtype:
-    """The dtype in which an operator outside the lower-precision list answers under autocast, asked of it once.
-
-    Which operators autocast runs in float32 differs between devices and torch versions: `operator` is run on a tiny
-    tensor (1, 2, 2) of dtype x.
-    """
-    known = (operator, device, x, dtype)
-    if known not in _output_dtypes:
-        _output_dtypes[known] = operator(torch.ones(1, 2, 2, dtype=x, device=device)).dtype
-    return _output_dtypes[known]

@@ -19,7 +19,8 @@ from dpscope.flash.compiled.stand_ins import CallPlan, CallShapes, Handout
 from dpscope.flash.forward_passes import nodes_behind
 from dpscope.flash.instance_method import instance_method
 from dpscope.flash.rehearsal_run import untouched
-from dpscope.flash.taps import Engine, EngineTap, LayerTap, RootTap
+from dpscope.flash.root_taps import RootTap
+from dpscope.flash.taps import Engine, EngineTap, LayerTap
 from dpscope.flash.torch_version import require_for_compiled
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from dpscope.flash.contributions import WIDE_OUTPUT, Kept, Outer, sample_products, wide
 from dpscope.flash.kernels.sample_sums import bias_sums
@@ -71,6 +72,9 @@ def per_sample_gradients(x: Tensor, g: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mm(left, right).to(dtype).unsqueeze(0)
 
 
+below_autograd = torch._C._AutoDispatchBelowADInplaceOrView
+
+
 class LinearTap(LayerTap):
     transposed = False
     casts_input = True
@@ -78,10 +82,15 @@ class LinearTap(LayerTap):
     def forward(self, ctx: Any, x: Tensor) -> Tensor:
         x, weight, bias = self.operands(x)
         save(ctx, x if ctx.live[0] else None, weight if ctx.needs_input_grad[1] else None)
+        if self.transposed:
+            weight = weight.t()
+        if is_compiling():
+            return F.linear(x, weight, bias)
         tail = self.engine.tail
-        if tail is not None and not torch.compiler.is_compiling() and tail.leaves_out(ctx):
-            return x.new_zeros((*x.shape[:-1], weight.shape[1 if self.transposed else 0]))
-        return F.linear(x, weight.t() if self.transposed else weight, bias)
+        if tail is not None and tail.leaves_out(ctx):
+            return x.new_zeros((*x.shape[:-1], weight.shape[0]))
+        with below_autograd():  # where torch notes no views: the product would be one of a matrix, and be copied
+            return F.linear(x, weight, bias)
 
     def gradients(self, ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = saved(ctx)
@@ -107,16 +116,16 @@ class LinearTap(LayerTap):
         if not (trains_weight and trains_bias) or self.engine.blocks is not None:
             return super().backward(ctx, g)
         x, weight = saved(ctx)
-        width = g.shape[-1]
         dx, g = self._input_gradient(ctx, g, weight)
-        rows = as_sequences(g)[..., :width]
-        product = self._product(x, rows)
-        decision = decide(self, *product)
+        slot, first, second = self._product(x, as_sequences(g))
+        decision = decide(self, slot, first, second)
         if decision.path == KEEP:  # first the sums: torch takes scratch memory for them, as large as g and larger
-            self.keep(1, bias_sums(rows))
+            self.keep(1, bias_sums(first if self.transposed else second))
+            add_product(self, slot, first, second, decision)
         else:
-            self.defer_sums(1, rows)
-        add_product(self, *product, decision)
+            product = Outer(first, second, decision)
+            self.defer_sums(1, product.first if self.transposed else product.g)
+            self.engine.add(slot, product)
         return dx
 
     def piece_specs(self, x: Spec, y: Spec, live: Sequence[bool]) -> tuple[Spec | None, ...]:

@@ -13,10 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dpscope.flash.autocast import autocast_dtype, autocast_output_dtype
 from dpscope.flash.contributions import wide
 from dpscope.flash.kernels.kept_gradients import last_norms
 from dpscope.flash.kernels.sample_sums import layer_norm_sums, rms_norm_sums
-from dpscope.flash.taps import Engine, LayerTap, Spec, autocast_dtype, autocast_output_dtype
+from dpscope.flash.taps import Engine, LayerTap, Spec
 
 _layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default
 
@@ -61,18 +62,16 @@ class NormTap(SumsTap):
         self, x: Tensor, probe: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """x, weight and bias as autocast would hand them to the operator."""
-        weight, bias = self.parameters["weight"], self.parameters["bias"]
+        weight: Tensor | None = self.parameters["weight"]
+        bias: Tensor | None = self.parameters["bias"]
         dtype = autocast_dtype(x)
         if dtype is None or x.dtype == torch.float64:
             return x, weight, bias
-        x = x.to(autocast_output_dtype(probe, x.device.type, x.dtype, dtype))
-        if x.dtype != torch.float32:
-            return x, weight, bias
-        return x, _float32(weight), _float32(bias)
-
-
-def _float32(parameter: Tensor | None) -> Tensor | None:
-    return parameter if parameter is None or parameter.dtype == torch.float32 else parameter.float()
+        wanted = autocast_output_dtype(probe, x.device.type, x.dtype, dtype)
+        if wanted == torch.float32:
+            weight = weight if weight is None else weight.float()
+            bias = bias if bias is None else bias.float()
+        return x if x.dtype == wanted else x.to(wanted), weight, bias
 
 
 class LayerNormTap(NormTap):

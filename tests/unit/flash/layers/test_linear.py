@@ -1,5 +1,6 @@
 """Linear in every shape, on every path."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -159,3 +160,43 @@ def test_a_g_that_was_changed_in_place_is_refused_for_the_bias_too():
 @pytest.mark.parametrize("path", PATHS)
 def test_sequences_of_no_position_have_gradients_of_zero(path):
     assert_exact(nn.Linear(5, 4), {"x": torch.randn(3, 0, 5)}, sine_losses, path=path)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("shape", [(3, 6), (3, 4, 6), (3, 2, 4, 6)])
+def test_outputs_may_be_changed_in_place_and_are_watched_as_in_ordinary_training(shape, autocast):
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2))
+    x = torch.randn(shape)
+    engine = FlashEngine(model, max_grad_norm=1.0, batch_size_of=lambda args, kwargs: len(args[0]))
+    with engine, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        model(x)  # its layers are known from here on
+        y = model[0](x)
+        assert not y._is_view()
+        assert y.requires_grad
+        assert y._version == 0
+        changed = y.relu_()
+        model[1](changed).float().sum().backward()
+        engine.discard()
+        y = model[0](x)
+        squares = y * y
+        y.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            squares.float().sum().backward()
+        engine.discard()
+        y = model[0](x)
+        z = model[1](y)
+        y.add_(1)  # what the second layer has saved; a cast of it would still be the value that was read
+        if not autocast:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                z.float().sum().backward()
+
+
+def test_a_gradient_in_foreign_memory_is_copied_once_for_weight_and_bias():
+    model = nn.Linear(3, 2)
+    foreign = np.ones((4, 5, 2), dtype=np.float32)
+    with FlashEngine(model, max_grad_norm=1.0, path="gram") as engine:
+        model(torch.randn(4, 5, 3)).backward(torch.from_numpy(foreign))
+        (outer,), (summed,) = (engine.slot(p).contributions for p in (model.weight, model.bias))
+        assert summed.g is outer.g
+        foreign[:] = 7
+        assert torch.equal(outer.g, torch.ones(4, 5, 2))

@@ -1,0 +1,59 @@
+"""What autocast does to the operands of a layer: which dtype, and one cast of an input that several layers read.
+
+Taps ask in every call.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, get_autocast_dtype, is_autocast_enabled
+
+
+class SharedCast:
+    """Casts under autocast. Remembers the last one weakly: q, k and v read one tensor, and store one cast of it."""
+
+    __slots__ = ("_result", "_source", "_version")
+
+    def __init__(self) -> None:
+        self._source: weakref.ref[Tensor] | None = None
+        self._result: weakref.ref[Tensor] | None = None
+        self._version = -1
+
+    def __call__(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        if x.dtype in (dtype, torch.float64) or not x.is_floating_point():
+            return x
+        if self._source is not None and self._source() is x and self._version == x._version:
+            result = self._result() if self._result is not None else None
+            if result is not None and result.dtype == dtype:
+                return result
+        result = x.to(dtype)
+        self._source, self._result, self._version = weakref.ref(x), weakref.ref(result), x._version
+        return result
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The dtype autocast computes in on x's device, None where it is off."""
+    device = "cuda" if x.is_cuda else "cpu" if x.is_cpu else x.device.type
+    return get_autocast_dtype(device) if is_autocast_enabled(device) else None
+
+
+_output_dtypes: dict[tuple[Any, ...], torch.dtype] = {}
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def autocast_output_dtype(
+    operator: Callable[[Tensor], Tensor], device: str, x: torch.dtype, dtype: torch.dtype
+) -> torch.dtype:
+    """The dtype in which an operator outside the lower-precision list answers under autocast, asked of it once.
+
+    Which operators autocast runs in float32 differs between devices and torch versions: `operator` is run on a tiny
+    tensor (1, 2, 2) of dtype x.
+    """
+    known = (operator, device, x, dtype)
+    if known not in _output_dtypes:
+        _output_dtypes[known] = operator(torch.ones(1, 2, 2, dtype=x, device=device)).dtype
+    return _output_dtypes[known]
