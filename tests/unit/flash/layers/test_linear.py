@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpscope.errors import UserError
 from dpscope.flash import FlashEngine
@@ -200,3 +201,19 @@ def test_a_gradient_in_foreign_memory_is_copied_once_for_weight_and_bias():
         assert summed.g is outer.g
         foreign[:] = 7
         assert torch.equal(outer.g, torch.ones(4, 5, 2))
+
+
+def test_dispatch_modes_see_the_products_that_ordinary_training_makes():
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.add(func)
+            return func(*args, **(kwargs or {}))
+
+    model, x = nn.Linear(3, 2), torch.randn(4, 5, 3)
+    with FlashEngine(model, max_grad_norm=1.0):
+        model(x)
+        seen: set = set()
+        with Seen():
+            model(x)
+    assert torch.ops.aten.addmm.default in seen
+    assert torch.ops.aten.linear.default not in seen
