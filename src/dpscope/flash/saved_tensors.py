@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from dpscope.flash.saved_tensor_hooks import current_hooks
 
@@ -21,8 +20,7 @@ _keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph",
 
 def save(ctx: Any, *tensors: Tensor | None) -> None:
     """As ctx.save_for_backward; to be called before the layer computes."""
-    ctx.packed = None
-    hooks = None if is_compiling() or _keeps_graph is None else current_hooks()
+    hooks = None if ctx.traced or _keeps_graph is None else current_hooks()
     if hooks is None or getattr(hooks[0], "__module__", "") != "torch.utils.checkpoint":
         ctx.save_for_backward(*tensors)
     else:
@@ -32,7 +30,7 @@ def save(ctx: Any, *tensors: Tensor | None) -> None:
 
 def saved(ctx: Any) -> tuple[Any, ...]:
     """As ctx.saved_tensors: tensors, and None where None was saved."""
-    if ctx.packed is None:
+    if ctx.traced or ctx.packed is None:
         tensors: tuple[Any, ...] = ctx.saved_tensors
         return tensors
     if ctx.unpack is None:

@@ -87,8 +87,11 @@ class Tapped(torch.autograd.Function):
         if x.is_neg():  # lazily negated: kernels that read memory by its address would see the other sign
             x = x.resolve_neg()
         engine = tap.engine
-        ctx.tap, ctx.live, ctx.block, ctx.generation = tap, live, engine.block, engine.state.generation
-        ctx.empty = None if x.size(0) else x.shape
+        ctx.tap, ctx.live, ctx.generation = tap, live, engine.state.generation
+        if engine.block is not None:
+            ctx.block = engine.block
+        if not x.size(0):
+            ctx.empty = x.shape
         output: Tensor = tap.forward(ctx, x) if ctx.empty is None else tap.original(x)
         if output._is_view():  # autograd forbids in-place operations on views made in here, such as ReLU(inplace=True)
             (output,) = torch.unsafe_chunk(output, 1)
@@ -121,8 +124,12 @@ _is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 # What Function.apply calls after it has looked for torch.func's transforms, which taps do not run in (`admit` refuses).
 _apply_tapped: Callable[..., Any] = super(torch.autograd.Function, Tapped).apply
-# What autograd calls in backward, without torch's search for the function.
-Tapped._backward_cls.apply = Tapped.backward  # type: ignore[attr-defined]
+_Node: Any = Tapped._backward_cls  # the class of `ctx`
+_Node.apply = Tapped.backward  # what autograd calls, without torch's search for the function
+_Node.block = None  # the checkpointed block whose layer this is
+_Node.empty = None  # the shape of an x without samples
+_Node.packed = None
+_Node.traced = False
 
 
 def check_backward(tap: TapOfSamples, generation: int) -> None:

@@ -125,7 +125,7 @@ class Traced(torch.autograd.Function):
         ctx: Any, tap: TracedTap, x: Tensor, cast: Tensor | None, live: tuple[bool, ...], *stand_ins: Tensor
     ) -> Tensor:
         """`cast`: x in the dtype that the layer reads it in, without a history; None: x is in it, or `tap` casts it."""
-        ctx.tap, ctx.live = tap, live
+        ctx.tap, ctx.live, ctx.traced = tap, live, True
         ctx.dtypes = tuple(each.dtype for each in stand_ins)
         output = tap.forward(ctx, x if cast is None else cast)
         # Autograd forbids in-place operations on a view made in here, such as ReLU(inplace=True).
