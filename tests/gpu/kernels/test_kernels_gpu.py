@@ -258,6 +258,18 @@ def test_scaled_sums_of_many_weights() -> None:
 # -- sample_sums -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("length", [256, 1000, 1023, 2048])
+def test_bias_sums_of_long_samples(length: int) -> None:
+    """Part by part, where the length has parts: without scratch memory that is larger than g."""
+    g = rows(8, length, 1024)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    got = bias_sums(g[..., :1000])
+    if length % 8 == 0:
+        assert torch.cuda.max_memory_allocated() - before <= g.nbytes // 2
+    torch.testing.assert_close(got.double(), g[..., :1000].double().sum(1), rtol=1e-5, atol=1e-4)
+
+
 @pytest.mark.parametrize(("batch", "length", "width"), [(8, 1024, 2048), (1, 16384, 300), (3, 1, 7)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sample_sums(batch: int, length: int, width: int, dtype: torch.dtype) -> None:
