@@ -52,7 +52,8 @@ def bias_sums(g: Tensor) -> Tensor:
     dtype = torch.float64 if g.dtype == torch.float64 else torch.float32
     if torch.compiler.is_compiling() or not g.is_cuda or g.shape[1] <= LONGEST_AT_ONCE:
         return g.sum(1, dtype=dtype)
-    return g.unflatten(1, (math.gcd(g.shape[1], SUM_PARTS), -1)).sum(2, dtype=dtype).sum(1)
+    parts = math.gcd(g.shape[1], SUM_PARTS)
+    return g.reshape(g.shape[0], parts, -1, g.shape[2]).sum(2, dtype=dtype).sum(1)
 
 
 @allocates(PER_SAMPLE_GRADIENTS, "aten::empty")
