@@ -6,6 +6,7 @@ its own: test_interpreter.py runs these same files again under TRITON_INTERPRET=
 
 import os
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ def language_replaced_once_a_launch() -> None:
     """
     if not INTERPRETER:
         return
+    from triton import language as tl
     from triton.runtime import interpreter
 
     replace: Callable[..., Any] = interpreter._patch_lang
@@ -41,6 +43,9 @@ def language_replaced_once_a_launch() -> None:
         return scope
 
     interpreter._patch_lang = replace_once
+    # It makes a table of all dtypes for each value; pointers have no hash.
+    find, remember = interpreter._get_np_dtype, cache(interpreter._get_np_dtype)
+    interpreter._get_np_dtype = lambda kind: (remember if type(kind.scalar) is tl.dtype else find)(kind.scalar)
 
 
 @pytest.fixture(params=["triton" if INTERPRETER else "torch"])

@@ -10,32 +10,47 @@ import torch
 
 from dpscope.flash.kernels.float32_products import operand_rounding
 
-HAS_PRECISION = hasattr(torch.backends.cuda.matmul, "fp32_precision")
-
-SETTINGS = {
+# What a user says -> how operands are rounded on CUDA and on the CPU; None: it depends on the processor.
+SETTINGS: dict[str, tuple[float, float | None]] = {
     "": (0.0, 0.0),
     "torch.set_float32_matmul_precision('high')": (2.0**-11, None),
     "torch.set_float32_matmul_precision('medium')": (2.0**-11, 2.0**-8),
     "torch.backends.cuda.matmul.allow_tf32 = True": (2.0**-11, 0.0),
 }
-NEW_SETTINGS = {
-    "torch.backends.cuda.matmul.fp32_precision = 'tf32'": (2.0**-11, 0.0),
-    "torch.backends.cuda.matmul.fp32_precision = 'ieee'": (0.0, 0.0),
-    "torch.backends.fp32_precision = 'tf32'": (2.0**-11, 2.0**-11),
-    "torch.backends.mkldnn.matmul.fp32_precision = 'bf16'": (0.0, 2.0**-8),
-}
+if hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+    SETTINGS |= {
+        "torch.backends.cuda.matmul.fp32_precision = 'tf32'": (2.0**-11, 0.0),
+        "torch.backends.cuda.matmul.fp32_precision = 'ieee'": (0.0, 0.0),
+        "torch.backends.fp32_precision = 'tf32'": (2.0**-11, 2.0**-11),
+        "torch.backends.mkldnn.matmul.fp32_precision = 'bf16'": (0.0, 2.0**-8),
+    }
+
+# In a copy of a process each, in which torch was told nothing yet: told in the new way, it refuses to be asked in the old.
+ASK = """
+import os, sys, torch
+for setting in sys.argv[1:]:
+    if not os.fork():
+        exec(setting)
+        from dpscope.flash.kernels.float32_products import operand_rounding
+        found = (operand_rounding(torch.device(device)) for device in ("cuda", "cpu"))
+        print(setting, *found, sep="|", flush=True)
+        os._exit(0)
+    os.wait()
+"""
 
 
-@pytest.mark.parametrize("setting", [*SETTINGS, *(NEW_SETTINGS if HAS_PRECISION else ())])
-def test_the_users_setting_is_seen(setting: str) -> None:
-    """In a process of its own: torch refuses to be asked in the old way once it was told in the new one."""
-    code = (
-        f"import torch\n{setting}\nfrom dpscope.flash.kernels.float32_products import operand_rounding as of\n"
-        "print(of(torch.device('cuda')), of(torch.device('cpu')))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    for found, expected in zip(done.stdout.split(), {**SETTINGS, **NEW_SETTINGS}[setting], strict=True):
-        assert expected is None or float(found) == expected
+@pytest.fixture(scope="module")
+def found() -> dict[str, list[float]]:
+    command = [sys.executable, "-c", ASK, *SETTINGS]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    answers = (line.split("|") for line in done.stdout.splitlines())
+    return {setting: [float(value) for value in values] for setting, *values in answers}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_the_users_setting_is_seen(setting: str, found: dict[str, list[float]]) -> None:
+    for seen, expected in zip(found[setting], SETTINGS[setting], strict=True):
+        assert expected is None or seen == expected
 
 
 def test_by_default_nothing_is_rounded() -> None:

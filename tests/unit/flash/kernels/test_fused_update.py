@@ -14,8 +14,8 @@ from dpscope.flash.kernels.noise import noise_values
 from dpscope.flash.kernels.tensor_lists import noise_starts
 from tests.unit.flash.kernels import kernel_references as reference
 
-SHAPES = [(13, 7), (17000,), (5,), (4, 3, 2)]  # the second is more than a chunk
-SMALL_SHAPES = [(13, 7), (1100,), (5,)]  # the second is more than a block
+SHAPES = [(13, 7), (1100,), (5,), (4, 3, 2)]  # the second is more than a block
+LARGE = [(13, 7), (17000,), (5,)]  # the second is more than a chunk
 STEPS = 2
 
 # The same few float32 operations in another order: a few roundings of 6e-8 on values near one.
@@ -39,17 +39,17 @@ def noisy(sums: list[Tensor], std: float, scale: float, seed: int, offset: int) 
 
 
 @pytest.mark.parametrize(
-    ("options", "noise_std"),
+    ("options", "noise_std", "shapes"),
     [
-        ({}, 0.0),
-        ({"momentum": 0.9}, 0.7),
-        ({"momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1}, 0.0),
-        ({"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}, 0.0),
-        ({"weight_decay": 0.1, "maximize": True}, 0.7),
+        ({}, 0.0, SHAPES),
+        ({"momentum": 0.9}, 0.7, LARGE),
+        ({"momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1}, 0.0, SHAPES),
+        ({"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}, 0.0, SHAPES),
+        ({"weight_decay": 0.1, "maximize": True}, 0.7, SHAPES),
     ],
 )
-def test_sgd(options: dict[str, Any], noise_std: float, backend: str) -> None:
-    params, sums = fresh(), [fresh() for _ in range(STEPS)]
+def test_sgd(options: dict[str, Any], noise_std: float, shapes: list[tuple[int, ...]], backend: str) -> None:
+    params, sums = fresh(shapes=shapes), [fresh(shapes=shapes) for _ in range(STEPS)]
     expected = reference.optimizer_step(
         torch.optim.SGD,
         params,
@@ -57,7 +57,7 @@ def test_sgd(options: dict[str, Any], noise_std: float, backend: str) -> None:
         lr=0.1,
         **options,
     )
-    buffers = [torch.full(shape, torch.nan) for shape in SHAPES] if "momentum" in options else []
+    buffers = [torch.full(shape, torch.nan) for shape in shapes] if "momentum" in options else []
     for step, s in enumerate(sums):
         fused_sgd_(
             params,
@@ -77,16 +77,22 @@ def test_sgd(options: dict[str, Any], noise_std: float, backend: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "noise_std"),
+    ("options", "noise_std", "shapes"),
     [
-        ({}, 0.0),
-        ({"weight_decay": 0.1}, 0.7),
-        ({"amsgrad": True, "weight_decay": 0.1, "maximize": True, "betas": (0.8, 0.95), "eps": 1e-3}, 0.0),
+        ({}, 0.0, SHAPES),
+        ({"weight_decay": 0.1}, 0.7, LARGE),
+        ({"amsgrad": True, "weight_decay": 0.1, "maximize": True, "betas": (0.8, 0.95), "eps": 1e-3}, 0.0, SHAPES),
     ],
 )
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
-def test_adam(kind: type[torch.optim.Optimizer], options: dict[str, Any], noise_std: float, backend: str) -> None:
-    params, sums = fresh(), [fresh() for _ in range(STEPS)]
+def test_adam(
+    kind: type[torch.optim.Optimizer],
+    options: dict[str, Any],
+    noise_std: float,
+    shapes: list[tuple[int, ...]],
+    backend: str,
+) -> None:
+    params, sums = fresh(shapes=shapes), [fresh(shapes=shapes) for _ in range(STEPS)]
     decay = {"weight_decay": options.get("weight_decay", 0.0)}
     expected = reference.optimizer_step(
         kind,
@@ -95,7 +101,9 @@ def test_adam(kind: type[torch.optim.Optimizer], options: dict[str, Any], noise_
         lr=0.01,
         **{**options, **decay},
     )
-    exp_avgs, exp_avg_sqs, maxima = zeros(), zeros(), zeros() if options.get("amsgrad") else []
+    exp_avgs, exp_avg_sqs, maxima = (
+        zeros(shapes=shapes) if needed else [] for needed in (True, True, "amsgrad" in options)
+    )
     for step, s in enumerate(sums):
         fused_adam_(
             params,
@@ -148,7 +156,7 @@ def test_per_sample_gradients_step_as_their_clipped_sum_does(
 ) -> None:
     """One pass over stored gradients, against the same step on their sum. float64 factors, as norms are."""
     factors = torch.rand(batch, dtype=torch.float64)
-    shapes = SHAPES if batch == 3 else SMALL_SHAPES
+    shapes = LARGE if batch == 3 else SHAPES
     values = [torch.randn(batch, *shape).to(dtype) for shape in shapes]
     params = fresh(shapes=shapes)
     expected = [param.clone() for param in params]

@@ -141,7 +141,7 @@ def cancelling(batch: int, length: int, dtype: torch.dtype, slip: float) -> Gram
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_norm_is_never_too_small_where_positions_cancel(dtype: torch.dtype, slip: float, backend: str) -> None:
     """A norm that is too small would let a gradient through that should be clipped."""
-    one = cancelling(4, 24, dtype, slip)
+    one = cancelling(2, 24, dtype, slip)
     got = gram_norms_squared([one], backend=backend, tiles=SMALL).double().sqrt()
     assert (got >= (1 - 1e-3) * reference.gram_norms_squared([one]).sqrt()).all()
     ceiling = 2.0**-7 * reference.lengths(one)  # the square root of FLOOR
@@ -226,28 +226,29 @@ def test_any_shape(batch: int, length: int, d: int, p: int, dtype: torch.dtype, 
     assert_norms([unit(batch, length, [d], [p], dtype)], backend, SMALL)
 
 
-@pytest.mark.parametrize(
-    "exponents", [(-25, 0), (0, -25), (-25, -30), (17, 2), (25, 3), (30, -28), (-34, 37), (37, -34)]
-)
+EXPONENTS = ((-25, 0), (0, -25), (-25, -30), (17, 2), (25, 3), (30, -28), (-34, 37), (37, -34))  # of ten, of x and g
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("with_ids", [False, True])
-def test_norms_hold_for_every_finite_float32(exponents, dtype, with_ids, backend) -> None:
+def test_norms_hold_for_every_finite_float32(dtype, with_ids, backend) -> None:
     """Beside samples of ordinary size, zeros, and one that is not finite, which none of the others notices."""
-    batch, length = 5, 19
+    batch, length = 4 + len(EXPONENTS), 19
     x, g = torch.randn(batch, length, 8), torch.randn(batch, length, 24)
-    x[1] *= 10.0 ** exponents[0]
-    g[1] *= 10.0 ** exponents[1]
-    g[2] = 0.0
-    x[3, 4, 1] = float("nan")
-    g[3, 2, 3] = float("inf")
+    g[1] = 0.0
+    x[2, 4, 1] = float("nan")
+    g[2, 2, 3] = float("inf")
     # A position whose x is tiny and whose g is huge, beside others of ordinary size.
-    x[4, 7], g[4, 7] = x[4, 7] * 1e-30, g[4, 7] * 1e31
+    x[3, 7], g[3, 7] = x[3, 7] * 1e-30, g[3, 7] * 1e31
+    for sample, (of_x, of_g) in enumerate(EXPONENTS, 4):
+        x[sample] *= 10.0**of_x
+        g[sample] *= 10.0**of_g
     x, g = x.to(dtype), g.to(dtype)
     ids = torch.randint(0, 5, (batch, length))
     unit = GramUnit((g,), ids=ids) if with_ids else GramUnit((g,), (x,))
     got = gram_norms_squared([unit], backend=backend, tiles=SMALL if backend == "triton" else None)
     left = torch.nn.functional.one_hot(ids, 5).double() if with_ids else x.double()
     truth = torch.bmm(g.double().mT, left).square().sum((1, 2))
-    finite = torch.tensor([0, 1, 2, 4])
+    finite = torch.arange(batch) != 2
     torch.testing.assert_close(got[finite], truth[finite], rtol=1e-5, atol=0.0)
-    assert not got[3].isfinite()
+    assert not got[2].isfinite()
