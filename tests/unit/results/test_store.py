@@ -144,7 +144,7 @@ def test_a_writer_killed_in_the_middle_leaves_the_old_file_or_the_new_one_whole(
                 pass  # it was a temporary one that has just taken its place
         return False
 
-    for _ in range(12):
+    for _ in range(6):
         for leftover in tmp_path.glob(".*.tmp"):
             leftover.unlink()
         writer = start("-c", WRITER, target)

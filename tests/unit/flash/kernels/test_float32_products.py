@@ -25,7 +25,7 @@ if hasattr(torch.backends.cuda.matmul, "fp32_precision"):
         "torch.backends.mkldnn.matmul.fp32_precision = 'bf16'": (0.0, 2.0**-8),
     }
 
-# In a copy of a process each, in which torch was told nothing yet: told in the new way, it refuses to be asked in the old.
+# In copies of a process in which torch was told nothing: once told in the new way, it cannot be asked in the old one.
 ASK = """
 import os, sys, torch
 for setting in sys.argv[1:]:
