@@ -31,9 +31,9 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # In CI the same examples every time: a run that fails there is about the change, not about luck. (Imported only there:
 # tests/gpu also runs on machines without hypothesis.)
 if os.environ.get("CI"):
-    from hypothesis import settings
+    from hypothesis import HealthCheck, settings
 
-    settings.register_profile("ci", derandomize=True)
+    settings.register_profile("ci", derandomize=True, suppress_health_check=[HealthCheck.too_slow])  # a busy machine
     settings.load_profile("ci")
 
 

@@ -10,16 +10,16 @@ from dpscope.packages import release_of
 # The first release on which tests of each pass. Before, torch.compile cannot trace taps (2.6, 2.7), or norms are off
 # where a graph writes into an input that a layer has read under autocast (2.8, 2.10); and fully_shard does not run on a
 # CPU (2.6), so that nothing was ever held against one process.
-COMPILED = (2, 11)
-SHARDED = (2, 7)
+OLDEST_COMPILED = (2, 11)
+OLDEST_SHARDED = (2, 7)
 
 
 def require_for_compiled() -> None:
-    _require(COMPILED, "private training of a compiled model", "leave out torch.compile")
+    _require(OLDEST_COMPILED, "private training of a compiled model", "leave out torch.compile")
 
 
 def require_for_shards() -> None:
-    _require(SHARDED, "a sharded model (fully_shard)", "use DistributedDataParallel")
+    _require(OLDEST_SHARDED, "a sharded model (fully_shard)", "use DistributedDataParallel")
 
 
 def is_at_least(least: tuple[int, int]) -> bool:

@@ -17,10 +17,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from dpscope.errors import UserError
 from dpscope.flash import FlashEngine
 from dpscope.flash.ranks.layout import layout_of
-from dpscope.flash.torch_version import COMPILED, SHARDED, require_for_compiled, require_for_shards
+from dpscope.flash.torch_version import OLDEST_COMPILED, OLDEST_SHARDED, require_for_compiled, require_for_shards
 from tests import ROOT
 
-LEAST = {name: ".".join(map(str, least)) for name, least in {"compiled": COMPILED, "sharded": SHARDED}.items()}
+LEAST = {
+    name: ".".join(map(str, least)) for name, least in {"compiled": OLDEST_COMPILED, "sharded": OLDEST_SHARDED}.items()
+}
 COMPILED_TAKES = re.escape(
     f"compiled model takes torch {LEAST['compiled']} or newer, and this is torch 2.6.0+cu124: leave out torch.compile"
 )
