@@ -9,9 +9,10 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
+from dpscope.plain_text import Column, table_of
 from dpscope.reports.doubt import marked
 from dpscope.reports.tables import BATCH_OF_A_RANK, BATCH_OF_A_STEP, Row, once_a_row
-from dpscope.reports.text_table import Column, identity_columns, table_of
+from dpscope.reports.text_table import identity_columns
 from dpscope.reports.traffic.data import APPROXIMATELY
 from dpscope.results.payloads.ranks import RanksPayload
 from dpscope.units import MISSING, format_bytes, format_ms, format_ratio

@@ -12,13 +12,13 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from dpscope.plain_text import SUMMARY_WIDTH, render_plain
+from dpscope.plain_text import SUMMARY_WIDTH, Bars, Column, FirstThatFits, render_plain, table_of
 from dpscope.reports.doubt import explain
 from dpscope.reports.output import Output, text_output
 from dpscope.reports.report import Report
 from dpscope.reports.story import compilation_notes
 from dpscope.reports.tables import SPEEDS, Row, group_by_size, grouped
-from dpscope.reports.text_table import NUMBERS, Bars, Column, FirstThatFits, identity_columns, table_of
+from dpscope.reports.text_table import NUMBERS, identity_columns
 from dpscope.reports.words import peak_notes, spread_in_words
 from dpscope.units import GIB, MISSING, format_bytes, format_ratio
 from dpscope.vocabulary.instruments import DETAILS, SECTIONS

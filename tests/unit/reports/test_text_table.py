@@ -7,10 +7,9 @@ import io
 import pytest
 from rich.console import Console
 
-from dpscope.plain_text import render_plain
+from dpscope.plain_text import BARS_NOTE, Bars, render_plain
 from dpscope.reports.report import Report
 from dpscope.reports.text import summary
-from dpscope.reports.text_table import BARS_NOTE, Bars
 
 BLOCKS = set("▒▏▎▍▌▋▊▉█")
 

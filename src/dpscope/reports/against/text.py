@@ -8,11 +8,12 @@ from operator import itemgetter
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from dpscope.plain_text import Column, FirstThatFits, table_of
 from dpscope.reports.against.data import Against, Pair, list_rows
 from dpscope.reports.against.quantities import MEMORY, TIME, UNDECIDED, Quantity, SweepChange
 from dpscope.reports.doubt import ADVICE, EXPLAINED, explain
 from dpscope.reports.output import Output, text_output
-from dpscope.reports.text_table import Column, FirstThatFits, identity_columns, table_of
+from dpscope.reports.text_table import identity_columns
 from dpscope.reports.words import peak_notes, spread_in_words
 from dpscope.units import MISSING
 from dpscope.vocabulary.methods import STANDARD

@@ -8,10 +8,10 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from dpscope.plain_text import bare_table
+from dpscope.plain_text import Column, FirstThatFits, bare_table, table_of
 from dpscope.reports.doubt import marked
 from dpscope.reports.tables import Row
-from dpscope.reports.text_table import NUMBERS, Column, FirstThatFits, identity_columns, table_of
+from dpscope.reports.text_table import NUMBERS, identity_columns
 from dpscope.reports.traffic import data
 from dpscope.results.payloads.ncu import BYTES, READ, WRITE, Direction
 from dpscope.units import MISSING, format_ms, format_rate, format_ratio, format_traffic
