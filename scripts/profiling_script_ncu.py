@@ -13,10 +13,10 @@ import sys
 
 from door import ends_in_a_sentence
 
+from dpscope.commands.guide import guide_text
 from dpscope.commands.selftest import run_local_test
 from dpscope.errors import UserError
 from dpscope.instruments.processes import end_with_lifeline
-from dpscope.reports.guide import guide_text
 from dpscope.runner.spec import RunSpec
 from dpscope.vocabulary.settings import DTYPES
 from dpscope.workloads.configs import PRESETS, make_config

@@ -7,10 +7,10 @@ from typing import Any
 
 import click
 
+from dpscope.commands.guide import guide_text
 from dpscope.commands.sweeping import follow_sweep, instrument_arguments, plan_instrument
 from dpscope.endings import leave
 from dpscope.errors import UserError
-from dpscope.reports.guide import guide_text
 
 GUIDE_HELP = "Print the guide to reading reports and traffic, and measure nothing."
 

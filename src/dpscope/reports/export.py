@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from dpscope.reports.memory.data import Composition, composition_of, timeline_of
+from dpscope.reports.memory.data import composition_of, timeline_of
 from dpscope.reports.output import Output, csv_output, text_output
 from dpscope.reports.ranks import rank_records
 from dpscope.reports.report import Report
 from dpscope.reports.tables import Row
 from dpscope.reports.trace.data import traced_steps
 from dpscope.reports.traffic.data import Traffic, by_size
+from dpscope.results.composition import Composition
 from dpscope.results.payloads.ncu import BYTES, ESTIMATE, KERNEL_FIGURES, MEASURED, READ, WRITE
 from dpscope.vocabulary.components import KEYS, in_order
 from dpscope.vocabulary.settings import EAGER

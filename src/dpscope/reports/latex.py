@@ -7,12 +7,13 @@ from functools import partial
 from typing import Any
 
 from dpscope.reports.doubt import explain, marked
-from dpscope.reports.memory.data import Composition, described_of, present
+from dpscope.reports.memory.data import described_of, present
 from dpscope.reports.output import Output, text_output
 from dpscope.reports.report import Report
 from dpscope.reports.story import compilation_notes
 from dpscope.reports.tables import SIZES, SPEEDS, Row, group_by_size, worth_a_column
 from dpscope.reports.words import distinct, peak_notes, spread_in_words, step_in_words
+from dpscope.results.composition import Composition
 from dpscope.units import GIB, MIB, MISSING
 from dpscope.vocabulary.components import component_named
 from dpscope.vocabulary.settings import COMPARED

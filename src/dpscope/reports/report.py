@@ -2,37 +2,22 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from dpscope.paths import path_from
 from dpscope.reports.joining import compare_results
 from dpscope.reports.story import Story, tell
 from dpscope.reports.tables import SIZES, Row, group_by_size, grouped, hashable
 from dpscope.reports.words import distinct
-from dpscope.results.schema import Result
+from dpscope.results.schema import Result, with_paths_from
 from dpscope.results.store import Skipped
 from dpscope.vocabulary.settings import SETTINGS
 
-_IN_TRACEBACK = re.compile(r'(?<=File ")[^"\n]+(?=", line )')
 UNLABELLED = ("name", *(name for name, each in SETTINGS.items() if each.speaks_for_itself))
-
-
-def with_paths_from(folder: Path, result: Result) -> Result:
-    """The same result with paths as they are found from a folder: of the workload's file, and in tracebacks."""
-    workload = result.spec["workload"]
-    if isinstance(file := workload.get("file"), str):
-        workload = {**workload, "file": path_from(folder, file)}
-        result = replace(result, spec={**result.spec, "workload": workload})
-    if isinstance(result.details, str):
-        told = _IN_TRACEBACK.sub(lambda found: path_from(folder, found[0]), result.details)
-        result = replace(result, details=told)
-    return result
 
 
 @dataclass(frozen=True, eq=False)

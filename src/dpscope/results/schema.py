@@ -7,11 +7,14 @@ beside them stand the run spec, the environment and what each instrument adds. 1
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
 from dpscope.errors import UserError
+from dpscope.paths import path_from
 from dpscope.results.payloads import PAYLOADS
 from dpscope.results.payloads.memory import MemoryPayload, Snapshot, TimelinePayload, TimingPayload
 from dpscope.results.payloads.ncu import NcuPayload
@@ -24,6 +27,7 @@ from dpscope.vocabulary.settings import FLAGS, SETTINGS
 from dpscope.vocabulary.statuses import OK, STATUSES
 
 SCHEMA_VERSION = 1
+_IN_TRACEBACK = re.compile(r'(?<=File ")[^"\n]+(?=", line )')
 
 # What each instrument fills in beside the figures that all results have.
 INSTRUMENT_PARTS = ("timeline", "trace", "ncu", "nsys")
@@ -105,6 +109,18 @@ def merge_results(time: Result, memory: Result) -> Result:
         if not result.ok:
             return result
     return replace(memory, avg_time_ms=time.avg_time_ms, timing=time.timing)
+
+
+def with_paths_from(folder: Path, result: Result) -> Result:
+    """The same result with paths as they are found from a folder: of the workload's file, and in tracebacks."""
+    workload = result.spec["workload"]
+    if isinstance(file := workload.get("file"), str):
+        workload = {**workload, "file": path_from(folder, file)}
+        result = replace(result, spec={**result.spec, "workload": workload})
+    if isinstance(result.details, str):
+        told = _IN_TRACEBACK.sub(lambda found: path_from(folder, found[0]), result.details)
+        result = replace(result, details=told)
+    return result
 
 
 def parse_result(text: str) -> Result:

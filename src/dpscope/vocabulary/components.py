@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -60,3 +63,7 @@ def in_order(keys: Iterable[str]) -> list[str]:
     places = {key: place for place, key in enumerate(KEYS)}
     last = places[UNATTRIBUTED]
     return sorted(dict.fromkeys(keys), key=lambda key: (places.get(key, last - 0.5), key))
+
+
+def sorted_components(held: Mapping[str, Value]) -> dict[str, Value]:
+    return {key: held[key] for key in in_order(held)}

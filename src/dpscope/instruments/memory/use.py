@@ -18,6 +18,7 @@ from dpscope.results.payloads.memory import (
     TimelinePayload,
     TimelinePhase,
 )
+from dpscope.results.timeline import thin
 
 Belonging = tuple[str, str]  # a storage's component until autograd lets go of it for the last time, and after
 
@@ -132,18 +133,9 @@ class MemoryUse:
 
     def _chosen(self, limit: int) -> list[int]:
         first, end = self.record.start, len(self.points)
-        if end - first <= limit:
-            return list(range(first, end))
-        edges = {
-            first + at + side for phase in self.phases() for at in (phase["start"], phase["end"]) for side in (-1, 0)
-        }
-        chosen = {first, end - 1, self.peak, *(edge for edge in edges if first <= edge < end)}
-        buckets = max(1, (limit - len(chosen)) // 2)
-        for bucket in range(buckets):
-            events = range(first + bucket * (end - first) // buckets, first + (bucket + 1) * (end - first) // buckets)
-            chosen.add(max(events, key=self.totals.__getitem__))
-            chosen.add(min(events, key=self.totals.__getitem__))
-        return sorted(chosen)
+        edges = {at + side for phase in self.phases() for at in (phase["start"], phase["end"]) for side in (-1, 0)}
+        kept = {0, end - first - 1, self.peak - first, *(edge for edge in edges if 0 <= edge < end - first)}
+        return [first + event for event in thin(self.totals[first:], kept, limit)]
 
 
 def _describe(nbytes: int, component: str, pattern: str, lives: Sequence[Life]) -> TensorAtPeak:

@@ -13,6 +13,7 @@ from dpscope.reports.page.chart import Table, View, chart_by_size
 from dpscope.reports.palette import colour_of, is_dark, phase_colour
 from dpscope.reports.tables import Row
 from dpscope.results.payloads.memory import TensorAtPeak, TensorsAtPeak
+from dpscope.results.timeline import PhaseSpan, Timeline, thin
 from dpscope.units import format_bytes, format_ratio
 from dpscope.vocabulary.components import component_named
 from dpscope.vocabulary.phases import BETWEEN_PHASES
@@ -163,13 +164,13 @@ def memory_timeline(rows: Sequence[Row]) -> View | None:
     )
 
 
-def phase_at(phases: Sequence[data.PhaseSpan], event: float) -> str:
+def phase_at(phases: Sequence[PhaseSpan], event: float) -> str:
     """The innermost: what runs inside `clip` inside `backward` belongs to `clip`."""
     inside = [phase for phase in phases if phase.start <= event <= phase.end]
     return min(inside, key=lambda phase: phase.end - phase.start).name if inside else BETWEEN_PHASES
 
 
-def _panel(row: Row, timeline: data.Timeline, keys: Sequence[str]) -> dict[str, Any]:
+def _panel(row: Row, timeline: Timeline, keys: Sequence[str]) -> dict[str, Any]:
     """Events and levels as changes from one moment to the next: most are 0, which keeps the page small, to the byte."""
     kept, at, composition = moments(timeline), timeline.peak, data.composition_of(row)
     return {
@@ -182,12 +183,12 @@ def _panel(row: Row, timeline: data.Timeline, keys: Sequence[str]) -> dict[str, 
     }
 
 
-def _stretches(timeline: data.Timeline) -> list[data.PhaseSpan]:
+def _stretches(timeline: Timeline) -> list[PhaseSpan]:
     """The phases, and what lies before, between and after them under a name of its own: the whole step."""
-    whole: list[data.PhaseSpan] = []
+    whole: list[PhaseSpan] = []
     reached, end = timeline.events[0], timeline.events[-1]
-    for phase in [*timeline.phases, data.PhaseSpan("", end, end)]:
-        whole += [data.PhaseSpan(BETWEEN_PHASES, reached, phase.start)] if phase.start > reached else []
+    for phase in [*timeline.phases, PhaseSpan("", end, end)]:
+        whole += [PhaseSpan(BETWEEN_PHASES, reached, phase.start)] if phase.start > reached else []
         whole += [phase] if phase.name else []
         reached = max(reached, phase.end)
     return whole
@@ -197,7 +198,7 @@ def _changes(values: Sequence[int]) -> list[int]:
     return [*values[:1], *(later - earlier for earlier, later in pairwise(values))]
 
 
-def _by_phase(method: str, timeline: data.Timeline, keys: Sequence[str]) -> list[tuple[Any, ...]]:
+def _by_phase(method: str, timeline: Timeline, keys: Sequence[str]) -> list[tuple[Any, ...]]:
     """The fullest moment of each phase."""
     lines: list[tuple[Any, ...]] = []
     for phase in timeline.phases:
@@ -209,18 +210,12 @@ def _by_phase(method: str, timeline: data.Timeline, keys: Sequence[str]) -> list
     return lines
 
 
-def moments(timeline: data.Timeline, most: int = MOMENTS) -> list[int]:
+def moments(timeline: Timeline, most: int = MOMENTS) -> list[int]:
     """Indices of the events that a drawing needs, about `most`: the ends, every component's maximum, those at the
     borders of phases, and the highest and the lowest total of each stretch: the peak is one of them."""
-    events, totals, count = timeline.events, timeline.totals, len(timeline.events)
-    if count <= most:
-        return list(range(count))
+    events, count = timeline.events, len(timeline.events)
     kept = {0, count - 1, *(level.index(max(level)) for level in timeline.levels.values())}
     for edge in (edge for phase in timeline.phases for edge in (phase.start, phase.end)):
         kept.add(max((n for n, event in enumerate(events) if event <= edge), default=0))
         kept.add(next((n for n, event in enumerate(events) if event >= edge), count - 1))
-    stretches = max((most - len(kept)) // 2, 1)
-    for number in range(stretches):
-        stretch = range(number * count // stretches, (number + 1) * count // stretches)
-        kept |= {max(stretch, key=totals.__getitem__), min(stretch, key=totals.__getitem__)}
-    return sorted(kept)
+    return thin(timeline.totals, kept, most)

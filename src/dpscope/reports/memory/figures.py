@@ -15,6 +15,7 @@ from dpscope.reports.output import figure_output
 from dpscope.reports.palette import colour_of
 from dpscope.reports.tables import Row
 from dpscope.reports.words import shorten
+from dpscope.results.timeline import PhaseSpan, Timeline
 from dpscope.vocabulary.components import component_named
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ def _look_of(component: str) -> dict[str, Any]:
     return filled(colour_of(component), component_named(component).private_only)
 
 
-def _draw_components(ax: Axes, timeline: data.Timeline, unit: float) -> None:
+def _draw_components(ax: Axes, timeline: Timeline, unit: float) -> None:
     """Stacked areas; a level holds from its event to the next."""
     events = timeline.events
     floor = [0.0] * len(events)
@@ -139,7 +140,7 @@ def _draw_stages(ax: Axes, stages: Mapping[str, float], unit: float) -> None:
     ax.set_xticks(places[::step], names[::step], rotation=30, ha="right")
 
 
-def _name_phases(ax: Axes, phases: Sequence[data.PhaseSpan]) -> None:
+def _name_phases(ax: Axes, phases: Sequence[PhaseSpan]) -> None:
     """The longest phases whose names fit side by side, in a strip above the panel: moved aside where phases are short,
     with a line to the phase they name."""
     from matplotlib.lines import Line2D
@@ -180,7 +181,7 @@ def spread(centres: Sequence[float], widths: Sequence[float], low: float, high: 
     return placed
 
 
-def _mark_peak(ax: Axes, row: Row, timeline: data.Timeline, unit: tuple[float, str], longest: int) -> None:
+def _mark_peak(ax: Axes, row: Row, timeline: Timeline, unit: tuple[float, str], longest: int) -> None:
     """A marker at the peak and, in the headroom above, its value and what made it."""
     from matplotlib.text import Text
 

@@ -14,6 +14,7 @@ from dpscope.reports.doubt import explain, marked
 from dpscope.reports.memory import data
 from dpscope.reports.tables import SPEEDS, Row, group_by_size
 from dpscope.reports.words import in_longest_order, shorten
+from dpscope.results.composition import Composition
 from dpscope.results.payloads.memory import OTHER_MODULES, TensorAtPeak
 from dpscope.units import MIB, MISSING, format_bytes, format_ratio, mib
 from dpscope.vocabulary.components import ACTIVATION_HOOKS, ACTIVATIONS, UNATTRIBUTED, component_named
@@ -75,7 +76,7 @@ def _at_stages(rows: Sequence[Row], width: int) -> list[RenderableType]:
     return _tables("stage", list(stages), lines, width)
 
 
-def _by_component(described: Mapping[Row, data.Composition], width: int) -> list[RenderableType]:
+def _by_component(described: Mapping[Row, Composition], width: int) -> list[RenderableType]:
     """A line a component and a column a method; the totals, times and ratios below."""
     rows, compositions = list(described), list(described.values())
     standard = data.standard_of(described)
@@ -97,7 +98,7 @@ def _by_component(described: Mapping[Row, data.Composition], width: int) -> list
     return _tables("component", rows, lines, width)
 
 
-def _memory_for_time(row: Row, composition: data.Composition) -> str:
+def _memory_for_time(row: Row, composition: Composition) -> str:
     known = f"{mib(composition.total) / row.median_ms:.2f} MiB/ms" if row.median_ms else MISSING
     return marked(known, row.time_doubt)
 
@@ -121,7 +122,7 @@ def _tables(
     return tables[1:]
 
 
-def extra_in_words(described: Mapping[Row, data.Composition]) -> list[str]:
+def extra_in_words(described: Mapping[Row, Composition]) -> list[str]:
     """`ghost holds 4.20 GiB more than standard at the peak: temporary matrices +4.00 GiB, …`, a sentence a method."""
     standard = data.standard_of(described)
     if standard is None:
@@ -146,7 +147,7 @@ def signed(count: float) -> str:
     return ("+" if count >= 0 else "−") + format_bytes(abs(count))
 
 
-def _makers(described: Mapping[Row, data.Composition]) -> Table:
+def _makers(described: Mapping[Row, Composition]) -> Table:
     """Who reaches the peak, and which modules hold the most then."""
     headings = ("method", "the peak is reached in", "heaviest activations")
     table = bare_table(*headings, left=headings, wrap=headings)
@@ -159,7 +160,7 @@ def _makers(described: Mapping[Row, data.Composition]) -> Table:
     return table
 
 
-def _notes(described: Mapping[Row, data.Composition]) -> list[str]:
+def _notes(described: Mapping[Row, Composition]) -> list[str]:
     held = data.present(each.components for each in described.values())
     private = any(component_named(key).private_only for key in held)
     notes = ["* only private training holds this."] if private else []

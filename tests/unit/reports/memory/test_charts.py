@@ -10,10 +10,11 @@ import pytest
 
 from dpscope.reports.joining import compare_results
 from dpscope.reports.memory.charts import MOMENTS, PANELS, memory_peak, memory_timeline, moments, phase_at
-from dpscope.reports.memory.data import PhaseSpan, Timeline, timeline_of
+from dpscope.reports.memory.data import timeline_of
 from dpscope.reports.page.render import render_page
 from dpscope.reports.report import Report
 from dpscope.reports.trace.layers_chart import MOST_LINES, fold, layers_memory, layers_time
+from dpscope.results.timeline import PhaseSpan, Timeline
 from tests.made_up import renamed
 from tests.unit.memory_results import MIB, make_timeline
 from tests.unit.reports.trace_results import make_trace, operator

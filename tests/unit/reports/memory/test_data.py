@@ -7,13 +7,9 @@ from dataclasses import replace
 import pytest
 
 from dpscope.reports.joining import compare_results
-from dpscope.reports.memory.data import (
-    Composition,
-    PhaseSpan,
-    composition_of,
-    snapshots_of,
-    timeline_of,
-)
+from dpscope.reports.memory.data import composition_of, snapshots_of, timeline_of
+from dpscope.results.composition import Composition
+from dpscope.results.timeline import PhaseSpan
 
 MIB = 2**20
 

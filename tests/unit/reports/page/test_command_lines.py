@@ -18,8 +18,8 @@ from dpscope.cli import main
 from dpscope.comparison import Comparison
 from dpscope.reports.page.command_lines import command_lines, products
 from dpscope.reports.page.missing import find_missing
-from dpscope.reports.report import Report, with_paths_from
-from dpscope.results.schema import result_for
+from dpscope.reports.report import Report
+from dpscope.results.schema import result_for, with_paths_from
 from dpscope.runner.spec import RunSpec
 from dpscope.vocabulary.instruments import INSTRUMENTS
 from dpscope.vocabulary.settings import FLAGS, LATER_DEFAULTS

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from dpscope.reports import guide
+from dpscope.commands import guide
 from dpscope.reports.joining import compare_results
 from dpscope.reports.traffic.data import by_size
 from dpscope.results.store import ResultStore
@@ -32,7 +32,7 @@ def test_the_guide_is_the_page_in_docs():
 
 
 def test_an_installed_package_reads_the_copy_beside_the_module(tmp_path, monkeypatch):
-    package = tmp_path / "site-packages" / "dpscope" / "reports"
+    package = tmp_path / "site-packages" / "dpscope" / "commands"
     package.mkdir(parents=True)
     (package / guide.NAME).write_text("the copy in the wheel")
     monkeypatch.setattr(guide, "__file__", str(package / "guide.py"))
@@ -43,7 +43,7 @@ def test_the_wheel_takes_the_guide_along():
     tomllib = pytest.importorskip("tomllib")  # Python 3.11
     built = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]["build"]
     carried = built["targets"]["wheel"]["force-include"]
-    assert carried["docs/ncu-guide.md"] == f"dpscope/reports/{guide.NAME}"
+    assert carried["docs/ncu-guide.md"] == f"dpscope/commands/{guide.NAME}"
 
 
 @pytest.mark.parametrize(
