@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
 from operator import attrgetter
@@ -24,6 +24,7 @@ from dpscope.units import GIB, MISSING, format_bytes, format_ratio
 from dpscope.vocabulary.instruments import DETAILS, SECTIONS
 from dpscope.vocabulary.settings import COMPARED, REPEATS, SETTINGS
 from dpscope.vocabulary.statuses import status_named
+from dpscope.workloads.configs.described import workload_sizes
 
 TITLE = "What privacy costs"
 NARROW_SUMMARY = 86  # columns
@@ -78,18 +79,6 @@ def _describe(spec: dict[str, Any]) -> str:
     told = ", ".join(SETTINGS[name].in_words(spec) for name in COMPARED if name in spec)
     steps = f"{spec['warmup']} warm-up and {spec['steps']} timed step{'s' * (spec['steps'] != 1)}"
     return f"Model {workload['name']} ({', '.join(workload_sizes(workload))}); {told}; {steps}"
-
-
-def workload_sizes(workload: dict[str, Any]) -> Iterator[str]:
-    """What describes a workload, and the numbers of what is nested in it (a model's own configuration)."""
-    for name, value in workload.items():
-        if name == "lora":
-            yield f"LoRA r {value['r']}, alpha {value['alpha']} on {' '.join(value['target'])}"
-        elif isinstance(value, dict):
-            numbers = {key: size for key, size in value.items() if type(size) in (int, float)}
-            yield from (f"{key.replace('_', ' ')} {size}" for key, size in numbers.items())
-        elif value is not None and name not in ("kind", "name", "sha256"):
-            yield f"{name.replace('_', ' ')} {value}"
 
 
 def _describe_environment(environment: dict[str, Any]) -> str:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from dpscope.results.payloads.memory import TimelinePayload
 from dpscope.vocabulary.components import sorted_components
+from dpscope.vocabulary.phases import BETWEEN_PHASES
 
 
 class PhaseSpan(NamedTuple):
@@ -39,6 +40,32 @@ class Timeline:
     def peak(self) -> int:
         """The index of the first event with the most live bytes."""
         return self.totals.index(max(self.totals))
+
+    def phase_at(self, event: float) -> str:
+        """The innermost: what runs inside `clip` inside `backward` belongs to `clip`."""
+        inside = [phase for phase in self.phases if phase.start <= event <= phase.end]
+        return min(inside, key=lambda phase: phase.end - phase.start).name if inside else BETWEEN_PHASES
+
+    @property
+    def stretches(self) -> list[PhaseSpan]:
+        """The phases, and what lies before, between and after them under a name of its own: the whole step."""
+        whole: list[PhaseSpan] = []
+        reached, end = self.events[0], self.events[-1]
+        for phase in [*self.phases, PhaseSpan("", end, end)]:
+            whole += [PhaseSpan(BETWEEN_PHASES, reached, phase.start)] if phase.start > reached else []
+            whole += [phase] if phase.name else []
+            reached = max(reached, phase.end)
+        return whole
+
+    def moments(self, most: int) -> list[int]:
+        """Indices of the events that a drawing needs, about `most`: the ends, every component's maximum, those at the
+        borders of phases, and the highest and the lowest total of each stretch: the peak is one of them."""
+        count = len(self.events)
+        kept = {0, count - 1, *(level.index(max(level)) for level in self.levels.values())}
+        for edge in (edge for phase in self.phases for edge in (phase.start, phase.end)):
+            kept.add(max((n for n, event in enumerate(self.events) if event <= edge), default=0))
+            kept.add(next((n for n, event in enumerate(self.events) if event >= edge), count - 1))
+        return thin(self.totals, kept, most)
 
 
 def timeline_in(payload: TimelinePayload) -> Timeline | None:

@@ -5,7 +5,23 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dpscope.results.timeline import thin
+from dpscope.results.timeline import PhaseSpan, Timeline, thin
+from tests.unit.memory_results import MIB
+
+MOMENTS = 400
+PEAK, ACTIVATIONS, MATRICES, GRADIENTS = 1500, 1777, 2222, 2600  # events of the highest total, and of each component
+
+
+def jagged(count=3000):
+    """Highs of a single event, each component's at another than the peak; that of gradients hidden in the total."""
+    spikes = {PEAK: 600 * MIB, ACTIVATIONS: 1000 * MIB, MATRICES: 0, GRADIENTS: 500 - 777 - (GRADIENTS * 7919) % 1000}
+    levels = {
+        "model_parameters": [7 * MIB] * count,
+        "gradients": [777 * (n == GRADIENTS) for n in range(count)],
+        "activations": [MIB + (n * 7919) % 1000 + spikes.get(n, 0) for n in range(count)],
+        "temp_matrices": [{PEAK: 600 * MIB + 1, MATRICES: 1000 * MIB}.get(n, 0) for n in range(count)],
+    }
+    return Timeline(list(range(count)), levels, [PhaseSpan("forward", 0, 1003), PhaseSpan("backward", 1003, 2501)])
 
 
 @given(st.lists(st.integers(0, 10**12), min_size=2, max_size=300), st.integers(4, 100), st.data())
@@ -21,3 +37,29 @@ def test_what_has_to_stay_stays_and_so_do_the_highest_and_the_lowest(totals, mos
 def test_every_stretch_keeps_its_own_peak():
     totals = [0, 5, 0, 0, 7, 0, 0, 9, 0]
     assert {1, 4, 7} <= set(thin(totals, (), 6))
+
+
+def test_thinning_keeps_the_peak_and_every_components_maximum_exact():
+    timeline = jagged()
+    kept = timeline.moments(MOMENTS)
+    assert 0.5 * MOMENTS < len(kept) <= MOMENTS
+    assert {0, PEAK, ACTIVATIONS, MATRICES, GRADIENTS, 2999} <= set(kept)
+    assert max(timeline.totals[n] for n in kept) == max(timeline.totals)
+    for level in timeline.levels.values():
+        assert max(level[n] for n in kept) == max(level)
+
+
+def test_thinning_keeps_the_borders_of_phases_and_the_order():
+    kept = jagged().moments(MOMENTS)
+    assert {1003, 2501} <= set(kept)
+    assert kept == sorted(set(kept))
+
+
+def test_what_runs_in_clip_inside_backward_is_clips():
+    timeline = Timeline([0, 101], {"gradients": [0, 0]}, [PhaseSpan("backward", 0, 100), PhaseSpan("clip", 40, 50)])
+    assert [timeline.phase_at(event) for event in (39, 45, 100, 101)] == [
+        "backward",
+        "clip",
+        "backward",
+        "between phases",
+    ]

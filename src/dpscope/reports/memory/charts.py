@@ -13,10 +13,9 @@ from dpscope.reports.page.chart import Table, View, chart_by_size
 from dpscope.reports.palette import colour_of, is_dark, phase_colour
 from dpscope.reports.tables import Row
 from dpscope.results.payloads.memory import TensorAtPeak, TensorsAtPeak
-from dpscope.results.timeline import PhaseSpan, Timeline, thin
+from dpscope.results.timeline import Timeline
 from dpscope.units import format_bytes, format_ratio
 from dpscope.vocabulary.components import component_named
-from dpscope.vocabulary.phases import BETWEEN_PHASES
 
 BARS_DRAWN = 8  # tensors of each method
 PANELS = 6  # timelines; more on one scale are too many to look at
@@ -146,7 +145,7 @@ def memory_timeline(rows: Sequence[Row]) -> View | None:
     keys = data.present(timeline.highest for _, timeline in drawn)
     highest = max(timeline.totals[timeline.peak] for _, timeline in drawn)
     told = [
-        f"in {row.method} at {format_bytes(each.totals[each.peak])} ({phase_at(each.phases, each.events[each.peak])})"
+        f"in {row.method} at {format_bytes(each.totals[each.peak])} ({each.phase_at(each.events[each.peak])})"
         for row, each in drawn
     ]
     return View(
@@ -164,34 +163,17 @@ def memory_timeline(rows: Sequence[Row]) -> View | None:
     )
 
 
-def phase_at(phases: Sequence[PhaseSpan], event: float) -> str:
-    """The innermost: what runs inside `clip` inside `backward` belongs to `clip`."""
-    inside = [phase for phase in phases if phase.start <= event <= phase.end]
-    return min(inside, key=lambda phase: phase.end - phase.start).name if inside else BETWEEN_PHASES
-
-
 def _panel(row: Row, timeline: Timeline, keys: Sequence[str]) -> dict[str, Any]:
     """Events and levels as changes from one moment to the next: most are 0, which keeps the page small, to the byte."""
-    kept, at, composition = moments(timeline), timeline.peak, data.composition_of(row)
+    kept, at, composition = timeline.moments(MOMENTS), timeline.peak, data.composition_of(row)
     return {
         "method": row.method,
         "maker": composition.maker if composition else None,
         "peak": {"event": timeline.events[at], "bytes": timeline.totals[at]},
-        "phases": [[*phase, phase_colour(phase.name)] for phase in _stretches(timeline)],
+        "phases": [[*phase, phase_colour(phase.name)] for phase in timeline.stretches],
         "events": _changes([timeline.events[n] for n in kept]),
         "levels": [_changes([timeline.levels[key][n] for n in kept]) if key in timeline.levels else [] for key in keys],
     }
-
-
-def _stretches(timeline: Timeline) -> list[PhaseSpan]:
-    """The phases, and what lies before, between and after them under a name of its own: the whole step."""
-    whole: list[PhaseSpan] = []
-    reached, end = timeline.events[0], timeline.events[-1]
-    for phase in [*timeline.phases, PhaseSpan("", end, end)]:
-        whole += [PhaseSpan(BETWEEN_PHASES, reached, phase.start)] if phase.start > reached else []
-        whole += [phase] if phase.name else []
-        reached = max(reached, phase.end)
-    return whole
 
 
 def _changes(values: Sequence[int]) -> list[int]:
@@ -208,14 +190,3 @@ def _by_phase(method: str, timeline: Timeline, keys: Sequence[str]) -> list[tupl
             held = [timeline.levels[key][at] if key in timeline.levels else 0 for key in keys]
             lines.append((method, *phase, timeline.totals[at], *held))
     return lines
-
-
-def moments(timeline: Timeline, most: int = MOMENTS) -> list[int]:
-    """Indices of the events that a drawing needs, about `most`: the ends, every component's maximum, those at the
-    borders of phases, and the highest and the lowest total of each stretch: the peak is one of them."""
-    events, count = timeline.events, len(timeline.events)
-    kept = {0, count - 1, *(level.index(max(level)) for level in timeline.levels.values())}
-    for edge in (edge for phase in timeline.phases for edge in (phase.start, phase.end)):
-        kept.add(max((n for n, event in enumerate(events) if event <= edge), default=0))
-        kept.add(next((n for n, event in enumerate(events) if event >= edge), count - 1))
-    return thin(timeline.totals, kept, most)

@@ -10,7 +10,7 @@ from typing import Any
 from dpscope.reports.tables import SIZES, grouped
 from dpscope.vocabulary.flags import flags_of
 from dpscope.vocabulary.settings import FLAGS
-from dpscope.workloads.configs.flags import import_root, workload_flags
+from dpscope.workloads.configs.described import import_root, workload_flags
 
 RowSpec = Mapping[str, Any]
 SizeOf = tuple[int, int | None]  # batch, sequence

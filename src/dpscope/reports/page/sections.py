@@ -13,13 +13,13 @@ from dpscope.reports.palette import looks_of
 from dpscope.reports.report import Report, Setting, Size
 from dpscope.reports.story import Story
 from dpscope.reports.tables import SIZES, Row
-from dpscope.reports.text import workload_sizes
 from dpscope.reports.traffic.data import traffic_of
 from dpscope.results.schema import Result
 from dpscope.units import GIB, MISSING, format_bytes, format_ms, format_ratio, format_throughput, format_traffic
 from dpscope.vocabulary.environment import ENVIRONMENT, MUST_BE_EQUAL
 from dpscope.vocabulary.settings import SETTINGS
 from dpscope.vocabulary.statuses import status_named
+from dpscope.workloads.configs.described import workload_sizes
 
 VERSIONS = ("torch", "Opacus", "dpscope")
 Facts = dict[str, str]

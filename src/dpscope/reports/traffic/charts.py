@@ -9,6 +9,7 @@ from dpscope.reports.page.chart import Chart, Table, View, chart_of
 from dpscope.reports.palette import DIRECTION_COLOURS, FAMILY_COLOURS, PRIVATE_FAMILIES, is_dark, looks_of
 from dpscope.reports.tables import Row
 from dpscope.reports.traffic import data
+from dpscope.results.kernels import moved
 from dpscope.results.payloads.ncu import ESTIMATE, MEASURED, READ, WRITE
 from dpscope.units import format_rate, format_ratio, format_traffic
 from dpscope.vocabulary.families import FAMILY_LABELS
@@ -143,7 +144,7 @@ def _kernel_points(group: Sequence[data.Traffic]) -> list[dict[str, Any]]:
         counted = [
             (count, _point(flops / count, flops / (time / 1e9), kernel["name"], traffic.method, kernel=True))
             for kernel in kernels
-            if (count := data.moved(kernel)) and (flops := kernel.get("flops")) and (time := kernel.get("time_ns"))
+            if (count := moved(kernel)) and (flops := kernel.get("flops")) and (time := kernel.get("time_ns"))
         ]
         found += sorted(counted, key=lambda each: -each[0])[:DRAWN_KERNELS]
     return [point for _, point in sorted(found, key=lambda pair: -pair[0])]

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from dpscope.reports.tables import Row, group_by_size, once_a_row
+from dpscope.results.kernels import KernelRows, kernels_in
 from dpscope.results.payloads import ncu
 from dpscope.results.payloads.ncu import ESTIMATE, MEASURED, READ, WRITE
 from dpscope.units import MISSING
-from dpscope.vocabulary.families import FAMILIES, OTHER
+from dpscope.vocabulary.families import FAMILIES
 
 APPROXIMATELY = "≈"  # before every estimated number
 SMALLEST = 0.01  # of a method's bytes or time: what is below is not worth a word
@@ -25,37 +26,6 @@ UNSEEN = "not seen kernel by kernel"
 def marked_estimate(text: str, estimated: bool) -> str:
     """A figure as it is shown: an estimate is marked as one."""
     return APPROXIMATELY + text if estimated and text != MISSING else text
-
-
-@dataclass(frozen=True)
-class KernelRows:
-    """Where bytes go, kernel by kernel (or operator by operator, in an estimate)."""
-
-    rows: list[ncu.KernelRow]
-    source: str
-    calls_seen: int
-    calls_total: int | None
-    note: str
-
-    @property
-    def estimated(self) -> bool:
-        return self.source == ESTIMATE
-
-    @property
-    def complete(self) -> bool:
-        return self.calls_total is None or self.calls_seen >= self.calls_total
-
-    def bytes_by_family(self) -> dict[str, float]:
-        """DRAM bytes of each family that moved any, in the families' order."""
-        totals: dict[str, float] = dict.fromkeys(FAMILIES, 0)
-        for row in self.rows:
-            totals[row["family"] if row["family"] in totals else OTHER] += moved(row)
-        return {family: count for family, count in totals.items() if count}
-
-
-def moved(row: ncu.KernelRow) -> float:
-    """DRAM bytes of one kernel row, read and written."""
-    return (row.get(READ) or 0) + (row.get(WRITE) or 0)
 
 
 @dataclass(frozen=True)
@@ -138,15 +108,7 @@ class Traffic:
     @cached_property
     def kernels(self) -> KernelRows | None:
         """Measured kernel rows where there are any, or else the estimate's."""
-        return self.kernels_of(MEASURED) or self.kernels_of(ESTIMATE)
-
-    def kernels_of(self, source: str) -> KernelRows | None:
-        own, estimated = self.data.get("kernels", {}), self.estimate.get("kernels", {})
-        for found, whose in ((own, self.source), (estimated, ESTIMATE)):
-            if whose == source and (rows := found.get("rows")):
-                calls = found.get("calls_seen", sum(row.get("calls", 1) for row in rows))
-                return KernelRows(rows, source, calls, found.get("calls_total"), found.get("note", ""))
-        return None
+        return kernels_in(self.data, MEASURED) or kernels_in(self.data, ESTIMATE)
 
     @property
     def by_family(self) -> bool:
@@ -175,7 +137,7 @@ class Traffic:
 def kernels_alike(traffics: Sequence[Traffic]) -> list[KernelRows] | None:
     """Kernel rows of all, from one source: measured, or else all estimates. None if some have neither."""
     for source in (MEASURED, ESTIMATE):
-        found = [rows for traffic in traffics if (rows := traffic.kernels_of(source))]
+        found = [rows for traffic in traffics if (rows := kernels_in(traffic.data, source))]
         if len(found) == len(traffics):
             return found
     return None

@@ -13,6 +13,7 @@ from dpscope.reports.doubt import marked
 from dpscope.reports.tables import Row
 from dpscope.reports.text_table import NUMBERS, identity_columns
 from dpscope.reports.traffic import data
+from dpscope.results.kernels import moved
 from dpscope.results.payloads.ncu import BYTES, READ, WRITE, Direction
 from dpscope.units import MISSING, format_ms, format_rate, format_ratio, format_traffic
 from dpscope.vocabulary.families import FAMILIES, FAMILY_LABELS
@@ -136,14 +137,14 @@ def _kernel_table(traffic: data.Traffic, *, narrow: bool) -> list[RenderableType
     kernels = traffic.kernels
     if kernels is None or kernels.estimated:
         return []
-    total = sum(map(data.moved, kernels.rows)) or 1
+    total = sum(map(moved, kernels.rows)) or 1
     texts = ("family",) if narrow else ("family", "phase")
     table = bare_table(f"{traffic.method}: kernel", *texts, "calls", "DRAM", "share", left=texts)
     table.columns[0].max_width = 30 if narrow else 52
     named = [row for row in kernels.rows if row["name"] != OTHERS]
-    for row in sorted(named, key=data.moved, reverse=True)[:LISTED_KERNELS]:
+    for row in sorted(named, key=moved, reverse=True)[:LISTED_KERNELS]:
         phase = () if narrow else (row.get("phase") or MISSING,)
-        figures = (str(row.get("calls", 1)), format_traffic(data.moved(row)), _percent(data.moved(row) / total))
+        figures = (str(row.get("calls", 1)), format_traffic(moved(row)), _percent(moved(row) / total))
         table.add_row(row["name"], row["family"], *phase, *figures)
     return ["", table]
 

@@ -9,12 +9,11 @@ from itertools import accumulate
 import pytest
 
 from dpscope.reports.joining import compare_results
-from dpscope.reports.memory.charts import MOMENTS, PANELS, memory_peak, memory_timeline, moments, phase_at
+from dpscope.reports.memory.charts import PANELS, memory_peak, memory_timeline
 from dpscope.reports.memory.data import timeline_of
 from dpscope.reports.page.render import render_page
 from dpscope.reports.report import Report
 from dpscope.reports.trace.layers_chart import MOST_LINES, fold, layers_memory, layers_time
-from dpscope.results.timeline import PhaseSpan, Timeline
 from tests.made_up import renamed
 from tests.unit.memory_results import MIB, make_timeline
 from tests.unit.reports.trace_results import make_trace, operator
@@ -35,21 +34,6 @@ def only(chart):
 def with_modules(result, modules):
     listed = [{"module": name, "components": parts} for name, parts in modules.items()]
     return replace(result, memory={**result.memory, "modules": listed})
-
-
-PEAK, ACTIVATIONS, MATRICES, GRADIENTS = 1500, 1777, 2222, 2600  # events of the highest total, and of each component
-
-
-def jagged(count=3000):
-    """Highs of a single event, each component's at another than the peak; that of gradients hidden in the total."""
-    spikes = {PEAK: 600 * MIB, ACTIVATIONS: 1000 * MIB, MATRICES: 0, GRADIENTS: 500 - 777 - (GRADIENTS * 7919) % 1000}
-    levels = {
-        "model_parameters": [7 * MIB] * count,
-        "gradients": [777 * (n == GRADIENTS) for n in range(count)],
-        "activations": [MIB + (n * 7919) % 1000 + spikes.get(n, 0) for n in range(count)],
-        "temp_matrices": [{PEAK: 600 * MIB + 1, MATRICES: 1000 * MIB}.get(n, 0) for n in range(count)],
-    }
-    return Timeline(list(range(count)), levels, [PhaseSpan("forward", 0, 1003), PhaseSpan("backward", 1003, 2501)])
 
 
 # The peak
@@ -116,22 +100,6 @@ def test_a_short_timeline_is_kept_whole(rows):
         assert [sum(counts) for counts in zip(*levels, strict=True)] == timeline.totals
 
 
-def test_thinning_keeps_the_peak_and_every_components_maximum_exact():
-    timeline = jagged()
-    kept = moments(timeline)
-    assert 0.5 * MOMENTS < len(kept) <= MOMENTS
-    assert {0, PEAK, ACTIVATIONS, MATRICES, GRADIENTS, 2999} <= set(kept)
-    assert max(timeline.totals[n] for n in kept) == max(timeline.totals)
-    for level in timeline.levels.values():
-        assert max(level[n] for n in kept) == max(level)
-
-
-def test_thinning_keeps_the_borders_of_phases_and_the_order():
-    kept = moments(jagged())
-    assert {1003, 2501} <= set(kept)
-    assert kept == sorted(set(kept))
-
-
 def test_the_peak_of_a_thinned_panel_is_the_measured_one(make_memory_result):
     result = make_memory_result()
     timeline = make_timeline({"model_parameters": 3 * MIB + 1, "activations": 5 * MIB + 3}, points=2000)
@@ -140,16 +108,6 @@ def test_the_peak_of_a_thinned_panel_is_the_measured_one(make_memory_result):
     levels = [list(accumulate(changes)) for changes in panel["levels"]]
     assert max(map(sum, zip(*levels, strict=True))) == panel["peak"]["bytes"] == 8 * MIB + 4
     assert panel["peak"]["event"] in list(accumulate(panel["events"]))
-
-
-def test_what_runs_in_clip_inside_backward_is_clips():
-    phases = [PhaseSpan("backward", 0, 100), PhaseSpan("clip", 40, 50)]
-    assert [phase_at(phases, event) for event in (39, 45, 100, 101)] == [
-        "backward",
-        "clip",
-        "backward",
-        "between phases",
-    ]
 
 
 def test_the_table_has_the_fullest_moment_of_each_phase(rows):

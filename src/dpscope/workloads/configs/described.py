@@ -1,10 +1,10 @@
-"""From a workload, as result files describe it, to what names it on the command line."""
+"""A workload as result files describe it: the flags that name it, and its sizes for people to read."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import PurePath
 from typing import Any
 
@@ -66,3 +66,15 @@ def import_root(workload: Described) -> str:
     depth = str(module).count(".") + (PurePath(str(file)).name == "__init__.py")
     root = os.path.normpath(str(file) + "/.." * (depth + 1))  # of a path that may begin with ..
     return "" if PurePath(root).name in SITE else root
+
+
+def workload_sizes(workload: Described) -> Iterator[str]:
+    """What describes a workload, and the numbers of what is nested in it (a model's own configuration)."""
+    for name, value in workload.items():
+        if name == "lora":
+            yield f"LoRA r {value['r']}, alpha {value['alpha']} on {' '.join(value['target'])}"
+        elif isinstance(value, dict):
+            numbers = {key: size for key, size in value.items() if type(size) in (int, float)}
+            yield from (f"{key.replace('_', ' ')} {size}" for key, size in numbers.items())
+        elif value is not None and name not in ("kind", "name", "sha256"):
+            yield f"{name.replace('_', ' ')} {value}"
