@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from dpscope.reports.joining import compare_results, seen_once
+from dpscope.reports.joining import compare_results
+from dpscope.reports.report import Report
 from dpscope.reports.tables import group_by_size, worth_a_column
 from dpscope.vocabulary.statuses import STATUSES
 
@@ -49,13 +50,13 @@ def test_instruments_that_looked_at_other_numbers_of_steps_are_joined(make_resul
 
 def test_what_one_instrument_saw_belongs_to_each_row_that_another_s_steps_keep_apart(make_result):
     memory = make_result(steps=1, instrument="memory", peak=7)
-    rows = compare_results([make_result(steps=2, median=20.0), make_result(steps=3, median=30.0), memory])
-    assert [(row.repeats["steps"], row.median_ms, row.memory["peak_bytes"]) for row in rows] == [
+    report = Report.of([make_result(steps=2, median=20.0), make_result(steps=3, median=30.0), memory])
+    assert [(row.repeats["steps"], row.median_ms, row.memory["peak_bytes"]) for row in report.rows] == [
         (2, 20.0, 7),
         (3, 30.0, 7),
     ]
-    assert [row.repeats["steps"] for row in seen_once(rows, "memory")] == [2]
-    assert seen_once(rows, "time") == rows
+    assert [row.repeats["steps"] for row in report.rows_of("memory")] == [2]
+    assert report.rows_of("time") == report.rows
 
 
 def test_one_instrument_at_two_numbers_of_steps_makes_rows_that_are_not_compared(make_result):
