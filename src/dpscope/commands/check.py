@@ -62,6 +62,7 @@ SLOW_VMAP = "There is a performance drop because we have not yet implemented the
 @setting_option("seed", help="Of weights and data.")
 @setting_option("device")
 @click.option("--paths", is_flag=True, help="Show which path each parameter's norms take (flash).")
+@click.option("--time-paths", is_flag=True, help="Show that, with what each path takes on this device, measured.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write all figures here.")
 def command(
     methods: list[str] | None,
@@ -75,6 +76,7 @@ def command(
     seed: int,
     device: str,
     paths: bool,
+    time_paths: bool,
     json_file: Path | None,
     **options: Any,
 ) -> None:
@@ -129,11 +131,12 @@ def command(
             compile=spec.compile,
             seed=spec.seed,
             device=spec.device,
+            time_paths=time_paths,
             batch_size=spec.batch_size,
             progress=lambda what: status.update(f"checking: {what}"),
             **options,  # dtype, max_grad_norm, tolerance, neighbours, sizes
         )
-    console.print(describe_check(found, paths=paths), highlight=False, markup=False)
+    console.print(describe_check(found, paths=paths or time_paths), highlight=False, markup=False)
     if json_file:
         _write(json_file, found.to_json())
         console.print(f"Written: {json_file}", highlight=False, markup=False)

@@ -63,6 +63,7 @@ def check(
     accumulate: int = 1,
     checkpoint_blocks: bool = False,
     compile: str = EAGER,
+    time_paths: bool = False,
     progress: ReportProgress = lambda _: None,
 ) -> Check:
     """Is each method exact on the workload? Default: every private method that is installed.
@@ -71,7 +72,8 @@ def check(
     `max_grad_norm` replaces the middle one of the three clip norms, which otherwise half of the samples exceed;
     `accumulate`: take each step in so many physical batches, into which the workload's batch is cut; `batch_size` is
     what each of them must hold, where one knows. `checkpoint_blocks`: with every block of the model checkpointed;
-    `compile`: with the model compiled in a mode of torch.compile; what it is held against is not.
+    `compile`: with the model compiled in a mode of torch.compile; what it is held against is not. `time_paths`: have
+    flash clipping measure what each path of a layer takes on this device.
     `neighbours`: try neighbouring batches, the noise and the accountant too, at batch sizes that coincide with other
     lengths of the model, or at `sizes`.
     """
@@ -107,7 +109,7 @@ def check(
     for method, load in trainers.items():
         progress(method if compile == EAGER else f"{method}, compiling")
         with nullcontext() if compile == EAGER else any_number_of_graphs():
-            found = _check_method(method, load, yardstick, how)
+            found = _check_method(method, load, yardstick, how, time_paths)
             if neighbours and (found.steps or not yardstick.clip_norms):
                 found = replace(found, audit=_audit(method, load(), workload, yardstick, how, sizes, progress))
         checks.append(found)
@@ -189,7 +191,9 @@ def _make_yardstick(
     return Yardstick(subject, reference, number_format, clip_norms, tolerance, rounding)
 
 
-def _check_method(method: str, load: LoadTrainer, yardstick: Yardstick, how: StepSettings) -> MethodCheck:
+def _check_method(
+    method: str, load: LoadTrainer, yardstick: Yardstick, how: StepSettings, time_paths: bool
+) -> MethodCheck:
     subject, reference, clip_norms = yardstick.subject, yardstick.reference, yardstick.clip_norms
     if not clip_norms:
         return MethodCheck(method, SKIPPED, "alone, no sample has a gradient to hold it against")
@@ -197,7 +201,7 @@ def _check_method(method: str, load: LoadTrainer, yardstick: Yardstick, how: Ste
         take = partial(measure_update, load(), subject, dtype=yardstick.dtype, how=how)
         with nullcontext() if how.compile == EAGER else must_compile():
             updates = [take(clip_norm=clip_norm, seed=subject.seed) for clip_norm in clip_norms]
-            again = take(clip_norm=clip_norms[1], seed=subject.seed + 1)
+            again = take(clip_norm=clip_norms[1], seed=subject.seed + 1, time_paths=time_paths)
     except Exception as error:
         status, reason = outcome_of_exception(error)
         if status == SKIPPED or isinstance(error, NotImplementedError):
@@ -213,7 +217,7 @@ def _check_method(method: str, load: LoadTrainer, yardstick: Yardstick, how: Ste
         steps=steps,
         faults=faults,
         notes=updates[1].notes,
-        paths=None if updates[1].paths is None else [asdict(row) for row in updates[1].paths],
+        paths=None if again.paths is None else [asdict(row) for row in again.paths],
     )
 
 

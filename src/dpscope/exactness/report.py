@@ -177,6 +177,8 @@ def _path_summary(method: MethodCheck) -> str:
 
 def _path_table(method: MethodCheck) -> Table:
     rows = method.paths or []
+    if not any(row.get("measured") for row in rows):
+        rows = [{key: cell for key, cell in row.items() if key != "measured"} for row in rows]
     table = bare_table(*rows[0], left=[*rows[0]], wrap=[*rows[0]])
     table.title, table.title_justify = f"Paths of {method.method}", "left"
     said = ""

@@ -36,8 +36,12 @@ def measure_update(
     dtype: torch.dtype,
     seed: int,
     how: StepSettings,
+    time_paths: bool = False,
 ) -> Update:
-    """One step without noise. `seed` is all that the method could draw from: an exact step does not depend on it."""
+    """One step without noise. `seed` is all that the method could draw from: an exact step does not depend on it.
+
+    `time_paths`: have an engine that explains its paths measure them, too.
+    """
     model, batch = subject.fresh(dtype)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     settings = TrainerSettings(
@@ -60,7 +64,8 @@ def measure_update(
             moved.append(name)
     explain = getattr(getattr(trainer, "engine", None), "explain", None)
     notes = [note["sentence"] for note in trainer.notes()]
-    return Update(clip_norm, sums, moved, notes, explain() if explain else None)
+    paths = None if explain is None else explain(measured=True) if time_paths else explain()
+    return Update(clip_norm, sums, moved, notes, paths)
 
 
 def _trained_parameters(trainer: TrainerBase, model: nn.Module) -> dict[str, Tensor]:

@@ -435,11 +435,15 @@ class FlashEngine:
         """Contributions that backward passes have left and that are not summed yet."""
         return ((slot, part) for slot in self._slots.values() for part in slot.contributions)
 
-    def explain(self) -> PathTable:
-        """One row a trainable parameter: which module, what was seen last, which path its norms take, and why."""
+    def explain(self, *, measured: bool = False) -> PathTable:
+        """One row a trainable parameter: which module, what was seen last, which path its norms take, and why.
+
+        `measured`: what each path takes on this device, too, norm and clipped sum of a product of the same shape. That
+        trains nothing, and takes memory for one product and a second or so a shape.
+        """
         blocks = () if self.blocks is None else self.blocks.choices.rows
         trained = (slot for slot in self._slots.values() if slot.parameter.requires_grad)
-        return explain_slots(trained, blocks, str(self.padding) if self.padding.rows else "")
+        return explain_slots(trained, blocks, str(self.padding) if self.padding.rows else "", measured=measured)
 
     def opaque_units(self) -> list[OpaqueUnit]:
         """The modules that run sample by sample through torch.func.vmap, the largest first."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, fields
 
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
+from dpscope.flash.contributions import Outer
+from dpscope.flash.path_timing import time_paths
+from dpscope.flash.paths import in_microseconds
 from dpscope.flash.slots import Slot
 from dpscope.sentences import name_module
 
@@ -25,6 +29,7 @@ class PathRow:
     kind: str
     shapes: str
     path: str
+    measured: str  # what each path took on this device, if that was asked for
     why: str
 
 
@@ -62,19 +67,40 @@ class PathTable(Sequence[PathRow]):
 
 def _aligned(row_type: type[PathRow] | type[BlockRow], rows: Sequence[PathRow] | Sequence[BlockRow]) -> str:
     lines = [tuple(field.name for field in fields(row_type)), *map(astuple, rows)]
+    if not any(getattr(row, "measured", "-") for row in rows):
+        lines = [tuple(cell for name, cell in zip(lines[0], line, strict=True) if name != "measured") for line in lines]
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
 
-def explain_slots(slots: Iterable[Slot], blocks: Iterable[BlockRow] = (), padding: str = "") -> PathTable:
+def explain_slots(
+    slots: Iterable[Slot], blocks: Iterable[BlockRow] = (), padding: str = "", *, measured: bool = False
+) -> PathTable:
+    """`measured`: time the paths of each product's shape, too."""
     rows = []
+    found: dict[object, str] = {}  # layers of one shape are measured once
     for slot in slots:
         path, why = "" if slot.decision is None else slot.decision.path, slot.why
         if len(slot.contributions) > 1:
             path, why = "", "used several times since the last step: decided when the micro-batch is closed"
         shapes = ", ".join(f"{name} {tuple(shape)}".lstrip() for name, shape in slot.shapes.items())
-        rows.append(PathRow(slot.name, slot.module, slot.kind, shapes, path, why))
+        took = _measured(slot, found) if measured and path and slot.kind == Outer.kind else ""
+        rows.append(PathRow(slot.name, slot.module, slot.kind, shapes, path, took, why))
     return PathTable(rows, blocks, padding)
+
+
+def _measured(slot: Slot, found: dict[object, str]) -> str:
+    """What the paths of a product of this shape take, in words."""
+    assert slot.decision is not None and slot.decision.dtype is not None
+    product = slot.shapes["x"], slot.shapes["g"][-1], slot.decision.dtype, slot.parameter.device
+    if product not in found:
+        seconds = time_paths(*product)
+        found[product] = ", ".join(f"{path} {_in_words(took)}" for path, took in seconds.items())
+    return found[product]
+
+
+def _in_words(seconds: float) -> str:
+    return "out of memory" if math.isinf(seconds) else in_microseconds(seconds)
 
 
 @dataclass(frozen=True)

@@ -70,8 +70,11 @@ class PathCost:
     seconds: float
 
     def __str__(self) -> str:
-        microseconds = self.seconds * 1e6
-        return f"{microseconds:.0f} µs" if microseconds >= 10 else f"{microseconds:.2g} µs"
+        return in_microseconds(self.seconds)
+
+
+def in_microseconds(seconds: float) -> str:
+    return f"{seconds * 1e6:.0f} µs" if seconds >= 1e-5 else f"{seconds * 1e6:.2g} µs"
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,7 @@ class Decision:
     reason: str
     costs: Mapping[str, PathCost] = field(default_factory=dict)
     kept_if_held: float | None = None  # where a block runs again: bytes of what would be kept if it were held
+    dtype: torch.dtype | None = None  # of g, where costs are those of a product
 
 
 LOOKUP_KEPT = Decision(KEEP, "one sample: its gradient is the gradient")
@@ -212,10 +216,11 @@ def _choices(
     )
     if runs_again:
         held, again = choose(), choose(runs_again=True)
-        again = replace(again, kept_if_held=held.costs[KEEP].bytes_held if held.path == KEEP else None)
+        kept = held.costs[KEEP].bytes_held if held.path == KEEP else None
+        again = replace(again, kept_if_held=kept, dtype=dtype)
         return again, again, 0.0
-    fitting = choose(keep_fits=True)
-    lean = fitting if forced is not None or fitting.path != KEEP else choose()
+    fitting = replace(choose(keep_fits=True), dtype=dtype)
+    lean = fitting if forced is not None or fitting.path != KEEP else replace(choose(), dtype=dtype)
     if lean is fitting or lean.path == KEEP:
         return lean, lean, 0.0
     # Autograd casts the gradient of x to x's own dtype, or adds another branch's: that much is made beside them.

@@ -66,6 +66,9 @@ def test_paths_are_counted_and_shown_one_by_one_when_asked_for():
     assert "Paths of flash: 3 kept" in run(*options).output
     shown = " ".join(run(*options, "--paths").output.split())
     assert "rank-1" in shown and "one position a sample" in shown
+    assert "measured" not in shown
+    measured = " ".join(run(*options, "--time-paths").output.split())
+    assert "measured" in measured and " µs," in measured
 
 
 def test_everything_is_written_to_a_file_when_asked_for(tmp_path):
