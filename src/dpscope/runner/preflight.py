@@ -13,6 +13,7 @@ from typing import Any
 
 from dpscope.errors import UserError
 from dpscope.outcomes import outcome_of_exception
+from dpscope.runner import collector
 from dpscope.runner.launcher import Limits
 from dpscope.runner.spec import RunSpec
 from dpscope.runner.tracebacks import own_traceback
@@ -131,6 +132,7 @@ def explain(spec: RunSpec) -> str | None:
 
 
 def main() -> None:
+    collector.rest()
     results = claim_stdout()
     request = json.loads(sys.stdin.readline())
     if request["memory_limit"] is not None:

@@ -15,7 +15,6 @@ from pathlib import Path
 from dpscope.instruments.processes import end_with_lifeline
 from dpscope.outcomes import outcome_of_exception
 from dpscope.runner import collector
-from dpscope.runner.measure import measurement_module
 from dpscope.runner.rank_launcher import RankOutcome
 from dpscope.runner.spec import RunSpec
 from dpscope.vocabulary.exit_codes import ALL_OK, SOME_NOT_OK
@@ -24,6 +23,8 @@ from dpscope.vocabulary.statuses import OK
 
 def measure_or_explain(spec: RunSpec, files: Path) -> RankOutcome:
     """What this rank saw, or why it saw nothing. The traceback goes to standard error."""
+    from dpscope.runner.measure import measurement_module
+
     try:
         figures = measurement_module(spec.instrument).measure_rank(spec, files)
         return {"status": OK, "reason": None, "figures": figures}
