@@ -45,6 +45,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    if "opacus.accountants" in sys.modules:
+        from tests import remembered_accounting
+
+        remembered_accounting.install()
+
+
 # Folders whose files share what takes long to make: a browser and the pages it opens; worlds of processes.
 TOGETHER = ("tests/browser/", "tests/unit/flash/ranks/")
 

@@ -15,7 +15,6 @@ from torch import nn
 
 from dpscope.errors import UserError
 from dpscope.flash import PrivacyEngine
-from tests import remembered_accounting
 from tests.unit.flash.private_training import (
     FEATURES,
     clipped_mean,
@@ -27,8 +26,6 @@ from tests.unit.flash.private_training import (
     sgd,
     step,
 )
-
-remembered_accounting.install()
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
