@@ -6,7 +6,8 @@ A parameter's gradient for sample b is a sum of contributions, one for each use 
     Outer   x: (B, T, d), g: (B, T, p)           Σ_t g_t x_tᵀ, shape (p, d)
     Lookup  ids: (B, T), g: (B, T, d)            row ids_t receives g_t, shape (rows, d)
     Patches x, g of a convolution                Outer over unfolded patches, made again when needed (layers/conv.py)
-    Summed  g: (B, T, p)                         Σ_t g_t, shape (p,): a bias beside an Outer, which holds that g anyway
+    Summed  g: (B, T, p)                         Σ_t g_t, shape (p,): a bias beside an Outer, which holds that g anyway;
+                                                 or g is sums of stretches of positions
 
 x and g are the very tensors of the backward pass, not copies. They are read again when the factors are known, so each
 contribution remembers their version counters: a tensor changed in place meanwhile is an error, never a wrong norm.
@@ -141,13 +142,17 @@ class Kept:
 
 
 class Summed:
-    """Σ_t g_t for each sample, g: (B, T, p), which an Outer holds: taken with those of other layers at the closing."""
+    """Σ_t g_t for each sample, g: (B, T, p): taken with those of other layers when the micro-batch is closed.
 
-    __slots__ = ("g", "version")
+    owned: g is the sums of stretches of positions, which nobody else holds; otherwise an Outer holds it
+    """
+
+    __slots__ = ("g", "owned", "version")
     kind = "kept"
 
-    def __init__(self, g: Tensor) -> None:
+    def __init__(self, g: Tensor, *, owned: bool = False) -> None:
         self.g = g
+        self.owned = owned
         self.version = g._version
 
     @property

@@ -320,10 +320,10 @@ class LayerTap(TapOfSamples):
         values = gradients if gradients.shape[1:] == shape else gradients.view(-1, *shape)
         self.engine.add(slot, Kept(values, owned=owned))
 
-    def defer_sums(self, index: int, g: Tensor) -> None:
-        """The per-sample gradients of `names[index]` are Σ_t g_t, g: (B, T, p), which a product holds."""
+    def defer_sums(self, index: int, g: Tensor, *, owned: bool = False) -> None:
+        """The per-sample gradients of `names[index]` are Σ_t g_t, g: (B, T, p). `owned`: no product holds g."""
         batch, _, width = g.shape
-        self.engine.add(self._described(index, torch.Size((batch, width))), Summed(g))
+        self.engine.add(self._described(index, torch.Size((batch, width))), Summed(g, owned=owned))
 
     def _described(self, index: int, shape: torch.Size) -> Slot:
         slot = self.slots[index]

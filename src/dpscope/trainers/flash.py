@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dpscope.flash.contributions import Kept, Saved
+from dpscope.flash.contributions import Kept, Saved, Summed
 from dpscope.flash.engine import FlashEngine
 from dpscope.flash.explanation import OpaqueUnit, costly_units
 from dpscope.flash.memory_budget import LEAN, MemoryLimit
@@ -63,6 +63,8 @@ class DPFlashClippingTrainer(StandardTrainer):
         for slot, part in self.engine.contributions():
             if isinstance(part, Kept):
                 yield PER_SAMPLE_GRADIENTS, slot.module, part.values
+            elif isinstance(part, Summed) and part.owned:
+                yield PER_SAMPLE_GRADIENTS, slot.module, part.g
             elif isinstance(part, Saved):
                 yield ACTIVATION_HOOKS, slot.module, part.first
                 yield ACTIVATION_HOOKS, slot.module, part.g

@@ -7,6 +7,7 @@
 A program sums ROWS positions of BLOCK features of one sample and writes one float32 row; a second pass adds the rows of
 a sample. Both orders are fixed by the shapes, so results are deterministic. No full-size temporary is made. Biases
 whose g are still there when all layers are through have their sums taken together: one launch for g of equal shapes.
+The second pass of norm layers may wait for that, too.
 
 Accumulation: float32 for half types and float32, whatever mix of dtypes comes in; float64 (always by the fallback) if
 any operand is float64. Guarantee: a sample's row depends on that sample's positions alone.
@@ -34,6 +35,9 @@ from dpscope.vocabulary.launches import Launch, announce
 
 ROWS = 128
 """Positions a program sums: fixed, so that one long sample is many programs and the order of addition never varies."""
+
+MOST_STRETCHES = 8
+"""Rows of a sample that may wait for the second pass: of more the memory is worth more than a launch."""
 
 CHUNK_BYTES = 64 * 2**20
 """The fallback holds no temporary larger than this."""
@@ -79,22 +83,23 @@ def many_bias_sums(gs: Sequence[Tensor], *, backend: Backend = "auto") -> list[T
 
 
 def layer_norm_sums(
-    g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, *, backend: Backend = "auto"
+    g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, *, whole: bool = True, backend: Backend = "auto"
 ) -> tuple[Tensor, Tensor]:
     """(dgamma, dbeta), each (B, d), of a LayerNorm whose input was x and whose statistics were mean and rstd.
 
-    These are of B·T elements, in whatever shape.
+    These are of B·T elements, in whatever shape. Sums that need not be whole may be (B, stretches, d), which
+    `many_bias_sums` adds up.
     """
-    dgamma, dbeta = _sums(g, x, mean, rstd, backend)
+    dgamma, dbeta = _sums(g, x, mean, rstd, whole, backend)
     return dgamma, dbeta
 
 
-def rms_norm_sums(g: Tensor, x: Tensor, rstd: Tensor, *, backend: Backend = "auto") -> Tensor:
+def rms_norm_sums(g: Tensor, x: Tensor, rstd: Tensor, *, whole: bool = True, backend: Backend = "auto") -> Tensor:
     """dgamma (B, d) of an RMSNorm whose input was x and whose reciprocal root mean square was rstd."""
-    return _sums(g, x, None, rstd, backend)[0]
+    return _sums(g, x, None, rstd, whole, backend)[0]
 
 
-def _sums(g: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, backend: Backend) -> tuple[Tensor, ...]:
+def _sums(g: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, whole: bool, backend: Backend) -> tuple[Tensor, ...]:
     """(dgamma, dbeta), or dgamma alone where there is no mean."""
     shape = g.shape
     if len(shape) != 3 or x.shape != shape:
@@ -106,7 +111,7 @@ def _sums(g: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, backend: Back
     compiling = torch.compiler.is_compiling()
     served = dtypes <= _SERVED and 0 not in shape
     if not compiling and use_triton(backend, g.device, served=served, why_not="float64 or empty input"):
-        return _launch(g, x, mean, rstd)
+        return _launch(g, x, mean, rstd, whole)
     mean, rstd = None if mean is None else mean.reshape(shape[:2]), rstd.reshape(shape[:2])
     dtype = torch.float64 if torch.float64 in dtypes else torch.float32
     return _traced(g, x, mean, rstd, dtype) if compiling else _torch(g, x, mean, rstd, dtype)
@@ -156,7 +161,7 @@ def _sums_kernel(
         tl.store(partials + at, tl.sum(beta_sum, axis=0), mask=f < width)
 
 
-def _launch(g: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor) -> tuple[Tensor, ...]:
+def _launch(g: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, whole: bool) -> tuple[Tensor, ...]:
     batch, length, width = g.shape
     g_strides, x_strides = g.stride(), x.stride()
     if g_strides[2] != 1:
@@ -196,7 +201,9 @@ def _launch(g: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor) -> tuple[Te
             writes=[partials],
         )
     )
-    return (partials.sum(1) if blocks > 1 else partials).unbind(0)
+    if blocks > 1:
+        partials = partials.sum(1) if whole or blocks > MOST_STRETCHES else partials.transpose(1, 2)
+    return partials.unbind(0)
 
 
 @partial(jit, do_not_specialize=("batch",))

@@ -39,7 +39,15 @@ _INSTANCE_NORM_DIMS = {nn.InstanceNorm1d: 3, nn.InstanceNorm2d: 4, nn.InstanceNo
 
 
 class SumsTap(LayerTap):
-    """A layer whose parameters' per-sample gradients are sums over positions, (B, elements of the parameter)."""
+    """A layer whose parameters' per-sample gradients are sums over positions, (B, elements of the parameter).
+
+    Those of a vector may be (B, stretches, elements), to be added up with other layers'.
+    """
+
+    def needs_whole(self, ctx: Any) -> bool:
+        """Whether all sums are to be taken in backward."""
+        slot = self.slots[0] or self.slots[-1]
+        return ctx.traced or slot is None or slot.parameter.dim() != 1 or self.engine.blocks is not None
 
     def piece_specs(self, x: Spec, y: Spec, live: Sequence[bool]) -> tuple[Spec | None, ...]:
         sizes = [None if slot is None else slot.parameter.numel() for slot in self.slots]
@@ -51,7 +59,9 @@ class SumsTap(LayerTap):
 
     def record(self, pieces: Sequence[Tensor | None], *, owned: bool = True) -> None:
         for index, sums in enumerate(pieces):
-            if sums is not None:
+            if sums is not None and sums.dim() == 3:
+                self.defer_sums(index, sums, owned=True)
+            elif sums is not None:
                 self.keep(index, sums, owned=owned)
 
 
@@ -97,7 +107,7 @@ class LayerNormTap(NormTap):
             if x.dim() != 3 or len(self.shape) != 1:
                 rows = x.reshape(x.shape[0], -1, weight.numel())
                 of_g = g.reshape(rows.shape)
-            weight_sums, bias_sums = layer_norm_sums(of_g, rows, mean, rstd)
+            weight_sums, bias_sums = layer_norm_sums(of_g, rows, mean, rstd, whole=self.needs_whole(ctx))
         if ctx.needs_input_grad[1]:
             dx = _layer_norm_backward(g, x, self.shape, mean, rstd, weight, bias, [True, False, False])[0]
         return dx, weight_sums if needs_weight else None, bias_sums if needs_bias else None
@@ -130,7 +140,8 @@ class RMSNormTap(SumsTap):
             rstd = (rows.to(dtype).square().mean(-1) + eps).rsqrt()
         else:
             rstd = (last_norms(rows).square() / width + eps).rsqrt().to(dtype)
-        sums = rms_norm_sums(g.reshape(batch, -1, width), rows, rstd) if ctx.live[0] else None
+        whole = self.needs_whole(ctx)
+        sums = rms_norm_sums(g.reshape(batch, -1, width), rows, rstd, whole=whole) if ctx.live[0] else None
         if not ctx.needs_input_grad[1]:
             return None, sums
         normed = rows.to(dtype) * rstd.unsqueeze(-1)

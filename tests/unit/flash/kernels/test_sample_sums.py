@@ -76,6 +76,21 @@ def test_layer_norm_agrees_with_autograd(backend: str) -> None:
     torch.testing.assert_close(dbeta[0], layer.bias.grad, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(("length", "stretches"), [(100, 0), (300, 3), (1100, 0)])
+def test_sums_that_need_not_be_whole_are_added_up_with_those_of_other_layers(
+    length: int, stretches: int, backend: str
+) -> None:
+    layers = [operands(2, length, 8, torch.bfloat16, torch.float32) for _ in range(3)]
+    parts = [sums for each in layers for sums in layer_norm_sums(*each, whole=False, backend=backend)]
+    parts += [rms_norm_sums(g, x, rstd, whole=False, backend=backend) for g, x, _, rstd in layers]
+    whole = [sums for each in layers for sums in layer_norm_sums(*each, backend=backend)]
+    whole += [rms_norm_sums(g, x, rstd, backend=backend) for g, x, _, rstd in layers]
+    if stretches and backend != "torch":
+        assert {part.shape for part in parts} == {torch.Size((2, stretches, 8))}
+        parts = many_bias_sums(parts, backend=backend)
+    torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-5)
+
+
 def test_several_blocks_of_features(backend: str) -> None:
     g, x, _, rstd = operands(2, 5, 700, torch.float32, torch.float32)
     expected, _ = reference.layer_norm_sums(g, x, torch.zeros_like(rstd), rstd)

@@ -6,6 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from dpscope.flash.kernels.sample_sums import layer_norm_sums, rms_norm_sums
+from dpscope.flash.layers import norm
 from tests.unit.flash.agreement import CLIPPING, REDUCTIONS, assert_exact
 from tests.unit.flash.flash_models import LlamaRMSNorm, randomised
 
@@ -39,6 +41,36 @@ def test_norms_over_features(kind, batch, middle, width, clipping, reduction, dt
     batch = {"x": torch.randn(batch, *middle, 3, dtype=dtype)}
     engine = assert_exact(model, batch, sine_losses, clipping=clipping, loss_reduction=reduction)
     assert "opaque" not in {row.kind for row in engine.explain()}
+
+
+@pytest.mark.parametrize("kind", ["LayerNorm", "LayerNorm without bias", "RMSNorm", "several dimensions", "used twice"])
+@pytest.mark.parametrize("frozen", [(), ("weight",), ("bias",)])
+def test_sums_of_stretches_are_added_up_when_the_micro_batch_is_closed(kind, frozen, monkeypatch):
+    """As a kernel gives them where there are many positions."""
+    seen = []
+
+    def in_stretches(sums):
+        def of_halves(g, x, *statistics, whole):
+            seen.append(whole)
+            rows = (g, x, *(each.view(g.shape[:2]) for each in statistics))
+            halves = [sums(*(each[:, part] for each in rows)) for part in (slice(0, 2), slice(2, None))]
+            joined = torch.stack([torch.stack(half) if isinstance(half, tuple) else half for half in halves], -2)
+            return joined.sum(-2) if whole else joined
+
+        return of_halves
+
+    monkeypatch.setattr(norm, "layer_norm_sums", in_stretches(layer_norm_sums))
+    monkeypatch.setattr(norm, "rms_norm_sums", in_stretches(rms_norm_sums))
+    twice, wide = kind == "used twice", kind == "several dimensions"
+    layer = randomised(nn.LayerNorm((2, 4)) if wide else nn.LayerNorm(4) if twice else over_features(kind, 4))
+    for name in frozen:
+        if getattr(layer, name, None) is not None:
+            getattr(layer, name).requires_grad_(False)
+    model = nn.Sequential(nn.Linear(3, 4), layer, nn.Linear(4, 4), *([layer] if twice else []))
+    shape = (5, 6, 2, 3) if wide else (5, 6, 3)
+    assert_exact(model, {"x": torch.randn(shape)}, sine_losses)
+    if any(parameter.requires_grad for parameter in layer.parameters()):
+        assert set(seen) == {wide}
 
 
 def test_layer_norm_over_several_dimensions():
