@@ -280,6 +280,11 @@ def test_sample_sums(batch: int, length: int, width: int, dtype: torch.dtype) ->
     close = {"rtol": 1e-5, "atol": 1e-6 * length**0.5 * 10}
     torch.testing.assert_close(dgamma.double(), expected_gamma, **close)
     torch.testing.assert_close(dbeta.double(), expected_beta, **close)
+    stretches = layer_norm_sums(g, x, mean, rstd, whole=False, backend="triton")
+    if stretches[0].dim() == 3:
+        dgamma, dbeta = many_bias_sums(stretches, backend="triton")
+        torch.testing.assert_close(dgamma.double(), expected_gamma, **close)
+        torch.testing.assert_close(dbeta.double(), expected_beta, **close)
     torch.testing.assert_close(bias_sums(g).double(), expected_beta, **close)
     wide = rows(batch, length, width + 9, dtype=dtype)
     for got, each in zip(many_bias_sums([g, wide, g], backend="triton"), (g, wide, g), strict=True):

@@ -325,7 +325,9 @@ def test_sums_over_positions_are_held_where_they_are_small_and_not_made_again(re
     made = []
     for module, kernel in ((linear, "bias_sums"), (norm, "layer_norm_sums")):
         original = getattr(module, kernel)
-        monkeypatch.setattr(module, kernel, lambda *args, f=original: made.append(f.__name__) or f(*args))
+        monkeypatch.setattr(
+            module, kernel, lambda *args, f=original, **kwargs: made.append(f.__name__) or f(*args, **kwargs)
+        )
     torch.manual_seed(1)
     batch = token_batch(4, 64)
     model = decoder(kind=reentrant)

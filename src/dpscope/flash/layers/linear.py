@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from dpscope.flash.contributions import WIDE_OUTPUT, Kept, Outer, sample_products, wide
 from dpscope.flash.kernels.sample_sums import bias_sums
@@ -71,20 +71,9 @@ def per_sample_gradients(x: Tensor, g: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mm(left, right).to(dtype).unsqueeze(0)
 
 
-_below_autograd = torch._C._AutoDispatchBelowADInplaceOrView
-_PLAIN = (Tensor, nn.Parameter)
-_count_dispatch_modes = torch._C._len_torch_dispatch_stack
-
-
-def untracked_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """F.linear, which makes a matrix and gives a view of it; below autograd torch notes no views, and it is a tensor.
-
-    Whoever looks on there (a dispatch mode, a subclass of Tensor) would see this call whole, and not the product in it.
-    """
-    if type(x) is not Tensor or type(weight) not in _PLAIN or _count_dispatch_modes():
-        return F.linear(x, weight, bias)
-    with _below_autograd():
-        return F.linear(x, weight, bias)
+_NOTES_VIEWS = torch._C.DispatchKey.ADInplaceOrView
+_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+_set_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
 
 
 class LinearTap(LayerTap):
@@ -101,7 +90,13 @@ class LinearTap(LayerTap):
         tail = self.engine.tail
         if tail is not None and tail.leaves_out(ctx):
             return x.new_zeros((*x.shape[:-1], weight.shape[0]))
-        return untracked_linear(x, weight, bias)
+        if _is_excluded(_NOTES_VIEWS):
+            return F.linear(x, weight, bias)
+        _set_excluded(_NOTES_VIEWS, True)  # F.linear makes a matrix and gives a view of it, which would be copied
+        try:
+            return F.linear(x, weight, bias)
+        finally:
+            _set_excluded(_NOTES_VIEWS, False)
 
     def gradients(self, ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = saved(ctx)

@@ -217,3 +217,14 @@ def test_dispatch_modes_see_the_products_that_ordinary_training_makes():
             model(x)
     assert torch.ops.aten.addmm.default in seen
     assert torch.ops.aten.linear.default not in seen
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_torch_notes_views_again_after_a_layer(fails):
+    model = nn.Linear(3, 2)
+    with FlashEngine(model, max_grad_norm=1.0):
+        model(torch.randn(4, 5, 3))
+        if fails:
+            with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+                model(torch.randn(4, 5, 7))
+        assert torch.ones(6).view(2, 3)._is_view()
