@@ -44,7 +44,7 @@ def local_sums(
 def zero_sums(parameters: Parameters, done: set[int], into: RunningSum | None) -> Iterator[SumBatch]:
     """Trainable parameters that nothing reached."""
     for parameter in parameters:
-        if parameter.requires_grad and id(parameter) not in done:
+        if id(parameter) not in done and parameter.requires_grad:
             existing = into(parameter) if into else None
             yield SumBatch([parameter], [torch.zeros_like(parameter) if existing is None else existing], None)
 

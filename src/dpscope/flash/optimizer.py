@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
-from operator import attrgetter
-from typing import Any
+from functools import partial
+from itertools import compress
+from operator import attrgetter, itemgetter
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +25,12 @@ from dpscope.flash.microbatch import SumBatch
 from dpscope.flash.noise_source import NoiseSource
 from dpscope.flash.ranks.agreement import Control
 from dpscope.flash.ranks.shards import local_parts
+from dpscope.flash.step_counts import StepCounts
 
 # Sums are handed to the fused update in pieces of about this size: few launches, and little of the gradient at a time.
 PIECE_BYTES = 2**30
+
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,9 +72,7 @@ class FusedUpdate:
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self._update = _RULES[type(optimizer)]
-        # (counter, its version, its value) by parameter: torch's own counters may live on the device. Whoever else
-        # moves or replaces one changes its version or identity, and it is read again.
-        self._steps: dict[int, tuple[Tensor, int, int]] = {}
+        self._counts = StepCounts()
 
     @staticmethod
     def supports(optimizer: Optimizer) -> bool:
@@ -96,96 +98,90 @@ class FusedUpdate:
     def __call__(self, batches: Iterable[SumBatch], how: Privatisation) -> None:
         """Update every parameter that comes with a clipped sum, piece by piece as sums arrive."""
         optimizer = self.optimizer
-        groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         starts = how.noise.starts(optimizer)
         seed, offset = how.draw()
         privacy = {"grad_scale": how.grad_scale, "noise_std": how.noise_std, "seed": seed, "offset": offset}
+        self._counts.begin_step()
         pieces: dict[_Kind, _Piece] = {}
         waiting = 0
-        for parameters, sums, factors in batches:
-            states = list(map(optimizer.state.get, parameters))
-            for kind, chosen in self._kinds(parameters, states, groups, factors is None).items():
+        for batch in batches:
+            for group, (parameters, sums, factors) in _by_group(batch, group_of):
+                kind = (id(group), factors is None)
                 if kind not in pieces:
-                    pieces[kind] = _Piece(groups[id(parameters[chosen[0]])], kind[1], factors)
-                whole = len(chosen) == len(parameters)
-                added = parameters if whole else [parameters[i] for i in chosen]
-                pieces[kind].parameters += added
-                pieces[kind].states += states if whole else [states[i] for i in chosen]
-                added_sums = sums if whole else [sums[i] for i in chosen]
-                pieces[kind].sums += added_sums
-                pieces[kind].starts += map(starts.__getitem__, map(id, added))
+                    pieces[kind] = _Piece(group, factors)
+                piece = pieces[kind]
+                piece.parameters += parameters
+                piece.sums += sums
+                piece.starts += map(starts.__getitem__, map(id, parameters))
                 # However many samples: tables are kept for the next step. Of a sharded parameter, this rank's part.
-                waiting += 4 * sum(map(Tensor.numel, added_sums if factors is None else added))
+                waiting += 4 * sum(map(Tensor.numel, sums if factors is None else parameters))
             if waiting >= PIECE_BYTES:
                 self._apply(pieces, privacy)
                 waiting = 0
         self._apply(pieces, privacy)
 
-    def _kinds(
-        self, parameters: list[nn.Parameter], states: _States, groups: dict[int, dict[str, Any]], summed: bool
-    ) -> dict[_Kind, Sequence[int]]:
-        """The parameters by what a launch has in common; those that were frozen since backward are in none."""
-        found = list(map(groups.get, map(id, parameters)))
-        of_groups = list(map(id, found))
-        steps = self._next_steps(parameters, states)
-        if len(set(steps)) == len(set(of_groups)) == 1 and found[0] is not None and all(map(_IS_LIVE, parameters)):
-            return {(of_groups[0], steps[0], summed): range(len(parameters))}  # as a rule
-        kinds: dict[_Kind, list[int]] = {}
-        for i, parameter in enumerate(parameters):
-            if found[i] is not None and parameter.requires_grad:
-                kinds.setdefault((of_groups[i], steps[i], summed), []).append(i)
-        return dict(kinds)
-
-    def _next_steps(self, parameters: list[nn.Parameter], states: _States) -> list[int]:
-        """The number of this step for each parameter, counted from 1. Optimizers that keep no count get 1."""
-        steps: list[int] = []
-        for parameter, state in zip(parameters, states, strict=True):
-            counter = None if state is None else state.get("step")
-            if counter is None:
-                steps.append(1)
-                continue
-            known = self._steps.get(id(parameter))
-            is_known = known is not None and known[0] is counter and known[1] == counter._version
-            steps.append((known[2] if known is not None and is_known else int(counter)) + 1)
-        return steps
-
     def _apply(self, pieces: dict[_Kind, _Piece], privacy: dict[str, Any]) -> None:
         for piece in pieces.values():
-            counters = self._update(piece, self.optimizer.state, {**privacy, "factors": piece.factors})
-            versions = [counter._version for counter in counters]
-            self._steps.update(
-                zip(map(id, piece.parameters), zip(counters, versions, repeat(piece.step)), strict=False)
-            )
+            self._update(piece, self.optimizer.state, self._counts, {**privacy, "factors": piece.factors})
         pieces.clear()
 
 
-_IS_LIVE = attrgetter("requires_grad")
-_States = list[dict[str, Any] | None]  # of the optimizer, one a parameter
+_Group = dict[str, Any]
+_Kind = tuple[int, bool]  # of a parameter: its group's id, and whether its sum is made already
+_IS_TRAINED = attrgetter("requires_grad")
 
-_Kind = tuple[int, int, bool]  # of a parameter: its group's id, its step, and whether its sum is made already
+
+def _by_group(batch: SumBatch, group_of: dict[int, _Group]) -> Iterable[tuple[_Group, SumBatch]]:
+    """The batch by groups of the optimizer, without parameters that are not its, or were frozen since backward."""
+    parameters, sums, factors = batch
+    groups = list(map(group_of.get, map(id, parameters)))
+    first = groups[0]
+    if first is not None and len(set(map(id, groups))) == 1 and all(map(_IS_TRAINED, parameters)):  # as a rule
+        return [(first, batch)]
+    found: dict[int, tuple[_Group, SumBatch]] = {}
+    for parameter, total, group in zip(parameters, sums, groups, strict=True):
+        if group is not None and parameter.requires_grad:
+            of_group = found.setdefault(id(group), (group, SumBatch([], [], factors)))[1]
+            of_group.parameters.append(parameter)
+            of_group.tensors.append(total)
+    return found.values()
 
 
 @dataclass
 class _Piece:
-    """Parameters of one group at one step, with their sums, on their way to one launch."""
+    """Parameters of one group, with their sums, on their way to one launch."""
 
-    group: dict[str, Any]
-    step: int
+    group: _Group
     factors: Tensor | None  # of the samples whose gradients stand for the sums, the same for all
     parameters: list[nn.Parameter] = field(default_factory=list)
-    states: _States = field(default_factory=list)
     sums: list[Tensor] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)  # see kernels/noise.py
 
+    def by_value(
+        self, values: Sequence[_Value], states: list[list[Tensor]]
+    ) -> Iterable[tuple[_Value, _Piece, list[list[Tensor]]]]:
+        """The piece and the columns of its states, parameters of equal values together: as a rule, all."""
+        if len(set(values)) == 1:
+            return [(values[0], self, states)]
+        return [(value, *self._chosen([each == value for each in values], states)) for value in dict.fromkeys(values)]
+
+    def _chosen(self, chosen: list[bool], states: list[list[Tensor]]) -> tuple[_Piece, list[list[Tensor]]]:
+        piece = _Piece(self.group, self.factors)
+        piece.parameters += compress(self.parameters, chosen)
+        piece.sums += compress(self.sums, chosen)
+        piece.starts += compress(self.starts, chosen)
+        return piece, [list(compress(column, chosen)) for column in states]
+
 
 _State = MutableMapping[Any, dict[str, Any]]  # torch's: makes an entry when one is asked for
-_Rule = Callable[[_Piece, _State, dict[str, Any]], list[Tensor]]  # gives the counters of steps, if there are any
+_Rule = Callable[[_Piece, _State, StepCounts, dict[str, Any]], None]
 
 
-def _sgd(piece: _Piece, state_of: _State, privacy: dict[str, Any]) -> list[Tensor]:
+def _sgd(piece: _Piece, state_of: _State, counts: StepCounts, privacy: dict[str, Any]) -> None:
     group = piece.group
-    buffers: list[Tensor] = []
     fresh = [True] * len(piece.parameters)
+    buffers: list[list[Tensor]] = []
     if group["momentum"]:
         states = [state_of[parameter] for parameter in piece.parameters]
         fresh = [state.get("momentum_buffer") is None for state in states]
@@ -193,45 +189,53 @@ def _sgd(piece: _Piece, state_of: _State, privacy: dict[str, Any]) -> list[Tenso
             if state.get("momentum_buffer") is None:
                 # What it holds is ignored on a first step: dampening applies from the second on.
                 state["momentum_buffer"] = torch.empty_like(parameter, memory_format=torch.preserve_format)
-            buffers.append(state["momentum_buffer"])
+        buffers = [[state["momentum_buffer"] for state in states]]
     options = {key: group[key] for key in ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")}
-    for first in dict.fromkeys(fresh):
-        chosen = [index for index, is_fresh in enumerate(fresh) if is_fresh == first]
+    for first, part, columns in piece.by_value(fresh, buffers):
         fused_sgd_(
-            local_parts([piece.parameters[i] for i in chosen]),
-            [piece.sums[i] for i in chosen],
-            local_parts([buffers[i] for i in chosen]) if buffers else (),
+            local_parts(part.parameters),
+            part.sums,
+            local_parts(columns[0]) if columns else (),
             first_step=first,
-            starts=[piece.starts[i] for i in chosen],
+            starts=part.starts,
             **options,
             **privacy,
         )
-    return []
 
 
-def _adam(piece: _Piece, state_of: _State, privacy: dict[str, Any], *, decoupled: bool = False) -> list[Tensor]:
+def _adam(
+    piece: _Piece, state_of: _State, counts: StepCounts, privacy: dict[str, Any], *, decoupled: bool = False
+) -> None:
     group = piece.group
-    moments = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])]
-    wanted = {"step", *moments}
-    for i, state in enumerate(piece.states):
-        if state is None or not wanted <= state.keys():
-            piece.states[i] = _with_moments(state_of[piece.parameters[i]], piece.parameters[i], group, moments)
-    states = [state for state in piece.states if state is not None]
-    counters = [state["step"] for state in states]
-    torch._foreach_add_(counters, 1)
-    fused_adam_(
-        local_parts(piece.parameters),
-        piece.sums,
-        local_parts([state["exp_avg"] for state in states]),
-        local_parts([state["exp_avg_sq"] for state in states]),
-        local_parts([state["max_exp_avg_sq"] for state in states]) if group["amsgrad"] else (),
-        step=piece.step,
-        starts=piece.starts,
-        decoupled_weight_decay=decoupled or group.get("decoupled_weight_decay", False),
-        **{key: group[key] for key in ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")},
-        **privacy,
-    )
-    return counters
+    moments = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
+    options: dict[str, Any] = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")}
+    options["decoupled_weight_decay"] = decoupled or group.get("decoupled_weight_decay", False)
+    states = _state_columns(piece, state_of, moments)
+    for step, part, (counters, *columns) in piece.by_value(counts.next_values(states[0]), states):
+        counts.advance(counters, step)
+        exp_avgs, exp_avg_sqs, *maxima = map(local_parts, columns)
+        fused_adam_(
+            local_parts(part.parameters),
+            part.sums,
+            exp_avgs,
+            exp_avg_sqs,
+            maxima[0] if maxima else (),
+            step=step,
+            starts=part.starts,
+            **options,
+            **privacy,
+        )
+
+
+def _state_columns(piece: _Piece, state_of: _State, moments: Sequence[str]) -> list[list[Tensor]]:
+    """The counters of steps, and each of the moments, of all parameters; made where they are not there yet."""
+    entries: Callable[[Any], tuple[Tensor, ...]] = itemgetter("step", *moments)
+    try:
+        rows = list(map(entries, map(state_of.get, piece.parameters)))
+    except (TypeError, KeyError):  # no state, or not all of it
+        made = (_with_moments(state_of[parameter], parameter, piece.group, moments) for parameter in piece.parameters)
+        rows = list(map(entries, made))
+    return list(map(list, zip(*rows, strict=True)))
 
 
 def _with_moments(
@@ -246,8 +250,4 @@ def _with_moments(
     return state
 
 
-def _adamw(piece: _Piece, state_of: _State, privacy: dict[str, Any]) -> list[Tensor]:
-    return _adam(piece, state_of, privacy, decoupled=True)
-
-
-_RULES: dict[type[Optimizer], _Rule] = {SGD: _sgd, Adam: _adam, AdamW: _adamw}
+_RULES: dict[type[Optimizer], _Rule] = {SGD: _sgd, Adam: _adam, AdamW: partial(_adam, decoupled=True)}

@@ -88,18 +88,63 @@ def test_state_moves_between_the_fused_update_and_torch() -> None:
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("change", ["a step of torch's", "load_state_dict", "clear"])
-def test_the_fused_update_notices_when_the_state_was_changed_behind_its_back(change: str) -> None:
+def _each_state(key: str, change: Callable[[torch.Tensor], None]) -> Callable[[torch.optim.Optimizer], None]:
+    def change_all(optimizer: torch.optim.Optimizer) -> None:
+        for state in optimizer.state.values():
+            change(state[key])
+
+    return change_all
+
+
+def _move(tensor: torch.Tensor) -> None:
+    tensor.data = tensor.data.clone()
+
+
+def _only_second(optimizer: torch.optim.Optimizer) -> dict:
+    return optimizer.state[optimizer.param_groups[0]["params"][1]]
+
+
+def _split_groups(optimizer: torch.optim.Optimizer) -> None:
+    group = optimizer.param_groups[0]
+    moved = [group["params"].pop(), group["params"].pop(0)]
+    optimizer.add_param_group({**group, "params": moved, "lr": 0.03, "weight_decay": 0.0})
+
+
+CHANGES = {
+    "clear": lambda optimizer: optimizer.state.clear(),
+    "a copied state": lambda optimizer: optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict())),
+    "its own state": lambda optimizer: optimizer.load_state_dict(optimizer.state_dict()),
+    "one counter set": lambda optimizer: _only_second(optimizer)["step"].fill_(7.0),
+    "one counter replaced": lambda optimizer: _only_second(optimizer).update(step=torch.tensor(5.0)),
+    "one counter of float64": lambda optimizer: _only_second(optimizer).update(step=torch.tensor(5.0).double()),
+    "one state gone": lambda optimizer: _only_second(optimizer).clear(),
+    "counters moved": _each_state("step", _move),
+    "moments moved": _each_state("exp_avg", _move),
+    "moments zeroed": _each_state("exp_avg_sq", torch.Tensor.zero_),
+    "two groups": _split_groups,
+    "other options": lambda optimizer: optimizer.param_groups[0].update(
+        lr=0.5, betas=(0.5, 0.6), eps=0.1, weight_decay=0.3, maximize=True
+    ),
+    "parameters moved": lambda optimizer: [_move(p) for p in optimizer.param_groups[0]["params"]],
+}
+
+
+@pytest.mark.parametrize(
+    "change", [*CHANGES, "a step of torch's", "load_state_dict", "another order", "another update"]
+)
+def test_the_fused_update_notices_what_was_changed_between_steps(change: str) -> None:
     ours, theirs = parameters(), parameters()
     optimizer, reference = torch.optim.AdamW(ours, lr=0.01), torch.optim.AdamW(theirs, lr=0.01)
-    update = FusedUpdate(optimizer)
+    update = other = FusedUpdate(optimizer)
 
     def step(seed: int, *, fused: bool = True) -> None:
         sums = [p.detach() for p in parameters(seed)]
         for a, b, total in zip(ours, theirs, sums, strict=True):
             a.grad, b.grad = total, total
+        batch, turned = SumBatch(list(ours), sums, None), seed % 2 and change == "another order"
+        batches = [SumBatch(batch[0][2:], sums[2:], None), SumBatch(batch[0][1::-1], sums[1::-1], None)]
         if fused:
-            update(given(ours, sums), quiet(1.0))
+            (other if seed % 2 else update)(batches if turned else [batch], quiet(1.0))
         else:
             optimizer.step()
         reference.step()
@@ -110,17 +155,36 @@ def test_the_fused_update_notices_when_the_state_was_changed_behind_its_back(cha
     step(3)
     if change == "a step of torch's":
         step(4, fused=False)
-    elif change == "load_state_dict":
-        for either in (optimizer, reference):
+    elif change == "another update":
+        other = FusedUpdate(optimizer)
+    for either in (optimizer, reference):
+        if change == "load_state_dict":
             either.load_state_dict(copy.deepcopy(saved))
-    else:
-        for either in (optimizer, reference):
-            either.state.clear()
-    step(5)
-    step(6)
+        elif change in CHANGES:
+            CHANGES[change](either)
+    for seed in range(5, 9):
+        step(seed)
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
         assert optimizer.state[a]["step"] == reference.state[b]["step"]
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sgd_takes_up_momentum_and_frozen_parameters_between_steps(momentum: float) -> None:
+    ours, theirs = parameters(), parameters()
+    optimizer, reference = (torch.optim.SGD(p, lr=0.1, momentum=momentum) for p in (ours, theirs))
+    update = FusedUpdate(optimizer)
+    for seed in range(5):
+        sums = [p.detach() for p in parameters(seed + 1)]
+        for parameter in (ours[1], theirs[1]):
+            parameter.requires_grad_(seed > 1)
+        for parameter, total in zip(theirs, sums, strict=True):
+            parameter.grad = total if parameter.requires_grad else None
+        optimizer.param_groups[0]["momentum"] = reference.param_groups[0]["momentum"] = momentum if seed < 3 else 0.5
+        update(given(ours, sums), quiet(1.0))
+        reference.step()
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
 
 def test_plain_sgd_keeps_no_state() -> None:

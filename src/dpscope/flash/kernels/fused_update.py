@@ -223,7 +223,8 @@ def _update(
         columns = [columns[0], list(map(Tensor.contiguous, columns[1])), *columns[2:]]
     params, sums, *states = columns
     starts = noise_starts(params) if starts is None else starts
-    launches, left = list_launches(columns, starts, *key, backend, stacked=None if factors is None else 1)
+    stacked, samples = (None, 1) if factors is None else (1, len(factors))
+    launches, left = list_launches(columns, starts, *key, backend, stacked=stacked, samples=samples)
     for listed in launches:
         with launch_on(listed.device):
             launch(listed, factors)

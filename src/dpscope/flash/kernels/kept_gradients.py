@@ -94,7 +94,8 @@ def kept_sums(
 
 
 def checked_factors(factors: Tensor, values: Sequence[Tensor]) -> Tensor:
-    if factors.dim() != 1 or not factors.is_floating_point() or any(v.shape[0] != factors.shape[0] for v in values):
+    """One factor a sample; that every tensor has as many samples is seen where launches are made of them."""
+    if factors.dim() != 1 or not factors.is_floating_point() or any(v.shape[0] != factors.shape[0] for v in values[:1]):
         raise ValueError(
             f"expected one floating-point factor a sample, got {tuple(factors.shape)} {factors.dtype} for "
             f"{sorted({len(v) for v in values})} samples"
@@ -103,7 +104,7 @@ def checked_factors(factors: Tensor, values: Sequence[Tensor]) -> Tensor:
 
 
 def _sum(values: list[Tensor], factors: Tensor, outs: list[Tensor], add: bool, backend: Backend) -> None:
-    launches, left = list_launches([outs, values], [0] * len(values), 0, 0, backend, stacked=1)
+    launches, left = list_launches([outs, values], [0] * len(values), 0, 0, backend, stacked=1, samples=len(factors))
     for launch in launches:
         with launch_on(launch.device):
             _kept_sums_kernel[(launch.programs,)](

@@ -27,7 +27,9 @@ def add_sums_of_chunks(
     (…, B, chunks), and `more`. `starts`: a number for each tensor.
     """
     batch = total.shape[-1]
-    launches, left = list_launches([list(values)], list(starts), 0, 0, backend, stacked=0, cut=SAMPLE_CUT)
+    launches, left = list_launches(
+        [list(values)], list(starts), 0, 0, backend, stacked=0, samples=batch, cut=SAMPLE_CUT
+    )
     for launch in launches:
         partials = torch.empty((*total.shape, launch.programs), dtype=torch.float64, device=total.device)
         with launch_on(total.device):

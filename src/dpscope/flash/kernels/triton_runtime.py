@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 try:
@@ -169,7 +171,9 @@ def provide_scratch(device: torch.device) -> None:
         triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device))
 
 
-def table_on(device: torch.device, *rows: Sequence[int], wait: bool = False) -> list[torch.Tensor]:
+def table_on(
+    device: torch.device, *rows: Sequence[int] | npt.NDArray[np.int64], wait: bool = False
+) -> list[torch.Tensor]:
     """Host integers as int64 tensors on `device`, in one asynchronous copy from pinned memory.
 
     Each tensor starts on a 16-byte boundary, so that Triton compiles a kernel once and not once for each alignment.
@@ -179,7 +183,10 @@ def table_on(device: torch.device, *rows: Sequence[int], wait: bool = False) -> 
     starts: list[int] = []
     for row in rows:
         starts.append(len(flat))
-        flat.fromlist(list(row))
+        if isinstance(row, np.ndarray):
+            flat.frombytes(row.tobytes())
+        else:
+            flat.fromlist(list(row))
         if len(row) % 2:
             flat.append(0)
     host = torch.frombuffer(flat, dtype=torch.int64) if flat else torch.empty(0, dtype=torch.int64)
