@@ -262,13 +262,16 @@ class Outer(Saved):
         return outer_sums([self], scale, [out])[0]
 
 
-def outer_sums(outers: Sequence[Outer], scale: Tensor, outs: Sequence[Tensor | None]) -> list[Tensor]:
-    """The clipped sums of many products at once, each added into its `out` where given."""
+def outer_sums(
+    outers: Sequence[Outer], scale: Tensor, outs: Sequence[Tensor | None], *, let_go_together: bool = False
+) -> list[Tensor]:
+    """The clipped sums of many products at once, each added into its `out` where given: see `scaled_sums`."""
     first = outers[0]
     dtype = wide(torch.promote_types(first.g.dtype, first.x.dtype))
     # A half-precision parameter's gradient cannot be added into by the product itself.
     direct = [out if out is not None and out.dtype == dtype else None for out in outs]
-    totals = scaled_sums([o.g for o in outers], [o.first for o in outers], scale.to(dtype), outs=direct)
+    gs, xs = [outer.g for outer in outers], [outer.first for outer in outers]
+    totals = scaled_sums(gs, xs, scale.to(dtype), outs=direct, let_go_together=let_go_together)
     return [
         out.add_(total) if out is not None and out is not total else total
         for out, total in zip(outs, totals, strict=True)

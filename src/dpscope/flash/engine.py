@@ -366,7 +366,8 @@ class FlashEngine:
         device = recorded[0][0].parameter.device.type
         with no_autocast(device):
             passes = self.blocks.reruns.separate(passes, recorded) if self.blocks is not None else []
-            micro = self._norm([(slot, parts) for slot, parts in recorded if parts], passes, rows)
+            recorded = [(slot, parts) for slot, parts in recorded if parts]
+            micro = self._norm(recorded, passes, rows)
             of_blocks = self._sum_again(passes, micro, into if self.ranks is None else None)
         self.path_rules.budget.close()
         self.state.count(micro.size if rows is None else rows.real, self.max_grad_norm, rows)

@@ -63,8 +63,7 @@ class MicroBatch:
             tuple(contributions) if len(contributions) == 1 else _put_together(slot, contributions, rules)
             for slot, contributions in recorded
         ]
-        for _, contributions in recorded:
-            contributions.clear()  # what was put together need not outlive this
+        recorded.clear()  # what was put together need not outlive this
         _take_sums(self._parts)
         device = normed[0].device if normed else self.parameters[0].device
         norm_sum = NormSum(self.size, device)
@@ -181,14 +180,16 @@ def _sum_group(
     if kept and factored:
         return SumBatch(parameters, kept, scale)
     outs = [into(p) if into else None for p in parameters]
-    return SumBatch(parameters, kept_sums(kept, scale, outs=outs) if kept else outer_sums(outers, scale, outs), None)
+    # Whoever takes per-sample gradients as they are has used all sums of a batch before it asks for the next.
+    sums = kept_sums(kept, scale, outs=outs) if kept else outer_sums(outers, scale, outs, let_go_together=factored)
+    return SumBatch(parameters, sums, None)
 
 
 def _checked_batch_size(recorded: Recorded, normed: Sequence[Tensor]) -> int:
     """The number of samples, which all contributions share; none of them was changed since."""
     sizes = set(map(len, normed))
     for slot, contributions in recorded:
-        if slot.parameter.is_complex():
+        if slot.parameter.dtype.is_complex:
             refuse_complex(slot.name, slot.parameter)
         for part in contributions:
             part.check_unchanged(slot.name)

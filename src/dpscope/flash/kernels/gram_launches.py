@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,18 +13,10 @@ from torch import Tensor
 
 from dpscope.flash.kernels.gram_kernels import _gram_finish_kernel, _gram_ids_kernel, _gram_kernel
 from dpscope.flash.kernels.gram_tiles import GramTiles, tile_table_of
-from dpscope.flash.kernels.gram_units import GramUnit, UnitKind, UnitRows, rows_of_unit
+from dpscope.flash.kernels.gram_units import GramUnit, Integers, KindPlan, UnitKind
 from dpscope.flash.kernels.triton_runtime import INTERPRETED, TRITON_DTYPES, launch_on, provide_scratch, table_on
 from dpscope.vocabulary.families import CLIPPING
 from dpscope.vocabulary.launches import Launch, announce
-
-
-def _row_major(rows: UnitRows, kept: list[Tensor]) -> UnitRows:
-    """The unit with copies of the tensors whose features do not lie side by side."""
-    unit = rows.unit
-    xs, gs = (tuple(x if x.stride(2) == 1 else x.contiguous() for x in side) for side in (unit.xs, unit.gs))
-    kept += (*xs, *gs)
-    return rows_of_unit(GramUnit(gs, xs, unit.ids, unit.padding_idx), gs[0].shape[0])[1]
 
 
 class UnitTables(NamedTuple):
@@ -34,24 +27,15 @@ class UnitTables(NamedTuple):
     kept: list[Tensor]
 
 
-def tables_of(kind: UnitKind, members: list[UnitRows], device: torch.device) -> UnitTables:
-    kept: list[Tensor] = []
-    if not kind.row_major:
-        members = [_row_major(rows, kept) for rows in members]
-    unit_rows: list[int] = []
-    segments: list[int] = []
-    for _, own, (gs, xs, ids, padding_idx) in members:
-        first = len(segments) // 4
-        segments += own
-        g_width = sum(g.shape[2] for g in gs)
-        if ids is not None:
-            kept.append(ids.to(torch.int64).contiguous())
-            padding = -1 if padding_idx is None else padding_idx
-            unit_rows += (kept[-1].data_ptr(), padding, first, len(gs), 0, g_width)
-        else:
-            x_width = sum(x.shape[2] for x in xs)
-            unit_rows += (first, len(xs), first + len(xs), len(gs), x_width, g_width)
-    unit_table, segment_table = table_on(device, unit_rows, segments)
+def _tables_of(plan: KindPlan, units: Sequence[GramUnit], pointers: Integers, device: torch.device) -> UnitTables:
+    segments = plan.segments.copy()
+    segments[:, 0] = pointers[plan.tensors]
+    rows, kept = plan.units, []
+    if plan.kind.x_dtype is None:
+        kept = [ids.to(torch.int64).contiguous() for member in plan.members if (ids := units[member].ids) is not None]
+        rows = rows.copy()
+        rows[:, 0] = [ids.data_ptr() for ids in kept]
+    unit_table, segment_table = table_on(device, rows.reshape(-1), segments.reshape(-1))
     return UnitTables(unit_table, segment_table, kept)
 
 
@@ -62,10 +46,17 @@ def _dtypes(kind: UnitKind) -> dict[str, Any]:
     }
 
 
-def launch_gram(kind: UnitKind, members: list[UnitRows], batch: int, device: torch.device, tiles: GramTiles) -> Tensor:
+def launch_gram(
+    plan: KindPlan,
+    units: Sequence[GramUnit],
+    pointers: Integers,
+    batch: int,
+    device: torch.device,
+    tiles: GramTiles,
+) -> Tensor:
     """One launch for units of one kind: (B,) float64."""
-    members.sort(key=lambda rows: -rows.width)  # heavy first: the tail of the grid is short
-    tables = tables_of(kind, members, device)
+    kind, members = plan.kind, plan.members
+    tables = _tables_of(plan, units, pointers, device)
     tile_table, n_tiles = tile_table_of(kind.length, tiles.block_t, tiles.block_s, device)
     partials = torch.empty((3, len(members), batch, n_tiles), dtype=torch.float32, device=device)
     dtypes = _dtypes(kind)
@@ -98,15 +89,19 @@ def launch_gram(kind: UnitKind, members: list[UnitRows], batch: int, device: tor
         lambda: Launch(
             name=kernel.__name__,
             family=CLIPPING,
-            reads=[t for _, _, (gs, xs, ids, _) in members for t in (*gs, *xs, *([] if ids is None else [ids]))],
+            reads=[tensor for member in members for tensor in _read_of(units[member])],
             writes=[partials],
-            flops=batch * kind.length * (kind.length + 1) * sum(rows.width for rows in members),
+            flops=batch * kind.length * (kind.length + 1) * plan.width,
         )
     )
-    return finish_on_device(kind, tables, partials.sum(3))
+    return _finish_on_device(kind, tables, partials.sum(3))
 
 
-def finish_on_device(kind: UnitKind, tables: UnitTables, sums: Tensor) -> Tensor:
+def _read_of(unit: GramUnit) -> list[Tensor]:
+    return [*unit.gs, *unit.xs, *([] if unit.ids is None else [unit.ids])]
+
+
+def _finish_on_device(kind: UnitKind, tables: UnitTables, sums: Tensor) -> Tensor:
     """(3, units, B) float32 -> (B,) float64, without waiting for the device."""
     _, units, batch = sums.shape
     sums = sums.contiguous()

@@ -40,15 +40,16 @@ do: nobody waits for the host to look.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from operator import is_
 
 import torch
 from torch import Tensor
 
 from dpscope.flash.kernels.float32_products import operand_rounding
 from dpscope.flash.kernels.gram_kernels import FLOOR, FLOOR_FLOAT64, NEGLIGIBLE, SMALL, UNDERFLOW
-from dpscope.flash.kernels.gram_launches import finish_on_device, launch_gram, tables_of
+from dpscope.flash.kernels.gram_launches import launch_gram
 from dpscope.flash.kernels.gram_tiles import GramTiles, choose_tiles, is_worth_aligning
-from dpscope.flash.kernels.gram_units import GramUnit, UnitKind, UnitRows, rows_of_unit
+from dpscope.flash.kernels.gram_units import GramUnit, KindPlan, UnitKind, plan_units
 from dpscope.flash.kernels.triton_runtime import Backend, rows_are_aligned, use_triton, with_aligned_rows
 
 CHUNK_BYTES = 64 * 2**20
@@ -69,27 +70,46 @@ def gram_norms_squared(
         raise ValueError("gram_norms_squared needs at least one unit")
     device = units[0].gs[0].device
     batch = units[0].gs[0].shape[0]
-    groups: dict[UnitKind, list[UnitRows]] = {}
-    for unit in units:
-        kind, rows = rows_of_unit(unit, batch)
-        if backend != "torch" and is_worth_aligning(kind, device):
-            gs, xs = (
-                tuple([each if rows_are_aligned(each) else with_aligned_rows(each) for each in side])
-                for side in (unit.gs, unit.xs)
-            )
-            kind, rows = rows_of_unit(unit._replace(gs=gs, xs=xs), batch)
-        groups.setdefault(kind, []).append(rows)
+    plans, pointers = plan_units(units, batch)
+    by_kernel = [_is_by_kernel(plan.kind, batch, device, backend) for plan in plans]
+    arranged = _arranged(units, [plan for plan, chosen in zip(plans, by_kernel, strict=True) if chosen], device)
+    if arranged is not None:
+        units = arranged
+        plans, pointers = plan_units(units, batch)
     parts: list[Tensor] = []
-    for kind, members in groups.items():
-        served = batch > 0 and kind.length > 0 and kind.served
-        why_not = f"dtypes {kind.x_dtype}, {kind.g_dtype}, B={batch}, T={kind.length}"
-        by_kernel = use_triton(backend, device, served=served, why_not=why_not)
-        if by_kernel:
-            chosen = tiles or choose_tiles(kind, device)
-            parts.append(launch_gram(kind, members, batch, device, chosen))
+    for plan in plans:
+        if _is_by_kernel(plan.kind, batch, device, backend):
+            chosen = tiles or choose_tiles(plan.kind, device)
+            parts.append(launch_gram(plan, units, pointers, batch, device, chosen))
         else:
-            parts.append(_gram_norms_torch(kind, members, on_device=by_kernel))
+            parts.append(_gram_norms_torch([units[member] for member in plan.members]))
     return torch.stack(parts).sum(0) if len(parts) > 1 else parts[0]
+
+
+def _is_by_kernel(kind: UnitKind, batch: int, device: torch.device, backend: Backend) -> bool:
+    served = batch > 0 and kind.length > 0 and kind.served
+    why_not = f"dtypes {kind.x_dtype}, {kind.g_dtype}, B={batch}, T={kind.length}"
+    return use_triton(backend, device, served=served, why_not=why_not)
+
+
+def _arranged(units: Sequence[GramUnit], plans: list[KindPlan], device: torch.device) -> list[GramUnit] | None:
+    """The units with copies of tensors that kernels cannot read, or only slowly; None where there are none."""
+    arranged = list(units)
+    for kind, members, *_ in plans:
+        aligns = is_worth_aligning(kind, device)
+        if aligns or not kind.row_major:
+            for member in members:
+                unit = arranged[member]
+                gs, xs = (tuple([_with_rows(each, aligns) for each in side]) for side in (unit.gs, unit.xs))
+                arranged[member] = unit._replace(gs=gs, xs=xs)
+    return None if all(map(is_, arranged, units)) else arranged
+
+
+def _with_rows(tensor: Tensor, aligns: bool) -> Tensor:
+    """The tensor, or a copy whose features lie side by side, in rows of whole words where `aligns`."""
+    if tensor.stride(2) != 1:
+        tensor = tensor.contiguous()
+    return with_aligned_rows(tensor) if aligns and not rows_are_aligned(tensor) else tensor
 
 
 # -- torch -------------------------------------------------------------------------------------------------------------
@@ -128,16 +148,13 @@ def _sums_by_torch(unit: GramUnit, dtype: torch.dtype) -> Tensor:
     return sums
 
 
-def _gram_norms_torch(kind: UnitKind, members: list[UnitRows], *, on_device: bool) -> Tensor:
-    """The same by torch: (B,) float64. `on_device`: what float32 does not hold is left to the kernel."""
-    units = [member.unit for member in members]
+def _gram_norms_torch(units: list[GramUnit]) -> Tensor:
+    """The same by torch: (B,) float64."""
     rounded = operand_rounding(units[0].gs[0].device) > 0.0  # float32 operands would be: the norms are of exact ones
     if rounded or any(tensor.dtype == torch.float64 for unit in units for tensor in (*unit.gs, *unit.xs)):
         wide = [_floored(_sums_by_torch(unit, torch.float64), FLOOR_FLOAT64) for unit in units]
         return torch.stack(wide).sum(0)
     sums = torch.stack([_sums_by_torch(unit, torch.float32) for unit in units], 1)
-    if on_device:
-        return finish_on_device(kind, tables_of(kind, members, sums.device), sums)
     squares = torch.stack([_floored(each.double(), FLOOR) for each in sums.unbind(1)])
     again = ~(sums.isfinite().all(0) & (sums[2].double().square() <= NEGLIGIBLE * sums[0]))
     for index in again.any(1).nonzero().flatten().tolist():

@@ -33,7 +33,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial, reduce
+from itertools import chain
+from operator import or_
 from typing import Any
 
 import torch
@@ -68,6 +70,9 @@ CHUNK_BYTES = 64 * 2**20
 
 PRODUCT_BYTES = 2**29
 """Products of samples that are summed after they were rounded."""
+
+TOGETHER_BYTES = 2**25
+"""Sums that share an allocation: large ones have to fit into the gaps that backward left in memory."""
 
 _HALF = (torch.bfloat16, torch.float16)
 _MAX_SAMPLES = 64  # one launch keeps its samples' "is live" bits in one 64-bit register
@@ -109,61 +114,109 @@ def default_tiles(d: int) -> SumTiles:
     return _NARROW if d <= _NARROW.block_n else SumTiles()
 
 
-@allocates(GRADIENTS, "aten::empty_like")
 def scaled_sums(
     gs: Sequence[Tensor],
     xs: Sequence[Tensor],
     scale: Tensor,
     *,
     outs: Sequence[Tensor | None] | None = None,
+    let_go_together: bool = False,
     backend: Backend = "auto",
     tiles: SumTiles | None = None,
 ) -> list[Tensor]:
     """Σ_b scale_b · G_bᵀX_b of every pair: (p, d), float32 for half-precision inputs, otherwise in the inputs' dtype.
 
-    Sums are added to an `out` where given; no two may be the same tensor. `tiles` forces a configuration (for
-    measurements).
+    Sums are added to an `out` where given; no two may be the same tensor. `let_go_together`: the caller keeps none of
+    the others longer, so that they may share memory. `tiles` forces a configuration (for measurements).
     """
-    kinds = [(g.shape, x.shape, g.dtype, x.dtype, g.stride(), x.stride()) for g, x in zip(gs, xs, strict=True)]
-    one_of_each = dict(zip(kinds, zip(gs, xs, strict=True), strict=True)).values()
-    if backend != "torch" and any(_lacks_alignment(g, x) for g, x in one_of_each):
-        return [
-            _sum_of_aligned(g, x, scale, out, backend, tiles)
-            for g, x, out in zip(gs, xs, outs or [None] * len(gs), strict=True)
-        ]
+    given = outs or [None] * len(gs)
     # Pairs of one key share their checks and a launch: what is left for each pair is a few integers.
-    results: list[Tensor] = []
-    groups: dict[tuple[Any, ...], list[tuple[int, int, int, int]]] = {}
-    for i, (g, x, given) in enumerate(zip(gs, xs, outs or [None] * len(gs), strict=True)):
-        target = None if given is None else (given.shape, given.stride(), given.dtype)
-        key = (kinds[i], target)
-        rows = groups.get(key)
-        if rows is None:
-            rows = groups[key] = []
-            out = _result(g, x, scale, given)
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for i, (g, x, out) in enumerate(zip(gs, xs, given, strict=True)):
+        target = None if out is None else (out.shape, out.stride(), out.dtype)
+        groups.setdefault((g.shape, x.shape, g.dtype, x.dtype, g.stride(), x.stride(), target), []).append(i)
+    if backend != "torch" and any(_lacks_alignment(gs[i], xs[i]) for i, *_ in groups.values()):
+        return [_sum_of_aligned(g, x, scale, out, backend, tiles) for g, x, out in zip(gs, xs, given, strict=True)]
+    results: dict[int, Tensor] = {}
+    launches: list[_SumGroup] = []
+    for members in groups.values():
+        given_here = [out for i in members if (out := given[i]) is not None]
+        group = _SumGroup([gs[i] for i in members], [xs[i] for i in members], given_here, add=bool(given_here))
+        group.check_outs(scale, let_go_together)
+        results.update(zip(members, group.outs, strict=True))
+        if use_triton(backend, group.gs[0].device, served=group.is_served(), why_not="dtype, T or strides"):
+            launches.append(group)
         else:
-            out = torch.empty_like(results[rows[0][0]]) if given is None else given
-        results.append(out)
-        rows.append((i, g.data_ptr(), x.data_ptr(), out.data_ptr()))
-    launches: list[tuple[int, int, bool]] = []
-    tables: list[list[int]] = []
-    for key, rows in groups.items():
-        first = rows[0][0]
-        g, x = gs[first], xs[first]
-        add = key[-1] is not None
-        served = _is_served(g, x, results[first]) and not any((a | b | c) % 16 for _, a, b, c in rows)
-        if not use_triton(backend, g.device, served=served, why_not="dtype, T or strides"):
-            for i, *_ in rows:
-                _torch(gs[i], xs[i], scale, results[i], add)
-            continue
-        for start in range(0, g.shape[0], _MAX_SAMPLES):
-            launches.append((first, start, add or start > 0))
-            g_skip, x_skip = (start * tensor.stride(0) * tensor.element_size() for tensor in (g, x))
-            tables.append([n for _, a, b, c in rows for n in (a + g_skip, b + x_skip, c)])
+            for g, x, out in zip(group.gs, group.xs, group.outs, strict=True):
+                _torch(g, x, scale, out, group.add)
     if launches:
-        _launch(gs, xs, scale, results, launches, tables, tiles)
-        announce(lambda: _described(gs, xs, scale, results, groups, launches))
-    return results
+        _launch(launches, scale, tiles)
+        announce(lambda: _described(launches, scale))
+    return [results[i] for i in range(len(gs))]
+
+
+@dataclass
+class _SumGroup:
+    """Pairs of equal shapes, strides and dtypes, and what their sums are written to, or added to."""
+
+    gs: list[Tensor]
+    xs: list[Tensor]
+    outs: list[Tensor]
+    add: bool
+
+    def check_outs(self, scale: Tensor, let_go_together: bool) -> None:
+        """Check shapes; make `outs` where none are given."""
+        g, x = self.gs[0], self.xs[0]
+        if g.dim() != 3 or x.dim() != 3 or g.shape[:2] != x.shape[:2]:
+            raise ValueError(f"expected g (B, T, p) and x (B, T, d), got {tuple(g.shape)} and {tuple(x.shape)}")
+        if scale.shape != g.shape[:1]:
+            raise ValueError(f"expected scale of shape {tuple(g.shape[:1])}, got {tuple(scale.shape)}")
+        dtype = torch.promote_types(g.dtype, x.dtype)
+        dtype = torch.float32 if dtype in _HALF else dtype
+        shape = (g.shape[2], x.shape[2])
+        if not self.add:
+            self.outs = _fresh(len(self.gs), shape, dtype, g.device, let_go_together)
+        elif self.outs[0].shape != shape or self.outs[0].dtype != dtype:
+            raise ValueError(f"expected out {shape} {dtype}, got {tuple(self.outs[0].shape)} {self.outs[0].dtype}")
+
+    @cached_property
+    def pointers(self) -> list[list[int]]:
+        return [list(map(Tensor.data_ptr, column)) for column in (self.gs, self.xs, self.outs)]
+
+    def is_served(self) -> bool:
+        """Half precision on Hopper, rows of whole 16-byte words; shorter samples leave most of a K block empty."""
+        g, x, out = self.gs[0], self.xs[0], self.outs[0]
+        return (
+            g.dtype == x.dtype
+            and g.dtype in _HALF
+            and g.shape[0] > 0
+            and g.shape[1] >= 16
+            and out.stride(1) == 1
+            and out.stride(0) % 4 == 0
+            and rows_are_aligned(g, x)
+            and is_hopper(g.device)
+            and reduce(or_, chain(*self.pointers)) % 16 == 0
+        )
+
+    def table(self, start: int) -> list[int]:
+        """Pointers to g, x and out of every pair, from sample `start` on."""
+        g_skip, x_skip = (start * each.stride(0) * each.element_size() for each in (self.gs[0], self.xs[0]))
+        return [n for g, x, out in zip(*self.pointers, strict=True) for n in (g + g_skip, x + x_skip, out)]
+
+
+@allocates(GRADIENTS, "aten::empty")
+def _fresh(
+    count: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device, let_go_together: bool
+) -> list[Tensor]:
+    """Tensors for sums; many in one allocation where they may share memory and it stays small."""
+    size = shape[0] * shape[1] * dtype.itemsize
+    at_once = TOGETHER_BYTES // size if let_go_together and size and size % 16 == 0 else 0
+    if at_once < 2:
+        return [torch.empty(shape, dtype=dtype, device=device) for _ in range(count)]
+    made: list[Tensor] = []
+    while len(made) < count:
+        made += torch.empty((min(at_once, count - len(made)), *shape), dtype=dtype, device=device).unbind(0)
+    return made
 
 
 def _lacks_alignment(g: Tensor, x: Tensor) -> bool:
@@ -190,37 +243,6 @@ def _sum_of_aligned(
     (total,) = scaled_sums([g], [x], scale, backend=backend, tiles=tiles)
     total = total[:, :width].contiguous()
     return total if out is None else out.add_(total)
-
-
-@allocates(GRADIENTS, "aten::empty")
-def _result(g: Tensor, x: Tensor, scale: Tensor, out: Tensor | None) -> Tensor:
-    """`out`, checked, or a fresh tensor."""
-    if g.dim() != 3 or x.dim() != 3 or g.shape[:2] != x.shape[:2]:
-        raise ValueError(f"expected g (B, T, p) and x (B, T, d), got {tuple(g.shape)} and {tuple(x.shape)}")
-    if scale.shape != g.shape[:1]:
-        raise ValueError(f"expected scale of shape {tuple(g.shape[:1])}, got {tuple(scale.shape)}")
-    dtype = torch.promote_types(g.dtype, x.dtype)
-    dtype = torch.float32 if dtype in _HALF else dtype
-    shape = (g.shape[2], x.shape[2])
-    if out is None:
-        return torch.empty(shape, dtype=dtype, device=g.device)
-    if out.shape != shape or out.dtype != dtype:
-        raise ValueError(f"expected out {shape} {dtype}, got {tuple(out.shape)} {out.dtype}")
-    return out
-
-
-def _is_served(g: Tensor, x: Tensor, out: Tensor) -> bool:
-    """Half precision on Hopper, rows of whole 16-byte words; shorter samples leave most of a K block empty."""
-    return (
-        g.dtype == x.dtype
-        and g.dtype in _HALF
-        and g.shape[0] > 0
-        and g.shape[1] >= 16
-        and out.stride(1) == 1
-        and out.stride(0) % 4 == 0
-        and rows_are_aligned(g, x)
-        and is_hopper(g.device)
-    )
 
 
 # -- Triton ------------------------------------------------------------------------------------------------------------
@@ -318,26 +340,20 @@ def _scaled_sum_kernel(
     tl.store(places, acc, mask=inside)
 
 
-def _launch(
-    gs: Sequence[Tensor],
-    xs: Sequence[Tensor],
-    scale: Tensor,
-    outs: Sequence[Tensor],
-    launches: list[tuple[int, int, bool]],
-    tables: list[list[int]],
-    forced: SumTiles | None,
-) -> None:
-    """launches: a member of the group, the first of at most _MAX_SAMPLES samples, whether to add; tables: pointers."""
-    device = gs[launches[0][0]].device
+def _launch(groups: list[_SumGroup], scale: Tensor, forced: SumTiles | None) -> None:
+    """A launch for each group and at most _MAX_SAMPLES samples; one table for all."""
+    device = groups[0].gs[0].device
     scale = scale.float().contiguous()
     provide_scratch(device)
+    parts = [(group, start) for group in groups for start in range(0, len(scale), _MAX_SAMPLES)]
+    tables = table_on(device, *(group.table(start) for group, start in parts))
     with launch_on(device):
-        for (member, start, add), rows, table in zip(launches, tables, table_on(device, *tables), strict=True):
-            g, x = gs[member], xs[member]
+        for (group, start), table in zip(parts, tables, strict=True):
+            g, x = group.gs[0], group.xs[0]
             (batch, length, p), d = g.shape, x.shape[2]
             tiles = forced or default_tiles(d)
             tiles_each = -(-p // tiles.block_m) * -(-d // tiles.block_n)
-            _scaled_sum_kernel[(len(rows) // 3 * tiles_each,)](
+            _scaled_sum_kernel[(len(group.gs) * tiles_each,)](
                 table,
                 scale[start:] if start else scale,
                 min(batch - start, _MAX_SAMPLES),
@@ -348,7 +364,7 @@ def _launch(
                 g.stride(1),
                 x.stride(0),
                 x.stride(1),
-                outs[member].stride(0),
+                group.outs[0].stride(0),
                 tiles_each,
                 MIN_SCALE,
                 DTYPE=TRITON_DTYPES[g.dtype],
@@ -357,29 +373,21 @@ def _launch(
                 BLOCK_K=tiles.block_k,
                 GROUP_M=_GROUP_M,
                 MAX_SAMPLES=_MAX_SAMPLES,
-                ACCUMULATE=add,
+                ACCUMULATE=group.add or start > 0,
                 num_warps=tiles.num_warps,
                 num_stages=tiles.num_stages,
             )
 
 
-def _described(
-    gs: Sequence[Tensor],
-    xs: Sequence[Tensor],
-    scale: Tensor,
-    outs: Sequence[Tensor],
-    groups: dict[tuple[Any, ...], list[tuple[int, int, int, int]]],
-    launches: list[tuple[int, int, bool]],
-) -> Launch:
+def _described(groups: list[_SumGroup], scale: Tensor) -> Launch:
     """What the launches of one call move together: the products that ordinary training makes for its weights."""
-    added = {first: add for first, _, add in launches}
-    served = {i: added[rows[0][0]] for rows in groups.values() if rows[0][0] in added for i, *_ in rows}
+    added = [out for group in groups if group.add for out in group.outs]
     return Launch(
         name=_scaled_sum_kernel.__name__,
         family=GEMM,
-        reads=[scale, *(t for i in served for t in (gs[i], xs[i])), *(outs[i] for i, add in served.items() if add)],
-        writes=[outs[i] for i in served],
-        flops=sum(2 * gs[i].numel() * xs[i].shape[2] for i in served),
+        reads=[scale, *(tensor for group in groups for tensor in chain(group.gs, group.xs)), *added],
+        writes=[out for group in groups for out in group.outs],
+        flops=sum(2 * g.numel() * x.shape[2] for group in groups for g, x in zip(group.gs, group.xs, strict=True)),
     )
 
 

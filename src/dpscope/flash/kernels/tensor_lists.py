@@ -153,7 +153,7 @@ def _read(
         in_order = in_order and all(map(Tensor.is_contiguous, column))
         each = samples if number == stacked else 1
         if not number:
-            sizes = elements if number != stacked else _sizes_of_samples(column, samples)
+            sizes = elements if number != stacked else _sizes_of_samples(column, elements, samples)
         elif elements != (sizes if each == 1 else [size * each for size in sizes]):
             _refuse_shapes(columns, sizes, stacked, samples)
     devices = set(map(Tensor.get_device, columns[0]))
@@ -165,13 +165,11 @@ def _read(
     return sizes, pointers, _kinds(columns, sizes, pointers, starts)
 
 
-def _sizes_of_samples(column: Sequence[Tensor], samples: int) -> list[int]:
-    shapes = [tensor.shape for tensor in column]
-    if any(shape[0] != samples for shape in shapes):
-        raise ValueError(
-            f"expected as many samples, {samples}, in every tensor, got {sorted({shape[0] for shape in shapes})}"
-        )
-    return [shape[1:].numel() for shape in shapes]
+def _sizes_of_samples(column: Sequence[Tensor], elements: list[int], samples: int) -> list[int]:
+    if any(tensor.shape[0] != samples for tensor in column):
+        found = sorted({tensor.shape[0] for tensor in column})
+        raise ValueError(f"expected as many samples, {samples}, in every tensor, got {found}")
+    return [count // samples for count in elements] if samples else [tensor.shape[1:].numel() for tensor in column]
 
 
 def _refuse_shapes(

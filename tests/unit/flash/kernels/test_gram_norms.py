@@ -195,6 +195,31 @@ def test_the_fallback_in_small_chunks_gives_the_same(monkeypatch: pytest.MonkeyP
     assert_norms([unit(3, 40, [24], [16], torch.float64)], "torch")
 
 
+def test_units_of_equal_shapes_are_told_apart_by_strides_dtypes_ids_and_sharing(backend: str) -> None:
+    """Launches are planned once for units that look alike: what does not may not share a plan."""
+    x, g = torch.randn(2, 24, 24), torch.randn(2, 24, 24)
+    wide, flat = torch.randn(2, 24, 56), torch.randn(2 * 24 * 24 + 3)
+    ids = torch.randint(0, 5, (2, 24))
+    lists = [
+        [GramUnit((g,), (x,))],
+        [GramUnit((g.mT,), (x,))],
+        [GramUnit((g,), (x.mT,))],
+        [GramUnit((wide[..., 16:40],), (x,))],
+        [GramUnit((flat[3:].view(2, 24, 24),), (x,))],
+        [GramUnit((g[:1].expand(2, -1, -1),), (x,))],
+        [GramUnit((g.bfloat16(),), (x.bfloat16(),))],
+        [GramUnit((g.bfloat16(),), (x,))],
+        [GramUnit((g,), ids=ids)],
+        [GramUnit((g,), ids=ids, padding_idx=2)],
+        [GramUnit((g, g.flip(0)), (x,))],
+        [GramUnit((g,), (x,)), GramUnit((g.flip(0),), (x,))],
+        [GramUnit((g,), (x, x.flip(1)))],
+        [GramUnit((g[:, :12],), (x[:, :12],)), GramUnit((g,), ids=ids)],
+    ]
+    for units in (*lists, *lists[:3]):
+        assert_norms(units, backend, SMALL)
+
+
 def test_units_must_share_the_batch_size() -> None:
     with pytest.raises(ValueError, match="share the batch size"):
         gram_norms_squared([unit(2, 3, [4], [4]), unit(3, 3, [4], [4])])
