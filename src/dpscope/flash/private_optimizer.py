@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 from opacus.optimizers import DPOptimizer
 from opacus.optimizers.optimizer import _generate_noise
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dpscope.errors import UserError
@@ -117,11 +117,11 @@ class DPFlashOptimizer(DPOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 closure()
-        self._begin()
+        trained = self._begin()
         if self._skips():
             return None
         if self._uses_fused_update():
-            self._fused_step()
+            self._fused_step(trained)
             return None
         self.clip_and_accumulate()
         self.add_noise()
@@ -140,7 +140,8 @@ class DPFlashOptimizer(DPOptimizer):
         self._account()
         return True
 
-    def _begin(self) -> None:
+    def _begin(self) -> list[nn.Parameter]:
+        """Refuse a step that would not be private. Returns the parameters that are trained."""
         refuse_capture()
         if "found_inf" in vars(self):
             del self.found_inf, self.grad_scale
@@ -155,12 +156,14 @@ class DPFlashOptimizer(DPOptimizer):
                 "the flash engine was detached: gradients are no longer clipped; make the model private anew"
             )
         _require_noise(self.noise_multiplier)  # schedulers set it
-        if not self._own.issuperset(map(id, self.params)):  # Opacus leaves frozen ones out
+        trained: list[nn.Parameter] = self.params  # Opacus leaves frozen ones out
+        if not self._own.issuperset(map(id, trained)):
             raise UserError(
                 "the optimizer was given parameters that are not the private model's: their gradients are not clipped; "
                 "make them part of the model before make_private, or give them an optimizer of their own"
             )
         self.engine.state.begin_step()
+        return trained
 
     def _skips(self) -> bool:
         """Whether the physical batch does not end its logical batch; then add up its sums and keep them."""
@@ -201,12 +204,12 @@ class DPFlashOptimizer(DPOptimizer):
             return False
         return bool(self._fused) or FusedUpdate.is_worthwhile(self.original_optimizer)
 
-    def _fused_step(self) -> None:
+    def _fused_step(self, trained: list[nn.Parameter]) -> None:
         assert self._fused_update is not None
         running = self.engine.running_sums.get
-        if self.engine.running_sums.are_there(self.params):  # of earlier micro-batches
+        if self.engine.running_sums.are_there(trained):  # of earlier micro-batches
             self.clip_and_accumulate()
-            summed = [p for p in self.params if running(p) is not None]
+            summed = [p for p in trained if running(p) is not None]
             sums = [total for p in summed if (total := running(p)) is not None]
             how = self._privatisation()
             self._account()

@@ -7,6 +7,7 @@ it until then: rounded sums of two neighbouring batches may differ by more than 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,8 @@ from dpscope.errors import UserError
 from dpscope.flash.contributions import wide
 from dpscope.flash.ranks.shards import as_part_of, local
 from dpscope.flash.slots import Slot
+
+_GRADIENT = attrgetter("grad")
 
 
 class RunningSums:
@@ -41,7 +44,7 @@ class RunningSums:
 
     def are_there(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Whether one of these parameters has a sum."""
-        return bool(self._wide) or any(parameter.grad is not None for parameter in parameters)
+        return bool(self._wide) or any(gradient is not None for gradient in map(_GRADIENT, parameters))
 
     def put(self, parameter: nn.Parameter, total: Tensor) -> None:
         """The first sum of a parameter; later ones are added into what `get` returns."""

@@ -56,24 +56,25 @@ class StepCounts:
 
     def advance(self, counters: list[Tensor], value: int) -> None:
         """Add one to counters, which then hold `value`."""
-        together = self._together(counters)
+        pointers = list(map(Tensor.data_ptr, counters))
+        together = self._together(counters, pointers)
         if together is None:
             torch._foreach_add_(counters, 1)
         else:
             together.add_(1)
             torch.autograd.graph.increment_version(counters)  # as an addition to each of them would
-        versions, pointers = list(map(_VERSION, counters)), list(map(Tensor.data_ptr, counters))
-        self._advanced.append(_Counted(counters, versions, pointers, value, together))
+        self._advanced.append(_Counted(counters, list(map(_VERSION, counters)), pointers, value, together))
 
-    def _together(self, counters: list[Tensor]) -> Tensor | None:
-        """The tensor whose elements the counters are, all of them and nothing else."""
-        pointers = list(map(Tensor.data_ptr, counters))
+    def _together(self, counters: list[Tensor], pointers: list[int]) -> Tensor | None:
+        """The tensor whose elements the counters are, all of them and nothing else. `pointers` follow them there."""
         for counted in self._known:
             if counted.together is not None and counted.pointers == pointers and counted.is_of(counters):
                 return counted.together
         elsewhere = {id(each) for counted in self._known if counted.together is not None for each in counted.counters}
         # Where the parameters of a launch change from step to step, putting counters together anew does not pay.
-        return None if any(id(each) in elsewhere for each in counters) else _put_together(counters)
+        together = None if any(id(each) in elsewhere for each in counters) else _put_together(counters)
+        pointers[:] = map(Tensor.data_ptr, counters)
+        return together
 
 
 def _put_together(counters: list[Tensor]) -> Tensor | None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dpscope.flash.kernels.gram_kernels import _gram_finish_kernel, _gram_ids_kernel, _gram_kernel
-from dpscope.flash.kernels.gram_tiles import GramTiles, tile_table_of
+from dpscope.flash.kernels.gram_tiles import GramTiles, choose_tiles, tile_table_of
 from dpscope.flash.kernels.gram_units import GramUnit, Integers, KindPlan, UnitKind
 from dpscope.flash.kernels.triton_runtime import INTERPRETED, TRITON_DTYPES, launch_on, provide_scratch, table_on
 from dpscope.vocabulary.families import CLIPPING
@@ -27,16 +27,22 @@ class UnitTables(NamedTuple):
     kept: list[Tensor]
 
 
-def _tables_of(plan: KindPlan, units: Sequence[GramUnit], pointers: Integers, device: torch.device) -> UnitTables:
-    segments = plan.segments.copy()
-    segments[:, 0] = pointers[plan.tensors]
-    rows, kept = plan.units, []
-    if plan.kind.x_dtype is None:
-        kept = [ids.to(torch.int64).contiguous() for member in plan.members if (ids := units[member].ids) is not None]
-        rows = rows.copy()
-        rows[:, 0] = [ids.data_ptr() for ids in kept]
-    unit_table, segment_table = table_on(device, rows.reshape(-1), segments.reshape(-1))
-    return UnitTables(unit_table, segment_table, kept)
+def _tables_of(
+    plans: Sequence[KindPlan], units: Sequence[GramUnit], pointers: Integers, device: torch.device
+) -> list[UnitTables]:
+    """Those of all plans, in one copy."""
+    rows: list[Integers] = []
+    kept: list[list[Tensor]] = []
+    for plan in plans:
+        segments, of_units = plan.segments.copy(), plan.units.copy()
+        segments[:, 0] = pointers[plan.tensors]
+        ids = [units[member].ids for member in plan.members]
+        kept.append([each.to(torch.int64).contiguous() for each in ids if each is not None])
+        if kept[-1]:
+            of_units[:, 0] = [each.data_ptr() for each in kept[-1]]
+        rows += (of_units.reshape(-1), segments.reshape(-1))
+    tables = table_on(device, *rows)
+    return [UnitTables(*each) for each in zip(tables[::2], tables[1::2], kept, strict=True)]
 
 
 def _dtypes(kind: UnitKind) -> dict[str, Any]:
@@ -47,16 +53,30 @@ def _dtypes(kind: UnitKind) -> dict[str, Any]:
 
 
 def launch_gram(
-    plan: KindPlan,
+    plans: Sequence[KindPlan],
     units: Sequence[GramUnit],
     pointers: Integers,
     batch: int,
     device: torch.device,
+    tiles: GramTiles | None,
+) -> list[Tensor]:
+    """One launch for units of one kind: (B,) float64 of each."""
+    tables = _tables_of(plans, units, pointers, device)
+    return [
+        _launch_kind(plan, units, of_kind, batch, device, tiles or choose_tiles(plan.kind, device))
+        for plan, of_kind in zip(plans, tables, strict=True)
+    ]
+
+
+def _launch_kind(
+    plan: KindPlan,
+    units: Sequence[GramUnit],
+    tables: UnitTables,
+    batch: int,
+    device: torch.device,
     tiles: GramTiles,
 ) -> Tensor:
-    """One launch for units of one kind: (B,) float64."""
     kind, members = plan.kind, plan.members
-    tables = _tables_of(plan, units, pointers, device)
     tile_table, n_tiles = tile_table_of(kind.length, tiles.block_t, tiles.block_s, device)
     partials = torch.empty((3, len(members), batch, n_tiles), dtype=torch.float32, device=device)
     dtypes = _dtypes(kind)

@@ -40,6 +40,7 @@ do: nobody waits for the host to look.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import compress
 from operator import is_
 
 import torch
@@ -48,7 +49,7 @@ from torch import Tensor
 from dpscope.flash.kernels.float32_products import operand_rounding
 from dpscope.flash.kernels.gram_kernels import FLOOR, FLOOR_FLOAT64, NEGLIGIBLE, SMALL, UNDERFLOW
 from dpscope.flash.kernels.gram_launches import launch_gram
-from dpscope.flash.kernels.gram_tiles import GramTiles, choose_tiles, is_worth_aligning
+from dpscope.flash.kernels.gram_tiles import GramTiles, is_worth_aligning
 from dpscope.flash.kernels.gram_units import GramUnit, KindPlan, UnitKind, plan_units
 from dpscope.flash.kernels.triton_runtime import Backend, rows_are_aligned, use_triton, with_aligned_rows
 
@@ -72,16 +73,15 @@ def gram_norms_squared(
     batch = units[0].gs[0].shape[0]
     plans, pointers = plan_units(units, batch)
     by_kernel = [_is_by_kernel(plan.kind, batch, device, backend) for plan in plans]
-    arranged = _arranged(units, [plan for plan, chosen in zip(plans, by_kernel, strict=True) if chosen], device)
+    arranged = _arranged(units, list(compress(plans, by_kernel)), device)
     if arranged is not None:
         units = arranged
         plans, pointers = plan_units(units, batch)
-    parts: list[Tensor] = []
-    for plan in plans:
-        if _is_by_kernel(plan.kind, batch, device, backend):
-            chosen = tiles or choose_tiles(plan.kind, device)
-            parts.append(launch_gram(plan, units, pointers, batch, device, chosen))
-        else:
+        by_kernel = [_is_by_kernel(plan.kind, batch, device, backend) for plan in plans]
+    launched = list(compress(plans, by_kernel))
+    parts = launch_gram(launched, units, pointers, batch, device, tiles) if launched else []
+    for plan, chosen in zip(plans, by_kernel, strict=True):
+        if not chosen:
             parts.append(_gram_norms_torch([units[member] for member in plan.members]))
     return torch.stack(parts).sum(0) if len(parts) > 1 else parts[0]
 

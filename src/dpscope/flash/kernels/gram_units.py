@@ -74,7 +74,7 @@ def plan_units(units: Sequence[GramUnit], batch: int) -> tuple[tuple[KindPlan, .
     return _plan(forms, *seen, (pointers & 15).tobytes(), batch), pointers
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)  # under Poisson sampling steps differ in the number of samples
 def _plan(
     forms: tuple[UnitForm, ...],
     shapes: tuple[torch.Size, ...],

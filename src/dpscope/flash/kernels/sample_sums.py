@@ -65,20 +65,24 @@ def many_bias_sums(gs: Sequence[Tensor], *, backend: Backend = "auto") -> list[T
     """`bias_sums` of each g: (B, T, p), those of equal shapes, strides and dtypes in one launch."""
     groups: dict[tuple[Any, ...], list[int]] = {}
     for index, g in enumerate(gs):
-        groups.setdefault((g.shape, g.stride(), g.dtype, g.device), []).append(index)
+        groups.setdefault((g.shape, g.stride(), g.dtype, g.get_device()), []).append(index)
     found: list[Tensor] = list(gs)
-    for (shape, stride, dtype, device), members in groups.items():
+    launches: list[tuple[list[Tensor], Tensor]] = []
+    for (shape, stride, dtype, _), members in groups.items():
+        device = gs[members[0]].device
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         sums = torch.empty((len(members), shape[0], shape[2]), dtype=wide, device=device)
         served = dtype in _SERVED and 0 not in shape and stride[2] == 1
         why_not = "float64, empty, or features that are apart"
         by_kernel = use_triton(backend, device, served=served, why_not=why_not)
         if by_kernel:
-            _launch_many([gs[i] for i in members], sums)
+            launches.append(([gs[i] for i in members], sums))
         for index, out in zip(members, sums.unbind(0), strict=True):
             found[index] = out
             if not by_kernel:
                 torch.sum(gs[index], 1, dtype=wide, out=out)
+    for device in dict.fromkeys(sums.device for _, sums in launches):
+        _launch_many([each for each in launches if each[1].device == device])
     return found
 
 
@@ -235,35 +239,33 @@ def _bias_sums_kernel(
     tl.store(partials + at, tl.sum(sums, axis=0), mask=f < width)
 
 
-def _launch_many(gs: list[Tensor], sums: Tensor) -> None:
-    """Of g of equal shapes, strides and dtypes, into (layers, B, p)."""
-    first = gs[0]
-    batch, length, width = first.shape
-    stride_b, stride_t, _ = first.stride()
-    pointers = list(map(Tensor.data_ptr, gs))
-    blocks, block = -(-length // ROWS), min(256, 1 << (width - 1).bit_length())
-    device = first.device
-    (table,) = table_on(device, pointers)
-    partials = sums if blocks == 1 else torch.empty((blocks, *sums.shape), dtype=torch.float32, device=device)
+def _launch_many(groups: list[tuple[list[Tensor], Tensor]]) -> None:
+    """Of g of equal shapes, strides and dtypes, into (layers, B, p): a launch each, one table for all."""
+    device = groups[0][1].device
+    pointers = [list(map(Tensor.data_ptr, gs)) for gs, _ in groups]
     with launch_on(device):
-        _bias_sums_kernel[(len(gs) * batch, blocks, -(-width // block))](
-            table,
-            partials,
-            batch,
-            length,
-            width,
-            stride_b,
-            stride_t,
-            DTYPE=TRITON_DTYPES[first.dtype],
-            ALIGNED=not any(pointer % 16 for pointer in pointers),
-            ROWS=ROWS,
-            BLOCK_T=8,
-            BLOCK=block,
-            num_warps=4,
-        )
-    announce(lambda: Launch(name=_bias_sums_kernel.__name__, family=CLIPPING, reads=gs, writes=[partials]))
-    if blocks > 1:
-        torch.sum(partials, 0, out=sums)
+        for (gs, sums), own, table in zip(groups, pointers, table_on(device, *pointers), strict=True):
+            first = gs[0]
+            batch, length, width = first.shape
+            blocks, block = -(-length // ROWS), min(256, 1 << (width - 1).bit_length())
+            partials = sums if blocks == 1 else torch.empty((blocks, *sums.shape), dtype=torch.float32, device=device)
+            _bias_sums_kernel[(len(gs) * batch, blocks, -(-width // block))](
+                table,
+                partials,
+                batch,
+                length,
+                width,
+                *first.stride()[:2],
+                DTYPE=TRITON_DTYPES[first.dtype],
+                ALIGNED=not any(pointer % 16 for pointer in own),
+                ROWS=ROWS,
+                BLOCK_T=8,
+                BLOCK=block,
+                num_warps=4,
+            )
+            announce(partial(Launch, name=_bias_sums_kernel.__name__, family=CLIPPING, reads=gs, writes=[partials]))
+            if blocks > 1:
+                torch.sum(partials, 0, out=sums)
 
 
 # -- torch -------------------------------------------------------------------------------------------------------------
