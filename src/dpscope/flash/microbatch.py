@@ -69,8 +69,7 @@ class MicroBatch:
         norm_sum = NormSum(self.size, device)
         for squared in normed:
             norm_sum.add(squared)
-        for index, parts in enumerate(self._parts):
-            self._parts[index] = norm_sum.add_parts(parts)
+        norm_sum.add_all(self._parts)
         multiplier = (self.size if mean else 1) / loss_scale  # the mean is over all rows
         self.clipping: Factors = clip_factors(norm_sum.result(), max_grad_norm, multiplier, real)
 

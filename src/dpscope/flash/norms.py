@@ -56,16 +56,19 @@ class NormSum:
     def add(self, norms_squared: Tensor) -> None:
         self.total += norms_squared.to(self.total)
 
+    def add_all(self, parts: list[tuple[Contribution, ...]]) -> None:
+        """Counts the contributions of every parameter, and puts what is to be kept from now on in their place."""
+        for index, of_one in enumerate(parts):
+            part = of_one[0]
+            if len(of_one) == 1 and type(part) is Kept:  # as most are, of hundreds in a step
+                self._kept.append(part.values)
+            elif len(of_one) == 1 and type(part) is Outer and part.decision.path == GRAM:
+                self._share(part)
+            else:
+                parts[index] = self.add_parts(of_one)
+
     def add_parts(self, parts: tuple[Contribution, ...]) -> tuple[Contribution, ...]:
         """Counts one parameter's contributions; returns them, with what is to be kept from now on in their place."""
-        if len(parts) == 1:
-            part = parts[0]
-            if type(part) is Kept:  # as most are, of hundreds in a step
-                self._kept.append(part.values)
-                return parts
-            if type(part) is Outer and part.decision.path == GRAM:
-                self._share(part)
-                return parts
         parts = as_summed(parts)
         if len(parts) == 1:
             self._add_one(parts[0])
