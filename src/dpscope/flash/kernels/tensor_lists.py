@@ -156,13 +156,14 @@ def _read(
             sizes = elements if number != stacked else _sizes_of_samples(column, elements, samples)
         elif elements != (sizes if each == 1 else [size * each for size in sizes]):
             _refuse_shapes(columns, sizes, stacked, samples)
-    devices = set(map(Tensor.get_device, columns[0]))
-    if in_order and len(devices) == 1 and all(len(types) == 1 for types in dtypes):  # as a rule
-        bits = int(np.bitwise_or.reduce(pointers, axis=None)) | reduce(or_, sizes) * 2 | reduce(or_, starts) * 4
-        if bits % 16 == 0:
-            types = tuple(next(iter(types)) for types in dtypes)
-            return sizes, pointers, {(columns[0][0].device, True, True, types): list(range(count))}
-    return sizes, pointers, _kinds(columns, sizes, pointers, starts)
+    # Eight elements, of two bytes each at least: `pointer_at` and `size_at` may be told so.
+    aligned = (np.bitwise_or.reduce(pointers, axis=0) | 2 * np.array(sizes, dtype=np.int64)) % 16 == 0
+    alike = len(set(map(Tensor.get_device, columns[0]))) == 1 and all(len(types) == 1 for types in dtypes)
+    if alike and in_order and reduce(or_, starts) % 4 == 0:  # as a rule
+        device, types = columns[0][0].device, tuple(next(iter(types)) for types in dtypes)
+        parts = {(device, of, True, types): np.flatnonzero(aligned == of).tolist() for of in (True, False)}
+        return sizes, pointers, {kind: members for kind, members in parts.items() if members}
+    return sizes, pointers, _kinds(columns, aligned.tolist(), starts)
 
 
 def _sizes_of_samples(column: Sequence[Tensor], elements: list[int], samples: int) -> list[int]:
@@ -183,7 +184,7 @@ def _refuse_shapes(
     raise AssertionError("called for shapes that differ")
 
 
-def _kinds(columns: Sequence[Sequence[Tensor]], sizes: list[int], pointers: Pointers, starts: Sequence[int]) -> Kinds:
+def _kinds(columns: Sequence[Sequence[Tensor]], aligned: list[bool], starts: Sequence[int]) -> Kinds:
     """The indices by (device, whether 16-byte loads and stores are possible, whether elements lie in order, dtypes).
 
     A shard of a parameter may begin inside a block of four normals: to the kernels it does not lie in order.
@@ -191,9 +192,6 @@ def _kinds(columns: Sequence[Sequence[Tensor]], sizes: list[int], pointers: Poin
     whole_blocks = (start % 4 == 0 for start in starts)
     in_order = map(all, zip(whole_blocks, *(map(Tensor.is_contiguous, column) for column in columns), strict=True))
     dtypes = zip(*(map(_DTYPE, column) for column in columns), strict=True)
-    # Eight elements, of two bytes each at least: `pointer_at` and `size_at` may be told so.
-    low_bits = np.bitwise_or.reduce(pointers, axis=0) | 2 * np.array(sizes, dtype=np.int64)
-    aligned = (low_bits % 16 == 0).tolist()
     kinds: Kinds = {}
     for i, kind in enumerate(zip(map(_DEVICE, columns[0]), aligned, in_order, dtypes, strict=True)):
         kinds.setdefault(kind, []).append(i)
