@@ -6,10 +6,11 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 
-from dpscope.reports.tables import Row, StepCounts, hashable, identity_of
+from dpscope.reports.tables import Row
+from dpscope.results.identity import StepCounts, hashable, identity_of, step_counts_of
 from dpscope.results.schema import Result
 from dpscope.vocabulary.methods import STANDARD
-from dpscope.vocabulary.settings import EAGER, LATER_DEFAULTS, REPEATS
+from dpscope.vocabulary.settings import EAGER, LATER_DEFAULTS
 
 
 def compare_results(results: Iterable[Result]) -> list[Row]:
@@ -48,7 +49,8 @@ def join_instruments(results: Sequence[Result]) -> list[Row]:
     """
     counted: dict[tuple[Hashable, str, str], dict[StepCounts, None]] = defaultdict(dict)  # of one method's results
     for result in results:
-        counted[hashable(identity_of(result.spec)), result.instrument, result.experiment][_step_counts(result)] = None
+        key = (hashable(identity_of(result.spec)), result.instrument, result.experiment)
+        counted[key][step_counts_of(result.spec)] = None
     several: dict[Hashable, dict[str, dict[StepCounts, None]]] = defaultdict(lambda: defaultdict(dict))
     for (comparison, instrument, _), counts in counted.items():
         if len(counts) > 1:
@@ -58,14 +60,10 @@ def join_instruments(results: Sequence[Result]) -> list[Row]:
         comparison = hashable(identity_of(result.spec))
         repeated = several[comparison]
         every = dict.fromkeys(each for of_one in repeated.values() for each in of_one) or [()]
-        for steps in [_step_counts(result)] if result.instrument in repeated else every:
+        for steps in [step_counts_of(result.spec)] if result.instrument in repeated else every:
             places = joined.setdefault((result.experiment, comparison, steps), [])
             row = next((row for row in places if result.instrument not in row.measured), None)
             if row is None:
                 places.append(row := Row({}, step_counts=steps))
             row.measured[result.instrument] = result
     return [row for places in joined.values() for row in places]
-
-
-def _step_counts(result: Result) -> StepCounts:
-    return tuple((name, result.spec.get(name)) for name in REPEATS)

@@ -11,8 +11,9 @@ from typing import Any
 
 from dpscope.reports.joining import compare_results
 from dpscope.reports.story import Story, tell
-from dpscope.reports.tables import SIZES, Row, group_by_size, grouped, hashable
+from dpscope.reports.tables import SIZES, Row, group_by_size, grouped
 from dpscope.reports.words import distinct
+from dpscope.results.identity import hashable
 from dpscope.results.schema import Result, with_paths_from
 from dpscope.results.store import Skipped
 from dpscope.vocabulary.settings import SETTINGS

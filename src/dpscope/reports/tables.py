@@ -10,9 +10,8 @@ from operator import attrgetter
 from typing import Any, TypeVar
 
 from dpscope.reports.doubt import doubt_of_times, marked
-from dpscope.reports.words import size_in_words
+from dpscope.results.identity import StepCounts, hashable, identity_of, size_in_words
 from dpscope.results.payloads.memory import CompilationPayload, MemoryPayload, TimingPayload
-from dpscope.results.payloads.ranks import RanksPayload
 from dpscope.results.schema import Result
 from dpscope.units import MIB, MISSING, format_ms, format_ratio, format_throughput
 from dpscope.vocabulary.methods import STANDARD
@@ -22,8 +21,6 @@ from dpscope.vocabulary.statuses import status_named
 SIZES = ("batch_size", "seq_len")
 SPEEDS = ("samples/s", "tokens/s")
 BATCH_OF_A_RANK, BATCH_OF_A_STEP = "batch of a rank", "batch of a step"
-MEASUREMENT_FIELDS = ("method", "instrument", "options", *REPEATS)  # ten timed steps and a tracked one are one row
-StepCounts = tuple[tuple[str, Any], ...]
 Value = TypeVar("Value")
 Item = TypeVar("Item")
 Key = TypeVar("Key")
@@ -243,11 +240,6 @@ class Row:
         return self.memory.get("source", "") if self.peak_bytes is not None else ""
 
     @property
-    def ranks(self) -> RanksPayload | None:
-        """Of a row over several processes: each rank's figures, and what travels between them."""
-        return self.first_of(lambda result: result.ranks)
-
-    @property
     def scaling(self) -> float | None:
         """Samples in a second, against the same method in one process; n of n ranks would be perfect."""
         return _ratio(self, self.alone, lambda row: row.speeds.get("samples/s"))
@@ -282,18 +274,6 @@ def figure_of(*candidates: Any) -> float | None:
     """The first that is a number, and one that can be measured: finite, and not below zero."""
     numbers = (value for value in candidates if isinstance(value, int | float) and not isinstance(value, bool))
     return next((value for value in numbers if math.isfinite(value) and value >= 0), None)
-
-
-def identity_of(spec: dict[str, Any]) -> dict[str, Any]:
-    """Everything in a spec but the method and how it was measured."""
-    return {name: value for name, value in {**LATER_DEFAULTS, **spec}.items() if name not in MEASUREMENT_FIELDS}
-
-
-def hashable(value: Any) -> Hashable:
-    """The same value for a key of a dictionary."""
-    if isinstance(value, dict):
-        return tuple(sorted((name, hashable(each)) for name, each in value.items()))
-    return tuple(map(hashable, value)) if isinstance(value, list | tuple) else value
 
 
 def _ratio(row: Row, other: Row | None, read: Callable[[Row], float | None]) -> float | None:

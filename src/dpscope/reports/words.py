@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
 
 from dpscope.units import MISSING
 from dpscope.vocabulary.peaks import PEAK_SOURCES
-from dpscope.vocabulary.settings import SETTINGS
 
 LONGEST_IN_PROSE = 96  # characters
 ARGUMENTS = re.compile(r"<[^<>]*>|\([^()]*\)")  # of templates and calls, innermost
@@ -24,18 +22,6 @@ def peak_notes(sources: Iterable[str]) -> list[str]:
 def spread_in_words(spread: tuple[float, float] | None) -> str:
     """`12.1–12.6`: 10th and 90th percentile in milliseconds."""
     return MISSING if spread is None else f"{spread[0]:.1f}–{spread[1]:.1f}"
-
-
-def size_in_words(spec: dict[str, Any]) -> str:
-    """`batch 8, sequence 1024`; images have no sequence."""
-    length = spec.get("seq_len")
-    return f"batch {spec['batch_size']}" + (f", sequence {length}" if length else "")
-
-
-def step_in_words(spec: dict[str, Any]) -> str:
-    """`bf16, adamw`, and later settings where they are not the usual."""
-    told = [SETTINGS["dtype"], SETTINGS["optimizer"], *(each for each in SETTINGS.values() if each.is_later)]
-    return ", ".join(each.in_words(spec) for each in told if each.name in spec)
 
 
 def shorten(text: str, length: int) -> str:

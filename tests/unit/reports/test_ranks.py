@@ -10,26 +10,10 @@ from dpscope.plain_text import render_plain
 from dpscope.reports.export import to_records
 from dpscope.reports.joining import compare_results
 from dpscope.reports.page.table import make_table
-from dpscope.reports.ranks import rank_view_of
 from dpscope.reports.report import Report
 from dpscope.reports.tables import BATCH_OF_A_RANK, BATCH_OF_A_STEP
 from dpscope.reports.text import summary
-
-GATHERED = {"all-gather": {"calls": 9, "bytes": 8 << 20, "sent_bytes": 4 << 20}}
-MEASURED = {
-    "simulated": False,
-    "time_ms": [30.0, 40.0],
-    "peak_bytes": [5 << 20, 3 << 20],
-    "collectives": {"reduce-scatter": {"calls": 5, "bytes": 2 << 20, "sent_bytes": 1 << 20}, **GATHERED},
-    "collective_share": [0.5, 0.25],
-}
-SIMULATED = {
-    "simulated": True,
-    "time_ms": [40.0],
-    "peak_bytes": [3 << 20],
-    "collectives": GATHERED,
-    "link": {"gbps": 100.0, "send_ms": 10.0},
-}
+from tests.unit.rank_payloads import MEASURED, SIMULATED
 
 
 @pytest.fixture
@@ -46,27 +30,12 @@ def spread(make_result):
     return make
 
 
-def test_a_row_names_its_slowest_rank_its_largest_and_what_travels(spread):
-    (row,) = compare_results(spread())
-    view = rank_view_of(row)
-    assert (view.world_size, view.slowest, view.largest) == (2, 1, 0)
-    assert list(view.bytes.items()) == [("all-gather", 8 << 20), ("reduce-scatter", 2 << 20)]
-    assert view.share == 0.25  # of the rank that waits least
-
-
 @pytest.mark.parametrize(
     ("alone", "scaling", "equal"), [(4, 2.0, BATCH_OF_A_RANK), (8, 1.0, BATCH_OF_A_STEP), (16, None, "")]
 )
 def test_scaling_is_against_one_process_with_the_batch_of_a_rank_or_of_a_step(spread, alone, scaling, equal):
     row = compare_results(spread(alone=alone))[0]  # as long a step in both
     assert (row.scaling, row.scaling_batch) == (scaling, equal)
-
-
-def test_a_simulated_step_with_sending_is_between_all_of_it_hidden_and_none(spread):
-    (row,) = compare_results(spread(SIMULATED, gpus=1, simulate_world=8))
-    view = rank_view_of(row)
-    assert view.computed_step_ms == (row.median_ms, row.median_ms + 10.0)
-    assert (view.world_size, view.share) == (8, None)
 
 
 def test_text_csv_and_page_hold_the_same_figures(spread):

@@ -15,8 +15,8 @@ from dpscope.reports.against.quantities import MEMORY, QUANTITIES, TIME, Quantit
 from dpscope.reports.export import IDENTITY, frame_of, frame_to_csv
 from dpscope.reports.output import Output, text_output
 from dpscope.reports.report import Report
-from dpscope.reports.tables import Row, grouped, hashable, worth_a_column
-from dpscope.reports.words import step_in_words
+from dpscope.reports.tables import Row, grouped, worth_a_column
+from dpscope.results.identity import hashable, step_in_words
 from dpscope.results.store import Skipped
 from dpscope.units import MISSING, format_bytes
 from dpscope.vocabulary.environment import ENVIRONMENT

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from dpscope.reports.tables import Row
-from dpscope.reports.words import step_in_words
+from dpscope.results.identity import step_in_words
 from dpscope.results.store import write_atomically
 from dpscope.units import GIB, MIB
 

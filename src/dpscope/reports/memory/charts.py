@@ -8,11 +8,12 @@ from typing import Any
 
 from dpscope.reports.figures.style import byte_unit, not_drawn
 from dpscope.reports.memory import data
-from dpscope.reports.memory.text import TRIFLE, maker_of, place_of, shape_in_words, signed
+from dpscope.reports.memory.text import TRIFLE, signed
 from dpscope.reports.page.chart import Table, View, chart_by_size
 from dpscope.reports.palette import colour_of, is_dark, phase_colour
 from dpscope.reports.tables import Row
 from dpscope.results.payloads.memory import TensorAtPeak, TensorsAtPeak
+from dpscope.results.tensors import maker_of, place_of, shape_in_words
 from dpscope.results.timeline import Timeline
 from dpscope.units import format_bytes, format_ratio
 from dpscope.vocabulary.components import component_named

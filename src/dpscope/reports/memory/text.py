@@ -15,7 +15,8 @@ from dpscope.reports.memory import data
 from dpscope.reports.tables import SPEEDS, Row, group_by_size
 from dpscope.reports.words import in_longest_order, shorten
 from dpscope.results.composition import Composition
-from dpscope.results.payloads.memory import OTHER_MODULES, TensorAtPeak
+from dpscope.results.payloads.memory import OTHER_MODULES
+from dpscope.results.tensors import maker_of, place_of, shape_in_words
 from dpscope.units import MIB, MISSING, format_bytes, format_ratio, mib
 from dpscope.vocabulary.components import ACTIVATION_HOOKS, ACTIVATIONS, UNATTRIBUTED, component_named
 from dpscope.vocabulary.methods import STANDARD
@@ -176,28 +177,6 @@ def _notes(described: Mapping[Row, Composition]) -> list[str]:
         told = "; ".join(f"{', '.join(methods)}: {reason}" for reason, methods in reasons.items())
         notes.append(f"Unattributed (the allocator's peak less all that was tracked): {told}.")
     return notes
-
-
-def shape_in_words(tensor: TensorAtPeak) -> str:
-    return f"{'×'.join(map(str, tensor['shape'])) or 'scalar'} {tensor['dtype']}"
-
-
-def maker_of(tensor: TensorAtPeak) -> str:
-    """Module and operator; a tensor that was there before the step has only the module it belongs to."""
-    return " · ".join(filter(None, (tensor["module"], tensor["operator"].removeprefix("aten::")))) or MISSING
-
-
-def place_of(tensor: TensorAtPeak, *, short: bool = False) -> str:
-    """The line of code; whose backward it is, where autograd made it. Short, the file without its folder, and the
-    line: `model.py:12`, `model.py:12, backward`."""
-    line, by_autograd = tensor["line"], tensor["by_autograd"]
-    if not tensor["operator"]:
-        return "before the step"
-    if not line:
-        return "autograd" if by_autograd else MISSING
-    if short:
-        return line.partition(" ")[0].rpartition("/")[2] + (", backward" if by_autograd else "")
-    return f"backward of {line}" if by_autograd else line
 
 
 def _largest_tensors(rows: Sequence[Row]) -> list[RenderableType]:

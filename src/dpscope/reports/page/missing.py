@@ -8,7 +8,8 @@ from typing import Any
 
 from dpscope.reports.page.command_lines import can_be_typed, command_lines
 from dpscope.reports.report import Report, Size
-from dpscope.reports.tables import Row, grouped, hashable, identity_of
+from dpscope.reports.tables import Row, grouped
+from dpscope.results.identity import hashable, identity_of
 from dpscope.vocabulary.instruments import INSTRUMENTS
 
 # Instruments in the order in which they are missed: those that need tools of their own come last.

@@ -10,7 +10,7 @@ from typing import Any
 
 from dpscope.reports.export import to_records
 from dpscope.reports.palette import looks_of
-from dpscope.reports.ranks import rank_view_of, scaling_shown
+from dpscope.reports.ranks import ranks_of, scaling_shown
 from dpscope.reports.report import Report
 from dpscope.reports.tables import SPEEDS, Row, heading_of, worth_a_column
 from dpscope.reports.traffic.data import traffic_of
@@ -93,9 +93,9 @@ ABSOLUTES = {
     ),
     "scaling": RowFigure(attrgetter("scaling"), scaling_shown, "no row of one process with that batch"),
     "collectives": _derived(
-        rank_view_of, "collective_bytes", lambda view: format_bytes(view.collective_bytes), "one process"
+        ranks_of, "collective_bytes", lambda ranks: format_bytes(ranks.collective_bytes), "one process"
     ),
-    "in collectives": _derived(rank_view_of, "share", lambda view: f"{view.share:.0%}", "not measured"),
+    "in collectives": _derived(ranks_of, "share", lambda ranks: f"{ranks.share:.0%}", "not measured"),
     "DRAM bytes": _derived(
         traffic_of, "dram_bytes", lambda moved: moved.show(format_traffic(moved.dram_bytes)), "not counted: dpscope ncu"
     ),

@@ -1,0 +1,40 @@
+"""What a result's spec says of the row it belongs to: which others it is compared with, its size and its step."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+from dpscope.vocabulary.settings import LATER_DEFAULTS, REPEATS, SETTINGS
+
+MEASUREMENT_FIELDS = ("method", "instrument", "options", *REPEATS)  # ten timed steps and a tracked one are one row
+Spec = dict[str, Any]
+StepCounts = tuple[tuple[str, Any], ...]  # (warmup, steps) by name
+
+
+def identity_of(spec: Spec) -> dict[str, Any]:
+    """Everything in a spec but the method and how it was measured."""
+    return {name: value for name, value in {**LATER_DEFAULTS, **spec}.items() if name not in MEASUREMENT_FIELDS}
+
+
+def step_counts_of(spec: Spec) -> StepCounts:
+    return tuple((name, spec.get(name)) for name in REPEATS)
+
+
+def hashable(value: Any) -> Hashable:
+    """The same value for a key of a dictionary."""
+    if isinstance(value, dict):
+        return tuple(sorted((name, hashable(each)) for name, each in value.items()))
+    return tuple(map(hashable, value)) if isinstance(value, list | tuple) else value
+
+
+def size_in_words(spec: Spec) -> str:
+    """`batch 8, sequence 1024`; images have no sequence."""
+    length = spec.get("seq_len")
+    return f"batch {spec['batch_size']}" + (f", sequence {length}" if length else "")
+
+
+def step_in_words(spec: Spec) -> str:
+    """`bf16, adamw`, and later settings where they are not the usual."""
+    told = [SETTINGS["dtype"], SETTINGS["optimizer"], *(each for each in SETTINGS.values() if each.is_later)]
+    return ", ".join(each.in_words(spec) for each in told if each.name in spec)
