@@ -14,9 +14,10 @@ from typing import Any, cast
 from dpscope.errors import UserError
 from dpscope.packages import install_command
 from dpscope.reports.tables import Row
-from dpscope.reports.trace.data import StepDifference, TracedStep, differences, traced
+from dpscope.reports.trace.data import TracedStep, differences, traced
 from dpscope.reports.trace.figures import DRAWINGS
 from dpscope.results.payloads.trace import TracePayload
+from dpscope.results.trace_difference import StepDifference
 from dpscope.units import mib
 
 COMPARISON_RUN, CHANGE = "comparison", "difference ms"

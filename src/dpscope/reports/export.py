@@ -111,9 +111,8 @@ def _points(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
     for row in rows:
         if timeline := timeline_of(row):
             for place, event in enumerate(timeline.events):
-                phase = next((phase.name for phase in timeline.phases if phase.start <= event < phase.end), None)
                 levels = {f"{key}_bytes": round(level[place]) for key, level in timeline.levels.items()}
-                yield {**row.fields(*identity), "event": event, "phase": phase, **levels}
+                yield {**row.fields(*identity), "event": event, "phase": timeline.phase_begun(event), **levels}
 
 
 def _csv_output(name: str, holds: str, to_lines: Callable[[Sequence[Row]], Iterable[dict[str, Any]]]) -> Output[Report]:

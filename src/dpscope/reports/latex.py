@@ -14,6 +14,7 @@ from dpscope.reports.story import compilation_notes
 from dpscope.reports.tables import SIZES, SPEEDS, Row, group_by_size, worth_a_column
 from dpscope.reports.words import distinct, peak_notes, spread_in_words
 from dpscope.results.composition import Composition
+from dpscope.results.environments import machine_of
 from dpscope.results.identity import step_in_words
 from dpscope.units import GIB, MIB, MISSING
 from dpscope.vocabulary.components import component_named
@@ -111,7 +112,7 @@ def _measured_on(rows: Sequence[Row]) -> str:
     machines = []
     for environment in (row.first.environment for row in rows if row.first.environment):
         software = ", ".join(f"{name} {environment[name]}" for name in ("torch", "opacus") if environment.get(name))
-        machines.append(", ".join(filter(None, (environment.get("gpu") or environment.get("cpu"), software))))
+        machines.append(", ".join(filter(None, (machine_of(environment), software))))
     settings = (step_in_words(row.spec) for row in rows)
     models = f"Model {', '.join(dict.fromkeys(row.field('model') for row in rows))}"
     return "; ".join(filter(None, (models, *("; ".join(dict.fromkeys(each)) for each in (settings, machines))))) + "."

@@ -10,6 +10,7 @@ from operator import attrgetter
 from typing import Any, TypeVar
 
 from dpscope.reports.doubt import doubt_of_times, marked
+from dpscope.results.environments import machine_of
 from dpscope.results.identity import StepCounts, hashable, identity_of, size_in_words
 from dpscope.results.payloads.memory import CompilationPayload, MemoryPayload, TimingPayload
 from dpscope.results.schema import Result
@@ -95,8 +96,7 @@ class Row:
 
     @property
     def machine(self) -> str | None:
-        environment = self.first.environment
-        return environment.get("gpu") or environment.get("cpu")
+        return machine_of(self.first.environment)
 
     @property
     def looked_at(self) -> dict[str, Any]:

@@ -46,6 +46,10 @@ class Timeline:
         inside = [phase for phase in self.phases if phase.start <= event <= phase.end]
         return min(inside, key=lambda phase: phase.end - phase.start).name if inside else BETWEEN_PHASES
 
+    def phase_begun(self, event: int) -> str | None:
+        """The first that has begun by an event and not ended: an event on a border is the later phase's."""
+        return next((phase.name for phase in self.phases if phase.start <= event < phase.end), None)
+
     @property
     def stretches(self) -> list[PhaseSpan]:
         """The phases, and what lies before, between and after them under a name of its own: the whole step."""

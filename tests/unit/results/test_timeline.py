@@ -63,3 +63,10 @@ def test_what_runs_in_clip_inside_backward_is_clips():
         "backward",
         "between phases",
     ]
+
+
+def test_an_event_on_a_border_of_phases_is_where_the_page_and_the_table_of_events_say():
+    phases = [PhaseSpan("forward", 0, 4), PhaseSpan("backward", 4, 10), PhaseSpan("clip", 6, 8)]
+    timeline = Timeline(list(range(11)), {"gradients": [0] * 11}, phases)
+    assert [timeline.phase_begun(event) for event in (3, 4, 7, 10)] == ["forward", "backward", "backward", None]
+    assert [timeline.phase_at(event) for event in (3, 4, 7, 10)] == ["forward", "forward", "clip", "backward"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -14,15 +13,14 @@ from dpscope.reports.report import Report, Setting, Size
 from dpscope.reports.story import Story
 from dpscope.reports.tables import SIZES, Row
 from dpscope.reports.traffic.data import traffic_of
+from dpscope.results.environments import Facts, days_of, differing_facts, facts_of, merge_facts
 from dpscope.results.schema import Result
-from dpscope.units import GIB, MISSING, format_bytes, format_ms, format_ratio, format_throughput, format_traffic
-from dpscope.vocabulary.environment import ENVIRONMENT, MUST_BE_EQUAL
+from dpscope.units import MISSING, format_bytes, format_ms, format_ratio, format_throughput, format_traffic
 from dpscope.vocabulary.settings import SETTINGS
 from dpscope.vocabulary.statuses import status_named
 from dpscope.workloads.configs.described import workload_sizes
 
 VERSIONS = ("torch", "Opacus", "dpscope")
-Facts = dict[str, str]
 
 
 def make_cards(size: Size, story: Story) -> list[dict[str, Any]]:
@@ -88,8 +86,8 @@ def _is_below(path: object, folder: Path | None) -> bool:
 
 def describe_configuration(settings: Sequence[Setting], results: Sequence[Result]) -> dict[str, Any]:
     """`differing`: a warning, where results come from unlike environments; `summary`: all of it in a line."""
-    shown = _merged([_environment(result.environment) for result in results if result.environment])
-    if measured := _dates(results):
+    shown = merge_facts([facts_of(result.environment) for result in results if result.environment])
+    if measured := days_of(results):
         shown = [{**facts, "measured on": f"{measured} (UTC)"} for facts in shown] or [{"measured on": measured}]
     facts = [(setting.label, _setting(setting)) for setting in settings]
     told = {"differing": _warning(shown), "summary": _in_a_line(settings, shown)}
@@ -124,41 +122,9 @@ def _setting(setting: Setting) -> Facts:
     return {name: text for name, text in facts.items() if text}
 
 
-def _environment(environment: dict[str, Any]) -> Facts:
-    facts = {name: str(environment[key]) for key, name in ENVIRONMENT.items() if environment.get(key) is not None}
-    if memory := environment.get("gpu_memory_bytes"):
-        facts["GPU"] = f"{facts.get('GPU', '')} ({memory / GIB:.0f} GiB)".strip()
-    return facts
-
-
-def _merged(environments: Sequence[Facts]) -> list[Facts]:
-    """Merge environments that agree; a name that only one of them has is no difference."""
-    merged: list[Facts] = []
-    for facts in environments:
-        alike = next((other for other in merged if not _differ([facts, other])), None)
-        if alike is None:
-            merged.append(alike := {})
-        alike |= {name: text for name, text in facts.items() if name not in alike}
-    return merged
-
-
-def _differ(environments: Sequence[Facts]) -> dict[str, list[str]]:
-    """The names on which environments disagree, with each value."""
-    names = [ENVIRONMENT[key] for key in MUST_BE_EQUAL]
-    values = {name: list(dict.fromkeys(f[name] for f in environments if name in f)) for name in names}
-    return {name: found for name, found in values.items() if len(found) > 1}
-
-
 def _warning(environments: Sequence[Facts]) -> str:
-    differing = ", ".join(f"{name} ({' / '.join(found)})" for name, found in _differ(environments).items())
+    differing = ", ".join(f"{name} ({' / '.join(found)})" for name, found in differing_facts(environments).items())
     return differing and (
         f"These results come from {len(environments)} environments, which differ in {differing}: a ratio between rows "
         "of different environments is not the cost of privacy alone."
     )
-
-
-def _dates(results: Sequence[Result]) -> str:
-    """The day or days, in UTC, as far as memory snapshots know the time."""
-    stamps = [snapshot.get("timestamp") for result in results for snapshot in result.snapshots[:1]]
-    days = sorted({time.strftime("%Y-%m-%d", time.gmtime(stamp)) for stamp in stamps if isinstance(stamp, int | float)})
-    return " to ".join(dict.fromkeys((days[0], days[-1]))) if days else ""

@@ -11,6 +11,7 @@ from dpscope.reports.palette import GREW, SHRANK, is_dark, phase_colour
 from dpscope.reports.tables import Row
 from dpscope.reports.trace import data
 from dpscope.reports.words import in_prose, operator_label
+from dpscope.results.trace_difference import GPU, IDLE, StepDifference
 from dpscope.units import format_ms
 from dpscope.vocabulary.methods import STANDARD
 
@@ -22,7 +23,7 @@ REST_BAR = "everything else"
 HOW_PHASES = {
     True: (
         "GPU time of each phase, from a step under torch.profiler, which leaves kernels as long as they are; "
-        f"'{data.IDLE}' is what the step takes beyond that without the profiler. It does not see what overlaps on "
+        f"'{IDLE}' is what the step takes beyond that without the profiler. It does not see what overlaps on "
         "several streams, nor what the host does meanwhile."
     ),
     False: (
@@ -106,7 +107,7 @@ def operators(rows: Sequence[Row]) -> View | None:
     )
 
 
-def _panel(found: data.StepDifference) -> dict[str, Any]:
+def _panel(found: StepDifference) -> dict[str, Any]:
     biggest, rest, others = found.biggest(DRAWN_CHANGES)
     bars: list[dict[str, Any]] = [
         {
@@ -121,19 +122,19 @@ def _panel(found: data.StepDifference) -> dict[str, Any]:
     return {"method": found.method, "total_ms": found.total_ms, "parts": _parts(found), "bars": bars}
 
 
-def _parts(found: data.StepDifference) -> list[tuple[str, float]]:
+def _parts(found: StepDifference) -> list[tuple[str, float]]:
     """Where the difference is. A GPU that waits does not work: its idle time is told apart."""
-    if found.basis != data.GPU:
+    if found.basis != GPU:
         return [("on the host", found.total_ms)]
-    idle = sum(change.ms for change in found.changes if change.operator == data.IDLE)
-    return [("on the GPU", found.total_ms - idle), (data.IDLE, idle)]
+    idle = sum(change.ms for change in found.changes if change.operator == IDLE)
+    return [("on the GPU", found.total_ms - idle), (IDLE, idle)]
 
 
-def _operators_in_words(found: data.StepDifference) -> str:
+def _operators_in_words(found: StepDifference) -> str:
     parts = _parts(found)
     longer = f"{found.method} {marked(f'{found.total_ms:+.1f} ms', found.doubt)}"
     longer += f" {parts[0][0]}" if len(parts) == 1 else f": {', '.join(f'{ms:+.1f} ms {what}' for what, ms in parts)}"
-    grown = [change for change in found.changes if change.ms > 0 and change.operator != data.IDLE]
+    grown = [change for change in found.changes if change.ms > 0 and change.operator != IDLE]
     if not grown or found.doubt:
         return longer
     most = max(grown, key=lambda change: change.ms)
@@ -141,7 +142,7 @@ def _operators_in_words(found: data.StepDifference) -> str:
     return f"{longer}; what grows most is {in_prose(most.operator)}{phase} ({most.ms:+.1f} ms)"
 
 
-def _lines(found: data.StepDifference) -> list[tuple[Any, ...]]:
+def _lines(found: StepDifference) -> list[tuple[Any, ...]]:
     """As many as matter, and a last one so that they sum to the whole."""
     biggest, rest, others = found.biggest(LISTED_CHANGES)
     lines: list[tuple[Any, ...]] = [(c.operator, c.phase, c.kind, c.before_ms, c.after_ms, c.ms) for c in biggest]

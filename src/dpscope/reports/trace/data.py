@@ -5,24 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 from dpscope.reports.doubt import MARK, STRETCHED
 from dpscope.reports.tables import Row, group_by_size, once_a_row
 from dpscope.reports.words import in_longest_order
 from dpscope.results.payloads.trace import GpuTime, TracePayload
+from dpscope.results.trace_difference import IDLE, StepDifference, compare_traces
 from dpscope.units import format_ratio
-
-GPU, CPU = "gpu", "cpu"
-IDLE = "GPU idle"
-OUTSIDE = "outside operators (Python, hooks, the profiler)"
-SIDE_BY_SIDE = "less: work side by side on several streams"
 
 # A GPU that works for less than this part of an unprofiled step waits for the host.
 BUSY_ENOUGH = 0.8
 
 Series = dict[str, list[float | None]]  # phase or family -> milliseconds, one for each method
-OperatorInPhase = tuple[str, str]  # operator, phase
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +55,9 @@ class TracedStep:
         """Against ordinary training; None for itself, and where that was not traced."""
         standard = self.row.standard
         other = None if standard is None or standard is self.row else traced_step(standard)
-        return None if other is None else _compare(self, other)
+        if other is None:
+            return None
+        return compare_traces(self.method, self.trace, other.trace, doubt=stretched_in_words([other, self]))
 
     @property
     def bound(self) -> str:
@@ -130,74 +126,6 @@ def _series(names: Sequence[str], times: Sequence[Mapping[str, float]]) -> Serie
     return {name: values for name, values in series.items() if any(values)}
 
 
-@dataclass(frozen=True)
-class OperatorChange:
-    """Milliseconds that an operator in a phase takes in one method's step and in standard's."""
-
-    operator: str
-    phase: str  # empty for what no operator accounts for
-    before_ms: float
-    after_ms: float
-    kind: str  # new: standard does not do it in any phase; gone: only standard does
-
-    @property
-    def ms(self) -> float:
-        return self.after_ms - self.before_ms
-
-
-@dataclass(frozen=True)
-class StepDifference:
-    """Why a method's traced step is longer than standard's. The changes sum to `total_ms`."""
-
-    method: str
-    basis: str
-    total_ms: float
-    changes: list[OperatorChange]  # most milliseconds first; the last lines are what no operator accounts for
-    doubt: str  # what makes its total, and all time on the host, doubtful
-
-    def biggest(self, most: int) -> tuple[list[OperatorChange], float, int]:
-        """The changes that matter most, whichever way, the longest first; what all others sum to; how many they are."""
-        kept = sorted(self.changes, key=lambda change: -abs(change.ms))[:most]
-        rest = self.total_ms - sum(change.ms for change in kept)
-        return sorted(kept, key=lambda change: -change.ms), rest, len(self.changes) - len(kept)
-
-
 def differences(steps: Sequence[TracedStep]) -> list[StepDifference]:
     """Every traced method against standard; empty without a traced standard."""
     return [step.difference for step in steps if step.difference]
-
-
-def _compare(method: TracedStep, standard: TracedStep) -> StepDifference:
-    """Operator by operator, GPU time where both were traced on a GPU, else self time on the host."""
-    steps = (standard, method)
-    basis = GPU if on_gpu(steps) else CPU
-    clock: Literal["gpu_ms", "self_cpu_ms"] = "gpu_ms" if basis == GPU else "self_cpu_ms"
-    then, now = (
-        {(each["operator"], each["phase"]): ms for each in step.trace["operators"] if (ms := each[clock])}
-        for step in steps
-    )
-    rest_then, rest_now = (_rest(step.trace, basis) for step in steps)
-    changes = [
-        OperatorChange(*key, then.get(key, 0.0), now.get(key, 0.0), _kind(key, then, now))
-        for key in dict.fromkeys([*now, *then])
-    ]
-    ordered = sorted((change for change in changes if change.ms), key=lambda change: -change.ms)
-    rest = [OperatorChange(what, "", rest_then[what], rest_now[what], "grew") for what in rest_now]
-    total = method.trace["step_ms"] - standard.trace["step_ms"]
-    return StepDifference(method.method, basis, total, [*ordered, *rest], stretched_in_words(steps))
-
-
-def _rest(trace: TracePayload, basis: str) -> dict[str, float]:
-    """What a step's time is beside its operators'."""
-    if basis == CPU:
-        return {OUTSIDE: trace["outside_operators_ms"]}
-    return {IDLE: trace["gpu"]["idle_ms"], SIDE_BY_SIDE: -trace["gpu"]["overlap_ms"]}
-
-
-def _kind(key: OperatorInPhase, then: Mapping[OperatorInPhase, float], now: Mapping[OperatorInPhase, float]) -> str:
-    operator, phase = key
-    if key not in then:
-        return f"new in {phase}" if operator in {name for name, _ in then} else "new"
-    if key not in now:
-        return f"gone from {phase}" if operator in {name for name, _ in now} else "gone"
-    return "grew" if now[key] >= then[key] else "shrank"

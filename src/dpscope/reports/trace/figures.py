@@ -13,6 +13,7 @@ from dpscope.reports.palette import FAMILY_COLOURS, PRIVATE_FAMILIES
 from dpscope.reports.tables import Row
 from dpscope.reports.trace import data
 from dpscope.reports.trace.charts import operators, phases
+from dpscope.results.trace_difference import GPU
 from dpscope.vocabulary.families import FAMILY_LABELS
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def draw_differences(rows: Sequence[Row]) -> Figure | None:
     if chart is None:
         return None
     shown = chart.views[0].data
-    clock = "GPU time" if found[0].basis == data.GPU else "host time"
+    clock = "GPU time" if found[0].basis == GPU else "host time"
     panels = []
     for panel in shown["panels"]:
         bars = panel["bars"]

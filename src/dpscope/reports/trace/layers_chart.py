@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,15 @@ from dpscope.reports.palette import looks_of
 from dpscope.reports.tables import Row, grouped
 from dpscope.reports.trace.data import on_gpu, traced_steps
 from dpscope.reports.words import in_prose
+from dpscope.results.module_names import (
+    ancestor,
+    depth_of,
+    is_sum_of_others,
+    is_summary,
+    layer_numbers,
+    name_of_run,
+    pattern_of,
+)
 from dpscope.results.payloads.trace import ModuleTime
 from dpscope.units import format_bytes, format_ms
 from dpscope.vocabulary.components import component_named
@@ -33,8 +41,6 @@ BARS_SHARED = (
 )
 ALIKE = 1.1  # times the cheapest: still the same, but for what a step happens to do first
 LEAST_SHARE = 0.9  # of every method's whole, at least
-NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole part of a dotted name
-SUMS = re.compile(r"\((\d+ )?others?\)")  # what instruments call the modules that they do not list
 
 
 def _held(rows: Sequence[Row]) -> dict[Row, Costs]:
@@ -171,19 +177,14 @@ def total(cost: Cost) -> float:
     return sum(cost.values())
 
 
-def is_summary(name: str) -> bool:
-    """Like `(outside the modules)`: the name of no module."""
-    return name.startswith("(")
-
-
 def choose_lines(methods: Sequence[Costs], most: int) -> list[ModuleLine]:
     """At most so many lines: of the deepest level of modules at which they hold `LEAST_SHARE` of every method's cost,
     or of the level at which they hold most. A module's cost is its own and that of submodules below the level."""
-    named = [{name: cost for name, cost in costs.items() if not SUMS.fullmatch(name)} for costs in methods]
+    named = [{name: cost for name, cost in costs.items() if not is_sum_of_others(name)} for costs in methods]
     wholes = [sum(map(total, costs.values())) for costs in methods]
     best: list[ModuleLine] = []
     held = -1.0
-    for depth in range(max((name.count(".") + 1 for costs in named for name in costs), default=0), 0, -1):
+    for depth in range(max((depth_of(name) for costs in named for name in costs), default=0), 0, -1):
         lines = fold([_to_depth(costs, depth) for costs in named])[:most]
         share = min(
             sum(line.cost(place) for line in lines) / whole if whole else 1.0 for place, whole in enumerate(wholes)
@@ -198,7 +199,7 @@ def choose_lines(methods: Sequence[Costs], most: int) -> list[ModuleLine]:
 def _to_depth(costs: Costs, depth: int) -> Costs:
     gathered: dict[str, dict[str, float]] = {}
     for name, cost in costs.items():
-        own = gathered.setdefault(name if is_summary(name) else ".".join(name.split(".")[:depth]), {})
+        own = gathered.setdefault(ancestor(name, depth), {})
         for part, value in cost.items():
             own[part] = own.get(part, 0.0) + value
     return gathered
@@ -208,16 +209,12 @@ def fold(methods: Sequence[Costs]) -> list[ModuleLine]:
     """The heaviest in any method first; of equals, in the order of the results."""
     listed = dict.fromkeys(name for costs in methods for name in costs)
     lines = []
-    for pattern, names in grouped(listed, lambda name: NUMBER.sub("*", name)).items():
-        runs = _runs(sorted(names, key=_numbers), methods)
+    for pattern, names in grouped(listed, pattern_of).items():
+        runs = _runs(sorted(names, key=layer_numbers), methods)
         for run in runs:
             modules = [{name: costs[name] for name in run if name in costs} for costs in methods]
-            lines.append(ModuleLine(_name_of(run, pattern if len(runs) == 1 else ""), modules))
+            lines.append(ModuleLine(name_of_run(run, pattern if len(runs) == 1 else ""), modules))
     return sorted(lines, key=lambda line: -max(map(line.cost, range(len(methods)))))
-
-
-def _numbers(name: str) -> list[int]:
-    return [int(number) for number in NUMBER.findall(name)]
 
 
 def _runs(names: Sequence[str], methods: Sequence[Costs]) -> list[list[str]]:
@@ -231,14 +228,3 @@ def _runs(names: Sequence[str], methods: Sequence[Costs]) -> list[list[str]]:
         else:
             runs.append([name])
     return runs
-
-
-def _name_of(run: Sequence[str], pattern: str) -> str:
-    """`blocks.*.up` for all of a family, `blocks.0–9.up` for some, `blocks.3.up` for one."""
-    if len(run) == 1:
-        return run[0]
-    first, last = _numbers(run[0]), _numbers(run[-1])
-    if pattern or sum(one != other for one, other in zip(first, last, strict=True)) > 1:
-        return pattern or f"{run[0]} to {run[-1]}"
-    ends = iter(str(one) if one == other else f"{one}–{other}" for one, other in zip(first, last, strict=True))
-    return NUMBER.sub(lambda _: next(ends), run[0])

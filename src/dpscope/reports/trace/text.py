@@ -14,6 +14,7 @@ from dpscope.reports.tables import Row
 from dpscope.reports.trace import data
 from dpscope.reports.words import operator_label
 from dpscope.results.payloads.trace import CollectiveTime, TracedRank
+from dpscope.results.trace_difference import GPU, IDLE, OperatorChange, StepDifference
 from dpscope.units import MIB, MISSING, format_bytes, format_ms
 from dpscope.vocabulary.families import FAMILY_LABELS
 from dpscope.vocabulary.methods import STANDARD
@@ -66,7 +67,7 @@ def _phase_table(steps: Sequence[data.TracedStep]) -> Table:
         found = [{part["phase"]: part for part in step.trace["phases"]}.get(name) for step in steps]
         add(name, [(_ms(part["cpu_ms"]), _ms(part["gpu_ms"])) if part else (MISSING, MISSING) for part in found])
     if gpu:
-        add(data.IDLE, [("", _ms(step.gpu["idle_ms"] if step.gpu else None)) for step in steps])
+        add(IDLE, [("", _ms(step.gpu["idle_ms"] if step.gpu else None)) for step in steps])
         if any(step.gpu and step.gpu["overlap_ms"] >= 0.01 for step in steps):
             add("less: side by side", [("", _ms(-step.gpu["overlap_ms"] if step.gpu else None)) for step in steps])
     whole = [marked(_ms(step.trace["step_ms"]), MARK if step.stretch > STRETCHED else "") for step in steps]
@@ -105,8 +106,8 @@ def _family_table(steps: Sequence[data.TracedStep]) -> Table:
     return table
 
 
-def _difference(found: data.StepDifference) -> list[RenderableType]:
-    what = "GPU time" if found.basis == data.GPU else "time on the host"
+def _difference(found: StepDifference) -> list[RenderableType]:
+    what = "GPU time" if found.basis == GPU else "time on the host"
     longer = marked(f"{found.total_ms:+.2f} ms", found.doubt)
     title = f"{found.method} against {STANDARD}: {longer} a traced step, {what} by operator"
     table = bare_table("operator", "phase", "", STANDARD, found.method, "difference", left=("phase", ""))
@@ -124,7 +125,7 @@ def _difference(found: data.StepDifference) -> list[RenderableType]:
     return [Text(title, style="bold"), table]
 
 
-def _sums(changes: Sequence[data.OperatorChange]) -> list[str]:
+def _sums(changes: Sequence[OperatorChange]) -> list[str]:
     before, after = sum(change.before_ms for change in changes), sum(change.after_ms for change in changes)
     return [_ms(before), _ms(after), f"{after - before:+.2f}"]
 

@@ -1,0 +1,49 @@
+"""What results say of where and when they were measured."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from dpscope.results.schema import Result
+from dpscope.units import GIB
+from dpscope.vocabulary.environment import ENVIRONMENT, MUST_BE_EQUAL
+
+Facts = dict[str, str]  # what people call a part of an environment -> what it is
+
+
+def machine_of(environment: dict[str, Any]) -> str | None:
+    return environment.get("gpu") or environment.get("cpu")
+
+
+def facts_of(environment: dict[str, Any]) -> Facts:
+    facts = {name: str(environment[key]) for key, name in ENVIRONMENT.items() if environment.get(key) is not None}
+    if memory := environment.get("gpu_memory_bytes"):
+        facts["GPU"] = f"{facts.get('GPU', '')} ({memory / GIB:.0f} GiB)".strip()
+    return facts
+
+
+def merge_facts(environments: Sequence[Facts]) -> list[Facts]:
+    """Merge environments that agree; a name that only one of them has is no difference."""
+    merged: list[Facts] = []
+    for facts in environments:
+        alike = next((other for other in merged if not differing_facts([facts, other])), None)
+        if alike is None:
+            merged.append(alike := {})
+        alike |= {name: text for name, text in facts.items() if name not in alike}
+    return merged
+
+
+def differing_facts(environments: Sequence[Facts]) -> dict[str, list[str]]:
+    """The names on which environments disagree, with each value."""
+    names = [ENVIRONMENT[key] for key in MUST_BE_EQUAL]
+    values = {name: list(dict.fromkeys(f[name] for f in environments if name in f)) for name in names}
+    return {name: found for name, found in values.items() if len(found) > 1}
+
+
+def days_of(results: Sequence[Result]) -> str:
+    """The day or days, in UTC, as far as memory snapshots know the time."""
+    stamps = [snapshot.get("timestamp") for result in results for snapshot in result.snapshots[:1]]
+    days = sorted({time.strftime("%Y-%m-%d", time.gmtime(stamp)) for stamp in stamps if isinstance(stamp, int | float)})
+    return " to ".join(dict.fromkeys((days[0], days[-1]))) if days else ""
