@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 
 from dpscope.reports.tables import Row
-from dpscope.results.identity import StepCounts, hashable, identity_of, step_counts_of
+from dpscope.results.identity import StepNumbers, hashable, identity_of, step_counts_of
 from dpscope.results.schema import Result
 from dpscope.vocabulary.methods import STANDARD
 from dpscope.vocabulary.settings import EAGER, LATER_DEFAULTS
@@ -47,11 +47,11 @@ def join_instruments(results: Sequence[Result]) -> list[Row]:
     Numbers of steps keep rows apart only where one instrument looked with several of them; what another saw, with
     one number of steps, belongs to each of those rows.
     """
-    counted: dict[tuple[Hashable, str, str], dict[StepCounts, None]] = defaultdict(dict)  # of one method's results
+    counted: dict[tuple[Hashable, str, str], dict[StepNumbers, None]] = defaultdict(dict)  # of one method's results
     for result in results:
         key = (hashable(identity_of(result.spec)), result.instrument, result.experiment)
         counted[key][step_counts_of(result.spec)] = None
-    several: dict[Hashable, dict[str, dict[StepCounts, None]]] = defaultdict(lambda: defaultdict(dict))
+    several: dict[Hashable, dict[str, dict[StepNumbers, None]]] = defaultdict(lambda: defaultdict(dict))
     for (comparison, instrument, _), counts in counted.items():
         if len(counts) > 1:
             several[comparison][instrument] |= counts

@@ -13,7 +13,7 @@ from dpscope.reports.doubt import marked
 from dpscope.reports.tables import BATCH_OF_A_RANK, BATCH_OF_A_STEP, Row, once_a_row
 from dpscope.reports.text_table import identity_columns
 from dpscope.reports.traffic.data import APPROXIMATELY
-from dpscope.results.ranks import COLLECTIVES, RankFigures, ranks_in
+from dpscope.results.ranks import COLLECTIVES, RankCosts, ranks_in
 from dpscope.units import MISSING, format_bytes, format_ms, format_ratio
 
 OVER_RANKS = "Over several processes: bytes and peaks by rank"
@@ -31,11 +31,11 @@ SIMULATED_NOTE = (
 
 class RankView(NamedTuple):
     row: Row
-    ranks: RankFigures
+    ranks: RankCosts
 
 
 @once_a_row
-def ranks_of(row: Row) -> RankFigures | None:
+def ranks_of(row: Row) -> RankCosts | None:
     """None of a row of one process."""
     return row.first_of(ranks_in)
 
@@ -47,7 +47,7 @@ def rank_records(rows: Sequence[Row]) -> list[dict[str, Any]]:
     return [{name: record.get(name) for name in names} for record in found]
 
 
-def _record(row: Row, ranks: RankFigures) -> dict[str, Any]:
+def _record(row: Row, ranks: RankCosts) -> dict[str, Any]:
     link, step = ranks.link, ranks.with_sending(row.median_ms)
     return {
         "ranks": ranks.world_size,

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from dpscope.reports.doubt import doubt_of_times, marked
 from dpscope.results.environments import machine_of
-from dpscope.results.identity import StepCounts, hashable, identity_of, size_in_words
+from dpscope.results.identity import StepNumbers, hashable, identity_of, size_in_words
 from dpscope.results.payloads.memory import CompilationPayload, MemoryPayload, TimingPayload
 from dpscope.results.schema import Result
 from dpscope.units import MIB, MISSING, format_ms, format_ratio, format_throughput
@@ -33,7 +33,7 @@ class Row:
 
     measured: dict[str, Result]  # instrument -> result
     peak_instrument: str | None = None  # whose peak is shown; the same in every row of a comparison
-    step_counts: StepCounts = ()  # (warmup, steps) by name, where rows differ in them alone
+    step_counts: StepNumbers = ()  # (warmup, steps) by name, where rows differ in them alone
     methods: tuple[str, ...] = ()  # all that the results hold: they are told apart by how they look
     reference: Row | None = field(default=None, repr=False)  # ordinary training of this size, if it is another row
     eager_standard: Row | None = field(default=None, repr=False)  # of a compiled row: the same without torch.compile

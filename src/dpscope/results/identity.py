@@ -8,16 +8,15 @@ from typing import Any
 from dpscope.vocabulary.settings import LATER_DEFAULTS, REPEATS, SETTINGS
 
 MEASUREMENT_FIELDS = ("method", "instrument", "options", *REPEATS)  # ten timed steps and a tracked one are one row
-Spec = dict[str, Any]
-StepCounts = tuple[tuple[str, Any], ...]  # (warmup, steps) by name
+StepNumbers = tuple[tuple[str, Any], ...]  # (warmup, steps) by name
 
 
-def identity_of(spec: Spec) -> dict[str, Any]:
+def identity_of(spec: dict[str, Any]) -> dict[str, Any]:
     """Everything in a spec but the method and how it was measured."""
     return {name: value for name, value in {**LATER_DEFAULTS, **spec}.items() if name not in MEASUREMENT_FIELDS}
 
 
-def step_counts_of(spec: Spec) -> StepCounts:
+def step_counts_of(spec: dict[str, Any]) -> StepNumbers:
     return tuple((name, spec.get(name)) for name in REPEATS)
 
 
@@ -28,13 +27,13 @@ def hashable(value: Any) -> Hashable:
     return tuple(map(hashable, value)) if isinstance(value, list | tuple) else value
 
 
-def size_in_words(spec: Spec) -> str:
+def size_in_words(spec: dict[str, Any]) -> str:
     """`batch 8, sequence 1024`; images have no sequence."""
     length = spec.get("seq_len")
     return f"batch {spec['batch_size']}" + (f", sequence {length}" if length else "")
 
 
-def step_in_words(spec: Spec) -> str:
+def step_in_words(spec: dict[str, Any]) -> str:
     """`bf16, adamw`, and later settings where they are not the usual."""
     told = [SETTINGS["dtype"], SETTINGS["optimizer"], *(each for each in SETTINGS.values() if each.is_later)]
     return ", ".join(each.in_words(spec) for each in told if each.name in spec)

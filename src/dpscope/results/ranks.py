@@ -12,7 +12,7 @@ COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "broadcast")  # in 
 
 
 @dataclass(frozen=True)
-class RankFigures:
+class RankCosts:
     """Figures by rank. Of a simulated world there is one rank, and the time of sending is computed."""
 
     payload: RanksPayload
@@ -68,9 +68,9 @@ class RankFigures:
         return max(step_ms, self.link["send_ms"]), step_ms + self.link["send_ms"]
 
 
-def ranks_in(result: Result) -> RankFigures | None:
+def ranks_in(result: Result) -> RankCosts | None:
     """None of a result of one process."""
     ranks = result.ranks
     if not ranks or not ranks["time_ms"] or not ranks["peak_bytes"]:
         return None
-    return RankFigures(ranks, SETTINGS["simulate_world" if ranks["simulated"] else "gpus"].of(result.spec))
+    return RankCosts(ranks, SETTINGS["simulate_world" if ranks["simulated"] else "gpus"].of(result.spec))
