@@ -13,7 +13,7 @@ from dpscope.reports.memory.charts import PANELS, memory_peak, memory_timeline
 from dpscope.reports.memory.data import timeline_of
 from dpscope.reports.page.render import render_page
 from dpscope.reports.report import Report
-from dpscope.reports.trace.layers_chart import MOST_LINES, fold, layers_memory, layers_time
+from dpscope.reports.trace.layers_chart import MOST_LINES, layers_memory, layers_time
 from tests.made_up import renamed
 from tests.unit.memory_results import MIB, make_timeline
 from tests.unit.reports.trace_results import make_trace, operator
@@ -183,21 +183,6 @@ def test_nine_tenths_of_every_method_are_drawn_by_name(kind, count, make_memory_
         assert by_name >= 0.9 * whole
     if kind in ("alike", "gradients of later layers"):
         assert any("attention" in line["name"] for line in lines), "no coarser than need be"
-
-
-def test_layers_that_hold_more_than_earlier_ones_are_a_run_of_their_own():
-    lines = fold([{f"blocks.{n}.up": {"activations": 1.0 if n < 10 else 2.0} for n in range(20)}])
-    assert [line.name for line in lines] == ["blocks.10–19.up", "blocks.0–9.up"]
-
-
-def test_modules_that_differ_stand_alone():
-    lines = fold([{"0": {"activations": 1.0}, "2": {"activations": 100.0}}])
-    assert [line.name for line in lines] == ["2", "0"]
-
-
-def test_numbers_within_a_name_are_not_folded():
-    lines = fold([{"conv1": {"activations": 1.0}, "conv2": {"activations": 1.0}}])
-    assert [line.name for line in lines] == ["conv1", "conv2"]
 
 
 def test_a_module_that_a_method_does_not_list_is_unknown_rather_than_zero(make_memory_result):
