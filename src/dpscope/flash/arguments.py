@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from numbers import Number
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -16,7 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.device, torch.dtype, torch.Generator, torch.Size)
+# Any of their values may choose the way through a forward. (numpy's numbers are Numbers, too.)
+_TELLING = (type(None), Number, str, bytes, range, slice, torch.device, torch.dtype)
+_PLAIN = (*_TELLING, torch.Generator, torch.Size)
 _CLOSED = (nn.Module, type, ModuleType, FunctionType, MethodType, BuiltinFunctionType)
 
 Leaf = Tensor | PackedSequence
@@ -39,7 +42,8 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def signature(value: Any) -> Hashable:
-    """Equal for calls that take the same way through a forward: types, dimensions, flags and options, but no sizes."""
+    """Equal for calls that take the same way through a forward: types, dimensions, numbers and options, but no sizes of
+    tensors."""
     return tuple(_describe(leaf) for leaf in _walk(value, set()))
 
 
@@ -75,7 +79,7 @@ def replace_leaves(value: Any, change: Callable[[Leaf], Leaf], copies: dict[int,
         return value.clone()
     if isinstance(value, (*_PLAIN, *_CLOSED)) or not (children := _children(value)):
         return value
-    if isinstance(value, tuple):
+    if isinstance(value, (tuple, set, frozenset)):
         items = [replace_leaves(child, change, copies) for _, child in children]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     copies[id(value)] = clone = copy.copy(value)
@@ -106,6 +110,8 @@ def _children(value: Any) -> list[tuple[Any, Any]]:
         return list(value.items())
     if isinstance(value, (list, tuple)):
         return list(enumerate(value))
+    if isinstance(value, (set, frozenset)):
+        return list(enumerate(sorted(value, key=repr)))
     if dataclasses.is_dataclass(value):
         return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
     return list(vars(value).items()) if hasattr(value, "__dict__") else []
@@ -114,4 +120,5 @@ def _children(value: Any) -> list[tuple[Any, Any]]:
 def _describe(leaf: Any) -> Hashable:
     if isinstance(leaf, Tensor):
         return leaf.dim(), leaf.is_floating_point()
-    return (leaf,) if isinstance(leaf, (bool, str, type(None))) else (type(leaf),)
+    # By repr, for NaN is not equal to itself, and 1 is equal to True and to 1.0.
+    return (type(leaf), repr(leaf)) if isinstance(leaf, _TELLING) else (type(leaf),)

@@ -6,6 +6,7 @@ belongs to sample b. The first time the root is called in some way, its forward 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn, Protocol
@@ -28,6 +29,9 @@ from dpscope.flash.rehearsal_run import ParametersUsed, Run, Sampled
 from dpscope.flash.stand_in import NotFollowed, StandIn
 from dpscope.flash.step_state import CLOSED, StepState
 from dpscope.flash.torch_version import require_for_compiled
+
+MOST_WAYS = 64
+"""In which a model is called, as far as they are remembered."""
 
 BatchSizeOf = Callable[[tuple[Any, ...], dict[str, Any]], int]  # of a call's args and kwargs
 
@@ -118,7 +122,8 @@ class ForwardPasses:
         self._ranks = ranks
         self.is_made_up = False  # the micro-batch: this rank has no sample in it
         self._depth = 0  # of calls of the root's forward
-        self._rehearsed: set[Any] = set()  # ways in which the root was called
+        self._rehearsed: dict[Any, None] = {}  # ways in which the root was called, in order
+        self._warned_of_ways = False
         self.followed: list[nn.Module] = []  # modules whose own parameters are followed (layers/bare.py)
         self.held_by_graphs: set[nn.Parameter] = set()  # parameters of tapped layers that ran in compiled graphs
         self._searched: set[Any] = set()  # ways of calling the root in which no parameter is reached past its taps
@@ -249,7 +254,7 @@ class ForwardPasses:
             self._begin_way()
             if call.batch > 1:
                 failure = self._rehearse(call)
-                self._rehearsed.add(way)
+                self._remember(way)
         buffers = self.buffers.look()
         self._depth += 1
         try:
@@ -270,8 +275,25 @@ class ForwardPasses:
             self._settle(unknown, failure or self._rehearse(call))
         if way is not None and self.followed and way not in self._searched:
             self._search_past_taps(output)
+            if len(self._searched) >= MOST_WAYS:
+                self._searched.clear()
             self._searched.add(way)
         return output
+
+    def _remember(self, way: Any) -> None:
+        """Of a way that is forgotten samples are only told from other rows once more."""
+        self._rehearsed[way] = None
+        if len(self._rehearsed) < MOST_WAYS:
+            return
+        del self._rehearsed[next(iter(self._rehearsed))]
+        if not self._warned_of_ways:
+            self._warned_of_ways = True
+            warnings.warn(
+                f"the model was called in {MOST_WAYS} ways, which differ in their numbers, options or modes. Each new "
+                "one is tried out before it is trained on, for samples may mix in it, and that takes longer than a "
+                "step: give it numbers that change from step to step as tensors",
+                stacklevel=2,
+            )
 
     def _settled(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """The forward, with ordinary tensors for stand-ins that it gives back."""

@@ -240,8 +240,9 @@ class Handout:
     def _refuse_lost(self, tap: LayerTap) -> None:
         raise UserError(
             f"{tap.name} was called in a compiled graph, and a backward pass left nothing of it where an eager one "
-            "would: its gradient was lost, or its output, in a graph of its own, took no part in the loss; leave it "
-            "out of torch.compile with torch.compiler.disable, or freeze it"
+            "would: its gradient was lost, or its output, in a graph of its own, took no part in the loss, or it ran "
+            "eagerly in a checkpoint that breaks the graph; leave it out of torch.compile with torch.compiler.disable, "
+            "compile checkpointed blocks one by one (block.compile()), or freeze it"
         )
 
 

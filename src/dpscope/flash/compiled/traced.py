@@ -155,9 +155,12 @@ def call_traced(tap: TracedTap, x: Tensor, live: tuple[bool, ...]) -> Any:
     rows = stand_ins[0].shape[0]
     if x.shape[0] != rows:  # one row for all samples
         x = x.expand(rows, *x.shape[1:])
+    cast, dtype = None, tap.operand_dtype(x)
+    # Autocast may have been on when the stand-ins were made, and be off now: what the layer leaves would be rounded.
+    if any(each.dim() and torch.promote_types(dtype or x.dtype, each.dtype) != each.dtype for each in stand_ins):
+        return break_graph(tap, (given,), {})
     if tap.counted:
         tap.calls = index + 1
-    cast, dtype = None, tap.operand_dtype(x)
     if tap.counted and dtype is not None and dtype != x.dtype:  # a checkpoint's graph may not remember anything
         cast = tap.engine.graph_cast.of(x, dtype)
     if tap.counted and last:
