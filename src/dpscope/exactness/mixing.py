@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from dpscope.exactness.reference import Reference, relative_errors
 from dpscope.exactness.subject import REPEATABLE, Subject
-from dpscope.flash.oracle import cast_batch, sample_of
+from dpscope.flash.oracle import cast_batch, gradients_of, sample_of
 from dpscope.instruments.module_hooks import module_hooks
 from dpscope.sentences import name_module
 
@@ -44,7 +44,7 @@ def gradient_of_the_batch(subject: Subject) -> dict[str, Tensor | None]:
     """The gradient of the sum of all losses, by parameter; None where the loss does not depend on it."""
     model, batch = subject.fresh(torch.float64)
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    found = torch.autograd.grad(subject.loss(model, batch).sum(), list(named.values()), allow_unused=True)
+    found = gradients_of(subject.loss(model, batch).sum(), list(named.values()))
     return {name: None if g is None else g.cpu().double() for name, g in zip(named, found, strict=True)}
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpscope.errors import UserError
-from dpscope.flash.oracle import batch_size_of, cast_batch
+from dpscope.flash.oracle import batch_size_of, cast_batch, gradients_of
 from dpscope.sentences import list_names
 from dpscope.trainers.base import LossFunction, require_loss_per_sample, require_trainable
 from dpscope.workloads.workload import Batch, Workload
@@ -92,7 +92,7 @@ def _hidden_parameters(subject: Subject) -> list[str]:
     losses = subject.loss(model, batch)
     if not losses.requires_grad:
         raise UserError("no parameter receives a gradient: the loss is detached from the model")
-    found = torch.autograd.grad(losses.sum(), list(named.values()), allow_unused=True)
+    found = gradients_of(losses.sum(), list(named.values()))
     return [name for name, gradient in zip(named, found, strict=True) if gradient is not None and not gradient.any()]
 
 

@@ -29,7 +29,7 @@ from dpscope.flash.autocast import SharedCast
 from dpscope.flash.block_tails import Tail
 from dpscope.flash.checkpointed_blocks import CheckpointedBlock, CheckpointedBlocks
 from dpscope.flash.closing import local_sums, no_autocast, one_by_one, reduced_sums, zero_sums
-from dpscope.flash.compiled.frames import original_of
+from dpscope.flash.compiled.frames import original_of, refuse_compiled_forwards, require_module
 from dpscope.flash.compiled.regions import Region, region_taps
 from dpscope.flash.compiled.traced import GraphCast
 from dpscope.flash.contributions import Contribution
@@ -52,6 +52,7 @@ from dpscope.flash.root_taps import RootTap, ZeroGradTap
 from dpscope.flash.running_sums import RunningSums
 from dpscope.flash.slots import Slot
 from dpscope.flash.step_state import Recorded, StepState
+from dpscope.flash.taps import LayerTap
 
 LOSS_REDUCTIONS = ("mean", "sum")
 NO_SUMS = SumBatch([], [], None)
@@ -86,6 +87,7 @@ class FlashEngine:
             raise UserError(f"loss_reduction must be one of {', '.join(LOSS_REDUCTIONS)}, not {loss_reduction!r}")
         if path is not None and path not in FORCEABLE:
             raise UserError(f"path must be one of {', '.join(FORCEABLE)} or None, not {path!r}")
+        require_module(model)
         self.ranks = ranks_of(model)
         self._given = model if self.ranks is None else self.ranks.module  # perhaps compiled
         self.model = model = original_of(self._given)
@@ -199,6 +201,9 @@ class FlashEngine:
         """Modules inside the model may have been compiled after it was made private."""
         if self.ranks is not None:
             refuse_compiled(self.model)
+        taps = [tap for tap in self._taps if tap.attribute == "forward"]
+        layers_inside = {tap.module for tap in taps if isinstance(tap, LayerTap)}
+        refuse_compiled_forwards(self.model, layers_inside, {tap.module for tap in taps} - layers_inside)
         for region in region_taps(self, self.model, self._root):
             if region.root is None:
                 self._install(region)

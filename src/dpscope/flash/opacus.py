@@ -33,7 +33,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dpscope.errors import UserError
 from dpscope.flash import layers
-from dpscope.flash.compiled.frames import original_of
+from dpscope.flash.compiled.frames import original_of, require_module
 from dpscope.flash.engine import FlashEngine
 from dpscope.flash.forward_passes import BatchSizeOf
 from dpscope.flash.instance_method import instance_method
@@ -114,6 +114,7 @@ class PrivacyEngine(OpacusPrivacyEngine):
         for name in ("max_grad_norm", "noise_multiplier"):
             if name in kwargs:
                 kwargs[name] = _number(kwargs[name])
+        require_module(module)
         reshard(module)
         try:
             with refusing_together(module):
@@ -303,6 +304,7 @@ def _number(value: Any) -> Any:
 
 def _validate(module: nn.Module) -> None:
     try:
+        require_module(module)
         layout = layout_of(module)
         layers.plan(module if layout is None else layout.module)
     except UserError as refusal:

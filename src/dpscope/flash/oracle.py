@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import UserDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -87,13 +87,42 @@ def cast_batch(batch: Batch, dtype: torch.dtype) -> Batch:
     return map_tensors(batch, lambda x: x.to(dtype) if x.is_floating_point() else x)
 
 
+def gradients_of(loss: Tensor, parameters: Sequence[Tensor]) -> list[Tensor | None]:
+    """By an ordinary backward pass, the only one that enters reentrant checkpoints; every .grad stays as it was.
+
+    `torch.autograd.grad` passes by what a reentrant checkpoint holds, and gives None for it.
+    """
+    before = {tensor: tensor.grad for tensor in (*_leaves_of(loss), *parameters)}
+    for tensor in before:
+        tensor.grad = None
+    try:
+        loss.backward()  # type: ignore[no-untyped-call]
+        return [parameter.grad for parameter in parameters]
+    finally:
+        for tensor, gradient in before.items():
+            tensor.grad = gradient
+
+
+def _leaves_of(loss: Tensor) -> Iterator[Tensor]:
+    """The tensors in whose .grad a backward pass adds, as far as autograd's graph shows them."""
+    nodes: list[Any] = [loss.grad_fn]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        if type(node).__name__ == "AccumulateGrad":
+            yield node.variable
+        following = {each for each, _ in getattr(node, "next_functions", ())} - seen
+        seen |= following
+        nodes += following
+
+
 def per_sample_gradients(model: nn.Module, batch: Batch, loss_fn: LossFn) -> Iterator[dict[str, Tensor]]:
     """One dictionary (parameter name -> gradient) a sample, of the trainable parameters, each counted once."""
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     size = batch_size_of(batch)
     for index in range(size):
         loss = loss_fn(model, sample_of(batch, index, size))
-        found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+        found = gradients_of(loss, list(named.values()))
         yield {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(named.items(), found, strict=True)}
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from dpscope import Workload
 from dpscope.errors import UserError
@@ -274,3 +275,14 @@ def test_a_model_that_is_none_and_a_batch_without_tensors_get_a_sentence():
     words = Workload(model=lambda: nn.Linear(3, 1), batch=lambda seed, device: ["a", "b"], loss=lambda model, x: x)
     with pytest.raises(UserError, match="the batch holds no tensor whose first dimension is the sample"):
         check(words, ["flash"])
+
+
+class Reentrant(Little):
+    def forward(self, ids):
+        x = torch.tanh(checkpoint(self.hidden, self.tokens(ids), use_reentrant=True))
+        return self.head(torch.tanh(self.frozen(x) + checkpoint(self.adapter, x, use_reentrant=True)))
+
+
+def test_layers_in_reentrant_checkpoints_are_checked_as_others():
+    found = check(replace(LITTLE, model=Reentrant), ["flash"], neighbours=False)
+    assert found.ok and found.faults == []

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
 from torch._dynamo import decorators, eval_frame
+
+from dpscope.errors import UserError
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -91,3 +93,32 @@ def original_of(module: nn.Module) -> nn.Module:
     while is_wrapper(module):
         module = module._orig_mod  # type: ignore[assignment]
     return module
+
+
+def require_module(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        compiled = ": torch.compile of a compiled model gives a function; compile it once" if callable(model) else ""
+        raise UserError(f"the model must be an nn.Module, but it is a {type(model).__name__}{compiled}")
+
+
+def refuse_compiled_forwards(model: nn.Module, layers: Collection[nn.Module], around: Collection[nn.Module]) -> None:
+    """Raise UserError where the forward of a module was compiled, and not the module, with trained `layers` inside.
+
+    Nothing runs before such a function that could hand the layers their stand-ins. Not so in the modules `around`
+    whose forward is a tap: it calls the compiled function, outside of graphs.
+    """
+    trained = {layer for layer in layers if any(parameter.requires_grad for parameter in layer.parameters())}
+    for name, module in model.named_modules():
+        if is_wrapper(module) or module in around or not _is_compiled_function(module.forward):
+            continue
+        if not trained.isdisjoint(module.modules()):
+            raise UserError(
+                f"the forward of {name or 'the model'} was compiled as a function, in which flash clipping cannot "
+                "record its layers: compile the module instead, by module.compile() or torch.compile(module), and "
+                "leave its forward as it is"
+            )
+
+
+def _is_compiled_function(function: object) -> bool:
+    """Whether torch.compile gave it back, also behind functools.wraps; torch.compiler.disable marks its own."""
+    return hasattr(function, "_torchdynamo_orig_callable") and not getattr(function, "_torchdynamo_disable", False)

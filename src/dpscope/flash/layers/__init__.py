@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.nn.utils import parametrize
 
-from dpscope.flash.compiled.frames import is_wrapper, original_of
+from dpscope.flash.compiled.frames import is_wrapper, original_of, refuse_compiled_forwards
 from dpscope.flash.contributions import refuse_complex
 from dpscope.flash.instance_method import InstanceMethod
 from dpscope.flash.layers.bare import BareTap, own_parameters
@@ -72,6 +72,10 @@ class Unit:
         return self.make is OpaqueTap
 
     @property
+    def layer(self) -> bool:
+        return isinstance(self.make, type) and issubclass(self.make, LayerTap)
+
+    @property
     def followed(self) -> bool:
         return self.make is BareTap
 
@@ -100,7 +104,10 @@ def plan(model: nn.Module, whole: Collection[nn.Module] = ()) -> list[Unit]:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             refuse_complex(name, parameter)
-    return list(_units(model, "", set(), whole))
+    units = list(_units(model, "", set(), whole))
+    layers_inside = {unit.module for unit in units if unit.layer}
+    refuse_compiled_forwards(model, layers_inside, {unit.module for unit in units})
+    return units
 
 
 def _units(module: nn.Module, name: str, seen: set[nn.Module], whole: Collection[nn.Module]) -> Iterator[Unit]:

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from dpscope.flash import FlashEngine
+from dpscope.errors import UserError
+from dpscope.flash import FlashEngine, PrivacyEngine
 from dpscope.flash.contributions import Outer
 from tests.unit.flash.agreement import assert_agrees, reference
 from tests.unit.flash.compiled.compiling import Graphs, assert_compiled_exact, by_wrapper, in_place
@@ -127,3 +128,99 @@ def test_layers_that_read_one_tensor_give_out_one_cast_of_it():
             engine.zero_grad()
     torch.testing.assert_close(*sums, rtol=2e-2, atol=2e-4)
     assert engine.graph_cast.source is None
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inside = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return torch.tanh(self.inside(x))
+
+
+class DecoratedBlock(Block):
+    forward = torch.compile(Block.forward, backend="aot_eager")
+
+
+class DecoratedScale(nn.Module):
+    """Nothing inside it is tapped but itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(3))
+
+    @torch.compile(backend="aot_eager")
+    def forward(self, x):
+        return x * self.weight
+
+
+class UncompiledBlock(Block):
+    forward = torch.compiler.disable(Block.forward)
+
+
+def compile_forward(module):
+    module.forward = torch.compile(module.forward, backend="aot_eager")
+
+
+COMPILED_FORWARDS = {
+    "the model": compile_forward,
+    "0": lambda model: compile_forward(model[0]),
+    "1": lambda model: model.__setitem__(1, DecoratedBlock()),
+}
+
+
+@pytest.mark.parametrize("name", COMPILED_FORWARDS)
+def test_a_compiled_forward_is_refused_when_the_engine_attaches_with_what_to_compile_instead(name):
+    model = nn.Sequential(Block(), Block())
+    COMPILED_FORWARDS[name](model)
+    with pytest.raises(UserError, match=rf"the forward of {name} was compiled.*compile the module instead"):
+        FlashEngine(model, max_grad_norm=1.0)
+    model(torch.randn(2, 3)).sum().backward()  # no tap is left
+    assert not PrivacyEngine().is_compatible(module=model)
+
+
+@pytest.mark.parametrize("path", ["0", "0.inside"])
+def test_a_forward_compiled_inside_a_private_model_is_refused_at_the_next_call(path):
+    model = nn.Sequential(Block(), Block())
+    with FlashEngine(model, max_grad_norm=1.0):
+        compile_forward(model.get_submodule(path))
+        with pytest.raises(UserError, match=rf"the forward of {path} was compiled.*compile the module instead"):
+            model(torch.randn(2, 3))
+
+
+def test_compiled_forwards_that_no_trained_layer_is_called_in_are_exact():
+    def losses(model, x):
+        return model(x).square().sum(1)
+
+    model, batch = nn.Sequential(Block(), DecoratedScale(), UncompiledBlock(), Block()), torch.randn(4, 3)
+    model[3].requires_grad_(False)
+    truth, c = reference(model, batch, losses)
+    compile_forward(model[3])
+    with FlashEngine(model, max_grad_norm=c) as engine:
+        losses(model, batch).mean().backward()
+        engine.finish()
+        del model[3].forward
+        assert_agrees(model, batch, losses, engine, truth, c)
+
+
+@pytest.mark.parametrize("model", [torch.compile(lambda x: x, backend="aot_eager"), 3])
+def test_what_is_no_module_is_refused_with_a_sentence(model):
+    sentence = "the model must be an nn.Module, but it is a"
+    with pytest.raises(UserError, match=sentence):
+        FlashEngine(model, max_grad_norm=1.0)
+    with pytest.raises(UserError, match=sentence):
+        PrivacyEngine().make_private(
+            module=model, optimizer=None, data_loader=None, noise_multiplier=1.0, max_grad_norm=1.0
+        )
+    assert not PrivacyEngine().is_compatible(module=model)
+
+
+def test_a_model_that_is_compiled_twice_is_exact_or_refused_with_a_sentence():
+    """It is a function from torch 2.13 on, and a module within a module before."""
+    twice = torch.compile(torch.compile(nn.Sequential(nn.Linear(3, 3)), backend="aot_eager"), backend="aot_eager")
+    if isinstance(twice, nn.Module):
+        FlashEngine(twice, max_grad_norm=1.0).detach()
+    else:
+        with pytest.raises(UserError, match="compile it once"):
+            FlashEngine(twice, max_grad_norm=1.0)
