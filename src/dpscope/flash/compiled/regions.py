@@ -23,6 +23,9 @@ from dpscope.flash.root_taps import RootTap
 from dpscope.flash.taps import Engine, EngineTap, LayerTap
 from dpscope.flash.torch_version import require_for_compiled
 
+# A plan holds a small tensor for each stand-in of each layer; another one takes an eager run without gradients.
+MOST_PLANS = 16
+
 
 class Region:
     """`eager`: what was compiled, as it is."""
@@ -41,7 +44,7 @@ class Region:
     def _plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
         batch = self.engine.forwards.size() or 0
         key = (batch, self.engine.model.training, sizes_of((args, kwargs)), _autocast())
-        plan = self._plans.get(key)
+        plan = self._plans.pop(key, None)
         if plan is None:
             run = CallShapes(batch)
             try:
@@ -51,8 +54,11 @@ class Region:
             except Exception:  # the compiled call will say what is wrong, if it fails as well
                 return CallPlan([])
             plan = CallPlan(run.calls)
-            if run.complete:
-                self._plans[key] = plan
+            if not run.complete:
+                return plan
+        self._plans[key] = plan  # the last is the one that was used last; passes hold their own
+        if len(self._plans) > MOST_PLANS:
+            del self._plans[next(iter(self._plans))]
         return plan
 
     def _run_shapes(self, run: CallShapes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

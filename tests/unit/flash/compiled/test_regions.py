@@ -1,11 +1,14 @@
 """The model, or modules inside it, compiled in any order: one graph, the oracle's sums."""
 
+import gc
+
 import pytest
 import torch
 from torch import nn
 
 from dpscope.errors import UserError
 from dpscope.flash import FlashEngine, PrivacyEngine
+from dpscope.flash.compiled import regions
 from dpscope.flash.contributions import Outer
 from tests.unit.flash.agreement import assert_agrees, reference
 from tests.unit.flash.compiled.compiling import Graphs, assert_compiled_exact, by_wrapper, in_place
@@ -189,6 +192,7 @@ def test_a_forward_compiled_inside_a_private_model_is_refused_at_the_next_call(p
             model(torch.randn(2, 3))
 
 
+@pytest.mark.slow
 def test_compiled_forwards_that_no_trained_layer_is_called_in_are_exact():
     def losses(model, x):
         return model(x).square().sum(1)
@@ -224,3 +228,33 @@ def test_a_model_that_is_compiled_twice_is_exact_or_refused_with_a_sentence():
     else:
         with pytest.raises(UserError, match="compile it once"):
             FlashEngine(twice, max_grad_norm=1.0)
+
+
+def live_tensors() -> int:
+    gc.collect()
+    return sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
+
+
+def test_more_lengths_hold_no_more_tensors(monkeypatch):
+    monkeypatch.setattr(regions, "MOST_PLANS", 2)
+    model = nn.Sequential(Block(), Block())
+    compiled = torch.compile(model, backend="aot_eager")
+    held = []
+    # Graphs hold tensors, too, which are torch's: none is made here.
+    with FlashEngine(compiled, max_grad_norm=1.0) as engine, torch.compiler.set_stance("force_eager"):
+        for length in range(2, 10):
+            engine.zero_grad()
+            compiled(torch.randn(3, length, 3)).square().mean().backward()
+            engine.finish()
+            held.append(live_tensors())
+    assert held[-1] <= held[3]
+
+
+def test_a_pass_whose_plan_is_let_go_before_backward_is_exact(monkeypatch):
+    monkeypatch.setattr(regions, "MOST_PLANS", 1)
+
+    def losses(model, batch):
+        return sum(model(batch[key]).square().flatten(1).sum(1) for key in ("a", "b", "c", "a"))
+
+    batch = {key: torch.randn(4, length, 3) for length, key in enumerate("abc", start=2)}
+    assert_compiled_exact(nn.Sequential(Block(), Block()), batch, losses, steps=2)
