@@ -72,12 +72,12 @@ def gram_norms_squared(
     device = units[0].gs[0].device
     batch = units[0].gs[0].shape[0]
     plans, pointers = plan_units(units, batch)
-    by_kernel = [_is_by_kernel(plan.kind, batch, device, backend) for plan in plans]
+    by_kernel = [_is_launched(plan.kind, batch, device, backend) for plan in plans]
     arranged = _arranged(units, list(compress(plans, by_kernel)), device)
     if arranged is not None:
         units = arranged
         plans, pointers = plan_units(units, batch)
-        by_kernel = [_is_by_kernel(plan.kind, batch, device, backend) for plan in plans]
+        by_kernel = [_is_launched(plan.kind, batch, device, backend) for plan in plans]
     launched = list(compress(plans, by_kernel))
     parts = launch_gram(launched, units, pointers, batch, device, tiles) if launched else []
     for plan, chosen in zip(plans, by_kernel, strict=True):
@@ -86,7 +86,7 @@ def gram_norms_squared(
     return torch.stack(parts).sum(0) if len(parts) > 1 else parts[0]
 
 
-def _is_by_kernel(kind: UnitKind, batch: int, device: torch.device, backend: Backend) -> bool:
+def _is_launched(kind: UnitKind, batch: int, device: torch.device, backend: Backend) -> bool:
     served = batch > 0 and kind.length > 0 and kind.served
     why_not = f"dtypes {kind.x_dtype}, {kind.g_dtype}, B={batch}, T={kind.length}"
     return use_triton(backend, device, served=served, why_not=why_not)
