@@ -107,9 +107,9 @@ def _arranged(units: Sequence[GramUnit], plans: list[KindPlan], device: torch.de
 
 def _with_rows(tensor: Tensor, aligns: bool) -> Tensor:
     """The tensor, or a copy whose features lie side by side, in rows of whole words where `aligns`."""
-    if tensor.stride(2) != 1:
-        tensor = tensor.contiguous()
-    return with_aligned_rows(tensor) if aligns and not rows_are_aligned(tensor) else tensor
+    if aligns:
+        return tensor if rows_are_aligned(tensor) else with_aligned_rows(tensor)
+    return tensor if tensor.stride(2) == 1 else tensor.contiguous()
 
 
 # -- torch -------------------------------------------------------------------------------------------------------------
