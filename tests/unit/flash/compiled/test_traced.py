@@ -183,6 +183,37 @@ def test_half_precision_of_autocast_is_that_of_eager_steps():
         torch.testing.assert_close(total, eager[name], rtol=1e-4, atol=1e-6)  # operands are rounded alike
 
 
+class OwnAutocast(nn.Module):
+    """Decides itself whether it computes in half precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.half, self.first, self.last = True, nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.half):
+            return self.last(torch.tanh(self.first(x)))
+
+
+def test_a_forward_that_leaves_half_precision_later_gives_the_sums_of_eager_steps():
+    """Stand-ins of half precision would round what float32 layers leave."""
+
+    def sums(*, compiled: bool) -> list[dict[str, Tensor]]:
+        torch.manual_seed(0)
+        model, found = OwnAutocast(), []
+        called = torch.compile(model, backend="aot_eager") if compiled else model
+        with FlashEngine(called, max_grad_norm=0.3) as engine:
+            for model.half in (True, False, True, False):
+                model.zero_grad()
+                called(torch.ones(BATCH, 6)).float().square().sum(1).mean().backward()
+                engine.finish()
+                found.append({name: parameter.grad for name, parameter in model.named_parameters()})
+        return found
+
+    for eager, compiled in zip(sums(compiled=False), sums(compiled=True), strict=True):
+        torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("breaks", [False, True])
 def test_a_tensor_that_is_written_into_between_two_layers_is_cast_again(breaks):
     class Written(nn.Module):
