@@ -9,13 +9,13 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from dpscope.errors import UserError
+from dpscope.flash.anchor import Anchor
 from dpscope.flash.block_choices import BlockChoices
 from dpscope.flash.block_fingerprints import Left, different, project
 from dpscope.flash.block_tails import Tail
@@ -39,13 +39,12 @@ class RerunEngine(Protocol):
     state: StepState
     forwards: ForwardPasses
     path_rules: PathRules
+    anchor: Anchor
     wanted: Collection[Slot] | None
     tail: Tail | None
 
     @property
     def parameters(self) -> Collection[nn.Parameter]: ...
-
-    def own_anchor(self) -> AbstractContextManager[Tensor]: ...
 
 
 class BlockReruns:
@@ -129,7 +128,7 @@ class BlockReruns:
             with (
                 engine.state.rehearsing(passes[0].batch_size),
                 untouched(engine.model, self.devices),
-                engine.own_anchor() as anchor,
+                engine.anchor.renewed() as anchor,
             ):
                 tails = [Tail(self._product_left_out(each)) for each in passes]
                 again = [self._run_one(each, use, anchor, tail) for each, tail in zip(passes, tails, strict=True)]

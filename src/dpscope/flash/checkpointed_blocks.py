@@ -17,13 +17,13 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.utils import _pytree as pytree
 
+from dpscope.flash.autograd_graph import in_backward
 from dpscope.flash.block_choices import BlockChoices
 from dpscope.flash.block_fingerprints import Fingerprint, gradient_of
 from dpscope.flash.block_reruns import BlockReruns, RerunEngine
 from dpscope.flash.checkpoint_calls import can_be_watched, watching
 from dpscope.flash.combination import combine
 from dpscope.flash.contributions import Contribution, Kept
-from dpscope.flash.forward_passes import in_backward
 from dpscope.flash.norms import NormSum
 from dpscope.flash.recomputation import BlockPass
 from dpscope.flash.slots import Slot
@@ -36,8 +36,6 @@ class BlockEngine(RerunEngine, Protocol):
     """What is asked of the engine that the blocks belong to."""
 
     block: CheckpointedBlock | None
-
-    def is_recording(self) -> bool: ...
 
 
 class CheckpointedBlock:
@@ -172,7 +170,7 @@ class CheckpointedBlocks:
         self.flush()
         before, block.open = block.open, None
         # The parameters' gradients of a reentrant checkpoint are asked for in a backward pass of its own, always.
-        if block.must_hold or not (block.reentrant or self.engine.is_recording()):
+        if block.must_hold or not (block.reentrant or self.engine.anchor.is_recording()):
             return
         self.engine.path_rules.budget.begin_backward()
         samples, shape = self.engine.state.size_in_backward or 0, self._shape(grads)

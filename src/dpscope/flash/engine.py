@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator
 from types import TracebackType
 
 import torch
@@ -24,35 +23,30 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from dpscope.errors import UserError
-from dpscope.flash import layers
+from dpscope.flash.anchor import Anchor
+from dpscope.flash.attachment import Attachment
 from dpscope.flash.autocast import SharedCast
 from dpscope.flash.block_tails import Tail
 from dpscope.flash.checkpointed_blocks import CheckpointedBlock, CheckpointedBlocks
 from dpscope.flash.closing import local_sums, no_autocast, one_by_one, reduced_sums, zero_sums
-from dpscope.flash.compiled.frames import original_of, refuse_compiled_forwards, require_module
-from dpscope.flash.compiled.regions import Region, region_taps
+from dpscope.flash.compiled.frames import original_of, require_module
 from dpscope.flash.compiled.traced import GraphCast
 from dpscope.flash.contributions import Contribution
-from dpscope.flash.distributed import ReplicaTap
 from dpscope.flash.explanation import OpaqueUnit, PathTable, describe_opaque, explain_slots
 from dpscope.flash.forward_passes import BatchSizeOf, ForwardPasses
-from dpscope.flash.instance_method import InstanceMethod, instance_method
-from dpscope.flash.layers.bare import BareTap
 from dpscope.flash.layers.opaque import OpaqueTap
 from dpscope.flash.memory_budget import MemoryBudget, MemoryLimit
 from dpscope.flash.microbatch import MicroBatch, RunningSum, SumBatch
-from dpscope.flash.module_state import BufferWatch
 from dpscope.flash.padding.rows import PaddingCount, Rows
-from dpscope.flash.parameter_hooks import OWN_GRADIENTS, refuse_hooks
+from dpscope.flash.parameter_hooks import refuse_hooks
 from dpscope.flash.paths import FORCEABLE, PathRules
-from dpscope.flash.ranks.layout import SHARDED_BLOCKS, refuse_compiled, refuse_shards_inside
+from dpscope.flash.ranks.layout import SHARDED_BLOCKS
 from dpscope.flash.ranks.ranks import ranks_of
 from dpscope.flash.recomputation import BlockPass
-from dpscope.flash.root_taps import RootTap, ZeroGradTap
+from dpscope.flash.rehearsed_calls import RehearsedCalls
 from dpscope.flash.running_sums import RunningSums
 from dpscope.flash.slots import Slot
 from dpscope.flash.step_state import Recorded, StepState
-from dpscope.flash.taps import LayerTap
 
 LOSS_REDUCTIONS = ("mean", "sum")
 NO_SUMS = SumBatch([], [], None)
@@ -89,8 +83,8 @@ class FlashEngine:
             raise UserError(f"path must be one of {', '.join(FORCEABLE)} or None, not {path!r}")
         require_module(model)
         self.ranks = ranks_of(model)
-        self._given = model if self.ranks is None else self.ranks.module  # perhaps compiled
-        self.model = model = original_of(self._given)
+        given = model if self.ranks is None else self.ranks.module  # perhaps compiled
+        self.model = model = original_of(given)
         self.max_grad_norm = max_grad_norm
         self.loss_reduction = loss_reduction
         sharded = self.ranks is not None and self.ranks.layout.mesh is not None
@@ -109,28 +103,11 @@ class FlashEngine:
         self.block: CheckpointedBlock | None = None  # whose layers run now
         self.wanted: Collection[Slot] | None = None  # while a block runs again: the slots that it runs for
         self.tail: Tail | None = None  # while a block runs again
-        self._attach(batch_size_of)
-        # Stands in for the parameters in autograd's graph: every tapped call has it as an input.
-        self._set_anchor(_leaf())
-        self._recording = False
+        self._attach(given, batch_size_of)
+        self.anchor = Anchor(budget.begin_backward)
         self.blocks: CheckpointedBlocks | None = None
         if memory_budget is not None:  # without one, blocks hold what their layers leave
             self.forwards.blocks = self.blocks = CheckpointedBlocks(self, SHARDED_BLOCKS if sharded else "")
-
-    def _set_anchor(self, anchor: Tensor) -> None:
-        self.anchor = anchor
-        self._anchor_node = torch.autograd.graph.get_gradient_edge(anchor).node
-        self._graph_task = -1
-
-    @contextmanager
-    def own_anchor(self) -> Iterator[Tensor]:
-        """Inside, taps have an anchor that no graph from before leads to."""
-        before = self.anchor
-        self._set_anchor(_leaf())
-        try:
-            yield self.anchor
-        finally:
-            self._set_anchor(before)
 
     @property
     def max_grad_norm(self) -> float:
@@ -145,83 +122,30 @@ class FlashEngine:
 
     # -- attaching ---------------------------------------------------------------------------------------------------
 
-    def _attach(self, batch_size_of: BatchSizeOf | None) -> None:
-        model = self.model
-        if any(instance_method(module) for module in model.modules()):
-            raise UserError("the model already has a FlashEngine attached; call its detach() first")
-        self._slots: dict[nn.Parameter, Slot] = {}
-        for name, parameter in model.named_parameters():
-            self._slots[parameter] = Slot(name, parameter, name.rpartition(".")[0])
-        refuse_hooks(self._slots.values(), guards=0)
-        self._whole: dict[nn.Module, str] = {}  # modules whose own parameters could not be followed, and why
-        units = layers.plan(model)
+    def _attach(self, given: nn.Module, batch_size_of: BatchSizeOf | None) -> None:
+        slots = (Slot(name, p, name.rpartition(".")[0]) for name, p in self.model.named_parameters())
+        self._slots = {slot.parameter: slot for slot in slots}
         self.running_sums = RunningSums(self._slots.values())
-        self.forwards = ForwardPasses(
-            model,
+        self._attachment = Attachment(self, given, self.ranks)
+        self.rehearsals = RehearsedCalls(
+            self.model,
             self.state,
-            follow_less=self._follow_less,
-            begin_way=self._tap_regions,
+            begin_way=self._attachment.tap_regions,
+            in_any_dim=batch_size_of is not None,
+            ranks=self.ranks,
+        )
+        self.forwards: ForwardPasses = ForwardPasses(
+            self.model,
+            self.state,
+            self.rehearsals,
+            follow_less=self._attachment.follow_less,
             close=lambda: self.finish(),  # noqa: PLW0108  (looked up when called: trainers wrap it)
             abandon=self._abandon_draw,
             batch_size_of=batch_size_of,
             budget=self.path_rules.budget,
-            buffers=BufferWatch(model, ()),
             ranks=self.ranks,
         )
-        self._taps: list[InstanceMethod] = []
-        self._hooks: list[RemovableHandle] = []
-        try:
-            self._tap(units)
-            for slot in self._slots.values():
-                self._guard(slot)
-        except BaseException:
-            self.detach()
-            raise
-
-    def _tap(self, units: list[layers.Unit]) -> None:
-        refuse_shards_inside((unit.name, unit.module) for unit in units if not unit.followed)
-        self.forwards.buffers = BufferWatch(self.model, [unit.module for unit in units if unit.opaque])
-        self.forwards.followed = [unit.module for unit in units if unit.followed]
-        for unit in units:
-            tap = unit.make(self, unit.name, unit.module)
-            self._install(tap)
-            if isinstance(tap, OpaqueTap) and unit.module in self._whole:
-                tap.describe(f"torch.func.vmap over samples, for {self._whole[unit.module]}")
-        self._root = RootTap(self, "", self.model)
-        self._root.region = Region(self, self._root.original)
-        self._install(self._root)
-        for region in region_taps(self, self._given, self._root):
-            self._install(region)
-        self._install(ZeroGradTap(self, "", self.model))
-        self._install(ReplicaTap(self.model))
-        for tap in self._wrapper_taps():
-            self._install(tap)
-
-    def _tap_regions(self) -> None:
-        """Modules inside the model may have been compiled after it was made private."""
-        if self.ranks is not None:
-            refuse_compiled(self.model)
-        taps = [tap for tap in self._taps if tap.attribute == "forward"]
-        layers_inside = {tap.module for tap in taps if isinstance(tap, LayerTap)}
-        refuse_compiled_forwards(self.model, layers_inside, {tap.module for tap in taps} - layers_inside)
-        for region in region_taps(self, self.model, self._root):
-            if region.root is None:
-                self._install(region)
-
-    def _follow_less(self, modules: Sequence[nn.Module], reason: str) -> None:
-        """Have modules run sample by sample from now on, for their own parameters cannot be followed.
-
-        With no module given a rehearsal was refused, perhaps for what was taken for samples by its size.
-        """
-        followed = [tap for tap in self._taps if isinstance(tap, BareTap)]
-        if not modules and sum(tap.reconsider() for tap in followed):
-            self.forwards.forget()
-            return
-        modules = modules or [tap.module for tap in followed]
-        self._whole.update(dict.fromkeys(modules, reason))
-        self._untap()
-        self.forwards.forget()
-        self._tap(layers.plan(self.model, self._whole))
+        self._attachment.attach(self._slots.values())
 
     @property
     def samples(self) -> int:
@@ -235,63 +159,20 @@ class FlashEngine:
 
     @property
     def attached(self) -> bool:
-        return bool(self._taps)
+        return bool(self._attachment.taps)
 
     @property
     def parameters(self) -> Collection[nn.Parameter]:
         """All parameters of the model, frozen ones too."""
         return self._slots.keys()
 
-    def _install(self, tap: InstanceMethod) -> None:
-        tap.install()
-        self._taps.append(tap)
-
-    def _guard(self, slot: Slot) -> None:
-        """Refuse an ordinary gradient of the parameter before it is added: it came past the taps, and is not clipped.
-
-        The hook holds the parameter's name alone: a parameter that a hook of its own holds is never freed.
-        """
-        name = slot.name
-
-        def refuse(gradient: Tensor | None) -> None:
-            # Autograd passes by without one where a compiled graph holds the parameter.
-            if gradient is None or OWN_GRADIENTS.are_taken:
-                return
-            raise UserError(
-                f"{name} received an ordinary, unclipped gradient: it is used outside the forward of the module "
-                "that owns it (through torch.nn.functional, or in the loss), in a reentrant checkpoint inside a module "
-                "with a parameter of its own (use_reentrant=False mends that), or was frozen when the engine was "
-                "attached; call the module instead, give the parameter to a module of its own, or attach a new engine"
-            )
-
-        parameter, trainable = slot.parameter, slot.parameter.requires_grad
-        if parameter.is_inference() or not (parameter.is_floating_point() or parameter.is_complex()):
-            return  # it can never require a gradient
-        parameter.requires_grad_(True)  # hooks can be registered only so; it may be switched on later
-        self._hooks.append(parameter.register_hook(refuse))  # type: ignore[no-untyped-call]
-        parameter.requires_grad_(trainable)
-
-    def _wrapper_taps(self) -> list[InstanceMethod]:
-        wrapper = None if self.ranks is None else self.ranks.layout.wrapper
-        if self._given is not self.model:
-            return [ZeroGradTap(self, "", self._given)]
-        return [] if self.ranks is None or wrapper is None else [*self.ranks.taps(), ZeroGradTap(self, "", wrapper)]
-
     def remove_on_detach(self, hook: RemovableHandle) -> None:
-        self._hooks.append(hook)
+        self._attachment.hooks.append(hook)
 
     def detach(self) -> None:
         """Restore the model. Contributions that were not summed are dropped; gradients stay."""
-        self._untap()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        self._attachment.detach()
         self.state.drop()
-
-    def _untap(self) -> None:
-        for tap in reversed(self._taps):
-            tap.restore()
-        self._taps = []
 
     def __enter__(self) -> FlashEngine:
         return self
@@ -313,19 +194,6 @@ class FlashEngine:
         self.path_rules.budget.begin_backward()
         self.state.record(slot)
         slot.add(contribution)
-
-    def is_recording(self) -> bool:
-        """Whether the backward pass that runs is one that accumulates the gradients of parameters.
-
-        It is not in `torch.autograd.grad(loss, x)` and `backward(inputs=[x])`: autograd then passes the anchor by.
-        """
-        task = torch._C._current_graph_task_id()
-        if task != self._graph_task:
-            self._recording = torch._C._will_engine_execute_node(self._anchor_node)
-            self._graph_task = task
-            if self._recording:
-                self.path_rules.budget.begin_backward()
-        return self._recording
 
     # -- closing -----------------------------------------------------------------------------------------------------
 
@@ -364,7 +232,7 @@ class FlashEngine:
         if not recorded:  # an empty batch, or no backward at all
             if recorded is not None:
                 self.state.count()
-            self.norms = self.factors = self.anchor.new_zeros(0, dtype=torch.float64)
+            self.norms = self.factors = torch.zeros(0, dtype=torch.float64, device="cpu")
             if self.ranks is None:
                 return zero_sums(self._slots, set(), into)
             return reduced_sums(self.ranks, None, NO_SUMS, self._slots, "cpu", into)
@@ -453,9 +321,5 @@ class FlashEngine:
 
     def opaque_units(self) -> list[OpaqueUnit]:
         """The modules that run sample by sample through torch.func.vmap, the largest first."""
-        opaque = {tap.module for tap in self._taps if isinstance(tap, OpaqueTap)}
+        opaque = {tap.module for tap in self._attachment.taps if isinstance(tap, OpaqueTap)}
         return describe_opaque(self.model, ((n, m) for n, m in self.model.named_modules() if m in opaque))
-
-
-def _leaf() -> Tensor:
-    return torch.zeros((), requires_grad=True, device="cpu")

@@ -11,6 +11,7 @@ from torch import Tensor, is_grad_enabled, nn
 from torch.compiler import is_compiling
 
 from dpscope.errors import UserError
+from dpscope.flash.anchor import Anchor
 from dpscope.flash.arguments import KEEP_BATCH_FIRST
 from dpscope.flash.autocast import SharedCast, autocast_dtype
 from dpscope.flash.block_tails import Tail
@@ -20,6 +21,7 @@ from dpscope.flash.forward_passes import ForwardPasses
 from dpscope.flash.instance_method import InstanceMethod
 from dpscope.flash.paths import PathRules
 from dpscope.flash.rehearsal_run import Run
+from dpscope.flash.rehearsed_calls import RehearsedCalls
 from dpscope.flash.slots import Slot
 from dpscope.flash.stand_in import StandIn
 from dpscope.flash.step_state import StepState
@@ -37,10 +39,11 @@ class Engine(Protocol):
     model: nn.Module
     state: StepState
     forwards: ForwardPasses
+    rehearsals: RehearsedCalls
     path_rules: PathRules
     cast: SharedCast
     graph_cast: GraphCast
-    anchor: Tensor
+    anchor: Anchor
     refusal: type[UserError]
     wanted: Collection[Slot] | None
     tail: Tail | None
@@ -54,8 +57,6 @@ class Engine(Protocol):
     def slot(self, parameter: Tensor | None) -> Slot: ...
 
     def add(self, slot: Slot, contribution: Contribution) -> None: ...
-
-    def is_recording(self) -> bool: ...
 
     def zero_grad(self, set_to_none: bool = True) -> bool: ...
 
@@ -101,7 +102,7 @@ class Tapped(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         tap: LayerTap = ctx.tap
         engine = tap.engine
-        recording = engine.is_recording()
+        recording = engine.anchor.is_recording()
         if torch.is_grad_enabled() or (recording and ctx.generation != engine.state.generation):
             check_backward(tap, ctx.generation)
         if ctx.empty is not None:
@@ -173,7 +174,7 @@ class TapOfSamples(EngineTap):
     @property
     def rehearsal(self) -> Run | None:
         """The rehearsal's forward pass that runs now, if one does."""
-        return self.engine.forwards.run
+        return self.engine.rehearsals.run
 
 
 class LayerTap(TapOfSamples):
@@ -231,7 +232,7 @@ class LayerTap(TapOfSamples):
         if engine.wanted is not None:
             wanted = engine.wanted
             live = [is_live and slot in wanted for is_live, slot in zip(live, self.slots, strict=True)]
-        return _apply_tapped(self, self.prepare(x), live, engine.anchor)
+        return _apply_tapped(self, self.prepare(x), live, engine.anchor.tensor)
 
     def _call_in_graph(self, *args: Tensor, **kwargs: Tensor) -> Any:
         """What torch.compile traces: pure tensor work. What is checked above was checked before the graph began."""

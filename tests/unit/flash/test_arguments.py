@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dpscope.errors import UserError
-from dpscope.flash import FlashEngine, forward_passes
+from dpscope.flash import FlashEngine, rehearsed_calls
 from dpscope.flash.arguments import leaves_in, replace_leaves, signature
 
 
@@ -102,7 +102,7 @@ def test_an_argument_that_makes_samples_mix_later_is_refused(before, after, comp
 
 
 def test_numbers_that_change_at_every_step_are_tried_out_and_warned_of_once(monkeypatch):
-    monkeypatch.setattr(forward_passes, "MOST_WAYS", 4)
+    monkeypatch.setattr(rehearsed_calls, "MOST_WAYS", 4)
     model = Switched(lambda how: how == 20)
     with FlashEngine(model, max_grad_norm=0.1) as engine, warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from dpscope.errors import UserError
 from dpscope.flash.arguments import replace_leaves, sizes_of, tensors_in
+from dpscope.flash.autograd_graph import nodes_behind
 from dpscope.flash.checkpoint_calls import watching
 from dpscope.flash.compiled.frames import is_wrapper, original_of
 from dpscope.flash.compiled.stand_ins import CallPlan, CallShapes, Handout
-from dpscope.flash.forward_passes import nodes_behind
 from dpscope.flash.instance_method import instance_method
 from dpscope.flash.rehearsal_run import untouched
 from dpscope.flash.root_taps import RootTap
@@ -62,7 +62,7 @@ class Region:
         return plan
 
     def _run_shapes(self, run: CallShapes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        with self.engine.forwards.rehearsing(run), torch.no_grad(), watching(run.note_checkpoint):
+        with self.engine.rehearsals.rehearsing(run), torch.no_grad(), watching(run.note_checkpoint):
             self._run_eagerly(args, kwargs)
 
     def _run_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -104,14 +104,13 @@ class RegionTap(EngineTap):
         self.region = Region(engine, inner._call_impl)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        forwards = self.engine.forwards
-        if torch.compiler.is_compiling() or forwards.run is not None:
+        if torch.compiler.is_compiling() or self.engine.rehearsals.run is not None:
             return self.region.eager(*args, **kwargs)
         if not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
         if self.root is not None:
             return self.root.run(self.region, self.original, args, kwargs)
-        if not forwards.size():  # an empty batch, or outside of the model's forward
+        if not self.engine.forwards.size():  # an empty batch, or outside of the model's forward
             return self.region.eager(*args, **kwargs)
         with self.region.entered(args, kwargs):
             return self.original(*args, **kwargs)

@@ -156,7 +156,7 @@ class Handout:
     @contextmanager
     def given(self) -> Iterator[None]:
         """Inside, taps have their stand-ins. Those that they had before are theirs again afterwards."""
-        stand_ins = Receiver.apply(self.engine.anchor, self) if self.shares else ()  # type: ignore[no-untyped-call]
+        stand_ins = Receiver.apply(self.engine.anchor.tensor, self) if self.shares else ()  # type: ignore[no-untyped-call]
         before, end = [], len(stand_ins)
         for tap, calls in self.layout.of_taps.items():
             tap.check_parameters()
@@ -176,10 +176,10 @@ class Handout:
             self._note_parameters()
 
     def _note_parameters(self) -> None:
-        forwards = self.engine.forwards
-        if forwards.followed:
+        rehearsals = self.engine.rehearsals
+        if rehearsals.followed:
             used = [share.call.tap for share in self.shares if share.call.checkpointed or self.used[share.call.tap]]
-            forwards.held_by_graphs.update(slot.parameter for tap in used for slot in tap.slots if slot is not None)
+            rehearsals.held_by_graphs.update(slot.parameter for tap in used for slot in tap.slots if slot is not None)
 
     @torch.no_grad()
     def receive(self, left: list[Tensor | None]) -> None:
@@ -260,7 +260,7 @@ class Receiver(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None]:
         handout: Handout = ctx.handout
         engine = handout.engine
-        if not engine.is_recording():
+        if not engine.anchor.is_recording():
             return None, None
         if torch.is_grad_enabled() or handout.generation != engine.state.generation:
             check_backward(handout.shares[0].call.tap, handout.generation)

@@ -142,7 +142,7 @@ class Used(torch.autograd.Function):
     def backward(ctx: Any, *gs: Tensor) -> tuple[Tensor | None, ...]:
         tap = ctx.use.tap
         engine = tap.engine
-        recording = engine.is_recording()
+        recording = engine.anchor.is_recording()
         if torch.is_grad_enabled() or (recording and ctx.generation != engine.state.generation):
             check_backward(tap, ctx.generation)
         if recording:
@@ -349,7 +349,7 @@ class BareTap(CheckedTap):
         for y in ys:
             if y.dim() not in role.known:
                 self.engine.forwards.admit_unit(role, y.dim(), shared=False)
-        answers = _apply_used(call, self.engine.anchor, *ys)
+        answers = _apply_used(call, self.engine.anchor.tensor, *ys)
         return answers if isinstance(answers, tuple) else (answers,)
 
     def _rehearsed(self, role: BareUse, leaves: list[Any], ys: list[Tensor]) -> list[Tensor]:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from dpscope.flash.autograd_graph import leaves_behind
 from dpscope.flash.contributions import Kept
-from dpscope.flash.forward_passes import leaves_behind
 from dpscope.flash.layers.bare_gradients import RULES, Gradients, Operand, Rule, gradients_by_row, rebuild
 from dpscope.flash.parameter_hooks import OWN_GRADIENTS
 from dpscope.flash.rehearsal_run import fingerprints

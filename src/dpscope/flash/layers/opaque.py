@@ -77,7 +77,7 @@ class OpaqueTap(CheckedTap):
         if sample_call.batch:
             self.check(sample_call)
         expanded = {
-            f"unit.{key}": Expand.apply(self.engine.anchor, whole[key].detach(), sample_call.batch, self, slot)  # type: ignore[no-untyped-call]
+            f"unit.{key}": Expand.apply(self.engine.anchor.tensor, whole[key].detach(), sample_call.batch, self, slot)  # type: ignore[no-untyped-call]
             for key, slot in live.items()
         }
         # The state of a checkpointed forward that runs again is written by the first.

@@ -1,0 +1,52 @@
+"""The anchor: a leaf of autograd's graph that stands for all parameters of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+
+class Anchor:
+    """Every tapped call has `tensor` as an input. `begin_backward`: called as a backward pass begins to record."""
+
+    tensor: Tensor
+
+    def __init__(self, begin_backward: Callable[[], None]) -> None:
+        self._begin_backward = begin_backward
+        self._recording = False
+        self._set(_leaf())
+
+    def _set(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self._node = torch.autograd.graph.get_gradient_edge(tensor).node
+        self._graph_task = -1
+
+    @contextmanager
+    def renewed(self) -> Iterator[Tensor]:
+        """Inside, there is another tensor, which no graph from before leads to."""
+        before = self.tensor
+        self._set(_leaf())
+        try:
+            yield self.tensor
+        finally:
+            self._set(before)
+
+    def is_recording(self) -> bool:
+        """Whether the backward pass that runs is one that accumulates the gradients of parameters.
+
+        It is not in `torch.autograd.grad(loss, x)` and `backward(inputs=[x])`: autograd then passes the anchor by.
+        """
+        task = torch._C._current_graph_task_id()
+        if task != self._graph_task:
+            self._recording = torch._C._will_engine_execute_node(self._node)
+            self._graph_task = task
+            if self._recording:
+                self._begin_backward()
+        return self._recording
+
+
+def _leaf() -> Tensor:
+    return torch.zeros((), requires_grad=True, device="cpu")

@@ -1,0 +1,145 @@
+"""What an engine puts on a model, and takes off again: taps on modules, guards on parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from dpscope.errors import UserError
+from dpscope.flash import layers
+from dpscope.flash.compiled.frames import refuse_compiled_forwards
+from dpscope.flash.compiled.regions import Region, region_taps
+from dpscope.flash.distributed import ReplicaTap
+from dpscope.flash.instance_method import InstanceMethod, instance_method
+from dpscope.flash.layers.bare import BareTap
+from dpscope.flash.layers.opaque import OpaqueTap
+from dpscope.flash.module_state import BufferWatch
+from dpscope.flash.parameter_hooks import OWN_GRADIENTS, refuse_hooks
+from dpscope.flash.ranks.layout import refuse_compiled, refuse_shards_inside
+from dpscope.flash.ranks.ranks import Ranks
+from dpscope.flash.root_taps import RootTap, ZeroGradTap
+from dpscope.flash.slots import Slot
+from dpscope.flash.taps import Engine, LayerTap
+
+
+class Attachment:
+    """given  the model as the user has it: the engine's own, or what torch.compile has wrapped around that"""
+
+    def __init__(self, engine: Engine, given: nn.Module, ranks: Ranks | None) -> None:
+        self.taps: list[InstanceMethod] = []
+        self.hooks: list[RemovableHandle] = []
+        self._engine, self._model, self._given, self._ranks = engine, engine.model, given, ranks
+        self._whole: dict[nn.Module, str] = {}  # modules whose own parameters could not be followed, and why
+
+    def attach(self, slots: Collection[Slot]) -> None:
+        """Tap the model and guard its parameters; the model is left as it was where that is refused."""
+        if any(instance_method(module) for module in self._model.modules()):
+            raise UserError("the model already has a FlashEngine attached; call its detach() first")
+        refuse_hooks(slots, guards=0)
+        try:
+            self._tap()
+            for slot in slots:
+                self._guard(slot)
+        except BaseException:
+            self.detach()
+            raise
+
+    def detach(self) -> None:
+        self._untap()
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks = []
+
+    def _untap(self) -> None:
+        for tap in reversed(self.taps):
+            tap.restore()
+        self.taps = []
+
+    # -- taps --------------------------------------------------------------------------------------------------------
+
+    def _tap(self) -> None:
+        units = layers.plan(self._model, self._whole)
+        refuse_shards_inside((unit.name, unit.module) for unit in units if not unit.followed)
+        rehearsals = self._engine.rehearsals
+        rehearsals.buffers = BufferWatch(self._model, [unit.module for unit in units if unit.opaque])
+        rehearsals.followed = [unit.module for unit in units if unit.followed]
+        for unit in units:
+            tap = unit.make(self._engine, unit.name, unit.module)
+            self._install(tap)
+            if isinstance(tap, OpaqueTap) and unit.module in self._whole:
+                tap.describe(f"torch.func.vmap over samples, for {self._whole[unit.module]}")
+        self._root = RootTap(self._engine, "", self._model)
+        self._root.region = Region(self._engine, self._root.original)
+        self._install(self._root)
+        for region in region_taps(self._engine, self._given, self._root):
+            self._install(region)
+        self._install(ZeroGradTap(self._engine, "", self._model))
+        self._install(ReplicaTap(self._model))
+        for tap in self._wrapper_taps():
+            self._install(tap)
+
+    def _install(self, tap: InstanceMethod) -> None:
+        tap.install()
+        self.taps.append(tap)
+
+    def _wrapper_taps(self) -> Iterator[InstanceMethod]:
+        """On what the model is wrapped in: torch.compile's module, or DistributedDataParallel."""
+        if self._given is not self._model:
+            yield ZeroGradTap(self._engine, "", self._given)
+        elif self._ranks is not None and self._ranks.layout.wrapper is not None:
+            yield from self._ranks.taps()
+            yield ZeroGradTap(self._engine, "", self._ranks.layout.wrapper)
+
+    def tap_regions(self) -> None:
+        """Modules inside the model may have been compiled after it was made private."""
+        if self._ranks is not None:
+            refuse_compiled(self._model)
+        taps = [tap for tap in self.taps if tap.attribute == "forward"]
+        layers_inside = {tap.module for tap in taps if isinstance(tap, LayerTap)}
+        refuse_compiled_forwards(self._model, layers_inside, {tap.module for tap in taps} - layers_inside)
+        for region in region_taps(self._engine, self._model, self._root):
+            if region.root is None:
+                self._install(region)
+
+    def follow_less(self, modules: Sequence[nn.Module], reason: str) -> None:
+        """Have modules run sample by sample from now on, for their own parameters cannot be followed.
+
+        With no module given a rehearsal was refused, perhaps for what was taken for samples by its size.
+        """
+        followed = [tap for tap in self.taps if isinstance(tap, BareTap)]
+        self._engine.rehearsals.forget()
+        if not modules and sum(tap.reconsider() for tap in followed):
+            return
+        modules = modules or [tap.module for tap in followed]
+        self._whole.update(dict.fromkeys(modules, reason))
+        self._untap()
+        self._tap()
+
+    # -- guards ------------------------------------------------------------------------------------------------------
+
+    def _guard(self, slot: Slot) -> None:
+        """Refuse an ordinary gradient of the parameter before it is added: it came past the taps, and is not clipped.
+
+        The hook holds the parameter's name alone: a parameter that a hook of its own holds is never freed.
+        """
+        name = slot.name
+
+        def refuse(gradient: Tensor | None) -> None:
+            # Autograd passes by without one where a compiled graph holds the parameter.
+            if gradient is None or OWN_GRADIENTS.are_taken:
+                return
+            raise UserError(
+                f"{name} received an ordinary, unclipped gradient: it is used outside the forward of the module "
+                "that owns it (through torch.nn.functional, or in the loss), in a reentrant checkpoint inside a module "
+                "with a parameter of its own (use_reentrant=False mends that), or was frozen when the engine was "
+                "attached; call the module instead, give the parameter to a module of its own, or attach a new engine"
+            )
+
+        parameter, trainable = slot.parameter, slot.parameter.requires_grad
+        if parameter.is_inference() or not (parameter.is_floating_point() or parameter.is_complex()):
+            return  # it can never require a gradient
+        parameter.requires_grad_(True)  # hooks can be registered only so; it may be switched on later
+        self.hooks.append(parameter.register_hook(refuse))  # type: ignore[no-untyped-call]
+        parameter.requires_grad_(trainable)
