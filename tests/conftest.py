@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +29,13 @@ if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # the same under nohup
 # Hundreds of processes import dpscope: they read bytecode that the first of them has written.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-# In CI the same examples every time: a run that fails there is about the change, not about luck. (Imported only there:
-# tests/gpu also runs on machines without hypothesis.)
-if os.environ.get("CI"):
+# A machine may be busy. In CI the same examples every time: a run that fails there is about the change, not about luck.
+if find_spec("hypothesis"):  # tests/gpu also runs on machines without it
     from hypothesis import HealthCheck, settings
 
-    settings.register_profile("ci", derandomize=True, suppress_health_check=[HealthCheck.too_slow])  # a busy machine
-    settings.load_profile("ci")
+    in_ci = bool(os.environ.get("CI"))
+    settings.register_profile("dpscope", derandomize=in_ci, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("dpscope")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

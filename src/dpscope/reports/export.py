@@ -112,7 +112,7 @@ def _points(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
         if timeline := timeline_of(row):
             for place, event in enumerate(timeline.events):
                 levels = {f"{key}_bytes": round(level[place]) for key, level in timeline.levels.items()}
-                yield {**row.fields(*identity), "event": event, "phase": timeline.phase_begun(event), **levels}
+                yield {**row.fields(*identity), "event": event, "phase": timeline.phase_at(event), **levels}
 
 
 def _csv_output(name: str, holds: str, to_lines: Callable[[Sequence[Row]], Iterable[dict[str, Any]]]) -> Output[Report]:

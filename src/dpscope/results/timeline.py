@@ -41,14 +41,18 @@ class Timeline:
         """The index of the first event with the most live bytes."""
         return self.totals.index(max(self.totals))
 
-    def phase_at(self, event: float) -> str:
-        """The innermost: what runs inside `clip` inside `backward` belongs to `clip`."""
-        inside = [phase for phase in self.phases if phase.start <= event <= phase.end]
-        return min(inside, key=lambda phase: phase.end - phase.start).name if inside else BETWEEN_PHASES
+    def is_in(self, phase: PhaseSpan, event: int) -> bool:
+        """An event on a border is the later phase's; the last of all is in the phase that it ends."""
+        return phase.start <= event and (event < phase.end or phase.end == self.events[-1])
 
-    def phase_begun(self, event: int) -> str | None:
-        """The first that has begun by an event and not ended: an event on a border is the later phase's."""
-        return next((phase.name for phase in self.phases if phase.start <= event < phase.end), None)
+    def phase_at(self, event: int) -> str | None:
+        """The innermost: what runs inside `clip` inside `backward` belongs to `clip`. None between phases."""
+        inside = [phase for phase in self.phases if self.is_in(phase, event)]
+        return min(inside, key=lambda phase: phase.end - phase.start).name if inside else None
+
+    @property
+    def peak_phase(self) -> str | None:
+        return self.phase_at(self.events[self.peak])
 
     @property
     def stretches(self) -> list[PhaseSpan]:

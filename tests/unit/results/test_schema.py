@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dpscope.results.schema import SCHEMA_VERSION, Result, UnreadableResult, parse_result
@@ -137,7 +137,6 @@ anything = st.recursive(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow])  # on a busy machine
 @given(st.data())
 def test_whatever_is_in_a_file_it_is_a_result_or_refused(make_result, data):
     document = json.loads(make_result().to_json())

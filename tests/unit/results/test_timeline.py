@@ -57,16 +57,16 @@ def test_thinning_keeps_the_borders_of_phases_and_the_order():
 
 def test_what_runs_in_clip_inside_backward_is_clips():
     timeline = Timeline([0, 101], {"gradients": [0, 0]}, [PhaseSpan("backward", 0, 100), PhaseSpan("clip", 40, 50)])
-    assert [timeline.phase_at(event) for event in (39, 45, 100, 101)] == [
+    assert [timeline.phase_at(event) for event in (39, 45, 50, 100)] == ["backward", "clip", "backward", None]
+
+
+def test_an_event_on_a_border_of_phases_is_the_later_ones_and_the_last_event_is_in_the_phase_it_ends():
+    phases = [PhaseSpan("forward", 0, 4), PhaseSpan("backward", 4, 10), PhaseSpan("clip", 6, 8)]
+    timeline = Timeline(list(range(11)), {"gradients": [0] * 11}, phases)
+    assert [timeline.phase_at(event) for event in (3, 4, 7, 8, 10)] == [
+        "forward",
         "backward",
         "clip",
         "backward",
-        "between phases",
+        "backward",
     ]
-
-
-def test_an_event_on_a_border_of_phases_is_where_the_page_and_the_table_of_events_say():
-    phases = [PhaseSpan("forward", 0, 4), PhaseSpan("backward", 4, 10), PhaseSpan("clip", 6, 8)]
-    timeline = Timeline(list(range(11)), {"gradients": [0] * 11}, phases)
-    assert [timeline.phase_begun(event) for event in (3, 4, 7, 10)] == ["forward", "backward", "backward", None]
-    assert [timeline.phase_at(event) for event in (3, 4, 7, 10)] == ["forward", "forward", "clip", "backward"]

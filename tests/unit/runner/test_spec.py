@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dpscope.errors import UserError
@@ -252,7 +252,6 @@ def specs(draw):
     )
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow])  # on a busy machine
 @given(specs())
 def test_a_spec_comes_back_the_same_from_json(spec):
     again = RunSpec.from_dict(json.loads(json.dumps(spec.to_dict())))

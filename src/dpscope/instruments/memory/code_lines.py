@@ -15,6 +15,9 @@ import torch
 from dpscope.paths import shorten_path
 
 _PASS_ON = ("torch", "dpscope.instruments")  # packages whose frames only pass a request on
+_FLASH = ("dpscope.flash",)
+# Its modules that stand in for a layer's forward: what they make there was asked for by the line that calls the layer.
+_STAND_IN = tuple(f"{_FLASH[0]}.{name}" for name in ("taps", "layers", "autocast", "saved_tensors", "compiled.traced"))
 _ENGINE = ("torch.autograd.graph", "_engine_run_backward")  # the frame below which autograd's engine calls Python
 
 
@@ -36,23 +39,25 @@ class Asker(NamedTuple):
 
 
 def find_asker(frame: FrameType | None) -> Asker:
-    line, engine = None, False
-    while frame is not None:
+    code, function, line, is_settled = "", None, None, False
+    while frame is not None and not (is_settled and function):
         module: str = frame.f_globals.get("__name__", "")
-        if not _passes_on(module):
-            name = frame.f_code.co_name
-            if line is None and not engine:
+        name = frame.f_code.co_name
+        if not _is_in(module, _PASS_ON):
+            stands_in = _is_in(module, _STAND_IN)
+            if not is_settled and (line is None or not (stands_in or _is_in(module, _FLASH))):
                 line = CodeLine(frame.f_code.co_filename, frame.f_lineno, name)
-            if not name.startswith("<"):
-                return Asker(f"{module}:{name}", line, frame.f_code)
-        elif (module, frame.f_code.co_name) == _ENGINE:
-            engine = True
+            is_settled = is_settled or not stands_in
+            if function is None and not name.startswith("<"):
+                code, function = f"{module}:{name}", frame.f_code
+        elif (module, name) == _ENGINE:
+            is_settled = True
         frame = frame.f_back
-    return Asker("", line)
+    return Asker(code, line, function)
 
 
-def _passes_on(module: str) -> bool:
-    return any(module == package or module.startswith(f"{package}.") for package in _PASS_ON)
+def _is_in(module: str, packages: tuple[str, ...]) -> bool:
+    return any(module == package or module.startswith(f"{package}.") for package in packages)
 
 
 class ForwardLines:

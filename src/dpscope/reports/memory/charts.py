@@ -17,6 +17,7 @@ from dpscope.results.tensors import maker_of, place_of, shape_in_words
 from dpscope.results.timeline import Timeline
 from dpscope.units import format_bytes, format_ratio
 from dpscope.vocabulary.components import component_named
+from dpscope.vocabulary.phases import BETWEEN_PHASES
 
 BARS_DRAWN = 8  # tensors of each method
 PANELS = 6  # timelines; more on one scale are too many to look at
@@ -146,7 +147,7 @@ def memory_timeline(rows: Sequence[Row]) -> View | None:
     keys = data.present(timeline.highest for _, timeline in drawn)
     highest = max(timeline.totals[timeline.peak] for _, timeline in drawn)
     told = [
-        f"in {row.method} at {format_bytes(each.totals[each.peak])} ({each.phase_at(each.events[each.peak])})"
+        f"in {row.method} at {format_bytes(each.totals[each.peak])} ({each.peak_phase or BETWEEN_PHASES})"
         for row, each in drawn
     ]
     return View(
@@ -185,7 +186,7 @@ def _by_phase(method: str, timeline: Timeline, keys: Sequence[str]) -> list[tupl
     """The fullest moment of each phase."""
     lines: list[tuple[Any, ...]] = []
     for phase in timeline.phases:
-        within = [n for n, event in enumerate(timeline.events) if phase.start <= event <= phase.end]
+        within = [n for n, event in enumerate(timeline.events) if timeline.is_in(phase, event)]
         if within:
             at = max(within, key=timeline.totals.__getitem__)
             held = [timeline.levels[key][at] if key in timeline.levels else 0 for key in keys]

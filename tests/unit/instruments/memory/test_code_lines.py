@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from dpscope.flash import FlashEngine
 from dpscope.instruments.memory import attribute, track
+from dpscope.vocabulary.phases import phase
 from tests.unit.instruments.memory.steps import METHODS, tracked_step, trainer_of
 
 KB = 1024
@@ -84,6 +86,55 @@ def test_python_that_runs_in_a_backward_pass_is_the_line_itself():
     record = track(lambda: Doubled.apply(x).sum().backward(), device="cpu", model=nn.Identity(), holdings=list)
     lines = [str(life.birth.line) for life in record.lives if not life.birth.by_autograd and life.birth.line]
     assert any(line.endswith(line_of(Doubled.backward, "gradient * 2")) for line in lines)
+
+
+def lines_of_layers(engine_of, *, autocast=False):
+    """The lines that asked for what a forward, a backward and a closing make, by kind, with or without an engine."""
+    torch.manual_seed(0)
+    model, x = Layers(), torch.ones(8, 3, 16)
+    engine = engine_of(model)
+
+    def step():
+        with phase("forward"), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            y = model(x)
+        with phase("backward"):
+            y.float().sum().backward()
+        if engine is not None:
+            with phase("clip"):
+                engine.finish()
+
+    for _ in range(2):  # the third has no rehearsals and no checks
+        step()
+        model.zero_grad()
+    record = track(step, device="cpu", model=model, holdings=list)
+    lines = {}
+    for life in record.lives:
+        if life.birth.operator and life.birth.line is not None:
+            lines.setdefault(life.birth.phase, set()).add(str(life.birth.line))
+    return lines
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(16))
+        self.inner = nn.Linear(16, 16)
+        self.norm = nn.LayerNorm(16)
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+
+    def forward(self, x):
+        x = self.inner(x) * self.scale
+        x = self.norm(x)
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_what_taps_make_in_place_of_layers_has_the_line_that_calls_the_layer(autocast):
+    standard = lines_of_layers(lambda model: None, autocast=autocast)
+    flash = lines_of_layers(lambda model: FlashEngine(model, max_grad_norm=1.0), autocast=autocast)
+    assert flash["forward"] == standard["forward"]
+    assert any("/flash/" in line for line in flash["backward"])  # what it does there, nobody's forward has asked for
+    assert all("/flash/" in line for line in flash["clip"])
 
 
 def test_alike_tensors_of_several_layers_are_one_entry_with_their_number():

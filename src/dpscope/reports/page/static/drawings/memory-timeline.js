@@ -142,9 +142,9 @@ function panelSeries(data, { panel, named }, place, theme) {
   return [...areas, outline];
 }
 
-// The innermost phase at an event: what runs inside clip inside backward belongs to clip.
+// As Timeline.phase_at: the innermost, an event on a border is the later phase's, the last is in the one that it ends.
 function phaseAt(panel, event) {
-  const inside = panel.phases.filter(([, start, end]) => start <= event && event <= end);
+  const inside = panel.phases.filter(([, start, end]) => start <= event && (event < end || end === panel.events.at(-1)));
   return inside.length ? inside.reduce((best, phase) => phase[2] - phase[1] < best[2] - best[1] ? phase : best)[0] : "between phases";
 }
 
