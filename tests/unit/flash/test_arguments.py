@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from dpscope.errors import UserError
 from dpscope.flash import FlashEngine, rehearsed_calls
 from dpscope.flash.arguments import leaves_in, replace_leaves, signature
+from tests.torch_here import takes_compiled
 
 
 class Way(enum.Enum):
@@ -85,7 +86,7 @@ def train(engine: FlashEngine, model: Any, how: Any) -> None:
     engine.finish()
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=takes_compiled)])
 @pytest.mark.parametrize(
     ("before", "after"),
     [(0, 1), (0.0, 1.0), (numpy.int64(0), numpy.int64(1)), ("no", "mix"), ({"a"}, {"mix"}), ({"k": [0]}, {"k": [1]})],

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from dpscope.errors import UserError
 from dpscope.flash import FlashEngine, run_oracle
 from dpscope.flash.contributions import Outer
+from tests.torch_here import takes_compiled
 from tests.unit.flash.agreement import (
     CLIPPING,
     PATHS,
@@ -608,6 +609,7 @@ def test_a_private_model_that_nobody_holds_any_more_is_freed(trained):
     assert [ref() for ref in held] == [None] * len(held)
 
 
+@takes_compiled
 def test_a_parameter_that_autograd_passes_by_has_no_ordinary_gradient_though_a_sum_is_there():
     """A compiled graph holds its parameters: autograd comes to them with nothing, also in a step's second batch."""
     torch.manual_seed(0)

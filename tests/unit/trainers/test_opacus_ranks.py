@@ -15,7 +15,7 @@ from dpscope.errors import UserError
 from dpscope.trainers.base import TrainerBase, load_trainer
 from dpscope.vocabulary.methods import resolve_method
 from dpscope.vocabulary.settings import TrainerSettings
-from tests.torch_here import CAN_SHARD
+from tests.torch_here import CAN_SHARD, takes_shards
 from tests.unit.flash.ranks.world import Model, in_world, make_data, rank_and_world, whole_parameters
 
 RUNS = [("flat", "ddp"), ("ghost", "ddp"), *([("ghost", "fsdp")] if CAN_SHARD else [])]
@@ -76,6 +76,7 @@ class OwnParameter(Model):
         self.scale = nn.Parameter(torch.ones(6))
 
 
+@takes_shards
 @pytest.mark.usefixtures("four_processes")
 @pytest.mark.parametrize(
     ("method", "way", "model", "words"),
@@ -96,6 +97,7 @@ def test_what_opacus_cannot_train_over_processes_is_refused_with_what_to_compare
     assert "--methods standard" in str(refusal.value)
 
 
+@takes_shards
 @pytest.mark.usefixtures("four_processes")
 def test_opacus_is_not_sharded_on_the_cpu_of_a_machine_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)

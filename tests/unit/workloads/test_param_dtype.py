@@ -134,11 +134,13 @@ def test_opacus_would_move_it_by_more_and_is_refused(method, monkeypatch):
     with pytest.raises(UserError, match=r"trains parameters of 16 bits \(tokens.weight and 36 more\)"):
         assemble(spec_of("transformer", method, batch_size=1))
     monkeypatch.setattr("dpscope.trainers.opacus_refusals.HALF_PRECISION", ())
-    norms = []
-    for seed in range(6):
+
+    def norm_of(seed):
         trainer, (batch,) = assemble(spec_of("transformer", method, batch_size=1, seed=seed))
-        norms.append(norm_before_noise(trainer, batch, lambda p: p.summed_grad))
-    assert max(norms) > CLIP * (1 + 1e-3)
+        return norm_before_noise(trainer, batch, lambda p: p.summed_grad)
+
+    # In which model rounding goes so far depends on the release of torch: of these twelve in two to six.
+    assert any(norm_of(seed) > CLIP * (1 + 1e-3) for seed in range(12))
 
 
 @pytest.mark.parametrize("method", ["standard", "flat", "ghost", "flash"])

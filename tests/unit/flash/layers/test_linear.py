@@ -12,6 +12,7 @@ from dpscope.errors import UserError
 from dpscope.flash import FlashEngine
 from dpscope.flash.contributions import Kept, Summed
 from dpscope.flash.layers import linear
+from tests.torch_here import takes_compiled
 from tests.unit.flash.agreement import CLIPPING, PATHS, REDUCTIONS, assert_exact
 from tests.unit.flash.compiled.compiling import assert_compiled_exact
 from tests.unit.flash.flash_models import Decoder, token_batch, token_losses
@@ -126,6 +127,7 @@ def test_gradients_with_columns_of_zeros_give_the_same_sums(path, tied, aligned_
     assert_exact(Decoder(tied=tied), token_batch(4, 6), token_losses, path=path)
 
 
+@takes_compiled
 @pytest.mark.parametrize("tied", [False, True])
 def test_compiled_gradients_with_columns_of_zeros_give_the_same_sums(tied, aligned_everywhere):
     graphs = assert_compiled_exact(Decoder(tied=tied), token_batch(4, 6), token_losses, fullgraph=True)

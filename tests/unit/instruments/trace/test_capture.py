@@ -113,7 +113,7 @@ def test_perfetto_itself_reads_the_trace(recording):
 
 
 def test_a_file_does_not_tell_which_machine_it_was_recorded_on(document):
-    assert document["host_name"] == document["traceName"] == ""
+    assert document["traceName"] == document.get("host_name", "") == ""  # older releases of torch name no host
     assert socket.gethostname() not in [document.get("host_name"), *document.get("trace_id", "").split()]
 
 

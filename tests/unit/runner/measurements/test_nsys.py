@@ -15,6 +15,7 @@ from dpscope.instruments.timing import no_progress
 from dpscope.runner import environment, ranged_step
 from dpscope.runner.measure import measure, measure_or_explain
 from dpscope.runner.ranged_step import program
+from dpscope.workloads.configs import find_workload
 from tests.stand_ins import nsys as fake_nsys
 from tests.stand_ins.nsys_exports import Export, a_step
 
@@ -76,13 +77,14 @@ def test_a_token_in_the_environment_reaches_neither_report_nor_result(monkeypatc
     assert "s3cr3t" not in result.to_json()
 
 
-def test_a_program_that_fails_is_the_reason_and_not_nsys(nsys, spec, tmp_path):
-    """The program really runs, and there is no GPU for it."""
+def test_a_program_that_fails_is_the_reason_and_not_nsys(nsys, make_spec, tmp_path):
+    """The program really runs, of a workload that cannot be made."""
+    (tmp_path / "own.py").write_text("def broken(seq_len):\n    raise ZeroDivisionError('no such thing')\n")
     nsys(runs=True)
+    spec = make_spec(workload=find_workload(f"{tmp_path}/own.py:broken"), device="cuda", instrument="nsys")
     result = measure(spec, no_progress, tmp_path / "files" / "row")
     assert not result.ok
-    assert result.reason.startswith("under nsys: ")
-    assert "CUDA" in result.reason
+    assert result.reason == "under nsys: ZeroDivisionError: no such thing"
     assert "Traceback" in result.details
 
 
