@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -73,6 +74,13 @@ def test_a_sharded_model_is_refused_and_a_replicated_one_is_not():
     with pytest.raises(UserError, match=r"sharded model .* takes torch 2\.7 or newer.*: use DistributedDataParallel$"):
         layout_of(sharded)
     assert layout_of(DistributedDataParallel(make_model())) is not None
+
+
+@pytest.mark.usefixtures("_old_torch", "_two_processes")
+def test_tensor_parallelism_is_refused_by_its_name_and_not_for_the_release():
+    parallel = parallelize_module(make_model(), init_device_mesh("cpu", (2,)), {"0": ColwiseParallel()})
+    with pytest.raises(UserError, match="not by fully_shard"):
+        layout_of(parallel)
 
 
 @pytest.mark.parametrize("version", ["2.11.0", "2.11.0a0+5228986c39.nv26.02", "2.13.0+cpu", "3.0"])

@@ -10,9 +10,9 @@ import torch
 from dpscope.runner.rank_check import CHECKED_STEPS, check_ranks, compare, share_of_step
 from dpscope.runner.spec import RunSpec
 from dpscope.workloads.configs import PRESETS
-from tests.torch_here import takes_shards
+from tests.unit.flash.ranks.world import FSDP_OR_DDP
 
-SPEC = RunSpec(workload=PRESETS["tiny"], method="flash", batch_size=2, seq_len=8, gpus=2, parallel="fsdp")
+SPEC = RunSpec(workload=PRESETS["tiny"], method="flash", batch_size=2, seq_len=8, gpus=2, parallel=FSDP_OR_DDP)
 
 
 @pytest.mark.parametrize("step", range(CHECKED_STEPS))
@@ -32,7 +32,6 @@ def test_a_parameter_that_is_not_where_one_process_puts_it_is_named() -> None:
     assert "NOT the parameters of one process" in str(found)
 
 
-@takes_shards
 @pytest.mark.slow
 def test_two_real_ranks_give_the_parameters_of_one_process() -> None:
     found = check_ranks(SPEC)

@@ -89,8 +89,8 @@ def layout_of(model: nn.Module) -> Layout | None:
     if wrapper is not None:
         _check_ddp(wrapper)
         return Layout(wrapper, module, None)
-    require_for_shards()
     _refuse_outside_blocks(module, sharded)
+    require_for_shards()
     return Layout(None, module, _common_mesh(sharded))
 
 

@@ -26,6 +26,7 @@ from torch.utils.data import Subset
 from dpscope.errors import UserError
 from dpscope.flash import TrainingState
 from dpscope.instruments.collectives import CollectiveBytes
+from tests.torch_here import CAN_SHARD
 from tests.unit.flash.ranks import world as w
 
 WAYS = {
@@ -36,11 +37,12 @@ WAYS = {
 
 
 def every_way() -> dict[tuple[str, str], dict[str, Tensor]]:
-    return {(way, name): w.trained(way, name) for way in WAYS[dist.get_world_size()] for name in ("sgd", "adamw")}
+    ways = w.possible(*WAYS[dist.get_world_size()])
+    return {(way, name): w.trained(way, name) for way in ways for name in ("sgd", "adamw")}
 
 
 def fused() -> dict[tuple[str, str], dict[str, Tensor]]:
-    return {(way, name): w.trained(way, name, fused=True) for way, name in [("ddp", "sgd"), ("fsdp", "adamw")]}
+    return {(way, name): w.trained(way, name, fused=True) for way, name in [("ddp", "sgd"), (w.FSDP_OR_DDP, "adamw")]}
 
 
 def accumulated(way: str) -> dict[str, Tensor]:
@@ -58,7 +60,7 @@ def accumulated(way: str) -> dict[str, Tensor]:
 
 
 def accumulated_ways() -> dict[str, dict[str, Tensor]]:
-    return {way: accumulated(way) for way in ("ddp", "fsdp")}
+    return {way: accumulated(way) for way in w.possible("ddp", "fsdp")}
 
 
 # -- loaders -----------------------------------------------------------------------------------------------------------
@@ -92,11 +94,11 @@ def poisson(way: str, physical: int | None = None, **options: Any) -> tuple[dict
 
 def poisson_ways() -> dict[str, Any]:
     ways: dict[str, Any] = {"ddp": poisson("ddp")}
-    return {**ways, "physical": poisson("fsdp", physical=2)}
+    return {**ways, "physical": poisson(w.FSDP_OR_DDP, physical=2)}
 
 
 def padded_ways() -> dict[str, Any]:
-    return {"sizes": poisson("ddp", pad_batches=True), "one size": poisson("fsdp", physical=2, pad_batches=4)}
+    return {"sizes": poisson("ddp", pad_batches=True), "one size": poisson(w.FSDP_OR_DDP, physical=2, pad_batches=4)}
 
 
 def thousand_draws() -> list[list[int]]:
@@ -164,12 +166,13 @@ def picky(way: str) -> dict[str, Tensor]:
 
 
 def picky_ways() -> dict[str, dict[str, Tensor]]:
-    return {way: picky(way) for way in ("ddp", "fsdp")}
+    return {way: picky(way) for way in w.possible("ddp", "fsdp")}
 
 
 def tied_ways() -> dict[tuple[str, str | None], dict[str, Tensor]]:
     """By way and memory budget, under which DDP runs the blocks again."""
-    return {(way, budget): tied(way, memory_budget=budget) for way in ("ddp", "fsdp") for budget in (None, "lean")}
+    ways = w.possible("ddp", "fsdp")
+    return {(way, budget): tied(way, memory_budget=budget) for way in ways for budget in (None, "lean")}
 
 
 def half_precision() -> tuple[dict[str, Tensor], Tensor, set[torch.dtype]]:
@@ -201,7 +204,7 @@ def update_without(way: str, left_out: int | None) -> dict[str, Tensor]:
 
 
 def neighbours() -> dict[tuple[str, int | None], dict[str, Tensor]]:
-    return {(way, row): update_without(way, row) for way in ("ddp", "fsdp") for row in (None, 21, 32)}
+    return {(way, row): update_without(way, row) for way in w.possible("ddp", "fsdp") for row in (None, 21, 32)}
 
 
 def communicated() -> tuple[dict[str, int], dict[str, int]]:
@@ -229,7 +232,7 @@ def _message(call: Callable[[], Any]) -> str:
 def refusals() -> dict[str, str]:
     """What each rank is told where ranks do not do the same."""
     rank, size = w.rank_and_world()
-    model = w.spread(w.make_model(), "fsdp")
+    model = w.spread(w.make_model(), w.FSDP_OR_DDP)
 
     def step_with_other_noise() -> None:
         private, optimizer, _ = w.make_private(model, w.optimizer_of(model, "sgd"), noise_multiplier=1.0 + rank)
@@ -263,12 +266,11 @@ def refusals() -> dict[str, str]:
         optimizer.max_grad_norm *= 2
         optimizer.noise_multiplier /= 2
 
-    uneven = w.spread(w.make_model(), "fsdp")
+    uneven = w.spread(w.make_model(), w.FSDP_OR_DDP)
     if rank == 1:
-        uneven.head.requires_grad_(False)
+        getattr(uneven, "module", uneven).head.requires_grad_(False)
     ordered = list(model.parameters())[:: -1 if rank == 1 else 1]  # as from a set
     longer = Subset(w.make_data(), range(w.SAMPLES - rank % 2))  # of as many steps
-    half = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("dp", "tp"))["dp"] if size == 4 else None
     messages = {
         "one rank's arguments": _message(
             lambda: w.make_private(model, w.optimizer_of(model, "sgd"), max_grad_norm=1.0 if rank else -1.0)
@@ -285,9 +287,9 @@ def refusals() -> dict[str, str]:
         ),
         "made-up samples": _message(lambda: w.make_private(model, w.optimizer_of(model, "sgd"), rand_on_empty=True)),
     }
-    if half is not None:
+    if size == 4 and CAN_SHARD:
         part = w.make_model()
-        fully_shard(part, mesh=half)
+        fully_shard(part, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["dp"])
         messages["submesh"] = _message(lambda: w.make_private(part, w.optimizer_of(part, "sgd")))
     return messages
 
@@ -310,6 +312,8 @@ def killed(way: str) -> tuple[str, float]:
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
+CHECKPOINTED = [(way, {"ddp": "sgd", "fsdp": "adamw"}[way]) for way in w.possible("fsdp", "ddp")]
+
 
 def start(way: str, name: str) -> tuple[nn.Module, Any, TrainingState]:
     engine = w.PrivacyEngine()
@@ -319,7 +323,7 @@ def start(way: str, name: str) -> tuple[nn.Module, Any, TrainingState]:
 
 
 def save(folder: Path) -> None:
-    for way, name in [("fsdp", "adamw"), ("ddp", "sgd")]:
+    for way, name in CHECKPOINTED:
         model, optimizer, state = start(way, name)
         w.train(model, optimizer, range(3))
         dcp.save({"training": state}, checkpoint_id=folder / way)
@@ -327,7 +331,7 @@ def save(folder: Path) -> None:
 
 def load(folder: Path) -> dict[tuple[str, str], tuple[dict[str, Tensor], int]]:
     found = {}
-    for way, name in [("fsdp", "adamw"), ("ddp", "sgd")]:
+    for way, name in CHECKPOINTED:
         model, optimizer, state = start(way, name)
         dcp.load({"training": state}, checkpoint_id=folder / way)
         w.train(model, optimizer, range(3, len(w.STEPS)))
@@ -355,5 +359,5 @@ CASES: dict[int, tuple[Callable[..., Any], ...]] = {
 
 
 def all_cases(folder: Path) -> dict[str, Any]:
-    cases = CASES[dist.get_world_size()]
+    cases = [case for case in CASES[dist.get_world_size()] if CAN_SHARD or case not in (half_precision, communicated)]
     return {case.__name__: case(folder) if case in (save, load) else case() for case in cases}

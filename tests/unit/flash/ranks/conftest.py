@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from tests.torch_here import CAN_SHARD
 from tests.unit.flash.ranks import cases
 from tests.unit.flash.ranks.world import in_world, trained
 
@@ -14,8 +13,6 @@ from tests.unit.flash.ranks.world import in_world, trained
 @pytest.fixture(scope="session")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
     """Size of the world -> what each rank found. Four ranks write checkpoints, which two ranks read."""
-    if not CAN_SHARD:
-        pytest.skip("sharded models take a newer torch on a CPU, and every world trains some")
     folder = tmp_path_factory.mktemp("checkpoints")
     return {size: in_world(size, cases.all_cases, folder) for size in (4, 2, 1)}
 

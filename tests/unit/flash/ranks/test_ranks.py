@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from dpscope.flash.ranks.ranks import reshard
+from tests.torch_here import takes_shards
 from tests.unit.flash.ranks import cases
 from tests.unit.flash.ranks.world import CLIP, assert_same
 
@@ -53,6 +54,7 @@ def test_tied_frozen_opaque_and_checkpointed_parts_are_trained_as_by_one_process
             assert_same(parameters, expected)
 
 
+@takes_shards
 def test_under_a_half_precision_policy_sums_travel_in_float32_and_no_share_is_above_the_bound(
     worlds: dict[int, Any],
 ) -> None:
@@ -63,7 +65,7 @@ def test_under_a_half_precision_policy_sums_travel_in_float32_and_no_share_is_ab
         assert_same(parameters, worlds[1][0]["half_precision"][0], HALF_ROUNDING)
 
 
-@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+@pytest.mark.parametrize("way", ["ddp", pytest.param("fsdp", marks=takes_shards)])
 def test_one_sample_more_on_one_rank_moves_the_sum_over_all_ranks_by_at_most_the_bound(
     worlds: dict[int, Any], way: str
 ) -> None:

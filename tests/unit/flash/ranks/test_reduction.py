@@ -11,8 +11,10 @@ from torch import nn
 from dpscope.flash.ranks.layout import Layout
 from dpscope.flash.ranks.reduction import BUCKET_BYTES, Reduction, _lay_out
 from dpscope.flash.ranks.shards import ShardCut
+from tests.torch_here import takes_shards
 
 
+@takes_shards
 @pytest.mark.slow
 def test_private_training_communicates_what_ordinary_training_does(worlds: dict[int, Any]) -> None:
     """Ordinary FSDP2 training reduces in float32, too; keys and counts of a step are some bytes more."""

@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from dpscope.flash import PrivacyEngine
 from dpscope.flash.ranks.ranks import reshard
+from tests.torch_here import CAN_SHARD
 
 SAMPLES, LENGTH, WORDS, WIDTH, CLASSES = 40, 5, 11, 6, 3  # odd sizes: shards are uneven, and some are empty
 EXPECTED = 8
@@ -105,6 +106,16 @@ _WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "hsdp": lambda model: shard(model, _mesh("replicate", "shard")),
     "partly": _shard_partly,
 }
+
+_WHOLE = ("alone", "ddp", "opacus")  # the model is whole on each rank
+
+
+def possible(*ways: str) -> list[str]:
+    """Those in which this torch can spread a model: an older one shards none on a CPU."""
+    return [way for way in ways if CAN_SHARD or way in _WHOLE]
+
+
+FSDP_OR_DDP = possible("fsdp", "ddp")[0]
 
 
 def spread(model: nn.Module, way: str) -> nn.Module:

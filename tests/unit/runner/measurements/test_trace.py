@@ -14,10 +14,9 @@ from dpscope.runner.measure import measure_or_explain
 from dpscope.runner.measurements import trace
 from dpscope.runner.spec import RunSpec
 from dpscope.workloads.configs import PRESETS
-from tests.torch_here import takes_shards
-from tests.unit.flash.ranks.world import in_world
+from tests.unit.flash.ranks.world import FSDP_OR_DDP, in_world
 
-SIZES: dict[str, Any] = {"batch_size": 2, "seq_len": 8, "warmup": 1, "gpus": 2, "parallel": "fsdp"}
+SIZES: dict[str, Any] = {"batch_size": 2, "seq_len": 8, "warmup": 1, "gpus": 2, "parallel": FSDP_OR_DDP}
 SPEC = RunSpec(workload=PRESETS["tiny"], method="flash", instrument="trace", options={"trace_steps": 1}, **SIZES)
 ALL = replace(SPEC, options={**SPEC.options, "rank": "all"})
 
@@ -26,7 +25,6 @@ def both(folder: Path) -> list[trace.TracedSteps]:
     return [trace.measure_rank(SPEC, folder / "first"), trace.measure_rank(ALL, folder / "all")]
 
 
-@takes_shards
 @pytest.mark.slow
 def test_ranks_are_recorded_as_asked_and_collectives_are_a_kind_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -11,7 +11,8 @@ from dpscope.results.schema import parse_result
 from dpscope.runner.measure import measure, measure_or_explain
 from dpscope.runner.measurements import world
 from dpscope.runner.spec import RunSpec
-from tests.torch_here import takes_shards
+from tests.torch_here import CAN_SHARD, takes_shards
+from tests.unit.flash.ranks.world import FSDP_OR_DDP
 from tests.unit.runner.rank_outcomes import TINY, figures, left_by_ranks, ok, spec
 
 
@@ -45,13 +46,12 @@ def test_what_a_simulated_rank_sends_is_computed_from_the_stated_link(
     assert result.notes[0]["sentence"].startswith("Simulated: one rank of 8")
 
 
-@takes_shards
 @pytest.mark.slow
 def test_two_real_processes_are_started_by_torch_and_measured() -> None:
-    result = measure(spec(parallel="fsdp"))
+    result = measure(spec(parallel=FSDP_OR_DDP))
     assert result.ok, result.reason
     assert len(result.ranks["time_ms"]) == 2
-    assert set(result.ranks["collectives"]) == {"all-gather", "reduce-scatter"}
+    assert set(result.ranks["collectives"]) == {"all-gather", "reduce-scatter" if CAN_SHARD else "all-reduce"}
     assert all(0 < share < 1 for share in result.ranks["collective_share"])
 
 
