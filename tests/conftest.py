@@ -88,11 +88,13 @@ def no_seeds_for_absent_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def guards_are_not_timed() -> None:
-    """torch.compile empties the processor's caches after every graph, for a figure that nobody reads here."""
-    guards = sys.modules.get("torch._dynamo.guards")
+def graphs_are_not_timed_and_collect_no_garbage() -> None:
+    """After every graph torch.compile empties the processor's caches, to time guards, and looks for cycles."""
+    guards, config = (sys.modules.get(f"torch._dynamo.{name}") for name in ("guards", "config"))
     if guards is not None:
         vars(guards)["profile_guard_manager"] = lambda *_: 0.0
+    if getattr(config, "run_gc_after_compile", False):
+        setattr(config, "run_gc_after_compile", False)  # noqa: B010
 
 
 @pytest.fixture(autouse=True)
