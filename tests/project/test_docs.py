@@ -159,6 +159,26 @@ def test_a_file_that_is_gone_is_found():
     assert missing_files(text) == ["tests/gone/", "flash/gone.py", "scripts/gone.sh"]
 
 
+def missing_names(text: str) -> list[tuple[str, str]]:
+    """Constants that a step of a recipe, `1. `file`: …`, names and that are not in its file."""
+    steps = re.findall(r"^\d\. `([\w/]+\.py)`(.*?)(?=^\d\. |^$)", text, re.MULTILINE | re.DOTALL)
+    files = {name: ROOT / "src" / "dpscope" / name for name, _ in steps if "NAME" not in name}
+    return [
+        (name, constant)
+        for name, step in steps
+        if name in files
+        for constant in re.findall(r"`(_?[A-Z][A-Z_]+)`", step)
+        if constant not in files[name].read_text(encoding="utf-8")
+    ]
+
+
+def test_names_in_the_recipes_are_in_the_files_of_their_steps():
+    assert missing_names((ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")) == []
+    assert missing_names("1. `vocabulary/phases.py`: a line in `PHASES`,\n   or `GONE`.\n\n`BESIDE`\n") == [
+        ("vocabulary/phases.py", "GONE")
+    ]
+
+
 def python_in(page: str) -> list[str]:
     return re.findall(
         r"^```python\n(.*?)^```", (ROOT / "docs" / page).read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
