@@ -10,6 +10,7 @@ from dpscope.packages import explain_import_error
 from dpscope.vocabulary.statuses import FAILED, OOM, SKIPPED
 
 SMALLER = "try a smaller --batch-size or --seq-len, or --dtype bf16"
+NO_HOST_MEMORY = f"out of memory on the CPU: {SMALLER}, or a larger --memory-limit if one was given"
 
 # What torch's CPU allocator and the C++ runtime say when memory runs out.
 _OUT_OF_MEMORY = re.compile(
@@ -32,7 +33,7 @@ def _outcome_of(error: BaseException) -> tuple[str, str]:
     if isinstance(error, torch.OutOfMemoryError):
         return OOM, f"out of GPU memory ({_first_sentence(str(error))}): {SMALLER}"
     if isinstance(error, MemoryError) or _OUT_OF_MEMORY.search(str(error)):
-        return OOM, f"out of memory on the CPU: {SMALLER}, or a larger --memory-limit if one was given"
+        return OOM, NO_HOST_MEMORY
     if isinstance(error, MeasurementFailed):
         return error.status if isinstance(error, RankEnded) else FAILED, str(error)
     if isinstance(error, UserError):
@@ -47,13 +48,10 @@ def outcome_of_exit(returncode: int, last_words: str, *, oom_killed: bool) -> tu
     if oom_killed and returncode == -signal.SIGKILL:
         return OOM, f"killed by the kernel because the machine ran out of memory: {SMALLER}"
     if _OUT_OF_MEMORY.search(last_words):
-        return OOM, f"out of memory on the CPU: {SMALLER}, or a larger --memory-limit if one was given"
+        return OOM, NO_HOST_MEMORY
     if returncode < 0:
         return FAILED, f"the process was ended by {_signal_name(-returncode)}; its log says what it printed last"
-    return (
-        FAILED,
-        f"the process exited with code {returncode} without a result; its log says what it printed last",
-    )
+    return FAILED, f"the process exited with code {returncode} without a result; its log says what it printed last"
 
 
 def _signal_name(number: int) -> str:

@@ -8,6 +8,7 @@ import re
 import shlex
 import shutil
 import sys
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from dpscope.errors import UserError
@@ -54,6 +55,14 @@ def explain_import_error(error: ImportError) -> str | None:
     if isinstance(error, ModuleNotFoundError) and name == package:
         return _missing([package])
     return f"{package} cannot be used as it is installed here ({error}): {install_command(package, upgrade=True)}"
+
+
+def version_of(package: str) -> str | None:
+    """The version of an installed package (by its import name); None where there is none."""
+    try:
+        return version(DISTRIBUTIONS.get(package, package))
+    except PackageNotFoundError:
+        return None
 
 
 def release_of(version: str) -> tuple[int, ...]:

@@ -47,10 +47,9 @@ class AccountingTest:
     def _take(self, sizes: tuple[int, ...]) -> tuple[RunningLoop, dict[str, int]]:
         """Steps taken, by kind. A loop that refuses empty batches is tried without them."""
         run = self.factory.loop(max_grad_norm=self.clip_norm, noise_multiplier=self.noise_multiplier)
-        ordinary = self.samples.ordinary
         for size in sizes if run.loop.accountant is not None else ():
             try:
-                run.step(self.samples.batch([ordinary[k % len(ordinary)] for k in range(size)]))
+                run.step(self.samples.ordinary_batch(size))
             except StepFailed as error:
                 if size:
                     raise

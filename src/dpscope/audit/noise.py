@@ -49,9 +49,9 @@ class NoiseTest:
         self.progress("steps without noise")
         loop = self.factory.loop(max_grad_norm=self.clip_norm)
         for size in dict.fromkeys((self.batch_size, 1)):
-            self.without[size] = loop.step(self._batch(size))
+            self.without[size] = loop.step(self.samples.ordinary_batch(size))
         try:
-            self.without[0] = loop.step(self._batch(0))
+            self.without[0] = loop.step(self.samples.ordinary_batch(0))
         except StepFailed as error:
             self.untried.append(f"an empty batch: {error}")
 
@@ -106,7 +106,7 @@ class NoiseTest:
         return runs
 
     def _draw(self, run: RunningLoop, label: str, size: int) -> None:
-        noisy, quiet = run.step(self._batch(size)), self.without[size]
+        noisy, quiet = run.step(self.samples.ordinary_batch(size)), self.without[size]
         unit = self.noise_multiplier * self.clip_norm
         noise = {name: (noisy.sums[name] - quiet.sums[name]) / unit for name in self.factory.trainable}
         self.steps.append(NoisyStep.of(label, size, {n: z for n, z in noise.items() if self._trains(n, z)}))
@@ -114,10 +114,6 @@ class NoiseTest:
     def _trains(self, name: str, noise: Tensor) -> bool:
         """A parameter that no sample moves needs no noise."""
         return bool(noise.any()) or any(bool(step.sums[name].any()) for step in self.without.values())
-
-    def _batch(self, size: int) -> Any:
-        ordinary = self.samples.ordinary
-        return self.samples.batch([ordinary[k % len(ordinary)] for k in range(size)])
 
     def _rounding(self) -> str | None:
         scale = self._new_run().loop.scale

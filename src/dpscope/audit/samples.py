@@ -66,6 +66,10 @@ class Samples:
     def __len__(self) -> int:
         return next((len(rows) for rows in self.rows if rows is not None), 0)
 
+    def ordinary_batch(self, size: int) -> Batch:
+        """Ordinary samples, again from the first where there are too few."""
+        return self.batch([self.ordinary[k % len(self.ordinary)] for k in range(size)])
+
     def batch(self, indices: Sequence[int]) -> Batch:
         rows = iter(self.rows)
 

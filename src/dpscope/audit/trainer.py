@@ -11,8 +11,8 @@ from torch import nn
 
 from dpscope.audit.loop import Loop, MakeLoop
 from dpscope.errors import UserError
-from dpscope.flash.oracle import split_batch
-from dpscope.trainers.base import LossFunction, TrainerBase
+from dpscope.flash.oracle import LossFn, split_batch
+from dpscope.trainers.base import TrainerBase
 from dpscope.vocabulary.settings import EAGER, TrainerSettings
 from dpscope.workloads.workload import Batch
 
@@ -43,7 +43,7 @@ class StepSettings:
 def loop_maker(
     trainer_class: type[TrainerBase],
     make_model: Callable[[], nn.Module],
-    loss: LossFunction,
+    loss: LossFn,
     batch_size: int,
     how: StepSettings,
 ) -> MakeLoop:

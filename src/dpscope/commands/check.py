@@ -18,7 +18,7 @@ from dpscope.outcomes import outcome_of_exception
 from dpscope.results.store import require_writable
 from dpscope.runner.environment import resolve_device
 from dpscope.runner.spec import RunSpec
-from dpscope.runner.tracebacks import own_traceback
+from dpscope.runner.tracebacks import their_mistake
 from dpscope.vocabulary.settings import COMPILE_MODES, EAGER, SETTINGS
 from dpscope.vocabulary.statuses import OOM
 from dpscope.workloads.configs import WorkloadConfig
@@ -163,16 +163,12 @@ def _their_mistakes(config: WorkloadConfig) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except SystemExit as error:  # its exit code would be taken for the verdict
-        raise UserError(f"{config.name} ended Python (SystemExit {error.code}) where it should have returned") from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         status, reason = outcome_of_exception(error)
-        if status == OOM:
-            raise UserError(reason) from None
-        theirs = own_traceback(error, config)
-        if theirs is None:
+        sentence = reason if status == OOM else their_mistake(error, config)
+        if sentence is None:
             raise
-        raise UserError(f"{config.name} failed:\n{theirs.rstrip()}") from None
+        raise UserError(sentence) from None
 
 
 def _write(path: Path, text: str) -> None:

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from dpscope.exactness.reference import Reference, relative_errors
 from dpscope.exactness.subject import REPEATABLE, Subject
-from dpscope.flash.oracle import cast_batch, gradients_of, sample_of
+from dpscope.flash.oracle import cast_batch, gradients_by_name, sample_of
 from dpscope.instruments.module_hooks import module_hooks
 from dpscope.sentences import name_module
 
@@ -43,9 +43,8 @@ def find_mixing(subject: Subject) -> str | None:
 def gradient_of_the_batch(subject: Subject) -> dict[str, Tensor | None]:
     """The gradient of the sum of all losses, by parameter; None where the loss does not depend on it."""
     model, batch = subject.fresh(torch.float64)
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    found = gradients_of(subject.loss(model, batch).sum(), list(named.values()))
-    return {name: None if g is None else g.cpu().double() for name, g in zip(named, found, strict=True)}
+    found = gradients_by_name(subject.loss(model, batch).sum(), model)
+    return {name: None if g is None else g.cpu().double() for name, g in found.items()}
 
 
 def find_mixing_in_backward(gradient: dict[str, Tensor | None], reference: Reference) -> str | None:

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpscope.errors import UserError
-from dpscope.flash.oracle import batch_size_of, cast_batch, gradients_of
+from dpscope.flash.oracle import LossFn, batch_size_of, cast_batch, gradients_by_name
 from dpscope.sentences import list_names
-from dpscope.trainers.base import LossFunction, require_loss_per_sample, require_trainable
+from dpscope.trainers.base import require_loss_per_sample, require_trainable
 from dpscope.workloads.workload import Batch, Workload
 
 # Two runs of the same float64 computation agree far better; models that go through float32 inside, only to this.
@@ -25,7 +25,7 @@ FILL_DEVIATION = 0.02
 class Subject:
     model: nn.Module  # the pattern: every use takes a copy of it
     batch: Batch
-    loss: LossFunction
+    loss: LossFn
     seed: int
     device: torch.device
     batch_size: int  # samples in the batch
@@ -88,12 +88,11 @@ def _hidden_parameters(subject: Subject) -> list[str]:
     A zero says nothing about who computes it right.
     """
     model, batch = subject.fresh(torch.float32)
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     losses = subject.loss(model, batch)
     if not losses.requires_grad:
         raise UserError("no parameter receives a gradient: the loss is detached from the model")
-    found = gradients_of(losses.sum(), list(named.values()))
-    return [name for name, gradient in zip(named, found, strict=True) if gradient is not None and not gradient.any()]
+    found = gradients_by_name(losses.sum(), model)
+    return [name for name, gradient in found.items() if gradient is not None and not gradient.any()]
 
 
 @torch.no_grad()

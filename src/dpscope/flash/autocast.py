@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -39,6 +40,11 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """The dtype autocast computes in on x's device, None where it is off."""
     device = "cuda" if x.is_cuda else "cpu" if x.is_cpu else x.device.type
     return get_autocast_dtype(device) if is_autocast_enabled(device) else None
+
+
+def no_autocast(device: str) -> AbstractContextManager[Any]:
+    """Inside an autocast context too, per-sample gradients, norms and sums have the precision of what was recorded."""
+    return torch.autocast(device, enabled=False) if is_autocast_enabled(device) else nullcontext()
 
 
 _output_dtypes: dict[tuple[Any, ...], torch.dtype] = {}

@@ -26,7 +26,7 @@ from dpscope.flash.microbatch import MicroBatch, RunningSum, SumBatch, sum_parts
 from dpscope.flash.norms import as_summed
 from dpscope.flash.paths import PathRules
 from dpscope.flash.recomputation import BlockInput, BlockPass, ForwardState
-from dpscope.flash.rehearsal_run import untouched
+from dpscope.flash.rehearsal_run import cuda_devices, untouched
 from dpscope.flash.slots import Slot
 from dpscope.flash.step_state import Recorded, StepState
 
@@ -53,8 +53,8 @@ class BlockReruns:
     def __init__(self, engine: RerunEngine, choices: BlockChoices) -> None:
         self.engine = engine
         self.choices = choices
+        self.devices = cuda_devices(engine.model)
         self.take: Callable[[Slot, Contribution], None] | None = None
-        self.devices = list({p.device for p in engine.model.parameters() if p.device.type == "cuda"})
         self._weights: list[tuple[nn.Parameter, int]] = []
         self._modes: list[tuple[nn.Module, bool]] = []
         self._numpy_state: Any = None  # where the micro-batch's forward began
@@ -127,7 +127,7 @@ class BlockReruns:
         try:
             with (
                 engine.state.rehearsing(passes[0].batch_size),
-                untouched(engine.model, self.devices),
+                untouched(engine.model),
                 engine.anchor.renewed() as anchor,
             ):
                 tails = [Tail(self._product_left_out(each)) for each in passes]

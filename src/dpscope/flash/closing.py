@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from dpscope.flash.autocast import no_autocast
 from dpscope.flash.microbatch import MicroBatch, RunningSum, SumBatch
 from dpscope.flash.ranks.ranks import Ranks
 
@@ -80,8 +79,3 @@ def one_by_one(batches: Iterator[SumBatch]) -> Iterator[tuple[nn.Parameter, Tens
         sums.reverse()
         while sums:
             yield parameters.pop(), sums.pop()
-
-
-def no_autocast(device: str) -> AbstractContextManager[Any]:
-    """Norms and sums are taken in the precision of what was recorded, also inside an autocast context."""
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()

@@ -13,9 +13,13 @@ from dpscope.flash.instance_method import InstanceMethod
 _INSTEAD = "wrap the model in DistributedDataParallel, or shard it with fully_shard, and call make_private then"
 
 
+def is_initialised() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 def refuse_several_processes() -> None:
     """Raises UserError if torch.distributed runs more than one process: each would add noise to a model of its own."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    if not is_initialised():
         return
     processes = torch.distributed.get_world_size()
     if processes > 1:

@@ -25,10 +25,10 @@ from torch.utils.hooks import RemovableHandle
 from dpscope.errors import UserError
 from dpscope.flash.anchor import Anchor
 from dpscope.flash.attachment import Attachment
-from dpscope.flash.autocast import SharedCast
+from dpscope.flash.autocast import SharedCast, no_autocast
 from dpscope.flash.block_tails import Tail
 from dpscope.flash.checkpointed_blocks import CheckpointedBlock, CheckpointedBlocks
-from dpscope.flash.closing import local_sums, no_autocast, one_by_one, reduced_sums, zero_sums
+from dpscope.flash.closing import local_sums, one_by_one, reduced_sums, zero_sums
 from dpscope.flash.compiled.frames import original_of, require_module
 from dpscope.flash.compiled.traced import GraphCast
 from dpscope.flash.contributions import Contribution

@@ -103,6 +103,12 @@ def gradients_of(loss: Tensor, parameters: Sequence[Tensor]) -> list[Tensor | No
             tensor.grad = gradient
 
 
+def gradients_by_name(loss: Tensor, model: nn.Module) -> dict[str, Tensor | None]:
+    """The same of a model's trainable parameters; None where the loss does not depend on one."""
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    return dict(zip(named, gradients_of(loss, list(named.values())), strict=True))
+
+
 def _leaves_of(loss: Tensor) -> Iterator[Tensor]:
     """The tensors in whose .grad a backward pass adds, as far as autograd's graph shows them."""
     nodes: list[Any] = [loss.grad_fn]
@@ -118,12 +124,10 @@ def _leaves_of(loss: Tensor) -> Iterator[Tensor]:
 
 def per_sample_gradients(model: nn.Module, batch: Batch, loss_fn: LossFn) -> Iterator[dict[str, Tensor]]:
     """One dictionary (parameter name -> gradient) a sample, of the trainable parameters, each counted once."""
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    size = batch_size_of(batch)
+    parameters, size = dict(model.named_parameters()), batch_size_of(batch)
     for index in range(size):
-        loss = loss_fn(model, sample_of(batch, index, size))
-        found = gradients_of(loss, list(named.values()))
-        yield {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(named.items(), found, strict=True)}
+        found = gradients_by_name(loss_fn(model, sample_of(batch, index, size)), model)
+        yield {name: torch.zeros_like(parameters[name]) if g is None else g for name, g in found.items()}
 
 
 def run_oracle(

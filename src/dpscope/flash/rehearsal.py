@@ -77,7 +77,6 @@ class Rehearsal:
         self.call = call.args, call.kwargs
         self.row = 0  # the sample that is changed
         self.shifted = False  # whether the runs are with the outputs of all layers changed
-        self.devices = list({p.device for p in model.parameters() if p.device.type == "cuda"})
         self.sampled: dict[int, int] = {}  # arguments that hold a row for each sample: their id -> dimension
         self._content: Run | None = None
 
@@ -102,7 +101,7 @@ class Rehearsal:
             return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
         args, kwargs = replace_leaves(self.call, chosen)
-        with self.rehearsing(run), torch.no_grad(), untouched(self.model, self.devices), warnings.catch_warnings():
+        with self.rehearsing(run), torch.no_grad(), untouched(self.model), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             output = self.forward(*args, **kwargs)
         for leaf in leaves_in(output):

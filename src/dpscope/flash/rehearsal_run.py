@@ -156,8 +156,12 @@ def fingerprints(x: Tensor, dim: int) -> Tensor:
     return torch.stack([bits.sum(1, dtype=torch.int64), bits[:, ::2].sum(1, dtype=torch.int64)], 1)
 
 
+def cuda_devices(model: nn.Module) -> list[torch.device]:
+    return list({p.device for p in model.parameters() if p.device.type == "cuda"})
+
+
 @contextmanager
-def untouched(model: nn.Module, devices: list[torch.device]) -> Iterator[None]:
+def untouched(model: nn.Module) -> Iterator[None]:
     """Random states, buffers and attributes of the model are afterwards what they were before."""
     state_of_modules = ModuleState(model)
     buffers_of = [(module, dict(module._buffers)) for module in model.modules()]
@@ -167,7 +171,7 @@ def untouched(model: nn.Module, devices: list[torch.device]) -> Iterator[None]:
     numpy_state = numpy.random.get_state() if numpy is not None else None
     state = random.getstate()
     try:
-        with torch.random.fork_rng(devices):
+        with torch.random.fork_rng(cuda_devices(model)):
             yield
     finally:
         random.setstate(state)

@@ -53,9 +53,9 @@ def _selected_bytes(named: NamedTensors, values: dict[str, Any], outs: list[Tens
     return int(chosen * torch.Size(free).numel() * target.element_size())
 
 
-def _bytes_like(argument: str, *, of: str = "self") -> Callable[[NamedTensors, dict[str, Any], list[Tensor]], int]:
-    """One element of `of` for each element of `argument`."""
-    return lambda named, values, outs: values[argument].numel() * values[of].element_size()
+def _bytes_like(argument: str) -> Callable[[NamedTensors, dict[str, Any], list[Tensor]], int]:
+    """One element of self for each element of `argument`."""
+    return lambda named, values, outs: values[argument].numel() * values["self"].element_size()
 
 
 def _output_bytes(named: NamedTensors, values: dict[str, Any], outs: list[Tensor]) -> int:

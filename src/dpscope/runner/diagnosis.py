@@ -8,7 +8,6 @@ import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from dpscope.instruments.ncu.command import find_ncu, ncu_version
@@ -17,7 +16,7 @@ from dpscope.instruments.ncu.running import try_counters
 from dpscope.instruments.nsight import ask
 from dpscope.instruments.nsys.failures import NO_NSYS, missing_library, sampling_refused
 from dpscope.instruments.nsys.finding import find_importer, find_nsys, inspect_nsys
-from dpscope.packages import DISTRIBUTIONS, install_command, release_of
+from dpscope.packages import install_command, release_of, version_of
 from dpscope.units import GIB
 
 PRESENT, ABSENT, BROKEN = "ok", "missing", "broken"
@@ -97,11 +96,11 @@ def check_opacus() -> list[Diagnosis]:
     except ImportError as error:
         remedy = f"{install_command('opacus')} (without it only `standard` can be measured)"
         return [Diagnosis("Opacus", ABSENT, f"cannot be imported ({error})", remedy)]
-    return [Diagnosis("Opacus", PRESENT, _version("opacus"))]
+    return [Diagnosis("Opacus", PRESENT, version_of("opacus") or "version unknown")]
 
 
 def check_triton() -> list[Diagnosis]:
-    found = _version("triton")
+    found = version_of("triton")
     if found:
         return [Diagnosis("Triton", PRESENT, found)]
     remedy = f"CUDA builds of torch bring it; otherwise {install_command('triton')}"
@@ -116,7 +115,7 @@ def check_compile() -> list[Diagnosis]:
 
         from dpscope.trainers.compilation import compile_obstacle
     except ImportError:
-        return [Diagnosis(name, ABSENT, "not tried without torch", "install torch")]
+        return [_not_tried(name)]
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     troubles = {device: trouble for device in devices if (trouble := compile_obstacle(device))}
     if not troubles:
@@ -126,13 +125,17 @@ def check_compile() -> list[Diagnosis]:
     return [Diagnosis(name, ABSENT, f"{said}, so `--compile` fails on {' and '.join(troubles)}", remedy)]
 
 
+def _not_tried(name: str) -> Diagnosis:
+    return Diagnosis(name, ABSENT, "not tried without torch", "install torch")
+
+
 def check_packages() -> list[Diagnosis]:
     """What pages, figures, exports and models of others need. Nothing here is imported: that would take seconds."""
     return [_check_package(*row) for row in PACKAGES]
 
 
 def _check_package(package: str, without: str, required: bool) -> Diagnosis:
-    found = _version(DISTRIBUTIONS.get(package, package))
+    found = version_of(package)
     status, said = (PRESENT, found) if found else (ABSENT, f"not installed: {without}")
     return Diagnosis(package, status, said, install_command(package), required=required)
 
@@ -152,7 +155,7 @@ def _check_counters(ncu: str) -> Diagnosis:
     try:
         import torch
     except ImportError:
-        return Diagnosis(name, ABSENT, "not tried without torch", "install torch")
+        return _not_tried(name)
     if not torch.cuda.is_available():
         return Diagnosis(name, ABSENT, "not tried without a GPU", "run on a machine with an NVIDIA GPU")
     trouble = try_counters(ncu)
@@ -214,10 +217,3 @@ CHECKS: tuple[Callable[[], list[Diagnosis]], ...] = (
     check_nsys,
     check_disk,
 )
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""

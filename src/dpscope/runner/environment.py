@@ -10,11 +10,11 @@ import os
 import platform
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from dpscope.errors import UserError
+from dpscope.packages import version_of
 from dpscope.vocabulary.environment import LIBRARIES, MUST_BE_EQUAL
 from dpscope.vocabulary.settings import DEVICE_CHOICES, OneOf
 from dpscope.vocabulary.version import __version__
@@ -30,7 +30,7 @@ def collect(device: str) -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "torch": torch.__version__,
-        **{name: _package_version(name) for name in LIBRARIES},
+        **{name: version_of(name) for name in LIBRARIES},
         "cpu": _cpu_name(),
         "cpu_count": os.cpu_count(),
         "threads": torch.get_num_threads(),
@@ -73,13 +73,6 @@ def resolve_device(device: str) -> str:
     if device == "cuda":
         raise UserError("--device cuda, but torch sees no CUDA device here: run `dpscope doctor`, or use --device cpu")
     return "cpu"
-
-
-def _package_version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def _git_commit() -> str | None:

@@ -42,7 +42,7 @@ def measure(spec: RunSpec, progress: Progress = no_progress, files: Path | None 
     measurement: Measurement = getattr(module, f"measure_{spec.instrument}")
     with tempfile.TemporaryDirectory() as nowhere:
         folder = files or Path(nowhere)
-        result = measurement(spec, progress, folder)
+        result = replace(measurement(spec, progress, folder), environment=environment.collect(spec.device))
         if files is None:
             return replace(result, files={})
     # A result names its files from the sweep's folder, so that the whole can be moved.

@@ -16,7 +16,7 @@ from dpscope.outcomes import outcome_of_exception
 from dpscope.runner import collector
 from dpscope.runner.launcher import Limits
 from dpscope.runner.spec import RunSpec
-from dpscope.runner.tracebacks import own_traceback
+from dpscope.runner.tracebacks import their_mistake
 from dpscope.runner.worker import claim_stdout, limit_memory
 from dpscope.units import format_duration
 from dpscope.vocabulary.exit_codes import REFUSED
@@ -110,18 +110,15 @@ def explain(spec: RunSpec) -> str | None:
     """Say what is wrong with the user's workload; None if nothing is, or if only the rows can show it."""
     from dpscope.runner.assembly import assemble
 
-    name = spec.workload.name
     try:
         trainer, batches = assemble(replace(spec, method=STANDARD, compile=EAGER))
         trainer.train_step(*batches)
     except UserError as error:
         return str(error)
-    except SystemExit as error:
-        return f"{name} ended Python (SystemExit {error.code}) where it should have returned"
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if outcome_of_exception(error)[0] != OOM:
-            theirs = own_traceback(error, spec.workload) or "".join(traceback.format_exception_only(error))
-            return f"{name} failed:\n{theirs}"
+            short = "".join(traceback.format_exception_only(error))
+            return their_mistake(error, spec.workload) or f"{spec.workload.name} failed:\n{short}"
     try:
         require_buildable(spec)
     except UserError as error:

@@ -22,12 +22,12 @@ from torch.utils import _pytree as pytree
 
 from dpscope.errors import UserError
 from dpscope.instruments.processes import end_with_lifeline, run_limited
+from dpscope.runner.assembly import build
+from dpscope.runner.rank_launcher import end_rank, rank_command
 from dpscope.runner.spec import RunSpec
 from dpscope.runner.world import join_world
 from dpscope.trainers.base import load_trainer
-from dpscope.vocabulary.exit_codes import ALL_OK, SOME_NOT_OK
 from dpscope.vocabulary.methods import resolve_method
-from dpscope.workloads.workload import build_model, build_workload
 
 CHECKED_STEPS = 5
 # Sums over the samples in another order, over a few steps, of how far a parameter moved.
@@ -59,11 +59,10 @@ def check_ranks(spec: RunSpec) -> RankCheck:
     """Train on the spec's ranks and in this process, and compare."""
     spec = replace(spec, method="flash", optimizer="sgd", learning_rate=0.1)
     alone = replace(spec, batch_size=spec.logical_batch_size, gpus=1)
-    before, expected = train(replace(alone), steps=0), train(alone)
+    before, expected = train(alone, steps=0), train(alone)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "parameters.pt"
-        run = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={spec.gpus}"]
-        finished = run_limited([*run, "-m", "dpscope.runner.rank_check", json.dumps(spec.to_dict()), str(file)])
+        finished = run_limited(rank_command("rank_check", spec, file))
         if not file.exists():
             raise UserError(f"the ranks ended without a result:\n{_first_error(finished.output)}")
         found: Values = torch.load(file, weights_only=True)
@@ -81,15 +80,11 @@ def compare(spec: RunSpec, before: Values, expected: Values, found: Values) -> R
 def train(spec: RunSpec, steps: int = CHECKED_STEPS) -> Values:
     """Every parameter, whole, after some steps as one of the spec's ranks."""
     rank = join_world(spec)
-    workload = build_workload(spec.workload, batch_size=spec.logical_batch_size, seq_len=spec.seq_len)
-    device = torch.device(spec.device)
-    torch.manual_seed(spec.seed)
-    with device:
-        model = build_model(workload, spec.param_dtype)
+    workload, model = build(spec, spec.logical_batch_size)
     model.eval()  # dropout draws other numbers on every rank
     trainer = load_trainer(resolve_method(spec.method))(model, workload.loss, spec.settings)
     for step in range(steps):
-        batch = workload.batch(spec.seed + step, device)
+        batch = workload.batch(spec.seed + step, torch.device(spec.device))
         rows = share_of_step(step, spec.logical_batch_size, rank, spec.gpus)
         trainer.train_step(pytree.tree_map(lambda leaf, rows=rows: _rows(leaf, rows, spec.logical_batch_size), batch))
     return {name: _whole(parameter) for name, parameter in model.named_parameters()}
@@ -121,7 +116,6 @@ def _first_error(output: str) -> str:
 def main() -> None:
     end_with_lifeline()
     spec, file = RunSpec.from_dict(json.loads(sys.argv[1])), Path(sys.argv[2])
-    code = ALL_OK
     try:
         found = train(spec)
         if os.environ["RANK"] == "0":
@@ -129,10 +123,8 @@ def main() -> None:
             file.with_suffix(".tmp").rename(file)
     except Exception:
         traceback.print_exc()
-        code = SOME_NOT_OK
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # gloo's threads abort now and then when a process ends by itself
+        end_rank(ok=False)
+    end_rank(ok=True)
 
 
 if __name__ == "__main__":

@@ -6,19 +6,21 @@ It is a child of the row's, so that all ranks are in the row's process group.
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NoReturn, TypedDict
 
 from dpscope.errors import RankEnded
 from dpscope.instruments.processes import run_limited
 from dpscope.instruments.timing import Progress
 from dpscope.outcomes import outcome_of_exit
 from dpscope.runner.spec import RunSpec
+from dpscope.vocabulary.exit_codes import ALL_OK, SOME_NOT_OK
 from dpscope.vocabulary.statuses import FAILED, OK, OOM, SKIPPED
 
 # Signals that end a process, but for SIGTERM, by which torch.distributed.run ends those that are left.
@@ -38,7 +40,7 @@ def run_ranks(spec: RunSpec, progress: Progress, files: Path) -> list[Any]:
     """What each rank of the spec saw (`runner/rank_steps.py`), or `RankEnded` with how the row ended."""
     with tempfile.TemporaryDirectory() as folder:
         progress(f"{spec.gpus} ranks", 0, 1)
-        finished = run_limited(rank_command(spec, Path(folder), files))
+        finished = run_limited(rank_command("rank_steps", spec, files, Path(folder)))
         print(finished.output, file=sys.stderr)
         outcomes = [_read(Path(folder) / f"{rank}.json") for rank in range(spec.gpus)]
     _require_figures(outcomes, finished.output)
@@ -70,10 +72,17 @@ def _exit_codes(output: str) -> dict[int, int]:
     return {int(rank): int(code) for rank, code in pairs}
 
 
-def rank_command(spec: RunSpec, folder: Path, files: Path) -> list[str]:
-    """The command that runs a spec on all its ranks."""
+def rank_command(program: str, spec: RunSpec, *files: Path) -> list[str]:
+    """The command that runs a program of `runner/` on every rank of a spec."""
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={spec.gpus}"]
-    return [*run, "-m", "dpscope.runner.rank_steps", json.dumps(spec.to_dict()), str(files), str(folder)]
+    return [*run, "-m", f"dpscope.runner.{program}", json.dumps(spec.to_dict()), *map(str, files)]
+
+
+def end_rank(*, ok: bool) -> NoReturn:
+    """End this process at once: gloo's threads abort now and then when a process ends by itself."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(ALL_OK if ok else SOME_NOT_OK)
 
 
 def _read(path: Path) -> RankOutcome | None:

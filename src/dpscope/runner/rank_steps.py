@@ -14,10 +14,10 @@ from pathlib import Path
 
 from dpscope.instruments.processes import end_with_lifeline
 from dpscope.outcomes import outcome_of_exception
+from dpscope.results.store import write_atomically
 from dpscope.runner import collector
-from dpscope.runner.rank_launcher import RankOutcome
+from dpscope.runner.rank_launcher import RankOutcome, end_rank
 from dpscope.runner.spec import RunSpec
-from dpscope.vocabulary.exit_codes import ALL_OK, SOME_NOT_OK
 from dpscope.vocabulary.statuses import OK
 
 
@@ -39,13 +39,8 @@ def main() -> None:
     end_with_lifeline()
     spec, files, folder = RunSpec.from_dict(json.loads(sys.argv[1])), Path(sys.argv[2]), Path(sys.argv[3])
     outcome = measure_or_explain(spec, files)
-    path = folder / f"{os.environ['RANK']}.json"
-    path.with_suffix(".tmp").write_text(json.dumps(outcome), encoding="utf-8")
-    path.with_suffix(".tmp").rename(path)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # gloo's threads abort now and then when a process ends by itself.
-    os._exit(ALL_OK if outcome["status"] == OK else SOME_NOT_OK)
+    write_atomically(folder / f"{os.environ['RANK']}.json", json.dumps(outcome))
+    end_rank(ok=outcome["status"] == OK)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,14 @@ def details_of(error: BaseException, workload: WorkloadConfig) -> str:
     return "".join(traceback.format_exception(error)) if own is None else own
 
 
+def their_mistake(error: BaseException, workload: WorkloadConfig) -> str | None:
+    """What went wrong in the user's workload; None if it was not there."""
+    if isinstance(error, SystemExit):  # its exit code would be taken for ours
+        return f"{workload.name} ended Python (SystemExit {error.code}) where it should have returned"
+    own = own_traceback(error, workload)
+    return None if own is None else f"{workload.name} failed:\n{own.rstrip()}"
+
+
 def own_traceback(error: BaseException, workload: WorkloadConfig) -> str | None:
     """Format an error from the first of the user's frames on; None if no frame is theirs."""
     if not isinstance(workload, CustomConfig):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dpscope.errors import UserError
-from dpscope.flash.oracle import tensors_of
+from dpscope.flash.oracle import LossFn, tensors_of
 from dpscope.places import load_at
 from dpscope.results.schema import Note
 from dpscope.trainers.checkpointing import checkpoint_blocks
@@ -24,8 +24,6 @@ from dpscope.workloads.workload import Batch
 
 if TYPE_CHECKING:
     from dpscope.instruments.memory import ComponentRule, Holding
-
-LossFunction = Callable[[nn.Module, Batch], Tensor]  # -> one loss per sample, (B,)
 
 AUTOCAST = {"bf16": torch.bfloat16}  # the other formats are those of the parameters
 
@@ -41,7 +39,7 @@ class TrainerBase(ABC):
 
     memory_rules: ClassVar[tuple[ComponentRule, ...]] = ()
 
-    def __init__(self, model: nn.Module, loss: LossFunction, settings: TrainerSettings) -> None:
+    def __init__(self, model: nn.Module, loss: LossFn, settings: TrainerSettings) -> None:
         require_trainable(model)
         self.loss = loss
         self.settings = settings

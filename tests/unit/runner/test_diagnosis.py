@@ -9,6 +9,7 @@ import torch
 from click.testing import CliRunner
 
 from dpscope.commands import doctor
+from dpscope.packages import version_of
 from dpscope.runner import diagnosis
 from dpscope.runner.diagnosis import ABSENT, BROKEN, PRESENT
 from tests.stand_ins import nsys as fake_nsys
@@ -73,8 +74,7 @@ def test_missing_tools_come_with_a_remedy(monkeypatch, no_ncu):
     [("jinja2", True), ("matplotlib", True), ("pandas", False), ("transformers", False), ("peft", False)],
 )
 def test_a_missing_package_is_named_with_what_it_is_for_and_what_to_type(monkeypatch, package, required):
-    present = diagnosis._version
-    monkeypatch.setattr(diagnosis, "_version", lambda name: "" if name == package else present(name))
+    monkeypatch.setattr(diagnosis, "version_of", lambda name: None if name == package else version_of(name))
     found = finding(diagnosis.check_packages(), package)
     assert (found.status, found.required) == (ABSENT, required)
     assert found.remedy.endswith(f"install {package}")

@@ -67,10 +67,8 @@ class Region:
 
     def _run_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run what was compiled as it is, and leave no trace of it."""
-        model = self.engine.model
-        devices = list({p.device for p in model.parameters() if p.device.type == "cuda"})
         args, kwargs = replace_leaves((args, kwargs), lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
-        with untouched(model, devices), warnings.catch_warnings():
+        with untouched(self.engine.model), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return self.eager(*args, **kwargs)
 

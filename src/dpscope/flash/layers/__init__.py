@@ -17,9 +17,9 @@ from dpscope.flash.layers.embedding import EmbeddingTap, ScaledEmbeddingTap
 from dpscope.flash.layers.linear import LinearTap, TransposedLinearTap
 from dpscope.flash.layers.norm import GroupNormTap, LayerNormTap, RMSNormTap
 from dpscope.flash.layers.opaque import OpaqueTap
-from dpscope.flash.layers.recurrent import RecurrentTap, is_recurrent
+from dpscope.flash.layers.recurrent import RecurrentTap
 from dpscope.flash.layers.refusals import RefusedTap, refusal_of, refuse_trained
-from dpscope.flash.layers.sample_dims import hides_samples_from_its_layers
+from dpscope.flash.layers.sample_dims import hides_samples_from_its_layers, is_recurrent
 from dpscope.flash.ranks.shards import is_sharded
 from dpscope.flash.taps import Engine, LayerTap
 

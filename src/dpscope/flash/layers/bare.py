@@ -24,6 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from dpscope.errors import UserError
+from dpscope.flash.autocast import autocast_dtype, no_autocast
 from dpscope.flash.compiled.traced import break_graph
 from dpscope.flash.layers.bare_gradients import Operand, flatten, key_of, rebuild
 from dpscope.flash.layers.bare_use import BareUse, Constant, Unrelated, learn, slot_of
@@ -127,7 +128,7 @@ class Used(torch.autograd.Function):
         tap = use.tap
         ctx.use, ctx.spec, ctx.generation = use, spec, tap.engine.state.generation
         ctx.block = tap.engine.block
-        ctx.autocast = _autocast_of(ys[0])
+        ctx.autocast = ys[0].device.type, autocast_dtype(ys[0])
         ctx.leaves, ctx.places = list(leaves), []
         for place, leaf in enumerate(leaves):
             if type(leaf) is not Bare and isinstance(leaf, Tensor):
@@ -156,11 +157,6 @@ _unsafe_view = torch.ops.aten._unsafe_view.default
 _apply_used: Any = super(torch.autograd.Function, Used).apply
 
 
-def _autocast_of(y: Tensor) -> tuple[str, torch.dtype | None]:
-    device = y.device.type
-    return device, torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-
-
 def _record(ctx: Any, gs: tuple[Tensor, ...]) -> None:
     use, engine = ctx.use, ctx.use.tap.engine
     if not gs[0].shape[0]:
@@ -171,10 +167,7 @@ def _record(ctx: Any, gs: tuple[Tensor, ...]) -> None:
         for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
             leaves[place] = tensor
     gs = tuple(g.resolve_neg() for g in gs)
-    if torch.is_autocast_enabled(ctx.autocast[0]):
-        with torch.autocast(ctx.autocast[0], enabled=False):
-            use.record(_operands(leaves), ctx.spec, gs, ctx.autocast)
-    else:
+    with no_autocast(ctx.autocast[0]):
         use.record(_operands(leaves), ctx.spec, gs, ctx.autocast)
 
 

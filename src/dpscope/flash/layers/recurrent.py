@@ -14,12 +14,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from dpscope.flash.compiled.traced import break_graph
 from dpscope.flash.layers.opaque import OpaqueTap
-from dpscope.flash.layers.sample_dims import is_opacus_layer
 from dpscope.flash.taps import Engine
-
-
-def is_recurrent(module: nn.Module) -> bool:
-    return isinstance(module, nn.RNNBase) or is_opacus_layer(module, "DPRNNBase")
 
 
 class RecurrentTap(OpaqueTap):

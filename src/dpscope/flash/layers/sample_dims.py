@@ -13,9 +13,13 @@ def is_opacus_layer(module: nn.Module, name: str) -> bool:
     return any(cls.__name__ == name and cls.__module__.startswith("opacus.") for cls in type(module).__mro__)
 
 
+def is_recurrent(module: nn.Module) -> bool:
+    return isinstance(module, nn.RNNBase) or is_opacus_layer(module, "DPRNNBase")
+
+
 def sample_dims(module: nn.Module) -> SampleDims:
     first = 0 if getattr(module, "batch_first", True) else 1
-    if isinstance(module, nn.RNNBase) or is_opacus_layer(module, "DPRNNBase"):
+    if is_recurrent(module):
         # States are (layers · directions, B, ·), whatever batch_first says. Opacus calls `hx` `state_init`.
         return {"input": first, "hx": 1, "state_init": 1}, (first, 1, 1)
     if isinstance(module, nn.MultiheadAttention) or is_opacus_layer(module, "DPMultiheadAttention"):

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dpscope.errors import UserError
+from dpscope.flash.distributed import is_initialised
 from dpscope.flash.ranks.shards import is_sharded
 from dpscope.flash.torch_version import require_for_shards
 
@@ -68,6 +69,11 @@ def is_spread(model: nn.Module) -> bool:
     )
 
 
+def require_initialised() -> None:
+    if not is_initialised():
+        raise UserError("the model is spread over processes, but torch.distributed is not initialised")
+
+
 def layout_of(model: nn.Module) -> Layout | None:
     """How the model is spread; None for one that is whole in one process. Raises UserError for what is refused."""
     _refuse_wrappers(model)
@@ -81,8 +87,7 @@ def layout_of(model: nn.Module) -> Layout | None:
         if any(is_fsdp(part) for part in module.modules()):
             raise UserError("the model was given to fully_shard, but none of its parameters is sharded")
         return None
-    if not dist.is_initialized():
-        raise UserError("the model is spread over processes, but torch.distributed is not initialised")
+    require_initialised()
     refuse_compiled(model)
     if sharded and wrapper is not None:
         raise UserError(f"{sharded[0][0]} is sharded inside {type(wrapper).__name__}: {_INSTEAD}, one of them")

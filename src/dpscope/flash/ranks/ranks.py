@@ -5,15 +5,14 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from dpscope.errors import UserError
+from dpscope.flash.distributed import is_initialised
 from dpscope.flash.instance_method import InstanceMethod
 from dpscope.flash.ranks.agreement import Control, control, explain_lost_ranks
-from dpscope.flash.ranks.layout import Layout, is_fsdp, is_spread, layout_of
+from dpscope.flash.ranks.layout import Layout, is_fsdp, is_spread, layout_of, require_initialised
 from dpscope.flash.ranks.reduction import Reduction
 from dpscope.flash.ranks.stand_ins import without_collectives
 
@@ -73,8 +72,7 @@ def ranks_of(model: nn.Module) -> Ranks | None:
         layout_of(model)  # refuses what no process group is needed to refuse
         return None
     reshard(model)
-    if not _initialised():
-        raise UserError("the model is spread over processes, but torch.distributed is not initialised")
+    require_initialised()
     link = control()
     with link.refusing_together():
         layout = layout_of(model)
@@ -85,7 +83,7 @@ def ranks_of(model: nn.Module) -> Ranks | None:
 
 def refusing_together(model: nn.Module) -> AbstractContextManager[None]:
     """An error inside, on any rank over which the model is spread, is raised on all of them."""
-    return control().refusing_together() if is_spread(model) and _initialised() else nullcontext()
+    return control().refusing_together() if is_spread(model) and is_initialised() else nullcontext()
 
 
 def reshard(model: nn.Module) -> None:
@@ -93,7 +91,3 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if is_fsdp(module):
             module.reshard()  # type: ignore[operator]
-
-
-def _initialised() -> bool:
-    return dist.is_available() and dist.is_initialized()

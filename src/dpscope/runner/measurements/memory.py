@@ -23,7 +23,6 @@ from dpscope.instruments.timing import Progress
 from dpscope.results.checks import NotConserved, conservation_faults
 from dpscope.results.payloads.memory import MemoryPayload, Remainder
 from dpscope.results.schema import Result, result_for
-from dpscope.runner import environment
 from dpscope.runner.rules import load_rule
 from dpscope.runner.spec import RunSpec
 from dpscope.runner.steps import TrainingSteps
@@ -68,7 +67,6 @@ def measure_memory(spec: RunSpec, progress: Progress, files: Path) -> Result:
         timeline=use.timeline(),
         files=written,
         notes=step.notes(),
-        environment=environment.collect(spec.device),
     )
     if faults := conservation_faults(result):
         raise NotConserved("; ".join(faults))

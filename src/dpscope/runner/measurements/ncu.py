@@ -31,7 +31,6 @@ from dpscope.instruments.ncu.running import NcuCapture, one_pass_metrics, take_r
 from dpscope.instruments.timing import Progress
 from dpscope.results.payloads.ncu import ESTIMATE, MEASURED, READ, WRITE, Estimate, Kernels, NcuPayload
 from dpscope.results.schema import Result, result_for
-from dpscope.runner import environment
 from dpscope.runner.launcher import ROW_SECONDS
 from dpscope.runner.ranged_step import OUTCOME, program
 from dpscope.runner.spec import RunSpec
@@ -74,7 +73,7 @@ def measure_ncu(spec: RunSpec, progress: Progress, folder: Path) -> Result:
 
 
 def _result(spec: RunSpec, payload: NcuPayload, files: dict[str, str], **outcome: Any) -> Result:
-    return result_for(spec.to_dict(), ncu=payload, files=files, environment=environment.collect(spec.device), **outcome)
+    return result_for(spec.to_dict(), ncu=payload, files=files, **outcome)
 
 
 def obstacle(device: str) -> str | None:

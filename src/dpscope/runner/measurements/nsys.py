@@ -28,7 +28,6 @@ from dpscope.instruments.nsys.running import NsysCapture, take_capture
 from dpscope.instruments.nsys.summary import summarise_timeline
 from dpscope.instruments.timing import Progress
 from dpscope.results.schema import Result, result_for
-from dpscope.runner import environment
 from dpscope.runner.ranged_step import KEEP_GOING, OUTCOME, program
 from dpscope.runner.spec import RunSpec
 from dpscope.vocabulary.statuses import FAILED, OK
@@ -69,7 +68,6 @@ def measure_nsys(spec: RunSpec, progress: Progress, files: Path) -> Result:
         details=None if status == OK else taken.output[-4000:],
         nsys=part,
         files=_files(taken),
-        environment=environment.collect(spec.device),
     )
 
 

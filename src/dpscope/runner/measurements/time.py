@@ -6,7 +6,6 @@ from pathlib import Path
 
 from dpscope.instruments.timing import Progress, time_steps
 from dpscope.results.schema import Result, result_for
-from dpscope.runner import environment
 from dpscope.runner.measurements.world import measure_rank, measure_world
 from dpscope.runner.spec import RunSpec
 from dpscope.runner.steps import TrainingSteps
@@ -33,5 +32,4 @@ def measure_time(spec: RunSpec, progress: Progress, files: Path) -> Result:
         timing=timing,
         memory=memory,
         notes=notes,
-        environment=environment.collect(spec.device),
     )

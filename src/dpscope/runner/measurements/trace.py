@@ -15,7 +15,6 @@ from dpscope.instruments.trace.events import read_trace
 from dpscope.instruments.trace.summary import summarise
 from dpscope.results.payloads.trace import TracedRank, TracePayload
 from dpscope.results.schema import Note, Result, result_for
-from dpscope.runner import environment
 from dpscope.runner.measurements.world import notes_on_simulation
 from dpscope.runner.rank_launcher import run_ranks
 from dpscope.runner.spec import RunSpec
@@ -46,7 +45,6 @@ def measure_trace(spec: RunSpec, progress: Progress, files: Path) -> Result:
         trace=first,
         files={what: name for each in ranks for what, name in each["files"].items()},
         notes=[*notes_on_simulation(spec), *ranks[0]["notes"]],
-        environment=environment.collect(spec.device),
     )
 
 

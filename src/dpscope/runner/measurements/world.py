@@ -20,7 +20,6 @@ from dpscope.instruments.trace.events import read_trace
 from dpscope.results.payloads.memory import MemoryPayload
 from dpscope.results.payloads.ranks import Collective, RanksPayload
 from dpscope.results.schema import Note, Result, result_for
-from dpscope.runner import environment
 from dpscope.runner.rank_launcher import run_ranks
 from dpscope.runner.spec import RunSpec
 from dpscope.runner.steps import TrainingSteps
@@ -54,7 +53,6 @@ def _put_together(spec: RunSpec, ranks: Sequence[RankFigures]) -> Result:
         memory=memory,
         ranks=_ranks(spec, ranks),
         notes=[*notes_on_simulation(spec), *ranks[0]["notes"]],
-        environment=environment.collect(spec.device),
     )
 
 
