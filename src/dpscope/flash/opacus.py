@@ -9,8 +9,6 @@ loader, BatchMemoryManager, checkpoints, noise and clip schedulers are Opacus's 
 
 from __future__ import annotations
 
-import math
-import numbers
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,7 +21,6 @@ from opacus.accountants.utils import get_noise_multiplier
 from opacus.grad_sample import AbstractGradSampleModule
 from opacus.optimizers import DPOptimizer
 from opacus.utils.module_utils import clone_module
-from opacus.validators.errors import UnsupportedModuleError
 from opacus.validators.module_validator import ModuleValidator
 from torch import nn
 from torch.distributed import get_world_size
@@ -32,27 +29,29 @@ from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from dpscope.errors import UserError
-from dpscope.flash import layers
-from dpscope.flash.compiled.frames import original_of, require_module
+from dpscope.flash.compiled.frames import require_module
 from dpscope.flash.engine import FlashEngine
 from dpscope.flash.forward_passes import BatchSizeOf
-from dpscope.flash.instance_method import instance_method
 from dpscope.flash.memory_budget import MemoryLimit, check_limit
+from dpscope.flash.opacus_arguments import (
+    FLASH,
+    UnsupportedModelError,
+    as_number,
+    check_arguments,
+    detach_previous,
+    is_flash,
+    is_valid,
+    validate,
+    warn_of_untrained,
+)
 from dpscope.flash.padding.loader import PadBatches, pad_loader, unpadded
 from dpscope.flash.private_optimizer import DPFlashOptimizer
-from dpscope.flash.ranks.layout import layout_of
 from dpscope.flash.ranks.ranks import refusing_together, reshard
 from dpscope.flash.ranks.sampling import loader_of_rank
-from dpscope.flash.root_taps import RootTap
 
-FLASH = "flash"
 OPACUS_PREFIX = "_module."  # Opacus's wrapper keeps the model under this name, and so do its checkpoints
 # What make_private_with_epsilon hands to the search for the noise multiplier and to the accountant.
 ACCOUNTING_OPTIONS = ("epsilon_tolerance", "alphas", "eps_error", "delta_error", "poisson")
-
-
-class UnsupportedModelError(UserError, UnsupportedModuleError):
-    """A model that cannot be made private as it is; Opacus's own error as well, for code that catches that."""
 
 
 class FlashHooks:
@@ -102,7 +101,7 @@ class PrivacyEngine(OpacusPrivacyEngine):
         fill up have no share in anything; a draw larger than the largest size comes as several batches, of which the
         last takes the step, as under BatchMemoryManager.
         """
-        if not _is_flash(grad_sample_mode):
+        if not is_flash(grad_sample_mode):
             if pad_batches:
                 raise UserError("pad_batches needs flash clipping: leave out grad_sample_mode")
             return super().make_private(
@@ -113,14 +112,14 @@ class PrivacyEngine(OpacusPrivacyEngine):
             )
         for name in ("max_grad_norm", "noise_multiplier"):
             if name in kwargs:
-                kwargs[name] = _number(kwargs[name])
+                kwargs[name] = as_number(kwargs[name])
         require_module(module)
         reshard(module)
         try:
             with refusing_together(module):
-                _check_arguments(module, **kwargs)
+                check_arguments(module, **kwargs)
                 check_limit(memory_budget)
-                _detach_previous(module, kwargs["optimizer"])
+                detach_previous(module, kwargs["optimizer"])
                 self._engine_options = {"batch_size_of": batch_size_of, "memory_budget": memory_budget}
                 self._pad_batches = pad_batches
                 _, optimizer, loader = super().make_private(module=module, grad_sample_mode=FLASH, **kwargs)
@@ -136,7 +135,7 @@ class PrivacyEngine(OpacusPrivacyEngine):
         self.flash_engine = engine = optimizer.engine
         engine.forwards.expects_padding = pad_batches is not False
         engine.remove_on_detach(_accept_opacus_names(module))
-        _warn_of_untrained(engine, optimizer)
+        warn_of_untrained(engine, optimizer)
         return module if wrap_model else hooks, optimizer, loader
 
     def make_private_with_epsilon(
@@ -173,11 +172,11 @@ class PrivacyEngine(OpacusPrivacyEngine):
 
     def validate(self, *, module: nn.Module, optimizer: Any = None, data_loader: Any = None) -> None:
         """Raise UnsupportedModelError for a model that make_private would refuse."""
-        _validate(module)
+        validate(module)
 
     def is_compatible(self, *, module: nn.Module, optimizer: Any = None, data_loader: Any = None) -> bool:
         """Whether make_private would take the model."""
-        return _is_valid(module)
+        return is_valid(module)
 
     @classmethod
     def get_compatible_module(cls, module: nn.Module) -> nn.Module:
@@ -185,12 +184,12 @@ class PrivacyEngine(OpacusPrivacyEngine):
         module = clone_module(module)
         for name, layer in list(module.named_modules()):
             replace = ModuleValidator.FIXERS.get(type(layer))
-            if replace is not None and not _is_valid(layer):
+            if replace is not None and not is_valid(layer):
                 replacement = replace(layer).to(next(layer.parameters()).device)
                 module = ModuleValidator._replace_sub_module(
                     root=module, sub_module_name=name, new_sub_module=replacement
                 )
-        _validate(module)
+        validate(module)
         return module
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
@@ -278,75 +277,6 @@ class PrivacyEngine(OpacusPrivacyEngine):
         )
 
 
-def _is_flash(grad_sample_mode: str) -> bool:
-    """Whether flash clipping is meant. Opacus's own default, passed explicitly, is: the sums are the same."""
-    if grad_sample_mode == FLASH:
-        return True
-    if grad_sample_mode == "hooks":
-        warnings.warn(
-            "dpscope.flash.PrivacyEngine clips with its own engine (grad_sample_mode='flash') where 'hooks' was asked "
-            "for: the steps are the same, but there is no p.grad_sample; opacus.PrivacyEngine is Opacus's engine",
-            stacklevel=3,
-        )
-        return True
-    warnings.warn(
-        f"grad_sample_mode={grad_sample_mode!r} is Opacus's engine: leave it out to use flash clipping",
-        stacklevel=3,
-    )
-    return False
-
-
-def _number(value: Any) -> Any:
-    """A Python float of a number or of a numpy or torch scalar; anything else as it is."""
-    is_scalar = isinstance(value, numbers.Real) or getattr(value, "ndim", None) == 0
-    return float(value) if is_scalar else value
-
-
-def _validate(module: nn.Module) -> None:
-    try:
-        require_module(module)
-        layout = layout_of(module)
-        layers.plan(module if layout is None else layout.module)
-    except UserError as refusal:
-        raise UnsupportedModelError(str(refusal)) from None
-
-
-def _is_valid(module: nn.Module) -> bool:
-    try:
-        _validate(module)
-    except UnsupportedModelError:
-        return False
-    return True
-
-
-def _detach_previous(module: nn.Module, optimizer: Optimizer) -> None:
-    """Detach the engine of an earlier make_private of the same model and optimizer; refuse a second optimizer."""
-    taps = (instance_method(each) for each in module.modules())
-    previous = next((tap.engine for tap in taps if isinstance(tap, RootTap)), None)
-    if previous is None:
-        return
-    mine = previous.model in (original_of(module), getattr(module, "module", None))
-    if not isinstance(optimizer, DPFlashOptimizer) or optimizer.engine is not previous or not mine:
-        raise UserError(
-            "the model is already private, with an optimizer of its own, and a sample is clipped once, over all "
-            "parameters: give one optimizer several parameter groups instead of making two. To make the model private "
-            "anew, pass make_private's own model and optimizer, or call optimizer.engine.detach() first"
-        )
-    previous.detach()
-
-
-def _warn_of_untrained(engine: FlashEngine, optimizer: DPFlashOptimizer) -> None:
-    trained = set(map(id, optimizer.params))
-    left = [name for name, p in engine.model.named_parameters() if p.requires_grad and id(p) not in trained]
-    if left:
-        warnings.warn(
-            f"{left[0]}{f' and {len(left) - 1} more parameters' if len(left) > 1 else ''} of the model are not in the "
-            "optimizer: they count towards a sample's norm and are not trained, by another optimizer neither; freeze "
-            "them with requires_grad_(False)",
-            stacklevel=3,
-        )
-
-
 @contextmanager
 def _accepting_opacus_names(module: nn.Module) -> Iterator[None]:
 
@@ -371,47 +301,3 @@ def _strip_prefix(module: nn.Module, state: dict[str, Any], prefix: str, *rest: 
     if state and all(name.startswith(wrapped) for name in state):
         for name in list(state):
             state[prefix + name[len(wrapped) :]] = state.pop(name)
-
-
-def _check_arguments(
-    module: nn.Module,
-    *,
-    optimizer: Optimizer,
-    data_loader: DataLoader[Any],
-    noise_multiplier: float,
-    max_grad_norm: float,
-    clipping: str = "flat",
-    batch_first: bool = True,
-    loss_reduction: str = "mean",
-    criterion: Any = None,
-    **kwargs: Any,
-) -> None:
-    """Refuse what Opacus accepts, or fails on later, and flash clipping cannot do."""
-    if isinstance(module, AbstractGradSampleModule):
-        raise UnsupportedModelError(
-            "the model is already private (wrapped by Opacus): pass the original module, model._module, instead"
-        )
-    if not isinstance(max_grad_norm, float) or not (math.isfinite(max_grad_norm) and max_grad_norm > 0):
-        raise UserError(f"max_grad_norm must be one number above 0 (flat clipping), not {max_grad_norm!r}")
-    if not isinstance(noise_multiplier, float) or not (math.isfinite(noise_multiplier) and noise_multiplier >= 0):
-        raise UserError(f"noise_multiplier must be one number, zero or more, not {noise_multiplier!r}")
-    if clipping != "flat":
-        raise UserError(f"flash clipping is flat: for clipping={clipping!r} use opacus.PrivacyEngine")
-    if not batch_first:
-        raise UserError("flash clipping needs the batch as the first dimension: batch_first=True")
-    if loss_reduction not in ("mean", "sum"):
-        raise UserError(f"loss_reduction must be 'mean' or 'sum' over samples, not {loss_reduction!r}")
-    if criterion is not None and getattr(criterion, "reduction", loss_reduction) != loss_reduction:
-        raise UserError(
-            f"the criterion's reduction is {criterion.reduction!r} but loss_reduction is {loss_reduction!r}: the loss "
-            "has to be the mean or the sum over samples, and loss_reduction has to say which"
-        )
-    try:
-        batches = len(data_loader)
-    except TypeError:
-        batches = 0
-    if batches == 0 or (data_loader.batch_size is None and data_loader.batch_sampler is None):
-        raise UserError(
-            "the data loader has no batch size, or no length: privacy accounting needs the share of the data set that "
-            "a batch is; use DataLoader(dataset, batch_size=…) over a dataset with a length"
-        )
