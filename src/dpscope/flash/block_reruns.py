@@ -8,49 +8,34 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dpscope.errors import UserError
-from dpscope.flash.anchor import Anchor
 from dpscope.flash.block_choices import BlockChoices
 from dpscope.flash.block_fingerprints import Left, different, project
 from dpscope.flash.block_tails import Tail
 from dpscope.flash.combination import combine
 from dpscope.flash.contributions import Contribution
-from dpscope.flash.forward_passes import ForwardPasses
 from dpscope.flash.microbatch import MicroBatch, RunningSum, SumBatch, sum_parts
 from dpscope.flash.norms import as_summed
-from dpscope.flash.paths import PathRules
 from dpscope.flash.recomputation import BlockInput, BlockPass, ForwardState
 from dpscope.flash.rehearsal_run import cuda_devices, untouched
 from dpscope.flash.slots import Slot
-from dpscope.flash.step_state import Recorded, StepState
+from dpscope.flash.step_state import Recorded
+from dpscope.flash.taps import Engine
 
 # Sums of what is held are made in pieces of about this size: they are there before the x and g of the piece are free.
 HELD_GROUP_BYTES = 1 << 27
 
 
-class RerunEngine(Protocol):
-    model: nn.Module
-    state: StepState
-    forwards: ForwardPasses
-    path_rules: PathRules
-    anchor: Anchor
-    wanted: Collection[Slot] | None
-    tail: Tail | None
-
-    @property
-    def parameters(self) -> Collection[nn.Parameter]: ...
-
-
 class BlockReruns:
     """`take`: what becomes of contributions while blocks run again."""
 
-    def __init__(self, engine: RerunEngine, choices: BlockChoices) -> None:
+    def __init__(self, engine: Engine, choices: BlockChoices) -> None:
         self.engine = engine
         self.choices = choices
         self.devices = cuda_devices(engine.model)

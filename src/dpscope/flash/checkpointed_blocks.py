@@ -20,19 +20,20 @@ from torch.utils import _pytree as pytree
 from dpscope.flash.autograd_graph import in_backward
 from dpscope.flash.block_choices import BlockChoices
 from dpscope.flash.block_fingerprints import Fingerprint, gradient_of
-from dpscope.flash.block_reruns import BlockReruns, RerunEngine
+from dpscope.flash.block_reruns import BlockReruns
 from dpscope.flash.checkpoint_calls import can_be_watched, watching
 from dpscope.flash.combination import combine
 from dpscope.flash.contributions import Contribution, Kept
 from dpscope.flash.norms import NormSum
 from dpscope.flash.recomputation import BlockPass
 from dpscope.flash.slots import Slot
+from dpscope.flash.taps import Engine
 
 _PLAIN = (bool, int, float, str, type(None))  # what a block may give back besides tensors
 _unsafe_view = torch.ops.aten._unsafe_view.default
 
 
-class BlockEngine(RerunEngine, Protocol):
+class BlockEngine(Engine, Protocol):
     """What is asked of the engine that the blocks belong to."""
 
     block: CheckpointedBlock | None

@@ -34,7 +34,7 @@ class LayerBlock(Protocol):
 
 
 class Engine(Protocol):
-    """What taps ask of the engine they belong to."""
+    """What taps and checkpointed blocks ask of the engine they belong to."""
 
     model: nn.Module
     state: StepState
@@ -53,6 +53,9 @@ class Engine(Protocol):
 
     @property
     def blocks(self) -> object | None: ...
+
+    @property
+    def parameters(self) -> Collection[nn.Parameter]: ...
 
     def slot(self, parameter: Tensor | None) -> Slot: ...
 
