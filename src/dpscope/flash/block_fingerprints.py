@@ -84,9 +84,8 @@ def different(before: Sequence[Fingerprint], again: Sequence[dict[str, Tensor]],
     for block, (each, others) in enumerate(zip(before, again, strict=True)):
         for kind, found in each.kinds.items():
             other = others.get(kind)
-            if (
-                other is not None or kind != LEFT_INPUTS
-            ):  # of layers that left nothing, zeros: but their inputs may be any
+            # Of layers that left nothing, zeros: but their inputs may be any.
+            if other is not None or kind != LEFT_INPUTS:
                 blocks.append(block)
                 pairs.append((found, torch.zeros_like(found) if other is None else other))
     first, second = (torch.stack(side) for side in zip(*pairs, strict=True))  # (blocks × kinds, 2, B)

@@ -262,9 +262,8 @@ class PrivacyEngine(OpacusPrivacyEngine):
             optimizer = optimizer.original_optimizer
         if self._prepared.engine.ranks is not None:
             self._prepared.engine.ranks.agree_on(optimizer)
-        if kwargs.pop(
-            "distributed", False
-        ):  # Opacus divides by the number of processes; sums here are over all of them
+        # Opacus divides by the number of processes; sums here are over all of them.
+        if kwargs.pop("distributed", False):
             kwargs["expected_batch_size"] = round(kwargs["expected_batch_size"] * get_world_size())
         kwargs.pop("clipping", None)
         generator = kwargs.pop("noise_generator", None)

@@ -167,9 +167,8 @@ class StepState:
     def open(self, size: int, *, rows: Rows | None = None, in_backward: bool = False) -> None:
         if self._micro_batch is not RECORDED:
             self._micro_batch = OPENED
-            if (
-                rows != self._rows
-            ):  # backward passes are of this forward pass from now on, or it is not known of which rows
+            # Backward passes are of this forward pass from now on, or it is not known of which rows.
+            if rows != self._rows:
                 self._generation += 1
                 self._rows = rows
         elif not in_backward:
