@@ -24,15 +24,15 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from dpscope.errors import UserError
-from dpscope.flash.autocast import autocast_dtype, no_autocast
 from dpscope.flash.compiled.traced import break_graph
-from dpscope.flash.layers.bare_gradients import Operand, flatten, key_of, rebuild
+from dpscope.flash.layers.bare_gradients import flatten, key_of, rebuild
+from dpscope.flash.layers.bare_node import apply_used, operands_of
 from dpscope.flash.layers.bare_use import BareUse, Constant, Unrelated, learn, slot_of
 from dpscope.flash.layers.sample_call import SampleCall
 from dpscope.flash.layers.unit_check import CheckedTap
 from dpscope.flash.saved_tensor_hooks import current_hooks
 from dpscope.flash.stand_in import NotFollowed, StandIn
-from dpscope.flash.taps import Engine, check_backward, refuse_replaced
+from dpscope.flash.taps import Engine, refuse_replaced
 
 
 class Bare(StandIn):
@@ -117,62 +117,6 @@ def _write(tap: BareTap, func: Any, name: str, args: Any, kwargs: dict[str, Any]
         raise tap.cannot_follow(f"a parameter is written into a constant by {name}")
     target.copy_(value)
     return None if name == "__setitem__" else target
-
-
-class Used(torch.autograd.Function):
-    """y as it is; backward gives the use its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, call: Any, anchor: Tensor, *ys: Tensor) -> Any:
-        use, leaves, spec = call
-        tap = use.tap
-        ctx.use, ctx.spec, ctx.generation = use, spec, tap.engine.state.generation
-        ctx.block = tap.engine.block
-        ctx.autocast = ys[0].device.type, autocast_dtype(ys[0])
-        ctx.leaves, ctx.places = list(leaves), []
-        for place, leaf in enumerate(leaves):
-            if type(leaf) is not Bare and isinstance(leaf, Tensor):
-                ctx.leaves[place] = leaf.shape
-                ctx.places.append(place)
-        if use.saves:
-            ctx.save_for_backward(*(leaves[place] for place in ctx.places))
-        results = tuple(y.clone() if use.copies else _unsafe_view(y, y.shape) for y in ys)
-        return results if len(results) > 1 else results[0]
-
-    @staticmethod
-    def backward(ctx: Any, *gs: Tensor) -> tuple[Tensor | None, ...]:
-        tap = ctx.use.tap
-        engine = tap.engine
-        recording = engine.anchor.is_recording()
-        if torch.is_grad_enabled() or (recording and ctx.generation != engine.state.generation):
-            check_backward(tap, ctx.generation)
-        if recording:
-            with nullcontext() if ctx.block is None else ctx.block.running():
-                _record(ctx, gs)
-        return (None, None, *gs)
-
-
-_unsafe_view = torch.ops.aten._unsafe_view.default
-# What Function.apply calls after it has looked for torch.func's transforms, in which nothing is followed.
-_apply_used: Any = super(torch.autograd.Function, Used).apply
-
-
-def _record(ctx: Any, gs: tuple[Tensor, ...]) -> None:
-    use, engine = ctx.use, ctx.use.tap.engine
-    if not gs[0].shape[0]:
-        engine.state.record()
-        return
-    leaves = list(ctx.leaves)
-    if use.saves:
-        for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
-            leaves[place] = tensor
-    gs = tuple(g.resolve_neg() for g in gs)
-    with no_autocast(ctx.autocast[0]):
-        use.record(_operands(leaves), ctx.spec, gs, ctx.autocast)
-
-
-def _operands(leaves: list[Any]) -> list[Any]:
-    return [Operand(leaf.plain) if type(leaf) is Bare else leaf for leaf in leaves]
 
 
 class BareTap(CheckedTap):
@@ -283,14 +227,14 @@ class BareTap(CheckedTap):
         key = func, key_of(spec), tuple(self._signature(leaf) for leaf in leaves)
         role = self.roles.get(key)
         if role is None:
-            found = learn(self, func, _operands(leaves), spec, batch)
+            found = learn(self, func, operands_of(leaves), spec, batch)
             if isinstance(found, str):
                 raise self.cannot_follow(found)
             if batch < 2:
                 return found  # one sample alone shows nothing of how several are treated
             role = self.roles[key] = found
         elif isinstance(role, BareUse) and not role.fits(leaves, batch):
-            again = learn(self, func, _operands(leaves), spec, batch)
+            again = learn(self, func, operands_of(leaves), spec, batch)
             if not isinstance(again, BareUse):
                 raise self.cannot_follow(f"{role.called} is given other sizes than before")
             again.known = role.known
@@ -342,7 +286,7 @@ class BareTap(CheckedTap):
         for y in ys:
             if y.dim() not in role.known:
                 self.engine.forwards.admit_unit(role, y.dim(), shared=False)
-        answers = _apply_used(call, self.engine.anchor.tensor, *ys)
+        answers = apply_used(call, self.engine.anchor.tensor, *ys)
         return answers if isinstance(answers, tuple) else (answers,)
 
     def _rehearsed(self, role: BareUse, leaves: list[Any], ys: list[Tensor]) -> list[Tensor]:

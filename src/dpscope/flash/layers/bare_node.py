@@ -1,0 +1,71 @@
+"""The autograd node behind a use of a bare parameter, through which its gradient comes."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpscope.flash.autocast import autocast_dtype, no_autocast
+from dpscope.flash.layers.bare_gradients import Operand
+from dpscope.flash.stand_in import StandIn
+from dpscope.flash.taps import check_backward
+
+
+class Used(torch.autograd.Function):
+    """y as it is; backward gives the use its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Any, anchor: Tensor, *ys: Tensor) -> Any:
+        use, leaves, spec = call
+        tap = use.tap
+        ctx.use, ctx.spec, ctx.generation = use, spec, tap.engine.state.generation
+        ctx.block = tap.engine.block
+        ctx.autocast = ys[0].device.type, autocast_dtype(ys[0])
+        ctx.leaves, ctx.places = list(leaves), []
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and not isinstance(leaf, StandIn):
+                ctx.leaves[place] = leaf.shape
+                ctx.places.append(place)
+        if use.saves:
+            ctx.save_for_backward(*(leaves[place] for place in ctx.places))
+        results = tuple(y.clone() if use.copies else _unsafe_view(y, y.shape) for y in ys)
+        return results if len(results) > 1 else results[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gs: Tensor) -> tuple[Tensor | None, ...]:
+        tap = ctx.use.tap
+        engine = tap.engine
+        recording = engine.anchor.is_recording()
+        if torch.is_grad_enabled() or (recording and ctx.generation != engine.state.generation):
+            check_backward(tap, ctx.generation)
+        if recording:
+            with nullcontext() if ctx.block is None else ctx.block.running():
+                _record(ctx, gs)
+        return (None, None, *gs)
+
+
+_unsafe_view = torch.ops.aten._unsafe_view.default
+# What Function.apply calls after it has looked for torch.func's transforms, in which nothing is followed.
+apply_used: Any = super(torch.autograd.Function, Used).apply
+
+
+def _record(ctx: Any, gs: tuple[Tensor, ...]) -> None:
+    use, engine = ctx.use, ctx.use.tap.engine
+    if not gs[0].shape[0]:
+        engine.state.record()
+        return
+    leaves = list(ctx.leaves)
+    if use.saves:
+        for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
+            leaves[place] = tensor
+    gs = tuple(g.resolve_neg() for g in gs)
+    with no_autocast(ctx.autocast[0]):
+        use.record(operands_of(leaves), ctx.spec, gs, ctx.autocast)
+
+
+def operands_of(leaves: list[Any]) -> list[Any]:
+    """What a use was given, stand-ins as what they stand for."""
+    return [Operand(leaf.plain) if isinstance(leaf, StandIn) else leaf for leaf in leaves]
