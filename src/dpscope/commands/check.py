@@ -26,6 +26,8 @@ from dpscope.workloads.configs import WorkloadConfig
 # What torch says of operators that vmap runs sample by sample. The report has a sentence of its own for such modules.
 SLOW_VMAP = "There is a performance drop because we have not yet implemented the batching rule"
 
+OF_A_STEP = ("accumulate", "checkpoint_blocks", "compile", "seed")  # settings of the steps that are checked
+
 
 @click.command(name="check")
 @click.option("--methods", type=CommaList(str), help="Which methods to check [default: every private one].")
@@ -65,20 +67,7 @@ SLOW_VMAP = "There is a performance drop because we have not yet implemented the
 @click.option("--time-paths", is_flag=True, help="Show that, with what each path takes on this device, measured.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write all figures here.")
 def command(
-    methods: list[str] | None,
-    batch_size: int,
-    seq_len: int | None,
-    accumulate: int,
-    checkpoint_blocks: bool,
-    compile: str,
-    gpus: int,
-    parallel: str,
-    seed: int,
-    device: str,
-    paths: bool,
-    time_paths: bool,
-    json_file: Path | None,
-    **options: Any,
+    methods: list[str] | None, batch_size: int, device: str, paths: bool, json_file: Path | None, **options: Any
 ) -> None:
     """Hold each method's norms, factors and clipped sums against one sample at a time through plain autograd.
 
@@ -88,6 +77,7 @@ def command(
     2: wrong usage, or a workload that cannot be checked.
     """
     config = workload_from(options)
+    seq_len = options.pop("seq_len")
     if seq_len is None and (usual := config.resolve_seq_len(None)):
         seq_len = min(32, usual)
     spec = RunSpec(  # for its checks of what was asked for
@@ -95,13 +85,8 @@ def command(
         method=methods[0] if methods else "flash",
         batch_size=batch_size,
         seq_len=seq_len,
-        accumulate=accumulate,
-        checkpoint_blocks=checkpoint_blocks,
-        compile=compile,
-        gpus=gpus,
-        parallel=parallel,
-        seed=seed,
         device=resolve_device(device),
+        **{name: options.pop(name) for name in (*OF_A_STEP, "gpus", "parallel")},
     )
     if spec.gpus > 1:
         from dpscope.runner.rank_check import check_ranks
@@ -126,17 +111,11 @@ def command(
             build_workload(config, batch_size=spec.logical_batch_size, seq_len=spec.seq_len),
             methods,
             name=", ".join(_described(spec)),
-            accumulate=spec.accumulate,
-            checkpoint_blocks=spec.checkpoint_blocks,
-            compile=spec.compile,
-            seed=spec.seed,
-            device=spec.device,
-            time_paths=time_paths,
-            batch_size=spec.batch_size,
             progress=lambda what: status.update(f"checking: {what}"),
-            **options,  # dtype, max_grad_norm, tolerance, neighbours, sizes
+            **{name: getattr(spec, name) for name in (*OF_A_STEP, "batch_size", "device")},
+            **options,  # dtype, max_grad_norm, tolerance, neighbours, sizes, time_paths
         )
-    console.print(describe_check(found, paths=paths or time_paths), highlight=False, markup=False)
+    console.print(describe_check(found, paths=paths or options["time_paths"]), highlight=False, markup=False)
     if json_file:
         _write(json_file, found.to_json())
         console.print(f"Written: {json_file}", highlight=False, markup=False)

@@ -9,6 +9,11 @@ from torch.utils.data import DataLoader, Dataset
 
 Loader = TypeVar("Loader", bound=DataLoader[Any])
 
+_KEPT = (  # of a loader's settings
+    *("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator"),
+    *("prefetch_factor", "persistent_workers"),
+)
+
 
 class WrappedDataset(Dataset[Any]):
     """The user's data set, whose batches are read in another way: see `__getitems__` of its subclasses."""
@@ -37,16 +42,5 @@ def derive_loader(
     kind: type[Loader], loader: DataLoader[Any], dataset: Dataset[Any], batch_sampler: Any, collate: Any
 ) -> Loader:
     """A loader of class `kind` over these batches of this data set, with the other settings of `loader`."""
-    return kind(
-        dataset,
-        batch_sampler=batch_sampler,
-        collate_fn=collate,
-        num_workers=loader.num_workers,
-        pin_memory=loader.pin_memory,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
-        generator=loader.generator,
-        prefetch_factor=loader.prefetch_factor,
-        persistent_workers=loader.persistent_workers,
-    )
+    kept = {name: getattr(loader, name) for name in _KEPT}
+    return kind(dataset, batch_sampler=batch_sampler, collate_fn=collate, **kept)
