@@ -123,9 +123,7 @@ class DPFlashOptimizer(DPOptimizer):
         if self._uses_fused_update():
             self._fused_step(trained)
             return None
-        self.clip_and_accumulate()
-        self.add_noise()
-        self._account()
+        self._privatise()
         result: float | None = self.original_optimizer.step()
         return result
 
@@ -135,10 +133,14 @@ class DPFlashOptimizer(DPOptimizer):
         self._begin()
         if self._skips():
             return False
+        self._privatise()
+        return True
+
+    def _privatise(self) -> None:
+        """From what backward has left to the private gradient in `.grad`."""
         self.clip_and_accumulate()
         self.add_noise()
         self._account()
-        return True
 
     def _begin(self) -> list[nn.Parameter]:
         """Refuse a step that would not be private. Returns the parameters that are trained."""

@@ -16,7 +16,7 @@ import re
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import opacus.layers
@@ -207,8 +207,8 @@ def refusals(model: nn.Module) -> Iterator[None]:
 
 
 def _explained(error: Exception, model: nn.Module) -> str | None:
-    frames = _frames(error.__traceback__)
-    in_opacus = bool(frames) and _module_of(frames[-1]).partition(".")[0] == "opacus"
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    in_opacus = bool(frames) and _is_opacus(frames[-1])
     said = _one_line(error)
     at = _hooked_module(frames)
     names = {module: name for name, module in model.named_modules()}
@@ -229,7 +229,7 @@ def _explained(error: Exception, model: nn.Module) -> str | None:
     if "view size is not compatible" in said and any(_is_opacus(frame) for frame in frames):
         return f"{CANNOT}: {where} is given a tensor that is not contiguous: call .contiguous() on it"
     by_vmap = any(_module_of(frame) == "opacus.grad_sample.functorch" for frame in frames)
-    if by_vmap and at is not None and not _is_device_error(said):
+    if by_vmap and at is not None and not _DEVICE_ERROR.search(said):
         return (
             f"{CANNOT}: it has no rule for {where} and runs it through torch.func.vmap, which cannot follow "
             f"it ({type(error).__name__}: {_shortened(said)}): {_replacement_for(at)}"
@@ -241,6 +241,7 @@ def _explained(error: Exception, model: nn.Module) -> str | None:
 _NOT_REACHED = re.compile(
     r"Per sample gradient is not initialized|'_norm_sample'|'NoneType' object has no attribute 'data'"
 )
+_DEVICE_ERROR = re.compile(r"CUDA|CUBLAS|CUDNN|allocate memory|not enough memory")
 
 
 def _not_reached(model: nn.Module) -> list[str]:
@@ -249,14 +250,6 @@ def _not_reached(model: nn.Module) -> list[str]:
         return seen and (parameter.grad is not None or not hasattr(parameter, "_norm_sample"))
 
     return [name for name, p in model.named_parameters() if p.requires_grad and not reached(p)]
-
-
-def _is_device_error(said: str) -> bool:
-    return bool(re.search(r"CUDA|CUBLAS|CUDNN|allocate memory|not enough memory", said))
-
-
-def _frames(trace: TracebackType | None) -> list[FrameType]:
-    return [frame for frame, _ in traceback.walk_tb(trace)]
 
 
 def _module_of(frame: FrameType) -> str:

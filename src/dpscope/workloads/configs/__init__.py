@@ -13,7 +13,7 @@ from dpscope.workloads.configs import huggingface, transformer, vision
 from dpscope.workloads.configs.base import WorkloadConfig
 from dpscope.workloads.configs.custom import CustomConfig, workload_at, workload_of
 from dpscope.workloads.configs.huggingface import HuggingFaceConfig, config_from_file, config_from_json
-from dpscope.workloads.configs.lora import LoraSettings, lora_from_dict, parse_lora
+from dpscope.workloads.configs.lora import LoraSettings, parse_lora
 from dpscope.workloads.configs.transformer import ATTENTIONS, TransformerConfig
 from dpscope.workloads.configs.vision import NORMS, CNNConfig, ImageConfig, ResNetConfig
 
@@ -99,5 +99,5 @@ def config_to_dict(config: WorkloadConfig) -> dict[str, Any]:
 
 def config_from_dict(data: dict[str, Any]) -> WorkloadConfig:
     values = dict(data)
-    kind = _KINDS[values.pop("kind")]
-    return kind(**{**values, "lora": lora_from_dict(values.get("lora"))})
+    kind, lora = _KINDS[values.pop("kind")], values.pop("lora", None)
+    return kind(**values, lora=None if lora is None else LoraSettings(**lora))

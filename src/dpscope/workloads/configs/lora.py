@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from dpscope.errors import UserError
 from dpscope.numbers import WholeNumber
@@ -54,7 +53,3 @@ def _whole(name: str, text: str) -> int:
         return int(text)
     except ValueError:
         raise UserError(f"--lora {name} must be a whole number of at least 1, not {text!r}") from None
-
-
-def lora_from_dict(data: dict[str, Any] | None) -> LoraSettings | None:
-    return None if data is None else LoraSettings(**data)
