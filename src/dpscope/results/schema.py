@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +88,7 @@ class Result:
         return self.status == OK
 
     def to_json(self) -> str:
-        document = asdict(self)
+        document = {f.name: getattr(self, f.name) for f in fields(self)}
         parts = document.pop("parts")  # under the names of the instruments, as their keys are
         return json.dumps({**document, **parts}, indent=2) + "\n"
 

@@ -27,12 +27,12 @@ def find_mismatch(value: object, expected: Any, where: str = "") -> str | None:
 
 
 def _mismatches(value: object, expected: Any, where: str) -> Iterator[str]:
-    origin, arguments = get_origin(expected), get_args(expected)
+    origin, arguments, is_object = _take_apart(expected)
     if origin in (Union, types.UnionType):
         found = [find_mismatch(value, choice, where) for choice in arguments if choice is not type(None)]
         if value is not None or type(None) not in arguments:
             yield from found[:1] if None not in found else ()  # type: ignore[misc]
-    elif is_typeddict(expected) and isinstance(value, dict):
+    elif is_object and isinstance(value, dict):
         yield from _in_object(value, expected, where)
     elif origin is list and isinstance(value, list):
         if not _all_numbers(value, arguments[0]):
@@ -44,6 +44,12 @@ def _mismatches(value: object, expected: Any, where: str) -> Iterator[str]:
             yield from _mismatches(item, arguments[1], _below(where, name))
     elif not _is_plain(value, expected):
         yield f"{where or 'it'}: {_describe(expected)} expected, not {_show(value)}"
+
+
+@cache
+def _take_apart(expected: Any) -> tuple[Any, tuple[Any, ...], bool]:
+    """Origin and arguments of a type, and whether it is a `TypedDict`: looked up once, not for every value."""
+    return get_origin(expected), get_args(expected), is_typeddict(expected)
 
 
 def _in_each(values: list[Any], expected: Any, where: str) -> Iterator[str]:
@@ -81,8 +87,9 @@ def _is_plain(value: object, expected: Any) -> bool:
         return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST_FLOAT
     if expected is int:
         return isinstance(value, int) and not isinstance(value, bool) and abs(value) < LARGEST_INT
-    if get_origin(expected) is Literal:
-        return value in get_args(expected)
+    origin, arguments, _ = _take_apart(expected)
+    if origin is Literal:
+        return value in arguments
     return expected is Any or (expected in (str, bool) and isinstance(value, expected))
 
 
@@ -91,12 +98,12 @@ def _below(where: str, name: str) -> str:
 
 
 def _describe(expected: Any) -> str:
-    origin, arguments = get_origin(expected), get_args(expected)
+    origin, arguments, is_object = _take_apart(expected)
     if origin is Literal:
         return " or ".join(map(repr, arguments))
     if origin is tuple:
         return f"a list of {len(arguments)}"
-    return _WORDS[dict if is_typeddict(expected) else origin or expected]
+    return _WORDS[dict if is_object else origin or expected]
 
 
 def _show(value: object) -> str:

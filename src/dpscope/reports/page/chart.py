@@ -51,6 +51,11 @@ class Chart:
     nav_label: str  # a word or two, for the links at the top of the page
     views: Sequence[View]  # the reader chooses one; those of a size without figures are left out
 
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON. Figures are not copied, as `asdict` would: there are many."""
+        views = [{**vars(view), "table": vars(view.table)} for view in self.views]
+        return {**vars(self), "views": views}
+
 
 ViewOf = Callable[[Sequence[Row]], View | None]  # of rows that are compared with each other
 ChartOf = Callable[[Sequence[Row]], Chart | None]  # None where no row has figures for it

@@ -5,8 +5,8 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Sequence
-from dataclasses import asdict, replace
-from functools import partial
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,7 @@ from dpscope.units import GIB, KIB, MIB, MISSING
 from dpscope.vocabulary.version import __version__
 
 if TYPE_CHECKING:
+    from jinja2 import Environment
     from markupsafe import Markup
 
 
@@ -78,7 +79,7 @@ def render_page(
         headlines=[(*told, make_cards(*told)) for told in zip(report.sizes, report.stories, strict=True)],
         before=before,
         configuration=describe_configuration(report.settings, report.results),
-        charts=[asdict(chart) for chart in (make_charts(report.settings) if charts is None else charts)],
+        charts=[chart.to_dict() for chart in (make_charts(report.settings) if charts is None else charts)],
         methods={row.method: looks_of(report.rows)[row.method]["colour"] for row in report.rows},
         privacy={name: float(first.get(name, 1.0)) for name in ("noise_multiplier", "max_grad_norm")},
         beside=files_beside(report),
@@ -91,11 +92,20 @@ def render_page(
 
 def render_template(name: str, **values: Any) -> str:
     """A template of the page, filled in; what it is given is escaped."""
+    return _templates().get_template(name).render(**values)
+
+
+@cache
+def _templates() -> Environment:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    templates = FileSystemLoader(HERE / "templates")
-    make = partial(Environment, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    return make(loader=templates).get_template(name).render(**values)
+    return Environment(
+        loader=FileSystemLoader(HERE / "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
 
 
 def _own_script() -> str:

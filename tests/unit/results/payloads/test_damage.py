@@ -1,9 +1,8 @@
-"""Result files that exist open. Damage deep inside one is refused, and never ends a report in a traceback."""
+"""Damage deep inside a result is refused, and never ends a report in a traceback."""
 
 from __future__ import annotations
 
 import json
-from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -14,48 +13,10 @@ from dpscope.reports.report import Report
 from dpscope.reports.text import summary
 from dpscope.results.schema import UnreadableResult, parse_result
 from tests import ROOT
+from tests.unit.results.damage import GONE, damaged, places_in, shortened
 
 RESULTS = ROOT / "benchmarks" / "results"
-KEPT = 2  # items of each list, enough to damage one of them
-GONE = object()
 DAMAGES = (None, "text", [], {}, True, 0, -1.5, 1e299, GONE)
-
-
-def committed_files():
-    return sorted(path for path in RESULTS.rglob("*.json") if path.parent.name == "results")
-
-
-@pytest.mark.parametrize("folder", sorted({path.parents[1] for path in committed_files()}), ids=lambda path: path.name)
-def test_every_committed_result_opens(folder):
-    files = sorted((folder / "results").glob("*.json"))
-    assert [parse_result(path.read_text(encoding="utf-8")).status for path in files]
-
-
-def shortened(value):
-    if isinstance(value, dict):
-        return {name: shortened(item) for name, item in value.items()}
-    return [shortened(item) for item in value[:KEPT]] if isinstance(value, list) else value
-
-
-def places_in(value, place=()):
-    """Every place within a document, the whole first."""
-    yield place
-    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, item in inside:
-        yield from places_in(item, (*place, key))
-
-
-def damaged(document, place, damage):
-    changed = deepcopy(document)
-    *way, last = place
-    around = changed
-    for key in way:
-        around = around[key]
-    if damage is GONE:
-        del around[last]
-    else:
-        around[last] = damage
-    return changed
 
 
 def tell(results):
