@@ -15,18 +15,18 @@ OLDEST_SHARDED = (2, 7)
 
 
 def require_for_compiled() -> None:
-    _require(OLDEST_COMPILED, "private training of a compiled model", "leave out torch.compile")
+    require(OLDEST_COMPILED, "private training of a compiled model", "leave out torch.compile")
 
 
 def require_for_shards() -> None:
-    _require(OLDEST_SHARDED, "a sharded model (fully_shard)", "use DistributedDataParallel")
+    require(OLDEST_SHARDED, "a sharded model (fully_shard)", "use DistributedDataParallel")
 
 
 def is_at_least(least: tuple[int, int]) -> bool:
     return release_of(torch.__version__) >= least
 
 
-def _require(least: tuple[int, int], what: str, instead: str) -> None:
+def require(least: tuple[int, int], what: str, instead: str) -> None:
     if not is_at_least(least):
         needed = ".".join(map(str, least))
         raise UserError(f"{what} takes torch {needed} or newer, and this is torch {torch.__version__}: {instead}")

@@ -11,10 +11,14 @@ from opacus.utils.module_utils import trainable_modules
 from torch import nn
 
 from dpscope.errors import UserError
-from dpscope.flash.torch_version import require_for_shards
+from dpscope.flash.torch_version import require, require_for_shards
 from dpscope.sentences import list_names, name_module
 from dpscope.trainers.spreading import is_sharded, policy_of
 from dpscope.vocabulary.settings import TrainerSettings
+
+# Before, gloo adds up gradients that FSDP2 asks it to average, without an error: a sample moves the sum by as many times
+# the bound as there are ranks (github.com/pytorch/pytorch/issues/162338). NCCL averages them.
+OLDEST_SHARDED_ON_CPU = (2, 11)
 
 
 def require_spreadable(model: nn.Module, mode: str, settings: TrainerSettings) -> None:
@@ -45,6 +49,9 @@ def require_spreadable(model: nn.Module, mode: str, settings: TrainerSettings) -
     _require_untied(model)
     _require_copyable(model)
     _require_rows_for_all(model, settings.world_size)
+    if next(model.parameters()).device.type == "cpu":
+        instead = "compare ghost with --parallel ddp, or --methods standard,flash"
+        require(OLDEST_SHARDED_ON_CPU, "Opacus's training of a sharded model on a CPU", instead)
 
 
 def _require_untied(model: nn.Module) -> None:

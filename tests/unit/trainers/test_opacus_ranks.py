@@ -12,13 +12,15 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dpscope.errors import UserError
+from dpscope.flash.torch_version import is_at_least
 from dpscope.trainers.base import TrainerBase, load_trainer
+from dpscope.trainers.opacus_ranks import OLDEST_SHARDED_ON_CPU
 from dpscope.vocabulary.methods import resolve_method
 from dpscope.vocabulary.settings import TrainerSettings
-from tests.torch_here import CAN_SHARD, takes_shards
+from tests.torch_here import takes_shards
 from tests.unit.flash.ranks.world import Model, in_world, make_data, rank_and_world, whole_parameters
 
-RUNS = [("flat", "ddp"), ("ghost", "ddp"), *([("ghost", "fsdp")] if CAN_SHARD else [])]
+RUNS = [("flat", "ddp"), ("ghost", "ddp"), *([("ghost", "fsdp")] if is_at_least(OLDEST_SHARDED_ON_CPU) else [])]
 SAMPLES = 8
 
 
@@ -103,6 +105,18 @@ def test_opacus_is_not_sharded_on_the_cpu_of_a_machine_with_a_gpu(monkeypatch: p
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     with pytest.raises(UserError, match="leave out --device cpu"):
         make_trainer("ghost", parallel="fsdp", gpus=4)
+
+
+@pytest.mark.usefixtures("four_processes")
+@pytest.mark.parametrize("version", ["2.7.1", "2.10.0+cpu"])
+def test_ghost_clipping_is_not_sharded_where_gloo_adds_up_what_it_should_average(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    model = Model()
+    model.head = nn.Linear(6, 4)  # a row for each rank
+    with pytest.raises(UserError, match=r"takes torch 2\.11 or newer, .* compare ghost with --parallel ddp"):
+        make_trainer("ghost", model, parallel="fsdp", gpus=4)
 
 
 @pytest.mark.usefixtures("four_processes")
