@@ -16,8 +16,8 @@ from dpscope.sentences import list_names, name_module
 from dpscope.trainers.spreading import is_sharded, policy_of
 from dpscope.vocabulary.settings import TrainerSettings
 
-# Before, gloo adds up gradients that FSDP2 asks it to average, without an error: a sample moves the sum by as many times
-# the bound as there are ranks (github.com/pytorch/pytorch/issues/162338). NCCL averages them.
+# Before, gloo adds up gradients that FSDP2 asks it to average, without an error: a sample moves the sum by the bound
+# times the number of ranks (github.com/pytorch/pytorch/issues/162338). NCCL averages them.
 OLDEST_SHARDED_ON_CPU = (2, 11)
 
 
