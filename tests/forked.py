@@ -15,7 +15,7 @@ from typing import IO
 def run_forked(function: Callable[[], object], *, seconds: float = 60) -> subprocess.CompletedProcess[str]:
     """Call `function` in a copy of this process: its exit code, standard output and standard error."""
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
-        process = multiprocessing.get_context("fork").Process(target=_call, args=(function, output, errors))
+        process = multiprocessing.get_context("fork").Process(target=call_and_exit, args=(function, output, errors))
         process.start()
         process.join(seconds)
         process.kill()
@@ -24,14 +24,19 @@ def run_forked(function: Callable[[], object], *, seconds: float = 60) -> subpro
     return subprocess.CompletedProcess([function.__name__], process.exitcode or 0, *texts)
 
 
-def _call(function: Callable[[], object], output: IO[str], errors: IO[str]) -> None:
+def call_and_exit(function: Callable[[], object], output: IO[str], errors: IO[str]) -> None:
+    """Call `function` in this process, which is a copy, with these streams, and end the process as Python would."""
     os.dup2(output.fileno(), 1)
     os.dup2(errors.fileno(), 2)
-    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
     code = 1
     try:
         function()
         code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(bool(end.code))
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
     except Exception:
         traceback.print_exc()
     finally:

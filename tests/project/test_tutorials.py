@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from dpscope.cli import main
 from tests import ROOT
 from tests.forked import run_forked
+from tests.rows_forked import rows_forked
 
 jupytext = pytest.importorskip("jupytext")
 nbformat = pytest.importorskip("nbformat")
@@ -110,8 +111,9 @@ def test_a_tutorial_runs_from_top_to_bottom(source, build, monkeypatch):
 
     def tutorial():
         shell = InteractiveShell.instance()
-        for cell in cells:
-            shell.run_cell(cell.source).raise_error()
+        with rows_forked():
+            for cell in cells:
+                shell.run_cell(cell.source).raise_error()
 
     done = run_forked(tutorial, seconds=170)
     assert done.returncode == 0, done.stdout + done.stderr

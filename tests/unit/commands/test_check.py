@@ -11,7 +11,8 @@ import pytest
 from click.testing import CliRunner
 
 from dpscope.cli import main
-from dpscope.vocabulary import methods as registry
+from dpscope.vocabulary.methods import methods
+from tests.forked import run_forked
 from tests.unit.exactness import planted_faults
 
 SMALL = ["--num-layers", "1", "--hidden-dim", "16", "--num-heads", "2", "--vocab-size", "50", "--max-seq-len", "32"]
@@ -211,15 +212,17 @@ def site(tmp_path_factory):
     return site
 
 
-def test_an_installed_method_of_another_package_is_put_to_the_test(start, site):
-    process = start(
-        *("-m", "dpscope", "check", "--device", "cpu", "--workload", site / "little.py:make"),
-        *("--methods", "right,biasless,raising,flash"),
-        env={"PYTHONPATH": f"{site}:{Path(registry.__file__).parents[2]}"},
-    )
-    printed, complaints = process.communicate(timeout=120)
-    assert process.returncode == 1, complaints
-    said = " ".join(printed.split())
+def test_an_installed_method_of_another_package_is_put_to_the_test(site, monkeypatch):
+    monkeypatch.syspath_prepend(site)
+
+    def check():
+        methods.cache_clear()
+        theirs = ["--workload", f"{site}/little.py:make", "--methods", "right,biasless,raising,flash"]
+        main(["check", "--device", "cpu", *theirs])
+
+    done = run_forked(check)
+    assert done.returncode == 1, done.stderr
+    said = " ".join(done.stdout.split())
     assert "biasless: does not move hidden.bias" in said
     assert "raising failed, in its own code:" in said and "KeyError: 'no such key'" in said
     assert "right, flash: exact to 1e-05 in every parameter; biasless: NOT EXACT; raising: failed." in said

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 
 from dpscope.cli import main
 from tests import ROOT, rows_here
+from tests.rows_forked import rows_forked
 
 EXPERIMENT = ROOT / "scripts" / "single_experiment.py"
 SIZES = {"vocab-size": 50, "hidden-dim": 16, "num-layers": 1, "num-heads": 2, "seq-len": 8, "batch-size": 2}
@@ -26,8 +27,7 @@ def sweep(tmp_path_factory, tiny_flags):
         "def logits(birth):\n    return 'logits' if birth.module == 'head' and birth.phase == 'forward' else None\n"
     )
     flags = [*tiny_flags, "--batch-size", "2", "--rule", f"{rule}:logits", "--out", str(folder)]
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("OMP_NUM_THREADS", "1")
+    with rows_forked():
         return CliRunner().invoke(main, ["memory", "--methods", "ghost,vanilla", *flags]), folder
 
 

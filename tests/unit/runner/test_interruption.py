@@ -11,9 +11,7 @@ import signal
 import subprocess
 
 import pytest
-from click.testing import CliRunner
 
-from dpscope.cli import main
 from dpscope.results.store import ResultStore, read_result
 from dpscope.vocabulary.statuses import FAILED, OK
 from tests import rows_here
@@ -62,12 +60,12 @@ def sweep(tmp_path, start, tiny_flags):
 
 @pytest.fixture(scope="module")
 def first_row(tmp_path_factory, tiny_flags):
-    """The result of the first row, measured once in a real child: what a sweep has that has come so far."""
+    """The result of the first row, measured once: what a sweep has that has come so far."""
     folder = tmp_path_factory.mktemp("first")
     rows = ["--methods", "standard", "--instruments", "time", "--batch-size", str(ROWS[0]), "--out", str(folder)]
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("OMP_NUM_THREADS", "1")  # as `start` does: rows are kept if they had as many threads
-        done = CliRunner().invoke(main, ["compare", *tiny_flags, *rows])
+        done = rows_here.run("compare", *tiny_flags, *rows)
     assert done.exit_code == 0, done.output
     (path,) = (folder / "results").iterdir()
     return path

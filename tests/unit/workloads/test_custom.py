@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
+import runpy
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +23,8 @@ from dpscope.vocabulary.statuses import FAILED, SKIPPED
 from dpscope.workloads.configs import find_workload, workload_at
 from dpscope.workloads.workload import build_workload
 from tests import ROOT
+from tests.forked import run_forked
+from tests.rows_forked import rows_forked
 from tests.unit.workloads import own_workloads
 
 OWN = Path(__file__).with_name("own_workloads.py")
@@ -272,8 +273,12 @@ if GUARD:
 def run_script(tmp_path, guard):
     script = tmp_path / "compare_mine.py"
     script.write_text(SCRIPT.replace("GUARD", guard).replace("OUT", repr(str(tmp_path / "out"))))
-    command = [sys.executable, str(script)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+
+    def run():
+        with rows_forked():
+            runpy.run_path(str(script), run_name="__main__")
+
+    return run_forked(run)
 
 
 def test_a_script_compares_its_own_function(tmp_path):

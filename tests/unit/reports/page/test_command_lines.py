@@ -323,15 +323,16 @@ def test_products_hold_every_size_once_and_no_other(sizes, count):
     assert len(made) == count
 
 
-def test_a_printed_command_really_fills_the_gap(tmp_path, tiny_flags):
+def test_a_printed_command_really_fills_the_gap(tmp_path, tiny_flags, monkeypatch):
     """Typed in the folder of the page, whose name a shell would take apart."""
     folder = tmp_path / "a sweep's $folder"
     rows = ["--batch-size", "2", "--methods", "flash", "--instruments", "time"]
     assert rows_here.run("compare", *tiny_flags, *rows, "--out", folder).exit_code == 0
     command = next(c for c in commands_of(Comparison.read(folder).results) if "--instruments trace" in c)
-    bin_folder = Path(sys.executable).parent
-    environment = {**os.environ, "PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}"}
-    subprocess.run(["bash", "-c", command], cwd=folder, check=True, capture_output=True, env=environment, timeout=300)
+    as_bash_reads_it = f"dpscope() {{ printf '%s\\0' \"$@\"; }}; {command}"
+    printed = subprocess.run(["bash", "-c", as_bash_reads_it], cwd=folder, check=True, capture_output=True, text=True)
+    monkeypatch.chdir(folder)
+    assert rows_here.run(*printed.stdout.split("\0")[:-1]).exit_code == 0
     results = Comparison.read(folder).results
     assert sorted((r.experiment, r.instrument, r.status) for r in results) == [
         ("flash", instrument, "ok") for instrument in ("time", "trace")
