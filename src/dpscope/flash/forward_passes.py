@@ -128,13 +128,15 @@ class ForwardPasses:
                 require_for_compiled()
         elif compiled is not None:
             raise compiled_over_ranks("")
-        elif self._depth == 0:
-            self._close_recorded()  # the micro-batch before, of which `is_made_up` still speaks
-            call = make_up_sample(args, kwargs) if self._count(args, kwargs) == 0 else None
-            self.is_made_up = call is not None
-            if call is not None:
-                return without_rows(self._call_root(forward, *call, compiled))
-        return self._call_root(forward, args, kwargs, compiled)
+        call = RootCall(forward, args, kwargs, self._count(args, kwargs), compiled)
+        if self._ranks is None or self._depth:
+            return self._call_root(call)
+        self._close_recorded()  # the micro-batch before, of which `is_made_up` still speaks
+        made_up = make_up_sample(args, kwargs) if call.batch == 0 else None
+        self.is_made_up = made_up is not None
+        if made_up is None:
+            return self._call_root(call)
+        return without_rows(self._call_root(RootCall(forward, *made_up, self._count(*made_up))))
 
     def _take_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Rows | None, Any]:
         """Which rows of a call are samples, if its batch is padded, and the call with plain tensors."""
@@ -154,18 +156,12 @@ class ForwardPasses:
             self._abandon()
         return rows, without_marks((args, kwargs))
 
-    def _call_root(
-        self,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        compiled: Callable[..., Any] | None,
-    ) -> Any:
+    def _call_root(self, call: RootCall) -> Any:
         self._close_recorded()
         again = self.runs_again()
         outermost = self._depth == 0
-        real = None if compiled is None else self._settled(compiled)
-        call = RootCall(self._settled(forward), args, kwargs, self._count(args, kwargs), real)
+        real = None if call.compiled is None else self._settled(call.compiled)
+        call = call._replace(forward=self._settled(call.forward), compiled=real)
         if self.state.micro_batch is CLOSED:
             self._budget.begin_forward()
             if self.blocks is not None:
@@ -179,8 +175,8 @@ class ForwardPasses:
             self._follow_less((), str(refusal).partition(". ")[0])
         except NotFollowed as end:
             self._follow_less(end.modules, str(end))
-        if self._rows is not None:
-            args, kwargs = mark_batch((args, kwargs), self._rows)
+        given = call.args, call.kwargs
+        args, kwargs = given if self._rows is None else mark_batch(given, self._rows)
         return self.model.forward(*args, **kwargs)  # by the taps that are there now
 
     def _run(self, call: RootCall, outermost: bool, again: bool) -> Any:
