@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from dpscope.results.timeline import PhaseSpan, Timeline
+from dpscope.vocabulary.phases import BETWEEN_PHASES
+from tests import ROOT
 from tests.browser.reading import (
     ALL_DRAWN_JS,
     chart_at,
@@ -67,6 +70,21 @@ def test_a_bar_of_step_times_tells_the_median_and_the_ratio(
         assert any(method in text and f"{median:.1f} ms" in text and f"{ratio:.2f}×" in text for text in told), (
             f"{method} {median} in none of {told}"
         )
+
+
+def test_a_tooltip_of_the_timeline_and_timeline_csv_have_one_phase_for_each_event(
+    cpu_page: Path, read_page: Reads
+) -> None:
+    spans = [("forward", 2, 4), ("backward", 4, 10), ("clip", 6, 8), ("optimizer", 12, 14)]
+    timeline = Timeline(list(range(15)), {"gradients": [0] * 15}, [PhaseSpan(*span) for span in spans])
+    panel = {"events": timeline.events, "phases": [[*stretch, ""] for stretch in timeline.stretches]}
+    page = read_page(cpu_page)
+    source = (ROOT / "src/dpscope/reports/page/static/drawings/memory-timeline.js").read_text(encoding="utf-8")
+    in_page = (
+        f"panel => {{ const drawings = {{}};\n{source}\nreturn panel.events.map((each) => phaseAt(panel, each)) }}"
+    )
+    told = page.evaluate(in_page, panel)
+    assert told == [timeline.phase_at(event) or BETWEEN_PHASES for event in timeline.events]
 
 
 def test_choosing_a_size_changes_what_charts_say_and_draw(h200_page: Path, open_page: Opens) -> None:
