@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from statistics import mean
-from types import TracebackType
 
 from rich.console import Console
 from rich.markup import escape
@@ -45,9 +44,7 @@ class SweepProgress(SweepObserver):
         self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._bar.stop()
 
     def row_started(self, row: int, spec: RunSpec) -> None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Collection, Iterator
-from types import TracebackType
 
 import torch
 from torch import Tensor, nn
@@ -177,9 +176,7 @@ class FlashEngine:
     def __enter__(self) -> FlashEngine:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.detach()
 
     # -- what taps ask -----------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -65,15 +64,6 @@ class CollectiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         factor = _SENT.get(name)
         found["sent_bytes"] += size if factor is None else round(size * factor(_group_size(args)))
         self.dtypes.setdefault(name, set()).update(tensor.dtype for tensor in tensors)
-
-    def __enter__(self) -> CollectiveBytes:
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
 
 
 def _tensors(arg: Any) -> list[Tensor]:
