@@ -22,6 +22,11 @@ def format_bytes(count: float | None) -> str:
     return f"{count / KIB:.1f} KiB" if abs(count) >= KIB else f"{count:.0f} B"
 
 
+def three_digits(value: float) -> str:
+    """As much of a figure as is worth showing: 4.38, 87.2, 1234."""
+    return f"{value:.{0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2}f}"
+
+
 def format_traffic(count: float | None) -> str:
     """Bytes that were moved, in decimal units: what bandwidths are given in."""
     return MISSING if count is None else _decimal(count, "B")
@@ -35,10 +40,8 @@ def format_rate(per_second: float | None, unit: str = "B") -> str:
 def _decimal(value: float, unit: str) -> str:
     """Three digits and a prefix: 168 GB, 1.14 GB, 35.0 MB."""
     for size, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        scaled = abs(value) / size
-        if scaled >= 0.9995:
-            digits = 2 if scaled < 9.995 else 1 if scaled < 99.95 else 0
-            return f"{value / size:.{digits}f} {prefix}{unit}"
+        if abs(value) / size >= 0.9995:
+            return f"{three_digits(value / size)} {prefix}{unit}"
     return f"{value:.0f} {unit}"
 
 
@@ -48,8 +51,7 @@ def format_throughput(per_second: float | None) -> str:
         return MISSING
     if per_second >= 999_999.5:
         return f"{per_second / 1e6:.2f} M" if per_second < 1e8 else f"{per_second / 1e6:,.0f} M"
-    digits = 2 if per_second < 9.995 else 1 if per_second < 99.95 else 0
-    return f"{per_second:,.{digits}f}"
+    return three_digits(per_second) if per_second < 99.95 else f"{per_second:,.0f}"
 
 
 def format_ms(milliseconds: float | None) -> str:

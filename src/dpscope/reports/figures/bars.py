@@ -6,9 +6,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dpscope.reports.figures.style import SMALL, new_panels, patch_legend, set_title, settle, styled, three_digits
+from dpscope.reports.figures.style import SMALL, new_panels, patch_legend, set_title, settle, styled
 from dpscope.reports.palette import BLANK, is_dark
 from dpscope.reports.words import shorten
+from dpscope.units import three_digits
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

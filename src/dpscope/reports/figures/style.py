@@ -115,11 +115,6 @@ def byte_unit(largest: float) -> tuple[float, str]:
     return next((unit for unit in units if largest >= 2 * unit[0]), (1.0, "B"))
 
 
-def three_digits(value: float) -> str:
-    """As much of a figure as a picture can show."""
-    return f"{value:.{0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2}f}"
-
-
 def set_title(figure: Figure, *lines: str) -> None:
     figure.suptitle("\n".join(line for text in lines for line in textwrap.wrap(text, 110)), fontsize=FONT)
 

@@ -16,6 +16,7 @@ from dpscope.reports.palette import colour_of
 from dpscope.reports.tables import Row
 from dpscope.reports.words import shorten
 from dpscope.results.timeline import PhaseSpan, Timeline
+from dpscope.units import three_digits
 from dpscope.vocabulary.components import component_named
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def draw_breakdown(rows: Sequence[Row]) -> Figure | None:
     at_peak = BarPanel(
         names=names,
         parts=_parts(looks, held, unit),
-        ends=[f"{style.three_digits(bar['total'] / unit)} {name}" for bar in bars],
+        ends=[f"{three_digits(bar['total'] / unit)} {name}" for bar in bars],
         axis=f"at the peak ({name})",
     )
     title = ("Memory at the peak of a training step", style.describe(rows), *style.not_drawn(data.undescribed(rows)))
@@ -62,7 +63,7 @@ def _extra(
     unit, name = style.byte_unit(max(sum(map(abs, extra)) for extra in extras))
     ends = []
     for place, extra in enumerate(extras):
-        amount = style.three_digits(abs(sum(extra)) / unit)
+        amount = three_digits(abs(sum(extra)) / unit)
         sign = "±" if not float(amount) else "+" if sum(extra) > 0 else "−"
         ends.append("standard" if place == standard else f"{sign}{amount} {name}")
     axis = f"more than standard holds ({name}); line: net"
@@ -192,7 +193,7 @@ def _mark_peak(ax: Axes, row: Row, timeline: Timeline, unit: tuple[float, str], 
     line = {"arrowstyle": "-", "linewidth": 0.5, "shrinkA": 0, "shrinkB": 3}
     box = {"boxstyle": "square,pad=0.15", "facecolor": "white", "edgecolor": "none"}
     look: dict[str, Any] = {"ha": "center", "va": "top", "fontsize": style.SMALL, "gid": "peak", "arrowprops": line}
-    words, above = f"peak {style.three_digits(total)} {unit[1]}{made}", 0.97 * ax.get_ylim()[1]
+    words, above = f"peak {three_digits(total)} {unit[1]}{made}", 0.97 * ax.get_ylim()[1]
     text = ax.annotate(words, (event, total), (event, above), bbox=box, **look)
     width = Text.get_window_extent(text).width  # of the words alone, without the line to the peak
     left, _, right, _ = box_of(ax)

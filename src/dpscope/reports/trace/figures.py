@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from dpscope.reports.doubt import marked
 from dpscope.reports.figures.bars import BarPanel, draw_bars, filled
-from dpscope.reports.figures.style import describe, three_digits
+from dpscope.reports.figures.style import describe
 from dpscope.reports.output import figure_output
 from dpscope.reports.palette import FAMILY_COLOURS, PRIVATE_FAMILIES
 from dpscope.reports.tables import Row
 from dpscope.reports.trace import data
 from dpscope.reports.trace.charts import operators, phases
 from dpscope.results.trace_difference import GPU
+from dpscope.units import three_digits
 from dpscope.vocabulary.families import FAMILY_LABELS
 
 if TYPE_CHECKING:
