@@ -50,9 +50,9 @@ _KERNEL_PATTERNS: tuple[tuple[str, str], ...] = (
         ATTENTION,
         r"flash_fwd|flash_bwd|pytorch_flash|fmha|sdpa|flash_attn|attention|compute_dot_do_o|convert_dq|mem_eff",
     ),
-    # Convolutions are matrix products as well; so is flash clipping's sum, in place of ordinary training's own.
+    # Convolutions are matrix products as well; so are those of flash clipping, in place of ordinary training's own.
     (GEMM, r"nvjet|gemm|gemv|cutlass|splitKreduce|xmma|cublas|_mma_|bmm|matmul|dot_kernel|wgrad|dgrad|convolve|conv2d"),
-    (GEMM, r"_scaled_sum_kernel"),
+    (GEMM, r"_scaled_sum_kernel|_sample_products_kernel"),
     (NORMALISATION, r"layer_?norm|GammaBeta|batch_?norm|group_?norm|rms_?norm|RowwiseMoments|bn_(fw|bw)"),
     # Softmax and the loss are reductions over the vocabulary.
     (REDUCTION, r"[Ss]oft_?[Mm]ax|nll_loss|cross_entropy"),

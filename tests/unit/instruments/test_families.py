@@ -54,6 +54,7 @@ NAMES = {
     "_gram_kernel": CLIPPING,
     "_gram_finish_kernel": CLIPPING,
     "_scaled_sum_kernel": GEMM,
+    "_sample_products_kernel": GEMM,
     "_adam_kernel": OPTIMIZER_FAMILY,
     "_add_noise_kernel": NOISE_FAMILY,
     "triton_poi_fused__to_copy_3": COPY,
