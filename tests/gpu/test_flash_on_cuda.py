@@ -299,12 +299,15 @@ def test_tf32_norms_are_of_the_products_that_are_summed(path: str | None, budget
     with FlashEngine(model, max_grad_norm=c, path=path, memory_budget=budget, loss_reduction="sum") as engine:
         (model(x) * g).sum().backward()
         engine.finish()
-    assert model.weight.grad.double().norm().item() == pytest.approx(c, rel=1e-3)
+    total = model.weight.grad.double().norm().item()
+    assert total <= c * (1 + 1e-3)
+    if engine.explain()[0].path != "gram":  # whose norm of what cancels is over-estimated
+        assert total == pytest.approx(c, rel=1e-3)
 
 
 @pytest.mark.usefixtures("tf32")
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("path", [None, "direct", "keep"])
+@pytest.mark.parametrize("path", [None, "gram", "direct", "keep"])
 def test_tf32_agrees_to_the_rounding_of_tf32(tied: bool, path: str | None) -> None:
     torch.manual_seed(0)
     model, batch = Decoder(tied=tied).cuda(), batch_of(4, 128)

@@ -17,7 +17,7 @@ from dpscope.flash import contributions
 from dpscope.flash.contributions import Contribution, Kept, Lookup, Outer, Saved, wide
 from dpscope.flash.kernels.float32_products import operand_rounding
 from dpscope.flash.kernels.kept_gradients import kept_norms_squared
-from dpscope.flash.paths import KEEP, RANK1, Decision, PathRules
+from dpscope.flash.paths import DIRECT, GRAM, KEEP, RANK1, Decision, PathRules
 from dpscope.flash.slots import Slot
 
 
@@ -42,10 +42,14 @@ def cross_terms(lookup: Lookup, outer: Outer) -> Tensor:
 
 
 def _tied_decision(outer: Outer) -> Decision:
-    """The path of an embedding tied to a head. Rank 1 is none where products are rounded: the uses may cancel."""
+    """The path of an embedding tied to a head.
+
+    Rank 1 is none where products are rounded: the uses may cancel. Nor is gram: the cross term is not of rounded values.
+    """
     decision = outer.decision
     rounded = outer.g.dtype == torch.float32 and operand_rounding(outer.g.device) > 0.0
-    return replace(decision, path=KEEP) if decision.path == RANK1 and rounded else decision
+    instead = {RANK1: KEEP, GRAM: DIRECT} if rounded else {}
+    return replace(decision, path=instead.get(decision.path, decision.path))
 
 
 def tied_norms_squared(lookup: Lookup, outer: Outer) -> Tensor:

@@ -100,9 +100,14 @@ class MemoryBudget:
 
     def fits(self, more: float) -> bool:
         """Whether `more` bytes may be kept besides what is live, for that is faster."""
-        ceiling = None if self.limit == LEAN else self.ceiling()
+        room = None if self.limit == LEAN else self.room()
+        return room is not None and more + self.reserved <= room
+
+    def room(self) -> float | None:
+        """Bytes between what is live and the peak of ordinary training, or the limit; None where nobody counts."""
+        ceiling = self.ceiling()
         now = None if ceiling is None else self._read()
-        return now is not None and ceiling is not None and now.current + more + self.reserved <= ceiling
+        return None if now is None or ceiling is None else ceiling - now.current
 
     def ceiling(self, activations: int = 0, gradients: int = 0) -> float | None:
         """Bytes that a step may take at its peak; None where nobody counts, and before backward begins.

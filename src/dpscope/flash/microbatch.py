@@ -23,6 +23,8 @@ GROUP_BYTES = 1 << 30
 # What a CUDA graph gave out was copied, and the graph keeps its memory: that comes on top. On an H200 at 8 × 256 of
 # preset 1b torch reserves 22.8 GiB with this, 24.7 with the other, and 22.7 for ordinary training (2026-11-16).
 GROUP_BYTES_OF_COPIES = 1 << 28
+# Where a step may take little more than it does already, groups are as small as this, and as much is left for scratch.
+LEAST_GROUP_BYTES = 1 << 28
 
 RunningSum = Callable[[nn.Parameter], Tensor | None]
 
@@ -72,14 +74,25 @@ class MicroBatch:
         norm_sum.add_all(self._parts)
         multiplier = (self.size if mean else 1) / loss_scale  # the mean is over all rows
         self.clipping: Factors = clip_factors(norm_sum.result(), max_grad_norm, multiplier, real)
+        self._room = rules.budget.room()
 
     def sums(self, *, into: RunningSum | None, factored: bool, group_bytes: int | None = None) -> Iterator[SumBatch]:
         """The clipped sums: see `sum_parts`."""
         scale = self.clipping.scale
         if group_bytes is None:
-            copied = any(isinstance(part, Saved) and part.copied for parts in self._parts for part in parts)
-            group_bytes = GROUP_BYTES_OF_COPIES if copied else GROUP_BYTES
+            group_bytes = self._group_bytes(factored)
         return sum_parts(self.parameters, self._parts, scale, into=into, factored=factored, group_bytes=group_bytes)
+
+    def _group_bytes(self, factored: bool) -> int:
+        """How much is summed at once: per-sample gradients that are kept come first, and leave their memory to others."""
+        alone = [parts[0] for parts in self._parts if len(parts) == 1]
+        if any(isinstance(part, Saved) and part.copied for part in alone):
+            return GROUP_BYTES_OF_COPIES
+        if self._room is None:
+            return GROUP_BYTES
+        kept = [part.values for part in alone if isinstance(part, Kept)]
+        freed = sum(each.nbytes - (0 if factored else 4 * each[0].numel()) for each in kept if len(each))
+        return int(min(GROUP_BYTES, max(LEAST_GROUP_BYTES, self._room + freed - LEAST_GROUP_BYTES)))
 
     @cached_property
     def _index(self) -> dict[nn.Parameter, int]:
@@ -143,7 +156,7 @@ def _take_sums(parts: list[tuple[Contribution, ...]]) -> None:
 
 
 def _groups(parameters: list[nn.Parameter], parts: list[tuple[Contribution, ...]], group_bytes: int) -> list[list[int]]:
-    """Parameters that are summed in one launch: products of equal shapes; per-sample gradients that are kept."""
+    """Parameters that are summed in one launch: per-sample gradients that are kept, then products of equal shapes."""
     open_groups: dict[object, list[int]] = {}
     sizes: dict[object, int] = {}
     full: list[list[int]] = []
@@ -156,7 +169,8 @@ def _groups(parameters: list[nn.Parameter], parts: list[tuple[Contribution, ...]
             if sizes[key] >= group_bytes:
                 full.append(open_groups.pop(key))
                 del sizes[key]
-    return [*full, *open_groups.values()]
+    groups = [*full, *open_groups.values()]
+    return sorted(groups, key=lambda group: type(parts[group[0]][0]) is not Kept)
 
 
 def _take(parts: list[tuple[Contribution, ...]], group: list[int]) -> list[Contribution]:

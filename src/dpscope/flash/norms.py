@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dpscope.flash.combination import cross_terms, tied_norms_squared
 from dpscope.flash.contributions import Contribution, Kept, Lookup, Outer
+from dpscope.flash.kernels.float32_products import operand_rounding, truncated_to_tf32
 from dpscope.flash.kernels.gram_norms import gram_norms_squared
 from dpscope.flash.kernels.gram_units import GramUnit
 from dpscope.flash.kernels.kept_gradients import kept_norms_squared
@@ -50,6 +51,8 @@ class NormSum:
         dtype = torch.float32 if device.type == "mps" else torch.float64
         self.total = torch.zeros(batch, dtype=dtype, device=device)
         self._sharing: dict[tuple[object, ...], tuple[Tensor, list[Tensor]]] = {}
+        self._rounds = operand_rounding(device) > 0.0  # the operands of float32 products
+        self._truncated: dict[tuple[object, ...], Tensor] = {}
         self._lookups: list[GramUnit] = []
         self._kept: list[Tensor] = []
 
@@ -63,6 +66,9 @@ class NormSum:
             if len(of_one) == 1 and type(part) is Kept:  # as most are, of hundreds in a step
                 self._kept.append(part.values)
             elif len(of_one) == 1 and type(part) is Outer and part.decision.path == GRAM:
+                if self._rounds and part.g.dtype == torch.float32:
+                    part = self._truncate(part)
+                    parts[index] = (part,)
                 self._share(part)
             else:
                 parts[index] = self.add_parts(of_one)
@@ -105,21 +111,37 @@ class NormSum:
         else:
             self._share(part)
 
+    def _truncate(self, part: Outer) -> Outer:
+        """The product whose Gram norm is that of its sum, where torch rounds operands to TF32; less than that rounding
+        is taken off both, once from what several layers read."""
+        key = _place(part.first)
+        x = self._truncated.get(key)
+        if x is None:
+            x = self._truncated[key] = truncated_to_tf32(part.first)
+        return Outer(x, truncated_to_tf32(part.g), part.decision)
+
     def _share(self, part: Outer) -> None:
         """Layers that read the same x (q, k, v) are one Gram unit."""
         x, g = part.first, part.g
-        key = (x.data_ptr(), x.shape, x.stride(), x.dtype, g.dtype)
-        self._sharing.setdefault(key, (x, []))[1].append(g)
+        self._sharing.setdefault((*_place(x), g.dtype), (x, []))[1].append(g)
 
     def result(self) -> Tensor:
         """(B,) squared norms. May hold inf or NaN: those samples are dropped, not repaired."""
-        units = [GramUnit(gs=tuple(gs), xs=(x,)) for x, gs in self._sharing.values()] + self._lookups
+        units = [
+            GramUnit(gs=tuple(gs), xs=(x,), in_tf32=self._rounds and gs[0].dtype == torch.float32)
+            for x, gs in self._sharing.values()
+        ] + self._lookups
         if units:
             self.add(gram_norms_squared(units))
         if self._kept:
             self.add(kept_norms_squared(self._kept))
-        self._sharing, self._lookups, self._kept = {}, [], []
+        self._sharing, self._truncated, self._lookups, self._kept = {}, {}, [], []
         return self.total
+
+
+def _place(tensor: Tensor) -> tuple[object, ...]:
+    """Equal for tensors that hold the same values in the same memory."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 @dataclass(frozen=True)

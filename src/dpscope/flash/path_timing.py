@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.benchmark import Timer
 
 from dpscope.flash.contributions import Outer, outer_sums, sample_products
-from dpscope.flash.kernels.float32_products import operand_rounding
+from dpscope.flash.kernels.float32_products import operand_rounding, truncated_to_tf32
 from dpscope.flash.kernels.gram_norms import gram_norms_squared
 from dpscope.flash.kernels.gram_units import GramUnit
 from dpscope.flash.kernels.kept_gradients import kept_norms_squared, kept_sums
@@ -42,6 +42,7 @@ def _calls(product: Outer, scale: Tensor) -> dict[str, Callable[[], object]]:
     """The paths that are exact for the product, each from its operands to the clipped sum."""
     x, g = product.x, product.g
     scale = scale.to(torch.promote_types(torch.float32, g.dtype))
+    rounded = g.dtype == torch.float32 and operand_rounding(g.device) > 0.0
 
     def keep() -> None:
         values = sample_products(x, g)
@@ -49,8 +50,9 @@ def _calls(product: Outer, scale: Tensor) -> dict[str, Callable[[], object]]:
         kept_sums([values], scale)
 
     def gram() -> None:
-        gram_norms_squared([GramUnit(gs=(g,), xs=(x,))])
-        outer_sums([product], scale, [None])
+        taken = Outer(truncated_to_tf32(x), truncated_to_tf32(g), product.decision) if rounded else product
+        gram_norms_squared([GramUnit(gs=(taken.g,), xs=(taken.x,), in_tf32=rounded)])
+        outer_sums([taken], scale, [None])
 
     def direct() -> None:
         product.norms_squared()
@@ -60,6 +62,4 @@ def _calls(product: Outer, scale: Tensor) -> dict[str, Callable[[], object]]:
         product.rank1_norms_squared()
         outer_sums([product], scale, [None])
 
-    if g.dtype == torch.float32 and operand_rounding(g.device):
-        return {DIRECT: direct, KEEP: keep}
     return {**({RANK1: rank1} if x.shape[1] == 1 else {}), GRAM: gram, DIRECT: direct, KEEP: keep}

@@ -14,10 +14,13 @@ Half of a Gram matrix is enough, by symmetry: T²(d+p) and not 2T²(d+p); it is 
 gradients are stored in the dtype of x and g, those of float16 in float32: other samples may change the path, and must
 not change whether a gradient overflows.
 
-`keep` is a candidate where the per-sample gradients take no more memory than the x and g they replace, or where they
-fit (memory_budget.py). Where the operands of float32 products are rounded (TF32), `gram` is none: its norm is of exact
-products, the sum would be of rounded ones. `direct` and `keep` take norm and sum of the same products. In a
-checkpointed block that is to run again nothing is kept: products for the norm would be thrown away with all the rest.
+`keep` is a candidate where the per-sample gradients take no more memory than the output gradient they replace (x may be
+another layer's as well: q, k and v share one), or where they fit (memory_budget.py). In a checkpointed block that is to
+run again nothing is kept: products for the norm would be thrown away with all the rest.
+
+Where the operands of float32 products are rounded (TF32), norm and sum have to be of the same rounded products.
+`direct` and `keep` make them. `gram` takes copies of x and g that are rounded already, which a product of TF32 leaves as
+they are; where the sum is made of other tensors (a convolution's patches, a block that runs again), it is no candidate.
 """
 
 from __future__ import annotations
@@ -57,7 +60,7 @@ class Rates:
 DEVICE_RATES: Mapping[int, Rates] = MappingProxyType(
     {2: Rates(7.6e14, 5.9e14, 128), 4: Rates(5e13, 6.5e13, 64), 8: Rates(3e13, 3e13, 512)}
 )
-TF32_PRODUCTS = 3e14
+TF32_RATES = Rates(3e14, 2.5e14, 128)
 BYTES_PER_SECOND = 4.2e12
 SUM_EFFICIENCY = 0.95  # of the products' rate: products with factors, in one launch
 
@@ -118,9 +121,9 @@ def path_costs(
 ) -> dict[str, PathCost]:
     """`stored_itemsize`: of per-sample gradients that are kept, if not `itemsize`. `rounding`: of float32 operands.
     `x_held`: elements of x a sample where x is unfolded from something smaller (a convolution's input)."""
-    rates = DEVICE_RATES.get(itemsize, DEVICE_RATES[4])
+    rates = TF32_RATES if rounding else DEVICE_RATES.get(itemsize, DEVICE_RATES[4])
     products = 2.0 * batch * length * d * p
-    gemm = products / (TF32_PRODUCTS if itemsize == 4 and rounding else rates.products)
+    gemm = products / rates.products
     sums = gemm / SUM_EFFICIENCY
     grams = float(batch) * (d + p)
     held = float(batch * ((length * d if x_held is None else x_held) + length * p) * itemsize)
@@ -128,6 +131,7 @@ def path_costs(
     stored = float(batch * d * p * (stored_itemsize or itemsize))
     wide = float(batch * d * p * max(itemsize, 4))  # products for the norm alone are not rounded
     again = 2 * wide if rounding else 0.0  # rounded products are made sample by sample for the sum as well
+    copies = 2 * held if rounding else 0.0  # of x and g, rounded
     total = 2.0 * d * p * max(itemsize, 4)  # the sum, written and read
 
     def cost(operations: float, moved: float, kept: float, seconds: float) -> PathCost:
@@ -136,7 +140,7 @@ def path_costs(
     in_tiles = grams * tiled_square(length, rates.tile) / rates.gram
     return {
         RANK1: cost(products + 2.0 * length * grams, total + held + 2 * unfolded, held, sums),
-        GRAM: cost(products + length**2 * grams, total + 2 * unfolded, held, sums + in_tiles),
+        GRAM: cost(products + length**2 * grams, total + again + copies + 2 * unfolded, held, sums + in_tiles),
         DIRECT: cost(2 * products, total + 2 * wide + again + 2 * unfolded, held, gemm + sums),
         KEEP: cost(products, 3 * stored + unfolded, stored, gemm),
     }
@@ -153,6 +157,7 @@ def choose_path(
     stored_itemsize: int | None = None,
     rounding: float = 0.0,
     x_held: int | None = None,
+    width_freed: int | None = None,
     forced: str | None = None,
     keep_fits: bool = False,
     sharded: bool = False,
@@ -160,31 +165,34 @@ def choose_path(
 ) -> Decision:
     """The cheapest exact path for x: (batch, length, d) and g: (batch, length, p). Pure: shapes in, decision out.
 
-    keep_fits: per-sample gradients may be kept although they take more memory than x and g.
+    width_freed: features of the output gradient, which nothing holds once per-sample gradients are kept, if not p.
+    keep_fits: per-sample gradients may be kept although they take more memory than that.
     runs_again: x and g are made once more for the sum.
     sharded: the gradient is reduced to a shard block by block, so even that of a lone sample is not held for nothing.
     """
     found = path_costs(batch, length, d, p, itemsize, stored_itemsize=stored_itemsize, rounding=rounding, x_held=x_held)
     costs = MappingProxyType(found)
+    rounded_gram = not rounding or (rounding <= TF32_ROUNDING and x_held is None and not runs_again)
     if forced is not None:
         if forced not in FORCEABLE:
             raise ValueError(f"path {forced!r} is not one of {', '.join(FORCEABLE)}")
-        if forced == GRAM and rounding:
+        if forced == GRAM and not rounded_gram:
             return Decision(DIRECT, "gram was asked for, but products are rounded (TF32): norms are of those", costs)
         return Decision(forced, "forced by the caller", costs)
     if batch == 1 and not sharded:
         return Decision(KEEP, "one sample: its gradient is the gradient, no second GEMM", costs)
     if length == 1 and rounding <= TF32_ROUNDING:
         return Decision(RANK1, "one position a sample: |g xᵀ|² = |x|²|g|²", costs)
-    allowed = {name: costs[name] for name in ((DIRECT,) if rounding else (GRAM, DIRECT))}
-    if not runs_again and (keep_fits or costs[KEEP].bytes_held <= costs[GRAM].bytes_held):
+    allowed = {name: costs[name] for name in ((GRAM, DIRECT) if rounded_gram else (DIRECT,))}
+    freed = batch * length * (p if width_freed is None else width_freed) * itemsize
+    if not runs_again and (keep_fits or costs[KEEP].bytes_held <= freed):
         allowed[KEEP] = costs[KEEP]
     best = min(allowed, key=lambda name: allowed[name].seconds)
     reason = f"cheapest of {', '.join(f'{name} {cost}' for name, cost in allowed.items())}"
     if runs_again:
         reason += "; nothing is kept in its checkpointed block, which runs again for the sum, or is held in less memory"
     elif KEEP not in allowed:
-        reason += f"; keep ({costs[KEEP]}) would hold more memory than x and g, and has no room"
+        reason += f"; keep ({costs[KEEP]}) would take more memory than it frees, and has no room"
     if rounding:
         reason += "; products are rounded (TF32), and norms are of those"
     return Decision(best, reason, costs)
@@ -197,6 +205,7 @@ def _choices(
     dtype: torch.dtype,
     rounding: float,
     x_held: int | None,
+    width_freed: int | None,
     forced: str | None,
     sharded: bool,
     runs_again: bool,
@@ -211,6 +220,7 @@ def _choices(
         stored_itemsize=max(4, dtype.itemsize) if sharded and x[0] == 1 else stored_dtype(dtype).itemsize,
         rounding=rounding,
         x_held=x_held,
+        width_freed=width_freed,
         forced=forced,
         sharded=sharded,
     )
@@ -236,12 +246,20 @@ class PathRules:
         self.budget = budget or MemoryBudget(LEAN, ())
         self.runs_again = False  # the layers that ask are in a checkpointed block that is to run again, or does
 
-    def of_product(self, x: Sequence[int], g: Tensor, *, p: int | None = None, x_held: int | None = None) -> Decision:
+    def of_product(
+        self,
+        x: Sequence[int],
+        g: Tensor,
+        *,
+        p: int | None = None,
+        x_held: int | None = None,
+        width_freed: int | None = None,
+    ) -> Decision:
         """Of a layer with x: (batch, length, d) and g: (batch, length, p), which `p` says where g has another shape."""
         rounding = operand_rounding(g.device) if g.dtype == torch.float32 else 0.0
         p = g.shape[-1] if p is None else p
         fitting, lean, more = _choices(
-            tuple(x), p, g.dtype, rounding, x_held, self.forced, self.sharded, self.runs_again
+            tuple(x), p, g.dtype, rounding, x_held, width_freed, self.forced, self.sharded, self.runs_again
         )
         return fitting if fitting is lean or self.budget.fits(more) else lean
 

@@ -128,7 +128,7 @@ class Watched(MemoryBudget):
 
     def __init__(self, model: nn.Module, *, room: bool = True) -> None:
         super().__init__(None, list(model.parameters()), Memory())
-        self.told, self.room = [], room
+        self.told, self.has_room = [], room
 
     def begin_forward(self) -> None:
         super().begin_forward()
@@ -147,7 +147,7 @@ class Watched(MemoryBudget):
     def fits(self, more: float) -> bool:
         assert self._in_backward
         self.told.append("asked")
-        return self.room
+        return self.has_room
 
 
 class Checkpointed(nn.Module):

@@ -36,16 +36,21 @@ def test_long_sequences_of_narrow_layers_are_kept():
     d=SIZES,
     p=SIZES,
     itemsize=st.sampled_from([2, 4, 8]),
-    rounding=st.sampled_from([0.0, 2.0**-11]),
+    rounding=st.sampled_from([0.0, 2.0**-11, 2.0**-8]),
     fits=st.booleans(),
+    width_freed=st.none() | SIZES,
 )
-def test_the_cheapest_path_is_taken_that_is_exact_and_has_room(batch, length, d, p, itemsize, rounding, fits):
+def test_the_cheapest_path_is_taken_that_is_exact_and_has_room(
+    batch, length, d, p, itemsize, rounding, fits, width_freed
+):
     rounding = rounding if itemsize == 4 else 0.0
-    decision = choose_path(batch, length, d, p, itemsize=itemsize, rounding=rounding, keep_fits=fits)
+    decision = choose_path(
+        batch, length, d, p, itemsize=itemsize, rounding=rounding, keep_fits=fits, width_freed=width_freed
+    )
     costs = decision.costs
     if batch > 1 and length > 1:
-        has_room = fits or costs[KEEP].bytes_held <= costs[GRAM].bytes_held
-        allowed = [DIRECT] + [GRAM] * (rounding == 0.0) + [KEEP] * has_room
+        has_room = fits or batch * d * p <= batch * length * (width_freed or p)
+        allowed = [DIRECT] + [GRAM] * (rounding < 2.0**-8) + [KEEP] * has_room
         assert decision.path in allowed
         assert costs[decision.path].seconds == min(costs[name].seconds for name in allowed)
 
@@ -72,27 +77,42 @@ def test_short_samples_are_not_kept_whatever_the_room(batch, length, p):
     assert choose_path(batch, length, 2048, p, itemsize=2, keep_fits=True).path == GRAM
 
 
-def test_float32_is_kept_sooner_and_tf32_is_never_normed_by_exact_products():
-    """Gram norms in float32 take three products on tensor cores; those of TF32's products would not be theirs."""
+def test_what_is_kept_takes_the_place_of_the_output_gradient_and_of_nothing_else():
+    """q, k and v read the same x: what one of them keeps does not free it."""
+    assert choose_path(8, 1024, 2048, 2048, itemsize=2).path == GRAM
+    assert choose_path(8, 2048, 2048, 2048, itemsize=2).path == KEEP
+    assert choose_path(8, 2048, 2048, 8192, itemsize=2, width_freed=2048).path == GRAM  # the output gradient is "x"
+
+
+def test_float32_is_kept_sooner_and_tf32_is_normed_by_the_operands_it_holds():
+    """Gram norms in float32 take three products on tensor cores, those of operands that TF32 holds take one."""
     assert choose_path(8, 256, 2048, 2048, itemsize=4, keep_fits=True).path == GRAM
     assert choose_path(8, 1024, 2048, 2048, itemsize=4, keep_fits=True).path == KEEP
     assert choose_path(8, 1024, 2048, 2048, itemsize=4, rounding=2.0**-11, keep_fits=True).path == KEEP
     without_room = choose_path(8, 256, 2048, 2048, itemsize=4, rounding=2.0**-11)
-    assert without_room.path == DIRECT
+    assert without_room.path == GRAM
     assert "TF32" in without_room.reason
-    assert choose_path(8, 256, 64, 64, itemsize=4, rounding=2.0**-11, forced=GRAM).path == DIRECT
+    assert choose_path(8, 256, 64, 64, itemsize=4, rounding=2.0**-11, forced=GRAM).path == GRAM
     assert choose_path(8, 1, 64, 64, itemsize=4, rounding=2.0**-11).path == RANK1
     assert choose_path(8, 1, 64, 64, itemsize=4, rounding=2.0**-8).path != RANK1  # bfloat16: 2⁻⁷ of a share is too much
+
+
+@pytest.mark.parametrize("otherwise", [{"rounding": 2.0**-8}, {"x_held": 64}, {"runs_again": True}], ids=str)
+@pytest.mark.parametrize("forced", [None, GRAM])
+def test_rounded_products_are_not_normed_by_operands_that_their_sum_is_not_made_of(otherwise, forced):
+    """bfloat16's rounding, patches that are unfolded again, blocks that run again."""
+    decision = choose_path(8, 256, 2048, 2048, **{"itemsize": 4, "rounding": 2.0**-11, "forced": forced, **otherwise})
+    assert decision.path == DIRECT
 
 
 class Room(MemoryBudget):
     def __init__(self, room: float) -> None:
         super().__init__(None, ())
-        self.room, self.asked = room, []
+        self.has, self.asked = room, []
 
     def fits(self, more: float) -> bool:
         self.asked.append(more)
-        return more <= self.room
+        return more <= self.has
 
 
 def test_rules_ask_for_room_only_where_it_would_change_the_path():
@@ -118,10 +138,10 @@ def test_float16_gradients_are_stored_in_float32(monkeypatch):
     assert decision.costs[KEEP].bytes_held == 4 * 4 * 256 * 256
 
 
-def test_the_users_setting_of_tf32_decides_at_each_product(monkeypatch):
+def test_the_users_setting_decides_at_each_product(monkeypatch):
     g = torch.empty(8, 256, 2048, device="meta")
     taken = []
-    for rounding in (0.0, 2.0**-11, 0.0):
+    for rounding in (0.0, 2.0**-8, 0.0):
         monkeypatch.setattr(paths, "operand_rounding", lambda device, rounding=rounding: rounding)
         taken.append(PathRules().of_product(g.shape, g).path)
     assert taken == [GRAM, DIRECT, GRAM]

@@ -1,16 +1,20 @@
 """How far torch rounds the operands of float32 matrix products: the user decides (TF32), the engine follows.
 
 A product of rounded operands is another gradient than the exact one, and where positions cancel it may be a much larger
-one. So its norm has to be taken of the products themselves, and the sum has to be of those same products.
+one. So its norm has to be taken of the products themselves, and the sum has to be of those same products; or both of
+operands that TF32 holds as they are (`truncated_to_tf32`).
 """
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 ROUNDING = {"tf32": 2.0**-11, "bf16": 2.0**-8}
 
 TF32_ROUNDING = ROUNDING["tf32"]
+
+_BITS_OF_TF32 = ~0x1FFF  # sign, exponent and ten bits of the fraction
 
 
 def operand_rounding(device: torch.device) -> float:
@@ -23,3 +27,8 @@ def operand_rounding(device: torch.device) -> float:
     if device.type == "cuda":
         return 0.0 if precision == "highest" else ROUNDING["tf32"]
     return ROUNDING["bf16"] if precision == "medium" else 0.0
+
+
+def truncated_to_tf32(tensor: Tensor) -> Tensor:
+    """A copy of a float32 tensor without the 13 bits that TF32 does not hold. inf and NaN stay what they are."""
+    return torch.bitwise_and(tensor.view(torch.int32), _BITS_OF_TF32).view(torch.float32)

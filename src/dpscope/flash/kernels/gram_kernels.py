@@ -36,8 +36,12 @@ def _gram_tile(
     BLOCK_K: tl.constexpr,
     TMA: tl.constexpr,
     ALIGNED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
-    """Rows [row, row+BLOCK_T) against rows [col, col+BLOCK_S) of one sample, summed over `count` segments, float32."""
+    """Rows [row, row+BLOCK_T) against rows [col, col+BLOCK_S) of one sample, summed over `count` segments, float32.
+
+    PRECISION: of products of float32 operands.
+    """
     acc = tl.zeros((BLOCK_T, BLOCK_S), dtype=tl.float32)
     for segment in range(first, first + count):
         entry = segments + segment * 4
@@ -52,7 +56,7 @@ def _gram_tile(
             else:
                 cols = tl.make_tensor_descriptor(base, shape, [stride_t, 1], [BLOCK_S, BLOCK_K])
             for k in range(0, width, BLOCK_K):
-                acc = dot(rows.load([row, k]), cols.load([col, k]).T, acc, "tf32x3")
+                acc = dot(rows.load([row, k]), cols.load([col, k]).T, acc, PRECISION)
         else:
             if ALIGNED:  # 16-byte asynchronous copies need to know it
                 VECTOR: tl.constexpr = 128 // DTYPE.primitive_bitwidth
@@ -67,7 +71,7 @@ def _gram_tile(
             for k in range(0, width, BLOCK_K):
                 a = tl.load(row_pointers, mask=(t < length)[:, None] & (f[None, :] < width - k), other=0.0)
                 b = tl.load(col_pointers, mask=(s < length)[None, :] & (f[:, None] < width - k), other=0.0)
-                acc = dot(a, b, acc, "tf32x3")
+                acc = dot(a, b, acc, PRECISION)
                 row_pointers += BLOCK_K
                 col_pointers += BLOCK_K
     return acc
@@ -111,6 +115,7 @@ def _gram_kernel(
     BLOCK_K: tl.constexpr,
     TMA: tl.constexpr,
     ALIGNED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """One program: one tile of one sample of one unit. partials: (3, units, B, tiles), see _store_sums."""
     program = tl.program_id(0)
@@ -125,9 +130,9 @@ def _gram_kernel(
     g_count = tl.load(unit + 3).to(tl.int32)
     # fmt: off
     x_gram = _gram_tile(segments, x_first, x_count, sample, row, col, length,
-                        X_DTYPE, BLOCK_T, BLOCK_S, BLOCK_K, TMA, ALIGNED)
+                        X_DTYPE, BLOCK_T, BLOCK_S, BLOCK_K, TMA, ALIGNED, PRECISION)
     g_gram = _gram_tile(segments, g_first, g_count, sample, row, col, length,
-                        G_DTYPE, BLOCK_T, BLOCK_S, BLOCK_K, TMA, ALIGNED)
+                        G_DTYPE, BLOCK_T, BLOCK_S, BLOCK_K, TMA, ALIGNED, PRECISION)
     # fmt: on
     _store_sums(partials, x_gram, g_gram, row, col, length, tl.load(unit + 4), tl.load(unit + 5), BLOCK_T, BLOCK_S)
 
@@ -147,6 +152,7 @@ def _gram_ids_kernel(
     BLOCK_K: tl.constexpr,
     TMA: tl.constexpr,
     ALIGNED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """As above with x_t·x_s = [ids_t = ids_s ≠ padding]; g is not read for tiles in which no ids match."""
     program = tl.program_id(0)
@@ -167,7 +173,7 @@ def _gram_ids_kernel(
     if tl.max(match.to(tl.int32)) > 0:
         # fmt: off
         g_gram = _gram_tile(segments, g_first, g_count, sample, row, col, length,
-                            G_DTYPE, BLOCK_T, BLOCK_S, BLOCK_K, TMA, ALIGNED)
+                            G_DTYPE, BLOCK_T, BLOCK_S, BLOCK_K, TMA, ALIGNED, PRECISION)
         # fmt: on
         x_gram = match.to(tl.float32)
         _store_sums(partials, x_gram, g_gram, row, col, length, 0, tl.load(unit + 5), BLOCK_T, BLOCK_S)

@@ -102,6 +102,7 @@ def _launch_kind(
             BLOCK_K=tiles.block_k,
             TMA=tma,
             ALIGNED=kind.whole and not INTERPRETED,
+            PRECISION="tf32" if kind.in_tf32 else "tf32x3",
             num_warps=tiles.num_warps,
             num_stages=tiles.num_stages,
         )

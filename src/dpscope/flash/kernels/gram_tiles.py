@@ -35,6 +35,8 @@ def choose_tiles(kind: UnitKind, device: torch.device) -> GramTiles:
     """
     hopper = is_hopper(device)
     tma = hopper and kind.aligned
+    if kind.in_tf32 and hopper:
+        return GramTiles(128, 128, 32, 8, 4, tma)
     if torch.float32 in (kind.x_dtype, kind.g_dtype):
         return GramTiles(64, 64, 32, 4, 3, tma)
     if kind.length <= 64:

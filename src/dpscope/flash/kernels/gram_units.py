@@ -24,6 +24,7 @@ class GramUnit(NamedTuple):
 
     gs: each (B, T, p_j), side by side along features. Either xs: each (B, T, d_i), side by side; or ids: (B, T)
     integers, for an embedding: then x_t·x_s is [ids_t = ids_s], and rows with ids = padding_idx count zero.
+    `in_tf32`: TF32 holds every value of xs and gs, which are float32.
 
     Checked where it is used: a step makes hundreds of them.
     """
@@ -32,6 +33,7 @@ class GramUnit(NamedTuple):
     xs: tuple[Tensor, ...] = ()
     ids: Tensor | None = None
     padding_idx: int | None = None
+    in_tf32: bool = False
 
 
 class UnitKind(NamedTuple):
@@ -44,10 +46,11 @@ class UnitKind(NamedTuple):
     aligned: bool  # rows begin on 16-byte words: what tensor descriptors need
     whole: bool  # and end on them: what 16-byte copies need besides
     row_major: bool
+    in_tf32: bool
 
 
-# How many xs and gs a unit has, which come one after the other; the shape of its ids, and padding_idx.
-UnitForm = tuple[int, int, torch.Size | None, int | None]
+# How many xs and gs a unit has, which come one after the other; the shape of its ids, padding_idx, in_tf32.
+UnitForm = tuple[int, int, torch.Size | None, int | None, bool]
 Integers = npt.NDArray[np.int64]
 
 
@@ -69,7 +72,9 @@ def plan_units(units: Sequence[GramUnit], batch: int) -> tuple[tuple[KindPlan, .
     """The launches of units, and the pointers of all their tensors."""
     tensors = [tensor for unit in units for side in (unit.xs, unit.gs) for tensor in side]
     pointers = np.fromiter(map(Tensor.data_ptr, tensors), np.int64, len(tensors))
-    forms = tuple([(len(xs), len(gs), None if ids is None else ids.shape, padding) for gs, xs, ids, padding in units])
+    forms = tuple(
+        [(len(xs), len(gs), None if ids is None else ids.shape, *others) for gs, xs, ids, *others in units]
+    )
     seen = tuple(map(_SHAPE, tensors)), tuple(map(Tensor.stride, tensors)), tuple(map(_DTYPE, tensors))
     return _plan(forms, *seen, (pointers & 15).tobytes(), batch), pointers
 
@@ -103,7 +108,7 @@ def _plan_kind(
     segments: list[list[int]] = []
     tensors: list[int] = []
     for number, first_tensor, own in members:
-        xs, gs, ids, padding_idx = forms[number]
+        xs, gs, ids, padding_idx, _ = forms[number]
         first = len(segments)
         x_width, g_width = sum(row[1] for row in own[:xs]), sum(row[1] for row in own[xs:])
         if ids is not None:
@@ -121,7 +126,7 @@ def _rows_of_unit(
     form: UnitForm, seen: list[tuple[torch.Size, tuple[int, ...], torch.dtype, int]], batch: int
 ) -> tuple[UnitKind, list[list[int]]]:
     """The unit's kind and segments; checks the shapes."""
-    n_xs, n_gs, ids, _ = form
+    n_xs, n_gs, ids, _, in_tf32 = form
     if not n_gs or bool(n_xs) == (ids is not None):
         raise ValueError("a GramUnit needs gs and either xs or ids")
     (g_batch, length, *_), _, g_dtype, _ = seen[n_xs]
@@ -144,4 +149,5 @@ def _rows_of_unit(
         row_major = row_major and stride_f == 1
         apart = apart and stride_t >= width and stride_b != 0
     aligned = row_major and apart and bits % 16 == 0
-    return UnitKind(length, x_dtype, g_dtype, served, aligned, aligned and ends % 16 == 0, row_major), segments
+    whole = aligned and ends % 16 == 0
+    return UnitKind(length, x_dtype, g_dtype, served, aligned, whole, row_major, in_tf32), segments

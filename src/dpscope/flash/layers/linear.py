@@ -41,9 +41,12 @@ def missing_columns(width: int, dtype: torch.dtype, device: torch.device) -> int
     return -width % 8 if device.type == "cuda" and dtype.itemsize == 2 and width >= ALIGNED_FROM else 0
 
 
-def decide(tap: TapOfSamples, slot: Slot, x: Tensor, g: Tensor) -> Decision:
-    """The path of Σ_t g_t x_tᵀ, asked just before it is taken: whether there is room to keep depends on the moment."""
-    decision = tap.engine.path_rules.of_product(x.shape, g)
+def decide(tap: TapOfSamples, slot: Slot, x: Tensor, g: Tensor, *, transposed: bool = False) -> Decision:
+    """The path of Σ_t g_t x_tᵀ, asked just before it is taken: whether there is room to keep depends on the moment.
+
+    transposed: x is the output gradient, and g what forward has read
+    """
+    decision = tap.engine.path_rules.of_product(x.shape, g, width_freed=x.shape[2] if transposed else None)
     if slot.decision is not decision:  # decisions are the same object where shapes are the same
         slot.describe("outer", decision, {"x": x.shape, "g": g.shape})
     return decision
@@ -57,8 +60,8 @@ def add_product(tap: TapOfSamples, slot: Slot, x: Tensor, g: Tensor, decision: D
         tap.engine.add(slot, Outer(x, g, decision))
 
 
-def keep_or_defer(tap: TapOfSamples, slot: Slot, x: Tensor, g: Tensor) -> None:
-    add_product(tap, slot, x, g, decide(tap, slot, x, g))
+def keep_or_defer(tap: TapOfSamples, slot: Slot, x: Tensor, g: Tensor, *, transposed: bool = False) -> None:
+    add_product(tap, slot, x, g, decide(tap, slot, x, g, transposed=transposed))
 
 
 def per_sample_gradients(x: Tensor, g: Tensor, dtype: torch.dtype) -> Tensor:
@@ -124,7 +127,7 @@ class LinearTap(LayerTap):
         x, weight = saved(ctx)
         dx, g = self._input_gradient(ctx, g, weight)
         slot, first, second = self._product(x, as_sequences(g))
-        decision = decide(self, slot, first, second)
+        decision = decide(self, slot, first, second, transposed=self.transposed)
         if decision.path == KEEP:  # first the sums: torch takes scratch memory for them, as large as g and larger
             self.keep(1, bias_sums(first if self.transposed else second))
             add_product(self, slot, first, second, decision)
@@ -150,7 +153,7 @@ class LinearTap(LayerTap):
         if sums is not None:
             self.keep(1, sums, owned=owned)
         if x is not None and g is not None:
-            keep_or_defer(self, *self._product(x, as_sequences(g)))
+            keep_or_defer(self, *self._product(x, as_sequences(g)), transposed=self.transposed)
 
     def _product(self, x: Tensor, g: Tensor) -> tuple[Slot, Tensor, Tensor]:
         """The weight, and the two sides of its gradient."""

@@ -141,18 +141,25 @@ def test_transposed_operands_on_auto() -> None:
     assert_sum(sum_of(g, x, scale), g, x, scale)
 
 
-@pytest.mark.parametrize("d", [8, 128, 136, 264])
-def test_default_tiles_of_every_width(d: int, backend: Backend) -> None:
-    """Narrower than the narrow tile, exactly it, one wide tile, two of them."""
-    g, x = operands(2, 70, 136, d)
+@pytest.mark.parametrize(("length", "d"), [(70, 8), (70, 128), (70, 136), (128, 264)])
+def test_default_tiles_of_every_width(length: int, d: int, backend: Backend) -> None:
+    """Narrower than the narrow tile, exactly it, one wide tile, two of them; short and long steps."""
+    g, x = operands(2, length, 136, d)
     scale = torch.tensor([0.5, 0.25])
     assert_sum(sum_of(g, x, scale, backend=backend), g, x, scale)
 
 
 def test_narrow_inputs_get_narrow_tiles() -> None:
     narrow = SumTiles(block_n=128, num_warps=4)
-    assert [default_tiles(d) for d in (8, 128)] == [narrow, narrow]
-    assert [default_tiles(d) for d in (136, 256, 2048)] == [SumTiles()] * 3
+    assert [default_tiles(256, d) for d in (8, 128)] == [narrow, narrow]
+    assert [default_tiles(256, d) for d in (136, 256, 2048)] == [SumTiles()] * 3
+
+
+@pytest.mark.parametrize(("length", "step"), [(64, 64), (256, 64), (568, 64), (1312, 64), (32, 32), (136, 32), (197, 32)])
+def test_samples_that_leave_much_of_their_last_step_empty_are_walked_in_shorter_ones(length: int, step: int) -> None:
+    for d, narrow in ((2048, {}), (64, {"block_n": 128, "num_warps": 4})):
+        stages = {64: 3, 32: 6}[step]
+        assert default_tiles(length, d) == SumTiles(block_k=step, num_stages=stages, **narrow)
 
 
 def test_an_empty_batch_gives_zero() -> None:
