@@ -44,7 +44,8 @@ def cross_terms(lookup: Lookup, outer: Outer) -> Tensor:
 def _tied_decision(outer: Outer) -> Decision:
     """The path of an embedding tied to a head.
 
-    Rank 1 is none where products are rounded: the uses may cancel. Nor is gram: the cross term is not of rounded values.
+    Where products are rounded, rank 1 is none, for the uses may cancel; nor is gram, for the cross term is of values
+    that are not rounded.
     """
     decision = outer.decision
     rounded = outer.g.dtype == torch.float32 and operand_rounding(outer.g.device) > 0.0

@@ -84,7 +84,7 @@ class MicroBatch:
         return sum_parts(self.parameters, self._parts, scale, into=into, factored=factored, group_bytes=group_bytes)
 
     def _group_bytes(self, factored: bool) -> int:
-        """How much is summed at once: per-sample gradients that are kept come first, and leave their memory to others."""
+        """How much is summed at once: per-sample gradients that are kept come first, and leave others their memory."""
         alone = [parts[0] for parts in self._parts if len(parts) == 1]
         if any(isinstance(part, Saved) and part.copied for part in alone):
             return GROUP_BYTES_OF_COPIES

@@ -7,7 +7,7 @@ the private gradient in `.grad` (`privatise_gradients`). Nothing here knows Opac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress
@@ -106,17 +106,10 @@ class FusedUpdate:
         pieces: dict[_Kind, _Piece] = {}
         waiting = 0
         for batch in batches:
-            for group, (parameters, sums, factors) in _by_group(batch, group_of):
-                kind = (id(group), factors is None)
-                if kind not in pieces:
-                    pieces[kind] = _Piece(group, factors)
-                piece = pieces[kind]
-                piece.parameters += parameters
-                piece.sums += sums
-                piece.starts += map(starts.__getitem__, map(id, parameters))
-                # However many samples: tables are kept for the next step. Of a sharded parameter, this rank's part.
-                waiting += 4 * sum(map(Tensor.numel, sums if factors is None else parameters))
-            if waiting >= PIECE_BYTES:
+            waiting += _collect(batch, group_of, starts, pieces)
+            as_gradients = batch.factors is not None
+            del batch  # the next is made when it is asked for: nothing here holds what this one takes
+            if as_gradients or waiting >= PIECE_BYTES:
                 self._apply(pieces, privacy)
                 waiting = 0
         self._apply(pieces, privacy)
@@ -130,6 +123,24 @@ class FusedUpdate:
 _Group = dict[str, Any]
 _Kind = tuple[int, bool]  # of a parameter: its group's id, and whether its sum is made already
 _IS_TRAINED = attrgetter("requires_grad")
+
+
+def _collect(
+    batch: SumBatch, group_of: Mapping[int, _Group], starts: Mapping[int, int], pieces: dict[_Kind, _Piece]
+) -> int:
+    """Put the batch to what waits for an update; how many bytes its sums have, or will have."""
+    waiting = 0
+    for group, (parameters, sums, factors) in _by_group(batch, group_of):
+        kind = (id(group), factors is None)
+        if kind not in pieces:
+            pieces[kind] = _Piece(group, factors)
+        piece = pieces[kind]
+        piece.parameters += parameters
+        piece.sums += sums
+        piece.starts += map(starts.__getitem__, map(id, parameters))
+        # However many samples: tables are kept for the next step. Of a sharded parameter, this rank's part.
+        waiting += 4 * sum(map(Tensor.numel, sums if factors is None else parameters))
+    return waiting
 
 
 def _by_group(batch: SumBatch, group_of: dict[int, _Group]) -> Iterable[tuple[_Group, SumBatch]]:

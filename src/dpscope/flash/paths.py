@@ -19,8 +19,9 @@ another layer's as well: q, k and v share one), or where they fit (memory_budget
 run again nothing is kept: products for the norm would be thrown away with all the rest.
 
 Where the operands of float32 products are rounded (TF32), norm and sum have to be of the same rounded products.
-`direct` and `keep` make them. `gram` takes copies of x and g that are rounded already, which a product of TF32 leaves as
-they are; where the sum is made of other tensors (a convolution's patches, a block that runs again), it is no candidate.
+`direct` and `keep` make them. `gram` takes copies of x and g that are rounded already, which a product of TF32 leaves
+as they are; where the sum is made of other tensors (a convolution's patches, a block that runs again), it is no
+candidate.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dpscope.flash.kernels.float32_products import truncated_to_tf32
 from dpscope.flash.kernels.fused_update import fused_adam_, fused_sgd_
 from dpscope.flash.kernels.gram_norms import gram_norms_squared
 from dpscope.flash.kernels.gram_tiles import GramTiles
@@ -140,6 +141,18 @@ def test_gram_norms_in_float32_are_as_near_as_float32_whatever_the_user_allows(l
     torch.testing.assert_close(got.double(), reference.gram_norms_squared([one]), rtol=2e-6, atol=0)
 
 
+@pytest.mark.parametrize(("length", "width"), [(16, 8), (100, 13), (256, 512), (1024, 2048), (300, 16384)])
+def test_gram_norms_of_operands_that_tf32_holds_take_one_product(length: int, width: int) -> None:
+    """Tensor cores cut an accumulator off after every 8 features: by at most 2⁻²⁴ of it each time."""
+    xs, gs = (
+        tuple(map(truncated_to_tf32, side)) for side in unit(2, length, [width], [width, 8], torch.float32)[1::-1]
+    )
+    one = GramUnit(gs=gs, xs=xs, in_tf32=True)
+    got = gram_norms_squared([one], backend="triton")
+    rtol = 2e-6 + 2 * width / 8 * 2.0**-24
+    torch.testing.assert_close(got.double(), reference.gram_norms_squared([one]), rtol=rtol, atol=0)
+
+
 @pytest.mark.parametrize("vocabulary", [4, 32000])
 @pytest.mark.parametrize("length", [7, 300, 1024])
 def test_gram_norms_of_an_embedding(length: int, vocabulary: int) -> None:
@@ -156,12 +169,14 @@ def test_a_non_finite_sample_spoils_only_its_own_norm() -> None:
 
 @pytest.mark.parametrize("slip", [0.0, 1e-3, 1e-2, 0.1])
 @pytest.mark.parametrize("length", [64, 512])
-def test_gram_norms_are_never_too_small_where_positions_cancel(length: int, slip: float) -> None:
+@pytest.mark.parametrize("kind", ["bfloat16", "tf32"])
+def test_gram_norms_are_never_too_small_where_positions_cancel(length: int, slip: float, kind: str) -> None:
     """Positions in pairs, g and -g with x nearly the same: the gradient is about slip times what its positions are."""
     x, g = (torch.randn(3, length, 512, device="cuda").repeat_interleave(2, dim=1) for _ in range(2))
     x[:, 1::2] *= 1 + slip * torch.randn(3, length, 512, device="cuda")
     g[:, 1::2] *= -1
-    one = GramUnit(xs=(x.bfloat16(),), gs=(g.bfloat16(),))
+    rounded = truncated_to_tf32 if kind == "tf32" else torch.Tensor.bfloat16
+    one = GramUnit(xs=(rounded(x),), gs=(rounded(g),), in_tf32=kind == "tf32")
     got = gram_norms_squared([one], backend="triton").double().sqrt()
     exact = reference.gram_norms_squared([one]).sqrt()
     assert (got >= (1 - 1e-3) * exact).all()

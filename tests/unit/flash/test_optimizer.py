@@ -6,6 +6,7 @@ import copy
 import math
 import os
 import random
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -219,6 +220,24 @@ def test_samples_are_summed_by_their_factors_in_the_update() -> None:
     torch.testing.assert_close(parameter.detach(), torch.full((4,), -2.0))
     update([SumBatch([parameter], [torch.full((1, 4), float("nan"))], torch.tensor([0.0]))], quiet(1.0))
     torch.testing.assert_close(parameter.detach(), torch.full((4,), -2.0))
+
+
+def test_nothing_holds_per_sample_gradients_while_the_next_sums_are_made() -> None:
+    """They are the largest tensors of a step, and what comes next is made when it is asked for."""
+    kept, summed = parameters()[:2]
+    values = torch.ones(2, *kept.shape)
+    alive = weakref.ref(values)
+    first = [SumBatch([kept], [values], torch.ones(2))]
+    del values
+
+    def batches():
+        yield first.pop()
+        assert alive() is None
+        yield SumBatch([summed], [torch.ones_like(summed)], None)
+
+    before = kept.detach().clone()
+    FusedUpdate(torch.optim.SGD([kept, summed], lr=1.0))(batches(), quiet(1.0))
+    torch.testing.assert_close(kept.detach(), before - 2.0)
 
 
 def test_noise_has_the_promised_mean_and_spread_and_no_memory() -> None:

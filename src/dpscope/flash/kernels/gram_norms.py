@@ -14,8 +14,9 @@ pointers, widths and strides. One layer of a transformer at T=256 has fewer tile
 all of its layers together fill it, and cost the host one launch.
 
 Accumulation: bfloat16 and float16 by tensor cores into float32; float32 by three products of its halves in tf32, which
-keeps 22 bits of each factor, is as near as a product in float32 and more than twice as fast as cuBLAS's, or by one where
-TF32 holds the operands as they are; float64 in float64. Each program owns its slots of the partial sums, so the result is deterministic.
+keeps 22 bits of each factor, is as near as a product in float32 and more than twice as fast as cuBLAS's, or by one
+product where TF32 holds the operands as they are; float64 in float64. Each program owns its slots of the partial sums,
+so the result is deterministic.
 
 Guarantee: a sample's result depends on that sample's rows alone, and no norm is too small by more than about 5e-4 of
 itself. Rounding errs relative to S², S = Σ_t ‖g_t‖‖x_t‖, not to the norm: by about 1e-8·S² in float32 (measured on an

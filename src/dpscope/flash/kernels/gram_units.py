@@ -72,9 +72,7 @@ def plan_units(units: Sequence[GramUnit], batch: int) -> tuple[tuple[KindPlan, .
     """The launches of units, and the pointers of all their tensors."""
     tensors = [tensor for unit in units for side in (unit.xs, unit.gs) for tensor in side]
     pointers = np.fromiter(map(Tensor.data_ptr, tensors), np.int64, len(tensors))
-    forms = tuple(
-        [(len(xs), len(gs), None if ids is None else ids.shape, *others) for gs, xs, ids, *others in units]
-    )
+    forms = tuple([(len(xs), len(gs), None if ids is None else ids.shape, *others) for gs, xs, ids, *others in units])
     seen = tuple(map(_SHAPE, tensors)), tuple(map(Tensor.stride, tensors)), tuple(map(_DTYPE, tensors))
     return _plan(forms, *seen, (pointers & 15).tobytes(), batch), pointers
 

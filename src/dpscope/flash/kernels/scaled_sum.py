@@ -113,8 +113,8 @@ def default_tiles(length: int, d: int) -> SumTiles:
     Inputs of at most 128 features would leave half of the usual tile empty, or more: they get one of half the width. On
     an H200 that takes 15 to 48 % off for d ≤ 128; from d = 136 on the usual tile is faster (2026-11-15).
 
-    A sample ends with a whole step: 197 positions are four steps of 64, or seven of 32. On an H200 the shorter ones take
-    8 to 15 % off at lengths of 136, 197 and 208, and add 1 to 2 % at 256 and 568 (2026-11-16).
+    A sample ends with a whole step: 197 positions are four steps of 64, or seven of 32. On an H200 the shorter ones
+    take 8 to 15 % off at lengths of 136, 197 and 208, and add 1 to 2 % at 256 and 568 (2026-11-16).
     """
     tiles = _NARROW if d <= _NARROW.block_n else SumTiles()
     long, short = (-(-length // step) * step for step in (tiles.block_k, tiles.block_k // 2))

@@ -1,4 +1,4 @@
-"""Whatever way the user allows TF32 in, it is seen."""
+"""Whatever way the user allows TF32 in, it is seen; and what TF32 holds of a tensor."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import sys
 import pytest
 import torch
 
-from dpscope.flash.kernels.float32_products import operand_rounding
+from dpscope.flash.kernels.float32_products import operand_rounding, truncated_to_tf32
+from tests.unit.flash.rounded_products import to_tf32
 
 # What a user says -> how operands are rounded on CUDA and on the CPU; None: it depends on the processor.
 SETTINGS: dict[str, tuple[float, float | None]] = {
@@ -55,3 +56,19 @@ def test_the_users_setting_is_seen(setting: str, found: dict[str, list[float]]) 
 
 def test_by_default_nothing_is_rounded() -> None:
     assert operand_rounding(torch.device("cpu")) == 0.0
+
+
+def test_products_of_tf32_leave_a_truncated_tensor_as_it_is() -> None:
+    values = torch.randn(3, 4, 50)[:, 1:].mT * torch.logspace(-30, 30, 50).view(1, -1, 1)
+    found = truncated_to_tf32(values)
+    assert found.shape == values.shape
+    assert (to_tf32(found) == found).all()
+    assert (found.abs() <= values.abs()).all()
+    assert ((values - found).abs() <= 2.0**-10 * values.abs()).all()
+
+
+def test_truncation_leaves_infinity_and_nan() -> None:
+    found = truncated_to_tf32(torch.tensor([float("inf"), -float("inf"), float("nan"), 0.0, -0.0]))
+    assert found[:2].tolist() == [float("inf"), -float("inf")]
+    assert found[2].isnan()
+    assert found[3:].tolist() == [0.0, 0.0]

@@ -155,7 +155,7 @@ def test_narrow_inputs_get_narrow_tiles() -> None:
     assert [default_tiles(256, d) for d in (136, 256, 2048)] == [SumTiles()] * 3
 
 
-@pytest.mark.parametrize(("length", "step"), [(64, 64), (256, 64), (568, 64), (1312, 64), (32, 32), (136, 32), (197, 32)])
+@pytest.mark.parametrize(("length", "step"), [(64, 64), (256, 64), (568, 64), (1312, 64), (32, 32), (136, 32)])
 def test_samples_that_leave_much_of_their_last_step_empty_are_walked_in_shorter_ones(length: int, step: int) -> None:
     for d, narrow in ((2048, {}), (64, {"block_n": 128, "num_warps": 4})):
         stages = {64: 3, 32: 6}[step]
