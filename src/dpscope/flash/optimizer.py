@@ -143,7 +143,7 @@ def _collect(
     return waiting
 
 
-def _by_group(batch: SumBatch, group_of: dict[int, _Group]) -> Iterable[tuple[_Group, SumBatch]]:
+def _by_group(batch: SumBatch, group_of: Mapping[int, _Group]) -> Iterable[tuple[_Group, SumBatch]]:
     """The batch by groups of the optimizer, without parameters that are not its, or were frozen since backward."""
     parameters, sums, factors = batch
     groups = list(map(group_of.get, map(id, parameters)))

@@ -144,9 +144,8 @@ def test_gram_norms_in_float32_are_as_near_as_float32_whatever_the_user_allows(l
 @pytest.mark.parametrize(("length", "width"), [(16, 8), (100, 13), (256, 512), (1024, 2048), (300, 16384)])
 def test_gram_norms_of_operands_that_tf32_holds_take_one_product(length: int, width: int) -> None:
     """Tensor cores cut an accumulator off after every 8 features: by at most 2⁻²⁴ of it each time."""
-    xs, gs = (
-        tuple(map(truncated_to_tf32, side)) for side in unit(2, length, [width], [width, 8], torch.float32)[1::-1]
-    )
+    whole = unit(2, length, [width], [width, 8], torch.float32)
+    gs, xs = (tuple(map(truncated_to_tf32, side)) for side in (whole.gs, whole.xs))
     one = GramUnit(gs=gs, xs=xs, in_tf32=True)
     got = gram_norms_squared([one], backend="triton")
     rtol = 2e-6 + 2 * width / 8 * 2.0**-24
