@@ -14,9 +14,9 @@ Half of a Gram matrix is enough, by symmetry: T²(d+p) and not 2T²(d+p); it is 
 gradients are stored in the dtype of x and g, those of float16 in float32: other samples may change the path, and must
 not change whether a gradient overflows.
 
-`keep` is a candidate where the per-sample gradients take no more memory than the output gradient they replace (x may be
-another layer's as well: q, k and v share one), or where they fit (memory_budget.py). In a checkpointed block that is to
-run again nothing is kept: products for the norm would be thrown away with all the rest.
+`keep` is a candidate where the per-sample gradients take no more memory than what they replace (the output gradient,
+and x unless it is another layer's as well: q, k and v share one), or where they fit (memory_budget.py). In a
+checkpointed block that is to run again nothing is kept: products for the norm would be thrown away with all the rest.
 
 Where the operands of float32 products are rounded (TF32), norm and sum have to be of the same rounded products.
 `direct` and `keep` make them. `gram` takes copies of x and g that are rounded already, which a product of TF32 leaves
@@ -31,6 +31,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -166,7 +167,8 @@ def choose_path(
 ) -> Decision:
     """The cheapest exact path for x: (batch, length, d) and g: (batch, length, p). Pure: shapes in, decision out.
 
-    width_freed: features of the output gradient, which nothing holds once per-sample gradients are kept, if not p.
+    width_freed: features of what nothing holds any more once per-sample gradients are kept: those of the output
+        gradient and, where no other layer reads it, those of x; p if not given.
     keep_fits: per-sample gradients may be kept although they take more memory than that.
     runs_again: x and g are made once more for the sum.
     sharded: the gradient is reduced to a shard block by block, so even that of a lone sample is not held for nothing.
@@ -245,6 +247,7 @@ class PathRules:
         self.forced = forced
         self.sharded = sharded
         self.budget = budget or MemoryBudget(LEAN, ())
+        self.last_read: tuple[int, Any] = (0, None)  # the address of the x that a layer has read last, and that layer
         self.runs_again = False  # the layers that ask are in a checkpointed block that is to run again, or does
 
     def of_product(

@@ -144,7 +144,7 @@ def _product(use: Use, weight: Operand, x: Tensor, g: Tensor) -> Gradients:
     if base is not None and base.dim() == 2 and plain.shape == base.shape[::-1] and _is_transposed(plain, base):
         slot = use.slot(base)
         if slot is not None:
-            keep_or_defer(use.tap, slot, g, x, transposed=True)
+            keep_or_defer(use.tap, slot, g, x, g.shape[-1])
             return []
     return [(weight, sample_products(x, g))]
 

@@ -41,12 +41,12 @@ def missing_columns(width: int, dtype: torch.dtype, device: torch.device) -> int
     return -width % 8 if device.type == "cuda" and dtype.itemsize == 2 and width >= ALIGNED_FROM else 0
 
 
-def decide(tap: TapOfSamples, slot: Slot, x: Tensor, g: Tensor, *, transposed: bool = False) -> Decision:
+def decide(tap: TapOfSamples, slot: Slot, x: Tensor, g: Tensor, width_freed: int | None = None) -> Decision:
     """The path of Σ_t g_t x_tᵀ, asked just before it is taken: whether there is room to keep depends on the moment.
 
-    transposed: x is the output gradient, and g what forward has read
+    width_freed: see `choose_path`
     """
-    decision = tap.engine.path_rules.of_product(x.shape, g, width_freed=x.shape[2] if transposed else None)
+    decision = tap.engine.path_rules.of_product(x.shape, g, width_freed=width_freed)
     if slot.decision is not decision:  # decisions are the same object where shapes are the same
         slot.describe("outer", decision, {"x": x.shape, "g": g.shape})
     return decision
@@ -60,8 +60,8 @@ def add_product(tap: TapOfSamples, slot: Slot, x: Tensor, g: Tensor, decision: D
         tap.engine.add(slot, Outer(x, g, decision))
 
 
-def keep_or_defer(tap: TapOfSamples, slot: Slot, x: Tensor, g: Tensor, *, transposed: bool = False) -> None:
-    add_product(tap, slot, x, g, decide(tap, slot, x, g, transposed=transposed))
+def keep_or_defer(tap: TapOfSamples, slot: Slot, x: Tensor, g: Tensor, width_freed: int | None = None) -> None:
+    add_product(tap, slot, x, g, decide(tap, slot, x, g, width_freed))
 
 
 def per_sample_gradients(x: Tensor, g: Tensor, dtype: torch.dtype) -> Tensor:
@@ -82,9 +82,12 @@ _set_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
 class LinearTap(LayerTap):
     transposed = False
     casts_input = True
+    shares_input: bool | None = None  # with another layer that reads the same x; None: nobody has looked
 
     def forward(self, ctx: Any, x: Tensor) -> Tensor:
         x, weight, bias = self.operands(x)
+        if ctx.live[0] and not ctx.traced:
+            self._note_input(x)
         save(ctx, x if ctx.live[0] else None, weight if ctx.needs_input_grad[1] else None)
         if self.transposed:
             weight = weight.t()
@@ -100,6 +103,20 @@ class LinearTap(LayerTap):
             return F.linear(x, weight, bias)
         finally:
             _set_excluded(_NOTES_VIEWS, False)
+
+    def _note_input(self, x: Tensor) -> None:
+        """Layers that read the same x read it one after the other: q, k and v."""
+        rules, pointer = self.engine.path_rules, x.data_ptr()
+        before, reader = rules.last_read
+        if before == pointer and reader is not None:
+            self.shares_input = reader.shares_input = True
+        elif self.shares_input is None:
+            self.shares_input = False
+        rules.last_read = pointer, self
+
+    def _width_freed(self, x: Tensor, g: Tensor) -> int:
+        """What keeping the product lets go: the output gradient, and x if no other layer holds it."""
+        return g.shape[-1] + (x.shape[-1] if self.shares_input is False else 0)
 
     def gradients(self, ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = saved(ctx)
@@ -127,7 +144,7 @@ class LinearTap(LayerTap):
         x, weight = saved(ctx)
         dx, g = self._input_gradient(ctx, g, weight)
         slot, first, second = self._product(x, as_sequences(g))
-        decision = decide(self, slot, first, second, transposed=self.transposed)
+        decision = decide(self, slot, first, second, self._width_freed(x, g))
         if decision.path == KEEP:  # first the sums: torch takes scratch memory for them, as large as g and larger
             self.keep(1, bias_sums(first if self.transposed else second))
             add_product(self, slot, first, second, decision)
@@ -153,7 +170,7 @@ class LinearTap(LayerTap):
         if sums is not None:
             self.keep(1, sums, owned=owned)
         if x is not None and g is not None:
-            keep_or_defer(self, *self._product(x, as_sequences(g)), transposed=self.transposed)
+            keep_or_defer(self, *self._product(x, as_sequences(g)), self._width_freed(x, g))
 
     def _product(self, x: Tensor, g: Tensor) -> tuple[Slot, Tensor, Tensor]:
         """The weight, and the two sides of its gradient."""

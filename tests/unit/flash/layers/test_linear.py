@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpscope.errors import UserError
@@ -230,3 +231,25 @@ def test_torch_notes_views_again_after_a_layer(fails):
             with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
                 model(torch.randn(4, 5, 7))
         assert torch.ones(6).view(2, 3)._is_view()
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(512, 512) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        attended: Tensor = F.scaled_dot_product_attention(self.q(x), self.k(x), self.v(x))
+        return self.out(attended)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_keeping_gradients_frees_an_input_only_if_no_other_layer_reads_it(autocast: bool) -> None:
+    """Of 400 positions: kept gradients are larger than the output gradient, and smaller than that and the input."""
+    model = Attention()
+    with FlashEngine(model, max_grad_norm=1.0, memory_budget="lean") as engine:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = model(torch.randn(2, 400, 512)).float().mean()
+        loss.backward()
+        freed = {row.parameter: "no room" not in row.why for row in engine.explain() if "weight" in row.parameter}
+    assert freed == {"q.weight": False, "k.weight": False, "v.weight": False, "out.weight": True}
