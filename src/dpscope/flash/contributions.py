@@ -23,6 +23,7 @@ from torch import Tensor
 
 from dpscope.errors import UserError
 from dpscope.flash.kernels.kept_gradients import kept_norms_squared, kept_sums
+from dpscope.flash.kernels.sample_products import products_and_norms
 from dpscope.flash.kernels.sample_sums import bias_sums
 from dpscope.flash.kernels.scaled_sum import scaled_sums
 from dpscope.flash.kernels.triton_runtime import rows_are_aligned
@@ -107,15 +108,22 @@ class Contribution(Protocol):
 
 
 class Kept:
-    """Per-sample gradients themselves. `owned`: nobody else holds the storage, it may be overwritten."""
+    """Per-sample gradients themselves. `owned`: nobody else holds the storage, it may be overwritten.
 
-    __slots__ = ("owned", "values", "version")
+    squares: (B, n), whose sums over n are the squared norms, where they are known: of the values as they are given here
+    """
+
+    __slots__ = ("owned", "squares", "values", "version")
     kind = "kept"
 
-    def __init__(self, values: Tensor, *, owned: bool = True) -> None:
+    def __init__(self, values: Tensor, *, squares: Tensor | None = None, owned: bool = True) -> None:
         self.values = values
+        self.squares = squares
         self.owned = owned
         self.version = values._version
+
+    def known_squares(self) -> Tensor | None:
+        return self.squares if self.values._version == self.version else None
 
     @property
     def batch_size(self) -> int:
@@ -135,10 +143,17 @@ class Kept:
         return self.values
 
     def norms_squared(self) -> Tensor:
-        return kept_norms_squared([self.values])
+        known = self.known_squares()
+        return kept_norms_squared([self.values]) if known is None else known.sum(1)
 
     def clipped_sum(self, scale: Tensor, out: Tensor | None) -> Tensor:
         return kept_sums([self.values], scale, outs=[out])[0]
+
+
+def kept_products(x: Tensor, g: Tensor) -> Kept:
+    """(B, T, d), (B, T, p) -> g_bᵀ x_b of several samples, with their norms where one kernel makes both."""
+    made = products_and_norms(x, g)
+    return Kept(sample_products(x, g)) if made is None else Kept(made[0], squares=made[1])
 
 
 class Summed:

@@ -55,6 +55,7 @@ class NormSum:
         self._truncated: dict[tuple[object, ...], Tensor] = {}
         self._lookups: list[GramUnit] = []
         self._kept: list[Tensor] = []
+        self._squares: list[Tensor] = []
 
     def add(self, norms_squared: Tensor) -> None:
         self.total += norms_squared.to(self.total)
@@ -64,7 +65,7 @@ class NormSum:
         for index, of_one in enumerate(parts):
             part = of_one[0]
             if len(of_one) == 1 and type(part) is Kept:  # as most are, of hundreds in a step
-                self._kept.append(part.values)
+                self._add_kept(part)
             elif len(of_one) == 1 and type(part) is Outer and part.decision.path == GRAM:
                 if self._rounds and part.g.dtype == torch.float32:
                     part = self._truncate(part)
@@ -98,9 +99,16 @@ class NormSum:
         elif isinstance(part, Outer):
             self._add_outer(part)
         elif isinstance(part, Kept):
-            self._kept.append(part.values)
+            self._add_kept(part)
         else:
             self.add(part.norms_squared())
+
+    def _add_kept(self, part: Kept) -> None:
+        squares = part.known_squares()
+        if squares is None:
+            self._kept.append(part.values)
+        else:
+            self._squares.append(squares)
 
     def _add_outer(self, part: Outer) -> None:
         path = part.decision.path
@@ -135,7 +143,9 @@ class NormSum:
             self.add(gram_norms_squared(units))
         if self._kept:
             self.add(kept_norms_squared(self._kept))
-        self._sharing, self._truncated, self._lookups, self._kept = {}, {}, [], []
+        if self._squares:
+            self.add(torch.cat(self._squares, 1).sum(1))
+        self._sharing, self._truncated, self._lookups, self._kept, self._squares = {}, {}, [], [], []
         return self.total
 
 

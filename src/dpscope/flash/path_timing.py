@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 from torch.utils.benchmark import Timer
 
-from dpscope.flash.contributions import Outer, outer_sums, sample_products
+from dpscope.flash.contributions import Outer, kept_products, outer_sums
 from dpscope.flash.kernels.float32_products import operand_rounding, truncated_to_tf32
 from dpscope.flash.kernels.gram_norms import gram_norms_squared
 from dpscope.flash.kernels.gram_units import GramUnit
-from dpscope.flash.kernels.kept_gradients import kept_norms_squared, kept_sums
 from dpscope.flash.paths import DIRECT, GRAM, KEEP, RANK1, choose_path
 
 SHORTEST_RUN = 0.05  # seconds that a path is repeated for
@@ -45,9 +44,9 @@ def _calls(product: Outer, scale: Tensor) -> dict[str, Callable[[], object]]:
     rounded = g.dtype == torch.float32 and operand_rounding(g.device) > 0.0
 
     def keep() -> None:
-        values = sample_products(x, g)
-        kept_norms_squared([values])
-        kept_sums([values], scale)
+        kept = kept_products(x, g)
+        kept.norms_squared()
+        kept.clipped_sum(scale, None)
 
     def gram() -> None:
         taken = Outer(truncated_to_tf32(x), truncated_to_tf32(g), product.decision) if rounded else product

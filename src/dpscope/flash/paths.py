@@ -8,11 +8,12 @@ update's reading of it cost, in multiply-adds counted as two operations:
 | rank-1 | 2BTdp + 2BT(d+p)      | operands read once more; the sum written and read     | x and g                  |
 | gram   | 2BTdp + BT²(d+p)      | the sum written and read                              | x and g                  |
 | direct | 4BTdp                 | the same; per-sample gradients written and read       | x and g                  |
-| keep   | 2BTdp                 | per-sample gradients written and read twice           | per-sample gradients     |
+| keep   | 2BTdp                 | per-sample gradients written and read once or twice   | per-sample gradients     |
 
-Half of a Gram matrix is enough, by symmetry: T²(d+p) and not 2T²(d+p); it is made of whole tiles, though. Per-sample
-gradients are stored in the dtype of x and g, those of float16 in float32: other samples may change the path, and must
-not change whether a gradient overflows.
+Kept gradients are read by the update and, unless their product takes the norms as it writes them
+(kernels/sample_products.py), for their norms. Half of a Gram matrix is enough, by symmetry: T²(d+p) and not 2T²(d+p);
+it is made of whole tiles, though. Per-sample gradients are stored in the dtype of x and g, those of float16 in float32:
+other samples may change the path, and must not change whether a gradient overflows.
 
 `keep` is a candidate where the per-sample gradients take no more memory than what they replace (the output gradient,
 and x unless it is another layer's as well: q, k and v share one), or where they fit (memory_budget.py). In a
@@ -120,9 +121,11 @@ def path_costs(
     stored_itemsize: int | None = None,
     rounding: float = 0.0,
     x_held: int | None = None,
+    normed: bool = False,
 ) -> dict[str, PathCost]:
     """`stored_itemsize`: of per-sample gradients that are kept, if not `itemsize`. `rounding`: of float32 operands.
-    `x_held`: elements of x a sample where x is unfolded from something smaller (a convolution's input)."""
+    `x_held`: elements of x a sample where x is unfolded from something smaller (a convolution's input). `normed`: norms
+    come with the products that are kept."""
     rates = TF32_RATES if rounding else DEVICE_RATES.get(itemsize, DEVICE_RATES[4])
     products = 2.0 * batch * length * d * p
     gemm = products / rates.products
@@ -144,7 +147,7 @@ def path_costs(
         RANK1: cost(products + 2.0 * length * grams, total + held + 2 * unfolded, held, sums),
         GRAM: cost(products + length**2 * grams, total + again + copies + 2 * unfolded, held, sums + in_tiles),
         DIRECT: cost(2 * products, total + 2 * wide + again + 2 * unfolded, held, gemm + sums),
-        KEEP: cost(products, 3 * stored + unfolded, stored, gemm),
+        KEEP: cost(products, (2 if normed else 3) * stored + unfolded, stored, gemm),
     }
 
 
@@ -160,6 +163,7 @@ def choose_path(
     rounding: float = 0.0,
     x_held: int | None = None,
     width_freed: int | None = None,
+    normed: bool = False,
     forced: str | None = None,
     keep_fits: bool = False,
     sharded: bool = False,
@@ -173,8 +177,19 @@ def choose_path(
     runs_again: x and g are made once more for the sum.
     sharded: the gradient is reduced to a shard block by block, so even that of a lone sample is not held for nothing.
     """
-    found = path_costs(batch, length, d, p, itemsize, stored_itemsize=stored_itemsize, rounding=rounding, x_held=x_held)
-    costs = MappingProxyType(found)
+    costs = MappingProxyType(
+        path_costs(
+            batch,
+            length,
+            d,
+            p,
+            itemsize,
+            stored_itemsize=stored_itemsize,
+            rounding=rounding,
+            x_held=x_held,
+            normed=normed,
+        )
+    )
     rounded_gram = not rounding or (rounding <= TF32_ROUNDING and x_held is None and not runs_again)
     if forced is not None:
         if forced not in FORCEABLE:
@@ -209,6 +224,7 @@ def _choices(
     rounding: float,
     x_held: int | None,
     width_freed: int | None,
+    normed: bool,
     forced: str | None,
     sharded: bool,
     runs_again: bool,
@@ -224,6 +240,7 @@ def _choices(
         rounding=rounding,
         x_held=x_held,
         width_freed=width_freed,
+        normed=normed,
         forced=forced,
         sharded=sharded,
     )
@@ -258,12 +275,13 @@ class PathRules:
         p: int | None = None,
         x_held: int | None = None,
         width_freed: int | None = None,
+        normed: bool = False,
     ) -> Decision:
         """Of a layer with x: (batch, length, d) and g: (batch, length, p), which `p` says where g has another shape."""
         rounding = operand_rounding(g.device) if g.dtype == torch.float32 else 0.0
         p = g.shape[-1] if p is None else p
         fitting, lean, more = _choices(
-            tuple(x), p, g.dtype, rounding, x_held, width_freed, self.forced, self.sharded, self.runs_again
+            tuple(x), p, g.dtype, rounding, x_held, width_freed, normed, self.forced, self.sharded, self.runs_again
         )
         return fitting if fitting is lean or self.budget.fits(more) else lean
 

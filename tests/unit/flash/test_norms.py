@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from dpscope.flash import FlashEngine, microbatch, norms
-from dpscope.flash.contributions import Lookup, Outer
+from dpscope.flash.contributions import Kept, Lookup, Outer
 from dpscope.flash.norms import TIED_FLOOR, NormSum
 from dpscope.flash.paths import PathRules
 
@@ -88,3 +88,22 @@ def test_adapters_take_a_product_each_as_in_ordinary_training_and_are_normed_and
     assert products.count("aten::bmm") == 2 * 5  # the weights' gradients, one of each sample
     assert products.count("aten::mm") == 3 * 5 - 2  # the inputs' gradients, none of the first layer's input
     assert calls == [("kept_norms_squared", 2 * 5), ("kept_sums", 2 * 5)]
+
+
+def test_norms_that_came_with_a_product_are_taken_until_its_values_change():
+    """The squares are those of other values here: so it is seen whether they were taken."""
+    values = torch.randn(3, 4, 5)
+    kept = Kept(values, squares=torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], dtype=torch.float64))
+    known = torch.tensor([3.0, 7.0, 11.0], dtype=torch.float64)
+    for add in (lambda norms: norms.add_all([(kept,)]), lambda norms: norms.add_parts((kept,))):
+        norms = NormSum(3, torch.device("cpu"))
+        add(norms)
+        norms.add_all([(Kept(torch.ones(3, 2)),)])
+        torch.testing.assert_close(norms.result(), known + 2)
+    torch.testing.assert_close(kept.norms_squared(), known)
+    assert kept.absorb(Kept(torch.ones(3, 4, 5)), torch.float32)
+    norms = NormSum(3, torch.device("cpu"))
+    norms.add_all([(kept,)])
+    true = values.double().square().flatten(1).sum(1)
+    torch.testing.assert_close(norms.result(), true)
+    torch.testing.assert_close(kept.norms_squared(), true)

@@ -36,16 +36,20 @@ def test_every_path_that_is_exact_takes_some_time(length, dtype, paths):
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_gram_norms_are_no_path_of_rounded_products(monkeypatch):
+def test_where_products_are_rounded_gram_norms_are_timed_with_the_copies_they_take(monkeypatch):
+    copied = []
     monkeypatch.setattr(path_timing, "operand_rounding", lambda device: 2.0**-11)
-    assert list(time_paths((3, 6, 5), 4, torch.float32, CPU)) == [DIRECT, KEEP]
+    monkeypatch.setattr(path_timing, "truncated_to_tf32", lambda tensor: copied.append(tensor.shape) or tensor.clone())
+    taken = time_paths((2, 6, 5), 3, torch.float32, torch.device("cpu"))
+    assert set(taken) == {GRAM, DIRECT, KEEP}
+    assert set(copied) == {(2, 6, 5), (2, 6, 3)}
 
 
 def test_where_memory_runs_out_a_path_takes_forever(monkeypatch):
     def full(*args):
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(path_timing, "sample_products", full)
+    monkeypatch.setattr(path_timing, "kept_products", full)
     found = time_paths((3, 6, 5), 4, torch.float32, CPU)
     assert found[KEEP] == math.inf
     assert found[GRAM] < 60.0

@@ -176,3 +176,9 @@ def test_where_the_gradient_is_sharded_that_of_a_lone_sample_is_kept_only_if_it_
     rules = PathRules(sharded=True)
     assert rules.of_product((1, 64, 1024), torch.empty(1, 64, 1024)).path != KEEP
     assert rules.of_lookup(1, 64).path != KEEP
+
+
+def test_where_norms_come_with_the_product_keeping_takes_one_read_less():
+    alone, normed = (choose_path(8, 1024, 2048, 2048, itemsize=2, normed=normed).costs for normed in (False, True))
+    assert alone[KEEP].bytes_moved - normed[KEEP].bytes_moved == alone[KEEP].bytes_held
+    assert alone[GRAM] == normed[GRAM]

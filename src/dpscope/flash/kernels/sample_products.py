@@ -81,7 +81,7 @@ def products_and_norms(x: Tensor, g: Tensor, *, tiles: ProductTiles | None = Non
 
     None where the kernel does not serve the call. `tiles` forces a configuration (for measurements).
     """
-    if _faults or not _has_wgmma(g.device) or not _is_served(x, g):
+    if not makes_norms(x, g):
         return None
     tiles = tiles or (LONG_SAMPLES if g.shape[1] >= LONG else SHORT_SAMPLES)
     if not _is_right(g.device, tiles):
@@ -97,6 +97,11 @@ def products_and_norms(x: Tensor, g: Tensor, *, tiles: ProductTiles | None = Non
         )
     )
     return values, squares
+
+
+def makes_norms(x: Tensor, g: Tensor) -> bool:
+    """Whether products of x and g come with their norms, as far as can be said before the first of them."""
+    return not _faults and _has_wgmma(g.device) and _is_served(x, g)
 
 
 def _is_served(x: Tensor, g: Tensor) -> bool:

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpscope.flash.contributions import WIDE_OUTPUT, Kept, Outer, sample_products, wide
+from dpscope.flash.contributions import WIDE_OUTPUT, Kept, Outer, kept_products, wide
+from dpscope.flash.kernels.sample_products import makes_norms
 from dpscope.flash.kernels.sample_sums import bias_sums
 from dpscope.flash.paths import KEEP, Decision, stored_dtype
 from dpscope.flash.saved_tensors import save, saved
@@ -46,7 +47,7 @@ def decide(tap: TapOfSamples, slot: Slot, x: Tensor, g: Tensor, width_freed: int
 
     width_freed: see `choose_path`
     """
-    decision = tap.engine.path_rules.of_product(x.shape, g, width_freed=width_freed)
+    decision = tap.engine.path_rules.of_product(x.shape, g, width_freed=width_freed, normed=makes_norms(x, g))
     if slot.decision is not decision:  # decisions are the same object where shapes are the same
         slot.describe("outer", decision, {"x": x.shape, "g": g.shape})
     return decision
@@ -55,7 +56,8 @@ def decide(tap: TapOfSamples, slot: Slot, x: Tensor, g: Tensor, width_freed: int
 def add_product(tap: TapOfSamples, slot: Slot, x: Tensor, g: Tensor, decision: Decision) -> None:
     """Σ_t g_t x_tᵀ: as per-sample gradients now (and x, g are free), or as x and g until the norms are taken."""
     if decision.path == KEEP:
-        tap.engine.add(slot, Kept(per_sample_gradients(x, g, slot.parameter.dtype)))
+        one = x.shape[0] == 1
+        tap.engine.add(slot, Kept(lone_gradient(x, g, slot.parameter.dtype)) if one else kept_products(x, g))
     else:
         tap.engine.add(slot, Outer(x, g, decision))
 
@@ -64,10 +66,8 @@ def keep_or_defer(tap: TapOfSamples, slot: Slot, x: Tensor, g: Tensor, width_fre
     add_product(tap, slot, x, g, decide(tap, slot, x, g, width_freed))
 
 
-def per_sample_gradients(x: Tensor, g: Tensor, dtype: torch.dtype) -> Tensor:
-    """(B, p, d). One sample alone is stored in the parameter's dtype, as ordinary training would."""
-    if x.shape[0] > 1:
-        return sample_products(x, g)
+def lone_gradient(x: Tensor, g: Tensor, dtype: torch.dtype) -> Tensor:
+    """(1, p, d): of one sample, stored in the parameter's dtype, as ordinary training would."""
     left, right, dtype = g[0].t(), x[0], stored_dtype(dtype)
     if WIDE_OUTPUT and left.is_cuda and dtype == torch.float32 and left.dtype.itemsize == 2:
         return torch.mm(left, right, out_dtype=dtype).unsqueeze(0)
