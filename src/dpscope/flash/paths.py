@@ -253,8 +253,10 @@ def _choices(
     lean = fitting if forced is not None or fitting.path != KEEP else replace(choose(), dtype=dtype)
     if lean is fitting or lean.path == KEEP:
         return lean, lean, 0.0
-    # Autograd casts the gradient of x to x's own dtype, or adds another branch's: that much is made beside them.
-    return fitting, lean, fitting.costs[KEEP].bytes_held + math.prod(x) * max(4, dtype.itemsize)
+    # Besides, autograd casts the gradient of a half-precision x to float32; in float32 its largest next step is that of
+    # attention, which makes three of x's size next to it.
+    beside = 4 if dtype.itemsize < 4 else 4 * dtype.itemsize
+    return fitting, lean, fitting.costs[KEEP].bytes_held + math.prod(x) * beside
 
 
 class PathRules:
@@ -265,6 +267,7 @@ class PathRules:
         self.sharded = sharded
         self.budget = budget or MemoryBudget(LEAN, ())
         self.last_read: tuple[int, Any] = (0, None)  # the address of the x that a layer has read last, and that layer
+        self._largest_copy = 0.0  # bytes of x and g of a product, of which Gram norms of TF32's products take copies
         self.runs_again = False  # the layers that ask are in a checkpointed block that is to run again, or does
 
     def of_product(
@@ -283,6 +286,9 @@ class PathRules:
         fitting, lean, more = _choices(
             tuple(x), p, g.dtype, rounding, x_held, width_freed, normed, self.forced, self.sharded, self.runs_again
         )
+        if rounding and lean.path == GRAM:
+            self._largest_copy = max(self._largest_copy, lean.costs[GRAM].bytes_held)
+            more += self._largest_copy
         return fitting if fitting is lean or self.budget.fits(more) else lean
 
     def of_lookup(self, batch: int, length: int) -> Decision:

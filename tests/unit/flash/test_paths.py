@@ -182,3 +182,17 @@ def test_where_norms_come_with_the_product_keeping_takes_one_read_less():
     alone, normed = (choose_path(8, 1024, 2048, 2048, itemsize=2, normed=normed).costs for normed in (False, True))
     assert alone[KEEP].bytes_moved - normed[KEEP].bytes_moved == alone[KEEP].bytes_held
     assert alone[GRAM] == normed[GRAM]
+
+
+def test_in_float32_room_is_left_for_what_attention_makes_and_with_tf32_for_copies(monkeypatch):
+    """Gram norms of TF32's products take copies of x and g: of the largest product that had no room so far."""
+    wide, narrow = (torch.empty(8, 1024, p, device="meta") for p in (8192, 2048))
+    kept, beside = 4 * 8 * 2048 * 2048, 4 * 4 * 8 * 1024 * 2048
+    copies = 4 * 8 * 1024 * (2048 + 8192)
+    for rounding, more in ((0.0, kept + beside), (2.0**-11, kept + beside + copies)):
+        monkeypatch.setattr(paths, "operand_rounding", lambda device, rounding=rounding: rounding)
+        budget = Room(0)
+        rules = PathRules(None, budget)
+        for g in (wide, narrow):
+            rules.of_product((8, 1024, 2048), g)
+        assert budget.asked[-1] == more
