@@ -170,6 +170,8 @@ class LinearTap(LayerTap):
         if sums is not None:
             self.keep(1, sums, owned=owned)
         if x is not None and g is not None:
+            if self.shares_input is None:  # of a compiled forward, in which nobody looked
+                self._note_input(x)
             keep_or_defer(self, *self._product(x, as_sequences(g)), self._width_freed(x, g))
 
     def _product(self, x: Tensor, g: Tensor) -> tuple[Slot, Tensor, Tensor]:

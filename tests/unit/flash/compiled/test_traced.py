@@ -171,7 +171,7 @@ def test_half_precision_of_autocast_is_that_of_eager_steps():
         torch.manual_seed(0)
         model, batch = Decoder(layers=1, tied=True), token_batch(BATCH, 6)
         called = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
-        with FlashEngine(called, max_grad_norm=0.3) as engine:
+        with FlashEngine(called, max_grad_norm=0.3, path="gram") as engine:
             with torch.autocast("cpu", torch.bfloat16):
                 loss = token_losses(called, batch).float().mean()
             loss.backward()
@@ -235,7 +235,7 @@ def test_a_tensor_that_is_written_into_between_two_layers_is_cast_again(breaks):
         torch.manual_seed(0)
         model, x = Written(), torch.randn(BATCH, 3, 6)
         called = torch.compile(model, backend="aot_eager") if compiled else model
-        with FlashEngine(called, max_grad_norm=0.3) as engine:
+        with FlashEngine(called, max_grad_norm=0.3, path="gram") as engine:
             with torch.autocast("cpu", torch.bfloat16):
                 loss = called(x).float().square().sum((1, 2)).mean()
             loss.backward()
