@@ -5,7 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar
+from inspect import signature
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -140,10 +141,13 @@ class TrainerBase(ABC):
 
     def _plain_optimizer(self, model: nn.Module) -> Optimizer:
         parameters = [p for p in model.parameters() if p.requires_grad]
-        # The fused CUDA implementations are what ordinary training would use: an honest denominator.
-        options: dict[str, Any] = {"fused": True} if self.device.type == "cuda" else {}
         make: Callable[..., Optimizer] = getattr(torch.optim, OPTIMIZERS[self.settings.optimizer])
-        return make(parameters, lr=self.settings.learning_rate, **options)
+        return make(parameters, lr=self.settings.learning_rate, **fastest_options(make, self.device.type))
+
+
+def fastest_options(optimizer: Callable[..., Optimizer], device: str) -> dict[str, bool]:
+    """The fused CUDA implementation is what ordinary training would use: an honest denominator. Not all have one."""
+    return {"fused": True} if device == "cuda" and "fused" in signature(optimizer).parameters else {}
 
 
 def allow_tf32(allowed: bool) -> None:
