@@ -8,7 +8,6 @@ import re
 import shlex
 import shutil
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from dpscope.errors import UserError
@@ -59,6 +58,8 @@ def explain_import_error(error: ImportError) -> str | None:
 
 def version_of(package: str) -> str | None:
     """The version of an installed package (by its import name); None where there is none."""
+    from importlib.metadata import PackageNotFoundError, version  # which few commands need
+
     try:
         return version(DISTRIBUTIONS.get(package, package))
     except PackageNotFoundError:
