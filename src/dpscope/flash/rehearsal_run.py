@@ -19,6 +19,7 @@ from dpscope.flash.module_state import ModuleState
 
 Key = tuple[Any, int]  # a tap, OutputOf one, or None for the model's output; and the how-many-th of its tensors
 EVERY_OUTPUT: frozenset[Key] = frozenset([(None, -1)])  # `keep` of a run whose outputs are all wanted
+_LEAVES = frozenset([Tensor, nn.Parameter, int, float, bool, str, type(None), torch.dtype, torch.device])
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -135,7 +136,9 @@ class ParametersUsed(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if self.run.inside:
             return result
-        leaves = pytree.tree_leaves((args, kwargs))
+        given = [*args, *kwargs.values()] if kwargs else args
+        # Most functions are given tensors and numbers alone; pytree would take as long as many of them.
+        leaves = given if _LEAVES.issuperset(map(type, given)) else pytree.tree_leaves(given)
         found = {leaf for leaf in leaves if type(leaf) is nn.Parameter and leaf.requires_grad}
         if found and not _cuts(func) and any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(result)):
             self.found |= found
