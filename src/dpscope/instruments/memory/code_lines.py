@@ -7,6 +7,7 @@ node was noted in the forward pass.
 from __future__ import annotations
 
 import sys
+from functools import cache
 from types import CodeType, FrameType
 from typing import NamedTuple
 
@@ -56,6 +57,7 @@ def find_asker(frame: FrameType | None) -> Asker:
     return Asker(code, line, function)
 
 
+@cache
 def _is_in(module: str, packages: tuple[str, ...]) -> bool:
     return any(module == package or module.startswith(f"{package}.") for package in packages)
 

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import TensorWeakRef
 
 from dpscope.instruments.memory.code_lines import Asker, ForwardLines, find_asker
@@ -93,9 +92,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._lines.note()
         result = func(*args, **(kwargs or {}))
         name = func._schema.name
-        for leaf in tree_leaves((args, kwargs, result)):
-            if isinstance(leaf, Tensor):
-                self._lives_of(leaf, name)
+        for tensor in _tensors_in((args, kwargs, result)):
+            self._lives_of(tensor, name)
         return result
 
     def _lives_of(self, tensor: Tensor, operator: str) -> list[Life]:
@@ -174,6 +172,17 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._open = False
         self._references.clear()
         self._indices.clear()
+
+
+def _tensors_in(value: object) -> Iterator[Tensor]:
+    """Operators are given tensors, numbers, and lists and dicts of them; pytree, which knows more, takes longer."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors_in(item)
+    elif isinstance(value, dict):
+        yield from _tensors_in([*value.values()])
 
 
 class _Saved:
