@@ -20,6 +20,7 @@ from dpscope.flash.block_fingerprints import Left, different, project
 from dpscope.flash.block_tails import Tail
 from dpscope.flash.combination import combine
 from dpscope.flash.contributions import Contribution
+from dpscope.flash.kernels.float32_products import operand_rounding
 from dpscope.flash.microbatch import MicroBatch, RunningSum, SumBatch, sum_parts
 from dpscope.flash.norms import as_summed
 from dpscope.flash.recomputation import BlockInput, BlockPass, ForwardState
@@ -42,6 +43,7 @@ class BlockReruns:
         self.take: Callable[[Slot, Contribution], None] | None = None
         self._weights: list[tuple[nn.Parameter, int]] = []
         self._modes: list[tuple[nn.Module, bool]] = []
+        self._rounding = 0.0
         self._numpy_state: Any = None  # where the micro-batch's forward began
         self._draws_from_numpy = True
         self._left_out: dict[int, tuple[Any, int | None]] = {}  # of each block: its form, and the product to leave out
@@ -56,10 +58,14 @@ class BlockReruns:
         return BlockInput.of(args, kwargs, state)
 
     def note_model(self) -> None:
-        """A micro-batch's first block is to be run again: weights and modes have to stay what they are."""
+        """A micro-batch's first block is to be run again: weights, modes and precision have to stay what they are."""
         self._weights = [(p, p._version) for p in self.engine.parameters]
         self._modes = [(module, module.training) for module in self.engine.model.modules()]
+        self._rounding = self._rounding_now()
         self._draws_from_numpy = not _is_same(self._numpy_state, _numpy_state())
+
+    def _rounding_now(self) -> float:
+        return operand_rounding(next(iter(self.engine.parameters)).device)
 
     def separate(self, passes: list[BlockPass], recorded: Recorded) -> list[BlockPass]:
         """The passes whose norms are those of their parameters; others are run again now, and held.
@@ -157,11 +163,13 @@ class BlockReruns:
 
     def _refuse_changes(self, each: BlockPass) -> None:
         modes_changed = any(module.training != training for module, training in self._modes)
-        if modes_changed or any(p._version != version for p, version in self._weights):
+        rounds_otherwise = self._rounding != self._rounding_now()
+        if modes_changed or rounds_otherwise or any(p._version != version for p, version in self._weights):
             raise UserError(
-                "a weight or train()/eval() of the model was changed between backward and the optimizer step, where "
-                f"checkpointed blocks ({self.choices.name(each.index)} is one) run again under this memory_budget; "
-                "change them after the step, call engine.finish() right after loss.backward(), or leave memory_budget "
+                "a weight, train()/eval() of the model or the precision of float32 products "
+                "(torch.set_float32_matmul_precision, allow_tf32) was changed between backward and the optimizer step, "
+                f"where checkpointed blocks ({self.choices.name(each.index)} is one) run again under this "
+                "memory_budget; change them after the step, call engine.finish() right after loss.backward(), or leave memory_budget "
                 "at None"
             )
 

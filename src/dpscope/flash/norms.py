@@ -13,12 +13,12 @@ from torch import Tensor
 
 from dpscope.flash.combination import cross_terms, tied_norms_squared
 from dpscope.flash.contributions import Contribution, Kept, Lookup, Outer
-from dpscope.flash.kernels.float32_products import operand_rounding, truncated_to_tf32
+from dpscope.flash.kernels.float32_products import operand_rounding, reads_tf32, truncated_to_tf32
 from dpscope.flash.kernels.gram_norms import gram_norms_squared
 from dpscope.flash.kernels.gram_units import GramUnit
 from dpscope.flash.kernels.kept_gradients import kept_norms_squared
 from dpscope.flash.kernels.scaled_sum import MIN_SCALE
-from dpscope.flash.paths import DIRECT, GRAM, KEEP, RANK1
+from dpscope.flash.paths import DIRECT, GRAM, KEEP, RANK1, exact_path
 
 # Larger norms of what was recorded count as not finite, and so do samples whose factor is too small to be applied
 # (`MIN_SCALE`). Beyond, a product overflows float32 on some paths and not on others, and the path depends on the batch:
@@ -52,6 +52,7 @@ class NormSum:
         self.total = torch.zeros(batch, dtype=dtype, device=device)
         self._sharing: dict[tuple[object, ...], tuple[Tensor, list[Tensor]]] = {}
         self._rounds = operand_rounding(device) > 0.0  # the operands of float32 products
+        self._reads_tf32 = reads_tf32(device)
         self._truncated: dict[tuple[object, ...], Tensor] = {}
         self._lookups: list[GramUnit] = []
         self._kept: list[Tensor] = []
@@ -66,7 +67,7 @@ class NormSum:
             part = of_one[0]
             if len(of_one) == 1 and type(part) is Kept:  # as most are, of hundreds in a step
                 self._add_kept(part)
-            elif len(of_one) == 1 and type(part) is Outer and part.decision.path == GRAM:
+            elif len(of_one) == 1 and type(part) is Outer and part.decision.path == GRAM and self._has_gram(part):
                 if self._rounds and part.g.dtype == torch.float32:
                     part = self._truncate(part)
                     parts[index] = (part,)
@@ -111,13 +112,17 @@ class NormSum:
             self._squares.append(squares)
 
     def _add_outer(self, part: Outer) -> None:
-        path = part.decision.path
+        path = exact_path(part.decision.path, part.g)
         if path == RANK1:
             self.add(part.rank1_norms_squared())
         elif path == DIRECT:
             self.add(part.norms_squared())
         else:
             self._share(part)
+
+    def _has_gram(self, part: Outer) -> bool:
+        """Whether a Gram norm is that of the product as it is summed, or of a truncated one."""
+        return not self._rounds or self._reads_tf32 or part.g.dtype != torch.float32
 
     def _truncate(self, part: Outer) -> Outer:
         """The product whose Gram norm is that of its sum, where torch rounds operands to TF32; less than that rounding
@@ -136,7 +141,7 @@ class NormSum:
     def result(self) -> Tensor:
         """(B,) squared norms. May hold inf or NaN: those samples are dropped, not repaired."""
         units = [
-            GramUnit(gs=tuple(gs), xs=(x,), in_tf32=self._rounds and gs[0].dtype == torch.float32)
+            GramUnit(gs=tuple(gs), xs=(x,), in_tf32=self._reads_tf32 and gs[0].dtype == torch.float32)
             for x, gs in self._sharing.values()
         ] + self._lookups
         if units:

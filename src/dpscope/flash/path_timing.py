@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.benchmark import Timer
 
 from dpscope.flash.contributions import Outer, kept_products, outer_sums
-from dpscope.flash.kernels.float32_products import operand_rounding, truncated_to_tf32
+from dpscope.flash.kernels.float32_products import reads_tf32, truncated_to_tf32
 from dpscope.flash.kernels.gram_norms import gram_norms_squared
 from dpscope.flash.kernels.gram_units import GramUnit
 from dpscope.flash.paths import DIRECT, GRAM, KEEP, RANK1, choose_path
@@ -41,7 +41,7 @@ def _calls(product: Outer, scale: Tensor) -> dict[str, Callable[[], object]]:
     """The paths that are exact for the product, each from its operands to the clipped sum."""
     x, g = product.x, product.g
     scale = scale.to(torch.promote_types(torch.float32, g.dtype))
-    rounded = g.dtype == torch.float32 and operand_rounding(g.device) > 0.0
+    in_tf32 = g.dtype == torch.float32 and reads_tf32(g.device)
 
     def keep() -> None:
         kept = kept_products(x, g)
@@ -49,8 +49,8 @@ def _calls(product: Outer, scale: Tensor) -> dict[str, Callable[[], object]]:
         kept.clipped_sum(scale, None)
 
     def gram() -> None:
-        taken = Outer(truncated_to_tf32(x), truncated_to_tf32(g), product.decision) if rounded else product
-        gram_norms_squared([GramUnit(gs=(taken.g,), xs=(taken.x,), in_tf32=rounded)])
+        taken = Outer(truncated_to_tf32(x), truncated_to_tf32(g), product.decision) if in_tf32 else product
+        gram_norms_squared([GramUnit(gs=(taken.g,), xs=(taken.x,), in_tf32=in_tf32)])
         outer_sums([taken], scale, [None])
 
     def direct() -> None:

@@ -21,8 +21,8 @@ checkpointed block that is to run again nothing is kept: products for the norm w
 
 Where the operands of float32 products are rounded (TF32), norm and sum have to be of the same rounded products.
 `direct` and `keep` make them. `gram` takes copies of x and g that are rounded already, which a product of TF32 leaves
-as they are; where the sum is made of other tensors (a convolution's patches, a block that runs again), it is no
-candidate.
+as they are; where the sum is made of other tensors (a convolution's patches, a block that runs again), or the device
+may round but need not (a CPU), it is no candidate.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpscope.flash.kernels.float32_products import TF32_ROUNDING, operand_rounding
+from dpscope.flash.kernels.float32_products import TF32_ROUNDING, operand_rounding, reads_tf32
 from dpscope.flash.memory_budget import LEAN, MemoryBudget
 
 RANK1, GRAM, DIRECT, KEEP = "rank-1", "gram", "direct", "keep"
@@ -104,6 +104,17 @@ def stored_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float16 else dtype
 
 
+def _rounding_of(g: Tensor) -> float:
+    return operand_rounding(g.device) if g.dtype == torch.float32 else 0.0
+
+
+def exact_path(path: str, g: Tensor) -> str:
+    """The path that was chosen in backward; `direct` where torch rounds operands by now, and did not when it was."""
+    if path not in (GRAM, RANK1):
+        return path
+    return DIRECT if _rounding_of(g) > (0.0 if path == GRAM else TF32_ROUNDING) else path
+
+
 def tiled_square(length: int, tile: int) -> int:
     """T² for a Gram matrix whose lower half is made of whole tiles."""
     side = min(tile, 64 * math.ceil(max(1, length) / 64))
@@ -168,6 +179,7 @@ def choose_path(
     keep_fits: bool = False,
     sharded: bool = False,
     runs_again: bool = False,
+    in_tf32: bool = True,
 ) -> Decision:
     """The cheapest exact path for x: (batch, length, d) and g: (batch, length, p). Pure: shapes in, decision out.
 
@@ -175,6 +187,7 @@ def choose_path(
         gradient and, where no other layer reads it, those of x; p if not given.
     keep_fits: per-sample gradients may be kept although they take more memory than that.
     runs_again: x and g are made once more for the sum.
+    in_tf32: products whose operands are rounded to TF32 leave those alone that TF32 holds.
     sharded: the gradient is reduced to a shard block by block, so even that of a lone sample is not held for nothing.
     """
     costs = MappingProxyType(
@@ -190,7 +203,7 @@ def choose_path(
             normed=normed,
         )
     )
-    rounded_gram = not rounding or (rounding <= TF32_ROUNDING and x_held is None and not runs_again)
+    rounded_gram = not rounding or (rounding <= TF32_ROUNDING and in_tf32 and x_held is None and not runs_again)
     if forced is not None:
         if forced not in FORCEABLE:
             raise ValueError(f"path {forced!r} is not one of {', '.join(FORCEABLE)}")
@@ -228,6 +241,7 @@ def _choices(
     forced: str | None,
     sharded: bool,
     runs_again: bool,
+    in_tf32: bool,
 ) -> tuple[Decision, Decision, float]:
     """The decision where there is room to keep, that where there is none, and how much room in bytes."""
     choose = partial(
@@ -243,6 +257,7 @@ def _choices(
         normed=normed,
         forced=forced,
         sharded=sharded,
+        in_tf32=in_tf32,
     )
     if runs_again:
         held, again = choose(), choose(runs_again=True)
@@ -281,10 +296,20 @@ class PathRules:
         normed: bool = False,
     ) -> Decision:
         """Of a layer with x: (batch, length, d) and g: (batch, length, p), which `p` says where g has another shape."""
-        rounding = operand_rounding(g.device) if g.dtype == torch.float32 else 0.0
+        rounding = _rounding_of(g)
         p = g.shape[-1] if p is None else p
         fitting, lean, more = _choices(
-            tuple(x), p, g.dtype, rounding, x_held, width_freed, normed, self.forced, self.sharded, self.runs_again
+            tuple(x),
+            p,
+            g.dtype,
+            rounding,
+            x_held,
+            width_freed,
+            normed,
+            self.forced,
+            self.sharded,
+            self.runs_again,
+            bool(rounding) and reads_tf32(g.device),
         )
         if rounding and lean.path == GRAM:
             self._largest_copy = max(self._largest_copy, lean.costs[GRAM].bytes_held)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dpscope.flash import combination, norms, paths
+from dpscope.flash import block_reruns, combination, norms, paths
 from dpscope.flash.kernels import gram_norms, scaled_sum
 
 
@@ -21,5 +21,7 @@ def round_products(monkeypatch: pytest.MonkeyPatch) -> None:
     bmm, addmm_ = torch.bmm, torch.Tensor.addmm_
     monkeypatch.setattr(torch, "bmm", lambda a, b: bmm(to_tf32(a), to_tf32(b)))
     monkeypatch.setattr(torch.Tensor, "addmm_", lambda out, a, b: addmm_(out, to_tf32(a), to_tf32(b)))
-    for module in (combination, paths, gram_norms, norms, scaled_sum):
+    for module in (block_reruns, combination, paths, gram_norms, norms, scaled_sum):
         monkeypatch.setattr(module, "operand_rounding", lambda device: 2.0**-11)
+    for module in (norms, paths):
+        monkeypatch.setattr(module, "reads_tf32", lambda device: True)

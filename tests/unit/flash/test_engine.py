@@ -45,6 +45,17 @@ def test_a_decoder_gets_the_oracles_clipped_sums(path, tied, batch, length, clip
     )
 
 
+@pytest.mark.parametrize("precision", ["high", "medium"])
+@pytest.mark.parametrize("path", PATHS)
+def test_a_cpu_that_may_round_its_products_and_does_not_gets_the_oracles_clipped_sums(path, precision):
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        assert_exact(Decoder(width=16), token_batch(3, 8), token_losses, path=path)
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 def mlp(width: int = 5) -> nn.Sequential:
     return nn.Sequential(nn.Linear(width, 7), nn.ReLU(inplace=True), nn.LayerNorm(7), nn.Linear(7, 3))
 

@@ -38,7 +38,7 @@ def test_every_path_that_is_exact_takes_some_time(length, dtype, paths):
 
 def test_where_products_are_rounded_gram_norms_are_timed_with_the_copies_they_take(monkeypatch):
     copied = []
-    monkeypatch.setattr(path_timing, "operand_rounding", lambda device: 2.0**-11)
+    monkeypatch.setattr(path_timing, "reads_tf32", lambda device: True)
     monkeypatch.setattr(path_timing, "truncated_to_tf32", lambda tensor: copied.append(tensor.shape) or tensor.clone())
     taken = time_paths((2, 6, 5), 3, torch.float32, torch.device("cpu"))
     assert set(taken) == {GRAM, DIRECT, KEEP}

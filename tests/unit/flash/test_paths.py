@@ -191,6 +191,7 @@ def test_in_float32_room_is_left_for_what_attention_makes_and_with_tf32_for_copi
     copies = 4 * 8 * 1024 * (2048 + 8192)
     for rounding, more in ((0.0, kept + beside), (2.0**-11, kept + beside + copies)):
         monkeypatch.setattr(paths, "operand_rounding", lambda device, rounding=rounding: rounding)
+        monkeypatch.setattr(paths, "reads_tf32", lambda device: True)
         budget = Room(0)
         rules = PathRules(None, budget)
         for g in (wide, narrow):

@@ -1,6 +1,7 @@
 """The privacy contract itself: what one sample can do to the clipped sum, whatever that sample is."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from dpscope.errors import UserError
 from dpscope.flash import FlashEngine
 from tests.unit.flash.flash_models import Decoder, EveryFamily, token_batch
 from tests.unit.flash.rounded_products import round_products
@@ -258,6 +260,45 @@ def test_where_products_are_rounded_a_sample_that_cancels_has_no_more_than_its_s
         engine.finish()
         assert engine.explain()[0].path == (path or ("keep" if room else engine.explain()[0].path))
     assert model[0].weight.grad.double().norm() == pytest.approx(c, rel=SLACK)
+
+
+class CheckpointedLinear(nn.Module):
+    def __init__(self, d: int, p: int, *, bias: bool) -> None:
+        super().__init__()
+        self.inner = nn.Linear(d, p, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    ("layer", "budget"), [(nn.Linear, None), (partial(nn.Conv1d, kernel_size=1), None), (CheckpointedLinear, "lean")]
+)
+@pytest.mark.parametrize("begins", [True, False], ids=["begins", "ends"])
+def test_rounding_that_begins_or_ends_between_backward_and_step_gives_no_sample_more(layer, budget, path, begins):
+    torch.manual_seed(0)
+    model, c = nn.Sequential(layer(24, 40, bias=False)), 1e-3
+    x, g = (torch.stack([each, torch.zeros_like(each)]) for each in cancelling_sample(12, 24, 40))
+    if layer is not nn.Linear and budget is None:
+        x, g = x.mT.contiguous(), g.mT.contiguous()
+    with (
+        pytest.MonkeyPatch.context() as rounding,
+        FlashEngine(model, max_grad_norm=c, path=path, loss_reduction="sum", memory_budget=budget) as engine,
+    ):
+        if not begins:
+            round_products(rounding)
+        (model(x.requires_grad_()) * g).sum().backward()
+        rounding.undo()
+        if begins:
+            round_products(rounding)
+        if budget is not None:  # the norms were taken in backward
+            with pytest.raises(UserError, match=r"precision of float32 products.*was changed"):
+                engine.finish()
+            return
+        engine.finish()
+    (weight,) = model.parameters()
+    assert weight.grad.double().norm() <= c * (1 + SLACK)
 
 
 @pytest.mark.parametrize("length", [1, 6])

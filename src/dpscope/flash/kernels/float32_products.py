@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dpscope.flash.kernels.triton_runtime import capability, device_index
+
 ROUNDING = {"tf32": 2.0**-11, "bf16": 2.0**-8}
 
 TF32_ROUNDING = ROUNDING["tf32"]
@@ -27,6 +29,15 @@ def operand_rounding(device: torch.device) -> float:
     if device.type == "cuda":
         return 0.0 if precision == "highest" else ROUNDING["tf32"]
     return ROUNDING["bf16"] if precision == "medium" else 0.0
+
+
+def reads_tf32(device: torch.device) -> bool:
+    """Whether float32 products on `device` are of operands as TF32 holds them.
+
+    CPUs and older GPUs may be allowed to round and do not, as a rule: their products are taken as they come.
+    """
+    rounds = device.type == "cuda" and operand_rounding(device) == TF32_ROUNDING
+    return rounds and torch.version.hip is None and capability(device_index(device)) >= (8, 0)
 
 
 def truncated_to_tf32(tensor: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from dpscope.flash.contributions import Kept, Outer, Saved, chunks, wide
 from dpscope.flash.kernels.gram_norms import gram_norms_squared
 from dpscope.flash.kernels.gram_units import GramUnit
-from dpscope.flash.paths import DIRECT, KEEP, RANK1, Decision, stored_dtype
+from dpscope.flash.paths import DIRECT, KEEP, RANK1, Decision, exact_path, stored_dtype
 from dpscope.flash.saved_tensors import save, saved
 from dpscope.flash.taps import Engine, LayerTap, Spec
 from dpscope.vocabulary.allocations import allocates
@@ -86,9 +86,10 @@ class Patches(Saved):
 
     def _norms_squared(self, samples: slice) -> Tensor:
         outer = self._outer(samples)
-        if self.decision.path == RANK1:
+        path = exact_path(self.decision.path, outer.g)
+        if path == RANK1:
             norms = outer.rank1_norms_squared()
-        elif self.decision.path == DIRECT:
+        elif path == DIRECT:
             norms = outer.norms_squared()
         else:
             norms = gram_norms_squared([GramUnit(gs=(outer.g,), xs=(outer.x,))])

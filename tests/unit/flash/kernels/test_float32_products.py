@@ -8,7 +8,8 @@ import sys
 import pytest
 import torch
 
-from dpscope.flash.kernels.float32_products import operand_rounding, truncated_to_tf32
+from dpscope.flash.kernels import float32_products
+from dpscope.flash.kernels.float32_products import operand_rounding, reads_tf32, truncated_to_tf32
 from tests.unit.flash.rounded_products import to_tf32
 
 # What a user says -> how operands are rounded on CUDA and on the CPU; None: it depends on the processor.
@@ -56,6 +57,14 @@ def test_the_users_setting_is_seen(setting: str, found: dict[str, list[float]]) 
 
 def test_by_default_nothing_is_rounded() -> None:
     assert operand_rounding(torch.device("cpu")) == 0.0
+
+
+def test_only_a_gpu_with_tf32_reads_its_operands_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(float32_products, "operand_rounding", lambda device: 2.0**-11)
+    assert not reads_tf32(torch.device("cpu"))
+    for capability, reads in (((7, 5), False), ((8, 0), True), ((9, 0), True)):
+        monkeypatch.setattr(float32_products, "capability", lambda index, capability=capability: capability)
+        assert reads_tf32(torch.device("cuda", 0)) == (reads and torch.version.hip is None)
 
 
 def test_products_of_tf32_leave_a_truncated_tensor_as_it_is() -> None:
