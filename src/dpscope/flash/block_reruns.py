@@ -169,8 +169,8 @@ class BlockReruns:
                 "a weight, train()/eval() of the model or the precision of float32 products "
                 "(torch.set_float32_matmul_precision, allow_tf32) was changed between backward and the optimizer step, "
                 f"where checkpointed blocks ({self.choices.name(each.index)} is one) run again under this "
-                "memory_budget; change them after the step, call engine.finish() right after loss.backward(), or leave memory_budget "
-                "at None"
+                "memory_budget; change them after the step, call engine.finish() right after loss.backward(), or leave "
+                "memory_budget at None"
             )
 
     def _refuse_other_gradients(self, each: BlockPass) -> None:
