@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpscope.flash.contributions import Kept, Outer, Saved, chunks, wide
+from dpscope.flash.contributions import Kept, Outer, Saved, chunks, wide, wide_product
 from dpscope.flash.kernels.gram_norms import gram_norms_squared
 from dpscope.flash.kernels.gram_units import GramUnit
 from dpscope.flash.paths import DIRECT, KEEP, RANK1, Decision, exact_path, stored_dtype
@@ -104,7 +104,9 @@ class Patches(Saved):
             if self.geometry.groups == 1 and total.is_contiguous():
                 self._outer(samples).clipped_sum(scale[samples], total.view(self.shape[0], -1))
             else:
-                Kept(self._gradients(samples)).clipped_sum(scale[samples], total)
+                outer = self._outer(samples)  # in half precision not rounded, as its norm is not
+                products = wide_product(outer.g.mT, outer.x).view(-1, *self.shape)
+                Kept(products).clipped_sum(scale[samples], total)
         return total if out is None or total is out else out.add_(total)
 
 

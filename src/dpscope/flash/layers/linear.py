@@ -7,7 +7,7 @@ handed to the engine as they are.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -87,6 +87,8 @@ class LinearTap(LayerTap):
     def forward(self, ctx: Any, x: Tensor) -> Tensor:
         x, weight, bias = self.operands(x)
         if ctx.live[0] and not ctx.traced:
+            if x.layout != torch.strided:
+                self._refuse_sparse()
             self._note_input(x)
         save(ctx, x if ctx.live[0] else None, weight if ctx.needs_input_grad[1] else None)
         if self.transposed:
@@ -106,6 +108,8 @@ class LinearTap(LayerTap):
 
     def _note_input(self, x: Tensor) -> None:
         """Layers that read the same x read it one after the other: q, k and v."""
+        if type(x) is not Tensor:  # a FakeTensor has no address
+            return
         rules, pointer = self.engine.path_rules, x.data_ptr()
         before, reader = rules.last_read
         if before == pointer and reader is not None:
@@ -113,6 +117,12 @@ class LinearTap(LayerTap):
         elif self.shares_input is None:
             self.shares_input = False
         rules.last_read = pointer, self
+
+    def _refuse_sparse(self) -> NoReturn:
+        raise self.engine.refusal(
+            f"{self.name} was given a sparse tensor, and per-sample gradients are made of dense ones; call .to_dense() "
+            "on it before the layer, or freeze the layer's weight"
+        )
 
     def _width_freed(self, x: Tensor, g: Tensor) -> int:
         """What keeping the product lets go: the output gradient, and x if no other layer holds it."""

@@ -6,7 +6,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from dpscope.flash import contributions
+from dpscope.flash import FlashEngine, contributions
 from tests.unit.flash.agreement import CLIPPING, PATHS, REDUCTIONS, assert_exact
 
 CONVOLUTIONS = [nn.Conv1d, nn.Conv2d, nn.Conv3d]
@@ -76,3 +76,16 @@ def test_channels_last_images():
     x = torch.randn(3, 3, 8, 7).to(memory_format=torch.channels_last)
     for path in PATHS:
         assert_exact(model, {"x": x}, sine_losses, path=path)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_bfloat16_norms_are_those_of_the_very_values_that_are_summed(path, groups):
+    """Equal elements that round in one direction: a norm of exact gradients beside a sum of rounded ones shows."""
+    model, c = nn.Sequential(nn.Conv1d(8, 8, 3, groups=groups, bias=False)), 1e-3
+    with FlashEngine(model, max_grad_norm=c, path=path, loss_reduction="sum") as engine:
+        with torch.autocast("cpu", torch.bfloat16):
+            output = model(torch.full((2, 8, 7), 1.0078125))
+        (output * 1.0078125).float().sum().backward()
+        engine.finish()
+    assert model[0].weight.grad.norm() == pytest.approx(2 * c, rel=1e-5)

@@ -1,5 +1,7 @@
 """Linear in every shape, on every path."""
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpscope.errors import UserError
@@ -253,3 +256,24 @@ def test_keeping_gradients_frees_an_input_only_if_no_other_layer_reads_it(autoca
         loss.backward()
         freed = {row.parameter: "no room" not in row.why for row in engine.explain() if "weight" in row.parameter}
     assert freed == {"q.weight": False, "k.weight": False, "v.weight": False, "out.weight": True}
+
+
+@pytest.mark.parametrize("sparse", [Tensor.to_sparse, Tensor.to_sparse_csr])
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_a_sparse_input_is_refused_by_name_where_the_weight_is_trained(sparse) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 3)), torch.randn(5, 4)
+    with FlashEngine(model, max_grad_norm=1.0) as engine:
+        with pytest.raises(UserError, match=r"0 was given a sparse tensor.*to_dense"):
+            model(sparse(x))
+        engine.zero_grad()
+        model(x).sum().backward()
+        engine.finish()
+
+
+def test_a_fake_tensor_goes_through_without_a_warning_for_its_address() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 3)), torch.randn(5, 4)
+    with FlashEngine(model, max_grad_norm=1.0):
+        model(x)
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode, warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert model(mode.from_tensor(x)).shape == (5, 3)
