@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from dpscope.errors import UserError
 
@@ -173,22 +173,16 @@ def _calls(table: str, correlation: str = "c.correlationId") -> str:
     """
 
 
-def _activity(
-    kind: str,
-    name: str,
-    start: int,
-    end: int,
-    device: int,
-    process: int | None,
-    correlation: int | None,
-    size: int,
-    stream: int,
-    pageable: int | None,
-) -> Activity:
-    call = None if correlation is None else ((process or 0) & _PROCESS, correlation)
-    return Activity(kind, name, start, end, device, call, size, stream, bool(pageable))
+def _activity(*row: Any) -> Activity:
+    """A row of `_KERNELS`, `_MEMSETS` or `_copies`."""
+    kind, name, start, end, device, process, correlation, size, stream, pageable = row
+    return Activity(kind, name, start, end, device, _launch(process, correlation), size, stream, bool(pageable))
 
 
 def _call(name: str, start: int, end: int, thread: int | None, correlation: int | None) -> Call:
-    identity = None if correlation is None else ((thread or 0) & _PROCESS, correlation)
-    return Call(_VERSION_SUFFIX.sub("", name), start, end, thread or 0, identity)
+    return Call(_VERSION_SUFFIX.sub("", name), start, end, thread or 0, _launch(thread, correlation))
+
+
+def _launch(place: int | None, correlation: int | None) -> tuple[int, int] | None:
+    """Process and correlation id of a call; `place`: a global id of its process or of a thread of it."""
+    return None if correlation is None else ((place or 0) & _PROCESS, correlation)
