@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dpscope.flash import FlashEngine
 from tests.unit.flash.agreement import Losses, max_grad_norm_for
-from tests.unit.flash.flash_models import Decoder
+from tests.unit.flash.flash_models import Decoder, token_losses
 
 
 class CheckpointedDecoder(Decoder):
@@ -72,3 +73,38 @@ def assert_sums(model: nn.Module, truth: dict[str, Tensor], tolerance: float = 1
 def how(engine: FlashEngine) -> list[str]:
     """Of each checkpointed block: held or recomputed."""
     return [row.how for row in engine.explain().blocks]
+
+
+KINDS = pytest.mark.parametrize("reentrant", [False, True])
+
+
+class OneBlock(nn.Module):
+    """A block of two layers, checkpointed, and a layer. x: (B, T, 6)."""
+
+    def __init__(self, reentrant: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.block = nn.Sequential(nn.Linear(6, 24), nn.Tanh(), nn.Linear(24, 6))
+        self.last, self.reentrant = nn.Linear(6, 1), reentrant
+
+    def forward(self, x):
+        return self.last(checkpoint(self.block, x, use_reentrant=self.reentrant))
+
+
+def decoder(**options) -> CheckpointedDecoder:
+    torch.manual_seed(0)
+    return CheckpointedDecoder(**options)
+
+
+def step(engine, batch, losses=token_losses, seed=0) -> None:
+    torch.manual_seed(seed)
+    losses(engine.model, batch).mean().backward()
+    engine.finish()
+
+
+def truth_of(model, batch, losses=token_losses, seed=0):
+    """The true gradients, and a C that clips some of them."""
+    model.kind, kind = None, getattr(model, "kind", None)
+    gradients = true_gradients(model, batch, losses, seed)
+    model.kind = kind
+    return gradients, some_clipped(gradients)

@@ -106,3 +106,7 @@ class LlamaRMSNorm(nn.Module):
         wide = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
         return self.weight * wide.to(hidden_states.dtype)
+
+
+def sine_losses(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return model(batch["x"]).sin().flatten(1).sum(1)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import io
 import math
-import pickle
 
 import pytest
 import torch
@@ -15,7 +12,7 @@ from opacus.grad_sample import GradSampleModule
 from opacus.schedulers import ExponentialGradClip, ExponentialNoise
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from dpscope.errors import UserError
 from dpscope.flash import PrivacyEngine
@@ -24,7 +21,6 @@ from tests.unit.flash.private_training import (
     FEATURES,
     clipped_mean,
     make_data,
-    make_loader,
     make_model,
     make_private,
     moved,
@@ -149,110 +145,6 @@ def test_an_empty_batch_gives_a_step_of_noise_alone(backward: bool) -> None:
     assert abs(change.std().item() / (0.5 / 16) - 1) < 5 / math.sqrt(2 * change.numel())
 
 
-class Seeded:
-    """A private run whose noise comes from a given generator; always the same batch."""
-
-    def __init__(self, seed: int = 11, fused: bool | None = None) -> None:
-        self.engine = PrivacyEngine()
-        self.model = make_model()
-        self.model, self.optimizer, _ = make_private(
-            self.model,
-            torch.optim.AdamW(self.model.parameters(), lr=0.1),
-            self.engine,
-            noise_multiplier=1.0,
-            noise_generator=torch.Generator().manual_seed(seed),
-            fused=fused,
-        )
-
-    def steps(self, count: int) -> torch.Tensor:
-        x, y = make_data().tensors
-        for _ in range(count):
-            step(self.model, self.optimizer, x[:16], y[:16])
-        return self.model[0].weight.detach().clone()
-
-    def save(self) -> io.BytesIO:
-        path = io.BytesIO()
-        self.engine.save_checkpoint(path=path, module=self.model, optimizer=self.optimizer)
-        return path
-
-    def load(self, path: io.BytesIO, **options: bool) -> None:
-        path.seek(0)
-        self.engine.load_checkpoint(path=path, module=self.model, optimizer=self.optimizer, **options)
-
-
-@pytest.mark.parametrize("fused", [True, False])
-def test_a_checkpoint_continues_the_noise_of_a_given_generator_if_told_to(fused: bool) -> None:
-    run = Seeded(fused=fused)
-    run.steps(2)
-    saved = run.save()
-    expected = run.steps(1)
-    other = Seeded(fused=fused)
-    other.load(saved, resume_noise=True)
-    torch.testing.assert_close(other.steps(1), expected, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("fused", [True, False])
-def test_going_back_to_a_checkpoint_and_on_draws_other_noise(fused: bool) -> None:
-    run = Seeded(fused=fused)
-    run.steps(2)
-    saved = run.save()
-    branches = [run.steps(1)]
-    for _ in range(2):
-        run.load(saved)
-        branches.append(run.steps(1))
-    assert not any(torch.equal(a, b) for i, a in enumerate(branches) for b in branches[:i])
-
-
-def test_a_resumed_run_of_the_same_seed_is_refused_unless_it_resumes_the_noise() -> None:
-    """It would add the noise of the first steps again."""
-    run = Seeded()
-    run.steps(2)
-    saved = run.save()
-    with pytest.raises(UserError, match=r"another seed.*resume_noise=True"):
-        Seeded().load(saved)
-    Seeded(seed=12).load(saved)
-
-
-def test_noise_that_was_not_saved_is_not_resumed() -> None:
-    model = make_model()
-    engine = PrivacyEngine()
-    model, optimizer, _ = make_private(model, sgd(model), engine, noise_multiplier=1.0)
-    with pytest.raises(UserError, match="no noise stream"):
-        optimizer.load_state_dict(optimizer.state_dict(), resume_noise=True)
-    run = Seeded()
-    with pytest.raises(UserError, match="give make_private one"):
-        optimizer.load_state_dict(run.optimizer.state_dict(), resume_noise=True)
-
-
-@pytest.mark.parametrize("fused", [True, False])
-def test_without_a_generator_a_checkpoint_holds_nothing_of_the_noise_and_does_not_replay_it(fused: bool) -> None:
-    model = make_model()
-    private, optimizer, loader = make_private(model, sgd(model), noise_multiplier=1.0, fused=fused)
-    x, y = next(iter(loader))
-    step(private, optimizer, x, y)
-    weights, saved = {k: v.clone() for k, v in model.state_dict().items()}, optimizer.state_dict()
-    assert set(saved) == set(optimizer.original_optimizer.state_dict())
-    branches = []
-    for _ in range(2):
-        model = make_model()
-        private, optimizer, _ = make_private(model, sgd(model), noise_multiplier=1.0, fused=fused)
-        model.load_state_dict(weights)
-        optimizer.load_state_dict(saved)
-        step(private, optimizer, x, y)
-        branches.append(model[0].weight.detach().clone())
-    assert not torch.equal(*branches)
-
-
-@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_a_private_optimizer_is_not_copied(duplicate) -> None:
-    model = make_model()
-    private, optimizer, loader = make_private(model, sgd(model))
-    with pytest.raises(UserError, match="state_dict"):
-        duplicate(optimizer)
-    x, y = next(iter(loader))
-    step(private, optimizer, x, y)
-
-
 # -- what a step is made of --------------------------------------------------------------------------------------------
 
 
@@ -321,141 +213,6 @@ def test_noise_is_that_of_the_largest_clip_norm_of_a_step(fused: bool, closing: 
     optimizer.max_grad_norm = 0.01
     assert spread() == pytest.approx(10.0, rel=0.25)
     assert spread() == pytest.approx(0.01, rel=0.25)  # the next step is a new one
-
-
-# -- what reaches the parameters is clipped and noised, whatever else happened -----------------------------------------
-
-
-@pytest.mark.parametrize("fused", [True, False])
-def test_gradients_from_before_make_private_are_not_applied(fused: bool) -> None:
-    model = make_model()
-    original = sgd(model)
-    x, y = next(iter(make_loader()))
-    (1000 * F.cross_entropy(model(x), y)).backward()
-    private, optimizer, _ = make_private(model, original, fused=fused)
-    before = [p.detach().clone() for p in model.parameters()]
-    F.cross_entropy(private(x), y).backward()
-    optimizer.step()
-    for got, expected in zip(moved(before, model), clipped_mean(x, y, divisor=16), strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize("fused", [True, False])
-def test_gradients_put_into_grad_by_hand_are_refused(fused: bool) -> None:
-    model = make_model()
-    private, optimizer, loader = make_private(model, sgd(model), fused=fused)
-    x, y = next(iter(loader))
-    model[0].weight.grad = torch.ones_like(model[0].weight)
-    F.cross_entropy(private(x), y).backward()
-    with pytest.raises(UserError, match=r"0\.weight\.grad.*zero_grad"):
-        optimizer.step()
-    before = [p.detach().clone() for p in model.parameters()]
-    step(private, optimizer, x, y)
-    for got, expected in zip(moved(before, model), clipped_mean(x, y, divisor=16), strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize("fused", [True, False])
-def test_a_step_after_detach_is_refused(fused: bool) -> None:
-    model = make_model()
-    private, optimizer, loader = make_private(model, sgd(model), fused=fused)
-    optimizer.engine.detach()
-    x, y = next(iter(loader))
-    F.cross_entropy(private(x), y).backward()
-    with pytest.raises(UserError, match="detached"):
-        optimizer.step()
-
-
-@pytest.mark.parametrize("fused", [True, False])
-def test_parameters_outside_the_model_are_refused_unless_frozen(fused: bool) -> None:
-    model = make_model()
-    private, optimizer, loader = make_private(model, sgd(model), fused=fused)
-    extra = nn.Linear(CLASSES, CLASSES).requires_grad_(False)
-    optimizer.add_param_group({"params": list(extra.parameters())})
-    x, y = next(iter(loader))
-    step(private, optimizer, x, y)
-    extra.requires_grad_(True)
-    optimizer.zero_grad()
-    F.cross_entropy(extra(private(x)), y).backward()
-    with pytest.raises(UserError, match="not the private model's"):
-        optimizer.step()
-
-
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("micro_batches", [1, 2])
-def test_a_second_optimizer_finds_no_sums_without_noise(fused: bool, micro_batches: int) -> None:
-    """Only the private optimizer adds noise; what it does not hold is left without a gradient, and that is said."""
-    model = make_model()
-    with pytest.warns(UserWarning, match=r"2\.weight and 3 more.*not in the optimizer"):
-        private, optimizer, loader = make_private(model, torch.optim.SGD(model[0].parameters(), lr=1.0), fused=fused)
-    other = torch.optim.SGD(model[3].parameters(), lr=1.0)
-    x, y = next(iter(loader))
-    before = model[3].weight.detach().clone()
-    for _ in range(micro_batches):
-        F.cross_entropy(private(x), y).backward()
-    optimizer.step()
-    other.step()
-    torch.testing.assert_close(model[3].weight.detach(), before, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("micro_batches", [1, 2])
-def test_a_parameter_frozen_after_backward_stays_where_it_is(fused: bool, micro_batches: int) -> None:
-    model = make_model()
-    private, optimizer, loader = make_private(model, sgd(model), fused=fused, noise_multiplier=1.0)
-    x, y = next(iter(loader))
-    for _ in range(micro_batches):
-        F.cross_entropy(private(x), y).backward()
-    frozen, before = model[3].weight, model[3].weight.detach().clone()
-    frozen.requires_grad_(False)
-    others = model[0].weight.detach().clone()
-    optimizer.step()
-    assert torch.equal(frozen, before)
-    assert not torch.equal(model[0].weight, others)
-
-
-@pytest.mark.parametrize("secure", [True, False])
-def test_noise_is_added_to_a_half_precision_sum_before_it_is_rounded(monkeypatch, secure: bool) -> None:
-    """Rounded before, the sums of a batch and of the batch without one sample may differ by more than C."""
-    torch.manual_seed(0)
-    model = nn.Linear(8, 8).bfloat16()
-    data = TensorDataset(torch.randn(16, 8).bfloat16())
-    private, optimizer, _ = make_private(model, sgd(model), loader=DataLoader(data, batch_size=8), fused=False)
-    optimizer.secure_mode = secure
-    noised: list[torch.Tensor] = []
-
-    def record(std, reference, **options):
-        noised.append(reference.clone())
-        return torch.zeros_like(reference)
-
-    monkeypatch.setattr("dpscope.flash.private_optimizer._generate_noise", record)
-    monkeypatch.setattr(
-        "dpscope.flash.private_optimizer.privatise_gradients",
-        lambda optimizer, sums, how: noised.extend(total.clone() for _, total in sums),
-    )
-    for _ in range(2):
-        noised.clear()
-        for part in data.tensors[0].split(8):
-            private(part).sin().sum(1).mean().backward()
-        optimizer.step()
-        grad = model.weight.grad.clone()
-        optimizer.zero_grad(set_to_none=False)
-    assert {total.dtype for total in noised} == {torch.float32}
-    assert not torch.equal(noised[0], noised[0].bfloat16().float())
-    scale = 1 / 16 if secure else 1.0
-    torch.testing.assert_close(grad, (noised[0] * scale).bfloat16())
-    assert not optimizer.engine.running_sums._wide
-
-
-@pytest.mark.parametrize("value", [float("nan"), -1.0, float("inf")])
-def test_a_noise_multiplier_that_went_wrong_is_refused_at_the_step(value: float) -> None:
-    model = make_model()
-    private, optimizer, loader = make_private(model, sgd(model), noise_multiplier=1.0)
-    x, y = next(iter(loader))
-    F.cross_entropy(private(x), y).backward()
-    optimizer.noise_multiplier = value
-    with pytest.raises(UserError, match="noise_multiplier"):
-        optimizer.step()
 
 
 def test_accounting_is_opacuss_own() -> None:

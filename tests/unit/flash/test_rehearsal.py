@@ -1,31 +1,19 @@
 """The engine knows which rows of a layer's input are samples: it is exact, or refuses by name, whatever the sizes."""
 
-import random
-from collections import UserDict
-from dataclasses import dataclass
-
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from dpscope.errors import UserError
 from dpscope.flash import FlashEngine
-from dpscope.flash.instance_method import instance_method
-from tests.unit.flash.agreement import assert_agrees, assert_exact, private_step, reference
-
-B, T, D = 4, 4, 6  # as many positions as samples: what is told by sizes alone is told wrongly
+from tests.unit.flash.agreement import assert_exact
+from tests.unit.flash.flash_models import sine_losses
+from tests.unit.flash.rehearsed_models import B, Counting, D, T, assert_refused
 
 
 def ids(batch: int = B, length: int = T) -> Tensor:
     return torch.stack([torch.randperm(9)[:length] for _ in range(batch)])
-
-
-def assert_refused(model, x, match):
-    with FlashEngine(model, max_grad_norm=1.0), pytest.raises(UserError, match=match):
-        model(x)
 
 
 # -- positions and tables in place of samples ------------------------------------------------------------------------
@@ -50,10 +38,6 @@ class Tokens(nn.Module):
         if self.how == "first row":
             where = where[0]
         return self.head(self.tokens(ids) + where).mean(1)
-
-
-def sine_losses(model, batch):
-    return model(batch["x"]).sin().flatten(1).sum(1)
 
 
 @pytest.mark.parametrize("how", ["one row", "a row each"])
@@ -195,233 +179,6 @@ def test_a_row_that_is_looked_at_besides_is_refused_and_not_expanded():
             model[0](torch.randn(1, D))
 
 
-# -- how many samples there are --------------------------------------------------------------------------------------
-
-
-class PerToken(nn.Module):
-    """Every layer sees (B·T, d)."""
-
-    def __init__(self, opened) -> None:
-        super().__init__()
-        self.layer, self.opened = nn.Linear(D, 3), opened
-
-    def forward(self, batch) -> Tensor:
-        x = self.opened(batch)
-        return self.layer(x.flatten(0, 1)).view(len(x), -1)
-
-
-@dataclass
-class Pair:
-    name: str
-    x: Tensor
-
-
-@dataclass(frozen=True)
-class Frozen:
-    x: Tensor
-
-
-@dataclass(slots=True)
-class Slotted:
-    x: Tensor
-
-
-class Plain:
-    def __init__(self, x: Tensor) -> None:
-        self.inner = {"deep": [x]}
-
-
-HOLDERS = {
-    "dataclass": (lambda x: Pair("a", x), lambda h: h.x),
-    "frozen dataclass": (Frozen, lambda h: h.x),
-    "slots": (Slotted, lambda h: h.x),
-    "UserDict": (lambda x: UserDict(x=x), lambda h: h["x"]),
-    "object": (Plain, lambda h: h.inner["deep"][0]),
-    "list": (lambda x: [{"x": x}], lambda h: h[0]["x"]),
-}
-
-
-@pytest.mark.parametrize("holder", HOLDERS)
-def test_the_batch_is_found_in_what_holds_it(holder):
-    hold, opened = HOLDERS[holder]
-    assert_refused(PerToken(opened), hold(torch.randn(B, 3, D)), r"^layer .*\(12, 6\) .*4 samples")
-    model = nn.Sequential(Opening(opened), nn.Linear(D, 3))
-    x = torch.randn(B, 3, D)
-    losses = lambda m, b: m(hold(b["x"])).sin().flatten(1).sum(1)  # noqa: E731
-    truth, c = reference(model, {"x": x}, losses)
-    with FlashEngine(model, max_grad_norm=c) as engine:
-        private_step(engine, {"x": x}, losses)
-    assert_agrees(model, {"x": x}, losses, engine, truth, c)
-
-
-class Opening(nn.Module):
-    def __init__(self, opened) -> None:
-        super().__init__()
-        self.opened = opened
-
-    def forward(self, batch):
-        return self.opened(batch)
-
-
-def test_where_nothing_tells_the_number_of_samples_the_caller_is_asked():
-    data = torch.randn(10, 3, D)
-    model = PerToken(lambda index: data[index])
-    with FlashEngine(model, max_grad_norm=1.0), pytest.raises(UserError, match=r"number of samples.*batch_size_of"):
-        model([1, 2, 3])
-    asked = FlashEngine(model, max_grad_norm=1.0, batch_size_of=lambda args, kwargs: len(args[0]))
-    with asked, pytest.raises(UserError, match=r"^layer .*\(9, 6\) .*3 samples"):
-        model([1, 2, 3])
-
-
-def test_parts_called_without_the_model_are_refused_where_nothing_tells():
-    model = PerToken(lambda x: x)
-    with FlashEngine(model, max_grad_norm=1.0), pytest.raises(UserError, match=r"^layer was called outside"):
-        model.layer(torch.randn(B * T, D))
-
-
-# -- what a rehearsal leaves as it was -------------------------------------------------------------------------------
-
-
-class Stateful(nn.Module):
-    """Random numbers of three kinds, a buffer, a counter, an input changed in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.calls = nn.Linear(D, D), 0
-        self.register_buffer("count", torch.zeros(()))
-        self.drop = nn.Dropout(0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        self.count += 1
-        x += 1
-        return self.drop(self.layer(x)) * random.random() * float(np.random.rand())
-
-
-def test_random_numbers_buffers_attributes_and_inputs_are_as_without_a_rehearsal():
-    answers = []
-    for private in (False, True):
-        torch.manual_seed(0), random.seed(0), np.random.seed(0)
-        model, x = Stateful(), torch.zeros(B, D)
-        if private:
-            with FlashEngine(model, max_grad_norm=1.0):
-                answers.append(model(x).detach())
-        else:
-            answers.append(model(x).detach())
-        assert model.calls == 1
-        assert model.count == 1
-        assert (x == 1).all()
-    torch.testing.assert_close(*answers)
-
-
-def test_a_forward_is_rehearsed_once_for_each_way_it_is_called():
-    calls = []
-
-    class Counting(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(D, 3)
-
-        def forward(self, x, *, twice=False):
-            calls.append(x.shape[0])
-            return self.layer(x) * (2 if twice else 1)
-
-    model = Counting()
-    with FlashEngine(model, max_grad_norm=1.0):
-        model(torch.randn(4, D))
-        assert len(calls) > 1
-        calls.clear()
-        for batch in (4, 7, 1, 0, 3):
-            model(torch.randn(batch, D))
-        assert calls == [4, 7, 1, 0, 3]
-        calls.clear()
-        model(torch.randn(4, D), twice=True)
-        assert len(calls) > 1
-
-
-class Branching(nn.Module):
-    """A branch that the first batches do not take."""
-
-    def __init__(self, *, bad: bool) -> None:
-        super().__init__()
-        self.layer, self.rare, self.step, self.bad = nn.Linear(D, D), nn.Linear(D, D), 0, bad
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.step += 1
-        x = self.layer(x)
-        if self.step < 3:
-            return x
-        return self.rare(x.transpose(0, 1)).transpose(0, 1) if self.bad else self.rare(x)
-
-
-@pytest.mark.parametrize("bad", [False, True])
-def test_a_layer_first_reached_later_is_rehearsed_then(bad):
-    model = Branching(bad=bad)
-    with FlashEngine(model, max_grad_norm=1.0):
-        model(torch.randn(B, T, D))
-        model(torch.randn(B, T, D))
-        if bad:
-            with pytest.raises(UserError, match=r"^rare .*first dimension"):
-                model(torch.randn(B, T, D))
-        else:
-            model(torch.randn(B, T, D))
-            assert 3 in engine_tap(model.rare).known
-
-
-def engine_tap(module):
-    return instance_method(module)
-
-
-def test_a_mask_that_all_samples_share_may_have_as_many_rows_as_there_are_samples():
-    class Masked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(D, D)
-
-        def forward(self, x, mask):
-            return self.layer((x @ x.transpose(1, 2) + mask).softmax(-1) @ x)
-
-    mask = torch.full((T, T), -torch.inf).triu(1)
-    assert_exact(Masked(), {"x": torch.randn(B, T, D)}, lambda m, b: m(b["x"], mask).sin().flatten(1).sum(1))
-
-
-def test_a_batch_in_another_dimension_of_the_argument_is_said_with_batch_size_of():
-    class Turned(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(D, 3)
-
-        def forward(self, x):
-            return self.layer(x.transpose(0, 1))
-
-    model, x = Turned(), torch.randn(B, 5, D)
-    losses = lambda m, b: m(b["x"].transpose(0, 1)).sin().flatten(1).sum(1)  # noqa: E731
-    truth, c = reference(model, {"x": x}, losses)
-    with FlashEngine(model, max_grad_norm=c) as engine, pytest.raises(UserError, match=r"^layer"):
-        private_step(engine, {"x": x}, losses)
-    with FlashEngine(model, max_grad_norm=c, batch_size_of=lambda args, kwargs: args[0].shape[1]) as engine:
-        private_step(engine, {"x": x}, losses)
-    assert_agrees(model, {"x": x}, losses, engine, truth, c)
-
-
-def test_a_packed_sequence_has_as_many_samples_as_sequences():
-    class Packed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(D, 3)
-
-        def forward(self, packed):
-            return self.layer(pad_packed_sequence(packed, batch_first=True)[0]).sum(1)
-
-    x, lengths = torch.randn(B, 5, D), torch.tensor([2, 5, 1, 4])
-    packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
-    model = Packed()
-    with FlashEngine(model, max_grad_norm=1.0) as engine:
-        model(packed).sin().sum().backward()
-        engine.finish()
-        assert engine.samples == B
-
-
 # -- what the values of the first batch keep from sight ----------------------------------------------------------------
 
 
@@ -508,17 +265,6 @@ class PicksPositions(nn.Module):
 def test_an_output_of_some_positions_of_each_sample_is_taken():
     with FlashEngine(PicksPositions(), max_grad_norm=1.0) as engine:
         assert engine.model(torch.randn(5, T, D)).shape[0] % 5
-
-
-class Counting(nn.Module):
-    def __init__(self, *, of_samples: bool) -> None:
-        super().__init__()
-        self.layer, self.of_samples = nn.Linear(D, 3), of_samples
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += x.mean() if self.of_samples else 1
-        return self.layer(x)
 
 
 def test_a_buffer_that_counts_calls_is_taken_with_one_sample():

@@ -8,12 +8,9 @@ from torch import nn
 
 from dpscope.flash import FlashEngine, contributions
 from tests.unit.flash.agreement import CLIPPING, PATHS, REDUCTIONS, assert_exact
+from tests.unit.flash.flash_models import sine_losses
 
 CONVOLUTIONS = [nn.Conv1d, nn.Conv2d, nn.Conv3d]
-
-
-def sine_losses(model, batch):
-    return model(batch["x"]).sin().flatten(1).sum(1)
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -19,11 +19,7 @@ from dpscope.flash.layers import linear
 from tests.torch_here import takes_compiled
 from tests.unit.flash.agreement import CLIPPING, PATHS, REDUCTIONS, assert_exact
 from tests.unit.flash.compiled.compiling import assert_compiled_exact
-from tests.unit.flash.flash_models import Decoder, token_batch, token_losses
-
-
-def sine_losses(model, batch):
-    return model(batch["x"]).sin().flatten(1).sum(1)
+from tests.unit.flash.flash_models import Decoder, sine_losses, token_batch, token_losses
 
 
 @pytest.mark.parametrize("path", PATHS)

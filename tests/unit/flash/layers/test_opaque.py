@@ -7,12 +7,9 @@ from torch import nn
 from dpscope.errors import UserError
 from dpscope.flash import FlashEngine
 from tests.unit.flash.agreement import CLIPPING, REDUCTIONS, assert_exact, private_step
+from tests.unit.flash.flash_models import sine_losses
 
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")
-
-
-def sine_losses(model, batch):
-    return model(batch["x"]).sin().flatten(1).sum(1)
 
 
 class ScaledBlock(nn.Module):

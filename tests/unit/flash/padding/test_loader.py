@@ -2,113 +2,24 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 import torch.nn.functional as F
-from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
 from torch._dynamo.backends.debugging import aot_eager
-from torch.nn.utils.rnn import pad_sequence
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import dpscope
-from dpscope.errors import UserError
-from dpscope.flash import PrivacyEngine, pad_batch, real_rows, same_rows
+from dpscope.flash import PrivacyEngine, pad_batch, real_rows
 from tests.torch_here import takes_compiled
+from tests.unit.flash.padding.padded_training import (
+    CLASSES,
+    MODELS,
+    collate,
+    train,
+    trained,
+)
 from tests.unit.flash.private_training import make_data, make_model
-
-CLASSES = 4
-
-
-class Blocks(nn.Module):
-    """Tied embedding and head, checkpointed blocks, a parameter of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.head = nn.Embedding(11, 8), nn.Linear(8, 11, bias=False)
-        self.head.weight = self.table.weight
-        self.positions = nn.Parameter(torch.randn(5, 8))
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8)) for _ in range(2))
-
-    def forward(self, ids):
-        x = self.table(ids) + self.positions
-        for block in self.blocks:
-            x = x + checkpoint(block, x, use_reentrant=False)
-        return self.head(x).mean(1)
-
-
-def images():
-    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(64, CLASSES))
-
-
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm, self.head = nn.LSTM(3, 5, batch_first=True), nn.Linear(5, CLASSES)
-
-    def forward(self, x):
-        return self.head(self.lstm(x)[0][:, -1])
-
-
-class ByHand(nn.Module):
-    """A layer's weight used by hand beside a parameter: not followed, which the first forward pass finds out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.scale = nn.Linear(8, CLASSES), nn.Parameter(torch.ones(CLASSES))
-
-    def forward(self, x):
-        return F.linear(x, self.layer.weight, self.layer.bias) * self.scale
-
-
-MODELS = {
-    "by hand": (ByHand, make_data),
-    "mlp": (make_model, make_data),
-    "images": (images, lambda: TensorDataset(torch.randn(48, 1, 6, 6), torch.arange(48) % CLASSES)),
-    "blocks": (Blocks, lambda: TensorDataset(torch.randint(11, (48, 5)), torch.arange(48) % 11)),
-    "recurrent": (Recurrent, lambda: TensorDataset(torch.randn(48, 4, 3), torch.arange(48) % CLASSES)),
-}
-
-
-def trained(model="mlp", *, optimizer=torch.optim.SGD, batch_size=8, epochs=1, physical=None, ahead=False, **options):
-    """A model after some epochs, its optimizer, engine and loader."""
-    make, data = MODELS[model]
-    torch.manual_seed(0)
-    dataset = data()
-    torch.manual_seed(1)
-    net = make()
-    engine = PrivacyEngine(accountant="rdp")
-    loader_options = {key: options.pop(key) for key in ("num_workers", "collate_fn") if key in options}
-    generator = torch.Generator().manual_seed(2)
-    net, optimizer, loader = engine.make_private(
-        module=net,
-        optimizer=optimizer(net.parameters(), lr=0.1),
-        data_loader=DataLoader(dataset, batch_size=batch_size, generator=generator, **loader_options),
-        **{
-            "noise_multiplier": 0.5,
-            "max_grad_norm": 0.3,
-            "noise_generator": torch.Generator().manual_seed(3),
-            **options,
-        },
-    )
-    for _ in range(epochs):
-        if physical is None:
-            train(net, optimizer, list(loader) if ahead else loader)
-        else:
-            manager = BatchMemoryManager(data_loader=loader, max_physical_batch_size=physical, optimizer=optimizer)
-            with manager as parts:
-                train(net, optimizer, parts)
-    return net, optimizer, engine, loader
-
-
-def train(model, optimizer, batches, reduction="mean"):
-    for x, y in batches:
-        optimizer.zero_grad()
-        F.cross_entropy(model(x.to("cpu", copy=True)), y.to("cpu", copy=True), reduction=reduction).backward()
-        optimizer.step()
 
 
 def assert_same(one, other, rtol=2e-5):
@@ -246,23 +157,6 @@ class Sentences(Dataset):
         return {"ids": torch.randint(1, 11, (length,), generator=generator), "label": index % 3, "text": ["w"] * length}
 
 
-def collate(samples):
-    """Sorts the samples, writes into them, leaves the short ones out, and draws random numbers."""
-    ids = []
-    samples = [sample for sample in samples if len(sample["ids"]) > 1] or samples
-    for sample in sorted(samples, key=lambda sample: -len(sample["ids"])):
-        masked = torch.rand(sample["ids"].shape) < 0.2
-        sample["ids"].masked_fill_(masked, 1)
-        ids.append(sample.pop("ids"))
-    samples.sort(key=lambda sample: -len(sample["text"]))
-    return {
-        "inputs": {"ids": pad_sequence(ids, batch_first=True)},
-        "labels": torch.tensor([sample["label"] for sample in samples]),
-        "table": torch.ones(5, 5),
-        "names": [sample["text"] for sample in samples],
-    }
-
-
 class Bag(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -340,137 +234,6 @@ def test_compiled_draws_of_64_take_four_graphs_none_of_them_after_the_tenth():
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def padded():
-    model, optimizer, _, loader = trained(pad_batches=3)
-    optimizer.zero_grad()
-    return model, optimizer, loader
-
-
-MISUSES = {
-    "rows shuffled": lambda x, y: x[torch.randperm(len(x))],
-    "another batch of as many rows": lambda x, y: torch.randn(3, 8),
-    "another batch of other rows": lambda x, y: torch.randn(5, 8),
-    "features made outside the model": lambda x, y: torch.tanh(x) @ torch.eye(8),
-    "two batches joined": lambda x, y: torch.cat([x, x]),
-    "rows cut off": lambda x, y: x[:2],
-}
-
-
-@pytest.mark.parametrize("misuse", MISUSES)
-def test_batches_that_do_not_tell_their_padding_are_refused(padded, misuse):
-    model, _, loader = padded
-    x, y = next(iter(loader))
-    with pytest.raises(UserError, match="do not say how many of them are padding"):
-        model(MISUSES[misuse](x, y))
-    with torch.no_grad():
-        model(torch.randn(7, 8))
-    model(same_rows(torch.tanh(x) @ torch.eye(8), x))
-
-
-def test_batches_of_ones_own_may_be_padded_by_hand(padded):
-    model, optimizer, _ = padded
-    x, y = pad_batch((torch.randn(5, 8), torch.arange(5) % CLASSES), 7)
-    F.cross_entropy(model(x), y).backward()
-    optimizer.step()
-    assert optimizer.engine.samples == 5
-
-
-def test_parts_of_a_draw_without_a_step_between_them_are_refused(padded):
-    model, optimizer, loader = padded
-    batches = iter(loader)
-    for _ in range(20):
-        x, y = next(batches)
-        if x.rows.more:
-            break
-        train(model, optimizer, [(x, y)])
-    F.cross_entropy(model(x), y).backward()
-    x, y = next(batches)
-    with pytest.raises(UserError, match="cut this draw into several batches"):
-        F.cross_entropy(model(x), y).backward()
-
-
-def test_a_draw_whose_rest_is_left_out_takes_no_step(padded):
-    model, optimizer, loader = padded
-    batches = list(loader)
-    first = next(at for at, (x, _) in enumerate(batches) if x.rows.more)
-    draw = batches[first][0].rows.draw
-    other = next(batch for batch in batches if batch[0].rows.draw > draw and not batch[0].rows.more)
-    optimizer.noise_multiplier = 0.0
-    start = [p.detach().clone() for p in model.parameters()]
-
-    def moved_by(*steps):
-        with torch.no_grad():
-            for p, value in zip(model.parameters(), start, strict=True):
-                p.copy_(value)
-        train(model, optimizer, steps)
-        optimizer.zero_grad()
-        return torch.cat([(p - value).flatten() for p, value in zip(model.parameters(), start, strict=True)]).detach()
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        alone = moved_by(other)
-    assert moved_by(batches[first]).count_nonzero() == 0
-    with pytest.warns(UserWarning, match="the rest left out"):
-        after_a_part = moved_by(other)
-    torch.testing.assert_close(after_a_part, alone)
-
-
-@pytest.mark.parametrize("pad_batches", [0, -3, [], "64", 1.5])
-def test_what_is_no_size_is_refused(pad_batches):
-    with pytest.raises(UserError, match="pad_batches="):
-        trained(pad_batches=pad_batches)
-
-
-def test_a_collate_function_without_rows_is_refused():
-    with pytest.raises(UserError, match="no tensor that it returns has one row for each sample"):
-        trained(pad_batches=5, collate_fn=lambda samples: (torch.zeros(1, 3), torch.zeros(1)))
-    with pytest.raises(UserError, match="a number of tensors that depends on the number of samples"):
-        trained(pad_batches=5, collate_fn=lambda samples: [sample[0] for sample in samples])
-
-
-@pytest.mark.parametrize(
-    ("changed", "what"),
-    [
-        (lambda x, y: (x, y, x), "it returned 3 tensors, and for the first sample 2"),
-        (lambda x, y: (x, y[:1]), r"it made tensors of \[1, \d+\] rows"),
-        (lambda x, y: (torch.cat([x, x]), torch.cat([y, y])), r"samples it made tensors of \[\d+\] rows"),
-    ],
-)
-def test_a_collate_function_that_is_another_for_some_batches_is_refused(changed, what):
-    def collate(samples):
-        x, y = torch.utils.data.default_collate(samples)
-        return changed(x, y) if len(x) > 3 else (x, y)
-
-    with pytest.raises(UserError, match=what):
-        trained(pad_batches=64, collate_fn=collate)
-
-
-def test_a_batch_sampler_of_ones_own_needs_sizes():
-    model = make_model()
-    data = make_data()
-    sampler = [[0, 1, 2], [3, 4]]
-    options = {"noise_multiplier": 0.0, "max_grad_norm": 1.0, "poisson_sampling": False}
-    for pad_batches, refused in ((True, True), ([3], False)):
-        arguments = {
-            "module": model,
-            "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
-            "data_loader": DataLoader(data, batch_sampler=sampler),
-            **options,
-        }
-        if refused:
-            with pytest.raises(UserError, match=r"give the sizes, pad_batches=\[64, 128\]"):
-                PrivacyEngine().make_private(**arguments, pad_batches=pad_batches)
-        else:
-            _, _, loader = PrivacyEngine().make_private(**arguments, pad_batches=pad_batches)
-            assert [real_rows(x) for x, _ in loader] == [3, 2]
-
-
-def test_opacus_engines_cannot_train_padded_batches():
-    with pytest.warns(UserWarning, match="Opacus's engine"), pytest.raises(UserError, match="needs flash clipping"):
-        trained(pad_batches=True, grad_sample_mode="functorch")
 
 
 # -- neighbours --------------------------------------------------------------------------------------------------------
