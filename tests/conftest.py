@@ -52,6 +52,12 @@ def pytest_runtestloop() -> None:
         from tests import remembered_accounting
 
         remembered_accounting.install()
+    if "torch" in sys.modules:
+        import torch
+
+        # Autograd starts its threads in the first backward pass of a process, and a process with such threads cannot be
+        # copied. In CUDA builds of torch it starts some, also without a GPU, where Inductor was there before.
+        torch.ones(1, requires_grad=True).backward()
 
 
 # Folders whose files share what takes long to make: a browser and the pages it opens; worlds of processes.
