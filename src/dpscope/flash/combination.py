@@ -15,9 +15,8 @@ from torch import Tensor
 
 from dpscope.flash import contributions
 from dpscope.flash.contributions import Contribution, Kept, Lookup, Outer, Saved, wide
-from dpscope.flash.kernels.float32_products import operand_rounding
 from dpscope.flash.kernels.kept_gradients import kept_norms_squared
-from dpscope.flash.paths import DIRECT, GRAM, KEEP, RANK1, Decision, PathRules
+from dpscope.flash.paths import DIRECT, GRAM, KEEP, RANK1, Decision, PathRules, exact_path
 from dpscope.flash.slots import Slot
 
 
@@ -48,7 +47,7 @@ def _tied_decision(outer: Outer) -> Decision:
     that are not rounded.
     """
     decision = outer.decision
-    rounded = outer.g.dtype == torch.float32 and operand_rounding(outer.g.device) > 0.0
+    rounded = exact_path(GRAM, outer.g) != GRAM
     instead = {RANK1: KEEP, GRAM: DIRECT} if rounded else {}
     return replace(decision, path=instead.get(decision.path, decision.path))
 

@@ -122,7 +122,7 @@ class NormSum:
 
     def _has_gram(self, part: Outer) -> bool:
         """Whether a Gram norm is that of the product as it is summed, or of a truncated one."""
-        return not self._rounds or self._reads_tf32 or part.g.dtype != torch.float32
+        return not self._rounds or self._reads_tf32 or exact_path(GRAM, part.g) == GRAM
 
     def _truncate(self, part: Outer) -> Outer:
         """The product whose Gram norm is that of its sum, where torch rounds operands to TF32; less than that rounding

@@ -105,7 +105,11 @@ def stored_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _rounding_of(g: Tensor) -> float:
-    return operand_rounding(g.device) if g.dtype == torch.float32 else 0.0
+    """Of the operands of g's products. Those of float16 are made in float32: TF32 holds float16, bfloat16 does not."""
+    if g.dtype not in (torch.float32, torch.float16):
+        return 0.0
+    rounding = operand_rounding(g.device)
+    return rounding if g.dtype == torch.float32 or rounding > TF32_ROUNDING else 0.0
 
 
 def exact_path(path: str, g: Tensor) -> str:

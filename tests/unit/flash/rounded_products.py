@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dpscope.flash import block_reruns, combination, norms, paths
+from dpscope.flash import block_reruns, norms, paths
 from dpscope.flash.kernels import gram_norms, scaled_sum
+from dpscope.flash.kernels.float32_products import ROUNDING
 
 
 def to_tf32(tensor: Tensor) -> Tensor:
@@ -16,12 +17,16 @@ def to_tf32(tensor: Tensor) -> Tensor:
     return ((tensor.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
 
 
-def round_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the CPU, where torch knows no TF32: its products are replaced, and the engine is told."""
-    bmm, addmm_ = torch.bmm, torch.Tensor.addmm_
-    monkeypatch.setattr(torch, "bmm", lambda a, b: bmm(to_tf32(a), to_tf32(b)))
-    monkeypatch.setattr(torch.Tensor, "addmm_", lambda out, a, b: addmm_(out, to_tf32(a), to_tf32(b)))
-    for module in (block_reruns, combination, paths, gram_norms, norms, scaled_sum):
-        monkeypatch.setattr(module, "operand_rounding", lambda device: 2.0**-11)
+def to_bfloat16(tensor: Tensor) -> Tensor:
+    return tensor.bfloat16().float() if tensor.dtype == torch.float32 else tensor
+
+
+def round_products(monkeypatch: pytest.MonkeyPatch, kind: str = "tf32") -> None:
+    """On the CPU, where torch knows no TF32, and few know bf16: its products are replaced, and the engine is told."""
+    bmm, addmm_, rounded = torch.bmm, torch.Tensor.addmm_, {"tf32": to_tf32, "bf16": to_bfloat16}[kind]
+    monkeypatch.setattr(torch, "bmm", lambda a, b: bmm(rounded(a), rounded(b)))
+    monkeypatch.setattr(torch.Tensor, "addmm_", lambda out, a, b: addmm_(out, rounded(a), rounded(b)))
+    for module in (block_reruns, paths, gram_norms, norms, scaled_sum):
+        monkeypatch.setattr(module, "operand_rounding", lambda device: ROUNDING[kind])
     for module in (norms, paths):
-        monkeypatch.setattr(module, "reads_tf32", lambda device: True)
+        monkeypatch.setattr(module, "reads_tf32", lambda device: kind == "tf32")

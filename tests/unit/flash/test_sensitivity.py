@@ -262,6 +262,24 @@ def test_where_products_are_rounded_a_sample_that_cancels_has_no_more_than_its_s
     assert model[0].weight.grad.double().norm() == pytest.approx(c, rel=SLACK)
 
 
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["tf32", "bf16"])
+def test_products_of_half_precision_operands_are_normed_as_rounded_as_they_are_summed(kind, dtype, path, monkeypatch):
+    """float16 holds more than bfloat16, to which a CPU may round what it multiplies in float32."""
+    torch.manual_seed(0)
+    round_products(monkeypatch, kind)
+    model, c = nn.Sequential(nn.Linear(24, 40, bias=False)), 1e-3
+    x, g = cancelling_sample(12, 24, 40)
+    x[1::2] *= 1.02
+    with FlashEngine(model, max_grad_norm=c, path=path, loss_reduction="sum") as engine:
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            output = model(torch.stack([x, torch.zeros_like(x)]))
+        (output[0] * g.to(output.dtype)).float().sum().backward()
+        engine.finish()
+    assert model[0].weight.grad.double().norm() == pytest.approx(c, rel=SLACK)
+
+
 class CheckpointedLinear(nn.Module):
     def __init__(self, d: int, p: int, *, bias: bool) -> None:
         super().__init__()
