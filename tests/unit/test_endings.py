@@ -41,6 +41,7 @@ def test_a_reader_who_has_read_enough_is_told_nothing():
     assert (done.returncode, done.stderr) == (141, "")
 
 
+@pytest.mark.slow
 def test_a_sweep_whose_reader_leaves_says_where_its_finished_rows_are(start, tmp_path, tiny_flags):
     rows = ["--methods", "standard", "--instruments", "time", "--batch-size", "1,2", "--out", tmp_path / "out dir"]
     reading, writing = os.pipe()

@@ -177,6 +177,7 @@ def test_reports_measure_nothing():
     assert {module for module in found if not module.startswith("dpscope.workloads.configs")} == set()
 
 
+@pytest.mark.slow
 def test_instruments_know_no_method_and_no_workload_and_start_no_cuda():
     script = (
         "import importlib, json, sys\n"
@@ -193,6 +194,7 @@ def test_instruments_know_no_method_and_no_workload_and_start_no_cuda():
     assert not cuda_started
 
 
+@pytest.mark.slow
 def test_the_audit_runs_nothing_and_reports_nothing():
     loaded = loaded_after_importing(*modules_of(dpscope.audit))
     others = ("dpscope.runner", "dpscope.reports", "dpscope.commands", "dpscope.exactness")

@@ -71,6 +71,7 @@ def test_somebody_elses_home_is_not_told(file, told, alice):
     assert path_from(Path("/home/carol/sweep"), file) == told
 
 
+@pytest.mark.slow
 def test_no_report_names_the_home_of_a_workloads_file(alice, make_result, tmp_path):
     """Two files of one name, so that reports have to tell them apart."""
     results = []

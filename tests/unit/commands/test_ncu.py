@@ -154,6 +154,7 @@ def run_script(tmp_path, **settings):
     )
 
 
+@pytest.mark.slow
 def test_the_script_makes_twelve_reports_and_a_table(tmp_path, stand_in_ncu, ncu_captures):
     from tests.stand_ins.ncu import raw_csv
 
@@ -179,6 +180,7 @@ def test_the_script_makes_twelve_reports_and_a_table(tmp_path, stand_in_ncu, ncu
     assert "--replay-mode=app-range" in program
 
 
+@pytest.mark.slow
 def test_one_failure_does_not_stop_the_rest(tmp_path, stand_in_ncu):
     """Without a GPU the real program fails under every ncu: each failure is said, and so is its cause."""
     stand_in_ncu(runs_program=True, says={"range": ""})

@@ -162,6 +162,7 @@ def run_script(*arguments):
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
+@pytest.mark.slow
 def test_the_script_of_older_suites_writes_three_figures_and_a_summary(make_memory_result, make_result, tmp_path):
     """Time and memory in one file, as older suites wrote them."""
     for method in ("standard", "ghost"):

@@ -144,6 +144,7 @@ def on_a_terminal(*arguments, width, **environment):
     return b"".join(parts)
 
 
+@pytest.mark.slow
 def test_a_real_terminal_shows_bars_and_the_page_and_a_pipe_plain_text(sweeps):
     now = sweeps[0]
     wide = on_a_terminal("report", now, width=120).decode()

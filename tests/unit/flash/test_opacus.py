@@ -238,6 +238,7 @@ def test_schedulers_reach_the_engine() -> None:
     assert optimizer.engine.max_grad_norm == 0.25
 
 
+@pytest.mark.slow
 def test_training_learns_as_opacus_does() -> None:
     """200 private steps on a learnable task: the same loss as Opacus flat without noise, as good with it."""
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from dpscope.comparison import Comparison
 from dpscope.reports.against.data import set_against
 from dpscope.reports.outputs import AGAINST_OUTPUTS, OUTPUTS, remove_reports, write_against, write_reports
@@ -13,6 +15,7 @@ ROOT = Path(__file__).parents[3]
 EVERY_INSTRUMENT = ROOT / "benchmarks/results/2026-11-15-h200-page"
 
 
+@pytest.mark.slow
 def test_what_every_writer_writes_is_removed_again(tmp_path):
     comparison = Comparison.read(EVERY_INSTRUMENT)
     written = [

@@ -25,6 +25,7 @@ def test_every_committed_result_can_be_read(path):
     assert parse_result(path.read_text(encoding="utf-8")).experiment
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("instrument", "part"), [(name, part) for name, parts in PARTS.items() for part in parts])
 def test_a_value_of_the_wrong_kind_anywhere_is_refused_by_its_place_or_makes_no_difference(instrument, part, tmp_path):
     (path,) = PAGE.glob(f"flat_*-{instrument}-*.json")

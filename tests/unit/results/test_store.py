@@ -130,6 +130,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_a_writer_killed_in_the_middle_leaves_the_old_file_or_the_new_one_whole(tmp_path, start, wait_until):
     target = tmp_path / "row.json"
     target.write_text("a" * SIZE)

@@ -135,6 +135,7 @@ def test_a_result_whose_notes_are_none_is_not_read(make_result):
         parse_result(text)
 
 
+@pytest.mark.slow
 def test_check_tells_it_too_and_its_paths_are_sentences():
     (flash,) = check(workload(Hooked), ["flash"]).methods
     assert "runs sample by sample through torch.func.vmap" in flash.notes[0]

@@ -36,6 +36,7 @@ else:
 """
 
 
+@pytest.mark.slow
 def test_everything_works_without_triton() -> None:
     done = subprocess.run([sys.executable, "-c", WITHOUT_TRITON], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -127,6 +127,7 @@ def test_gradients_with_columns_of_zeros_give_the_same_sums(path, tied, aligned_
     assert_exact(Decoder(tied=tied), token_batch(4, 6), token_losses, path=path)
 
 
+@pytest.mark.slow
 @takes_compiled
 @pytest.mark.parametrize("tied", [False, True])
 def test_compiled_gradients_with_columns_of_zeros_give_the_same_sums(tied, aligned_everywhere):

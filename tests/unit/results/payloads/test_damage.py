@@ -40,6 +40,7 @@ def documents():
     return {name: [read(method, name) for method in ("standard", "flash")] for name in folders}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("instrument", ["trace", "nsys", "ncu"])
 def test_whatever_is_damaged_in_a_payload_it_is_refused_or_reported(documents, instrument, monkeypatch):
     monkeypatch.setattr("dpscope.reports.output.write_atomically", lambda path, text: None)

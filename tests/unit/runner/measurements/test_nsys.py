@@ -77,6 +77,7 @@ def test_a_token_in_the_environment_reaches_neither_report_nor_result(monkeypatc
     assert "s3cr3t" not in result.to_json()
 
 
+@pytest.mark.slow
 def test_a_program_that_fails_is_the_reason_and_not_nsys(nsys, make_spec, tmp_path):
     """The program really runs, of a workload that cannot be made."""
     (tmp_path / "own.py").write_text("def broken(seq_len):\n    raise ZeroDivisionError('no such thing')\n")
