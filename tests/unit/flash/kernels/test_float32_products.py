@@ -49,6 +49,7 @@ def found() -> dict[str, list[float]]:
     return {setting: [float(value) for value in values] for setting, *values in answers}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_the_users_setting_is_seen(setting: str, found: dict[str, list[float]]) -> None:
     for seen, expected in zip(found[setting], SETTINGS[setting], strict=True):
