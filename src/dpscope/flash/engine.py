@@ -239,7 +239,7 @@ class FlashEngine:
             recorded = [(slot, parts) for slot, parts in recorded if parts]
             micro = self._norm(recorded, passes, rows)
             of_blocks = self._sum_again(passes, micro, into if self.ranks is None else None)
-        self.path_rules.budget.close()
+        self.path_rules.close()
         self.state.count(micro.size if rows is None else rows.real, self.max_grad_norm, rows)
         if self.ranks is None:
             return local_sums(micro, of_blocks, self._slots, device, into, factored=factored)

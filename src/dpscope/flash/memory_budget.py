@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
+from numbers import Real
 from typing import NamedTuple
 
 import torch
@@ -50,7 +51,8 @@ def allocated_on(device: torch.device) -> Allocated | None:
 def check_limit(limit: MemoryLimit) -> None:
     if limit is None or limit == LEAN:
         return
-    if isinstance(limit, str) or not (math.isfinite(limit) and limit > 0):
+    is_number = isinstance(limit, Real) and not isinstance(limit, bool)  # True would be one byte
+    if not is_number or not 0 < float(limit) < math.inf:
         raise UserError(f'memory_budget must be a number of bytes above 0, "{LEAN}" or None, not {limit!r}')
 
 

@@ -320,6 +320,11 @@ class PathRules:
             more += self._largest_copy
         return fitting if fitting is lean or self.budget.fits(more) else lean
 
+    def close(self) -> None:
+        """The micro-batch is closed: the next one's tensors may lie where its own did."""
+        self.budget.close()
+        self.last_read = (0, None)
+
     def of_lookup(self, batch: int, length: int) -> Decision:
         """Of an embedding with ids: (batch, length)."""
         if self.forced is None and batch == 1 and not self.sharded:

@@ -114,7 +114,7 @@ def test_nothing_is_kept_before_backward_has_begun_or_for_the_next_batch():
     assert not budget.fits(0)
 
 
-@pytest.mark.parametrize("limit", [0, -5, float("nan"), "leaner", "8GB"])
+@pytest.mark.parametrize("limit", [0, -5, float("nan"), "leaner", "8GB", True, [1], torch.tensor(5.0)])
 def test_another_budget_is_refused_in_a_sentence(limit):
     with pytest.raises(UserError, match='memory_budget must be a number of bytes above 0, "lean" or None, not'):
         MemoryBudget(limit, PARAMETERS)

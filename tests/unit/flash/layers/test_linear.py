@@ -274,3 +274,12 @@ def test_a_fake_tensor_goes_through_without_a_warning_for_its_address() -> None:
         with FakeTensorMode(allow_non_fake_inputs=True) as mode, warnings.catch_warnings():
             warnings.simplefilter("error")
             assert model(mode.from_tensor(x)).shape == (5, 3)
+
+
+def test_the_next_batch_in_the_same_memory_is_no_input_that_is_shared() -> None:
+    model, x = nn.Sequential(nn.Linear(512, 512)), torch.randn(2, 400, 512)
+    with FlashEngine(model, max_grad_norm=1.0, memory_budget="lean") as engine:
+        for _ in range(2):
+            model(x.normal_()).mean().backward()
+            engine.finish()
+        assert "no room" not in engine.explain()[0].why
