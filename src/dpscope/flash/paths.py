@@ -66,6 +66,9 @@ DEVICE_RATES: Mapping[int, Rates] = MappingProxyType(
 TF32_RATES = Rates(3e14, 2.5e14, 128)
 BYTES_PER_SECOND = 4.2e12
 SUM_EFFICIENCY = 0.95  # of the products' rate: products with factors, in one launch
+NORMED_LAUNCH = (
+    2e-5  # seconds: the kernel that norms what it stores keeps the host longer than a share in all Gram norms
+)
 
 
 @dataclass(frozen=True)
@@ -162,7 +165,9 @@ def path_costs(
         RANK1: cost(products + 2.0 * length * grams, total + held + 2 * unfolded, held, sums),
         GRAM: cost(products + length**2 * grams, total + again + copies + 2 * unfolded, held, sums + in_tiles),
         DIRECT: cost(2 * products, total + 2 * wide + again + 2 * unfolded, held, gemm + sums),
-        KEEP: cost(products, (2 if normed else 3) * stored + unfolded, stored, gemm),
+        KEEP: cost(
+            products, (2 if normed else 3) * stored + unfolded, stored, gemm + (NORMED_LAUNCH if normed else 0.0)
+        ),
     }
 
 
