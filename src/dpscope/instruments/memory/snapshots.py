@@ -82,16 +82,17 @@ def live_tensor_bytes() -> int:
         tensor
         for tensor in tensors
         if not is_lazy(tensor)
-        and tensor.device.type == "cpu"
-        and tensor.layout == torch.strided
         and not is_traceable_wrapper_subclass(tensor)  # a sharded parameter: its own shard is a tensor as well
-        and _has_bytes(tensor)
+        and _has_cpu_bytes(tensor)
     )
 
 
-def _has_bytes(tensor: Tensor) -> bool:
-    """Tensors of torch.compile's tracing, and of torch.func's transforms that an error left behind, have none."""
+def _has_cpu_bytes(tensor: Tensor) -> bool:
+    """Tensors of torch.compile's tracing, and of torch.func's transforms that an error left behind, have no bytes, and
+    some of them no device."""
     try:
+        if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+            return False
         tensor.untyped_storage().data_ptr()
     except RuntimeError:
         return False

@@ -142,6 +142,21 @@ def test_a_tensor_that_vmap_left_behind_has_no_bytes_of_its_own():
     assert live_tensor_bytes() >= 0
 
 
+class WithoutDevice(torch.Tensor):
+    """As torch 2.6 leaves some behind."""
+
+    @property
+    def device(self):
+        raise RuntimeError("tensor does not have a device")
+
+
+def test_a_tensor_without_a_device_has_no_bytes_here():
+    before = live_tensor_bytes()
+    left = WithoutDevice(1000)
+    assert live_tensor_bytes() == before
+    del left
+
+
 def test_a_tensor_that_wraps_others_is_counted_by_what_it_wraps():
     """A sharded parameter (DTensor) has no storage of its own; torch's TwoTensor is such a wrapper."""
     before = live_tensor_bytes()
