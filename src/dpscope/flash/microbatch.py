@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from dpscope.errors import UserError
 from dpscope.flash.combination import combine, describe_combined
 from dpscope.flash.contributions import Contribution, Kept, Outer, Saved, Summed, outer_sums, refuse_complex
+from dpscope.flash.kernels.float32_products import operand_rounding
 from dpscope.flash.kernels.kept_gradients import kept_sums
 from dpscope.flash.kernels.sample_sums import many_bias_sums
 from dpscope.flash.norms import Factors, NormSum, clip_factors
@@ -75,13 +76,29 @@ class MicroBatch:
         multiplier = (self.size if mean else 1) / loss_scale  # the mean is over all rows
         self.clipping: Factors = clip_factors(norm_sum.result(), max_grad_norm, multiplier, real)
         self._room = rules.budget.room()
+        self._rounding = operand_rounding(device)
 
     def sums(self, *, into: RunningSum | None, factored: bool, group_bytes: int | None = None) -> Iterator[SumBatch]:
         """The clipped sums: see `sum_parts`."""
         scale = self.clipping.scale
         if group_bytes is None:
             group_bytes = self._group_bytes(factored)
-        return sum_parts(self.parameters, self._parts, scale, into=into, factored=factored, group_bytes=group_bytes)
+        batches = sum_parts(self.parameters, self._parts, scale, into=into, factored=factored, group_bytes=group_bytes)
+        while True:
+            self._refuse_other_rounding()
+            batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch
+            del batch
+
+    def _refuse_other_rounding(self) -> None:
+        """Sums are of products as norms were: other ones may exceed the bound."""
+        if operand_rounding(self.clipping.scale.device) != self._rounding:
+            raise UserError(
+                "the precision of float32 products (torch.set_float32_matmul_precision, allow_tf32) was changed "
+                "between the norms of a micro-batch and its clipped sums; change it before backward or after the step"
+            )
 
     def _group_bytes(self, factored: bool) -> int:
         """How much is summed at once: per-sample gradients that are kept come first, and leave others their memory."""
@@ -105,6 +122,7 @@ class MicroBatch:
         for parameter in chosen:
             self._parts[self._index[parameter]] = ()
         found: dict[nn.Parameter, Tensor] = {}
+        self._refuse_other_rounding()
         for batch in sum_parts(chosen, parts, self.clipping.scale, into=None):
             found.update(zip(batch.parameters, batch.tensors, strict=True))
         return found

@@ -33,6 +33,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -193,7 +194,7 @@ def choose_path(
     """The cheapest exact path for x: (batch, length, d) and g: (batch, length, p). Pure: shapes in, decision out.
 
     width_freed: features of what nothing holds any more once per-sample gradients are kept: those of the output
-        gradient and, where no other layer reads it, those of x; p if not given.
+    gradient and, where no other layer reads it, those of x; p if not given.
     keep_fits: per-sample gradients may be kept although they take more memory than that.
     runs_again: x and g are made once more for the sum.
     in_tf32: products whose operands are rounded to TF32 leave those alone that TF32 holds.
@@ -290,7 +291,8 @@ class PathRules:
         self.forced = forced
         self.sharded = sharded
         self.budget = budget or MemoryBudget(LEAN, ())
-        self.last_read: tuple[int, Any] = (0, None)  # the address of the x that a layer has read last, and that layer
+        # By the address of an x that a layer has read in this micro-batch: that x, while it lives, and the layer.
+        self.readers: dict[int, tuple[ref[Tensor], Any]] = {}
         self._largest_copy = 0.0  # bytes of x and g of a product, of which Gram norms of TF32's products take copies
         self.runs_again = False  # the layers that ask are in a checkpointed block that is to run again, or does
 
@@ -328,7 +330,7 @@ class PathRules:
     def close(self) -> None:
         """The micro-batch is closed: the next one's tensors may lie where its own did."""
         self.budget.close()
-        self.last_read = (0, None)
+        self.readers.clear()
 
     def of_lookup(self, batch: int, length: int) -> Decision:
         """Of an embedding with ids: (batch, length)."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dpscope.flash import block_reruns, norms, paths
+from dpscope.flash import block_reruns, microbatch, norms, paths
 from dpscope.flash.kernels import gram_norms, scaled_sum
 from dpscope.flash.kernels.float32_products import ROUNDING
 
@@ -26,7 +26,7 @@ def round_products(monkeypatch: pytest.MonkeyPatch, kind: str = "tf32") -> None:
     bmm, addmm_, rounded = torch.bmm, torch.Tensor.addmm_, {"tf32": to_tf32, "bf16": to_bfloat16}[kind]
     monkeypatch.setattr(torch, "bmm", lambda a, b: bmm(rounded(a), rounded(b)))
     monkeypatch.setattr(torch.Tensor, "addmm_", lambda out, a, b: addmm_(out, rounded(a), rounded(b)))
-    for module in (block_reruns, paths, gram_norms, norms, scaled_sum):
+    for module in (block_reruns, paths, gram_norms, microbatch, norms, scaled_sum):
         monkeypatch.setattr(module, "operand_rounding", lambda device: ROUNDING[kind])
     for module in (norms, paths):
         monkeypatch.setattr(module, "reads_tf32", lambda device: kind == "tf32")

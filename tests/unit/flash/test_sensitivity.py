@@ -346,3 +346,13 @@ def test_one_sample_moves_the_sum_of_a_recomputed_block_by_no_more_than_its_boun
     gone[b] = float("nan")
     whole, rest = clipped_sums(model, x, gone, c=c, path=None, half=half, budget="lean")
     assert (whole - rest).norm() <= c * (1 + SLACK)
+
+
+def test_a_precision_that_changes_between_norms_and_sums_is_refused(monkeypatch):
+    model, x = nn.Sequential(nn.Linear(6, 5)), torch.randn(3, 4, 6)
+    with FlashEngine(model, max_grad_norm=0.1) as engine:
+        model(x).square().mean().backward()
+        sums = engine.clipped_sums()
+        round_products(monkeypatch)
+        with pytest.raises(UserError, match="changed between the norms of a micro-batch and its clipped sums"):
+            dict(sums)

@@ -6,6 +6,7 @@ handed to the engine as they are.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -107,16 +108,16 @@ class LinearTap(LayerTap):
             _set_excluded(_NOTES_VIEWS, False)
 
     def _note_input(self, x: Tensor) -> None:
-        """Layers that read the same x read it one after the other: q, k and v."""
+        """Whether other layers read the same x: q, k and v do, and in parallel blocks the first of the MLP."""
         if type(x) is not Tensor:  # a FakeTensor has no address
             return
         rules, pointer = self.engine.path_rules, x.data_ptr()
-        before, reader = rules.last_read
-        if before == pointer and reader is not None:
+        read, reader = rules.readers.get(pointer, (None, None))
+        if read is not None and reader is not None and read() is not None:
             self.shares_input = reader.shares_input = True
         elif self.shares_input is None:
             self.shares_input = False
-        rules.last_read = pointer, self
+        rules.readers[pointer] = weakref.ref(x), self
 
     def _refuse_sparse(self) -> NoReturn:
         raise self.engine.refusal(

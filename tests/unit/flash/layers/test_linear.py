@@ -276,6 +276,34 @@ def test_a_fake_tensor_goes_through_without_a_warning_for_its_address() -> None:
             assert model(mode.from_tensor(x)).shape == (5, 3)
 
 
+class ParallelBlock(Attention):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(512, 512)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.sin()
+        return super().forward(x) + self.up(x)
+
+
+def test_an_input_is_shared_also_where_others_are_read_in_between() -> None:
+    model = ParallelBlock()
+    with FlashEngine(model, max_grad_norm=1.0, memory_budget="lean") as engine:
+        model(torch.randn(2, 400, 512)).mean().backward()
+        freed = {row.parameter: "no room" not in row.why for row in engine.explain() if "weight" in row.parameter}
+    assert [name for name, is_freed in freed.items() if is_freed] == ["out.weight"]
+
+
+def test_an_input_that_is_gone_is_not_shared_with_another_in_its_memory() -> None:
+    """A forward whose loss is thrown away leaves its memory to the next."""
+    model = nn.Sequential(nn.Linear(512, 512))
+    with FlashEngine(model, max_grad_norm=1.0, memory_budget="lean") as engine:
+        memory = torch.randn(2, 400, 512)
+        model(memory.view(2, 400, 512))
+        model(memory.view(2, 400, 512)).mean().backward()
+        assert "no room" not in engine.explain()[0].why
+
+
 def test_the_next_batch_in_the_same_memory_is_no_input_that_is_shared() -> None:
     model, x = nn.Sequential(nn.Linear(512, 512)), torch.randn(2, 400, 512)
     with FlashEngine(model, max_grad_norm=1.0, memory_budget="lean") as engine:
