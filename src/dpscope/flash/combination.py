@@ -63,8 +63,9 @@ def tied_norms_squared(lookup: Lookup, outer: Outer) -> Tensor:
     return torch.cat(norms)
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
-    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
+def place_of(tensor: Tensor) -> tuple[object, ...]:
+    """Equal for tensors that hold the same values in the same memory."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _merge_outers(outers: list[Outer], rules: PathRules) -> Outer:
@@ -72,7 +73,7 @@ def _merge_outers(outers: list[Outer], rules: PathRules) -> Outer:
     merged: list[tuple[Tensor, Tensor]] = []
     for outer in outers:
         for index, (x, g) in enumerate(merged):
-            if _same(x, outer.x):
+            if place_of(x) == place_of(outer.x):
                 merged[index] = (x, g + outer.g)
                 break
         else:

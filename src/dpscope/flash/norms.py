@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dpscope.flash.combination import cross_terms, tied_norms_squared
+from dpscope.flash.combination import cross_terms, place_of, tied_norms_squared
 from dpscope.flash.contributions import Contribution, Kept, Lookup, Outer
 from dpscope.flash.kernels.float32_products import operand_rounding, reads_tf32, truncated_to_tf32
 from dpscope.flash.kernels.gram_norms import gram_norms_squared
@@ -127,7 +127,7 @@ class NormSum:
     def _truncate(self, part: Outer) -> Outer:
         """The product whose Gram norm is that of its sum, where torch rounds operands to TF32; less than that rounding
         is taken off both, once from what several layers read."""
-        key = _place(part.first)
+        key = place_of(part.first)
         x = self._truncated.get(key)
         if x is None:
             x = self._truncated[key] = truncated_to_tf32(part.first)
@@ -136,7 +136,7 @@ class NormSum:
     def _share(self, part: Outer) -> None:
         """Layers that read the same x (q, k, v) are one Gram unit."""
         x, g = part.first, part.g
-        self._sharing.setdefault((*_place(x), g.dtype), (x, []))[1].append(g)
+        self._sharing.setdefault((*place_of(x), g.dtype), (x, []))[1].append(g)
 
     def result(self) -> Tensor:
         """(B,) squared norms. May hold inf or NaN: those samples are dropped, not repaired."""
@@ -152,11 +152,6 @@ class NormSum:
             self.add(torch.cat(self._squares, 1).sum(1))
         self._sharing, self._truncated, self._lookups, self._kept, self._squares = {}, {}, [], [], []
         return self.total
-
-
-def _place(tensor: Tensor) -> tuple[object, ...]:
-    """Equal for tensors that hold the same values in the same memory."""
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 @dataclass(frozen=True)

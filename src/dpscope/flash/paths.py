@@ -67,9 +67,7 @@ DEVICE_RATES: Mapping[int, Rates] = MappingProxyType(
 TF32_RATES = Rates(3e14, 2.5e14, 128)
 BYTES_PER_SECOND = 4.2e12
 SUM_EFFICIENCY = 0.95  # of the products' rate: products with factors, in one launch
-NORMED_LAUNCH = (
-    2e-5  # seconds: the kernel that norms what it stores keeps the host longer than a share in all Gram norms
-)
+NORMED_LAUNCH = 2e-5  # seconds that the host gives to a kernel of its own, where Gram norms of all layers share one
 
 
 @dataclass(frozen=True)

@@ -112,9 +112,9 @@ class LinearTap(LayerTap):
         if type(x) is not Tensor:  # a FakeTensor has no address
             return
         rules, pointer = self.engine.path_rules, x.data_ptr()
-        read, reader = rules.readers.get(pointer, (None, None))
-        if read is not None and reader is not None and read() is not None:
-            self.shares_input = reader.shares_input = True
+        known = rules.readers.get(pointer)
+        if known is not None and known[0]() is not None:
+            self.shares_input = known[1].shares_input = True
         elif self.shares_input is None:
             self.shares_input = False
         rules.readers[pointer] = weakref.ref(x), self
