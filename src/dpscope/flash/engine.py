@@ -138,7 +138,7 @@ class FlashEngine:
             self.state,
             self.rehearsals,
             follow_less=self._attachment.follow_less,
-            close=lambda: self.finish(),  # noqa: PLW0108  (looked up when called: trainers wrap it)
+            close=lambda: self.accumulate(),  # noqa: PLW0108  (looked up when called: trainers wrap it)
             abandon=self._abandon_draw,
             batch_size_of=batch_size_of,
             budget=self.path_rules.budget,
@@ -194,14 +194,20 @@ class FlashEngine:
 
     # -- closing -----------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def finish(self) -> None:
-        """Close the micro-batch: add its clipped sums into p.grad. Every trainable parameter has one afterwards.
+        """Close the micro-batch and add all clipped sums into p.grad. Every trainable parameter has one afterwards.
 
         A gradient that is there already has to come from here: any other may hold more than C of a sample.
         """
+        self.running_sums.refuse_other_gradients()
+        self.accumulate()
+        with torch.no_grad():
+            self.running_sums.hand_out()
+
+    @torch.no_grad()
+    def accumulate(self) -> None:
+        """Close the micro-batch: its clipped sums are added to those that the engine holds. p.grad is not touched."""
         sums = self.running_sums
-        sums.refuse_other_gradients()
         for parameter, total in one_by_one(self._close(into=sums.get)):
             if sums.get(parameter) is None:
                 sums.put(parameter, total)

@@ -77,7 +77,7 @@ class DPFlashOptimizer(DPOptimizer):
             generator=generator,
             secure_mode=secure_mode,
         )
-        engine.running_sums.keep_wide()
+        engine.running_sums.clear()  # what is in p.grad by now was not clipped
 
     @property
     def max_grad_norm(self) -> float:
@@ -178,23 +178,21 @@ class DPFlashOptimizer(DPOptimizer):
         return self._is_last_step_skipped
 
     def clip_and_accumulate(self) -> None:
-        """Close the micro-batch: clipped sums are added into `.grad`."""
-        self.engine.finish()
+        """Close the micro-batch: its clipped sums are added to those that the engine holds."""
+        self.engine.accumulate()
 
     def add_noise(self) -> None:
-        """`.grad` from the clipped sum to the private gradient: noise and division in one pass."""
+        """From the clipped sums to the private gradient in `.grad`: noise and division in one pass."""
         parameters = self.params
-        noised = set(map(id, parameters))
-        for p in self.engine.parameters:
-            if id(p) not in noised:  # frozen since backward, or another optimizer's: a sum without noise stays here
-                p.grad = None
+        self.engine.running_sums.ignore_gradients()
         sums = [(p, total) for p in parameters if (total := self.engine.running_sums.get(p)) is not None]
         how = self._privatisation()
         if self.secure_mode:
             self._add_secure_noise([total for _, total in sums], how)
         else:
             privatise_gradients(self.original_optimizer, sums, how)
-        self.engine.running_sums.write_wide(parameters)
+        # Parameters frozen since backward, or another optimizer's, have no noise: their sums stay here.
+        self.engine.running_sums.hand_out(parameters)
 
     def scale_grad(self) -> None:
         """Done together with the noise."""
@@ -209,7 +207,8 @@ class DPFlashOptimizer(DPOptimizer):
     def _fused_step(self, trained: list[nn.Parameter]) -> None:
         assert self._fused_update is not None
         running = self.engine.running_sums.get
-        if self.engine.running_sums.are_there(trained):  # of earlier micro-batches
+        self.engine.running_sums.ignore_gradients()
+        if self.engine.running_sums:  # of earlier micro-batches
             self.clip_and_accumulate()
             summed = [p for p in trained if running(p) is not None]
             sums = [total for p in summed if (total := running(p)) is not None]

@@ -18,7 +18,7 @@ from dpscope.trainers.logical_batch import keep_clipped_sums
 from dpscope.trainers.privacy_rules import require_private_trainable
 from dpscope.trainers.standard import StandardTrainer
 from dpscope.units import format_bytes
-from dpscope.vocabulary.components import ACTIVATION_HOOKS, NORM_SAMPLES, PER_SAMPLE_GRADIENTS
+from dpscope.vocabulary.components import ACTIVATION_HOOKS, GRADIENTS, NORM_SAMPLES, PER_SAMPLE_GRADIENTS
 from dpscope.vocabulary.phases import BACKWARD, CLIP, NOISE, in_phase, phase
 
 OPAQUE = "opaque modules"
@@ -68,6 +68,8 @@ class DPFlashClippingTrainer(StandardTrainer):
             elif isinstance(part, Saved):
                 yield ACTIVATION_HOOKS, slot.module, part.first
                 yield ACTIVATION_HOOKS, slot.module, part.g
+        for name, total in self.engine.running_sums.held():
+            yield GRADIENTS, name.rpartition(".")[0], total
         for norms in (self.engine.norms, self.engine.factors):
             if norms is not None:
                 yield NORM_SAMPLES, "", norms
@@ -95,7 +97,7 @@ class DPFlashClippingTrainer(StandardTrainer):
         )
         # Norms and factors are ready when this returns; sums, noise and update then go layer by layer, as one phase.
         self.engine.factored_sums = in_phase(CLIP, self.engine.factored_sums)  # type: ignore[method-assign]
-        self.engine.finish = in_phase(CLIP, self.engine.finish)  # type: ignore[method-assign]
+        self.engine.accumulate = in_phase(CLIP, self.engine.accumulate)  # type: ignore[method-assign]
         return model
 
     def prepare_optimizer(self, optimizer: Optimizer) -> DPFlashOptimizer:

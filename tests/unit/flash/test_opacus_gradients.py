@@ -36,18 +36,49 @@ def test_gradients_from_before_make_private_are_not_applied(fused: bool) -> None
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_gradients_put_into_grad_by_hand_are_refused(fused: bool) -> None:
+def test_gradients_put_into_grad_by_hand_are_ignored_with_a_warning(fused: bool) -> None:
     model = make_model()
     private, optimizer, loader = make_private(model, sgd(model), fused=fused)
     x, y = next(iter(loader))
-    model[0].weight.grad = torch.ones_like(model[0].weight)
-    F.cross_entropy(private(x), y).backward()
-    with pytest.raises(UserError, match=r"0\.weight\.grad.*zero_grad"):
-        optimizer.step()
     before = [p.detach().clone() for p in model.parameters()]
-    step(private, optimizer, x, y)
+    F.cross_entropy(private(x), y).backward()
+    model[0].weight.grad = torch.ones_like(model[0].weight)
+    with pytest.warns(UserWarning, match=r"0\.weight\.grad was set.*ignored.*max_grad_norm=0"):
+        optimizer.step()
     for got, expected in zip(moved(before, model), clipped_mean(x, y, divisor=16), strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-7)
+
+
+def _clip_norm(model: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+
+def _scale(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(100)
+
+
+def _drop(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("change", [_clip_norm, _scale, _drop])
+def test_what_a_loop_does_to_grad_between_micro_batches_changes_nothing(change, fused: bool) -> None:
+    def trained(change) -> list[torch.Tensor]:
+        model = make_model()
+        private, optimizer, loader = make_private(model, sgd(model), fused=fused)
+        x, y = next(iter(loader))
+        for part in (slice(0, 8), slice(8, 16)):
+            F.cross_entropy(private(x[part]), y[part]).backward()
+            change(model)
+        optimizer.step()
+        return [p.detach().clone() for p in model.parameters()]
+
+    for got, expected in zip(trained(change), trained(lambda model: None), strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -139,7 +170,7 @@ def test_noise_is_added_to_a_half_precision_sum_before_it_is_rounded(monkeypatch
     assert not torch.equal(noised[0], noised[0].bfloat16().float())
     scale = 1 / 16 if secure else 1.0
     torch.testing.assert_close(grad, (noised[0] * scale).bfloat16())
-    assert not optimizer.engine.running_sums._wide
+    assert not optimizer.engine.running_sums
 
 
 @pytest.mark.parametrize("value", [float("nan"), -1.0, float("inf")])
