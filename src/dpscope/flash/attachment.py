@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -14,6 +16,8 @@ from dpscope.flash.compiled.regions import Region, region_taps
 from dpscope.flash.distributed import ReplicaTap
 from dpscope.flash.instance_method import InstanceMethod, instance_method
 from dpscope.flash.layers.bare import BareTap
+from dpscope.flash.layers.ladder import Ladder
+from dpscope.flash.layers.torchs_own import class_is_own, instance_is_own
 from dpscope.flash.layers.opaque import OpaqueTap
 from dpscope.flash.module_state import BufferWatch
 from dpscope.flash.parameter_hooks import OWN_GRADIENTS, refuse_hooks
@@ -24,6 +28,15 @@ from dpscope.flash.slots import Slot
 from dpscope.flash.taps import Engine, LayerTap
 
 
+@dataclass
+class _KnownLayer:
+    """A layer of a family. `key`: its class, torch's class that it stands for, and the names of its parameters."""
+
+    module: nn.Module
+    key: tuple[type[nn.Module], type[nn.Module], tuple[str, ...]]
+    size: int  # of its dictionary
+
+
 class Attachment:
     """given  the model as the user has it: the engine's own, or what torch.compile has wrapped around that"""
 
@@ -31,7 +44,7 @@ class Attachment:
         self.taps: list[InstanceMethod] = []
         self.hooks: list[RemovableHandle] = []
         self._engine, self._model, self._given, self._ranks = engine, engine.model, given, ranks
-        self._whole: dict[nn.Module, str] = {}  # modules whose own parameters could not be followed, and why
+        self._ladder = Ladder(engine.model)
 
     def attach(self, slots: Collection[Slot]) -> None:
         """Tap the model and guard its parameters; the model is left as it was where that is refused."""
@@ -54,13 +67,16 @@ class Attachment:
 
     def _untap(self) -> None:
         for tap in reversed(self.taps):
+            if isinstance(tap, BareTap):
+                tap.remove_early_hooks()
             tap.restore()
         self.taps = []
 
     # -- taps --------------------------------------------------------------------------------------------------------
 
     def _tap(self) -> None:
-        units = layers.plan(self._model, self._whole)
+        ladder = self._ladder
+        units = layers.plan(self._model, ladder.whole, ladder.followed)
         refuse_shards_inside((unit.name, unit.module) for unit in units if not unit.followed)
         rehearsals = self._engine.rehearsals
         rehearsals.buffers = BufferWatch(self._model, [unit.module for unit in units if unit.opaque])
@@ -68,8 +84,12 @@ class Attachment:
         for unit in units:
             tap = unit.make(self._engine, unit.name, unit.module)
             self._install(tap)
-            if isinstance(tap, OpaqueTap) and unit.module in self._whole:
-                tap.describe(f"torch.func.vmap over samples, for {self._whole[unit.module]}")
+            if isinstance(tap, OpaqueTap) and unit.module in ladder.whole:
+                tap.describe(f"torch.func.vmap over samples, because {ladder.whole[unit.module]}")
+            if isinstance(tap, BareTap):
+                tap.places += ladder.strays_of(unit.module)
+                tap.constants = ladder.constants.setdefault(unit.module, set())
+                self.hooks += tap.early_hooks()
         self._root = RootTap(self._engine, "", self._model)
         self._root.region = Region(self._engine, self._root.original)
         self._install(self._root)
@@ -79,6 +99,49 @@ class Attachment:
         self._install(ReplicaTap(self._model))
         for tap in self._wrapper_taps():
             self._install(tap)
+        self._note_layers(units)
+
+    @contextmanager
+    def removed(self) -> Iterator[None]:
+        """Inside, the model is as it was before the engine was attached, except for guards on its parameters."""
+        forwards = self._engine.forwards
+        for tap in reversed(self.taps):
+            tap.restore()
+        before, forwards.untapped = forwards.untapped, True
+        try:
+            yield
+        finally:
+            forwards.untapped = before
+            for tap in self.taps:
+                tap.install()
+
+    def changed_layers(self) -> list[nn.Module]:
+        """Return layers whose class, methods or functions are no longer those that their family stands for.
+
+        Asked at every pass: classes are looked at once each, instances by their class and the size of their dictionary.
+        """
+        own = {key: class_is_own(*key) for key in self._classes}
+        if not all(own.values()):
+            return [layer.module for layer in self._layers if not own[layer.key]]
+        found = []
+        for layer in self._layers:
+            module = layer.module
+            if type(module) is not layer.key[0]:
+                found.append(module)
+            elif len(module.__dict__) != layer.size:
+                layer.size = len(module.__dict__)
+                if not instance_is_own(module, *layer.key[1:]):
+                    found.append(module)
+        return found
+
+    def _note_layers(self, units: list[layers.Unit]) -> None:
+        self._layers = []
+        for unit in units:
+            cls = layers.own_class_of(unit.module) if unit.layer else None
+            if cls is not None:
+                names = unit.make.names  # type: ignore[attr-defined]
+                self._layers.append(_KnownLayer(unit.module, (type(unit.module), cls, names), len(unit.module.__dict__)))
+        self._classes = {layer.key for layer in self._layers}
 
     def _install(self, tap: InstanceMethod) -> None:
         tap.install()
@@ -103,19 +166,32 @@ class Attachment:
             if region.root is None:
                 self._install(region)
 
-    def follow_less(self, modules: Sequence[nn.Module], reason: str) -> None:
-        """Have modules run sample by sample from now on, for their own parameters cannot be followed.
+    def retap(
+        self,
+        modules: Sequence[nn.Module],
+        reason: str,
+        *,
+        climb: bool = False,
+        strays: Collection[nn.Parameter] = (),
+    ) -> bool:
+        """Tap modules in the next way that may fit them; return whether there is one (see `Ladder`).
 
         With no module given a rehearsal was refused, perhaps for what was taken for samples by its size.
         """
         followed = [tap for tap in self.taps if isinstance(tap, BareTap)]
+        expanded = list(self._engine.rehearsals.expanded)
         self._engine.rehearsals.forget()
-        if not modules and sum(tap.reconsider() for tap in followed):
-            return
-        modules = modules or [tap.module for tap in followed]
-        self._whole.update(dict.fromkeys(modules, reason))
-        self._untap()
-        self._tap()
+        if not strays and sum(tap.reconsider() for tap in followed if not modules or tap.module in modules):
+            return True
+        if strays:
+            moved = self._ladder.add_strays(strays)
+        else:  # layers that were given parameters, as if they were samples, are followed first
+            moved = self._ladder.follow(expanded)
+            moved = moved or self._ladder.move(modules or [tap.module for tap in followed], reason, climb=climb)
+        if moved:
+            self._untap()
+            self._tap()
+        return moved
 
     # -- guards ------------------------------------------------------------------------------------------------------
 

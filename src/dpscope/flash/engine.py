@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
@@ -127,7 +128,7 @@ class FlashEngine:
         self.running_sums = RunningSums(self._slots.values())
         self._attachment = Attachment(self, given, self.ranks)
         self.rehearsals = RehearsedCalls(
-            self.model,
+            self,
             self.state,
             begin_way=self._attachment.tap_regions,
             in_any_dim=batch_size_of is not None,
@@ -137,13 +138,14 @@ class FlashEngine:
             self.model,
             self.state,
             self.rehearsals,
-            follow_less=self._attachment.follow_less,
+            retap=self._attachment.retap,
             close=lambda: self.accumulate(),  # noqa: PLW0108  (looked up when called: trainers wrap it)
             abandon=self._abandon_draw,
             batch_size_of=batch_size_of,
             budget=self.path_rules.budget,
             ranks=self.ranks,
         )
+        self.forwards.changed_layers = self._attachment.changed_layers
         self._attachment.attach(self._slots.values())
 
     @property
@@ -191,6 +193,18 @@ class FlashEngine:
         self.path_rules.budget.begin_backward()
         self.state.record(slot)
         slot.add(contribution)
+
+    def without_taps(self) -> AbstractContextManager[None]:
+        """Inside, the model is as it was before the engine was attached."""
+        return self._attachment.removed()
+
+    def runs_by_sample(self) -> bool:
+        """Return whether a module runs sample by sample."""
+        return any(isinstance(tap, OpaqueTap) for tap in self._attachment.taps)
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """The parameters that require a gradient, by name."""
+        return {slot.name: slot.parameter for slot in self._slots.values() if slot.parameter.requires_grad}
 
     # -- closing -----------------------------------------------------------------------------------------------------
 

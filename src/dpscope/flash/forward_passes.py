@@ -6,8 +6,8 @@ belongs to sample b. The first time the root is called in some way, its forward 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -29,6 +29,10 @@ from dpscope.flash.rehearsed_calls import RehearsedCalls, UnknownCall
 from dpscope.flash.stand_in import NotFollowed, StandIn
 from dpscope.flash.step_state import CLOSED, StepState
 from dpscope.flash.torch_version import require_for_compiled
+
+class Retap(Protocol):
+    def __call__(self, modules: Sequence[nn.Module], reason: str, *, climb: bool = False, strays: Collection[nn.Parameter] = ()) -> bool: ...
+
 
 BatchSizeOf = Callable[[tuple[Any, ...], dict[str, Any]], int]  # of a call's args and kwargs
 
@@ -59,7 +63,7 @@ class ForwardPasses:
     """`close`: closes the micro-batch, adding its sums to those before it.
 
     `abandon`: drops the sums of a logical batch that is not complete.
-    `follow_less`: has some modules run sample by sample from now on, given with a reason; all, if none is given.
+    `retap`: taps some modules in the next way that may fit them, given with a reason; all, if none is given.
     """
 
     def __init__(
@@ -70,7 +74,7 @@ class ForwardPasses:
         *,
         close: Callable[[], None],
         abandon: Callable[[], None],
-        follow_less: Callable[[Sequence[nn.Module], str], None],
+        retap: Retap,
         batch_size_of: BatchSizeOf | None,
         budget: MemoryBudget,
         ranks: Ranks | None,
@@ -85,9 +89,12 @@ class ForwardPasses:
         self._abandon = abandon
         self.expects_padding = False  # batches come from a padded loader
         self._rows: Rows | None = None  # of the root's forward pass that runs
-        self._follow_less = follow_less
+        self._retap = retap
         self._rehearsals = rehearsals
         self._ranks = ranks
+        self.changed_layers: Callable[[], list[nn.Module]] = list  # of the attachment
+        self.untapped = False  # taps are taken off for the moment
+        self.in_trial = False
         self.is_made_up = False  # the micro-batch: this rank has no sample in it
         self._depth = 0  # of calls of the root's forward
         self._unknown: list[UnknownCall] = []  # of this forward
@@ -97,9 +104,21 @@ class ForwardPasses:
         """Whether the root's forward runs for the first time, and may be run anew with other taps."""
         return (self._depth > 0 or self._rehearsals.run is not None) and not self.runs_again()
 
+    @contextmanager
+    def trial(self) -> Iterator[None]:
+        """Inside, the model's own forward runs for a trial, as if the root had been called."""
+        before = self._unknown, self.in_trial
+        self._unknown, self.in_trial = [], True
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            self._unknown, self.in_trial = before
+
     def _close_recorded(self) -> None:
         """A forward pass after a backward pass begins a new micro-batch."""
-        if self.state.recorded and not self.runs_again():
+        if self.state.recorded and not self.in_trial and not self.runs_again():
             self._close()
 
     def runs_again(self) -> bool:
@@ -167,14 +186,24 @@ class ForwardPasses:
             if self.blocks is not None:
                 self.blocks.begin_micro_batch()
         self.state.open(call.batch, rows=self._rows, in_backward=again)
-        if not outermost or again or not self._rehearsals.followed:
+        if outermost and not again:
+            self._rehearsals.schedule.begin_pass()
+            changed = self.changed_layers()
+            if changed:
+                self._retap(changed, "it is no longer the layer that it was")
+                return self.model.forward(*call.args, **call.kwargs)
+        if not outermost or again:
             return self._run(call, outermost, again)
         try:
             return self._run(call, outermost, again)
         except UserError as refusal:
-            self._follow_less((), str(refusal).partition(". ")[0])
+            followed = self._rehearsals.followed
+            if not followed or not self._retap((), str(refusal).partition(". ")[0]):
+                raise
         except NotFollowed as end:
-            self._follow_less(end.modules, str(end))
+            reason = str(end).partition(". ")[0]
+            if not self._retap(end.modules, reason, climb=end.climb, strays=end.strays):
+                raise UserError(str(end)) from None
         given = call.args, call.kwargs
         args, kwargs = given if self._rows is None else mark_batch(given, self._rows)
         return self.model.forward(*args, **kwargs)  # by the taps that are there now

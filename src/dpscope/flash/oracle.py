@@ -130,6 +130,12 @@ def per_sample_gradients(model: nn.Module, batch: Batch, loss_fn: LossFn) -> Ite
         yield {name: torch.zeros_like(parameters[name]) if g is None else g for name, g in found.items()}
 
 
+def copy_of(model: nn.Module) -> nn.Module:
+    """Return a deep copy. Weights that hooks have derived, left on modules with their history, are copied without."""
+    derived = [value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor)]
+    return copy.deepcopy(model, {id(value): value.detach().clone() for value in derived if not value.is_leaf})
+
+
 def run_oracle(
     model: nn.Module,
     batch: Batch,
@@ -144,7 +150,7 @@ def run_oracle(
     a `sum` over samples are the same thing. `dtype` runs the whole computation in another precision (float64 as the
     reference for a float32 model).
     """
-    model = copy.deepcopy(model)
+    model = copy_of(model)
     if dtype is not None:
         model, batch = model.to(dtype), cast_batch(batch, dtype)
     norms: list[float] = []

@@ -20,8 +20,9 @@ number of dimensions of x.
 
 from __future__ import annotations
 
+import random
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -30,7 +31,18 @@ from torch import Tensor, nn
 
 from dpscope.errors import UserError
 from dpscope.flash.arguments import KEEP_BATCH_FIRST, Leaf, leaves_in, replace_leaves, rows_of, take
-from dpscope.flash.rehearsal_run import EVERY_OUTPUT, Key, OutputOf, Run, Sampled, SeenTensor, untouched
+from dpscope.flash.module_state import ModuleState
+from dpscope.flash.rehearsal_run import (
+    EVERY_OUTPUT,
+    Key,
+    OutputOf,
+    Run,
+    Sampled,
+    SeenTensor,
+    buffers_put_back,
+    seed_all,
+    untouched,
+)
 from dpscope.flash.stand_in import NotFollowed
 
 _ADVICE = (
@@ -38,6 +50,12 @@ _ADVICE = (
     "tables that all samples share go in with a leading dimension of 1 (ids.unsqueeze(0)). Where the model's first "
     "argument is not what has a row for each sample, give batch_size_of"
 )
+
+MOST_SHARE = 4
+"""Of the batch, a quarter is looked at where all of it need not be."""
+DRAWS = 3
+"""Other orders of samples, and other random numbers, that the first batch is tried with."""
+_RANDOM = random.Random()
 
 # How far other rows may move, of the largest element: another kernel may be chosen for another batch (a mask that has
 # become all ones), which rounds differently.
@@ -78,9 +96,18 @@ class Rehearsal:
         self.row = 0  # the sample that is changed
         self.shifted = False  # whether the runs are with the outputs of all layers changed
         self.sampled: dict[int, int] = {}  # arguments that hold a row for each sample: their id -> dimension
+        self.across: Tensor | None = None  # an order of samples for further dimensions that have as many entries
         self._content: Run | None = None
 
-    def _sampled_leaves(self) -> dict[int, int]:
+    def rows(self) -> list[int]:
+        """Some of the samples, two at least: a quarter, or all where an argument relates samples to one another."""
+        leaves = [leaf for leaf in leaves_in(self.call) if isinstance(leaf, Tensor) and id(leaf) in self.sampled_leaves()]
+        if any(self.batch in leaf.shape[1:] for leaf in leaves):
+            return list(range(self.batch))
+        count = min(self.batch, max(2, self.batch // MOST_SHARE))
+        return sorted(_RANDOM.sample(range(self.batch), count))
+
+    def sampled_leaves(self) -> dict[int, int]:
         found = {id(leaf): 0 for leaf in leaves_in(self.call) if rows_of(leaf) == self.batch}
         if not found and self.in_any_dim:
             tensors = [leaf for leaf in leaves_in(self.call) if isinstance(leaf, Tensor) and self.batch in leaf.shape]
@@ -89,19 +116,31 @@ class Rehearsal:
 
     # -- running -----------------------------------------------------------------------------------------------------
 
-    def _run(self, run: Run, index: list[int] | None = None, *, altered: bool = False) -> Run:
-        """The forward on the samples `index` (None: all, in order); `altered`: on others, made of them."""
+    def _run(self, run: Run, index: list[int] | None = None, *, altered: bool = False, seed: int | None = None) -> Run:
+        """Run the forward on the samples `index` (None: all, in order), and leave no trace of it.
+
+        altered  on other samples, made of them
+        seed     of the random numbers that it draws; None: those of the step
+        """
+        with untouched(self.model):
+            return self._pass(run, index, altered=altered, seed=seed)
+
+    def _pass(self, run: Run, index: list[int] | None, *, altered: bool = False, seed: int | None = None) -> Run:
         run.shifted = self.shifted
         rows = torch.tensor(range(self.batch) if index is None else index)
 
         def chosen(leaf: Leaf) -> Leaf:
             if id(leaf) in self.sampled:
                 leaf = take(leaf, rows, self.sampled[id(leaf)])
+                if self.across is not None and isinstance(leaf, Tensor) and leaf.dim() > 1:
+                    leaf = _across(leaf, self.across)
                 return _altered(leaf) if altered and isinstance(leaf, Tensor) else leaf
             return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
         args, kwargs = replace_leaves(self.call, chosen)
-        with self.rehearsing(run), torch.no_grad(), untouched(self.model), warnings.catch_warnings():
+        if seed is not None:
+            seed_all(self.model, seed)
+        with self.rehearsing(run), torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             output = self.forward(*args, **kwargs)
         for leaf in leaves_in(output):
@@ -111,7 +150,7 @@ class Rehearsal:
 
     def run_with_others(self) -> None:
         """Run forward as it is, and with the first and the last sample (or the only one) replaced."""
-        self.sampled = self._sampled_leaves()
+        self.sampled = self.sampled_leaves()
         self._run(Run(self.batch))
         if self.batch == 1:
             self._run(Run(1), altered=True)
@@ -126,28 +165,114 @@ class Rehearsal:
         index[self.row] = 1 if self.row == 0 else self.row - 1
         return index
 
+    # -- looking at outputs alone --------------------------------------------------------------------------------------
+
+    def draw_again(self) -> None:
+        """Compare rows in other orders of the samples, and with other random numbers: mixing may hang on either."""
+        self.sampled = self.sampled_leaves()
+        for _ in range(DRAWS):
+            seed, rows = _RANDOM.getrandbits(31), self.rows()
+            order = _RANDOM.sample(rows, len(rows))
+            self.across = torch.tensor(order) if len(order) == self.batch else None
+            try:
+                self._compare_rows(order, seed)
+            except (UserError, NotFollowed, torch.OutOfMemoryError):
+                raise
+            except Exception:  # a model that asks for samples in a given order, say sorted by length
+                self.across = None
+                self._compare_rows(rows, seed)
+            finally:
+                self.across = None
+
+    def look_again(self) -> None:
+        """Compare some rows with the random numbers of the step."""
+        self.sampled = self.sampled_leaves()
+        self._compare_rows(self.rows(), None)
+
+    def _compare_rows(self, index: list[int], seed: int | None) -> None:
+        """Refuse a model in whose output other rows than that of a replaced sample change."""
+        place = _RANDOM.randrange(len(index))
+        others = [row for row in range(self.batch) if row not in index] or [row for row in index if row != index[place]]
+        replaced = [*index[:place], _RANDOM.choice(others), *index[place + 1 :]]
+        before, after = (self._outputs(rows, seed) for rows in (index, replaced))
+        if [each.shape for each in before] != [each.shape for each in after]:
+            return
+        kept = torch.tensor([row for row in range(len(index)) if row != place])
+        for first, second in zip(before, after, strict=True):
+            dims = [dim for dim, size in enumerate(first.shape) if size == len(index)]
+            if dims and all(_apart_from(first, second, dim, kept) for dim in dims):
+                raise UserError(
+                    f"in a batch of {self.batch} samples, what the model gives for one sample changes with the others: "
+                    f"samples mix in its forward, so no sample has a gradient of its own. {_ADVICE}"
+                )
+
+    def _outputs(self, index: list[int], seed: int | None) -> list[Tensor]:
+        run = self._run(Run(len(index), keep=EVERY_OUTPUT), index, seed=seed)
+        return [seen.value for (tap, _), seen in run.seen.items() if tap is None and seen.value is not None]
+
+    def find_carried_state(self) -> None:
+        """Refuse a model that keeps something of its samples for the next step, wherever it keeps it.
+
+        It is run on a batch, and then on another: what it gives for the second may not depend on the first. Buffers are
+        judged elsewhere, and put back in between.
+        """
+        self.sampled = self.sampled_leaves()
+        rows = self.rows()
+        seen = []
+        for altered in (False, True):
+            with untouched(self.model):
+                with buffers_put_back(self.model):
+                    first = rows if self.batch == 1 or not altered else self._shifted(rows)
+                    self._pass(Run(len(rows)), first, altered=altered and self.batch == 1, seed=1)
+                run = self._pass(Run(len(rows), keep=EVERY_OUTPUT), rows, seed=2)
+                seen.append([each.value for (tap, _), each in run.seen.items() if tap is None])
+        whole = torch.arange(len(rows))
+        for before, after in zip(*seen, strict=False):
+            if before is None or after is None or before.shape != after.shape:
+                continue
+            dim = next((dim for dim, size in enumerate(before.shape) if size == len(rows)), None)
+            if dim is not None and _apart_from(before, after, dim, whole):
+                self._refuse_carried(rows)
+
+    def _shifted(self, rows: list[int]) -> list[int]:
+        """As many samples, others."""
+        return [(row + 1) % self.batch for row in rows]
+
+    def _refuse_carried(self, rows: list[int]) -> None:
+        with untouched(self.model):
+            state = ModuleState(self.model)
+            self._pass(Run(len(rows)), rows, seed=1)
+            names = sorted(state.take_changes())
+        where = f"in {', '.join(names[:3])}" if names else "outside of its modules"
+        raise UserError(
+            f"the model keeps something of its samples from one step to the next ({where}): samples of one step would "
+            "reach the next without noise. Reset it in forward, or detach it from training"
+        )
+
     # -- judging -----------------------------------------------------------------------------------------------------
 
     def judge(self) -> None:
         """Note what is known of every layer that was reached; raise UserError where rows are not samples."""
-        sampled = self._sampled_leaves()
+        sampled = self.sampled_leaves()
+        refusals: list[BaseException] = []
         # An argument may be shared by all samples and have as many rows by chance: a mask, a table.
         for hypothesis in (sampled, dict([*sampled.items()][:1])):
             self.sampled, self._content = hypothesis, None
             try:
                 return self._judge()
-            except UserError as error:
-                refusal = error
+            except (UserError, NotFollowed) as error:
+                refusals.append(error)
                 if len(sampled) < 2:
                     break
         self.sampled, self._content = sampled, None
-        raise refusal
+        raise refusals[0]
 
     def _judge(self) -> None:
         plain = self._first_run()
-        for key in _inputs(plain):
-            if not plain.seen[key].dims and not plain.seen[key].shared:
-                raise UserError(f"{self._given(key[0], plain)}: {KEEP_BATCH_FIRST}")
+        odd = [key[0] for key in _inputs(plain) if not plain.seen[key].dims and not plain.seen[key].shared]
+        if odd:
+            reason = f"{self._given(odd[0], plain)}: {KEEP_BATCH_FIRST}"
+            raise NotFollowed(_modules_of(odd), reason)
         moved: set[Key] = set()
         for row in (0, self.batch - 1):
             self.row, self._content = row, None
@@ -229,7 +354,7 @@ class Rehearsal:
             if shared is None:
                 raise
             self._run(Run(self.batch, expand=False))  # an error of the model's own is the user's
-            self._refuse_shared(shared)
+            self._refuse_shared([shared])
         return run
 
     def _moved(self, plain: Run, other: Run) -> dict[Key, list[Tensor]]:
@@ -305,11 +430,10 @@ class Rehearsal:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            raise self._refusal_of_constant(keys[0], plain, f"with one sample more, forward fails: {error}") from error
-        for key in keys:
-            seen = larger.seen.get(key)
-            if seen is None or not seen.dims:
-                raise self._refusal_of_constant(key, plain, "with one sample more it has as many")
+            raise self._refusal_of_constant(keys[:1], plain, f"with one sample more, forward fails: {error}") from error
+        odd = [key for key in keys if (seen := larger.seen.get(key)) is None or not seen.dims]
+        if odd:
+            raise self._refusal_of_constant(odd, plain, "with one sample more it has as many")
 
     def _check_shared(self, plain: Run) -> None:
         taps = list(dict.fromkeys(key[0] for key in _inputs(plain) if plain.seen[key].shared))
@@ -317,11 +441,14 @@ class Rehearsal:
             return
         as_it_is = self._run(Run(self.batch, expand=False))
         outputs = [[seen.shape for (tap, _), seen in run.seen.items() if tap is None] for run in (plain, as_it_is)]
+        odd = []
         for tap in taps:
             alone = self._run(Run(self.batch, self.row, only=tap))
             moved = [flag for parts in self._moved(plain, alone).values() for flag in parts]
             if outputs[0] != outputs[1] or not any(flag.any() for flag in moved) or self._wrong_rows(plain, alone):
-                self._refuse_shared(tap)
+                odd.append(tap)
+        if odd:
+            self._refuse_shared(odd)
 
     # -- refusing ----------------------------------------------------------------------------------------------------
 
@@ -331,46 +458,85 @@ class Rehearsal:
         return f"{tap.name}{turned} was given a tensor of shape {shape} in a batch of {self.batch} samples"
 
     def _refuse_mixing(self, plain: Run, key: Key) -> None:
-        """Name the first layer whose rows are certain not to be the samples."""
+        """Refuse samples that mix; where only rows of layers are not the samples, have modules around them tapped."""
         wrong = list(self._suspects(plain, self.content()))
-        taps = [] if wrong else dict.fromkeys(tap for tap, _ in _inputs(plain))
-        for tap in taps:
-            if self._wrong_rows(plain, self._run(Run(self.batch, self.row, only=tap))):
-                if tap.shared or any(seen.shared for (each, _), seen in plain.seen.items() if each is tap):
-                    self._refuse_shared(tap)
-                raise UserError(
-                    f"{self._given(tap, plain)}, but a row of its output reaches other samples, too: its rows are not "
-                    f"the samples. {_ADVICE}"
-                )
-        tap = (wrong or [key])[0][0]
-        if isinstance(tap, OutputOf):
-            raise UserError(
-                f"{tap.unit.name} ({type(tap.unit.module).__name__}) mixes samples, so no sample has a gradient of its "
-                "own: what it gives for one sample changes with the others; replace it by a module that treats samples "
-                f"apart, the batch as the first dimension. {_ADVICE}"
-            )
-        if tap is None:
+        if any(tap is None for tap, _ in wrong):
             raise UserError(
                 f"in a batch of {self.batch} samples, what the model gives for one sample changes with the others: "
                 f"samples mix in its forward, so no sample has a gradient of its own. {_ADVICE}"
             )
-        raise UserError(
-            f"{self._given(tap, plain)}, but rows of other samples change when one sample does: its rows are not the "
-            f"samples, or samples were mixed before. {_ADVICE}"
+        if not wrong:
+            self._refuse_reaching(plain)
+        found = [tap for tap, _ in wrong or [key] if tap is not None]
+        if not found:
+            raise UserError(
+                f"in a batch of {self.batch} samples, what the model gives for one sample changes with the others. "
+                f"{_ADVICE}"
+            )
+        first = found[0]
+        if isinstance(first, OutputOf):
+            reason = f"{first.unit.name} ({type(first.unit.module).__name__}) mixes samples. {_ADVICE}"
+        else:
+            reason = (
+                f"{self._given(first, plain)}, but rows of other samples change when one sample does: its rows are not "
+                f"the samples, or samples were mixed before. {_ADVICE}"
+            )
+        units = [tap.unit if isinstance(tap, OutputOf) else tap for tap in found]
+        raise NotFollowed(_modules_of(units), reason, climb=True)
+
+    def _refuse_reaching(self, plain: Run) -> None:
+        """Find layers whose output, changed in one row, reaches other samples: their rows are not the samples.
+
+        Those whose input has nothing of the samples are found all at once, for they are followed.
+        """
+        moved = self._moved(plain, self.content())
+        still = {key[0] for key in _inputs(plain) if not any(flag.any() for flag in moved.get(key, ()))}
+        odd: list[Sampled] = []
+        for tap in dict.fromkeys(tap for tap, _ in _inputs(plain)):
+            if not self._wrong_rows(plain, self._run(Run(self.batch, self.row, only=tap))):
+                continue
+            if tap not in still and not odd:
+                reason = f"{self._given(tap, plain)}, but a row of its output reaches other samples, too: its rows are "
+                raise NotFollowed([tap.module], f"{reason}not the samples. {_ADVICE}", climb=True)
+            if tap in still:
+                odd.append(tap)
+        if odd:
+            reason = f"{self._given(odd[0], plain)}, which has nothing of the samples. {_ADVICE}"
+            raise NotFollowed(_modules_of(odd), reason)
+
+    def _refusal_of_constant(self, keys: list[Key], plain: Run, why: str) -> NotFollowed:
+        reason = f"{self._given(keys[0][0], plain)}, which does not depend on the samples ({why}). {_ADVICE}"
+        return NotFollowed(_modules_of([tap for tap, _ in keys]), reason)
+
+    def _refuse_shared(self, taps: list[Sampled]) -> None:
+        raise NotFollowed(
+            _modules_of(taps),
+            f"{taps[0].name} was given a tensor with one row for all {self.batch} samples, and its output is not simply "
+            "broadcast over them. Give it a row for each sample (x.expand(batch_size, ...))",
         )
 
-    def _refusal_of_constant(self, key: Key, plain: Run, why: str) -> UserError:
-        return UserError(
-            f"{self._given(key[0], plain)}, which does not depend on the samples, and its rows are not theirs ({why}). "
-            f"{_ADVICE}"
-        )
 
-    def _refuse_shared(self, tap: Sampled) -> None:
-        raise UserError(
-            f"{tap.name} was given a tensor with one row for all {self.batch} samples, and its output is not simply "
-            "broadcast over them: a sample's share of its gradient cannot be told; give it a row for each sample "
-            "(x.expand(batch_size, ...)), so that row b is used by sample b alone"
-        )
+def _modules_of(taps: Iterable[Sampled]) -> list[nn.Module]:
+    return list(dict.fromkeys(tap.module for tap in taps))
+
+
+def _across(leaf: Tensor, order: Tensor) -> Tensor:
+    """The leaf with its further dimensions of as many entries in that order: what relates samples to one another."""
+    for dim, size in enumerate(leaf.shape):
+        if dim and size == len(order):
+            leaf = leaf.index_select(dim, order.to(leaf.device).roll(1))
+    return leaf
+
+
+def _apart_from(a: Tensor, b: Tensor, dim: int, rows: Tensor) -> bool:
+    """Return whether these rows differ by more than rounding."""
+    a, b = (each.index_select(dim, rows.to(each.device)) for each in (a, b))
+    if not a.is_floating_point():
+        return not torch.equal(a, b)
+    if not a.numel():
+        return False
+    tolerance = _ROW_TOLERANCE.get(a.dtype, _HALF_ROW_TOLERANCE) * float(a.abs().nan_to_num(0).amax())
+    return not bool(((a - b).abs() <= tolerance).logical_or(a.isnan() & b.isnan()).logical_or(a == b).all())
 
 
 def _altered(leaf: Tensor) -> Tensor:

@@ -163,6 +163,31 @@ def cuda_devices(model: nn.Module) -> list[torch.device]:
     return list({p.device for p in model.parameters() if p.device.type == "cuda"})
 
 
+def seed_all(model: nn.Module, seed: int) -> None:
+    """Seed every generator that `untouched` puts back, and no other."""
+    random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    for device in cuda_devices(model):
+        torch.cuda.default_generators[device.index].manual_seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed)
+
+
+@contextmanager
+def buffers_put_back(model: nn.Module) -> Iterator[None]:
+    """Buffers are afterwards what they were before."""
+    named = [(module._buffers, key) for module in model.modules() for key in module._buffers]
+    before = [(owned, key, buffer, buffer.clone()) for owned, key in named if (buffer := owned[key]) is not None]
+    try:
+        yield
+    finally:
+        for owned, key, buffer, value in before:
+            owned[key] = buffer
+            if not buffer.is_inference():
+                buffer.copy_(value)
+
+
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
     """Random states, buffers and attributes of the model are afterwards what they were before."""

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
 
 from dpscope.errors import UserError
 from dpscope.flash.arguments import KEEP_BATCH_FIRST, signature, tensors_in
@@ -21,6 +22,8 @@ from dpscope.flash.module_state import BufferWatch
 from dpscope.flash.ranks.ranks import Ranks
 from dpscope.flash.rehearsal import Rehearsal, RootCall
 from dpscope.flash.rehearsal_run import ParametersUsed, Run, Sampled
+from dpscope.flash.schedule import Schedule
+from dpscope.flash.self_test import SelfTest, TestedEngine
 from dpscope.flash.stand_in import NotFollowed
 from dpscope.flash.step_state import StepState
 
@@ -52,7 +55,7 @@ class RehearsedCalls:
 
     def __init__(
         self,
-        model: nn.Module,
+        engine: TestedEngine,
         state: StepState,
         *,
         begin_way: Callable[[], None],
@@ -61,9 +64,12 @@ class RehearsedCalls:
     ) -> None:
         self.run: Run | None = None  # of the rehearsal that runs
         self.followed: list[nn.Module] = []  # modules whose own parameters are followed (layers/bare.py)
+        self.expanded: set[nn.Module] = set()  # layers that were given a row of parameters, expanded to all samples
+        model = engine.model
+        self.schedule = Schedule()
         self.buffers = BufferWatch(model, ())
         self.held_by_graphs: set[nn.Parameter] = set()  # parameters of tapped layers that ran in compiled graphs
-        self._model, self._state, self._ranks = model, state, ranks
+        self._engine, self._model, self._state, self._ranks = engine, model, state, ranks
         self._modules = list(model.modules())
         self._begin_way = begin_way
         self._in_any_dim = in_any_dim
@@ -88,7 +94,8 @@ class RehearsedCalls:
         self._begin_again_without(used.found, "a layer's parameter is used outside of the layer")
 
     def forget(self) -> None:
-        """What rehearsals have shown: there are other taps now."""
+        """Forget what rehearsals have shown: there are other taps now."""
+        self.expanded.clear()
         self._rehearsed.clear()
         self._searched.clear()
 
@@ -97,13 +104,17 @@ class RehearsedCalls:
     def begin(self, call: RootCall) -> BegunPass:
         """Rehearse the call, if it is the first of its way."""
         # train() or eval() of every module: what a forward does with its samples may hang on any of them
-        way = signature((call.args, call.kwargs)), tuple([module.training for module in self._modules])
+        # and so may modes of torch functions that are active
+        modes = tuple(map(type, _get_current_function_mode_stack()))
+        way = signature((call.args, call.kwargs)), tuple([module.training for module in self._modules]), modes
         failure = None
         if way not in self._rehearsed:
             self._begin_way()
-            if call.batch > 1:
+            if call.batch:
                 failure = self._rehearse(call)
                 self._remember(way)
+        elif self.schedule.is_due(call.batch):
+            failure = self._look_again(call)
         return BegunPass(call, way, self.buffers.look(), failure)
 
     def end(self, begun: BegunPass, unknown: list[UnknownCall], output: Any) -> None:
@@ -111,8 +122,13 @@ class RehearsedCalls:
         changed = self.buffers.changed(begun.buffers)
         if changed:
             self._judge_buffers(changed, begun.call)
-        self.settle(unknown, begun.call, begun.failure)
-        if self.followed and begun.way not in self._searched:
+        if begun.failure is not None:
+            raise UserError(
+                f"the model's forward ran, but could not be run again to verify it ({begun.failure}): its samples may "
+                "mix. A forward must give the same when it is called again with the same arguments"
+            ) from begun.failure
+        self.settle(unknown, begun.call)
+        if begun.way not in self._searched:
             self._search_past_taps(output)
             if len(self._searched) >= MOST_WAYS:
                 self._searched.clear()
@@ -149,12 +165,44 @@ class RehearsedCalls:
     def _rehearse(self, call: RootCall) -> Exception | None:
         """Rehearse the call; the error that kept it from being run, if there was one."""
         try:
-            self._rehearsal(call).judge()
+            rehearsal = self._rehearsal(call)
+            if call.batch > 1:
+                rehearsal.judge()
+                rehearsal.draw_again()
+            rehearsal.find_carried_state()
+            self._self_test(call)
+        except (UserError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            if self.expanded:
+                raise NotFollowed(list(self.expanded), "it is given a tensor that is made of parameters") from error
+            return error
+        return None
+
+    def _look_again(self, call: RootCall) -> Exception | None:
+        """Look at a call of a way that was rehearsed, at some of its rows."""
+        try:
+            whole = self.schedule.note_look()
+            rehearsal = self._rehearsal(call)
+            if call.batch > 1:
+                rehearsal.look_again()
+            if whole:
+                rehearsal.find_carried_state()
+                self._self_test(call)
         except (UserError, torch.OutOfMemoryError):
             raise
         except Exception as error:
             return error
         return None
+
+    def _self_test(self, call: RootCall) -> None:
+        """Hold the taps against the untouched model. A sharded model's weights are elsewhere: it is not tested here."""
+        if self._ranks is not None and self._ranks.layout.mesh is not None:
+            return
+        rehearsal = self._rehearsal(call)
+        test = SelfTest(self._engine, call, rehearsal.sampled_leaves(), rehearsal.rows(), seed=self.schedule.passes)
+        with self._engine.forwards.trial():
+            test.run()
 
     def _rehearsal(self, call: RootCall) -> Rehearsal:
         return Rehearsal(call, self._model, self.rehearsing, in_any_dim=self._in_any_dim)
@@ -178,7 +226,9 @@ class RehearsedCalls:
         reached = {tensor for tensor in leaves_behind(tensors_in(output)) if isinstance(tensor, nn.Parameter)}
         # A compiled graph has them as inputs, whatever it does with them: an ordinary gradient of one will be refused.
         reached -= self.held_by_graphs
-        self._begin_again_without(reached, "a parameter is used where that cannot be followed")
+        if reached:
+            self._begin_again_without(reached, "a parameter is used where that cannot be followed")
+            raise NotFollowed((), "a parameter is used outside of the module that owns it", strays=reached)
 
     def _begin_again_without(self, parameters: Collection[nn.Parameter], reason: str) -> None:
         modules = [module for module in self.followed if any(p in parameters for p in module.parameters())]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from torch import Tensor, nn
 
@@ -12,14 +12,27 @@ class StandIn(Tensor):
 
     plain: Tensor  # the tensor it stands for, with its history
 
-    def samples(self) -> Tensor:
-        """An ordinary tensor with a row for each sample."""
+    def samples(self, consumer: nn.Module | None = None) -> Tensor:
+        """Return an ordinary tensor with a row for each sample, which the layer `consumer` is given."""
         raise NotImplementedError
 
 
 class NotFollowed(BaseException):
-    """What `modules` do with their parameters is beyond following. Not an Exception: no model may catch it."""
+    """The way `modules` are tapped does not fit what they do. Not an Exception: no model may catch it.
 
-    def __init__(self, modules: Sequence[nn.Module], reason: str) -> None:
+    climb   nothing else would fit them either: the modules around them have to be tapped as wholes
+    strays  parameters that are used outside of the modules that own them
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        reason: str,
+        *,
+        climb: bool = False,
+        strays: Collection[nn.Parameter] = (),
+    ) -> None:
         super().__init__(reason)
         self.modules = modules
+        self.climb = climb
+        self.strays = strays

@@ -185,6 +185,25 @@ class StepState:
         finally:
             self._micro_batch, self._size = before
 
+    @contextmanager
+    def trial(self, size: int) -> Iterator[None]:
+        """Inside, passes of `size` samples leave what `take_recorded` takes; afterwards all is as it was before."""
+        names = ("_micro_batch", "_size", "_rows", "_last_rows", "_micro_batches", "_touched", "_sums")
+        before = {name: getattr(self, name) for name in names}
+        self._micro_batch, self._size, self._rows, self._last_rows = OPENED, size, None, None
+        self._micro_batches, self._touched, self._sums = 0, {}, COLLECTING
+        try:
+            yield
+        finally:
+            self.take_recorded()
+            vars(self).update(before)
+
+    def take_recorded(self) -> Recorded:
+        """Take what backward passes have left, in the order in which they met parameters."""
+        recorded = [(slot, slot.take()) for slot in self._touched]
+        self._touched.clear()
+        return recorded
+
     def when_dropped(self, forget: Callable[[], None]) -> None:
         """`forget` is called where a micro-batch is dropped or closed."""
         self._forget.append(forget)
@@ -220,8 +239,7 @@ class StepState:
                 "with requires_grad_(False); zero_grad() forgets the forward pass"
             )
         was_recorded = self.recorded
-        recorded = [(slot, slot.take()) for slot in self._touched]
-        self._touched.clear()
+        recorded = self.take_recorded()
         self.drop()
         return recorded if was_recorded else None
 

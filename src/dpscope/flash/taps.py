@@ -23,7 +23,7 @@ from dpscope.flash.paths import PathRules
 from dpscope.flash.rehearsal_run import Run
 from dpscope.flash.rehearsed_calls import RehearsedCalls
 from dpscope.flash.slots import Slot
-from dpscope.flash.stand_in import StandIn
+from dpscope.flash.stand_in import NotFollowed, StandIn
 from dpscope.flash.step_state import StepState
 
 
@@ -96,7 +96,7 @@ class Tapped(torch.autograd.Function):
             ctx.block = engine.block
         if not x.size(0):
             ctx.empty = x.shape
-        output: Tensor = tap.forward(ctx, x) if ctx.empty is None else tap.original(x)
+        output: Tensor = tap.forward(ctx, x) if ctx.empty is None else tap.call_original(x)
         if output._is_view():  # autograd forbids in-place operations on views made in here, such as ReLU(inplace=True)
             (output,) = torch.unsafe_chunk(output, 1)
         return output
@@ -159,10 +159,10 @@ def _input_gradient(ctx: Any, g: Tensor) -> Tensor | None:
         ctx.live = live
 
 
-def refuse_replaced(module: str, key: str) -> NoReturn:
-    raise UserError(
-        f"{module}.{key} was replaced after the engine was attached; detach the engine and attach a new one"
-    )
+def refuse_replaced(tap: TapOfSamples, key: str) -> NoReturn:
+    """Refuse a parameter that was replaced; one that forward itself replaces may be seen from further out."""
+    reason = f"{tap.name}.{key} was replaced after the engine was attached; detach the engine and attach a new one"
+    raise tap.does_not_fit(reason)
 
 
 class TapOfSamples(EngineTap):
@@ -173,6 +173,15 @@ class TapOfSamples(EngineTap):
         # Numbers of dimensions of x for which it is known that its rows are the samples, or one row for all of them.
         self.known: set[int] = set()
         self.shared: set[int] = set()
+
+    def does_not_fit(self, reason: str) -> BaseException:
+        """Return what to raise where the module cannot be tapped so: one around it is, where the pass may begin again.
+
+        Where none is left, `reason` is what the user reads.
+        """
+        if self.engine.forwards.can_begin_again:
+            return NotFollowed([self.module], reason, climb=True)
+        return UserError(reason)
 
     @property
     def rehearsal(self) -> Run | None:
@@ -206,9 +215,9 @@ class LayerTap(TapOfSamples):
 
     @classmethod
     def accepts(cls, module: nn.Module) -> bool:
-        """Whether the module's parameters are those the family knows (and not, say, weight_g and weight_v)."""
+        """Return whether the module's parameters are those the family knows (not weight_g, not a buffer)."""
         owned = {key for key, parameter in module._parameters.items() if parameter is not None}
-        return bool(owned) and owned <= set(cls.names)
+        return bool(owned) and owned <= set(cls.names) and all(key in module._parameters for key in cls.names)
 
     def __call__(self, *args: Tensor, **kwargs: Tensor) -> Any:
         if not isinstance(self, LayerTap):  # in a copy of the module: the method that this one stands in for
@@ -219,18 +228,21 @@ class LayerTap(TapOfSamples):
             return self.original(*args, **kwargs) if self.rehearsal is None else self.rehearse(*args, **kwargs)
         (x,) = (*args, *kwargs.values()) if kwargs else args
         if type(x) is not Tensor and isinstance(x, StandIn):
-            x = x.samples()
+            x = x.samples(self.module)
         parameters = self.parameters
         live = []
         for key, expected in self.expected:  # a plain loop: this runs for every layer of every forward
             parameter = parameters.get(key)
-            if parameter is not expected:
-                self._accept_whole(key, parameter)
+            if parameter is not expected and self._accept_whole(key, parameter):
+                return self.original(x)
             live.append(parameter is not None and parameter.requires_grad)
         if True not in live:
             return self.original(x)
         engine = self.engine
         if x.dim() not in self.known or x.shape[0] != engine.state.opened_size:
+            blocks = self.blocks_in(x, engine.forwards.batch_for(self, (x,), {}))
+            if blocks is not None:
+                return self(blocks).flatten(0, 1)
             x = engine.forwards.admit(self, x)
         if engine.wanted is not None:
             wanted = engine.wanted
@@ -261,13 +273,21 @@ class LayerTap(TapOfSamples):
             if self.parameters.get(key) is not expected:
                 self._accept_whole(key, self.parameters.get(key))
 
-    def _accept_whole(self, key: str, parameter: nn.Parameter | None) -> None:
-        """Around forward FSDP2 puts the whole parameter where its shard is: expect that one. Refuse any other."""
+    def _accept_whole(self, key: str, parameter: nn.Parameter | None) -> bool:
+        """Around forward FSDP2 puts the whole parameter where its shard is: expect that one. Refuse any other.
+
+        Return whether a frozen layer has something else in that place now: what it is made of is followed elsewhere.
+        """
         index = self.names.index(key)
         slot = self.slots[index]
+        if isinstance(parameter, StandIn) and parameter.plain is self.expected[index][1]:
+            return False  # the parameter is used elsewhere, too, and followed there
+        if parameter is None and not any(slot is not None and slot.parameter.requires_grad for slot in self.slots):
+            return True
         if slot is None or self.expected[index][1] is not slot.parameter or not slot.is_whole(parameter):
-            refuse_replaced(self.name, key)
+            refuse_replaced(self, key)
         self.expected[index] = (key, parameter)
+        return False
 
     def rehearse(self, *args: Tensor, **kwargs: Tensor) -> Any:
         """Run the layer for a rehearsal, which records its input and may change its output."""
@@ -276,14 +296,27 @@ class LayerTap(TapOfSamples):
         if not any(parameter is not None and parameter.requires_grad for parameter in self.parameters.values()):
             return self.original(*args, **kwargs)
         (x,) = (*args, *kwargs.values())
-        x = x.samples() if isinstance(x, StandIn) else x
+        x = x.samples(self.module) if isinstance(x, StandIn) else x
+        blocks = self.blocks_in(x, run.batch)
+        if blocks is not None:
+            return self.rehearse(blocks).flatten(0, 1)
         self.admit(x)
         shared = x.shape[0] == 1 != run.batch
         run.see(self, x, (0,), shared=shared)
         with run.inside_layer():
-            output = self.original(x)
+            output = self.call_original(x)
         run.note_layer(self, x, output, shared=shared)
         return run.answer(self, output, shared=shared)
+
+    def call_original(self, x: Tensor) -> Any:
+        """Run the module's own forward. A family whose dimensions are fixed folds the rows of a sample back in."""
+        return self.original(x)
+
+    def blocks_in(self, x: Tensor, batch: int) -> Tensor | None:
+        """Return x as (B, k, ...) where it has k·B rows: k of each sample, one block after the other."""
+        if not batch or x.dim() < self.min_dim or x.shape[0] <= batch or x.shape[0] % batch:
+            return None
+        return x.unflatten(0, (batch, -1))
 
     def prepare(self, x: Tensor) -> Tensor:
         """What x becomes before it is the input of the autograd node: autograd knows of that itself."""

@@ -102,7 +102,7 @@ class RegionTap(EngineTap):
         self.region = Region(engine, inner._call_impl)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or self.engine.rehearsals.run is not None:
+        if torch.compiler.is_compiling() or self.engine.rehearsals.run is not None or self.engine.forwards.in_trial:
             return self.region.eager(*args, **kwargs)
         if not torch.is_grad_enabled():
             return self.original(*args, **kwargs)

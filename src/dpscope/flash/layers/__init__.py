@@ -10,7 +10,7 @@ from torch.nn.utils import parametrize
 
 from dpscope.flash.compiled.frames import is_wrapper, original_of, refuse_compiled_forwards
 from dpscope.flash.contributions import refuse_complex
-from dpscope.flash.instance_method import InstanceMethod
+from dpscope.flash.instance_method import InstanceMethod, instance_method
 from dpscope.flash.layers.bare import BareTap, own_parameters
 from dpscope.flash.layers.conv import ConvTap
 from dpscope.flash.layers.embedding import EmbeddingTap, ScaledEmbeddingTap
@@ -20,6 +20,7 @@ from dpscope.flash.layers.opaque import OpaqueTap
 from dpscope.flash.layers.recurrent import RecurrentTap
 from dpscope.flash.layers.refusals import RefusedTap, refusal_of, refuse_trained
 from dpscope.flash.layers.sample_dims import hides_samples_from_its_layers, is_recurrent
+from dpscope.flash.layers.torchs_own import class_is_own, instance_is_own, remember
 from dpscope.flash.ranks.shards import is_sharded
 from dpscope.flash.taps import Engine, LayerTap
 
@@ -55,8 +56,9 @@ _TRANSFORMERS_FAMILIES: dict[str, type[LayerTap]] = {
 
 
 def register_layer(cls: type[nn.Module], handler: type[LayerTap]) -> None:
-    """Teaches the engine a module class: `handler` says how its forward and backward run (see `LayerTap`)."""
+    """Teach the engine a module class: `handler` says how its forward and backward run (see `LayerTap`)."""
     _FAMILIES[cls] = handler
+    remember(cls)
 
 
 @dataclass(frozen=True)
@@ -81,12 +83,16 @@ class Unit:
 
 
 def family_of(module: nn.Module) -> type[LayerTap] | None:
-    """The family whose forward this very module runs: a subclass with a forward of its own belongs to none."""
-    if "forward" in vars(module) or parametrize.is_parametrized(module):
+    """Return the family whose forward this very module runs.
+
+    A subclass or instance that changes anything of what that forward does belongs to none.
+    """
+    if "forward" in vars(module) and instance_method(module) is None or parametrize.is_parametrized(module):
         return None
     for cls, handler in _FAMILIES.items():
-        if isinstance(module, cls) and type(module).forward is cls.forward and handler.accepts(module):
-            return handler
+        if isinstance(module, cls) and handler.accepts(module):
+            if class_is_own(type(module), cls, handler.names) and instance_is_own(module, cls, handler.names):
+                return handler
     cls = type(module)
     if cls.__module__.partition(".")[0] == "transformers":
         by_name = _TRANSFORMERS_FAMILIES.get(cls.__name__)
@@ -94,42 +100,54 @@ def family_of(module: nn.Module) -> type[LayerTap] | None:
     return None
 
 
-def plan(model: nn.Module, whole: Collection[nn.Module] = ()) -> list[Unit]:
-    """Which modules are tapped, and how. Raises UserError for what cannot be made private.
+def own_class_of(module: nn.Module) -> type[nn.Module] | None:
+    """Return torch's class, or a registered one, that the module is an instance of."""
+    return next((cls for cls in _FAMILIES if isinstance(module, cls)), None)
 
-    whole  modules that run sample by sample, with all they contain, though their parameters might be followed
+
+def plan(model: nn.Module, whole: Collection[nn.Module] = (), followed: Collection[nn.Module] = ()) -> list[Unit]:
+    """Return which modules are tapped, and how. Raise UserError for what cannot be made private.
+
+    whole     modules that run sample by sample, with all they contain
+    followed  modules whose own parameters are followed, though they belong to a family or own none
     """
     for name, module in model.named_modules():
         refuse_trained(name, module)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             refuse_complex(name, parameter)
-    units = list(_units(model, "", set(), whole))
+    units = list(_units(model, "", set(), whole, followed))
     layers_inside = {unit.module for unit in units if unit.layer}
     refuse_compiled_forwards(model, layers_inside, {unit.module for unit in units})
     return units
 
 
-def _units(module: nn.Module, name: str, seen: set[nn.Module], whole: Collection[nn.Module]) -> Iterator[Unit]:
+def _units(
+    module: nn.Module,
+    name: str,
+    seen: set[nn.Module],
+    whole: Collection[nn.Module],
+    followed: Collection[nn.Module],
+) -> Iterator[Unit]:
     if module in seen:
         return
     seen.add(module)
     if is_wrapper(module):
-        yield from _units(original_of(module), name, seen, whole)
+        yield from _units(original_of(module), name, seen, whole, followed)
         return
     if refusal_of(module) is not None:
         yield Unit(name, module, RefusedTap)
         return
-    if hides_samples_from_its_layers(module):
+    if hides_samples_from_its_layers(module) or (module in whole and not is_recurrent(module)):
         seen.update(module.modules())
         yield Unit(name, module, OpaqueTap)
         return
     owned = [parameter for _, _, parameter in own_parameters(module)]
-    if owned or parametrize.is_parametrized(module):
-        family = family_of(module)
+    if owned or module in followed:
+        family = family_of(module) if module not in followed else None
         if family is not None:
             yield Unit(name, module, family)
-        elif _owns_frozen_alone(module, owned) and _calls_its_children(module):
+        elif module not in followed and _owns_frozen_alone(owned) and _calls_its_children(module):
             pass
         elif module not in whole and _can_be_followed(module):
             yield Unit(name, module, BareTap)
@@ -139,21 +157,21 @@ def _units(module: nn.Module, name: str, seen: set[nn.Module], whole: Collection
             return
     for key, child in module.named_children():
         if not isinstance(child, nn.ParameterList | nn.ParameterDict):  # its parameters are its parent's
-            yield from _units(child, f"{name}.{key}" if name else key, seen, whole)
+            yield from _units(child, f"{name}.{key}" if name else key, seen, whole, followed)
 
 
 def _can_be_followed(module: nn.Module) -> bool:
     """Whether its own parameters may be followed: it uses them in its forward, and only there."""
-    if parametrize.is_parametrized(module) or is_recurrent(module) or module._forward_pre_hooks:
+    if is_recurrent(module):
         return False
     if any(is_sharded(parameter) for parameter in module.parameters()):
         return False
     return _calls_its_children(module) or not any(True for child in module.children() for _ in child.parameters())
 
 
-def _owns_frozen_alone(module: nn.Module, owned: list[nn.Parameter]) -> bool:
+def _owns_frozen_alone(owned: list[nn.Parameter]) -> bool:
     """Its own parameters are constants. (One that is switched on later is refused at its first gradient.)"""
-    return not parametrize.is_parametrized(module) and not any(parameter.requires_grad for parameter in owned)
+    return not any(parameter.requires_grad for parameter in owned)
 
 
 def _calls_its_children(module: nn.Module) -> bool:

@@ -16,23 +16,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 from dpscope.errors import UserError
+from dpscope.flash.autograd_graph import leaves_behind
 from dpscope.flash.compiled.traced import break_graph
 from dpscope.flash.layers.bare_gradients import flatten, key_of, rebuild
 from dpscope.flash.layers.bare_node import apply_used, operands_of
-from dpscope.flash.layers.bare_use import BareUse, Constant, Unrelated, learn, slot_of
-from dpscope.flash.layers.sample_call import SampleCall
+from dpscope.flash.layers.bare_use import BareUse, Constant, Unrelated, learn, name_of, slot_of
+from dpscope.flash.layers.sample_call import SampleCall, WrittenArguments
 from dpscope.flash.layers.unit_check import CheckedTap
 from dpscope.flash.saved_tensor_hooks import current_hooks
 from dpscope.flash.stand_in import NotFollowed, StandIn
-from dpscope.flash.taps import Engine, refuse_replaced
+from dpscope.flash.taps import Engine, TapOfSamples, refuse_replaced
 
 
 class Bare(StandIn):
@@ -56,14 +59,15 @@ class Bare(StandIn):
         stand_in.plain, stand_in.tap, stand_in.origin = plain, tap, "" if slot is None else slot.name
         return stand_in
 
-    def samples(self) -> Tensor:
-        return samples_of(self)
+    def samples(self, consumer: nn.Module | None = None) -> Tensor:
+        return samples_of(self, consumer)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return follow(func, args, kwargs or {})
 
 
+_Places = list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter | None]]
 _BEYOND = frozenset(("__set__", "register_hook", "retain_grad", "backward", "requires_grad_", "share_memory_"))
 
 
@@ -78,7 +82,7 @@ def follow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     bares = [leaf for leaf in leaves if type(leaf) is Bare]
     tap = bares[0].tap
     rehearsal = tap.rehearsal is not None
-    if not rehearsal and not torch.is_grad_enabled():
+    if tap.rehearsal.inside if tap.rehearsal is not None else not torch.is_grad_enabled():
         return _call(func, leaves, form)
     others = any(isinstance(leaf, Tensor) and type(leaf) is not Bare for leaf in leaves)
     if name in _BEYOND or kwargs.get("out") is not None or torch._C._functorch.maybe_current_level() is not None:
@@ -119,60 +123,95 @@ def _write(tap: BareTap, func: Any, name: str, args: Any, kwargs: dict[str, Any]
     return None if name == "__setitem__" else target
 
 
-class BareTap(CheckedTap):
+class BareTap(TapOfSamples):
     """The forward of a module that owns parameters itself, its own children apart."""
 
     def __init__(self, engine: Engine, name: str, module: nn.Module) -> None:
         super().__init__(engine, name, module)
         self.places = [(owner._parameters, key, p) for owner, key, p in own_parameters(module)]
-        self.kinds: set[Any] = set()  # of calls that were checked
         self.roles: dict[Any, BareUse | Constant | Unrelated] = {}
+        self._checked = CheckedTap(engine, name, module)
+        self.constants: set[Any] = set()  # operators that were found to meet nothing of the samples
         self.hooks: Any = None  # on saved tensors, where the module's forward began
+        self._early: _Places | None = None  # stand-ins that a hook has put in place, before forward
+        self._handles: list[RemovableHandle] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return break_graph(self, args, kwargs)
         if not torch.is_grad_enabled() and self.rehearsal is None:
             return self.original(*args, **kwargs)
-        places = [place for place in self.places if place[2].requires_grad]
-        if not places:
+        if not any(parameter.requires_grad for _, _, parameter in self.places):
             return self.original(*args, **kwargs)
         batch = self.engine.forwards.batch_for(self, args, kwargs)
         if self.rehearsal is None and batch and not self.engine.forwards.runs_again():
-            self._check_if_due(args, kwargs, batch)
+            self._check(args, kwargs)
         for owned, key, parameter in self.places:
             if owned.get(key) is not parameter and not isinstance(owned.get(key), Bare):
-                refuse_replaced(self.name, key)
-        before = [(owned, key, owned[key]) for owned, key, _ in places]
+                refuse_replaced(self, key)
         outer, self.hooks = self.hooks, current_hooks()
+        before = self._early or self._put_stand_ins()
+        self._early = None
         try:
-            for owned, key, parameter in places:
-                owned[key] = stand_in = Bare.of(parameter, self)  # type: ignore[assignment]
-                stand_in._is_param = True  # to isinstance, an nn.Parameter
             return self.original(*args, **kwargs)
         finally:
             self.hooks = outer
-            for owned, key, value in before:
-                owned[key] = value
+            self._take_off(before)
 
-    def _check_if_due(self, args: Any, kwargs: Any, batch: int) -> None:
-        """Check that the module, its layers included, treats samples independently."""
-        self.calls += 1
-        kind = batch > 1, self.module.training, *((x.dtype, x.dim()) for x in args if isinstance(x, Tensor))
-        if self.calls & (self.calls - 1) and kind in self.kinds:
-            return
-        self.kinds.add(kind)
-        self.calls -= 1
+    def _check(self, args: Any, kwargs: Any) -> None:
+        """Check that the module, its layers included, treats samples apart, where it is given samples at all."""
         given = pytree.tree_map(lambda leaf: leaf.plain.detach() if type(leaf) is Bare else leaf, (args, kwargs))
-        sample_call = SampleCall(self, *given)
-        if sample_call.is_shared() or not sample_call.mapped:  # nothing of the samples
-            self.calls += 1
-        else:
-            self.check(sample_call)
+        try:
+            sample_call = SampleCall(self._checked, *given)
+            if sample_call.mapped and not sample_call.is_shared():
+                self._checked.check(sample_call)
+        except (NotFollowed, WrittenArguments):
+            return  # its rows are not the samples, or it writes into what it is given: rehearsals judge that
 
-    def cannot_follow(self, reason: str) -> BaseException:
+    def _put_stand_ins(self) -> _Places:
+        before = [(owned, key, owned[key]) for owned, key, p in self.places if p.requires_grad]
+        for owned, key, parameter in self.places:
+            if parameter.requires_grad:
+                owned[key] = stand_in = Bare.of(parameter, self)  # type: ignore[assignment]
+                stand_in._is_param = True  # to isinstance, an nn.Parameter
+        return before
+
+    def _take_off(self, before: _Places) -> None:
+        for owned, key, value in before:
+            owned[key] = value
+        for key, value in vars(self.module).items():
+            if type(value) is Bare:  # put there by a hook, from the parameters: weight_norm, prune
+                vars(self.module)[key] = value.plain.detach()
+
+    # -- hooks that make weights of the parameters before forward ----------------------------------------------------
+
+    def early_hooks(self) -> list[RemovableHandle]:
+        """Put stand-ins in place before the module's own hooks run, where it has some that may derive weights."""
+        if not self.module._forward_pre_hooks:
+            return []
+        self._handles = [
+            self.module.register_forward_pre_hook(self._begin_early, prepend=True),
+            self.module.register_forward_hook(self._end_early, always_call=True),
+        ]
+        return self._handles
+
+    def remove_early_hooks(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _begin_early(self, module: nn.Module, args: Any) -> None:
+        if (torch.is_grad_enabled() or self.rehearsal is not None) and not self.engine.forwards.untapped:
+            self._early = self._put_stand_ins()
+
+    def _end_early(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._early is not None:  # forward was not reached
+            self._take_off(self._early)
+            self._early = None
+
+    def cannot_follow(self, reason: str, consumer: nn.Module | None = None) -> BaseException:
+        """Return what to raise: the module, or the layer that was given a tensor of its parameters, is tapped anew."""
         if self.engine.forwards.can_begin_again:
-            return NotFollowed([self.module], reason)
+            return NotFollowed([consumer or self.module], reason)
         return UserError(
             f"{self.name} ({type(self.module).__name__}) uses a parameter of its own in a way that cannot be followed "
             f"outside of the model's forward, or in a checkpoint that runs again ({reason}): give the parameter to a "
@@ -181,12 +220,10 @@ class BareTap(CheckedTap):
 
     def reconsider(self) -> bool:
         """Take operators that met nothing of the samples for constants: an answer had as many rows by chance."""
-        found = {
-            key: Constant(self, role.called)
-            for key, role in self.roles.items()
-            if isinstance(role, BareUse) and role.by_chance()
-        }
-        self.roles.update(found)
+        found = [key for key, role in self.roles.items() if isinstance(role, BareUse) and role.by_chance()]
+        self.constants.update(found)
+        for key in found:
+            del self.roles[key]
         return bool(found)
 
     # -- operators ---------------------------------------------------------------------------------------------------
@@ -194,8 +231,11 @@ class BareTap(CheckedTap):
     def derive(self, func: Any, leaves: list[Any], spec: Any) -> Any:
         """An answer that is a function of parameters and constants."""
         with torch.enable_grad(), _without_saved_tensor_hooks():
-            if getattr(func, "__name__", "") in ("repeat", "tile"):
+            name = getattr(func, "__name__", "")
+            if name in ("repeat", "tile"):
                 func = _repeated
+            elif name in _KEEP_ROWS:
+                func = partial(_of_one_row, func)
             result = _call(func, leaves, spec)
         if type(result) is Tensor or isinstance(result, nn.Parameter):
             return self._stand_in(result)
@@ -226,6 +266,8 @@ class BareTap(CheckedTap):
     def _role(self, func: Any, leaves: list[Any], spec: Any, batch: int) -> BareUse | Constant | Unrelated:
         key = func, key_of(spec), tuple(self._signature(leaf) for leaf in leaves)
         role = self.roles.get(key)
+        if role is None and key in self.constants:
+            role = self.roles[key] = Constant(self, name_of(func))
         if role is None:
             found = learn(self, func, operands_of(leaves), spec, batch)
             if isinstance(found, str):
@@ -253,6 +295,9 @@ class BareTap(CheckedTap):
     def _constant(self, role: Constant, func: Any, leaves: list[Any], spec: Any) -> Any:
         """Other operands are constants, a rehearsal has found: nothing of the samples is in them."""
         others = [leaf for leaf in leaves if isinstance(leaf, Tensor) and type(leaf) is not Bare]
+        behind = [leaf for leaf in leaves_behind(others) if leaf.requires_grad]
+        if behind and all(isinstance(leaf, nn.Parameter) for leaf in behind):
+            raise NotFollowed((), "a parameter is used outside of the module that owns it", strays=behind)
         if any(other.requires_grad for other in others):
             raise self.cannot_follow("a parameter meets the answer of a layer, and no samples")
         run = self.rehearsal
@@ -284,8 +329,9 @@ class BareTap(CheckedTap):
     def _hooked(self, role: BareUse, call: Any, ys: list[Tensor]) -> tuple[Tensor, ...]:
         """The answers, with the use behind them."""
         for y in ys:
-            if y.dim() not in role.known:
-                self.engine.forwards.admit_unit(role, y.dim(), shared=False)
+            dim = y.dim() + (role.each > 1)
+            if dim not in role.known:
+                self.engine.forwards.admit_unit(role, dim, shared=False)
         answers = apply_used(call, self.engine.anchor.tensor, *ys)
         return answers if isinstance(answers, tuple) else (answers,)
 
@@ -293,12 +339,14 @@ class BareTap(CheckedTap):
         run = self.rehearsal
         assert run is not None
         role.look([leaf for leaf in leaves if type(leaf) is not Bare])
-        for y in ys:
-            run.see(role, y, (0,))
-        return [run.answer(role, y) for y in ys]
+        blocks = [role.block(y) for y in ys]
+        for block in blocks:
+            run.see(role, block, (0,))
+        answers = [run.answer(role, block) for block in blocks]
+        return [answer.flatten(0, 1) if role.each > 1 else answer for answer in answers]
 
 
-def samples_of(stand_in: Bare) -> Tensor:
+def samples_of(stand_in: Bare, consumer: nn.Module | None) -> Tensor:
     """A row for each sample, (B, ...), of a stand-in with one row for all of them, or with equal rows."""
     tap, plain = stand_in.tap, stand_in.plain
     batch = tap.batch()
@@ -306,7 +354,10 @@ def samples_of(stand_in: Bare) -> Tensor:
     if rows == batch and (batch <= 1 or plain.stride(0) == 0):
         stand_in = Bare.of(plain[:1], tap) if batch else stand_in
     elif rows != 1:
-        raise tap.cannot_follow(f"a tensor of shape {tuple(plain.shape)} that is made of parameters goes into a layer")
+        reason = f"a tensor of shape {tuple(plain.shape)} that is made of parameters goes into a layer"
+        raise tap.cannot_follow(reason, consumer)
+    if consumer is not None:
+        tap.engine.rehearsals.expanded.add(consumer)
     key = expand_rows, plain.dim(), stand_in.origin
     role = tap.roles.get(key)
     if role is None:
@@ -315,6 +366,19 @@ def samples_of(stand_in: Bare) -> Tensor:
     leaves, spec = flatten((stand_in, batch), {})
     answer: Tensor = tap.apply(role, expand_rows, leaves, spec)
     return answer
+
+
+_KEEP_ROWS = frozenset(("contiguous", "clone", "to", "float", "double", "half", "bfloat16", "type", "type_as"))
+
+
+def _of_one_row(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Call `func` on one row of x where all are one and the same, so that they are still known to be equal."""
+    if x.dim() and x.shape[0] > 1 and x.stride(0) == 0:
+        kwargs.pop("memory_format", None)
+        changed: Tensor = func(x[:1], *args, **kwargs)
+        return changed.expand(x.shape)
+    unchanged: Tensor = func(x, *args, **kwargs)
+    return unchanged
 
 
 def expand_rows(row: Tensor, batch: int) -> Tensor:

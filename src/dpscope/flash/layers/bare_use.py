@@ -25,6 +25,7 @@ from dpscope.flash.slots import Slot
 from dpscope.flash.stand_in import StandIn
 from dpscope.flash.taps import TapOfSamples
 
+_IN_BLOCKS = frozenset(("add", "sub", "mul", "linear"))  # operators whose rules take rows as (B, k, ...) as well
 _MOST_OPEN = 5  # operands of which it is open whether they have a row for each sample
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 _HALF_TOLERANCE = 2e-2
@@ -59,15 +60,15 @@ class Unrelated:
 
 
 class BareUse(_Seen):
-    """`rows`: for each operand, whether row b of it belongs to row b of the answer."""
+    """`rows`: for each operand, whether row b of it belongs to row b of the answer; `each`: rows of one sample."""
 
-    def __init__(self, tap: TapOfSamples, func: Any, rows: list[bool]) -> None:
+    def __init__(self, tap: TapOfSamples, func: Any, rows: list[bool], each: int = 1) -> None:
         called = name_of(func)
         super().__init__(tap, called)
-        self.func, self.rows = func, rows
+        self.func, self.rows, self.each = func, rows, each
         self.rule: Rule | None
         self.rule, self.saves = RULES.get(called, (None, True))
-        if called in ("add", "sub") and len(rows) != 2:  # alpha=...
+        if (called in ("add", "sub") and len(rows) != 2) or (each > 1 and called not in _IN_BLOCKS):  # alpha=...
             self.rule, self.saves = None, True
         # Autograd's node of an operator without a rule may read its answer: nobody else may write into it then.
         self.copies = self.rule is None or called == "expand_rows"
@@ -90,7 +91,7 @@ class BareUse(_Seen):
     def fits(self, leaves: list[Any], batch: int) -> bool:
         """Whether the sizes leave no doubt that rows are as they were."""
         return batch > 1 and all(
-            row == (batch == _row_count(leaf)) for leaf, row in zip(leaves, self.rows, strict=True)
+            row == (batch * self.each == _row_count(leaf)) for leaf, row in zip(leaves, self.rows, strict=True)
         )
 
     def record(self, operands: list[Any], spec: Any, gs: tuple[Tensor, ...], autocast: Any) -> None:
@@ -102,10 +103,13 @@ class BareUse(_Seen):
             ]
         found: Gradients | None = None
         if self.rule is not None and len(gs) == 1:
-            args, kwargs = rebuild(operands, spec)
-            found = self.rule(self, gs[0], args, kwargs)
+            given = self._in_blocks(operands) if self.each > 1 else operands
+            args, kwargs = rebuild(given, spec)
+            found = self.rule(self, self.block(gs[0]), args, kwargs)
         if found is None:
             found = gradients_by_row(self, operands, spec, gs, autocast)
+            if self.each > 1:
+                found = [(operand, self.block(values).sum(1)) for operand, values in found]
         parts = [part for operand, g in found for part in self._of_parameters(operand.plain, g)]
         # What is added to later has to have a place for each element, and not to be autograd's or another parameter's:
         # a sum's terms have one gradient, the same tensor.
@@ -115,6 +119,16 @@ class BareUse(_Seen):
                 slot.describe("kept", self.why, {"": values.shape})
             ours = shared[values.untyped_storage().data_ptr()] == 1 and 0 not in values.stride()
             self.tap.engine.add(slot, Kept(values, owned=ours))
+
+    def block(self, tensor: Tensor) -> Tensor:
+        """(B·k, ...) -> (B, k, ...), where a sample has k rows."""
+        return tensor if self.each == 1 else tensor.unflatten(0, (-1, self.each))
+
+    def _in_blocks(self, operands: list[Any]) -> list[Any]:
+        return [
+            self.block(operand) if row and isinstance(operand, Tensor) else operand
+            for operand, row in zip(operands, self.rows, strict=True)
+        ]
 
     def slot(self, plain: Tensor) -> Slot | None:
         """That of the parameter, if the tensor is one itself."""
@@ -199,12 +213,14 @@ def learn(
         called = name_of(func)
         if any(answer.is_complex() for answer in answers):
             return f"{called} gives complex numbers"
-        if not all(answer.dim() and answer.shape[0] == batch for answer in answers):
+        counts = {answer.shape[0] if answer.dim() else 0 for answer in answers}
+        count = counts.pop()
+        if counts or not batch or not count or count % batch:
             return Constant(tap, called)
-        rows = [False] * len(operands) if batch < 2 else _find_rows(func, operands, spec, batch)
+        rows = [False] * len(operands) if count < 2 else _find_rows(func, operands, spec, count)
         if rows is None:  # as many rows by chance, perhaps: a rehearsal finds out whether samples have a part in it
             return Constant(tap, called)
-        return rows if isinstance(rows, str) else BareUse(tap, func, rows)
+        return rows if isinstance(rows, str) else BareUse(tap, func, rows, count // batch)
 
 
 def _detached(operand: Any) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,8 @@ from dpscope.flash.kernels.gram_norms import gram_norms_squared
 from dpscope.flash.kernels.gram_units import GramUnit
 from dpscope.flash.paths import DIRECT, KEEP, RANK1, Decision, exact_path, stored_dtype
 from dpscope.flash.saved_tensors import save, saved
-from dpscope.flash.taps import Engine, LayerTap, Spec
+from dpscope.flash.slots import Slot
+from dpscope.flash.taps import Engine, LayerTap, Spec, TapOfSamples
 from dpscope.vocabulary.allocations import allocates
 from dpscope.vocabulary.components import GRADIENTS
 
@@ -53,7 +54,10 @@ class Geometry:
 
 
 class Patches(Saved):
-    """`x`: (B, C, *), `g`: (B, O, *out); an Outer over patches that are made again for each use."""
+    """An Outer over patches that are made again for each use. `x`: (B, C, *), `g`: (B, O, *out).
+
+    Where a sample has k images, both have one dimension more: (B, k, C, *).
+    """
 
     __slots__ = ("geometry", "shape")
     kind = "patches"
@@ -64,15 +68,23 @@ class Patches(Saved):
         self.shape = shape  # of the weight
 
     def _outer(self, samples: slice) -> Outer:
-        """Of some samples; groups stand as samples beside one another: (b·groups, L, ·)."""
+        """The products of some samples; groups stand as samples beside one another: (b·groups, L, ·)."""
         x, g = self.first[samples], self.g[samples]
         groups = self.geometry.groups
+        images = math.prod(g.shape[1 : -len(self.geometry.kernel) - 1])
+        if g.dim() > len(self.geometry.kernel) + 2:
+            x, g = x.flatten(0, 1), g.flatten(0, 1)
         out = tuple(g.shape[2:])
         rows = g.reshape(g.shape[0] * groups, g.shape[1] // groups, -1).transpose(1, 2)
-        return Outer(self.geometry.unfold(x, out), rows, self.decision)
+        patches = self.geometry.unfold(x, out)
+        if images > 1:
+            patches, rows = (_images_along_positions(each, images, groups) for each in (patches, rows))
+        return Outer(patches, rows, self.decision)
 
     def _chunks(self) -> Iterator[slice]:
-        patches = math.prod(self.g.shape[2:]) * self.first.shape[1] * math.prod(self.geometry.kernel)
+        n = len(self.geometry.kernel)
+        positions = math.prod(self.g.shape[1:]) // self.g.shape[-n - 1]  # of all images of a sample
+        patches = positions * self.first.shape[-n - 1] * math.prod(self.geometry.kernel)
         return chunks(self.batch_size, patches * self.first.element_size())
 
     def _gradients(self, samples: slice) -> Tensor:
@@ -110,80 +122,142 @@ class Patches(Saved):
         return total if out is None or total is out else out.add_(total)
 
 
+class Setting(NamedTuple):
+    """A convolution's options as one call finds them. `pad`: what is put on first, in the order of F.pad."""
+
+    geometry: Geometry
+    pad: list[int] | None
+    pad_mode: str
+
+
+def _options(conv: Any) -> tuple[Any, ...]:
+    return conv.kernel_size, conv.stride, conv.padding, conv.dilation, conv.groups, conv.padding_mode
+
+
+def _setting(options: tuple[Any, ...]) -> Setting:
+    kernel, stride, padding, dilation, groups, mode = options
+    before = _same_padding(kernel, dilation) if padding == "same" else [(0, 0)] * len(kernel)
+    if not isinstance(padding, str):
+        before = [(pad, pad) for pad in padding]
+    # Padding that is the same on both sides and of zeros is left to the convolution; any other is put on first.
+    inside = mode == "zeros" and all(left == right for left, right in before)
+    pad = None if inside else [side for pair in reversed(before) for side in pair]
+    left_to_it = tuple(left for left, _ in before) if inside else (0,) * len(kernel)
+    geometry = Geometry(tuple(kernel), tuple(stride), left_to_it, tuple(dilation), groups)
+    return Setting(geometry, pad, "constant" if mode == "zeros" else mode)
+
+
 class ConvTap(LayerTap):
+    """x: (B, C, *), or (B, k, C, *) where a sample has k images."""
+
     casts_input = True
 
     def __init__(self, engine: Engine, name: str, module: nn.Module) -> None:
         super().__init__(engine, name, module)
-        conv = cast("nn.Conv2d", module)
         self.convolve = next(f for cls, f in _CONVOLUTIONS.items() if isinstance(module, cls))
-        n = len(conv.kernel_size)
-        self.min_dim = n + 2
-        kernel, dilation = tuple(conv.kernel_size), tuple(conv.dilation)
-        before = _same_padding(kernel, dilation) if conv.padding == "same" else [(0, 0)] * n
-        if not isinstance(conv.padding, str):
-            before = [(pad, pad) for pad in conv.padding]
-        # Padding that is the same on both sides and of zeros is left to the convolution; any other is put on first.
-        inside = conv.padding_mode == "zeros" and all(left == right for left, right in before)
-        self.pad = None if inside else [side for pair in reversed(before) for side in pair]
-        self.pad_mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
-        padding = tuple(left for left, _ in before) if inside else (0,) * n
-        self.geometry = Geometry(kernel, tuple(conv.stride), padding, dilation, conv.groups)
+        self._options = _options(module)
+        self._setting = self._first_setting = _setting(self._options)
+        self.min_dim = len(self._options[0]) + 2
+
+    def setting(self) -> Setting:
+        """Read the options, which a model may change between calls."""
+        options = _options(self.module)
+        if options != self._options:
+            self._options, self._setting = options, _setting(options)
+        return self._setting
+
+    def call_original(self, x: Tensor) -> Any:
+        return self.original(x) if x.dim() == self.min_dim else self.original(x.flatten(0, 1)).unflatten(0, x.shape[:2])
 
     def prepare(self, x: Tensor) -> Tensor:
-        return x if self.pad is None else F.pad(x, self.pad, mode=self.pad_mode)
+        setting = self.setting()
+        if setting.pad is None:
+            return x
+        if x.dim() == self.min_dim:
+            return F.pad(x, setting.pad, mode=setting.pad_mode)
+        return F.pad(x.flatten(0, 1), setting.pad, mode=setting.pad_mode).unflatten(0, x.shape[:2])
 
     def forward(self, ctx: Any, x: Tensor) -> Tensor:
         x, weight, bias = self.operands(x)
         save(ctx, x if ctx.live[0] or ctx.needs_input_grad[1] else None, weight)
-        at = self.geometry
-        output: Tensor = self.convolve(x, weight, bias, at.stride, at.padding, at.dilation, at.groups)
-        return output
+        ctx.geometry = at = self.setting().geometry
+        images = x if x.dim() == self.min_dim else x.flatten(0, 1)
+        output: Tensor = self.convolve(images, weight, bias, at.stride, at.padding, at.dilation, at.groups)
+        return output if images is x else output.unflatten(0, x.shape[:2])
 
     def gradients(self, ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = saved(ctx)
         trains_weight, trains_bias = ctx.live
-        sums = g.flatten(2).sum(2, dtype=wide(g.dtype)) if trains_bias else None
+        channel = g.dim() - self.min_dim + 1
+        others = [dim for dim in range(1, g.dim()) if dim != channel]
+        sums = g.sum(others, dtype=wide(g.dtype)) if trains_bias else None
         dx = None
         if ctx.needs_input_grad[1]:
-            at, n = self.geometry, len(self.geometry.kernel)
+            at, n = ctx.geometry, len(ctx.geometry.kernel)
             arguments = (at.stride, at.padding, at.dilation, False, [0] * n, at.groups, [True, False, False])
-            dx = torch.ops.aten.convolution_backward(g, x, weight, None, *arguments)[0]
+            folded = channel > 1
+            rows = (g.flatten(0, 1), x.flatten(0, 1)) if folded else (g, x)
+            dx = torch.ops.aten.convolution_backward(*rows, weight, None, *arguments)[0]
+            dx = dx.unflatten(0, x.shape[:2]) if folded else dx
         return (dx, x, g, sums) if trains_weight else (dx, None, None, sums)
 
     def piece_specs(self, x: Spec, y: Spec, live: Sequence[bool]) -> tuple[Spec | None, ...]:
         trains_weight, trains_bias = live
-        sums = Spec(y.shape[:2], wide(y.dtype)) if trains_bias else None
+        channel = len(y.shape) - self.min_dim + 1
+        sums = Spec((y.shape[0], y.shape[channel]), wide(y.dtype)) if trains_bias else None
         return (Spec(x.shape, y.dtype), y, sums) if trains_weight else (None, None, sums)
 
+    def backward(self, ctx: Any, g: Tensor) -> Tensor | None:
+        dx, *pieces = self.gradients(ctx, g)
+        self._record(pieces, ctx.geometry)
+        return dx
+
+    def is_traceable(self) -> bool:
+        """In a graph, pieces are recorded after it has run: by then a changed option would be another call's."""
+        return super().is_traceable() and self.setting() is self._first_setting
+
     def record(self, pieces: Sequence[Tensor | None], *, owned: bool = True) -> None:
+        self._record(pieces, self.setting().geometry, owned=owned)
+
+    def _record(self, pieces: Sequence[Tensor | None], geometry: Geometry, *, owned: bool = True) -> None:
         x, g, sums = pieces
         if sums is not None:
             self.keep(1, sums, owned=owned)
-        if x is not None and g is not None:
-            self._add_weight(x, g)
-
-    def _add_weight(self, x: Tensor, g: Tensor) -> None:
         slot = self.slots[0]
-        assert slot is not None
-        decision = self._decide(x, g)
-        slot.describe("patches", decision, {"x": x.shape, "g": g.shape})
-        patches = Patches(x, g, self.geometry, tuple(slot.parameter.shape), decision)
-        if decision.path == KEEP:
-            values = patches.materialise()
-            self.engine.add(slot, Kept(values.to(stored_dtype(slot.parameter.dtype)) if x.shape[0] == 1 else values))
-        else:
-            self.engine.add(slot, patches)
+        if x is not None and g is not None and slot is not None:
+            add_patches(self, slot, x, g, geometry)
 
-    def _decide(self, x: Tensor, g: Tensor) -> Decision:
-        groups, kernel = self.geometry.groups, math.prod(self.geometry.kernel)
-        d, p = x.shape[1] // groups * kernel, g.shape[1] // groups
-        length, held = math.prod(g.shape[2:]), math.prod(x.shape[1:])
-        rules = self.engine.path_rules
-        decision = rules.of_product((x.shape[0], length, d), g, p=p, x_held=held)
-        if groups > 1 and rules.forced is None:
-            return Decision(KEEP, f"{groups} groups: per-sample gradients are small", decision.costs)
-        return decision
+
+def add_patches(tap: TapOfSamples, slot: Slot, x: Tensor, g: Tensor, geometry: Geometry) -> None:
+    """Give the engine the per-sample gradients of a convolution's weight, kept or as x and g."""
+    decision = _decide(tap, x, g, geometry)
+    slot.describe("patches", decision, {"x": x.shape, "g": g.shape})
+    patches = Patches(x, g, geometry, tuple(slot.parameter.shape), decision)
+    if decision.path == KEEP:
+        values = patches.materialise()
+        tap.engine.add(slot, Kept(values.to(stored_dtype(slot.parameter.dtype)) if x.shape[0] == 1 else values))
+    else:
+        tap.engine.add(slot, patches)
+
+
+def _decide(tap: TapOfSamples, x: Tensor, g: Tensor, geometry: Geometry) -> Decision:
+    groups, n = geometry.groups, len(geometry.kernel)
+    channel = g.dim() - n - 1
+    d, p = x.shape[channel] // groups * math.prod(geometry.kernel), g.shape[channel] // groups
+    length, held = math.prod(g.shape[1:]) // g.shape[channel], math.prod(x.shape[1:])
+    rules = tap.engine.path_rules
+    decision = rules.of_product((x.shape[0], length, d), g, p=p, x_held=held)
+    kept = groups * d * p * stored_dtype(g.dtype).itemsize
+    freed = held * x.element_size() + math.prod(g.shape[1:]) * g.element_size()
+    if groups > 1 and rules.forced is None and kept <= freed:
+        return Decision(KEEP, f"{groups} groups: per-sample gradients are smaller than x and g", decision.costs)
+    return decision
+
+
+def _images_along_positions(rows: Tensor, images: int, groups: int) -> Tensor:
+    """(b·images·groups, L, ·) -> (b·groups, images·L, ·): the images of a sample are more positions of it."""
+    apart = rows.unflatten(0, (-1, images, groups)).transpose(1, 2)
+    return apart.reshape(-1, images * rows.shape[1], rows.shape[2])
 
 
 def _same_padding(kernel: tuple[int, ...], dilation: tuple[int, ...]) -> list[tuple[int, int]]:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpscope.flash.contributions import Kept, Lookup
+from dpscope.flash.layers.refusals import refuse_trained
 from dpscope.flash.paths import KEEP, stored_dtype
 from dpscope.flash.taps import Engine, LayerTap, Spec
 
@@ -21,24 +22,38 @@ class EmbeddingTap(LayerTap):
     def __init__(self, engine: Engine, name: str, module: nn.Module) -> None:
         assert isinstance(module, nn.Embedding)
         super().__init__(engine, name, module)
-        self.padding_idx = module.padding_idx
+
+    @property
+    def padding_idx(self) -> int | None:
+        found: int | None = self.module.padding_idx
+        return found
 
     def forward(self, ctx: Any, x: Tensor) -> Tensor:
         weight = self.parameters["weight"]
         assert weight is not None
+        if self.module.max_norm is not None:
+            refuse_trained(self.name, self.module)
         ctx.save_for_backward(x)
-        return F.embedding(x, weight, self.padding_idx)
+        ctx.padding_idx = self.padding_idx
+        return F.embedding(x, weight, ctx.padding_idx)
 
     def gradients(self, ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         (ids,) = ctx.saved_tensors
         # No graph gives integers out as a gradient. float64 holds those of any table.
         return None, ids.to(torch.float64) if torch.compiler.is_compiling() else ids, g
 
+    def backward(self, ctx: Any, g: Tensor) -> Tensor | None:
+        _, ids, g_of_rows = self.gradients(ctx, g)
+        self._record(ids, g_of_rows, ctx.padding_idx)
+        return None
+
     def piece_specs(self, x: Spec, y: Spec, live: Sequence[bool]) -> tuple[Spec | None, ...]:
         return Spec(x.shape, torch.float64), y
 
     def record(self, pieces: Sequence[Tensor | None], *, owned: bool = True) -> None:
-        ids, g = pieces
+        self._record(*pieces, self.padding_idx)
+
+    def _record(self, ids: Tensor | None, g: Tensor | None, padding_idx: int | None) -> None:
         slot = self.slots[0]
         if ids is None or g is None or slot is None:
             return
@@ -47,7 +62,7 @@ class EmbeddingTap(LayerTap):
         flat = flat.long() if flat.is_floating_point() else flat
         decision = self.engine.path_rules.of_lookup(*flat.shape)
         slot.describe("lookup", decision, {"ids": ids.shape, "g": g.shape})
-        lookup = Lookup(flat, g.reshape(batch, -1, width), rows, self.padding_idx, decision)
+        lookup = Lookup(flat, g.reshape(batch, -1, width), rows, padding_idx, decision)
         if decision.path == KEEP:
             self.engine.add(slot, Kept(lookup.materialise().to(stored_dtype(slot.parameter.dtype))))
         else:

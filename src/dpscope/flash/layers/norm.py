@@ -90,11 +90,10 @@ class LayerNormTap(NormTap):
         super().__init__(engine, name, module)
         self.shape = list(module.normalized_shape)
         self.min_dim = len(self.shape) + 1
-        self.eps = module.eps
 
     def forward(self, ctx: Any, x: Tensor) -> Tensor:
         x, weight, bias = self.norm_operands(x, _probe_layer_norm)
-        output, mean, rstd = torch.native_layer_norm(x, self.shape, weight, bias, self.eps)
+        output, mean, rstd = torch.native_layer_norm(x, self.shape, weight, bias, self.module.eps)
         ctx.save_for_backward(x, weight, bias, mean, rstd)
         return output
 
@@ -123,10 +122,11 @@ class RMSNormTap(SumsTap):
         weight = module._parameters["weight"]
         assert weight is not None
         self.min_dim = weight.dim() + 1
-        self.eps: float | None = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+        self._eps_name = "variance_epsilon" if hasattr(module, "variance_epsilon") else "eps"
 
     def forward(self, ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x, self.parameters["weight"])
+        ctx.eps = getattr(self.module, self._eps_name, None)
         output: Tensor = self.original(x)
         return output
 
@@ -134,7 +134,7 @@ class RMSNormTap(SumsTap):
         x, weight = ctx.saved_tensors
         batch, width = g.shape[0], weight.numel()
         dtype = wide(x.dtype)
-        eps = torch.finfo(dtype).eps if self.eps is None else self.eps
+        eps = torch.finfo(dtype).eps if ctx.eps is None else ctx.eps
         rows = x.reshape(batch, -1, width)
         if torch.compiler.is_compiling():
             rstd = (rows.to(dtype).square().mean(-1) + eps).rsqrt()
@@ -160,18 +160,24 @@ class GroupNormTap(NormTap):
     def __init__(self, engine: Engine, name: str, module: nn.Module) -> None:
         super().__init__(engine, name, module)
         if isinstance(module, nn.GroupNorm):
-            self.groups, self.eps, self.probe = module.num_groups, module.eps, _probe_group_norm
+            self.probe, self._groups_name = _probe_group_norm, "num_groups"
         else:
             assert isinstance(module, nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d)
-            self.groups, self.eps, self.probe = module.num_features, module.eps, _probe_instance_norm
+            self.probe, self._groups_name = _probe_instance_norm, "num_features"
             self.min_dim = next(dim for cls, dim in _INSTANCE_NORM_DIMS.items() if isinstance(module, cls))
+
+    def blocks_in(self, x: Tensor, batch: int) -> Tensor | None:
+        return None  # a leading dimension more would be taken for channels
 
     def forward(self, ctx: Any, x: Tensor) -> Tensor:
         x, weight, bias = self.norm_operands(x, self.probe)
         x = x.contiguous()
         batch, channels = x.shape[:2]
         positions = x[0, 0].numel()
-        output, mean, rstd = torch.native_group_norm(x, weight, bias, batch, channels, positions, self.groups, self.eps)
+        ctx.groups = groups = getattr(self.module, self._groups_name)
+        output, mean, rstd = torch.native_group_norm(
+            x, weight, bias, batch, channels, positions, groups, self.module.eps
+        )
         ctx.save_for_backward(x, weight, mean, rstd)
         return output
 
@@ -189,7 +195,7 @@ class GroupNormTap(NormTap):
             1,
             batch * channels,
             x[0, 0].numel(),
-            batch * self.groups,
+            batch * ctx.groups,
             [needs_x, needs_weight or needs_bias, needs_weight or needs_bias],
         )
         return (

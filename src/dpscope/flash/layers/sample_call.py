@@ -26,14 +26,12 @@ from dpscope.flash.stand_in import StandIn
 _RETURNED = (type(None), bool, int, float, str)
 
 _EMBEDDING = inspect.signature(F.embedding)
-_BATCH_NORM = inspect.signature(F.batch_norm)
 
 
 class _Semantics(TorchFunctionMode):
     """Operators that mean something else for a sample alone than in ordinary training.
 
     Row `padding_idx` of an embedding receives no gradient; vmap's rule, where weights are batched, gives it one.
-    Batch normalisation by the batch's own statistics mixes samples: refused whenever it runs, whatever comes of it.
     """
 
     def __init__(self, name: str) -> None:
@@ -42,11 +40,6 @@ class _Semantics(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is F.batch_norm and _BATCH_NORM.bind(*args, **kwargs).arguments.get("training"):
-            raise UserError(
-                f"{self.name} calls torch.nn.functional.batch_norm with the statistics of the batch: it mixes samples, "
-                "so no sample has a gradient of its own; use group_norm or layer_norm"
-            )
         output = func(*args, **kwargs)
         if func is not F.embedding:
             return output
@@ -111,7 +104,7 @@ class SampleCall:
         names = _argument_names(tap.original, args, kwargs)
         for name, value in zip(names, (*args, *kwargs.values()), strict=True):
             leaves, spec = pytree.tree_flatten(value)
-            self.leaves += [leaf.samples() if isinstance(leaf, StandIn) else leaf for leaf in leaves]
+            self.leaves += [leaf.samples(tap.module) if isinstance(leaf, StandIn) else leaf for leaf in leaves]
             self.specs.append(spec)
             self.names += [name] * len(leaves)
         self.batch: int = tap.engine.forwards.batch_for(tap, args, kwargs)
@@ -177,7 +170,7 @@ class SampleCall:
             self.mapped[index] = dim
             self.expanded.add(index)
         elif leaf.requires_grad or (main and leaf.dim()) or (name in self.tap.input_dims and leaf.dim() > 2) or known:
-            raise UserError(
+            raise self.tap.does_not_fit(
                 f"{self.tap.name} was given a tensor of shape {tuple(leaf.shape)} ({name}) in a batch of {self.batch} "
                 f"samples: {KEEP_BATCH_FIRST}"
             )
@@ -208,7 +201,7 @@ class SampleCall:
         found, spec = pytree.tree_flatten(output)
         for leaf in found:
             if not isinstance(leaf, (Tensor, *_RETURNED)):
-                raise UserError(
+                raise self.tap.does_not_fit(
                     f"{self.tap.name} returns a {type(leaf).__name__}; flash clipping needs tensors, in tuples, lists "
                     "or dictionaries"
                 )
@@ -263,7 +256,7 @@ class SampleCall:
     def _without_batch(self, leaf: Tensor, position: int) -> Tensor:
         dim = self.output_dim(position)
         if leaf.dim() <= dim or leaf.shape[dim] != 1:
-            raise UserError(
+            raise self.tap.does_not_fit(
                 f"{self.tap.name} gave a tensor of shape {tuple(leaf.shape)} for one sample: {KEEP_BATCH_FIRST}"
             )
         return leaf.squeeze(dim)

@@ -8,6 +8,7 @@ from torch import nn
 
 from dpscope.flash.layers.sample_dims import sample_dims
 from dpscope.flash.module_state import ModuleState
+from dpscope.flash.stand_in import StandIn
 from dpscope.flash.taps import Engine, TapOfSamples, refuse_replaced
 
 
@@ -44,7 +45,9 @@ class UnitTap(TapOfSamples):
         """The module's parameters as its forward finds them: FSDP2 puts whole ones where shards are around it."""
         found = dict(self.module.named_parameters())
         for key, parameter in found.items():
+            if isinstance(parameter, StandIn):  # used elsewhere, too, and followed there
+                found[key] = parameter = parameter.plain  # noqa: PLW2901
             slot = self.slots.get(key)
             if slot is None or not (slot.parameter is parameter or slot.is_whole(parameter)):
-                refuse_replaced(self.name, key)
+                refuse_replaced(self, key)
         return found

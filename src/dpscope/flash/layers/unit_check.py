@@ -130,12 +130,13 @@ class UnitCheck:
 
     def _compare(self, found: Answers, own: Answers) -> None:
         if len(found) != len(own):
-            raise UserError(f"{self.kind} gives {len(own)} tensors for a batch, but {len(found)} for its samples")
+            reason = f"{self.kind} gives {len(own)} tensors for a batch, but {len(found)} for its samples"
+            raise self.tap.does_not_fit(reason)
         for mine, once in zip(found, own, strict=True):
             if not self.call.mapped and once.dim() and once.shape[0] == 1:
                 once = once.expand(mine.shape)  # noqa: PLW2901 - an answer shared by all samples
             if mine.shape != once.shape:
-                raise UserError(
+                raise self.tap.does_not_fit(
                     f"{self.kind} gave {tuple(once.shape)} for a batch but {tuple(mine.shape)} from its samples one by "
                     f"one: {KEEP_BATCH_FIRST}"
                 )
@@ -143,7 +144,7 @@ class UnitCheck:
             if torch.is_autocast_enabled(once.device.type):  # an answer in float32 may be made of rounded products
                 tolerance = max(tolerance, _HALF_ANSWER_TOLERANCE)
             if _distance(mine, once) > tolerance * _size(once):
-                raise UserError(
+                raise self.tap.does_not_fit(
                     f"{self.kind} answers differently for a batch than for its samples one by one: it mixes samples, "
                     "so no sample has a gradient of its own, or its samples are not in the first dimension of every "
                     "argument; replace it by a module that treats samples apart"
@@ -158,7 +159,7 @@ class UnitCheck:
         """
         call, undecided = self.call, self.call.undecided
         if len(undecided) > _MAX_UNDECIDED:
-            raise UserError(
+            raise self.tap.does_not_fit(
                 f"{self.kind} was given {len(undecided)} tensors whose first dimension is {call.batch}, the number of "
                 "samples: it cannot be told which of them are shared by all samples; give it a batch of another size"
             )
@@ -178,7 +179,7 @@ class UnitCheck:
             call.leaves, call.mapped = leaves, mapped
         if not readings:
             names = ", ".join(sorted({call.names[index] for index in undecided}))
-            raise UserError(
+            raise self.tap.does_not_fit(
                 f"{self.kind} answers differently for a batch of {call.batch} than for its samples one by one, whether "
                 f"{names} is taken to hold one entry a sample or to be shared: {KEEP_BATCH_FIRST}"
             )
@@ -277,12 +278,12 @@ class UnitCheck:
 
 
 class CheckedTap(UnitTap):
-    """A unit that is checked at its first call of each kind, and at its 2nd, 4th, 8th, … call."""
+    """A unit that is checked at its first call of each kind, and wherever the model is looked at again."""
 
     def __init__(self, engine: Engine, name: str, module: nn.Module) -> None:
         super().__init__(engine, name, module)
         self.by_loop = False
-        self.calls = 0
+        self.looks = 0  # of the schedule, when it was checked last
         self.dtypes: dict[Any, list[torch.dtype]] = {}  # kind of call -> dtypes of the module's own outputs
 
     def describe(self, how: str) -> None:
@@ -290,12 +291,12 @@ class CheckedTap(UnitTap):
 
     def check(self, sample_call: SampleCall) -> None:
         """Check how the module treats a batch. Not in every call, for it takes several forward passes."""
-        self.calls += 1
         check = UnitCheck(self, sample_call, self.run)
         if sample_call.undecided:
             check.decide()
-        kind = sample_call.kind()
-        if kind not in self.dtypes or self.calls & (self.calls - 1) == 0:
+        kind, looks = sample_call.kind(), len(self.engine.rehearsals.schedule.looks)
+        if kind not in self.dtypes or looks > self.looks:
+            self.looks = looks
             self.dtypes[kind] = check.run()
 
     def run(self, sample_call: SampleCall, expanded: dict[str, Tensor], *, commit: bool) -> Any:
