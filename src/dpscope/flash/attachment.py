@@ -86,6 +86,8 @@ class Attachment:
             self._install(tap)
             if isinstance(tap, OpaqueTap) and unit.module in ladder.whole:
                 tap.describe(f"torch.func.vmap over samples, because {ladder.whole[unit.module]}")
+            if isinstance(tap, OpaqueTap):
+                tap.derives = unit.module in ladder.derived
             if isinstance(tap, BareTap):
                 tap.places += ladder.strays_of(unit.module)
                 tap.constants = ladder.constants.setdefault(unit.module, set())

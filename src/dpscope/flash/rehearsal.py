@@ -53,7 +53,7 @@ _ADVICE = (
 
 MOST_SHARE = 4
 """Of the batch, a quarter is looked at where all of it need not be."""
-DRAWS = 3
+DRAWS = 4
 """Other orders of samples, and other random numbers, that the first batch is tried with."""
 _RANDOM = random.Random()
 

@@ -17,6 +17,11 @@ class StandIn(Tensor):
         raise NotImplementedError
 
 
+    def derive(self, tensor: Tensor) -> Tensor:
+        """Return a stand-in for another tensor that is made of parameters alone."""
+        raise NotImplementedError
+
+
 class NotFollowed(BaseException):
     """The way `modules` are tapped does not fit what they do. Not an Exception: no model may catch it.
 

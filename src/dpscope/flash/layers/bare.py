@@ -62,6 +62,9 @@ class Bare(StandIn):
     def samples(self, consumer: nn.Module | None = None) -> Tensor:
         return samples_of(self, consumer)
 
+    def derive(self, tensor: Tensor) -> Tensor:
+        return Bare.of(tensor, self.tap) if tensor.requires_grad else tensor
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return follow(func, args, kwargs or {})

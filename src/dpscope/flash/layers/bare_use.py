@@ -147,18 +147,21 @@ class BareUse(_Seen):
             yield slot, _scattered(q, base, gradients)
             return
         slots = [self.tap.engine.slot(leaf) for leaf in leaves_behind([q]) if leaf.requires_grad]
-        with OWN_GRADIENTS.taken():
-            found = torch.autograd.grad(
-                q,
-                [slot.parameter for slot in slots],
-                gradients.reshape(len(gradients), *q.shape).to(q.dtype),
-                retain_graph=True,
-                is_grads_batched=True,
-                allow_unused=True,
-            )
+        rows = gradients.reshape(len(gradients), *q.shape).to(q.dtype)
+        found = _pulled_back(q, [slot.parameter for slot in slots], rows)
         for slot, values in zip(slots, found, strict=True):
             if values is not None:
                 yield slot, values
+
+
+def _pulled_back(q: Tensor, parameters: list[nn.Parameter], rows: Tensor) -> Sequence[Tensor | None]:
+    """(B, *q.shape) gradients of q -> (B, *shape) of the parameters it is made of: one vjp, over all samples at once."""
+    with OWN_GRADIENTS.taken():
+        try:
+            return torch.autograd.grad(q, parameters, rows, retain_graph=True, is_grads_batched=True, allow_unused=True)
+        except RuntimeError:  # an operator that vmap has no rule for
+            each = [torch.autograd.grad(q, parameters, row, retain_graph=True, allow_unused=True) for row in rows]
+        return [None if values[0] is None else torch.stack(values) for values in zip(*each, strict=True)]
 
 
 def _overlaps(q: Tensor) -> bool:

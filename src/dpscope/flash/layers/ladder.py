@@ -24,15 +24,20 @@ class Ladder:
         self._model = model
         self.followed: set[nn.Module] = set()
         self.whole: dict[nn.Module, str] = {}  # with the reason
+        self.derived: set[nn.Module] = set()  # wholes that are given parameters, and nothing of the samples
         self.constants: dict[nn.Module, set[object]] = {}  # operators of followed modules that meet no samples
         self._strays: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
         self._parents = {child: parent for parent in model.modules() for child in parent.children()}
 
     def follow(self, modules: Sequence[nn.Module]) -> bool:
-        """Follow the parameters of modules that may be; return whether there was one."""
+        """Follow the parameters of modules that may be, run others on parameters alone; return whether one is new."""
         found = [module for module in modules if self._may_be_followed(module)]
         self.followed.update(found)
-        return bool(found)
+        if found:
+            return True
+        derived = [module for module in modules if module not in self.followed and module not in self.derived]
+        self.derived.update(derived)
+        return bool(derived)
 
     def move(self, modules: Sequence[nn.Module], reason: str, *, climb: bool) -> bool:
         """Take modules to the next way; return whether there was one for any of them."""

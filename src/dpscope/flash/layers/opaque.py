@@ -26,6 +26,7 @@ from dpscope.flash.layers.sample_call import SampleCall
 from dpscope.flash.layers.unit_check import CheckedTap
 from dpscope.flash.rehearsal_run import OutputOf
 from dpscope.flash.slots import Slot
+from dpscope.flash.stand_in import StandIn
 from dpscope.flash.taps import Engine, check_backward
 
 
@@ -52,10 +53,23 @@ class Expand(torch.autograd.Function):
 
 
 class OpaqueTap(CheckedTap):
+    derives = False  # it is given tensors that are made of parameters, and nothing of the samples
+
     def __init__(self, engine: Engine, name: str, module: nn.Module) -> None:
         super().__init__(engine, name, module)
         self.output = OutputOf(self)
         self.describe("torch.func.vmap over samples")
+
+    def _parameters_given(self, args: Any, kwargs: Any) -> StandIn | None:
+        """Return the first argument that is made of parameters."""
+        return next((leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, StandIn)), None)
+
+    def _derive(self, given: StandIn, args: Any, kwargs: Any) -> Any:
+        """Run the module as it is, once: nothing of the samples goes into it, and its answer is made of parameters."""
+        args, kwargs = pytree.tree_map(lambda leaf: leaf.plain if isinstance(leaf, StandIn) else leaf, (args, kwargs))
+        with torch.enable_grad():
+            output = self.original(*args, **kwargs)
+        return pytree.tree_map(lambda leaf: given.derive(leaf) if isinstance(leaf, Tensor) else leaf, output)
 
     def describe(self, how: str) -> None:
         """For explain(): how samples are run from now on."""
@@ -66,6 +80,9 @@ class OpaqueTap(CheckedTap):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return break_graph(self, args, kwargs)
+        given = self._parameters_given(args, kwargs) if self.derives else None
+        if given is not None:
+            return self._derive(given, args, kwargs)
         if not torch.is_grad_enabled():
             return self.original(*args, **kwargs) if self.rehearsal is None else self._rehearse(args, kwargs)
         live = {key: slot for key, slot in self.slots.items() if slot.parameter.requires_grad}

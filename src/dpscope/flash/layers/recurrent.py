@@ -1,43 +1,268 @@
-"""Recurrent layers: units like any other, that may be given a PackedSequence.
+"""nn.RNN, nn.LSTM and nn.GRU: each layer and direction has a rule of its own.
 
-A packed sequence is padded to (B, T, ·) with its lengths, which are rows of samples; each sample is packed again for
-the layer itself, so that padding is never seen by it, and the answer is packed as the input was.
+With u_t = W_ih x_t + b_ih and v_t = W_hh h_{t-1} + b_hh a cell computes its gates from u_t and v_t. Once ∂u and ∂v are
+known for every step, per-sample gradients are those of two Linears over the sequence: Σ_t ∂u_t x_tᵀ and
+Σ_t ∂v_t h_{t-1}ᵀ. torch's kernels do not give ∂u out, but they give the gradient of their *input*: run on u itself with
+the identity for W_ih, that is ∂u. In backward each layer runs so once more, and no weight's gradient is asked for.
+
+∂v = ∂u, except for GRU's new gate, n_t = tanh(u_n + r_t v_n): there ∂v_n = r_t ∂u_n.
+
+Anything else (projections, inputs without a batch, modules that are not torch's own) runs sample by sample.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
+from dpscope.flash.autocast import autocast_dtype, no_autocast
 from dpscope.flash.compiled.traced import break_graph
+from dpscope.flash.contributions import Kept
+from dpscope.flash.kernels.sample_sums import bias_sums
+from dpscope.flash.layers.linear import keep_or_defer
 from dpscope.flash.layers.opaque import OpaqueTap
-from dpscope.flash.taps import Engine
+from dpscope.flash.layers.sample_call import SampleCall
+from dpscope.flash.layers.torchs_own import class_is_own, instance_is_own
+from dpscope.flash.slots import Slot
+from dpscope.flash.stand_in import StandIn
+from dpscope.flash.taps import Engine, check_backward
+
+_VF: Any = torch._VF  # type: ignore[attr-defined]
+_KERNELS = {"LSTM": _VF.lstm, "GRU": _VF.gru, "RNN_TANH": _VF.rnn_tanh, "RNN_RELU": _VF.rnn_relu}
+_CLASSES = {nn.LSTM: "LSTM", nn.GRU: "GRU", nn.RNN: ""}
+
+
+class Weights(NamedTuple):
+    """Of one layer in one direction, W_ih: (G, d), W_hh: (G, H), b: (G); with the slots of those that are trained."""
+
+    tensors: tuple[Tensor | None, ...]
+    slots: tuple[Slot | None, ...]
 
 
 class RecurrentTap(OpaqueTap):
+    """Whole sequences where there is a rule, sample by sample otherwise."""
+
     def __init__(self, engine: Engine, name: str, module: nn.Module) -> None:
         self.padded = _PaddedTap(engine, name, module)
         super().__init__(engine, name, module)
+        own = next((cls for cls in _CLASSES if isinstance(module, cls)), None)
+        self.has_rule = (
+            own is not None
+            and class_is_own(type(module), own, ())
+            and instance_is_own(module, own, ())
+            and not getattr(module, "proj_size", 0)
+        )
+        self.mode: str = getattr(module, "mode", "")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return break_graph(self, args, kwargs)
         given = args[0] if args else kwargs.get("input")
+        hx = args[1] if len(args) > 1 else kwargs.get("hx")
+        packed = isinstance(given, PackedSequence)
         trained = torch.is_grad_enabled() or self.rehearsal is not None
-        if not isinstance(given, PackedSequence) or not trained:
+        if not trained:
             return super().__call__(*args, **kwargs)
-        kwargs.pop("input", None)
-        first = self.padded.batch_first
-        x, lengths = pad_packed_sequence(given, batch_first=first)
-        y, *rest = self.padded(x, lengths, *args[1:], *kwargs.values())
+        has_rule = self.rehearsal is None and self.has_rule and not self.derives and _has_batch(given)
+        if has_rule and any(slot.parameter.requires_grad for slot in self.slots.values()):
+            return self._by_rule(given, hx)
+        if not packed:
+            return super().__call__(*args, **kwargs)
+        x, lengths = pad_packed_sequence(given, batch_first=self.padded.batch_first)
+        y, *rest = self.padded(x, lengths, *args[1:], *(value for key, value in kwargs.items() if key != "input"))
+        return self._packed_as(given, y, lengths, self.padded.batch_first), *rest
+
+    def _packed_as(self, given: PackedSequence, y: Tensor, lengths: Tensor, batch_first: bool) -> PackedSequence:
         order = given.sorted_indices
         if order is not None:  # packed as the input was, sample by sample
-            y, lengths = y.index_select(0 if first else 1, order), lengths[order.to(lengths.device)]
-        data = pack_padded_sequence(y, lengths, batch_first=first).data
-        return PackedSequence(data, given.batch_sizes, order, given.unsorted_indices), *rest
+            y, lengths = y.index_select(0 if batch_first else 1, order), lengths[order.to(lengths.device)]
+        data = pack_padded_sequence(y, lengths, batch_first=batch_first).data
+        return PackedSequence(data, given.batch_sizes, order, given.unsorted_indices)
+
+    # -- by rule -------------------------------------------------------------------------------------------------------
+
+    def _by_rule(self, given: Tensor | PackedSequence, hx: Any) -> Any:
+        module: Any = self.module
+        lengths: Tensor | None = None
+        if isinstance(given, PackedSequence):
+            x, lengths = pad_packed_sequence(given)
+        else:
+            given = given.samples(module) if isinstance(given, StandIn) else given
+            x = given.transpose(0, 1) if module.batch_first else given
+            SampleCall(self, (given,), {}).admit()
+        states = self._states(x, hx)
+        self.describe_rule()
+        lasts: list[list[Tensor]] = [[] for _ in states]
+        for layer in range(module.num_layers):
+            outputs = []
+            for direction in range(1 + module.bidirectional):
+                index = layer * (1 + module.bidirectional) + direction
+                y, *last = self._run_layer(x, [state[index] for state in states], layer, direction, lengths)
+                outputs.append(y)
+                for kept, one in zip(lasts, last, strict=True):
+                    kept.append(one)
+            x = torch.cat(outputs, -1) if len(outputs) > 1 else outputs[0]
+            if layer + 1 < module.num_layers:
+                x = F.dropout(x, module.dropout, module.training)
+        ends = tuple(torch.stack(each) for each in lasts)
+        end = ends if self.mode == "LSTM" else ends[0]
+        if isinstance(given, PackedSequence):
+            assert lengths is not None
+            return self._packed_as(given, x, lengths, False), end
+        return x.transpose(0, 1) if module.batch_first else x, end
+
+    def _states(self, x: Tensor, hx: Any) -> list[Tensor]:
+        module: Any = self.module
+        count = module.num_layers * (1 + module.bidirectional)
+        if hx is None:
+            zeros = x.new_zeros(count, x.shape[1], module.hidden_size)
+            return [zeros, zeros] if self.mode == "LSTM" else [zeros]
+        states = list(hx) if self.mode == "LSTM" else [hx]
+        return [state.samples(module) if isinstance(state, StandIn) else state for state in states]
+
+    def _run_layer(
+        self, x: Tensor, states: list[Tensor], layer: int, direction: int, lengths: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        weights = self._weights(layer, direction)
+        if direction:
+            x = _reversed(x, lengths)
+        found: tuple[Tensor, ...] = _Layer.apply(self, weights, lengths, self.engine.anchor.tensor, x, *states)  # type: ignore[no-untyped-call]
+        y, *last = found
+        return _reversed(y, lengths) if direction else y, *last
+
+    def _weights(self, layer: int, direction: int) -> Weights:
+        suffix = f"_l{layer}" + ("_reverse" if direction else "")
+        whole = self.whole_parameters()
+        names = [f"{name}{suffix}" for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]
+        slots = [self.slots[name] if name in whole and whole[name].requires_grad else None for name in names]
+        return Weights(tuple(whole.get(name) for name in names), tuple(slots))
+
+    def describe_rule(self) -> None:
+        if self.why != _RULE:
+            self.why = _RULE
+            for slot in self.slots.values():
+                slot.describe("outer", _RULE)
+
+    def kernel(self, x: Tensor, states: list[Tensor], weights: list[Tensor], lengths: Tensor | None) -> list[Tensor]:
+        """Run one layer in one direction: y: (T, B, H) and the last states (1, B, H). x: (T, B, d)."""
+        has_bias = len(weights) > 2
+        options = (weights, has_bias, 1, 0.0, self.module.training, False)
+        hx: Any = tuple(states) if self.mode == "LSTM" else states[0]
+        kernel = _KERNELS[self.mode]
+        if lengths is None:
+            return list(kernel(x, hx, *options, False))
+        packed = pack_padded_sequence(x, lengths.cpu(), enforce_sorted=False)
+        assert packed.sorted_indices is not None and packed.unsorted_indices is not None
+        sorted_states = [state.index_select(1, packed.sorted_indices) for state in states]
+        hx = tuple(sorted_states) if self.mode == "LSTM" else sorted_states[0]
+        data, *last = kernel(packed.data, packed.batch_sizes, hx, *options)
+        whole = PackedSequence(data, packed.batch_sizes, packed.sorted_indices, packed.unsorted_indices)
+        y = pad_packed_sequence(whole, total_length=x.shape[0])[0]
+        return [y, *(each.index_select(1, packed.unsorted_indices) for each in last)]
+
+    def record(self, weights: Weights, x: Tensor, before: Tensor, du: Tensor, dv: Tensor) -> None:
+        """Give the engine what (T, B, ·) inputs and gradients leave for the weights."""
+        x, before, du, dv = (each.transpose(0, 1).contiguous() for each in (x, before, du, dv))
+        of_ih, of_hh, bias_ih, bias_hh = weights.slots
+        for slot, side, g in ((of_ih, x, du), (of_hh, before, dv)):
+            if slot is not None:
+                keep_or_defer(self, slot, side, g)
+        for slot, g in ((bias_ih, du), (bias_hh, dv)):
+            if slot is not None:
+                self.engine.add(slot, Kept(bias_sums(g)))
+
+
+_RULE = "a recurrent layer: products of inputs and of hidden states with the gradients of the gates"
+
+
+class _Layer(torch.autograd.Function):
+    """One layer in one direction; backward gives its weights' per-sample gradients to the engine."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tap: RecurrentTap, weights: Weights, lengths: Tensor | None, anchor: Tensor, x: Tensor, *states: Tensor
+    ) -> Any:
+        ctx.tap, ctx.weights, ctx.lengths, ctx.generation = tap, weights, lengths, tap.engine.state.generation
+        ctx.block = tap.engine.block
+        ctx.dtype = dtype = autocast_dtype(x) or x.dtype
+        cast = [None if each is None else each.detach().to(dtype) for each in weights.tensors]
+        with no_autocast(x.device.type):
+            y, *last = tap.kernel(
+                x.to(dtype), [each.to(dtype).unsqueeze(0) for each in states], [w for w in cast if w is not None], lengths
+            )
+        ctx.save_for_backward(x, y, *states)
+        return y, *(each.squeeze(0) for each in last)
+
+    @staticmethod
+    def backward(ctx: Any, *gs: Tensor | None) -> tuple[Tensor | None, ...]:
+        tap: RecurrentTap = ctx.tap
+        engine = tap.engine
+        recording = engine.anchor.is_recording()
+        if torch.is_grad_enabled() or recording:
+            check_backward(tap, ctx.generation)
+        x, y, *states = ctx.saved_tensors
+        with no_autocast(x.device.type):
+            du, dx, dstates = _gate_gradients(ctx, x, states, gs)
+            if recording and x.shape[1]:
+                before = _states_before(y, states[0].to(y.dtype))
+                dv = du if tap.mode != "GRU" else _of_hidden_gates(ctx, x, before, du)
+                if ctx.block is None:
+                    tap.record(ctx.weights, x.to(ctx.dtype), before, du, dv)
+                else:
+                    with ctx.block.running():
+                        tap.record(ctx.weights, x.to(ctx.dtype), before, du, dv)
+            elif recording:
+                engine.state.record()
+        return (None, None, None, None, dx, *dstates)
+
+
+def _gate_gradients(ctx: Any, x: Tensor, states: list[Tensor], gs: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """∂u: (T, B, G), and the gradients of x and of the first states."""
+    tap, dtype = ctx.tap, ctx.dtype
+    w_ih, w_hh, b_ih, b_hh = (None if each is None else each.detach().to(dtype) for each in ctx.weights.tensors)
+    with torch.enable_grad():
+        u = F.linear(x.detach().to(dtype), w_ih, b_ih).detach().requires_grad_()
+        firsts = [each.detach().to(dtype).requires_grad_() for each in states]
+        identity = torch.eye(u.shape[-1], dtype=dtype, device=u.device)
+        given = [identity, w_hh] if b_hh is None else [identity, w_hh, torch.zeros_like(b_hh), b_hh]
+        y, *last = tap.kernel(u, [each.unsqueeze(0) for each in firsts], given, ctx.lengths)
+        outputs = [y, *(each.squeeze(0) for each in last)]
+        reached = [(out, g.to(out.dtype)) for out, g in zip(outputs, gs, strict=True) if g is not None]
+        found = torch.autograd.grad([out for out, _ in reached], [u, *firsts], [g for _, g in reached])
+    du, *dstates = found
+    return du, F.linear(du, w_ih.t()).to(x.dtype), [g.to(each.dtype) for g, each in zip(dstates, states, strict=True)]
+
+
+def _states_before(y: Tensor, first: Tensor) -> Tensor:
+    """h_{t-1} for every step t: (T, B, H)."""
+    return torch.cat([first.unsqueeze(0), y[:-1]])
+
+
+def _of_hidden_gates(ctx: Any, x: Tensor, before: Tensor, du: Tensor) -> Tensor:
+    """∂v of a GRU: the new gate's is multiplied by the reset gate, which is computed once more for all steps."""
+    w_ih, w_hh, b_ih, b_hh = (None if each is None else each.detach().to(ctx.dtype) for each in ctx.weights.tensors)
+    size = before.shape[-1]
+    reset = F.linear(x.to(ctx.dtype), w_ih[:size], None if b_ih is None else b_ih[:size])
+    reset = reset + F.linear(before, w_hh[:size], None if b_hh is None else b_hh[:size])
+    return torch.cat([du[..., : 2 * size], du[..., 2 * size :] * reset.sigmoid()], -1)
+
+
+def _reversed(x: Tensor, lengths: Tensor | None) -> Tensor:
+    """(T, B, ·) with every sequence turned round; what is beyond its length stays."""
+    if lengths is None:
+        return x.flip(0)
+    times = torch.arange(x.shape[0], device=x.device).unsqueeze(1)
+    ends = lengths.to(x.device)
+    index = torch.where(times < ends, ends - 1 - times, times)
+    return x.gather(0, index.unsqueeze(-1).expand_as(x))
+
+
+def _has_batch(given: Any) -> bool:
+    return isinstance(given, PackedSequence) or (isinstance(given, Tensor) and given.dim() == 3 and given.numel() > 0)
 
 
 class _PaddedTap(OpaqueTap):
