@@ -185,8 +185,11 @@ class Attachment:
         self._engine.rehearsals.forget()
         if not strays and sum(tap.reconsider() for tap in followed if not modules or tap.module in modules):
             return True
-        if strays:
-            moved = self._ladder.add_strays(strays)
+        own = [tap.module for tap in followed if tap.module in modules]
+        if strays and not own:
+            moved = self._ladder.add_strays(strays) or self._ladder.move(modules, reason, climb=True)
+        elif strays:
+            moved = self._ladder.move(own, reason, climb=False)
         else:  # layers that were given parameters, as if they were samples, are followed first
             moved = self._ladder.follow(expanded)
             moved = moved or self._ladder.move(modules or [tap.module for tap in followed], reason, climb=climb)

@@ -178,13 +178,14 @@ def seed_all(model: nn.Module, seed: int) -> None:
 def buffers_put_back(model: nn.Module) -> Iterator[None]:
     """Buffers are afterwards what they were before."""
     named = [(module._buffers, key) for module in model.modules() for key in module._buffers]
-    before = [(owned, key, buffer, buffer.clone()) for owned, key in named if (buffer := owned[key]) is not None]
+    found = [(owned, key, b) for owned, key in named if (b := owned[key]) is not None and not b.is_inference()]
+    before = [(owned, key, buffer, buffer._version, buffer.clone()) for owned, key, buffer in found]
     try:
         yield
     finally:
-        for owned, key, buffer, value in before:
+        for owned, key, buffer, version, value in before:
             owned[key] = buffer
-            if not buffer.is_inference():
+            if buffer._version != version:
                 buffer.copy_(value)
 
 

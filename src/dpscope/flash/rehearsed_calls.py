@@ -106,7 +106,8 @@ class RehearsedCalls:
         # train() or eval() of every module: what a forward does with its samples may hang on any of them
         # and so may modes of torch functions that are active
         modes = tuple(map(type, _get_current_function_mode_stack()))
-        way = signature((call.args, call.kwargs)), tuple([module.training for module in self._modules]), modes
+        trained = tuple([module.training for module in self._modules])
+        way = signature((call.args, call.kwargs)), trained, modes, call.batch > 1  # one sample shows nothing of several
         failure = None
         if way not in self._rehearsed:
             self._begin_way()

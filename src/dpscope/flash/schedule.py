@@ -8,8 +8,6 @@ together less than 0.5% of the time of 1,000 steps. Instruments pause all of it 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 RANDOM_SHARE = 1 / 1000
 """Of passes that are looked at besides."""
@@ -22,7 +20,7 @@ class Schedule:
         self.passes = 0
         self.looks: list[int] = []  # passes at which the model was looked at again
         self._due = False
-        self._paused = 0
+        self._paused = False
         self._random = random.Random()
 
     def begin_pass(self) -> None:
@@ -32,7 +30,7 @@ class Schedule:
         self._due = power_of_two or (self.passes > 1 and self._random.random() < RANDOM_SHARE)
 
     def is_due(self, batch: int) -> bool:
-        """Return whether the pass that runs is to be looked at; one that falls into a pause is made up for later."""
+        """Return whether the pass that runs is to be looked at."""
         if not self._due or self._paused:
             return False
         self._due = False
@@ -44,11 +42,6 @@ class Schedule:
         self.looks.append(self.passes)
         return len(self.looks) % 3 == 2
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Inside, nothing is looked at again: for measurements."""
-        self._paused += 1
-        try:
-            yield
-        finally:
-            self._paused -= 1
+    def pause(self) -> None:
+        """Look at nothing again from now on: for measurements, which end before training does."""
+        self._paused = True

@@ -49,6 +49,7 @@ class TrainingSteps:
             progress("warm-up", done + 1, self._warmup)
         if self.compilation is not None:
             self.compilation.begin_measuring()
+        self.trainer.begin_measuring()
 
     def compile(self, progress: Progress = no_progress) -> None:
         """Take steps until torch.compile has nothing left to do, where the spec asks for it."""

@@ -124,6 +124,9 @@ class TrainerBase(ABC):
 
         yield from model_holdings(self.plain_model, self.optimizer)
 
+    def begin_measuring(self) -> None:
+        """Leave out of the steps from now on what not every step does."""
+
     def notes(self) -> list[Note]:
         """What a reader of this row's figures should know about how the method trains this model."""
         return []

@@ -74,6 +74,9 @@ class DPFlashClippingTrainer(StandardTrainer):
             if norms is not None:
                 yield NORM_SAMPLES, "", norms
 
+    def begin_measuring(self) -> None:
+        self.engine.rehearsals.schedule.pause()
+
     def notes(self) -> list[Note]:
         return [*note_on_opaque(self.engine.opaque_units(), self.settings.batch_size), *self._note_on_blocks()]
 

@@ -12,13 +12,16 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.func import vjp, vmap
 from torch.utils import _pytree as pytree
 
 from dpscope.flash.contributions import Lookup, sample_products, wide
 from dpscope.flash.kernels.sample_sums import bias_sums, layer_norm_sums
+from dpscope.flash.layers.conv import Patches, add_patches, setting_of
 from dpscope.flash.layers.linear import as_sequences, keep_or_defer
+from dpscope.flash.paths import KEEP, Decision
 from dpscope.flash.slots import Slot
 from dpscope.flash.taps import TapOfSamples
 
@@ -234,6 +237,33 @@ def _of_layer_norm(use: Use, g: Tensor, args: Any, kwargs: Any) -> Gradients | N
     return [(operand, values) for operand, values in pairs if isinstance(operand, Operand)]
 
 
+def _of_conv(use: Use, g: Tensor, args: Any, kwargs: Any) -> Gradients | None:
+    names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+    named = {**dict(zip(names, args, strict=False)), **kwargs}
+    x, weight, bias = named["input"], named["weight"], named.get("bias")
+    n = g.dim() - 2
+    if not isinstance(x, Tensor) or x.dim() != n + 2 or x.shape[0] != g.shape[0]:
+        return None
+    found: Gradients = []
+    if isinstance(bias, Operand):
+        found.append((bias, g.sum(tuple(range(2, g.dim())), dtype=wide(g.dtype))))
+    if isinstance(weight, Operand):
+        plain = weight.plain
+        steps = [named.get(name, 1) for name in ("stride", "dilation")]
+        stride, dilation = ((step,) * n if isinstance(step, int) else tuple(step) for step in steps)
+        padding = named.get("padding", 0)
+        padding = (padding,) * n if isinstance(padding, int) else padding
+        setting = setting_of((tuple(plain.shape[2:]), stride, padding, dilation, named.get("groups", 1), "zeros"))
+        x = (x if setting.pad is None else F.pad(x, setting.pad)).to(g.dtype)
+        slot = use.slot(plain)
+        if slot is not None:
+            add_patches(use.tap, slot, x, g, setting.geometry)
+        else:
+            decision = Decision(KEEP, "per-sample gradients of a derived weight")
+            found.append((weight, Patches(x, g, setting.geometry, tuple(plain.shape), decision).materialise()))
+    return found
+
+
 Rule = Callable[[Use, Tensor, Any, Any], Gradients | None]
 RULES: dict[str, tuple[Rule, bool]] = {
     "add": (_of_add, False),
@@ -247,6 +277,9 @@ RULES: dict[str, tuple[Rule, bool]] = {
     "embedding": (_of_embedding, True),
     "getitem": (_of_index, True),
     "layer_norm": (_of_layer_norm, True),
+    "conv1d": (_of_conv, True),
+    "conv2d": (_of_conv, True),
+    "conv3d": (_of_conv, True),
 }
 
 

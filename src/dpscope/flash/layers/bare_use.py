@@ -218,12 +218,12 @@ def learn(
             return f"{called} gives complex numbers"
         counts = {answer.shape[0] if answer.dim() else 0 for answer in answers}
         count = counts.pop()
-        if counts or not batch or not count or count % batch:
+        if counts or (count % batch if batch else count) or (batch and not count):
             return Constant(tap, called)
         rows = [False] * len(operands) if count < 2 else _find_rows(func, operands, spec, count)
         if rows is None:  # as many rows by chance, perhaps: a rehearsal finds out whether samples have a part in it
             return Constant(tap, called)
-        return rows if isinstance(rows, str) else BareUse(tap, func, rows, count // batch)
+        return rows if isinstance(rows, str) else BareUse(tap, func, rows, count // batch if batch else 1)
 
 
 def _detached(operand: Any) -> Any:

@@ -134,7 +134,8 @@ def _options(conv: Any) -> tuple[Any, ...]:
     return conv.kernel_size, conv.stride, conv.padding, conv.dilation, conv.groups, conv.padding_mode
 
 
-def _setting(options: tuple[Any, ...]) -> Setting:
+def setting_of(options: tuple[Any, ...]) -> Setting:
+    """Options in the order of `_options`: kernel, stride, padding, dilation, groups and the mode of padding."""
     kernel, stride, padding, dilation, groups, mode = options
     before = _same_padding(kernel, dilation) if padding == "same" else [(0, 0)] * len(kernel)
     if not isinstance(padding, str):
@@ -156,14 +157,14 @@ class ConvTap(LayerTap):
         super().__init__(engine, name, module)
         self.convolve = next(f for cls, f in _CONVOLUTIONS.items() if isinstance(module, cls))
         self._options = _options(module)
-        self._setting = self._first_setting = _setting(self._options)
+        self._setting = self._first_setting = setting_of(self._options)
         self.min_dim = len(self._options[0]) + 2
 
     def setting(self) -> Setting:
         """Read the options, which a model may change between calls."""
         options = _options(self.module)
         if options != self._options:
-            self._options, self._setting = options, _setting(options)
+            self._options, self._setting = options, setting_of(options)
         return self._setting
 
     def call_original(self, x: Tensor) -> Any:

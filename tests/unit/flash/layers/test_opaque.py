@@ -87,9 +87,13 @@ class DataDependent(nn.Module):
 
 
 def whole(module: nn.Module) -> nn.Module:
-    """Run sample by sample as one: a hook before forward might use the parameters, so they are not followed."""
-    for each in module.modules():
-        each.register_forward_pre_hook(lambda module, args: None)
+    """Run sample by sample as one: a hook before forward does with a parameter what cannot be followed."""
+
+    def touch(module, args):
+        for parameter in module.parameters():
+            parameter.requires_grad_()
+
+    module.register_forward_pre_hook(touch)
     return module
 
 
