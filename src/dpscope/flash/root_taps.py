@@ -10,6 +10,7 @@ import torch
 
 from dpscope.errors import UserError
 from dpscope.flash.compiled.frames import run_outside
+from dpscope.flash.stand_in import NotFollowed
 from dpscope.flash.taps import EngineTap
 
 
@@ -67,6 +68,10 @@ class RootTap(EngineTap):
             if isinstance(refusal, self.engine.refusal):
                 raise
             raise self.engine.refusal(str(refusal)) from refusal
+        except NotFollowed as end:
+            if self.engine.forwards.can_begin_again:
+                raise
+            raise self.engine.refusal(str(end)) from None
 
 
 class ZeroGradTap(EngineTap):

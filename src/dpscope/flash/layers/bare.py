@@ -30,9 +30,7 @@ from dpscope.flash.autograd_graph import leaves_behind
 from dpscope.flash.compiled.traced import break_graph
 from dpscope.flash.layers.bare_gradients import flatten, key_of, rebuild
 from dpscope.flash.layers.bare_node import apply_used, operands_of
-from dpscope.flash.layers.bare_use import BareUse, Constant, Unrelated, learn, name_of, slot_of
-from dpscope.flash.layers.sample_call import SampleCall, WrittenArguments
-from dpscope.flash.layers.unit_check import CheckedTap
+from dpscope.flash.layers.bare_use import BareUse, Constant, Expanded, Unrelated, learn, name_of, slot_of
 from dpscope.flash.saved_tensor_hooks import current_hooks
 from dpscope.flash.stand_in import NotFollowed, StandIn
 from dpscope.flash.taps import Engine, TapOfSamples, refuse_replaced
@@ -132,8 +130,7 @@ class BareTap(TapOfSamples):
     def __init__(self, engine: Engine, name: str, module: nn.Module) -> None:
         super().__init__(engine, name, module)
         self.places = [(owner._parameters, key, p) for owner, key, p in own_parameters(module)]
-        self.roles: dict[Any, BareUse | Constant | Unrelated] = {}
-        self._checked = CheckedTap(engine, name, module)
+        self.roles: dict[Any, BareUse | Constant | Expanded | Unrelated] = {}
         self.constants: set[Any] = set()  # operators that were found to meet nothing of the samples
         self.hooks: Any = None  # on saved tensors, where the module's forward began
         self._early: _Places | None = None  # stand-ins that a hook has put in place, before forward
@@ -146,9 +143,7 @@ class BareTap(TapOfSamples):
             return self.original(*args, **kwargs)
         if not any(parameter.requires_grad for _, _, parameter in self.places):
             return self.original(*args, **kwargs)
-        batch = self.engine.forwards.batch_for(self, args, kwargs)
-        if self.rehearsal is None and batch and not self.engine.forwards.runs_again():
-            self._check(args, kwargs)
+        self.engine.forwards.batch_for(self, args, kwargs)
         for owned, key, parameter in self.places:
             if owned.get(key) is not parameter and not isinstance(owned.get(key), Bare):
                 refuse_replaced(self, key)
@@ -160,16 +155,6 @@ class BareTap(TapOfSamples):
         finally:
             self.hooks = outer
             self._take_off(before)
-
-    def _check(self, args: Any, kwargs: Any) -> None:
-        """Check that the module, its layers included, treats samples apart, where it is given samples at all."""
-        given = pytree.tree_map(lambda leaf: leaf.plain.detach() if type(leaf) is Bare else leaf, (args, kwargs))
-        try:
-            sample_call = SampleCall(self._checked, *given)
-            if sample_call.mapped and not sample_call.is_shared():
-                self._checked.check(sample_call)
-        except (NotFollowed, WrittenArguments):
-            return  # its rows are not the samples, or it writes into what it is given: rehearsals judge that
 
     def _put_stand_ins(self) -> _Places:
         before = [(owned, key, owned[key]) for owned, key, p in self.places if p.requires_grad]
@@ -190,7 +175,7 @@ class BareTap(TapOfSamples):
 
     def early_hooks(self) -> list[RemovableHandle]:
         """Put stand-ins in place before the module's own hooks run, where it has some that may derive weights."""
-        if not self.module._forward_pre_hooks:
+        if not self.module._forward_pre_hooks or self.module is self.engine.model:  # the root's run before it is called
             return []
         self._handles = [
             self.module.register_forward_pre_hook(self._begin_early, prepend=True),
@@ -199,8 +184,10 @@ class BareTap(TapOfSamples):
         return self._handles
 
     def remove_early_hooks(self) -> None:
+        """Remove the hooks, and stand-ins of a call that ended before forward was reached."""
         for handle in self._handles:
             handle.remove()
+        self._end_early(self.module, (), None)
 
     def _begin_early(self, module: nn.Module, args: Any) -> None:
         if (torch.is_grad_enabled() or self.rehearsal is not None) and not self.engine.forwards.untapped:
@@ -256,6 +243,9 @@ class BareTap(TapOfSamples):
             return _call(func, leaves, spec)
         if isinstance(role, Constant):
             return self._constant(role, func, leaves, spec)
+        if isinstance(role, Expanded):
+            args, kwargs = rebuild([leaf.samples() if type(leaf) is Bare else leaf for leaf in leaves], spec)
+            return func(*args, **kwargs)
         return self.apply(role, func, leaves, spec)
 
     def batch(self) -> int:
@@ -266,7 +256,7 @@ class BareTap(TapOfSamples):
             )
         return size
 
-    def _role(self, func: Any, leaves: list[Any], spec: Any, batch: int) -> BareUse | Constant | Unrelated:
+    def _role(self, func: Any, leaves: list[Any], spec: Any, batch: int) -> BareUse | Constant | Expanded | Unrelated:
         key = func, key_of(spec), tuple(self._signature(leaf) for leaf in leaves)
         role = self.roles.get(key)
         if role is None and key in self.constants:
@@ -342,6 +332,9 @@ class BareTap(TapOfSamples):
         run = self.rehearsal
         assert run is not None
         role.look([leaf for leaf in leaves if type(leaf) is not Bare])
+        for leaf, row in zip(leaves, role.rows, strict=True):
+            if row and type(leaf) is not Bare:  # what a parameter that is zero, say a gate, keeps from sight
+                run.see(role.operand, role.block(leaf), (0,))
         blocks = [role.block(y) for y in ys]
         for block in blocks:
             run.see(role, block, (0,))

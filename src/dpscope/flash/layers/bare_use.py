@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from itertools import product
 from typing import Any
 
@@ -16,11 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from dpscope.flash.autocast import no_autocast
 from dpscope.flash.autograd_graph import leaves_behind
 from dpscope.flash.contributions import Kept
 from dpscope.flash.layers.bare_gradients import RULES, Gradients, Operand, Rule, gradients_by_row, rebuild
 from dpscope.flash.parameter_hooks import OWN_GRADIENTS
-from dpscope.flash.rehearsal_run import fingerprints
+from dpscope.flash.rehearsal_run import OutputOf, fingerprints
 from dpscope.flash.slots import Slot
 from dpscope.flash.stand_in import StandIn
 from dpscope.flash.taps import TapOfSamples
@@ -55,6 +57,13 @@ class Constant(_Seen):
     """An operator none of whose operands depends on the samples."""
 
 
+class Expanded:
+    """An operator that is given a row of the parameter for each sample: one that draws random numbers, or attention.
+
+    Its own derivative then gives each row its gradient, with the random numbers that it drew.
+    """
+
+
 class Unrelated:
     """An operator through which no gradient reaches the parameter: a comparison, `x.type_as(p)`."""
 
@@ -66,6 +75,7 @@ class BareUse(_Seen):
         called = name_of(func)
         super().__init__(tap, called)
         self.func, self.rows, self.each = func, rows, each
+        self.operand = OutputOf(self)  # under which rehearsals see what the parameter meets
         self.rule: Rule | None
         self.rule, self.saves = RULES.get(called, (None, True))
         if (called in ("add", "sub") and len(rows) != 2) or (each > 1 and called not in _IN_BLOCKS):  # alpha=...
@@ -204,7 +214,7 @@ def _row_count(leaf: Any) -> int:
 
 def learn(
     tap: TapOfSamples, func: Any, operands: list[Any], spec: Any, batch: int
-) -> BareUse | Constant | Unrelated | str:
+) -> BareUse | Constant | Expanded | Unrelated | str:
     """What the operator is to the parameter; a reason, if it cannot be followed."""
     devices = [leaf.device for leaf in operands if isinstance(leaf, Tensor) and leaf.is_cuda]
     with torch.random.fork_rng(list(set(devices))):
@@ -216,6 +226,11 @@ def learn(
         called = name_of(func)
         if any(answer.is_complex() for answer in answers):
             return f"{called} gives complex numbers"
+        bares = [operand.plain for operand in operands if isinstance(operand, Operand)]
+        if batch > 1 and all(plain.dim() and plain.shape[0] == 1 for plain in bares):
+            meets_rows = any(isinstance(x, Tensor) and x.dim() and x.shape[0] == batch for x in operands)
+            if meets_rows and (called in _ATTENTION or _is_random(func, values, spec, answers)):
+                return Expanded()
         counts = {answer.shape[0] if answer.dim() else 0 for answer in answers}
         count = counts.pop()
         if counts or (count % batch if batch else count) or (batch and not count):
@@ -224,6 +239,15 @@ def learn(
         if rows is None:  # as many rows by chance, perhaps: a rehearsal finds out whether samples have a part in it
             return Constant(tap, called)
         return rows if isinstance(rows, str) else BareUse(tap, func, rows, count // batch if batch else 1)
+
+
+_ATTENTION = frozenset(("scaled_dot_product_attention",))
+
+
+def _is_random(func: Any, values: list[Any], spec: Any, answers: list[Tensor]) -> bool:
+    with torch.no_grad():
+        again = _answers(func, values, spec)
+    return any(not torch.equal(a.detach().nan_to_num(), b.nan_to_num()) for a, b in zip(answers, again, strict=True))
 
 
 def _detached(operand: Any) -> Any:
@@ -242,9 +266,11 @@ def _find_rows(func: Any, operands: list[Any], spec: Any, batch: int) -> list[bo
     if sum(len(choice) > 1 for choice in choices) > _MOST_OPEN:
         return f"{called} is given too many tensors"
     fitting: list[tuple[bool, ...]] = []
+    device = next((x.device.type for x in operands if isinstance(x, Tensor)), "cpu")
     for wide in (True, False):
         try:
-            fitting = list(_fitting(func, operands, spec, batch, choices, wide))
+            with no_autocast(device) if wide else nullcontext():  # rounded answers hide whose row it is
+                fitting = list(_fitting(func, operands, spec, batch, choices, wide))
         except Exception:  # the operator has no float64, or not for these operands
             continue
         if fitting:
