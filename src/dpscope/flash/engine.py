@@ -185,7 +185,11 @@ class FlashEngine:
 
     def slot(self, parameter: Tensor | None) -> Slot:
         assert isinstance(parameter, nn.Parameter)
-        return self._slots[parameter]
+        slot = self._slots.get(parameter)
+        if slot is None:
+            name = next((name for name, each in self.model.named_parameters() if each is parameter), "a parameter")
+            raise UserError(f"{name} was replaced after the engine was attached; detach the engine and attach a new one")
+        return slot
 
     def add(self, slot: Slot, contribution: Contribution) -> None:
         if self.blocks is not None and self.blocks.add(slot, contribution):

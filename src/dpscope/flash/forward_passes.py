@@ -19,6 +19,7 @@ from dpscope.flash.autograd_graph import in_backward
 from dpscope.flash.compiled.captures import refuse_capture
 from dpscope.flash.distributed import refuse_ddp_forward
 from dpscope.flash.memory_budget import MemoryBudget
+from dpscope.flash.module_state import uncached_parametrizations
 from dpscope.flash.padding.rows import Rows, has_marks, mark_batch, rows_in, without_marks
 from dpscope.flash.ranks.empty_shares import make_up_sample, without_rows
 from dpscope.flash.ranks.layout import compiled_over_ranks
@@ -93,6 +94,7 @@ class ForwardPasses:
         self._rehearsals = rehearsals
         self._ranks = ranks
         self.changed_layers: Callable[[], list[nn.Module]] = list  # of the attachment
+        self._first_misfit = ""  # why a module could not be tapped as it was, where another way is being tried
         self.untapped = False  # taps are taken off for the moment
         self.in_trial = False
         self.is_made_up = False  # the micro-batch: this rank has no sample in it
@@ -195,15 +197,21 @@ class ForwardPasses:
         if not outermost or again:
             return self._run(call, outermost, again)
         try:
-            return self._run(call, outermost, again)
+            with uncached_parametrizations():
+                output = self._run(call, outermost, again)
+            self._first_misfit = ""
+            return output
         except UserError as refusal:
             followed = self._rehearsals.followed
             if not followed or not self._retap((), str(refusal).partition(". ")[0]):
+                self._first_misfit = ""
                 raise
         except NotFollowed as end:
+            self._first_misfit = self._first_misfit or str(end)  # the nearest to what the user wrote
             reason = str(end).partition(". ")[0]
             if not self._retap(end.modules, reason, climb=end.climb, strays=end.strays):
-                raise UserError(str(end)) from None
+                first, self._first_misfit = self._first_misfit, ""
+                raise UserError(first) from None
         given = call.args, call.kwargs
         args, kwargs = given if self._rows is None else mark_batch(given, self._rows)
         return self.model.forward(*args, **kwargs)  # by the taps that are there now

@@ -12,17 +12,30 @@ import copy
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from dpscope.errors import UserError
 
 _INTERNAL = frozenset(vars(nn.Module())) | {"forward", "_is_full_backward_hook"}
 _IMMUTABLE = frozenset({bool, int, float, str, type(None)})
 _DEPTH = 4  # levels of nested containers that are searched
+
+
+@contextmanager
+def uncached_parametrizations() -> Iterator[None]:
+    """Inside parametrize.cached() a weight made of one pass, or of one sample's copy, would be handed to others."""
+    enabled, cache = parametrize._cache_enabled, parametrize._cache
+    parametrize._cache_enabled, parametrize._cache = 0, {}
+    try:
+        yield
+    finally:
+        parametrize._cache_enabled, parametrize._cache = enabled, cache
 
 
 class ModuleState:

@@ -78,6 +78,7 @@ class Rehearsal:
 
     rehearsing  a context in which taps tell a run what they are given
     in_any_dim  whether an argument may have its samples in another dimension than the first
+    only_first  whether the first argument alone has a row for each sample: others have as many by chance
     """
 
     def __init__(
@@ -87,8 +88,10 @@ class Rehearsal:
         rehearsing: Callable[[Run], AbstractContextManager[None]],
         *,
         in_any_dim: bool,
+        only_first: bool = False,
     ) -> None:
         self.model = model
+        self.only_first = only_first
         self.rehearsing = rehearsing
         self.in_any_dim = in_any_dim
         self.forward, self.batch = call.forward, call.batch
@@ -101,8 +104,9 @@ class Rehearsal:
 
     def rows(self) -> list[int]:
         """Some of the samples, two at least: a quarter, or all where an argument relates samples to one another."""
-        leaves = [leaf for leaf in leaves_in(self.call) if isinstance(leaf, Tensor) and id(leaf) in self.sampled_leaves()]
-        if any(self.batch in leaf.shape[1:] for leaf in leaves):
+        sampled = self.sampled_leaves()
+        leaves = [leaf for leaf in leaves_in(self.call) if isinstance(leaf, Tensor) and id(leaf) in sampled]
+        if not sampled or any(self.batch in leaf.shape[1:] for leaf in leaves):
             return list(range(self.batch))
         count = min(self.batch, max(2, self.batch // MOST_SHARE))
         return sorted(_RANDOM.sample(range(self.batch), count))
@@ -112,7 +116,7 @@ class Rehearsal:
         if not found and self.in_any_dim:
             tensors = [leaf for leaf in leaves_in(self.call) if isinstance(leaf, Tensor) and self.batch in leaf.shape]
             found = {id(leaf): leaf.shape.index(self.batch) for leaf in tensors}
-        return found
+        return dict([*found.items()][:1]) if self.only_first else found
 
     # -- running -----------------------------------------------------------------------------------------------------
 
@@ -259,7 +263,9 @@ class Rehearsal:
         for hypothesis in (sampled, dict([*sampled.items()][:1])):
             self.sampled, self._content = hypothesis, None
             try:
-                return self._judge()
+                self._judge()
+                self.only_first = hypothesis is not sampled
+                return
             except (UserError, NotFollowed) as error:
                 refusals.append(error)
                 if len(sampled) < 2:

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import _get_current_function_mode_stack
 
 from dpscope.errors import UserError
-from dpscope.flash.arguments import KEEP_BATCH_FIRST, signature, tensors_in
+from dpscope.flash.arguments import KEEP_BATCH_FIRST, leaves_in, signature, tensors_in
 from dpscope.flash.autograd_graph import leaves_behind
 from dpscope.flash.module_state import BufferWatch
 from dpscope.flash.ranks.ranks import Ranks
@@ -76,6 +77,7 @@ class RehearsedCalls:
         self._rehearsed: dict[object, None] = {}  # ways in which the root was called, in order
         self._searched: set[object] = set()  # ways in which no parameter is reached past its taps
         self._warned_of_ways = False
+        self.only_first = False  # whether the first argument alone was found to hold the samples
 
     @contextmanager
     def rehearsing(self, run: Run) -> Iterator[None]:
@@ -109,6 +111,8 @@ class RehearsedCalls:
         trained = tuple([module.training for module in self._modules])
         way = signature((call.args, call.kwargs)), trained, modes, call.batch > 1  # one sample shows nothing of several
         failure = None
+        if self._is_dry(call):
+            return BegunPass(call, way, self.buffers.look(), None)
         if way not in self._rehearsed:
             self._begin_way()
             if call.batch:
@@ -117,6 +121,11 @@ class RehearsedCalls:
         elif self.schedule.is_due(call.batch):
             failure = self._look_again(call)
         return BegunPass(call, way, self.buffers.look(), failure)
+
+    @staticmethod
+    def _is_dry(call: RootCall) -> bool:
+        """Return whether the call is a dry run on fake tensors, which have no values to look at."""
+        return any(isinstance(leaf, FakeTensor) for leaf in leaves_in((call.args, call.kwargs)))
 
     def end(self, begun: BegunPass, unknown: list[UnknownCall], output: Any) -> None:
         """Refuse what the pass did wrong: buffers made of samples, rows that are no samples, parameters past taps."""
@@ -129,7 +138,7 @@ class RehearsedCalls:
                 "mix. A forward must give the same when it is called again with the same arguments"
             ) from begun.failure
         self.settle(unknown, begun.call)
-        if begun.way not in self._searched:
+        if begun.way not in self._searched and (self.followed or begun.call.compiled is None):
             self._search_past_taps(output)
             if len(self._searched) >= MOST_WAYS:
                 self._searched.clear()
@@ -165,11 +174,13 @@ class RehearsedCalls:
 
     def _rehearse(self, call: RootCall) -> Exception | None:
         """Rehearse the call; the error that kept it from being run, if there was one."""
+        self.only_first = False
         try:
             rehearsal = self._rehearsal(call)
             if call.batch > 1:
                 rehearsal.judge()
                 rehearsal.draw_again()
+                self.only_first = rehearsal.only_first
             rehearsal.find_carried_state()
             self._self_test(call)
         except (UserError, torch.OutOfMemoryError):
@@ -206,7 +217,8 @@ class RehearsedCalls:
             test.run()
 
     def _rehearsal(self, call: RootCall) -> Rehearsal:
-        return Rehearsal(call, self._model, self.rehearsing, in_any_dim=self._in_any_dim)
+        options = {"in_any_dim": self._in_any_dim, "only_first": self.only_first}
+        return Rehearsal(call, self._model, self.rehearsing, **options)
 
     def _judge_buffers(self, paths: list[str], call: RootCall) -> None:
         """Refuse buffers that forward changes differently when a sample is replaced."""

