@@ -17,8 +17,8 @@ from dpscope.flash.distributed import ReplicaTap
 from dpscope.flash.instance_method import InstanceMethod, instance_method
 from dpscope.flash.layers.bare import BareTap
 from dpscope.flash.layers.ladder import Ladder
-from dpscope.flash.layers.torchs_own import class_is_own, instance_is_own
 from dpscope.flash.layers.opaque import OpaqueTap
+from dpscope.flash.layers.torchs_own import class_is_own, instance_is_own
 from dpscope.flash.module_state import BufferWatch
 from dpscope.flash.parameter_hooks import OWN_GRADIENTS, refuse_hooks
 from dpscope.flash.ranks.layout import refuse_compiled, refuse_shards_inside
@@ -142,7 +142,9 @@ class Attachment:
             cls = layers.own_class_of(unit.module) if unit.layer else None
             if cls is not None:
                 names = unit.make.names  # type: ignore[attr-defined]
-                self._layers.append(_KnownLayer(unit.module, (type(unit.module), cls, names), len(unit.module.__dict__)))
+                self._layers.append(
+                    _KnownLayer(unit.module, (type(unit.module), cls, names), len(unit.module.__dict__))
+                )
         self._classes = {layer.key for layer in self._layers}
 
     def _install(self, tap: InstanceMethod) -> None:

@@ -188,7 +188,9 @@ class FlashEngine:
         slot = self._slots.get(parameter)
         if slot is None:
             name = next((name for name, each in self.model.named_parameters() if each is parameter), "a parameter")
-            raise UserError(f"{name} was replaced after the engine was attached; detach the engine and attach a new one")
+            raise UserError(
+                f"{name} was replaced after the engine was attached; detach the engine and attach a new one"
+            )
         return slot
 
     def add(self, slot: Slot, contribution: Contribution) -> None:

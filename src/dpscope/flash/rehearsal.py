@@ -517,8 +517,8 @@ class Rehearsal:
     def _refuse_shared(self, taps: list[Sampled]) -> None:
         raise NotFollowed(
             _modules_of(taps),
-            f"{taps[0].name} was given a tensor with one row for all {self.batch} samples, and its output is not simply "
-            "broadcast over them. Give it a row for each sample (x.expand(batch_size, ...))",
+            f"{taps[0].name} was given a tensor with one row for all {self.batch} samples, and its output is not "
+            "simply broadcast over them. Give it a row for each sample (x.expand(batch_size, ...))",
         )
 
 

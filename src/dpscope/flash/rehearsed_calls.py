@@ -23,7 +23,7 @@ from dpscope.flash.module_state import BufferWatch
 from dpscope.flash.ranks.ranks import Ranks
 from dpscope.flash.rehearsal import Rehearsal, RootCall
 from dpscope.flash.rehearsal_run import ParametersUsed, Run, Sampled
-from dpscope.flash.schedule import Schedule
+from dpscope.flash.schedule import LookSchedule
 from dpscope.flash.self_test import SelfTest, TestedEngine
 from dpscope.flash.stand_in import NotFollowed
 from dpscope.flash.step_state import StepState
@@ -67,7 +67,7 @@ class RehearsedCalls:
         self.followed: list[nn.Module] = []  # modules whose own parameters are followed (layers/bare.py)
         self.expanded: set[nn.Module] = set()  # layers that were given a row of parameters, expanded to all samples
         model = engine.model
-        self.schedule = Schedule()
+        self.schedule = LookSchedule()
         self.buffers = BufferWatch(model, ())
         self.held_by_graphs: set[nn.Parameter] = set()  # parameters of tapped layers that ran in compiled graphs
         self._engine, self._model, self._state, self._ranks = engine, model, state, ranks
@@ -107,7 +107,7 @@ class RehearsedCalls:
         """Rehearse the call, if it is the first of its way."""
         # train() or eval() of every module: what a forward does with its samples may hang on any of them
         # and so may modes of torch functions that are active
-        modes = tuple(map(type, _get_current_function_mode_stack()))
+        modes = tuple(map(type, _get_current_function_mode_stack()))  # type: ignore[no-untyped-call]
         trained = tuple([module.training for module in self._modules])
         way = signature((call.args, call.kwargs)), trained, modes, call.batch > 1  # one sample shows nothing of several
         failure = None

@@ -1,8 +1,8 @@
 """When the model is looked at again: samples may begin to mix, and layers to change, after the first batch.
 
 The first time the model is called in some way everything is checked. After that its rows are looked at again at passes
-2, 4, 8, 16, … and now and then at random, and every third time the self-test is made as well, on an eighth of the batch:
-together less than 0.5% of the time of 1,000 steps. Instruments pause all of it while they measure.
+2, 4, 8, 16, … and now and then at random, and every third time the self-test is made as well, on a quarter of the
+batch. Instruments pause all of it while they measure.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ SMALL_BATCH = 8
 """Below, a look costs more than half a step: every second one is left out."""
 
 
-class Schedule:
+class LookSchedule:
     def __init__(self) -> None:
         self.passes = 0
         self.looks: list[int] = []  # passes at which the model was looked at again

@@ -4,8 +4,8 @@ The model runs twice from the same random state, once with all taps taken off an
 cotangents u of the output, and random weights w_b of the samples:
 
     outputs   the tapped model's are the untouched model's
-    sums      Σ_b w_b v_b, which the engine makes of what its backward pass left for the cotangent u, is the gradient that
-              ordinary autograd gives for the cotangent with row b multiplied by w_b; for every trained parameter
+    sums      Σ_b w_b v_b, which the engine makes of what its backward pass left for the cotangent u, is the gradient
+              that ordinary autograd gives for the cotangent with row b multiplied by w_b; for every trained parameter
 
 Rows of the output belong to samples (rehearsal.py), so that both sides are the same function of w. They agree for
 random w only where every v_b is right: a layer that is not what its class says, whose options change, whose hooks do
@@ -15,6 +15,7 @@ way (layers/ladder.py), and the test is made again.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -136,14 +137,18 @@ class SelfTest:
             found = _gradients(total, parameters)
         return [output.detach() for output in outputs], list(found)
 
-    def _tapped(self, expected: Iterable[Tensor]) -> tuple[list[Tensor], dict[nn.Parameter, Tensor], list[nn.Parameter]]:
+    def _tapped(
+        self, expected: Iterable[Tensor]
+    ) -> tuple[list[Tensor], dict[nn.Parameter, Tensor], list[nn.Parameter]]:
         """Outputs, the engine's weighted sums, and the parameters in the order in which backward met them."""
         outputs = self._forward(self.call.forward)
         if [output.shape for output in outputs] != [each.shape for each in expected]:
             raise NotFollowed([self.model], "with taps the model gives outputs of other shapes than without")
         past = {leaf for leaf in leaves_behind(outputs) if isinstance(leaf, nn.Parameter)}
         if past:
-            owners = [self.model.get_submodule(n.rpartition(".")[0]) for n, p in self.engine.trained().items() if p in past]
+            owners = [
+                self.model.get_submodule(n.rpartition(".")[0]) for n, p in self.engine.trained().items() if p in past
+            ]
             raise NotFollowed(owners, "a parameter is used outside of the module that owns it", strays=past)
         total = sum((output * u.to(output)).sum() for output, u in zip(outputs, self.cotangents, strict=True))
         assert isinstance(total, Tensor)
@@ -229,7 +234,7 @@ class SelfTest:
             mine = torch.zeros_like(truth) if mine is None else mine
             error = float((mine.double() - truth.double()).norm())
             size = float(truth.double().norm())
-            if error == error and error > share * size + floor * whole:  # NaN on both sides is not a difference
+            if not math.isnan(error) and error > share * size + floor * whole:  # NaN on both sides is not a difference
                 bad[parameter] = error / max(size, 1e-30)
         return bad
 

@@ -219,7 +219,7 @@ class LayerTap(TapOfSamples):
         owned = {key for key, parameter in module._parameters.items() if parameter is not None}
         return bool(owned) and owned <= set(cls.names) and all(key in module._parameters for key in cls.names)
 
-    def __call__(self, *args: Tensor, **kwargs: Tensor) -> Any:
+    def __call__(self, *args: Tensor, **kwargs: Tensor) -> Any:  # noqa: PLR0911
         if not isinstance(self, LayerTap):  # in a copy of the module: the method that this one stands in for
             return self(*args, **kwargs)
         if is_compiling():
@@ -316,7 +316,7 @@ class LayerTap(TapOfSamples):
         """Return x as (B, k, ...) where it has k·B rows: k of each sample, one block after the other."""
         if not batch or x.dim() < self.min_dim or x.shape[0] <= batch or x.shape[0] % batch:
             return None
-        return x.unflatten(0, (batch, -1))
+        return x.reshape(batch, -1, *x.shape[1:])
 
     def prepare(self, x: Tensor) -> Tensor:
         """What x becomes before it is the input of the autograd node: autograd knows of that itself."""

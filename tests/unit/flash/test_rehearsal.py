@@ -250,7 +250,9 @@ class SampleBySample(nn.Module):
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 4, 5, 7])
 def test_a_list_of_samples_is_not_taken_for_rows_of_the_first_one(batch):
-    assert_refused(SampleBySample(), [torch.randn(T, D) for _ in range(batch)], "list of samples|rows are not|samples mix")
+    assert_refused(
+        SampleBySample(), [torch.randn(T, D) for _ in range(batch)], "list of samples|rows are not|samples mix"
+    )
 
 
 class PicksPositions(nn.Module):

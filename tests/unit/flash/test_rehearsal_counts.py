@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from dpscope.errors import UserError
 from dpscope.flash import FlashEngine
 from tests.unit.flash.agreement import assert_agrees, private_step, reference
-from tests.unit.flash.rehearsed_models import B, D, T, assert_refused
+from tests.unit.flash.rehearsed_models import B, D, T
 
 
 class PerToken(nn.Module):

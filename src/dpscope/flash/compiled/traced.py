@@ -150,7 +150,7 @@ def call_traced(tap: TracedTap, x: Tensor, live: tuple[bool, ...]) -> Any:
         return break_graph(tap, (x,), {})
     like, stand_ins, last = tap.handed[index]
     if like.dim() == x.dim() + 1 and like.shape[0] * like.shape[1] == x.shape[0]:  # a block of rows for each sample
-        return call_traced(tap, x.unflatten(0, like.shape[:2]), live).flatten(0, 1)
+        return call_traced(tap, x.reshape(like.shape[0], like.shape[1], *x.shape[1:]), live).flatten(0, 1)
     given, x = x, tap.prepare(x)
     if x.shape != like.shape or x.dtype != like.dtype:
         return break_graph(tap, (given,), {})

@@ -87,12 +87,13 @@ def family_of(module: nn.Module) -> type[LayerTap] | None:
 
     A subclass or instance that changes anything of what that forward does belongs to none.
     """
-    if "forward" in vars(module) and instance_method(module) is None or parametrize.is_parametrized(module):
+    if ("forward" in vars(module) and instance_method(module) is None) or parametrize.is_parametrized(module):
         return None
     for cls, handler in _FAMILIES.items():
-        if isinstance(module, cls) and handler.accepts(module):
-            if class_is_own(type(module), cls, handler.names) and instance_is_own(module, cls, handler.names):
-                return handler
+        if not isinstance(module, cls) or not handler.accepts(module):
+            continue
+        if class_is_own(type(module), cls, handler.names) and instance_is_own(module, cls, handler.names):
+            return handler
     cls = type(module)
     if cls.__module__.partition(".")[0] == "transformers":
         by_name = _TRANSFORMERS_FAMILIES.get(cls.__name__)

@@ -289,8 +289,9 @@ class BareTap(TapOfSamples):
         """Other operands are constants, a rehearsal has found: nothing of the samples is in them."""
         others = [leaf for leaf in leaves if isinstance(leaf, Tensor) and type(leaf) is not Bare]
         behind = [leaf for leaf in leaves_behind(others) if leaf.requires_grad]
-        if behind and all(isinstance(leaf, nn.Parameter) for leaf in behind):
-            raise NotFollowed((), "a parameter is used outside of the module that owns it", strays=behind)
+        strays = [leaf for leaf in behind if isinstance(leaf, nn.Parameter)]
+        if strays and len(strays) == len(behind):
+            raise NotFollowed((), "a parameter is used outside of the module that owns it", strays=strays)
         if any(other.requires_grad for other in others):
             raise self.cannot_follow("a parameter meets the answer of a layer, and no samples")
         run = self.rehearsal

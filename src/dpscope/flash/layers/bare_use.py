@@ -132,7 +132,7 @@ class BareUse(_Seen):
 
     def block(self, tensor: Tensor) -> Tensor:
         """(B·k, ...) -> (B, k, ...), where a sample has k rows."""
-        return tensor if self.each == 1 else tensor.unflatten(0, (-1, self.each))
+        return tensor if self.each == 1 else tensor.reshape(-1, self.each, *tensor.shape[1:])
 
     def _in_blocks(self, operands: list[Any]) -> list[Any]:
         return [
@@ -165,7 +165,7 @@ class BareUse(_Seen):
 
 
 def _pulled_back(q: Tensor, parameters: list[nn.Parameter], rows: Tensor) -> Sequence[Tensor | None]:
-    """(B, *q.shape) gradients of q -> (B, *shape) of the parameters it is made of: one vjp, over all samples at once."""
+    """(B, *q.shape) gradients of q -> (B, *shape) of the parameters it is made of: one vjp, over all samples."""
     with OWN_GRADIENTS.taken():
         try:
             return torch.autograd.grad(q, parameters, rows, retain_graph=True, is_grads_batched=True, allow_unused=True)

@@ -122,7 +122,7 @@ class Patches(Saved):
         return total if out is None or total is out else out.add_(total)
 
 
-class Setting(NamedTuple):
+class ConvOptions(NamedTuple):
     """A convolution's options as one call finds them. `pad`: what is put on first, in the order of F.pad."""
 
     geometry: Geometry
@@ -134,7 +134,7 @@ def _options(conv: Any) -> tuple[Any, ...]:
     return conv.kernel_size, conv.stride, conv.padding, conv.dilation, conv.groups, conv.padding_mode
 
 
-def setting_of(options: tuple[Any, ...]) -> Setting:
+def setting_of(options: tuple[Any, ...]) -> ConvOptions:
     """Options in the order of `_options`: kernel, stride, padding, dilation, groups and the mode of padding."""
     kernel, stride, padding, dilation, groups, mode = options
     before = _same_padding(kernel, dilation) if padding == "same" else [(0, 0)] * len(kernel)
@@ -145,7 +145,7 @@ def setting_of(options: tuple[Any, ...]) -> Setting:
     pad = None if inside else [side for pair in reversed(before) for side in pair]
     left_to_it = tuple(left for left, _ in before) if inside else (0,) * len(kernel)
     geometry = Geometry(tuple(kernel), tuple(stride), left_to_it, tuple(dilation), groups)
-    return Setting(geometry, pad, "constant" if mode == "zeros" else mode)
+    return ConvOptions(geometry, pad, "constant" if mode == "zeros" else mode)
 
 
 class ConvTap(LayerTap):
@@ -160,7 +160,7 @@ class ConvTap(LayerTap):
         self._setting = self._first_setting = setting_of(self._options)
         self.min_dim = len(self._options[0]) + 2
 
-    def setting(self) -> Setting:
+    def setting(self) -> ConvOptions:
         """Read the options, which a model may change between calls."""
         options = _options(self.module)
         if options != self._options:
@@ -168,7 +168,7 @@ class ConvTap(LayerTap):
         return self._setting
 
     def call_original(self, x: Tensor) -> Any:
-        return self.original(x) if x.dim() == self.min_dim else self.original(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+        return self.original(x) if x.dim() == self.min_dim else _apart(self.original(x.flatten(0, 1)), x)
 
     def prepare(self, x: Tensor) -> Tensor:
         setting = self.setting()
@@ -176,7 +176,7 @@ class ConvTap(LayerTap):
             return x
         if x.dim() == self.min_dim:
             return F.pad(x, setting.pad, mode=setting.pad_mode)
-        return F.pad(x.flatten(0, 1), setting.pad, mode=setting.pad_mode).unflatten(0, x.shape[:2])
+        return _apart(F.pad(x.flatten(0, 1), setting.pad, mode=setting.pad_mode), x)
 
     def forward(self, ctx: Any, x: Tensor) -> Tensor:
         x, weight, bias = self.operands(x)
@@ -184,7 +184,7 @@ class ConvTap(LayerTap):
         ctx.geometry = at = self.setting().geometry
         images = x if x.dim() == self.min_dim else x.flatten(0, 1)
         output: Tensor = self.convolve(images, weight, bias, at.stride, at.padding, at.dilation, at.groups)
-        return output if images is x else output.unflatten(0, x.shape[:2])
+        return output if images is x else _apart(output, x)
 
     def gradients(self, ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = saved(ctx)
@@ -199,7 +199,7 @@ class ConvTap(LayerTap):
             folded = channel > 1
             rows = (g.flatten(0, 1), x.flatten(0, 1)) if folded else (g, x)
             dx = torch.ops.aten.convolution_backward(*rows, weight, None, *arguments)[0]
-            dx = dx.unflatten(0, x.shape[:2]) if folded else dx
+            dx = _apart(dx, x) if folded else dx
         return (dx, x, g, sums) if trains_weight else (dx, None, None, sums)
 
     def piece_specs(self, x: Spec, y: Spec, live: Sequence[bool]) -> tuple[Spec | None, ...]:
@@ -255,9 +255,14 @@ def _decide(tap: TapOfSamples, x: Tensor, g: Tensor, geometry: Geometry) -> Deci
     return decision
 
 
+def _apart(images: Tensor, x: Tensor) -> Tensor:
+    """(B·k, ...) -> (B, k, ...), as x is."""
+    return images.reshape(x.shape[0], x.shape[1], *images.shape[1:])
+
+
 def _images_along_positions(rows: Tensor, images: int, groups: int) -> Tensor:
     """(b·images·groups, L, ·) -> (b·groups, images·L, ·): the images of a sample are more positions of it."""
-    apart = rows.unflatten(0, (-1, images, groups)).transpose(1, 2)
+    apart = rows.reshape(-1, images, groups, *rows.shape[1:]).transpose(1, 2)
     return apart.reshape(-1, images * rows.shape[1], rows.shape[2])
 
 

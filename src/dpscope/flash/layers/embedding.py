@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -25,8 +25,7 @@ class EmbeddingTap(LayerTap):
 
     @property
     def padding_idx(self) -> int | None:
-        found: int | None = self.module.padding_idx
-        return found
+        return cast("int | None", self.module.padding_idx)
 
     def forward(self, ctx: Any, x: Tensor) -> Tensor:
         weight = self.parameters["weight"]
@@ -51,7 +50,8 @@ class EmbeddingTap(LayerTap):
         return Spec(x.shape, torch.float64), y
 
     def record(self, pieces: Sequence[Tensor | None], *, owned: bool = True) -> None:
-        self._record(*pieces, self.padding_idx)
+        ids, g = pieces
+        self._record(ids, g, self.padding_idx)
 
     def _record(self, ids: Tensor | None, g: Tensor | None, padding_idx: int | None) -> None:
         slot = self.slots[0]

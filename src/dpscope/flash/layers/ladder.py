@@ -1,8 +1,8 @@
 """The ways in which a module may be tapped, tried one after the other until one fits what the model does.
 
     family    the layer's own rule: its input has a row, or a block of rows, for each sample
-    followed  its parameters are followed to the operators that use them (bare.py): its input is none of the samples', or
-              its forward is not that of its class
+    followed  its parameters are followed to the operators that use them (bare.py): its input has nothing of the
+              samples, or its forward is not that of its class
     whole     the module runs sample by sample, with all it contains (opaque.py)
     climb     the module around it runs as a whole: rows inside are not the samples, as with the experts of a mixture
 

@@ -7,7 +7,7 @@ and kept. The gradient of x comes from torch's own kernels.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -68,6 +68,10 @@ class SumsTap(LayerTap):
 class NormTap(SumsTap):
     """A normalisation by an operator that autocast may run in float32: `probe` is one of its kind."""
 
+    @property
+    def eps(self) -> float:
+        return cast("float", self.module.eps)
+
     def norm_operands(
         self, x: Tensor, probe: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -93,7 +97,7 @@ class LayerNormTap(NormTap):
 
     def forward(self, ctx: Any, x: Tensor) -> Tensor:
         x, weight, bias = self.norm_operands(x, _probe_layer_norm)
-        output, mean, rstd = torch.native_layer_norm(x, self.shape, weight, bias, self.module.eps)
+        output, mean, rstd = torch.native_layer_norm(x, self.shape, weight, bias, self.eps)
         ctx.save_for_backward(x, weight, bias, mean, rstd)
         return output
 
@@ -175,9 +179,7 @@ class GroupNormTap(NormTap):
         batch, channels = x.shape[:2]
         positions = x[0, 0].numel()
         ctx.groups = groups = getattr(self.module, self._groups_name)
-        output, mean, rstd = torch.native_group_norm(
-            x, weight, bias, batch, channels, positions, groups, self.module.eps
-        )
+        output, mean, rstd = torch.native_group_norm(x, weight, bias, batch, channels, positions, groups, self.eps)
         ctx.save_for_backward(x, weight, mean, rstd)
         return output
 

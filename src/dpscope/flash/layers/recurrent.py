@@ -31,7 +31,7 @@ from dpscope.flash.slots import Slot
 from dpscope.flash.stand_in import StandIn
 from dpscope.flash.taps import Engine, check_backward
 
-_VF: Any = torch._VF  # type: ignore[attr-defined]
+_VF: Any = torch._VF
 _KERNELS = {"LSTM": _VF.lstm, "GRU": _VF.gru, "RNN_TANH": _VF.rnn_tanh, "RNN_RELU": _VF.rnn_relu}
 _CLASSES = {nn.LSTM: "LSTM", nn.GRU: "GRU", nn.RNN: ""}
 
@@ -61,8 +61,8 @@ class RecurrentTap(OpaqueTap):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return break_graph(self, args, kwargs)
-        given = args[0] if args else kwargs.get("input")
-        hx = args[1] if len(args) > 1 else kwargs.get("hx")
+        given: Any = args[0] if args else kwargs.get("input")
+        hx: Any = args[1] if len(args) > 1 else kwargs.get("hx")
         packed = isinstance(given, PackedSequence)
         trained = torch.is_grad_enabled() or self.rehearsal is not None
         if not trained:
@@ -184,7 +184,13 @@ class _Layer(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tap: RecurrentTap, weights: Weights, lengths: Tensor | None, anchor: Tensor, x: Tensor, *states: Tensor
+        ctx: Any,
+        tap: RecurrentTap,
+        weights: Weights,
+        lengths: Tensor | None,
+        anchor: Tensor,
+        x: Tensor,
+        *states: Tensor,
     ) -> Any:
         ctx.tap, ctx.weights, ctx.lengths, ctx.generation = tap, weights, lengths, tap.engine.state.generation
         ctx.block = tap.engine.block
@@ -192,7 +198,10 @@ class _Layer(torch.autograd.Function):
         cast = [None if each is None else each.detach().to(dtype) for each in weights.tensors]
         with no_autocast(x.device.type):
             y, *last = tap.kernel(
-                x.to(dtype), [each.to(dtype).unsqueeze(0) for each in states], [w for w in cast if w is not None], lengths
+                x.to(dtype),
+                [each.to(dtype).unsqueeze(0) for each in states],
+                [w for w in cast if w is not None],
+                lengths,
             )
         ctx.save_for_backward(x, y, *states)
         return y, *(each.squeeze(0) for each in last)
@@ -223,7 +232,7 @@ class _Layer(torch.autograd.Function):
 def _gate_gradients(ctx: Any, x: Tensor, states: list[Tensor], gs: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
     """∂u: (T, B, G), and the gradients of x and of the first states."""
     tap, dtype = ctx.tap, ctx.dtype
-    w_ih, w_hh, b_ih, b_hh = (None if each is None else each.detach().to(dtype) for each in ctx.weights.tensors)
+    w_ih, w_hh, b_ih, b_hh = _cast_weights(ctx)
     with torch.enable_grad():
         u = F.linear(x.detach().to(dtype), w_ih, b_ih).detach().requires_grad_()
         firsts = [each.detach().to(dtype).requires_grad_() for each in states]
@@ -237,6 +246,11 @@ def _gate_gradients(ctx: Any, x: Tensor, states: list[Tensor], gs: Any) -> tuple
     return du, F.linear(du, w_ih.t()).to(x.dtype), [g.to(each.dtype) for g, each in zip(dstates, states, strict=True)]
 
 
+def _cast_weights(ctx: Any) -> list[Any]:
+    """The weights without history, as the layer read them; None for biases that it does not have."""
+    return [None if each is None else each.detach().to(ctx.dtype) for each in ctx.weights.tensors]
+
+
 def _states_before(y: Tensor, first: Tensor) -> Tensor:
     """h_{t-1} for every step t: (T, B, H)."""
     return torch.cat([first.unsqueeze(0), y[:-1]])
@@ -244,7 +258,7 @@ def _states_before(y: Tensor, first: Tensor) -> Tensor:
 
 def _of_hidden_gates(ctx: Any, x: Tensor, before: Tensor, du: Tensor) -> Tensor:
     """∂v of a GRU: the new gate's is multiplied by the reset gate, which is computed once more for all steps."""
-    w_ih, w_hh, b_ih, b_hh = (None if each is None else each.detach().to(ctx.dtype) for each in ctx.weights.tensors)
+    w_ih, w_hh, b_ih, b_hh = _cast_weights(ctx)
     size = before.shape[-1]
     reset = F.linear(x.to(ctx.dtype), w_ih[:size], None if b_ih is None else b_ih[:size])
     reset = reset + F.linear(before, w_hh[:size], None if b_hh is None else b_hh[:size])

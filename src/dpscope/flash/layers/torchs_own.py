@@ -31,7 +31,7 @@ _REACHES: dict[type[nn.Module], tuple[tuple[str, ...], tuple[str, ...]]] = {
     nn.InstanceNorm3d: (_INSTANCE, ("instance_norm",)),
 }
 _RECURRENT = ("check_forward_args", "check_input", "permute_hidden", "get_expected_hidden_size")
-_REACHES |= {cls: (_RECURRENT, ()) for cls in (nn.RNN, nn.LSTM, nn.GRU)}
+_REACHES |= dict.fromkeys((nn.RNN, nn.LSTM, nn.GRU), (_RECURRENT, ()))
 _METHODS = {
     cls: {name: inspect.getattr_static(cls, name) for name in ("forward", *methods)}
     for cls, (methods, _) in _REACHES.items()

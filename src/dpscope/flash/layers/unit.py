@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -43,10 +43,11 @@ class UnitTap(TapOfSamples):
 
     def whole_parameters(self) -> dict[str, nn.Parameter]:
         """The module's parameters as its forward finds them: FSDP2 puts whole ones where shards are around it."""
-        found = dict(self.module.named_parameters())
+        found = {
+            key: cast("nn.Parameter", p.plain) if isinstance(p, StandIn) else p  # one that is followed elsewhere, too
+            for key, p in self.module.named_parameters()
+        }
         for key, parameter in found.items():
-            if isinstance(parameter, StandIn):  # used elsewhere, too, and followed there
-                found[key] = parameter = parameter.plain  # noqa: PLW2901
             slot = self.slots.get(key)
             if slot is None or not (slot.parameter is parameter or slot.is_whole(parameter)):
                 refuse_replaced(self, key)

@@ -350,5 +350,3 @@ class CheckpointInside(nn.Module):
 @pytest.mark.parametrize("batch", [1, 3])
 def test_a_checkpoint_inside_a_unit_is_exact(batch):
     assert_exact(CheckpointInside(), {"x": torch.randn(batch, 6)}, sine_losses)
-
-
