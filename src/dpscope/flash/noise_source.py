@@ -18,6 +18,7 @@ from dpscope.flash.kernels.tensor_lists import noise_span
 from dpscope.flash.ranks.shards import first_element
 
 Key = tuple[int, int]  # (seed, offset): 64 bits each
+NO_KEY: Key = (0, 0)  # of a step that adds no noise
 REMEMBERED_KEYS = 2**20  # of a model, the newest; older ones are forgotten
 
 _GO_ON = (
@@ -157,8 +158,7 @@ class NoiseSource:
         self.used.update(_saved_digests(state))
         if self.generator is not None and _next_key(self.generator) in self.used:
             raise UserError(
-                "the noise generator stands where that of the saved run stood, and would add its noise again: "
-                f"{_GO_ON}"
+                f"the noise generator stands where that of the saved run stood, and would add its noise again: {_GO_ON}"
             )
 
 

@@ -18,7 +18,7 @@ from dpscope.flash.compiled.frames import uncompiled
 from dpscope.flash.distributed import refuse_several_processes
 from dpscope.flash.engine import FlashEngine
 from dpscope.flash.microbatch import SumBatch
-from dpscope.flash.noise_source import Key, NoiseSource, used_keys_of
+from dpscope.flash.noise_source import NO_KEY, Key, NoiseSource, used_keys_of
 from dpscope.flash.optimizer import FusedUpdate, Privatisation, privatise_gradients
 
 NOISE_STATE = "dpscope_noise_generator"
@@ -202,7 +202,8 @@ class DPFlashOptimizer(DPOptimizer):
             "the noise of earlier steps": (len(self.noise.used), self.noise.used.last()),
         }
         doing = f"{'add a batch to' if skips else 'take'} step {self._steps + 1}"
-        self._key = ranks.meet_to_step(doing, self.original_optimizer, facts, self.noise.draw())
+        key = ranks.meet_to_step(doing, self.original_optimizer, facts, NO_KEY if skips else self.noise.draw())
+        self._key = None if skips else key
 
     def clip_and_accumulate(self) -> None:
         """Close the micro-batch: its clipped sums are added to those that the engine holds."""
