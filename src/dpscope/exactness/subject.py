@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dpscope.audit.randomness import silence
 from dpscope.errors import UserError
 from dpscope.flash.oracle import LossFn, batch_size_of, cast_batch, gradients_by_name
 from dpscope.sentences import list_names
@@ -57,7 +58,7 @@ def make_subject(workload: Workload, *, seed: int, device: str) -> Subject:
     require_trainable(model)
     batch = workload.batch(seed, where)
     notes = []
-    if quiet := _disable_dropout(model):
+    if quiet := silence(model):
         notes.append(f"dropout is off for the check ({quiet} modules)")
     subject = Subject(model, batch, workload.loss, seed, where, batch_size_of(batch), notes)
     _require_repeatable(subject)
@@ -67,19 +68,6 @@ def make_subject(workload: Workload, *, seed: int, device: str) -> Subject:
             f"random values for the check: {list_names(filled, 1)}"
         )
     return subject
-
-
-def _disable_dropout(model: nn.Module) -> int:
-    """Sets every dropout probability to zero, whether it is a module's or an attribute (`attention_dropout`)."""
-    found = 0
-    for module in model.modules():
-        names = [name for name, value in vars(module).items() if "drop" in name and isinstance(value, float) and value]
-        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p:
-            names.append("p")
-        for name in names:
-            setattr(module, name, 0.0)
-        found += bool(names)
-    return found
 
 
 def _hidden_parameters(subject: Subject) -> list[str]:

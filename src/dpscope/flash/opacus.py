@@ -137,6 +137,7 @@ class PrivacyEngine(OpacusPrivacyEngine):
         self.flash_engine = engine = optimizer.engine
         engine.forwards.expects_padding = pad_batches is not False
         engine.remove_on_detach(_accept_opacus_names(module))
+        self.accountant.dpscope_poisson = kwargs.get("poisson_sampling", True)  # for audits: what ε assumes
         warn_of_untrained(engine, optimizer)
         return module if wrap_model else hooks, optimizer, loader
 

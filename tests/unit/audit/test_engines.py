@@ -104,4 +104,4 @@ def test_a_summed_loss_taken_for_a_mean_is_a_breach_by_removing(engine):
     # Two trials are beyond their bound by almost as much; which of them speaks depends on the model's random weights.
     told = r"removing one of 6 (samples|copies of a sample), the noiseless sum moves by 1\.[67]"
     assert re.match(told, found.neighbours.faults[0])
-    assert found.neighbours.faults[1].endswith("does the sum depend on the batch's own size?")
+    assert found.neighbours.faults[1].startswith("a sample's share depends on the batch's own size: ")
