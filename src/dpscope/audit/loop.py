@@ -11,10 +11,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from dpscope.audit.randomness import RandomState, seed_all, silence
+from dpscope.audit.memory import release_memory
+from dpscope.audit.randomness import RandomState, seed_all
 from dpscope.errors import UserError
+from dpscope.workloads.silence import silence
 from dpscope.workloads.workload import Batch
 
+LARGE_MODEL = 2**26  # bytes
 Tensors = dict[str, Tensor]  # by the name of a parameter or buffer
 
 
@@ -51,18 +54,22 @@ class StepFailed(Exception):
 
 @dataclass(frozen=True)
 class ObservedStep:
-    """One step: what it added up, and buffers that it changed. float64, wherever the parameters are."""
+    """One step: what it added up, and buffers that it changed, wherever the parameters are."""
 
     sums: Tensors
     buffers: Tensors
 
     def distance(self, other: ObservedStep) -> float:
         """‖Σ − Σ'‖ over all parameters; infinite where either is not finite."""
-        return _norm(self.sums[name] - other.sums[name] for name in self.sums)
+        return _norm(self.sums[name].double() - other.sums[name].double() for name in self.sums)
 
     @property
     def norm(self) -> float:
-        return _norm(self.sums.values())
+        return _norm(total.double() for total in self.sums.values())
+
+
+def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _norm(tensors: Iterable[Tensor]) -> float:
@@ -89,6 +96,8 @@ class LoopFactory:
 
     def make(self, max_grad_norm: float, noise_multiplier: float) -> Loop:
         """A new loop with a seed of its own."""
+        if sum(p.nbytes for p in self.start.values()) > LARGE_MODEL:
+            release_memory()  # of loops before
         self.made += 1
         seed = (self.seed + self.made) % 2**63
         torch.manual_seed(seed)
@@ -145,13 +154,15 @@ class RunningLoop:
             state.restore()
         elif not self.noise_multiplier:
             seed_all((self.factory.seed + state) % 2**63)
-        start = {name: p * factor if p.is_floating_point() else p for name, p in self.factory.start.items()}
+        start = self.factory.start
+        if factor != 1:
+            start = {name: p * factor if p.is_floating_point() else p for name, p in start.items()}
         self._restore(start)
         try:
             with _loop_errors():
                 self.loop.step(batch)
             sums = {
-                name: (start[name].double() - p.detach().double()) / self.loop.scale
+                name: ((start[name].double() - p.detach().double()) / self.loop.scale).to(_at_least_float32(p.dtype))
                 for name, p in self.loop.model.named_parameters()
                 if p.is_floating_point()
             }

@@ -117,8 +117,8 @@ class NoiseTest:
             quiet = self.quiet.step(batch, state=before)
             after.restore()
         unit = self.noise_multiplier * self.clip_norm
-        noise = {name: (noisy.sums[name] - quiet.sums[name]) / unit for name in self.factory.trainable}
-        self.steps.append(NoisyStep.of(label, size, {n: z for n, z in noise.items() if self._trains(n, z)}))
+        noise = ((n, (noisy.sums[n].double() - quiet.sums[n].double()) / unit) for n in self.factory.trainable)
+        self.steps.append(NoisyStep.of(label, size, ((n, z) for n, z in noise if self._trains(n, z))))
 
     def _trains(self, name: str, noise: Tensor) -> bool:
         """A parameter that no sample moves needs no noise."""

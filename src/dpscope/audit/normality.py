@@ -10,7 +10,7 @@ distributions are scipy's; what is tested are sums, so that a parameter may have
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import combinations
@@ -50,17 +50,16 @@ class NoisyStep:
     kept: dict[str, Tensor]
 
     @classmethod
-    def of(cls, label: str, size: int, noise: dict[str, Tensor]) -> NoisyStep:
-        flat = {name: z.flatten() for name, z in noise.items()}
-        return cls(
-            label,
-            size,
-            counts={name: z.numel() for name, z in flat.items()},
-            sums={name: float(z.sum()) for name, z in flat.items()},
-            squares={name: float(z.square().sum()) for name, z in flat.items()},
-            largest={name: float(z.abs().max()) if len(z) else 0.0 for name, z in flat.items()},
-            kept={name: z[:KEPT_VALUES].cpu().clone() for name, z in flat.items()},
-        )
+    def of(cls, label: str, size: int, noise: Iterable[tuple[str, Tensor]]) -> NoisyStep:
+        """Of the noise of each parameter, looked at one after the other."""
+        step = cls(label, size, {}, {}, {}, {}, {})
+        for name, values in noise:
+            z = values.flatten()
+            step.counts[name], step.sums[name] = z.numel(), float(z.sum())
+            step.squares[name] = float(z.square().sum())
+            step.largest[name] = float(z.abs().max()) if len(z) else 0.0
+            step.kept[name] = z[:KEPT_VALUES].cpu().clone()
+        return step
 
     @property
     def variance(self) -> float:

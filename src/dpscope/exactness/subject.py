@@ -10,16 +10,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dpscope.audit.randomness import silence
+from dpscope.audit.memory import free_memory
 from dpscope.errors import UserError
 from dpscope.flash.oracle import LossFn, batch_size_of, cast_batch, gradients_by_name
 from dpscope.sentences import list_names
 from dpscope.trainers.base import require_loss_per_sample, require_trainable
+from dpscope.workloads.silence import silence
 from dpscope.workloads.workload import Batch, Workload
 
 # Two runs of the same float64 computation agree far better; models that go through float32 inside, only to this.
 REPEATABLE = 1e-5
 FILL_DEVIATION = 0.02
+# Float64 copies of the model that a check takes: on the CPU those of the reference (4), of the method and its updates.
+HOST_COPIES, DEVICE_COPIES = 7, 3
+NEGLIGIBLE = 2**26  # bytes
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,7 @@ def make_subject(workload: Workload, *, seed: int, device: str) -> Subject:
     with where:
         model = workload.model()
     require_trainable(model)
+    require_memory(model, where)
     batch = workload.batch(seed, where)
     notes = []
     if quiet := silence(model):
@@ -68,6 +73,22 @@ def make_subject(workload: Workload, *, seed: int, device: str) -> Subject:
             f"random values for the check: {list_names(filled, 1)}"
         )
     return subject
+
+
+def require_memory(model: nn.Module, device: torch.device) -> None:
+    """Raise `UserError` where a check of the model would not fit: the system would end it without a word."""
+    copy_bytes = 8 * sum(p.numel() for p in model.parameters())
+    places = [("this machine's memory", HOST_COPIES, free_memory())]
+    if device.type == "cuda":
+        places.append(("the GPU's memory", DEVICE_COPIES, torch.cuda.mem_get_info(device)[0]))
+    for place, copies, free in places:
+        if free is not None and copies * copy_bytes > free and copy_bytes > NEGLIGIBLE:
+            raise UserError(
+                f"a check of {copy_bytes / 8e6:.0f} million parameters takes about {copies * copy_bytes / 1e9:.0f} GB, "
+                f"parameters in turns, and {free / 1e9:.0f} GB of {place} are free: take fewer layers (--num-layers 2: "
+                "they are the same layers), a smaller width or vocabulary, or a GPU with its host (--device cuda) that "
+                "has as much"
+            )
 
 
 def _hidden_parameters(subject: Subject) -> list[str]:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import dpscope
-from dpscope.audit.randomness import RandomState, left_alone, seed_all, silence
+from dpscope.audit.randomness import RandomState, left_alone, seed_all
 from dpscope.flash import PrivacyEngine
 from tests.unit.audit.test_engines import DATA, loop_of
 
@@ -115,17 +115,3 @@ def test_all_generators_are_seeded_and_restored():
         assert draws() == second
         seed_all(3)
         assert draws() == first
-
-
-def test_dropout_is_switched_off_wherever_it_is():
-    class Odd(nn.Module):
-        attention_dropout, other = 0.0, 0.2
-
-        def __init__(self):
-            super().__init__()
-            self.attention_dropout, self.survival_prob, self.other = 0.1, 0.8, 0.2
-
-    model = nn.Sequential(nn.Dropout1d(0.5), nn.Linear(2, 2), Odd(), StochasticDepth("drop_prob"), nn.Dropout(0.0))
-    assert silence(model) == 3
-    odd = model[2]
-    assert (model[0].p, odd.attention_dropout, odd.survival_prob, odd.other) == (0.0, 0.0, 1.0, 0.2)
