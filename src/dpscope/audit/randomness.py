@@ -25,7 +25,7 @@ class RandomState(NamedTuple):
 
     @classmethod
     def now(cls) -> RandomState:
-        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
         numpy = sys.modules.get("numpy")
         return cls(torch.get_rng_state(), cuda, random.getstate(), None if numpy is None else numpy.random.get_state())
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -32,7 +31,7 @@ from dpscope.workloads.configs import WorkloadConfig
 # What torch says of operators that vmap runs sample by sample. The report has a sentence of its own for such modules.
 SLOW_VMAP = "There is a performance drop because we have not yet implemented the batching rule"
 
-SECONDS_BETWEEN_LINES = 2.0
+SECONDS_BETWEEN_LINES = 15.0
 
 OF_A_STEP = ("accumulate", "checkpoint_blocks", "compile", "seed")  # settings of the steps that are checked
 
@@ -166,7 +165,7 @@ def _progress(console: Console) -> Iterator[Callable[[str], None]]:
         with console.status("") as status:
             yield lambda what: status.update(f"checking: {what}")
         return
-    said = -math.inf
+    said = time.monotonic()  # a check that is done soon says nothing but its result
 
     def report(what: str) -> None:
         nonlocal said

@@ -141,7 +141,7 @@ def sample_gradients(subject: Subject, dtype: torch.dtype, names: Sequence[str])
     model, batch = subject.fresh(dtype)
     shapes = dict(model.named_parameters())
     for name in set(subject.trainable).difference(names):
-        shapes[name].register_post_accumulate_grad_hook(_drop_gradient)
+        shapes[name].register_post_accumulate_grad_hook(_drop_gradient)  # type: ignore[no-untyped-call]
     for index in range(subject.batch_size):
         loss = subject.loss(model, sample_of(batch, index, subject.batch_size)).mean()
         found = gradients_by_name(loss, model)

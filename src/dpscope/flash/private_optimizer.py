@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from inspect import Parameter, signature
 from typing import Any, NoReturn
 
 import torch
@@ -50,6 +51,7 @@ class DPFlashOptimizer(DPOptimizer):
         fused: bool | None = None,
     ) -> None:
         _require_noise(noise_multiplier)
+        _refuse_closures(optimizer)
         if engine.ranks is None:
             refuse_several_processes()
         elif secure_mode:
@@ -324,6 +326,15 @@ class DPFlashOptimizer(DPOptimizer):
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         self.__deepcopy__({})
+
+
+def _refuse_closures(optimizer: Optimizer) -> None:
+    closure = signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is Parameter.empty:
+        raise UserError(
+            f"{type(optimizer).__name__} calls its closure several times a step, and each call would need noise and "
+            "accounting of its own: use an optimizer that takes one gradient a step (SGD, AdamW)"
+        )
 
 
 def _require_noise(multiplier: float) -> None:

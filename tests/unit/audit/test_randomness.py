@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 import dpscope
 from dpscope.audit.randomness import RandomState, left_alone, seed_all
 from dpscope.flash import PrivacyEngine
-from tests.unit.audit.test_engines import DATA, loop_of
+from tests.unit.audit.engine_loops import DATA, loop_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:Secure RNG turned off", "ignore:Full backward hook")
 

@@ -11,7 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 import dpscope
 from dpscope.audit.sampling import find_sampling_faults
 from dpscope.flash import PrivacyEngine
-from tests.unit.audit.test_engines import loop_of
+from tests.unit.audit.engine_loops import loop_of
 
 
 def data(samples):

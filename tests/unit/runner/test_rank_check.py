@@ -44,7 +44,6 @@ def test_the_command_heeds_methods_number_format_tolerance_and_json(tmp_path: Pa
     options = ["--seq-len", "8", "--batch-size", "2", "--gpus", "2", "--parallel", "ddp", "--device", "cpu"]
     asked = ["--methods", "flash,flat", "--dtype", "fp64", "--tolerance", "1e-9", "--json", str(file)]
     ended = CliRunner().invoke(main, ["check", "--model", "tiny", *options, *asked])
-    assert "checking: flash on 2 ranks" in ended.output
     found = json.loads(file.read_text())
     by_method = {each["method"]: each for each in found["methods"]}
     assert by_method.keys() == {"flash", "flat"} and found["ranks"] == 2
