@@ -241,7 +241,7 @@ def _sentences(alarms: Sequence[TestResult], steps: Sequence[NoisyStep], names: 
 
 def _describe_sharing(shared: Sequence[TestResult]) -> Iterator[str]:
     if shared:
-        worst = max(shared, key=lambda a: abs(a.figure))
+        worst = max(shared, key=lambda a: round(abs(a.figure), 3))  # the first of equal ones
         pairs = {a.about for a in shared}
         more = f" ({len(pairs)} pairs of parameters in all)" if len(pairs) > 1 else ""
         yield f"noise is shared: {worst.about[1]} is given {_similarity(worst.figure)} of {worst.about[0]}{more}"
