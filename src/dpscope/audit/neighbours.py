@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from dpscope.audit.loop import LoopFactory, ObservedStep, RunningLoop, StepFailed
 from dpscope.audit.norms import COMPANIONS, UNCLIPPED
 from dpscope.audit.samples import ZEROS, Samples
-from dpscope.audit.tracing import locate_mixing
+from dpscope.audit.tracing import CHANGED, locate_mixing
 from dpscope.audit.verdict import Finding, conclude, not_tried
 
 REPLACED, REMOVED = "replacing", "removing"
@@ -33,7 +33,6 @@ COPIES_IN_BATCH = 6
 MIN_NORM_SHARE = 1e-2  # of the usual norm: a gradient below it may be nothing but rounding
 OTHER_PARAMETERS = (4.0, 0.25)  # times those of the start
 SEEDS_TRIED = 16  # to see whether a step depends on what it draws
-CHANGED = 1e-4  # relative: two steps that differ by more are two different ones
 MAX_ROUNDING_OF_CLIP_NORM = 0.05  # of C: beyond it, nothing can be read off the parameters
 
 

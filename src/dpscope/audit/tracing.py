@@ -28,31 +28,31 @@ class ModuleValues:
     gradients: list[tuple[str, Tensor]] = field(default_factory=list)  # of outputs
 
 
-class Place(NamedTuple):
+class MeetingPlace(NamedTuple):
     """Where samples meet, as a sentence; `found`: it names a module, or the loss."""
 
     sentence: str
     found: bool
 
 
-def locate_mixing(loop: RunningLoop, batch: Batch, neighbour: Batch, position: int, size: int) -> Place:
+def locate_mixing(loop: RunningLoop, batch: Batch, neighbour: Batch, position: int, size: int) -> MeetingPlace:
     """The first module whose input, output or output gradient changed for another sample."""
     try:
         first, second = _trace(loop, batch), _trace(loop, neighbour)
     except StepFailed as error:
-        return Place(f"where samples meet could not be traced: {error}", found=False)
+        return MeetingPlace(f"where samples meet could not be traced: {error}", found=False)
     if not any(_has_rows(a, b, size) for (_, a), (_, b) in zip(first.values, second.values, strict=False)):
-        return Place("which module it is cannot be traced: none is called with a batch of samples", found=False)
+        return MeetingPlace("which module it is cannot be traced: none is called with a batch of samples", found=False)
     if where := _first_moved(first.values, second.values, position, size):
         moved = "what it holds for other samples changes with the one that was replaced"
-        return Place(f"samples meet {where}: {moved}", found=True)
+        return MeetingPlace(f"samples meet {where}: {moved}", found=True)
     if name := _first_moved(first.gradients, second.gradients, position, size):
-        return Place(
+        return MeetingPlace(
             f"every module's output for the other samples stays as it was, but the gradient that reaches {name} does "
             "not: samples meet in the loss, or in what follows the last module",
             found=True,
         )
-    return Place(
+    return MeetingPlace(
         "for the other samples every module's output and output gradient stay as they were: it is the method itself "
         "that gives one sample more than its share",
         found=False,

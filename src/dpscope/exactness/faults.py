@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dpscope.audit.loop import Tensors
 from dpscope.exactness.factors import FactorEvidence, explain_factors, name_scale
-from dpscope.exactness.reference import Comparison, Fit, Reference, find_residuals, fit_factors, relative_errors
+from dpscope.exactness.reference import Fit, Reference, UpdateComparison, find_residuals, fit_factors, relative_errors
 from dpscope.exactness.subject import Subject
 from dpscope.exactness.tying import norms_without_ties, sums_by_use
 from dpscope.exactness.updates import Update
@@ -35,7 +35,7 @@ class Evidence:
     updates: list[Update]
     again: Update
     limits: dict[str, float]  # the relative error that each parameter is allowed
-    comparisons: list[Comparison]  # of the updates with the right sums
+    comparisons: list[UpdateComparison]  # of the updates with the right sums
     _residuals: dict[tuple[int, tuple[str, ...]], dict[str, float]] = field(default_factory=dict, repr=False)
 
     @property

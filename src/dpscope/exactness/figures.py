@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dpscope.errors import UserError
-from dpscope.exactness.reference import Comparing, Comparison, Reference, fit_factors, sample_gradients, weighted
+from dpscope.exactness.reference import Comparing, Reference, UpdateComparison, fit_factors, sample_gradients, weighted
 from dpscope.exactness.report import EXACT, MethodCheck, StepErrors
 from dpscope.exactness.subject import Subject
 
@@ -19,7 +19,7 @@ MAX_CONDITION = 1e3
 
 
 def measure_errors(
-    reference: Reference, clip_norms: Sequence[float], comparisons: Sequence[Comparison]
+    reference: Reference, clip_norms: Sequence[float], comparisons: Sequence[UpdateComparison]
 ) -> tuple[float | None, list[StepErrors]]:
     """The error of norms, read off the step in which every factor is C/norm; and those of each step."""
     norm_error, steps = None, []

@@ -160,7 +160,7 @@ def _middle_clip_norm(norms: Tensor) -> float:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class UpdateComparison:
     """An update against Σ_b c_b v_b: by parameter, ‖difference‖ / ‖sum‖, and <v_b, update> for each sample (B,)."""
 
     errors: dict[str, float]
@@ -181,12 +181,12 @@ class Comparing:
         self._differences[name], self._sizes[name] = float((update - wanted).norm()), float(wanted.norm())
         self._shares[name] = torch.stack([torch.sum(v * update) for v in gradients])
 
-    def done(self, names: Sequence[str]) -> Comparison:
+    def done(self, names: Sequence[str]) -> UpdateComparison:
         errors = _relative(self._differences, self._sizes)
-        return Comparison({name: errors[name] for name in names}, self._shares)
+        return UpdateComparison({name: errors[name] for name in names}, self._shares)
 
 
-def compare(reference: Reference, updates: Sequence[Tensors], factors: Sequence[Tensor]) -> list[Comparison]:
+def compare(reference: Reference, updates: Sequence[Tensors], factors: Sequence[Tensor]) -> list[UpdateComparison]:
     """Each update against the sums with its factors."""
     comparing = [Comparing(each) for each in factors]
     for turn in reference.walk(updates[0]):
@@ -207,7 +207,7 @@ class Fit:
     condition: float
 
 
-def fit_factors(reference: Reference, comparison: Comparison, names: Sequence[str]) -> Fit:
+def fit_factors(reference: Reference, comparison: UpdateComparison, names: Sequence[str]) -> Fit:
     """The factors that explain the update of these parameters: least squares, gradients scaled to length one.
 
     Nothing of a method is needed for it but what it did to the parameters.

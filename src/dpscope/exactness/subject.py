@@ -23,7 +23,7 @@ REPEATABLE = 1e-5
 FILL_DEVIATION = 0.02
 # Float64 copies of the model that a check takes: on the CPU those of the reference (4), of the method and its updates.
 HOST_COPIES, DEVICE_COPIES = 7, 3
-NEGLIGIBLE = 2**26  # bytes
+SMALL_COPY = 2**26  # bytes
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def require_memory(model: nn.Module, device: torch.device) -> None:
     if device.type == "cuda":
         places.append(("the GPU's memory", DEVICE_COPIES, torch.cuda.mem_get_info(device)[0]))
     for place, copies, free in places:
-        if free is not None and copies * copy_bytes > free and copy_bytes > NEGLIGIBLE:
+        if free is not None and copies * copy_bytes > free and copy_bytes > SMALL_COPY:
             raise UserError(
                 f"a check of {copy_bytes / 8e6:.0f} million parameters takes about {copies * copy_bytes / 1e9:.3g} GB, "
                 f"parameters in turns, and {free / 1e9:.2g} GB of {place} are free: take fewer layers (--num-layers 2: "

@@ -31,7 +31,7 @@ _SAME = (
 WHAT = "what to do"  # the fact that comes first: an infinitive
 TRAINED = "trained parameters"  # names
 
-Facts = Mapping[str, Any]  # what a rank is about to do, and with which settings
+RankFacts = Mapping[str, Any]  # what a rank is about to do, and with which settings
 
 
 class LostRank(UserError):
@@ -95,7 +95,7 @@ class Control:
                 dist.broadcast(tensor, src=0, group=self._group)
         return tensor
 
-    def meet(self, facts: Facts, key: tuple[int, int] = (0, 0)) -> tuple[int, int]:
+    def meet(self, facts: RankFacts, key: tuple[int, int] = (0, 0)) -> tuple[int, int]:
         """Wait for all ranks to come here; rank 0's key. Raises UserError on all of them where facts differ.
 
         24 bytes a rank: a digest of the facts, and the key. Only where digests differ do the facts themselves travel.
@@ -158,7 +158,7 @@ def _timeout() -> timedelta | None:
     return timeout
 
 
-def _difference(everyone: Sequence[Facts]) -> str:
+def _difference(everyone: Sequence[RankFacts]) -> str:
     """The first difference between the facts of rank 0 and those of another rank, as a sentence."""
     first = everyone[0]
     rank, other = next((rank, facts) for rank, facts in enumerate(everyone) if repr(facts) != repr(first))

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from dpscope.errors import UserError
 from dpscope.flash.distributed import is_initialised
 from dpscope.flash.instance_method import InstanceMethod
-from dpscope.flash.ranks.agreement import TRAINED, WHAT, Control, Facts, control, told
+from dpscope.flash.ranks.agreement import TRAINED, WHAT, Control, RankFacts, control, told
 from dpscope.flash.ranks.layout import Layout, is_fsdp, is_spread, layout_of, require_initialised
 from dpscope.flash.ranks.reduction import Reduction
 from dpscope.flash.ranks.shards import cut_of, is_sharded, local
@@ -76,7 +76,7 @@ class Ranks:
 
         return [self.module.register_forward_pre_hook(meet, prepend=True)]
 
-    def meet_to_step(self, doing: str, optimizer: Optimizer, facts: Facts, key: tuple[int, int]) -> tuple[int, int]:
+    def meet_to_step(self, doing: str, optimizer: Optimizer, facts: RankFacts, key: tuple[int, int]) -> tuple[int, int]:
         """Wait for all ranks to do the same step with the same settings; its key, that of rank 0."""
         key = self.control.meet(
             {
