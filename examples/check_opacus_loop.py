@@ -21,7 +21,7 @@ DATA = TensorDataset(torch.randn(256, 16), torch.randint(3, (256,)))
 def make_loop(noise_multiplier: float, max_grad_norm: float, seed: int) -> dpscope.Loop:
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 3))
     engine = PrivacyEngine()
-    model, optimizer, _ = engine.make_private(
+    model, optimizer, loader = engine.make_private(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=1e6),
         data_loader=DataLoader(DATA, batch_size=16),
@@ -42,6 +42,7 @@ def make_loop(noise_multiplier: float, max_grad_norm: float, seed: int) -> dpsco
         scale=1e6 / optimizer.expected_batch_size,
         accountant=engine.accountant,
         sample_rate=16 / 256,
+        loader=loader,
         save=lambda: copy.deepcopy(optimizer.state_dict()),
         resume=optimizer.load_state_dict,
     )

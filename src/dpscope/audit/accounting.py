@@ -8,6 +8,7 @@ from typing import Any
 
 from dpscope.audit.loop import LoopFactory, RunningLoop, StepFailed
 from dpscope.audit.samples import Samples
+from dpscope.audit.sampling import USE_POISSON, find_sampling_faults
 from dpscope.audit.verdict import Finding, conclude, not_tried
 
 DELTA = 1e-5
@@ -38,7 +39,7 @@ class AccountingTest:
         except (AttributeError, TypeError, ValueError):
             why = "the accountant has no history of (noise multiplier, sample rate, steps)"
             return not_tried("steps", why)
-        faults = [*self._counts(history, taken), *self._entries(history, run)]
+        faults = [*self._counts(history, taken), *self._entries(history, run), *self._sampling(run)]
         if not faults:
             faults = list(self._epsilon(run, history, sum(taken.values())))
         figures = {"steps_taken": float(sum(taken.values())), "steps_counted": float(sum(n for *_, n in history))}
@@ -83,6 +84,22 @@ class AccountingTest:
                 )
         if wanted is None:
             self.untried.append("the sample rate: the loop does not say at which rate its batches are drawn")
+
+    def _sampling(self, run: RunningLoop) -> Iterator[str]:
+        """Is the loader one that draws as the accountant assumes?"""
+        loop = run.loop
+        if getattr(loop.accountant, "dpscope_poisson", None) is False and loop.loader is None:
+            yield f"poisson_sampling=False was given to make_private, and the accountant assumes it; {USE_POISSON}"
+        elif loop.loader is not None:
+            try:
+                yield from find_sampling_faults(loop.loader, loop.sample_rate)
+            except Exception as error:  # of a loader of somebody's own
+                self.untried.append(f"how batches are drawn: {type(error).__name__}: {error}")
+        elif getattr(loop.model, "grad_accumulation_allowed", False):  # Opacus forbids it under Poisson sampling
+            self.untried.append(
+                "how batches are drawn: Opacus was not asked for Poisson sampling (poisson_sampling=False?), which the "
+                "accountant assumes; Loop(loader=…) has the loader tried"
+            )
 
     def _epsilon(self, run: RunningLoop, history: list[tuple[float, float, int]], steps: int) -> Iterator[str]:
         accountant = run.loop.accountant

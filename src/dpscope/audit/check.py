@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dpscope import numbers
 from dpscope.audit.accounting import AccountingTest
 from dpscope.audit.loop import LoopFactory, MakeLoop, StepFailed
-from dpscope.audit.neighbours import NeighbourTest
+from dpscope.audit.neighbours import NeighbourTest, is_random
 from dpscope.audit.noise import NoiseTest
 from dpscope.audit.norms import UNCLIPPED, sample_norms, usual_clip_norm
 from dpscope.audit.plain_sgd import require_plain_sgd
+from dpscope.audit.randomness import left_alone
 from dpscope.audit.samples import Samples
 from dpscope.audit.sizes import sizes_to_try
 from dpscope.audit.verdict import NOT_TRIED, Audit, Finding
@@ -40,11 +41,24 @@ def check_loop(
     noise_multiplier = TRIED_NOISE(noise_multiplier)
     max_grad_norm = None if max_grad_norm is None else numbers.MAX_GRAD_NORM(max_grad_norm)
     sizes = None if sizes is None else [numbers.TRIED_SIZE(size) for size in sizes]
-    factory, samples = LoopFactory(make_loop, numbers.SEED(seed)), Samples(batches)
+    with left_alone():
+        factory, samples = LoopFactory(make_loop, numbers.SEED(seed)), Samples(batches)
+        return _audit(factory, samples, noise_multiplier, max_grad_norm, sizes, progress)
+
+
+def _audit(
+    factory: LoopFactory,
+    samples: Samples,
+    noise_multiplier: float,
+    max_grad_norm: float | None,
+    sizes: Sequence[int] | None,
+    progress: Callable[[str], None],
+) -> Audit:
     try:
         progress("norms of single samples")
         require_plain_sgd(factory.loop(max_grad_norm=UNCLIPPED), samples)
         unclipped = factory.loop(max_grad_norm=UNCLIPPED)
+        factory.random = is_random(unclipped, samples)
         norms = sample_norms(unclipped, samples)
         chosen = sizes_to_try(unclipped, samples) if sizes is None else sizes
     except StepFailed as error:

@@ -11,9 +11,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from dpscope.audit.memory import release_memory
+from dpscope.audit.randomness import RandomState, seed_all
 from dpscope.errors import UserError
+from dpscope.workloads.silence import silence
 from dpscope.workloads.workload import Batch
 
+LARGE_MODEL = 2**26  # bytes
 Tensors = dict[str, Tensor]  # by the name of a parameter or buffer
 
 
@@ -26,6 +30,7 @@ class Loop:
     accountant    Opacus's, or anything whose `history` is [(noise multiplier, sample rate, steps), …]; where it has
                   `get_epsilon(delta)`, that is tried too
     sample_rate   what the accountant should be told
+    loader        what it trains on: how batches are drawn is tried where it is a DataLoader
     save, resume  give what a checkpoint holds, and take it in a new loop
     """
 
@@ -34,6 +39,7 @@ class Loop:
     scale: float
     accountant: Any = None
     sample_rate: float | None = None
+    loader: Any = None
     save: Callable[[], Any] | None = None
     resume: Callable[[Any], object] | None = None
 
@@ -48,18 +54,22 @@ class StepFailed(Exception):
 
 @dataclass(frozen=True)
 class ObservedStep:
-    """One step: what it added up, and buffers that it changed. float64, wherever the parameters are."""
+    """One step: what it added up, and buffers that it changed, wherever the parameters are."""
 
     sums: Tensors
     buffers: Tensors
 
     def distance(self, other: ObservedStep) -> float:
         """‖Σ − Σ'‖ over all parameters; infinite where either is not finite."""
-        return _norm(self.sums[name] - other.sums[name] for name in self.sums)
+        return _norm(self.sums[name].double() - other.sums[name].double() for name in self.sums)
 
     @property
     def norm(self) -> float:
-        return _norm(self.sums.values())
+        return _norm(total.double() for total in self.sums.values())
+
+
+def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _norm(tensors: Iterable[Tensor]) -> float:
@@ -78,12 +88,16 @@ class LoopFactory:
         self.start: Tensors = {}
         self.start_buffers: Tensors = {}
         self.trainable: list[str] = []
+        self.random = False  # whether a step without noise depends on what it draws (dropout)
 
-    def loop(self, *, max_grad_norm: float, noise_multiplier: float = 0.0) -> RunningLoop:
-        return RunningLoop(self, max_grad_norm, noise_multiplier)
+    def loop(self, *, max_grad_norm: float, noise_multiplier: float = 0.0, silent: bool = False) -> RunningLoop:
+        """`silent`: with dropout and the like switched off."""
+        return RunningLoop(self, max_grad_norm, noise_multiplier, silent=silent)
 
     def make(self, max_grad_norm: float, noise_multiplier: float) -> Loop:
         """A new loop with a seed of its own."""
+        if sum(p.nbytes for p in self.start.values()) > LARGE_MODEL:
+            release_memory()  # of loops before
         self.made += 1
         seed = (self.seed + self.made) % 2**63
         torch.manual_seed(seed)
@@ -114,29 +128,47 @@ class LoopFactory:
 class RunningLoop:
     """A loop whose parameters and buffers are reset before every step, and nothing else of it.
 
-    A step that raises an error may leave anything behind, so a new loop then takes its place.
+    Steps without noise all draw the same random numbers: the same batch gives the same sum. A step that raises an error
+    may leave anything behind, so a new loop then takes its place.
     """
 
-    def __init__(self, factory: LoopFactory, max_grad_norm: float, noise_multiplier: float) -> None:
+    def __init__(
+        self, factory: LoopFactory, max_grad_norm: float, noise_multiplier: float, *, silent: bool = False
+    ) -> None:
         self.factory = factory
-        self.max_grad_norm, self.noise_multiplier = max_grad_norm, noise_multiplier
-        self.loop = factory.make(max_grad_norm, noise_multiplier)
+        self.max_grad_norm, self.noise_multiplier, self.silent = max_grad_norm, noise_multiplier, silent
+        self.loop = self._make()
 
-    def step(self, batch: Batch, factor: float = 1.0) -> ObservedStep:
-        """One step from the parameters of the start, times `factor`."""
-        start = {name: p * factor if p.is_floating_point() else p for name, p in self.factory.start.items()}
+    def _make(self) -> Loop:
+        loop = self.factory.make(self.max_grad_norm, self.noise_multiplier)
+        if self.silent:
+            silence(loop.model)
+        return loop
+
+    def step(self, batch: Batch, factor: float = 1.0, *, state: RandomState | int = 0) -> ObservedStep:
+        """One step from the parameters of the start, times `factor`.
+
+        state   without noise, where random generators stand before it, or another seed than the usual one
+        """
+        if isinstance(state, RandomState):
+            state.restore()
+        elif not self.noise_multiplier:
+            seed_all((self.factory.seed + state) % 2**63)
+        start = self.factory.start
+        if factor != 1:
+            start = {name: p * factor if p.is_floating_point() else p for name, p in start.items()}
         self._restore(start)
         try:
             with _loop_errors():
                 self.loop.step(batch)
             sums = {
-                name: (start[name].double() - p.detach().double()) / self.loop.scale
+                name: ((start[name].double() - p.detach().double()) / self.loop.scale).to(_at_least_float32(p.dtype))
                 for name, p in self.loop.model.named_parameters()
                 if p.is_floating_point()
             }
             return ObservedStep(sums, self._changed_buffers())
         except StepFailed:
-            self.loop = self.factory.make(self.max_grad_norm, self.noise_multiplier)
+            self.loop = self._make()
             raise
 
     @torch.no_grad()

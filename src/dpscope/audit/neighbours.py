@@ -3,6 +3,9 @@
 With every sample's share of the sum at most C in norm, removing a sample moves it by at most C and replacing one by at
 most 2C, whatever the other samples are. All privacy accounting rests on this and on nothing else of the gradient.
 
+All steps draw the same random numbers. A model that draws some (dropout) is compared with one sample replaced; with one
+removed the others would draw other numbers, so that its randomness is switched off for that.
+
 A batch is moved three ways, each on one loop that lives through all of its batches, as in training:
 
     copies     one sample B times, C a little above its norm: what a neighbour does to the others adds up B − 1 times
@@ -18,9 +21,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from dpscope.audit.loop import LoopFactory, ObservedStep, RunningLoop, StepFailed
-from dpscope.audit.norms import UNCLIPPED
+from dpscope.audit.norms import COMPANIONS, UNCLIPPED
 from dpscope.audit.samples import ZEROS, Samples
-from dpscope.audit.tracing import locate_mixing
+from dpscope.audit.tracing import CHANGED, locate_mixing
 from dpscope.audit.verdict import Finding, conclude, not_tried
 
 REPLACED, REMOVED = "replacing", "removing"
@@ -29,6 +32,7 @@ ROUNDING_SLACK = 1e-3  # relative: what rounding may add
 COPIES_IN_BATCH = 6
 MIN_NORM_SHARE = 1e-2  # of the usual norm: a gradient below it may be nothing but rounding
 OTHER_PARAMETERS = (4.0, 0.25)  # times those of the start
+SEEDS_TRIED = 16  # to see whether a step depends on what it draws
 MAX_ROUNDING_OF_CLIP_NORM = 0.05  # of C: beyond it, nothing can be read off the parameters
 
 
@@ -44,6 +48,8 @@ class Trial:
     moved: float  # in C
     limit: float  # in C
     buffers: tuple[str, ...] = ()  # that differ afterwards
+    factor: float = 1.0  # of the parameters: times those of the start
+    silent: bool = False  # with the model's randomness off
 
     @property
     def share(self) -> float:
@@ -69,18 +75,37 @@ class NeighbourTest:
     trials: list[Trial] = field(default_factory=list)
     untried: dict[str, list[str]] = field(default_factory=dict)  # why -> what
     drifts: list[str] = field(default_factory=list)
+    silent: bool = False  # with the model's randomness off, just now
+    removes: bool = True  # whether others than the only sample are removed
 
     def run(self) -> Finding:
         usable = [index for index in self.samples.ordinary if self.norms.get(index)]
         if not usable:
             why = "no sample has a finite gradient that is not zero, so that nothing moves"
             return not_tried("trials", why)
-        self._copies(usable)
-        self._sizes(usable)
+        for silent, removes in self._ways():
+            self.silent, self.removes = silent, removes
+            self._copies(usable)
+            self._sizes(usable)
         worst = max(self.trials, key=lambda trial: trial.share, default=None)
         figures = {} if worst is None else {"largest_move_of_allowed": worst.share}
         untried = [f"{', '.join(what)}: {why}" for why, what in self.untried.items()]
         return conclude(self._faults(), len(self.trials), "trials", untried=untried, figures=figures)
+
+    def _ways(self) -> list[tuple[bool, bool]]:
+        """How the model runs: (its randomness off, samples removed)."""
+        if not self.factory.random:
+            return [(False, True)]
+        if not is_random(self._loop(UNCLIPPED, silent=True), self.samples):
+            return [(True, True), (False, False)]
+        self._note_untried(
+            "removing one of several samples",
+            "what the model draws at random for the others changes with the batch's size and cannot be switched off",
+        )
+        return [(False, False)]
+
+    def _loop(self, clip_norm: float, silent: bool | None = None) -> RunningLoop:
+        return self.factory.loop(max_grad_norm=clip_norm, silent=self.silent if silent is None else silent)
 
     # -- batches -------------------------------------------------------------------------------------------------------
 
@@ -91,7 +116,7 @@ class NeighbourTest:
         bases = list(dict.fromkeys([by_norm[0], by_norm[-1], *extremes]))
         others = [usable[-1], *(index for index in self.samples.extremes.values() if index in self.norms)]
         usual = statistics.median(self.norms[index] for index in usable)
-        unclipped = self.factory.loop(max_grad_norm=UNCLIPPED)
+        unclipped = self._loop(UNCLIPPED)
         for base in bases:
             self.progress(f"neighbours of {COPIES_IN_BATCH} copies")
             batch = [base] * COPIES_IN_BATCH
@@ -103,7 +128,7 @@ class NeighbourTest:
             if math.isfinite(norm):
                 clip_norm = 1.05 * max(norm, MIN_NORM_SHARE * usual)
                 position = len(self.trials) % COPIES_IN_BATCH
-                self._try_neighbours(self.factory.loop(max_grad_norm=clip_norm), clip_norm, batch, position, others)
+                self._try_neighbours(self._loop(clip_norm), clip_norm, batch, position, others)
 
     def _sizes(self, usable: list[int]) -> None:
         known = [self.norms[index] for index in usable]
@@ -114,7 +139,7 @@ class NeighbourTest:
 
     def _sequence(self, clip_norm: float, sizes: list[int], usable: list[int]) -> None:
         """Batches of these sizes on one loop, as Poisson sampling gives them; then the first one again."""
-        loop = self.factory.loop(max_grad_norm=clip_norm)
+        loop = self._loop(clip_norm)
         extremes = [index for index in self.samples.extremes.values() if index in self.norms]
         first: tuple[list[int], ObservedStep] | None = None
         for turn, size in enumerate(sizes):
@@ -156,21 +181,21 @@ class NeighbourTest:
         base = self._try(loop, batch)
         if base is None:
             return None
-        changes: list[tuple[str, int | None]] = [(REPLACED, other) for other in others if other != batch[position]]
-        replaced: list[tuple[list[int], ObservedStep]] = []  # batches with another sample in that place
-        for change, other in [*changes, (REMOVED, None)]:
-            trial = Trial(change, tuple(batch), position, other, clip_norm, 0.0, 1.0)
-            neighbour = self._try(loop, trial.neighbour)
-            if neighbour is None:
-                continue
-            self._record(trial, base, neighbour, rounding)
-            if change == REPLACED:
-                replaced.append((trial.neighbour, neighbour))
-            else:  # without it, all of them are the same batch
-                for larger, sums in replaced:
-                    without = Trial(REMOVED, tuple(larger), position, None, clip_norm, 0.0, 1.0)
-                    self._record(without, sums, neighbour, rounding)
+        without = self._try(loop, [*batch[:position], *batch[position + 1 :]]) if self._removes_from(batch) else None
+        if without is not None:
+            self._record(Trial(REMOVED, tuple(batch), position, None, clip_norm, 0.0, 1.0), base, without, rounding)
+        for other in others:
+            trial = Trial(REPLACED, tuple(batch), position, other, clip_norm, 0.0, 1.0)
+            neighbour = self._try(loop, trial.neighbour) if other != batch[position] else None
+            if neighbour is not None:
+                self._record(trial, base, neighbour, rounding)
+                if without is not None:  # without that sample it is the same batch
+                    removed = Trial(REMOVED, tuple(trial.neighbour), position, None, clip_norm, 0.0, 1.0)
+                    self._record(removed, neighbour, without, rounding)
         return base
+
+    def _removes_from(self, batch: list[int]) -> bool:
+        return self.removes or len(batch) == 1
 
     def _at_other_parameters(self, loop: RunningLoop, clip_norm: float, sample: int) -> None:
         """A sample alone, at other parameters: norms that were taken at those of the first steps do not fit there."""
@@ -180,14 +205,14 @@ class NeighbourTest:
             except StepFailed:
                 return
             if math.isfinite(alone.norm) and math.isfinite(nobody.norm):
-                trial = Trial(REMOVED, (sample,), 0, None, clip_norm, 0.0, 1.0)
+                trial = Trial(REMOVED, (sample,), 0, None, clip_norm, 0.0, 1.0, factor=factor)
                 self._record(trial, alone, nobody, max(1.0, factor) * self._rounding(loop, clip_norm))
 
     def _record(self, trial: Trial, base: ObservedStep, neighbour: ObservedStep, rounding: float) -> None:
         limit = BOUNDS[trial.change] * (1 + ROUNDING_SLACK) + rounding
         moved = neighbour.distance(base) / trial.clip_norm
         buffers = tuple(_different_buffers(base, neighbour))
-        self.trials.append(replace(trial, moved=moved, limit=limit, buffers=buffers))
+        self.trials.append(replace(trial, moved=moved, limit=limit, buffers=buffers, silent=self.silent))
 
     def _rounding(self, loop: RunningLoop, clip_norm: float) -> float:
         return self.factory.rounding(loop.loop.scale) / clip_norm
@@ -236,14 +261,59 @@ class NeighbourTest:
     def _locate(self, beyond: list[Trial]) -> Iterator[str]:
         """Where the rows of other samples moved: found by replacing, so that rows stay in their places."""
         replaced = [trial for trial in beyond if trial.other is not None and len(trial.batch) > 1]
-        if not replaced:
-            if len({trial.change for trial in self.trials}) > 1:
-                yield "replacing a sample stays within its bound: does the sum depend on the batch's own size?"
-            return
-        trial = max(replaced, key=lambda trial: trial.share)
-        loop = self.factory.loop(max_grad_norm=trial.clip_norm)
-        batches = self.samples.batch(trial.batch), self.samples.batch(trial.neighbour)
-        yield locate_mixing(loop, *batches, trial.position, len(trial.batch))
+        if replaced:
+            trial = max(replaced, key=lambda trial: trial.share)
+            loop = self._loop(trial.clip_norm, trial.silent)
+            batches = self.samples.batch(trial.batch), self.samples.batch(trial.neighbour)
+            place = locate_mixing(loop, *batches, trial.position, len(trial.batch))
+            yield place.sentence
+            if place.found:
+                return
+        usual = [trial for trial in beyond if trial.factor == 1]
+        if usual:
+            yield from self._explain_shares(max(usual, key=lambda trial: trial.share))
+        else:
+            yield (
+                f"it is so at parameters {beyond[0].factor:g} times those of the first steps alone: are norms kept "
+                "from earlier parameters?"
+            )
+
+    def _explain_shares(self, trial: Trial) -> Iterator[str]:
+        """Say what share a sample has of sums of nothing but itself, where that is not as it should be."""
+        loop = self._loop(trial.clip_norm, trial.silent)
+        size = len(trial.batch)
+        for sample in dict.fromkeys([trial.batch[trial.position], *trial.batch]):
+            try:
+                sums = {n: loop.step(self.samples.batch([sample] * n)).norm for n in sorted({1, 2, size, 2 * size})}
+            except StepFailed:
+                return
+            shares = {n: total / n / trial.clip_norm for n, total in sums.items()}  # in C
+            low, high = min(shares.values()), max(shares.values())
+            if high > (1 + 10 * ROUNDING_SLACK) * low:
+                shown = ", ".join(f"{share:.3g} C in a batch of {n}" for n, share in shares.items())
+                yield f"a sample's share depends on the batch's own size: {shown}"
+                return
+            if high > 1 + 10 * ROUNDING_SLACK:
+                yield self._explain_share(sample, high, trial.clip_norm)
+                return
+
+    def _explain_share(self, sample: int, share: float, clip_norm: float) -> str:
+        """A sample's share is too large whatever its batch is."""
+        norm = self.norms.get(sample, 0.0)
+        if abs(share * clip_norm - norm) <= 0.01 * norm:
+            return f"a sample's gradient of norm {norm:.3g} goes into the sum as it is: it is not clipped"
+        times = f"it counts {round(share)} times" if abs(share - round(share)) < 0.01 else "its norm is taken too small"
+        return f"a sample's share is {share:.3g} C in every batch: {times}, or Loop(scale=…) is not that of the loop"
+
+
+def is_random(loop: RunningLoop, samples: Samples) -> bool:
+    """Whether a step without noise depends on random numbers that it draws, and on nothing that steps leave behind."""
+    batch = samples.batch(samples.ordinary[:COMPANIONS])
+    first, again = loop.step(batch), loop.step(batch)
+    if again.distance(first) > CHANGED * first.norm:
+        return False
+    others = (loop.step(batch, state=seed) for seed in range(1, SEEDS_TRIED))
+    return any(other.distance(first) > CHANGED * first.norm for other in others)
 
 
 def _different_buffers(base: ObservedStep, neighbour: ObservedStep) -> list[str]:

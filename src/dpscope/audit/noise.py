@@ -11,10 +11,12 @@ from torch import Tensor
 
 from dpscope.audit.loop import LoopFactory, ObservedStep, RunningLoop, StepFailed
 from dpscope.audit.normality import SCIPY_INSTALLED, VALUES_PER_PARAMETER, NoisyStep, find_noise_faults
+from dpscope.audit.randomness import RandomState
 from dpscope.audit.samples import Samples
 from dpscope.audit.verdict import Finding, conclude, not_tried
 
 MIN_STEPS, MAX_STEPS = 8, VALUES_PER_PARAMETER
+TAIL_VALUES = 4096  # of all parameters together: enough to see noise that is cut off at 2.5σ
 MAX_ROUNDING_OF_NOISE = 0.02  # of σC, in each value: beyond it, noise cannot be read off the parameters
 
 
@@ -29,6 +31,7 @@ class NoiseTest:
     untried: list[str] = field(default_factory=list)
     without: dict[int, ObservedStep] = field(default_factory=dict)  # by batch size: the noiseless step
     steps: list[NoisyStep] = field(default_factory=list)
+    quiet: RunningLoop = field(init=False)  # the loop of steps without noise
 
     def run(self) -> Finding:
         if not SCIPY_INSTALLED:
@@ -47,7 +50,7 @@ class NoiseTest:
 
     def _noiseless_steps(self) -> None:
         self.progress("steps without noise")
-        loop = self.factory.loop(max_grad_norm=self.clip_norm)
+        self.quiet = loop = self.factory.loop(max_grad_norm=self.clip_norm)
         for size in dict.fromkeys((self.batch_size, 1)):
             self.without[size] = loop.step(self.samples.ordinary_batch(size))
         try:
@@ -71,9 +74,10 @@ class NoiseTest:
         self._draw(self._new_run(), "step 1 of a run with another seed", 1)
 
     def _number_of_steps(self) -> int:
-        """So many that every parameter shows at least `VALUES_PER_PARAMETER` values."""
-        smallest = min(self.factory.start[name].numel() for name in self.factory.trainable)
-        return min(MAX_STEPS, max(MIN_STEPS, math.ceil(VALUES_PER_PARAMETER / max(1, smallest))))
+        """So many that every parameter shows at least `VALUES_PER_PARAMETER` values, and all of them `TAIL_VALUES`."""
+        sizes = [self.factory.start[name].numel() for name in self.factory.trainable]
+        needed = max(VALUES_PER_PARAMETER / max(1, min(sizes)), TAIL_VALUES / max(1, sum(sizes)))
+        return min(MAX_STEPS, max(MIN_STEPS, math.ceil(needed)))
 
     def _new_run(self) -> RunningLoop:
         return self.factory.loop(max_grad_norm=self.clip_norm, noise_multiplier=self.noise_multiplier)
@@ -106,10 +110,15 @@ class NoiseTest:
         return runs
 
     def _draw(self, run: RunningLoop, label: str, size: int) -> None:
-        noisy, quiet = run.step(self.samples.ordinary_batch(size)), self.without[size]
+        batch, before = self.samples.ordinary_batch(size), RandomState.now()
+        noisy, quiet = run.step(batch), self.without[size]
+        if self.factory.random:  # the same step once more without noise: what the model draws comes before the noise
+            after = RandomState.now()
+            quiet = self.quiet.step(batch, state=before)
+            after.restore()
         unit = self.noise_multiplier * self.clip_norm
-        noise = {name: (noisy.sums[name] - quiet.sums[name]) / unit for name in self.factory.trainable}
-        self.steps.append(NoisyStep.of(label, size, {n: z for n, z in noise.items() if self._trains(n, z)}))
+        noise = ((n, (noisy.sums[n].double() - quiet.sums[n].double()) / unit) for n in self.factory.trainable)
+        self.steps.append(NoisyStep.of(label, size, ((n, z) for n, z in noise if self._trains(n, z))))
 
     def _trains(self, name: str, noise: Tensor) -> bool:
         """A parameter that no sample moves needs no noise."""

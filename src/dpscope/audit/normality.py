@@ -1,15 +1,16 @@
 """Tests whether the noise of steps, in units of σC, consists of independent standard normals.
 
 All tests together raise a false alarm with a probability of at most `FALSE_ALARM`, shared evenly among them. Each is
-exact for independent normals: Σz² is chi-square, their mean over their spread is Student's t, and the squared cosine of
-two vectors of n values is Beta(1/2, (n − 1)/2). The distributions are scipy's; what is tested are sums, so that a
-parameter may have any number of values. `VALUES_PER_PARAMETER` of them tell noise of half the size.
+exact for independent normals: Σz² is chi-square, their mean over their spread is Student's t, the squared cosine of two
+vectors of n values is Beta(1/2, (n − 1)/2), and the largest |z| is below t with a probability of P(|z| < t)ⁿ. The
+distributions are scipy's; what is tested are sums, so that a parameter may have any number of values.
+`VALUES_PER_PARAMETER` of them tell noise of half the size.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import combinations
@@ -37,26 +38,28 @@ SAME_COSINE = 0.99  # the cosine of vectors that are the same but for rounding
 
 @dataclass(frozen=True)
 class NoisyStep:
-    """The noise of one step. By parameter: how many values, their sum, that of their squares, and the first of them."""
+    """The noise of one step. By parameter: how many values, their sum, that of their squares, the largest |value|, and
+    the first of them."""
 
     label: str
     size: int  # of the batch
     counts: dict[str, int]
     sums: dict[str, float]
     squares: dict[str, float]
+    largest: dict[str, float]
     kept: dict[str, Tensor]
 
     @classmethod
-    def of(cls, label: str, size: int, noise: dict[str, Tensor]) -> NoisyStep:
-        flat = {name: z.flatten() for name, z in noise.items()}
-        return cls(
-            label,
-            size,
-            counts={name: z.numel() for name, z in flat.items()},
-            sums={name: float(z.sum()) for name, z in flat.items()},
-            squares={name: float(z.square().sum()) for name, z in flat.items()},
-            kept={name: z[:KEPT_VALUES].cpu().clone() for name, z in flat.items()},
-        )
+    def of(cls, label: str, size: int, noise: Iterable[tuple[str, Tensor]]) -> NoisyStep:
+        """Of the noise of each parameter, looked at one after the other."""
+        step = cls(label, size, {}, {}, {}, {}, {})
+        for name, values in noise:
+            z = values.flatten()
+            step.counts[name], step.sums[name] = z.numel(), float(z.sum())
+            step.squares[name] = float(z.square().sum())
+            step.largest[name] = float(z.abs().max()) if len(z) else 0.0
+            step.kept[name] = z[:KEPT_VALUES].cpu().clone()
+        return step
 
     @property
     def variance(self) -> float:
@@ -73,6 +76,7 @@ class Kind(Enum):
     SERIAL = "cosine of consecutive steps, in one parameter"
     SHARED = "cosine of two parameters"
     INSIDE = "cosine of two halves of a parameter"
+    TAIL = "largest value of the noise, in its own standard deviations"
     SHAPE = "distance from the normal distribution"
 
 
@@ -115,6 +119,7 @@ def find_noise_faults(steps: Sequence[NoisyStep]) -> list[str]:
 def _run_tests(steps: Sequence[NoisyStep], names: Sequence[str]) -> Iterator[TestResult]:
     """All tests but that of repeated steps, on steps that repeat none."""
     yield from _sizes(steps, names)
+    yield from _tails(steps, names)
     rows = {name: torch.stack([_unit_variance(step, name) for step in steps]) for name in names}  # (steps, values) each
     yield from _sharing(rows)
     for name, row in rows.items():
@@ -148,6 +153,18 @@ def _sizes(steps: Sequence[NoisyStep], names: Sequence[str]) -> Iterator[TestRes
     for step in steps:
         count, square = sum(step.counts[n] for n in names), sum(step.squares[n] for n in names)
         yield TestResult(Kind.STEP_SIZE, _chi_square(square, count), (step.label,), math.sqrt(square / count))
+
+
+def _tails(steps: Sequence[NoisyStep], names: Sequence[str]) -> Iterator[TestResult]:
+    """The largest value of each parameter, and of all together: noise that is cut off has none beyond."""
+    for group in [*([name] for name in names), list(names)]:
+        count = sum(step.counts[name] for step in steps for name in group)
+        square = sum(step.squares[name] for step in steps for name in group)
+        if count >= VALUES_PER_PARAMETER:
+            largest = max(step.largest[name] for step in steps for name in group) / math.sqrt(square / count)
+            beyond = math.log1p(-2 * float(stats.norm.sf(largest))) * count  # log P(no value is larger)
+            p = 2 * min(math.exp(beyond), -math.expm1(beyond))
+            yield TestResult(Kind.TAIL, p, tuple(group[:1]) if len(group) < len(names) else (), largest)
 
 
 def _chi_square(square: float, count: float) -> float:
@@ -203,6 +220,9 @@ def _sentences(alarms: Sequence[TestResult], steps: Sequence[NoisyStep], names: 
     if copied := [a for a in by_kind.get(Kind.INSIDE, []) if abs(a.figure) > SAME_COSINE]:
         yield f"the noise on {_names(copied)} repeats itself: one value is given to several entries"
         return
+    if cut := [a for a in by_kind.get(Kind.TAIL, []) if a.figure < _expected_largest(steps, a, names)]:
+        yield _describe_cut(cut, steps, names)
+        return  # less noise than asked for, and another shape, follow from it
     found = [
         *_describe_sizes(by_kind, steps, names),
         *_describe_repetitions([] if again else [*by_kind.get(Kind.REPEATED, []), *by_kind.get(Kind.SERIAL, [])]),
@@ -215,14 +235,36 @@ def _sentences(alarms: Sequence[TestResult], steps: Sequence[NoisyStep], names: 
         yield f"the values of the noise on {_names(inside)} depend on each other"
     if shape := by_kind.get(Kind.SHAPE):
         yield f"the noise is not normal (Kolmogorov-Smirnov distance {shape[0].figure:.2g})"
+    elif large := by_kind.get(Kind.TAIL):
+        yield f"the noise is not normal: its largest value is {max(a.figure for a in large):.3g} of its deviations"
 
 
 def _describe_sharing(shared: Sequence[TestResult]) -> Iterator[str]:
     if shared:
-        worst = max(shared, key=lambda a: abs(a.figure))
+        worst = max(shared, key=lambda a: round(abs(a.figure), 3))  # the first of equal ones
         pairs = {a.about for a in shared}
         more = f" ({len(pairs)} pairs of parameters in all)" if len(pairs) > 1 else ""
         yield f"noise is shared: {worst.about[1]} is given {_similarity(worst.figure)} of {worst.about[0]}{more}"
+
+
+def _values(steps: Sequence[NoisyStep], alarm: TestResult, names: Sequence[str]) -> int:
+    return sum(step.counts[name] for step in steps for name in (alarm.about or names))
+
+
+def _expected_largest(steps: Sequence[NoisyStep], alarm: TestResult, names: Sequence[str]) -> float:
+    """About the largest |z| of so many normals: one value in n is beyond it."""
+    return float(stats.norm.isf(0.5 / _values(steps, alarm, names)))
+
+
+def _describe_cut(cut: Sequence[TestResult], steps: Sequence[NoisyStep], names: Sequence[str]) -> str:
+    worst = min(cut, key=lambda alarm: alarm.p)
+    whose = worst.about or tuple(names)
+    edge = max(step.largest[name] for step in steps for name in whose)
+    where = "the noise" if any(not alarm.about for alarm in cut) else f"the noise on {_names(cut)}"
+    return (
+        f"{where} is cut off: none of {_values(steps, worst, names)} values is beyond {edge:.3g} σC, where normal ones "
+        f"reach about {_expected_largest(steps, worst, names):.2g}; a truncated normal does not give the ε of a normal"
+    )
 
 
 def _names(alarms: Sequence[TestResult]) -> str:

@@ -16,6 +16,8 @@ from dpscope.workloads.workload import Batch
 
 MAX_SIZES = 5  # sizes
 MAX_SAMPLES = 96  # in all of them together: what a check can afford
+SMALL_BYTES = 2**29  # per-sample gradients that a method may hold in any case; of a large model,
+MANY_SAMPLES = 8  # samples in a batch are enough
 
 
 def sizes_to_try(loop: RunningLoop, samples: Samples) -> list[int]:
@@ -28,8 +30,10 @@ def sizes_to_try(loop: RunningLoop, samples: Samples) -> list[int]:
         *(length for p in model.parameters() for length in p.shape),
     ]
     chosen: list[int] = []
+    whole = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    largest = max(MANY_SAMPLES, SMALL_BYTES // max(1, whole))
     for length in dict.fromkeys(found):
-        if length > 1 and sum(chosen) + length <= MAX_SAMPLES and len(chosen) < MAX_SIZES:
+        if 1 < length <= largest and sum(chosen) + length <= MAX_SAMPLES and len(chosen) < MAX_SIZES:
             chosen.append(length)
     return chosen
 

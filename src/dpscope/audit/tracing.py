@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from dpscope.sentences import name_module
 from dpscope.workloads.workload import Batch
 
 CHANGED = 1e-4  # relative
+STEPS_TRACED = 3
 
 
 @dataclass
@@ -27,31 +28,45 @@ class ModuleValues:
     gradients: list[tuple[str, Tensor]] = field(default_factory=list)  # of outputs
 
 
-def locate_mixing(loop: RunningLoop, batch: Batch, neighbour: Batch, position: int, size: int) -> str:
-    """A sentence that names the first module whose input, output or output gradient changed for another sample."""
+class MeetingPlace(NamedTuple):
+    """Where samples meet, as a sentence; `found`: it names a module, or the loss."""
+
+    sentence: str
+    found: bool
+
+
+def locate_mixing(loop: RunningLoop, batch: Batch, neighbour: Batch, position: int, size: int) -> MeetingPlace:
+    """The first module whose input, output or output gradient changed for another sample."""
     try:
         first, second = _trace(loop, batch), _trace(loop, neighbour)
     except StepFailed as error:
-        return f"where samples meet could not be traced: {error}"
+        return MeetingPlace(f"where samples meet could not be traced: {error}", found=False)
     if not any(_has_rows(a, b, size) for (_, a), (_, b) in zip(first.values, second.values, strict=False)):
-        return "which module it is cannot be traced: none is called with a batch of samples"
+        return MeetingPlace("which module it is cannot be traced: none is called with a batch of samples", found=False)
     if where := _first_moved(first.values, second.values, position, size):
-        return f"samples meet {where}: what it holds for other samples changes with the one that was replaced"
+        moved = "what it holds for other samples changes with the one that was replaced"
+        return MeetingPlace(f"samples meet {where}: {moved}", found=True)
     if name := _first_moved(first.gradients, second.gradients, position, size):
-        return (
+        return MeetingPlace(
             f"every module's output for the other samples stays as it was, but the gradient that reaches {name} does "
-            "not: samples meet in the loss, or in what follows the last module"
+            "not: samples meet in the loss, or in what follows the last module",
+            found=True,
         )
-    return (
+    return MeetingPlace(
         "for the other samples every module's output and output gradient stay as they were: it is the method itself "
-        "that gives one sample more than its share"
+        "that gives one sample more than its share",
+        found=False,
     )
 
 
 def _trace(loop: RunningLoop, batch: Batch) -> ModuleValues:
-    with _recording(loop.loop.model) as trace:
-        loop.step(batch)
-    return trace
+    """The shortest of several steps: an engine may run the model more often in some of them, to check it."""
+    traces = []
+    for _ in range(STEPS_TRACED):
+        with _recording(loop.loop.model) as trace:
+            loop.step(batch)
+        traces.append(trace)
+    return min(traces, key=lambda trace: len(trace.values))
 
 
 @contextmanager

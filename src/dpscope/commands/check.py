@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
+from rich.console import Console
 
 from dpscope.commands.console import make_console
 from dpscope.commands.options import ABOVE_ZERO, CommaList, setting_option, workload_from, workload_options
@@ -19,12 +23,15 @@ from dpscope.results.store import require_writable
 from dpscope.runner.environment import resolve_device
 from dpscope.runner.spec import RunSpec
 from dpscope.runner.tracebacks import their_mistake
+from dpscope.vocabulary.methods import resolve_method
 from dpscope.vocabulary.settings import COMPILE_MODES, EAGER, SETTINGS
 from dpscope.vocabulary.statuses import OOM
 from dpscope.workloads.configs import WorkloadConfig
 
 # What torch says of operators that vmap runs sample by sample. The report has a sentence of its own for such modules.
 SLOW_VMAP = "There is a performance drop because we have not yet implemented the batching rule"
+
+SECONDS_BETWEEN_LINES = 15.0
 
 OF_A_STEP = ("accumulate", "checkpoint_blocks", "compile", "seed")  # settings of the steps that are checked
 
@@ -58,7 +65,7 @@ OF_A_STEP = ("accumulate", "checkpoint_blocks", "compile", "seed")  # settings o
 @setting_option("checkpoint_blocks")
 @setting_option("compile", type=str, help=f"{'|'.join(COMPILE_MODES)}: check methods on a compiled model.")
 @setting_option(
-    "gpus", type=int, default=1, help="Hold a run on N ranks, noise included, against one process, instead (flash)."
+    "gpus", type=int, default=1, help="Hold a run on N ranks, noise included, against one process, instead."
 )
 @setting_option("parallel")
 @setting_option("seed", help="Of weights and data.")
@@ -88,30 +95,25 @@ def command(
         device=resolve_device(device),
         **{name: options.pop(name) for name in (*OF_A_STEP, "gpus", "parallel")},
     )
+    if json_file:  # before minutes are spent
+        if not json_file.parent.is_dir():
+            raise UserError(f"cannot write {json_file}: there is no folder {json_file.parent}")
+        require_writable(json_file)
     if spec.gpus > 1:
-        from dpscope.runner.rank_check import check_ranks
-
-        with make_console().status(f"checking: {spec.gpus} ranks"):
-            ranks = check_ranks(spec)
-        make_console().print(str(ranks), highlight=False, markup=False)
-        leave(ranks.ok)
+        _check_ranks(spec, methods, json_file, paths=paths, **options)
 
     from dpscope.exactness.check import check
     from dpscope.exactness.report import describe_check
     from dpscope.workloads.workload import build_workload
 
-    if json_file:  # before minutes are spent
-        if not json_file.parent.is_dir():
-            raise UserError(f"cannot write {json_file}: there is no folder {json_file.parent}")
-        require_writable(json_file)
     console = make_console()
-    with console.status("") as status, _their_mistakes(config), warnings.catch_warnings():
+    with _progress(console) as report, _their_mistakes(config), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=SLOW_VMAP)
         found = check(
             build_workload(config, batch_size=spec.logical_batch_size, seq_len=spec.seq_len),
             methods,
             name=", ".join(_described(spec)),
-            progress=lambda what: status.update(f"checking: {what}"),
+            progress=report,
             **{name: getattr(spec, name) for name in (*OF_A_STEP, "batch_size", "device")},
             **options,  # dtype, max_grad_norm, tolerance, neighbours, sizes, time_paths
         )
@@ -120,6 +122,58 @@ def command(
         _write(json_file, found.to_json())
         console.print(f"Written: {json_file}", highlight=False, markup=False)
     leave(found.ok)
+
+
+def _check_ranks(
+    spec: RunSpec,
+    methods: list[str] | None,
+    json_file: Path | None,
+    *,
+    dtype: str,
+    max_grad_norm: float | None,
+    tolerance: float | None,
+    **others: Any,
+) -> NoReturn:
+    """Hold runs on several ranks against one process, method by method."""
+    from dpscope.runner.rank_check import check_ranks
+
+    given = [name for name in ("paths", "time_paths", "sizes") if others[name]]
+    if given or not others["neighbours"]:
+        name = (given or ["no_neighbours"])[0].replace("_", "-")
+        raise UserError(f"--{name} is of a check in one process: leave it out, or leave out --gpus")
+    if max_grad_norm is not None:
+        spec = replace(spec, max_grad_norm=max_grad_norm)
+    console, found = make_console(), []
+    with _progress(console) as report:
+        for method in methods or ["flash"]:
+            report(f"{method} on {spec.gpus} ranks")
+            found.append(check_ranks(replace(spec, method=resolve_method(method).name), dtype, tolerance))
+    for ranks in found:
+        console.print(str(ranks), highlight=False, markup=False)
+    ok = any(ranks.ran for ranks in found) and all(ranks.ok for ranks in found if ranks.ran)
+    if json_file:
+        figures = {"ok": ok, "ranks": spec.gpus, "methods": [ranks.to_dict() for ranks in found]}
+        _write(json_file, json.dumps(figures, indent=2) + "\n")
+        console.print(f"Written: {json_file}", highlight=False, markup=False)
+    leave(ok)
+
+
+@contextmanager
+def _progress(console: Console) -> Iterator[Callable[[str], None]]:
+    """What says what is done now: in place on a terminal, else a line on standard error every few seconds."""
+    if console.is_terminal:
+        with console.status("") as status:
+            yield lambda what: status.update(f"checking: {what}")
+        return
+    said = time.monotonic()  # a check that is done soon says nothing but its result
+
+    def report(what: str) -> None:
+        nonlocal said
+        if time.monotonic() - said >= SECONDS_BETWEEN_LINES:
+            said = time.monotonic()
+            click.echo(f"checking: {what}", err=True)
+
+    yield report
 
 
 def _described(spec: RunSpec) -> Iterator[str]:

@@ -20,7 +20,7 @@ from dpscope.errors import UserError
 from dpscope.exactness.faults import Evidence, find_faults
 from dpscope.exactness.figures import measure_errors, measure_rounding
 from dpscope.exactness.mixing import find_mixing, find_mixing_in_backward, gradient_of_the_batch
-from dpscope.exactness.reference import Reference, make_reference
+from dpscope.exactness.reference import Reference, compare, make_reference
 from dpscope.exactness.report import EXACT, NOT_EXACT, Check, MethodCheck
 from dpscope.exactness.subject import Subject, computes_in_float32, make_subject
 from dpscope.exactness.updates import measure_update
@@ -105,6 +105,7 @@ def check(
     mixing = find_mixing(subject) or find_mixing_in_backward(gradient, reference)
     _require_gradients(reference, mixing)
     yardstick = _make_yardstick(subject, reference, dtype, max_grad_norm, tolerance, progress)
+    reference.release()
     checks = []
     for method, load in trainers.items():
         progress(method if compile == EAGER else f"{method}, compiling")
@@ -207,9 +208,10 @@ def _check_method(
         if status == SKIPPED or isinstance(error, NotImplementedError):
             return MethodCheck(method, SKIPPED, reason)
         return MethodCheck(method, FAILED, reason, _traceback_outside_dpscope(error))
-    evidence = Evidence(subject, reference, updates, again, yardstick.limits)
-    faults = find_faults(evidence)
-    norm_error, steps = measure_errors(reference, clip_norms, [update.sums for update in updates], evidence.errors)
+    comparisons = compare(reference, [update.sums for update in updates], [reference.factors(c) for c in clip_norms])
+    faults = find_faults(Evidence(subject, reference, updates, again, yardstick.limits, comparisons))
+    norm_error, steps = measure_errors(reference, clip_norms, comparisons)
+    reference.release()
     return MethodCheck(
         method=method,
         verdict=NOT_EXACT if faults else EXACT,
@@ -241,11 +243,7 @@ def _audit(
 
 def _warnings(subject: Subject, reference: Reference, gradient: dict[str, Tensor | None]) -> Iterator[str]:
     unreached = [name for name, found in gradient.items() if found is None]
-    still = [
-        name
-        for name in reference.names
-        if name not in unreached and not any(v[name].any() for v in reference.gradients)
-    ]
+    still = [name for name in reference.names if name not in unreached and not reference.grams[name].any()]
     if unreached:
         yield f"no gradient reaches {list_names(unreached)}: the loss does not depend on it, so it never trains"
     if still:

@@ -8,7 +8,7 @@ at a clip norm that   no sample exceeds     is the gradient right, of which para
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dpscope.audit.loop import Tensors
 from dpscope.exactness.factors import FactorEvidence, explain_factors, name_scale
-from dpscope.exactness.reference import Fit, Reference, fit_factors, relative_errors
+from dpscope.exactness.reference import Fit, Reference, UpdateComparison, find_residuals, fit_factors, relative_errors
 from dpscope.exactness.subject import Subject
 from dpscope.exactness.tying import norms_without_ties, sums_by_use
 from dpscope.exactness.updates import Update
@@ -35,14 +35,13 @@ class Evidence:
     updates: list[Update]
     again: Update
     limits: dict[str, float]  # the relative error that each parameter is allowed
+    comparisons: list[UpdateComparison]  # of the updates with the right sums
+    _residuals: dict[tuple[int, tuple[str, ...]], dict[str, float]] = field(default_factory=dict, repr=False)
 
-    @cached_property
+    @property
     def errors(self) -> list[dict[str, float]]:
         """Relative errors of the clipped sums, by step and parameter."""
-        return [
-            relative_errors(update.sums, self.reference.sums(self.reference.factors(update.clip_norm)))
-            for update in self.updates
-        ]
+        return [comparison.errors for comparison in self.comparisons]
 
     @cached_property
     def trusted(self) -> list[str]:
@@ -55,15 +54,23 @@ class Evidence:
     @cached_property
     def unmoved(self) -> list[str]:
         """Parameters with a gradient that no step touches."""
-        wanted = self.reference.sums(torch.ones(len(self.reference.gradients)))
-        return [n for n, w in wanted.items() if w.any() and not any(update.sums[n].any() for update in self.updates)]
+        moves = (name for name, gram in self.reference.grams.items() if gram.any())
+        return [name for name in moves if not any(update.sums[name].any() for update in self.updates)]
 
     def fit(self, step: int, names: Sequence[str] | None = None) -> Fit:
-        return fit_factors(self.reference, self.updates[step].sums, self.trusted if names is None else names)
+        return fit_factors(self.reference, self.comparisons[step], self.trusted if names is None else names)
+
+    def residuals(self, step: int, names: Sequence[str]) -> dict[str, float]:
+        """What the fit leaves of the update of these parameters."""
+        key = (step, tuple(names))
+        if key not in self._residuals:
+            found = find_residuals(self.reference, self.updates[step].sums, self.fit(step, names), names)
+            self._residuals[key] = found
+        return self._residuals[key]
 
     def explained(self, step: int, names: Sequence[str]) -> bool:
         """Is the update of these parameters made of the samples' gradients, with one factor a sample?"""
-        residuals = self.fit(step, names).residuals
+        residuals = self.residuals(step, names)
         error = max(self.errors[step][name] for name in names)
         return all(r <= max(10 * self.limits[name], MAX_UNEXPLAINED_SHARE * error) for name, r in residuals.items())
 
@@ -153,7 +160,7 @@ def _which_use(evidence: Evidence, name: str, update: Tensor) -> str:
 
 
 def _how_wrong(evidence: Evidence, name: str, update: Tensors) -> str:
-    wanted = evidence.reference.sums(torch.ones(evidence.subject.batch_size))[name]
+    wanted = evidence.reference.sums(torch.ones(evidence.subject.batch_size), [name])[name]
     scale = float((update[name] * wanted).sum() / wanted.square().sum())
     if float((update[name] - scale * wanted).norm()) <= MAX_UNEXPLAINED * float(wanted.norm()):
         return f"{name} is {name_scale(scale, evidence.subject.batch_size)} what it should be"
@@ -201,7 +208,8 @@ def _wrong_factors(evidence: Evidence, *, gradients_wrong: bool) -> Iterator[str
 
 def _not_flat(evidence: Evidence, step: int, names: Sequence[str]) -> str:
     """The update has no one factor a sample: does every parameter have its own?"""
-    large = [name for name in names if evidence.reference.gradients[0][name].numel() >= 4 * evidence.subject.batch_size]
+    sizes = {name: parameter.numel() for name, parameter in evidence.subject.model.named_parameters()}
+    large = [name for name in names if sizes[name] >= 4 * evidence.subject.batch_size]
     fits = {name: evidence.fit(step, [name]) for name in large}
     own = {name: fit for name, fit in fits.items() if evidence.explained(step, [name]) and fit.condition < 1e3}
     if len(own) < 2:
@@ -221,5 +229,5 @@ def _not_flat(evidence: Evidence, step: int, names: Sequence[str]) -> str:
 
 
 def _worst_residual(evidence: Evidence, step: int, names: Sequence[str]) -> str:
-    residuals = evidence.fit(step, names).residuals
+    residuals = evidence.residuals(step, names)
     return max(residuals, key=lambda name: residuals[name])

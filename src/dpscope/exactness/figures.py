@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import compress
 
 import torch
 from torch import Tensor
 
-from dpscope.audit.loop import Tensors
 from dpscope.errors import UserError
-from dpscope.exactness.reference import Reference, fit_factors, relative_errors, sample_gradients
+from dpscope.exactness.reference import Comparing, Reference, UpdateComparison, fit_factors, sample_gradients, weighted
 from dpscope.exactness.report import EXACT, MethodCheck, StepErrors
 from dpscope.exactness.subject import Subject
 
@@ -19,15 +19,13 @@ MAX_CONDITION = 1e3
 
 
 def measure_errors(
-    reference: Reference,
-    clip_norms: Sequence[float],
-    sums: Sequence[Tensors],
-    errors: Sequence[dict[str, float]],
+    reference: Reference, clip_norms: Sequence[float], comparisons: Sequence[UpdateComparison]
 ) -> tuple[float | None, list[StepErrors]]:
     """The error of norms, read off the step in which every factor is C/norm; and those of each step."""
     norm_error, steps = None, []
-    for clip_norm, update, by_parameter in zip(clip_norms, sums, errors, strict=True):
-        fit = fit_factors(reference, update, reference.names)
+    for clip_norm, comparison in zip(clip_norms, comparisons, strict=True):
+        by_parameter = comparison.errors
+        fit = fit_factors(reference, comparison, reference.names)
         told = reference.norms > 0
         ratios = fit.factors[told] / reference.factors(clip_norm)[told]
         known = fit.condition < MAX_CONDITION
@@ -52,22 +50,25 @@ def measure_rounding(
     subject: Subject, reference: Reference, clip_norms: Sequence[float], dtype: torch.dtype
 ) -> MethodCheck:
     """Micro-batches of one in the number format that is checked: the yardstick's own error."""
-    sums: list[Tensors] = [{} for _ in clip_norms]
-    for gradient in sample_gradients(subject, dtype):
-        norm = math.sqrt(sum(float(g.square().sum()) for g in gradient.values()))
-        if not (math.isfinite(norm) and norm):
-            continue  # it has no share
-        for clip_norm, total in zip(clip_norms, sums, strict=True):
-            for name, g in gradient.items():
-                total[name] = total.get(name, 0.0) + min(1.0, clip_norm / norm) * g
-    if not all(sums):
+    if not clip_norms:  # no sample has a gradient of its own
+        return MethodCheck("rounding", EXACT)
+    norms = torch.tensor([_norm_of(found.values()) for found in sample_gradients(subject, dtype, reference.names)])
+    has_share = norms.isfinite() & (norms > 0)
+    if not has_share.any():
         raise UserError(
             "in float32 the gradient of every sample is zero, inf or NaN, in float64 it is not: scale the loss into "
             "float32's range (1e-38 to 1e38), give --dtype fp64, or look for state that the loss keeps between calls"
         )
-    errors = [
-        relative_errors(found, reference.sums(reference.factors(clip_norm)))
-        for clip_norm, found in zip(clip_norms, sums, strict=True)
-    ]
-    norm_error, steps = measure_errors(reference, clip_norms, sums, errors)
+    factors = [(clip_norm / norms).clamp(max=1.0)[has_share] for clip_norm in clip_norms]
+    comparing = [Comparing(reference.factors(clip_norm)) for clip_norm in clip_norms]
+    for turn in reference.walk():
+        found = list(compress(sample_gradients(subject, dtype, list(turn)), has_share.tolist()))
+        for name, gradients in turn.items():
+            for each, own in zip(comparing, factors, strict=True):
+                each.add(name, weighted(own, [g[name].double() for g in found]), gradients)
+    norm_error, steps = measure_errors(reference, clip_norms, [each.done(reference.names) for each in comparing])
     return MethodCheck("rounding", EXACT, norm_error=norm_error, steps=steps)
+
+
+def _norm_of(gradients: Iterable[Tensor]) -> float:
+    return math.sqrt(sum(float(g.double().square().sum()) for g in gradients))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from dpscope.exactness.reference import Reference, relative_errors
+from dpscope.exactness.reference import Reference, compare
 from dpscope.exactness.subject import REPEATABLE, Subject
 from dpscope.flash.oracle import cast_batch, gradients_by_name, sample_of
 from dpscope.instruments.module_hooks import module_hooks
@@ -26,9 +26,10 @@ Outputs = list[tuple[str, list[Tensor]]]  # (module, tensors in its output), in 
 
 def find_mixing(subject: Subject) -> str | None:
     """Where the samples of a batch meet, as a sentence; None if they do not."""
-    together, whole = _run(subject, subject.batch)
+    model, _ = subject.fresh(torch.float64)
+    together, whole = _run(subject, model, subject.batch)
     for index in range(subject.batch_size):
-        alone, single = _run(subject, sample_of(subject.batch, index, subject.batch_size))
+        alone, single = _run(subject, model, sample_of(subject.batch, index, subject.batch_size))
         if torch.allclose(together[index], alone[0], rtol=REPEATABLE, atol=0, equal_nan=True):
             continue
         where = _first_difference(whole, single, index, subject.batch_size)
@@ -52,15 +53,14 @@ def find_mixing_in_backward(gradient: dict[str, Tensor | None], reference: Refer
     if not all(reference.finite):
         return None  # a sum with such a sample in it says nothing
     found = {name: g for name, g in gradient.items() if g is not None}
-    errors = relative_errors(found, reference.sums(torch.ones(len(reference.gradients))))
+    errors = compare(reference, [found], [torch.ones(len(reference.finite))])[0].errors if found else {}
     name = next((name for name, error in errors.items() if error > REPEATABLE), None)
     if name is None:
         return None
     return f"samples mix in the backward pass: the batch's gradient of {name} is not the sum of its samples'"
 
 
-def _run(subject: Subject, batch: Any) -> tuple[Tensor, Outputs]:
-    model, _ = subject.fresh(torch.float64)
+def _run(subject: Subject, model: nn.Module, batch: Any) -> tuple[Tensor, Outputs]:
     with _recording(model) as outputs:
         return subject.loss(model, cast_batch(batch, torch.float64)).detach(), outputs
 

@@ -1,9 +1,13 @@
-"""The reference: the gradient of each sample by itself, by plain autograd, and the clipped sums that follow from it."""
+"""The reference: the gradient of each sample by itself, by plain autograd, and the clipped sums that follow from it.
+
+All samples' gradients of a large model would not fit in memory: parameters come in turns, and each turn's gradients are
+computed anew whenever they are looked at.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -11,29 +15,52 @@ import torch
 from torch import Tensor
 
 from dpscope.audit.loop import Tensors
+from dpscope.audit.memory import release_memory
 from dpscope.exactness.subject import Subject
-from dpscope.flash.oracle import per_sample_gradients
+from dpscope.flash.oracle import gradients_by_name, sample_of
 
 # A parameter whose gradient vanishes against the whole (a key's bias before a softmax) has no relative error to speak
 # of: what one sees of it is rounding. It is held against this share of the whole.
 VANISHING_SHARE = 1e-4
+SMALL_TURN = 2**28  # bytes of samples' gradients that are held in any case
+COPIES_IN_TURN = 2  # float64 copies of the model that samples' gradients may take beyond that
+
+Turn = dict[str, list[Tensor]]  # by parameter: the gradient of each sample
 
 
 @dataclass(frozen=True)
 class Reference:
     """Per-sample gradients v_b, in float64 on the CPU. A sample whose gradient is not finite has none."""
 
-    gradients: list[Tensors]
+    subject: Subject
+    turns: list[list[str]]  # names of parameters whose gradients are held together
     finite: list[bool]
+    grams: Tensors  # <v_i, v_j> of each parameter: (B, B)
+    _held: dict[int, Turn] = field(default_factory=dict, repr=False)
 
     @property
     def names(self) -> list[str]:
-        return list(self.gradients[0])
+        return [name for turn in self.turns for name in turn]
 
-    @cached_property
-    def grams(self) -> Tensors:
-        """<v_i, v_j> of each parameter: (B, B)."""
-        return {name: _gram([v[name].flatten() for v in self.gradients]) for name in self.names}
+    def walk(self, names: Iterable[str] | None = None) -> Iterator[Turn]:
+        """The gradients of all parameters, or of these, some at a time; the turn that is held comes first."""
+        wanted = None if names is None else set(names)
+        for number in sorted(range(len(self.turns)), key=lambda number: number not in self._held):
+            if wanted is not None and wanted.isdisjoint(self.turns[number]):
+                continue
+            if number not in self._held:
+                self._held.clear()
+                release_memory()
+                self._held[number] = _gradients(self.subject, self.turns[number], self.finite)
+            turn = {name: v for name, v in self._held[number].items() if wanted is None or name in wanted}
+            yield turn
+            turn.clear()  # whoever walks still has it while the next is computed
+
+    def release(self) -> None:
+        """Let go of what is held, where that is not all."""
+        if len(self.turns) > 1:
+            self._held.clear()
+            release_memory()
 
     @cached_property
     def norms(self) -> Tensor:
@@ -46,10 +73,8 @@ class Reference:
 
     def sums(self, factors: Tensor, names: Sequence[str] | None = None) -> Tensors:
         """Σ_b c_b v_b of each parameter."""
-        return {
-            name: sum((c * v[name] for c, v in zip(factors, self.gradients, strict=True)), torch.zeros(()))
-            for name in (self.names if names is None else names)
-        }
+        found = {name: weighted(factors, v) for turn in self.walk(names) for name, v in turn.items()}
+        return {name: found[name] for name in (self.names if names is None else names)}
 
     def clip_norms(self, middle: float | None = None) -> list[float]:
         """At which norms a check clips: no sample exceeds the first, some the second, all the third by far.
@@ -61,25 +86,70 @@ class Reference:
         return [4 * float(norms[-1]), middle or _middle_clip_norm(norms), float(norms[0]) / 100]
 
 
-def _gram(vectors: list[Tensor]) -> Tensor:
-    rows = torch.stack(vectors)
-    return rows @ rows.T
+def weighted(factors: Tensor, gradients: Sequence[Tensor]) -> Tensor:
+    """Σ_b c_b v_b of one parameter."""
+    return sum((c * v for c, v in zip(factors, gradients, strict=True)), torch.zeros(()))
+
+
+def _gram(vectors: Sequence[Tensor]) -> Tensor:
+    flat = [vector.flatten() for vector in vectors]
+    return torch.stack([torch.stack([a @ b for b in flat]) for a in flat])
 
 
 def make_reference(subject: Subject) -> Reference:
-    gradients = list(sample_gradients(subject, torch.float64))
-    finite = [all(bool(g.isfinite().all()) for g in found.values()) for found in gradients]
-    for found, whole in zip(gradients, finite, strict=True):
-        if not whole:
-            found.update({name: torch.zeros_like(g) for name, g in found.items()})
-    return Reference(gradients, finite)
+    finite = [True] * subject.batch_size
+    reference = Reference(subject, _turns(subject), finite, {})
+    for turn in reference.walk():
+        for name, gradients in turn.items():
+            reference.grams[name] = _gram(gradients)
+            for sample, gradient in enumerate(gradients):
+                finite[sample] &= bool(gradient.isfinite().all())
+    if not all(finite):
+        reference._held.clear()
+        kept = torch.tensor(finite)
+        for name, gram in reference.grams.items():
+            reference.grams[name] = gram.where(kept[:, None] & kept[None, :], 0.0)
+    return reference
 
 
-def sample_gradients(subject: Subject, dtype: torch.dtype) -> Iterator[Tensors]:
-    """Computed in `dtype` one sample at a time; given in float64, on the CPU."""
+def _turns(subject: Subject) -> list[list[str]]:
+    sizes = {
+        name: 8 * p.numel() * subject.batch_size for name, p in subject.model.named_parameters() if p.requires_grad
+    }
+    limit = max(SMALL_TURN, COPIES_IN_TURN * sum(sizes.values()) / subject.batch_size)
+    turns: list[list[str]] = [[]]
+    held = 0
+    for name, size in sizes.items():
+        if turns[-1] and held + size > limit:
+            turns.append([])
+            held = 0
+        turns[-1].append(name)
+        held += size
+    return turns
+
+
+def _gradients(subject: Subject, names: Sequence[str], finite: Sequence[bool]) -> Turn:
+    turn: Turn = {name: [] for name in names}
+    for found, whole in zip(sample_gradients(subject, torch.float64, names), finite, strict=True):
+        for name in names:
+            turn[name].append(found[name] if whole else torch.zeros_like(found[name]))
+    return turn
+
+
+def sample_gradients(subject: Subject, dtype: torch.dtype, names: Sequence[str]) -> Iterator[Tensors]:
+    """Of these parameters, one sample at a time, computed in `dtype`; on the CPU."""
     model, batch = subject.fresh(dtype)
-    for found in per_sample_gradients(model, batch, lambda m, b: subject.loss(m, b).mean()):
-        yield {name: g.double().cpu() for name, g in found.items()}
+    shapes = dict(model.named_parameters())
+    for name in set(subject.trainable).difference(names):
+        shapes[name].register_post_accumulate_grad_hook(_drop_gradient)  # type: ignore[no-untyped-call]
+    for index in range(subject.batch_size):
+        loss = subject.loss(model, sample_of(batch, index, subject.batch_size)).mean()
+        found = gradients_by_name(loss, model)
+        yield {n: torch.zeros_like(shapes[n], device="cpu") if (g := found[n]) is None else g.cpu() for n in names}
+
+
+def _drop_gradient(parameter: Tensor) -> None:
+    parameter.grad = None
 
 
 def _middle_clip_norm(norms: Tensor) -> float:
@@ -90,43 +160,90 @@ def _middle_clip_norm(norms: Tensor) -> float:
 
 
 @dataclass(frozen=True)
-class Fit:
-    """Σ_b c_b v_b, as near to an update as it can be had: `factors` c (B,), NaN where a sample has no gradient.
+class UpdateComparison:
+    """An update against Σ_b c_b v_b: by parameter, ‖difference‖ / ‖sum‖, and <v_b, update> for each sample (B,)."""
 
-    residuals   by parameter, what is left, relative to the parameter's update
+    errors: dict[str, float]
+    shares: Tensors
+
+
+class Comparing:
+    """A comparison, one parameter after the other."""
+
+    def __init__(self, factors: Tensor) -> None:
+        self.factors = factors
+        self._differences: dict[str, float] = {}
+        self._sizes: dict[str, float] = {}
+        self._shares: Tensors = {}
+
+    def add(self, name: str, update: Tensor, gradients: Sequence[Tensor]) -> None:
+        update, wanted = update.double(), weighted(self.factors, gradients)
+        self._differences[name], self._sizes[name] = float((update - wanted).norm()), float(wanted.norm())
+        self._shares[name] = torch.stack([torch.sum(v * update) for v in gradients])
+
+    def done(self, names: Sequence[str]) -> UpdateComparison:
+        errors = _relative(self._differences, self._sizes)
+        return UpdateComparison({name: errors[name] for name in names}, self._shares)
+
+
+def compare(reference: Reference, updates: Sequence[Tensors], factors: Sequence[Tensor]) -> list[UpdateComparison]:
+    """Each update against the sums with its factors."""
+    comparing = [Comparing(each) for each in factors]
+    for turn in reference.walk(updates[0]):
+        for name, gradients in turn.items():
+            for each, update in zip(comparing, updates, strict=True):
+                each.add(name, update[name], gradients)
+    return [each.done([name for name in reference.names if name in updates[0]]) for each in comparing]
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The c for which Σ_b c_b v_b comes nearest to an update: `factors` (B,), NaN where a sample has no gradient.
+
     condition   by how much rounding is amplified in the factors: large where samples' gradients are nearly parallel
     """
 
     factors: Tensor
-    residuals: dict[str, float] = field(repr=False)
     condition: float
 
 
-def fit_factors(reference: Reference, update: Tensors, names: Sequence[str]) -> Fit:
+def fit_factors(reference: Reference, comparison: UpdateComparison, names: Sequence[str]) -> Fit:
     """The factors that explain the update of these parameters: least squares, gradients scaled to length one.
 
     Nothing of a method is needed for it but what it did to the parameters.
     """
     gram = sum((reference.grams[name] for name in names), torch.zeros(()))
+    shares = sum((comparison.shares[name] for name in names), torch.zeros(()))
     norms = gram.diagonal().sqrt()
     active = norms > 0
     scale = 1 / norms[active]
-    shares = torch.stack(
-        [sum((torch.sum(v[n] * update[n]) for n in names), torch.zeros(())) for v in reference.gradients]
-    )
     matrix = gram[active][:, active] * scale[:, None] * scale[None, :]
     factors = torch.full_like(norms, torch.nan)
     factors[active] = scale * (torch.linalg.pinv(matrix, hermitian=True) @ (scale * shares[active]))
-    residuals = relative_errors(reference.sums(factors.nan_to_num(0.0), names), update)
-    return Fit(factors, residuals, float(torch.linalg.cond(matrix).sqrt()))
+    return Fit(factors, float(torch.linalg.cond(matrix).sqrt()))
+
+
+def find_residuals(reference: Reference, update: Tensors, fit: Fit, names: Sequence[str]) -> dict[str, float]:
+    """By parameter, what a fit leaves of an update, relative to it."""
+    factors = fit.factors.nan_to_num(0.0)
+    differences, sizes = {}, {}
+    for turn in reference.walk(names):
+        for name, gradients in turn.items():
+            found, wanted = weighted(factors, gradients), update[name].double()
+            differences[name], sizes[name] = float((found - wanted).norm()), float(wanted.norm())
+    return _relative(differences, sizes)
 
 
 def relative_errors(found: Tensors, wanted: Tensors) -> dict[str, float]:
     """‖found − wanted‖ / ‖wanted‖ by parameter of `found`; infinite where it is not a number."""
-    total = math.sqrt(sum(float(wanted[name].square().sum()) for name in found))
+    differences = {name: float((value.double() - wanted[name].double()).norm()) for name, value in found.items()}
+    return _relative(differences, {name: float(wanted[name].double().norm()) for name in found})
+
+
+def _relative(differences: dict[str, float], sizes: dict[str, float]) -> dict[str, float]:
+    total = math.sqrt(sum(size**2 for size in sizes.values()))
     errors = {}
-    for name, value in found.items():
-        difference = float((value - wanted[name]).norm())
-        size = max(float(wanted[name].norm()), VANISHING_SHARE * total)
+    for name, difference in differences.items():
+        size = max(sizes[name], VANISHING_SHARE * total)
         errors[name] = 0.0 if difference == 0 else difference / size if size and difference < math.inf else math.inf
     return errors

@@ -10,15 +10,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dpscope.audit.memory import free_memory
 from dpscope.errors import UserError
 from dpscope.flash.oracle import LossFn, batch_size_of, cast_batch, gradients_by_name
 from dpscope.sentences import list_names
 from dpscope.trainers.base import require_loss_per_sample, require_trainable
+from dpscope.workloads.silence import silence
 from dpscope.workloads.workload import Batch, Workload
 
 # Two runs of the same float64 computation agree far better; models that go through float32 inside, only to this.
 REPEATABLE = 1e-5
 FILL_DEVIATION = 0.02
+# Float64 copies of the model that a check takes: on the CPU those of the reference (4), of the method and its updates.
+HOST_COPIES, DEVICE_COPIES = 7, 3
+SMALL_COPY = 2**26  # bytes
 
 
 @dataclass(frozen=True)
@@ -55,9 +60,10 @@ def make_subject(workload: Workload, *, seed: int, device: str) -> Subject:
     with where:
         model = workload.model()
     require_trainable(model)
+    require_memory(model, where)
     batch = workload.batch(seed, where)
     notes = []
-    if quiet := _disable_dropout(model):
+    if quiet := silence(model):
         notes.append(f"dropout is off for the check ({quiet} modules)")
     subject = Subject(model, batch, workload.loss, seed, where, batch_size_of(batch), notes)
     _require_repeatable(subject)
@@ -69,17 +75,20 @@ def make_subject(workload: Workload, *, seed: int, device: str) -> Subject:
     return subject
 
 
-def _disable_dropout(model: nn.Module) -> int:
-    """Sets every dropout probability to zero, whether it is a module's or an attribute (`attention_dropout`)."""
-    found = 0
-    for module in model.modules():
-        names = [name for name, value in vars(module).items() if "drop" in name and isinstance(value, float) and value]
-        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p:
-            names.append("p")
-        for name in names:
-            setattr(module, name, 0.0)
-        found += bool(names)
-    return found
+def require_memory(model: nn.Module, device: torch.device) -> None:
+    """Raise `UserError` where a check of the model would not fit: the system would end it without a word."""
+    copy_bytes = 8 * sum(p.numel() for p in model.parameters())
+    places = [("this machine's memory", HOST_COPIES, free_memory())]
+    if device.type == "cuda":
+        places.append(("the GPU's memory", DEVICE_COPIES, torch.cuda.mem_get_info(device)[0]))
+    for place, copies, free in places:
+        if free is not None and copies * copy_bytes > free and copy_bytes > SMALL_COPY:
+            raise UserError(
+                f"a check of {copy_bytes / 8e6:.0f} million parameters takes about {copies * copy_bytes / 1e9:.3g} GB, "
+                f"parameters in turns, and {free / 1e9:.2g} GB of {place} are free: take fewer layers (--num-layers 2: "
+                "they are the same layers), a smaller width or vocabulary, or a GPU with its host (--device cuda) that "
+                "has as much"
+            )
 
 
 def _hidden_parameters(subject: Subject) -> list[str]:

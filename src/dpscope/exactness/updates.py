@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dpscope.audit.loop import Tensors
+from dpscope.audit.memory import release_memory
 from dpscope.audit.trainer import HUGE_LEARNING_RATE, StepSettings
 from dpscope.errors import UserError
 from dpscope.exactness.subject import Subject
@@ -22,7 +23,7 @@ class Update:
     """One step without noise at one clip norm, undone to the sum it applied: lr/B Σ_b c_b v_b was taken off."""
 
     clip_norm: float
-    sums: Tensors  # of trainable parameters; float64, on the CPU
+    sums: Tensors  # of trainable parameters; on the CPU
     moved_frozen: list[str]  # frozen parameters that are not where they were
     notes: list[str] = field(default_factory=list)  # what the trainer says about how it trains this model
     paths: Any = None  # what the method's engine says of each parameter, if it has one that explains itself
@@ -43,7 +44,7 @@ def measure_update(
     `time_paths`: have an engine that explains its paths measure them, too.
     """
     model, batch = subject.fresh(dtype)
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    before = dict(subject.model.named_parameters())
     settings = TrainerSettings(
         **how.divide(subject.batch_size),
         optimizer="sgd",
@@ -55,16 +56,18 @@ def measure_update(
     torch.manual_seed(seed)
     trainer = trainer_class(model, subject.loss, settings)
     trainer.train_step(*split_batch(batch, how.accumulate))
-    sums, moved = {}, []
+    sums, moved, trainable = {}, [], set(subject.trainable)
     for name, after in _trained_parameters(trainer, model).items():
-        step = (before[name].double() - after.detach().double()).cpu()
-        if name in subject.trainable:
-            sums[name] = step * (subject.batch_size / HUGE_LEARNING_RATE)
+        step = (before[name].detach().to(dtype).double() - after.detach().double()).cpu()
+        if name in trainable:
+            sums[name] = (step * (subject.batch_size / HUGE_LEARNING_RATE)).to(dtype)
         elif step.any():
             moved.append(name)
     explain = getattr(getattr(trainer, "engine", None), "explain", None)
     notes = [note["sentence"] for note in trainer.notes()]
     paths = None if explain is None else explain(measured=True) if time_paths else explain()
+    del trainer, model, explain, after
+    release_memory()
     return Update(clip_norm, sums, moved, notes, paths)
 
 

@@ -65,6 +65,7 @@ def reduced_sums(
         with torch.no_grad(), no_autocast(device):
             return again if micro is None else {**again, **micro.sums_of(some)}
 
+    ranks.meet_to_reduce()
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     for reduced, sums in ranks.reduction.reduce(trained, sums_of):
         before = [into(parameter) if into else None for parameter in reduced]

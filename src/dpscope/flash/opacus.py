@@ -33,6 +33,7 @@ from dpscope.flash.compiled.frames import require_module
 from dpscope.flash.engine import FlashEngine
 from dpscope.flash.forward_passes import BatchSizeOf
 from dpscope.flash.memory_budget import MemoryLimit, check_limit
+from dpscope.flash.noise_source import used_keys_of
 from dpscope.flash.opacus_arguments import (
     FLASH,
     UnsupportedModelError,
@@ -50,6 +51,7 @@ from dpscope.flash.ranks.ranks import refusing_together, reshard
 from dpscope.flash.ranks.sampling import loader_of_rank
 
 OPACUS_PREFIX = "_module."  # Opacus's wrapper keeps the model under this name, and so do its checkpoints
+USED_NOISE_KEYS = "dpscope_used_noise_keys"  # in checkpoints of runs with a noise generator
 # What make_private_with_epsilon hands to the search for the noise multiplier and to the accountant.
 ACCOUNTING_OPTIONS = ("epsilon_tolerance", "alphas", "eps_error", "delta_error", "poisson")
 
@@ -135,6 +137,7 @@ class PrivacyEngine(OpacusPrivacyEngine):
         self.flash_engine = engine = optimizer.engine
         engine.forwards.expects_padding = pad_batches is not False
         engine.remove_on_detach(_accept_opacus_names(module))
+        self.accountant.dpscope_poisson = kwargs.get("poisson_sampling", True)  # for audits: what ε assumes
         warn_of_untrained(engine, optimizer)
         return module if wrap_model else hooks, optimizer, loader
 
@@ -195,17 +198,30 @@ class PrivacyEngine(OpacusPrivacyEngine):
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def save_checkpoint(
-        self, *, module: nn.Module, module_state_dict_kwargs: dict[str, Any] | None = None, **kwargs: Any
+        self,
+        *,
+        module: nn.Module,
+        module_state_dict_kwargs: dict[str, Any] | None = None,
+        checkpoint_dict: dict[str, Any] | None = None,
+        **kwargs: Any,
     ) -> None:
         """Opacus's file, which Opacus can load: parameters are named as in its wrapper."""
         if not isinstance(module, AbstractGradSampleModule):
             module_state_dict_kwargs = {"prefix": OPACUS_PREFIX, **(module_state_dict_kwargs or {})}
-        super().save_checkpoint(module=module, module_state_dict_kwargs=module_state_dict_kwargs, **kwargs)
+        if used := used_keys_of(module):
+            checkpoint_dict = {**(checkpoint_dict or {}), USED_NOISE_KEYS: used.state()}
+        super().save_checkpoint(
+            module=module,
+            module_state_dict_kwargs=module_state_dict_kwargs,
+            checkpoint_dict=checkpoint_dict,
+            **kwargs,
+        )
 
     def load_checkpoint(
         self, *, module: nn.Module, optimizer: Any = None, resume_noise: bool = False, **kwargs: Any
     ) -> Any:
-        """Load a checkpoint of this engine or of Opacus.
+        """Load a checkpoint of this engine or of Opacus. The noise of the saved run is not added again, with or
+        without its optimizer.
 
         `resume_noise`: see `DPFlashOptimizer.load_state_dict`; without it noise is fresh.
         """
@@ -215,7 +231,11 @@ class PrivacyEngine(OpacusPrivacyEngine):
             load_state_dict = partial(optimizer.load_state_dict, resume_noise=True)
             optimizer = SimpleNamespace(load_state_dict=load_state_dict)
         with _accepting_opacus_names(module):
-            return super().load_checkpoint(module=module, optimizer=optimizer, **kwargs)
+            checkpoint = super().load_checkpoint(module=module, optimizer=optimizer, **kwargs)
+        used = checkpoint.pop(USED_NOISE_KEYS, None)
+        if used is not None and not resume_noise:
+            used_keys_of(module).update(used.tolist())
+        return checkpoint
 
     # -- what Opacus's make_private calls ----------------------------------------------------------------------------
 

@@ -22,8 +22,7 @@ from dpscope.flash.kernels.fused_update import fused_adam_, fused_sgd_
 from dpscope.flash.kernels.noise import add_noise_
 from dpscope.flash.kernels.triton_runtime import use_triton
 from dpscope.flash.microbatch import SumBatch
-from dpscope.flash.noise_source import NoiseSource
-from dpscope.flash.ranks.agreement import Control
+from dpscope.flash.noise_source import Key, NoiseSource
 from dpscope.flash.ranks.shards import local_parts
 from dpscope.flash.step_counts import StepCounts
 
@@ -40,16 +39,14 @@ class Privatisation:
     noise_std: float
     grad_scale: float
     noise: NoiseSource
-    control: Control | None = None  # where several ranks do the step
-    clip: float = 0.0  # C and the learning rates of all groups, added up: as noise_std, the same on all ranks
-    learning_rates: float = 0.0
+    key: Key | None = None  # of the step; None draws one
 
-    def draw(self) -> tuple[int, int]:
-        """The step's key: on all ranks that of the first."""
-        key = self.noise.draw()
-        if self.control is None:
-            return key
-        return self.control.key_of_step(key, (self.noise_std, self.grad_scale, self.clip, self.learning_rates))
+    def draw(self) -> Key:
+        """The step's key, which is used up."""
+        key = self.noise.draw() if self.key is None else self.key
+        if self.noise_std:
+            self.noise.use(key)
+        return key
 
 
 def privatise_gradients(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from inspect import Parameter, signature
 from typing import Any, NoReturn
 
 import torch
@@ -18,7 +19,7 @@ from dpscope.flash.compiled.frames import uncompiled
 from dpscope.flash.distributed import refuse_several_processes
 from dpscope.flash.engine import FlashEngine
 from dpscope.flash.microbatch import SumBatch
-from dpscope.flash.noise_source import NoiseSource
+from dpscope.flash.noise_source import NO_KEY, Key, NoiseSource, used_keys_of
 from dpscope.flash.optimizer import FusedUpdate, Privatisation, privatise_gradients
 
 NOISE_STATE = "dpscope_noise_generator"
@@ -50,6 +51,7 @@ class DPFlashOptimizer(DPOptimizer):
         fused: bool | None = None,
     ) -> None:
         _require_noise(noise_multiplier)
+        _refuse_closures(optimizer)
         if engine.ranks is None:
             refuse_several_processes()
         elif secure_mode:
@@ -64,7 +66,9 @@ class DPFlashOptimizer(DPOptimizer):
         if fused and not FusedUpdate.supports(optimizer):
             raise UserError(f"{type(optimizer).__name__} with these options has no fused update: leave out fused=True")
         self.engine = engine
-        self.noise = NoiseSource(generator)
+        self.noise = NoiseSource(generator, used_keys_of(engine.model))
+        self._key: Key | None = None  # of the step that runs
+        self._steps = 0
         self._own = frozenset(map(id, engine.parameters))
         self._fused_update = FusedUpdate(optimizer) if FusedUpdate.supports(optimizer) else None
         self._fused = fused
@@ -78,6 +82,12 @@ class DPFlashOptimizer(DPOptimizer):
             secure_mode=secure_mode,
         )
         engine.running_sums.clear()  # what is in p.grad by now was not clipped
+        # Whatever saves or restores the wrapped optimizer, the noise it was trained with is remembered.
+        engine.remove_on_detach(optimizer.register_state_dict_post_hook(self._save_noise))
+        engine.remove_on_detach(optimizer.register_load_state_dict_pre_hook(self._load_noise))
+        if engine.ranks is not None:
+            for hook in engine.ranks.watch_forwards():
+                engine.remove_on_detach(hook)
 
     @property
     def max_grad_norm(self) -> float:
@@ -162,7 +172,7 @@ class DPFlashOptimizer(DPOptimizer):
         if not self._own.issuperset(map(id, trained)):
             raise UserError(
                 "the optimizer was given parameters that are not the private model's: their gradients are not clipped; "
-                "make them part of the model before make_private, or give them an optimizer of their own"
+                "make them part of the model before make_private, or leave them out and freeze them"
             )
         self.engine.state.begin_step()
         return trained
@@ -170,12 +180,32 @@ class DPFlashOptimizer(DPOptimizer):
     def _skips(self) -> bool:
         """Whether the physical batch does not end its logical batch; then add up its sums and keep them."""
         goes_on = self.engine.state.draw_goes_on
-        if self._check_skip_next_step() or goes_on:
+        skips = bool(self._check_skip_next_step() or goes_on)
+        self._meet_ranks(skips)
+        if skips:
             self.clip_and_accumulate()
             self._is_last_step_skipped = True
         else:
             self._is_last_step_skipped = False
         return self._is_last_step_skipped
+
+    def _meet_ranks(self, skips: bool) -> None:
+        """Wait for the other ranks to take the same step, before any sum travels; its key is that of the first."""
+        self._key, ranks = None, self.engine.ranks
+        if ranks is None:
+            return
+        how = self._privatisation()
+        facts = {
+            "backward passes since the last step": self.engine.state.micro_batches,
+            "batches that BatchMemoryManager drew and the loop did not train on": len(self._step_skip_queue),
+            "the standard deviation of the noise": how.noise_std,
+            "the divisor of the sums": 1 / how.grad_scale,
+            "the clipping bound": self.max_grad_norm,
+            "the noise of earlier steps": (len(self.noise.used), self.noise.used.last()),
+        }
+        doing = f"{'add a batch to' if skips else 'take'} step {self._steps + 1}"
+        key = ranks.meet_to_step(doing, self.original_optimizer, facts, NO_KEY if skips else self.noise.draw())
+        self._key = None if skips else key
 
     def clip_and_accumulate(self) -> None:
         """Close the micro-batch: its clipped sums are added to those that the engine holds."""
@@ -186,6 +216,8 @@ class DPFlashOptimizer(DPOptimizer):
         parameters = self.params
         self.engine.running_sums.ignore_gradients()
         sums = [(p, total) for p in parameters if (total := self.engine.running_sums.get(p)) is not None]
+        if self._key is None:
+            self._meet_ranks(skips=False)
         how = self._privatisation()
         if self.secure_mode:
             self._add_secure_noise([total for _, total in sums], how)
@@ -223,19 +255,19 @@ class DPFlashOptimizer(DPOptimizer):
             self._fused_update(stream, how)
 
     def _account(self) -> None:
+        self._steps += 1
         self.engine.state.apply(lambda: self.step_hook(self) if self.step_hook else None)
 
     def _privatisation(self) -> Privatisation:
         divisor = self.expected_batch_size * self.accumulated_iterations if self.loss_reduction == "mean" else 1
         # C may have changed since a micro-batch was summed.
         clip = max(self.max_grad_norm, self.engine.state.largest_clip)
+        key, self._key = self._key, None
         return Privatisation(
             noise_std=self.noise_multiplier * clip,
             grad_scale=1.0 / divisor,
             noise=self.noise,
-            control=None if self.engine.ranks is None else self.engine.ranks.control,
-            clip=clip,
-            learning_rates=sum(g["lr"] for g in self.param_groups if isinstance(g.get("lr"), (int, float))),
+            key=key,
         )
 
     @torch.no_grad()
@@ -252,14 +284,13 @@ class DPFlashOptimizer(DPOptimizer):
             self.original_optimizer.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's, and where the noise stream stands if a noise generator was given.
+        """The wrapped optimizer's, and of a run with a noise generator where it stands and which keys were used.
 
         With that and the weights before and after a step anyone can take the noise off again: a checkpoint of a run
         with a noise generator is a secret. Without a generator nothing of the noise is saved.
         """
-        state = self.original_optimizer.state_dict()
-        noise = None if self.secure_mode else self.noise.state()
-        return state if noise is None else {**state, NOISE_STATE: noise}
+        state: dict[str, Any] = self.original_optimizer.state_dict()
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any], *, resume_noise: bool = False) -> None:
         """Restore the wrapped optimizer's state. A noise generator goes on from where it is now, with fresh noise.
@@ -267,16 +298,26 @@ class DPFlashOptimizer(DPOptimizer):
         `resume_noise=True` sets it back to where it stood when the state was saved. Steps from there repeat noise that
         the saved run may have used already: only for a run that ended at this checkpoint and published nothing later.
         """
-        self.check_noise(state_dict.get(NOISE_STATE), resume_noise=resume_noise)
-        own = {key: value for key, value in state_dict.items() if key != NOISE_STATE}
-        self.original_optimizer.load_state_dict(own)
+        if resume_noise:
+            self.check_noise(state_dict.get(NOISE_STATE), resume_noise=True)
+            state_dict = {key: value for key, value in state_dict.items() if key != NOISE_STATE}
+        self.original_optimizer.load_state_dict(state_dict)
 
     def check_noise(self, saved: dict[str, Any] | None, *, resume_noise: bool) -> None:
         """Set the noise generator back to where a saved run's stood, or refuse one that would repeat its noise."""
         if resume_noise and saved is None:
             raise UserError("the state holds no noise stream to resume: it was saved by a run without noise_generator")
         if saved is not None and not self.secure_mode:
-            (self.noise.resume if resume_noise else self.noise.refuse_to_repeat)(saved)
+            (self.noise.resume if resume_noise else self.noise.take_over)(saved)
+
+    def _save_noise(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        noise = None if self.secure_mode else self.noise.state()
+        if noise is not None:
+            state_dict[NOISE_STATE] = noise
+
+    def _load_noise(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        self.check_noise(state_dict.get(NOISE_STATE), resume_noise=False)
+        return {key: value for key, value in state_dict.items() if key != NOISE_STATE}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise UserError(
@@ -285,6 +326,15 @@ class DPFlashOptimizer(DPOptimizer):
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         self.__deepcopy__({})
+
+
+def _refuse_closures(optimizer: Optimizer) -> None:
+    closure = signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is Parameter.empty:
+        raise UserError(
+            f"{type(optimizer).__name__} calls its closure several times a step, and each call would need noise and "
+            "accounting of its own: use an optimizer that takes one gradient a step (SGD, AdamW)"
+        )
 
 
 def _require_noise(multiplier: float) -> None:

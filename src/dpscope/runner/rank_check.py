@@ -1,4 +1,4 @@
-"""Is a run on several ranks that of one process? `python -m dpscope.runner.rank_check SPEC FILE` is one of the ranks.
+"""Is a run on several ranks that of one process? `python -m dpscope.runner.rank_check SPEC DTYPE.pt` is one.
 
 All train the same model on the same batches with the same noise: some steps with the batch dealt out, some with all of
 it on one rank and nothing on the others. Afterwards every parameter has to be where one process puts it.
@@ -7,6 +7,7 @@ it on one rank and nothing on the others. Afterwards every parameter has to be w
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import tempfile
@@ -20,18 +21,22 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from dpscope.errors import UserError
+from dpscope.flash.oracle import cast_batch
 from dpscope.instruments.processes import end_with_lifeline, run_limited
+from dpscope.outcomes import outcome_of_exception
 from dpscope.runner.assembly import build
 from dpscope.runner.rank_launcher import end_rank, rank_command
 from dpscope.runner.spec import RunSpec
 from dpscope.runner.world import join_world
 from dpscope.trainers.base import load_trainer
 from dpscope.vocabulary.methods import resolve_method
+from dpscope.vocabulary.statuses import SKIPPED
+from dpscope.workloads.silence import silence
 
 CHECKED_STEPS = 5
-# Sums over the samples in another order, over a few steps, of how far a parameter moved.
-RANK_TOLERANCE = 1e-4
+# Number format -> torch's, and how far a parameter may be from where one process puts it, of how far it moved: sums
+# over the samples in another order, over a few steps.
+RANK_TOLERANCES = {"fp32": (torch.float32, 1e-4), "fp64": (torch.float64, 1e-10)}
 
 Values = dict[str, Tensor]
 
@@ -41,50 +46,75 @@ class RankCheck:
     """How far the parameters are from those of one process, relative to how far they moved, at most."""
 
     spec: RunSpec
-    difference: float
-    parameter: str  # where that is
+    dtype: str
+    tolerance: float
+    difference: float = math.inf
+    parameter: str = ""  # where that is
+    reason: str | None = None  # why it did not run
+
+    @property
+    def ran(self) -> bool:
+        return self.reason is None
 
     @property
     def ok(self) -> bool:
-        return self.difference <= RANK_TOLERANCE
+        return self.ran and self.difference <= self.tolerance
+
+    def to_dict(self) -> dict[str, Any]:
+        figures = {"difference": self.difference, "parameter": self.parameter} if self.ran else {"reason": self.reason}
+        return {"method": self.spec.method, "ok": self.ok, "dtype": self.dtype, "tolerance": self.tolerance, **figures}
 
     def __str__(self) -> str:
-        where = f"{self.spec.workload.name} on {self.spec.gpus} ranks ({self.spec.parallel})"
-        found = f"relative difference {self.difference:.1e} at {self.parameter}, tolerance {RANK_TOLERANCE:g}"
+        where = f"{self.spec.method}, {self.dtype}: {self.spec.workload.name} on {self.spec.gpus} ranks"
+        where += f" ({self.spec.parallel})"
+        if self.reason is not None:
+            return f"{where}: did not run: {self.reason}"
+        found = f"relative difference {self.difference:.1e} at {self.parameter}, tolerance {self.tolerance:g}"
         verdict = "the parameters of one process" if self.ok else "NOT the parameters of one process"
         return f"{where}: {verdict} after {CHECKED_STEPS} steps, noise, uneven and empty shares included ({found})."
 
 
-def check_ranks(spec: RunSpec) -> RankCheck:
+def check_ranks(spec: RunSpec, dtype: str = "fp32", tolerance: float | None = None) -> RankCheck:
     """Train on the spec's ranks and in this process, and compare."""
-    spec = replace(spec, method="flash", optimizer="sgd", learning_rate=0.1)
+    spec = replace(spec, optimizer="sgd", learning_rate=0.1)
+    result = RankCheck(spec, dtype, tolerance or RANK_TOLERANCES[dtype][1])
     alone = replace(spec, batch_size=spec.logical_batch_size, gpus=1)
-    before, expected = train(alone, steps=0), train(alone)
+    try:
+        before, expected = train(alone, dtype, steps=0), train(alone, dtype)
+    except Exception as error:
+        status, reason = outcome_of_exception(error)
+        if status != SKIPPED:
+            raise
+        return replace(result, reason=reason)
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "parameters.pt"
+        file = Path(folder) / f"{dtype}.pt"
         finished = run_limited(rank_command("rank_check", spec, file))
+        skipped = Path(folder) / "skipped.txt"
+        if skipped.exists():
+            return replace(result, reason=skipped.read_text())
         if not file.exists():
-            raise UserError(f"the ranks ended without a result:\n{_first_error(finished.output)}")
+            return replace(result, reason=f"the ranks ended without a result: {_first_error(finished.output)}")
         found: Values = torch.load(file, weights_only=True)
-    return compare(spec, before, expected, found)
+    return compare(result, before, expected, found)
 
 
-def compare(spec: RunSpec, before: Values, expected: Values, found: Values) -> RankCheck:
+def compare(result: RankCheck, before: Values, expected: Values, found: Values) -> RankCheck:
     worst = (0.0, next(iter(expected)))
     for name, value in expected.items():
         moved = max(float((value - before[name]).abs().max()), torch.finfo(value.dtype).tiny)
         worst = max(worst, (float((found[name] - value).abs().max()) / moved, name))
-    return RankCheck(spec, *worst)
+    return replace(result, difference=worst[0], parameter=worst[1])
 
 
-def train(spec: RunSpec, steps: int = CHECKED_STEPS) -> Values:
+def train(spec: RunSpec, dtype: str, steps: int = CHECKED_STEPS) -> Values:
     """Every parameter, whole, after some steps as one of the spec's ranks."""
     rank = join_world(spec)
     workload, model = build(spec, spec.logical_batch_size)
-    model.eval()  # dropout draws other numbers on every rank
+    number_format, _ = RANK_TOLERANCES[dtype]
+    silence(model.to(number_format))  # dropout draws other numbers on every rank
     trainer = load_trainer(resolve_method(spec.method))(model, workload.loss, spec.settings)
     for step in range(steps):
-        batch = workload.batch(spec.seed + step, torch.device(spec.device))
+        batch = cast_batch(workload.batch(spec.seed + step, torch.device(spec.device)), number_format)
         rows = share_of_step(step, spec.logical_batch_size, rank, spec.gpus)
         trainer.train_step(pytree.tree_map(lambda leaf, rows=rows: _rows(leaf, rows, spec.logical_batch_size), batch))
     return {name: _whole(parameter) for name, parameter in model.named_parameters()}
@@ -117,11 +147,14 @@ def main() -> None:
     end_with_lifeline()
     spec, file = RunSpec.from_dict(json.loads(sys.argv[1])), Path(sys.argv[2])
     try:
-        found = train(spec)
+        found = train(spec, file.stem)
         if os.environ["RANK"] == "0":
             torch.save(found, file.with_suffix(".tmp"))
             file.with_suffix(".tmp").rename(file)
-    except Exception:
+    except Exception as error:
+        status, reason = outcome_of_exception(error)
+        if status == SKIPPED and os.environ["RANK"] == "0":
+            (file.parent / "skipped.txt").write_text(reason)
         traceback.print_exc()
         end_rank(ok=False)
     end_rank(ok=True)

@@ -261,6 +261,30 @@ class RunningMean(ByHand):
             self.model.mean.lerp_(batch["x"].mean((0, 1)), 0.1)
 
 
+class CountsTwiceTheSample(ByHand):
+    """Parallel gradients: replacing one by another moves the sum by less than its bound."""
+
+    def sums(self, batch):
+        return {name: 2 * total for name, total in super().sums(batch).items()}
+
+
+class ClipsTooHigh(ByHand):
+    def sums(self, batch):
+        return {name: 1.5 * total for name, total in super().sums(batch).items()}
+
+
+class NeverClipsLoneOnes(ByHand):
+    """Alone, a sample is not clipped."""
+
+    def sums(self, batch):
+        clip_norm = self.clip_norm
+        self.clip_norm = 1e12 if len(batch["x"]) == 1 else clip_norm
+        try:
+            return super().sums(batch)
+        finally:
+            self.clip_norm = clip_norm
+
+
 # -- noise -----------------------------------------------------------------------------------------------------------
 
 
@@ -347,6 +371,29 @@ class Laplace(ByHand):
         return noise * self.sigma * self.clip_norm
 
 
+class TruncatedNoise(ByHand):
+    """Drawn again until it is within 2.5σ."""
+
+    def normal(self, p):
+        unit = self.sigma * self.clip_norm
+        noise = super().normal(p)
+        while unit and (noise.abs() > 2.5 * unit).any():
+            noise = torch.where(noise.abs() > 2.5 * unit, super().normal(p), noise)
+        return noise
+
+
+class ClampedNoise(ByHand):
+    def normal(self, p):
+        return super().normal(p).clamp(-2.5 * self.sigma * self.clip_norm, 2.5 * self.sigma * self.clip_norm)
+
+
+class TruncatedNoiseOfTheRightSize(TruncatedNoise):
+    """Its standard deviation is σC."""
+
+    def normal(self, p):
+        return super().normal(p) / 0.9546
+
+
 class Shifted(ByHand):
     def normal(self, p):
         return super().normal(p) + 0.9 * self.sigma * self.clip_norm
@@ -398,3 +445,16 @@ class LowEpsilon(ByHand):
     def __init__(self, **settings):
         super().__init__(**settings)
         self.accountant.get_epsilon = lambda delta: 1e-3
+
+
+def loader_of(batch_sampler):
+    data = torch.utils.data.TensorDataset(torch.arange(200))
+    return torch.utils.data.DataLoader(data, batch_sampler=batch_sampler)
+
+
+class FixedBatches(ByHand):
+    """An ordinary loader, while the accountant takes batches to be Poisson draws."""
+
+    def loop(self):
+        sampler = torch.utils.data.BatchSampler(torch.utils.data.RandomSampler(range(200)), 4, drop_last=False)
+        return Loop(**{**vars(super().loop()), "loader": loader_of(sampler)})

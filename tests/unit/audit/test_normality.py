@@ -17,7 +17,7 @@ def draw(seed, steps=VALUES_PER_PARAMETER, change=lambda name, index, z: z):
             name: change(name, index, torch.randn(shape, generator=generator, dtype=torch.float64))
             for name, shape in SHAPES.items()
         }
-        yield NoisyStep.of(f"step {index + 1}", 1, noise)
+        yield NoisyStep.of(f"step {index + 1}", 1, noise.items())
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import textwrap
@@ -9,8 +10,10 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 from dpscope.cli import main
+from dpscope.commands import check as check_command
 from dpscope.vocabulary.methods import methods
 from tests.forked import run_forked
 from tests.unit.exactness import planted_faults
@@ -237,3 +240,11 @@ def test_a_workload_that_ends_python_is_no_verdict(tmp_path, code):
     result = run("--workload", f"{file}:make")
     assert result.exit_code == 2
     assert "leaving.py:make ended Python (SystemExit" in result.stderr
+
+
+def test_on_a_pipe_lines_say_what_is_being_done(monkeypatch, capsys):
+    monkeypatch.setattr(check_command, "SECONDS_BETWEEN_LINES", 0.0)
+    with check_command._progress(Console(file=io.StringIO())) as report:
+        report("building the model")
+        report("flash")
+    assert capsys.readouterr().err == "checking: building the model\nchecking: flash\n"

@@ -12,7 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 from dpscope import Workload
 from dpscope.errors import UserError
+from dpscope.exactness import reference, subject
 from dpscope.exactness.check import check
+from dpscope.exactness.subject import make_subject
 from tests.unit.exactness.planted_faults import LITTLE, Little, little_loss, make_batch
 
 
@@ -286,3 +288,38 @@ class Reentrant(Little):
 def test_layers_in_reentrant_checkpoints_are_checked_as_others():
     found = check(replace(LITTLE, model=Reentrant), ["flash"], neighbours=False)
     assert found.ok and found.faults == []
+
+
+def test_a_model_whose_parameters_come_in_turns_gives_the_same_verdicts(monkeypatch):
+    whole = check(LITTLE, ["flash"], neighbours=False)
+    monkeypatch.setattr(reference, "SMALL_TURN", 0)
+    monkeypatch.setattr(reference, "COPIES_IN_TURN", 0)
+    turns = check(LITTLE, ["flash"], neighbours=False)
+    assert len(reference._turns(make_subject(LITTLE, seed=0, device="cpu"))) == whole.trainable > 1
+    assert turns.ok and turns.norms == pytest.approx(whole.norms, rel=1e-12)
+    assert turns.methods[0].worst.parameter_error == pytest.approx(whole.methods[0].worst.parameter_error, rel=1e-3)
+
+
+def test_a_large_models_gradients_are_held_two_float64_copies_at_a_time(monkeypatch):
+    monkeypatch.setattr(reference, "SMALL_TURN", 0)
+    made = make_subject(
+        Workload(model=lambda: nn.Sequential(*(nn.Linear(8, 8) for _ in range(12))), batch=rows, loss=mean_square),
+        seed=0,
+        device="cpu",
+    )
+    turns = reference._turns(made)
+    sizes = {name: p.numel() for name, p in made.model.named_parameters()}
+    assert [name for turn in turns for name in turn] == list(sizes) and len(turns) > 1
+    assert all(made.batch_size * sum(sizes[n] for n in turn) <= 2 * sum(sizes.values()) for turn in turns)
+
+
+def rows(seed, device):
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+def test_a_model_that_would_not_fit_is_refused_before_anything_is_computed(monkeypatch):
+    monkeypatch.setattr(subject, "free_memory", lambda: 5 * 10**8)
+    large = workload_of(lambda: nn.Linear(9, 2**20))
+    told = r"10 million parameters takes about 0\.587 GB, parameters in turns, and 0\.5 GB .* take fewer layers"
+    with pytest.raises(UserError, match=told):
+        check(large)

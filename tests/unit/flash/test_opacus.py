@@ -335,3 +335,9 @@ def test_make_private_is_told_how_many_samples_there_are():
     optimizer.zero_grad()
     with pytest.raises(UserError, match=r"layer .*\(4, 8\) .*3 samples"):
         model(["a", "b", "c"], torch.randn(4, FEATURES))
+
+
+def test_an_optimizer_that_calls_its_closure_several_times_a_step_is_refused() -> None:
+    model = make_model()
+    with pytest.raises(UserError, match="LBFGS calls its closure several times a step"):
+        make_private(model, torch.optim.LBFGS(model.parameters()))

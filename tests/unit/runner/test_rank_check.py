@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 
-from dpscope.runner.rank_check import CHECKED_STEPS, check_ranks, compare, share_of_step
+from dpscope.cli import main
+from dpscope.runner.rank_check import CHECKED_STEPS, RankCheck, check_ranks, compare, share_of_step
 from dpscope.runner.spec import RunSpec
 from dpscope.workloads.configs import PRESETS
 from tests.unit.flash.ranks.world import FSDP_OR_DDP
@@ -25,11 +29,32 @@ def test_every_sample_is_on_one_rank_and_some_steps_leave_ranks_empty(step: int)
 def test_a_parameter_that_is_not_where_one_process_puts_it_is_named() -> None:
     before = {"a": torch.zeros(3), "b": torch.zeros(2)}
     expected = {"a": torch.ones(3), "b": torch.full((2,), 2.0)}
-    assert compare(SPEC, before, expected, expected).ok
-    found = compare(SPEC, before, expected, {"a": expected["a"], "b": expected["b"] + torch.tensor([0.0, 1e-3])})
+    result = RankCheck(SPEC, "fp32", 1e-4)
+    assert compare(result, before, expected, expected).ok
+    found = compare(result, before, expected, {"a": expected["a"], "b": expected["b"] + torch.tensor([0.0, 1e-3])})
     assert not found.ok
     assert found.parameter == "b"
     assert "NOT the parameters of one process" in str(found)
+
+
+@pytest.mark.slow
+def test_the_command_heeds_methods_number_format_tolerance_and_json(tmp_path: Path) -> None:
+    """A method that cannot run over ranks says so, and one that is asked for is the one that runs."""
+    file = tmp_path / "ranks.json"
+    options = ["--seq-len", "8", "--batch-size", "2", "--gpus", "2", "--parallel", "ddp", "--device", "cpu"]
+    asked = ["--methods", "flash,flat", "--dtype", "fp64", "--tolerance", "1e-9", "--json", str(file)]
+    ended = CliRunner().invoke(main, ["check", "--model", "tiny", *options, *asked])
+    found = json.loads(file.read_text())
+    by_method = {each["method"]: each for each in found["methods"]}
+    assert by_method.keys() == {"flash", "flat"} and found["ranks"] == 2
+    assert by_method["flash"]["ok"] and by_method["flash"]["difference"] < 1e-12
+    assert {(each["dtype"], each["tolerance"]) for each in found["methods"]} == {("fp64", 1e-9)}
+    assert ended.exit_code == (0 if found["ok"] else 1)
+
+
+def test_what_is_of_one_process_alone_is_refused_over_ranks() -> None:
+    ended = CliRunner().invoke(main, ["check", "--model", "tiny", "--gpus", "2", "--paths", "--device", "cpu"])
+    assert ended.exit_code == 2 and "--paths is of a check in one process" in ended.output
 
 
 @pytest.mark.slow

@@ -19,7 +19,17 @@ def _same_shape(x: Tensor, result: Any, args: Any, kwargs: Any) -> bool:
 
 def _elementwise(x: Tensor, result: Any, args: Any, kwargs: Any) -> bool:
     # Dimensions are matched from the last: with as many of them, the first is the first of x.
-    return isinstance(result, Tensor) and result.dim() == x.dim() > 0 and result.shape[0] == x.shape[0]
+    fits = isinstance(result, Tensor) and result.dim() == x.dim() > 0 and result.shape[0] == x.shape[0]
+    return fits and not _has_other_rows(x, (args, kwargs))
+
+
+def _has_other_rows(x: Tensor, value: Any) -> bool:
+    """Whether an operand has a row for each row of x and does not know them: they may be x's own, moved."""
+    if isinstance(value, Tensor):
+        # `_rows`, for `rows` is gone after a write in place; one that was gone before has been noticed by now.
+        return getattr(value, "_rows", None) is None and value.dim() >= x.dim() and value.shape[0] == x.shape[0] > 1
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
+    return any(_has_other_rows(x, each) for each in values)
 
 
 def _in_order(x: Tensor, result: Any, args: Any, kwargs: Any) -> bool:
@@ -42,7 +52,7 @@ def _elsewhere(x: Tensor, result: Any, args: Any, kwargs: Any) -> bool:
 
 def _filled(x: Tensor, result: Any, args: Any, kwargs: Any) -> bool:
     """x[mask] = number."""
-    return not (isinstance(args[2], Tensor) and args[2].dim())
+    return not (isinstance(args[2], Tensor) and args[2].dim()) and not _has_other_rows(x, args[1])
 
 
 def _transposed(x: Tensor, result: Any, args: Any, kwargs: Any) -> bool:
@@ -83,7 +93,7 @@ def _appended(x: Tensor, result: Any, args: Any, kwargs: Any) -> bool:
 
 _COPIES = (
     "to cuda cpu pin_memory clone detach contiguous float half bfloat16 double long int short bool type type_as "
-    "requires_grad_ share_memory_ detach_ retain_grad"
+    "requires_grad_ share_memory_ detach_ retain_grad zeros_like ones_like full_like rand_like randn_like randint_like"
 )
 _ARITHMETIC = (
     "add sub subtract mul multiply div divide true_divide floor_divide remainder pow neg abs clamp clip clamp_min "

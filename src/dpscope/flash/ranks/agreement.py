@@ -1,16 +1,15 @@
-"""What ranks tell one another beside gradients: refusals, the step's key, where a generator stands.
+"""What ranks tell one another beside gradients: refusals, what each is about to do, the step's key.
 
 It goes through the host (gloo), a few bytes at a time, so that no rank waits for its device.
 """
 
 from __future__ import annotations
 
-import re
 import struct
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import TracebackType
+from datetime import timedelta
+from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -18,13 +17,25 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dpscope.errors import UserError
+from dpscope.sentences import list_names
 
-_WORD = 2**64
-_LOST_RANK = "another process has ended or cannot be reached; look for the first error of the others"
+_ENDED = "another process has ended or cannot be reached; look for the first error of the others"
+_LATE = (
+    "another rank did not come to the same point before the group's timeout: it waits elsewhere (a barrier or an "
+    "evaluation that not all ranks do), has left its loop early, or takes too long; every rank has to do the same"
+)
+_SAME = (
+    "every rank has to do the same, whatever its own share or loss is: an empty share is trained on, too, and never "
+    "skipped"
+)
+WHAT = "what to do"  # the fact that comes first: an infinitive
+TRAINED = "trained parameters"  # names
+
+RankFacts = Mapping[str, Any]  # what a rank is about to do, and with which settings
 
 
 class LostRank(UserError):
-    """Another process has ended, or cannot be reached."""
+    """Another process has ended, or cannot be reached, or does not come."""
 
 
 @contextmanager
@@ -33,32 +44,12 @@ def naming_lost_ranks(doing: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise LostRank(
-            f"rank {dist.get_rank()} could not go on {doing}: {_LOST_RANK} "
-            f"({str(error).splitlines()[0] if str(error) else type(error).__name__})"
-        ) from error
+        said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        why = _LATE if "timed out" in said.lower() or "timeout" in said.lower() else _ENDED
+        raise LostRank(f"rank {dist.get_rank()} could not go on {doing}: {why} ({said})") from error
 
 
-# What gloo, NCCL and torch's stores say when the other side is gone.
-_LOST = re.compile(r"Connection (closed|reset|refused)|Broken pipe|NCCL|timed out|Timed out", re.IGNORECASE)
-
-
-def explain_lost_ranks() -> None:
-    """From now on an error of FSDP2's own collectives that ends this process is followed by a sentence."""
-    before = sys.excepthook
-    if getattr(before, "explains_lost_ranks", False):
-        return
-
-    def explain(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        before(kind, error, trace)
-        if isinstance(error, RuntimeError) and _LOST.search(str(error)) and dist.is_initialized():
-            print(f"dpscope: rank {dist.get_rank()} ends: {_LOST_RANK}", file=sys.stderr)
-
-    explain.explains_lost_ranks = True  # type: ignore[attr-defined]
-    sys.excepthook = explain
-
-
-def _told(error: Exception) -> Exception:
+def told(error: Exception) -> Exception:
     """Marks an error that every rank raises."""
     error.dpscope_told = True  # type: ignore[attr-defined]
     return error
@@ -77,11 +68,16 @@ class Control:
         self.size = dist.get_world_size()
         # In a simulated world nobody else is there to agree with.
         self.alone = self.size == 1 or dist.get_backend() == "fake"
-        self._group = None if self.alone else dist.new_group(backend="gloo")
+        self._group = None if self.alone else dist.new_group(backend="gloo", timeout=_timeout())
+        self.models = 0  # made private so far
         self.shares_given = 0  # by the loader of Poisson batches, to the loop on this rank
 
     def gather(self, value: Any, failure: str | None = None) -> list[Any]:
         """The value of every rank. Raises UserError where one of the others reports a failure instead."""
+        self.meet({WHAT: "compare models and settings (make_private)"})
+        return self._gather(value, failure)
+
+    def _gather(self, value: Any, failure: str | None = None) -> list[Any]:
         if self.alone:
             return [value]
         values: list[Any] = [None] * self.size
@@ -89,7 +85,7 @@ class Control:
             dist.all_gather_object(values, (value, failure), group=self._group)
         for rank, (_, message) in enumerate(values):
             if message is not None and failure is None:
-                raise _told(UserError(f"rank {rank}: {message}"))
+                raise told(UserError(f"rank {rank}: {message}"))
         return [theirs for theirs, _ in values]
 
     def broadcast_(self, tensor: Tensor) -> Tensor:
@@ -99,26 +95,21 @@ class Control:
                 dist.broadcast(tensor, src=0, group=self._group)
         return tensor
 
-    def key_of_step(self, key: tuple[int, int], facts: Sequence[float]) -> tuple[int, int]:
-        """Rank 0's key. Raises UserError on all ranks where `facts` of the step are not the same on all of them."""
+    def meet(self, facts: RankFacts, key: tuple[int, int] = (0, 0)) -> tuple[int, int]:
+        """Wait for all ranks to come here; rank 0's key. Raises UserError on all of them where facts differ.
+
+        24 bytes a rank: a digest of the facts, and the key. Only where digests differ do the facts themselves travel.
+        """
         if self.alone:
             return key
-        facts = (*facts, self.shares_given)
-        bits = struct.unpack(f"<{len(facts)}q", struct.pack(f"<{len(facts)}d", *facts))
-        own = torch.tensor([*((word + _WORD // 2) % _WORD - _WORD // 2 for word in key), *bits], dtype=torch.int64)
-        rows = torch.empty(self.size, len(own), dtype=torch.int64)
-        with naming_lost_ranks("agreeing on a step's noise"):
+        digest = blake2b(repr(facts).encode(), digest_size=8).digest()
+        own = torch.tensor(struct.unpack("<3q", digest + struct.pack("<2Q", *(word % 2**64 for word in key))))
+        rows = torch.empty(self.size, 3, dtype=torch.int64)
+        with naming_lost_ranks(f"to {facts[WHAT]}"):
             dist.all_gather(list(rows.unbind()), own, group=self._group)
-        apart = (rows[:, 2:] != rows[0, 2:]).any(1).nonzero().flatten().tolist()
-        if apart:
-            one, other = (rows[rank, 2:].view(torch.float64).tolist() for rank in (0, apart[0]))
-            raise UserError(
-                f"ranks 0 and {apart[0]} are not about to do the same step: standard deviation of the noise, "
-                "1 / divisor, clipping bound, learning rates (added up) and shares taken from the loader are "
-                f"{one} and {other}; they have to be the same everywhere, whatever a rank's own loss or share is: an "
-                "empty share is trained on, too, and never skipped"
-            )
-        seed, offset = (word % _WORD for word in rows[0, :2].tolist())
+        if bool((rows[:, 0] != rows[0, 0]).any()):
+            raise told(UserError(_difference(self._gather(facts))))
+        seed, offset = (word % 2**64 for word in rows[0, 1:].tolist())
         return seed, offset
 
     def agree(self, what: str, facts: Sequence[str]) -> None:
@@ -130,7 +121,7 @@ class Control:
                     ((a, b) for a, b in zip(everyone[0], theirs, strict=False) if a != b),
                     (f"{len(everyone[0])} entries", f"{len(theirs)} entries"),
                 )
-                raise _told(UserError(f"ranks 0 and {rank} differ in {what}: {one!r} and {other!r}"))
+                raise told(UserError(f"ranks 0 and {rank} differ in {what}: {one!r} and {other!r}"))
 
     @contextmanager
     def refusing_together(self) -> Iterator[None]:
@@ -140,7 +131,7 @@ class Control:
         except Exception as error:
             if not _is_told(error):
                 self.gather(None, failure=str(error) or type(error).__name__)
-                _told(error)
+                told(error)
             raise
         self.gather(None)
 
@@ -155,3 +146,29 @@ def control() -> Control:
         _controls.clear()
         _controls[world] = Control()
     return _controls[world]
+
+
+def _timeout() -> timedelta | None:
+    """The timeout that the default process group was given; None for torch's own."""
+    try:
+        backend: Any = dist.group.WORLD._get_backend(torch.device("cuda" if dist.get_backend() == "nccl" else "cpu"))  # type: ignore[union-attr]
+        timeout: timedelta = backend.options._timeout
+    except (AttributeError, RuntimeError):  # neither is part of torch's promises
+        return None
+    return timeout
+
+
+def _difference(everyone: Sequence[RankFacts]) -> str:
+    """The first difference between the facts of rank 0 and those of another rank, as a sentence."""
+    first = everyone[0]
+    rank, other = next((rank, facts) for rank, facts in enumerate(everyone) if repr(facts) != repr(first))
+    if first[WHAT] != other[WHAT]:
+        return f"rank 0 is about to {first[WHAT]}, and rank {rank} to {other[WHAT]}: {_SAME}"
+    name = next(name for name in {**first, **other} if repr(first.get(name)) != repr(other.get(name)))
+    here, there = first.get(name), other.get(name)
+    if name == TRAINED and isinstance(here, tuple) and isinstance(there, tuple):
+        apart = [(0, each) for each in here if each not in there] + [(rank, each) for each in there if each not in here]
+        trains = apart[0][0]
+        names = list_names([each for owner, each in apart if owner == trains])
+        return f"{names} is trained on rank {trains} and not on rank {rank - trains}: freeze the same on every rank"
+    return f"ranks 0 and {rank} differ in {name}: {here!r} and {there!r}; {_SAME}"

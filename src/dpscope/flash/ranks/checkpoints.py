@@ -62,11 +62,12 @@ class TrainingState(Stateful):
 
 
 def _as_text(noise: dict[str, Any] | None) -> str:
-    return "" if noise is None else json.dumps({**noise, "generator": noise["generator"].tolist()})
+    return "" if noise is None else json.dumps({name: tensor.tolist() for name, tensor in noise.items()})
 
 
 def _from_text(text: str) -> dict[str, Any] | None:
     if not text:
         return None
     noise: dict[str, Any] = json.loads(text)
-    return {**noise, "generator": torch.tensor(noise["generator"], dtype=torch.uint8)}
+    dtypes = {"generator": torch.uint8, "used": torch.int64}
+    return {name: torch.tensor(value, dtype=dtypes[name]) if name in dtypes else value for name, value in noise.items()}

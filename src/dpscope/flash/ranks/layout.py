@@ -77,6 +77,7 @@ def require_initialised() -> None:
 def layout_of(model: nn.Module) -> Layout | None:
     """How the model is spread; None for one that is whole in one process. Raises UserError for what is refused."""
     _refuse_wrappers(model)
+    _refuse_devices(model)
     wrapper = model if class_names(model).intersection(_REPLICATED) else None
     module: Any = model if wrapper is None else wrapper.module
     for name, part in module.named_modules():
@@ -106,6 +107,21 @@ def _refuse_wrappers(model: nn.Module) -> None:
                 f"{name or 'the model'} ({type(module).__name__}) spreads the model in a way that is not supported: "
                 f"{_REFUSED[found]}"
             )
+
+
+def _refuse_devices(model: nn.Module) -> None:
+    """A sample's norm is added up, and its factor applied, on one device."""
+    homes: dict[str, str] = {}  # device -> the first trained parameter there
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            homes.setdefault(str(parameter.device), name)
+    if len(homes) > 1:
+        (device, name), (other, elsewhere) = list(homes.items())[:2]
+        raise UserError(
+            f"trained parameters are on several devices of one process (device_map?): {name} on {device} and "
+            f"{elsewhere} on {other}; put the model on one device, shard it over processes with fully_shard (FSDP2), "
+            "or freeze what is elsewhere"
+        )
 
 
 def blocks(module: nn.Module, block: nn.Module | None = None) -> Iterator[tuple[nn.Parameter, nn.Module | None]]:

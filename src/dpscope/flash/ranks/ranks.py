@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
+from dpscope.errors import UserError
 from dpscope.flash.distributed import is_initialised
 from dpscope.flash.instance_method import InstanceMethod
-from dpscope.flash.ranks.agreement import Control, control, explain_lost_ranks
+from dpscope.flash.ranks.agreement import TRAINED, WHAT, Control, RankFacts, control, told
 from dpscope.flash.ranks.layout import Layout, is_fsdp, is_spread, layout_of, require_initialised
 from dpscope.flash.ranks.reduction import Reduction
+from dpscope.flash.ranks.shards import cut_of, is_sharded, local
 from dpscope.flash.ranks.stand_ins import without_collectives
 
 
@@ -33,7 +38,11 @@ class Ranks:
         self.layout = layout
         self.control = control
         self.reduction = Reduction(layout)
-        explain_lost_ranks()
+        control.models += 1
+        self._model = control.models  # its number: ranks that train several may step another one
+        self._names = {parameter: name for name, parameter in self.module.named_parameters()}
+        self._met = False  # to take the step that runs
+        self._rehearses = False
 
     @property
     def module(self) -> nn.Module:
@@ -53,14 +62,103 @@ class Ranks:
             facts += [f"group {number}: {names.get(parameter, '?')}" for parameter in group["params"]]
         self.control.agree("the optimizer (its options, or the order of its parameters)", facts)
 
+    # -- before anything travels: is every rank about to do the same? --------------------------------------------------
+
+    def watch_forwards(self) -> list[RemovableHandle]:
+        """From now on all ranks begin a forward pass of a sharded model together: it needs weights of the others."""
+        if self.layout.mesh is None:
+            return []
+
+        def meet(module: nn.Module, args: Any) -> None:
+            if not self._rehearses:
+                kind = "" if torch.is_grad_enabled() else " without gradients"
+                self.control.meet(self._facts(f"run a forward pass{kind}"))
+
+        return [self.module.register_forward_pre_hook(meet, prepend=True)]
+
+    def meet_to_step(self, doing: str, optimizer: Optimizer, facts: RankFacts, key: tuple[int, int]) -> tuple[int, int]:
+        """Wait for all ranks to do the same step with the same settings; its key, that of rank 0."""
+        key = self.control.meet(
+            {
+                **self._facts(doing),
+                "shares taken from the loader": self.control.shares_given,
+                **facts,
+                **dict(_settings(optimizer)),
+            },
+            key,
+        )
+        self._met = True
+        return key
+
+    def meet_to_reduce(self) -> None:
+        """Wait for all ranks to add up sums, unless they came here for a step."""
+        met, self._met = self._met, False
+        if not met:
+            self.control.meet(self._facts("add up a micro-batch before the step"))
+
+    def _facts(self, doing: str) -> dict[str, Any]:
+        trained = tuple(name for parameter, name in self._names.items() if parameter.requires_grad)
+        return {WHAT: doing, "the number of the model": self._model, TRAINED: trained}
+
+    # -- forward passes ------------------------------------------------------------------------------------------------
+
     def taps(self) -> list[InstanceMethod]:
         """What stands in for the wrapper's forward."""
         wrapper = self.layout.wrapper
         return [WrapperTap(wrapper)] if isinstance(wrapper, DistributedDataParallel) else []
 
-    def rehearsing(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def rehearsing(self) -> Iterator[None]:
         """Inside, forward passes do not communicate."""
-        return nullcontext() if self.layout.mesh is None else without_collectives(self.module)
+        before, self._rehearses = self._rehearses, True
+        try:
+            with nullcontext() if self.layout.mesh is None else without_collectives(self.module):
+                yield
+        finally:
+            self._rehearses = before
+
+
+def _settings(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
+    """Settings of the parameter groups, tensors as their values; what is no number or word says nothing here."""
+    for number, group in enumerate(optimizer.param_groups):
+        for name, value in group.items():
+            if name != "params" and isinstance(value := _plain(value), (int, float, str, tuple, type(None))):
+                yield f"{name} of group {number}", value
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return _plain(local(value).tolist()) if value.numel() <= 64 else None
+    return tuple(map(_plain, value)) if isinstance(value, (tuple, list)) else value
+
+
+def _value_digests(layout: Layout) -> dict[tuple[str, int], int]:
+    """By (parameter, shard): the sum of its bits, which does not depend on their order."""
+    found: dict[tuple[str, int], Tensor] = {}
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    for name, parameter in layout.module.named_parameters():
+        part = local(parameter.detach())
+        shard = cut_of(parameter).rank if is_sharded(parameter) else 0
+        if part.is_complex():
+            part = torch.view_as_real(part)
+        found[name, shard] = part.view(bits[part.element_size()]).sum(dtype=torch.int64).cpu()
+    return {where: int(total) for where, total in found.items()}
+
+
+def _agree_on_values(link: Control, layout: Layout) -> None:
+    """Raises UserError on all ranks where two of them hold different values of what should be the same."""
+    seen: dict[tuple[str, int], tuple[int, int]] = {}  # rank and digest
+    everyone: list[Mapping[tuple[str, int], int]] = link.gather(_value_digests(layout))
+    for rank, digests in enumerate(everyone):
+        for where, digest in digests.items():
+            first, expected = seen.setdefault(where, (rank, digest))
+            if digest != expected:
+                raise told(
+                    UserError(
+                        f"ranks {first} and {rank} hold different values of {where[0]}, of which each has a copy: "
+                        "initialise or load the model equally on every rank before make_private"
+                    )
+                )
 
 
 def ranks_of(model: nn.Module) -> Ranks | None:
@@ -78,6 +176,7 @@ def ranks_of(model: nn.Module) -> Ranks | None:
         layout = layout_of(model)
         assert layout is not None
     link.agree("the model", layout.describe())
+    _agree_on_values(link, layout)
     return Ranks(layout, link)
 
 

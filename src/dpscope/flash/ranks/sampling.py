@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from dpscope.errors import UserError
 from dpscope.flash.derived_loaders import WrappedDataset, derive_loader
-from dpscope.flash.ranks.agreement import Control
+from dpscope.flash.ranks.agreement import WHAT, Control
 
 ABSENT_SAMPLE = -1
 
@@ -30,8 +30,11 @@ class RankSampler(DistributedUniformWithReplacementSampler):  # type: ignore[mis
     ) -> None:
         super().__init__(total_size=total_size, sample_rate=sample_rate, steps=steps, generator=generator)
         self.control = control
+        self.epochs = 0
 
     def __iter__(self) -> Iterator[list[int]]:
+        self.epochs += 1
+        self.control.meet({WHAT: f"draw the batches of epoch {self.epochs}"})
         generator = self._common_generator()
         for _ in range(self.num_batches):
             drawn = torch.rand(self.total_size, generator=generator) < self.sample_rate

@@ -23,6 +23,12 @@ def _written(x):
     return x
 
 
+def _filled(x, mask):
+    x = x.clone()
+    x[mask] = 0.0
+    return x
+
+
 def _given_data(x):
     x = x.clone()
     x.data = x.flip(0)
@@ -46,12 +52,16 @@ KEEPS = {
     "flattening": lambda x: x.unsqueeze(1).flatten(1),
     "a view": lambda x: x.view(len(x), 2, 2).reshape(x.size(0), -1),
     "other dimensions swapped": lambda x: x.view(-1, 2, 2).transpose(1, 2).permute(0, 2, 1),
-    "columns joined": lambda x: torch.cat([x, torch.ones(6, 1)], dim=1),
+    "columns joined": lambda x: torch.cat([x, torch.ones_like(x[:, :1])], dim=1),
     "columns cut apart": lambda x: x.chunk(2, dim=-1)[1],
     "a mirror image": lambda x: x.flip(-1),
     "a margin": lambda x: F.pad(x, (1, 1)),
     "another resolution": lambda x: F.interpolate(x.view(6, 1, 2, 2), scale_factor=2),
     "a mask filled in": lambda x: x.masked_fill(x > 0, 0.0),
+    "a mask written into": lambda x: _filled(x, x > 0),
+    "a choice": lambda x: torch.where(x > 0, x, torch.zeros_like(x)),
+    "one row for all": lambda x: x + torch.ones(1, 4) * torch.ones(()),
+    "as many columns as rows": lambda x: torch.cat([x, x[:, :2]], 1) + torch.ones(6),
     "pickling": lambda x: pickle.loads(pickle.dumps(x)),
     "deep copying": copy.deepcopy,
 }
@@ -76,6 +86,15 @@ LOSES = {
     "rows folded": lambda x: x.view(-1),
     "masked rows": lambda x: x[torch.ones(len(x), dtype=torch.bool)],
     "indices apart": lambda x: x.view(6, 2, 1, 2)[:, torch.arange(6) % 2, :, torch.arange(6) % 2],
+    "its own rows moved, added": lambda x: x * 0 + x.flip(0),
+    "its own rows moved, from the left": lambda x: x.flip(0) + x * 0,
+    "its own rows moved, in place": lambda x: x.clone().mul_(0).add_(x.roll(1, 0)),
+    "its own rows moved, joined": lambda x: torch.cat([x, x.flip(0)], dim=1)[:, 4:],
+    "its own rows moved, chosen": lambda x: torch.where(x > 9, x, x.flip(0)),
+    "its own rows moved, between": lambda x: torch.lerp(x, x.flip(0), 1.0),
+    "its own rows moved, a mask": lambda x: x.masked_fill(x.flip(0) > 0, 0.0),
+    "its own rows moved, a mask written into": lambda x: _filled(x, x.flip(0) > 0),
+    "its own rows moved, a bound": lambda x: x.clamp(min=x.flip(0)),
     "another batch added": lambda x: x + pad_batch(torch.randn(3, 4), 6),
     "overwritten": lambda x: x.clone().copy_(x.flip(0)),
     "rows written into": _written,

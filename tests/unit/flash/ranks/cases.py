@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -294,20 +292,154 @@ def refusals() -> dict[str, str]:
     return messages
 
 
+def _private(way: str, **options: Any) -> tuple[nn.Module, Any, Any]:
+    model = w.spread(w.make_model(), way)
+    inner = getattr(model, "module", model)
+    groups = [{"params": inner.blocks.parameters(), "lr": 0.5}, {"params": inner.head.parameters(), "lr": 0.25}]
+    for parameter in inner.embed.parameters():
+        parameter.requires_grad_(False)
+    return w.make_private(model, torch.optim.SGD(groups), **options)
+
+
+def _backward(model: nn.Module, ids: Tensor, labels: Tensor) -> None:
+    F.cross_entropy(model(ids), labels).backward()
+
+
+def _swap_learning_rates(model: nn.Module, optimizer: Any) -> None:
+    one, other = optimizer.param_groups
+    one["lr"], other["lr"] = other["lr"], one["lr"]
+
+
+def _freeze_other_blocks(model: nn.Module, optimizer: Any) -> None:
+    getattr(model, "module", model).blocks[dist.get_rank()].requires_grad_(False)
+
+
+# What rank 1 does to its optimizer before a step, and the others do not.
+_CHANGES: dict[str, Callable[[nn.Module, Any], None]] = {
+    "learning rates swapped": _swap_learning_rates,
+    "learning rate as a tensor": lambda _, optimizer: optimizer.param_groups[1].update(lr=torch.tensor(0.3)),
+    "weight decay": lambda _, optimizer: optimizer.param_groups[0].update(weight_decay=0.1),
+    "noise used before": lambda _, optimizer: optimizer.noise.used.add((1, 2)),
+}
+
+
+def _change(way: str, change: Callable[[nn.Module, Any], None], ranks: tuple[int, ...] = (1,)) -> None:
+    model, optimizer, _ = _private(way)
+    try:
+        for group in optimizer.param_groups:
+            group["lr"] = torch.tensor(group["lr"]) if change is _CHANGES["learning rate as a tensor"] else group["lr"]
+        if dist.get_rank() in ranks:
+            change(model, optimizer)
+        w.train(model, optimizer, [0])
+    finally:
+        optimizer.engine.detach()
+
+
+def _step_other_model(way: str) -> None:
+    models = [_private(way)[:2] for _ in range(2)]
+    try:
+        for model, optimizer in models[:: -1 if dist.get_rank() == 1 else 1]:
+            w.train(model, optimizer, [0])
+    finally:
+        for _, optimizer in models:
+            optimizer.engine.detach()
+
+
+def _run_backward_once_more(way: str) -> None:
+    model, optimizer, _ = _private(way)
+    ids, labels = w.make_data().tensors
+    try:
+        for _ in range(2 if dist.get_rank() == 1 else 1):
+            _backward(model, ids[:2], labels[:2])
+        optimizer.step()
+    finally:
+        optimizer.engine.detach()
+
+
+def _epochs(way: str, on_rank_1: Callable[[Any, Any], Any]) -> None:
+    """Two epochs of Poisson batches, which rank 1 does in its own way."""
+    model, optimizer, loader = _private(way, poisson_sampling=True)
+
+    def step(ids: Tensor, labels: Tensor) -> None:
+        optimizer.zero_grad()
+        _backward(model, ids, labels)
+        optimizer.step()
+
+    try:
+        if dist.get_rank() == 1:
+            on_rank_1(loader, step)
+        for _ in range(2):
+            for batch in loader:
+                step(*batch)
+    finally:
+        optimizer.engine.detach()
+
+
+def _leave_early(loader: Any, step: Callable[..., None]) -> None:
+    for batch, _ in zip(loader, range(2), strict=False):
+        step(*batch)
+
+
+def _catch_and_go_on(loader: Any, step: Callable[..., None]) -> None:
+    for number, (ids, labels) in enumerate(loader):
+        with contextlib.suppress(IndexError):
+            if number == 1:
+                raise IndexError("a broken sample")
+            step(ids, labels)
+
+
+def _skip_a_physical_batch(way: str) -> None:
+    model, optimizer, loader = _private(way, poisson_sampling=True)
+    try:
+        with BatchMemoryManager(data_loader=loader, max_physical_batch_size=1, optimizer=optimizer) as batches:
+            for number, (ids, labels) in enumerate(batches):
+                if number == 1 and dist.get_rank() == 1:  # as `if len(ids) == 0: continue` does
+                    continue
+                optimizer.zero_grad()
+                _backward(model, ids, labels)
+                optimizer.step()
+    finally:
+        optimizer.engine.detach()
+
+
+def _initialise_differently() -> None:
+    model = w.make_model()
+    with torch.no_grad():
+        for block in model.blocks:
+            block.up.weight += dist.get_rank()  # type: ignore[operator]
+    model = w.spread(model, "partly")
+    w.make_private(model, w.optimizer_of(model, "sgd"))
+
+
+def disagreements() -> dict[tuple[str, str], str]:
+    """What each rank is told where ranks do not do the same in training: none waits for another."""
+    found = {}
+    for way in w.possible("ddp", "fsdp"):
+        for name, change in _CHANGES.items():
+            found[way, name] = _message(lambda way=way, change=change: _change(way, change))
+        found[way, "other blocks frozen"] = _message(lambda way=way: _change(way, _freeze_other_blocks, (0, 1, 2, 3)))
+        found[way, "another model"] = _message(lambda way=way: _step_other_model(way))
+        found[way, "more backward passes"] = _message(lambda way=way: _run_backward_once_more(way))
+        found[way, "a look at the loader"] = _message(
+            lambda way=way: _epochs(way, lambda loader, _: next(iter(loader)))
+        )
+        found[way, "an epoch left early"] = _message(lambda way=way: _epochs(way, _leave_early))
+        found[way, "its own error caught"] = _message(lambda way=way: _epochs(way, _catch_and_go_on))
+        found[way, "a physical batch skipped"] = _message(lambda way=way: _skip_a_physical_batch(way))
+    if CAN_SHARD:
+        found["partly", "initialised differently"] = _message(_initialise_differently)
+    return found
+
+
 def killed(way: str) -> tuple[str, float]:
-    """What ends a rank when another is killed between two steps, as its standard error has it; how long that took."""
+    """What ends a rank when another is killed between two steps; how long that took."""
     model = w.spread(w.make_model(), way)
     model, optimizer, _ = w.make_private(model, w.optimizer_of(model, "sgd"))
     w.train(model, optimizer, [0])
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    began, printed = time.monotonic(), io.StringIO()
-    try:
-        w.train(model, optimizer, [1])
-    except Exception as error:
-        with contextlib.redirect_stderr(printed):
-            sys.excepthook(type(error), error, error.__traceback__)
-    return printed.getvalue(), time.monotonic() - began
+    began = time.monotonic()
+    return _message(lambda: w.train(model, optimizer, [1])), time.monotonic() - began
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
@@ -352,6 +484,7 @@ CASES: dict[int, tuple[Callable[..., Any], ...]] = {
         communicated,
         thousand_draws,
         refusals,
+        disagreements,
         load,
     ),
     4: (every_way, poisson_ways, padded_ways, neighbours, thousand_draws, refusals, save),
