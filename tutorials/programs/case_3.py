@@ -1,10 +1,4 @@
-"""A pipeline that copies each batch from ordinary host memory before it computes with it.
-
-Ordinary (pageable) memory may be moved by the operating system, so the driver copies it in pieces through a buffer
-of its own, and the call returns only when that is done: copy and computation take turns. Finding: Host-to-Device
-copies from pageable memory, at a fraction of the link's bandwidth, with nothing beside them. From pinned memory the
-copy is faster and needs no host; on a stream of its own it runs while the batch before it is computed.
-"""
+"""Case 3: bring each batch from host memory to the device and compute with it, in three ways."""
 
 from __future__ import annotations
 
@@ -20,7 +14,7 @@ PRODUCTS = 3
 
 
 def batches(size: int, *, pinned: bool) -> Iterator[Tensor]:
-    """The same four batches again and again, (size, WIDTH) each, in host memory."""
+    """Yield the same four batches again and again, (size, WIDTH) each, in host memory."""
     made = [torch.randn(size, WIDTH) for _ in range(4)]
     return cycle([batch.pin_memory() for batch in made] if pinned else made)
 
@@ -35,18 +29,18 @@ def compute(batch: Tensor, weight: Tensor) -> Tensor:
     return batch
 
 
-def unpinned(device: str, size: int) -> Step:
+def first(device: str, size: int) -> Step:
     loader, weight = batches(size, pinned=False), model(device)
-    # On a CPU there is no other memory to copy to: a copy within it stands in.
+    # On a CPU there is no other memory to copy to: a copy within it takes its place.
     return lambda: compute(next(loader).to(device, copy=True), weight)
 
 
-def pinned(device: str, size: int) -> Step:
+def second(device: str, size: int) -> Step:
     loader, weight = batches(size, pinned=True), model(device)
     return lambda: compute(next(loader).to(device, non_blocking=True), weight)
 
 
-def prefetched(device: str, size: int) -> Step:
+def third(device: str, size: int) -> Step:
     loader, weight = batches(size, pinned=True), model(device)
     copies = torch.cuda.Stream()
 
@@ -67,11 +61,11 @@ def prefetched(device: str, size: int) -> Step:
 
 
 PROGRAM = Program(
-    name="unpinned_copy",
-    finding="Copies from pageable memory run at a fraction of the link, with nothing beside them.",
-    ways={"unpinned": unpinned, "pinned": pinned, "prefetched": prefetched},
+    name="case_3",
+    task="bring each batch to the device and multiply it three times",
+    ways={"a": first, "b": second, "c": third},
     sizes={"cuda": 16384, "cpu": 256},
-    needs_cuda=("pinned", "prefetched"),
+    needs_cuda=("b", "c"),
     work=lambda way, size: {"copied_bytes": 4 * size * WIDTH, "flops": PRODUCTS * 2 * size * WIDTH**2},
 )
 
