@@ -138,6 +138,15 @@ def two_streams(side: int) -> dict[str, float]:
     return {"side": side, "one_stream_ms": graphed(on_one), "two_streams_ms": graphed(on_two)}
 
 
+def range_us() -> float:
+    """Return the microseconds that one NVTX range (push and pop) costs while no profiler is attached."""
+    began = time.perf_counter()
+    for _ in range(10_000):
+        torch.cuda.nvtx.range_push("x")
+        torch.cuda.nvtx.range_pop()
+    return 1e6 * (time.perf_counter() - began) / 10_000
+
+
 def look(device: str) -> dict[str, Any]:
     """Return all of it, in a few seconds."""
     on_gpu = device == "cuda"
@@ -153,6 +162,7 @@ def look(device: str) -> dict[str, Any]:
             "two_streams": two_streams(512),
             "time_by_size_of_50": time_by_size(device, range(8, 28), calls=50),
             "ordering": ordering(device, 8192),
+            "nvtx_range_us": range_us(),
         }
     return found
 
