@@ -301,6 +301,12 @@ def strided_times() -> float:
     return strided / neighbours
 
 
+def source_table() -> str:
+    """Return, as text, the lines of strided.cu that ncu's Source page says something about."""
+    path = _kept("strided.source.csv")
+    return path.read_text(encoding="utf-8")[:1500] if path else NOT_RECORDED
+
+
 STALLED = "smsp__average_warps_issue_stalled_"
 
 

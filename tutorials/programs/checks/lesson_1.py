@@ -7,8 +7,9 @@ from itertools import pairwise
 from typing import Any
 
 import recorded
-from checks import near
 from language import say
+
+from checks import near
 
 
 def exercise_1_1(step_us: Callable[[int, float, float], float]) -> None:

@@ -11,9 +11,10 @@ from typing import Any
 
 import recorded
 import torch
-from checks import near
 from language import say
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
+
+from checks import near
 
 
 def _small_recording() -> Any:

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import recorded
-from checks import near
 from language import say
+
+from checks import near
 
 
 def exercise_3_1(may_quote: dict[str, Any]) -> None:
