@@ -148,7 +148,7 @@ def exercise_1_9(bound_by: Callable[[float, float, str], str]) -> None:
         "bfloat16 的 4096³ 乘法每字节有一千多次运算。",
     )
     assert bound_by(50, 1, "fp32") == "compute" and bound_by(50, 1, "tensor") == "memory", say(
-        f"The ridge depends on the unit: {recorded.ridge('fp32'):.0f} for float32, {recorded.ridge():.0f} for tensor cores.",
+        f"The ridge is {recorded.ridge('fp32'):.0f} for float32 and {recorded.ridge():.0f} for tensor cores.",
         f"拐点取决于用哪个单元：float32 是 {recorded.ridge('fp32'):.0f}，张量核心是 {recorded.ridge():.0f}。",
     )
 
