@@ -266,7 +266,7 @@ Slots Busy*), and how busy the busiest pipe was. The pipes:
 pictures.tell_section("Compute Workload Analysis", *REPORTS, advice=False)
 found = {name: recorded.pipes(name) for name in REPORTS if recorded.counters(name)}
 pictures.show(
-    pictures.draw_bars(found, say("% of active cycles", "占活跃周期的 %")) if found else None,
+    pictures.draw_bars(found, say("% of active cycles", "占活跃周期的 %"), limit=100) if found else None,
     "How busy each pipe was, from raw.csv: the eight busiest of each kernel.",
     "各流水线的忙碌程度，取自 raw.csv：每个 kernel 最忙的八条。",
 )

@@ -259,7 +259,7 @@ DataFrame(lines)
 Read down the columns. Flat is worst for many short samples (4.79×<!-- = times("traffic", "flat", 8, 256) --> at 8 × 256), because its cost is per sample. Ghost is bad there too, and for long ones
 (4.47×<!-- = times("flash-grid/bf16-16384", "ghost", 1, 16384) --> at 1 × 16384), because its norms cost T². Flash is near one at most sizes.
 
-It is not free everywhere. At 8 × 256 the current version took 1.35×<!-- = price("8 × 256")["time"] --> in this run: small steps are host-bound, and the ratio depends on the CPU (other runs of that day: 0.99× to 1.35×<!-- given: README.md, 2026-11-16 -->). ViT-B/16 at batch 64
+It is not free everywhere. At 8 × 256 the current version took 1.35×<!-- = price("8 × 256")["time"] --> in this run: small steps are host-bound, and the ratio depends on the CPU (other runs of that day: 0.99×<!-- given: README.md, 2026-11-16 --> to 1.35×<!-- given: README.md, 2026-11-16 -->). ViT-B/16 at batch 64
 took 1.21×<!-- = price("ViT-B/16, batch 64")["time"] -->, 8 × 1024 with TF32 1.17×<!-- = price("8 × 1024, TF32")["time"] -->. With LoRA adapters, where per-sample gradients are tiny, flash takes
 1.00×<!-- = price("Llama 1.2B, LoRA r=16, 8 × 2048")["time"] --> today, and flat took 1.05×<!-- = times("your-model/first/llama-lora", "flat", 8, 2048, model="hf:llama+lora-r16") --> on 2026-11-15. Measure *your* model.
 

@@ -69,7 +69,7 @@ workplace = Path(tempfile.mkdtemp())
 
 | link | between | bandwidth, one direction | how to see it |
 | --- | --- | --- | --- |
-| NVLink 4 through NVSwitch | GPUs of one machine (H100, H200) | 450 GB/s<!-- given: NVIDIA's data sheet, half of 900 GB/s --> a GPU | `nvidia-smi topo -m` says `NV18`; `nvidia-smi nvlink --status` |
+| NVLink 4 through NVSwitch | GPUs of one machine (H100, H200) | 450 GB/s<!-- given: NVIDIA's data sheet --> a GPU | `nvidia-smi topo -m` says `NV18`; `nvidia-smi nvlink --status` |
 | PCIe 5, 16 lanes | GPU and host, or GPUs without NVLink | 63 GB/s<!-- given: the standard --> | `topo -m` says `PIX`, `PHB` or `SYS` |
 | InfiniBand or Ethernet with RDMA | machines | 50 GB/s<!-- given: 400 Gbit/s --> a card | `NET` in NCCL's log |
 
@@ -172,16 +172,16 @@ small = rank_traces.start(workplace / "small", "--parallel", "ddp", "--bucket-mb
 for name, zh, folder in (("one large bucket", "一个大桶", "ddp"), ("buckets of 0.3 MB", "每桶 0.3 MB", "small")):
     trace = workplace / folder / "ddp-rank0.trace.json.gz"
     sending, inside = rank_traces.overlapped(trace)
-    print(f"{name}: {sending:.2f} ms in collectives, {inside:.2f} ms of it within the backward pass")
+    print(f"{name}: {sending:.2f} ms in collectives, {inside:.2f} ms of it while this rank computes")
     pictures.show(
-        windows.draw_perfetto_window(rank_traces.phases_and_collectives(trace), f"ddp-rank0, {name}"),
-        f"DDP on rank 0 of two, {name}; gloo on this CPU. Drawn from the trace as Perfetto lays it out: 2 phases, 3 collectives.",
-        f"两个 rank 中 rank 0 的 DDP 一步，{zh}；本机 CPU 上的 gloo。按 Perfetto 的布局绘制：2 为阶段，3 为集合通信。",
+        windows.draw_perfetto_window(rank_traces.tracks(trace), f"ddp-rank0, {name}"),
+        f"DDP on rank 0 of two, {name}; gloo on this CPU. Drawn from the trace as Perfetto lays it out: 2 phases, 3 operators, 4 collectives.",
+        f"两个 rank 中 rank 0 的 DDP 一步，{zh}；本机 CPU 上的 gloo。按 Perfetto 的布局绘制：2 为阶段，3 为算子，4 为集合通信。",
     )
 
 # %% [markdown]
 """
-With one bucket nothing can be sent before the last gradient is there. With several, the first buckets travel while the backward pass goes on. Buckets too small pay latency again: DDP's default is 25 MB<!-- given: PyTorch's default bucket_cap_mb -->.
+With one bucket nothing can be sent before the last gradient is there: the collective lies alone, and `backward` lasts until it ends. With several, the first buckets travel while the rank still computes. Buckets too small pay latency again: DDP's default is 25 MB<!-- given: PyTorch's default bucket_cap_mb -->.
 
 In nsys or Perfetto on real GPUs look for kernels named `ncclDevKernel_AllReduce…` on a stream of their own: beside other kernels they are overlapped, alone they are exposed. They occupy SMs while they wait for other ranks, so a *long*
 NCCL kernel does not mean a slow network (6.4).
@@ -214,7 +214,7 @@ for rank in (0, 1):
     )
 pictures.show(
     windows.draw_perfetto_window(
-        rank_traces.phases_and_collectives(workplace / "late" / "ddp-rank0.trace.json.gz"), "ddp-rank0, rank 1 is late"
+        rank_traces.tracks(workplace / "late" / "ddp-rank0.trace.json.gz"), "ddp-rank0, rank 1 is late"
     ),
     "The fast rank: its collective lasts as long as it waits for the late one. gloo on this CPU.",
     "快的 rank：它的集合通信一直持续到慢的 rank 到达。本机 CPU 上的 gloo。",
@@ -263,7 +263,7 @@ for how, found in (("ddp", ddp), ("fsdp", fsdp)):
         f"{how}: {statistics.median(found[0]['step_ms']):.1f} ms a step on this CPU (gloo; speed says nothing about GPUs)"
     )
 pictures.show(
-    windows.draw_perfetto_window(rank_traces.phases_and_collectives(trace), "fsdp-rank0"),
+    windows.draw_perfetto_window(rank_traces.tracks(trace), "fsdp-rank0"),
     "FSDP2 on rank 0 of two: gathers in forward and backward, reductions in backward. gloo on this CPU.",
     "两个 rank 中 rank 0 的 FSDP2 一步：前向和反向都有 all-gather，反向还有归约。本机 CPU 上的 gloo。",
 )

@@ -12,6 +12,7 @@ import recorded
 from language import say, spoken
 from matplotlib import font_manager
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from practice import Program, describe
 
 from dpscope.reports.figures.style import new_figure, styled
@@ -44,7 +45,7 @@ def drawn(draw: Draw) -> Draw:
 
         font = chinese_font() if spoken() == "zh" else None
         if font:
-            matplotlib.rcParams["font.sans-serif"] = [font, "DejaVu Sans"]
+            matplotlib.rcParams["font.family"] = [font, "DejaVu Sans"]  # kept by each text, also after this
         return draw(*arguments, **options)
 
     return cast(Draw, styled(with_font))
@@ -154,7 +155,8 @@ def draw_kernels_on_roofline(points: dict[str, dict[str, float]], ceilings: dict
         heights = [min(bandwidth * i, roof) / 1e12 for i in intensities]
         ax.plot(intensities, heights, style, color="#777777", linewidth=1)
         text = label("ridge", "拐点")
-        ax.annotate(name, (intensities[-1], roof / 1e12), ha="right", va="bottom", fontsize=7)
+        end = (intensities[-1], roof / 1e12)
+        ax.annotate(name, end, xytext=(0, 3), textcoords="offset points", ha="right", va="bottom", fontsize=7)
         where = (roof / bandwidth, roof / 1e12)
         ax.annotate(f"{text} {where[0]:.0f}", where, xytext=(-4, 4), textcoords="offset points", ha="right", fontsize=7)
     for number, (name, point) in enumerate(points.items()):
@@ -168,16 +170,17 @@ def draw_kernels_on_roofline(points: dict[str, dict[str, float]], ceilings: dict
 
 
 @drawn
-def draw_bars(values: dict[str, dict[str, float]], xlabel: str, *, most: int = 8) -> Figure:
-    """Draw a panel of bars for each kernel: its `most` largest values."""
+def draw_bars(values: dict[str, dict[str, float]], xlabel: str, *, most: int = 8, limit: float = 0) -> Figure:
+    """Draw a panel of bars for each kernel: its `most` largest values, to a common `limit` if there is one."""
     figure = new_figure(0.5 + 0.2 * most * ((len(values) + 1) // 2))
     for place, (name, found) in enumerate(values.items(), start=1):
         ax = figure.add_subplot((len(values) + 1) // 2, 2, place)
         shown = dict(sorted(found.items(), key=lambda item: -item[1])[:most])
         bars = ax.barh(list(shown), list(shown.values()), color=H200)
         ax.bar_label(bars, [f"{value:.1f}" for value in shown.values()], padding=2, fontsize=7)
-        ax.set(title=name, xlim=(0, 1.2 * max([*shown.values(), 1e-9])))
-        ax.tick_params(axis="x", labelbottom=place > len(values) - 2)
+        ax.set(title=name, xlim=(0, 1.12 * limit or 1.2 * max([*shown.values(), 1e-9])))
+        ax.tick_params(axis="x", labelbottom=place > len(values) - 2 or not limit)
+        ax.xaxis.set_major_locator(MaxNLocator(4, prune="upper"))
         ax.invert_yaxis()
     figure.supxlabel(xlabel, fontsize=8)
     return figure

@@ -39,25 +39,32 @@ def events_of(path: Path) -> list[dict[str, Any]]:
     ]
 
 
-def phases_and_collectives(path: Path) -> list[tuple[str, str, float, float]]:
-    """Return phases and collectives of a rank's last step: track, name, start, length in ms."""
+TRACKS = ("phases", "computing", "collectives")
+
+
+def tracks(path: Path) -> list[tuple[str, str, float, float]]:
+    """Return phases, operators and collectives of a rank's last step: track, name, start, length in ms."""
     wanted = ("load the batch", "forward", "backward", "optimizer")
-    found = []
-    for event in events_of(path):
-        if event["name"] in wanted and event["kind"] == "user_annotation":
-            found.append(("phases", event["name"], event["start"], event["ms"]))
-        elif event["name"].startswith(COLLECTIVES) and "barrier" not in event["name"]:
-            found.append(("collectives", event["name"], event["start"], event["ms"]))
-    return sorted(found, key=lambda event: (event[0] != "phases", event[2]))
+    found, ended = [], 0.0
+    for event in sorted(events_of(path), key=lambda event: float(event["start"])):
+        name, span = event["name"], (event["start"], event["ms"])
+        if name in wanted and event["kind"] == "user_annotation":
+            found.append(("phases", name, *span))
+        elif name.startswith(COLLECTIVES) and "barrier" not in name:
+            found.append(("collectives", name, *span))
+        elif name.startswith("aten::") and event["start"] >= ended:  # inside another it is part of it
+            ended = event["start"] + event["ms"]
+            found.append(("computing", name, *span))
+    return sorted(found, key=lambda event: (TRACKS.index(event[0]), event[2]))
 
 
 def overlapped(path: Path) -> tuple[float, float]:
-    """Return the milliseconds of collectives in a step, and how many of them lie within the backward pass."""
-    events = phases_and_collectives(path)
-    begin, length = next((start, ms) for _, name, start, ms in events if name == "backward")
-    total = inside = 0.0
-    for track, _, start, ms in events:
-        if track == "collectives":
-            total += ms
-            inside += max(0.0, min(start + ms, begin + length) - max(start, begin))
-    return total, inside
+    """Return the milliseconds of collectives in a step, and in how many of them this rank computed meanwhile."""
+    spans = {track: [(start, start + ms) for on, _, start, ms in tracks(path) if on == track] for track in TRACKS}
+    total = sum(end - start for start, end in spans["collectives"])
+    both = sum(
+        max(0.0, min(end, ended) - max(start, began))
+        for start, end in spans["collectives"]
+        for began, ended in spans["computing"]
+    )
+    return total, both

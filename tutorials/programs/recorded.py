@@ -177,7 +177,8 @@ def _json(name: str) -> Any:
 
 def program(name: str, way: str) -> dict[str, Any] | None:
     """Return one way of a case, measured on the H200."""
-    return _json(f"{name}-{way}.json")
+    kept = _json(f"{name}-{way}.json")
+    return kept and kept | {"program": name, "way": way}
 
 
 def took(name: str, way: str = "a") -> float:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from dpscope.instruments.nsys.reading import CapturedTimeline
 from dpscope.reports.figures.style import new_figure
 
 INK, PALE, BAR, ACCENT, WAIT = "#222222", "#F2F2F2", "#332288", "#117733", "#CC6677"
+TRACK_COLOURS = {"GPU": BAR, "computing": BAR, "collectives": ACCENT}
 ROW = 0.26  # inches a line
 
 
@@ -42,6 +44,12 @@ def _place(ax: Axes, x: float, y: float, number: int) -> None:
     ax.text(x, y, str(number), ha="center", va="center", fontsize=7, bbox=look, zorder=5)
 
 
+def _clock(ax: Axes, x: float, end: float, mark: int) -> None:
+    """Write the time at the mark'th fifth of a timeline, inside its frame."""
+    side = "left" if mark == 0 else "right" if mark == 5 else "center"
+    ax.text(x, 1.9, f"{end * mark / 5:.2f} ms", ha=side, va="center", fontsize=6)
+
+
 def _table(ax: Axes, top: float, columns: Sequence[tuple[float, str]], rows: Sequence[Sequence[str]]) -> None:
     ax.add_patch(Rectangle((0.5, top - 0.6), 99, 1.2, facecolor="#E8E8F5"))
     for x, name in columns:
@@ -60,7 +68,7 @@ def draw_ncu_summary(report: str) -> Figure | None:
     if not found:
         return None
     figure, ax = _sheet(
-        ROW * (5.5 + 1.2 * len(found)), f"NVIDIA Nsight Compute — {report}.ncu-rep    [Summary]  Details  Source  Raw"
+        ROW * (5.2 + 1.2 * len(found)), f"NVIDIA Nsight Compute — {report}.ncu-rep    [Summary]  Details  Source  Raw"
     )
     columns = [
         (1, "ID"),
@@ -78,9 +86,9 @@ def draw_ncu_summary(report: str) -> Figure | None:
         name = launch.kernel.removeprefix("void ").replace("at::native::", "")[:44]
         registers = f"{launch.number('Registers Per Thread'):.0f}"
         rows.append([str(number), f"{speedup:.0f} %", name, f"{duration.value} {duration.unit}", *shown, registers])
-    _table(ax, 2.4, columns, rows)
-    for number, x in enumerate((16.5, 49, 65.5, 75.5), start=1):
-        _place(ax, x, 2.4, number)
+    _table(ax, 3.2, columns, rows)
+    for number, x in enumerate((12, 30, 62, 76), start=1):
+        _place(ax, x, 1.85, number)
     _place(ax, 66, 0.6, 5)
     return figure
 
@@ -114,8 +122,8 @@ def draw_ncu_details(report: str) -> Figure | None:
     _place(ax, 22, 4.7, 3)
     said = (launch.advice_on("GPU Speed Of Light Throughput") or [""])[0]
     ax.add_patch(Rectangle((2, 10.0), 95, 2.2, facecolor="#FFF8DC", edgecolor="#CCBB66", linewidth=0.5))
-    ax.text(3, 10.6, "ⓘ " + said[:112], va="center", fontsize=6.5)
-    ax.text(3, 11.5, "   " + said[112:224] + " …", va="center", fontsize=6.5)
+    for line, words in enumerate(textwrap.wrap(said, 105)[:2]):
+        ax.text(3, 10.6 + 0.9 * line, ("i  " if line == 0 else "    ") + words, va="center", fontsize=6.5)
     _place(ax, 97, 11.1, 4)
     titles = (
         "Compute Workload Analysis",
@@ -142,7 +150,7 @@ def draw_nsys_window(timeline: CapturedTimeline, title: str) -> Figure:
     scale = 74 / end
     for mark in range(6):
         x = 24 + 74 * mark / 5
-        ax.text(x, 1.9, f"{end * mark / 5:.2f} ms", ha="center", va="center", fontsize=6)
+        _clock(ax, x, end, mark)
         ax.plot([x, x], [2.3, 2.7 + 1.5 * len(names)], color="#DDDDDD", linewidth=0.5, zorder=0)
     looks = {"wait": WAIT, "kernel": BAR, "copy": ACCENT, "memset": "#DDCC77", "range": "#88CCEE"}
     for place, name in enumerate(names):
@@ -174,7 +182,7 @@ def draw_perfetto_window(events: Sequence[tuple[str, str, float, float]], title:
     end = max(start + length for _, _, start, length in events)
     scale = 72 / end
     for mark in range(6):
-        ax.text(26 + 72 * mark / 5, 1.9, f"{end * mark / 5:.2f} ms", ha="center", va="center", fontsize=6)
+        _clock(ax, 26 + 72 * mark / 5, end, mark)
     for place, track in enumerate(tracks):
         y = 3.4 + 1.7 * place
         ax.add_patch(Rectangle((0.5, y - 0.75), 99, 1.5, facecolor=PALE if place % 2 else "white"))
@@ -184,7 +192,7 @@ def draw_perfetto_window(events: Sequence[tuple[str, str, float, float]], title:
             if on != track:
                 continue
             width = max(scale * length, 0.06)
-            colour = WAIT if "ynchronize" in name else BAR if "stream" in track else "#88CCEE"
+            colour = WAIT if "ynchronize" in name else TRACK_COLOURS.get(track.split()[0].rstrip(":"), "#88CCEE")
             ax.add_patch(
                 Rectangle(
                     (26 + scale * start, y - 0.55), width, 1.1, facecolor=colour, edgecolor="white", linewidth=0.2
@@ -195,7 +203,7 @@ def draw_perfetto_window(events: Sequence[tuple[str, str, float, float]], title:
     _place(ax, 23, 1.9, 1)
     y = 3.6 + 1.7 * len(tracks)
     ax.add_patch(Rectangle((0.5, y - 0.3), 99, 2.6, facecolor="#F7F7F7", edgecolor="#BBBBBB", linewidth=0.5))
-    longest = max((event for event in events if "stream" in event[0]), key=lambda event: event[3], default=events[0])
+    longest = max((event for event in events if event[0] == tracks[-1]), key=lambda event: event[3])
     ax.text(1, y + 0.4, f"Current Selection    Name: {longest[1][:60]}", va="center", fontsize=7)
     ax.text(
         1,

@@ -185,7 +185,7 @@ print(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=8, 
 
 # %% [markdown]
 """
-- **Self CPU** 是算子自身的时间**，CPU total** 包含它调用的算子。想知道时间花在**哪里**，按 total 排序；想知道**谁**在干活，按 self 排序。total 加起来不等于总时间：调用者和被调用者都算了一次。
+- **Self CPU** 是算子自身的时间，**CPU total** 包含它调用的算子。想知道时间花在**哪里**，按 total 排序；想知道**谁**在干活，按 self 排序。total 加起来不等于总时间：调用者和被调用者都算了一次。
 - **Self CPU Mem** 是该算子分配的内存减去释放的内存。
 - 在 GPU 上还有 **CUDA** 列，应当按它们排序（`sort_by="self_cuda_time_total"`）：异步算子的 CPU 时间只是启动它的时间。
 
@@ -347,7 +347,7 @@ pictures.show(
 
 # %% [markdown]
 """
-- **W**、**S** 缩放**，A**、**D** 移动；点击一个事件可以看到它的参数：形状，kernel 还有网格和占用率。
+- **W**、**S** 缩放，**A**、**D** 移动；点击一个事件可以看到它的参数：形状，kernel 还有网格和占用率。
 - 主机的每个线程有一行；autograd 在自己的线程上执行反向传播。下面是 GPU 的各条流。
 - 箭头从启动指向 kernel。kernel 离启动很远，说明主机领先，这是好事。
 - GPU 那一行的空隙就是空闲。如果下一个 kernel 的启动发生在空隙开始**之后**，就是 GPU 在等主机。

@@ -127,7 +127,7 @@ pictures.show(
 
 # %% [markdown]
 """
-**kernel 离硬件的极限有多近？** 先看两个数**：Compute (SM) Throughput** 和 **Memory Throughput**，都是占峰值的百分比。
+**kernel 离硬件的极限有多近？** 先看两个数：**Compute (SM) Throughput** 和 **Memory Throughput**，都是占峰值的百分比。
 
 - 内存高、计算低：受访存限制。反过来：受计算限制。
 - **任意一个**超过 80 %<!-- given: the text of ncu's rule -->：ncu 认为设备利用得不错，要再快就得把工作转移到别的单元。
@@ -199,7 +199,7 @@ check("3.11", of_roof)
 
 **字节从哪里来，通路用得好不好？** 界面里的图画出每一层，箭头上是流量。用数字表示：
 
-- **Mem Busy**：缓存和 DRAM 内部有多忙**。Max Bandwidth**：它们之间的连接有多满**。Mem Pipes Busy**：发射访存指令的流水线有多忙。
+- **Mem Busy**：缓存和 DRAM 内部有多忙。**Max Bandwidth**：它们之间的连接有多满。**Mem Pipes Busy**：发射访存指令的流水线有多忙。
 - **L1/TEX Hit Rate**、**L2 Hit Rate**：查询的扇区（32 字节）中有多少命中。一行有四个扇区，只要其中一个就是部分利用。
 - 下面是读写的表格：*sectors per request* 明显高于数据类型所需，说明地址分散。
 """
@@ -256,7 +256,7 @@ if check("3.12", expected) and (seen := recorded.counters("addition")):
 pictures.tell_section("Compute Workload Analysis", *REPORTS, advice=False)
 found = {name: recorded.pipes(name) for name in REPORTS if recorded.counters(name)}
 pictures.show(
-    pictures.draw_bars(found, say("% of active cycles", "占活跃周期的 %")) if found else None,
+    pictures.draw_bars(found, say("% of active cycles", "占活跃周期的 %"), limit=100) if found else None,
     "How busy each pipe was, from raw.csv: the eight busiest of each kernel.",
     "各流水线的忙碌程度，取自 raw.csv：每个 kernel 最忙的八条。",
 )

@@ -256,7 +256,7 @@ pictures.show(
 
 # %% [markdown]
 """
-在界面里：**Ctrl** 加滚轮缩放；拖动选中一段**，Shift+Z** 放大；在一行上点右键选 *Show in Events View*，得到可以排序的表；点击一个 CUDA 调用会高亮它的 kernel。下面的五个视角是同样的内容，以数据的形式给出。
+在界面里：**Ctrl** 加滚轮缩放；拖动选中一段，**Shift+Z** 放大；在一行上点右键选 *Show in Events View*，得到可以排序的表；点击一个 CUDA 调用会高亮它的 kernel。下面的五个视角是同样的内容，以数据的形式给出。
 
 **视角一：GPU 的时间线。** 找流里的空隙；拷贝是在 kernel 旁边还是代替了 kernel；有没有从不重叠的流。
 """

@@ -245,7 +245,7 @@ DataFrame(lines)
 """
 一列一列地看。flat 在短样本很多时最差（8 × 256 时 4.79×<!-- = times("traffic", "flat", 8, 256) -->），因为它的代价按样本计。ghost 在那里也不好，对长样本同样如此（1 × 16384 时 4.47×<!-- = times("flash-grid/bf16-16384", "ghost", 1, 16384) -->），因为它的范数按 T² 增长。flash 在大多数尺寸上接近一。
 
-它并非处处没有代价。8 × 256 时当前版本在这次运行中是 1.35×<!-- = price("8 × 256")["time"] -->：小的训练步受主机限制，比值取决于 CPU（当天其他运行为 0.99× 到 1.35×<!-- given: README.md, 2026-11-16 -->）。ViT-B/16 批次 64 是 1.21×<!-- = price("ViT-B/16, batch 64")["time"] -->，8 × 1024 用 TF32 是 1.17×<!-- = price("8 × 1024, TF32")["time"] -->。用 LoRA 时逐样本梯度很小，flash 现在是 1.00×<!-- = price("Llama 1.2B, LoRA r=16, 8 × 2048")["time"] -->，flat 在 2026-11-15 是 1.05×<!-- = times("your-model/first/llama-lora", "flat", 8, 2048, model="hf:llama+lora-r16") -->。请测量**你自己的**模型。
+它并非处处没有代价。8 × 256 时当前版本在这次运行中是 1.35×<!-- = price("8 × 256")["time"] -->：小的训练步受主机限制，比值取决于 CPU（当天其他运行为 0.99×<!-- given: README.md, 2026-11-16 --> 到 1.35×<!-- given: README.md, 2026-11-16 -->）。ViT-B/16 批次 64 是 1.21×<!-- = price("ViT-B/16, batch 64")["time"] -->，8 × 1024 用 TF32 是 1.17×<!-- = price("8 × 1024, TF32")["time"] -->。用 LoRA 时逐样本梯度很小，flash 现在是 1.00×<!-- = price("Llama 1.2B, LoRA r=16, 8 × 2048")["time"] -->，flat 在 2026-11-15 是 1.05×<!-- = times("your-model/first/llama-lora", "flat", 8, 2048, model="hf:llama+lora-r16") -->。请测量**你自己的**模型。
 
 **练习 5.6。** 根据这张表，哪种方法对哪种形状最差？
 """

@@ -68,7 +68,7 @@ workplace = Path(tempfile.mkdtemp())
 
 | 链路 | 连接 | 单向带宽 | 怎么查看 |
 | --- | --- | --- | --- |
-| NVLink 4，经 NVSwitch | 一台机器内的 GPU（H100、H200） | 每块 GPU 450 GB/s<!-- given: NVIDIA's data sheet, half of 900 GB/s --> | `nvidia-smi topo -m` 显示 `NV18`；`nvidia-smi nvlink --status` |
+| NVLink 4，经 NVSwitch | 一台机器内的 GPU（H100、H200） | 每块 GPU 450 GB/s<!-- given: NVIDIA's data sheet --> | `nvidia-smi topo -m` 显示 `NV18`；`nvidia-smi nvlink --status` |
 | PCIe 5，16 通道 | GPU 与主机，或没有 NVLink 的 GPU | 63 GB/s<!-- given: the standard --> | `topo -m` 显示 `PIX`、`PHB` 或 `SYS` |
 | InfiniBand 或带 RDMA 的以太网 | 机器之间 | 每块网卡 50 GB/s<!-- given: 400 Gbit/s --> | NCCL 日志里的 `NET` |
 
@@ -169,16 +169,16 @@ small = rank_traces.start(workplace / "small", "--parallel", "ddp", "--bucket-mb
 for name, zh, folder in (("one large bucket", "一个大桶", "ddp"), ("buckets of 0.3 MB", "每桶 0.3 MB", "small")):
     trace = workplace / folder / "ddp-rank0.trace.json.gz"
     sending, inside = rank_traces.overlapped(trace)
-    print(f"{name}: {sending:.2f} ms in collectives, {inside:.2f} ms of it within the backward pass")
+    print(f"{name}: {sending:.2f} ms in collectives, {inside:.2f} ms of it while this rank computes")
     pictures.show(
-        windows.draw_perfetto_window(rank_traces.phases_and_collectives(trace), f"ddp-rank0, {name}"),
-        f"DDP on rank 0 of two, {name}; gloo on this CPU. Drawn from the trace as Perfetto lays it out: 2 phases, 3 collectives.",
-        f"两个 rank 中 rank 0 的 DDP 一步，{zh}；本机 CPU 上的 gloo。按 Perfetto 的布局绘制：2 为阶段，3 为集合通信。",
+        windows.draw_perfetto_window(rank_traces.tracks(trace), f"ddp-rank0, {name}"),
+        f"DDP on rank 0 of two, {name}; gloo on this CPU. Drawn from the trace as Perfetto lays it out: 2 phases, 3 operators, 4 collectives.",
+        f"两个 rank 中 rank 0 的 DDP 一步，{zh}；本机 CPU 上的 gloo。按 Perfetto 的布局绘制：2 为阶段，3 为算子，4 为集合通信。",
     )
 
 # %% [markdown]
 """
-只有一个桶时，要等最后一个梯度算完才能开始传输。有多个桶时，先齐的桶在反向传播继续的同时就传走了。桶太小又会被延迟拖累：DDP 的默认值是 25 MB<!-- given: PyTorch's default bucket_cap_mb -->。
+只有一个桶时，要等最后一个梯度算完才能开始传输：集合通信单独出现，`backward` 一直持续到它结束。有多个桶时，先齐的桶在继续计算的同时就传走了。桶太小又会被延迟拖累：DDP 的默认值是 25 MB<!-- given: PyTorch's default bucket_cap_mb -->。
 
 在真实的多 GPU 上，用 nsys 或 Perfetto 找名为 `ncclDevKernel_AllReduce…` 的 kernel，它们有自己的流：旁边有别的 kernel 就是重叠的，单独出现就是暴露的。它们等待其他 rank 时也占用 SM，所以 NCCL kernel **长**不代表网络慢（6.4 节）。
 
@@ -209,7 +209,7 @@ for rank in (0, 1):
     )
 pictures.show(
     windows.draw_perfetto_window(
-        rank_traces.phases_and_collectives(workplace / "late" / "ddp-rank0.trace.json.gz"), "ddp-rank0, rank 1 is late"
+        rank_traces.tracks(workplace / "late" / "ddp-rank0.trace.json.gz"), "ddp-rank0, rank 1 is late"
     ),
     "The fast rank: its collective lasts as long as it waits for the late one. gloo on this CPU.",
     "快的 rank：它的集合通信一直持续到慢的 rank 到达。本机 CPU 上的 gloo。",
@@ -257,7 +257,7 @@ for how, found in (("ddp", ddp), ("fsdp", fsdp)):
         f"{how}: {statistics.median(found[0]['step_ms']):.1f} ms a step on this CPU (gloo; speed says nothing about GPUs)"
     )
 pictures.show(
-    windows.draw_perfetto_window(rank_traces.phases_and_collectives(trace), "fsdp-rank0"),
+    windows.draw_perfetto_window(rank_traces.tracks(trace), "fsdp-rank0"),
     "FSDP2 on rank 0 of two: gathers in forward and backward, reductions in backward. gloo on this CPU.",
     "两个 rank 中 rank 0 的 FSDP2 一步：前向和反向都有 all-gather，反向还有归约。本机 CPU 上的 gloo。",
 )
@@ -281,7 +281,7 @@ check("6.5", sent_bytes)
 """
 ## 6.6 多 GPU 上的差分隐私训练步
 
-裁剪系数需要一个样本**全部**参数的范数；参数分片之后，范数要跨 rank 求和。dpscope 会统计传输的字节**。模拟**，2026-11-16：一块 H200 充当八个 rank 之一，Llama 8B，FSDP2，每个 rank 批次 1，序列 1024；torch 的假进程组让每次集合通信立刻返回，所以时间里没有传输，字节数由调用统计得出：
+裁剪系数需要一个样本**全部**参数的范数；参数分片之后，范数要跨 rank 求和。dpscope 会统计传输的字节。**模拟**，2026-11-16：一块 H200 充当八个 rank 之一，Llama 8B，FSDP2，每个 rank 批次 1，序列 1024；torch 的假进程组让每次集合通信立刻返回，所以时间里没有传输，字节数由调用统计得出：
 """
 
 # %%
