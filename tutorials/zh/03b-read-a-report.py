@@ -72,7 +72,7 @@ language.use("zh")
 import pictures
 import recorded
 import windows
-from checks import check
+from checks import check, passed
 from language import say
 
 REPORTS = ("addition", "product", "tensor_cores", "gram")
@@ -225,7 +225,7 @@ pictures.tell_section(
 expected = {"read": ..., "written": ...}
 
 # %%
-if check("3.12", expected) and (seen := recorded.counters("addition")):
+if passed("3.12", expected) and (seen := recorded.counters("addition")):
     for name, metric in (("read", "dram__bytes_read.sum"), ("written", "dram__bytes_write.sum")):
         counted = seen.metrics[metric]
         print(

@@ -51,7 +51,7 @@ language.use("zh")
 import pictures
 import recorded
 import windows
-from checks import check
+from checks import check, passed
 
 print(recorded.output("nsys-version"))
 
@@ -361,7 +361,7 @@ def longest_gap(table): ...
 
 
 # %%
-if check("4.5", longest_gap) and timeline:
+if passed("4.5", longest_gap) and timeline:
     print("in case 4:", longest_gap(views.gpu_timeline(timeline)))
 
 # %% [markdown]
