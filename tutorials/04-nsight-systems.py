@@ -306,10 +306,10 @@ for name in ("case_3", "case_3_c"):
         print(name, views.link(seen).to_string(index=False), sep="\n")
         pictures.show(
             draw_capture(views.lanes(seen)),
-            f"Timeline of {name} on an H200: copies in green."
+            f"Timeline of {name} on an H200: copies in yellow."
             if name == "case_3"
             else f"Timeline of {name}: copies on a stream of their own.",
-            f"H200 上 {name} 的时间线：绿色为拷贝。" if name == "case_3" else f"{name} 的时间线：拷贝在单独的流上。",
+            f"H200 上 {name} 的时间线：黄色为拷贝。" if name == "case_3" else f"{name} 的时间线：拷贝在单独的流上。",
         )
 
 # %% [markdown]

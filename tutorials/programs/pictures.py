@@ -243,7 +243,8 @@ def show(figure: Figure | None, en: str, zh: str) -> None:
     from IPython.display import Image, Markdown, display
 
     png = io.BytesIO()
-    figure.savefig(png, format="png", dpi=110, metadata={"Software": "dpscope"})
+    # Tight: no label is cut off, however long it is.
+    figure.savefig(png, format="png", dpi=110, bbox_inches="tight", pad_inches=0.08, metadata={"Software": "dpscope"})
     display(Image(data=png.getvalue(), alt=caption))
     display(Markdown(f"*{caption}*"))
 
