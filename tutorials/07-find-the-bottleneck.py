@@ -31,24 +31,23 @@ Five programs, `case_6` to `case_10`. Each works, and each wastes time or memory
 # Set up. In a clone this only finds the course; elsewhere (Colab, an empty folder) it fetches it first.
 REPOSITORY = ""  # the address of dpscope's repository: needed outside a clone only
 
-import importlib.util
+import importlib
 import subprocess
 import sys
 from pathlib import Path
 
 
 def find_course():
-    places = [Path.cwd(), *Path.cwd().parents, Path.cwd() / "dpscope"]
+    places = [Path.cwd(), *Path.cwd().parents, Path.cwd() / "dpscope-course"]
     return next((place / "tutorials" for place in places if (place / "tutorials" / "programs").is_dir()), None)
 
 
 if find_course() is None:
-    assert REPOSITORY, (
-        "Open this notebook in a clone of dpscope, or write the address of its repository into REPOSITORY."
-    )
-    subprocess.run(["git", "clone", "--quiet", "--depth", "1", REPOSITORY, "dpscope"], check=True)
-    if importlib.util.find_spec("dpscope.cli") is None:
-        subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "./dpscope"], check=True)
+    assert REPOSITORY, "Open this notebook in a clone of dpscope, or write its repository's address into REPOSITORY."
+    subprocess.run(["git", "clone", "--quiet", "--depth", "1", REPOSITORY, "dpscope-course"], check=True)
+    if subprocess.run([sys.executable, "-c", "import dpscope.cli"], capture_output=True).returncode:
+        subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "./dpscope-course"], check=True)
+        importlib.invalidate_caches()
 TUTORIALS = find_course()
 sys.path.insert(0, str(TUTORIALS / "programs"))
 
