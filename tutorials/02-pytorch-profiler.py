@@ -38,7 +38,7 @@ def find_course():
 if find_course() is None:
     assert REPOSITORY, "Open this notebook in a clone of dpscope, or write its repository's address into REPOSITORY."
     subprocess.run(["git", "clone", "--quiet", "--depth", "1", REPOSITORY, "dpscope-course"], check=True)
-    if subprocess.run([sys.executable, "-c", "import dpscope.cli"], capture_output=True).returncode:
+    if subprocess.call([sys.executable, "-c", "import dpscope.cli"], stderr=subprocess.DEVNULL) != 0:
         subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "./dpscope-course"], check=True)
         importlib.invalidate_caches()
 TUTORIALS = find_course()

@@ -179,7 +179,8 @@ def card_over_time() -> list[dict[str, str]]:
     if path is None:
         return []
     with path.open(encoding="utf-8") as file:
-        return [{name.strip(): value.strip() for name, value in line.items()} for line in csv.DictReader(file)]
+        whole = [line for line in csv.DictReader(file) if None not in line.values()]  # the last may be cut off
+    return [{name.strip(): value.strip() for name, value in line.items()} for line in whole]
 
 
 def hottest(column: str) -> float:
