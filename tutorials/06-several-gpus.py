@@ -119,13 +119,13 @@ A ring passes pieces around. For n ranks and N bytes an all-reduce makes each ra
 
 > latency of 2 (n − 1) hops + 2 (n − 1) / n · N / bandwidth.
 
-Small messages pay latency, large ones bandwidth: the same bend as for launches in lesson 1.6, and the same remedy, fewer and larger. `programs/ranks.py` measures it here, on two ranks of your CPU, with DDP's step besides (10 to 20 seconds):
+Small messages pay latency, large ones bandwidth: the same bend as for launches in lesson 1.6, and the same remedy, fewer and larger. The next cell starts two ranks on your CPU (`programs/ranks.py --lesson`, 10 to 20 seconds) and runs everything that this lesson shows; first all-reduces of growing size:
 """
 
 # %%
-ddp = rank_traces.start(workplace / "ddp", "--parallel", "ddp", "--collectives")
+runs = rank_traces.start(workplace)
 kept = recorded.rank("ddp")
-series = {say("gloo, 2 ranks, this CPU", "gloo，2 个 rank，本机 CPU"): ddp[0]["all_reduce"]}
+series = {say("gloo, 2 ranks, this CPU", "gloo，2 个 rank，本机 CPU"): runs["ddp"][0]["all_reduce"]}
 if kept:
     series[say("gloo, 2 ranks on one H200, through the host", "gloo，一块 H200 上 2 个 rank，经主机")] = kept[
         "all_reduce"
@@ -163,11 +163,10 @@ reduced as soon as its gradients are there, while the backward pass goes on. Wha
 python -m torch.distributed.run --nproc-per-node=2 programs/ranks.py --parallel ddp --device cuda --collectives --out recorded/ranks
 ```
 
-(`torchrun` is a short name for `python -m torch.distributed.run`.) The trace of rank 0, from the step that just ran here, first with one large bucket, then with small ones:
+(`torchrun` is a short name for `python -m torch.distributed.run`.) The trace of rank 0, from the steps that ran here, first with one large bucket, then with small ones:
 """
 
 # %%
-small = rank_traces.start(workplace / "small", "--parallel", "ddp", "--bucket-mb", "0.3")
 for name, zh, folder in (("one large bucket", "一个大桶", "ddp"), ("buckets of 0.3 MB", "每桶 0.3 MB", "small")):
     trace = workplace / folder / "ddp-rank0.trace.json.gz"
     sending, inside = rank_traces.overlapped(trace)
@@ -205,11 +204,10 @@ option --slow-ms --> before each step, as if its data came late:
 """
 
 # %%
-late = rank_traces.start(workplace / "late", "--parallel", "ddp", "--slow-ms", "20")
 for rank in (0, 1):
     sending, _ = rank_traces.overlapped(workplace / "late" / f"ddp-rank{rank}.trace.json.gz")
     print(
-        f"rank {rank}: step {statistics.median(late[rank]['step_ms']):.1f} ms, in collectives {sending:.1f} ms of a traced step"
+        f"rank {rank}: step {statistics.median(runs['late'][rank]['step_ms']):.1f} ms, in collectives {sending:.1f} ms of a traced step"
     )
 pictures.show(
     windows.draw_perfetto_window(
@@ -249,7 +247,6 @@ python -m torch.distributed.run --nproc-per-node=2 programs/ranks.py --parallel 
 # %%
 from collections import Counter
 
-fsdp = rank_traces.start(workplace / "fsdp", "--parallel", "fsdp")
 trace = workplace / "fsdp" / "fsdp-rank0.trace.json.gz"
 names = Counter(
     event["name"]
@@ -257,9 +254,9 @@ names = Counter(
     if event["name"].startswith(("c10d::_allgather", "c10d::_reduce_scatter", "c10d::allreduce"))
 )
 print("collectives that PyTorch called in one step of six blocks:", dict(names))
-for how, found in (("ddp", ddp), ("fsdp", fsdp)):
+for how in ("ddp", "fsdp"):
     print(
-        f"{how}: {statistics.median(found[0]['step_ms']):.1f} ms a step on this CPU (gloo; speed says nothing about GPUs)"
+        f"{how}: {statistics.median(runs[how][0]['step_ms']):.1f} ms a step on this CPU (gloo; speed says nothing about GPUs)"
     )
 pictures.show(
     windows.draw_perfetto_window(rank_traces.tracks(trace), "fsdp-rank0"),

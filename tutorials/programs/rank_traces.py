@@ -14,17 +14,18 @@ HERE = Path(__file__).resolve().parent
 COLLECTIVES = ("gloo:", "nccl:")
 
 
-def start(out: Path, *options: str, ranks: int = 2) -> list[dict[str, Any]]:
-    """Run ranks.py on several ranks of this machine's CPU and return what each wrote down."""
+def start(out: Path, ranks: int = 2) -> dict[str, list[dict[str, Any]]]:
+    """Run all that lesson 6 shows on several ranks of this machine's CPU; return what each rank wrote down, by run."""
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", str(HERE / "ranks.py")]
     quiet = {"OMP_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    ran = subprocess.run(
-        [*command, *options, "--out", str(out)], env=os.environ | quiet, capture_output=True, text=True, check=False
-    )
+    options = ["--lesson", "--out", str(out)]
+    ran = subprocess.run([*command, *options], env=os.environ | quiet, capture_output=True, text=True, check=False)
     if ran.returncode:
         raise RuntimeError(f"The ranks ended with {ran.returncode}. Their last words: {ran.stderr[-800:]}")
-    parallel = options[options.index("--parallel") + 1] if "--parallel" in options else "ddp"
-    return [json.loads((out / f"{parallel}-rank{rank}.json").read_text(encoding="utf-8")) for rank in range(ranks)]
+    return {
+        folder.name: [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*-rank*.json"))]
+        for folder in sorted(out.iterdir())
+    }
 
 
 def events_of(path: Path) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,50 @@ def trace(step: Callable[[], None], device: str, path: Path) -> None:
     path.unlink()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One thing to run on all ranks, and the folder it is kept in."""
+
+    parallel: str = "ddp"
+    bucket_mb: float = 25.0
+    slow_ms: float = 0.0
+    collectives: bool = False
+
+
+# What lesson 6 shows, by the folder it is kept in: one start of the ranks for all of it.
+LESSON = {
+    "ddp": Run(collectives=True),
+    "small": Run(bucket_mb=0.3),
+    "late": Run(slow_ms=20.0),
+    "fsdp": Run(parallel="fsdp"),
+}
+
+
+def keep(run: Run, device: str, out: Path) -> None:
+    """Time and trace one run on this rank, and write both down."""
+    rank = dist.get_rank()
+    out.mkdir(parents=True, exist_ok=True)
+    step = make_step(parallel(network(device), run.parallel, run.bucket_mb), device, run.slow_ms)
+    kept: dict[str, Any] = {
+        "parallel": run.parallel,
+        "backend": "gloo",
+        "rank": rank,
+        "ranks": dist.get_world_size(),
+        "torch": torch.__version__,
+        "hardware": torch.cuda.get_device_name() if device == "cuda" else "CPU",
+        "gradient_bytes": 4 * LAYERS * (WIDTH[device] ** 2 + WIDTH[device]),
+        "step_ms": timed(step, device),
+    }
+    trace(step, device, out / f"{run.parallel}-rank{rank}.trace.json")
+    if run.collectives:
+        kept["all_reduce"] = collective_by_size(device)
+    text = json.dumps(kept, indent=1)
+    (out / f"{run.parallel}-rank{rank}.json").write_text(text + "\n", encoding="utf-8")
+    if rank == 0:
+        said = f"{run.parallel}, {kept['ranks']} ranks on gloo, {kept['hardware']}"
+        print(f"{said}: {statistics.median(kept['step_ms']):.2f} ms a step", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--parallel", default="ddp", choices=["ddp", "fsdp"])
@@ -129,32 +174,14 @@ def main() -> None:
     parser.add_argument("--bucket-mb", type=float, default=25.0, help="size of DDP's buckets of gradients")
     parser.add_argument("--slow-ms", type=float, default=0.0, help="how long rank 1 sleeps before each step")
     parser.add_argument("--collectives", action="store_true", help="also time all_reduce by size")
+    parser.add_argument("--lesson", action="store_true", help="all that lesson 6 shows, in folders of OUT")
     parser.add_argument("--out", type=Path, required=True)
     asked = parser.parse_args()
+    one = Run(parallel=asked.parallel, bucket_mb=asked.bucket_mb, slow_ms=asked.slow_ms, collectives=asked.collectives)
     dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    asked.out.mkdir(parents=True, exist_ok=True)
-    step = make_step(parallel(network(asked.device), asked.parallel, asked.bucket_mb), asked.device, asked.slow_ms)
-    kept: dict[str, Any] = {
-        "parallel": asked.parallel,
-        "backend": "gloo",
-        "rank": rank,
-        "ranks": dist.get_world_size(),
-        "torch": torch.__version__,
-        "hardware": torch.cuda.get_device_name() if asked.device == "cuda" else "CPU",
-        "gradient_bytes": 4 * LAYERS * (WIDTH[asked.device] ** 2 + WIDTH[asked.device]),
-        "step_ms": timed(step, asked.device),
-    }
-    trace(step, asked.device, asked.out / f"{asked.parallel}-rank{rank}.trace.json")
-    if asked.collectives:
-        kept["all_reduce"] = collective_by_size(asked.device)
-    text = json.dumps(kept, indent=1)
-    (asked.out / f"{asked.parallel}-rank{rank}.json").write_text(text + "\n", encoding="utf-8")
-    if rank == 0:
-        median = statistics.median(kept["step_ms"])
-        said = f"{asked.parallel}, {kept['ranks']} ranks on gloo, {kept['hardware']}"
-        print(f"{said}: {median:.2f} ms a step", flush=True)
-    dist.barrier()
+    for name, run in (LESSON if asked.lesson else {"": one}).items():
+        keep(run, asked.device, asked.out / name)
+        dist.barrier()
     os._exit(0)  # gloo's threads now and then abort an ordinary exit
 
 

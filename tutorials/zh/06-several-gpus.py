@@ -118,13 +118,13 @@ check("6.1", {"all_reduce": all_reduce, "reduce_scatter": reduce_scatter, "all_g
 
 > 2 (n − 1) 跳的延迟 + 2 (n − 1) / n · N / 带宽。
 
-小消息的代价是延迟，大消息的代价是带宽：和 1.6 节的启动一样有拐点，改法也一样，次数少一些、每次大一些。`programs/ranks.py` 在你的 CPU 上用两个 rank 测量它，顺便跑 DDP 的一步（10 到 20 秒）：
+小消息的代价是延迟，大消息的代价是带宽：和 1.6 节的启动一样有拐点，改法也一样，次数少一些、每次大一些。下面的单元在你的 CPU 上启动两个 rank（`programs/ranks.py --lesson`，10 到 20 秒），运行这一课的全部内容；先看大小递增的 all-reduce：
 """
 
 # %%
-ddp = rank_traces.start(workplace / "ddp", "--parallel", "ddp", "--collectives")
+runs = rank_traces.start(workplace)
 kept = recorded.rank("ddp")
-series = {say("gloo, 2 ranks, this CPU", "gloo，2 个 rank，本机 CPU"): ddp[0]["all_reduce"]}
+series = {say("gloo, 2 ranks, this CPU", "gloo，2 个 rank，本机 CPU"): runs["ddp"][0]["all_reduce"]}
 if kept:
     series[say("gloo, 2 ranks on one H200, through the host", "gloo，一块 H200 上 2 个 rank，经主机")] = kept[
         "all_reduce"
@@ -164,7 +164,6 @@ python -m torch.distributed.run --nproc-per-node=2 programs/ranks.py --parallel 
 """
 
 # %%
-small = rank_traces.start(workplace / "small", "--parallel", "ddp", "--bucket-mb", "0.3")
 for name, zh, folder in (("one large bucket", "一个大桶", "ddp"), ("buckets of 0.3 MB", "每桶 0.3 MB", "small")):
     trace = workplace / folder / "ddp-rank0.trace.json.gz"
     sending, inside = rank_traces.overlapped(trace)
@@ -200,11 +199,10 @@ check("6.3", exposed_ms)
 """
 
 # %%
-late = rank_traces.start(workplace / "late", "--parallel", "ddp", "--slow-ms", "20")
 for rank in (0, 1):
     sending, _ = rank_traces.overlapped(workplace / "late" / f"ddp-rank{rank}.trace.json.gz")
     print(
-        f"rank {rank}: step {statistics.median(late[rank]['step_ms']):.1f} ms, in collectives {sending:.1f} ms of a traced step"
+        f"rank {rank}: step {statistics.median(runs['late'][rank]['step_ms']):.1f} ms, in collectives {sending:.1f} ms of a traced step"
     )
 pictures.show(
     windows.draw_perfetto_window(
@@ -243,7 +241,6 @@ python -m torch.distributed.run --nproc-per-node=2 programs/ranks.py --parallel 
 # %%
 from collections import Counter
 
-fsdp = rank_traces.start(workplace / "fsdp", "--parallel", "fsdp")
 trace = workplace / "fsdp" / "fsdp-rank0.trace.json.gz"
 names = Counter(
     event["name"]
@@ -251,9 +248,9 @@ names = Counter(
     if event["name"].startswith(("c10d::_allgather", "c10d::_reduce_scatter", "c10d::allreduce"))
 )
 print("collectives that PyTorch called in one step of six blocks:", dict(names))
-for how, found in (("ddp", ddp), ("fsdp", fsdp)):
+for how in ("ddp", "fsdp"):
     print(
-        f"{how}: {statistics.median(found[0]['step_ms']):.1f} ms a step on this CPU (gloo; speed says nothing about GPUs)"
+        f"{how}: {statistics.median(runs[how][0]['step_ms']):.1f} ms a step on this CPU (gloo; speed says nothing about GPUs)"
     )
 pictures.show(
     windows.draw_perfetto_window(rank_traces.tracks(trace), "fsdp-rank0"),
