@@ -204,10 +204,10 @@ print(recorded.table("one-by-one-by-device-time"))
 # %% [markdown]
 """
 Read the bottom lines first. `Self CUDA time total` is how long the GPU worked in three steps, and `Self CPU time total` how long the host did: the GPU worked for
-a small part of it<!-- holds: totals("one-by-one")["self_device_ms"] < 0.5 * totals("one-by-one")["self_cpu_ms"] -->. Then look at *# of Calls*: the reductions behind `std` and `mean`
+a small part of it<!-- holds: totals("one-by-one")["self_device_ms"] < 0.5 * totals("one-by-one")["self_cpu_ms"] -->. (An operator and the kernel it launched are two rows with the same GPU time; the bottom line counts it once.) Then look at *# of Calls*: the reductions behind `std` and `mean`
 run hundreds of times. No single row is large. That is what a launch-bound program looks like in this table.
 
-Three more things that the object can do:
+Three more things that the object can do. (`total_average()` adds up all rows, so on a GPU its device time counts operators and their kernels: about twice the bottom line of the table.)
 """
 
 # %%
@@ -314,8 +314,8 @@ for name, p in (("before", profiler), ("after", fixed)):
 
 # %% [markdown]
 """
-On the H200 the fix takes the step from 30 ms<!-- = totals("one-by-one")["median_ms"] --> to 1.0 ms<!-- = totals("at-once")["median_ms"] -->:
-30×<!-- = totals("one-by-one")["median_ms"] / totals("at-once")["median_ms"] --> as fast. The gain is larger than on a CPU, because the GPU does the convolutions quickly and launching
+On the H200 the fix takes the step from 9.3 ms<!-- = totals("one-by-one")["median_ms"] --> to 1.7 ms<!-- = totals("at-once")["median_ms"] -->:
+5.3×<!-- = totals("one-by-one")["median_ms"] / totals("at-once")["median_ms"] --> as fast. The gain is larger than on a CPU, because the GPU does the convolutions quickly and launching
 costs the same.
 
 Three things make this a proof: the two are checked to compute the same; the gain is a ratio of *unprofiled* medians; and the profiler confirms the reason, the number of
@@ -350,7 +350,7 @@ print(
 
 # %% [markdown]
 """
-A file to try without a GPU of your own: [the trace of case 4 on the H200](../benchmarks/results/2026-11-15-h200-tutorials/recorded/traces/case_4-a/trace.json.gz); more of them, each with a question, are on the page
+A file to try without a GPU of your own: [the trace of case 4 on the H200](../benchmarks/results/2026-11-16-h200-tutorials/recorded/traces/case_4-a/trace.json.gz); more of them, each with a question, are on the page
 [traces to download](traces.md). This is the window you will see, drawn from that file:
 """
 

@@ -182,9 +182,10 @@ pictures.show(
 """
 Two things need an explanation.
 
-- The two products lie at 78 %<!-- = 100 * of_roof("product") --> and 79 %<!-- = 100 * of_roof("tensor_cores") --> of their roofs, although ncu reports
-  88 %<!-- = metric("product", "Compute (SM) Throughput") --> and 91 %<!-- = metric("tensor_cores", "Compute (SM) Throughput") --> of the peak. ncu holds the SM clock at its base so that two runs can be compared:
-  *SM Frequency* says 1.48 GHz<!-- = metric("product", "SM Frequency") -->. The roofs were measured with the clocks free. `--clock-control none` leaves the clock alone, and is what dpscope passes.
+- The two products lie at 77 %<!-- = 100 * of_roof("product") --> and 80 %<!-- = 100 * of_roof("tensor_cores") --> of their roofs, although ncu reports
+  88 %<!-- = metric("product", "Compute (SM) Throughput") --> and 91 %<!-- = metric("tensor_cores", "Compute (SM) Throughput") --> of the peak. Percent of the peak means the peak at the clock of that run, and ncu lowers the SM clock to its base so that two runs
+  can be compared: *SM Frequency* says 1.50 GHz<!-- = metric("product", "SM Frequency") --> and 1.27 GHz<!-- = metric("tensor_cores", "SM Frequency") -->, where a free card runs at up to
+  1.98 GHz<!-- = hottest("clocks") / 1e3 -->. The roofs were measured with the clocks free. `--clock-control none` leaves the clock alone, and is what dpscope passes.
 - `addition` lies *above* its roof, at 103 %<!-- = 100 * of_roof("addition") --><!-- holds: of_roof("addition") > 1 -->. A roof that is measured is the rate of one program: ours is a copy, which reads one byte for each it
   writes. The addition reads two for each it writes, and reads are a little faster. Data sheets give a limit that nothing passes and nothing reaches; measured roofs can be passed by a few percent.
 
@@ -321,7 +322,7 @@ pictures.tell_section("Scheduler Statistics", *REPORTS, advice=False)
 
 # %% [markdown]
 """
-- `addition`: a warp waits 213 cycles<!-- = metric("addition", "Warp Cycles Per Issued Instruction") --> between two instructions, 72 %<!-- = stall_percent("addition", "long_scoreboard") --> of them for loads (long
+- `addition`: a warp waits 217 cycles<!-- = metric("addition", "Warp Cycles Per Issued Instruction") --> between two instructions, 72 %<!-- = stall_percent("addition", "long_scoreboard") --> of them for loads (long
   scoreboard), and 12 %<!-- = stall_percent("addition", "drain") --> for its stores to drain.
 - *No Eligible* says in how many cycles a scheduler found no warp ready to issue. It is a reason to look at stalls only if no unit is at its limit: `tensor_cores` has
   88 %<!-- = metric("tensor_cores", "No Eligible") --> and is 91 %<!-- = metric("tensor_cores", "Compute (SM) Throughput") --> utilised<!-- holds: metric("tensor_cores", "No Eligible") > 80 and metric("tensor_cores", "Compute (SM) Throughput") > 85 -->, because few
@@ -380,7 +381,7 @@ nvcc -lineinfo -arch=sm_90 -o strided programs/strided.cu
 ncu --set full --import-source yes -f -o strided ./strided
 ```
 
-In the window the page **Source** shows the code beside the machine instructions (SASS), with samples of where warps stalled and with memory traffic for each line. As text, from the record:
+In the window the page **Source** shows the code beside the machine instructions (SASS), with samples of where warps stalled and with memory traffic for each line. Its counters as text, from the record, for the instructions that touch global memory:
 """
 
 # %%
@@ -389,8 +390,9 @@ print(recorded.source_table())
 
 # %% [markdown]
 """
-`neighbours` and `strided` move the same numbers. Threads that lie next to each other read addresses next to each other in one and far apart in the other, so each request of a warp touches 32 sectors instead
-of four, and the kernel takes 5×<!-- = strided_times() --> as long.
+`neighbours` and `strided` move the same numbers. Threads that lie next to each other read addresses next to each other in one and far apart in the other, so each request of a warp touches
+32 sectors<!-- = sectors_a_request("strided") --> instead of 4<!-- = sectors_a_request("neighbours") -->, and the kernel takes 2.5×<!-- = strided_times() --> as long. In the window the excess stands beside the line of the source; as text ncu gives it
+for the instruction: `LDG` is the load, `STG` the store.
 
 **Exercise 3.16.** Which line of `strided.cu` loads the scattered numbers? (The first line is 1.)
 """
@@ -405,16 +407,16 @@ check("3.16", scattered_line)
 """
 ## 3.17 The verdict on four kernels
 
-- `addition` uses 90.8 %<!-- = metric("addition", "DRAM Throughput") --> of DRAM and 7.5 %<!-- = metric("addition", "Compute (SM) Throughput") --> of compute. Only fewer bytes help; the advice about occupancy is beside the
+- `addition` uses 91.3 %<!-- = metric("addition", "DRAM Throughput") --> of DRAM and 7.5 %<!-- = metric("addition", "Compute (SM) Throughput") --> of compute. Only fewer bytes help; the advice about occupancy is beside the
   point.
-- `product` uses 88.2 %<!-- = metric("product", "Compute (SM) Throughput") --> of compute and 2.4 %<!-- = metric("product", "DRAM Throughput") --> of DRAM, at an occupancy of
+- `product` uses 87.8 %<!-- = metric("product", "Compute (SM) Throughput") --> of compute and 2.4 %<!-- = metric("product", "DRAM Throughput") --> of DRAM, at an occupancy of
   12.5 %<!-- = metric("product", "Achieved Occupancy") -->: low occupancy, full speed. Another number format moves it to another roof.
-- `tensor_cores` is on that roof: 90.9 %<!-- = metric("tensor_cores", "Compute (SM) Throughput") -->.
-- `gram` works on tensor cores at 54.5 %<!-- = metric("gram", "Compute (SM) Throughput") --> and hardly touches DRAM, 14.5 %<!-- = metric("gram", "DRAM Throughput") -->. Its grid is
+- `tensor_cores` is on that roof: 90.7 %<!-- = metric("tensor_cores", "Compute (SM) Throughput") -->.
+- `gram` works on tensor cores at 53.6 %<!-- = metric("gram", "Compute (SM) Throughput") --> and hardly touches DRAM, 14.8 %<!-- = metric("gram", "DRAM Throughput") -->. Its grid is
   2.2 waves<!-- = metric("gram", "Waves Per SM") --> for 132 SMs, so in the last one most SMs are idle: one layer alone is too small for it. Flash clipping puts the layers of a model into one launch.
 
 And a warning from our own program: for this one layer, forming the gradients takes 0.13 ms<!-- = took("per_sample_norms", "gradients") --> and the Gram way
-0.42 ms<!-- = took("per_sample_norms", "gram") -->, of which the kernel itself is 0.10 ms<!-- = metric("gram", "Duration") / 1e3 -->. What the rest is, this report cannot say: it sees one kernel. A trace of the call would
+0.25 ms<!-- = took("per_sample_norms", "gram") -->, of which the kernel itself is 0.10 ms<!-- = metric("gram", "Duration") / 1e3 -->. What the rest is, this report cannot say: it sees one kernel. A trace of the call would
 (lesson 2). What the Gram kernel saves is memory and bytes, and what counts is the whole step (3.8). A kernel's report answers a kernel's question.
 
 ## Quiz

@@ -145,7 +145,7 @@ check("4.2", way)
 """
 ## 4.3 NVTX: make the timeline speak your words
 
-A timeline of thousands of kernels named `vectorized_elementwise_kernel` says little. **NVTX** ranges name stretches of your code. One range cost 0.33 µs<!-- = first_look()["nvtx_range_us"] --> on the host of our H200
+A timeline of thousands of kernels named `vectorized_elementwise_kernel` says little. **NVTX** ranges name stretches of your code. One range cost 0.36 µs<!-- = first_look()["nvtx_range_us"] --> on the host of our H200
 while no profiler was attached, so they may stay in. Five ways:
 
 | way | with PyTorch | with the package `nvtx` (`pip install nvtx`) |
@@ -275,7 +275,7 @@ views.gpu_timeline(timeline).head(4)
 
 # %% [markdown]
 """
-The GPU is busy for 28 %<!-- = busy_percent("case_4") --> of the recording: after each layer there is a hole, because the host waits for a mean and only then launches the next layer.
+The GPU is busy for 49 %<!-- = busy_percent("case_4") --> of the recording: after each layer there is a hole, because the host waits for a mean and only then launches the next layer.
 
 **View 2: host and GPU.** Who waits for whom? Time in `…Synchronize` is the host waiting for the GPU; that is harmless at the end of a step and costly within it. Gaps whose next kernel had not been launched are the
 GPU waiting for the host.
@@ -313,7 +313,7 @@ for name in ("case_3", "case_3_c"):
 
 # %% [markdown]
 """
-From pageable memory (case 3, way a) copies and kernels take turns on one stream, and the copies crawl: 6.2 GB/s<!-- = copies_gb_per_second("case_3") -->. Prefetched (way c), they come from pinned memory at
+From pageable memory (case 3, way a) copies and kernels take turns on one stream, and the copies crawl: 10.0 GB/s<!-- = copies_gb_per_second("case_3") -->. Prefetched (way c), they come from pinned memory at
 55.4 GB/s<!-- = copies_gb_per_second("case_3_c") -->, have a stream of their own and lie beside the kernels. In the second picture the host has ordered all five steps long before the GPU has done the second: that is
 what "the host is ahead" looks like.
 
@@ -335,8 +335,9 @@ pictures.show(
 
 # %% [markdown]
 """
-Products take the card from 77 W<!-- = coolest("power.draw") --> to 690 W<!-- = hottest("power.draw") -->, and to
-45 °C<!-- = hottest("temperature.gpu") -->. Watch for a power draw at its limit or a high temperature with falling `clocks.sm`: then the card is throttled, and a "slower" program may only be a hotter card. The PCIe link is
+Products take the card from 121 W<!-- = coolest("power.draw") --> to 694 W<!-- = hottest("power.draw") -->, where its limit is 700 W<!-- given: the line above -->, and to
+62 °C<!-- = hottest("temperature.gpu") -->. Meanwhile `clocks.sm` falls from 1,980 MHz<!-- = hottest("clocks") --> to 1,290 MHz<!-- = coolest("clocks") -->: the card lowers its clock to stay within its power<!-- holds: hottest("power.draw") > 650 and coolest("clocks") < 0.8 * hottest("clocks") -->. That is normal for
+dense products, and a reason to compare two programs in one run: a "slower" program may only have met a hotter card. The PCIe link is
 generation 5<!-- = hottest("pcie.link.gen.current") -->, 16 lanes<!-- = hottest("pcie.link.width.current") --> wide; an idle card may report a lower generation to save power.
 
 `utilization.gpu` of nvidia-smi is a famous trap: it is the share of time in which *some* kernel ran. One thread on one SM makes it 100 %<!-- given -->. `--gpu-metrics-devices=all` puts the load of the units on the timeline,

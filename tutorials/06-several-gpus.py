@@ -80,7 +80,7 @@ nvidia-smi nvlink --status
 
 # %%
 print(recorded.output("nvidia-smi-topology", last=12))
-print(recorded.output("nvidia-smi-nvlink", last=6))
+print(recorded.output("nvidia-smi-nvlink", last=6) or "(one GPU: no NVLink to another)")
 
 # %% [markdown]
 """

@@ -60,10 +60,37 @@ def strided_times() -> float:
     return strided / neighbours
 
 
+@cache
+def accesses() -> list[dict[str, str]]:
+    """Return the loads and stores of both kernels of strided.cu, from ncu's Source page: one row an instruction."""
+    path = kept("strided.sass.csv")
+    found: dict[tuple[str, str], dict[str, str]] = {}
+    kernel, names = "", []
+    for cells in csv.reader(path.read_text(encoding="utf-8").splitlines() if path else []):
+        if cells[0] == "Kernel Name":
+            kernel = cells[1].partition("(")[0]
+        elif cells[0] == "Address":
+            names = cells
+        elif (row := dict(zip(names, cells, strict=True))).get("Address Space") == "Global":
+            found[kernel, row["Source"]] = row | {"kernel": kernel}
+    return list(found.values())
+
+
+def sectors_a_request(kernel: str, operation: str = "Load") -> float:
+    """Return how many sectors each request of a warp touches in a kernel of strided.cu."""
+    row = next(row for row in accesses() if (row["kernel"], row["Access Operation"]) == (kernel, operation))
+    return float(row["L2 Theoretical Sectors Global"]) / float(row["Instructions Executed"])
+
+
 def source_table() -> str:
-    """Return, as text, the lines of strided.cu that ncu's Source page says something about."""
-    path = kept("strided.source.csv")
-    return path.read_text(encoding="utf-8")[:1500] if path else NOT_RECORDED
+    """Return ncu's Source page of strided.cu as text: the instructions that touch global memory."""
+    lines = [f"{'kernel':12}{'instruction':32}{'requests':>12}{'sectors':>13}{'ideal':>12}{'excess':>12}"]
+    for row in accesses():
+        counts = [int(float(row[f"L2 Theoretical Sectors Global{kind}"] or 0)) for kind in ("", " Ideal", " Excessive")]
+        requests = int(row["Instructions Executed"])
+        numbers = f"{requests:>12,}{counts[0]:>13,}{counts[1]:>12,}{counts[2]:>12,}"
+        lines.append(f"{row['kernel']:12}{row['Source'].strip():32}{numbers}")
+    return "\n".join(lines) if accesses() else NOT_RECORDED
 
 
 STALLED = "smsp__average_warps_issue_stalled_"

@@ -1,7 +1,7 @@
 """The frame of the programs to practise on: a command line, right timing, and marks that ncu and nsys can see.
 
-A program does the same work in several ways, named a, b, c. The first has the problem, the others fix it: what the
-problem is, `solutions/cases.md` says. The timed steps lie between `cudaProfilerStart` and `cudaProfilerStop`, and each
+A program does the same work in several ways, named a, b, c. The first wastes something, the others do not: what it
+is, `solutions/cases.md` says. The timed steps lie between `cudaProfilerStart` and `cudaProfilerStop`, and each
 is an NVTX range named `step`.
 """
 

@@ -102,7 +102,7 @@ kernel 读写的是显存。它要用的数据必须先经过两者之间的链�
 | **D2H** | 设备到主机 | 打印损失、保存检查点 | 读取数值会让主机等待 |
 | **D2D** | 设备内部，或两块卡之间 | `clone()`；卡间传梯度 | 在同一块卡内占用两份显存带宽：一读一写 |
 
-**锁页内存（pinned memory）。** 操作系统随时可能移动普通的（可分页的）主机内存，所以拷贝引擎不能直接读取，驱动要先把它分块复制到一个固定的缓冲区。**锁页**内存不会被移动，拷贝引擎可以不经主机直接读取。`DataLoader(pin_memory=True)` 和 `tensor.pin_memory()` 都能得到锁页内存。锁页之后其他程序就用不了这部分内存，所以只锁批次，不要锁整个数据集。在 H200 上，从锁页内存拷贝达到 55.4 GB/s<!-- = first_look()["copies"]["H2D pinned"] / 1e9 -->，从可分页内存只有 6.9 GB/s<!-- = first_look()["copies"]["H2D pageable"] / 1e9 -->。（图中 D2D 的每个字节只算一次，实际一读一写，经过显存的字节是两倍。）
+**锁页内存（pinned memory）。** 操作系统随时可能移动普通的（可分页的）主机内存，所以拷贝引擎不能直接读取，驱动要先把它分块复制到一个固定的缓冲区。**锁页**内存不会被移动，拷贝引擎可以不经主机直接读取。`DataLoader(pin_memory=True)` 和 `tensor.pin_memory()` 都能得到锁页内存。锁页之后其他程序就用不了这部分内存，所以只锁批次，不要锁整个数据集。在 H200 上，从锁页内存拷贝达到 55.5 GB/s<!-- = first_look()["copies"]["H2D pinned"] / 1e9 -->，从可分页内存只有 9.3 GB/s<!-- = first_look()["copies"]["H2D pageable"] / 1e9 -->。（图中 D2D 的每个字节只算一次，实际一读一写，经过显存的字节是两倍。）
 """
 
 # %%
@@ -158,9 +158,9 @@ pictures.show(
 
 # %% [markdown]
 """
-在 H200 上，锁页让一步从 10.6 ms<!-- = took("case_3", "a") --> 降到 3.29 ms<!-- = took("case_3", "b") -->，在单独的流上拷贝再降到 2.07 ms<!-- = took("case_3", "c") -->，接近纯计算的时间。
+在 H200 上，锁页让一步从 9.3 ms<!-- = took("case_3", "a") --> 降到 3.28 ms<!-- = took("case_3", "b") -->，在单独的流上拷贝再降到 2.07 ms<!-- = took("case_3", "c") -->，接近纯计算的时间。
 
-对计算来说，第二条流只能利用第一条流剩下的资源。四十个 512 × 512 的小矩阵乘，用 CUDA graph 重放以排除启动开销，一条流需要 0.50 ms<!-- = first_look()["two_streams"]["one_stream_ms"] -->，两条流需要 0.37 ms<!-- = first_look()["two_streams"]["two_streams_ms"] -->。如果一个乘法就能占满 GPU，两条流没有好处。
+对计算来说，第二条流只能利用第一条流剩下的资源。四十个 512 × 512 的小矩阵乘，用 CUDA graph 重放以排除启动开销，一条流需要 0.49 ms<!-- = first_look()["two_streams"]["one_stream_ms"] -->，两条流需要 0.37 ms<!-- = first_look()["two_streams"]["two_streams_ms"] -->。如果一个乘法就能占满 GPU，两条流没有好处。
 
 **练习 1.3。** 少了这三行中的每一行会怎样？填 `"race"`（结果可能出错）或 `"slow"`（结果正确，但没有重叠）。
 """
@@ -201,7 +201,7 @@ pictures.tell(case_4, live)
 
 # %% [markdown]
 """
-方式 a 用 `.item()` 读取每个均值；方式 b 把均值留在设备上，每一百步统一读取一次。在 H200 上，这些等待让一步变成 1.28×<!-- = took("case_4", "a") / took("case_4", "b") -->：4.40 ms<!-- = took("case_4", "a") -->，而不是 3.44 ms<!-- = took("case_4", "b") -->。CPU 上没有异步，也就没有等待，两者在误差范围内一样快。这种问题在 CPU 上看不到，所以往往要到第一次上 GPU 才暴露。
+方式 a 用 `.item()` 读取每个均值；方式 b 把均值留在设备上，每一百步统一读取一次。在 H200 上，这些等待让一步变成 1.42×<!-- = took("case_4", "a") / took("case_4", "b") -->：3.77 ms<!-- = took("case_4", "a") -->，而不是 2.66 ms<!-- = took("case_4", "b") -->。CPU 上没有异步，也就没有等待，两者在误差范围内一样快。这种问题在 CPU 上看不到，所以往往要到第一次上 GPU 才暴露。
 
 `CUDA_LAUNCH_BLOCKING=1` 让**每次**启动都等待。它用来定位是哪个 kernel 报错，绝不要用来测速。
 
@@ -248,14 +248,17 @@ for where, clocks in (("here", mine), ("H200, recorded", look["three_clocks"] if
             f"{where:15} {clocks['side']}³: without waiting {clocks['without_waiting_ms']:8.3f} ms, "
             f"waiting {clocks['waiting_ms']:8.3f} ms, events {clocks['events_ms']:8.3f} ms"
         )
-for call in (look or {}).get("ordering", [])[:4]:
-    print(f"    of ordering one product on the H200, under the profiler: {call['ms']:.3f} ms in {call['call']}")
+for call in (look or {}).get("ordering", []):
+    if call["call"].startswith(("aten::", "cudaLaunch", "cudaFunc")):
+        print(
+            f"    the host's part of one product on the H200, under the profiler: {call['ms']:.3f} ms in {call['call']}"
+        )
 
 # %% [markdown]
 """
-在 CPU 上三个数含义相同。在 H200 上，第一种方法得到 0.27 ms<!-- = first_look()["three_clocks"]["without_waiting_ms"] -->，而这个乘法实际要 21.5 ms<!-- = first_look()["three_clocks"]["events_ms"] -->。它错了，却看起来合理。**如果时间不随问题规模增长，先怀疑计时方法。**
+在 CPU 上三个数含义相同。在 H200 上，第一种方法得到 0.026 ms<!-- = first_look()["three_clocks"]["without_waiting_ms"] -->，而这个乘法实际要 21.5 ms<!-- = first_look()["three_clocks"]["events_ms"] -->。它错了，却看起来合理。**如果时间不随问题规模增长，先怀疑计时方法。**
 
-给这个乘法下命令，比下一节里一次小加法的 7.0 µs<!-- = launch_us() --> 长得多，因为它不只是一次启动：主机要为 256 MiB<!-- given: 8192 × 8192 float32 --> 的结果找到空间，还要选择矩阵 kernel。上面列出了主机上最慢的几个调用。“一次启动几微秒”只适用于循环中的小型逐元素算子，并不是定律。
+给这个乘法下命令，比下一节里一次小加法的 7.1 µs<!-- = launch_us() --> 要长：`aten::mm` 在主机上做的事比 `aten::add` 多，见上面的列表（分析器会让每个调用变长）。“一次启动几微秒”只适用于循环中的小型逐元素算子，并不是定律：另一天运行同一个程序，同一行是 0.27 ms<!-- given: the recording of 2026-11-15, replaced since -->。主机的部分因机器和当时的负载而异。
 
 计时的其他规则大家都知道：先预热，让显存分配、kernel 选择和时钟频率稳定下来；多测几步，给出中位数和波动范围；不要在性能分析器下计时。
 
@@ -289,7 +292,7 @@ pictures.show(
 
 # %% [markdown]
 """
-左边是平的：无论大小，时间都是启动的时间。右边是一条直线：时间随字节数增长，斜率就是显存带宽。拐点在哪里？每次只计时一个时，它看上去在 100 MB<!-- given: read off the picture --> 附近，但平的部分包含了两个计时事件，约 23 µs<!-- = 1e3 * first_look()["time_by_size"][0]["median_ms"] -->。在没有事件的循环里，一次加法花 7.0 µs<!-- = launch_us() -->，这段时间显存能搬 30 MB<!-- = bend_bytes() / 1e6 -->，这才是拐点：比它小的算子，再小也是同样的代价。（小于 62.9 MB<!-- = l2_bytes() / 1e6 --> 的数据能放进 L2 缓存，可以比 DRAM 带宽更快。）
+左边是平的：无论大小，时间都是启动的时间。右边是一条直线：时间随字节数增长，斜率就是显存带宽。拐点在哪里？每次只计时一个时，它看上去在 100 MB<!-- given: read off the picture --> 附近，但平的部分包含了两个计时事件，约 23 µs<!-- = 1e3 * first_look()["time_by_size"][0]["median_ms"] -->。每次计时 50 个（三角形），一次加法花 7.1 µs<!-- = launch_us() -->，这段时间显存能搬 30 MB<!-- = bend_bytes() / 1e6 -->，这才是拐点：比它小的算子，再小也是同样的代价。（小于 62.9 MB<!-- = l2_bytes() / 1e6 --> 的数据能放进 L2 缓存，可以比 DRAM 带宽更快。）
 
 如果一个程序的算子都在拐点左边，它就是**受启动限制**（launch-bound）的：设备做完一个，下一个还没到。`programs/case_2.py` 用三种方式更新 400 个小参数。
 """
@@ -307,9 +310,9 @@ pictures.show(
 
 # %% [markdown]
 """
-- **a** 启动 400 个 kernel：2.78 ms<!-- = took("case_2", "a") -->。
-- **b** 用 `torch._foreach_add_`（PyTorch 自带的优化器也用它），只启动几个 kernel，每个更新许多参数：0.185 ms<!-- = took("case_2", "b") -->。
-- **c** 把 a 的循环录成 **CUDA graph** 重放：0.395 ms<!-- = took("case_2", "c") -->。主机只调用一次，但设备仍要依次执行 400 个 kernel，每个约 1.0 µs<!-- = 1e3 * took("case_2", "c") / 400 -->，所以比 b 慢<!-- holds: took("case_2", "c") > took("case_2", "b") -->：graph 省掉的是启动在主机上的开销，融合省掉的是启动本身。
+- **a** 启动 400 个 kernel：3.19 ms<!-- = took("case_2", "a") -->。
+- **b** 用 `torch._foreach_add_`（PyTorch 自带的优化器也用它），只启动几个 kernel，每个更新许多参数：0.148 ms<!-- = took("case_2", "b") -->。
+- **c** 把 a 的循环录成 **CUDA graph** 重放：0.471 ms<!-- = took("case_2", "c") -->。主机只调用一次，但设备仍要依次执行 400 个 kernel，每个约 1.2 µs<!-- = 1e3 * took("case_2", "c") / 400 -->，所以比 b 慢<!-- holds: took("case_2", "c") > took("case_2", "b") -->：graph 省掉的是启动在主机上的开销，融合省掉的是启动本身。
 
 **练习 1.6。** 找出拐点：返回第一个耗时至少是前一个点 1.7 倍<!-- given --> 的点的 `bytes`。`points` 是像 `here["time_by_size"]` 那样的列表，每个点的大小是前一个的两倍。
 """
@@ -378,7 +381,7 @@ pictures.show(
 
 # %% [markdown]
 """
-字节少了，时间就少了，尽管算术一样多：在 H200 上，一个算子的速度是两个的 1.68×<!-- = took("case_1", "a") / took("case_1", "b") -->，而五次比三次是 1.67×<!-- given: 5 / 3 -->。（在 CPU 上差距可能更大：临时张量是新内存，操作系统要一页一页地分配。）
+字节少了，时间就少了，尽管算术一样多：在 H200 上，一个算子的速度是两个的 1.69×<!-- = took("case_1", "a") / took("case_1", "b") -->，而五次比三次是 1.67×<!-- given: 5 / 3 -->。（在 CPU 上差距可能更大：临时张量是新内存，操作系统要一页一页地分配。）
 
 **练习 1.8。** 对 `numbers` 个 float32 数，`2a + b` 用一个算子（`fused`）和用两个算子各搬运多少字节？
 """
@@ -417,7 +420,7 @@ pictures.tell(case_5, live)
 
 # %% [markdown]
 """
-同一个 8192³ 的乘法，在 H200 上 float32 是 51.3 TFLOP/s<!-- = program("case_5", "a")["flops"] / took("case_5", "a") / 1e9 -->，bfloat16 是 789 TFLOP/s<!-- = program("case_5", "b")["flops"] / took("case_5", "b") / 1e9 -->。训练脚本里很少有别的改动能带来这么大的收益。
+同一个 8192³ 的乘法，在 H200 上 float32 是 51.1 TFLOP/s<!-- = program("case_5", "a")["flops"] / took("case_5", "a") / 1e9 -->，bfloat16 是 808 TFLOP/s<!-- = program("case_5", "b")["flops"] / took("case_5", "b") / 1e9 -->。训练脚本里很少有别的改动能带来这么大的收益。
 
 **练习 1.9。** 判断一个 kernel 在 H200 上受什么限制，返回 `"memory"` 或 `"compute"`。`unit` 为 `"tensor"` 或 `"fp32"`；`recorded.ceilings()` 里有 `tensor_flops_per_second`、`fp32_flops_per_second` 和 `dram_bytes_per_second`。
 """

@@ -196,9 +196,9 @@ print(recorded.table("one-by-one-by-device-time"))
 
 # %% [markdown]
 """
-先看最下面两行。`Self CUDA time total` 是三步里 GPU 工作的时间，`Self CPU time total` 是主机工作的时间：GPU 只在其中一小部分时间里工作<!-- holds: totals("one-by-one")["self_device_ms"] < 0.5 * totals("one-by-one")["self_cpu_ms"] -->。再看 *# of Calls*：`std` 和 `mean` 背后的归约运行了几百次，没有哪一行特别大。受启动限制的程序，在这张表里就是这个样子。
+先看最下面两行。`Self CUDA time total` 是三步里 GPU 工作的时间，`Self CPU time total` 是主机工作的时间：GPU 只在其中一小部分时间里工作<!-- holds: totals("one-by-one")["self_device_ms"] < 0.5 * totals("one-by-one")["self_cpu_ms"] -->。（算子和它启动的 kernel 各占一行，GPU 时间相同；最下面一行只算一次。）再看 *# of Calls*：`std` 和 `mean` 背后的归约运行了几百次，没有哪一行特别大。受启动限制的程序，在这张表里就是这个样子。
 
-这个对象还有三种用法：
+这个对象还有三种用法。（`total_average()` 把所有行相加，所以在 GPU 上它的设备时间同时算了算子和 kernel，大约是表格最下面一行的两倍。）
 """
 
 # %%
@@ -301,7 +301,7 @@ for name, p in (("before", profiler), ("after", fixed)):
 
 # %% [markdown]
 """
-在 H200 上，这个改动让一步从 30 ms<!-- = totals("one-by-one")["median_ms"] --> 降到 1.0 ms<!-- = totals("at-once")["median_ms"] -->，速度是原来的 30×<!-- = totals("one-by-one")["median_ms"] / totals("at-once")["median_ms"] -->。收益比 CPU 上大，因为 GPU 做卷积很快，而启动的开销不变。
+在 H200 上，这个改动让一步从 9.3 ms<!-- = totals("one-by-one")["median_ms"] --> 降到 1.7 ms<!-- = totals("at-once")["median_ms"] -->，速度是原来的 5.3×<!-- = totals("one-by-one")["median_ms"] / totals("at-once")["median_ms"] -->。收益比 CPU 上大，因为 GPU 做卷积很快，而启动的开销不变。
 
 三件事让它成为证据：先验证两者的结果相同；收益是**不带分析器**的中位数之比；分析器确认了原因，即算子的数量。要证明改对了，就要证明结果相同。
 
@@ -333,7 +333,7 @@ print(
 
 # %% [markdown]
 """
-没有 GPU 也可以试的文件：[H200 上 case 4 的 trace](../../benchmarks/results/2026-11-15-h200-tutorials/recorded/traces/case_4-a/trace.json.gz)；更多文件见[可下载的 trace](traces.md)，每个都附有一个问题。你会看到这样的窗口，它是根据这个文件画的：
+没有 GPU 也可以试的文件：[H200 上 case 4 的 trace](../../benchmarks/results/2026-11-16-h200-tutorials/recorded/traces/case_4-a/trace.json.gz)；更多文件见[可下载的 trace](traces.md)，每个都附有一个问题。你会看到这样的窗口，它是根据这个文件画的：
 """
 
 # %%

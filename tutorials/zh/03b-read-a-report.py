@@ -178,7 +178,7 @@ pictures.show(
 """
 有两点需要解释。
 
-- 两个矩阵乘位于屋顶的 78 %<!-- = 100 * of_roof("product") --> 和 79 %<!-- = 100 * of_roof("tensor_cores") -->，而 ncu 报告的是峰值的 88 %<!-- = metric("product", "Compute (SM) Throughput") --> 和 91 %<!-- = metric("tensor_cores", "Compute (SM) Throughput") -->。ncu 为了让两次运行可比，把 SM 时钟固定在基础频率：*SM Frequency* 是 1.48 GHz<!-- = metric("product", "SM Frequency") -->；而屋顶是在时钟不受限时测的。`--clock-control none` 不改变时钟，dpscope 用的就是它。
+- 两个矩阵乘位于屋顶的 77 %<!-- = 100 * of_roof("product") --> 和 80 %<!-- = 100 * of_roof("tensor_cores") -->，而 ncu 报告的是峰值的 88 %<!-- = metric("product", "Compute (SM) Throughput") --> 和 91 %<!-- = metric("tensor_cores", "Compute (SM) Throughput") -->。占峰值的百分比，是指那次运行的时钟下的峰值；ncu 为了让两次运行可比，把 SM 时钟降到基础频率：*SM Frequency* 分别是 1.50 GHz<!-- = metric("product", "SM Frequency") --> 和 1.27 GHz<!-- = metric("tensor_cores", "SM Frequency") -->，不受限的卡可达 1.98 GHz<!-- = hottest("clocks") / 1e3 -->。屋顶是在时钟不受限时测的。`--clock-control none` 不改变时钟，dpscope 用的就是它。
 - `addition` 位于屋顶**之上**，103 %<!-- = 100 * of_roof("addition") --><!-- holds: of_roof("addition") > 1 -->。实测的屋顶是某个程序的速率：我们用的是拷贝，读一个字节写一个字节。加法每写一个字节要读两个，而读比写略快。规格书给出的是谁也超不过、谁也达不到的上限；实测的屋顶可能被超过百分之几。
 
 **练习 3.11。** 返回一个 float32 kernel 的速率占屋顶的比例。`recorded.ceilings()` 里有 `dram_bytes_per_second` 和 `fp32_flops_per_second`。
@@ -309,7 +309,7 @@ pictures.tell_section("Scheduler Statistics", *REPORTS, advice=False)
 
 # %% [markdown]
 """
-- `addition`：两条指令之间 warp 等待 213 个周期<!-- = metric("addition", "Warp Cycles Per Issued Instruction") -->，其中 72 %<!-- = stall_percent("addition", "long_scoreboard") --> 等读取（long scoreboard），12 %<!-- = stall_percent("addition", "drain") --> 等写入排空。
+- `addition`：两条指令之间 warp 等待 217 个周期<!-- = metric("addition", "Warp Cycles Per Issued Instruction") -->，其中 72 %<!-- = stall_percent("addition", "long_scoreboard") --> 等读取（long scoreboard），12 %<!-- = stall_percent("addition", "drain") --> 等写入排空。
 - *No Eligible* 是调度器找不到可发射 warp 的周期比例。只有在没有单元到达上限时，才值得据此去看停顿：`tensor_cores` 有 88 %<!-- = metric("tensor_cores", "No Eligible") -->，利用率却是 91 %<!-- = metric("tensor_cores", "Compute (SM) Throughput") --><!-- holds: metric("tensor_cores", "No Eligible") > 80 and metric("tensor_cores", "Compute (SM) Throughput") > 85 -->，因为少量指令就能让流水线满载；`addition` 有 94 %<!-- = metric("addition", "No Eligible") -->，而 DRAM 已满。
 - *not selected* 很多，说明 warp 绰绰有余。
 
@@ -364,7 +364,7 @@ nvcc -lineinfo -arch=sm_90 -o strided programs/strided.cu
 ncu --set full --import-source yes -f -o strided ./strided
 ```
 
-界面的 **Source** 页把代码和机器指令（SASS）并排显示，每一行都有停顿的采样和访存流量。下面是记录里的文本：
+界面的 **Source** 页把代码和机器指令（SASS）并排显示，每一行都有停顿的采样和访存流量。下面是记录里访问全局内存的指令的计数：
 """
 
 # %%
@@ -373,7 +373,7 @@ print(recorded.source_table())
 
 # %% [markdown]
 """
-`neighbours` 和 `strided` 搬运同样的数。前者相邻的线程读相邻的地址，后者读的地址相距很远，所以一个 warp 的每次请求要触及 32 个扇区而不是四个，耗时是 5×<!-- = strided_times() -->。
+`neighbours` 和 `strided` 搬运同样的数。前者相邻的线程读相邻的地址，后者读的地址相距很远，所以一个 warp 的每次请求要触及 32 个扇区<!-- = sectors_a_request("strided") --> 而不是 4 个<!-- = sectors_a_request("neighbours") -->，耗时是 2.5×<!-- = strided_times() -->。界面里，多余的扇区显示在源码行旁边；文本里 ncu 按指令给出：`LDG` 是读取，`STG` 是写入。
 
 **练习 3.16。** `strided.cu` 的哪一行读取了分散的数？（第一行为 1。）
 """
@@ -388,12 +388,12 @@ check("3.16", scattered_line)
 """
 ## 3.17 四个 kernel 的结论
 
-- `addition` 用了 DRAM 的 90.8 %<!-- = metric("addition", "DRAM Throughput") -->、算力的 7.5 %<!-- = metric("addition", "Compute (SM) Throughput") -->。只有少搬字节才有用，关于占用率的建议无关紧要。
-- `product` 用了算力的 88.2 %<!-- = metric("product", "Compute (SM) Throughput") -->、DRAM 的 2.4 %<!-- = metric("product", "DRAM Throughput") -->，占用率 12.5 %<!-- = metric("product", "Achieved Occupancy") -->：占用率低，速度满。换一种数值格式，就换了一个屋顶。
-- `tensor_cores` 就在那个屋顶上：90.9 %<!-- = metric("tensor_cores", "Compute (SM) Throughput") -->。
-- `gram` 使用张量核心，54.5 %<!-- = metric("gram", "Compute (SM) Throughput") -->，几乎不碰 DRAM，14.5 %<!-- = metric("gram", "DRAM Throughput") -->。它的网格在 132 个 SM 上是 2.2 波<!-- = metric("gram", "Waves Per SM") -->，最后一波里大多数 SM 空闲：单独一层太小。flash 裁剪把模型的各层放进一次启动。
+- `addition` 用了 DRAM 的 91.3 %<!-- = metric("addition", "DRAM Throughput") -->、算力的 7.5 %<!-- = metric("addition", "Compute (SM) Throughput") -->。只有少搬字节才有用，关于占用率的建议无关紧要。
+- `product` 用了算力的 87.8 %<!-- = metric("product", "Compute (SM) Throughput") -->、DRAM 的 2.4 %<!-- = metric("product", "DRAM Throughput") -->，占用率 12.5 %<!-- = metric("product", "Achieved Occupancy") -->：占用率低，速度满。换一种数值格式，就换了一个屋顶。
+- `tensor_cores` 就在那个屋顶上：90.7 %<!-- = metric("tensor_cores", "Compute (SM) Throughput") -->。
+- `gram` 使用张量核心，53.6 %<!-- = metric("gram", "Compute (SM) Throughput") -->，几乎不碰 DRAM，14.8 %<!-- = metric("gram", "DRAM Throughput") -->。它的网格在 132 个 SM 上是 2.2 波<!-- = metric("gram", "Waves Per SM") -->，最后一波里大多数 SM 空闲：单独一层太小。flash 裁剪把模型的各层放进一次启动。
 
-还有一个来自我们自己程序的提醒：对这一层，直接算出梯度需要 0.13 ms<!-- = took("per_sample_norms", "gradients") -->，Gram 的方式需要 0.42 ms<!-- = took("per_sample_norms", "gram") -->，其中 kernel 本身是 0.10 ms<!-- = metric("gram", "Duration") / 1e3 -->。其余是什么，这份报告说不出来，因为它只看到一个 kernel；看这次调用的 trace（第 2 课）才知道。Gram kernel 省下的是显存和字节，重要的是整个训练步（3.8 节）。kernel 的报告只回答 kernel 的问题。
+还有一个来自我们自己程序的提醒：对这一层，直接算出梯度需要 0.13 ms<!-- = took("per_sample_norms", "gradients") -->，Gram 的方式需要 0.25 ms<!-- = took("per_sample_norms", "gram") -->，其中 kernel 本身是 0.10 ms<!-- = metric("gram", "Duration") / 1e3 -->。其余是什么，这份报告说不出来，因为它只看到一个 kernel；看这次调用的 trace（第 2 课）才知道。Gram kernel 省下的是显存和字节，重要的是整个训练步（3.8 节）。kernel 的报告只回答 kernel 的问题。
 
 ## 小测验
 

@@ -142,7 +142,7 @@ check("4.2", way)
 """
 ## 4.3 NVTX：让时间线显示你的名字
 
-几千个名为 `vectorized_elementwise_kernel` 的 kernel 说明不了什么。**NVTX** 区间给代码段命名。没有分析器时，一个区间在我们这台 H200 的主机上花 0.33 µs<!-- = first_look()["nvtx_range_us"] -->，所以可以一直留在代码里。五种方式：
+几千个名为 `vectorized_elementwise_kernel` 的 kernel 说明不了什么。**NVTX** 区间给代码段命名。没有分析器时，一个区间在我们这台 H200 的主机上花 0.36 µs<!-- = first_look()["nvtx_range_us"] -->，所以可以一直留在代码里。五种方式：
 
 | 方式 | 用 PyTorch | 用 `nvtx` 包（`pip install nvtx`） |
 | --- | --- | --- |
@@ -265,7 +265,7 @@ views.gpu_timeline(timeline).head(4)
 
 # %% [markdown]
 """
-GPU 在整段录制中忙碌 28 %<!-- = busy_percent("case_4") -->：每层之后都有一个空隙，因为主机要先等到均值，才启动下一层。
+GPU 在整段录制中忙碌 49 %<!-- = busy_percent("case_4") -->：每层之后都有一个空隙，因为主机要先等到均值，才启动下一层。
 
 **视角二：主机与 GPU。** 谁在等谁？花在 `…Synchronize` 上的时间是主机在等 GPU，在一步的末尾无害，在中间代价很大。如果空隙之后的 kernel 当时还没有启动，就是 GPU 在等主机。
 """
@@ -301,7 +301,7 @@ for name in ("case_3", "case_3_c"):
 
 # %% [markdown]
 """
-从可分页内存（case 3 方式 a）拷贝时，拷贝和 kernel 在同一条流上轮流进行，拷贝只有 6.2 GB/s<!-- = copies_gb_per_second("case_3") -->。预取的方式（c）从锁页内存拷贝，达到 55.4 GB/s<!-- = copies_gb_per_second("case_3_c") -->，有自己的流，与 kernel 并行。在第二张图里，GPU 还没做完第二步，主机早已下达了全部五步：“主机领先”就是这个样子。
+从可分页内存（case 3 方式 a）拷贝时，拷贝和 kernel 在同一条流上轮流进行，拷贝只有 10.0 GB/s<!-- = copies_gb_per_second("case_3") -->。预取的方式（c）从锁页内存拷贝，达到 55.4 GB/s<!-- = copies_gb_per_second("case_3_c") -->，有自己的流，与 kernel 并行。在第二张图里，GPU 还没做完第二步，主机早已下达了全部五步：“主机领先”就是这个样子。
 
 **温度、功率、PCIe。** 由驱动提供：
 
@@ -321,7 +321,7 @@ pictures.show(
 
 # %% [markdown]
 """
-矩阵乘让功率从 77 W<!-- = coolest("power.draw") --> 升到 690 W<!-- = hottest("power.draw") -->，温度升到 45 °C<!-- = hottest("temperature.gpu") -->。如果功率到达上限，或者温度高而 `clocks.sm` 下降，卡就被降频了，所谓“变慢的程序”可能只是卡热了。PCIe 是第 5 代<!-- = hottest("pcie.link.gen.current") -->，宽 16 条<!-- = hottest("pcie.link.width.current") --> 通道；空闲的卡为了省电可能报告更低的代数。
+矩阵乘让功率从 121 W<!-- = coolest("power.draw") --> 升到 694 W<!-- = hottest("power.draw") -->（上限是 700 W<!-- given: the line above -->），温度升到 62 °C<!-- = hottest("temperature.gpu") -->。同时 `clocks.sm` 从 1,980 MHz<!-- = hottest("clocks") --> 降到 1,290 MHz<!-- = coolest("clocks") -->：卡降低时钟，以免超过功率上限<!-- holds: hottest("power.draw") > 650 and coolest("clocks") < 0.8 * hottest("clocks") -->。密集的矩阵乘都会这样，这也是要在同一次运行里比较两个程序的理由：“变慢的程序”可能只是碰上了更热的卡。PCIe 是第 5 代<!-- = hottest("pcie.link.gen.current") -->，宽 16 条<!-- = hottest("pcie.link.width.current") --> 通道；空闲的卡为了省电可能报告更低的代数。
 
 nvidia-smi 的 `utilization.gpu` 是著名的陷阱：它是有**任何** kernel 在运行的时间比例。一个 SM 上跑一个线程，它就是 100 %<!-- given -->。有权限时，`--gpu-metrics-devices=all` 可以把各单元的负载画在时间线上。
 

@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 CAUSES = "abcdefgh"
 DIGESTS = {
     "case_6": "d4bc62d46fc4",
-    "case_7": "091e36cd081a",
+    "case_7": "5e134996319b",
     "case_8": "277774459a15",
     "case_9": "4d0854961426",
     "case_10": "dd5f0dae0132",
@@ -37,8 +37,8 @@ HINTS: dict[str, Callable[[], str]] = {
         "GPU 那一行从哪里开始干活？在那之前主机在做什么？",
     ),
     "case_7": lambda: say(
-        "Look for a long wait in the middle of the step, and for the operator above it.",
-        "在一步的中间找一段长等待，看它上面是哪个算子。",
+        "There are waits, but how long are they? And what does the GPU do in the rest of the step?",
+        "确实有等待，但它们有多长？一步里其余的时间 GPU 在做什么？",
     ),
     "case_8": lambda: say("Which kernel takes longest, and is it arithmetic?", "哪个 kernel 最长？它是在做运算吗？"),
     "case_9": lambda: say(
