@@ -204,8 +204,8 @@ print(recorded.table("one-by-one-by-device-time"))
 # %% [markdown]
 """
 Read the bottom lines first. `Self CUDA time total` is how long the GPU worked in three steps, and `Self CPU time total` how long the host did: the GPU worked for
-a small part of it<!-- holds: totals("one-by-one")["self_device_ms"] < 0.5 * totals("one-by-one")["self_cpu_ms"] -->. (An operator and the kernel it launched are two rows with the same GPU time; the bottom line counts it once.) Then look at *# of Calls*: the reductions behind `std` and `mean`
-run hundreds of times. No single row is large. That is what a launch-bound program looks like in this table.
+a small part of it<!-- holds: totals("one-by-one")["self_device_ms"] < 0.5 * totals("one-by-one")["self_cpu_ms"] -->. (An operator and the kernel it launched are two rows with the same GPU time; the bottom line counts it once.) Then look at *# of Calls* and *CUDA time avg*: `std`, `mean`, `div` and `sub` run
+384 times, one to three microseconds each. No single call is slow; there are too many. That is what a launch-bound program looks like in this table.
 
 Three more things that the object can do. (`total_average()` adds up all rows, so on a GPU its device time counts operators and their kernels: about twice the bottom line of the table.)
 """
@@ -271,7 +271,7 @@ print("\n".join(report.splitlines()[:10]), "\n…")
 
 # %% [markdown]
 """
-Sorted by calls, the picture is clear: operators of single images come first, each called hundreds of times, and the two convolutions are far below.
+Sorted by calls, the picture is clear: what single images cause comes first (`mean`, `std` and what they call), hundreds of times each. The convolutions are called six times.
 
 **Exercise 2.5.** Which share of the host's work do operators have whose name contains `word`? Use `profiler.key_averages()`, and mind which of the two times adds up.
 """

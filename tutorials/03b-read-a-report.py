@@ -135,7 +135,8 @@ pictures.show(
 - *Either* above 80 %<!-- given: the text of ncu's rule -->: ncu says that the kernel uses the device well, and that work has to move to another unit to gain more.
 - *Both* below 60 %<!-- given: the text of ncu's rule -->: latency; go to *Warp State*.
 
-*Memory Throughput* is the largest of DRAM, L2 and L1 (shared memory counts there) over parts of each, so look at which: `DRAM Throughput` tells whether bytes really come from memory.
+*Memory Throughput* is a maximum over parts of DRAM, L2 and L1 (shared memory counts there), so look at which: `DRAM Throughput` tells whether bytes really come from memory. It is not the maximum of the lines below it, which count some
+parts more: for the addition *L2 Cache Throughput* says 93.8 %<!-- = metric("addition", "L2 Cache Throughput") --> where *Memory Throughput* says 91.3 %<!-- = metric("addition", "Memory Throughput") --><!-- holds: metric("addition", "L2 Cache Throughput") > metric("addition", "Memory Throughput") == metric("addition", "DRAM Throughput") -->.
 """
 
 # %%
@@ -187,7 +188,7 @@ Two things need an explanation.
   can be compared: *SM Frequency* says 1.50 GHz<!-- = metric("product", "SM Frequency") --> and 1.27 GHz<!-- = metric("tensor_cores", "SM Frequency") -->, where a free card runs at up to
   1.98 GHz<!-- = hottest("clocks") / 1e3 -->. The roofs were measured with the clocks free. `--clock-control none` leaves the clock alone, and is what dpscope passes.
 - `addition` lies *above* its roof, at 103 %<!-- = 100 * of_roof("addition") --><!-- holds: of_roof("addition") > 1 -->. A roof that is measured is the rate of one program: ours is a copy, which reads one byte for each it
-  writes. The addition reads two for each it writes, and reads are a little faster. Data sheets give a limit that nothing passes and nothing reaches; measured roofs can be passed by a few percent.
+  writes. The addition reads two for each it writes, which is another mix. Data sheets give a limit that nothing passes and nothing reaches; measured roofs can be passed by a few percent.
 
 **Exercise 3.11.** Return a float32 kernel's rate as a share of its roof. `recorded.ceilings()` has `dram_bytes_per_second` and `fp32_flops_per_second`.
 """
@@ -222,7 +223,9 @@ pictures.tell_section(
 # %% [markdown]
 """
 - The addition reads every number once, so nothing it *reads* can be in a cache: L1 hits 0 %<!-- = metric("addition", "L1/TEX Hit Rate") -->. L2 still shows
-  34 %<!-- = metric("addition", "L2 Hit Rate") -->: stores go to L2 first and count as hits, and one of three sectors is a store<!-- holds: 30 < metric("addition", "L2 Hit Rate") < 38 -->. A hit rate is no measure of reuse by itself.
+  34 %<!-- = metric("addition", "L2 Hit Rate") -->, and the raw counters say why: of its reads 0 %<!-- = counter("addition", "lts__t_sector_op_read_hit_rate.pct") --> hit, of its stores
+  100 %<!-- = counter("addition", "lts__t_sector_op_write_hit_rate.pct") -->, because L2 takes a store in without looking for old data, and one of three sectors is a store<!-- holds: 30 < metric("addition", "L2 Hit Rate") < 38 and counter("addition", "lts__t_sector_op_read_hit_rate.pct") < 1 -->. A hit
+  rate is no measure of reuse by itself.
 - The product uses each number thousands of times, and its L1 hit rate is 0 %<!-- = metric("product", "L1/TEX Hit Rate") -->: tiles go to *shared memory*, past the L1 cache, and are reused there. What L2
   serves, 90 %<!-- = metric("product", "L2 Hit Rate") --> of it<!-- holds: metric("product", "L2 Hit Rate") > 80 and metric("product", "L1/TEX Hit Rate") < 1 -->, is the sharing between blocks.
 - ncu's advice is left out here: to all four it recommends the compression of L2, which does not matter for any of them. Its rules know the counters, not your program.
@@ -425,7 +428,7 @@ And a warning from our own program: for this one layer, forming the gradients ta
 
 <details><summary>Answer</summary>
 
-By a cache or by shared memory: Memory Throughput is the largest over all levels. Look at L1 and L2; bank conflicts and scattered sectors are the usual reasons.
+By a cache or by shared memory: Memory Throughput is a maximum over parts of all levels. Look at L1 and L2; bank conflicts and scattered sectors are the usual reasons.
 
 </details>
 

@@ -329,8 +329,8 @@ print(recorded.output("nvidia-smi-query"))
 log = recorded.card_over_time()
 pictures.show(
     pictures.draw_card(log) if log else None,
-    "The H200 under nvidia-smi, four readings a second: idle, then bf16 products for four seconds, then copies over PCIe.",
-    "nvidia-smi 观察下的 H200，每秒四次：先空闲，再做四秒 bf16 矩阵乘，然后经 PCIe 拷贝。",
+    "Power, temperature and SM clock of the H200 by nvidia-smi, four readings a second: idle, then bf16 products for four seconds, then copies over PCIe.",
+    "nvidia-smi 读出的 H200 功率、温度和 SM 时钟，每秒四次：先空闲，再做四秒 bf16 矩阵乘，然后经 PCIe 拷贝。",
 )
 
 # %% [markdown]

@@ -43,6 +43,11 @@ def counters(report: str) -> Action | None:
     return parse_raw_csv(path.read_text(encoding="utf-8"))[0] if path else None
 
 
+def counter(report: str, name: str) -> float:
+    """Return one counter of a report, in base units."""
+    return float(there(counters(report)).metrics[name])
+
+
 def metric(report: str, name: str) -> float:
     """Return one number of the Details page."""
     return float(there(details(report)).number(name))

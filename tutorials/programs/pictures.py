@@ -188,15 +188,21 @@ def draw_bars(values: dict[str, dict[str, float]], xlabel: str, *, most: int = 8
 
 @drawn
 def draw_card(log: Sequence[dict[str, str]]) -> Figure:
-    """Draw power and temperature of the card over time, from nvidia-smi's log."""
+    """Draw power, temperature and clock of the card over time, from nvidia-smi's log."""
     column = {name.split()[0]: name for name in log[0]}
     seconds = [0.25 * number for number in range(len(log))]
-    figure = new_figure(2.6)
-    upper, lower = figure.subplots(2, 1, sharex=True)
-    upper.plot(seconds, [float(line[column["power.draw"]]) for line in log], color=H200)
-    upper.set_ylabel(label("power, W", "功率，W"))
-    lower.plot(seconds, [float(line[column["temperature.gpu"]]) for line in log], color="#CC6677")
-    lower.set(ylabel=label("temperature, °C", "温度，°C"), xlabel=label("seconds", "秒"))
+    panels = (
+        ("power.draw", label("power, W", "功率，W"), H200),
+        ("temperature.gpu", "°C", "#CC6677"),
+        ("clocks.current.sm", label("SM clock, MHz", "SM 时钟，MHz"), "#117733"),
+    )
+    figure = new_figure(3.4)
+    axes = figure.subplots(len(panels), 1, sharex=True)
+    for ax, (name, said, colour) in zip(axes, panels, strict=True):
+        ax.plot(seconds, [float(line[column[name]]) for line in log], color=colour)
+        ax.set(ylabel=said)
+        ax.set_ylim(bottom=0)
+    axes[-1].set(xlabel=label("seconds", "秒"))
     return figure
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kernels import (
+    counter,
     counters,
     details,
     duration_us,
@@ -64,6 +65,7 @@ __all__ = [
     "component_gib",
     "coolest",
     "copies_gb_per_second",
+    "counter",
     "counters",
     "details",
     "dram_gb",

@@ -83,7 +83,7 @@ def draw_ncu_summary(report: str) -> Figure | None:
     for number, (launch, speedup) in enumerate(zip(found, speedups, strict=True)):
         duration = next(m for m in launch.metrics if m.name == "Duration")
         shown = [f"{launch.number(name):.0f} %" for name in ("Compute (SM) Throughput", "Memory Throughput")]
-        name = launch.kernel.removeprefix("void ").replace("at::native::", "")[:44]
+        name = launch.kernel.removeprefix("void ").replace("at::native::", "")[:38]
         registers = f"{launch.number('Registers Per Thread'):.0f}"
         rows.append([str(number), f"{speedup:.0f} %", name, f"{duration.value} {duration.unit}", *shown, registers])
     _table(ax, 3.2, columns, rows)

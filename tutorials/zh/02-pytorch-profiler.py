@@ -196,7 +196,7 @@ print(recorded.table("one-by-one-by-device-time"))
 
 # %% [markdown]
 """
-先看最下面两行。`Self CUDA time total` 是三步里 GPU 工作的时间，`Self CPU time total` 是主机工作的时间：GPU 只在其中一小部分时间里工作<!-- holds: totals("one-by-one")["self_device_ms"] < 0.5 * totals("one-by-one")["self_cpu_ms"] -->。（算子和它启动的 kernel 各占一行，GPU 时间相同；最下面一行只算一次。）再看 *# of Calls*：`std` 和 `mean` 背后的归约运行了几百次，没有哪一行特别大。受启动限制的程序，在这张表里就是这个样子。
+先看最下面两行。`Self CUDA time total` 是三步里 GPU 工作的时间，`Self CPU time total` 是主机工作的时间：GPU 只在其中一小部分时间里工作<!-- holds: totals("one-by-one")["self_device_ms"] < 0.5 * totals("one-by-one")["self_cpu_ms"] -->。（算子和它启动的 kernel 各占一行，GPU 时间相同；最下面一行只算一次。）再看 *# of Calls* 和 *CUDA time avg*：`std`、`mean`、`div`、`sub` 各运行 384 次，每次一到三微秒。没有哪次调用慢，只是太多。受启动限制的程序，在这张表里就是这个样子。
 
 这个对象还有三种用法。（`total_average()` 把所有行相加，所以在 GPU 上它的设备时间同时算了算子和 kernel，大约是表格最下面一行的两倍。）
 """
@@ -259,7 +259,7 @@ print("\n".join(report.splitlines()[:10]), "\n…")
 
 # %% [markdown]
 """
-按调用次数排序就很清楚了：排在前面的是对单张图像的算子，每个都调用了几百次，两个卷积远在后面。
+按调用次数排序就很清楚了：排在前面的都由单张图像引起（`mean`、`std` 以及它们调用的算子），各有几百次；卷积只调用了六次。
 
 **练习 2.5。** 名字里含有 `word` 的算子占主机工作的多大比例？用 `profiler.key_averages()`，注意两种时间里哪一种可以相加。
 """

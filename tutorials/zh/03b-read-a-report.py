@@ -132,7 +132,7 @@ pictures.show(
 - **任意一个**超过 80 %<!-- given: the text of ncu's rule -->：ncu 认为设备利用得不错，要再快就得把工作转移到别的单元。
 - **两者都**低于 60 %<!-- given: the text of ncu's rule -->：延迟问题，去看 *Warp State*。
 
-*Memory Throughput* 是 DRAM、L2、L1（包括共享内存）各部分里最大的一个，所以要看清是哪一层：`DRAM Throughput` 才说明字节是否真的来自显存。
+*Memory Throughput* 是 DRAM、L2、L1（包括共享内存）某些部分的最大值，所以要看清是哪一层：`DRAM Throughput` 才说明字节是否真的来自显存。它不等于下面几行的最大值，因为那几行还算了别的部分：加法的 *L2 Cache Throughput* 是 93.8 %<!-- = metric("addition", "L2 Cache Throughput") -->，而 *Memory Throughput* 是 91.3 %<!-- = metric("addition", "Memory Throughput") --><!-- holds: metric("addition", "L2 Cache Throughput") > metric("addition", "Memory Throughput") == metric("addition", "DRAM Throughput") -->。
 """
 
 # %%
@@ -179,7 +179,7 @@ pictures.show(
 有两点需要解释。
 
 - 两个矩阵乘位于屋顶的 77 %<!-- = 100 * of_roof("product") --> 和 80 %<!-- = 100 * of_roof("tensor_cores") -->，而 ncu 报告的是峰值的 88 %<!-- = metric("product", "Compute (SM) Throughput") --> 和 91 %<!-- = metric("tensor_cores", "Compute (SM) Throughput") -->。占峰值的百分比，是指那次运行的时钟下的峰值；ncu 为了让两次运行可比，把 SM 时钟降到基础频率：*SM Frequency* 分别是 1.50 GHz<!-- = metric("product", "SM Frequency") --> 和 1.27 GHz<!-- = metric("tensor_cores", "SM Frequency") -->，不受限的卡可达 1.98 GHz<!-- = hottest("clocks") / 1e3 -->。屋顶是在时钟不受限时测的。`--clock-control none` 不改变时钟，dpscope 用的就是它。
-- `addition` 位于屋顶**之上**，103 %<!-- = 100 * of_roof("addition") --><!-- holds: of_roof("addition") > 1 -->。实测的屋顶是某个程序的速率：我们用的是拷贝，读一个字节写一个字节。加法每写一个字节要读两个，而读比写略快。规格书给出的是谁也超不过、谁也达不到的上限；实测的屋顶可能被超过百分之几。
+- `addition` 位于屋顶**之上**，103 %<!-- = 100 * of_roof("addition") --><!-- holds: of_roof("addition") > 1 -->。实测的屋顶是某个程序的速率：我们用的是拷贝，读一个字节写一个字节。加法每写一个字节要读两个，读写的比例不同。规格书给出的是谁也超不过、谁也达不到的上限；实测的屋顶可能被超过百分之几。
 
 **练习 3.11。** 返回一个 float32 kernel 的速率占屋顶的比例。`recorded.ceilings()` 里有 `dram_bytes_per_second` 和 `fp32_flops_per_second`。
 """
@@ -213,7 +213,7 @@ pictures.tell_section(
 
 # %% [markdown]
 """
-- 加法对每个数只读一次，所以**读取**不可能命中缓存：L1 命中率 0 %<!-- = metric("addition", "L1/TEX Hit Rate") -->。L2 仍有 34 %<!-- = metric("addition", "L2 Hit Rate") -->：写入先到 L2，算作命中，而三个扇区里有一个是写<!-- holds: 30 < metric("addition", "L2 Hit Rate") < 38 -->。命中率本身不能衡量复用。
+- 加法对每个数只读一次，所以**读取**不可能命中缓存：L1 命中率 0 %<!-- = metric("addition", "L1/TEX Hit Rate") -->。L2 仍有 34 %<!-- = metric("addition", "L2 Hit Rate") -->，原始计数器说明了原因：读取的命中率是 0 %<!-- = counter("addition", "lts__t_sector_op_read_hit_rate.pct") -->，写入的命中率是 100 %<!-- = counter("addition", "lts__t_sector_op_write_hit_rate.pct") -->，因为 L2 接收写入时不需要找旧数据，而三个扇区里有一个是写<!-- holds: 30 < metric("addition", "L2 Hit Rate") < 38 and counter("addition", "lts__t_sector_op_read_hit_rate.pct") < 1 -->。命中率本身不能衡量复用。
 - 矩阵乘的每个数要用几千次，L1 命中率却是 0 %<!-- = metric("product", "L1/TEX Hit Rate") -->：数据块绕过 L1 缓存进入**共享内存**，在那里复用。L2 命中的 90 %<!-- = metric("product", "L2 Hit Rate") --><!-- holds: metric("product", "L2 Hit Rate") > 80 and metric("product", "L1/TEX Hit Rate") < 1 --> 来自线程块之间的共享。
 - 这里略去了 ncu 的建议：它对四个 kernel 都推荐 L2 压缩，而这对哪个都不重要。规则只认识计数器，不认识你的程序。
 
@@ -401,7 +401,7 @@ check("3.16", scattered_line)
 
 <details><summary>答案</summary>
 
-受某级缓存或共享内存限制：Memory Throughput 是各层里最大的。看 L1 和 L2，常见原因是 bank 冲突和分散的扇区。
+受某级缓存或共享内存限制：Memory Throughput 是各层某些部分的最大值。看 L1 和 L2，常见原因是 bank 冲突和分散的扇区。
 
 </details>
 
