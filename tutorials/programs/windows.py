@@ -198,8 +198,17 @@ def draw_perfetto_window(events: Sequence[tuple[str, str, float, float]], title:
                     (26 + scale * start, y - 0.55), width, 1.1, facecolor=colour, edgecolor="white", linewidth=0.2
                 )
             )
+            ink = INK if colour == "#88CCEE" else "white"
             if width > 9:
-                ax.text(26 + scale * start + width / 2, y, name[: int(width)], ha="center", va="center", fontsize=6)
+                ax.text(
+                    26 + scale * start + width / 2,
+                    y,
+                    name[: int(width)],
+                    ha="center",
+                    va="center",
+                    fontsize=6,
+                    color=ink,
+                )
     _place(ax, 23, 1.9, 1)
     y = 3.6 + 1.7 * len(tracks)
     ax.add_patch(Rectangle((0.5, y - 0.3), 99, 2.6, facecolor="#F7F7F7", edgecolor="#BBBBBB", linewidth=0.5))
