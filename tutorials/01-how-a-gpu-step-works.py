@@ -2,33 +2,62 @@
 """
 # 1. How a GPU step works
 
-*Last verified: 2026-11-15, torch 2.13 on a CPU, torch 2.11 on an NVIDIA H200.*
+*Last verified: 2026-11-16, torch 2.13 on a CPU, torch 2.11 on an NVIDIA H200.*
 
-A training step looks like five lines of Python. Underneath, one processor writes orders and another carries them out, and
-almost every puzzle about speed is a question of who is waiting for whom. This page builds the picture that the other four
-tutorials use.
+**Level:** start; sections marked *deeper* can wait. **Assumes:** you have trained a model with PyTorch; nothing about GPUs.
+**Time:** 30 minutes to read, about 40 more for the exercises.
+
+A training step looks like five lines of Python. Underneath, one processor gives orders and another carries them out. Most
+questions about speed come down to one: who waits for whom? This lesson builds the picture that the others use.
 
 **After it you can**
 
 - say what runs on the host, what runs on the device, and how work and data get from one to the other;
-- time a GPU step correctly, and spot a measurement that is not;
-- tell a launch-bound, a memory-bound and a compute-bound program apart, and name the remedy of each;
+- time a GPU step correctly, and spot a measurement that is wrong;
+- tell launch-bound, memory-bound and compute-bound programs apart, and name the fix for each;
 - list the synchronisations that hide in ordinary PyTorch code.
 
-It runs on any machine. Where there is no GPU, the cells measure the CPU and show beside it what was recorded on an NVIDIA
-H200; with a GPU they measure yours. Programs to practise on are in `programs/`.
+**How to work through it.** Each section ends with an exercise: a cell with `...` to replace, and a cell that checks your answer and gives a
+hint. The lesson runs from top to bottom whether they are done or not. Solutions are in
+[solutions/lesson_1.py](solutions/lesson_1.py); look after you have tried.
+
+The lesson runs on any machine. Without a GPU, cells measure the CPU and show what was recorded on an NVIDIA H200; with a GPU they measure
+yours. The programs are in [programs](programs): their names do not say what is wrong with them. Guess before you read on.
 """
 
 # %%
+# Set up. In a clone this only finds the course; elsewhere (Colab, an empty folder) it fetches it first.
+REPOSITORY = ""  # the address of dpscope's repository: needed outside a clone only
+
+import importlib
+import subprocess
 import sys
 from pathlib import Path
 
-TUTORIALS = next(p for p in [Path.cwd(), *Path.cwd().parents, Path.cwd() / "tutorials"] if (p / "programs").is_dir())
+
+def find_course():
+    places = [Path.cwd(), *Path.cwd().parents, Path.cwd() / "dpscope-course"]
+    return next((place / "tutorials" for place in places if (place / "tutorials" / "programs").is_dir()), None)
+
+
+if find_course() is None:
+    assert REPOSITORY, "Open this notebook in a clone of dpscope, or write its repository's address into REPOSITORY."
+    subprocess.run(["git", "clone", "--quiet", "--depth", "1", REPOSITORY, "dpscope-course"], check=True)
+    if subprocess.call([sys.executable, "-c", "import dpscope.cli"], stderr=subprocess.DEVNULL) != 0:
+        subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "./dpscope-course"], check=True)
+        importlib.invalidate_caches()
+TUTORIALS = find_course()
 sys.path.insert(0, str(TUTORIALS / "programs"))
 
+import language
+
+language.use("en")
+
+# %%
 import pictures
 import recorded
 import torch
+from checks import check
 from practice import device_here
 
 device = device_here()
@@ -38,18 +67,29 @@ print(f"torch {torch.__version__}, measuring on: {device}")
 """
 ## 1.1 Two processors
 
-Python never runs on the GPU. `y = torch.relu(x @ w)` is executed by the **host** (the CPU), in layers:
+Python never runs on the GPU. The **host** (the CPU) executes `y = torch.relu(x @ w)` in layers:
 
-1. your code calls an operator of PyTorch;
+1. your code calls a PyTorch operator;
 2. PyTorch's C++ library (ATen) checks shapes, allocates the result and chooses a **kernel**, a program for the GPU;
-3. the CUDA runtime puts the kernel and its arguments into a **queue** of the **device** (the GPU), and returns at once.
+3. the CUDA runtime puts the kernel and its arguments into a **queue** of the **device** (the GPU) and returns at once.
 
-The device takes orders out of the queue one after another. The host is usually ahead: it has launched things that the device
-has not begun. That is how it should be, for then the device never waits.
+The device takes work from the queue in order. The host is usually ahead: it has launched work that the device has not started. That is
+what you want, because then the device never waits.
 
-Two consequences follow. Every operator costs the host a few microseconds however little it computes, so many tiny operators
-are slow on the fastest GPU. And a line of Python that returned has not necessarily *done* anything yet.
+Two things follow. Every operator costs the host a few microseconds, however little it computes, so many tiny operators are slow on any GPU.
+And a line of Python that has returned has not necessarily *done* anything yet.
+
+**Exercise 1.1.** Each of `operators` costs the host `launch_us` and the device `kernel_us`. Both work at the same time. How long does the
+step take, roughly?
 """
+
+
+# %%
+def step_us(operators, launch_us, kernel_us): ...  # replace this line
+
+
+# %%
+check("1.1", step_us)
 
 # %% [markdown]
 """
@@ -57,46 +97,58 @@ are slow on the fastest GPU. And a line of Python that returned has not necessar
 
 | | host memory | device memory |
 | --- | --- | --- |
-| what it is | DDR beside the CPU | HBM beside the GPU |
-| size | hundreds of GB | an H200 has 141 GB<!-- given: NVIDIA's data sheet --> |
+| what it is | DDR next to the CPU | HBM next to the GPU |
+| size | hundreds of GB | 141 GB<!-- given: NVIDIA's data sheet --> on an H200 |
 | bandwidth | some hundred GB/s | 4.26 TB/s<!-- = ceilings()["dram_bytes_per_second"] / 1e12 --> for a large copy on our H200, measured |
 | what lives there | the interpreter, the data loader, batches that wait | parameters, activations, gradients, optimizer state, the batch |
 
-Kernels read and write device memory. Data that a kernel needs has to be copied there first, over the link between the two
-(PCIe or NVLink), which is far slower than either memory. There are three directions:
+Kernels read and write device memory. Data that a kernel needs has to be copied there first, over the link between the two (PCIe or
+NVLink), which is far slower than either memory. There are three directions:
 
-| name | from, to | typical | mind that |
+| name | from, to | typical | note |
 | --- | --- | --- | --- |
-| **H2D** | host to device | the next batch | it can overlap with computing, if its source is pinned |
+| **H2D** | host to device | the next batch | can overlap with computing if the source is pinned |
 | **D2H** | device to host | a loss to print, a checkpoint | reading the value makes the host wait |
-| **D2D** | within a device, or between two | a `clone()`; gradients between GPUs | within one it costs DRAM bandwidth twice: read and write |
+| **D2D** | within a device, or between two | `clone()`; gradients between GPUs | within one it uses DRAM bandwidth twice: read and write |
 
-**Pinned memory.** The operating system may move ordinary ("pageable") host memory at any time, so the copy engine cannot read
-it directly: the driver first copies it, piece by piece, to a buffer that stays where it is. Memory that is *pinned* stays, and
-the copy engine reads it without the host's help. `DataLoader(pin_memory=True)` and `tensor.pin_memory()` give such memory; it
-is taken away from the rest of the system, so pin batches, not datasets. On the H200 a copy from pinned memory reached
-55.4 GB/s<!-- = first_look()["copies"]["H2D pinned"] / 1e9 -->, from pageable memory
-6.9 GB/s<!-- = first_look()["copies"]["H2D pageable"] / 1e9 -->. (In the picture D2D counts each byte once; it is read and written, so twice as much passes
-through DRAM.)
+**Pinned memory.** The operating system may move ordinary ("pageable") host memory at any time, so the copy engine cannot read it directly.
+The driver first copies it, piece by piece, to a buffer that stays in place. *Pinned* memory stays in place itself, and the copy engine reads it without
+the host. `DataLoader(pin_memory=True)` and `tensor.pin_memory()` give you pinned memory. The rest of the system cannot use it, so pin
+batches, not datasets. On the H200 a copy from pinned memory reached 55.5 GB/s<!-- = first_look()["copies"]["H2D pinned"] / 1e9 -->, a copy from pageable
+memory 9.3 GB/s<!-- = first_look()["copies"]["H2D pageable"] / 1e9 -->. (The picture counts each byte of D2D once. It is read and written, so twice as
+many bytes pass through DRAM.)
 """
 
 # %%
 look = recorded.first_look()
-if look:
-    for route, rate in look["copies"].items():
-        print(f"{route:14} {rate / 1e9:8.1f} GB/s   (recorded on {look['hardware']}, 256 MiB)")
-pictures.show(pictures.draw_copies(), "copies by route on an H200")
+pictures.show(
+    pictures.draw_copies(),
+    "Copies of 256 MiB by route on an H200, recorded.",
+    "H200 上 256 MiB 数据按不同路径拷贝的速度（录制）。",
+)
+
+# %% [markdown]
+"""
+**Exercise 1.2.** How long does a copy take? Write the function, then compare 256 MiB<!-- given --> from pinned and from pageable memory.
+"""
+
+
+# %%
+def copy_ms(nbytes, gb_per_second): ...
+
+
+# %%
+check("1.2", copy_ms)
 
 # %% [markdown]
 """
 ## 1.3 Streams
 
-A **stream** is one queue of the device. Within a stream, work runs in the order it was launched. Work in different streams may
-run at the same time, if there is room. PyTorch launches everything into one *current stream* per device unless told otherwise,
-which is why ordinary code is correct without a thought: the kernel that reads `x` comes after the one that writes it.
+A **stream** is one queue of the device. Within a stream, work runs in launch order. Work in different streams may run at the same time if there is
+room. PyTorch launches everything into one *current stream* per device unless told otherwise. That is why ordinary code is correct without
+thinking about it: the kernel that reads `x` comes after the one that writes it.
 
-A second stream is worth having for one thing above all: copying the next batch while this one is computed. Three lines keep
-it correct, and forgetting one of them is a race that shows up once a week:
+The best use of a second stream is to copy the next batch while this one is computed:
 
 ```python
 torch.cuda.current_stream().wait_stream(copies)   # compute only when the copy has arrived
@@ -104,36 +156,41 @@ batch.record_stream(torch.cuda.current_stream())  # the allocator may not reuse 
 with torch.cuda.stream(copies): ...               # launch the next copy here
 ```
 
-`programs/unpinned_copy.py` does it in three ways: copying from pageable memory, from pinned memory, and from pinned memory on a
-stream of its own while the batch before is computed.
+The first two lines keep it correct: if you forget either, you have a race that may show up once a week. The third makes it overlap: without it the
+copy lands on the current stream, where it is correct and overlaps with nothing.
+
+`programs/case_3.py` brings batches to the device in three ways. Which would you expect to be fastest?
 """
 
 # %%
-from unpinned_copy import PROGRAM as unpinned_copy
+from case_3 import PROGRAM as case_3
 
-live = [unpinned_copy.measure(way, steps=10) for way in unpinned_copy.ways_on(device)]
-pictures.tell(unpinned_copy, live)
-pictures.show(pictures.draw_ways(unpinned_copy, live), "three ways to bring batches to the device")
+live = [case_3.measure(way, steps=10) for way in case_3.ways_on(device)]
+pictures.tell(case_3, live)
+pictures.show(
+    pictures.draw_ways(case_3, live, ("pageable", "pinned", "pinned, own stream")),
+    "Three ways to bring batches to the device: step time. Ways b and c need a GPU.",
+    "把批次送到设备的三种方式：一步的时间。方式 b、c 需要 GPU。",
+)
 
 # %% [markdown]
 """
-Two steps on the H200: pinning takes the step from 10.6 ms<!-- = program("unpinned_copy", "unpinned")["median_ms"] --> to
-3.29 ms<!-- = program("unpinned_copy", "pinned")["median_ms"] -->, and copying beside the computation to
-2.07 ms<!-- = program("unpinned_copy", "prefetched")["median_ms"] -->, which is nearly what the computation takes alone.
+On the H200 pinning takes the step from 9.3 ms<!-- = took("case_3", "a") --> to 3.28 ms<!-- = took("case_3", "b") -->, and copying on a stream of
+its own to 2.07 ms<!-- = took("case_3", "c") -->, close to what the computation takes alone.
 
-For computing, a second stream gains only what the first leaves unused. Small products, replayed as a graph so that launching plays no
-part, gain a third; a product that fills the GPU by itself would only share it:
+For computing, a second stream gains only what the first leaves unused. Forty small products of 512 × 512, replayed as a graph so that launching does not
+count, took 0.49 ms<!-- = first_look()["two_streams"]["one_stream_ms"] --> on one stream and
+0.37 ms<!-- = first_look()["two_streams"]["two_streams_ms"] --> on two. A product that fills the GPU by itself gains nothing.
+
+**Exercise 1.3.** Say what happens without each of the three lines: `"race"` (the result can be wrong) or `"slow"` (it is right, and overlaps with
+nothing).
 """
 
 # %%
-if look:
-    two = look["two_streams"]
-    print(
-        f"recorded on {look['hardware']}: 40 products of {two['side']}×{two['side']}: {two['one_stream_ms']:.3f} ms on one "
-        f"stream, {two['two_streams_ms']:.3f} ms on two ({two['one_stream_ms'] / two['two_streams_ms']:.2f}× faster)"
-    )
-else:
-    print(recorded.NOT_RECORDED)
+without = {"wait_stream": ..., "record_stream": ..., "torch.cuda.stream": ...}
+
+# %%
+check("1.3", without)
 
 # %% [markdown]
 """
@@ -144,7 +201,7 @@ To **synchronise** is to make the host wait until the device has caught up. You 
 - `torch.cuda.synchronize()`: everything on a device;
 - `stream.synchronize()`, `event.synchronize()`: one stream, or one point in it.
 
-And you get it without asking wherever Python needs a *value*:
+You also get it without asking wherever Python needs a *value*:
 
 | code | why it waits |
 | --- | --- |
@@ -154,29 +211,44 @@ And you get it without asking wherever Python needs a *value*:
 | `x[mask]`, `torch.nonzero(x)`, `torch.unique(x)` | the size of the result depends on the data |
 | `x.to("cuda")` from pageable memory | the driver copies through its own buffer |
 
-One wait costs little. A wait in every step, or for every parameter, empties the queue: the device runs dry and then sits idle
-until the host has launched again. `programs/hidden_sync.py` writes down each parameter's gradient norm with `float(...)`.
+One wait costs little. A wait in every layer empties the queue: the device runs out of work and stays idle until the host has launched again.
+`programs/case_4.py` runs 32 layers and looks at the mean of each. What is the difference between its two ways?
 """
 
 # %%
-from hidden_sync import PROGRAM as hidden_sync
+from case_4 import PROGRAM as case_4
 
-live = [hidden_sync.measure(way) for way in hidden_sync.ways_on(device)]
-pictures.tell(hidden_sync, live)
+live = [case_4.measure(way) for way in case_4.ways_on(device)]
+pictures.tell(case_4, live)
 
 # %% [markdown]
 """
-On the H200 the waits cost 0.95 ms<!-- = program("hidden_sync", "norms_read_at_once")["median_ms"] - program("hidden_sync", "norms_kept_on_device")["median_ms"] -->
-of a step of 4.40 ms<!-- = program("hidden_sync", "norms_read_at_once")["median_ms"] -->. On a CPU nothing is asynchronous, so nothing
-waits: what differs there is a few operators, and how busy the machine is (compare the *fastest* steps). It is a problem that a CPU cannot show, which is
-why it survives until the first run on a GPU.
+Way a reads each mean with `.item()`; way b keeps the means on the device and reads them all once in a hundred steps. On the H200 the waits make the step
+1.42×<!-- = took("case_4", "a") / took("case_4", "b") --> as long: 3.77 ms<!-- = took("case_4", "a") --> instead of
+2.66 ms<!-- = took("case_4", "b") -->. On a CPU nothing is asynchronous, so nothing waits, and the two take the same time within the noise. A CPU cannot show this
+problem, which is why it survives until the first run on a GPU.
 
-`CUDA_LAUNCH_BLOCKING=1` makes *every* launch wait. It is for finding which kernel raised an error, never for measuring: with it
-host and device take turns.
+`CUDA_LAUNCH_BLOCKING=1` makes *every* launch wait. Use it to find which kernel raised an error, never to measure.
 
-**Is asynchrony dangerous?** Not for results: PyTorch keeps the order within a stream and waits where you read a value. It is
-dangerous for clocks.
+**Is asynchrony dangerous?** Not for results: PyTorch keeps the order within a stream and waits where you read a value. It is dangerous for timing.
+
+**Exercise 1.4.** Which of these lines wait on a GPU? Give their numbers.
+
+```python
+loss = criterion(model(x), y)      # 1
+if loss > best:                    # 2
+    best = loss.item()             # 3
+print(best)                        # 4
+hard = x[losses > 1.0]             # 5
+mean = x.mean(dim=0)               # 6
+```
 """
+
+# %%
+lines_that_wait = ...  # for example [1, 6]
+
+# %%
+check("1.4", lines_that_wait)
 
 # %% [markdown]
 """
@@ -188,9 +260,9 @@ y = a @ a
 print(time.perf_counter() - began)  # wrong: this is how long it took to *order* the product
 ```
 
-Two right ways: synchronise before both readings of the clock, or let the device's own clock mark **events** in the stream and
-read them when everything is over. Events are better for training steps, because the steps follow each other as in training and
-nobody waits in between. `dpscope.instruments.timing.time_steps` does that; every time in this course comes from it.
+There are two right ways. Synchronise before both readings of the clock; or let the device's own clock mark **events** in the stream and read them
+when everything is over. Events are better for training steps, because steps follow each other as in training and nobody waits in between.
+`dpscope.instruments.timing.time_steps` does that; the times in this course come from it unless a sentence says otherwise.
 """
 
 # %%
@@ -203,17 +275,36 @@ for where, clocks in (("here", mine), ("H200, recorded", look["three_clocks"] if
             f"{where:15} {clocks['side']}³: without waiting {clocks['without_waiting_ms']:8.3f} ms, "
             f"waiting {clocks['waiting_ms']:8.3f} ms, events {clocks['events_ms']:8.3f} ms"
         )
+for call in (look or {}).get("ordering", []):
+    if call["call"].startswith(("aten::", "cudaLaunch", "cudaFunc")):
+        print(
+            f"    the host's part of one product on the H200, under the profiler: {call['ms']:.3f} ms in {call['call']}"
+        )
 
 # %% [markdown]
 """
-On a CPU the three mean the same, and differ only by how busy the machine is. On the H200 the first says
-0.27 ms<!-- = first_look()["three_clocks"]["without_waiting_ms"] --> where the product takes
-21.5 ms<!-- = first_look()["three_clocks"]["events_ms"] -->. Worse than wrong, it is plausible. **If a time does not grow with the size of the problem, suspect
-the clock.**
+On a CPU the three mean the same. On the H200 the first says 0.026 ms<!-- = first_look()["three_clocks"]["without_waiting_ms"] --> where the product takes
+21.5 ms<!-- = first_look()["three_clocks"]["events_ms"] -->. It is wrong and looks plausible. **If a time does not grow with the size of the problem, suspect the
+clock.**
 
-The other rules of timing are old: warm up first (allocations, the choice of kernels and the clocks settle), take many steps,
-give the median and the spread, and never time under a profiler.
+Ordering this product takes longer than the 7.1 µs<!-- = launch_us() --> of a small addition in the next section: `aten::mm` does more on the host than `aten::add`, as the list above
+shows (the profiler makes each call longer). "A launch costs some microseconds" is true of a small elementwise operator in a running loop, and no law: another run of this program on another
+day said 0.27 ms<!-- given: the recording of 2026-11-15, replaced since --> for the same line. The host's part varies with the machine and what else it does.
+
+The other rules of timing are old. Warm up first: allocations, the choice of kernels and the clocks settle. Take many steps, and give the median and
+the spread. Never time under a profiler.
+
+**Exercise 1.5.** `gpu` has `launch(ms)`, which queues work and returns at once, `synchronize()` and `clock()` in milliseconds. Time the work correctly,
+also when something is in the queue already.
 """
+
+
+# %%
+def time_right(gpu, ms): ...
+
+
+# %%
+check("1.5", time_right)
 
 # %% [markdown]
 """
@@ -226,26 +317,54 @@ How small may an operator be? Time `x + 1` for larger and larger `x`:
 from first_look import look as take_a_look
 
 here = take_a_look(device)
-pictures.show(pictures.draw_time_by_size(here), "time of x + 1 against its size")
+pictures.show(
+    pictures.draw_time_by_size(here),
+    "Time of x + 1 against its size, on logarithmic axes. Timed one at a time, the two events that take the time are part of it; 50 at a time they hardly count.",
+    "x + 1 的时间与大小的关系（对数坐标）。每次只计时一个时，两个计时事件也算在内；每次计时 50 个，事件的开销就可以忽略。",
+)
 
 # %% [markdown]
 """
-Left, the curve is flat: the time is that of launching, whatever the size (and of the events that time it; without them an operator of
-the loop below costs 7.0 µs<!-- = program("launch_bound", "loop")["median_ms"] * 1e3 / 400 --> on the H200). Right, it is a line: time grows with
-bytes, and its slope is the memory's bandwidth. The bend of the H200 lies near 100 MB<!-- given: read off the picture -->: everything smaller costs the
-same. An operator left of the bend is paid for and not used.
+Left, the curve is flat: the time is that of launching, whatever the size. Right, it is a line: time grows with bytes, and the slope is the memory's
+bandwidth. Where is the bend? Timed one at a time it seems to lie near 100 MB<!-- given: read off the picture -->, but the flat part then contains the two events that take
+the time, about 23 µs<!-- = 1e3 * first_look()["time_by_size"][0]["median_ms"] -->. Timed 50 at a time (triangles) an addition costs
+7.1 µs<!-- = launch_us() -->, in which the memory moves 30 MB<!-- = bend_bytes() / 1e6 -->. That is the bend: below it, an operator costs the same however small it is.
+(Sizes below 62.9 MB<!-- = l2_bytes() / 1e6 --> fit into the L2 cache and can be faster than DRAM allows.)
 
-A program whose operators all lie left of the bend is **launch-bound**: the device finishes each one before the next arrives.
-`programs/launch_bound.py` updates 400 small parameters one by one, then in one call (`torch._foreach_add_`, which is what
-PyTorch's optimizers do), then by replaying a recorded CUDA graph.
+A program whose operators all lie left of the bend is **launch-bound**: the device finishes each one before the next arrives. `programs/case_2.py` updates
+400 small parameters in three ways.
 """
 
 # %%
-from launch_bound import PROGRAM as launch_bound
+from case_2 import PROGRAM as case_2
 
-live = [launch_bound.measure(way) for way in launch_bound.ways_on(device)]
-pictures.tell(launch_bound, live)
-pictures.show(pictures.draw_ways(launch_bound, live), "an optimizer step in three ways")
+live = [case_2.measure(way) for way in case_2.ways_on(device)]
+pictures.tell(case_2, live)
+pictures.show(
+    pictures.draw_ways(case_2, live, ("one by one", "foreach", "CUDA graph")),
+    "An optimizer step for 400 small parameters, in three ways. Way c needs a GPU.",
+    "400 个小参数的一次优化器更新，三种方式。方式 c 需要 GPU。",
+)
+
+# %% [markdown]
+"""
+- **a** launches 400 kernels: 3.19 ms<!-- = took("case_2", "a") -->.
+- **b**, `torch._foreach_add_`, which PyTorch's own optimizers use, launches a few kernels that each update many parameters: 0.148 ms<!-- = took("case_2", "b") -->.
+- **c** replays the loop of a as a **CUDA graph**: 0.471 ms<!-- = took("case_2", "c") -->. The host makes one call, but the device still runs 400 kernels, one after another, about
+  1.2 µs<!-- = 1e3 * took("case_2", "c") / 400 --> each. That is why it is slower than b<!-- holds: took("case_2", "c") > took("case_2", "b") -->: a graph removes the host's part of a launch,
+  fusion removes the launch.
+
+**Exercise 1.6.** Find the bend: return the `bytes` of the first point that takes at least 1.7 times<!-- given --> as long as the one before. `points` is a list like
+`here["time_by_size"]`, each size twice the last.
+"""
+
+
+# %%
+def bend(points): ...
+
+
+# %%
+check("1.6", bend)
 
 # %% [markdown]
 """
@@ -260,14 +379,25 @@ A kernel is one function run by very many **threads**. They are grouped:
 | **block** | up to 1024 threads, on one multiprocessor | shared memory, barriers |
 | **grid** | all blocks of one launch | device memory |
 
-The device consists of **streaming multiprocessors** (SMs); an H200 has 132. Each holds many warps at once and switches between
-them without cost: while one waits for memory, another computes. That is how a GPU hides latency: not with large caches but with
-many warps. **Occupancy** is how many warps an SM holds compared with how many it could; registers and shared memory of a block
-limit it.
+The device consists of **streaming multiprocessors** (SMs); an H200 has 132. Each SM has four **sub-partitions** (SMSPs), each with a scheduler of its own that issues
+at most one instruction a cycle. A scheduler holds up to 16 warps and switches between them for free: while one waits for memory, another
+computes. A GPU hides latency with many warps, not with large caches. **Occupancy** is how many warps an SM holds compared with how many it
+could; a block's registers and shared memory limit it.
 
-So a kernel needs enough blocks for all SMs, enough warps on each to hide latency, and neighbouring threads that read
-neighbouring addresses, for memory comes in whole sectors of 32 bytes whether you use them or not.
+So a kernel needs enough blocks for all SMs, enough warps on each to hide latency, and neighbouring threads that read neighbouring addresses, because memory comes
+in whole sectors of 32 bytes whether you use them or not.
+
+**Exercise 1.7.** All blocks that fit at once are one *wave*. How many waves does a grid of `blocks` need on 132 SMs, if each SM takes `blocks_per_sm` at a time? (2.2 waves
+means: two full ones, and one in which most SMs are idle.)
 """
+
+
+# %%
+def waves(blocks, blocks_per_sm): ...
+
+
+# %%
+check("1.7", waves)
 
 # %% [markdown]
 """
@@ -277,58 +407,86 @@ neighbouring addresses, for memory comes in whole sectors of 32 bytes whether yo
 | --- | --- | --- | --- |
 | registers | in the SM | 256 KB<!-- given: CUDA programming guide, compute capability 9.0 --> an SM | one thread |
 | shared memory and L1 | in the SM | 256 KB<!-- given: CUDA programming guide, compute capability 9.0 --> an SM, together | a block |
-| L2 | on the chip | 50 MB<!-- given: NVIDIA's data sheet --> | everyone |
-| HBM ("DRAM", "global memory") | beside the chip | 141 GB<!-- given: NVIDIA's data sheet --> | everyone, slowly |
+| L2 | on the chip | 62.9 MB<!-- = l2_bytes() / 1e6 --> (60 MiB<!-- = l2_bytes() / 2**20 -->), read from the card by ncu | everyone |
+| HBM ("DRAM", "global memory") | next to the chip | 141 GB<!-- given: NVIDIA's data sheet --> | everyone, slowly |
 | host memory | across the link | hundreds of GB | by copies |
 
-Each level is larger and slower than the one above. What fits in registers and shared memory is nearly free; what goes to HBM
-and comes back is what time is spent on. **Fusion** is the art of doing more before writing back: `2a + b` as two operators
-writes a temporary tensor and reads it again, five trips through HBM where three would do.
+Each level is larger and slower than the one above. What stays in registers and shared memory is nearly free; trips to HBM are what time is spent on.
+**Fusion** means doing more before writing back: `2a + b` as two operators writes a temporary tensor and reads it again, five trips through
+HBM where three would do. `programs/case_1.py` does both.
 """
 
 # %%
-from memory_bound import PROGRAM as memory_bound
+from case_1 import PROGRAM as case_1
 
-live = [memory_bound.measure(way) for way in memory_bound.ways_on(device)]
-pictures.tell(memory_bound, live)
-pictures.show(pictures.draw_ways(memory_bound, live), "2a + b in two operators and in one")
+live = [case_1.measure(way) for way in case_1.ways_on(device)]
+pictures.tell(case_1, live)
+pictures.show(
+    pictures.draw_ways(case_1, live, ("a * 2 + b", "torch.add(b, a, alpha=2)")),
+    "2a + b in two operators and in one.",
+    "2a + b：两个算子与一个算子。",
+)
 
 # %% [markdown]
 """
-Fewer bytes, less time, although the arithmetic is the same: on the H200 one operator is
-1.68×<!-- = program("memory_bound", "two_operators")["median_ms"] / program("memory_bound", "one_operator")["median_ms"] --> as fast as two, and five trips to
-three would be 1.67×<!-- given: 5 / 3 -->. (On a CPU the gain can be larger than 5 to 3: the temporary tensor is
-also fresh memory that the operating system has to hand over page by page.)
+Fewer bytes take less time, although the arithmetic is the same: on the H200 one operator is 1.69×<!-- = took("case_1", "a") / took("case_1", "b") --> as fast as two, and five
+trips to three would be 1.67×<!-- given: 5 / 3 -->. (On a CPU the gain can be larger: the temporary tensor is fresh memory that the operating system
+hands over page by page.)
+
+**Exercise 1.8.** How many bytes does `2a + b` move for `numbers` float32 numbers, in one operator (`fused`) and in two?
 """
+
+
+# %%
+def bytes_moved(numbers, fused): ...
+
+
+# %%
+check("1.8", bytes_moved)
 
 # %% [markdown]
 """
 ## 1.9 What is it bound by?
 
-Divide the operations of a kernel by the bytes it moves: its **arithmetic intensity**. The machine has such a ratio too. Our
-H200 reaches 786 TFLOP/s<!-- = ceilings()["tensor_flops_per_second"] / 1e12 --> on tensor cores in bfloat16 and
-4.26 TB/s<!-- = ceilings()["dram_bytes_per_second"] / 1e12 -->, so about
-184 operations<!-- = ceilings()["tensor_flops_per_second"] / ceilings()["dram_bytes_per_second"] --> for each byte.
+Divide the operations of a kernel by the bytes it moves: its **arithmetic intensity**. The machine has such a ratio too, one for each unit that does arithmetic; it is
+called the **ridge**. Our H200 moves 4.26 TB/s<!-- = ceilings()["dram_bytes_per_second"] / 1e12 -->, and reaches
 
-- Below that ratio a kernel is **memory-bound**: it waits for bytes. Additions, norms, softmax, optimizers, copies. Move fewer
-  bytes: fuse, use a smaller number format, do not materialise.
-- Above it, it is **compute-bound**: large matrix products and convolutions. Use tensor cores (bfloat16, TF32), skip work.
-- If neither is near its limit and the device is idle in between, the program is **launch-bound** (1.6), or waits for copies or
-  the host. Faster kernels change nothing.
+| unit | operations a second | ridge: operations for each byte |
+| --- | --- | --- |
+| tensor cores, bfloat16 | 786 TFLOP/s<!-- = ceilings()["tensor_flops_per_second"] / 1e12 --> | 184<!-- = ridge() --> |
+| float32 (FMA pipe, no TF32) | 51 TFLOP/s<!-- = ceilings()["fp32_flops_per_second"] / 1e12 --> | 12<!-- = ridge("fp32") --> |
+
+- Below the ridge a kernel is **memory-bound**: it waits for bytes. Additions, norms, softmax, optimizers, copies. Move fewer bytes: fuse, use a
+  smaller number format, do not write down what you can recompute.
+- Above it, it is **compute-bound**: large matrix products and convolutions. Use tensor cores (bfloat16, TF32), or do less.
+- If neither is near its limit and the device is idle in between, the program is **launch-bound** (1.6), or waits for copies or the host. Faster kernels change
+  nothing.
+
+`programs/case_5.py` multiplies the same matrices in two number formats:
 """
 
 # %%
-from compute_bound import PROGRAM as compute_bound
+from case_5 import PROGRAM as case_5
 
-live = [compute_bound.measure(way, steps=10) for way in compute_bound.ways_on(device)]
-pictures.tell(compute_bound, live)
+live = [case_5.measure(way, steps=10) for way in case_5.ways_on(device)]
+pictures.tell(case_5, live)
 
 # %% [markdown]
 """
-The same product, 8192³ on the H200: 51.3 TFLOP/s<!-- = program("compute_bound", "float32")["flops"] / program("compute_bound", "float32")["median_ms"] / 1e9 -->
-in float32, 789 TFLOP/s<!-- = program("compute_bound", "bfloat16")["flops"] / program("compute_bound", "bfloat16")["median_ms"] / 1e9 --> in bfloat16. No other
-single change to a training script is worth as much.
+The same product, 8192³ on the H200: 51.1 TFLOP/s<!-- = program("case_5", "a")["flops"] / took("case_5", "a") / 1e9 --> in float32,
+808 TFLOP/s<!-- = program("case_5", "b")["flops"] / took("case_5", "b") / 1e9 --> in bfloat16. Few single changes to a training script are worth as much.
+
+**Exercise 1.9.** Say what a kernel is bound by on the H200: `"memory"` or `"compute"`. `unit` is `"tensor"` or `"fp32"`; `recorded.ceilings()` has
+`tensor_flops_per_second`, `fp32_flops_per_second` and `dram_bytes_per_second`.
 """
+
+
+# %%
+def bound_by(flops, nbytes, unit): ...
+
+
+# %%
+check("1.9", bound_by)
 
 # %% [markdown]
 """
@@ -336,92 +494,66 @@ single change to a training script is worth as much.
 
 | what you see | where you see it | usual cause | what to do |
 | --- | --- | --- | --- |
-| GPU idle, host busy | timeline (tutorials 2 and 4) | too many small operators | larger batch, fused operators, `foreach` optimizers, `torch.compile`, CUDA graphs |
+| GPU idle, host busy | timeline (lessons 2 and 4) | too many small operators | larger batch, fused operators, `foreach` optimizers, `torch.compile`, CUDA graphs |
 | GPU idle after each step | timeline: a wait, then a gap | `.item()`, `print`, `if tensor` | keep values on the device, read them rarely |
 | gaps at the start of a step | timeline: the loader's threads | slow loading or preprocessing | more workers, `persistent_workers`, prefetching |
 | long H2D copies, nothing beside them | timeline: copy lanes | pageable memory | `pin_memory=True`, `non_blocking=True`, a stream for copies |
-| DRAM near its limit, arithmetic low | ncu, speed of light (tutorial 3) | elementwise work, optimizer, norms | fuse, smaller number formats, do not store what can be recomputed |
+| DRAM near its limit, arithmetic low | ncu, speed of light (lesson 3b) | elementwise work, optimizer, norms | fuse, smaller number formats, recompute |
 | arithmetic near its limit | ncu | large products | tensor cores, less work; then it is as fast as it gets |
-| both low, warps stalled | ncu, warp states | latency: few warps, scattered reads, barriers | more parallelism, coalesced access |
+| both low, warps stalled | ncu, warp states | latency: few warps, scattered reads, barriers | more parallelism, neighbouring addresses |
 | tensor cores idle in a product | ncu, compute workload | float32 without TF32, odd shapes | bfloat16, multiples of 8 or 16 |
-| out of memory | `dpscope memory` (tutorial 5) | activations, per-sample gradients | smaller batch, checkpointing, another clipping method |
+| out of memory | `dpscope memory` (lesson 5) | activations, per-sample gradients | smaller batch, checkpointing, another clipping method |
 | first steps slow | trace of early steps | allocation, choice of kernels, compiling | warm up before measuring |
+
+The same as one page to print: [from symptom to fix](sheets/symptoms-en.pdf); all commands: [cheat sheet](sheets/cheat-sheet-en.pdf).
+
+**Exercise 1.10.** Which tool first? Answer `"timeline"`, `"ncu"` or `"memory"`.
 """
+
+# %%
+first_tool = {"idle GPU": ..., "slow kernel": ..., "out of memory": ...}
+
+# %%
+check("1.10", first_tool)
 
 # %% [markdown]
 """
 ## 1.11 The running example: a private step
 
-Differentially private training (DP-SGD) clips the gradient of *every sample* before summing, and adds noise. The three ways to do
-so differ in exactly the terms of this page. On an H200, a transformer of 1.17 billion parameters, batch 8, sequence 1024, bf16:
+Differentially private training (DP-SGD) clips the gradient of *every sample* before summing, and adds noise. Three ways to do so differ in the terms of
+this lesson. On an H200, a transformer of 1.17 billion parameters, batch 8, sequence 1024, bf16, one run of 2026-11-15:
 
-| method | time of a step | × ordinary | what it is bound by |
+| method | step time | × ordinary | what it does more |
 | --- | --- | --- | --- |
-| `standard` (not private) | 126.8 ms<!-- = ms("page", "standard") --> | 1.00×<!-- = times("page", "standard") --> | products and bytes, GPU busy |
+| `standard` (not private) | 126.8 ms<!-- = ms("page", "standard") --> | 1.00×<!-- = times("page", "standard") --> | |
 | `flat` (Opacus) | 266.5 ms<!-- = ms("page", "flat") --> | 2.10×<!-- = times("page", "flat") --> | writes every sample's gradient to memory and reads it back |
-| `ghost` (Opacus) | 345.1 ms<!-- = ms("page", "ghost") --> | 2.72×<!-- = times("page", "ghost") --> | a second backward pass, and host waits |
-| `flash` (dpscope) | 137.8 ms<!-- = ms("page", "flash") --> | 1.09×<!-- = times("page", "flash") --> | as ordinary training |
+| `ghost` (Opacus) | 345.1 ms<!-- = ms("page", "ghost") --> | 2.72×<!-- = times("page", "ghost") --> | a second backward pass, and products for the norms |
+| `flash` (dpscope) | 137.8 ms<!-- = ms("page", "flash") --> | 1.09×<!-- = times("page", "flash") --> | products for the norms, inside one backward pass |
 
-Why, and how one finds out, is the rest of the course. The picture is drawn by dpscope from the recorded results:
+Flash clipping has become faster since: 1.03×<!-- = price("8 × 1024")["time"] --> on 2026-11-16. Lesson 5 comes back to it with all tools.
 """
 
 # %%
 from dpscope.reports.time.figures import draw_tradeoff
 
-pictures.show(draw_tradeoff(recorded.sweep("page").rows), "memory against time of four methods on an H200")
+pictures.show(
+    draw_tradeoff(recorded.sweep("page").rows),
+    "Memory against time of four methods on an H200, 2026-11-15, as dpscope draws it.",
+    "H200 上四种方法的显存与时间（2026-11-15），由 dpscope 绘制。",
+)
 
 # %% [markdown]
 """
-## Exercises
-
-1. Where is the bend of section 1.6 on your machine? Find the smallest size at which twice the bytes take at least 1.7 times as
-   long<!-- given -->.
-2. Write a function that says whether an operator is memory- or compute-bound on the H200, from its operations and bytes. Try it on
-   `x + 1`, on a 4096³ product in bfloat16, and on the product of a 1×4096 vector with a 4096×4096 matrix.
-3. How many synchronisations are in `loss = f(x); if loss > best: best = loss.item(); print(best)` on a GPU?
-
-Solutions follow; they run.
+**Exercise 1.11.** What takes one day without privacy takes how many days with a method? Use `recorded.ms("page", method)`, the step time in milliseconds.
 """
 
-# %%
-# Solution 1
-from itertools import pairwise
-from math import log2
-
-bend = None
-for a, b in pairwise(here["time_by_size"]):
-    doublings = log2(b["bytes"] / a["bytes"])
-    growth = (b["median_ms"] / a["median_ms"]) ** (1 / doublings)
-    if growth >= 1.7:
-        bend = b["bytes"]
-        break
-print(f"the bend is near {bend / 1024:.0f} KiB" if bend else "no bend: try larger sizes")
 
 # %%
-# Solution 2
-roof = recorded.ceilings()
-balance = roof["tensor_flops_per_second"] / roof["dram_bytes_per_second"]
+def days(method): ...
 
-
-def bound_by(flops: float, nbytes: float) -> str:
-    return f"{flops / nbytes:8.2f} FLOP/byte: {'compute' if flops / nbytes > balance else 'memory'}-bound"
-
-
-print("x + 1           ", bound_by(1, 8))
-print("4096³, bfloat16 ", bound_by(2 * 4096**3, 3 * 2 * 4096**2))
-print("vector × matrix ", bound_by(2 * 4096**2, 2 * (4096**2 + 2 * 4096)))
-
-# %% [markdown]
-"""
-Solution 3: one in every call, two when it is a new best. `if loss > best` needs a truth value; `.item()` needs a number; printing
-a Python float costs nothing, but had `best` stayed a tensor, `print` would wait too. Keep `best` on the device
-(`torch.minimum`) and print it every hundred steps.
-
-(The vector with the matrix is why generating text one token at a time is memory-bound, while training is not.)
-"""
 
 # %%
-assert "memory" in bound_by(1, 8) and "compute" in bound_by(2 * 4096**3, 6 * 4096**2)
+check("1.11", days)
 
 # %% [markdown]
 """
@@ -431,8 +563,7 @@ assert "memory" in bound_by(1, 8) and "compute" in bound_by(2 * 4096**3, 6 * 409
 
 <details><summary>Answer</summary>
 
-It is launch-bound: the time is the host's. A faster device only idles longer. Fewer launches help (fused operators, CUDA graphs),
-or a faster CPU.
+It is launch-bound: the time is the host's. A faster device only idles longer. Fewer launches help (fused operators, CUDA graphs), or a faster CPU.
 
 </details>
 
@@ -440,8 +571,7 @@ or a faster CPU.
 
 <details><summary>Answer</summary>
 
-Yes: it is how long the host needs to launch the step. As long as it is below the second, the host keeps up and the device is never
-hungry. It is not the time of the step.
+Yes: it is how long the host needs to launch the step. As long as it is below the second, the host keeps up and the device never runs out of work. It is not the step time.
 
 </details>
 
@@ -449,8 +579,7 @@ hungry. It is not the time of the step.
 
 <details><summary>Answer</summary>
 
-The driver has to copy the data to its own pinned buffer first, and the host does that. The call returns when the data has been
-taken over, and what runs beside it is little.
+The driver has to copy the data to its own pinned buffer first, and the host does that. The call returns when the data has been taken over, so little can run beside it.
 
 </details>
 
@@ -458,8 +587,9 @@ taken over, and what runs beside it is little.
 
 <details><summary>Answer</summary>
 
-Ten operations a byte are far below the machine's balance of section 1.9: memory. At full bandwidth it takes about a quarter of a
-millisecond; the arithmetic alone would take a twentieth of that on tensor cores.
+It depends on the unit. Ten operations a byte are far below the ridge of tensor cores (184<!-- = ridge() -->): memory-bound, a quarter of a millisecond, and the arithmetic would take
+a twentieth of that. In plain float32 the ridge is 12<!-- = ridge("fp32") -->, so the kernel is nearly balanced: the bytes take
+0.23 ms<!-- = 1e12 / ceilings()["dram_bytes_per_second"] -->, the arithmetic 0.20 ms<!-- = 1e13 / ceilings()["fp32_flops_per_second"] -->.
 
 </details>
 
@@ -467,20 +597,19 @@ millisecond; the arithmetic alone would take a twentieth of that on tensor cores
 
 <details><summary>Answer</summary>
 
-Not necessarily. Occupancy is a means to hide latency. Matrix kernels keep large tiles in registers and shared memory, run at low
-occupancy and reach the arithmetic limit.
+Not necessarily. Occupancy is a means to hide latency. Matrix kernels keep large tiles in registers and shared memory, run at low occupancy and come near the
+arithmetic limit.
 
 </details>
 
 ## What to remember
 
-- The host orders, the device works, and a queue lies between them. Speed is a question of who waits.
+- The host orders, the device works, and a queue lies between them. Ask who waits.
 - A time without synchronisation is the time of ordering. Use events, or `time_steps`.
 - Launch-bound: fewer launches. Memory-bound: fewer bytes. Compute-bound: a better format, or less work.
-- Values that Python reads are synchronisations. Pinned memory is what makes copies asynchronous.
-- Know your machine's ratio of operations to bytes.
+- Values that Python reads are synchronisations. Pinned memory makes copies asynchronous.
+- Know the ridge of the unit you use.
 
 **Further**: [CUDA programming guide](https://docs.nvidia.com/cuda/cuda-c-programming-guide/), [GPU glossary](https://modal.com/gpu-glossary),
-[How to think about GPUs](https://jax-ml.github.io/scaling-book/gpus/), [our own glossary](glossary.md). Next: [PyTorch Profiler](02-pytorch-profiler.ipynb), which
-shows all this for a real model.
+[How to think about GPUs](https://jax-ml.github.io/scaling-book/gpus/), [our own glossary](glossary.md). Next: [PyTorch Profiler](02-pytorch-profiler.ipynb).
 """

@@ -2,11 +2,12 @@
 """
 # 5. What privacy costs
 
-*Last verified: 2026-11-15, torch 2.13 and Opacus 1.6 on a CPU, torch 2.11 on an NVIDIA H200.*
+*Last verified: 2026-11-16, torch 2.13 and Opacus 1.6 on a CPU, torch 2.11 on an NVIDIA H200.*
 
-Now all of it on one question: *what does differentially private training cost next to ordinary training of the same model, and why?*
-Every figure of the H200 below is read by code from results that are committed with this course. At the end the same is done to a model of
-your own.
+**Level:** practise. **Assumes:** lessons [1](01-how-a-gpu-step-works.ipynb) and [2](02-pytorch-profiler.ipynb); what a gradient is. **Time:** 20 minutes to read, about 40 more for the exercises.
+
+Now all of it on one question: *what does differentially private training cost next to ordinary training of the same model, and why?* Every figure of the H200 below is read by code from committed results. Those of Opacus's
+methods, the memory, the traces and the bytes are of 2026-11-15; flash clipping was measured again with the current version on 2026-11-16, and the text says which is which. At the end you measure a model of your own.
 
 **After it you can**
 
@@ -14,22 +15,48 @@ your own.
 - measure it for any model with one command, and read the result without fooling yourself;
 - check that a clipping method does what it promises, before you believe that it is fast;
 - decide between flat, ghost and flash clipping for your model.
+
+Solutions: [solutions/lesson_5.py](solutions/lesson_5.py).
 """
 
 # %%
+# Set up. In a clone this only finds the course; elsewhere (Colab, an empty folder) it fetches it first.
+REPOSITORY = ""  # the address of dpscope's repository: needed outside a clone only
+
+import importlib
+import subprocess
 import sys
-import tempfile
-import warnings
 from pathlib import Path
 
-warnings.filterwarnings("ignore", message="Secure RNG turned off")  # right for a lesson, not for a release
 
-TUTORIALS = next(p for p in [Path.cwd(), *Path.cwd().parents, Path.cwd() / "tutorials"] if (p / "programs").is_dir())
+def find_course():
+    places = [Path.cwd(), *Path.cwd().parents, Path.cwd() / "dpscope-course"]
+    return next((place / "tutorials" for place in places if (place / "tutorials" / "programs").is_dir()), None)
+
+
+if find_course() is None:
+    assert REPOSITORY, "Open this notebook in a clone of dpscope, or write its repository's address into REPOSITORY."
+    subprocess.run(["git", "clone", "--quiet", "--depth", "1", REPOSITORY, "dpscope-course"], check=True)
+    if subprocess.call([sys.executable, "-c", "import dpscope.cli"], stderr=subprocess.DEVNULL) != 0:
+        subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "./dpscope-course"], check=True)
+        importlib.invalidate_caches()
+TUTORIALS = find_course()
 sys.path.insert(0, str(TUTORIALS / "programs"))
+
+import language
+
+language.use("en")
+
+# %%
+import tempfile
+import warnings
+
+warnings.filterwarnings("ignore", message="Secure RNG turned off")  # right for a lesson, not for a release
 
 import pictures
 import recorded
 import torch
+from checks import check
 
 import dpscope
 
@@ -47,15 +74,24 @@ An ordinary step: forward, backward, update. A private one must bound what any *
 3. the sum Σ c_b v_b, plus Gaussian noise of standard deviation σC, divided by the expected batch size;
 4. bookkeeping of ε by an accountant.
 
-An ordinary backward pass gives Σ v_b directly and never forms a single v_b. That is why privacy costs something, and the methods differ in
-how they get the norms:
+An ordinary backward pass gives Σ v_b directly and never forms a single v_b. That is why privacy costs something. The methods differ in how they get the norms:
 
 | method | norms | price |
 | --- | --- | --- |
 | `flat` (Opacus) | form every v_b | memory and bytes: batch × parameters |
 | `ghost` (Opacus) | from inputs and output gradients, then a second backward pass | time: two backward passes, and T × T products in memory |
-| `flash` (dpscope) | the same mathematics in tiles that never reach memory; one backward pass | the arithmetic of the norms |
+| `flash` (dpscope) | the same mathematics in tiles that never reach memory, or kept gradients where that is cheaper and there is room; one backward pass | the arithmetic of the norms |
+
+**Exercise 5.1.** Clip and sum: `gradients` has one row for each sample, `bound` is C. Return Σ c_b v_b.
 """
+
+
+# %%
+def clipped_sum(gradients, bound): ...
+
+
+# %%
+check("5.1", clipped_sum)
 
 # %% [markdown]
 """
@@ -66,9 +102,8 @@ dpscope compare --methods standard,flat,ghost,flash --model tiny --batch-size 4 
 dpscope compare --all --model 1b --dtype bf16 --batch-size 8 --seq-len 1024 --out page --resume
 ```
 
-The first runs on a laptop in a minute, the second is the whole page on a GPU. Every row is a process of its own, so that nothing leaks from one into the
-next; a row that fails says why, and the others go on; figures that the machine's noise makes doubtful are marked with `?`. From Python it is
-`dpscope.compare`, which section 5.9 runs. These are the results of the second on the H200, a transformer of 1.17 billion parameters:
+The first runs on a laptop in a minute, the second is the whole page on a GPU. Every row is a process of its own, so that nothing leaks from one into the next; a row that fails says why, and the others go on; doubtful figures are marked
+with `?`. From Python it is `dpscope.compare`, which section 5.9 runs. The results of the second on the H200, a transformer of 1.17 billion parameters, 2026-11-15:
 """
 
 # %%
@@ -77,11 +112,21 @@ print("\n".join(str(page).splitlines()[:14]))
 
 # %% [markdown]
 """
-Flat clipping takes 2.10×<!-- = times("page", "flat") --> the time and 1.42×<!-- = memory_times("page", "flat") --> the memory of ordinary training; ghost
-2.72×<!-- = times("page", "ghost") --> and 1.14×<!-- = memory_times("page", "ghost") -->; flash
-1.09×<!-- = times("page", "flash") --> and 0.96×<!-- = memory_times("page", "flash") -->. Three questions follow: where is the memory, where is the time, and
-where are the bytes?
+Flat clipping takes 2.10×<!-- = times("page", "flat") --> the time and 1.42×<!-- = memory_times("page", "flat") --> the memory of ordinary training; ghost 2.72×<!-- = times("page", "ghost") --> and
+1.14×<!-- = memory_times("page", "ghost") -->; flash 1.09×<!-- = times("page", "flash") --> and 0.96×<!-- = memory_times("page", "flash") -->, with the current version
+1.03×<!-- = price("8 × 1024")["time"] --> and 0.96×<!-- = price("8 × 1024")["memory"] -->. Runs differ: the same row of flat took 2.10×<!-- = times("page", "flat") -->,
+2.01×<!-- = times("flash-grid/bf16-1024", "flat") --> and 1.99×<!-- = times("traffic", "flat") --> in three runs of one day. Quote the run, and do not read meaning into the second decimal.
+
+**Exercise 5.2.** How many tokens a second is a step of `ms` milliseconds?
 """
+
+
+# %%
+def tokens_per_second(batch, seq, ms): ...
+
+
+# %%
+check("5.2", tokens_per_second)
 
 # %% [markdown]
 """
@@ -98,93 +143,139 @@ Every live byte belongs to exactly one component, and they add up to the allocat
 from dpscope.reports.memory.figures import draw_breakdown, draw_timeline
 
 memory = recorded.sweep("memory/8x1024")
-pictures.show(draw_breakdown(memory.rows), "memory by component of four methods on an H200")
+pictures.show(
+    draw_breakdown(memory.rows),
+    "Memory at the peak by component, four methods on an H200.",
+    "H200 上四种方法的峰值显存，按组成部分划分。",
+)
+pictures.show(
+    draw_timeline(memory.rows),
+    "Live memory over one step of four methods.",
+    "四种方法一步之内的活跃显存。",
+)
 
 # %% [markdown]
 """
-Flat's per-sample gradients are 18.9 GiB<!-- = component_gib("per_sample_gradients", "memory/8x1024", "flat") --> of its
-42.78 GiB<!-- = gib("memory/8x1024", "flat") -->. Ghost has none; at its peak the gradients of the first backward pass,
-4.37 GiB<!-- = component_gib("gradients", "memory/8x1024", "ghost") -->, still lie there. *When* each peaks tells why:
+Flat's per-sample gradients are 18.9 GiB<!-- = component_gib("per_sample_gradients", "memory/8x1024", "flat") --> of its 42.78 GiB<!-- = gib("memory/8x1024", "flat") -->. Ghost has none; at its peak the gradients of the first backward
+pass, 4.37 GiB<!-- = component_gib("gradients", "memory/8x1024", "ghost") -->, are still there. *When* each peaks tells why: ordinary training peaks at the loss, when all activations are live. Flat peaks later, while clipping: by then its activations
+are freed and something larger has taken their place.
+
+**Exercise 5.3.** Estimate the memory of per-sample gradients in GiB, then compare 8 samples, 1.17e9 parameters and 2 bytes (bfloat16) with the figure above. (Some layers keep theirs in float32.)
 """
+
 
 # %%
-pictures.show(draw_timeline(memory.rows), "live memory over one step of four methods")
+def gib(batch, parameters, nbytes): ...
+
+
+# %%
+check("5.3", gib)
 
 # %% [markdown]
 """
-Ordinary training peaks at the loss, when all activations are live. Flat peaks later, while clipping: it has freed its activations by then and put
-something larger in their place. Flash stays below ordinary training throughout.
-
 ## 5.4 Where the time goes
 
-From the traces of tutorial 2, phase by phase: ghost spends 270.3 ms<!-- = next(p["gpu_ms"] for p in traced("traces", "ghost")["phases"] if p["phase"] == "backward") -->
-of GPU time in backward where ordinary training needs
-75.8 ms<!-- = next(p["gpu_ms"] for p in traced("traces", "standard")["phases"] if p["phase"] == "backward") -->: two passes and the products of its norms. Flash has the norms in
-`clip`, 11.8 ms<!-- = next(p["gpu_ms"] for p in traced("traces", "flash")["phases"] if p["phase"] == "clip") -->, and its weight products, noise and update together in
-`optimizer`.
+From the traces of lesson 2, phase by phase (2026-11-15): ghost spends 270.3 ms<!-- = next(p["gpu_ms"] for p in traced("traces", "ghost")["phases"] if p["phase"] == "backward") --> of GPU time in backward where ordinary training needs
+75.8 ms<!-- = next(p["gpu_ms"] for p in traced("traces", "standard")["phases"] if p["phase"] == "backward") -->: two passes and the products of its norms. Flash has the norms in `clip`,
+11.8 ms<!-- = next(p["gpu_ms"] for p in traced("traces", "flash")["phases"] if p["phase"] == "clip") -->, and its weight products, noise and update together in `optimizer`.
 """
 
 # %%
 from dpscope.reports.trace.figures import draw_differences
 
-pictures.show(draw_differences(recorded.sweep("traces").rows), "operators that make a private step longer")
+pictures.show(
+    draw_differences(recorded.sweep("traces").rows),
+    "Operators that make a private step longer than an ordinary one.",
+    "使隐私训练的一步比普通训练更长的算子。",
+)
+
+# %% [markdown]
+"""
+**Exercise 5.4.** Return the GPU milliseconds of a phase of a method. `recorded.traced("traces", method)["phases"]` is a list of dicts with `phase` and `gpu_ms`.
+"""
+
+
+# %%
+def phase_ms(method, phase): ...
+
+
+# %%
+check("5.4", phase_ms)
 
 # %% [markdown]
 """
 ## 5.5 Where the bytes go
 
-From tutorial 3: at sequence 256, where per-sample gradients are many for few tokens, flat moves
-3.99×<!-- = dram_times("traffic", "flat", 8, 256) --> the bytes of ordinary training at batch 8 and
-4.56×<!-- = dram_times("traffic", "flat", 16, 256) --> at batch 16; at sequence 1024 2.37×<!-- = dram_times("traffic", "flat", 8, 1024) -->. Flash moves
-between 0.97×<!-- = dram_times("traffic", "flash", 8, 256) --> and 1.08×<!-- = dram_times("traffic", "flash", 16, 1024) -->.
+From lesson 3a: at sequence 256, where per-sample gradients are many for few tokens, flat moves 3.99×<!-- = dram_times("traffic", "flat", 8, 256) --> the bytes of ordinary training at batch 8 and
+4.56×<!-- = dram_times("traffic", "flat", 16, 256) --> at batch 16; at sequence 1024 2.37×<!-- = dram_times("traffic", "flat", 8, 1024) -->. Flash moved between 0.97×<!-- = dram_times("traffic", "flash", 8, 256) --> and
+1.08×<!-- = dram_times("traffic", "flash", 16, 1024) -->.
 
-Bytes explain part of the time, and dpscope says how much: moving flat's extra bytes at full bandwidth would take
-56 ms<!-- = (dram_gb("traffic", "flat", 8, 256) - dram_gb("traffic", "standard", 8, 256)) * 1e9 / ceilings()["dram_bytes_per_second"] * 1e3 --> of the
-169.7 ms<!-- = ms("traffic", "flat", 8, 256) - ms("traffic", "standard", 8, 256) --> that it is slower. The rest is launches: thousands of small kernels, and a host
-that cannot keep up.
+Bytes explain part of the time. At 8 × 256, moving flat's extra bytes at full bandwidth would take 56 ms<!-- = (dram_gb("traffic", "flat", 8, 256) - dram_gb("traffic", "standard", 8, 256)) * 1e9 / ceilings()["dram_bytes_per_second"] * 1e3 --> of the
+169.7 ms<!-- = ms("traffic", "flat", 8, 256) - ms("traffic", "standard", 8, 256) --> that it is slower. What the rest is, bytes cannot say, and this size was not traced; a trace (lesson 2) would show whether it is launches, waits or arithmetic. Name a cause only
+when you have seen it.
+
+**Exercise 5.5.** Which percentage of the extra milliseconds do the extra bytes explain?
 """
 
-# %%
-from dpscope.reports.time.figures import draw_tradeoff
 
-pictures.show(draw_tradeoff(page.rows), "memory against time")
+# %%
+def explained(extra_gb, tb_per_second, extra_ms): ...
+
+
+# %%
+check("5.5", explained)
 
 # %% [markdown]
 """
 ## 5.6 How it grows
 
-One size is an anecdote. Ratios to ordinary training of the same run, from the recorded grid:
+One size is an anecdote. Ratios of time and memory to ordinary training of the same run. Flat and ghost are of 2026-11-15; flash is of the run of 2026-11-16 with the current version:
 """
 
 # %%
+from pandas import DataFrame
+
+lines = []
 for folder, batch, seq in (
+    ("traffic", 8, 256),
     ("flash-grid/bf16-256", 16, 256),
     ("flash-grid/bf16-256", 32, 256),
     ("flash-grid/bf16-1024", 8, 1024),
     ("flash-grid/bf16-1024", 16, 1024),
     ("flash-grid/bf16-16384", 1, 16384),
 ):
-    cells = []
-    for method in ("flat", "ghost", "flash"):
-        time, memory_ratio = (f(folder, method, batch, seq) for f in (recorded.times, recorded.memory_times))
-        cells.append(f"{method} {time:.2f}× time {memory_ratio:.2f}× memory")
-    print(f"{batch:3} × {seq:5}:  " + "   ".join(cells))
+    line = {"batch × sequence": f"{batch} × {seq}"}
+    for method in ("flat", "ghost"):
+        line[method] = (
+            f"{recorded.times(folder, method, batch, seq):.2f}× {recorded.memory_times(folder, method, batch, seq):.2f}×"
+        )
+    now = recorded.price(f"{batch} × {seq}")
+    lines.append(line | {"flash, current": f"{now['time']:.2f}× {now['memory']:.2f}×"})
+DataFrame(lines)
 
 # %% [markdown]
 """
-Read down the columns. Flat is worst for many short samples (3.73×<!-- = times("flash-grid/bf16-256", "flat", 16, 256) --> at 16 × 256), because its cost is per sample. Ghost is
-worst for long ones (4.47×<!-- = times("flash-grid/bf16-16384", "ghost", 1, 16384) --> at 1 × 16384), because its norms cost T². Flash stays near one.
+Read down the columns. Flat is worst for many short samples (4.79×<!-- = times("traffic", "flat", 8, 256) --> at 8 × 256), because its cost is per sample. Ghost is bad there too, and for long ones
+(4.47×<!-- = times("flash-grid/bf16-16384", "ghost", 1, 16384) --> at 1 × 16384), because its norms cost T². Flash is near one at most sizes.
 
-It is not free everywhere. For ViT-B/16 at batch 64, whose class token and positions are bare parameters, flash took
-1.35×<!-- = times("keep", "flash", 64, None, model="hf:vit") --> the time (a figure that dpscope marks as doubtful, for the spread of that row was wide). With LoRA adapters,
-where per-sample gradients are tiny, flat is the quicker one:
-1.05×<!-- = times("your-model/first/llama-lora", "flat", 8, 2048, model="hf:llama+lora-r16") --> against flash's
-1.11×<!-- = times("your-model/first/llama-lora", "flash", 8, 2048, model="hf:llama+lora-r16") -->. Measure *your* model.
+It is not free everywhere. At 8 × 256 the current version took 1.35×<!-- = price("8 × 256")["time"] --> in this run: small steps are host-bound, and the ratio depends on the CPU (other runs of that day: 0.99×<!-- given: README.md, 2026-11-16 --> to 1.35×<!-- given: README.md, 2026-11-16 -->). ViT-B/16 at batch 64
+took 1.21×<!-- = price("ViT-B/16, batch 64")["time"] -->, 8 × 1024 with TF32 1.17×<!-- = price("8 × 1024, TF32")["time"] -->. With LoRA adapters, where per-sample gradients are tiny, flash takes
+1.00×<!-- = price("Llama 1.2B, LoRA r=16, 8 × 2048")["time"] --> today, and flat took 1.05×<!-- = times("your-model/first/llama-lora", "flat", 8, 2048, model="hf:llama+lora-r16") --> on 2026-11-15. Measure *your* model.
 
+**Exercise 5.6.** Which method is worst for which shape, by the table?
+"""
+
+# %%
+worst = {"many short samples": ..., "one long sample": ...}
+
+# %%
+check("5.6", worst)
+
+# %% [markdown]
+"""
 ## 5.7 Is it right?
 
-A method that is fast because it forgets a bias is not private. Before you believe a speed, hold the method against the simplest possible
-oracle: one sample at a time through plain autograd, in float64.
+A method that is fast because it forgets a bias is not private. Before you believe a speed, compare the method with the simplest possible oracle: one sample at a time through plain autograd, in float64.
 
 ```bash
 dpscope check --model tiny --methods flat,flash
@@ -200,10 +291,41 @@ assert checked.ok
 
 # %% [markdown]
 """
-With `neighbours=True`, the default, it also tries what the guarantee rests on: that a step on two batches that differ in one sample moves by at most C, that noise
-is there, of the right size and never repeated, and that the accountant counts every step. *Held* is not *proved*, but a planted fault is found
-([check](../docs/check.md) lists them).
+Now break it: a trainer that forgets the last bias, which is then in no norm and in no sum. `dpscope.check` must say so:
+"""
 
+# %%
+from dpscope.trainers.flash import DPFlashClippingTrainer
+
+
+class Forgetful(DPFlashClippingTrainer):
+    def prepare_model(self, model):
+        model.answer.bias.requires_grad_(False)
+        return super().prepare_model(model)
+
+
+broken = dpscope.check(make(batch_size=4, seq_len=8), [Forgetful], name="my_model", neighbours=False)
+print("\n".join(str(broken).splitlines()[:8]))
+assert not broken.ok
+
+# %% [markdown]
+"""
+With `neighbours=True`, the default, it also tries what the guarantee rests on: that a step on two batches that differ in one sample moves by at most C, that noise is there, of the right size and never repeated, and that the
+accountant counts every step. *Held* is not *proved*, but a planted fault is found ([check](../docs/check.md) lists them).
+
+**Exercise 5.7.** Return the clipping factors of a tensor of norms. A norm of zero must be safe.
+"""
+
+
+# %%
+def factors(norms, bound): ...
+
+
+# %%
+check("5.7", factors)
+
+# %% [markdown]
+"""
 ## 5.8 Use flash
 
 One import. The loop stays as it was:
@@ -233,13 +355,26 @@ for inputs, labels in loader:
     F.cross_entropy(model(inputs), labels).backward()
     optimizer.step()
 share = float((optimizer.engine.norms * optimizer.engine.factors).max())
-print(f"largest share of a sample {share:.3f} (at most 1), ε = {engine.get_epsilon(delta=1e-5):.2f} at δ = 1e-5")
+print(f"largest contribution of a sample {share:.3f} (at most 1), ε = {engine.get_epsilon(delta=1e-5):.2f} at δ = 1e-5")
+
+# %% [markdown]
+"""
+**Exercise 5.8.** Write it as a function that makes model, optimizer and loader private with `noise_multiplier=1.0` and `max_grad_norm=1.0`, and returns the three.
+"""
+
+
+# %%
+def make_private(model, optimizer, loader): ...
+
+
+# %%
+check("5.8", make_private)
 
 # %% [markdown]
 """
 ## 5.9 Your own model
 
-A function that returns a `Workload`: how to build the model, a batch, and *one loss per sample*. `programs/my_model.py` is such a file; copy it.
+A function that returns a `Workload`: how to build the model, a batch, and *one loss per sample*. [programs/my_model.py](programs/my_model.py) is such a file; copy it.
 
 ```bash
 dpscope check --workload programs/my_model.py:make --batch-size 4 --seq-len 8
@@ -262,60 +397,34 @@ mine.to_pandas()[["method", "status", "time_median_ms", "time_ratio"]]
 
 # %% [markdown]
 """
-(For a model this small on a CPU nearly all time is Python's, and flash does more in Python: its ratio here says nothing about a GPU. The `?` of `print(mine)` would
-say so too: three steps are no measurement. On a GPU, take your real sizes and leave `steps` at its default.)
+(A model this small on a CPU spends nearly all its time in Python, and flash does more in Python: this ratio says nothing about a GPU. The `?` of `print(mine)` says so too: three steps are no measurement. On a GPU, take your real sizes and leave
+`steps` at its default.)
 
+**Exercise 5.9.** Write the loss of a workload for a classifier: `batch` is `(inputs, labels)`. One loss per sample.
+"""
+
+
+# %%
+def loss(model, batch): ...
+
+
+# %%
+check("5.9", loss)
+
+# %% [markdown]
+"""
 ## 5.10 What to conclude
 
-- *Memory is the problem* (many short samples, a large model): flat is out. Flash or ghost.
-- *Time is the problem*: flash, or flat if per-sample gradients are tiny (LoRA) and memory has room. Ghost only where memory forces it.
+- *Memory is the problem* (many short samples, a large model): not flat. Flash or ghost.
+- *Time is the problem*: flash; measure flat too if per-sample gradients are tiny (LoRA). Ghost only where memory forces it.
 - *Long sequences*: not ghost.
-- *A layer that Opacus refuses* (tied weights, recurrent layers): `dpscope check` says which method takes your model, and what it refuses by name.
+- *A layer that Opacus refuses* (tied weights, recurrent layers): `dpscope check` says which method takes your model. Each private step is exact, or fails with an error that names the layer.
 - *You need a number for a paper*: `dpscope compare --all`, the medians with their spread, the hardware and the versions; the JSON files hold all of it.
 
 ```bash
 dpscope report ../benchmarks/results/2026-11-15-h200-page
 ```
 
-## Exercises
-
-1. From the recorded page: how many tokens a second does each method train? What does a day of private training with flat cost in days of ordinary training?
-2. The memory of flat's per-sample gradients at batch 8 is above. Estimate it for batch 16 from what you know, and compare with the recorded sweep `flash-grid/bf16-1024`.
-3. Break a method on purpose: let it forget one bias, and see that `dpscope.check` says so.
-"""
-
-# %%
-# Solution 1
-for row in page.to_pandas().itertuples():
-    print(f"{row.method:9} {row.tokens_per_second:9,.0f} tokens/s; what takes one day takes {row.time_ratio:.2f} days")
-
-# %%
-# Solution 2: they grow as batch × parameters, so twice the batch adds as much again
-kept = recorded.component_gib("per_sample_gradients", "memory/8x1024", "flat")
-measured = recorded.gib("flash-grid/bf16-1024", "flat", 16) - recorded.gib("flash-grid/bf16-1024", "flat", 8)
-print(
-    f"doubling the batch adds about {kept:.1f} GiB by estimate; the peak grew by {measured:.1f} GiB (what the rest is, dpscope memory at batch 16 would say)"
-)
-
-# %%
-# Solution 3
-from dpscope.trainers.flash import DPFlashClippingTrainer
-
-
-class Forgetful(DPFlashClippingTrainer):
-    """Flash clipping that forgets the last bias: it is in no norm and in no sum."""
-
-    def prepare_model(self, model):
-        model.answer.bias.requires_grad_(False)
-        return super().prepare_model(model)
-
-
-broken = dpscope.check(make(batch_size=4, seq_len=8), [Forgetful], name="my_model", neighbours=False)
-print("\n".join(str(broken).splitlines()[:8]))
-assert not broken.ok
-
-# %% [markdown]
-"""
 ## Quiz
 
 **1. Flat's ratio is worse at sequence 256 than at 1024. Why?**
@@ -330,8 +439,7 @@ Its extra is batch × parameters, whatever the length. A short sequence gives li
 
 <details><summary>Answer</summary>
 
-Today perhaps not: something else bounds that step (launches, arithmetic). On a GPU with less bandwidth for its arithmetic, or once the launches are mended, the bytes are the
-limit.
+Today perhaps not: something else bounds that step. On a GPU with less bandwidth for its arithmetic, or once that other limit is gone, the bytes are the limit.
 
 </details>
 
@@ -339,8 +447,7 @@ limit.
 
 <details><summary>Answer</summary>
 
-Which method, which batch and sequence, against which ordinary training (same optimizer, same number format, same machine, same run), median of how many steps, and was it checked to
-be exact? Then measure it: one command.
+Which method, which batch and sequence, against which ordinary training (same optimizer, same number format, same machine, same run), median of how many steps, and was it checked to be exact? Then measure it: one command.
 
 </details>
 
@@ -348,8 +455,8 @@ be exact? Then measure it: one command.
 
 <details><summary>Answer</summary>
 
-It says that clipped sums on the batches that were tried agree with the definition, and, with neighbours, that nothing tried broke the bound. The guarantee also needs sampling as the
-accountant assumes, noise that nobody can predict, and hyperparameters that were not tuned on the data without paying for it.
+It says that clipped sums on the batches that were tried agree with the definition, and, with neighbours, that nothing tried broke the bound. The guarantee also needs sampling as the accountant assumes, noise that nobody can predict, and
+hyperparameters that were not tuned on the data without paying for it.
 
 </details>
 
@@ -358,8 +465,8 @@ accountant assumes, noise that nobody can predict, and hyperparameters that were
 - DP-SGD needs the norm of every sample's gradient; the methods differ in how they get it, and pay in memory, bytes or time.
 - Compare with ordinary training of the same run. Ratios with spread, never single times.
 - Flat pays per sample, ghost per T², flash for the arithmetic of the norms.
-- Exactness is privacy: check first, then measure.
+- Exactness is privacy: check first, then measure. Name a cause only when you have seen it.
 - Your model decides. One command tells.
 
-**Further**: [DP-SGD](https://arxiv.org/abs/1607.00133), [Opacus](https://opacus.ai), [method](../docs/method.md), [memory](../docs/memory.md), [flash clipping](../docs/flash.md), [workloads](../docs/workloads.md).
+**Further**: [DP-SGD](https://arxiv.org/abs/1607.00133), [Opacus](https://opacus.ai), [method](../docs/method.md), [memory](../docs/memory.md), [flash clipping](../docs/flash.md), [workloads](../docs/workloads.md). Next: [Several GPUs](06-several-gpus.ipynb).
 """

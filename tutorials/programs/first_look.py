@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from practice import device_here
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from dpscope.instruments.timing import time_steps
 
@@ -25,7 +26,7 @@ REPEATS = 20
 
 
 def three_clocks(device: str, side: int) -> dict[str, float]:
-    """Milliseconds of one matrix product by a clock without waiting, by a clock with waiting, and by time_steps."""
+    """Time one matrix product by a clock without waiting, by a clock with waiting, and by time_steps, in ms."""
     a = torch.randn(side, side, device=device)
 
     def product() -> Tensor:
@@ -53,19 +54,41 @@ def three_clocks(device: str, side: int) -> dict[str, float]:
     }
 
 
-def time_by_size(device: str, exponents: range) -> list[dict[str, float]]:
-    """Milliseconds of x + 1 for tensors of 2^n numbers: flat while launching dominates, then a line of bandwidth."""
+def ordering(device: str, side: int) -> list[dict[str, float | str]]:
+    """Return what the host does to order one product: its slowest calls, in milliseconds a product."""
+    a = torch.randn(side, side, device=device)
+    _ = a @ a
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
+    with profile(activities=activities) as recording:
+        for _ in range(REPEATS):
+            _ = a @ a
+            if device == "cuda":
+                torch.cuda.synchronize()
+    rows = sorted(recording.key_averages(), key=lambda row: -row.self_cpu_time_total)
+    return [{"call": row.key, "ms": row.self_cpu_time_total / 1e3 / REPEATS} for row in rows[:6]]
+
+
+def time_by_size(device: str, exponents: range, calls: int = 1) -> list[dict[str, float]]:
+    """Time x + 1 for tensors of 2^n numbers, in ms: flat while launching dominates, then a line of bandwidth.
+
+    Each timing holds `calls` of them: with many, the events that take the time no longer count.
+    """
     found = []
     for n in exponents:
         x = torch.randn(2**n, device=device)
         y = torch.empty_like(x)
-        timing = time_steps(lambda x=x, y=y: torch.add(x, 1, out=y), device=device, warmup=5, steps=REPEATS)
-        found.append({"numbers": 2**n, "bytes": 8 * 2**n, "median_ms": timing.median_ms})
+
+        def step(x: Tensor = x, y: Tensor = y) -> None:
+            for _ in range(calls):
+                torch.add(x, 1, out=y)
+
+        timing = time_steps(step, device=device, warmup=3, steps=REPEATS)
+        found.append({"numbers": 2**n, "bytes": 8 * 2**n, "median_ms": timing.median_ms / calls})
     return found
 
 
 def copies(size: int) -> dict[str, float]:
-    """Bytes a second between host and device, from pageable and pinned memory, and within the device."""
+    """Return bytes a second between host and device, from pageable and pinned memory, and within the device."""
     pageable = torch.randint(255, (size,), dtype=torch.uint8)
     pinned = pageable.pin_memory()
     here, there = (torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(2))
@@ -84,7 +107,7 @@ def copies(size: int) -> dict[str, float]:
 
 
 def two_streams(side: int) -> dict[str, float]:
-    """Milliseconds of the same small products on one stream, and on two."""
+    """Return milliseconds of the same small products on one stream, and on two."""
     operands = [torch.randn(side, side, device="cuda") for _ in range(2)]
     streams = [torch.cuda.Stream() for _ in operands]
 
@@ -104,7 +127,7 @@ def two_streams(side: int) -> dict[str, float]:
             torch.cuda.current_stream().wait_stream(stream)
 
     def graphed(run: Callable[[], None]) -> float:
-        """Replayed as a graph, so that the host's launching is no part of it."""
+        """Time it replayed as a graph, so that the host's launching is no part of it."""
         run()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -115,8 +138,17 @@ def two_streams(side: int) -> dict[str, float]:
     return {"side": side, "one_stream_ms": graphed(on_one), "two_streams_ms": graphed(on_two)}
 
 
+def range_us() -> float:
+    """Return the microseconds that one NVTX range (push and pop) costs while no profiler is attached."""
+    began = time.perf_counter()
+    for _ in range(10_000):
+        torch.cuda.nvtx.range_push("x")
+        torch.cuda.nvtx.range_pop()
+    return 1e6 * (time.perf_counter() - began) / 10_000
+
+
 def look(device: str) -> dict[str, Any]:
-    """All of it, in a few seconds."""
+    """Return all of it, in a few seconds."""
     on_gpu = device == "cuda"
     found: dict[str, Any] = {
         "hardware": torch.cuda.get_device_name() if on_gpu else "CPU",
@@ -125,7 +157,13 @@ def look(device: str) -> dict[str, Any]:
         "time_by_size": time_by_size(device, range(8, 30) if on_gpu else range(8, 23, 2)),
     }
     if on_gpu:
-        found |= {"copies": copies(2**28), "two_streams": two_streams(512)}
+        found |= {
+            "copies": copies(2**28),
+            "two_streams": two_streams(512),
+            "time_by_size_of_50": time_by_size(device, range(8, 28), calls=50),
+            "ordering": ordering(device, 8192),
+            "nvtx_range_us": range_us(),
+        }
     return found
 
 

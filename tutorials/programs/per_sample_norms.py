@@ -1,4 +1,4 @@
-"""What clipping needs of a Linear layer: the norm of every sample's weight gradient, in two ways.
+"""The norm of every sample's weight gradient of a Linear layer, which clipping needs, in two ways.
 
 x: (B, T, d) went into the layer, g: (B, T, d) came back. A sample's gradient is the d×d matrix Σ_t g_t x_tᵀ.
 `gradients` forms all B of them and takes their norms: B·d² numbers go to memory and come back. `gram` uses ‖Σ_t g_t
@@ -37,7 +37,7 @@ def gram(device: str, size: int) -> Step:
 
 PROGRAM = Program(
     name="per_sample_norms",
-    finding="Forming every sample's gradient writes B·d² numbers; the Gram kernel writes almost nothing.",
+    task="the norm of every sample's gradient of one Linear layer",
     ways={"gradients": gradients, "gram": gram},
     sizes={"cuda": 1024, "cpu": 64},
 )

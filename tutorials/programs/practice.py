@@ -1,7 +1,8 @@
-"""What the programs to practise on share: a command line, right timing, and marks that ncu and nsys can see.
+"""The frame of the programs to practise on: a command line, right timing, and marks that ncu and nsys can see.
 
-A program has several ways to do the same work. The first has the problem, the others mend it. The timed steps lie
-between `cudaProfilerStart` and `cudaProfilerStop`, and each is an NVTX range named `step`.
+A program does the same work in several ways, named a, b, c. The first wastes something, the others do not: what it
+is, `solutions/cases.md` says. The timed steps lie between `cudaProfilerStart` and `cudaProfilerStop`, and each
+is an NVTX range named `step`.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ Step = Callable[[], object]
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """One problem to find: ways to do the work, and what a profiler should say of the first."""
+    """One case: a task, and ways to do it."""
 
     name: str
-    finding: str
+    task: str
     ways: dict[str, Callable[[str, int], Step]]  # name -> from device and size to a step
     sizes: dict[str, int]  # device -> size
     needs_cuda: tuple[str, ...] = ()  # ways that mean nothing on a CPU
@@ -38,7 +39,7 @@ class Program:
 
     @property
     def problem(self) -> str:
-        """The way that has the problem."""
+        """Return the way that has the problem."""
         return next(iter(self.ways))
 
     def ways_on(self, device: str) -> list[str]:
@@ -50,6 +51,8 @@ class Program:
         """Time one way: median and every step in milliseconds, and what the step moves and computes."""
         device = device or device_here()
         size = size or self.sizes[device]
+        if device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
         step = self.ways[way](device, size)
         for _ in range(warmup):
             step()
@@ -69,6 +72,7 @@ class Program:
             "size": size,
             "median_ms": timing.median_ms,
             "step_ms": timing.step_ms,
+            "peak_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else None,
             **self.work(way, size),
         }
 
@@ -86,7 +90,7 @@ def device_here() -> str:
 
 @contextmanager
 def captured(device: str) -> Iterator[None]:
-    """What `ncu --profile-from-start off` and `nsys --capture-range=cudaProfilerApi` look at."""
+    """Mark the stretch that `ncu --profile-from-start off` and `nsys --capture-range=cudaProfilerApi` look at."""
     if device != "cuda":
         yield
         return
@@ -100,9 +104,9 @@ def captured(device: str) -> Iterator[None]:
 
 
 def run(program: Program) -> None:
-    """The command line of a program."""
-    parser = argparse.ArgumentParser(description=program.finding)
-    parser.add_argument("--way", default=program.problem, choices=[*program.ways, "all"], help="how to do the work")
+    """Run the command line of a program."""
+    parser = argparse.ArgumentParser(description=program.task)
+    parser.add_argument("--way", default=program.problem, choices=[*program.ways, "all"], help="how to do the task")
     parser.add_argument("--device", default=device_here(), choices=["cpu", "cuda"])
     parser.add_argument("--size", type=int, help=f"of the problem [default: {program.sizes}]")
     parser.add_argument("--steps", type=int, default=20, help="timed steps")
@@ -125,7 +129,7 @@ def run(program: Program) -> None:
 
 
 def describe(measured: dict[str, Any]) -> str:
-    """One line: time of a step, and the rates that its bytes and operations come to."""
+    """Return one line: step time, and the rates that its bytes and operations come to."""
     seconds = measured["median_ms"] / 1e3
     fastest = min(measured["step_ms"])
     parts = [f"{measured['median_ms']:.3f} ms a step (fastest {fastest:.3f}, {len(measured['step_ms'])} steps)"]
@@ -137,5 +141,5 @@ def describe(measured: dict[str, Any]) -> str:
 
 
 def speedup(slow: dict[str, Any], fast: dict[str, Any]) -> float:
-    """How many times faster the second is, by medians."""
+    """Return how many times faster the second is, by medians."""
     return statistics.median(slow["step_ms"]) / statistics.median(fast["step_ms"])

@@ -1,189 +1,213 @@
-"""What was recorded on an NVIDIA H200: for the tutorials to show, and for the check of the numbers in their prose.
+"""Recordings of an NVIDIA H200: for the lessons to show, and for the check of the numbers and claims in their prose.
 
-Sweeps lie in `benchmarks/results/`; what `run_on_gpu.sh` left lies in the newest `*-h200-tutorials` there.
+One place for all of them: sweeps (`sweeps.py`), kernels under ncu (`kernels.py`), and here cases, traces, tables,
+ranks, the card and timelines of nsys.
 """
 
 from __future__ import annotations
 
-import json
+import csv
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from dpscope import Comparison
-from dpscope.instruments.ncu.details import KernelDetails, read_details
-from dpscope.instruments.ncu.reading import Action, parse_raw_csv
+from kernels import (
+    counter,
+    counters,
+    details,
+    duration_us,
+    estimated_speedups,
+    kernel_on_roofline,
+    l2_bytes,
+    launches,
+    metric,
+    of_roof,
+    pipes,
+    ridge,
+    sectors_a_request,
+    source_table,
+    stall_percent,
+    stalls,
+    strided_times,
+)
+from recordings import NOT_RECORDED, folder, kept, output, read_json
+from sweeps import (
+    RESULTS,
+    ROOT,
+    captured,
+    ceilings,
+    component_gib,
+    dram_gb,
+    dram_times,
+    gib,
+    memory_times,
+    ms,
+    price,
+    row,
+    sweep,
+    there,
+    times,
+    traced,
+)
+
 from dpscope.instruments.nsys.reading import CapturedTimeline, read_timeline
 from dpscope.instruments.nsys.views import levels, link
-from dpscope.reports.memory.data import composition_of
-from dpscope.reports.tables import Row
 
-ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "benchmarks" / "results"
-DAY = "2026-11-15"
-PROGRESS = "[1/1] ["  # of nsys, line by line
-NOT_RECORDED = "not recorded: run tutorials/programs/run_on_gpu.sh on a GPU"
-
-
-@cache
-def sweep(name: str) -> Comparison:
-    """A sweep by its short name: `page`, `traffic`, `flash-grid/bf16-1024`."""
-    return Comparison.read(RESULTS / f"{DAY}-h200-{name}")
-
-
-def row(name: str, method: str, batch: int = 8, seq: int | None = 1024, model: str = "1b") -> Row:
-    """One method at one size of a sweep."""
-    wanted = (method, batch, seq, model)
-    for each in sweep(name).rows:
-        if (each.method, each.spec["batch_size"], each.spec.get("seq_len"), each.field("model")) == wanted:
-            return each
-    raise LookupError(f"no {wanted} in {name}")
-
-
-def ms(*which: Any, **more: Any) -> float:
-    """Milliseconds of a step, the median."""
-    return _there(row(*which, **more).median_ms)
-
-
-def times(*which: Any, **more: Any) -> float:
-    """Time as a multiple of standard's."""
-    return _there(row(*which, **more).time_ratio)
-
-
-def gib(*which: Any, **more: Any) -> float:
-    """Peak memory in GiB."""
-    return _there(row(*which, **more).peak_bytes) / 2**30
-
-
-def memory_times(*which: Any, **more: Any) -> float:
-    """Peak memory as a multiple of standard's."""
-    return _there(row(*which, **more).memory_ratio)
-
-
-def component_gib(component: str, *which: Any, **more: Any) -> float:
-    """A component of the peak, in GiB."""
-    return _there(composition_of(row(*which, **more))).components.get(component, 0) / 2**30
-
-
-def dram_gb(*which: Any, **more: Any) -> float:
-    """Bytes that a step reads from and writes to DRAM, in GB (10⁹)."""
-    seen = _there(row(*which, **more).measured["ncu"].ncu)["traffic"]
-    return (seen["dram_read_bytes"] + seen["dram_write_bytes"]) / 1e9
-
-
-def dram_times(name: str, method: str, *size: int) -> float:
-    """DRAM bytes as a multiple of standard's."""
-    return dram_gb(name, method, *size) / dram_gb(name, "standard", *size)
-
-
-def traced(name: str, method: str, *size: int) -> dict[str, Any]:
-    """What torch.profiler saw of a step."""
-    return _there(row(name, method, *size).measured["trace"].trace)
-
-
-def captured(name: str, method: str, *size: int) -> dict[str, Any]:
-    """What Nsight Systems saw of a step."""
-    return _there(row(name, method, *size).measured["nsys"].nsys)
-
-
-def ceilings(name: str = "traffic") -> dict[str, Any]:
-    """What the H200 reaches at its best: bytes and operations a second."""
-    counted = [each.measured["ncu"].ncu for each in sweep(name).rows if "ncu" in each.measured]
-    return next(dict(seen["ceilings"]) for seen in counted if seen and seen.get("ceilings"))
-
-
-def _there(value: Any) -> Any:
-    if value is None:
-        raise LookupError("it was not measured")
-    return value
-
-
-# -- what run_on_gpu.sh left -------------------------------------------------------------------------------------------
-
-
-def folder() -> Path | None:
-    return max(RESULTS.glob("*-h200-tutorials"), default=None)
-
-
-def _kept(name: str) -> Path | None:
-    path = (folder() or RESULTS) / "recorded" / name
-    return path if path.is_file() and path.stat().st_size else None
-
-
-def output(command: str, *, first: int = 0, last: int | None = None) -> str:
-    """What a command of gpu_commands.txt printed on the H200, by its name; lines `first` to `last`."""
-    path = (folder() or RESULTS) / "output" / f"{command}.txt"
-    if not path.is_file():
-        return NOT_RECORDED
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith(PROGRESS)]
-    return "\n".join(lines[first:last])
+__all__ = [
+    "NOT_RECORDED",
+    "RESULTS",
+    "ROOT",
+    "bend_bytes",
+    "busy_percent",
+    "captured",
+    "card_over_time",
+    "ceilings",
+    "component_gib",
+    "coolest",
+    "copies_gb_per_second",
+    "counter",
+    "counters",
+    "details",
+    "dram_gb",
+    "dram_times",
+    "duration_us",
+    "estimated_speedups",
+    "first_look",
+    "folder",
+    "gib",
+    "hottest",
+    "kept",
+    "kernel_on_roofline",
+    "l2_bytes",
+    "launch_us",
+    "launches",
+    "live_bytes",
+    "memory_times",
+    "metric",
+    "ms",
+    "of_roof",
+    "output",
+    "pipes",
+    "price",
+    "program",
+    "rank",
+    "rank_trace",
+    "read_json",
+    "ridge",
+    "row",
+    "sectors_a_request",
+    "source_table",
+    "stall_percent",
+    "stalls",
+    "strided_times",
+    "sweep",
+    "table",
+    "there",
+    "timeline",
+    "times",
+    "took",
+    "totals",
+    "trace_of",
+    "trace_summary",
+    "traced",
+]
 
 
 def first_look() -> dict[str, Any] | None:
-    """The measurements of first_look.py on the H200."""
-    path = _kept("first_look.json")
-    return json.loads(path.read_text(encoding="utf-8")) if path else None
+    """Return the measurements of first_look.py on the H200."""
+    return read_json("first_look.json")
 
 
 def program(name: str, way: str) -> dict[str, Any] | None:
-    """One way of a program to practise on, measured on the H200."""
-    path = _kept(f"{name}-{way}.json")
-    return json.loads(path.read_text(encoding="utf-8")) if path else None
+    """Return one way of a case, measured on the H200."""
+    return read_json(f"{name}-{way}.json")
+
+
+def took(name: str, way: str = "a") -> float:
+    """Return the milliseconds of a step of a case on the H200."""
+    return float(there(program(name, way))["median_ms"])
+
+
+def launch_us() -> float:
+    """Return the microseconds that a small x + 1 costs in a loop, timed 50 at a time."""
+    return 1e3 * float(there(first_look())["time_by_size_of_50"][0]["median_ms"])
+
+
+def bend_bytes() -> float:
+    """Return the size at which moving the bytes of x + 1 takes as long as launching it."""
+    return launch_us() / 1e6 * float(ceilings()["dram_bytes_per_second"])
 
 
 def trace_of(name: str, way: str) -> Path | None:
-    """The torch.profiler trace of one way of a program."""
-    return _kept(f"traces/{name}-{way}/trace.json.gz")
+    """Return the torch.profiler trace of one way of a case."""
+    return kept(f"traces/{name}-{way}/trace.json.gz")
 
 
-def details(report: str) -> KernelDetails | None:
-    """The Details page of a report of ncu."""
-    path = _kept(f"{report}.details.csv")
-    return read_details(path)[0] if path else None
+@cache
+def trace_summary(name: str, way: str) -> dict[str, Any]:
+    """Return what dpscope reads from the trace of a case: busy, idle, waits."""
+    from dpscope.instruments.trace import read_trace, summarise
+
+    return summarise([read_trace(there(trace_of(name, way)))])
 
 
-def counters(report: str) -> Action | None:
-    """Every counter of a report of ncu, in base units."""
-    path = _kept(f"{report}.raw.csv")
-    return parse_raw_csv(path.read_text(encoding="utf-8"))[0] if path else None
+def table(name: str) -> str:
+    """Return a table that torch.profiler printed on the H200, as it was printed."""
+    path = kept(f"tables/{name}.txt")
+    return path.read_text(encoding="utf-8") if path else NOT_RECORDED
 
 
-# Tensor-core operations by the algorithm: a product of 4096³; both Gram products on and below the diagonal, in tiles of
-# 128, for 8 samples of 1024 positions and 2048 features.
-TENSOR_FLOPS = {"tensor_cores": 2 * 4096**3, "gram": 2 * 2 * 2048 * 8 * (36 * 128**2)}
+def totals(name: str) -> dict[str, float]:
+    """Return torch.profiler's totals of the network of lesson 2 on the H200."""
+    return dict(there(read_json(f"tables/{name}-totals.json")))
 
 
-def kernel_on_roofline(report: str) -> dict[str, float] | None:
-    """Operations, bytes of DRAM and seconds of a profiled kernel."""
-    seen = counters(report)
-    if seen is None:
-        return None
-    count = seen.metrics
-    prefix = "smsp__sass_thread_inst_executed_op_"
-    fp32 = sum(
-        weight * count.get(f"{prefix}{operation}_pred_on.sum.per_cycle_elapsed", 0)
-        for operation, weight in (("fadd", 1), ("fmul", 1), ("ffma", 2))
-    )
-    cycles = count.get("smsp__cycles_elapsed.max") or count.get("smsp__cycles_elapsed.avg", 0)
-    nbytes = count.get("dram__bytes.sum") or count.get("dram__bytes_read.sum", 0) + count.get(
-        "dram__bytes_write.sum", 0
-    )
-    flops = TENSOR_FLOPS.get(report) or fp32 * cycles
-    return {"flops": flops, "bytes": nbytes, "seconds": count["gpu__time_duration.sum"] / 1e9} if flops else None
+def live_bytes(way: str) -> list[int]:
+    """Return the memory that is live after each step of case 10 on the H200."""
+    return list(there(read_json("case_10-live.json"))[way])
+
+
+def rank(parallel: str, number: int = 0) -> dict[str, Any] | None:
+    """Return what one rank of two measured, on gloo, both ranks on the one H200."""
+    return read_json(f"ranks/{parallel}-rank{number}.json")
+
+
+def rank_trace(parallel: str, number: int = 0) -> Path | None:
+    return kept(f"ranks/{parallel}-rank{number}.trace.json.gz")
+
+
+def card_over_time() -> list[dict[str, str]]:
+    """Return what nvidia-smi said about the H200 every quarter of a second: idle, multiplying, copying."""
+    path = kept("nvidia-smi.csv")
+    if path is None:
+        return []
+    with path.open(encoding="utf-8") as file:
+        whole = [line for line in csv.DictReader(file) if None not in line.values()]  # the last may be cut off
+    return [{name.strip(): value.strip() for name, value in line.items()} for line in whole]
+
+
+def hottest(column: str) -> float:
+    """Return the highest value of a column of nvidia-smi's log, by the beginning of its name."""
+    return max(float(line[name]) for line in card_over_time() for name in line if name.startswith(column))
+
+
+def coolest(column: str) -> float:
+    """Return the lowest value of a column of nvidia-smi's log."""
+    return min(float(line[name]) for line in card_over_time() for name in line if name.startswith(column))
 
 
 def timeline(report: str) -> CapturedTimeline | None:
-    """A capture of nsys, stripped of what it says about the machine."""
-    path = _kept(f"{report}.sqlite")
+    """Return a capture of nsys, stripped of what it says about the machine."""
+    path = kept(f"{report}.sqlite")
     return read_timeline(path) if path else None
 
 
 def busy_percent(report: str) -> float:
-    """How much of a capture the GPU was busy."""
-    return levels(_there(timeline(report)))["GPU busy, % of the capture"]
+    """Return how much of a capture the GPU was busy."""
+    return levels(there(timeline(report)))["GPU busy, % of the capture"]
 
 
 def copies_gb_per_second(report: str) -> float:
-    """How fast a capture's copies to the device were while they ran."""
-    table = link(_there(timeline(report))).set_index("direction")
+    """Return how fast a capture's copies to the device were while they ran."""
+    table = link(there(timeline(report))).set_index("direction")
     return float(table.loc["Host-to-Device", "gb_per_second"])

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs every command of gpu_commands.txt on this machine and keeps what it printed. About six minutes on an H200, half of it Nsight Compute.
+# Runs every command of gpu_commands.txt on this machine and keeps what it printed. About five minutes on an H200, half of it Nsight Compute.
 #   tutorials/programs/run_on_gpu.sh OUT            to be kept as benchmarks/results/DATE-h200-tutorials
 #   tutorials/programs/run_on_gpu.sh OUT '^nsys'    only commands whose name matches; adds to what is there
 # OUT/commands.tsv says how each ended; OUT/output/NAME.txt is what it printed; OUT/recorded/ what the tutorials draw from.
@@ -9,6 +9,8 @@
 OUT="${1:?say where to: run_on_gpu.sh OUT}"
 ONLY="${2:-.}"
 HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")/../../benchmarks" && pwd)"
+# The commands run in another folder: make the places of modules absolute.
+[ -n "${PYTHONPATH:-}" ] && export PYTHONPATH="$(IFS=:; for place in $PYTHONPATH; do realpath -m "$place"; done | paste -sd:)"
 . "$HERE/nsys_environment.sh"
 ROOT="$(cd "$HERE/.." && pwd)"
 mkdir -p "$OUT/output" "$OUT/recorded"
@@ -19,8 +21,11 @@ ln -s "$OUT/recorded" "$WORK/recorded"
 
 # `python`, `dpscope` and `nsys` as the tutorials call them, whatever they are called here.
 mkdir "$WORK/bin"
-command -v python >/dev/null || printf '#!/bin/sh\nexec "%s" "$@"\n' "$(command -v "$PYTHON")" >"$WORK/bin/python"
+printf '#!/bin/sh\nexec "%s" "$@"\n' "$(command -v "$PYTHON")" >"$WORK/bin/python"
 printf '#!/bin/sh\nexec "%s" -m dpscope "$@"\n' "$(command -v "$PYTHON")" >"$WORK/bin/dpscope"
+for tool in nvcc ncu; do  # often installed, and not on the PATH
+  command -v "$tool" >/dev/null || { found="$(ls -d /usr/local/cuda*/bin/$tool /opt/nvidia/nsight-compute/*/$tool 2>/dev/null | tail -n 1)" && [ -n "$found" ] && ln -s "$found" "$WORK/bin/$tool"; }
+done
 # nsys writes down the whole environment: give it little. Where it leaves a raw capture, its importer makes the report.
 cat >"$WORK/bin/nsys" <<WRAPPER
 #!/usr/bin/env bash
@@ -52,7 +57,6 @@ keep() {  # what the tutorials draw from, as soon as it is there: the run may be
     kept="$OUT/recorded/$(basename "$database")"
     [ -e "$database" ] && [ ! -e "$kept" ] && "$PYTHON" -m dpscope.instruments.nsys.stripping "$database" "$kept"
   done
-  [ -d "$WORK/cnn/results" ] && mkdir -p "$OUT/recorded/cnn" && cp -r "$WORK/cnn/results" "$OUT/recorded/cnn/"
 }
 
 [ -e "$OUT/commands.tsv" ] || printf 'exit\tseconds\tname\tcommand\n' >"$OUT/commands.tsv"
@@ -68,14 +72,14 @@ while IFS= read -r line; do
     background=$! behind="$name"
     status=started
   else
-    timeout 60 bash -c "$command" >"$WORK/$name.out" 2>&1 </dev/null
+    timeout 180 bash -c "$command" >"$WORK/$name.out" 2>&1 </dev/null
     status=$?
     head -c 60000 "$WORK/$name.out" | tidy >"$OUT/output/$name.txt"
   fi
   seconds=$("$PYTHON" -c "import time; print(f'{time.time() - $began:.1f}')")
   printf '%s\t%s\t%s\t%s\n' "$status" "$seconds" "$name" "$command" >>"$OUT/commands.tsv"
   echo "$name: exit $status, $seconds s"
-  case "$name" in nsys-read* | trace-cnn | nsys-stats) keep ;; esac
+  case "$name" in nsys-read* | nsys-stats) keep ;; esac
 done <"$ROOT/tutorials/programs/gpu_commands.txt"
 if [ -n "${background:-}" ]; then
   wait "$background"
@@ -84,6 +88,10 @@ if [ -n "${background:-}" ]; then
 fi
 
 keep
+# Traces name the file they were written to, and the host.
+for trace in $(find "$OUT/recorded" -name '*.json.gz'); do
+  gunzip -c "$trace" | sed -E 's#("traceName": ")[^"]*#\1trace.json#; s#("hostname"|"host_name"): "[^"]*"#\1: "host"#' | gzip -9n >"$trace.tidy" && mv "$trace.tidy" "$trace"
+done
 cp "$WORK/live.csv" "$OUT/recorded/" 2>/dev/null
 rm -rf "$WORK"
 echo

@@ -2,99 +2,109 @@
 """
 # 2. PyTorch Profiler
 
-*最后验证：2026-11-15，CPU 上用 torch 2.13，NVIDIA H200 上用 torch 2.11。*
+*最后验证：2026-11-16，CPU 上用 torch 2.13，NVIDIA H200 上用 torch 2.11。*
 
-`torch.profiler` 随 PyTorch 一起装好，专门回答"这一步为什么慢"的第一个问题：**是哪些算子，又是谁在等？** 它不需要别的工具，CPU 上也能用。这一篇录下一个小卷积网络，用五种方式分析，找出瓶颈、改掉、量出收益，最后再看一份差分隐私训练的录制。
+**难度**：入门。**预备知识**：[第 1 课](01-how-a-gpu-step-works.ipynb)的 1.1 到 1.6 节。**时间**：阅读约 20 分钟，练习另需 40 分钟左右。
+
+`torch.profiler` 随 PyTorch 一起提供，回答关于慢的第一个问题：**是哪些算子，谁在等？** 它不需要别的工具，在 CPU 上也能用。这一课录制一个小网络，用 torch 自带的表格和 dpscope 的工具来读，找到一个瓶颈，改好它，再测量收益。
 
 **读完之后你能够**
 
-- 配置一次录制，并选定录哪几步；
-- 读懂按时间、形状、内存排列的算子表，知道哪一列靠得住；
-- 找到一个瓶颈，改掉它，并用不带分析器的计时证明收益；
+- 配置一次录制，选择看哪些步；
+- 按时间、形状和内存读 torch 的表格，知道该信哪一列；
+- 找到瓶颈、改好它，并用不带分析器的计时证明收益；
 - 在 Perfetto 里打开 trace，认出等待、空隙和拷贝。
 
-启动、等待和正确计时见第 1 篇。
+练习的答案：[solutions/lesson_2.py](../solutions/lesson_2.py)。
 """
 
 # %%
-import os
+# Set up. In a clone this only finds the course; elsewhere (Colab, an empty folder) it fetches it first.
+REPOSITORY = ""  # the address of dpscope's repository: needed outside a clone only
+
+import importlib
+import subprocess
 import sys
-import tempfile
-import warnings
 from pathlib import Path
+
+
+def find_course():
+    places = [Path.cwd(), *Path.cwd().parents, Path.cwd() / "dpscope-course"]
+    return next((place / "tutorials" for place in places if (place / "tutorials" / "programs").is_dir()), None)
+
+
+if find_course() is None:
+    assert REPOSITORY, "Open this notebook in a clone of dpscope, or write its repository's address into REPOSITORY."
+    subprocess.run(["git", "clone", "--quiet", "--depth", "1", REPOSITORY, "dpscope-course"], check=True)
+    if subprocess.call([sys.executable, "-c", "import dpscope.cli"], stderr=subprocess.DEVNULL) != 0:
+        subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "./dpscope-course"], check=True)
+        importlib.invalidate_caches()
+TUTORIALS = find_course()
+sys.path.insert(0, str(TUTORIALS / "programs"))
+
+import language
+
+language.use("zh")
+
+# %%
+import inspect
+import os
+import warnings
 
 os.environ |= {"KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # the profiler is talkative
 warnings.filterwarnings("ignore", message=".*clears events at the end of each cycle")
 
-TUTORIALS = next(p for p in [Path.cwd(), *Path.cwd().parents, Path.cwd() / "tutorials"] if (p / "programs").is_dir())
-sys.path.insert(0, str(TUTORIALS / "programs"))
-
+import cnn
 import pictures
 import recorded
 import torch
+import windows
+from checks import check
 from practice import device_here
-from torch import nn
 
 device = device_here()
-torch.manual_seed(0)
-workplace = Path(tempfile.mkdtemp())
 print(f"torch {torch.__version__}, measuring on: {device}")
 
 # %% [markdown]
 """
-## 2.1 先要有个可看的东西
+## 2.1 观察对象
 
-一个处理图像的小网络、一个优化器、一步训练。这一步先对批次做归一化，写法像刚上手第一天那样：一张图一张图地来。
+一个处理图像的小网络（`programs/cnn.py`）、一个优化器和一步训练。这一步先对批次做归一化，写法是初学者常用的：一张一张地来。
 """
 
 # %%
-model = nn.Sequential(
-    nn.Conv2d(3, 8, 3, padding=1),
-    nn.ReLU(),
-    nn.MaxPool2d(2),
-    nn.Conv2d(8, 16, 3, padding=1),
-    nn.ReLU(),
-    nn.AdaptiveAvgPool2d(1),
-    nn.Flatten(),
-    nn.Linear(16, 10),
-).to(device)
-optimizer = torch.optim.Adam(model.parameters())
-images = torch.rand(128, 3, 12, 12, device=device)
-labels = torch.randint(10, (128,), device=device)
-
-
-def normalise_one_by_one(batch):
-    return torch.stack([(image - image.mean()) / image.std() for image in batch])
-
-
-def make_step(normalise):
-    def step():
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(normalise(images)), labels).backward()
-        optimizer.step()
-
-    return step
-
-
-step = make_step(normalise_one_by_one)
+print(inspect.getsource(cnn.normalise_one_by_one))
+print(inspect.getsource(cnn.network))
+step = cnn.make_step(cnn.normalise_one_by_one, device)
 
 # %% [markdown]
 """
-## 2.2 一次录制，以及各项设置
+**练习 2.1。** 对一张图像，`(image - image.mean()) / image.std()` 直接调用了几个 PyTorch 算子？（一个批次有 128 张。）
+"""
+
+# %%
+operators_per_image = ...
+
+# %%
+check("2.1", operators_per_image)
+
+# %% [markdown]
+"""
+## 2.2 一次录制及其设置
 
 | `torch.profiler.profile` 的参数 | 作用 | 代价 |
 | --- | --- | --- |
-| `activities=[CPU, CUDA]` | 主机算子；kernel 和拷贝 | 没有 GPU 的机器上去掉 `CUDA` |
-| `schedule=…` | 录哪几步（2.3 节） | 没有 |
-| `on_trace_ready=…` | 每轮结束时调用，用来保存 | 写文件的时间 |
-| `record_shapes=True` | 输入形状：好区分不同的 `mm` | 每个算子多花一点时间 |
-| `profile_memory=True` | 每次分配和释放，以及是哪个算子 | 每次分配多花一点时间 |
-| `with_stack=True` | Python 代码行 | 很费时间，文件很大 |
-| `with_flops=True` | 根据形状算出矩阵乘和卷积的运算量 | 很小 |
+| `activities=[CPU, CUDA]` | 主机上的算子；kernel 和拷贝 | 没有 GPU 的机器去掉 `CUDA` |
+| `schedule=…` | 录制哪些步（2.3 节） | 无 |
+| `on_trace_ready=…` | 每个周期结束时调用，用来保存 | 写文件的时间 |
+| `record_shapes=True` | 输入的形状：区分不同的 `mm` | 每个算子多一点时间 |
+| `profile_memory=True` | 每次分配和释放，以及所属算子 | 每次分配多一点时间 |
+| `with_stack=True` | Python 的代码行 | 很慢，文件很大 |
+| `with_flops=True` | 由形状算出的乘法和卷积的运算量 | 很小 |
 | `with_modules=True` | 模块名，只对 TorchScript 有效；请用 `dpscope trace --modules` | |
-| `acc_events=True` | 保留所有轮的事件；否则每轮从空开始 | 内存 |
+| `acc_events=True` | 保留所有周期的事件；否则每个周期清空 | 内存 |
 
-每项设置都会让这一步变慢。**分析器底下的一步，不是真正的一步**：**比例**看分析器，**时间**看不带分析器的运行。另外别忘了每步末尾调用 `profiler.step()`，否则 schedule 永远不会往前走。
+每项设置都会让一步变慢。**分析器下的一步不是真正的一步**：从分析器里取**比例**，从不带分析器的运行里取**时间**。使用 schedule 时，每步结束要调用 `profiler.step()`，否则 schedule 不会前进。
 """
 
 # %%
@@ -111,15 +121,26 @@ print(f"{len(profiler.events())} events in three steps")
 
 # %% [markdown]
 """
-## 2.3 录哪几步？schedule
+**练习 2.2。** 需要这些信息，分别用哪个参数？
+"""
 
-训练的头几步和后面的不一样：要分配显存，要挑选 kernel，缓存还没热。schedule 规定开头跳过几步（`skip_first`），然后每一轮里等几步（`wait`）、预热几步（`warmup`，录了就扔，因为分析器启动本身会干扰）、正式录几步（`active`），一共几轮（`repeat`）。三种就能应付大多数情况：
+# %%
+argument = {"shapes": ..., "lines of Python": ..., "allocations": ...}
+
+# %%
+check("2.2", argument)
+
+# %% [markdown]
+"""
+## 2.3 录制哪些步：schedule
+
+一次运行的头几步与后面不同：要分配显存、选择 kernel、填充缓存。schedule 规定开头跳过多少步（`skip_first`），之后每个周期等待（`wait`）、预热（`warmup`，录了再丢掉，因为分析器自身的启动有干扰）、录制（`active`）各多少步，以及重复（`repeat`）多少次。三种就够用：
 
 | schedule | 看什么 | 回答的问题 |
 | --- | --- | --- |
-| `early_training` | 最开始几步 | 为什么起步慢？ |
-| `steady_state` | 五十步之后的十步，共两次 | 一步到底花多少？ |
-| `periodic` | 每隔一段录三步，反复多次 | 训练过程中一步会变吗？ |
+| `early_training` | 头几步 | 为什么开始得慢？ |
+| `steady_state` | 五十步之后的十步，两次 | 一步要花多少时间？ |
+| `periodic` | 每隔一段录三步 | 一步在运行过程中有没有变化？ |
 """
 
 # %%
@@ -128,7 +149,8 @@ from dpscope.vocabulary.schedules import SCHEDULES
 
 pictures.show(
     pictures.draw_schedules({name: SCHEDULES[name] for name in ("early_training", "steady_state", "periodic")}),
-    "which steps three schedules record",
+    "Which steps three schedules record.",
+    "三种 schedule 各记录哪些步。",
 )
 recorded_steps = []
 with profile(
@@ -141,11 +163,73 @@ print(f"early_training was ready after step {recorded_steps}")
 
 # %% [markdown]
 """
-## 2.4 看一份录制的五种方式
+**练习 2.3。** 用 `torch.profiler.schedule(...)` 做一个 schedule，录制第 10、11、12 步和第 20、21、22 步（从第 0 步数起），每次之前预热一步。
+"""
 
-dpscope 把录制变成数据表。每个函数都接受 profiler 对象、读进来的 trace，或 trace 文件的路径。
+# %%
+my_schedule = ...
 
-**基础分析**：按时间、按内存排的算子。`cpu_ms` 包含它调用的其他算子，`self_cpu_ms` 不包含。想知道时间花在**哪里**，按前者排；想知道是**谁**在干活，按后者排。有 GPU 时还有 `device_ms` 几列，那才是该用来排序的：异步算子的主机时间只是启动它的时间。
+# %%
+check("2.3", my_schedule)
+
+# %% [markdown]
+"""
+## 2.4 torch 自带的表格
+
+`key_averages()` 按名字汇总事件，`.table()` 打印出来。所有的指南都会展示它，所以要会读：
+"""
+
+# %%
+print(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=8, max_name_column_width=36))
+
+# %% [markdown]
+"""
+- **Self CPU** 是算子自身的时间，**CPU total** 包含它调用的算子。想知道时间花在**哪里**，按 total 排序；想知道**谁**在干活，按 self 排序。total 加起来不等于总时间：调用者和被调用者都算了一次。
+- **Self CPU Mem** 是该算子分配的内存减去释放的内存。
+- 在 GPU 上还有 **CUDA** 列，应当按它们排序（`sort_by="self_cuda_time_total"`）：异步算子的 CPU 时间只是启动它的时间。
+
+同一个网络在 H200 上录制三步：
+"""
+
+# %%
+print(recorded.table("one-by-one-by-device-time"))
+
+# %% [markdown]
+"""
+先看最下面两行。`Self CUDA time total` 是三步里 GPU 工作的时间，`Self CPU time total` 是主机工作的时间：GPU 只在其中一小部分时间里工作<!-- holds: totals("one-by-one")["self_device_ms"] < 0.5 * totals("one-by-one")["self_cpu_ms"] -->。（算子和它启动的 kernel 各占一行，GPU 时间相同；最下面一行只算一次。）再看 *# of Calls* 和 *CUDA time avg*：`std`、`mean`、`div`、`sub` 各运行 384 次，每次一到三微秒。没有哪次调用慢，只是太多。受启动限制的程序，在这张表里就是这个样子。
+
+这个对象还有三种用法。（`total_average()` 把所有行相加，所以在 GPU 上它的设备时间同时算了算子和 kernel，大约是表格最下面一行的两倍。）
+"""
+
+# %%
+by_shape = profiler.key_averages(group_by_input_shape=True)
+total = profiler.key_averages().total_average()
+print(
+    f"total_average(): {total.self_cpu_time_total / 1e3:.1f} ms of host time, {total.self_device_time_total / 1e3:.1f} ms of GPU time"
+)
+print(f"events(): {len(profiler.events())} single events; the first: {profiler.events()[0].name}")
+print(by_shape.table(sort_by="self_cpu_time_total", row_limit=5, max_name_column_width=24, max_shapes_column_width=40))
+
+# %% [markdown]
+"""
+> **旧名字。** 2024 年以前的脚本会用 `cuda_time_total` 读取一行，现在会抛出 AttributeError，新名字是 `device_time_total`（`sort_by` 仍接受旧名字）。`torch.profiler.ProfilerMetrics` 并不存在。`export_memory_timeline` 已弃用。
+
+**练习 2.4。** 写一个函数，返回调用次数最多的算子的名字和次数。
+"""
+
+
+# %%
+def most_called(profiler): ...
+
+
+# %%
+check("2.4", most_called)
+
+# %% [markdown]
+"""
+## 2.5 变成数据
+
+dpscope 把录制结果变成 DataFrame。每个函数都接受一个 profiler、一份读入的 trace，或 trace 的路径：`basic_analysis`（按时间和内存列出算子）、`advanced_analysis`（按算子、按输入形状）、`memory_analysis`、`generate_performance_report`（合成一份文本，随运行保存）和 `detect_bottlenecks`（超过阈值的算子，最慢的在前）。
 """
 
 # %%
@@ -157,235 +241,234 @@ from dpscope.instruments.trace import (
     memory_analysis,
 )
 
-basic_analysis(profiler, limit=8)["by CPU time"]
-
-# %% [markdown]
-"""
-**进阶分析**：同一个算子，输入形状不同，就是不同的活。这里对单张图像的 `aten::std` 和 `aten::mean` 很显眼：每一步、每张图各调用一次。
-"""
+basic_analysis(profiler, limit=6)["by CPU time"]
 
 # %%
-advanced = advanced_analysis(profiler, limit=8)
-print(advanced.totals)
-advanced["by input shape"]
-
-# %% [markdown]
-"""
-**内存分析**：谁在分配，任一时刻有多少还活着。
-"""
-
-# %%
-memory = memory_analysis(profiler, limit=5)
-print(memory.totals)
-memory["by cpu memory"]
-
-# %% [markdown]
-"""
-**报告**：把上面这些合成一份文本，和实验结果放在一起。
-"""
+operators = advanced_analysis(profiler, limit=10_000)["by operator"].sort_values("calls", ascending=False)
+print(operators[["operator", "calls", "self_cpu_ms"]].head(8).to_string(index=False))
+for found in detect_bottlenecks(profiler, threshold_ms=2.0)[:4]:
+    print(
+        f"{found.name:32} {found.cpu_ms:8.1f} ms of host time in {found.count:5} calls, shapes {found.input_shapes}"[
+            :110
+        ]
+    )
 
 # %%
-report = generate_performance_report(profiler, "the CNN", limit=5)
-print("\n".join(report.splitlines()[:14]), "\n…")
+report = generate_performance_report(profiler, "the CNN", limit=3)
+print("\n".join(report.splitlines()[:10]), "\n…")
 
 # %% [markdown]
 """
-**瓶颈检测**：整个录制里超过阈值的算子，从慢到快，附上出现过的输入形状。
+按调用次数排序就很清楚了：排在前面的都由单张图像引起（`mean`、`std` 以及它们调用的算子），各有几百次；卷积只调用了六次。
+
+**练习 2.5。** 名字里含有 `word` 的算子占主机工作的多大比例？用 `profiler.key_averages()`，注意两种时间里哪一种可以相加。
 """
+
 
 # %%
-for found in detect_bottlenecks(profiler, threshold_ms=2.0)[:6]:
-    print(f"{found.name:45} {found.cpu_ms:8.1f} ms host {found.device_ms:8.1f} ms GPU {found.count:5} calls")
+def share_of(profiler, word): ...
+
+
+# %%
+check("2.5", share_of)
 
 # %% [markdown]
 """
-> **旧名字。** 2024 年以前的脚本会对 `key_averages()` 的行取 `cuda_time_total`，如今会抛 AttributeError，新名字是 `device_time_total`。`torch.profiler.ProfilerMetrics` 并不存在。`export_memory_timeline` 已弃用。
-"""
+## 2.6 改掉一个瓶颈
 
-# %% [markdown]
-"""
-## 2.5 改掉一个瓶颈
-
-网络里只有两个卷积，可录制里大多数算子都不是它们的：`normalise_one_by_one` 对批次里每张图都要调用好几个算子。哪个都不慢，只是太多。这就是第 1 篇里启动受限的循环在现实中的样子，对策也一样：所有图像一个算子做完。
+网络只有两个卷积，但录制里的大多数算子不属于它们：`normalise_one_by_one` 对批次里的每张图像都要调用几个算子。它们都不慢，只是太多。这就是第 1 课里受启动限制的循环，改法也一样：用一个算子处理所有图像。
 """
 
 # %%
 from dpscope.instruments.timing import time_steps
 
+print(inspect.getsource(cnn.normalise_at_once))
+images = torch.rand(128, 3, 12, 12, device=device)
+torch.testing.assert_close(cnn.normalise_at_once(images), cnn.normalise_one_by_one(images))  # first: is it the same?
 
-def normalise_at_once(batch):
-    mean = batch.mean(dim=(1, 2, 3), keepdim=True)
-    return (batch - mean) / batch.std(dim=(1, 2, 3), keepdim=True)
-
-
-torch.testing.assert_close(normalise_at_once(images), normalise_one_by_one(images))  # first: is it the same?
-
-before = time_steps(make_step(normalise_one_by_one), device=device, warmup=3, steps=15)
-after = time_steps(make_step(normalise_at_once), device=device, warmup=3, steps=15)
+before = time_steps(step, device=device, warmup=3, steps=15)
+fixed_step = cnn.make_step(cnn.normalise_at_once, device)
+after = time_steps(fixed_step, device=device, warmup=3, steps=15)
 print(
-    f"a step before {before.median_ms:.2f} ms, after {after.median_ms:.2f} ms: {before.median_ms / after.median_ms:.2f}× faster"
+    f"a step here: before {before.median_ms:.2f} ms, after {after.median_ms:.2f} ms: {before.median_ms / after.median_ms:.2f}× as fast"
 )
 
-with profile(activities=activities, record_shapes=True) as mended:
+with profile(activities=activities, record_shapes=True) as fixed:
     for _ in range(3):
-        make_step(normalise_at_once)()
-calls = {
-    name: basic_analysis(p, limit=10_000)["by CPU time"]["calls"].sum()
-    for name, p in (("before", profiler), ("after", mended))
-}
-print(f"operators called in three steps: {calls['before']} before, {calls['after']} after")
+        fixed_step()
+for name, p in (("before", profiler), ("after", fixed)):
+    print(f"operators called in three steps, {name}: {sum(row.count for row in p.key_averages())}")
 
 # %% [markdown]
 """
-三件事让它成为证明，而不是故事：先核对两种写法结果相同；收益是**不带分析器**的中位数之比；分析器再确认了原因，也就是算子数目变少了。在 GPU 上收益应当更大（这里没有测）：卷积在那里快得多，启动却没有变快。
+在 H200 上，这个改动让一步从 9.3 ms<!-- = totals("one-by-one")["median_ms"] --> 降到 1.7 ms<!-- = totals("at-once")["median_ms"] -->，速度是原来的 5.3×<!-- = totals("one-by-one")["median_ms"] / totals("at-once")["median_ms"] -->。收益比 CPU 上大，因为 GPU 做卷积很快，而启动的开销不变。
+
+三件事让它成为证据：先验证两者的结果相同；收益是**不带分析器**的中位数之比；分析器确认了原因，即算子的数量。要证明改对了，就要证明结果相同。
+
+**练习 2.6。** 如果一个算子占一步的 `share`，改好之后完全不花时间，一步最多能快到原来的几倍？（这就是阿姆达尔定律，也是先看再优化的理由。）
 """
+
+
+# %%
+def at_most(share): ...
+
+
+# %%
+check("2.6", at_most)
 
 # %% [markdown]
 """
-## 2.6 在 Perfetto 里看 trace
+## 2.7 在 Perfetto 里看 trace
 
-表格里没有**何时**。把录制存成 trace，在 <https://ui.perfetto.dev>（文件不会离开你的浏览器）或 `chrome://tracing` 里打开：
+表格丢掉了**时间先后**。把录制结果保存成 trace，在 <https://ui.perfetto.dev>（文件不会离开你的浏览器）或 `chrome://tracing` 里打开：
 """
 
 # %%
-from dpscope.instruments.trace import export_trace, read_trace, summarise
-
-path = export_trace(profiler, workplace / "cnn.json.gz")
-print(f"{path.name}: {path.stat().st_size / 1024:.0f} KiB")
+folder = Path("traces-of-lesson-2")
+folder.mkdir(exist_ok=True)
+profiler.export_chrome_trace(str(folder / "cnn.json.gz"))
+print(
+    f"{folder / 'cnn.json.gz'}: {(folder / 'cnn.json.gz').stat().st_size / 1024:.0f} KiB, in the folder you started from"
+)
 
 # %% [markdown]
 """
-- **W**、**S** 缩放，**A**、**D** 平移；点一个事件可以看它的参数：形状，kernel 还有网格和占用率。
-- 主机的每个线程占一行；反向传播跑在 autograd 自己的线程上。下面是 GPU 的各条流。
-- 箭头从启动指向它的 kernel。kernel 在启动右边很远的地方，说明主机跑在前面：好事。
-- GPU 那一行里的空隙就是空闲。如果下一个 kernel 的启动发生在空隙开始**之后**，就是 GPU 在等主机。
-- 很长的 `cudaStreamSynchronize` 是等待。往上看是哪个算子：`aten::item` 就是 `.item()`、`float()` 或 `if 张量:`。
-
-dpscope 能读任何这样的 trace，并用文字说出这些结论。下面是 `programs/hidden_sync.py` 在 H200 上录下的 trace；如果没有，就现录一份：
+没有 GPU 也可以试的文件：[H200 上 case 4 的 trace](../../benchmarks/results/2026-11-16-h200-tutorials/recorded/traces/case_4-a/trace.json.gz)；更多文件见[可下载的 trace](traces.md)，每个都附有一个问题。你会看到这样的窗口，它是根据这个文件画的：
 """
 
 # %%
-from hidden_sync import PROGRAM as hidden_sync
+trace = recorded.trace_of("case_4", "a")
+pictures.show(
+    windows.draw_perfetto_window(windows.tracks_of(trace), "case_4-a/trace.json.gz") if trace else None,
+    "Perfetto's window, drawn (not a screenshot) from the H200 trace of case 4, way a. 1: the clock; 2: the host's operators; 3: CUDA calls, waits in red; 4: the GPU's stream; 5: details of what you click.",
+    "Perfetto 的窗口，根据 H200 上 case 4 方式 a 的 trace 绘制（不是截图）。1：时间轴；2：主机上的算子；3：CUDA 调用，红色为等待；4：GPU 的流；5：点击后显示的详情。",
+)
 
-trace = recorded.trace_of("hidden_sync", "norms_read_at_once")
-where = "H200, recorded" if trace else "here"
-trace = trace or hidden_sync.record("norms_read_at_once", workplace)
-seen = summarise([read_trace(trace)])
-print(f"hidden_sync, {where}: {seen['step_ms']:.2f} ms a traced step")
-if "gpu" in seen:
+# %% [markdown]
+"""
+- **W**、**S** 缩放，**A**、**D** 移动；点击一个事件可以看到它的参数：形状，kernel 还有网格和占用率。
+- 主机的每个线程有一行；autograd 在自己的线程上执行反向传播。下面是 GPU 的各条流。
+- 箭头从启动指向 kernel。kernel 离启动很远，说明主机领先，这是好事。
+- GPU 那一行的空隙就是空闲。如果下一个 kernel 的启动发生在空隙开始**之后**，就是 GPU 在等主机。
+- 很长的 `cudaStreamSynchronize` 是等待。看它上面的算子：`aten::item` 就是 `.item()`、`float()` 或 `if tensor:`。
+
+dpscope 能读取这样的 trace，并用文字说出来：
+"""
+
+# %%
+from dpscope.instruments.trace import read_trace, summarise
+
+for way in "ab":
+    if not recorded.trace_of("case_4", way):
+        continue
+    seen = summarise([read_trace(recorded.trace_of("case_4", way))])
     gpu = seen["gpu"]
     print(
-        f"GPU busy {gpu['busy_ms']:.2f} ms, idle {gpu['idle_ms']:.2f} ms, of it waiting for the host {gpu['idle_waiting_for_host_ms']:.2f} ms"
+        f"case_4 {way}, H200: traced step {seen['step_ms']:.2f} ms; GPU busy {gpu['busy_ms']:.2f} ms, waits for the host {gpu['idle_waiting_for_host_ms']:.2f} ms"
     )
-for wait in seen["synchronisations"]:
-    print(f"  {wait['count']:4.0f} × {wait['call']} by {wait['operator']} ({wait['phase']}): {wait['ms']:.2f} ms")
+    for wait in seen["synchronisations"]:
+        print(f"    {wait['count']:4.0f} × {wait['call']} by {wait['operator']}: {wait['ms']:.2f} ms")
 
 # %% [markdown]
 """
-一步里等待三十二次，每个参数一次：`hidden_sync.py` 就是为了让人发现这一点而写的。CPU 的 trace 里不存在等待；dpscope 数的是那些放到 GPU 上**就会**等待的地方。
+方式 a 每步等待 32 次<!-- = sum(w["count"] for w in trace_summary("case_4", "a")["synchronisations"] if w["operator"] == "aten::item") -->，每层一次，每次等待之后 GPU 都空闲一段。比较两行：GPU 的工作量相同，空闲时间不同。不要直接把等待的时长当作代价：主机在 GPU 忙的时候等待，什么也没损失。等待的代价是它**之后**的空闲时间。CPU 上没有等待；dpscope 会数出如果张量在 GPU 上**将会**发生的等待。
+
+**练习 2.7。** 写一个函数，数出 trace 文件（gzip 压缩的 JSON，里面有列表 `traceEvents`）里有多少个 `aten::item` 事件。
 """
+
+
+# %%
+def reads(path): ...
+
+
+# %%
+check("2.7", reads)
 
 # %% [markdown]
 """
-## 2.7 内存
+## 2.8 内存
 
-`memory_analysis` 还给出已分配字节数随时间的变化，能回答峰值出现在**什么时候**。至于峰值**由什么组成**（参数、激活、逐样本梯度），要用 `dpscope memory`，第 5 篇会细讲。
+`memory_analysis` 给出已分配字节随时间的变化，回答峰值出现在**什么时候**。想知道峰值由**什么**组成（参数、激活、逐样本梯度），用 `dpscope memory`，第 5 课会讲。
 """
 
 # %%
-over_time = memory["over time"]
-peak = over_time.loc[over_time["total_bytes"].idxmax()]
+over_time = memory_analysis(profiler, limit=5)["over time"]
+peak_row = over_time.loc[over_time["total_bytes"].idxmax()]
 print(
-    f"highest {peak['total_bytes'] / 2**20:.2f} MiB above the start, {peak['time_ms']:.2f} ms in, at {peak['operator']}"
+    f"highest {peak_row['total_bytes'] / 2**20:.2f} MiB above the start, {peak_row['time_ms']:.2f} ms in, at {peak_row['operator']}"
 )
-over_time.sort_values("bytes", ascending=False).head(5)
+print(recorded.table("one-by-one-by-memory"))
 
 # %% [markdown]
 """
-## 2.8 差分隐私训练多做了什么
+这张表是 torch 在 H200 上打印的，按 `self_device_memory_usage` 排序。
 
-`dpscope trace` 把每种方法和普通训练放在一起录，各在独立的进程里，带分析器一次，不带一次：
+**练习 2.8。** `changes` 是按顺序排列的分配（正数）和释放（负数）。返回活跃内存的峰值。
+"""
+
+
+# %%
+def peak(changes): ...
+
+
+# %%
+check("2.8", peak)
+
+# %% [markdown]
+"""
+## 2.9 差分隐私训练多了什么
+
+`dpscope trace` 把每种方法与普通训练放在一起录制，各用一个独立的进程，带分析器和不带分析器各一次：
 
 ```bash
 dpscope trace --methods standard,flat,ghost,flash --model 1b --dtype bf16 --batch-size 8 \
     --seq-len 1024
 ```
 
-下面是它在 H200 上的结果，由录下的文件画出。看**阶段**，flat 的 `clip` 和 ghost 那段很长的 `backward` 最显眼：
+下面是它在 H200 上的结果（2026-11-15），根据录下的文件绘制。从**阶段**看，flat 的 `clip` 和 ghost 很长的 `backward` 最突出；从**差异**看，是哪些算子让一种方法比普通训练慢，它们加起来就是两步之差：
 """
 
 # %%
 from dpscope.reports.trace.figures import draw_differences, draw_phases
 
 rows = recorded.sweep("traces").rows
-pictures.show(draw_phases(rows), "time of a step by phase for four methods on an H200")
+pictures.show(
+    draw_phases(rows),
+    "Time of a step by phase for four methods on an H200.",
+    "H200 上四种方法一步的时间，按阶段划分。",
+)
+pictures.show(
+    draw_differences(rows),
+    "What each method adds to an ordinary step, by operator.",
+    "每种方法比普通训练的一步多出的时间，按算子划分。",
+)
 
 # %% [markdown]
 """
-**差异**图说明是哪些算子让一种方法比普通训练慢。它们加起来正好等于两步之差：
+flat 裁剪的一步有 5,151 个 kernel<!-- = traced("traces", "flat")["gpu"]["kernels"] -->，普通训练有 1,651<!-- = traced("traces", "standard")["gpu"]["kernels"] --> 个。在录制的一步里，它的 GPU 忙碌 235.8 ms<!-- = traced("traces", "flat")["gpu"]["busy_ms"] -->，空闲 63.9 ms<!-- = traced("traces", "flat")["gpu"]["idle_ms"] -->。ghost 裁剪每步等待 GPU 16 次<!-- = sum(w["count"] for w in traced("traces", "ghost")["synchronisations"]) -->（`aten::unique_dim`：结果的大小取决于数据）。
+
+那么 `flat` 受启动限制吗？分析器对主机的拖慢远大于对 kernel 的，所以要用忙碌时间除以**不带分析器**的一步：262.4 ms<!-- = ms("traces", "flat") --> 中的 235.8 ms<!-- = traced("traces", "flat")["gpu"]["busy_ms"] -->，即 90 %<!-- = 100 * traced("traces", "flat")["gpu"]["busy_ms"] / ms("traces", "flat") -->：不受启动限制。
+
+**练习 2.9。** 把它写成方法名的函数：`recorded.traced("traces", method)["gpu"]["busy_ms"]` 除以一步的时间 `recorded.ms("traces", method)`。
 """
+
 
 # %%
-pictures.show(draw_differences(rows), "what each method adds to an ordinary step, by operator")
+def busy_share(method): ...
+
+
+# %%
+check("2.9", busy_share)
 
 # %% [markdown]
 """
-flat 裁剪的一步启动 5,151 个 kernel<!-- = traced("traces", "flat")["gpu"]["kernels"] -->，普通训练是 1,651<!-- = traced("traces", "standard")["gpu"]["kernels"] -->。录制的一步里，它的 GPU 忙 235.8 ms<!-- = traced("traces", "flat")["gpu"]["busy_ms"] -->，普通训练忙 121.1 ms<!-- = traced("traces", "standard")["gpu"]["busy_ms"] -->；另有 63.9 ms<!-- = traced("traces", "flat")["gpu"]["idle_ms"] --> 闲着，因为**在分析器底下**主机启动得不够快。ghost 每步要等 GPU 16 次<!-- = sum(w["count"] for w in traced("traces", "ghost")["synchronisations"]) -->（`aten::unique_dim`：结果多大取决于数据）。
+## 2.10 TensorBoard 呢？
 
-那么 `flat` 是启动受限吗？不是：分析器拖慢的是主机，对 kernel 几乎没有影响，所以应当用忙碌时间除以**不带分析器**的一步：262.4 ms<!-- = ms("traces", "flat") --> 里忙 235.8 ms<!-- = traced("traces", "flat")["gpu"]["busy_ms"] -->，占 90 %<!-- = 100 * traced("traces", "flat")["gpu"]["busy_ms"] / ms("traces", "flat") -->。
-"""
-
-# %% [markdown]
-"""
-## 2.9 那 TensorBoard 呢？
-
-它的 profiler 插件（torch-tb-profiler）已经没人维护：那个标签页要从互联网取脚本，对现在的 trace 也显示不出 GPU 时间。所以 `dpscope trace` 写的是 TensorBoard 普通标签页离线就能显示的标量、表格和图片：
+它的 profiler 插件（torch-tb-profiler）已经没有人维护：页面需要从网上加载脚本，对新的 trace 也不显示 GPU 时间。`dpscope trace` 会写出标量、表格和图片，TensorBoard 的普通页面可以离线显示：
 
 ```bash
 tensorboard --logdir runs
 ```
-
-## 练习
-
-1. 第一份录制里，哪个算子被调用得最多？其中有多少属于网络本身？
-2. 用缩短到两轮的 `periodic` 录改好之后的一步，打印保存了几轮。
-3. 阈值设为零时 `detect_bottlenecks` 会列出全部算子。`self_cpu_ms` 里卷积（正向加反向）占多少？假如卷积不花时间，一步最多能快多少？
-"""
-
-# %%
-# Solution 1
-table = advanced_analysis(profiler, limit=10_000)["by operator"].sort_values("calls", ascending=False)
-print(table[["operator", "calls"]].head(5).to_string(index=False))
-fewer = advanced_analysis(mended, limit=10_000)["by operator"].set_index("operator")["calls"]
-name = table.iloc[0]["operator"]
-print(f"{name}: {table.iloc[0]['calls']} calls, of which {fewer.get(name, 0)} remain without the loop over images")
-
-# %%
-# Solution 2
-from dataclasses import replace
-
-shorter = replace(SCHEDULES["periodic"], skip_first=2, wait=1, warmup=1, active=2, repeat=2)
-saved = []
-with profile(
-    activities=activities, schedule=shorter.to_torch(), on_trace_ready=lambda p: saved.append(p.step_num)
-) as p:
-    for _ in range(shorter.steps):
-        make_step(normalise_at_once)()
-        p.step()
-print(f"{len(saved)} cycles were saved, after steps {saved}")
-assert len(saved) == 2
-
-# %%
-# Solution 3
-table = advanced_analysis(profiler, limit=10_000)["by operator"]
-column = "self_device_ms" if "self_device_ms" in table else "self_cpu_ms"
-convolution = table[table["operator"].str.contains("conv")][column].sum()
-share = convolution / table[column].sum()
-print(f"convolution is {share:.0%} of the work; without it the step could be at most {1 / (1 - share):.1f}× as fast")
-
-# %% [markdown]
-"""
-最后一行就是阿姆达尔定律，也是"先看再改"的理由：只占十分之一时间的算子，最多也只能还你十分之一。
 
 ## 小测验
 
@@ -393,41 +476,41 @@ print(f"convolution is {share:.0%} of the work; without it the step could be at 
 
 <details><summary>答案</summary>
 
-它的主机时间大部分花在它调用的东西上。有 GPU 时这两列都不是乘法本身的时间：要看 `self_device_ms`。
+它的主机时间大多花在它调用的算子里。在 GPU 上，这两列都不是乘法本身的时间：要看 `self_device_ms`。
 
 </details>
 
-**2. 在分析器底下，GPU 有三分之一时间闲着。程序是启动受限吗？**
+**2. 在分析器下，GPU 有三分之一的时间空闲。程序受启动限制吗？**
 
 <details><summary>答案</summary>
 
-还不能这么说。分析器让主机的每个算子多花几微秒，空闲就是这么来的。用 GPU 忙碌时间除以**不带分析器**的一步：明显小于一才算。dpscope 以 80 %<!-- given: dpscope's threshold --> 为界。
+还不能下结论。分析器让主机在每个算子上多花几微秒，这会造成空闲。用 GPU 的忙碌时间除以**不带分析器**的一步：如果明显小于一，才是受启动限制。dpscope 的阈值是 80 %<!-- given: dpscope's threshold -->。
 
 </details>
 
-**3. schedule 里的预热为什么要录了再扔，而不是干脆跳过？**
+**3. schedule 的预热步为什么要录了再丢，而不是直接跳过？**
 
 <details><summary>答案</summary>
 
-录制的第一步里有分析器自己的启动（在 GPU 上是 CUPTI）。如果从第一个 active 步才开始录，这些就会混进你的数字。
+录制的第一步包含分析器自身的启动（在 GPU 上是 CUPTI）。如果从第一个有效步才开始录，这部分就会混进你的数据。
 
 </details>
 
-**4. 每轮都存了 trace，可最后 `key_averages()` 只显示最后一轮。为什么？**
+**4. 每个周期都保存了 trace，但最后 `key_averages()` 只显示最后一个周期。为什么？**
 
 <details><summary>答案</summary>
 
-每轮开始时事件会清空。要么在 `on_trace_ready` 里分析，要么读存下的 trace，要么传 `acc_events=True`。
+每个周期开始时事件会被清空。在 `on_trace_ready` 里分析，读取保存的 trace，或者传入 `acc_events=True`。
 
 </details>
 
 ## 要记住的
 
-- 先预热，少录几步；比例看分析器，时间看不带分析器的运行。
-- 找位置按**总时间**排，找元凶按**自身时间**排；有 GPU 就按设备时间。
-- 大量小算子是单独哪一行都看不出来的瓶颈：要看次数。
-- 每次等待都有对应的算子。`aten::item` 几乎总是你自己写的。
-- 证明改好了，要三样东西：结果相同、不带分析器的中位数、以及显示原因已消失的录制。
+- 先预热，只录几步；比例取自分析器，时间取自不带分析器的运行。
+- 按 total 排序找位置，按 self 排序找算子；在 GPU 上按设备时间排序。
+- 大量小算子的调用是任何一行都显示不出来的瓶颈：看次数。
+- 等待的代价是它之后的空闲。`aten::item` 几乎总是你自己的代码。
+- 证明改对了：结果相同、不带分析器的中位数、录制显示原因已经消失。
 
-**延伸阅读**：[PyTorch 官方教程](https://docs.pytorch.org/tutorials/recipes/recipes/profiler_recipe.html)、[Perfetto](https://perfetto.dev/docs/)、[dpscope 的 trace](../../docs/traces.md)。下一篇：[Nsight Compute](03-nsight-compute.ipynb)。
+**延伸阅读**：[PyTorch 官方教程](https://docs.pytorch.org/tutorials/recipes/recipes/profiler_recipe.html)、[Perfetto](https://perfetto.dev/docs/)、[dpscope 的 trace](../../docs/traces.md)。下一课：[运行 Nsight Compute](03a-run-nsight-compute.ipynb)。
 """

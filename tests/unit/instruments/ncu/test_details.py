@@ -64,7 +64,7 @@ def test_a_file_that_is_no_details_page_is_refused_with_the_command_that_writes_
 
 
 def test_a_page_of_a_real_report_has_advice_in_the_sections_of_its_metrics():
-    (kernel,) = read_details(ROOT / "benchmarks/results/2026-11-15-h200-tutorials/recorded/memory_bound.details.csv")
+    (kernel,) = read_details(ROOT / "benchmarks/results/2026-11-16-h200-tutorials/recorded/addition.details.csv")
     assert kernel.number("DRAM Throughput") > 80 and kernel.number("Compute (SM) Throughput") < 20
     assert "greater than 80.0%" in kernel.advice_on("Speed Of Light")[0]
     assert {advice.section for advice in kernel.advice} <= set(kernel.sections)
