@@ -138,7 +138,7 @@ REFUSED: tuple[tuple[str, Callable[[Any], Any], str], ...] = (
     ),
     (
         "fsdp",
-        lambda args: args.fsdp and int((args.fsdp_config or {}).get("version", (args.fsdp_config or {}).get("fsdp_version", 1))) != 2,
+        lambda args: args.fsdp and int((args.fsdp_config or {}).get("version", 2)) != 2,
         "FSDP1 flattens parameters of several layers into one: use fsdp_config={'version': 2}",
     ),
     (

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -141,7 +142,8 @@ class PrivateTrainerMixin:
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         self._resumed = None if resume_from_checkpoint is None else PrivacyRecord.load(Path(resume_from_checkpoint))
         self._ordinary_loader = train_dataloader
-        model, _ = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)  # type: ignore[misc]
+        with _noting_models(self.accelerator) as self._prepared_models:
+            model, _ = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)  # type: ignore[misc]
         if self._resumed is not None:  # of sharded models the optimizer's state does not hold it
             accountant = self.privacy_engine.accountant
             accountant.history = continued(accountant.history, self._resumed.history)
@@ -155,7 +157,7 @@ class PrivateTrainerMixin:
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """Make the model private, which is spread, compiled and has its optimizer by now; then as the Trainer does."""
-        prepared = self.accelerator._models[-1] if self.accelerator._models else self.model_wrapped
+        prepared = self._prepared_models[-1] if self._prepared_models else self.model_wrapped
         if self._optimizer is None or not self._optimizer.engine.attached or self._private_model is not self.model:
             self._make_private(prepared, num_training_steps)
         return super().create_scheduler(num_training_steps, self.optimizer if optimizer is None else optimizer)  # type: ignore[misc]
@@ -179,7 +181,7 @@ class PrivateTrainerMixin:
         private.resumes_noise = seed is not None
         self._optimizer = accelerated.optimizer = private
         self._private_model = self.model
-        self._first_step = FirstStep(task_model(model), private)
+        self._first_step = FirstStep(private)
         resumed = self._resumed
         draw_seed = self.args.data_seed if resumed is None else resumed.draw_seed
         self._loader = loader_of_draws(private_loader, size=self.physical_batch_size, seed=draw_seed)
@@ -328,6 +330,25 @@ class PrivateTrainerMixin:
             "hyperparameter_search trains on the private data once for each trial, and each spends ε: train the trials "
             "one by one and add up their privacy, or search on public data"
         )
+
+
+@contextmanager
+def _noting_models(accelerator: Any) -> Iterator[list[nn.Module]]:
+    """Inside, the models that `accelerator.prepare` returns are noted: wrapped, spread and compiled."""
+    found: list[nn.Module] = []
+    prepare = accelerator.prepare
+
+    def noting(*objects: Any, **options: Any) -> Any:
+        prepared = prepare(*objects, **options)
+        each = prepared if isinstance(prepared, tuple) else (prepared,)
+        found.extend(one for one in each if isinstance(one, nn.Module))
+        return prepared
+
+    accelerator.prepare = noting
+    try:
+        yield found
+    finally:
+        del accelerator.prepare
 
 
 class _PrivacyCallback(TrainerCallback):
