@@ -54,7 +54,9 @@ class PrivacyArguments:
         for name in ("target_epsilon", "noise_multiplier"):
             value = getattr(self, name)
             least = "0 or more" if name == "noise_multiplier" else "above 0"
-            if value is not None and not (math.isfinite(value) and (value > 0 or least == "0 or more" and value == 0)):
+            if value is not None and not (
+                math.isfinite(value) and (value > 0 or (least == "0 or more" and value == 0))
+            ):
                 raise UserError(f"{name} must be a number, {least}, not {value}")
         if self.target_delta is None:
             raise UserError(
@@ -100,8 +102,10 @@ REFUSED: tuple[tuple[str, Callable[[Any], Any], str], ...] = (
     ),
     (
         "group_by_length",
-        lambda args: getattr(args, "group_by_length", False)
-        or _names(getattr(args, "train_sampling_strategy", "random")) != "random",
+        lambda args: (
+            getattr(args, "group_by_length", False)
+            or _names(getattr(args, "train_sampling_strategy", "random")) != "random"
+        ),
         "private training draws each sample independently (Poisson sampling): leave out group_by_length and "
         "train_sampling_strategy",
     ),

@@ -65,7 +65,9 @@ def _token_losses(logits: Tensor, labels: Tensor, *, shifts: bool, smoothing: fl
 def _class_losses(model: nn.Module, logits: Tensor, labels: Tensor, smoothing: float) -> Tensor:
     """logits: (B, K). As transformers decides: regression, one label or several, by config.problem_type or dtype."""
     kind = getattr(getattr(model, "config", None), "problem_type", None)
-    if kind == "regression" or (kind is None and (logits.shape[1] == 1 or labels.dim() == 1 and labels.is_floating_point())):
+    if kind == "regression" or (
+        kind is None and (logits.shape[1] == 1 or (labels.dim() == 1 and labels.is_floating_point()))
+    ):
         return (logits.float() - labels.view(logits.shape).float()).square().mean(1)
     if kind == "multi_label_classification" or (kind is None and labels.dim() == 2 and labels.is_floating_point()):
         return F.binary_cross_entropy_with_logits(logits.float(), labels.float(), reduction="none").mean(1)

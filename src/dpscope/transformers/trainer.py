@@ -32,8 +32,8 @@ from transformers import Trainer, TrainerCallback
 from dpscope.errors import UserError
 from dpscope.flash.opacus import PrivacyEngine
 from dpscope.flash.padding.rows import real_rows
-from dpscope.flash.private_optimizer import DPFlashOptimizer
 from dpscope.flash.privacy_spent import continued
+from dpscope.flash.private_optimizer import DPFlashOptimizer
 from dpscope.transformers.arguments import refuse_data, refuse_settings, take_privacy
 from dpscope.transformers.budget import steps_left
 from dpscope.transformers.draws import Draw, DrawLoader, loader_of_draws
@@ -58,7 +58,9 @@ class PrivateTrainerMixin:
     def __init__(self, model: Any = None, args: Any = None, *rest: Any, **keywords: Any) -> None:
         self.privacy = take_privacy(args, keywords)
         if missing := [name for name in HOOKS if not hasattr(Trainer, name)]:
-            raise UserError(f"private training needs transformers 5 or newer (this one has no {missing[0]}): upgrade it")
+            raise UserError(
+                f"private training needs transformers 5 or newer (this one has no {missing[0]}): upgrade it"
+            )
         if type(self).compute_loss is not PrivateTrainerMixin.compute_loss:
             raise UserError(
                 f"{type(self).__name__} overrides compute_loss, whose mean over the batch mixes samples: override "
@@ -75,7 +77,9 @@ class PrivateTrainerMixin:
         samples = refuse_data(self.train_dataset)
         self.privacy.check_privacy(self.args.max_grad_norm, samples)
         if isinstance(getattr(self.optimizer, "optimizer", self.optimizer), DPFlashOptimizer):
-            raise UserError("the optimizer is private already: give the trainer the ordinary one, and it is made private")
+            raise UserError(
+                "the optimizer is private already: give the trainer the ordinary one, and it is made private"
+            )
         self.physical_batch_size = self.args.per_device_train_batch_size
         self.logical_batch_size = self.privacy.logical_batch_size or (
             self.physical_batch_size * accumulated * self.args.world_size
@@ -274,7 +278,9 @@ class PrivateTrainerMixin:
             )
         inner = task_model(model)
         if getattr(inner.config, "output_router_logits", False):
-            raise UserError("the router loss of experts is one of the whole batch: set config.output_router_logits=False")
+            raise UserError(
+                "the router loss of experts is one of the whole batch: set config.output_router_logits=False"
+            )
         if getattr(inner.config, "is_encoder_decoder", False) and "decoder_input_ids" not in rest:
             rest["decoder_input_ids"] = inner.prepare_decoder_input_ids_from_labels(labels=labels)
         outputs = model(**rest)

@@ -104,7 +104,9 @@ def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], 
     """Tolerance: sums of the same terms in float32, in another order, through a few steps of AdamW."""
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():
-        torch.testing.assert_close(value, theirs[name], rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            value, theirs[name], rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 def logged(trainer: Any, key: str) -> list[float]:

@@ -195,9 +195,15 @@ def test_privacy_arguments_can_be_fields_of_the_training_arguments(tmp_path):
 def usual(**changed):
     """Arguments of any trainer, as they are by default."""
     names = {
-        **{name: False for name in ("fp16", "auto_find_batch_size", "push_to_hub", "torch_compile")},
-        **{name: None for name in ("deepspeed", "parallelism_config", "fsdp", "fsdp_config", "neftune_noise_alpha")},
-        **{"use_liger_kernel": False, "optim": "adamw_torch", "n_gpu": 1, "hub_strategy": "every_save", "world_size": 1},
+        **dict.fromkeys(("fp16", "auto_find_batch_size", "push_to_hub", "torch_compile"), False),
+        **dict.fromkeys(("deepspeed", "parallelism_config", "fsdp", "fsdp_config", "neftune_noise_alpha")),
+        **{
+            "use_liger_kernel": False,
+            "optim": "adamw_torch",
+            "n_gpu": 1,
+            "hub_strategy": "every_save",
+            "world_size": 1,
+        },
     }
     return SimpleNamespace(**{**names, **changed})
 

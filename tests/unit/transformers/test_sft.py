@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.unit.transformers.small_training import PRIVACY, VOCABULARY, assert_same, logged, small_llama, weights
 
 from dpscope.errors import UserError
+from tests.unit.transformers.small_training import PRIVACY, VOCABULARY, assert_same, logged, small_llama, weights
 
 pytest.importorskip("trl")
 
