@@ -256,7 +256,7 @@ class DPFlashOptimizer(DPOptimizer):
             self.original_optimizer.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's, the accountant's history, and where the noise stream stands if a generator was given.
+        """The wrapped optimizer's, the accountant's history and, given a noise generator, where its stream stands.
 
         With that and the weights before and after a step anyone can take the noise off again: a checkpoint of a run
         with a noise generator is a secret. Without a generator nothing of the noise is saved.

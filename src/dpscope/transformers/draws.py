@@ -1,7 +1,7 @@
 """A loader that gives one Poisson draw at a time, as a list of physical batches.
 
 The Trainer takes one item of a loader for one step. So an item is the whole draw of a step, cut into batches that fit
-into memory. Draws of an epoch depend on a seed and the epoch alone: a resumed run leaves out those that were trained on.
+into memory. Draws depend on a seed and the epoch alone: a resumed run leaves out those that were trained on.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class DrawSampler(Sampler[Parts]):
     sampler     gives lists of indices, of a padded loader already cut into batches
     size        of a physical batch, at most
     generator   that `sampler` draws from
-    seed        of all draws; unpredictable unless one is given, because privacy by sampling needs draws that nobody knows
+    seed        of all draws; unpredictable unless given, because privacy by sampling needs draws that nobody knows
     """
 
     def __init__(self, sampler: Any, size: int, generator: torch.Generator, seed: int | None) -> None:

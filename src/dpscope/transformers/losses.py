@@ -35,9 +35,9 @@ def sample_losses(model: nn.Module, outputs: Any, labels: Tensor, *, smoothing: 
         _refuse(inner, "it gives several logits")
     if logits.dim() == 3 and labels.dim() == 2 and not labels.is_floating_point():
         return _token_losses(logits, labels, shifts=_shifts(inner), smoothing=smoothing)
-    if logits.dim() == 2:
-        return _class_losses(inner, logits, labels, smoothing)
-    _refuse(inner, f"its logits are of shape {tuple(logits.shape)} and its labels of {tuple(labels.shape)}")
+    if logits.dim() != 2:
+        _refuse(inner, f"its logits are of shape {tuple(logits.shape)} and its labels of {tuple(labels.shape)}")
+    return _class_losses(inner, logits, labels, smoothing)
 
 
 def _shifts(model: nn.Module) -> bool:
@@ -81,8 +81,8 @@ def check_losses(losses: Any, rows: int, source: str) -> Tensor:
     if not isinstance(losses, torch.Tensor) or losses.shape != (rows,):
         shape = tuple(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
         raise UserError(
-            f"{source} has to give one loss for each sample, a tensor of shape ({rows},), and gave {shape}: a mean over "
-            "the batch cannot be told apart into samples. Use reduction='none' and average over each sample's own "
+            f"{source} has to give one loss for each sample, a tensor of shape ({rows},), and gave {shape}: a mean "
+            "over the batch cannot be told apart into samples. Use reduction='none' and average over each sample's own "
             "tokens"
         )
     return losses
@@ -90,6 +90,6 @@ def check_losses(losses: Any, rows: int, source: str) -> Tensor:
 
 def _refuse(model: nn.Module, why: str) -> NoReturn:
     raise UserError(
-        f"the loss of each sample of {type(model).__name__} is not known ({why}): override sample_losses(model, inputs) "
-        "of the private trainer, or give compute_loss_func; either has to return one loss for each sample"
+        f"the loss of each sample of {type(model).__name__} is not known ({why}): override sample_losses(model, "
+        "inputs) of the private trainer, or give compute_loss_func; either has to return one loss for each sample"
     )

@@ -1,7 +1,7 @@
 """A check of the first step: what should move moves, and nothing else does.
 
-Noise moves every trained parameter, so a run can look alive while no gradient reaches some of it: an adapter that is not
-active, a head that the loss does not use. And a frozen weight that moves has no privacy at all. (Where no gradient
+Noise moves every trained parameter, so a run can look alive while no gradient reaches some of it: an adapter that is
+not active, a head that the loss does not use. And a frozen weight that moves has no privacy at all. (Where no gradient
 reaches anything, the engine itself refuses the step.)
 """
 
@@ -49,8 +49,8 @@ class FirstStep:
         trained = {name for name, each in self.parameters.items() if each.requires_grad}
         if strays := moved - trained:
             raise UserError(
-                f"{_listed(strays)} changed in the first step but is frozen, and so has no privacy: something else than "
-                "the private optimizer writes to it (a callback, a second optimizer)"
+                f"{_listed(strays)} changed in the first step but is frozen, and so has no privacy: something else "
+                "than the private optimizer writes to it (a callback, a second optimizer)"
             )
         unreached = {name for name in trained if self.parameters[name] not in self.reached}
         if unreached:

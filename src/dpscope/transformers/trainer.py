@@ -223,10 +223,10 @@ class PrivateTrainerMixin:
         assert optimizer is not None
         if not isinstance(inputs, Draw):
             raise UserError(
-                "a batch did not come from the private loader: ε holds for its Poisson draws alone; give train_dataset, "
-                "and leave out loaders of your own"
+                "a batch did not come from the private loader: ε holds for its Poisson draws alone; give "
+                "train_dataset, and leave out loaders of your own"
             )
-        optimizer.zero_grad()  # the Trainer clears the model's gradients, which of compiled and spread ones is not enough
+        optimizer.zero_grad()  # the Trainer clears p.grad alone where the model is compiled or spread
         self._losses, self._flos = [], 0.0
         for number, batch in enumerate(inputs, 1):
             self._flos += float(super().floating_point_ops(batch))  # type: ignore[misc]

@@ -61,8 +61,7 @@ def test_any_framework_that_saves_the_optimizer_saves_epsilon(tmp_path):
 
 
 def test_a_state_without_a_history_is_warned_of():
-    _, model, optimizer, loader = private()
-    model, adam = make_model(), None
+    model = make_model()
     adam = torch.optim.Adam(model.parameters())
     F.cross_entropy(model(torch.randn(2, 8)), torch.tensor([0, 1])).backward()
     adam.step()

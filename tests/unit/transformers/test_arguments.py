@@ -156,7 +156,7 @@ def test_an_optimizer_and_a_scheduler_of_ones_own_are_made_private(tmp_path):
 
 def test_a_model_that_is_made_anew_for_each_training_shares_the_accountant(tmp_path):
     trainer = PrivateTrainer(
-        model_init=lambda: small_llama(),
+        model_init=functools.partial(small_llama, 0),
         args=arguments(tmp_path),
         train_dataset=Counting(),
         data_collator=private_trainer(tmp_path).data_collator,

@@ -78,7 +78,7 @@ def test_a_loss_is_that_of_the_sample_alone(case):
 
 
 def test_smoothing_is_torchs():
-    model, batch = CASES["causal"]()
+    model = small_llama()
     logits = torch.randn(2, 4, 8)
     labels = torch.tensor([[1, 2, 3, -100], [4, -100, 5, 6]])
     outputs = {"logits": logits}

@@ -51,10 +51,10 @@ def one_by_one(model, draws, *, lr, expected, clip=1.0):
             gradients = torch.autograd.grad(sample_losses(model, model(**batch), labels).sum(), trained)
             norm = torch.cat([gradient.flatten() for gradient in gradients]).norm()
             for total, gradient in zip(totals, gradients, strict=True):
-                total += gradient * min(1.0, clip / norm.item())
+                total.add_(gradient, alpha=min(1.0, clip / norm.item()))
         with torch.no_grad():
             for parameter, total in zip(trained, totals, strict=True):
-                parameter -= lr * total / expected
+                parameter.sub_(total, alpha=lr / expected)
 
 
 REFUSED_BY_THE_ENGINE = ("dora", "prompt tuning", "p-tuning")
