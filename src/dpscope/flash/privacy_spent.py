@@ -21,11 +21,12 @@ def count_draws(sampler: Any) -> None:
 
     Loaders that others derive of the private one (BatchMemoryManager, Accelerate, padding) keep its batch sampler.
     """
-    sampler.__class__ = _counting(type(sampler))
+    kind: Any = type(sampler)
+    sampler.__class__ = _counting(kind)
 
 
 @cache
-def _counting(kind: type[Any]) -> type[Any]:
+def _counting(kind: Any) -> Any:
     class Counting(kind):
         draws_given = 0
 

@@ -55,7 +55,8 @@ class OpakeTrainer(TrainerBase):
 
             def loss_of_one(trained: dict[str, Tensor], *sample: Tensor) -> Tensor:
                 batch = tree_unflatten([each.unsqueeze(0) for each in sample], structure)
-                return self.loss(lambda *args, **also: functional_call(self.model, trained, args, also), batch)[0]
+                model: Any = lambda *args, **also: functional_call(self.model, trained, args, also)  # noqa: E731
+                return self.loss(model, batch)[0]
 
             self._functions[structure] = clipped_grad(
                 loss_of_one,

@@ -42,9 +42,10 @@ from dpscope.transformers.movement import FirstStep
 from dpscope.transformers.records import PrivacyRecord
 
 HOOKS = ("_prepare_for_training", "_run_epoch", "_get_grad_norm")  # of the Trainer, of transformers 5
+_Host: Any = object  # the Trainer that a subclass names beside the mixin
 
 
-class PrivateTrainerMixin:
+class PrivateTrainerMixin(_Host):
     """What makes a Trainer private; to be the first base of a class whose second is the Trainer.
 
     Beside the Trainer's own arguments it takes those of `PrivacyArguments`, as keywords or as fields of `args`.
@@ -98,8 +99,7 @@ class PrivateTrainerMixin:
         """Return ε of all steps so far, at `target_delta` unless another δ is given."""
         if not self.privacy_engine.accountant.history:
             return 0.0
-        epsilon: float = self.privacy_engine.get_epsilon(self.privacy.target_delta if delta is None else delta)
-        return epsilon
+        return self.privacy_engine.get_epsilon(self._delta if delta is None else delta)
 
     def steps_left(self) -> int | None:
         """Return how many more steps the target ε allows; None without a target."""
@@ -110,8 +110,13 @@ class PrivateTrainerMixin:
             noise_multiplier=self._optimizer.noise_multiplier,
             sample_rate=self._sample_rate,
             epsilon=self.privacy.target_epsilon,
-            delta=self.privacy.target_delta,
+            delta=self._delta,
         )
+
+    @property
+    def _delta(self) -> float:
+        assert self.privacy.target_delta is not None  # checked when the trainer was made
+        return self.privacy.target_delta
 
     # -- data --------------------------------------------------------------------------------------------------------
 
@@ -147,7 +152,7 @@ class PrivateTrainerMixin:
         self._resumed = None if resume_from_checkpoint is None else PrivacyRecord.load(Path(resume_from_checkpoint))
         self._ordinary_loader = train_dataloader
         with _noting_models(self.accelerator) as self._prepared_models:
-            model, _ = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)  # type: ignore[misc]
+            model, _ = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         if self._resumed is not None:  # of sharded models the optimizer's state does not hold it
             accountant = self.privacy_engine.accountant
             accountant.history = continued(accountant.history, self._resumed.history)
@@ -164,7 +169,7 @@ class PrivateTrainerMixin:
         prepared = self._prepared_models[-1] if self._prepared_models else self.model_wrapped
         if self._optimizer is None or not self._optimizer.engine.attached or self._private_model is not self.model:
             self._make_private(prepared, num_training_steps)
-        return super().create_scheduler(num_training_steps, self.optimizer if optimizer is None else optimizer)  # type: ignore[misc]
+        return super().create_scheduler(num_training_steps, self.optimizer if optimizer is None else optimizer)
 
     def _make_private(self, model: nn.Module, steps: int) -> None:
         loader = self._ordinary_loader
@@ -229,16 +234,17 @@ class PrivateTrainerMixin:
         optimizer.zero_grad()  # the Trainer clears p.grad alone where the model is compiled or spread
         self._losses, self._flos = [], 0.0
         for number, batch in enumerate(inputs, 1):
-            self._flos += float(super().floating_point_ops(batch))  # type: ignore[misc]
-            super()._track_num_input_tokens(batch)  # type: ignore[misc]
-            super().training_step(model, batch, None)  # type: ignore[misc]
+            self._flos += float(super().floating_point_ops(batch))
+            super()._track_num_input_tokens(batch)
+            super().training_step(model, batch, None)
             if self._first_step is not None:
                 self._first_step.see_backward()
             if number < len(inputs):
                 self._add_up(optimizer)
-        if not self._losses:  # nobody was drawn
-            return self._tr_loss / max(1, self.state.global_step - self._globalstep_last_logged)
-        return torch.cat(self._losses).mean()
+        if self._losses:
+            return torch.cat(self._losses).mean()
+        usual: Tensor = self._tr_loss / max(1, self.state.global_step - self._globalstep_last_logged)
+        return usual  # nobody was drawn: what the log then averages is not moved
 
     def _add_up(self, optimizer: DPFlashOptimizer) -> None:
         """Clip the physical batch and keep its sum; the draw goes on."""
@@ -258,7 +264,7 @@ class PrivateTrainerMixin:
     ) -> Any:
         """In training, the mean over samples of each sample's own loss; in evaluation, the Trainer's own loss."""
         if not model.training:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         real = real_rows(inputs)
         losses = self.sample_losses(model, inputs)
         self._losses.append(losses.detach()[:real].float())
@@ -276,26 +282,28 @@ class PrivateTrainerMixin:
                 "the batch has no labels, so the loss of each sample is not known: have the collator give 'labels' "
                 f"(it gives {', '.join(inputs)}), or override sample_losses"
             )
-        inner = task_model(model)
-        if getattr(inner.config, "output_router_logits", False):
+        inner: Any = task_model(model)
+        config = getattr(inner, "config", None)
+        if getattr(config, "output_router_logits", False):
             raise UserError(
                 "the router loss of experts is one of the whole batch: set config.output_router_logits=False"
             )
-        if getattr(inner.config, "is_encoder_decoder", False) and "decoder_input_ids" not in rest:
+        if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" not in rest:
             rest["decoder_input_ids"] = inner.prepare_decoder_input_ids_from_labels(labels=labels)
         outputs = model(**rest)
         if self.compute_loss_func is None:
+            assert labels is not None
             return sample_losses(model, outputs, labels, smoothing=self.args.label_smoothing_factor)
         rows = len(labels if labels is not None else next(iter(rest.values())))
         return check_losses(self.compute_loss_func(outputs, labels, num_items_in_batch=None), rows, "compute_loss_func")
 
     def floating_point_ops(self, inputs: Any) -> Any:
         """Return those of a whole draw, which were counted while it ran."""
-        return self._flos if isinstance(inputs, Draw) else super().floating_point_ops(inputs)  # type: ignore[misc]
+        return self._flos if isinstance(inputs, Draw) else super().floating_point_ops(inputs)
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         if not isinstance(inputs, Draw):
-            super()._track_num_input_tokens(inputs)  # type: ignore[misc]
+            super()._track_num_input_tokens(inputs)
 
     def _clip_grad_norm(self, model: nn.Module) -> None:
         """Leave gradients alone: each sample's was clipped."""
@@ -314,10 +322,10 @@ class PrivateTrainerMixin:
             logs["grad_norm"] = norms.median().item()
             logs["clipped_samples"] = (norms > self.args.max_grad_norm).float().mean().item()
             self._norms = []
-        super().log(logs, *rest, **keywords)  # type: ignore[misc]
+        super().log(logs, *rest, **keywords)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        super()._save_checkpoint(model, trial)  # type: ignore[misc]
+        super()._save_checkpoint(model, trial)
         if self.args.should_save and self._optimizer is not None and self._loader is not None:
             sampler: Any = self._loader.batch_sampler
             accountant = self.privacy_engine.accountant

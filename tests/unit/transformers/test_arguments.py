@@ -154,9 +154,13 @@ def test_an_optimizer_and_a_scheduler_of_ones_own_are_made_private(tmp_path):
     assert logged(trainer, "learning_rate") == pytest.approx([0.5, 0.5, 0.05, 0.05])
 
 
+def make_llama():
+    return small_llama()
+
+
 def test_a_model_that_is_made_anew_for_each_training_shares_the_accountant(tmp_path):
     trainer = PrivateTrainer(
-        model_init=functools.partial(small_llama, 0),
+        model_init=make_llama,
         args=arguments(tmp_path),
         train_dataset=Counting(),
         data_collator=private_trainer(tmp_path).data_collator,
