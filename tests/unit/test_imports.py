@@ -32,6 +32,7 @@ LAYERS = (
     ("vocabulary",),
     ("endings", "outcomes"),
     ("flash", "workloads", "results"),
+    ("transformers", "accelerate", "lightning"),
     ("instruments",),
     ("trainers",),
     ("audit",),
