@@ -3,8 +3,8 @@
     pip install transformers accelerate peft
     python examples/huggingface_trainer.py
 
-An ordinary Trainer script with one import changed (PrivateTrainer) and three arguments for privacy. Batches of 32 samples
-are run 8 at a time. docs/trainer.md says which settings of the Trainer work.
+An ordinary Trainer script with one import changed (PrivateTrainer) and three arguments for privacy. Batches of 32
+samples are run 8 at a time. docs/trainer.md says which settings of the Trainer work.
 """
 
 import tempfile

@@ -8,8 +8,8 @@
         optimizer.step()
         optimizer.zero_grad()
 
-Accelerate wraps, shards and compiles the model, replaces samplers, scales losses and clips gradients unasked. The model is
-prepared first and made private then; the loader stays the engine's own, which is a rank's share of one Poisson draw.
+Accelerate wraps, shards and compiles the model, replaces samplers, scales losses and clips gradients. So the model is
+prepared first and made private then, and the loader stays the engine's own: a rank's share of one Poisson draw.
 `accelerator.save_state` and `load_state` keep the spent privacy.
 """
 
@@ -28,8 +28,8 @@ from torch.utils.data import DataLoader
 
 from dpscope.errors import UserError
 from dpscope.flash.opacus import PrivacyEngine
-from dpscope.flash.private_optimizer import DPFlashOptimizer
 from dpscope.flash.privacy_spent import continued
+from dpscope.flash.private_optimizer import DPFlashOptimizer
 
 
 class PlacedLoader:
@@ -125,6 +125,6 @@ def _refuse(accelerator: Any, model: nn.Module, optimizer: Any, loader: Any) -> 
         model, "_is_accelerate_prepared", False
     ):
         raise UserError(
-            "the model or the optimizer is prepared or private already: give prepare_private the ordinary ones, in place "
-            "of accelerator.prepare"
+            "the model or the optimizer is prepared or private already: give prepare_private the ordinary ones, in "
+            "place of accelerator.prepare"
         )

@@ -9,6 +9,7 @@ The training step stays as it is: it returns the mean over samples of each sampl
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Callback
@@ -68,8 +69,8 @@ class PrivateTraining(Callback):
         loader = source.dataloader()
         if not isinstance(loader, DataLoader):
             raise UserError(
-                f"private training needs one DataLoader to draw samples from, and was given {type(loader).__name__}: give "
-                "trainer.fit a DataLoader over the data set"
+                f"private training needs one DataLoader to draw samples from, and was given {type(loader).__name__}: "
+                "give trainer.fit a DataLoader over the data set"
             )
         (optimizer,) = trainer.optimizers
         _, private, private_loader = self.privacy_engine.make_private(
@@ -126,23 +127,43 @@ class PrivateTraining(Callback):
         return multiplier
 
 
+# (what Lightning would do behind the engine's back, why it is refused and what to do instead)
+_REFUSED: tuple[tuple[Callable[[Any, Any], Any], str], ...] = (
+    (
+        lambda trainer, _: trainer.world_size > 1,
+        "several processes: Lightning spreads the model after it is private; use Accelerate (dpscope.accelerate), the "
+        "private Trainer, or a loop of your own under torchrun",
+    ),
+    (
+        lambda trainer, _: trainer.gradient_clip_val,
+        "gradient_clip_val clips the sum of all samples: leave it out, max_grad_norm bounds each sample",
+    ),
+    (
+        lambda trainer, _: trainer.accumulate_grad_batches != 1,
+        "accumulate_grad_batches adds up batches that are whole Poisson draws each: give the loader the logical batch "
+        "size, and pad_batches=SIZE for physical batches of that size",
+    ),
+    (
+        lambda trainer, _: str(trainer.precision).startswith("16"),
+        "16-bit precision scales the loss without the engine's knowledge: use precision='bf16-mixed'",
+    ),
+    (
+        lambda _, module: not module.automatic_optimization,
+        "manual optimization: call PrivacyEngine.make_private in a loop of your own",
+    ),
+    (
+        lambda trainer, _: len(trainer.optimizers) != 1,
+        "a sample is clipped once, over all parameters: return one optimizer from configure_optimizers, with several "
+        "groups if needed",
+    ),
+    (
+        lambda trainer, _: trainer.overfit_batches,
+        "overfit_batches trains on the same batches again and again, which ε does not describe: leave it out",
+    ),
+)
+
+
 def _refuse(trainer: Any, module: Any) -> None:
-    """Raise UserError for what Lightning would do behind the engine's back."""
-    reasons = (
-        (trainer.world_size > 1, "several processes: Lightning spreads the model after it is private; use Accelerate "
-         "(dpscope.accelerate), the private Trainer, or a loop of your own under torchrun"),
-        (trainer.gradient_clip_val, "gradient_clip_val clips the sum of all samples: leave it out, max_grad_norm bounds "
-         "each sample"),
-        (trainer.accumulate_grad_batches != 1, "accumulate_grad_batches adds up batches that are whole Poisson draws "
-         "each: give the loader the logical batch size, and pad_batches=SIZE for physical batches of that size"),
-        (str(trainer.precision).startswith("16"), "16-bit precision scales the loss without the engine's knowledge: use "
-         "precision='bf16-mixed'"),
-        (not module.automatic_optimization, "manual optimization: call PrivacyEngine.make_private in a loop of your own"),
-        (len(trainer.optimizers) != 1, "a sample is clipped once, over all parameters: return one optimizer from "
-         "configure_optimizers, with several groups if needed"),
-        (trainer.overfit_batches, "overfit_batches trains on the same batches again and again, which ε does not describe: "
-         "leave it out"),
-    )  # fmt: skip
-    for wrong, why in reasons:
-        if wrong:
+    for is_on, why in _REFUSED:
+        if is_on(trainer, module):
             raise UserError(f"this fit cannot be private: {why}")

@@ -15,8 +15,7 @@ from dpscope.flash import PrivacyEngine
 from tests.unit.flash.private_training import make_data, make_loader, make_model, sgd
 
 accelerate = pytest.importorskip("accelerate")
-
-from dpscope.accelerate import prepare_private
+prepare_private = pytest.importorskip("dpscope.accelerate").prepare_private
 
 PRIVACY = {"noise_multiplier": 1.0, "max_grad_norm": 0.5}
 

@@ -12,8 +12,7 @@ from dpscope.flash import PrivacyEngine
 from tests.unit.flash.private_training import make_data, make_loader, make_model, sgd
 
 lightning = pytest.importorskip("lightning.pytorch")
-
-from dpscope.lightning import PrivateTraining
+PrivateTraining = pytest.importorskip("dpscope.lightning").PrivateTraining
 
 
 class Classifier(lightning.LightningModule):

@@ -94,7 +94,7 @@ def _names(value: Any) -> str:
 
 
 # (setting, whether it is on, why it is refused and what to do instead)
-REFUSED: tuple[tuple[str, Callable[[Any], Any], str], ...] = (
+REFUSED_SETTINGS: tuple[tuple[str, Callable[[Any], Any], str], ...] = (
     (
         "fp16",
         lambda args: args.fp16,
@@ -198,7 +198,7 @@ REFUSED: tuple[tuple[str, Callable[[Any], Any], str], ...] = (
 
 def refuse_settings(args: Any) -> None:
     """Raise UserError, with a sentence, for the first setting that private training cannot have."""
-    for name, is_on, why in REFUSED:
+    for name, is_on, why in REFUSED_SETTINGS:
         if is_on(args):
             value = getattr(args, name, True)
             raise UserError(f"{name}={_names(value)} cannot be private: {why}")

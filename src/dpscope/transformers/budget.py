@@ -6,7 +6,7 @@ from typing import Any
 
 from opacus.accountants import create_accountant
 
-MOST_STEPS = 2**40
+MOST_STEPS_LEFT = 2**40
 
 
 def steps_left(accountant: Any, *, noise_multiplier: float, sample_rate: float, epsilon: float, delta: float) -> int:
@@ -25,7 +25,7 @@ def steps_left(accountant: Any, *, noise_multiplier: float, sample_rate: float, 
     low, high = 1, 2  # low fits
     while fits(high):
         low, high = high, 2 * high
-        if high > MOST_STEPS:
+        if high > MOST_STEPS_LEFT:
             return low
     while high - low > 1:
         middle = (low + high) // 2

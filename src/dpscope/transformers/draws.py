@@ -20,7 +20,7 @@ from dpscope.flash.padding.loader import PaddingSampler
 Parts = list[list[int]]  # of a draw: the indices of each physical batch
 
 
-class Draw(list[Any]):
+class StepDraw(list[Any]):
     """The physical batches of one draw. An empty draw has none: its step is noise alone."""
 
 
@@ -77,8 +77,8 @@ class DrawCollate:
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self.collate = collate
 
-    def __call__(self, parts: Sequence[Any]) -> Draw:
-        return Draw(self.collate(samples) for samples in parts)
+    def __call__(self, parts: Sequence[Any]) -> StepDraw:
+        return StepDraw(self.collate(samples) for samples in parts)
 
 
 class DrawLoader(DataLoader[Any]):

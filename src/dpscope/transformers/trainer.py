@@ -36,7 +36,7 @@ from dpscope.flash.privacy_spent import continued
 from dpscope.flash.private_optimizer import DPFlashOptimizer
 from dpscope.transformers.arguments import refuse_data, refuse_settings, take_privacy
 from dpscope.transformers.budget import steps_left
-from dpscope.transformers.draws import Draw, DrawLoader, loader_of_draws
+from dpscope.transformers.draws import DrawLoader, StepDraw, loader_of_draws
 from dpscope.transformers.losses import check_losses, sample_losses, task_model
 from dpscope.transformers.movement import FirstStep
 from dpscope.transformers.records import PrivacyRecord
@@ -226,7 +226,7 @@ class PrivateTrainerMixin(_Host):
         """Run a whole draw, physical batch by physical batch; the Trainer then takes the step."""
         optimizer = self._optimizer
         assert optimizer is not None
-        if not isinstance(inputs, Draw):
+        if not isinstance(inputs, StepDraw):
             raise UserError(
                 "a batch did not come from the private loader: ε holds for its Poisson draws alone; give "
                 "train_dataset, and leave out loaders of your own"
@@ -299,10 +299,10 @@ class PrivateTrainerMixin(_Host):
 
     def floating_point_ops(self, inputs: Any) -> Any:
         """Return those of a whole draw, which were counted while it ran."""
-        return self._flos if isinstance(inputs, Draw) else super().floating_point_ops(inputs)
+        return self._flos if isinstance(inputs, StepDraw) else super().floating_point_ops(inputs)
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
-        if not isinstance(inputs, Draw):
+        if not isinstance(inputs, StepDraw):
             super()._track_num_input_tokens(inputs)
 
     def _clip_grad_norm(self, model: nn.Module) -> None:
