@@ -95,7 +95,7 @@ class ForwardPasses:
         self.changed_layers: Callable[[], list[nn.Module]] = list  # of the attachment
         self.untapped = False  # taps are taken off for the moment
         self.in_trial = False
-        self.is_made_up = False  # the micro-batch: this rank has no sample in it
+        self.is_made_up = False  # the micro-batch: this process has no sample in it
         self._depth = 0  # of calls of the root's forward
         self._unknown: list[UnknownCall] = []  # of this forward
 
@@ -148,7 +148,7 @@ class ForwardPasses:
         elif compiled is not None:
             raise compiled_over_ranks("")
         call = RootCall(forward, args, kwargs, self._count(args, kwargs), compiled)
-        if self._ranks is None or self._depth:
+        if self._depth or (self._ranks is None and call.batch and not self.is_made_up):
             return self._call_root(call)
         self._close_recorded()  # the micro-batch before, of which `is_made_up` still speaks
         made_up = make_up_sample(args, kwargs) if call.batch == 0 else None

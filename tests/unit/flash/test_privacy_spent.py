@@ -113,3 +113,37 @@ def test_steps_beyond_those_of_the_target_are_told():
         train(model, optimizer, loader)
     with pytest.warns(UserWarning, match="ε is larger than the target"):
         assert engine.get_epsilon(1e-5) > 3.0
+
+
+class Reshaping(torch.nn.Module):
+    """Cannot take a batch of none, as attention of Hugging Face cannot."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.inner(x.view(len(x), -1, 4)).sum(1)
+
+
+def test_an_empty_draw_is_a_step_of_noise_for_a_model_that_cannot_take_it():
+    """The sample that is made up for it has no share, also where no step lies between it and the next batch."""
+    model = Reshaping()
+    engine = PrivacyEngine()
+    loader = DataLoader(torch.utils.data.TensorDataset(torch.randn(32, 8)), batch_size=8)
+    model, optimizer, _ = engine.make_private(
+        module=model, optimizer=sgd(model), data_loader=loader, noise_multiplier=0.0, max_grad_norm=0.5
+    )
+    x = torch.randn(3, 8)
+    for batch in (x, x[:0], x):
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        optimizer.zero_grad()
+        model(batch).square().sum(1).sum().backward()
+        optimizer.step()
+        moved = any(not torch.equal(now, then) for now, then in zip(model.parameters(), before, strict=True))
+        assert moved == (len(batch) > 0)
+    assert engine.accountant.history == [(0.0, 0.25, 3)]
+    optimizer.zero_grad()
+    model(x[:0]).square().sum().backward()
+    model(x)  # closes the batch before it
+    assert optimizer.engine.norms.numel() == 0
