@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ import torch
 from opacus.accountants.utils import get_noise_multiplier
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer
 
 from dpscope.errors import UserError
 from dpscope.flash.opacus import PrivacyEngine
@@ -36,6 +35,7 @@ from dpscope.flash.privacy_spent import continued
 from dpscope.flash.private_optimizer import DPFlashOptimizer
 from dpscope.transformers.arguments import refuse_data, refuse_settings, take_privacy
 from dpscope.transformers.budget import steps_left
+from dpscope.transformers.callbacks import PrivacyCallback, noting_models
 from dpscope.transformers.draws import DrawLoader, StepDraw, loader_of_draws
 from dpscope.transformers.losses import check_losses, sample_losses, task_model
 from dpscope.transformers.movement import FirstStep
@@ -91,7 +91,7 @@ class PrivateTrainerMixin(_Host):
         self._losses: list[Tensor] = []  # of the draw's samples
         self._norms: list[Tensor] = []  # of samples since the last log
         self._flos = 0.0
-        self.add_callback(_PrivacyCallback(self))
+        self.add_callback(PrivacyCallback(self))
 
     # -- ε -----------------------------------------------------------------------------------------------------------
 
@@ -151,7 +151,7 @@ class PrivateTrainerMixin(_Host):
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         self._resumed = None if resume_from_checkpoint is None else PrivacyRecord.load(Path(resume_from_checkpoint))
         self._ordinary_loader = train_dataloader
-        with _noting_models(self.accelerator) as self._prepared_models:
+        with noting_models(self.accelerator) as self._prepared_models:
             model, _ = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         if self._resumed is not None:  # of sharded models the optimizer's state does not hold it
             accountant = self.privacy_engine.accountant
@@ -344,53 +344,6 @@ class PrivateTrainerMixin(_Host):
             "hyperparameter_search trains on the private data once for each trial, and each spends ε: train the trials "
             "one by one and add up their privacy, or search on public data"
         )
-
-
-@contextmanager
-def _noting_models(accelerator: Any) -> Iterator[list[nn.Module]]:
-    """Inside, the models that `accelerator.prepare` returns are noted: wrapped, spread and compiled."""
-    found: list[nn.Module] = []
-    prepare = accelerator.prepare
-
-    def noting(*objects: Any, **options: Any) -> Any:
-        prepared = prepare(*objects, **options)
-        each = prepared if isinstance(prepared, tuple) else (prepared,)
-        found.extend(one for one in each if isinstance(one, nn.Module))
-        return prepared
-
-    accelerator.prepare = noting
-    try:
-        yield found
-    finally:
-        del accelerator.prepare
-
-
-class _PrivacyCallback(TrainerCallback):
-    """Watches the first step, notes norms, and stops when the target ε is reached."""
-
-    def __init__(self, trainer: Any) -> None:
-        self.trainer = trainer
-        self._left: int | None = None
-
-    def on_train_begin(self, *unused: Any, **also: Any) -> None:
-        self._left = self.trainer.steps_left()
-
-    def on_pre_optimizer_step(self, *unused: Any, **also: Any) -> None:
-        if self.trainer._first_step is not None:
-            self.trainer._first_step.begin()
-
-    def on_optimizer_step(self, *unused: Any, **also: Any) -> None:
-        trainer = self.trainer
-        trainer._note_norms(trainer._optimizer)
-        samples = sum(len(losses) for losses in trainer._losses)
-        if trainer._first_step is not None and trainer._first_step.end(samples):
-            trainer._first_step = None
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **also: Any) -> None:
-        if self._left is not None:
-            self._left -= 1
-            if self._left <= 0:
-                control.should_training_stop = True
 
 
 class PrivateTrainer(PrivateTrainerMixin, Trainer):
