@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from torch.utils.data import DataLoader
+from transformers import Trainer
 
 from dpscope.errors import UserError
 from dpscope.flash import PrivacyEngine
@@ -15,6 +16,7 @@ from tests.unit.transformers.small_training import (
     LOGICAL,
     SAMPLES,
     Counting,
+    arguments,
     assert_same,
     collate,
     logged,
@@ -182,3 +184,32 @@ def test_batches_of_another_loader_are_refused(tmp_path):
 
     with pytest.raises(UserError, match="did not come from the private loader"):
         private_trainer(tmp_path, kind=Other).train()
+
+
+def ordinary_trainer(folder, **settings):
+    """What people write: make_private, and then the Trainer as it is."""
+    model, engine = small_llama(), PrivacyEngine()
+    model, optimizer, _ = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(Counting(), batch_size=8, collate_fn=collate),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )
+    once = {"gradient_accumulation_steps": 1, "max_grad_norm": 0.0, **settings}
+    args = arguments(folder, **once)
+    trainer = Trainer(
+        model=model, args=args, train_dataset=Counting(), data_collator=collate, optimizers=(optimizer, None)
+    )
+    return trainer, engine
+
+
+def test_an_ordinary_trainer_is_told_apart_and_its_checkpoints_keep_epsilon(tmp_path):
+    trainer, engine = ordinary_trainer(tmp_path, save_strategy="steps", save_steps=2)
+    trainer.train()
+    with pytest.warns(UserWarning, match="4 of 4 private steps were taken on batches that did not come from the"):
+        spent = engine.get_epsilon(1e-3)
+    trainer, engine = ordinary_trainer(tmp_path)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    with pytest.warns(UserWarning, match="did not come from the private loader"):
+        assert engine.get_epsilon(1e-3) == spent
