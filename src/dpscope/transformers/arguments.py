@@ -162,6 +162,12 @@ REFUSED_SETTINGS: tuple[tuple[str, Callable[[Any], Any], str], ...] = (
         "batches that overtake each other cannot be resumed: leave it True",
     ),
     (
+        "ignore_data_skip",
+        lambda args: args.ignore_data_skip,
+        "a resumed run would draw the same samples again, and draws have to be independent: leave it out (draws that "
+        "were trained on are left out without reading them)",
+    ),
+    (
         "n_gpu",
         lambda args: args.n_gpu > 1,
         "several GPUs in one process (nn.DataParallel) split each batch unseen: start one process a GPU with torchrun, "

@@ -20,6 +20,18 @@ from dpscope.flash.padding.loader import PaddingSampler
 Parts = list[list[int]]  # of a draw: the indices of each physical batch
 
 
+def new_seed(given: int | None = None, training: int = 0) -> int:
+    """Return the seed of a training's draws: unpredictable, or made of a given one. No two trainings share draws."""
+    if given is None:
+        return secrets.randbits(63)
+    return _mixed(given, training) if training else given
+
+
+def _mixed(*numbers: int) -> int:
+    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
 class StepDraw(list[Any]):
     """The physical batches of one draw. An empty draw has none: its step is noise alone."""
 
@@ -37,7 +49,7 @@ class DrawSampler(Sampler[Parts]):
         self.sampler = sampler
         self.size = size
         self.generator = generator
-        self.seed = secrets.randbits(63) if seed is None else seed
+        self.seed = new_seed() if seed is None else seed
         self.epoch = 0
 
     def __len__(self) -> int:
@@ -47,8 +59,7 @@ class DrawSampler(Sampler[Parts]):
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[Parts]:
-        digest = hashlib.blake2b(f"{self.seed} {self.epoch}".encode(), digest_size=8).digest()
-        self.generator.manual_seed(int.from_bytes(digest, "little") >> 1)
+        self.generator.manual_seed(_mixed(self.seed, self.epoch))
         if not isinstance(self.sampler, PaddingSampler):
             for drawn in self.sampler:
                 yield [list(drawn[start : start + self.size]) for start in range(0, len(drawn), self.size)]
@@ -90,7 +101,7 @@ class DrawLoader(DataLoader[Any]):
         sampler.set_epoch(epoch)
 
 
-def loader_of_draws(loader: DataLoader[Any], *, size: int, seed: int | None) -> DrawLoader:
+def loader_of_draws(loader: DataLoader[Any], *, size: int, seed: int | None = None) -> DrawLoader:
     """Return a loader of whole draws, made of the private loader that make_private gave."""
     assert loader.generator is not None
     sampler = DrawSampler(loader.batch_sampler, size, loader.generator, seed)

@@ -36,7 +36,7 @@ from dpscope.flash.private_optimizer import DPFlashOptimizer
 from dpscope.transformers.arguments import refuse_data, refuse_settings, take_privacy
 from dpscope.transformers.budget import steps_left
 from dpscope.transformers.callbacks import PrivacyCallback, noting_models
-from dpscope.transformers.draws import DrawLoader, StepDraw, loader_of_draws
+from dpscope.transformers.draws import DrawLoader, StepDraw, loader_of_draws, new_seed
 from dpscope.transformers.losses import check_losses, sample_losses, task_model
 from dpscope.transformers.movement import FirstStep
 from dpscope.transformers.records import PrivacyRecord
@@ -91,6 +91,7 @@ class PrivateTrainerMixin(_Host):
         self._losses: list[Tensor] = []  # of the draw's samples
         self._norms: list[Tensor] = []  # of samples since the last log
         self._flos = 0.0
+        self._trainings = 0
         self.add_callback(PrivacyCallback(self))
 
     # -- ε -----------------------------------------------------------------------------------------------------------
@@ -169,6 +170,11 @@ class PrivateTrainerMixin(_Host):
         prepared = self._prepared_models[-1] if self._prepared_models else self.model_wrapped
         if self._optimizer is None or not self._optimizer.engine.attached or self._private_model is not self.model:
             self._make_private(prepared, num_training_steps)
+        assert self._loader is not None
+        sampler: Any = self._loader.batch_sampler
+        resumed = self._resumed
+        sampler.seed = new_seed(self.args.data_seed, self._trainings) if resumed is None else resumed.draw_seed
+        self._trainings += 1
         return super().create_scheduler(num_training_steps, self.optimizer if optimizer is None else optimizer)
 
     def _make_private(self, model: nn.Module, steps: int) -> None:
@@ -191,9 +197,7 @@ class PrivateTrainerMixin(_Host):
         self._optimizer = accelerated.optimizer = private
         self._private_model = self.model
         self._first_step = FirstStep(private)
-        resumed = self._resumed
-        draw_seed = self.args.data_seed if resumed is None else resumed.draw_seed
-        self._loader = loader_of_draws(private_loader, size=self.physical_batch_size, seed=draw_seed)
+        self._loader = loader_of_draws(private_loader, size=self.physical_batch_size)
 
     def _pads(self) -> bool:
         asked = self.privacy.pad_batches

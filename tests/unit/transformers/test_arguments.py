@@ -76,6 +76,7 @@ UNCHANGED = {
     "include_num_input_tokens_seen": {"include_num_input_tokens_seen": True},
     "average_tokens_across_devices": {"average_tokens_across_devices": True},
     "torch_empty_cache_steps": {"torch_empty_cache_steps": 1},
+    "dataloader_drop_last": {"dataloader_drop_last": True},
 }
 SLOW_SETTINGS = {"dataloader_num_workers", "dataloader_persistent_workers", "torch_compile"}
 
@@ -199,7 +200,7 @@ def test_privacy_arguments_can_be_fields_of_the_training_arguments(tmp_path):
 def usual(**changed):
     """Arguments of any trainer, as they are by default."""
     names = {
-        **dict.fromkeys(("fp16", "auto_find_batch_size", "push_to_hub", "torch_compile"), False),
+        **dict.fromkeys(("fp16", "auto_find_batch_size", "push_to_hub", "torch_compile", "ignore_data_skip"), False),
         **dict.fromkeys(("deepspeed", "parallelism_config", "fsdp", "fsdp_config", "neftune_noise_alpha")),
         **{
             "use_liger_kernel": False,
@@ -225,6 +226,7 @@ REFUSALS = {
     "use_liger_kernel": {"use_liger_kernel": True},
     "optim": {"optim": "adalomo"},
     "dataloader_in_order": {"dataloader_in_order": False},
+    "ignore_data_skip": {"ignore_data_skip": True},
     "n_gpu": {"n_gpu": 2},
     "hub_strategy": {"push_to_hub": True, "hub_strategy": "all_checkpoints"},
     "torch_compile": {"torch_compile": True, "world_size": 2},

@@ -169,9 +169,11 @@ def test_an_empty_draw_is_a_step_of_noise(tmp_path):
 
 def test_two_trainings_of_one_trainer_add_up(tmp_path):
     trainer = private_trainer(tmp_path)
+    watched = Watched(trainer)
     trainer.train()
     first = trainer.get_epsilon()
     trainer.train()
+    assert len({str(draw) for draw in watched.draws}) == 8, "draws of the two are independent"
     assert trainer.privacy_engine.accountant.history[0][2] == 8
     assert trainer.get_epsilon() > first
 
