@@ -152,9 +152,17 @@ class ForwardPasses:
             return self._call_root(call)
         self._close_recorded()  # the micro-batch before, of which `is_made_up` still speaks
         made_up = make_up_sample(args, kwargs) if call.batch == 0 else None
-        self.is_made_up = made_up is not None
+        self.is_made_up = False
         if made_up is None:
             return self._call_root(call)
+        if self._ranks is None:
+            try:
+                return self._call_root(call)  # many models can take none
+            except UserError:
+                raise
+            except (RuntimeError, ValueError, IndexError):
+                pass
+        self.is_made_up = True
         return without_rows(self._call_root(RootCall(forward, *made_up, self._count(*made_up))))
 
     def _take_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Rows | None, Any]:
