@@ -6,7 +6,8 @@
 median of 7 steps after 5, and the peak of allocated memory above what was there before. Each model is a process of its
 own, opake last in it, because its patches stay. Engines that are not installed are left out, and said so.
 `trainer`: LoRA of a 1.2B Llama in bf16 through `dpscope.transformers.PrivateTrainer`, whole steps, against the same
-steps in a loop that calls the engine itself; every sample is drawn each time, so that both see the same batches.
+steps in a loop that calls the engine itself; draws have the expected size in both, and the clock is looked at after
+blocks of five steps, because training does not wait for the device.
 
 Writes OUT/rivals.json and OUT/trainer.json, and prints both as tables. Whether each engine is exact: `dpscope check`.
 """
@@ -22,8 +23,10 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -96,15 +99,22 @@ def measure_method(method: str, dtype: str, workload: str, *, tiny: bool) -> dic
     )
     before = clean()
     trainer, batches = assemble(spec)
-    times = timed(lambda: trainer.train_step(*batches), WARMUP, STEPS)
+    timed(lambda: trainer.train_step(*batches), WARMUP, 0)
+    if method == "flash":
+        trainer.engine.rehearsals.schedule.pause()
+    times = timed(lambda: trainer.train_step(*batches), 0, STEPS)
     peak = torch.cuda.max_memory_allocated() - before if DEVICE == "cuda" else 0.0
     return {"ms": statistics.median(times), "times": times, "peak_gb": peak / 1e9, "status": "ok"}
 
 
-def measure_workload(workload: str, out: Path, *, tiny: bool, deadline: float) -> None:
+def measure_workload(
+    workload: str, out: Path, *, tiny: bool, deadline: float, names: Sequence[str] | None = None
+) -> None:
     """Measure all methods in this process; what is done is written after each."""
     rows = {}
     for method, dtype in METHODS:
+        if names is not None and method not in names:
+            continue
         name = f"{method} {dtype}"
         if time.time() > deadline:
             rows[name] = {"status": "skipped", "reason": "the time was over"}
@@ -149,43 +159,71 @@ def token_data(model: Any, samples: int, length: int) -> list[dict[str, Any]]:
     return [{"input_ids": row, "labels": row} for row in ids]
 
 
+BLOCK, BLOCKS = 5, 4  # steps between two looks at the clock, as training has none, and how many of those
+
+
 def trainer_times(out: Path, *, logical: int, physical: int, length: int, tiny: bool) -> list[float]:
+    """Return milliseconds a step of each block."""
     from transformers import TrainerCallback, TrainingArguments
 
     from dpscope.transformers import PrivateTrainer
 
     class Clock(TrainerCallback):
-        def __init__(self) -> None:
-            self.ends: list[float] = []
+        """Looks at the clock after the warm-up, and after each block."""
 
-        def on_step_end(self, *args: Any, **also: Any) -> None:
-            synchronise()
-            self.ends.append(time.perf_counter())
+        ends: ClassVar[list[float]] = []
 
-    clock = Clock()
+        def on_step_end(self, args: Any, state: Any, *rest: Any, **also: Any) -> None:
+            trainer._optimizer.engine.rehearsals.schedule.pause()
+            if state.global_step >= WARMUP and (state.global_step - WARMUP) % BLOCK == 0:
+                synchronise()
+                self.ends.append(time.perf_counter())
+
+    steps = WARMUP + BLOCK * BLOCKS
+    Clock.ends.clear()
     model = llama_with_lora(tiny=tiny)
     args = TrainingArguments(
         output_dir=str(out / "run"),
-        max_steps=WARMUP + STEPS + 1,
+        max_steps=steps,
         per_device_train_batch_size=physical,
         gradient_accumulation_steps=logical // physical,
         bf16=True,
         learning_rate=1e-4,
-        logging_steps=5,
+        logging_steps=500,  # the default
         save_strategy="no",
         report_to=[],
         disable_tqdm=True,
         use_cpu=DEVICE == "cpu",
     )
-    PrivateTrainer(
+    trainer = PrivateTrainer(
         model=model,
         args=args,
-        train_dataset=token_data(model, logical, length),
-        callbacks=[clock],
+        train_dataset=token_data(model, logical * steps, length),
+        callbacks=[Clock()],
         noise_multiplier=1.0,
         target_delta=1e-6,
-    ).train()
-    return [1e3 * (b - a) for a, b in zip(clock.ends[WARMUP:], clock.ends[WARMUP + 1 :], strict=False)]
+    )
+    same_size(trainer, logical)
+    trainer.train()
+    return [1e3 * (b - a) / BLOCK for a, b in pairwise(Clock.ends)]
+
+
+def same_size(trainer: Any, logical: int) -> None:
+    """Have every draw the expected size, for the comparison: the next samples in order instead of random ones."""
+    make_private = trainer._make_private
+
+    class Ordered:
+        def __len__(self) -> int:
+            return len(trainer.train_dataset) // logical
+
+        def __iter__(self) -> Iterator[list[int]]:
+            yield from (list(range(start, start + logical)) for start in range(0, len(trainer.train_dataset), logical))
+
+    def and_order(*given: Any) -> None:
+        make_private(*given)
+        trainer._loader.batch_sampler.sampler = Ordered()
+
+    trainer._make_private = and_order
 
 
 def loop_times(*, logical: int, physical: int, length: int, tiny: bool) -> list[float]:
@@ -216,7 +254,16 @@ def loop_times(*, logical: int, physical: int, length: int, tiny: bool) -> list[
                 optimizer.signal_skip_step(do_skip=True)
             optimizer.step()
 
-    return timed(step, WARMUP, STEPS)
+    times = []
+    for block in range(-1, BLOCKS):
+        synchronise()
+        start = time.perf_counter()
+        for _ in range(WARMUP if block < 0 else BLOCK):
+            step()
+        synchronise()
+        times.append(1e3 * (time.perf_counter() - start) / BLOCK)
+        optimizer.engine.rehearsals.schedule.pause()
+    return times[1:]
 
 
 def measure_trainer(out: Path, *, tiny: bool) -> list[dict[str, Any]]:
@@ -276,6 +323,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="sizes for a CPU, which prove nothing but that it runs")
     parser.add_argument("--parts", default="trainer,rivals")
     parser.add_argument("--budget", type=float, default=280.0, help="seconds after which no further row is begun")
+    parser.add_argument("--methods", help="of those that are measured, these alone: opake,standard")
     parser.add_argument("--only", help=argparse.SUPPRESS)
     parser.add_argument("--deadline", type=float, help=argparse.SUPPRESS)
     asked = parser.parse_args()
@@ -285,10 +333,12 @@ def main() -> None:
         measure_trainer(asked.out, tiny=asked.tiny)
         return
     if asked.only:
-        measure_workload(asked.only, asked.out, tiny=asked.tiny, deadline=asked.deadline)
+        names = asked.methods.split(",") if asked.methods else None
+        measure_workload(asked.only, asked.out, tiny=asked.tiny, deadline=asked.deadline, names=names)
         return
     deadline = asked.deadline or time.time() + asked.budget
     more = ["--deadline", str(deadline), *(["--tiny"] if asked.tiny else [])]
+    more += ["--methods", asked.methods] if asked.methods else []
     parts = asked.parts.split(",")
     if "trainer" in parts:
         run_part(asked.out, "--only", "trainer", *more)

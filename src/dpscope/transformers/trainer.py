@@ -34,7 +34,7 @@ from dpscope.flash.padding.rows import real_rows
 from dpscope.flash.privacy_spent import continued
 from dpscope.flash.private_optimizer import DPFlashOptimizer
 from dpscope.transformers.arguments import refuse_data, refuse_settings, take_privacy
-from dpscope.transformers.budget import steps_left
+from dpscope.transformers.budget import epsilon_of, steps_left
 from dpscope.transformers.callbacks import PrivacyCallback, noting_models
 from dpscope.transformers.draws import DrawLoader, StepDraw, loader_of_draws, new_seed
 from dpscope.transformers.losses import check_losses, sample_losses, task_model
@@ -55,6 +55,8 @@ class PrivateTrainerMixin(_Host):
 
     _optimizer: DPFlashOptimizer | None = None
     _loader: DrawLoader | None = None
+    _filters_losses = True
+    _operations_each: float | None = None  # for each element of a batch
 
     def __init__(self, model: Any = None, args: Any = None, *rest: Any, **keywords: Any) -> None:
         self.privacy = take_privacy(args, keywords)
@@ -73,6 +75,8 @@ class PrivateTrainerMixin(_Host):
             accumulated = args.gradient_accumulation_steps
             args = copy.copy(args)
             args.gradient_accumulation_steps = 1  # a draw is a whole step, however many batches it is
+            self._filters_losses = args.logging_nan_inf_filter
+            args.logging_nan_inf_filter = False  # done here, without waiting for the device in every step
         super().__init__(model, args, *rest, **keywords)
         refuse_settings(self.args)
         samples = refuse_data(self.train_dataset)
@@ -100,7 +104,7 @@ class PrivateTrainerMixin(_Host):
         """Return ε of all steps so far, at `target_delta` unless another δ is given."""
         if not self.privacy_engine.accountant.history:
             return 0.0
-        return self.privacy_engine.get_epsilon(self._delta if delta is None else delta)
+        return epsilon_of(self.privacy_engine.accountant, self._delta if delta is None else delta)
 
     def steps_left(self) -> int | None:
         """Return how many more steps the target ε allows; None without a target."""
@@ -238,7 +242,7 @@ class PrivateTrainerMixin(_Host):
         optimizer.zero_grad()  # the Trainer clears p.grad alone where the model is compiled or spread
         self._losses, self._flos = [], 0.0
         for number, batch in enumerate(inputs, 1):
-            self._flos += float(super().floating_point_ops(batch))
+            self._flos += self._operations(batch)
             super()._track_num_input_tokens(batch)
             super().training_step(model, batch, None)
             if self._first_step is not None:
@@ -246,7 +250,10 @@ class PrivateTrainerMixin(_Host):
             if number < len(inputs):
                 self._add_up(optimizer)
         if self._losses:
-            return torch.cat(self._losses).mean()
+            losses = torch.cat(self._losses)
+            if self._filters_losses:
+                losses = torch.where(losses.isfinite(), losses, torch.nan)
+            return losses.nanmean() if self._filters_losses else losses.mean()
         usual: Tensor = self._tr_loss / max(1, self.state.global_step - self._globalstep_last_logged)
         return usual  # nobody was drawn: what the log then averages is not moved
 
@@ -304,6 +311,15 @@ class PrivateTrainerMixin(_Host):
     def floating_point_ops(self, inputs: Any) -> Any:
         """Return those of a whole draw, which were counted while it ran."""
         return self._flos if isinstance(inputs, StepDraw) else super().floating_point_ops(inputs)
+
+    def _operations(self, batch: Any) -> float:
+        """Return what `floating_point_ops` would; it counts all parameters of the model each time."""
+        main = batch.get(getattr(self.model, "main_input_name", "input_ids"))
+        if main is None or not main.numel():
+            return 0.0
+        if self._operations_each is None:
+            self._operations_each = float(super().floating_point_ops(batch)) / main.numel()
+        return self._operations_each * main.numel()
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         if not isinstance(inputs, StepDraw):
