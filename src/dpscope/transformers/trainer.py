@@ -319,7 +319,7 @@ class PrivateTrainerMixin(_Host):
             return 0.0
         if self._operations_each is None:
             self._operations_each = float(super().floating_point_ops(batch)) / main.numel()
-        return self._operations_each * main.numel()
+        return self._operations_each * float(main.numel())
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         if not isinstance(inputs, StepDraw):
