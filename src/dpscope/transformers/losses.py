@@ -6,6 +6,8 @@ all others: clipping then bounds nothing. Here row b of the logits and of the la
 
 from __future__ import annotations
 
+import inspect
+from functools import cache
 from typing import Any, NoReturn
 
 import torch
@@ -25,6 +27,12 @@ def task_model(model: nn.Module) -> nn.Module:
     base = getattr(model, "get_base_model", None)
     found: nn.Module = model if base is None else base()
     return found
+
+
+@cache
+def takes_cache(kind: Any) -> bool:
+    """Whether a class of models may return keys and values for generation, which training has no use for."""
+    return "use_cache" in inspect.signature(kind.forward).parameters
 
 
 def sample_losses(model: nn.Module, outputs: Any, labels: Tensor, *, smoothing: float = 0.0) -> Tensor:

@@ -37,7 +37,7 @@ from dpscope.transformers.arguments import refuse_data, refuse_settings, take_pr
 from dpscope.transformers.budget import epsilon_of, steps_left
 from dpscope.transformers.callbacks import PrivacyCallback, noting_models
 from dpscope.transformers.draws import DrawLoader, StepDraw, loader_of_draws, new_seed
-from dpscope.transformers.losses import check_losses, sample_losses, task_model
+from dpscope.transformers.losses import check_losses, sample_losses, takes_cache, task_model
 from dpscope.transformers.movement import FirstStep
 from dpscope.transformers.records import PrivacyRecord
 
@@ -301,6 +301,8 @@ class PrivateTrainerMixin(_Host):
             )
         if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" not in rest:
             rest["decoder_input_ids"] = inner.prepare_decoder_input_ids_from_labels(labels=labels)
+        if takes_cache(type(inner)):
+            rest.setdefault("use_cache", False)
         outputs = model(**rest)
         if self.compute_loss_func is None:
             assert labels is not None
