@@ -301,7 +301,8 @@ class PrivateTrainerMixin(_Host):
             )
         if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" not in rest:
             rest["decoder_input_ids"] = inner.prepare_decoder_input_ids_from_labels(labels=labels)
-        if takes_cache(type(inner)):
+        kind: Any = type(inner)
+        if takes_cache(kind):
             rest.setdefault("use_cache", False)
         outputs = model(**rest)
         if self.compute_loss_func is None:
