@@ -93,121 +93,57 @@ def _names(value: Any) -> str:
     return str(getattr(value, "value", value))
 
 
-# (setting, whether it is on, why it is refused and what to do instead)
-REFUSED_SETTINGS: tuple[tuple[str, Callable[[Any], Any], str], ...] = (
-    (
-        "fp16",
-        lambda args: args.fp16,
-        "torch's loss scaling hides the size of gradients from clipping: use bf16=True, or neither",
+# Why a setting that is on is refused, and what to do instead.
+REFUSED_SETTINGS = {
+    "fp16": "torch's loss scaling hides the size of gradients from clipping: use bf16=True, or neither",
+    "group_by_length": "private training draws each sample independently (Poisson sampling): leave out group_by_length "
+    "and train_sampling_strategy",
+    "packing": "packing puts several samples into one row, which is then clipped as one: leave it out (packing=False)",
+    "padding_free": "it flattens the batch into one row, and samples cannot be told apart: leave it out",
+    "loss_type": "this loss is not one of each sample by itself: use loss_type='nll', or override sample_losses",
+    "auto_find_batch_size": "it would start training anew after steps that already spent privacy: choose "
+    "per_device_train_batch_size (it changes only memory, not the result)",
+    "deepspeed": "DeepSpeed reduces gradients before they can be clipped: use DDP or FSDP2 with torchrun",
+    "parallelism_config": "tensor, context and sequence parallelism split samples: use DDP or FSDP2 with torchrun",
+    "fsdp": "FSDP1 flattens parameters of several layers into one: use fsdp_config={'version': 2}",
+    "use_liger_kernel": "its kernels give no gradients of single samples: leave it out",
+    "optim": "this optimizer takes its step inside backward, or looks at gradients before noise: use adamw_torch or "
+    "another optimizer with an ordinary step",
+    "dataloader_in_order": "batches that overtake each other cannot be resumed: leave it True",
+    "ignore_data_skip": "a resumed run would draw the same samples again, and draws have to be independent: leave it "
+    "out (draws that were trained on are left out without reading them)",
+    "n_gpu": "several GPUs in one process (nn.DataParallel) split each batch unseen: start one process a GPU with "
+    "torchrun, or show one GPU with CUDA_VISIBLE_DEVICES=0",
+    "hub_strategy": "checkpoints tell which samples were drawn, which weakens the privacy that ε promises: use "
+    "hub_strategy='every_save' or 'end'",
+    "torch_compile": "compiled models cannot be trained privately over several processes: leave out torch_compile",
+    "ddp_static_graph": "a static graph of DDP keeps its own reduction of gradients: leave it out",
+    "neftune_noise_alpha": "its noise depends on the length of the longest sample in the batch: leave it out",
+    "activation_offloading": "activations that are moved away cannot be measured for clipping: use "
+    "gradient_checkpointing=True",
+}
+# When a setting is on, where that is more than a value that is true.
+_IS_ON: dict[str, Callable[[Any], Any]] = {
+    "group_by_length": lambda args: (
+        getattr(args, "group_by_length", False)
+        or _names(getattr(args, "train_sampling_strategy", "random")) != "random"
     ),
-    (
-        "group_by_length",
-        lambda args: (
-            getattr(args, "group_by_length", False)
-            or _names(getattr(args, "train_sampling_strategy", "random")) != "random"
-        ),
-        "private training draws each sample independently (Poisson sampling): leave out group_by_length and "
-        "train_sampling_strategy",
-    ),
-    (
-        "packing",
-        lambda args: getattr(args, "packing", False),
-        "packing puts several samples into one row, which is then clipped as one: leave it out (packing=False)",
-    ),
-    (
-        "padding_free",
-        lambda args: getattr(args, "padding_free", False),
-        "padding_free flattens the batch into one row, and samples cannot be told apart: leave it out",
-    ),
-    (
-        "loss_type",
-        lambda args: getattr(args, "loss_type", None) not in (None, "nll", "chunked_nll"),
-        "this loss is not one of each sample by itself: use loss_type='nll', or override sample_losses",
-    ),
-    (
-        "auto_find_batch_size",
-        lambda args: args.auto_find_batch_size,
-        "it would start training anew after steps that already spent privacy: choose per_device_train_batch_size "
-        "(it changes only memory, not the result)",
-    ),
-    (
-        "deepspeed",
-        lambda args: args.deepspeed,
-        "DeepSpeed reduces gradients before they can be clipped: use DDP or FSDP2 with torchrun",
-    ),
-    (
-        "parallelism_config",
-        lambda args: args.parallelism_config,
-        "tensor, context and sequence parallelism split samples: use DDP or FSDP2 with torchrun",
-    ),
-    (
-        "fsdp",
-        lambda args: args.fsdp and int((args.fsdp_config or {}).get("version", 2)) != 2,
-        "FSDP1 flattens parameters of several layers into one: use fsdp_config={'version': 2}",
-    ),
-    (
-        "use_liger_kernel",
-        lambda args: args.use_liger_kernel,
-        "its kernels give no gradients of single samples: leave it out",
-    ),
-    (
-        "optim",
-        lambda args: any(word in _names(args.optim) for word in ("lomo", "layerwise", "apollo", "galore")),
-        "this optimizer takes its step inside backward, or looks at gradients before noise: use adamw_torch or another "
-        "optimizer with an ordinary step",
-    ),
-    (
-        "dataloader_in_order",
-        lambda args: not getattr(args, "dataloader_in_order", True),
-        "batches that overtake each other cannot be resumed: leave it True",
-    ),
-    (
-        "ignore_data_skip",
-        lambda args: args.ignore_data_skip,
-        "a resumed run would draw the same samples again, and draws have to be independent: leave it out (draws that "
-        "were trained on are left out without reading them)",
-    ),
-    (
-        "n_gpu",
-        lambda args: args.n_gpu > 1,
-        "several GPUs in one process (nn.DataParallel) split each batch unseen: start one process a GPU with torchrun, "
-        "or show one GPU with CUDA_VISIBLE_DEVICES=0",
-    ),
-    (
-        "hub_strategy",
-        lambda args: args.push_to_hub and "checkpoint" in _names(args.hub_strategy),
-        "checkpoints tell which samples were drawn, which weakens the privacy that ε promises: use "
-        "hub_strategy='every_save' or 'end'",
-    ),
-    (
-        "torch_compile",
-        lambda args: args.torch_compile and args.world_size > 1,
-        "compiled models cannot be trained privately over several processes: leave out torch_compile",
-    ),
-    (
-        "ddp_static_graph",
-        lambda args: getattr(args, "ddp_static_graph", False),
-        "a static graph of DDP keeps its own reduction of gradients: leave it out",
-    ),
-    (
-        "neftune_noise_alpha",
-        lambda args: args.neftune_noise_alpha,
-        "its noise depends on the length of the longest sample in the batch: leave it out",
-    ),
-    (
-        "activation_offloading",
-        lambda args: getattr(args, "activation_offloading", False),
-        "activations that are moved away cannot be measured for clipping: use gradient_checkpointing=True",
-    ),
-)
+    "loss_type": lambda args: getattr(args, "loss_type", None) not in (None, "nll", "chunked_nll"),
+    "fsdp": lambda args: args.fsdp and int((args.fsdp_config or {}).get("version", 2)) != 2,
+    "optim": lambda args: any(word in _names(args.optim) for word in ("lomo", "layerwise", "apollo", "galore")),
+    "dataloader_in_order": lambda args: not getattr(args, "dataloader_in_order", True),
+    "n_gpu": lambda args: args.n_gpu > 1,
+    "hub_strategy": lambda args: args.push_to_hub and "checkpoint" in _names(args.hub_strategy),
+    "torch_compile": lambda args: args.torch_compile and args.world_size > 1,
+}
 
 
 def refuse_settings(args: Any) -> None:
     """Raise UserError, with a sentence, for the first setting that private training cannot have."""
-    for name, is_on, why in REFUSED_SETTINGS:
-        if is_on(args):
-            value = getattr(args, name, True)
-            raise UserError(f"{name}={_names(value)} cannot be private: {why}")
+    for name, why in REFUSED_SETTINGS.items():
+        value = getattr(args, name, None)
+        if _IS_ON[name](args) if name in _IS_ON else value:
+            raise UserError(f"{name}={_names(True if value is None else value)} cannot be private: {why}")
 
 
 def refuse_data(dataset: Any) -> int:
