@@ -45,9 +45,16 @@ docs: $(READY)  ## the site, as plain files that need no network: site/index.htm
 matrix:  ## the tests in the oldest and newest versions of Python and torch that can be had here
 	@.ci/matrix
 
-wheel: $(READY)  ## build dist/dpscope-VERSION-py3-none-any.whl, to install anywhere
-	@$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist .
+BUILD  := $(if $(wildcard $(READY)),$(VENV),.build-venv)
+
+.build-venv/.installed: constraints.txt
+	@$(PYTHON) -m venv .build-venv
+	@.build-venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt hatchling
+	@touch $@
+
+wheel: $(if $(wildcard $(READY)),,.build-venv/.installed)  ## build dist/dpscope-VERSION-py3-none-any.whl, to install anywhere
+	@$(BUILD)/bin/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist .
 	@ls dist/*.whl
 
 clean:  ## remove the virtual environments and caches
-	rm -rf $(VENV) .matrix node_modules .mypy_cache .pytest_cache .ruff_cache .sphinx_cache site
+	rm -rf $(VENV) .build-venv .matrix node_modules .mypy_cache .pytest_cache .ruff_cache .sphinx_cache site

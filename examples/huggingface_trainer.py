@@ -1,130 +1,107 @@
-"""Hugging Face's Trainer with flash clipping: a Trainer whose loader, loss and optimizer are private.
+"""Hugging Face's Trainer, private: LoRA to ε = 3, stopped half-way and resumed.
 
-    pip install transformers accelerate
+    pip install transformers accelerate peft
     python examples/huggingface_trainer.py
 
-What Trainer does by itself that private training must not inherit, and what is done here about each:
-
-| Trainer                                                | here                                                       |
-| ------------------------------------------------------ | ---------------------------------------------------------- |
-| shuffles and cuts the data into batches                | `get_train_dataloader` gives the Poisson loader             |
-| divides the loss by all tokens of the batch            | `compute_loss`: mean over each sample's tokens, then over   |
-|                                                        | samples; otherwise one sample's length scales the others    |
-| clips the summed gradient (`max_grad_norm=1.0`)        | `max_grad_norm=0`: clipping is each sample's                |
-| accumulates (`gradient_accumulation_steps`)            | 1: a Poisson batch is a whole step. For large batches use   |
-|                                                        | an ordinary loop, see gradient_accumulation.py              |
-| moves to several GPUs, compiles, scales float16 losses | one device, fp32 or bf16                                    |
+An ordinary Trainer script with one import changed (PrivateTrainer) and three arguments for privacy. Batches of 32
+samples are run 8 at a time. docs/trainer.md says which settings of the Trainer work.
 """
 
 import tempfile
+from pathlib import Path
 
 import torch
-import torch.nn.functional as F
-from torch.utils.data import DataLoader, Dataset
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from peft import LoraConfig, get_peft_model
+from torch.utils.data import Dataset
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
-from dpscope.flash import PrivacyEngine
+from dpscope.transformers import PrivateTrainer as Trainer
 
 VOCABULARY, LONGEST, PADDING = 32, 12, -100
-EPOCHS, BATCH = 2, 32
 
 
 class Counting(Dataset):
     """Sequences of different lengths that count upwards from a random start."""
 
-    def __init__(self, samples: int = 256) -> None:
-        generator = torch.Generator().manual_seed(0)
+    def __init__(self, samples: int = 256, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
         self.starts = torch.randint(VOCABULARY, (samples,), generator=generator).tolist()
         self.lengths = torch.randint(4, LONGEST + 1, (samples,), generator=generator).tolist()
 
     def __len__(self) -> int:
         return len(self.starts)
 
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return (self.starts[index] + torch.arange(self.lengths[index])) % VOCABULARY
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": (self.starts[index] + torch.arange(self.lengths[index])) % VOCABULARY}
 
 
-def collate(samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Padded to the longest there is, not to the longest of the batch: a sample looks the same in any company."""
-    ids = torch.zeros(len(samples), LONGEST, dtype=torch.long)
-    labels = torch.full((len(samples), LONGEST), PADDING)
-    for row, sample in enumerate(samples):
-        ids[row, : len(sample)] = labels[row, : len(sample)] = sample
-    return {"input_ids": ids, "attention_mask": (labels != PADDING).long(), "labels": labels}
+def collate(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Pad to the longest of the batch."""
+    ids = torch.nn.utils.rnn.pad_sequence([sample["input_ids"] for sample in samples], batch_first=True)
+    lengths = torch.tensor([len(sample["input_ids"]) for sample in samples])
+    mask = torch.arange(ids.shape[1]) < lengths[:, None]
+    return {"input_ids": ids, "attention_mask": mask.long(), "labels": ids.masked_fill(~mask, PADDING)}
 
 
-class PrivateTrainer(Trainer):
-    """Trains on `private_loader` with a loss that is the mean over samples of each sample's own loss."""
+def make_model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=LONGEST,
+        bos_token_id=0,
+        eos_token_id=0,
+        use_cache=False,
+    )
+    return get_peft_model(LlamaForCausalLM(config), LoraConfig(r=8, target_modules="all-linear"))
 
-    def __init__(self, *args, private_loader: DataLoader, **kwargs) -> None:
-        super().__init__(*args, **kwargs)
-        assert self.args.gradient_accumulation_steps == 1
-        assert self.args.max_grad_norm == 0
-        self.private_loader = private_loader
-        self.model_accepts_loss_kwargs = False  # no division by the tokens of the whole batch
 
-    def get_train_dataloader(self) -> DataLoader:
-        return self.private_loader
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        labels = inputs.pop("labels")[:, 1:]
-        outputs = model(**inputs)
-        logits = outputs.logits[:, :-1].transpose(1, 2)
-        losses = F.cross_entropy(logits, labels, ignore_index=PADDING, reduction="none").sum(1)
-        losses = losses / (labels != PADDING).sum(1).clamp(min=1)  # (B,)
-        loss = losses.sum() / max(len(losses), 1)  # an empty Poisson batch has a loss of 0, not NaN
-        return (loss, outputs) if return_outputs else loss
+def make_trainer(folder: Path) -> Trainer:
+    return Trainer(
+        model=make_model(),
+        args=TrainingArguments(
+            output_dir=str(folder),
+            num_train_epochs=4,
+            per_device_train_batch_size=8,
+            gradient_accumulation_steps=4,
+            learning_rate=2e-2,
+            logging_steps=8,
+            eval_strategy="epoch",
+            save_strategy="epoch",
+            data_seed=1,  # for this comparison: draws are random otherwise, as they should be
+            report_to=[],
+            disable_tqdm=True,
+            use_cpu=True,
+        ),
+        train_dataset=Counting(),
+        eval_dataset=Counting(64, seed=1),
+        data_collator=collate,
+        target_epsilon=3.0,
+        target_delta=1e-4,
+        noise_seed=2,  # likewise
+    )
 
 
 def main() -> None:
-    torch.manual_seed(0)
-    model = GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=VOCABULARY,
-            n_positions=LONGEST,
-            n_embd=32,
-            n_layer=1,
-            n_head=2,
-            bos_token_id=0,
-            eos_token_id=0,
-            use_cache=False,
-        )
-    ).train()
-    privacy_engine = PrivacyEngine()
-    model, optimizer, loader = privacy_engine.make_private(
-        module=model,
-        optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2),
-        data_loader=DataLoader(Counting(), batch_size=BATCH, collate_fn=collate),
-        noise_multiplier=0.7,
-        max_grad_norm=1.0,
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = PrivateTrainer(
-            model=model,
-            args=TrainingArguments(
-                output_dir=folder,
-                num_train_epochs=EPOCHS,
-                max_grad_norm=0,
-                gradient_accumulation_steps=1,
-                lr_scheduler_type="linear",
-                logging_steps=4,
-                save_strategy="no",
-                report_to=[],
-                remove_unused_columns=False,
-                disable_tqdm=True,
-                use_cpu=True,
-            ),
-            optimizers=(optimizer, None),
-            private_loader=loader,
-        )
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        trainer = make_trainer(folder / "whole")
         trainer.train()
+        resumed = make_trainer(folder / "whole")
+        resumed.train(resume_from_checkpoint=str(folder / "whole" / "checkpoint-16"))
 
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    steps = sum(count for _, _, count in privacy_engine.accountant.history)
-    assert steps == trainer.state.global_step == EPOCHS * len(loader), "every step of the Trainer is accounted for"
+    losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    steps = sum(count for _, _, count in trainer.privacy_engine.accountant.history)
+    assert steps == trainer.state.global_step == 32, "every step of the Trainer is accounted for"
     assert losses[-1] < losses[0], "private training should have learned something"
-    print(f"loss {losses[0]:.2f} -> {losses[-1]:.2f} in {steps} private steps")
-    print(f"ε = {privacy_engine.get_epsilon(delta=1e-5):.2f} at δ = 1e-5")
+    assert resumed.get_epsilon() == trainer.get_epsilon() <= 3.0
+    ours, theirs = trainer.model.state_dict(), resumed.model.state_dict()
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours), "as if the run had not been stopped"
+    print(f"evaluation loss {losses[0]:.2f} -> {losses[-1]:.2f} in {steps} private steps")
+    print(f"resumed at step 16: the same weights, and ε = {resumed.get_epsilon():.2f} at δ = 1e-4")
 
 
 if __name__ == "__main__":

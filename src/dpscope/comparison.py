@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import html
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from dpscope.packages import MEASURING, require
 from dpscope.plain_text import SUMMARY_WIDTH, render_plain
 from dpscope.reports import export
 from dpscope.reports.against.data import Against, set_against
+from dpscope.reports.findings import list_findings
 from dpscope.reports.latex import to_latex
 from dpscope.reports.outputs import remove_reports, write_reports
 from dpscope.reports.report import Report
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Comparison:
     """Results side by side, with `standard` as the denominator. `print(comparison)` shows the table."""
 
@@ -88,6 +90,30 @@ class Comparison:
         other = before if isinstance(before, Comparison) else Comparison.read(before)
         older = Report.of(other.results, other.skipped, folder=self.folder)
         return set_against(self.report, older, names=(str(self.folder), str(other.folder)))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything for a script; docs/schemas/compare.json describes it."""
+        return {
+            "document": "dpscope.compare",
+            "version": 1,
+            "ok": self.ok,
+            "folder": str(self.folder),
+            "rows": export.to_records(self.rows),
+            "findings": [asdict(finding) for finding in list_findings(self.report)],
+            "left_out": [{"file": str(item.path), "reason": item.reason} for item in self.skipped],
+        }
+
+    def __repr__(self) -> str:
+        return f"<Comparison of {len(self.rows)} rows in {self.folder}: print it, or take to_pandas()>"
+
+    def _repr_html_(self) -> str:
+        """Show the table in a notebook, and below it what it says."""
+        columns = [*export.IDENTITY, "status", "time_median_ms", "time_ratio", "peak_memory_bytes", "memory_ratio"]
+        frame = self.to_pandas()
+        frame = frame[[name for name in columns if name in frame]]
+        table: str = frame.to_html(index=False, na_rep="—", float_format="{:.3g}".format)
+        said = [f"{finding.statement} ({finding.size})." for finding in list_findings(self.report)]
+        return table + "".join(f"<p>{html.escape(sentence)}</p>" for sentence in said)
 
     def summary(self, width: int = SUMMARY_WIDTH) -> RenderableType:
         """The table and what it says, for a console of `width` columns."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import json
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rich.console import Console, ConsoleOptions, JustifyMethod, OverflowMethod, RenderableType, RenderResult
 from rich.measure import Measurement
@@ -122,3 +124,17 @@ class FirstThatFits:
                         yield Text(f"\n{BARS_NOTE}", style="dim")
                     return
         yield table
+
+
+def as_json(value: Any) -> str:
+    """JSON, in which null stands for inf and NaN."""
+    return json.dumps(_finite(value), indent=2, allow_nan=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    """The value with None for every float that is not finite."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -166,3 +166,13 @@ def test_the_benchmark_of_checkpointed_blocks_shows_held_and_recomputed_ones(cap
     rows = {line[:14].strip(): line.split() for line in capsys.readouterr().out.splitlines()[2:]}
     assert set(rows) == {"standard", "flash", "lean"}
     assert rows["lean"][-2:] == ["2", "recomputed"]
+
+
+@pytest.mark.slow
+def test_every_engine_and_the_trainer_can_be_measured_on_a_cpu(tmp_path):
+    rivals = load("rivals")
+    row = rivals.measure_method("functorch", "bf16", "decoder", tiny=True)
+    assert row["status"] == "ok" and len(row["times"]) == rivals.STEPS
+    found = rivals.measure_trainer(tmp_path, tiny=True)
+    assert [each["logical"] for each in found] == [8, 32]
+    assert all(len(each["trainer_ms"]) == rivals.STEPS for each in found)

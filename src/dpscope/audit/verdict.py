@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -12,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from dpscope.plain_text import bare_table, render_plain
+from dpscope.plain_text import as_json, bare_table, render_plain
 from dpscope.sentences import group_names
 
 # A breach is proven. What held has held in so many trials and is not thereby proved. What was not tried has a reason.
@@ -81,20 +79,6 @@ class Audit:
 
     def to_json(self) -> str:
         return as_json(self.to_dict())
-
-
-def as_json(value: Any) -> str:
-    """JSON, in which null stands for inf and NaN."""
-    return json.dumps(_finite(value), indent=2, allow_nan=False) + "\n"
-
-
-def _finite(value: Any) -> Any:
-    """The value with None for every float that is not finite."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # -- for a person ------------------------------------------------------------------------------------------------------

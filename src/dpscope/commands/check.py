@@ -15,11 +15,18 @@ import click
 from rich.console import Console
 
 from dpscope.commands.console import make_console
-from dpscope.commands.options import ABOVE_ZERO, CommaList, setting_option, workload_from, workload_options
+from dpscope.commands.options import (
+    ABOVE_ZERO,
+    CommaList,
+    json_option,
+    setting_option,
+    workload_from,
+    workload_options,
+    write_json,
+)
 from dpscope.endings import leave
 from dpscope.errors import UserError
 from dpscope.outcomes import outcome_of_exception
-from dpscope.results.store import require_writable
 from dpscope.runner.environment import resolve_device
 from dpscope.runner.spec import RunSpec
 from dpscope.runner.tracebacks import their_mistake
@@ -72,7 +79,7 @@ OF_A_STEP = ("accumulate", "checkpoint_blocks", "compile", "seed")  # settings o
 @setting_option("device")
 @click.option("--paths", is_flag=True, help="Show which path each parameter's norms take (flash).")
 @click.option("--time-paths", is_flag=True, help="Show that, with what each path takes on this device, measured.")
-@click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write all figures here.")
+@json_option
 def command(
     methods: list[str] | None, batch_size: int, device: str, paths: bool, json_file: Path | None, **options: Any
 ) -> None:
@@ -119,7 +126,7 @@ def command(
         )
     console.print(describe_check(found, paths=paths or options["time_paths"]), highlight=False, markup=False)
     if json_file:
-        _write(json_file, found.to_json())
+        write_json(json_file, found.to_json())
         console.print(f"Written: {json_file}", highlight=False, markup=False)
     leave(found.ok)
 
@@ -202,10 +209,3 @@ def _their_mistakes(config: WorkloadConfig) -> Iterator[None]:
         if sentence is None:
             raise
         raise UserError(sentence) from None
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from None

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from pathlib import Path
+
 import click
 from rich.text import Text
 
 from dpscope.commands.console import make_console
+from dpscope.commands.options import json_option, write_json
 from dpscope.endings import leave
-from dpscope.plain_text import bare_table
+from dpscope.plain_text import as_json, bare_table
 from dpscope.runner.diagnosis import ABSENT, BROKEN, PRESENT, diagnose
 
 COLOURS = {PRESENT: "green", ABSENT: "yellow", BROKEN: "bold red"}
 
 
 @click.command(name="doctor")
-def command() -> None:
+@json_option
+def command(json_file: Path | None) -> None:
     """Check Python, torch, CUDA, Opacus, Triton, torch.compile, packages, Nsight and disk; say how to mend them."""
     diagnoses = diagnose()
+    blocked = [each.name for each in diagnoses if each.required and each.status != PRESENT]
+    if json_file is not None:
+        checks = [asdict(each) for each in diagnoses]
+        whole = {"document": "dpscope.doctor", "version": 1, "ready": not blocked, "checks": checks}
+        write_json(json_file, as_json(whole))
     headings = ("what", "status", "found")
     table = bare_table(*headings, left=headings, wrap=headings)
     for each in diagnoses:
@@ -24,7 +34,7 @@ def command() -> None:
         table.add_row(each.name, Text(each.status, style=COLOURS[each.status]), found)
     console = make_console()
     console.print(table)
-    if blocked := [each.name for each in diagnoses if each.required and each.status != PRESENT]:
+    if blocked:
         console.print(f"\nNothing can be measured before this is mended: {', '.join(blocked)}.")
         leave(False)
     console.print("\nReady: try `dpscope compare`.")

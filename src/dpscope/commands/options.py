@@ -10,7 +10,7 @@ import click
 
 from dpscope.errors import UserError
 from dpscope.numbers import WholeNumber
-from dpscope.results.store import new_folder
+from dpscope.results.store import new_folder, require_writable
 from dpscope.vocabulary.flags import flag_of
 from dpscope.vocabulary.instruments import INSTRUMENTS, Option
 from dpscope.vocabulary.settings import FLAGS, REPEATS, SETTINGS
@@ -59,6 +59,34 @@ def _apply(function: F, options: list[Callable[[F], F]]) -> F:
     for option in reversed(options):
         function = option(function)
     return function
+
+
+def json_option(function: F) -> F:
+    """Add `--json FILE`; docs/schemas has a JSON Schema for what each command writes."""
+    decorate: Callable[[F], F] = click.option(
+        "--json",
+        "json_file",
+        type=click.Path(path_type=Path, dir_okay=False),
+        callback=_require_folder,
+        help="Write everything here, for scripts; docs/schemas describes it.",
+    )
+    return decorate(function)
+
+
+def _require_folder(context: click.Context, option: click.Parameter, path: Path | None) -> Path | None:
+    """Refuse a file that cannot be written, before minutes are spent."""
+    if path is not None:
+        if not path.parent.is_dir():
+            raise UserError(f"cannot write {path}: there is no folder {path.parent}")
+        require_writable(path)
+    return path
+
+
+def write_json(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from None
 
 
 def workload_options(function: F) -> F:

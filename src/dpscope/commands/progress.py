@@ -15,6 +15,8 @@ from dpscope.runner.spec import RunSpec
 from dpscope.runner.sweep import SweepObserver
 from dpscope.units import format_bytes, format_duration, format_ms, format_traffic
 
+EARLY_ROWS = 4  # after fewer there is no telling how long the others take
+
 
 class SweepProgress(SweepObserver):
     """Observes a sweep. Use as a context manager."""
@@ -69,7 +71,10 @@ class SweepProgress(SweepObserver):
         ahead = self._instruments[row + 1 :]
         if not (everything and ahead):
             return ""
-        return f"about {format_duration(sum(mean(self._measured.get(name, everything)) for name in ahead))} left"
+        left = format_duration(sum(mean(self._measured.get(name, everything)) for name in ahead))
+        # The first rows are ordinary training's, and of one instrument: others take longer.
+        early = set(ahead) - self._measured.keys() or self.finished < EARLY_ROWS
+        return f"at least {left} left" if early else f"about {left} left"
 
     def _line(self, row: int, result: Result, *, kept: bool, left: str) -> str:
         spec = RunSpec.from_dict(result.spec)

@@ -11,8 +11,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from dpscope.audit.verdict import Audit, as_json, audit_sentences, audit_table, conclusion
-from dpscope.plain_text import bare_table, render_plain
+from dpscope.audit.verdict import Audit, audit_sentences, audit_table, conclusion
+from dpscope.plain_text import as_json, bare_table, render_plain
 from dpscope.sentences import group_names
 from dpscope.units import MISSING
 from dpscope.vocabulary.statuses import SKIPPED
@@ -93,7 +93,8 @@ class Check:
         return render_plain(describe_check(self))
 
     def to_dict(self) -> dict[str, Any]:
-        return {"ok": self.ok, **asdict(self)}
+        """Return all figures; docs/schemas/check.json describes them."""
+        return {"document": "dpscope.check", "version": 1, "ok": self.ok, **asdict(self)}
 
     def to_json(self) -> str:
         return as_json(self.to_dict())

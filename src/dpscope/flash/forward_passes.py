@@ -100,7 +100,7 @@ class ForwardPasses:
         self._first_misfit = ""  # why a module could not be tapped as it was, where another way is being tried
         self.untapped = False  # taps are taken off for the moment
         self.in_trial = False
-        self.is_made_up = False  # the micro-batch: this rank has no sample in it
+        self.is_made_up = False  # the micro-batch: this process has no sample in it
         self._depth = 0  # of calls of the root's forward
         self._unknown: list[UnknownCall] = []  # of this forward
 
@@ -153,13 +153,21 @@ class ForwardPasses:
         elif compiled is not None:
             raise compiled_over_ranks("")
         call = RootCall(forward, args, kwargs, self._count(args, kwargs), compiled)
-        if self._ranks is None or self._depth:
+        if self._depth or (self._ranks is None and call.batch and not self.is_made_up):
             return self._call_root(call)
         self._close_recorded()  # the micro-batch before, of which `is_made_up` still speaks
         made_up = make_up_sample(args, kwargs) if call.batch == 0 else None
-        self.is_made_up = made_up is not None
+        self.is_made_up = False
         if made_up is None:
             return self._call_root(call)
+        if self._ranks is None:
+            try:
+                return self._call_root(call)  # many models can take none
+            except UserError:
+                raise
+            except (RuntimeError, ValueError, IndexError):
+                pass
+        self.is_made_up = True
         return without_rows(self._call_root(RootCall(forward, *made_up, self._count(*made_up))))
 
     def _take_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Rows | None, Any]:

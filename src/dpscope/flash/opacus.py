@@ -46,6 +46,7 @@ from dpscope.flash.opacus_arguments import (
     warn_of_untrained,
 )
 from dpscope.flash.padding.loader import PadBatches, pad_loader, unpadded
+from dpscope.flash.privacy_spent import Spending, count_draws
 from dpscope.flash.private_optimizer import DPFlashOptimizer
 from dpscope.flash.ranks.ranks import refusing_together, reshard
 from dpscope.flash.ranks.sampling import loader_of_rank
@@ -79,10 +80,12 @@ class PrivacyEngine(OpacusPrivacyEngine):
     """
 
     flash_engine: FlashEngine | None = None
+    spending: Spending | None = None  # of the last make_private: steps, draws, and what makes ε doubtful
     _prepared: FlashHooks | None = None
     # Of the call of make_private that runs:
     _engine_options: Mapping[str, Any] = MappingProxyType({})
     _pad_batches: PadBatches = False
+    _counted_sampler: Any = None
 
     def make_private(
         self,
@@ -138,6 +141,9 @@ class PrivacyEngine(OpacusPrivacyEngine):
         engine.forwards.expects_padding = pad_batches is not False
         engine.remove_on_detach(_accept_opacus_names(module))
         self.accountant.dpscope_poisson = kwargs.get("poisson_sampling", True)  # for audits: what ε assumes
+        optimizer.accountant = self.accountant
+        self.spending = Spending(optimizer.step_hook, self._counted_sampler)
+        optimizer.attach_step_hook(self.spending)
         warn_of_untrained(engine, optimizer)
         return module if wrap_model else hooks, optimizer, loader
 
@@ -167,9 +173,20 @@ class PrivacyEngine(OpacusPrivacyEngine):
             accountant=self.accountant.mechanism(),
             **options,
         )
-        return self.make_private(
+        self.spending = None
+        private = self.make_private(
             data_loader=data_loader, noise_multiplier=noise_multiplier, grad_sample_mode=grad_sample_mode, **kwargs
         )
+        if self.spending is not None:  # of flash clipping
+            self.spending.plan(int(epochs * len(data_loader)), float(target_epsilon))
+        return private
+
+    def get_epsilon(self, delta: float) -> float:
+        """Return ε at δ of all steps so far; warn where it does not hold, or is beyond the target."""
+        for doubt in [] if self.spending is None else self.spending.doubts():
+            warnings.warn(doubt, stacklevel=2)
+        epsilon: float = super().get_epsilon(delta)
+        return epsilon
 
     # -- which models ------------------------------------------------------------------------------------------------
 
@@ -258,6 +275,9 @@ class PrivacyEngine(OpacusPrivacyEngine):
     def _prepare_data_loader(self, data_loader: DataLoader[Any], *, distributed: bool, **kwargs: Any) -> Any:
         poisson = kwargs["poisson_sampling"]
         loader = self._sampling_loader(unpadded(data_loader), distributed=distributed, **kwargs)
+        self._counted_sampler = loader.batch_sampler if poisson else None
+        if poisson:
+            count_draws(loader.batch_sampler)
         return loader if self._pad_batches is False else pad_loader(loader, self._pad_batches, poisson=poisson)
 
     def _sampling_loader(self, data_loader: DataLoader[Any], *, distributed: bool, **kwargs: Any) -> Any:

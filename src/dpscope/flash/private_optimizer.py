@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from inspect import Parameter, signature
 from typing import Any, NoReturn
@@ -21,6 +22,7 @@ from dpscope.flash.engine import FlashEngine
 from dpscope.flash.microbatch import SumBatch
 from dpscope.flash.noise_source import NO_KEY, Key, NoiseSource, used_keys_of
 from dpscope.flash.optimizer import FusedUpdate, Privatisation, privatise_gradients
+from dpscope.flash.privacy_spent import HISTORY, continued
 
 NOISE_STATE = "dpscope_noise_generator"
 
@@ -72,6 +74,8 @@ class DPFlashOptimizer(DPOptimizer):
         self._own = frozenset(map(id, engine.parameters))
         self._fused_update = FusedUpdate(optimizer) if FusedUpdate.supports(optimizer) else None
         self._fused = fused
+        self.accountant: Any = None  # whose history is saved with this optimizer; make_private sets it
+        self.resumes_noise = False  # what load_state_dict does where it is not told
         super().__init__(
             optimizer,
             noise_multiplier=noise_multiplier,
@@ -284,24 +288,41 @@ class DPFlashOptimizer(DPOptimizer):
             self.original_optimizer.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's, and of a run with a noise generator where it stands and which keys were used.
+        """The wrapped optimizer's, the accountant's history and, given a noise generator, its stream and used keys.
 
         With that and the weights before and after a step anyone can take the noise off again: a checkpoint of a run
         with a noise generator is a secret. Without a generator nothing of the noise is saved.
         """
-        state: dict[str, Any] = self.original_optimizer.state_dict()
+        state: dict[str, Any] = dict(self.original_optimizer.state_dict())
+        if self.accountant is not None:
+            state[HISTORY] = [tuple(steps) for steps in self.accountant.history]
         return state
 
-    def load_state_dict(self, state_dict: dict[str, Any], *, resume_noise: bool = False) -> None:
-        """Restore the wrapped optimizer's state. A noise generator goes on from where it is now, with fresh noise.
+    def load_state_dict(self, state_dict: dict[str, Any], *, resume_noise: bool | None = None) -> None:
+        """Restore the wrapped optimizer's state, and count the privacy that the saved run has spent.
 
-        `resume_noise=True` sets it back to where it stood when the state was saved. Steps from there repeat noise that
-        the saved run may have used already: only for a run that ended at this checkpoint and published nothing later.
+        A noise generator goes on from where it is now, with fresh noise. `resume_noise=True` sets it back to where it
+        stood when the state was saved. Steps from there repeat noise that the saved run may have used already: only for
+        a run that ended at this checkpoint and published nothing later.
         """
-        if resume_noise:
+        if self.resumes_noise if resume_noise is None else resume_noise:
             self.check_noise(state_dict.get(NOISE_STATE), resume_noise=True)
             state_dict = {key: value for key, value in state_dict.items() if key != NOISE_STATE}
-        self.original_optimizer.load_state_dict(state_dict)
+        own = {key: value for key, value in state_dict.items() if key != HISTORY}
+        self.original_optimizer.load_state_dict(own)
+        self._count_spent(state_dict)
+
+    def _count_spent(self, state: dict[str, Any]) -> None:
+        if self.accountant is None:
+            return
+        if HISTORY in state:
+            self.accountant.history = continued(self.accountant.history, state[HISTORY])
+        elif state["state"] and not self.accountant.history:
+            warnings.warn(
+                "the optimizer's state holds no privacy history: if the run that saved it was private, load its "
+                "accountant too (privacy_engine.load_checkpoint), or ε counts only the steps from here",
+                stacklevel=3,
+            )
 
     def check_noise(self, saved: dict[str, Any] | None, *, resume_noise: bool) -> None:
         """Set the noise generator back to where a saved run's stood, or refuse one that would repeat its noise."""

@@ -11,6 +11,7 @@ from dpscope.reports.against.data import AGAINST_CSV, Against
 from dpscope.reports.against.page import AGAINST_PAGE
 from dpscope.reports.against.text import AGAINST_TEXT
 from dpscope.reports.export import CSV, TRACE_CSV, TRAFFIC_CSV
+from dpscope.reports.findings import FINDINGS
 from dpscope.reports.latex import LATEX
 from dpscope.reports.memory.figures import MEMORY_FIGURES
 from dpscope.reports.output import Content, Output
@@ -25,7 +26,7 @@ FIGURES = (*MEMORY_FIGURES, TRADEOFF_FIGURE)  # of what every comparison measure
 
 # In the order in which they are written: text and page first, the figures take seconds.
 OUTPUTS: tuple[Output[Report], ...] = (
-    *(SUMMARY, PAGE, *FIGURES),
+    *(SUMMARY, PAGE, *FINDINGS, *FIGURES),
     *(*TRACE_FIGURES, *TRACE_CSV, ROOFLINE, TRAFFIC_BYTES, *TRAFFIC_CSV),
     *(*CSV, LATEX),
 )

@@ -44,6 +44,12 @@ class Limits:
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, check(value))
 
+    @property
+    def in_words(self) -> str:
+        """The time limit for people."""
+        seconds = self.timeout or 0
+        return f"{seconds:g} s" if 0 < seconds < 1 else format_duration(seconds)
+
 
 def launch(
     spec: RunSpec,
@@ -85,7 +91,7 @@ def launch(
             "some space, or set TMPDIR to a folder that has some"
         )
     if timed_out:
-        limit = format_duration(limits.timeout or 0)
+        limit = limits.in_words
         result = result_for(
             spec.to_dict(),
             status=TIMEOUT,

@@ -62,7 +62,9 @@ def plan_sweep(
         **settings,
     )
     _require_several(specs, settings)
-    remarks = choice.remarks
+    remarks = list(choice.remarks)
+    if device == "cpu" and any(spec.gpus > 1 for spec in specs):
+        remarks.append("there is no GPU here: rows of several processes run on the CPU, over gloo, and share its cores")
     if instruments is None or not choice.named:
         unseen = {spec.instrument for spec in specs if not _can_be_seen(spec)}
         specs = [spec for spec in specs if _can_be_seen(spec)]

@@ -18,7 +18,6 @@ from dpscope.runner.launcher import Limits
 from dpscope.runner.spec import RunSpec
 from dpscope.runner.tracebacks import their_mistake
 from dpscope.runner.worker import claim_stdout, limit_memory
-from dpscope.units import format_duration
 from dpscope.vocabulary.exit_codes import REFUSED
 from dpscope.vocabulary.methods import STANDARD, resolve_method
 from dpscope.vocabulary.settings import EAGER
@@ -93,7 +92,7 @@ def _require_in_child(spec: RunSpec, limits: Limits) -> None:
             timeout=limits.timeout,
         )
     except subprocess.TimeoutExpired:
-        limit = format_duration(limits.timeout or 0)
+        limit = limits.in_words
         raise UserError(
             f"{name} took no ordinary step within {limit}: raise --timeout, or see where it waits"
         ) from None

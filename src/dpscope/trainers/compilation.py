@@ -43,6 +43,8 @@ def compile_obstacle(device: str) -> str | None:
         get_cpp_compiler()
     except Exception:  # of a class that differs between versions of torch
         return "torch.compile finds no C++ compiler: install g++, or set CXX to one that works"
+    if " " in torch.__path__[0]:  # Inductor hands paths to the linker without quotes
+        return "torch.compile cannot link from a path with a space: make the environment in a folder without one"
     return None
 
 

@@ -7,13 +7,13 @@ from typing import Protocol
 from opacus.optimizers import DPOptimizer
 
 
-class PrivateTrainer(Protocol):
+class AccumulatingTrainer(Protocol):
     optimizer: DPOptimizer
 
     def update(self) -> None: ...
 
 
-def keep_clipped_sums(trainer: PrivateTrainer) -> None:
+def keep_clipped_sums(trainer: AccumulatingTrainer) -> None:
     """Clip and sum the physical batch without a step, as Opacus's `BatchMemoryManager` makes its loops do."""
     trainer.optimizer.signal_skip_step(do_skip=True)
     trainer.update()

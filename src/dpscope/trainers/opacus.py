@@ -150,6 +150,12 @@ class DPSGDTrainer(_OpacusTrainer):
         losses.mean().backward()  # type: ignore[no-untyped-call]
 
 
+class DPFunctorchTrainer(DPSGDTrainer):
+    """Flat clipping with per-sample gradients of every layer by torch.func instead of hooks of its kind."""
+
+    mode = "functorch"
+
+
 class DPGhostClippingTrainer(_OpacusTrainer):
     """Ghost clipping: one backward pass for per-sample norms, a second for the gradient of the clipped loss."""
 

@@ -43,6 +43,8 @@ def test_every_file_is_written_into_the_folder_and_named(measured_both_ways, tmp
         *(
             "summary.txt",
             "report.html",
+            "findings.json",
+            "findings.md",
             "memory_breakdown_comparison.png",
             "memory_timeline.png",
             "performance_tradeoff.png",
@@ -60,14 +62,15 @@ def test_another_folder_and_other_formats_can_be_asked_for(sweep, tmp_path):
     assert report(sweep, "--out", tmp_path / "new" / "paper", "--format", "svg,pdf").exit_code == 0
     assert names_in(sweep) == []
     assert names_in(tmp_path / "new" / "paper") == [
-        *("performance_tradeoff.pdf", "performance_tradeoff.svg", "report.html", "summary.txt")
+        *("findings.json", "findings.md", "performance_tradeoff.pdf", "performance_tradeoff.svg"),
+        *("report.html", "summary.txt"),
     ]
 
 
 def test_a_broken_file_is_named_and_the_rest_is_drawn(sweep):
     (sweep / "results" / "cut.json").write_text('{"schema_version": 1, "exp')
     outcome = report(sweep)
-    assert outcome.exit_code == 0
+    assert outcome.exit_code == 1
     assert "Left out: cut.json: not complete JSON" in outcome.stdout
     assert (sweep / "performance_tradeoff.png").is_file()
     assert "Left out: cut.json" in (sweep / "summary.txt").read_text()
@@ -172,7 +175,8 @@ def test_the_script_of_older_suites_writes_three_figures_and_a_summary(make_memo
     done = run_script("--input-dir", tmp_path)
     assert done.returncode == 0, done.stderr
     assert names_in(tmp_path / "visualizations") == [
-        *("memory_breakdown_comparison.png", "memory_timeline.png", "performance_tradeoff.png"),
+        *("findings.json", "findings.md", "memory_breakdown_comparison.png", "memory_timeline.png"),
+        "performance_tradeoff.png",
         *("report.html", "summary.txt"),
     ]
     assert "ghost holds 228.0 MiB more than standard" in done.stdout
@@ -182,7 +186,9 @@ def test_the_script_says_which_figure_there_is_nothing_for(sweep, tmp_path):
     done = run_script("--input-dir", sweep, "--output-dir", tmp_path / "out", "--format", "svg")
     assert done.returncode == 0
     assert "No memory_timeline: no result has what it shows" in done.stdout
-    assert names_in(tmp_path / "out") == ["performance_tradeoff.svg", "report.html", "summary.txt"]
+    assert names_in(tmp_path / "out") == [
+        *("findings.json", "findings.md", "performance_tradeoff.svg", "report.html", "summary.txt")
+    ]
 
 
 def test_the_script_refuses_an_empty_folder_with_a_sentence(tmp_path):

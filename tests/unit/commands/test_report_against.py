@@ -160,3 +160,13 @@ def test_a_terminal_that_is_not_in_unicode_gets_words_it_can_show(sweeps):
     text = on_a_terminal("report", sweeps[0], width=80, PYTHONIOENCODING="ascii", NO_COLOR="1").decode("ascii")
     assert "2.00x  -----#####" in text
     assert "2.00×" in (sweeps[0] / "summary.txt").read_text()
+
+
+def test_a_pipeline_can_fail_on_what_got_slower(sweeps):
+    faster, slower = sweeps
+    outcome = report(slower, "--against", faster, "--fail-on", "slower,larger,status")
+    assert outcome.exit_code == 1
+    assert "Failed: flat at batch 2, sequence 8 is slower" in outcome.stdout
+    assert report(faster, "--against", slower, "--fail-on", "slower").exit_code == 0
+    assert "--against" in report(faster, "--fail-on", "slower").output
+    assert "choose from" in report(faster, "--against", slower, "--fail-on", "worse").output

@@ -12,6 +12,7 @@ import torch
 from dpscope.errors import UserError
 from dpscope.flash import PrivacyEngine, noise_source
 from dpscope.flash.noise_source import UsedKeys
+from dpscope.flash.privacy_spent import HISTORY
 from dpscope.flash.private_optimizer import NOISE_STATE
 from tests.unit.flash.private_training import (
     make_data,
@@ -249,7 +250,7 @@ def test_without_a_generator_a_checkpoint_holds_nothing_of_the_noise_and_does_no
     x, y = next(iter(loader))
     step(private, optimizer, x, y)
     weights, saved = {k: v.clone() for k, v in model.state_dict().items()}, optimizer.state_dict()
-    assert set(saved) == set(optimizer.original_optimizer.state_dict())
+    assert set(saved) == {*optimizer.original_optimizer.state_dict(), HISTORY}
     branches = []
     for _ in range(2):
         model = make_model()

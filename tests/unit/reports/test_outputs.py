@@ -48,7 +48,7 @@ def test_a_status_that_this_version_does_not_know_is_in_every_output_by_its_name
     ]
     texts = [path for path in written if path.suffix != ".png"]
     assert {path.name for path in texts} == {
-        *("summary.txt", "report.html", "results.csv", "results.tex"),
+        *("summary.txt", "report.html", "findings.json", "findings.md", "results.csv", "results.tex"),
         *("against.txt", "report-against.html", "against.csv"),
     }
     assert [path.name for path in texts if "preempted" not in path.read_text()] == []

@@ -139,3 +139,10 @@ def test_memory_that_others_hold_is_a_trouble(monkeypatch, gpu):
     busy = finding(diagnosis._check_cuda(), "GPU memory")
     assert busy.status == BROKEN
     assert "nvidia-smi" in busy.remedy
+
+
+def test_a_path_with_a_space_is_told_where_torch_compile_cannot_link(monkeypatch):
+
+    monkeypatch.setattr(torch, "__path__", ["/home/my user/env/torch"])
+    (found,) = [each for each in diagnosis.check_compile() if each.name == "torch.compile"]
+    assert found.status == ABSENT and "path with a space" in found.found and "folder without one" in found.remedy

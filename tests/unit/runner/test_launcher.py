@@ -306,3 +306,8 @@ def test_an_exception_becomes_a_status_and_a_sentence():
     )
     assert outcome_of_exception(RuntimeError("\n\nfirst line\nsecond")) == (FAILED, "RuntimeError: first line")
     assert outcome_of_exception(RuntimeError()) == (FAILED, "RuntimeError: no message")
+
+
+@pytest.mark.parametrize(("seconds", "words"), [(0.5, "0.5 s"), (1, "1 s"), (90, "1 min 30 s")])
+def test_a_time_limit_is_told_as_it_was_given(seconds, words):
+    assert Limits(timeout=seconds).in_words == words

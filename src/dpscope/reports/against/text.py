@@ -36,8 +36,11 @@ def headline(against: Against) -> str:
         tallies.append(f"{statuses} with another status")
     undecided = sum(not pair.changed and pair.change(TIME).verdict in UNDECIDED for pair in against.pairs)
     no_verdict = [f"{undecided} without a verdict on time"] if undecided else []
+    if not tallies and undecided == len(against.pairs):
+        return f"No verdict on the time of {rows} compared: nothing else changed."
     if not tallies:
-        return "; ".join([f"Nothing changed in {rows} compared", *no_verdict]) + "."
+        nothing = "Nothing is known to have changed" if undecided else "Nothing changed"
+        return "; ".join([f"{nothing} in {rows} compared", *no_verdict]) + "."
     same = sum(not pair.changed for pair in against.pairs) - undecided
     return "; ".join([f"Of {rows} compared: {', '.join(tallies)}", *no_verdict, f"{same} without a change"]) + "."
 

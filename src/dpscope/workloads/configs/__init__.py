@@ -6,6 +6,7 @@ Importing this imports neither torch nor any library of models.
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from difflib import get_close_matches
 from typing import Any
 
 from dpscope.errors import UserError
@@ -61,9 +62,11 @@ def make_config(model: str, **sizes: Any) -> WorkloadConfig:
     try:
         preset = PRESETS[model]
     except KeyError:
+        near = get_close_matches(model, PRESETS, n=1) or get_close_matches(f"hf:{model}", PRESETS, n=1)
+        meant = f" (did you mean {near[0]}?)" if near else ""
         raise UserError(
-            f"unknown model {model!r}: choose one of {', '.join(PRESETS)}; or any other architecture with --hf-config, "
-            "or your own with --workload"
+            f"unknown model {model!r}{meant}: choose one of {', '.join(PRESETS)}; or any other architecture with "
+            "--hf-config, or your own with --workload"
         ) from None
     return preset.resized(**{name: value for name, value in sizes.items() if value is not None})
 

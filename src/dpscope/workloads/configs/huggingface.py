@@ -134,7 +134,9 @@ def config_from_file(path: Path) -> HuggingFaceConfig:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise UserError(f"--hf-config {path}: {error.strerror}") from None
+        hub = ". Names of models on the hub are never fetched: save its config.json, and give that file"
+        is_name = not path.exists() and len(path.parts) == 2 and not path.suffix
+        raise UserError(f"--hf-config {path}: {error.strerror}{hub if is_name else ''}") from None
     except UnicodeDecodeError:
         raise UserError(f"--hf-config {path}: not JSON") from None
     return config_from_json(text, source=str(path))

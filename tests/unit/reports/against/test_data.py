@@ -63,7 +63,7 @@ def test_of_few_steps_and_of_a_busy_machine_there_is_no_verdict(timed):
     said = " ".join(sentences(compare([timed(50.0, steps=4)], [timed(100.0)])))
     assert "fewer than 5 steps were timed. Measure with --steps 5 or more" in said
     assert headline(compare([timed(50.0, steps=4)], [timed(100.0)])) == (
-        "Nothing changed in 1 row compared; 1 without a verdict on time."
+        "No verdict on the time of 1 row compared: nothing else changed."
     )
 
 

@@ -1,0 +1,116 @@
+"""Privacy that a run has spent: the history of its steps, and what makes ε doubtful.
+
+An accountant's ε is right if every step was one Poisson draw at the rate it was told. `Spending` counts steps and draws
+of one `make_private`, so that a run on other batches, or beyond its target, can be told.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import Any
+
+HISTORY = "dpscope_privacy_history"  # in the state_dict() of a private optimizer
+
+History = list[tuple[float, float, int]]  # of an accountant: noise multiplier, sample rate, number of steps
+
+
+def count_draws(sampler: Any) -> None:
+    """Have a batch sampler count the draws that it gives, as `draws_given`.
+
+    Loaders that others derive of the private one (BatchMemoryManager, Accelerate, padding) keep its batch sampler.
+    """
+    kind: Any = type(sampler)
+    sampler.__class__ = _counting(kind)
+
+
+@cache
+def _counting(kind: Any) -> Any:
+    class Counting(kind):
+        draws_given = 0
+
+        def __iter__(self) -> Iterator[list[int]]:
+            for draw in super().__iter__():
+                self.draws_given += 1
+                yield draw
+
+    Counting.__name__ = Counting.__qualname__ = kind.__name__
+    return Counting
+
+
+class Spending:
+    """The hook that a private optimizer calls before each update: it tells the accountant, and counts.
+
+    account   the accountant's own hook
+    sampler   the private loader's batch sampler, if it counts draws
+    """
+
+    def __init__(self, account: Callable[[Any], None], sampler: Any | None) -> None:
+        self.account = account
+        self.sampler = sampler
+        self.steps = 0
+        self.planned: int | None = None  # steps that the target ε was made for
+        self.target = 0.0
+
+    def __call__(self, optimizer: Any) -> None:
+        self.account(optimizer)
+        self.steps += 1
+        if self.planned is not None and self.steps == self.planned + 1:
+            warnings.warn(self._beyond_target(), stacklevel=2)
+
+    def plan(self, steps: int, target_epsilon: float) -> None:
+        """Take the noise to be made for this many steps."""
+        self.planned, self.target = steps, target_epsilon
+
+    def doubts(self) -> list[str]:
+        """Return a sentence for each reason why ε is not what was asked for, or not what it seems."""
+        found = []
+        elsewhere = 0 if self.sampler is None else self.steps - self.sampler.draws_given
+        if elsewhere > 0:
+            found.append(
+                f"{elsewhere} of {self.steps} private steps were taken on batches that did not come from the private "
+                "loader: ε takes each batch to be a Poisson draw, and does not hold for them. Train on the data loader "
+                "that make_private returned (inside a Trainer, use dpscope.transformers)"
+            )
+        if self.planned is not None and self.steps > self.planned:
+            found.append(self._beyond_target())
+        return found
+
+    def _beyond_target(self) -> str:
+        return (
+            f"the noise was chosen for {self.planned} steps to stay within target_epsilon={self.target:g}, and step "
+            f"{self.steps} was taken: ε is larger than the target. Give make_private_with_epsilon the number of epochs "
+            "that are trained, or stop"
+        )
+
+
+def continued(current: Sequence[Sequence[float]], saved: Sequence[Sequence[float]]) -> History:
+    """Return the history of a run that loads the state of another: never less than either.
+
+    One that is the beginning of the other is contained in it: the state was saved by this run, or is loaded twice.
+    Others are different steps on the data, and both count.
+    """
+    now, before = _as_steps(current), _as_steps(saved)
+    if _begins(now, before):
+        return now
+    if _begins(before, now):
+        return before
+    return before + now
+
+
+def _as_steps(history: Sequence[Sequence[float]]) -> History:
+    return [(float(noise), float(rate), int(steps)) for noise, rate, steps in history]
+
+
+def _begins(whole: History, part: History) -> bool:
+    """Whether `part` is the beginning of `whole`; its last entry may have fewer steps."""
+    if not part:
+        return True
+    *first, (noise, rate, steps) = part
+    return (
+        len(part) <= len(whole)
+        and first == whole[: len(first)]
+        and whole[len(first)][:2] == (noise, rate)
+        and whole[len(first)][2] >= steps
+    )

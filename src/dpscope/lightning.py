@@ -1,0 +1,169 @@
+"""Private training with Lightning: a callback that makes the module, its optimizer and its data private.
+
+    private = PrivateTraining(target_epsilon=3.0, target_delta=1e-5, max_grad_norm=1.0)
+    Trainer(max_epochs=4, callbacks=[private]).fit(module, loader)
+    private.get_epsilon()
+
+The training step stays as it is: it returns the mean over samples of each sample's loss. Checkpoints keep ε.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch import Callback
+from opacus.accountants.utils import get_noise_multiplier
+from torch import nn
+from torch.utils.data import DataLoader
+
+from dpscope.errors import UserError
+from dpscope.flash.opacus import PrivacyEngine
+from dpscope.flash.privacy_spent import continued
+
+
+class PrivateTraining(Callback):
+    """Makes a fit private.
+
+    Args:
+        max_grad_norm: The bound C on each sample's gradient.
+        noise_multiplier: The noise of a step divided by C; or `target_epsilon` with `target_delta`, for all epochs.
+        target_delta: The δ at which `get_epsilon` tells ε, and at which it is logged.
+        module: Name of the module that training_step calls with a batch; by default the only child that is trained, or
+            the LightningModule itself, whose training_step then has to call `self(x)`.
+        options: Further arguments of `PrivacyEngine.make_private` (`pad_batches`, `memory_budget`, …).
+    """
+
+    def __init__(
+        self,
+        *,
+        max_grad_norm: float,
+        target_delta: float,
+        noise_multiplier: float | None = None,
+        target_epsilon: float | None = None,
+        module: str | None = None,
+        **options: Any,
+    ) -> None:
+        if (noise_multiplier is None) == (target_epsilon is None):
+            raise UserError("private training needs one of target_epsilon and noise_multiplier: give one of the two")
+        self.max_grad_norm = max_grad_norm
+        self.target_delta = target_delta
+        self.noise_multiplier = noise_multiplier
+        self.target_epsilon = target_epsilon
+        self.module = module
+        self.options = options
+        self.privacy_engine = PrivacyEngine()
+
+    def get_epsilon(self, delta: float | None = None) -> float:
+        """Return ε of all steps so far, at `target_delta` unless another δ is given."""
+        if not self.privacy_engine.accountant.history:
+            return 0.0
+        return self.privacy_engine.get_epsilon(self.target_delta if delta is None else delta)
+
+    # -- what Lightning calls ----------------------------------------------------------------------------------------
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Make everything private: optimizers are there by now, and batches are not."""
+        _refuse(trainer, pl_module)
+        source = trainer.fit_loop._data_source
+        loader = source.dataloader()
+        if not isinstance(loader, DataLoader):
+            raise UserError(
+                f"private training needs one DataLoader to draw samples from, and was given {type(loader).__name__}: "
+                "give trainer.fit a DataLoader over the data set"
+            )
+        (optimizer,) = trainer.optimizers
+        _, private, private_loader = self.privacy_engine.make_private(
+            module=self._root(pl_module),
+            optimizer=optimizer,
+            data_loader=loader,
+            noise_multiplier=self._noise(trainer, len(loader)),
+            max_grad_norm=self.max_grad_norm,
+            **self.options,
+        )
+        trainer.strategy.optimizers = [private]
+        source.instance = private_loader
+        self._optimizer = private
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *unused: Any) -> None:
+        if trainer.logger is not None and (trainer.global_step % max(1, trainer.log_every_n_steps)) == 0:
+            pl_module.log("epsilon", self.get_epsilon())
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """Give the module back as it was."""
+        self._optimizer.engine.detach()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"history": [tuple(steps) for steps in self.privacy_engine.accountant.history]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        accountant = self.privacy_engine.accountant
+        accountant.history = continued(accountant.history, state_dict["history"])
+
+    # -- how ---------------------------------------------------------------------------------------------------------
+
+    def _root(self, pl_module: nn.Module) -> nn.Module:
+        if self.module is not None:
+            return pl_module.get_submodule(self.module)
+        trained = [child for child in pl_module.children() if any(p.requires_grad for p in child.parameters())]
+        owned = any(p.requires_grad for p in pl_module.parameters(recurse=False))
+        return trained[0] if len(trained) == 1 and not owned else pl_module
+
+    def _noise(self, trainer: Any, batches: int) -> float:
+        if self.noise_multiplier is not None:
+            return self.noise_multiplier
+        epochs, steps = trainer.max_epochs, trainer.max_steps
+        if steps is None or steps < 0:
+            if epochs is None or epochs < 0:
+                raise UserError("target_epsilon needs an end of training: give the Trainer max_epochs or max_steps")
+            steps = epochs * batches
+        multiplier: float = get_noise_multiplier(
+            target_epsilon=self.target_epsilon,
+            target_delta=self.target_delta,
+            sample_rate=1 / batches,
+            steps=steps,
+            accountant=self.privacy_engine.accountant.mechanism(),
+        )
+        return multiplier
+
+
+# (what Lightning would do behind the engine's back, why it is refused and what to do instead)
+_REFUSED: tuple[tuple[Callable[[Any, Any], Any], str], ...] = (
+    (
+        lambda trainer, _: trainer.world_size > 1,
+        "several processes: Lightning spreads the model after it is private; use Accelerate (dpscope.accelerate), the "
+        "private Trainer, or a loop of your own under torchrun",
+    ),
+    (
+        lambda trainer, _: trainer.gradient_clip_val,
+        "gradient_clip_val clips the sum of all samples: leave it out, max_grad_norm bounds each sample",
+    ),
+    (
+        lambda trainer, _: trainer.accumulate_grad_batches != 1,
+        "accumulate_grad_batches adds up batches that are whole Poisson draws each: give the loader the logical batch "
+        "size, and pad_batches=SIZE for physical batches of that size",
+    ),
+    (
+        lambda trainer, _: str(trainer.precision).startswith("16"),
+        "16-bit precision scales the loss without the engine's knowledge: use precision='bf16-mixed'",
+    ),
+    (
+        lambda _, module: not module.automatic_optimization,
+        "manual optimization: call PrivacyEngine.make_private in a loop of your own",
+    ),
+    (
+        lambda trainer, _: len(trainer.optimizers) != 1,
+        "a sample is clipped once, over all parameters: return one optimizer from configure_optimizers, with several "
+        "groups if needed",
+    ),
+    (
+        lambda trainer, _: trainer.overfit_batches,
+        "overfit_batches trains on the same batches again and again, which ε does not describe: leave it out",
+    ),
+)
+
+
+def _refuse(trainer: Any, module: Any) -> None:
+    for is_on, why in _REFUSED:
+        if is_on(trainer, module):
+            raise UserError(f"this fit cannot be private: {why}")

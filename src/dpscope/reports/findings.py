@@ -1,0 +1,110 @@
+"""Findings: ranked statements about a comparison, with how much, why, what to do and how sure.
+
+What costs most comes first. The statements are those of the page; findings.json and findings.md hold them for scripts
+and for people who paste them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from dpscope.reports.doubt import ADVICE, EXPLAINED
+from dpscope.reports.memory.data import composition_of
+from dpscope.reports.output import Output, text_output
+from dpscope.reports.report import Report, Size
+from dpscope.reports.story import Story, cost_in_words
+from dpscope.reports.tables import Row
+from dpscope.units import format_bytes
+from dpscope.vocabulary.components import component_named
+from dpscope.vocabulary.methods import STANDARD
+
+AS_MEASURED, AS_DOUBTFUL, AS_CERTAIN = "measured", "doubtful", "certain"
+FINDINGS_DOCUMENT = {"document": "dpscope.findings", "version": 1}
+FINDINGS_TITLE = "# Findings"
+
+
+@dataclass(frozen=True)
+class CostFinding:
+    """One statement. `cost`: how many times ordinary training's time or memory, whichever is more; None if unknown."""
+
+    size: str
+    method: str
+    statement: str
+    cost: float | None = None
+    why: str = ""
+    advice: str = ""
+    sure: str = AS_MEASURED  # or AS_DOUBTFUL, or AS_CERTAIN: it is no measurement
+
+
+def list_findings(report: Report) -> list[CostFinding]:
+    """Return all findings, rows that ended badly first, then by cost."""
+    found = [
+        finding for size, story in zip(report.sizes, report.stories, strict=True) for finding in _of_size(size, story)
+    ]
+    return sorted(found, key=lambda each: (each.sure != AS_CERTAIN, -(each.cost or 0.0)))
+
+
+def _of_size(size: Size, story: Story) -> Iterator[CostFinding]:
+    standard = next((row for row in size.rows if row.method == STANDARD), None)
+    for row in size.rows:
+        if not row.result.ok:
+            statement, why = f"{row.method} ended as {row.result.status}", row.result.reason or ""
+            yield CostFinding(size.label, row.method, statement, why=why, sure=AS_CERTAIN)
+            continue
+        if row is standard:
+            continue
+        doubt = row.ratio_doubt if row.median_ms is not None else ""
+        costs = [ratio for ratio in (None if doubt else row.time_ratio, row.memory_ratio) if ratio is not None]
+        if costs:
+            statement = f"{row.method} costs {cost_in_words(row)}"
+            why, advice = _largest_component(row, standard), _switch(row, story)
+            yield CostFinding(size.label, row.method, statement, cost=max(costs), why=why, advice=advice)
+        if doubt:
+            statement = f"no verdict on the time of {row.method}"
+            why, advice = EXPLAINED[doubt], ADVICE[doubt]
+            yield CostFinding(size.label, row.method, statement, why=why, advice=advice, sure=AS_DOUBTFUL)
+
+
+def _largest_component(row: Row, standard: Row | None) -> str:
+    """Name what makes the peak larger than ordinary training's."""
+    mine, theirs = composition_of(row), None if standard is None else composition_of(standard)
+    if mine is None or theirs is None:
+        return ""
+    more = {key: size - theirs.components.get(key, 0.0) for key, size in mine.components.items()}
+    key, size = max(more.items(), key=lambda each: each[1], default=("", 0.0))
+    return f"{format_bytes(size)} more of {component_named(key).label} at the peak" if size > 0 else ""
+
+
+def _switch(row: Row, story: Story) -> str:
+    if story.winner is None or story.winner == row.method:
+        return ""
+    return f"use {story.winner}, which {story.badge}" if story.badge.startswith("costs") else f"use {story.winner}"
+
+
+def findings_document(report: Report) -> dict[str, Any]:
+    """Return the findings as a JSON document; docs/schemas/findings.json describes it."""
+    return {**FINDINGS_DOCUMENT, "findings": [asdict(finding) for finding in list_findings(report)]}
+
+
+def to_markdown(findings: Sequence[CostFinding]) -> str:
+    """Return the findings as a numbered list."""
+    lines = [FINDINGS_TITLE, ""]
+    for number, each in enumerate(findings, 1):
+        parts = (f"{each.statement} ({each.size})", each.why, each.advice)
+        lines.append(f"{number}. {'. '.join(part for part in parts if part)}. *{each.sure}*")
+    return "\n".join([*lines, ""] if findings else [*lines, "Nothing to say: no private method has figures.", ""])
+
+
+FINDINGS: tuple[Output[Report], ...] = (
+    text_output(
+        *("findings.json", "what costs most, why, what to do, how sure"),
+        lambda report: json.dumps(findings_document(report), indent=2, ensure_ascii=False) + "\n",
+        mark=str(FINDINGS_DOCUMENT["document"]),
+    ),
+    text_output(
+        *("findings.md", "the same to read"), lambda report: to_markdown(list_findings(report)), mark=FINDINGS_TITLE
+    ),
+)

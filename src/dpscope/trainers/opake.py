@@ -1,0 +1,94 @@
+"""opake (PyPI): per-sample gradients by `vmap(grad)`, functional.
+
+As its README runs it: `clipped_grad` of a loss of one sample, `gaussian_noise` on what it gives; its patches for models
+of Hugging Face. The update is torch's own, as for every other method here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from opake.dpsgd.clipping import clipped_grad
+from opake.dpsgd.noise import gaussian_noise
+from opake.random import key
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from dpscope.trainers.base import TrainerBase
+from dpscope.trainers.privacy_rules import require_private_trainable
+from dpscope.vocabulary.phases import BACKWARD, NOISE, OPTIMIZER, phase
+from dpscope.workloads.workload import Batch
+
+
+class OpakeTrainer(TrainerBase):
+    """opake 0.16 with fixed clipping. Its gradient function runs forward and backward at once: both are `backward`."""
+
+    def require_model(self, model: nn.Module) -> None:
+        require_private_trainable(model)
+
+    def prepare_model(self, model: nn.Module) -> nn.Module:
+        _patch(model)
+        self.noise, self.noise_state = gaussian_noise(
+            noise_multiplier=self.settings.noise_multiplier, key=key(self.settings.seed)
+        )
+        self.gradients: Any = None
+        self._functions: dict[Any, Any] = {}  # by the structure of the batch
+        return model
+
+    def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        return optimizer
+
+    def _differentiate(self, batch: Batch) -> Tensor:
+        leaves, structure = tree_flatten(batch)
+        trained = {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
+        with phase(BACKWARD), self._autocast():
+            function, state = self._function(structure, len(leaves))
+            (self.gradients, aux), _ = function(trained, *leaves, state=state)
+        losses: Tensor = aux.loss_values
+        return losses.detach().mean()
+
+    def _function(self, structure: Any, tensors: int) -> Any:
+        if structure not in self._functions:
+
+            def loss_of_one(trained: dict[str, Tensor], *sample: Tensor) -> Tensor:
+                batch = tree_unflatten([each.unsqueeze(0) for each in sample], structure)
+                model: Any = lambda *args, **also: functional_call(self.model, trained, args, also)  # noqa: E731
+                return self.loss(model, batch)[0]
+
+            self._functions[structure] = clipped_grad(
+                loss_of_one,
+                clipping_norm=self.settings.max_grad_norm,
+                batch_argnums=tuple(range(1, tensors + 1)),
+                normalize_by=self.settings.logical_batch_size,
+                return_aux=True,
+            )
+        return self._functions[structure]
+
+    def backward(self, losses: Tensor) -> None:
+        """Done together with the forward pass."""
+
+    def update(self) -> None:
+        with phase(NOISE):
+            private = self.gradients
+            if self.settings.noise_multiplier:
+                private, self.noise_state = self.noise(private, self.noise_state)
+        parameters = dict(self.model.named_parameters())
+        for name, gradient in private.pytree.items():
+            parameters[name].grad = gradient
+        self.gradients = None
+        with phase(OPTIMIZER):
+            self.optimizer.step()
+
+
+def _patch(model: nn.Module) -> None:
+    """Give a model of Hugging Face opake's wrappers and kernels; families that it has none for run as they are."""
+    if type(model).__module__.partition(".")[0] in ("transformers", "peft"):
+        from opake.exceptions import ConfigurationError
+        from opake.patches import apply_model_patches, apply_runtime_patches
+
+        apply_runtime_patches()
+        with contextlib.suppress(ConfigurationError):
+            apply_model_patches(model)

@@ -1,0 +1,108 @@
+"""A loader that gives one Poisson draw at a time, as a list of physical batches.
+
+The Trainer takes one item of a loader for one step. So an item is the whole draw of a step, cut into batches that fit
+into memory. Draws depend on a seed and the epoch alone: a resumed run leaves out those that were trained on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Sampler
+
+from dpscope.flash.derived_loaders import WrappedDataset, derive_loader
+from dpscope.flash.padding.loader import PaddingSampler
+
+Parts = list[list[int]]  # of a draw: the indices of each physical batch
+
+
+def new_seed(given: int | None = None, training: int = 0) -> int:
+    """Return the seed of a training's draws: unpredictable, or made of a given one. No two trainings share draws."""
+    if given is None:
+        return secrets.randbits(63)
+    return _mixed(given, training) if training else given
+
+
+def _mixed(*numbers: int) -> int:
+    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+class StepDraw(list[Any]):
+    """The physical batches of one draw. An empty draw has none: its step is noise alone."""
+
+
+class DrawSampler(Sampler[Parts]):
+    """The draws of a Poisson sampler, cut into physical batches.
+
+    sampler     gives lists of indices, of a padded loader already cut into batches
+    size        of a physical batch, at most
+    generator   that `sampler` draws from
+    seed        of all draws; unpredictable unless given, because privacy by sampling needs draws that nobody knows
+    """
+
+    def __init__(self, sampler: Any, size: int, generator: torch.Generator, seed: int | None) -> None:
+        self.sampler = sampler
+        self.size = size
+        self.generator = generator
+        self.seed = new_seed() if seed is None else seed
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Parts]:
+        self.generator.manual_seed(_mixed(self.seed, self.epoch))
+        if not isinstance(self.sampler, PaddingSampler):
+            for drawn in self.sampler:
+                yield [list(drawn[start : start + self.size]) for start in range(0, len(drawn), self.size)]
+            return
+        parts: Parts = []
+        for batch in self.sampler:
+            parts.append(batch)
+            _, rows = self.sampler.code.decode(batch)
+            if not rows.more:
+                yield parts
+                parts = []
+
+
+class DrawDataset(WrappedDataset):
+    """A data set that reads the physical batches of a draw."""
+
+    def __getitems__(self, parts: Parts) -> list[Any]:
+        """Return the samples of each part; torch's loader calls this with what the sampler gives."""
+        read = getattr(self.dataset, "__getitems__", None)
+        return [self.samples_at(part) if read is None or not part else read(part) for part in parts]
+
+
+class DrawCollate:
+    """The user's collate function, applied to each physical batch."""
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self.collate = collate
+
+    def __call__(self, parts: Sequence[Any]) -> StepDraw:
+        return StepDraw(self.collate(samples) for samples in parts)
+
+
+class DrawLoader(DataLoader[Any]):
+    """See `loader_of_draws`."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch is drawn next; the Trainer does."""
+        sampler: Any = self.batch_sampler
+        sampler.set_epoch(epoch)
+
+
+def loader_of_draws(loader: DataLoader[Any], *, size: int, seed: int | None = None) -> DrawLoader:
+    """Return a loader of whole draws, made of the private loader that make_private gave."""
+    assert loader.generator is not None
+    sampler = DrawSampler(loader.batch_sampler, size, loader.generator, seed)
+    return derive_loader(DrawLoader, loader, DrawDataset(loader.dataset), sampler, DrawCollate(loader.collate_fn))

@@ -1,0 +1,380 @@
+"""`PrivateTrainer`: Hugging Face's Trainer whose steps are private.
+
+What the Trainer does by itself, and what is done here instead:
+
+| the Trainer                                      | here                                                              |
+| ------------------------------------------------ | ----------------------------------------------------------------- |
+| shuffles the data and cuts it into batches       | draws each sample independently (Poisson), as ε assumes           |
+| accumulates `gradient_accumulation_steps`        | cuts each draw into physical batches of at most                   |
+| batches of the same size                         | `per_device_train_batch_size`; the draw is one step               |
+| divides the loss by the tokens of the batch      | means over each sample's own tokens, then over samples            |
+| clips the summed gradient (`max_grad_norm`)      | clips each sample's gradient at `max_grad_norm`                   |
+| saves and loads the optimizer                    | saves and loads the spent privacy and the draws as well           |
+
+Nothing of clipping is here: it is `dpscope.flash.PrivacyEngine`'s.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from opacus.accountants.utils import get_noise_multiplier
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import Trainer
+
+from dpscope.errors import UserError
+from dpscope.flash.opacus import PrivacyEngine
+from dpscope.flash.padding.rows import real_rows
+from dpscope.flash.privacy_spent import continued
+from dpscope.flash.private_optimizer import DPFlashOptimizer
+from dpscope.transformers.arguments import refuse_data, refuse_settings, take_privacy
+from dpscope.transformers.budget import epsilon_of, steps_left
+from dpscope.transformers.callbacks import PrivacyCallback, noting_models
+from dpscope.transformers.draws import DrawLoader, StepDraw, loader_of_draws, new_seed
+from dpscope.transformers.losses import check_losses, sample_losses, takes_cache, task_model
+from dpscope.transformers.movement import FirstStep
+from dpscope.transformers.records import PrivacyRecord
+
+HOOKS = ("_prepare_for_training", "_run_epoch", "_get_grad_norm")  # of the Trainer, of transformers 5
+_Host: Any = object  # the Trainer that a subclass names beside the mixin
+
+
+class PrivateTrainerMixin(_Host):
+    """What makes a Trainer private; to be the first base of a class whose second is the Trainer.
+
+    Beside the Trainer's own arguments it takes those of `PrivacyArguments`, as keywords or as fields of `args`.
+
+    privacy_engine   the `dpscope.flash.PrivacyEngine`, with its accountant
+    """
+
+    _optimizer: DPFlashOptimizer | None = None
+    _loader: DrawLoader | None = None
+    _filters_losses = True
+    _operations_each: float | None = None  # for each element of a batch
+
+    def __init__(self, model: Any = None, args: Any = None, *rest: Any, **keywords: Any) -> None:
+        self.privacy = take_privacy(args, keywords)
+        if missing := [name for name in HOOKS if not hasattr(Trainer, name)]:
+            raise UserError(
+                f"private training needs transformers 5 or newer (this one has no {missing[0]}): upgrade it"
+            )
+        if type(self).compute_loss is not PrivateTrainerMixin.compute_loss:
+            raise UserError(
+                f"{type(self).__name__} overrides compute_loss, whose mean over the batch mixes samples: override "
+                "sample_losses(model, inputs) instead, and return one loss for each sample"
+            )
+        accumulated = 1
+        if args is not None:
+            refuse_settings(args)
+            accumulated = args.gradient_accumulation_steps
+            args = copy.copy(args)
+            args.gradient_accumulation_steps = 1  # a draw is a whole step, however many batches it is
+            self._filters_losses = args.logging_nan_inf_filter
+            args.logging_nan_inf_filter = False  # done here, without waiting for the device in every step
+        super().__init__(model, args, *rest, **keywords)
+        refuse_settings(self.args)
+        samples = refuse_data(self.train_dataset)
+        self.privacy.check_privacy(self.args.max_grad_norm, samples)
+        if isinstance(getattr(self.optimizer, "optimizer", self.optimizer), DPFlashOptimizer):
+            raise UserError(
+                "the optimizer is private already: give the trainer the ordinary one, and it is made private"
+            )
+        self.physical_batch_size = self.args.per_device_train_batch_size
+        self.logical_batch_size = self.privacy.logical_batch_size or (
+            self.physical_batch_size * accumulated * self.args.world_size
+        )
+        self.privacy_engine = PrivacyEngine(accountant=self.privacy.accountant)
+        self._resumed: PrivacyRecord | None = None
+        self._first_step: FirstStep | None = None
+        self._losses: list[Tensor] = []  # of the draw's samples
+        self._norms: list[Tensor] = []  # of samples since the last log
+        self._flos = 0.0
+        self._trainings = 0
+        self.add_callback(PrivacyCallback(self))
+
+    # -- ε -----------------------------------------------------------------------------------------------------------
+
+    def get_epsilon(self, delta: float | None = None) -> float:
+        """Return ε of all steps so far, at `target_delta` unless another δ is given."""
+        if not self.privacy_engine.accountant.history:
+            return 0.0
+        return epsilon_of(self.privacy_engine.accountant, self._delta if delta is None else delta)
+
+    def steps_left(self) -> int | None:
+        """Return how many more steps the target ε allows; None without a target."""
+        if self.privacy.target_epsilon is None or self._optimizer is None:
+            return None
+        return steps_left(
+            self.privacy_engine.accountant,
+            noise_multiplier=self._optimizer.noise_multiplier,
+            sample_rate=self._sample_rate,
+            epsilon=self.privacy.target_epsilon,
+            delta=self._delta,
+        )
+
+    @property
+    def _delta(self) -> float:
+        assert self.privacy.target_delta is not None  # checked when the trainer was made
+        return self.privacy.target_delta
+
+    # -- data --------------------------------------------------------------------------------------------------------
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """Return the data in batches of the logical size; training draws from it by Poisson sampling."""
+        dataset, collate = self.train_dataset, self.data_collator
+        if hasattr(dataset, "column_names") and hasattr(dataset, "remove_columns"):
+            dataset = self._remove_unused_columns(dataset, description="training")
+        else:
+            collate = self._get_collator_with_removed_columns(collate, description="training")
+        workers = self.args.dataloader_num_workers
+        return DataLoader(
+            dataset,
+            batch_size=self.logical_batch_size,
+            collate_fn=collate,
+            num_workers=workers,
+            pin_memory=self.args.dataloader_pin_memory and torch.cuda.is_available(),
+            persistent_workers=workers > 0 and self.args.dataloader_persistent_workers,
+            prefetch_factor=self.args.dataloader_prefetch_factor if workers else None,
+            generator=torch.Generator(),
+        )
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], None]:
+        """Return the next draw, and no number of tokens to divide by."""
+        return list(islice(epoch_iterator, num_batches)), None
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        return self.logical_batch_size
+
+    # -- becoming private --------------------------------------------------------------------------------------------
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        self._resumed = None if resume_from_checkpoint is None else PrivacyRecord.load(Path(resume_from_checkpoint))
+        self._ordinary_loader = train_dataloader
+        with noting_models(self.accelerator) as self._prepared_models:
+            model, _ = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        if self._resumed is not None:  # of sharded models the optimizer's state does not hold it
+            accountant = self.privacy_engine.accountant
+            accountant.history = continued(accountant.history, self._resumed.history)
+        if self.steps_left() == 0:
+            raise UserError(
+                f"target_epsilon={self.privacy.target_epsilon:g} is spent (ε = {self.get_epsilon():.3f}): no further "
+                "step is allowed; give a larger target_epsilon"
+            )
+        self.callback_handler.train_dataloader = self._loader
+        return model, self._loader
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """Make the model private, which is spread, compiled and has its optimizer by now; then as the Trainer does."""
+        prepared = self._prepared_models[-1] if self._prepared_models else self.model_wrapped
+        if self._optimizer is None or not self._optimizer.engine.attached or self._private_model is not self.model:
+            self._make_private(prepared, num_training_steps)
+        assert self._loader is not None
+        sampler: Any = self._loader.batch_sampler
+        resumed = self._resumed
+        sampler.seed = new_seed(self.args.data_seed, self._trainings) if resumed is None else resumed.draw_seed
+        self._trainings += 1
+        return super().create_scheduler(num_training_steps, self.optimizer if optimizer is None else optimizer)
+
+    def _make_private(self, model: nn.Module, steps: int) -> None:
+        loader = self._ordinary_loader
+        self._sample_rate = 1 / len(loader)
+        noise = self._noise_multiplier(steps)
+        seed = self.privacy.noise_seed
+        accelerated = self.optimizer
+        _, private, private_loader = self.privacy_engine.make_private(
+            module=model,
+            optimizer=accelerated.optimizer,
+            data_loader=loader,
+            noise_multiplier=noise,
+            max_grad_norm=self.args.max_grad_norm,
+            clipping=self.privacy.clipping,
+            noise_generator=None if seed is None else torch.Generator().manual_seed(seed),
+            pad_batches=self.physical_batch_size if self._pads() else False,
+        )
+        private.resumes_noise = seed is not None
+        self._optimizer = accelerated.optimizer = private
+        self._private_model = self.model
+        self._first_step = FirstStep(private)
+        self._loader = loader_of_draws(private_loader, size=self.physical_batch_size)
+
+    def _pads(self) -> bool:
+        asked = self.privacy.pad_batches
+        return bool(self.args.torch_compile or self.args.fsdp) if asked is None else asked
+
+    def _noise_multiplier(self, steps: int) -> float:
+        """That of the run which is resumed; otherwise the given one, or what the target ε needs for all steps."""
+        if self._resumed is not None and self.privacy.noise_multiplier is None:
+            if abs(self._resumed.sample_rate - self._sample_rate) > 1e-9:
+                raise UserError(
+                    f"the checkpoint's run drew each sample with rate {self._resumed.sample_rate:.6g}, and this one "
+                    f"would with {self._sample_rate:.6g}: keep the logical batch size and the data, or give "
+                    "noise_multiplier instead of target_epsilon"
+                )
+            return self._resumed.noise_multiplier
+        if self.privacy.noise_multiplier is not None:
+            return self.privacy.noise_multiplier
+        multiplier: float = get_noise_multiplier(
+            target_epsilon=self.privacy.target_epsilon,
+            target_delta=self.privacy.target_delta,
+            sample_rate=self._sample_rate,
+            steps=steps,
+            accountant=self.privacy.accountant,
+        )
+        return multiplier
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Run a whole draw, physical batch by physical batch; the Trainer then takes the step."""
+        optimizer = self._optimizer
+        assert optimizer is not None
+        if not isinstance(inputs, StepDraw):
+            raise UserError(
+                "a batch did not come from the private loader: ε holds for its Poisson draws alone; give "
+                "train_dataset, and leave out loaders of your own"
+            )
+        optimizer.zero_grad()  # the Trainer clears p.grad alone where the model is compiled or spread
+        self._losses, self._flos = [], 0.0
+        for number, batch in enumerate(inputs, 1):
+            self._flos += self._operations(batch)
+            super()._track_num_input_tokens(batch)
+            super().training_step(model, batch, None)
+            if self._first_step is not None:
+                self._first_step.see_backward()
+            if number < len(inputs):
+                self._add_up(optimizer)
+        if self._losses:
+            losses = torch.cat(self._losses)
+            if self._filters_losses:
+                losses = torch.where(losses.isfinite(), losses, torch.nan)
+            return losses.nanmean() if self._filters_losses else losses.mean()
+        usual: Tensor = self._tr_loss / max(1, self.state.global_step - self._globalstep_last_logged)
+        return usual  # nobody was drawn: what the log then averages is not moved
+
+    def _add_up(self, optimizer: DPFlashOptimizer) -> None:
+        """Clip the physical batch and keep its sum; the draw goes on."""
+        if not self._pads():  # a padded batch knows that its draw goes on
+            optimizer.signal_skip_step(do_skip=True)
+        optimizer.step()
+        optimizer.zero_grad()
+        self._note_norms(optimizer)
+
+    def _note_norms(self, optimizer: DPFlashOptimizer) -> None:
+        norms = optimizer.engine.norms
+        if norms is not None and norms.numel():
+            self._norms.append(norms.detach())
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """In training, the mean over samples of each sample's own loss; in evaluation, the Trainer's own loss."""
+        if not model.training:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        real = real_rows(inputs)
+        losses = self.sample_losses(model, inputs)
+        self._losses.append(losses.detach()[:real].float())
+        return losses.sum() / max(len(losses), 1)
+
+    def sample_losses(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        """Return the loss of each sample of a batch, (B,); to be overridden for a loss of one's own.
+
+        Row b may depend on sample b alone: average over its own tokens, never over those of the batch.
+        """
+        labels = inputs.get("labels")
+        rest = {name: value for name, value in inputs.items() if name != "labels"}
+        if labels is None and self.compute_loss_func is None:
+            raise UserError(
+                "the batch has no labels, so the loss of each sample is not known: have the collator give 'labels' "
+                f"(it gives {', '.join(inputs)}), or override sample_losses"
+            )
+        inner: Any = task_model(model)
+        config = getattr(inner, "config", None)
+        if getattr(config, "output_router_logits", False):
+            raise UserError(
+                "the router loss of experts is one of the whole batch: set config.output_router_logits=False"
+            )
+        if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" not in rest:
+            rest["decoder_input_ids"] = inner.prepare_decoder_input_ids_from_labels(labels=labels)
+        kind: Any = type(inner)
+        if takes_cache(kind):
+            rest.setdefault("use_cache", False)
+        outputs = model(**rest)
+        if self.compute_loss_func is None:
+            assert labels is not None
+            return sample_losses(model, outputs, labels, smoothing=self.args.label_smoothing_factor)
+        rows = len(labels if labels is not None else next(iter(rest.values())))
+        return check_losses(self.compute_loss_func(outputs, labels, num_items_in_batch=None), rows, "compute_loss_func")
+
+    def floating_point_ops(self, inputs: Any) -> Any:
+        """Return those of a whole draw, which were counted while it ran."""
+        return self._flos if isinstance(inputs, StepDraw) else super().floating_point_ops(inputs)
+
+    def _operations(self, batch: Any) -> float:
+        """Return what `floating_point_ops` would; it counts all parameters of the model each time."""
+        main = batch.get(getattr(self.model, "main_input_name", "input_ids"))
+        if main is None or not main.numel():
+            return 0.0
+        if self._operations_each is None:
+            self._operations_each = float(super().floating_point_ops(batch)) / main.numel()
+        return self._operations_each * float(main.numel())
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        if not isinstance(inputs, StepDraw):
+            super()._track_num_input_tokens(inputs)
+
+    def _clip_grad_norm(self, model: nn.Module) -> None:
+        """Leave gradients alone: each sample's was clipped."""
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> None:
+        """Tell none here: `log` tells the samples' norms."""
+
+    # -- logs and checkpoints ----------------------------------------------------------------------------------------
+
+    def log(self, logs: dict[str, float], *rest: Any, **keywords: Any) -> None:
+        """Log as the Trainer does; beside the loss ε, the median of samples' norms, and the share that was clipped."""
+        if "loss" in logs or "train_loss" in logs:
+            logs["epsilon"] = self.get_epsilon()
+        if "loss" in logs and self._norms:
+            norms = torch.cat(self._norms)
+            logs["grad_norm"] = norms.median().item()
+            logs["clipped_samples"] = (norms > self.args.max_grad_norm).float().mean().item()
+            self._norms = []
+        super().log(logs, *rest, **keywords)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        if self.args.should_save and self._optimizer is not None and self._loader is not None:
+            sampler: Any = self._loader.batch_sampler
+            accountant = self.privacy_engine.accountant
+            record = PrivacyRecord(
+                history=list(accountant.history),
+                mechanism=accountant.mechanism(),
+                noise_multiplier=self._optimizer.noise_multiplier,
+                sample_rate=self._sample_rate,
+                draw_seed=sampler.seed,
+            )
+            record.save(Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}")
+
+    def hyperparameter_search(self, *args: Any, **keywords: Any) -> Any:
+        """Refuse: every trial spends privacy on the same data, which nobody would add up."""
+        raise UserError(
+            "hyperparameter_search trains on the private data once for each trial, and each spends ε: train the trials "
+            "one by one and add up their privacy, or search on public data"
+        )
+
+
+class PrivateTrainer(PrivateTrainerMixin, Trainer):
+    """Hugging Face's `Trainer` whose steps are private: the same arguments, and those of `PrivacyArguments`.
+
+    Example:
+        >>> from dpscope.transformers import PrivateTrainer as Trainer
+        >>> trainer = Trainer(model=model, args=args, train_dataset=data, target_epsilon=3.0, target_delta=1e-5)
+        >>> trainer.train()
+        >>> trainer.get_epsilon()
+    """

@@ -1,0 +1,110 @@
+"""Accelerate: the steps of a plain private loop, and checkpoints that keep ε."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader
+
+from dpscope.errors import UserError
+from dpscope.flash import PrivacyEngine
+from tests.unit.flash.private_training import make_data, make_loader, make_model, sgd
+
+accelerate = pytest.importorskip("accelerate")
+prepare_private = pytest.importorskip("dpscope.accelerate").prepare_private
+
+PRIVACY = {"noise_multiplier": 1.0, "max_grad_norm": 0.5}
+
+
+@pytest.fixture
+def accelerator():
+    yield accelerate.Accelerator(cpu=True)
+    accelerate.state.AcceleratorState._reset_state(True)
+
+
+def prepared(accelerator, *, seed=1, model=None, **changed):
+    torch.manual_seed(0)
+    model = make_model() if model is None else model
+    loader = DataLoader(make_data(), batch_size=16, generator=torch.Generator().manual_seed(seed))
+    noise = {"noise_generator": torch.Generator().manual_seed(seed)}
+    return prepare_private(accelerator, model, sgd(model), loader, **{**PRIVACY, **noise, **changed})
+
+
+def train(accelerator, model, optimizer, batches):
+    for x, y in batches:
+        accelerator.backward(F.cross_entropy(model(x), y))
+        accelerator.clip_grad_norm_(model.parameters(), 1e-6)  # what many loops do, and must not matter
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_steps_are_those_of_a_plain_private_loop(accelerator):
+    model, optimizer, loader, engine = prepared(accelerator)
+    train(accelerator, model, optimizer, loader)
+    plain = make_model()
+    torch.manual_seed(0)
+    own_loader = DataLoader(make_data(), batch_size=16, generator=torch.Generator().manual_seed(1))
+    plain, own, batches = PrivacyEngine().make_private(
+        module=plain,
+        optimizer=sgd(plain),
+        data_loader=own_loader,
+        noise_generator=torch.Generator().manual_seed(1),
+        **PRIVACY,
+    )
+    for x, y in batches:
+        own.zero_grad()
+        F.cross_entropy(plain(x), y).backward()
+        own.step()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert engine.get_epsilon(1e-5) > 0
+
+
+def test_a_saved_state_keeps_the_privacy_that_was_spent(accelerator, tmp_path):
+    model, optimizer, loader, engine = prepared(accelerator)
+    train(accelerator, model, optimizer, loader)
+    accelerator.save_state(str(tmp_path))
+    weights = copy.deepcopy(model.state_dict())
+    accelerator.free_memory()
+    accelerator._custom_objects.clear()
+    model, optimizer, loader, again = prepared(accelerator, seed=2)
+    accelerator.load_state(str(tmp_path))
+    assert again.get_epsilon(1e-5) == engine.get_epsilon(1e-5)
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    train(accelerator, model, optimizer, loader)
+    assert again.accountant.history == [(1.0, 0.25, 8)]
+
+
+def test_a_target_chooses_the_noise(accelerator):
+    *_, engine = prepare_private(
+        accelerator,
+        model := make_model(),
+        sgd(model),
+        make_loader(),
+        target_epsilon=3.0,
+        target_delta=1e-5,
+        epochs=1,
+        max_grad_norm=0.5,
+    )
+    assert engine.spending.planned == 4
+
+
+def test_what_accelerate_would_do_behind_the_back_is_refused(accelerator):
+    with pytest.raises(UserError, match="prepared by Accelerate"):
+        prepare_private(accelerator, model := make_model(), sgd(model), accelerator.prepare(make_loader()), **PRIVACY)
+    model, optimizer = accelerator.prepare(model := make_model(), sgd(model))
+    with pytest.raises(UserError, match="prepared or private already"):
+        prepare_private(accelerator, model, optimizer, make_loader(), **PRIVACY)
+
+
+def test_accumulation_is_refused():
+    accumulating = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    with pytest.raises(UserError, match="gradient_accumulation_steps=2"):
+        prepare_private(accumulating, model := make_model(), sgd(model), make_loader(), **PRIVACY)
+    accelerate.state.AcceleratorState._reset_state(True)

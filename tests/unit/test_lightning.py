@@ -1,0 +1,119 @@
+"""Lightning: the steps of a plain private loop, and checkpoints that keep ε."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader
+
+from dpscope.errors import UserError
+from dpscope.flash import PrivacyEngine
+from tests.unit.flash.private_training import make_data, make_loader, make_model, sgd
+
+lightning = pytest.importorskip("lightning.pytorch")
+PrivateTraining = pytest.importorskip("dpscope.lightning").PrivateTraining
+
+
+class Classifier(lightning.LightningModule):
+    def __init__(self, optimizers: int = 1) -> None:
+        super().__init__()
+        self.net = make_model()
+        self.count = optimizers
+
+    def forward(self, x):
+        return self.net(x)
+
+    def training_step(self, batch, index):
+        x, y = batch
+        return F.cross_entropy(self.net(x), y)
+
+    def configure_optimizers(self):
+        optimizers = [sgd(self.net) for _ in range(self.count)]
+        schedulers = [torch.optim.lr_scheduler.StepLR(each, 1, 0.5) for each in optimizers]
+        return optimizers, schedulers
+
+
+def trainer(folder, **changed):
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    settings = {"default_root_dir": str(folder), "max_epochs": 2, "enable_checkpointing": False, **quiet}
+    return lightning.Trainer(**{**settings, **changed})
+
+
+def private(seed=1, **changed):
+    noise = {"noise_multiplier": 1.0} if "target_epsilon" not in changed else {}
+    generator = torch.Generator().manual_seed(seed)
+    return PrivateTraining(max_grad_norm=0.5, target_delta=1e-5, noise_generator=generator, **noise, **changed)
+
+
+def loader():
+    return DataLoader(make_data(), batch_size=16, generator=torch.Generator().manual_seed(3))
+
+
+def test_steps_are_those_of_a_plain_private_loop(tmp_path):
+    module, callback = Classifier(), private()
+    trainer(tmp_path, callbacks=[callback]).fit(module, loader())
+    plain = make_model()
+    optimizer = sgd(plain)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    plain, own, batches = PrivacyEngine().make_private(
+        module=plain,
+        optimizer=optimizer,
+        data_loader=loader(),
+        noise_multiplier=1.0,
+        max_grad_norm=0.5,
+        noise_generator=torch.Generator().manual_seed(1),
+    )
+    for _ in range(2):
+        for x, y in batches:
+            own.zero_grad()
+            F.cross_entropy(plain(x), y).backward()
+            own.step()
+        scheduler.step()
+    for ours, theirs in zip(module.net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    assert callback.privacy_engine.accountant.history == [(1.0, 0.25, 8)]
+
+
+def test_a_checkpoint_keeps_the_privacy_that_was_spent(tmp_path):
+    first = private()
+    fit = trainer(tmp_path, callbacks=[first], max_epochs=1)
+    fit.fit(Classifier(), loader())
+    fit.save_checkpoint(tmp_path / "one.ckpt")
+    second = private(seed=2)
+    trainer(tmp_path, callbacks=[second], max_epochs=2).fit(Classifier(), loader(), ckpt_path=tmp_path / "one.ckpt")
+    assert second.privacy_engine.accountant.history == [(1.0, 0.25, 8)]
+
+
+def test_a_target_chooses_the_noise_for_all_epochs(tmp_path):
+    callback = private(target_epsilon=3.0)
+    trainer(tmp_path, callbacks=[callback]).fit(Classifier(), loader())
+    assert 2.9 < callback.get_epsilon() <= 3.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"gradient_clip_val": 1.0}, "gradient_clip_val clips the sum"),
+        ({"accumulate_grad_batches": 2}, "accumulate_grad_batches adds up"),
+        ({"overfit_batches": 2}, "overfit_batches trains on the same batches"),
+    ],
+)
+def test_what_lightning_would_do_behind_the_back_is_refused(tmp_path, settings, sentence):
+    with pytest.raises(UserError, match=sentence):
+        trainer(tmp_path, callbacks=[private()], **settings).fit(Classifier(), make_loader())
+
+
+def test_two_optimizers_are_refused(tmp_path):
+    class Two(Classifier):
+        def __init__(self):
+            super().__init__(optimizers=2)
+            self.automatic_optimization = False
+
+    with pytest.raises(UserError, match="manual optimization"):
+        trainer(tmp_path, callbacks=[private()]).fit(Two(), make_loader())
+
+
+def test_one_of_noise_and_target_is_needed():
+    with pytest.raises(UserError, match="one of target_epsilon and noise_multiplier"):
+        PrivateTraining(max_grad_norm=1.0, target_delta=1e-5)

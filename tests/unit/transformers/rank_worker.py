@@ -1,0 +1,61 @@
+"""One rank of a private Trainer: python -m torch.distributed.run … rank_worker.py FOLDER none|ddp|fsdp."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import accelerate.state
+import torch
+import torch.distributed as dist
+from accelerate.utils import DistributedType
+
+from tests.unit.transformers.small_training import LOGICAL, PHYSICAL, logged, private_trainer, weights
+
+FSDP = {"fsdp": "full_shard", "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}}
+
+
+def shard_on_the_cpu() -> None:
+    """Accelerate shards models on GPUs alone; have it take the CPU for one."""
+    make = accelerate.state.AcceleratorState.__init__
+
+    def init(self: Any, *args: Any, **options: Any) -> None:
+        make(self, *args, **options)
+        if options.get("fsdp_plugin") is not None:
+            self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, options["fsdp_plugin"]
+
+    accelerate.state.AcceleratorState.__init__ = init
+
+
+def main(folder: str, parallel: str) -> None:
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    settings: dict[str, Any] = {"gradient_accumulation_steps": LOGICAL // PHYSICAL // world}
+    if world > 1:
+        settings["ddp_backend"] = "gloo"
+    if parallel == "fsdp":
+        shard_on_the_cpu()
+        settings |= FSDP
+    trainer = private_trainer(folder, settings=settings)
+    trainer.train()
+    whole = {
+        name: value.full_tensor() if hasattr(value, "full_tensor") else value
+        for name, value in weights(trainer.model).items()
+    }
+    state = {
+        "weights": whole,
+        "history": trainer.privacy_engine.accountant.history,
+        "losses": logged(trainer, "loss"),
+        "sharded": any(hasattr(parameter, "full_tensor") for parameter in trainer.model.parameters()),
+    }
+    if int(os.environ.get("RANK", "0")) == 0:
+        torch.save(state, Path(folder) / f"{parallel}.pt")
+    if world > 1:
+        dist.barrier()
+        sys.stdout.flush()
+        os._exit(0)  # a rank may abort when gloo is taken down
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
