@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from dpscope.flash import dry_run
 from dpscope.flash.autograd_graph import leaves_behind
 from dpscope.flash.contributions import Kept
 from dpscope.flash.layers.bare_gradients import RULES, Gradients, Operand, Rule, gradients_by_row, rebuild
@@ -206,7 +207,8 @@ def learn(
     tap: TapOfSamples, func: Any, operands: list[Any], spec: Any, batch: int
 ) -> BareUse | Constant | Unrelated | str:
     """What the operator is to the parameter; a reason, if it cannot be followed."""
-    devices = [leaf.device for leaf in operands if isinstance(leaf, Tensor) and leaf.is_cuda]
+    planned = dry_run.current() is not None
+    devices = [leaf.device for leaf in operands if isinstance(leaf, Tensor) and leaf.is_cuda and not planned]
     with torch.random.fork_rng(list(set(devices))):
         with torch.enable_grad():
             values = [operand.plain if isinstance(operand, Operand) else _detached(operand) for operand in operands]
@@ -238,6 +240,9 @@ def _answers(func: Any, values: list[Any], spec: Any) -> list[Tensor]:
 def _find_rows(func: Any, operands: list[Any], spec: Any, batch: int) -> list[bool] | str | None:
     """For each operand whether it has a row for each sample; a reason, if that cannot be told; None, if none has."""
     called = name_of(func)
+    if dry_run.current() is not None:  # no values to tell it from
+        rows = [batch == _row_count(operand) for operand in operands]
+        return rows if any(rows) else None
     choices = [(True, False) if batch == _row_count(operand) else (False,) for operand in operands]
     if sum(len(choice) > 1 for choice in choices) > _MOST_OPEN:
         return f"{called} is given too many tensors"

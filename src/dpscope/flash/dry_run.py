@@ -1,0 +1,52 @@
+"""A hook for running the engine on fake tensors: what would be asked of the device is asked of a `DryRun` instead.
+
+Fake tensors have shapes and no values (torch._subclasses.fake_tensor). While a dry run is open
+
+- nothing is rehearsed: rows are taken to be the samples, because there are no values to find that out from,
+- kernels are chosen as on a GPU of `capability`, and launching one does nothing,
+- the allocator's figures are those that `allocated` returns.
+
+Whatever trains on a dry run's tensors learns nothing, so it is of no use but to follow what a step would allocate
+(dpscope.forecast). Not part of the public interface.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class DryRun:
+    capability: tuple[int, int]
+    multiprocessors: int
+    allocated: Callable[[], tuple[int, int]]  # bytes: now, and the peak
+
+
+_open: list[DryRun] = []
+_forget: list[Callable[[], None]] = []  # caches that hold tensors
+
+
+def current() -> DryRun | None:
+    """Return the dry run that is open, or None."""
+    return _open[-1] if _open else None
+
+
+def forget_between(clear: Callable[[], None]) -> None:
+    """Register a function that clears a cache of tensors: no fake tensor may outlive its dry run."""
+    _forget.append(clear)
+
+
+@contextmanager
+def dry_running(run: DryRun) -> Iterator[None]:
+    """Open a dry run. Every engine that is made and stepped inside has to be of fake tensors."""
+    for clear in _forget:
+        clear()
+    _open.append(run)
+    try:
+        yield
+    finally:
+        _open.remove(run)
+        for clear in _forget:
+            clear()
