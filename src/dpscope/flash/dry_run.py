@@ -16,6 +16,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
 
 @dataclass(frozen=True)
 class DryRun:
@@ -36,6 +40,13 @@ def current() -> DryRun | None:
 def forget_between(clear: Callable[[], None]) -> None:
     """Register a function that clears a cache of tensors: no fake tensor may outlive its dry run."""
     _forget.append(clear)
+
+
+def placeholder(tensor: Tensor) -> Tensor:
+    """Return a tensor of the same shape that is no fake one, and takes no memory: fake ones cannot change their class."""
+    with _disable_current_modes():
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        return made.requires_grad_(tensor.requires_grad)
 
 
 @contextmanager

@@ -8,13 +8,15 @@ transformers/cuda/sdp_utils.cpp), which earlier versions share but for the prefe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from dpscope.forecast.cards import Card
 
@@ -22,59 +24,53 @@ HALF = (torch.float16, torch.bfloat16)
 aten = torch.ops.aten
 
 
-class CudaOperators(TorchFunctionMode):
-    """Has the functions run that a CUDA build of torch would run on the card."""
-
-    def __init__(self, card: Card) -> None:
-        super().__init__()
-        self._card = card
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
-            return self._attend(*args, **kwargs)
-        if func is F.dropout and not (len(args) > 3 and args[3]) and not kwargs.get("inplace"):
-            return _drop_out(*args, **kwargs)
-        return func(*args, **kwargs)
-
-    def _attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        dtype = _autocast_dtype(q)
-        if dtype is not None:
-            q, k, v = (each.to(dtype) for each in (q, k, v))
-        fused = q.dim() == 4 and k.dim() == 4 and v.dim() == 4 and q.shape[-1] == v.shape[-1]
-        if not fused:
-            return _attend_by_products(q, k, v, attn_mask, is_causal)
-        if enable_gqa and k.shape[1] != q.shape[1] and not (attn_mask is None and q.dtype in HALF):
-            k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], 1) for each in (k, v))
-        needs_lse = torch.is_grad_enabled() and any(each.requires_grad for each in (q, k, v))
-        if q.dtype in HALF and attn_mask is None and self._card.capability >= (8, 0) and q.shape[-1] <= 256:
-            if self._card.capability >= (9, 0) and q.shape[-1] <= 128 and q.shape[-1] % 8 == 0:
-                call = aten._scaled_dot_product_cudnn_attention
-                return call(q, k, v, None, needs_lse, dropout_p, is_causal, False, scale=scale)[0]  # type: ignore[no-any-return]
-            missing = -q.shape[-1] % 8
-            if missing:
-                q, k, v = (F.pad(each, (0, missing)) for each in (q, k, v))
-            out = aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, False, scale=scale)[0]
-            return out[..., : out.shape[-1] - missing] if missing else out  # type: ignore[no-any-return]
-        bias = _bias_of(attn_mask, q)
-        call = aten._scaled_dot_product_efficient_attention
-        return call(q, k, v, bias, needs_lse, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
+@contextmanager
+def cuda_operators(card: Card) -> Iterator[None]:
+    """Have the kernels run that a CUDA build of torch would choose on the card."""
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            library.impl("scaled_dot_product_attention", partial(_attend, card), "AutogradCUDA")
+            library.impl("dropout", _drop_out, "AutogradCUDA")
+        yield
+    finally:
+        library._destroy()  # type: ignore[no-untyped-call]
 
 
-def _autocast_dtype(x: Tensor) -> torch.dtype | None:
-    if not torch.is_autocast_enabled("cuda") or x.dtype == torch.float64:
-        return None
-    return torch.get_autocast_dtype("cuda")
+def _attend(
+    card: Card,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    if {q.dim(), k.dim(), v.dim()} != {4} or q.shape[-1] != v.shape[-1]:
+        return _attend_by_products(q, k, v, attn_mask, is_causal)
+    if k.shape[1] != q.shape[1] and not (attn_mask is None and q.dtype in HALF):
+        k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], 1) for each in (k, v))
+    needs_lse = torch.is_grad_enabled() and any(each.requires_grad for each in (q, k, v))
+    out: Tensor
+    if q.dtype in HALF and attn_mask is None and card.capability >= (8, 0) and q.shape[-1] <= 256:
+        if card.capability >= (9, 0) and q.shape[-1] <= 128 and q.shape[-1] % 8 == 0:
+            call = aten._scaled_dot_product_cudnn_attention
+            (out, *_) = call(q, k, v, None, needs_lse, dropout_p, is_causal, False, scale=scale)
+            return out
+        missing = -q.shape[-1] % 8
+        if missing:
+            q, k, v = (F.pad(each, (0, missing)) for each in (q, k, v))
+        (out, *_) = aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, False, scale=scale)
+        return out[..., : out.shape[-1] - missing] if missing else out
+    bias = _bias_of(attn_mask, q)
+    (out, *_) = aten._scaled_dot_product_efficient_attention(
+        q, k, v, bias, needs_lse, dropout_p, is_causal, scale=scale
+    )
+    return out
 
 
 def _bias_of(mask: Tensor | None, q: Tensor) -> Tensor | None:
@@ -102,10 +98,10 @@ def _attend_by_products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is
     return scores.softmax(-1) @ v
 
 
-def _drop_out(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    if not training or not 0 < p < 1:
-        return input if p < 1 or not training else input * 0
-    return torch.native_dropout(input, p, True)[0]
+def _drop_out(input: Tensor, p: float, train: bool) -> Tensor:
+    if not train or p == 0 or not input.numel():
+        return input
+    return input * 0 if p == 1 else torch.native_dropout(input, p, True)[0]
 
 
 # -- what operators allocate and free inside themselves ----------------------------------------------------------------

@@ -81,7 +81,7 @@ def _register(library: torch.library.Library, qualified: str, cast_weights: dict
 def _is_cast(value: object) -> bool:
     return (
         isinstance(value, Tensor)
-        and value.device.type == "cuda"
+        and value.device.type in ("cuda", "meta")  # inside of vmap it is what C++ sees
         and value.is_floating_point()
         and value.dtype != torch.float64
     )

@@ -28,7 +28,7 @@ from dpscope.errors import UserError
 from dpscope.flash.dry_run import DryRun, dry_running
 from dpscope.forecast.allocator import Allocator
 from dpscope.forecast.cards import Card
-from dpscope.forecast.cuda_operators import CudaOperators
+from dpscope.forecast.cuda_operators import cuda_operators
 from dpscope.forecast.fake_autocast import fake_autocast
 
 DEVICE = torch.device("cuda:0")
@@ -49,12 +49,12 @@ def open_device(card: Card) -> Iterator[FakeDevice]:
         for each in _patches():
             stack.enter_context(each)
         stack.enter_context(fake_autocast())
+        stack.enter_context(cuda_operators(card))
         stack.enter_context(dry_running(run))
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))  # the modes are of this thread
         stack.enter_context(mode)
         stack.enter_context(allocator)
         values = stack.enter_context(_Values())
-        stack.enter_context(CudaOperators(card))
         yield FakeDevice(allocator, values)
 
 
@@ -108,6 +108,7 @@ def _patches() -> Iterator[Any]:
     yield patch("torch.cuda.amp.common.amp_definitely_not_available", lambda: False)
     yield patch("torch.cuda.is_bf16_supported", lambda *args, **kwargs: True)
     yield patch("torch.cuda.current_device", lambda: 0)
+    yield patch.object(torch.amp.autocast_mode.autocast, "__init__", _begin_autocast)
     yield patch.object(FakeTensor, "__deepcopy__", _copied)
     yield patch.object(torch.nn.Module, "to", _moved)
     for name in ("transformers.utils.import_utils", "transformers.masking_utils"):
@@ -124,6 +125,14 @@ def _copied(tensor: FakeTensor, memo: dict[int, Any]) -> Tensor:
         copy = torch.nn.Parameter(copy, tensor.requires_grad)
     memo[id(tensor)] = copy
     return copy
+
+
+_autocast = torch.amp.autocast_mode.autocast.__init__
+
+
+def _begin_autocast(context: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+    """Inside of vmap a tensor's device is what C++ sees."""
+    _autocast(context, "cuda" if device_type == "meta" else device_type, *args, **kwargs)
 
 
 _to = torch.nn.Module.to

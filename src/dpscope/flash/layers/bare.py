@@ -50,7 +50,9 @@ class Bare(StandIn):
 
     @staticmethod
     def of(plain: Tensor, tap: BareTap) -> Bare:
-        if torch.is_grad_enabled():
+        if dry_run.current() is not None:
+            stand_in = dry_run.placeholder(plain).as_subclass(Bare)
+        elif torch.is_grad_enabled():
             stand_in = plain.as_subclass(Bare)
         else:
             with torch.enable_grad():
