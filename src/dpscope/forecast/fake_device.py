@@ -108,6 +108,8 @@ def _patches() -> Iterator[Any]:
     yield patch("torch.cuda.amp.common.amp_definitely_not_available", lambda: False)
     yield patch("torch.cuda.is_bf16_supported", lambda *args, **kwargs: True)
     yield patch("torch.cuda.current_device", lambda: 0)
+    yield patch("torch.cuda.get_rng_state", lambda device=None: torch.get_rng_state())
+    yield patch("torch.cuda.set_rng_state", lambda state, device=None: None)
     yield patch.object(torch.amp.autocast_mode.autocast, "__init__", _begin_autocast)
     yield patch.object(FakeTensor, "__deepcopy__", _copied)
     yield patch.object(torch.nn.Module, "to", _moved)
