@@ -113,6 +113,7 @@ def _patches() -> Iterator[Any]:
     yield patch.object(torch.amp.autocast_mode.autocast, "__init__", _begin_autocast)
     yield patch.object(FakeTensor, "__deepcopy__", _copied)
     yield patch.object(torch.nn.Module, "to", _moved)
+    yield patch("torch.utils.swap_tensors", _take)
     for name in ("transformers.utils.import_utils", "transformers.masking_utils"):
         if hasattr(sys.modules.get(name), "is_fake_tensor"):  # its models take a fake tensor for one that is exported
             yield patch(f"{name}.is_fake_tensor", lambda tensor: False)
@@ -127,6 +128,12 @@ def _copied(tensor: FakeTensor, memo: dict[int, Any]) -> Tensor:
         copy = torch.nn.Parameter(copy, tensor.requires_grad)
     memo[id(tensor)] = copy
     return copy
+
+
+def _take(parameter: Tensor, moved: Tensor) -> None:
+    """What `Module.to` and `Module.half` do with a fake parameter, which cannot be swapped with another tensor."""
+    if moved is not parameter:
+        parameter.data = moved.data
 
 
 _autocast = torch.amp.autocast_mode.autocast.__init__

@@ -1,0 +1,105 @@
+"""How long a step takes: its operators' bytes and operations against what a card sustains, and the host's pace.
+
+A kernel takes as long as the slower of its operations and its bytes need, at the share of the card's peak that such
+kernels reach, and a little to begin. The host takes some microseconds for each operator. Whoever is slower decides.
+The shares and the host's pace were fitted to steps on one H200 (benchmarks/results/…-plan.md).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dpscope.forecast.cards import Card
+from dpscope.instruments.families import operator_family
+from dpscope.instruments.operators import distinct_tensors, flops_of, moved_by, operator_name, tensor_bytes
+from dpscope.vocabulary import launches, phases
+from dpscope.vocabulary.families import ATTENTION, GEMM
+
+PRODUCTS = 0.77  # of the card's peak, by large matrix products
+ATTENDING = 0.45  # by attention's kernels
+MOVING = 0.80  # of the bandwidth, by kernels that move bytes
+BEGINNING = 2.5e-6  # seconds a kernel takes besides
+HOST = 5.5e-6  # seconds the host takes for an operator
+
+
+def _format_of(tensors: Sequence[Tensor]) -> torch.dtype:
+    """In which products are made: the narrowest format among their operands."""
+    formats = [each.dtype for each in tensors if each.is_floating_point()]
+    return min(formats, key=lambda dtype: dtype.itemsize, default=torch.float32)
+
+
+class Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Adds up what the operators of a step take on a card."""
+
+    def __init__(self, card: Card, tf32: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._card = card
+        self._tf32 = tf32
+        self.operators = 0
+        self.kernels = 0
+        self.by_family: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0, 0.0])  # flops, bytes, calls, seconds
+        self._phases: list[str] = []
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        with phases.listening(self._in_phase), launches.hearing(self._launched), self:
+            yield
+
+    @contextmanager
+    def _in_phase(self, name: str) -> Iterator[None]:
+        self._phases.append(name)
+        try:
+            yield
+        finally:
+            self._phases.pop()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        self.operators += 1
+        moved = moved_by(func, args, kwargs, out, "cuda")
+        if any(moved):
+            tensors = [each for each in args if isinstance(each, Tensor)]
+            phase = self._phases[-1] if self._phases else None
+            family = operator_family(operator_name(func), [each.shape for each in tensors], phase)
+            self._add(family, _format_of(tensors), flops_of(func, args, kwargs, out), sum(moved))
+        return out
+
+    def _launched(self, launch: launches.Launch) -> None:
+        moved = sum(map(tensor_bytes, distinct_tensors([*launch.reads, *launch.writes])))
+        self.operators += 1
+        self._add(launch.family, _format_of(launch.reads), launch.flops, moved)
+
+    def _add(self, family: str, dtype: torch.dtype, flops: int, moved: int) -> None:
+        seconds = max(self._computing(family, dtype, flops), moved / (MOVING * self._card.bytes_per_second)) + BEGINNING
+        total = self.by_family[family]
+        for place, value in enumerate((flops, moved, 1, seconds)):
+            total[place] += value
+        self.kernels += 1
+
+    def _computing(self, family: str, dtype: torch.dtype, flops: int) -> float:
+        card = self._card
+        rate = card.half_flops if dtype.itemsize <= 2 else card.tf32_flops if self._tf32 else card.fp32_flops
+        share = ATTENDING if family == ATTENTION else PRODUCTS if family == GEMM else 1.0
+        return flops / (rate * share)
+
+    @property
+    def gpu_seconds(self) -> float:
+        return sum(total[3] for total in self.by_family.values())
+
+    @property
+    def host_seconds(self) -> float:
+        return self.operators * HOST
+
+    @property
+    def seconds(self) -> float:
+        return max(self.gpu_seconds, self.host_seconds)
+
+
