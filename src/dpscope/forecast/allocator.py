@@ -1,4 +1,4 @@
-"""torch's caching allocator on paper: what is live, and at most was, when storages of fake tensors come and go."""
+"""What the storages of fake tensors take of the fake device's memory, as they come and go."""
 
 from __future__ import annotations
 
@@ -10,49 +10,49 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dpscope.forecast.cards import Card
+from dpscope.forecast.cards import MIB, Card
 from dpscope.forecast.cuda_operators import bytes_inside
-
-BLOCK = 512  # what the size of an allocation is rounded to
-
-
-def rounded(nbytes: int) -> int:
-    return max(BLOCK, -(-nbytes // BLOCK) * BLOCK)
+from dpscope.forecast.segments import Block, Segments
 
 
 class Allocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the storages of the fake device."""
+    """Counts the storages of the fake device. `limit`: bytes that may be reserved."""
 
-    def __init__(self, card: Card) -> None:
+    def __init__(self, card: Card, limit: int | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._card = card
-        self.current = 0
-        self.peak = 0
-        self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self.segments = Segments(limit)
+        self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], Block]] = {}
+        workspaces = card.workspace_bytes
+        for size in (workspaces // 2 - MIB // 2, workspaces // 2 - MIB // 2, MIB):
+            self.segments.allocate(size)
 
-    def reset_peak(self) -> None:
-        self.peak = self.current
+    @property
+    def current(self) -> int:
+        return self.segments.allocated
+
+    @property
+    def peak(self) -> int:
+        return self.segments.peak_allocated
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(tensor, Tensor) and tensor.device.type == "cuda":
-                self.note(tensor)
+                self._note(tensor)
         inside = bytes_inside(func, args, self._card)
         if inside:
-            self.peak = max(self.peak, self.current + inside)
+            self.segments.free(self.segments.allocate(inside))
         return result
 
-    def note(self, tensor: Tensor) -> None:
-        """Count the storage of a tensor, if it is new."""
+    def _note(self, tensor: Tensor) -> None:
+        """Allocate the storage of a tensor, if it is new."""
         storage = tensor.untyped_storage()
         address = storage._cdata
-        if address not in self._live:
-            size = rounded(storage.nbytes())
-            self._live[address] = weakref.ref(storage, partial(self._free, address)), size
-            self.current += size
-            self.peak = max(self.peak, self.current)
+        if address not in self._live and storage.nbytes():
+            block = self.segments.allocate(storage.nbytes())
+            self._live[address] = weakref.ref(storage, partial(self._free, address)), block
 
     def _free(self, address: int, reference: object) -> None:
-        _, size = self._live.pop(address)
-        self.current -= size
+        _, block = self._live.pop(address)
+        self.segments.free(block)

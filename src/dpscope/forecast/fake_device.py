@@ -40,10 +40,13 @@ class ReadsValues(UserError):
 
 
 @contextmanager
-def open_device(card: Card) -> Iterator[FakeDevice]:
-    """Open the device. Inside, tensors are fake; what they take is counted by its allocator."""
+def open_device(card: Card, limit: int | None = None) -> Iterator[FakeDevice]:
+    """Open the device. Inside, tensors are fake; what they take is counted by its allocator.
+
+    `limit`: bytes that the allocator may reserve; a step that needs more ends with `OutOfFakeMemory`.
+    """
     mode = _Mode()  # before the patches: it imports what looks at the functions that they replace
-    allocator = Allocator(card)
+    allocator = Allocator(card, limit)
     run = DryRun(card.capability, card.multiprocessors, lambda: (allocator.current, allocator.peak))
     with ExitStack() as stack:
         for each in _patches():
@@ -216,7 +219,7 @@ class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _known_arguments(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """The arguments with values in the place of fake tensors; None where one has no value."""
-        if func in _RANDOM:
+        if func in _RANDOM or any(isinstance(each, FakeTensor) and each not in self._values for each in args):
             return None
         flat, spec = tree_flatten((args, kwargs))
         values = []

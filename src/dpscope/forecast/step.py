@@ -35,6 +35,7 @@ class StepForecast:
     """What one step is predicted to take."""
 
     peak_bytes: int  # that torch's allocator hands out at most
+    reserved_bytes: int  # that it takes from the device for that
     components: dict[str, int] = field(default_factory=dict)  # of the peak; they add up to it
     seconds: float = 0.0
     gpu_seconds: float = 0.0
@@ -44,10 +45,11 @@ class StepForecast:
     kernels: int = 0
 
 
-def forecast_step(spec: RunSpec, card: Card, *, detailed: bool = True) -> StepForecast:
+def forecast_step(spec: RunSpec, card: Card, *, detailed: bool = True, limit: int | None = None) -> StepForecast:
     """Run a few steps of a spec on the fake device.
 
     `detailed`: also say which component each byte of the peak is, and how long the step takes.
+    `limit`: bytes that torch's allocator may reserve; `OutOfFakeMemory` is raised for a step that needs more.
     """
     _require_predictable(spec)
     small = build_workload(spec.workload, batch_size=min(SAMPLES, spec.batch_size), seq_len=spec.seq_len)
@@ -55,7 +57,7 @@ def forecast_step(spec: RunSpec, card: Card, *, detailed: bool = True) -> StepFo
     require_batch_of(batch, min(SAMPLES, spec.batch_size))
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     try:
-        with _quiet(), open_device(card) as device:
+        with _quiet(), open_device(card, limit) as device:
             return _step(spec, card, device, small, batch, detailed)
     finally:
         torch.set_float32_matmul_precision(before[0])
@@ -85,9 +87,9 @@ def _step(
     # The second step is like all that follow; a checkpointed model's blocks are chosen by what the first ones took.
     for _ in range(3 if spec.checkpoint_blocks else 2):
         trainer.train_step(*batches)
-    peak = device.allocator.peak + card.workspace_bytes
+    peak, reserved = device.allocator.peak, device.allocator.segments.peak_reserved
     if not detailed:
-        return StepForecast(peak)
+        return StepForecast(peak, reserved)
     work = Work(card, spec.dtype == "tf32")
     with work.watching():
         trainer.train_step(*batches)
@@ -95,6 +97,7 @@ def _step(
     seen = sum(components.values())
     return StepForecast(
         peak,
+        reserved,
         {**components, UNATTRIBUTED: peak - seen},
         work.seconds,
         work.gpu_seconds,

@@ -1,0 +1,91 @@
+"""The largest physical batch that fits a card: peaks are nearly lines in the batch size, so few steps are looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from dpscope.forecast.cards import Card
+from dpscope.forecast.probe import Probe
+from dpscope.forecast.segments import OutOfFakeMemory
+from dpscope.forecast.step import StepForecast, forecast_step
+from dpscope.runner.spec import RunSpec
+
+MARGIN = 0.02  # of a card's memory that a plan leaves free
+CLOSE = 0.02  # between a batch that fits and one that does not
+MOST_TRIALS = 9
+
+Say = Callable[[str], None]
+
+
+@dataclass
+class Fit:
+    """`batch`: the largest that fits, 0 where not even one sample does; `points`: peaks in bytes by batch."""
+
+    batch: int
+    limit: int
+    points: dict[int, int] = field(default_factory=dict)
+    probes: list[Probe] = field(default_factory=list)
+
+
+def memory_limit(card: Card) -> int:
+    """What a plan lets torch's allocator reserve."""
+    return int(card.usable_bytes * (1 - MARGIN))
+
+
+def largest_batch(spec: RunSpec, card: Card, most: int, say: Say, limit: int | None = None) -> Fit:
+    """Find the largest batch of at most `most` samples whose step fits."""
+    allowed = memory_limit(card) if limit is None else limit
+    fit = Fit(0, allowed)
+    failing = most + 1
+
+    def try_out(batch: int) -> bool:
+        say(f"{spec.method}: a step of {batch}")
+        try:
+            step = _try(spec, card, batch, allowed)
+        except OutOfFakeMemory:
+            return False
+        fit.points[batch] = step.peak_bytes
+        return True
+
+    for batch in (1, min(4, most)):
+        if not try_out(batch):
+            failing = batch
+            break
+        fit.batch = batch
+    if not fit.batch:
+        fit.points[1] = forecast_step(replace(spec, batch_size=1), card, detailed=False).peak_bytes
+        return fit
+    for _ in range(MOST_TRIALS):
+        if fit.batch >= most or failing - fit.batch <= max(1, int(CLOSE * fit.batch)):
+            break
+        guess = _guess(fit, failing, most)
+        if try_out(guess):
+            fit.batch = guess
+        else:
+            failing = guess
+    return fit
+
+
+def _try(spec: RunSpec, card: Card, batch: int, limit: int) -> StepForecast:
+    return forecast_step(replace(spec, batch_size=batch), card, detailed=False, limit=limit)
+
+
+def _guess(fit: Fit, failing: int, most: int) -> int:
+    """Where the line through the two largest batches that fit reaches the limit, between the bounds."""
+    sizes = sorted(fit.points)
+    guess = (fit.batch + failing) // 2
+    if len(sizes) >= 2:
+        low, high = sizes[-2:]
+        slope = (fit.points[high] - fit.points[low]) / (high - low)
+        if slope > 0:
+            reached = high + int((fit.limit - fit.points[high]) / slope)
+            # A step needs somewhat more than it holds, so that the line's end itself often fails.
+            untried = failing > most
+            guess = reached if reached < failing or untried else int(fit.batch + 0.8 * (failing - fit.batch))
+    return max(fit.batch + 1, min(guess, failing - 1))
+
+
+def limited_by(step: StepForecast) -> str:
+    """The component that takes most of the peak."""
+    return max(step.components, key=lambda name: step.components[name], default="")
