@@ -1,11 +1,11 @@
 """How far `dpscope plan` is from what a GPU measures, over configurations drawn by a seed.
 
-    python benchmarks/plan_accuracy.py predict OUT --seed S      anywhere: predictions of every row      -> OUT/predicted.json
-    python benchmarks/plan_accuracy.py measure OUT --seed S      on the GPU: rows, probes, largest batches -> OUT/measured.json
-    python benchmarks/plan_accuracy.py report OUT                both joined: every row, the misses, the summary -> OUT/report.md
+    python benchmarks/plan_accuracy.py predict OUT --seed S    anywhere: every row            -> OUT/predicted.json
+    python benchmarks/plan_accuracy.py measure OUT --seed S    GPU: rows, probes, batches     -> OUT/measured.json
+    python benchmarks/plan_accuracy.py report OUT              every row, misses, summary     -> OUT/report.md
 
-Rows are measured one after the other in one process, with everything freed in between; a row that fails says why and the
-next one goes on. `measure` stops beginning new work when --minutes are over.
+Rows are measured one after the other in one process, with everything freed in between; a row that fails says why and
+the next one goes on. `measure` stops beginning new work when --minutes are over.
 """
 
 from __future__ import annotations
@@ -29,7 +29,12 @@ LORA = "r=16,target=q_proj,k_proj,v_proj,o_proj"
 # name -> (model, sizes, LoRA, weight of a sample in tokens of the draw, lengths)
 MODELS: dict[str, tuple[str, dict[str, int], bool, tuple[int, ...]]] = {
     "decoder-512": ("small", {}, False, (64, 128, 256, 512, 1024, 2048)),
-    "decoder-1024": ("1b", {"hidden_dim": 1024, "num_layers": 12, "num_heads": 16}, False, (64, 128, 256, 512, 1024, 2048)),
+    "decoder-1024": (
+        "1b",
+        {"hidden_dim": 1024, "num_layers": 12, "num_heads": 16},
+        False,
+        (64, 128, 256, 512, 1024, 2048),
+    ),
     "decoder-2048": ("1b", {"num_layers": 12}, False, (128, 256, 512, 1024, 2048, 4096)),
     "gpt2": ("hf:gpt2", {}, False, (64, 128, 256, 512, 1024)),
     "llama": ("hf:llama", {"num_layers": 8}, False, (128, 256, 512, 1024, 2048)),
@@ -111,7 +116,9 @@ def predict(out: Path, specs: list[RunSpec], seed: int, card_name: str) -> None:
             row["error"] = f"{type(error).__name__}: {str(error)[:300]}"
         row["took"] = round(time.time() - begin, 1)
         rows.append(row)
-        print(f"{number:3} {spec.label:60} {row.get('peak_bytes', 0) / GIB:8.2f} GiB {row.get('error', '')}", flush=True)
+        print(
+            f"{number:3} {spec.label:60} {row.get('peak_bytes', 0) / GIB:8.2f} GiB {row.get('error', '')}", flush=True
+        )
         _write(out / "predicted.json", {"seed": seed, "card": card.name, "rows": rows})
 
 
@@ -128,7 +135,12 @@ def measure(out: Path, specs: list[RunSpec], seed: int, minutes: float, searches
     searched: list[dict[str, Any]] = []
 
     def save() -> None:
-        about = {"seed": seed, "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "seconds": time.time() - begin}
+        about = {
+            "seed": seed,
+            "gpu": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "seconds": time.time() - begin,
+        }
         _write(out / "measured.json", {**about, "rows": rows, "largest": searched})
 
     for number, spec in enumerate(specs):
@@ -146,7 +158,10 @@ def measure(out: Path, specs: list[RunSpec], seed: int, minutes: float, searches
             traceback.print_exc()
         free_memory()
         row["took"] = round(time.time() - started, 1)
-        print(f"{number:3} {spec.label:60} {row.get('peak_bytes', 0) / GIB:8.2f} GiB {1e3 * row.get('seconds', 0):8.1f} ms", flush=True)
+        print(
+            f"{number:3} {spec.label:60} {row.get('peak_bytes', 0) / GIB:8.2f} GiB {1e3 * row.get('seconds', 0):8.1f} ms",
+            flush=True,
+        )
         save()
     for row, spec in zip(rows, specs, strict=False):
         if time.time() - begin > 0.72 * 60 * minutes:
@@ -154,7 +169,10 @@ def measure(out: Path, specs: list[RunSpec], seed: int, minutes: float, searches
         if spec.batch_size < 6 or "peak_bytes" not in row:
             continue
         try:
-            points = [probe(dataclasses.replace(spec, batch_size=size)) for size in (spec.batch_size // 4 + 1, spec.batch_size // 2)]
+            points = [
+                probe(dataclasses.replace(spec, batch_size=size))
+                for size in (spec.batch_size // 4 + 1, spec.batch_size // 2)
+            ]
             row["probes"] = [dataclasses.asdict(point) for point in points]
             row["probed"] = dataclasses.asdict(extrapolate(points, spec.batch_size))
         except Exception as error:
@@ -175,7 +193,9 @@ def measure(out: Path, specs: list[RunSpec], seed: int, minutes: float, searches
             searched.append({"number": number, "gib": gib, "error": f"{type(error).__name__}: {str(error)[:300]}"})
         free_memory()
         save()
-    print(f"{len(rows)} rows, {sum('probed' in row for row in rows)} probed, {len(searched)} searches, {time.time() - begin:.0f} s")
+    print(
+        f"{len(rows)} rows, {sum('probed' in row for row in rows)} probed, {len(searched)} searches, {time.time() - begin:.0f} s"
+    )
 
 
 def _reserved(spec: RunSpec) -> int:
@@ -253,7 +273,9 @@ def _memtracker(spec: RunSpec) -> int:
     with FakeTensorMode():
         trainer, batches = assemble(spec)
         tracker = MemTracker()
-        tracker.track_external(trainer.model, trainer.optimizer, *batches[0].values() if isinstance(batches[0], dict) else batches[0])
+        tracker.track_external(
+            trainer.model, trainer.optimizer, *batches[0].values() if isinstance(batches[0], dict) else batches[0]
+        )
         with tracker:
             trainer.train_step(*batches)
             tracker.reset_mod_stats()
@@ -315,7 +337,9 @@ def report(out: Path) -> None:
                 f"{_quantile(sizes, 0.95):.2%}, worst {max(sizes):.2%}, more than 3% below {below:.0%}"
             )
     for row in measured["largest"]:
-        lines.append(f"- largest batch of {measured['rows'][row['number']]['label']} on {row.get('gib')} GiB: {row.get('largest')} trains, {row.get('smallest_failing')} does not {row.get('error', '')}")
+        lines.append(
+            f"- largest batch of {measured['rows'][row['number']]['label']} on {row.get('gib')} GiB: {row.get('largest')} trains, {row.get('smallest_failing')} does not {row.get('error', '')}"
+        )
     for row in measured["rows"]:
         if "memtracker_bytes" in row:
             lines.append(f"- MemTracker, {row['label']}: {_error(row['memtracker_bytes'], row['peak_bytes']):+.1%}")

@@ -25,7 +25,9 @@ ONE = {"compile": str, "gpus": int}  # of settings that sweeps take several of
 
 @click.command(name="plan")
 @workload_options
-@click.option("--methods", type=CommaList(str), default=",".join(DEFAULT_METHODS), show_default=True, help="What to plan.")
+@click.option(
+    "--methods", type=CommaList(str), default=",".join(DEFAULT_METHODS), show_default=True, help="What to plan."
+)
 @click.option("--seq-len", type=int, help="Sequence length [default: 256 or the model's].")
 @click.option("--gpu", "card", metavar="NAME", help="The card [default: the smallest that fits --batch-size].")
 @click.option("--batch-size", type=int, help="Samples in a physical batch [default: the largest that fits].")
@@ -37,12 +39,24 @@ ONE = {"compile": str, "gpus": int}  # of settings that sweeps take several of
 @click.option("--epochs", type=float, help="Passes over the data [default: what epsilon or hours allow].")
 @click.option("--hours", type=float, help="Train as long as this allows.")
 @click.option("--price-per-hour", type=float, help="Of the card.")
-@click.option("--accountant", type=click.Choice(["prv", "rdp"]), default="prv", show_default=True, help="Which one σ is for.")
+@click.option(
+    "--accountant", type=click.Choice(["prv", "rdp"]), default="prv", show_default=True, help="Which one σ is for."
+)
 @click.option("--probe", "probing", is_flag=True, help="Measure short steps on this machine's GPU, and extrapolate.")
 @click.option("--effects/--no-effects", default=True, show_default=True, help="Find out what would change most.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write the plan here.")
-@click.option("--html", "page_file", type=click.Path(path_type=Path, dir_okay=False), help="Write the plan as a page here.")
-def command(seq_len: int | None, methods: list[str], probing: bool, effects: bool, json_file: Path | None, page_file: Path | None, **options: Any) -> None:
+@click.option(
+    "--html", "page_file", type=click.Path(path_type=Path, dir_okay=False), help="Write the plan as a page here."
+)
+def command(
+    seq_len: int | None,
+    methods: list[str],
+    probing: bool,
+    effects: bool,
+    json_file: Path | None,
+    page_file: Path | None,
+    **options: Any,
+) -> None:
     """Predict peak, largest batch, time and privacy of each method on a card that need not be here.
 
     \b
@@ -70,12 +84,22 @@ def command(seq_len: int | None, methods: list[str], probing: bool, effects: boo
     length = seq_len if seq_len is not None or (usual := config.resolve_seq_len(None)) is None else min(256, usual)
     console = make_console()
     with console.status("planning") as status, _their_mistakes(config):
+
         def say(line: str) -> None:
             status.update(f"planning: {line}")
             if not console.is_terminal:
                 click.echo(f"  {line}", err=True)
 
-        found = plan(config, methods=methods, seq_len=length, say=say, prober=prober, effects=effects, settings=settings, **options)
+        found = plan(
+            config,
+            methods=methods,
+            seq_len=length,
+            say=say,
+            prober=prober,
+            effects=effects,
+            settings=settings,
+            **options,
+        )
     console.print(describe_plan(found), highlight=False, markup=False, soft_wrap=True)
     written = []
     if json_file is not None:
@@ -90,4 +114,6 @@ def command(seq_len: int | None, methods: list[str], probing: bool, effects: boo
 
 
 for _name in reversed(OF_A_STEP):
-    command = setting_option(_name, **({"type": ONE[_name], "default": {"compile": "none", "gpus": 1}[_name]} if _name in ONE else {}))(command)
+    command = setting_option(
+        _name, **({"type": ONE[_name], "default": {"compile": "none", "gpus": 1}[_name]} if _name in ONE else {})
+    )(command)

@@ -1,7 +1,7 @@
 """Sampling and privacy of a plan, by Opacus's own accountants: nothing of the arithmetic is done here.
 
-A plan is of Poisson sampling as Opacus's loaders do it: a loader of N samples and logical batch B has ⌈N/B⌉ batches, so
-that each sample is drawn with rate q = 1/⌈N/B⌉, and a batch has N·q samples on average. That is B only where B divides N.
+A plan is of Poisson sampling as Opacus's loaders do it: a loader of N samples and logical batch B has ⌈N/B⌉ batches,
+so that each sample is drawn with rate q = 1/⌈N/B⌉, and a batch has N·q samples on average: B, where B divides N.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Privacy:
 
 @dataclass(frozen=True, kw_only=True)
 class PrivacyGoal:
-    """What is known of a training run's privacy. Of epsilon, noise multiplier and length, what is left open is found."""
+    """What is known of a training run's privacy. Of epsilon, noise and length one may be left open."""
 
     samples: int
     logical_batch: int
@@ -57,7 +57,9 @@ class PrivacyGoal:
         if self.delta is not None and self.delta >= 1:
             raise UserError(f"delta must be below 1, not {self.delta}: below 1 / samples is usual")
         if not 1 <= self.logical_batch <= self.samples:
-            raise UserError(f"a logical batch of {self.logical_batch} needs as many samples, and there are {self.samples}")
+            raise UserError(
+                f"a logical batch of {self.logical_batch} needs as many samples, and there are {self.samples}"
+            )
         if self.accountant not in ACCOUNTANTS:
             raise UserError(f"unknown accountant {self.accountant!r}: choose one of {', '.join(ACCOUNTANTS)}")
 
@@ -115,7 +117,9 @@ def _solved(goal: PrivacyGoal, delta: float, rate: float) -> tuple[int, float]:
         steps = int(goal.epochs) * goal.batches if whole else int(goal.epochs / rate)
     if steps is None:
         if goal.epsilon is None or goal.noise_multiplier is None:
-            raise UserError("how long to train is open: give --epochs, --hours, or both --epsilon and --noise-multiplier")
+            raise UserError(
+                "how long to train is open: give --epochs, --hours, or both --epsilon and --noise-multiplier"
+            )
         steps = _most_steps(goal, delta, rate)
     if steps < 1:
         raise UserError("that is less than one step: give more epochs or hours, a larger epsilon, or more noise")
@@ -129,7 +133,7 @@ def _solved(goal: PrivacyGoal, delta: float, rate: float) -> tuple[int, float]:
             target_epsilon=goal.epsilon, target_delta=delta, sample_rate=rate, accountant=goal.accountant, **length
         )
     except ValueError as error:
-        raise UserError(f"no noise multiplier gives epsilon {goal.epsilon:g} here ({error}): ask for more, or train less")
+        raise UserError(f"no noise gives epsilon {goal.epsilon:g} ({error}): ask for more, or train less") from None
     return steps, float(noise)
 
 
@@ -142,7 +146,9 @@ def _most_steps(goal: PrivacyGoal, delta: float, rate: float) -> int:
         return epsilon_of(goal.noise_multiplier or 0, rate, steps, delta, goal.accountant) <= (goal.epsilon or 0)
 
     if not fits(1):
-        raise UserError(f"a single step at noise multiplier {goal.noise_multiplier:g} takes more than epsilon {goal.epsilon:g}: use more noise")
+        raise UserError(
+            f"one step at noise multiplier {goal.noise_multiplier:g} takes more than epsilon {goal.epsilon:g}: add noise"
+        )
     low, high = 1, 2
     while high < MOST_STEPS and fits(high):
         low, high = high, 2 * high

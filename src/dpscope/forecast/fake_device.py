@@ -1,12 +1,12 @@
 """A CUDA device that is not there: torch runs a step on fake tensors that say they lie on it.
 
-Everything that decides what a step allocates runs as it is: the model, autograd, autocast's rules for CUDA, the trainers,
+All that decides what a step allocates runs as it is: the model, autograd, autocast's rules for CUDA, the trainers,
 Opacus, flash clipping's engine with its cost model. Tensors have shapes, dtypes and storages, and no values. The same
 works in any build of torch, with or without a GPU.
 
-To Python a tensor of this device says `cuda:0`, and the dispatcher gives it CUDA's keys (so autocast and autograd treat it
-as such); to C++ it lies on `meta`, so that neither streams nor device guards are asked for a GPU that is not there.
-Operators that C++ chooses by the device are chosen in `cuda_operators.py`, and allocations are counted in `allocator.py`.
+To Python a tensor of this device says `cuda:0`, and the dispatcher gives it CUDA's keys, by which autocast and autograd
+go. To C++ it lies on `meta`, so that neither streams nor device guards are asked for a GPU that is not there. Operators
+that C++ chooses by the device are chosen in `cuda_operators.py`; allocations are counted in `allocator.py`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
@@ -111,6 +112,9 @@ def _patches() -> Iterator[Any]:
     yield patch("torch.cuda.amp.common.amp_definitely_not_available", lambda: False)
     yield patch("torch.cuda.is_bf16_supported", lambda *args, **kwargs: True)
     yield patch("torch.cuda.current_device", lambda: 0)
+    for name in ("init_gpu_context", "init_cuda_context"):  # which would take memory of a GPU that is here
+        if hasattr(fake_tensor, name):
+            yield patch.object(fake_tensor, name, lambda *args: None)
     yield patch("torch.cuda.get_rng_state", lambda device=None: torch.get_rng_state())
     yield patch("torch.cuda.set_rng_state", lambda state, device=None: None)
     yield patch.object(torch.amp.autocast_mode.autocast, "__init__", _begin_autocast)
@@ -207,9 +211,11 @@ class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _shaped_by_values(self, func: Any, known: tuple[Any, Any] | None) -> Any:
-        """The result of an operator whose shape depends on values, such as unique: made of values, where they are known."""
+        """Return what an operator such as unique gives, whose shape depends on values, where those are known."""
         if known is None:
-            raise ReadsValues(f"{func._schema.name} gives a tensor whose shape depends on values that a plan does not know")
+            raise ReadsValues(
+                f"{func._schema.name} gives a tensor whose shape depends on values that a plan does not know"
+            )
         with _disable_current_modes():
             value = func(*known[0], **known[1])
         results = tree_map_only(Tensor, lambda each: torch.empty(each.shape, dtype=each.dtype, device=DEVICE), value)
@@ -224,11 +230,10 @@ class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
         flat, spec = tree_flatten((args, kwargs))
         values = []
         for leaf in flat:
-            if isinstance(leaf, Tensor):
-                leaf = self._values.get(leaf) if isinstance(leaf, FakeTensor) else leaf
-                if leaf is None:
-                    return None
-            values.append(torch.device("cpu") if isinstance(leaf, torch.device) else leaf)
+            value = self._values.get(leaf) if isinstance(leaf, FakeTensor) else leaf
+            if value is None and leaf is not None:
+                return None
+            values.append(torch.device("cpu") if isinstance(leaf, torch.device) else value)
         found: tuple[Any, Any] = tree_unflatten(values, spec)
         return found
 
@@ -245,8 +250,7 @@ class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _read(self, value: Tensor | None) -> Any:
         if value is None:
             raise ReadsValues(
-                "the model reads the value of a tensor (.item(), a comparison in an if), of which a plan knows the shape "
-                "alone"
+                "the model reads the value of a tensor (.item(), a comparison in an if), and a plan knows shapes alone"
             )
         with _disable_current_modes():
             return value.item()

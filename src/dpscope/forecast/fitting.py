@@ -48,14 +48,14 @@ def largest_batch(spec: RunSpec, card: Card, most: int, say: Say, limit: int | N
         fit.points[batch] = step.peak_bytes
         return True
 
-    for batch in (1, min(4, most)):
-        if not try_out(batch):
-            failing = batch
-            break
-        fit.batch = batch
-    if not fit.batch:
-        fit.points[1] = forecast_step(replace(spec, batch_size=1), card, detailed=False).peak_bytes
+    say(f"{spec.method}: a step of 1")
+    first = forecast_step(replace(spec, batch_size=1), card, detailed=False)
+    fit.points[1] = first.peak_bytes
+    if first.peak_bytes > allowed or (first.reserved_bytes > allowed and not try_out(1)):
         return fit
+    fit.batch = 1
+    if most > 4 and try_out(4):
+        fit.batch = 4
     for _ in range(MOST_TRIALS):
         if fit.batch >= most or failing - fit.batch <= max(1, int(CLOSE * fit.batch)):
             break

@@ -84,7 +84,13 @@ def plan(
     asked = Wish(**wish)
     config = find_workload(workload)
     specs = [
-        RunSpec(workload=config, method=name, seq_len=seq_len, batch_size=asked.batch_size or 1, **{**(settings or {}), "device": "cuda"})
+        RunSpec(
+            workload=config,
+            method=name,
+            seq_len=seq_len,
+            batch_size=asked.batch_size or 1,
+            **{**(settings or {}), "device": "cuda"},
+        )
         for name in dict.fromkeys(resolve_method(name).name for name in methods)
     ]
     card, remarks = _card_for(asked, specs, say)
@@ -98,7 +104,12 @@ def plan(
         "workload": config.name,
         "seq_len": specs[0].seq_len,
         "dtype": specs[0].dtype,
-        "card": {**asdict(card), "usable_bytes": card.usable_bytes, "limit_bytes": memory_limit(card), "margin": MARGIN},
+        "card": {
+            **asdict(card),
+            "usable_bytes": card.usable_bytes,
+            "limit_bytes": memory_limit(card),
+            "margin": MARGIN,
+        },
         "wish": asdict(asked),
         "methods": found,
         "effects": _effects(specs, found, card, say) if effects and prober is None else [],
@@ -119,7 +130,9 @@ def _card_for(asked: Wish, specs: list[RunSpec], say: Say) -> tuple[Card, list[s
             forecast_step(spec, card, detailed=False, limit=memory_limit(card))
         except OutOfFakeMemory:
             continue
-        return card, [f"{card.title} is the smallest card on which a step of {spec.method} with {spec.batch_size} fits."]
+        return card, [
+            f"{card.title} is the smallest card on which a step of {spec.method} with {spec.batch_size} fits."
+        ]
     return max(CARDS.values(), key=lambda each: each.memory_gib), []
 
 
@@ -127,7 +140,11 @@ def _plan_method(spec: RunSpec, card: Card, asked: Wish, say: Say, prober: Probe
     logical = asked.logical_batch or min(DEFAULT_LOGICAL_BATCH, asked.samples or DEFAULT_LOGICAL_BATCH)
     row: dict[str, Any] = {"method": spec.method, "batch_size": 0, "logical_batch": logical}
     try:
-        fit = largest_batch(spec, card, asked.batch_size or logical, say) if prober is None else _probed_fit(spec, card, asked.batch_size or logical, say, prober)
+        fit = (
+            largest_batch(spec, card, asked.batch_size or logical, say)
+            if prober is None
+            else _probed_fit(spec, card, asked.batch_size or logical, say, prober)
+        )
     except UserError as refusal:
         return {**row, "refused": str(refusal)}
     fits = fit.batch >= (asked.batch_size or 1)
@@ -141,7 +158,12 @@ def _plan_method(spec: RunSpec, card: Card, asked: Wish, say: Say, prober: Probe
     if prober is not None:
         known = extrapolate(fit.probes, batch)
         step = replace(step, peak_bytes=known.peak_bytes, seconds=known.seconds)
-    row |= {"batch_size": batch, "accumulation": math.ceil(logical / batch), "step": asdict(step), "limited_by": limited_by(step)}
+    row |= {
+        "batch_size": batch,
+        "accumulation": math.ceil(logical / batch),
+        "step": asdict(step),
+        "limited_by": limited_by(step),
+    }
     row["samples_per_second"] = batch / step.seconds
     row["logical_seconds"] = logical / row["samples_per_second"]
     return row | _training(asked, logical, row["logical_seconds"], private=resolve_method(spec.method).private)
@@ -210,5 +232,13 @@ def _effects(specs: list[RunSpec], rows: list[dict[str, Any]], card: Card, say: 
         except UserError:
             continue
         rate = (after.seconds / changed.batch_size) / (before.seconds / spec.batch_size)
-        found.append({"method": spec.method, "what": what, "peak_bytes": after.peak_bytes, "peak_ratio": after.peak_bytes / before.peak_bytes, "time_ratio": rate})
+        found.append(
+            {
+                "method": spec.method,
+                "what": what,
+                "peak_bytes": after.peak_bytes,
+                "peak_ratio": after.peak_bytes / before.peak_bytes,
+                "time_ratio": rate,
+            }
+        )
     return found

@@ -23,13 +23,17 @@ def local_card() -> str:
     import torch
 
     if not torch.cuda.is_available():
-        raise UserError("--probe measures on a GPU, and there is none here: leave it out for a prediction, or give --gpu")
+        raise UserError(
+            "--probe measures on a GPU, and there is none here: leave it out for a prediction, or give --gpu"
+        )
     properties = torch.cuda.get_device_properties(0)
     gib = properties.total_memory / 2**30
     capability = (properties.major, properties.minor)
     alike = [card for card in CARDS.values() if card.capability == capability and abs(card.memory_gib / gib - 1) < 0.1]
     if not alike:
-        raise UserError(f"{properties.name} is not in the table of cards: give the nearest one, --gpu {'|'.join(CARDS)}")
+        raise UserError(
+            f"{properties.name} is not in the table of cards: give the nearest one, --gpu {'|'.join(CARDS)}"
+        )
     return alike[0].name
 
 

@@ -1,7 +1,7 @@
 """torch's caching allocator on paper: segments that are reserved, blocks that are split and merged in them.
 
-After c10/cuda/CUDACachingAllocator.cpp with its default settings. A step needs what is reserved, not what is handed out:
-blocks that are free but too small, or of the other pool, are of no use. Where a segment would go beyond the limit, all
+After c10/cuda/CUDACachingAllocator.cpp with its default settings. A step needs what is reserved, not what is handed
+out: blocks that are free but too small, or of the other pool, are of no use. Where a segment would go beyond the limit, all
 segments that hold nothing are given back first, as torch does before it says that it is out of memory.
 """
 
@@ -84,7 +84,13 @@ class Segments:
         insort(pool, (block.size, block.start))
 
     def _reserve(self, size: int) -> Block:
-        whole = SMALL_SEGMENT if size <= SMALL else LARGE_SEGMENT if size < HUGE else -(-size // ROUND_SEGMENT) * ROUND_SEGMENT
+        whole = (
+            SMALL_SEGMENT
+            if size <= SMALL
+            else LARGE_SEGMENT
+            if size < HUGE
+            else -(-size // ROUND_SEGMENT) * ROUND_SEGMENT
+        )
         if self.limit is not None and self.reserved + whole > self.limit:
             self.release()
             if self.reserved + whole > self.limit:

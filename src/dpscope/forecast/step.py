@@ -67,8 +67,8 @@ def forecast_step(spec: RunSpec, card: Card, *, detailed: bool = True, limit: in
 def _require_predictable(spec: RunSpec) -> None:
     if spec.world_size > 1:
         raise UserError(
-            "the peak of several processes is not predicted: leave out --gpus and --simulate-world, or measure one rank "
-            "with dpscope compare --simulate-world"
+            "the peak of several processes is not predicted: leave out --gpus and --simulate-world, or measure one "
+            "rank with dpscope compare --simulate-world"
         )
 
 

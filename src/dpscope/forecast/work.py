@@ -44,7 +44,9 @@ class Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._tf32 = tf32
         self.operators = 0
         self.kernels = 0
-        self.by_family: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0, 0.0])  # flops, bytes, calls, seconds
+        self.by_family: dict[str, list[float]] = defaultdict(
+            lambda: [0.0, 0.0, 0.0, 0.0]
+        )  # flops, bytes, calls, seconds
         self._phases: list[str] = []
 
     @contextmanager
@@ -101,5 +103,3 @@ class Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @property
     def seconds(self) -> float:
         return max(self.gpu_seconds, self.host_seconds)
-
-

@@ -10,7 +10,19 @@ from dpscope.units import MISSING, format_bytes, format_ms, format_ratio, format
 
 Row = Mapping[str, Any]
 
-HEADINGS = ("method", "batch × passes", "peak", "step", "samples/s", "steps", "σ", "ε (PRV)", "ε (RDP)", "hours", "price")
+HEADINGS = (
+    "method",
+    "batch × passes",
+    "peak",
+    "step",
+    "samples/s",
+    "steps",
+    "σ",
+    "ε (PRV)",
+    "ε (RDP)",
+    "hours",
+    "price",
+)
 
 
 def describe_plan(plan: Mapping[str, Any]) -> str:
@@ -59,7 +71,10 @@ def _cells(row: Row) -> tuple[str, ...]:
     privacy = row.get("privacy")
     figures = [MISSING] * 3
     if privacy:
-        figures = [f"{privacy['noise_multiplier']:.4g}", *(f"{privacy['epsilon'][name]:.3f}" for name in ("prv", "rdp"))]
+        figures = [
+            f"{privacy['noise_multiplier']:.4g}",
+            *(f"{privacy['epsilon'][name]:.3f}" for name in ("prv", "rdp")),
+        ]
     return (
         row["method"],
         f"{row['batch_size']} × {row['accumulation']}",
@@ -75,13 +90,18 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
 
 
 def _components(row: Row) -> str:
     parts = {name: size for name, size in row["step"]["components"].items() if size}
     lines = [f"The peak of {row['method']} at {row['batch_size']} samples, by component:"]
-    lines += [f"  {name.replace('_', ' '):24}{format_bytes(size):>12}" for name, size in sorted(parts.items(), key=lambda item: -item[1])]
+    lines += [
+        f"  {name.replace('_', ' '):24}{format_bytes(size):>12}"
+        for name, size in sorted(parts.items(), key=lambda item: -item[1])
+    ]
     peaks = ", ".join(f"{batch}: {format_bytes(peak)}" for batch, peak in row["peaks"].items())
     return "\n".join([*lines, f"Peaks by batch: {peaks}."])
 
@@ -97,15 +117,16 @@ def notes(plan: Mapping[str, Any]) -> Iterator[str]:
     """What a reader should know beside the figures."""
     card = plan["card"]
     yield (
-        f"{card['title']}: {format_bytes(card['usable_bytes'])} for torch, of which the plan leaves {card['margin']:.0%} "
-        f"free ({card['source']})."
+        f"{card['title']}: {format_bytes(card['usable_bytes'])} for torch, of which {card['margin']:.0%} are left free "
+        f"({card['source']})."
     )
     private = [row for row in plan["methods"] if "privacy" in row]
     if private:
         privacy = private[0]["privacy"]
         yield (
-            f"Poisson sampling at rate {privacy['sample_rate']:.4g}: {privacy['expected_batch']} samples a step are expected, "
-            "and a draw may hold more. Train with BatchMemoryManager(max_physical_batch_size=…) so that none is cut short."
+            f"Poisson sampling at rate {privacy['sample_rate']:.4g}: {privacy['expected_batch']} samples a step are "
+            "expected, and a draw may hold more. Train with BatchMemoryManager(max_physical_batch_size=…), so that none "
+            "is cut short."
         )
         yield from privacy["notes"]
     yield from plan["remarks"]
@@ -113,6 +134,7 @@ def notes(plan: Mapping[str, Any]) -> Iterator[str]:
 
 def plan_page(plan: Mapping[str, Any]) -> str:
     """The same as one HTML file that needs no network."""
+
     def row(cells: Sequence[str], tag: str) -> str:
         return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
 

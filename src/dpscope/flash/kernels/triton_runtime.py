@@ -178,7 +178,12 @@ def with_aligned_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 def launch_on(device: torch.device) -> AbstractContextManager[Any]:
     """Triton launches on the current CUDA device: make it `device`, where it is another."""
-    if device.type != "cuda" or device.index is None or dry_run.current() is not None or device.index == torch.cuda.current_device():
+    if (
+        device.type != "cuda"
+        or device.index is None
+        or dry_run.current() is not None
+        or device.index == torch.cuda.current_device()
+    ):
         return _HERE
     return torch.cuda.device(device)
 
