@@ -43,7 +43,18 @@ LAYERS = (
     ("cli",),
     ("__main__",),
 )
-ACYCLIC = ("vocabulary", "workloads", "results", "instruments", "trainers", "audit", "exactness", "runner", "flash", "forecast")
+ACYCLIC = (
+    "vocabulary",
+    "workloads",
+    "results",
+    "instruments",
+    "trainers",
+    "audit",
+    "exactness",
+    "runner",
+    "flash",
+    "forecast",
+)
 
 DPSCOPE = str(Path(sys.executable).with_name("dpscope"))
 

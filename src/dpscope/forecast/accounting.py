@@ -147,7 +147,7 @@ def _most_steps(goal: PrivacyGoal, delta: float, rate: float) -> int:
 
     if not fits(1):
         raise UserError(
-            f"one step at noise multiplier {goal.noise_multiplier:g} takes more than epsilon {goal.epsilon:g}: add noise"
+            f"a step at noise multiplier {goal.noise_multiplier:g} takes more than epsilon {goal.epsilon:g}: add noise"
         )
     low, high = 1, 2
     while high < MOST_STEPS and fits(high):

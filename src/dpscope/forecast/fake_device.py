@@ -62,6 +62,10 @@ def open_device(card: Card, limit: int | None = None) -> Iterator[FakeDevice]:
         yield FakeDevice(allocator, values)
 
 
+# Operators that write into what they are given, give nothing back, and have no kernel for fake tensors.
+_IN_PLACE = ("aten::_fused_sgd_", "aten::_fused_adagrad_")
+
+
 class _Mode(FakeTensorMode):
     """Gives factories that C++ calls with the device that it sees, `meta`, the one that Python sees."""
 
@@ -69,6 +73,8 @@ class _Mode(FakeTensorMode):
         return self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name in _IN_PLACE:
+            return None
         device = (kwargs or {}).get("device")
         if device is not None and device.type == "meta":
             kwargs = {**kwargs, "device": DEVICE}

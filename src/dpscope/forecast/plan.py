@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from dpscope.errors import UserError
-from dpscope.forecast.accounting import PrivacyGoal, account
+from dpscope.forecast.accounting import Privacy, PrivacyGoal, account
 from dpscope.forecast.cards import CARDS, Card, find_card
 from dpscope.forecast.fitting import MARGIN, Fit, Say, largest_batch, limited_by, memory_limit
 from dpscope.forecast.probe import Probe, extrapolate
@@ -51,6 +51,21 @@ class Wish:
         if self.samples is None and any(v is not None for v in (self.epsilon, self.epochs, self.hours)):
             raise UserError("privacy and length depend on the data: give --samples")
 
+    @property
+    def logical(self) -> int:
+        return self.logical_batch or min(DEFAULT_LOGICAL_BATCH, self.samples or DEFAULT_LOGICAL_BATCH)
+
+    @property
+    def is_of_known_length(self) -> bool:
+        """Whether steps and noise follow without knowing how long a step takes."""
+        return self.samples is not None and self.hours is None and not (self.epsilon is None and self.epochs is None)
+
+    def goal(self, steps: int | None = None) -> PrivacyGoal:
+        """Return what is known of the privacy, with a number of steps that the hours allow."""
+        names = ("epsilon", "delta", "noise_multiplier", "epochs", "accountant")
+        known = {name: getattr(self, name) for name in names}
+        return PrivacyGoal(samples=self.samples or 1, logical_batch=self.logical, steps=steps, **known)
+
 
 def plan(
     workload: WorkloadConfig | str | Any,
@@ -82,6 +97,7 @@ def plan(
         UserError: for wrong input, in a sentence.
     """
     asked = Wish(**wish)
+    spent = account(asked.goal()) if asked.is_of_known_length else None  # wrong input is said before anything runs
     config = find_workload(workload)
     specs = [
         RunSpec(
@@ -94,7 +110,7 @@ def plan(
         for name in dict.fromkeys(resolve_method(name).name for name in methods)
     ]
     card, remarks = _card_for(asked, specs, say)
-    found = [_plan_method(spec, card, asked, say, prober) for spec in specs]
+    found = [_plan_method(spec, card, asked, spent, say, prober) for spec in specs]
     if specs[0].compile != EAGER:
         remarks.append("Figures are of the eager step: what torch.compile fuses is not predicted.")
     if not card.measured and prober is None:
@@ -136,8 +152,10 @@ def _card_for(asked: Wish, specs: list[RunSpec], say: Say) -> tuple[Card, list[s
     return max(CARDS.values(), key=lambda each: each.memory_gib), []
 
 
-def _plan_method(spec: RunSpec, card: Card, asked: Wish, say: Say, prober: Prober | None) -> dict[str, Any]:
-    logical = asked.logical_batch or min(DEFAULT_LOGICAL_BATCH, asked.samples or DEFAULT_LOGICAL_BATCH)
+def _plan_method(
+    spec: RunSpec, card: Card, asked: Wish, spent: Privacy | None, say: Say, prober: Prober | None
+) -> dict[str, Any]:
+    logical = asked.logical
     row: dict[str, Any] = {"method": spec.method, "batch_size": 0, "logical_batch": logical}
     try:
         fit = (
@@ -166,7 +184,7 @@ def _plan_method(spec: RunSpec, card: Card, asked: Wish, say: Say, prober: Probe
     }
     row["samples_per_second"] = batch / step.seconds
     row["logical_seconds"] = logical / row["samples_per_second"]
-    return row | _training(asked, logical, row["logical_seconds"], private=resolve_method(spec.method).private)
+    return row | _training(asked, spent, row["logical_seconds"], private=resolve_method(spec.method).private)
 
 
 def _even(largest: int, logical: int) -> int:
@@ -182,30 +200,17 @@ def _probed_fit(spec: RunSpec, card: Card, most: int, say: Say, prober: Prober) 
     return Fit(batch, limit, {each.batch_size: each.peak_bytes for each in probes}, probes)
 
 
-def _training(asked: Wish, logical: int, seconds: float, *, private: bool) -> dict[str, Any]:
+def _training(asked: Wish, spent: Privacy | None, seconds: float, *, private: bool) -> dict[str, Any]:
     """Privacy, hours and money of a run whose logical step takes so many seconds."""
-    if asked.samples is None or (asked.epochs is None and asked.hours is None and asked.epsilon is None):
+    if asked.samples is None or (spent is None and asked.hours is None):
         return {}
-    steps = None if asked.hours is None else int(3600 * asked.hours / seconds)
-    goal = PrivacyGoal(
-        samples=asked.samples,
-        logical_batch=logical,
-        epsilon=asked.epsilon,
-        delta=asked.delta,
-        noise_multiplier=asked.noise_multiplier,
-        epochs=asked.epochs,
-        steps=steps,
-        accountant=asked.accountant,
-    )
-    if private:
-        spent = account(goal)
-        steps, found = spent.steps, {"privacy": asdict(spent)}
-    else:
-        if steps is None and asked.epochs is None:
-            return {}
-        steps, found = steps or int(asked.epochs or 0) * goal.batches, {}
+    steps = spent.steps if spent is not None else int(3600 * (asked.hours or 0) / seconds)
+    if private and spent is None:
+        spent = account(asked.goal(steps))
     hours = steps * seconds / 3600
-    found |= {"steps": steps, "hours": hours}
+    found: dict[str, Any] = {"steps": steps, "hours": hours}
+    if private and spent is not None:
+        found["privacy"] = asdict(spent)
     return found if asked.price_per_hour is None else {**found, "price": hours * asked.price_per_hour}
 
 

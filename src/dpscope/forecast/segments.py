@@ -1,8 +1,8 @@
 """torch's caching allocator on paper: segments that are reserved, blocks that are split and merged in them.
 
 After c10/cuda/CUDACachingAllocator.cpp with its default settings. A step needs what is reserved, not what is handed
-out: blocks that are free but too small, or of the other pool, are of no use. Where a segment would go beyond the limit, all
-segments that hold nothing are given back first, as torch does before it says that it is out of memory.
+out: blocks that are free but too small, or of the other pool, are of no use. Where a segment would go beyond the
+limit, all segments that hold nothing are given back first, as torch does before it says that it is out of memory.
 """
 
 from __future__ import annotations

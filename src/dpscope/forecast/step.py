@@ -17,6 +17,7 @@ from dpscope.errors import UserError
 from dpscope.flash.oracle import tensors_of
 from dpscope.forecast.cards import Card
 from dpscope.forecast.fake_device import DEVICE, FakeDevice, open_device
+from dpscope.forecast.segments import OutOfFakeMemory
 from dpscope.forecast.work import Work
 from dpscope.instruments.memory import Tracker, attribute
 from dpscope.instruments.memory.record import Life
@@ -59,6 +60,14 @@ def forecast_step(spec: RunSpec, card: Card, *, detailed: bool = True, limit: in
     try:
         with _quiet(), open_device(card, limit) as device:
             return _step(spec, card, device, small, batch, detailed)
+    except (UserError, OutOfFakeMemory):
+        raise
+    except Exception as error:
+        said = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"a step of {spec.method} cannot be followed on fake tensors ({type(error).__name__}: {said}): make every "
+            "tensor inside of the workload's functions, or measure it on a GPU (--probe)"
+        ) from error
     finally:
         torch.set_float32_matmul_precision(before[0])
         torch.backends.cudnn.allow_tf32 = before[1]

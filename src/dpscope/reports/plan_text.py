@@ -125,7 +125,7 @@ def notes(plan: Mapping[str, Any]) -> Iterator[str]:
         privacy = private[0]["privacy"]
         yield (
             f"Poisson sampling at rate {privacy['sample_rate']:.4g}: {privacy['expected_batch']} samples a step are "
-            "expected, and a draw may hold more. Train with BatchMemoryManager(max_physical_batch_size=…), so that none "
+            "expected, and a draw may hold more. Train with BatchMemoryManager(max_physical_batch_size=…): then none "
             "is cut short."
         )
         yield from privacy["notes"]
