@@ -16,7 +16,7 @@ from dpscope.errors import UserError
 from dpscope.runner.planning import DEFAULT_METHODS
 
 # Settings of a step that a plan heeds.
-OF_A_STEP = (
+PLANNED_SETTINGS = (
     *("dtype", "param_dtype", "checkpoint_blocks", "compile", "accumulate", "gpus", "parallel", "memory_budget"),
     *("optimizer", "seed"),
 )
@@ -68,7 +68,7 @@ def command(
     Exit codes: 0 a method fits, 1 none does, 2 wrong usage.
     """
     config = workload_from(options)
-    settings = {name: options.pop(name) for name in OF_A_STEP}
+    settings = {name: options.pop(name) for name in PLANNED_SETTINGS}
     for file in (json_file, page_file):
         if file is not None and not file.parent.is_dir():
             raise UserError(f"cannot write {file}: there is no folder {file.parent}")
@@ -113,7 +113,7 @@ def command(
     leave(found["fits"])
 
 
-for _name in reversed(OF_A_STEP):
+for _name in reversed(PLANNED_SETTINGS):
     command = setting_option(
         _name, **({"type": ONE[_name], "default": {"compile": "none", "gpus": 1}[_name]} if _name in ONE else {})
     )(command)

@@ -18,7 +18,7 @@ from opacus.accountants.utils import get_noise_multiplier
 from dpscope.errors import UserError
 
 ACCOUNTANTS = ("prv", "rdp")
-MOST_STEPS = 2**24
+STEPS_TRIED = 2**24
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +150,7 @@ def _most_steps(goal: PrivacyGoal, delta: float, rate: float) -> int:
             f"a step at noise multiplier {goal.noise_multiplier:g} takes more than epsilon {goal.epsilon:g}: add noise"
         )
     low, high = 1, 2
-    while high < MOST_STEPS and fits(high):
+    while high < STEPS_TRIED and fits(high):
         low, high = high, 2 * high
     while high - low > max(1, low // 1000):
         middle = (low + high) // 2

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dpscope.forecast.cards import MIB, Card
+from dpscope.forecast.cards import Card
 from dpscope.forecast.cuda_operators import bytes_inside
-from dpscope.forecast.segments import Block, Segments
+from dpscope.forecast.segments import MemoryBlock, Segments
+from dpscope.units import MIB
 
 
 class Allocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -22,7 +23,7 @@ class Allocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._card = card
         self.segments = Segments(limit)
-        self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], Block]] = {}
+        self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], MemoryBlock]] = {}
         workspaces = card.workspace_bytes
         for size in (workspaces // 2 - MIB // 2, workspaces // 2 - MIB // 2, MIB):
             self.segments.allocate(size)

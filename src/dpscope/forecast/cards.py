@@ -9,9 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dpscope.errors import UserError
-
-GIB = 2**30
-MIB = 2**20
+from dpscope.units import GIB, MIB
 
 
 @dataclass(frozen=True, kw_only=True)

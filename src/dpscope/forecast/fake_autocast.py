@@ -38,7 +38,7 @@ TOLD = {
     *("linalg_matrix_norm", "linalg_matrix_norm.str_ord", "sum", "sum.dim_IntList"),
 }
 
-Cast = Callable[[Any], Any]
+Caster = Callable[[Any], Any]
 
 
 @contextmanager
@@ -125,7 +125,7 @@ def _told(operator: Any, *args: Any, **kwargs: Any) -> Any:
     return _call(operator, lambda value: value, args, kwargs)
 
 
-def _call(operator: Any, cast: Cast, args: Any, kwargs: Any) -> Any:
+def _call(operator: Any, cast: Caster, args: Any, kwargs: Any) -> Any:
     with torch._C._ExcludeDispatchKeyGuard(_EXCLUDED):
         args, kwargs = tree_map(cast, (args, kwargs))
         return operator(*args, **kwargs)

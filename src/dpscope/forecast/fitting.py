@@ -11,15 +11,15 @@ from dpscope.forecast.segments import OutOfFakeMemory
 from dpscope.forecast.step import StepForecast, forecast_step
 from dpscope.runner.spec import RunSpec
 
-MARGIN = 0.02  # of a card's memory that a plan leaves free
+LEFT_FREE = 0.02  # of a card's memory that a plan leaves free
 CLOSE = 0.02  # between a batch that fits and one that does not
-MOST_TRIALS = 9
+MOST_STEPS_TRIED = 9
 
 Say = Callable[[str], None]
 
 
 @dataclass
-class Fit:
+class BatchFit:
     """`batch`: the largest that fits, 0 where not even one sample does; `points`: peaks in bytes by batch."""
 
     batch: int
@@ -30,13 +30,13 @@ class Fit:
 
 def memory_limit(card: Card) -> int:
     """What a plan lets torch's allocator reserve."""
-    return int(card.usable_bytes * (1 - MARGIN))
+    return int(card.usable_bytes * (1 - LEFT_FREE))
 
 
-def largest_batch(spec: RunSpec, card: Card, most: int, say: Say, limit: int | None = None) -> Fit:
+def largest_batch(spec: RunSpec, card: Card, most: int, say: Say, limit: int | None = None) -> BatchFit:
     """Find the largest batch of at most `most` samples whose step fits."""
     allowed = memory_limit(card) if limit is None else limit
-    fit = Fit(0, allowed)
+    fit = BatchFit(0, allowed)
     failing = most + 1
 
     def try_out(batch: int) -> bool:
@@ -56,7 +56,7 @@ def largest_batch(spec: RunSpec, card: Card, most: int, say: Say, limit: int | N
     fit.batch = 1
     if most > 4 and try_out(4):
         fit.batch = 4
-    for _ in range(MOST_TRIALS):
+    for _ in range(MOST_STEPS_TRIED):
         if fit.batch >= most or failing - fit.batch <= max(1, int(CLOSE * fit.batch)):
             break
         guess = _guess(fit, failing, most)
@@ -71,7 +71,7 @@ def _try(spec: RunSpec, card: Card, batch: int, limit: int) -> StepForecast:
     return forecast_step(replace(spec, batch_size=batch), card, detailed=False, limit=limit)
 
 
-def _guess(fit: Fit, failing: int, most: int) -> int:
+def _guess(fit: BatchFit, failing: int, most: int) -> int:
     """Where the line through the two largest batches that fit reaches the limit, between the bounds."""
     sizes = sorted(fit.points)
     guess = (fit.batch + failing) // 2

@@ -10,7 +10,7 @@ from typing import Any
 from dpscope.errors import UserError
 from dpscope.forecast.accounting import Privacy, PrivacyGoal, account
 from dpscope.forecast.cards import CARDS, Card, find_card
-from dpscope.forecast.fitting import MARGIN, Fit, Say, largest_batch, limited_by, memory_limit
+from dpscope.forecast.fitting import LEFT_FREE, BatchFit, Say, largest_batch, limited_by, memory_limit
 from dpscope.forecast.probe import Probe, extrapolate
 from dpscope.forecast.segments import OutOfFakeMemory
 from dpscope.forecast.step import StepForecast, forecast_step
@@ -20,7 +20,6 @@ from dpscope.vocabulary.methods import resolve_method
 from dpscope.vocabulary.settings import EAGER
 from dpscope.workloads.configs import WorkloadConfig, find_workload
 
-PREDICTED, PROBED = "predicted", "probed"
 DEFAULT_LOGICAL_BATCH = 256
 Prober = Callable[[RunSpec, Sequence[int], Say], list[Probe]]
 
@@ -116,7 +115,7 @@ def plan(
     if not card.measured and prober is None:
         remarks.append(f"Times are scaled from the {card.title}'s data sheet: only an H200 was measured.")
     return {
-        "how": PREDICTED if prober is None else PROBED,
+        "how": "predicted" if prober is None else "probed",
         "workload": config.name,
         "seq_len": specs[0].seq_len,
         "dtype": specs[0].dtype,
@@ -124,7 +123,7 @@ def plan(
             **asdict(card),
             "usable_bytes": card.usable_bytes,
             "limit_bytes": memory_limit(card),
-            "margin": MARGIN,
+            "margin": LEFT_FREE,
         },
         "wish": asdict(asked),
         "methods": found,
@@ -192,12 +191,12 @@ def _even(largest: int, logical: int) -> int:
     return min(largest, math.ceil(logical / math.ceil(logical / largest)))
 
 
-def _probed_fit(spec: RunSpec, card: Card, most: int, say: Say, prober: Prober) -> Fit:
+def _probed_fit(spec: RunSpec, card: Card, most: int, say: Say, prober: Prober) -> BatchFit:
     """Probe small batches, and extrapolate to the card's memory."""
     probes = prober(spec, [size for size in (2, 4, 8, 16) if size <= max(4, most)], say)
     limit = memory_limit(card)
     batch = max((size for size in range(1, most + 1) if extrapolate(probes, size).peak_bytes <= limit), default=0)
-    return Fit(batch, limit, {each.batch_size: each.peak_bytes for each in probes}, probes)
+    return BatchFit(batch, limit, {each.batch_size: each.peak_bytes for each in probes}, probes)
 
 
 def _training(asked: Wish, spent: Privacy | None, seconds: float, *, private: bool) -> dict[str, Any]:

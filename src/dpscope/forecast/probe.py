@@ -21,7 +21,7 @@ from dpscope.runner.spec import RunSpec
 from dpscope.runner.steps import TrainingSteps
 from dpscope.vocabulary.phases import listening
 
-OUTSIDE = "outside"
+NO_PHASE = "outside"
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class _PhasePeaks:
             self._open.pop()
 
     def _note(self) -> None:
-        name = self._open[-1] if self._open else OUTSIDE
+        name = self._open[-1] if self._open else NO_PHASE
         self.found[name] = max(self.found.get(name, 0), torch.cuda.max_memory_allocated())
         torch.cuda.reset_peak_memory_stats()
 

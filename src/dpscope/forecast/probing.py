@@ -15,7 +15,7 @@ from dpscope.forecast.probe import Probe
 from dpscope.runner.spec import RunSpec
 
 ANSWER = "probed: "
-TIMEOUT = 600.0
+LONGEST_PROBE = 600.0
 
 
 def local_card() -> str:
@@ -55,9 +55,9 @@ def _ask(spec: RunSpec) -> Probe | str:
     """A probe, or what kept it from being taken."""
     command = [sys.executable, "-m", "dpscope.forecast.probing", json.dumps(spec.to_dict())]
     try:
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST_PROBE, check=False)
     except subprocess.TimeoutExpired:
-        return f"it took more than {TIMEOUT:.0f} s"
+        return f"it took more than {LONGEST_PROBE:.0f} s"
     for line in reversed(ended.stdout.splitlines()):
         if line.startswith(ANSWER):
             return Probe(**json.loads(line.removeprefix(ANSWER)))

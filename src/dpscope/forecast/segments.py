@@ -10,8 +10,8 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from dataclasses import dataclass
 
-BLOCK = 512  # what sizes are rounded to
-SMALL = 2**20  # the largest allocation of the small pool
+UNIT = 512  # what sizes are rounded to
+LARGEST_SMALL = 2**20  # the largest allocation of the small pool
 SMALL_SEGMENT, LARGE_SEGMENT, HUGE = 2 * 2**20, 20 * 2**20, 10 * 2**20
 ROUND_SEGMENT = 2 * 2**20
 
@@ -21,12 +21,12 @@ class OutOfFakeMemory(Exception):
 
 
 @dataclass(eq=False)
-class Block:
+class MemoryBlock:
     size: int
     segment: int
     start: int
-    previous: Block | None = None
-    next: Block | None = None
+    previous: MemoryBlock | None = None
+    next: MemoryBlock | None = None
     free: bool = True
 
 
@@ -38,18 +38,18 @@ class Segments:
         self.allocated = self.reserved = 0
         self.peak_allocated = self.peak_reserved = 0
         self._free: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])  # (size, address), small and large
-        self._at: dict[int, Block] = {}  # free blocks by address
+        self._at: dict[int, MemoryBlock] = {}  # free blocks by address
         self._next_address = 0
 
-    def allocate(self, nbytes: int) -> Block:
+    def allocate(self, nbytes: int) -> MemoryBlock:
         """Hand out a block of at least so many bytes."""
-        size = max(BLOCK, -(-nbytes // BLOCK) * BLOCK)
-        pool = self._free[size > SMALL]
+        size = max(UNIT, -(-nbytes // UNIT) * UNIT)
+        pool = self._free[size > LARGEST_SMALL]
         place = bisect_left(pool, (size, -1))
         block = self._at.pop(pool.pop(place)[1]) if place < len(pool) else self._reserve(size)
         rest = block.size - size
-        if rest >= BLOCK if size <= SMALL else rest > SMALL:
-            remaining = Block(rest, block.segment, block.start + size, block, block.next)
+        if rest >= UNIT if size <= LARGEST_SMALL else rest > LARGEST_SMALL:
+            remaining = MemoryBlock(rest, block.segment, block.start + size, block, block.next)
             if block.next is not None:
                 block.next.previous = remaining
             block.next, block.size = remaining, size
@@ -59,7 +59,7 @@ class Segments:
         self.peak_allocated = max(self.peak_allocated, self.allocated)
         return block
 
-    def free(self, block: Block) -> None:
+    def free(self, block: MemoryBlock) -> None:
         """Take a block back, and merge it with free neighbours."""
         pool = self._free[self._is_large(block)]
         self.allocated -= block.size
@@ -75,18 +75,18 @@ class Segments:
                 block = first
         self._put(block, pool)
 
-    def _is_large(self, block: Block) -> bool:
+    def _is_large(self, block: MemoryBlock) -> bool:
         return block.segment > SMALL_SEGMENT
 
-    def _put(self, block: Block, pool: list[tuple[int, int]]) -> None:
+    def _put(self, block: MemoryBlock, pool: list[tuple[int, int]]) -> None:
         block.free = True
         self._at[block.start] = block
         insort(pool, (block.size, block.start))
 
-    def _reserve(self, size: int) -> Block:
+    def _reserve(self, size: int) -> MemoryBlock:
         whole = (
             SMALL_SEGMENT
-            if size <= SMALL
+            if size <= LARGEST_SMALL
             else LARGE_SEGMENT
             if size < HUGE
             else -(-size // ROUND_SEGMENT) * ROUND_SEGMENT
@@ -98,7 +98,7 @@ class Segments:
         self.reserved += whole
         self.peak_reserved = max(self.peak_reserved, self.reserved)
         self._next_address += 2**44
-        return Block(whole, whole, self._next_address)
+        return MemoryBlock(whole, whole, self._next_address)
 
     def release(self) -> None:
         """Give segments back that hold nothing."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from dpscope.units import MISSING, format_bytes, format_ms, format_ratio, format_throughput
 
-Row = Mapping[str, Any]
+PlanPart = Mapping[str, Any]
 
 HEADINGS = (
     "method",
@@ -45,7 +45,7 @@ def verdict(plan: Mapping[str, Any]) -> Iterator[str]:
         yield f"  {row['method']}: {_sentence(row, card)}"
 
 
-def _sentence(row: Row, card: Row) -> str:
+def _sentence(row: PlanPart, card: PlanPart) -> str:
     if "refused" in row:
         return f"cannot be planned: {row['refused']}."
     if not row["batch_size"]:
@@ -64,7 +64,7 @@ def _sentence(row: Row, card: Row) -> str:
     return sentence + "."
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: PlanPart) -> tuple[str, ...]:
     if not row["batch_size"]:
         why = "refused" if "refused" in row else f"needs {format_bytes(row['needs_bytes'])}"
         return (row["method"], why, *[MISSING] * (len(HEADINGS) - 2))
@@ -95,7 +95,7 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
     )
 
 
-def _components(row: Row) -> str:
+def _components(row: PlanPart) -> str:
     parts = {name: size for name, size in row["step"]["components"].items() if size}
     lines = [f"The peak of {row['method']} at {row['batch_size']} samples, by component:"]
     lines += [
@@ -106,7 +106,7 @@ def _components(row: Row) -> str:
     return "\n".join([*lines, f"Peaks by batch: {peaks}."])
 
 
-def _effect(effect: Row) -> str:
+def _effect(effect: PlanPart) -> str:
     return (
         f"  {effect['what']} ({effect['method']}): {format_ratio(effect['peak_ratio'])} the peak "
         f"({format_bytes(effect['peak_bytes'])}), {format_ratio(effect['time_ratio'])} the time a sample"
