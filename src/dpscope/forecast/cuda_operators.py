@@ -27,7 +27,7 @@ aten = torch.ops.aten
 @contextmanager
 def cuda_operators(card: Card) -> Iterator[None]:
     """Have the kernels run that a CUDA build of torch would choose on the card."""
-    library = torch.library.Library("aten", "IMPL")
+    library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -35,7 +35,7 @@ def cuda_operators(card: Card) -> Iterator[None]:
             library.impl("dropout", _drop_out, "AutogradCUDA")
         yield
     finally:
-        library._destroy()  # type: ignore[no-untyped-call]
+        library._destroy()
 
 
 def _attend(
@@ -95,13 +95,15 @@ def _attend_by_products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is
         mask = torch.ones(length, dtype=torch.bool, device=q.device).tril()
     if mask is not None:
         scores = torch.where(mask, scores, -math.inf) if mask.dtype == torch.bool else scores + mask
-    return scores.softmax(-1) @ v
+    attended: Tensor = scores.softmax(-1) @ v
+    return attended
 
 
 def _drop_out(input: Tensor, p: float, train: bool) -> Tensor:
     if not train or p == 0 or not input.numel():
         return input
-    return input * 0 if p == 1 else torch.native_dropout(input, p, True)[0]
+    dropped: Tensor = input * 0 if p == 1 else torch.native_dropout(input, p, True)[0]
+    return dropped
 
 
 # -- what operators allocate and free inside themselves ----------------------------------------------------------------
@@ -110,7 +112,7 @@ def _drop_out(input: Tensor, p: float, train: bool) -> Tensor:
 def _cudnn_backward(args: tuple[Any, ...], card: Card) -> int:
     """float32 sums of q's gradient, and one number a row."""
     q = args[1]
-    return 4 * q.numel() + 4 * math.prod(q.shape[:3])
+    return int(4 * q.numel() + 4 * math.prod(q.shape[:3]))
 
 
 def _flash_backward(args: tuple[Any, ...], card: Card) -> int:
@@ -123,13 +125,13 @@ def _flash_backward(args: tuple[Any, ...], card: Card) -> int:
 def _efficient_backward(args: tuple[Any, ...], card: Card) -> int:
     q = args[1]
     accumulated = 2 * 4 * q.numel() if q.dtype in HALF else 0
-    return 4 * math.prod(q.shape[:3]) + accumulated
+    return int(4 * math.prod(q.shape[:3]) + accumulated)
 
 
 def _sorted_ids(args: tuple[Any, ...], card: Card) -> int:
     """embedding_dense_backward sorts the ids with their places, and counts those that repeat."""
     ids = args[1]
-    return 8 * ids.numel() * 6 if ids.numel() > 3072 else 0
+    return int(8 * ids.numel() * 6) if ids.numel() > 3072 else 0
 
 
 INSIDE: dict[str, Callable[[tuple[Any, ...], Card], int]] = {

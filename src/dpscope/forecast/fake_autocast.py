@@ -45,7 +45,7 @@ Caster = Callable[[Any], Any]
 def fake_autocast() -> Iterator[None]:
     """Have autocast("cuda") treat tensors of the fake device as CUDA's."""
     cast_weights: dict[int, tuple[Tensor, Tensor]] = {}
-    library = torch.library.Library("aten", "IMPL")
+    library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     clear = torch.clear_autocast_cache
 
     def forget() -> None:
@@ -60,10 +60,10 @@ def fake_autocast() -> Iterator[None]:
         with patch("torch.clear_autocast_cache", forget):
             yield
     finally:
-        library._destroy()  # type: ignore[no-untyped-call]
+        library._destroy()
 
 
-def _register(library: torch.library.Library, qualified: str, cast_weights: dict[int, tuple[Tensor, Tensor]]) -> None:
+def _register(library: Any, qualified: str, cast_weights: dict[int, tuple[Tensor, Tensor]]) -> None:
     name = qualified.removeprefix("aten::")
     base, _, overload = name.partition(".")
     operator = getattr(getattr(torch.ops.aten, base), overload or "default")

@@ -180,7 +180,7 @@ def _address(tensor: Tensor) -> int:
     """An address that no other storage has, aligned as CUDA's are."""
     if not isinstance(tensor, FakeTensor):
         return _data_ptr(tensor)
-    return tensor.untyped_storage()._cdata * 256 + tensor.storage_offset() * tensor.element_size()
+    return int(tensor.untyped_storage()._cdata * 256 + tensor.storage_offset() * tensor.element_size())
 
 
 def _storage_address(storage: torch.UntypedStorage) -> int:

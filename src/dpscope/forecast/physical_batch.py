@@ -105,13 +105,11 @@ def _trial(
     """Bytes at the peak of one forward and backward pass; None where memory does not suffice."""
     memory.begin()
     try:
-        loss = step(_repeated(batch, size))
-        (loss.mean() if loss.dim() else loss).backward()  # type: ignore[no-untyped-call]
+        step(_repeated(batch, size)).mean().backward()  # type: ignore[no-untyped-call]
         return memory.peak()
     except torch.OutOfMemoryError:
         return None
     finally:
-        loss = None
         optimizer.zero_grad(set_to_none=True)
         memory.give_back()
 

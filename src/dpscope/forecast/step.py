@@ -127,7 +127,7 @@ def _trainer(spec: RunSpec, workload: Workload) -> TrainerBase:
     return trainer
 
 
-class _FakeTracker(Tracker):
+class _FakeTracker(Tracker):  # type: ignore[no-untyped-call]
     """Follows the storages of the fake device, which lie on `meta`, as those of the CPU do."""
 
     def _lives_of(self, tensor: Tensor, operator: str) -> list[Life]:

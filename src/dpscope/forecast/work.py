@@ -23,6 +23,7 @@ from dpscope.vocabulary import launches, phases
 from dpscope.vocabulary.families import ATTENTION, GEMM
 
 PRODUCTS = 0.77  # of the card's peak, by large matrix products
+UNALIGNED = "gemm, unaligned"  # a vocabulary of 50,257 is the common case
 ATTENDING = 0.45  # by attention's kernels
 MOVING = 0.80  # of the bandwidth, by kernels that move bytes
 BEGINNING = 2.5e-6  # seconds a kernel takes besides
@@ -33,6 +34,11 @@ def _format_of(tensors: Sequence[Tensor]) -> torch.dtype:
     """In which products are made: the narrowest format among their operands."""
     formats = [each.dtype for each in tensors if each.is_floating_point()]
     return min(formats, key=lambda dtype: dtype.itemsize, default=torch.float32)
+
+
+def _is_unaligned(tensors: Sequence[Tensor]) -> bool:
+    """Whether rows of half-precision operands begin off 16-byte words, which the fast kernels do not serve."""
+    return any(size % 8 for each in tensors[-2:] if each.dtype.itemsize == 2 for size in each.shape[-2:])
 
 
 class Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -71,6 +77,8 @@ class Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tensors = [each for each in args if isinstance(each, Tensor)]
             phase = self._phases[-1] if self._phases else None
             family = operator_family(operator_name(func), [each.shape for each in tensors], phase)
+            if family == GEMM and _is_unaligned(tensors):
+                family = UNALIGNED
             self._add(family, _format_of(tensors), flops_of(func, args, kwargs, out), sum(moved))
         return out
 
