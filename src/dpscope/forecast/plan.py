@@ -114,6 +114,7 @@ def plan(
         remarks.append("Figures are of the eager step: what torch.compile fuses is not predicted.")
     if not card.measured and prober is None:
         remarks.append(f"Times are scaled from the {card.title}'s data sheet: only an H200 was measured.")
+    private = any(resolve_method(spec.method).private for spec in specs)
     return {
         "how": "predicted" if prober is None else "probed",
         "workload": config.name,
@@ -129,7 +130,7 @@ def plan(
         "methods": found,
         "effects": _effects(specs, found, card, say) if effects and prober is None else [],
         "remarks": remarks,
-        "fits": any(each["batch_size"] for each in found),
+        "fits": any(row["batch_size"] for row in found if resolve_method(row["method"]).private or not private),
     }
 
 

@@ -99,7 +99,7 @@ def _step(
     peak, reserved = device.allocator.peak, device.allocator.segments.peak_reserved
     if not detailed:
         return StepForecast(peak, reserved)
-    work = Work(card, spec.dtype == "tf32")
+    work = Work(card, spec.method, tf32=spec.dtype == "tf32")
     with work.watching():
         trainer.train_step(*batches)
     components = _components(trainer, batches, device)

@@ -22,12 +22,16 @@ from dpscope.instruments.operators import distinct_tensors, flops_of, moved_by, 
 from dpscope.vocabulary import launches, phases
 from dpscope.vocabulary.families import ATTENTION, GEMM
 
-PRODUCTS = 0.77  # of the card's peak, by large matrix products
 UNALIGNED = "gemm, unaligned"  # a vocabulary of 50,257 is the common case
-ATTENDING = 0.45  # by attention's kernels
-MOVING = 0.80  # of the bandwidth, by kernels that move bytes
-BEGINNING = 2.5e-6  # seconds a kernel takes besides
-HOST = 5.5e-6  # seconds the host takes for an operator
+HALF, TF32, FP32 = "half", "tf32", "fp32"
+PRODUCTS = {HALF: 0.85, TF32: 0.75, FP32: 0.95}  # shares of the card's peak that matrix products reach
+UNALIGNED_PRODUCTS = 0.4
+ATTENDING = 0.7  # by attention's kernels; those of float32 without tensor cores
+MOVING = 0.5  # of the bandwidth, by kernels that move bytes
+BEGINNING = 3.2e-6  # seconds a kernel takes besides
+HOST = 13.6e-6  # seconds the host takes for an operator
+HOST_OF = {"flash": 2.3}  # times that: Python between the operators
+TOGETHER = 6  # how sharply the slower of GPU and host decides: the exponent of their norm
 
 
 def _format_of(tensors: Sequence[Tensor]) -> torch.dtype:
@@ -44,9 +48,10 @@ def _is_unaligned(tensors: Sequence[Tensor]) -> bool:
 class Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Adds up what the operators of a step take on a card."""
 
-    def __init__(self, card: Card, tf32: bool) -> None:
+    def __init__(self, card: Card, method: str, *, tf32: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._card = card
+        self._method = method
         self._tf32 = tf32
         self.operators = 0
         self.kernels = 0
@@ -96,9 +101,11 @@ class Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _computing(self, family: str, dtype: torch.dtype, flops: int) -> float:
         card = self._card
-        rate = card.half_flops if dtype.itemsize <= 2 else card.tf32_flops if self._tf32 else card.fp32_flops
-        share = ATTENDING if family == ATTENTION else PRODUCTS if family == GEMM else 1.0
-        return flops / (rate * share)
+        kind = HALF if dtype.itemsize <= 2 else TF32 if self._tf32 else FP32
+        rates = {HALF: card.half_flops, TF32: card.tf32_flops, FP32: card.fp32_flops}
+        if family == ATTENTION:
+            return flops / (ATTENDING * (card.half_flops if kind == HALF else card.fp32_flops))
+        return flops / (rates[kind] * PRODUCTS[kind] * (UNALIGNED_PRODUCTS if family == UNALIGNED else 1.0))
 
     @property
     def gpu_seconds(self) -> float:
@@ -106,8 +113,9 @@ class Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def host_seconds(self) -> float:
-        return self.operators * HOST
+        return self.operators * HOST * HOST_OF.get(self._method, 1.0)
 
     @property
     def seconds(self) -> float:
-        return max(self.gpu_seconds, self.host_seconds)
+        together: float = (self.gpu_seconds**TOGETHER + self.host_seconds**TOGETHER) ** (1 / TOGETHER)
+        return together
