@@ -142,9 +142,7 @@ class Attachment:
             cls = layers.own_class_of(unit.module) if unit.layer else None
             if cls is not None:
                 names = unit.make.names  # type: ignore[attr-defined]
-                self._layers.append(
-                    _KnownLayer(unit.module, (type(unit.module), cls, names), len(unit.module.__dict__))
-                )
+                self._layers.append(_KnownLayer(unit.module, (type(unit.module), cls, names), len(unit.module.__dict__)))
         self._classes = {layer.key for layer in self._layers}
 
     def _install(self, tap: InstanceMethod) -> None:

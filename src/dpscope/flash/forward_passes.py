@@ -30,11 +30,8 @@ from dpscope.flash.stand_in import NotFollowed, StandIn
 from dpscope.flash.step_state import CLOSED, StepState
 from dpscope.flash.torch_version import require_for_compiled
 
-
 class Retap(Protocol):
-    def __call__(
-        self, modules: Sequence[nn.Module], reason: str, *, climb: bool = False, strays: Collection[nn.Parameter] = ()
-    ) -> bool: ...
+    def __call__(self, modules: Sequence[nn.Module], reason: str, *, climb: bool = False, strays: Collection[nn.Parameter] = ()) -> bool: ...
 
 
 BatchSizeOf = Callable[[tuple[Any, ...], dict[str, Any]], int]  # of a call's args and kwargs

@@ -101,9 +101,7 @@ class Rehearsal:
 
     def rows(self) -> list[int]:
         """Some of the samples, two at least: a quarter, or all where an argument relates samples to one another."""
-        leaves = [
-            leaf for leaf in leaves_in(self.call) if isinstance(leaf, Tensor) and id(leaf) in self.sampled_leaves()
-        ]
+        leaves = [leaf for leaf in leaves_in(self.call) if isinstance(leaf, Tensor) and id(leaf) in self.sampled_leaves()]
         if any(self.batch in leaf.shape[1:] for leaf in leaves):
             return list(range(self.batch))
         count = min(self.batch, max(2, self.batch // MOST_SHARE))

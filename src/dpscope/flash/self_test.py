@@ -136,18 +136,14 @@ class SelfTest:
             found = _gradients(total, parameters)
         return [output.detach() for output in outputs], list(found)
 
-    def _tapped(
-        self, expected: Iterable[Tensor]
-    ) -> tuple[list[Tensor], dict[nn.Parameter, Tensor], list[nn.Parameter]]:
+    def _tapped(self, expected: Iterable[Tensor]) -> tuple[list[Tensor], dict[nn.Parameter, Tensor], list[nn.Parameter]]:
         """Outputs, the engine's weighted sums, and the parameters in the order in which backward met them."""
         outputs = self._forward(self.call.forward)
         if [output.shape for output in outputs] != [each.shape for each in expected]:
             raise NotFollowed([self.model], "with taps the model gives outputs of other shapes than without")
         past = {leaf for leaf in leaves_behind(outputs) if isinstance(leaf, nn.Parameter)}
         if past:
-            owners = [
-                self.model.get_submodule(n.rpartition(".")[0]) for n, p in self.engine.trained().items() if p in past
-            ]
+            owners = [self.model.get_submodule(n.rpartition(".")[0]) for n, p in self.engine.trained().items() if p in past]
             raise NotFollowed(owners, "a parameter is used outside of the module that owns it", strays=past)
         total = sum((output * u.to(output)).sum() for output, u in zip(outputs, self.cotangents, strict=True))
         assert isinstance(total, Tensor)

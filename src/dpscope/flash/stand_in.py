@@ -16,6 +16,7 @@ class StandIn(Tensor):
         """Return an ordinary tensor with a row for each sample, which the layer `consumer` is given."""
         raise NotImplementedError
 
+
     def derive(self, tensor: Tensor) -> Tensor:
         """Return a stand-in for another tensor that is made of parameters alone."""
         raise NotImplementedError

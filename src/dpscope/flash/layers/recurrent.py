@@ -184,13 +184,7 @@ class _Layer(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        tap: RecurrentTap,
-        weights: Weights,
-        lengths: Tensor | None,
-        anchor: Tensor,
-        x: Tensor,
-        *states: Tensor,
+        ctx: Any, tap: RecurrentTap, weights: Weights, lengths: Tensor | None, anchor: Tensor, x: Tensor, *states: Tensor
     ) -> Any:
         ctx.tap, ctx.weights, ctx.lengths, ctx.generation = tap, weights, lengths, tap.engine.state.generation
         ctx.block = tap.engine.block
@@ -198,10 +192,7 @@ class _Layer(torch.autograd.Function):
         cast = [None if each is None else each.detach().to(dtype) for each in weights.tensors]
         with no_autocast(x.device.type):
             y, *last = tap.kernel(
-                x.to(dtype),
-                [each.to(dtype).unsqueeze(0) for each in states],
-                [w for w in cast if w is not None],
-                lengths,
+                x.to(dtype), [each.to(dtype).unsqueeze(0) for each in states], [w for w in cast if w is not None], lengths
             )
         ctx.save_for_backward(x, y, *states)
         return y, *(each.squeeze(0) for each in last)
