@@ -101,7 +101,36 @@ def limited(seed: int, specs: list[RunSpec], count: int) -> list[tuple[int, floa
 # -- predictions -------------------------------------------------------------------------------------------------------
 
 
-def predict(out: Path, specs: list[RunSpec], seed: int, card_name: str) -> None:
+def _accelerate(spec: RunSpec) -> int | None:
+    """What Accelerate's estimate-memory says of training the model with Adam: weights, gradients and states."""
+    import torch
+    from accelerate.commands.estimate import estimate_training_usage
+    from accelerate.utils import calculate_maximum_sizes
+
+    from dpscope.workloads.workload import build_workload
+
+    with torch.device("meta"):
+        model = build_workload(spec.workload, batch_size=2, seq_len=spec.seq_len).model()
+    total, _ = calculate_maximum_sizes(model)
+    usage = estimate_training_usage(total, None if spec.dtype != "bf16" else "float16")
+    return int(max(usage.values()))
+
+
+def predict_largest(specs: list[RunSpec], card: Any, seed: int, searches: int) -> list[dict[str, Any]]:
+    from dpscope.forecast.fitting import largest_batch
+
+    found = []
+    for number, gib in limited(seed, specs, searches):
+        try:
+            fit = largest_batch(specs[number], card, 20_000, lambda line: None, limit=int(gib * GIB))
+            found.append({"number": number, "gib": gib, "largest": fit.batch})
+        except Exception as error:
+            found.append({"number": number, "gib": gib, "error": f"{type(error).__name__}: {str(error)[:200]}"})
+        print(found[-1], flush=True)
+    return found
+
+
+def predict(out: Path, specs: list[RunSpec], seed: int, card_name: str, searches: int) -> None:
     from dpscope.forecast.cards import find_card
     from dpscope.forecast.step import forecast_step
 
@@ -114,12 +143,16 @@ def predict(out: Path, specs: list[RunSpec], seed: int, card_name: str) -> None:
             row |= dataclasses.asdict(forecast_step(spec, card))
         except Exception as error:
             row["error"] = f"{type(error).__name__}: {str(error)[:300]}"
+        if spec.method == "standard":
+            row["accelerate_bytes"] = _accelerate(spec)
         row["took"] = round(time.time() - begin, 1)
         rows.append(row)
         print(
             f"{number:3} {spec.label:60} {row.get('peak_bytes', 0) / GIB:8.2f} GiB {row.get('error', '')}", flush=True
         )
-        _write(out / "predicted.json", {"seed": seed, "card": card.name, "rows": rows})
+        _write(out / "predicted.json", {"seed": seed, "card": card.name, "rows": rows, "largest": []})
+    largest = predict_largest(specs, card, seed, searches)
+    _write(out / "predicted.json", {"seed": seed, "card": card.name, "rows": rows, "largest": largest})
 
 
 # -- measurements ------------------------------------------------------------------------------------------------------
@@ -336,17 +369,37 @@ def report(out: Path) -> None:
                 f"- {name}: {len(sizes)} rows, median {statistics.median(sizes):.2%}, 95th percentile "
                 f"{_quantile(sizes, 0.95):.2%}, worst {max(sizes):.2%}, more than 3% below {below:.0%}"
             )
-    for row in measured["largest"]:
-        lines.append(
-            f"- largest batch of {measured['rows'][row['number']]['label']} on {row.get('gib')} GiB: {row.get('largest')} trains, {row.get('smallest_failing')} does not {row.get('error', '')}"
-        )
+    lines += ["", *_largest_lines(predicted, measured)]
     for row in measured["rows"]:
-        if "memtracker_bytes" in row:
-            lines.append(f"- MemTracker, {row['label']}: {_error(row['memtracker_bytes'], row['peak_bytes']):+.1%}")
-        elif "memtracker_error" in row:
-            lines.append(f"- MemTracker, {row['label']}: {row['memtracker_error']}")
+        if row["method"] != "standard" or "peak_bytes" not in row:
+            continue
+        others = {
+            "MemTracker": row.get("memtracker_bytes"),
+            "Accelerate": by_number[row["number"]].get("accelerate_bytes"),
+        }
+        said = ", ".join(f"{name} {_error(size, row['peak_bytes']):+.1%}" for name, size in others.items() if size)
+        ours = _error(by_number[row["number"]]["peak_bytes"], row["peak_bytes"])
+        lines.append(f"- {row['number']} {row['label']}: plan {ours:+.1%}, {said or row.get('memtracker_error')}")
     (out / "report.md").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
+
+
+def _largest_lines(predicted: dict[str, Any], measured: dict[str, Any]) -> list[str]:
+    """Largest batches: true, predicted, and whether they are within one step of 4%."""
+    guesses = {(each["number"], each["gib"]): each.get("largest") for each in predicted["largest"]}
+    lines = []
+    near = []
+    for row in measured["largest"]:
+        guess = guesses.get((row["number"], row["gib"]))
+        label = measured["rows"][row["number"]]["label"]
+        if not row.get("largest") or not guess:
+            lines.append(f"- largest batch of {label} on {row['gib']} GiB: {row.get('largest')}, predicted {guess}")
+            continue
+        # The true one lies between what trained and what did not.
+        low, high = row["largest"], max(row["largest"], row["smallest_failing"] - 1)
+        near.append(low / 1.04 - 1 <= guess <= max(high * 1.04, high + 1))
+        lines.append(f"- largest batch of {label} on {row['gib']} GiB: {low} to {high}, predicted {guess}")
+    return [*lines, f"- largest batches within a step of 4%: {sum(near)} of {len(near)}"]
 
 
 def _write(path: Path, content: object) -> None:
@@ -369,7 +422,7 @@ def main() -> None:
         return
     specs = draw(given.seed, given.rows)
     if given.stage == "predict":
-        predict(given.out, specs, given.seed, given.card)
+        predict(given.out, specs, given.seed, given.card, given.searches)
     else:
         measure(given.out, specs, given.seed, given.minutes, given.searches)
 
