@@ -112,7 +112,7 @@ def _accelerate(spec: RunSpec) -> int | None:
     with torch.device("meta"):
         model = build_workload(spec.workload, batch_size=2, seq_len=spec.seq_len).model()
     total, _ = calculate_maximum_sizes(model)
-    usage = estimate_training_usage(total, None if spec.dtype != "bf16" else "float16")
+    usage = estimate_training_usage(total, "bfloat16" if spec.dtype == "bf16" else "float32")
     return int(max(usage.values()))
 
 
@@ -158,80 +158,97 @@ def predict(out: Path, specs: list[RunSpec], seed: int, card_name: str, searches
 # -- measurements ------------------------------------------------------------------------------------------------------
 
 
+class Measurement:
+    """What was measured so far, written after every row."""
+
+    def __init__(self, out: Path, specs: list[RunSpec], seed: int, minutes: float) -> None:
+        self.out, self.specs, self.seed, self.seconds = out, specs, seed, 60 * minutes
+        self.begin = time.time()
+        self.rows: list[dict[str, Any]] = []
+        self.largest: list[dict[str, Any]] = []
+
+    def is_over(self, share: float) -> bool:
+        """Whether this share of the time is spent."""
+        return time.time() - self.begin > share * self.seconds
+
+    def save(self) -> None:
+        import torch
+
+        about = {"seed": self.seed, "gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+        found = {"seconds": time.time() - self.begin, "rows": self.rows, "largest": self.largest}
+        _write(self.out / "measured.json", {**about, **found})
+
+    def measure_rows(self) -> None:
+        from dpscope.forecast.probe import free_memory, probe
+
+        for number, spec in enumerate(self.specs):
+            if self.is_over(0.5):
+                break
+            row: dict[str, Any] = {"number": number, "label": spec.label, "method": spec.method}
+            self.rows.append(row)
+            started = time.time()
+            try:
+                found = probe(spec)
+                row |= {"peak_bytes": found.peak_bytes, "seconds": found.seconds, "phases": found.phases}
+                row["reserved_bytes"] = _reserved()
+            except Exception as error:
+                row["error"] = f"{type(error).__name__}: {str(error)[:300]}"
+                traceback.print_exc()
+            free_memory()
+            row["took"] = round(time.time() - started, 1)
+            figures = f"{row.get('peak_bytes', 0) / GIB:8.2f} GiB {1e3 * row.get('seconds', 0):8.1f} ms"
+            print(f"{number:3} {spec.label:60} {figures}", flush=True)
+            self.save()
+
+    def probe_rows(self) -> None:
+        """What probes at a quarter and at half of the batch say of it."""
+        from dpscope.forecast.probe import extrapolate, free_memory, probe
+
+        for row, spec in zip(self.rows, self.specs, strict=False):
+            if self.is_over(0.72):
+                break
+            if spec.batch_size < 6 or "peak_bytes" not in row:
+                continue
+            sizes = (spec.batch_size // 4 + 1, spec.batch_size // 2)
+            try:
+                points = [probe(dataclasses.replace(spec, batch_size=size)) for size in sizes]
+                row["probes"] = [dataclasses.asdict(point) for point in points]
+                row["probed"] = dataclasses.asdict(extrapolate(points, spec.batch_size))
+            except Exception as error:
+                row["probe_error"] = f"{type(error).__name__}: {str(error)[:300]}"
+            free_memory()
+            self.save()
+
+    def search(self, searches: int) -> None:
+        from dpscope.forecast.probe import free_memory
+
+        for number, gib in limited(self.seed, self.specs, searches):
+            row = self.rows[number] if number < len(self.rows) else {}
+            if self.is_over(0.95) or "probed" not in row:
+                continue
+            try:
+                found = _largest(self.specs[number], gib, row, self.begin + self.seconds)
+                self.largest.append(found | {"number": number})
+            except Exception as error:
+                reason = f"{type(error).__name__}: {str(error)[:300]}"
+                self.largest.append({"number": number, "gib": gib, "error": reason})
+            free_memory()
+            self.save()
+
+
 def measure(out: Path, specs: list[RunSpec], seed: int, minutes: float, searches: int) -> None:
-    import torch
-
-    from dpscope.forecast.probe import extrapolate, free_memory, probe
-
-    begin = time.time()
-    rows: list[dict[str, Any]] = []
-    searched: list[dict[str, Any]] = []
-
-    def save() -> None:
-        about = {
-            "seed": seed,
-            "gpu": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "seconds": time.time() - begin,
-        }
-        _write(out / "measured.json", {**about, "rows": rows, "largest": searched})
-
-    for number, spec in enumerate(specs):
-        if time.time() - begin > 0.5 * 60 * minutes:
-            break
-        row: dict[str, Any] = {"number": number, "label": spec.label, "method": spec.method}
-        rows.append(row)
-        started = time.time()
-        try:
-            found = probe(spec)
-            row |= {"peak_bytes": found.peak_bytes, "seconds": found.seconds, "phases": found.phases}
-            row["reserved_bytes"] = _reserved(spec)
-        except Exception as error:
-            row["error"] = f"{type(error).__name__}: {str(error)[:300]}"
-            traceback.print_exc()
-        free_memory()
-        row["took"] = round(time.time() - started, 1)
-        print(
-            f"{number:3} {spec.label:60} {row.get('peak_bytes', 0) / GIB:8.2f} GiB {1e3 * row.get('seconds', 0):8.1f} ms",
-            flush=True,
-        )
-        save()
-    for row, spec in zip(rows, specs, strict=False):
-        if time.time() - begin > 0.72 * 60 * minutes:
-            break
-        if spec.batch_size < 6 or "peak_bytes" not in row:
-            continue
-        try:
-            points = [
-                probe(dataclasses.replace(spec, batch_size=size))
-                for size in (spec.batch_size // 4 + 1, spec.batch_size // 2)
-            ]
-            row["probes"] = [dataclasses.asdict(point) for point in points]
-            row["probed"] = dataclasses.asdict(extrapolate(points, spec.batch_size))
-        except Exception as error:
-            row["probe_error"] = f"{type(error).__name__}: {str(error)[:300]}"
-        free_memory()
-        save()
-    _measure_ordinary(specs, rows, begin + 0.77 * 60 * minutes)
-    save()
-    for number, gib in limited(seed, specs, searches):
-        if time.time() - begin > 0.95 * 60 * minutes:
-            break
-        row = rows[number] if number < len(rows) else {}
-        if "probed" not in row:
-            continue
-        try:
-            searched.append(_largest(specs[number], gib, row, begin + 60 * minutes) | {"number": number})
-        except Exception as error:
-            searched.append({"number": number, "gib": gib, "error": f"{type(error).__name__}: {str(error)[:300]}"})
-        free_memory()
-        save()
-    print(
-        f"{len(rows)} rows, {sum('probed' in row for row in rows)} probed, {len(searched)} searches, {time.time() - begin:.0f} s"
-    )
+    found = Measurement(out, specs, seed, minutes)
+    found.measure_rows()
+    found.probe_rows()
+    _measure_ordinary(specs, found.rows, found.begin + 0.77 * found.seconds)
+    found.save()
+    found.search(searches)
+    probed = sum("probed" in row for row in found.rows)
+    seconds = time.time() - found.begin
+    print(f"{len(found.rows)} rows, {probed} probed, {len(found.largest)} searches, {seconds:.0f} s")
 
 
-def _reserved(spec: RunSpec) -> int:
+def _reserved() -> int:
     import torch
 
     return int(torch.cuda.memory_stats()["reserved_bytes.all.peak"])
@@ -336,7 +353,7 @@ def report(out: Path) -> None:
     lines = [
         f"Seed {measured['seed']}, {measured['gpu']}, torch {measured['torch']}.",
         "",
-        "| # | configuration | measured GiB | predicted | error | probed error | measured ms | predicted | error | probed error |",
+        "| # | configuration | measured GiB | predicted | error | probed | measured ms | predicted | error | probed |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     errors: dict[str, list[float]] = {"peak": [], "probed peak": [], "time": [], "probed time": []}

@@ -162,7 +162,7 @@ def _notes(goal: PrivacyGoal) -> Iterator[str]:
     expected = int(goal.samples * goal.sample_rate)
     if expected != goal.logical_batch:
         yield (
-            f"Opacus's loader rounds the sampling rate to one over {goal.batches} batches: {expected} samples are "
+            f"Opacus's loader rounds the sampling rate to one in {round(1 / goal.sample_rate)}: {expected} samples are "
             f"expected in a batch, not {goal.logical_batch}."
         )
 
