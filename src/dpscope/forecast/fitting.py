@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -13,7 +14,8 @@ from dpscope.runner.spec import RunSpec
 
 LEFT_FREE = 0.02  # of a card's memory that a plan leaves free
 CLOSE = 0.02  # between a batch that fits and one that does not
-MOST_STEPS_TRIED = 9
+MOST_STEPS_TRIED = 10
+FARTHEST = 16  # times the largest batch that fits, to the next one that is tried
 
 Say = Callable[[str], None]
 
@@ -72,18 +74,22 @@ def _try(spec: RunSpec, card: Card, batch: int, limit: int) -> StepForecast:
 
 
 def _guess(fit: BatchFit, failing: int, most: int) -> int:
-    """Where the line through the two largest batches that fit reaches the limit, between the bounds."""
-    sizes = sorted(fit.points)
-    guess = (fit.batch + failing) // 2
+    """Where the line through the two largest batches that fit reaches the limit, between the bounds.
+
+    The line of small batches may be that of another phase than the one that counts later: no step is too large.
+    """
+    reached = float(fit.batch + failing) / 2
+    sizes = sorted(size for size in fit.points if size <= fit.batch)
     if len(sizes) >= 2:
         low, high = sizes[-2:]
         slope = (fit.points[high] - fit.points[low]) / (high - low)
-        if slope > 0:
-            reached = high + int((fit.limit - fit.points[high]) / slope)
-            # A step needs somewhat more than it holds, so that the line's end itself often fails.
-            untried = failing > most
-            guess = reached if reached < failing or untried else int(fit.batch + 0.8 * (failing - fit.batch))
-    return max(fit.batch + 1, min(guess, failing - 1))
+        reached = high + (fit.limit - fit.points[high]) / slope if slope > 0 else math.inf
+    if reached >= failing and failing <= most:
+        # A step reserves somewhat more than it holds, so that the line's end itself often fails.
+        far = failing > 2 * fit.batch
+        reached = math.sqrt(fit.batch * failing) if far else fit.batch + 0.8 * (failing - fit.batch)
+    reached = min(reached, FARTHEST * fit.batch, failing - 1)
+    return max(fit.batch + 1, int(reached))
 
 
 def limited_by(step: StepForecast) -> str:
