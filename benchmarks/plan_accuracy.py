@@ -189,7 +189,11 @@ class Measurement:
             started = time.time()
             try:
                 found = probe(spec)
-                row |= {"peak_bytes": found.peak_bytes, "seconds": found.seconds, "phases": found.phases}
+                row |= {
+                    "peak_bytes": found.peak_bytes + found.rounding,
+                    "seconds": found.seconds,
+                    "phases": found.phases,
+                }
                 row["reserved_bytes"] = _reserved()
             except Exception as error:
                 row["error"] = f"{type(error).__name__}: {str(error)[:300]}"
@@ -207,7 +211,7 @@ class Measurement:
         for row, spec in zip(self.rows, self.specs, strict=False):
             if self.is_over(0.72):
                 break
-            if spec.batch_size < 6 or "peak_bytes" not in row:
+            if spec.batch_size < 8 or "peak_bytes" not in row:
                 continue
             sizes = (spec.batch_size // 4 + 1, spec.batch_size // 2)
             try:
@@ -403,7 +407,7 @@ def report(out: Path) -> None:
 
 def _largest_lines(predicted: dict[str, Any], measured: dict[str, Any]) -> list[str]:
     """Largest batches: true, predicted, and whether they are within one step of 4%."""
-    guesses = {(each["number"], each["gib"]): each.get("largest") for each in predicted["largest"]}
+    guesses = {(each["number"], each["gib"]): each.get("largest") for each in predicted.get("largest", [])}
     lines = []
     near = []
     for row in measured["largest"]:

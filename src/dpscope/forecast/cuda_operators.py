@@ -50,13 +50,17 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
+    out: Tensor
     if {q.dim(), k.dim(), v.dim()} != {4} or q.shape[-1] != v.shape[-1]:
         return _attend_by_products(q, k, v, attn_mask, is_causal)
-    if k.shape[1] != q.shape[1] and not (attn_mask is None and q.dtype in HALF):
-        k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], 1) for each in (k, v))
+    fused = attn_mask is None and q.dtype in HALF and card.capability >= (8, 0)
+    if k.shape[1] != q.shape[1] and not fused:  # the memory-efficient kernel has no groups of queries
+        out = aten._scaled_dot_product_attention_math(
+            q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )[0]
+        return out
     needs_lse = torch.is_grad_enabled() and any(each.requires_grad for each in (q, k, v))
-    out: Tensor
-    if q.dtype in HALF and attn_mask is None and card.capability >= (8, 0) and q.shape[-1] <= 256:
+    if fused and q.shape[-1] <= 256:
         if card.capability >= (9, 0) and q.shape[-1] <= 128 and q.shape[-1] % 8 == 0:
             call = aten._scaled_dot_product_cudnn_attention
             (out, *_) = call(q, k, v, None, needs_lse, dropout_p, is_causal, False, scale=scale)

@@ -26,12 +26,13 @@ NO_PHASE = "outside"
 
 @dataclass(frozen=True)
 class Probe:
-    """What steps of one batch size took."""
+    """What steps of one batch size took. Peaks are of bytes that were asked for, which are lines; blocks are not."""
 
     batch_size: int
     peak_bytes: int
     seconds: float
     phases: dict[str, int] = field(default_factory=dict)  # the peak of each
+    rounding: int = 0  # bytes that the allocator hands out beyond what is asked for
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Extrapolation:
 def probe(spec: RunSpec, *, steps: int = 4, warmup: int = 3) -> Probe:
     """Take a few steps of a spec on this GPU. What they allocate is freed before this returns."""
     torch.cuda.reset_peak_memory_stats()
-    base = torch.cuda.memory_allocated()
+    base = int(torch.cuda.memory_stats().get("requested_bytes.all.current", 0))
     training = TrainingSteps(replace(spec, device="cuda"), warmup=warmup)
     try:
         training.warm_up()
@@ -54,13 +55,15 @@ def probe(spec: RunSpec, *, steps: int = 4, warmup: int = 3) -> Probe:
             clock.mark()
         seconds = statistics.median(clock.intervals_ms()) / 1e3
         training.require_finite_losses()
-        peak = torch.cuda.max_memory_allocated() - base
+        peak = _peak() - base
+        allocated = torch.cuda.max_memory_allocated() - base
         peaks = _PhasePeaks()
         with listening(peaks.phase):
             training()
         torch.cuda.synchronize()
         training.require_finite_losses()
-        return Probe(spec.batch_size, peak, seconds, {name: most - base for name, most in peaks.found.items()})
+        phases = {name: most - base for name, most in peaks.found.items()}
+        return Probe(spec.batch_size, peak, seconds, phases, allocated - peak)
     finally:
         del training
         free_memory()
@@ -72,6 +75,10 @@ def free_memory() -> None:
     torch.cuda.synchronize()
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
+
+
+def _peak() -> int:
+    return int(torch.cuda.memory_stats().get("requested_bytes.all.peak", 0))
 
 
 class _PhasePeaks:
@@ -94,7 +101,7 @@ class _PhasePeaks:
 
     def _note(self) -> None:
         name = self._open[-1] if self._open else NO_PHASE
-        self.found[name] = max(self.found.get(name, 0), torch.cuda.max_memory_allocated())
+        self.found[name] = max(self.found.get(name, 0), _peak())
         torch.cuda.reset_peak_memory_stats()
 
 
@@ -108,7 +115,7 @@ def extrapolate(probes: Sequence[Probe], batch_size: int) -> Extrapolation:
     # Steps before the last have peaks as well, such as rehearsals and the first update.
     peak = max([*peaks, whole if high.peak_bytes > max(high.phases.values(), default=0) else 0])
     seconds = max(_line(low, high, low.seconds, high.seconds, batch_size), high.seconds)
-    return Extrapolation(round(peak), seconds)
+    return Extrapolation(round(peak) + high.rounding, seconds)
 
 
 def _line(low: Probe, high: Probe, at_low: float, at_high: float, batch_size: int) -> float:

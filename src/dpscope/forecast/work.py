@@ -23,14 +23,15 @@ from dpscope.vocabulary import launches, phases
 from dpscope.vocabulary.families import ATTENTION, GEMM
 
 UNALIGNED = "gemm, unaligned"  # a vocabulary of 50,257 is the common case
+CONVOLUTION = "convolution"
 HALF, TF32, FP32 = "half", "tf32", "fp32"
-PRODUCTS = {HALF: 0.85, TF32: 0.75, FP32: 0.95}  # shares of the card's peak that matrix products reach
-UNALIGNED_PRODUCTS = 0.4
+PRODUCTS = {HALF: 0.85, TF32: 0.75, FP32: 0.7}  # shares of the card's peak that matrix products reach
+SLOWER = {UNALIGNED: 0.4, CONVOLUTION: 0.22}  # times that
 ATTENDING = 0.7  # by attention's kernels; those of float32 without tensor cores
-MOVING = 0.5  # of the bandwidth, by kernels that move bytes
-BEGINNING = 3.2e-6  # seconds a kernel takes besides
-HOST = 13.6e-6  # seconds the host takes for an operator
-HOST_OF = {"flash": 2.3}  # times that: Python between the operators
+MOVING = 0.53  # of the bandwidth, by kernels that move bytes
+BEGINNING = 5e-6  # seconds a kernel takes besides
+HOST = 17.5e-6  # seconds the host takes for an operator
+HOST_OF = {"flash": 1.32, "flat": 0.75, "ghost": 0.71}  # times that: Python between the operators, or less of autograd
 TOGETHER = 6  # how sharply the slower of GPU and host decides: the exponent of their norm
 
 
@@ -82,8 +83,9 @@ class Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tensors = [each for each in args if isinstance(each, Tensor)]
             phase = self._phases[-1] if self._phases else None
             family = operator_family(operator_name(func), [each.shape for each in tensors], phase)
-            if family == GEMM and _is_unaligned(tensors):
-                family = UNALIGNED
+            if family == GEMM:
+                convolves = "convolution" in operator_name(func)
+                family = CONVOLUTION if convolves else UNALIGNED if _is_unaligned(tensors) else GEMM
             self._add(family, _format_of(tensors), flops_of(func, args, kwargs, out), sum(moved))
         return out
 
@@ -105,7 +107,7 @@ class Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
         rates = {HALF: card.half_flops, TF32: card.tf32_flops, FP32: card.fp32_flops}
         if family == ATTENTION:
             return flops / (ATTENDING * (card.half_flops if kind == HALF else card.fp32_flops))
-        return flops / (rates[kind] * PRODUCTS[kind] * (UNALIGNED_PRODUCTS if family == UNALIGNED else 1.0))
+        return flops / (rates[kind] * PRODUCTS[kind] * SLOWER.get(family, 1.0))
 
     @property
     def gpu_seconds(self) -> float:
