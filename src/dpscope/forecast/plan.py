@@ -174,8 +174,7 @@ def _plan_method(
     say(f"{spec.method}: a step of {batch} in detail")
     step = forecast_step(replace(spec, batch_size=batch), card)
     if prober is not None:
-        known = extrapolate(fit.probes, batch)
-        step = replace(step, peak_bytes=known.peak_bytes, seconds=known.seconds)
+        step = _corrected(spec, card, step, fit.probes, batch)
     row |= {
         "batch_size": batch,
         "accumulation": math.ceil(logical / batch),
@@ -185,6 +184,14 @@ def _plan_method(
     row["samples_per_second"] = batch / step.seconds
     row["logical_seconds"] = logical / row["samples_per_second"]
     return row | _training(asked, spent, row["logical_seconds"], private=resolve_method(spec.method).private)
+
+
+def _corrected(spec: RunSpec, card: Card, step: StepForecast, probes: list[Probe], batch: int) -> StepForecast:
+    """A prediction with the peak that probes give, and the time by which they differ from their own prediction."""
+    largest = max(probes, key=lambda each: each.batch_size)
+    predicted = forecast_step(replace(spec, batch_size=largest.batch_size), card)
+    seconds = largest.seconds * step.seconds / predicted.seconds
+    return replace(step, peak_bytes=extrapolate(probes, batch).peak_bytes, seconds=seconds)
 
 
 def _even(largest: int, logical: int) -> int:
