@@ -375,8 +375,9 @@ def report(out: Path) -> None:
         errors["time"].append(seconds)
         probed = ["", ""]
         if "probed" in row:
-            scale = guess["seconds"] / guess["half_seconds"] if "half_seconds" in guess else 1.0
-            scaled = scale * row["probes"][-1]["seconds"]
+            scaled = row["probed"]["seconds"]
+            if "half_seconds" in guess:
+                scaled = row["probes"][-1]["seconds"] * guess["seconds"] / guess["half_seconds"]
             pair = [_error(row["probed"]["peak_bytes"], row["peak_bytes"]), _error(scaled, row["seconds"])]
             errors["probed peak"].append(pair[0])
             errors["probed time"].append(pair[1])
