@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dpscope.forecast.cards import Card
 
-HALF = (torch.float16, torch.bfloat16)
+HALF_FORMATS = (torch.float16, torch.bfloat16)
 aten = torch.ops.aten
 
 
@@ -53,7 +53,7 @@ def _attend(
     out: Tensor
     if {q.dim(), k.dim(), v.dim()} != {4} or q.shape[-1] != v.shape[-1]:
         return _attend_by_products(q, k, v, attn_mask, is_causal)
-    fused = attn_mask is None and q.dtype in HALF and card.capability >= (8, 0)
+    fused = attn_mask is None and q.dtype in HALF_FORMATS and card.capability >= (8, 0)
     if k.shape[1] != q.shape[1] and not fused:  # the memory-efficient kernel has no groups of queries
         out = aten._scaled_dot_product_attention_math(
             q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -128,7 +128,7 @@ def _flash_backward(args: tuple[Any, ...], card: Card) -> int:
 
 def _efficient_backward(args: tuple[Any, ...], card: Card) -> int:
     q = args[1]
-    accumulated = 2 * 4 * q.numel() if q.dtype in HALF else 0
+    accumulated = 2 * 4 * q.numel() if q.dtype in HALF_FORMATS else 0
     return int(4 * math.prod(q.shape[:3]) + accumulated)
 
 

@@ -122,6 +122,15 @@ def test_attention_is_the_kernel_that_the_card_would_take():
     assert "Efficient" in saved["h200", torch.float32]
 
 
+def test_groups_of_queries_in_float32_take_plain_products():
+    with open_device(H200):
+        q, k = (torch.empty(2, heads, 16, 32, device=DEVICE, requires_grad=True) for heads in (4, 2))
+        out = nn.functional.scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=True)
+        assert type(out.grad_fn).__name__ == "UnsafeViewBackward0"  # of a batched product
+        assert out.shape == q.shape
+        assert out.device == DEVICE
+
+
 class ReadsItself(nn.Module):
     def __init__(self):
         super().__init__()
