@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from dpscope.audit.loop import Loop
     from dpscope.comparison import Comparison, compare
     from dpscope.exactness.check import check
+    from dpscope.forecast.physical_batch import find_physical_batch
+    from dpscope.forecast.plan import plan
     from dpscope.runner.planning import make_sweep
     from dpscope.runner.spec import RunSpec
     from dpscope.workloads.configs import make_config
@@ -28,8 +30,10 @@ _HOMES = {
     "check": "dpscope.exactness.check",
     "check_loop": "dpscope.audit.check",
     "compare": "dpscope.comparison",
+    "find_physical_batch": "dpscope.forecast.physical_batch",
     "make_config": "dpscope.workloads.configs",
     "make_sweep": "dpscope.runner.planning",
+    "plan": "dpscope.forecast.plan",
 }
 
 __all__ = [
@@ -41,8 +45,10 @@ __all__ = [
     "check",
     "check_loop",
     "compare",
+    "find_physical_batch",
     "make_config",
     "make_sweep",
+    "plan",
 ]
 
 

@@ -22,6 +22,7 @@ COMMANDS = {
     "ncu-read": "Show Nsight Compute reports (.ncu-rep) that exist, on any machine.",
     **{name: INSTRUMENTS[name].summary for name in ("trace", "nsys")},
     **{name: each.summary for name, each in INSTRUMENTS.items() if each.summary},
+    "plan": "What private training will take on a card: peak, batch, time, privacy, before it is run.",
     "report": "Show results that exist again, without measuring.",
     "check": "Is a method exact? Its clipped gradient against micro-batches of one.",
     "selftest": "One CPU step of every trainer on a small model.",

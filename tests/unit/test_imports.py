@@ -37,13 +37,25 @@ LAYERS = (
     ("trainers",),
     ("audit",),
     ("runner", "exactness"),
+    ("forecast",),
     ("reports",),
     ("comparison",),
     ("commands",),
     ("cli",),
     ("__main__",),
 )
-ACYCLIC = ("vocabulary", "workloads", "results", "instruments", "trainers", "audit", "exactness", "runner", "flash")
+ACYCLIC = (
+    "vocabulary",
+    "workloads",
+    "results",
+    "instruments",
+    "trainers",
+    "audit",
+    "exactness",
+    "runner",
+    "flash",
+    "forecast",
+)
 
 DPSCOPE = str(Path(sys.executable).with_name("dpscope"))
 

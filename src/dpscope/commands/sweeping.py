@@ -112,6 +112,7 @@ def follow_sweep(
     folder = output_folder(out, resume=resume, command=command)
     limits = Limits(timeout=timeout, memory=None if memory_limit is None else memory_limit * GIB)
     console = make_console()
+    _say_what_will_not_fit(specs)
     progress = SweepProgress(console, [spec.instrument for spec in specs])
     with _finished_rows_are_named(progress, folder, overwrite=overwrite):
         with progress:
@@ -124,6 +125,20 @@ def follow_sweep(
         again = f"Show this again: dpscope report {_argument(folder)}"
         console.print(again, markup=False, highlight=False, soft_wrap=True)
     return comparison
+
+
+def _say_what_will_not_fit(specs: Sequence[RunSpec]) -> None:
+    """Name rows that are predicted to run out of the GPU's memory. They are tried all the same."""
+    if not any(spec.device == "cuda" for spec in specs):
+        return
+    import torch
+
+    from dpscope.forecast.sweep_warnings import rows_that_will_not_fit
+
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        for line in rows_that_will_not_fit(specs, properties.total_memory, (properties.major, properties.minor)):
+            click.echo(f"{line}: it will be tried.")
 
 
 def _argument(path: Path) -> str:

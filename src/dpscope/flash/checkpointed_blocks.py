@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.utils import _pytree as pytree
 
+from dpscope.flash import dry_run
 from dpscope.flash.autograd_graph import in_backward
 from dpscope.flash.block_choices import BlockChoices
 from dpscope.flash.block_fingerprints import Fingerprint, gradient_of
@@ -143,8 +144,10 @@ class CheckpointedBlocks:
         if outer is not None:
             self.hold(outer, "it holds a checkpoint of its own")
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        planned = dry_run.current() is not None
         transformed = any(
-            torch._C._functorch.maybe_get_level(tensor) > 0 or isinstance(tensor, FakeTensor) for tensor in tensors
+            torch._C._functorch.maybe_get_level(tensor) > 0 or (isinstance(tensor, FakeTensor) and not planned)
+            for tensor in tensors
         )
         if outer is not None or transformed or not torch.is_grad_enabled():
             return checkpoint(function, *args, **kwargs)

@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from dpscope.errors import UserError
+from dpscope.flash import dry_run
 from dpscope.flash.ranks.shards import local
 
 LEAN = "lean"
@@ -42,6 +43,8 @@ class Allocated(NamedTuple):
 
 def allocated_on(device: torch.device) -> Allocated | None:
     """None where nobody counts: torch's allocator does on CUDA. Takes some microseconds, and waits for no device."""
+    if (planned := dry_run.current()) is not None:
+        return Allocated(*planned.allocated())
     if device.type != "cuda":
         return None
     counted = torch.cuda.memory_stats_as_nested_dict(device).get("allocated_bytes", {}).get("all", {})

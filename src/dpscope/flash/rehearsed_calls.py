@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import _get_current_function_mode_stack
 
 from dpscope.errors import UserError
+from dpscope.flash import dry_run
 from dpscope.flash.arguments import KEEP_BATCH_FIRST, leaves_in, signature, tensors_in
 from dpscope.flash.autograd_graph import leaves_behind
 from dpscope.flash.module_state import BufferWatch
@@ -115,7 +116,7 @@ class RehearsedCalls:
             return BegunPass(call, way, self.buffers.look(), None)
         if way not in self._rehearsed:
             self._begin_way()
-            if call.batch:
+            if call.batch and dry_run.current() is None:
                 failure = self._rehearse(call)
                 self._remember(way)
         elif self.schedule.is_due(call.batch):
@@ -147,6 +148,10 @@ class RehearsedCalls:
     def settle(self, unknown: list[UnknownCall], call: RootCall, failure: Exception | None = None) -> None:
         """Refuse a pass in which it is not known of all layers whether their rows are samples."""
         if not unknown:
+            return
+        if dry_run.current() is not None:
+            for tap, dim, shared in unknown:
+                (tap.shared if shared else tap.known).add(dim)
             return
         failure = failure or self._rehearse(call)
         for tap, dim, shared in unknown:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dpscope.flash import dry_run
 from dpscope.flash.kernels.gram_units import UnitKind
 from dpscope.flash.kernels.triton_runtime import is_hopper, table_on
 
@@ -53,6 +54,9 @@ def tile_table_of(length: int, block_t: int, block_s: int, device: torch.device)
     tiles = [(i, j) for i in range(n_rows) for j in range(n_cols) if (i + 1) * block_t > j * block_s]
     (table,) = table_on(device, [value for tile in tiles for value in tile], wait=True)
     return table, len(tiles)
+
+
+dry_run.forget_between(tile_table_of.cache_clear)
 
 
 def is_worth_aligning(kind: UnitKind, device: torch.device) -> bool:

@@ -17,6 +17,7 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
+from dpscope.flash import dry_run
 from dpscope.flash.kernels.kept_gradients import row_norms_squared
 from dpscope.flash.kernels.sample_chunks import add_sums_of_chunks
 from dpscope.flash.kernels.tensor_lists import chunk_size, find_tensor, pointer_at, size_at
@@ -91,6 +92,9 @@ def _projections_kernel(
 def _signs(count: int, number: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     generator = torch.Generator().manual_seed(count * 1_000 + number)
     return (torch.randint(0, 2, (count,), generator=generator) * 2 - 1).to(device, dtype)
+
+
+dry_run.forget_between(_signs.cache_clear)
 
 
 def _project(tensor: Tensor, number: int) -> Tensor:

@@ -37,6 +37,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dpscope.flash import dry_run
 from dpscope.flash.kernels.triton_runtime import (
     INTERPRETED,
     capability,
@@ -44,6 +45,8 @@ from dpscope.flash.kernels.triton_runtime import (
     rows_are_aligned,
     triton,
 )
+from dpscope.vocabulary.allocations import allocates
+from dpscope.vocabulary.components import PER_SAMPLE_GRADIENTS
 from dpscope.vocabulary.families import GEMM
 from dpscope.vocabulary.launches import Launch, announce
 
@@ -122,7 +125,8 @@ def _is_served(x: Tensor, g: Tensor) -> bool:
 
 def _has_wgmma(device: torch.device) -> bool:
     """On 9.0 alone: later GPUs have other instructions in its place."""
-    return device.type == "cuda" and has_gluon() and capability(device_index(device)) == (9, 0)
+    known = dry_run.current() is not None or has_gluon()
+    return device.type == "cuda" and known and capability(device_index(device)) == (9, 0)
 
 
 @cache
@@ -134,9 +138,19 @@ def has_gluon() -> bool:
 
 
 def _launch(x: Tensor, g: Tensor, tiles: ProductTiles, programs: int | None = None) -> tuple[Tensor, Tensor]:
+    if dry_run.current() is not None:
+        return _like_launched(x, g)
     from dpscope.flash.kernels.sample_product_kernels import launch
 
     return launch(x, g, *tiles, programs)
+
+
+@allocates(PER_SAMPLE_GRADIENTS, "aten::empty")
+def _like_launched(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """What a launch returns, for a dry run: tiles are of 128 rows and 256 columns, in two halves."""
+    (batch, _, p), d = g.shape, x.shape[2]
+    parts = -(-p // 128) * -(-d // 256) * 2
+    return g.new_empty((batch, p, d)), g.new_empty((batch, parts), dtype=torch.float64)
 
 
 # -- the first use -----------------------------------------------------------------------------------------------------
@@ -144,6 +158,8 @@ def _launch(x: Tensor, g: Tensor, tiles: ProductTiles, programs: int | None = No
 
 def _is_right(device: torch.device, tiles: ProductTiles) -> bool:
     """Whether the kernel's first product on this device is right. A CUDA graph's capture is no time to find out."""
+    if dry_run.current() is not None:
+        return True
     key = (device, tiles)
     if key not in _checked:
         if torch.cuda.is_current_stream_capturing():

@@ -26,6 +26,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from dpscope.flash import dry_run
 from dpscope.flash.kernels.triton_runtime import TRITON_DTYPES, Backend, jit, table_on, tl, use_triton
 
 
@@ -208,6 +209,9 @@ def _extents(
         device, chunk_starts, list(chain.from_iterable(zip(sizes, starts, strict=True))), wait=True
     )
     return first, extents, chunk_starts[-1]
+
+
+dry_run.forget_between(_extents.cache_clear)
 
 
 @jit

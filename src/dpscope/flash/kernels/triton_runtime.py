@@ -20,6 +20,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from dpscope.flash import dry_run
+
 try:
     import triton
     import triton.language as tl
@@ -53,16 +55,32 @@ INTERPRETED = triton is not None and os.environ.get("TRITON_INTERPRET", "0").low
 
 # dtypes kernels read and write, by their names in Triton.
 TRITON_DTYPES: dict[torch.dtype, Any] = (
-    {} if tl is None else {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+    {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+    if tl is None
+    else {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 )
 
 
 def jit(kernel: Callable[..., Any], *, do_not_specialize: Sequence[str] = ()) -> Any:
-    """`triton.jit` where Triton is installed; otherwise the plain function, which is never called.
+    """`triton.jit`, whose launches do nothing in a dry run. Without Triton there are launches in dry runs alone.
 
     do_not_specialize: integers that vary from call to call, so that their divisibility compiles no kernel anew.
     """
-    return kernel if triton is None else triton.jit(kernel, do_not_specialize=list(do_not_specialize))
+    compiled = None if triton is None else triton.jit(kernel, do_not_specialize=list(do_not_specialize))
+    return Launcher(kernel) if compiled is None else compiled
+
+
+class Launcher:
+    """A kernel that is not compiled: in a dry run its launches do nothing."""
+
+    def __init__(self, kernel: Callable[..., Any]) -> None:
+        self.__name__ = kernel.__name__
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        return self._launch
+
+    def _launch(self, *args: Any, **kwargs: Any) -> None:
+        assert dry_run.current() is not None
 
 
 def constant(value: Any) -> Any:
@@ -82,21 +100,28 @@ def dot(a, b, acc, PRECISION: tl.constexpr):
     return tl.dot(a, b, acc, input_precision=PRECISION)
 
 
-@functools.cache
 def capability(index: int) -> tuple[int, int]:
     """Compute capability of CUDA device `index`."""
+    planned = dry_run.current()
+    return _capability(index) if planned is None else planned.capability
+
+
+@functools.cache
+def _capability(index: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)
 
 
 def is_hopper(device: torch.device) -> bool:
     """True where the bulk tensor copy engine and wgmma exist, and in the interpreter, which imitates both."""
-    if not hasattr(tl, "make_tensor_descriptor"):
+    if not hasattr(tl, "make_tensor_descriptor") and dry_run.current() is None:
         return False
     return capability(device_index(device)) >= (9, 0) if device.type == "cuda" else INTERPRETED
 
 
 def device_index(device: torch.device) -> int:
     """The device's number; the current one where it carries none."""
+    if dry_run.current() is not None:
+        return device.index or 0
     return torch.cuda.current_device() if device.index is None else device.index
 
 
@@ -120,7 +145,7 @@ def use_triton(backend: Backend, device: torch.device, *, served: bool, why_not:
         raise ValueError(f"unknown backend {backend!r}: choose auto, torch or triton")
     return (
         served
-        and triton is not None
+        and (triton is not None or dry_run.current() is not None)
         and device.type == "cuda"
         and not INTERPRETED
         and capability(device_index(device)) >= (8, 0)
@@ -153,7 +178,12 @@ def with_aligned_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 def launch_on(device: torch.device) -> AbstractContextManager[Any]:
     """Triton launches on the current CUDA device: make it `device`, where it is another."""
-    if device.type != "cuda" or device.index is None or device.index == torch.cuda.current_device():
+    if (
+        device.type != "cuda"
+        or device.index is None
+        or dry_run.current() is not None
+        or device.index == torch.cuda.current_device()
+    ):
         return _HERE
     return torch.cuda.device(device)
 
@@ -167,7 +197,7 @@ def provide_scratch(device: torch.device) -> None:
     Triton keeps the allocator in a context variable, one a thread, and backward hooks run in autograd's own threads:
     so it is set before each launch that needs it.
     """
-    if device.type == "cuda":
+    if device.type == "cuda" and dry_run.current() is None:
         triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device))
 
 
@@ -190,6 +220,8 @@ def table_on(
         if len(row) % 2:
             flat.append(0)
     host = torch.frombuffer(flat, dtype=torch.int64) if flat else torch.empty(0, dtype=torch.int64)
-    if device.type == "cuda":
+    if dry_run.current() is not None:
+        host = torch.empty(len(flat), dtype=torch.int64, device=device)
+    elif device.type == "cuda":
         host = host.to(device) if wait else host.pin_memory().to(device, non_blocking=True)
     return [host[start : start + len(row)] for start, row in zip(starts, rows, strict=True)]

@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from dpscope.errors import UserError
+from dpscope.flash import dry_run
 from dpscope.flash.autograd_graph import leaves_behind
 from dpscope.flash.compiled.traced import break_graph
 from dpscope.flash.layers.bare_gradients import flatten, key_of, rebuild
@@ -47,7 +48,9 @@ class Bare(StandIn):
 
     @staticmethod
     def of(plain: Tensor, tap: BareTap) -> Bare:
-        if torch.is_grad_enabled():
+        if dry_run.current() is not None:
+            stand_in = dry_run.placeholder(plain).as_subclass(Bare)
+        elif torch.is_grad_enabled():
             stand_in = plain.as_subclass(Bare)
         else:
             with torch.enable_grad():
@@ -93,6 +96,13 @@ def follow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return bares[0]  # p.clamp_(0, 1), under no_grad: it is for the forward itself to do, once
         return _write(tap, func, name, args, kwargs)
     return tap.use(func, leaves, form) if others else tap.derive(func, leaves, form)
+
+
+def _is_plain(result: object) -> bool:
+    """Whether it is a tensor and no stand-in; one of a dry run has a class of its own."""
+    if type(result) is Tensor or isinstance(result, nn.Parameter):
+        return True
+    return dry_run.current() is not None and isinstance(result, Tensor)
 
 
 def _call(func: Any, leaves: list[Any], form: Any) -> Any:
@@ -227,7 +237,7 @@ class BareTap(TapOfSamples):
             elif name in _KEEP_ROWS:
                 func = partial(_of_one_row, func)
             result = _call(func, leaves, spec)
-        if type(result) is Tensor or isinstance(result, nn.Parameter):
+        if _is_plain(result):
             return self._stand_in(result)
         if isinstance(result, tuple | list | dict):
             return pytree.tree_map(lambda leaf: self._stand_in(leaf) if isinstance(leaf, Tensor) else leaf, result)
@@ -307,7 +317,7 @@ class BareTap(TapOfSamples):
             raise self.cannot_follow("a parameter is used in a checkpoint inside its module")
         args, kwargs = rebuild([leaf.plain.detach() if type(leaf) is Bare else leaf for leaf in leaves], spec)
         result = func(*args, **kwargs)
-        if type(result) is Tensor and self.rehearsal is None:
+        if _is_plain(result) and self.rehearsal is None:
             return self._hooked(role, (role, leaves, spec), [result])[0]
         found, shape = pytree.tree_flatten(result)
         real = [index for index, leaf in enumerate(found) if isinstance(leaf, Tensor) and leaf.is_floating_point()]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from dpscope.flash import dry_run
 from dpscope.flash.autocast import no_autocast
 from dpscope.flash.autograd_graph import leaves_behind
 from dpscope.flash.contributions import Kept
@@ -216,7 +217,8 @@ def learn(
     tap: TapOfSamples, func: Any, operands: list[Any], spec: Any, batch: int
 ) -> BareUse | Constant | Expanded | Unrelated | str:
     """What the operator is to the parameter; a reason, if it cannot be followed."""
-    devices = [leaf.device for leaf in operands if isinstance(leaf, Tensor) and leaf.is_cuda]
+    planned = dry_run.current() is not None
+    devices = [leaf.device for leaf in operands if isinstance(leaf, Tensor) and leaf.is_cuda and not planned]
     with torch.random.fork_rng(list(set(devices))):
         with torch.enable_grad():
             values = [operand.plain if isinstance(operand, Operand) else _detached(operand) for operand in operands]
@@ -229,7 +231,7 @@ def learn(
         bares = [operand.plain for operand in operands if isinstance(operand, Operand)]
         if batch > 1 and all(plain.dim() and plain.shape[0] == 1 for plain in bares):
             meets_rows = any(isinstance(x, Tensor) and x.dim() and x.shape[0] == batch for x in operands)
-            if meets_rows and (called in _ATTENTION or _is_random(func, values, spec, answers)):
+            if meets_rows and (called in _ATTENTION or (not planned and _is_random(func, values, spec, answers))):
                 return Expanded()
         counts = {answer.shape[0] if answer.dim() else 0 for answer in answers}
         count = counts.pop()
@@ -262,6 +264,9 @@ def _answers(func: Any, values: list[Any], spec: Any) -> list[Tensor]:
 def _find_rows(func: Any, operands: list[Any], spec: Any, batch: int) -> list[bool] | str | None:
     """For each operand whether it has a row for each sample; a reason, if that cannot be told; None, if none has."""
     called = name_of(func)
+    if dry_run.current() is not None:  # no values to tell it from
+        rows = [batch == _row_count(operand) for operand in operands]
+        return rows if any(rows) else None
     choices = [(True, False) if batch == _row_count(operand) else (False,) for operand in operands]
     if sum(len(choice) > 1 for choice in choices) > _MOST_OPEN:
         return f"{called} is given too many tensors"

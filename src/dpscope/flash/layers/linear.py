@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dpscope.flash import dry_run
 from dpscope.flash.contributions import WIDE_OUTPUT, Kept, Outer, kept_products, wide
 from dpscope.flash.kernels.sample_products import makes_norms
 from dpscope.flash.kernels.sample_sums import bias_sums
@@ -109,7 +110,7 @@ class LinearTap(LayerTap):
 
     def _note_input(self, x: Tensor) -> None:
         """Whether other layers read the same x: q, k and v do, and in parallel blocks the first of the MLP."""
-        if type(x) is not Tensor:  # a FakeTensor has no address
+        if type(x) is not Tensor and dry_run.current() is None:  # a FakeTensor has no address
             return
         rules, pointer = self.engine.path_rules, x.data_ptr()
         known = rules.readers.get(pointer)

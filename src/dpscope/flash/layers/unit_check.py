@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import _StopRecomputationError
 
 from dpscope.errors import UserError
+from dpscope.flash import dry_run
 from dpscope.flash.arguments import KEEP_BATCH_FIRST
 from dpscope.flash.layers.sample_call import SampleCall, WrittenArguments
 from dpscope.flash.layers.unit import UnitTap
@@ -291,6 +292,8 @@ class CheckedTap(UnitTap):
 
     def check(self, sample_call: SampleCall) -> None:
         """Check how the module treats a batch. Not in every call, for it takes several forward passes."""
+        if dry_run.current() is not None:
+            return
         check = UnitCheck(self, sample_call, self.run)
         if sample_call.undecided:
             check.decide()

@@ -1,0 +1,116 @@
+"""GPUs as data: memory, compute capability, peak rates, and where that is written.
+
+Rates are the vendor's peaks (dense, no sparsity). A step sustains a part of them (`work.py`), which was measured on an
+H200; times on other cards are scaled from their data sheets, and say so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dpscope.errors import UserError
+from dpscope.units import GIB, MIB
+
+
+@dataclass(frozen=True, kw_only=True)
+class Card:
+    """A GPU. `memory_gib`: what torch reports as its total memory; rates in units a second."""
+
+    name: str
+    title: str
+    memory_gib: float
+    capability: tuple[int, int]
+    multiprocessors: int
+    half_flops: float  # bf16 where it has it, else fp16; tensor cores
+    tf32_flops: float  # float32 products where TF32 is allowed
+    fp32_flops: float
+    bytes_per_second: float
+    source: str
+    measured: bool = False
+
+    @property
+    def memory_bytes(self) -> int:
+        return int(self.memory_gib * GIB)
+
+    @property
+    def context_bytes(self) -> int:
+        """What the driver, the CUDA context and loaded kernels take beside torch's allocator."""
+        return int(0.6 * GIB)
+
+    @property
+    def usable_bytes(self) -> int:
+        """What torch's allocator can have."""
+        return self.memory_bytes - self.context_bytes
+
+    @property
+    def workspace_bytes(self) -> int:
+        """cuBLAS's workspaces in torch's allocator: one for forward's thread and one for backward's, and cuBLASLt's."""
+        each = 32 * MIB if self.capability[0] >= 9 else 4096 * 2 * 1024 + 16 * 8 * 1024
+        return 2 * each + MIB
+
+
+def _card(name: str, title: str, gib: float, capability: tuple[int, int], sms: int, *rates: float, source: str) -> Card:
+    half, tf32, fp32, bandwidth = (rate * 1e12 for rate in rates)
+    return Card(
+        name=name,
+        title=title,
+        memory_gib=gib,
+        capability=capability,
+        multiprocessors=sms,
+        half_flops=half,
+        tf32_flops=tf32,
+        fp32_flops=fp32,
+        bytes_per_second=bandwidth,
+        source=source,
+        measured=name == "h200",
+    )
+
+
+_AMPERE = "NVIDIA A100 data sheet (2021)"
+_HOPPER = "NVIDIA H100 data sheet (2023), SXM5"
+# name, title, GiB, capability, multiprocessors, TFLOP/s of half, TF32, float32 products, TB/s
+CARDS = {
+    card.name: card
+    for card in (
+        _card("t4", "NVIDIA T4", 14.6, (7, 5), 40, 65, 8.1, 8.1, 0.32, source="NVIDIA T4 data sheet (2019)"),
+        _card(
+            "v100-16gb", "V100 16 GB", 15.8, (7, 0), 80, 125, 15.7, 15.7, 0.9, source="NVIDIA V100 data sheet (2020)"
+        ),
+        _card(
+            "v100-32gb", "V100 32 GB", 31.7, (7, 0), 80, 125, 15.7, 15.7, 0.9, source="NVIDIA V100 data sheet (2020)"
+        ),
+        _card("a10", "NVIDIA A10", 22.5, (8, 6), 72, 125, 62.5, 31.2, 0.6, source="NVIDIA A10 data sheet (2021)"),
+        _card(
+            "rtx4090",
+            "GeForce RTX 4090",
+            23.5,
+            (8, 9),
+            128,
+            165,
+            82.6,
+            82.6,
+            1.008,
+            source="NVIDIA Ada whitepaper (2022)",
+        ),
+        _card("l4", "NVIDIA L4", 22.0, (8, 9), 58, 121, 60, 30.3, 0.3, source="NVIDIA L4 data sheet (2023)"),
+        _card("l40s", "NVIDIA L40S", 44.4, (8, 9), 142, 362, 183, 91.6, 0.864, source="NVIDIA L40S data sheet (2023)"),
+        _card("a100-40gb", "A100 40 GB", 39.4, (8, 0), 108, 312, 156, 19.5, 1.555, source=_AMPERE),
+        _card("a100-80gb", "A100 80 GB", 79.2, (8, 0), 108, 312, 156, 19.5, 2.039, source=_AMPERE),
+        _card("h100-80gb", "H100 80 GB", 79.1, (9, 0), 132, 989, 494, 67, 3.35, source=_HOPPER),
+        _card("h200", "H200 141 GB", 139.8, (9, 0), 132, 989, 494, 67, 4.8, source="NVIDIA H200 data sheet (2024)"),
+        _card(
+            "b200", "B200 180 GB", 178.4, (10, 0), 148, 2250, 1100, 75, 7.7, source="NVIDIA DGX B200 data sheet (2024)"
+        ),
+    )
+}
+
+
+def find_card(name: str) -> Card:
+    """Return the card of a name, or raise `UserError` with the names there are."""
+    key = name.lower().replace("_", "-").replace(" ", "-")
+    card = CARDS.get(key) or CARDS.get(
+        {"a100": "a100-80gb", "h100": "h100-80gb", "4090": "rtx4090", "v100": "v100-32gb"}.get(key, "")
+    )
+    if card is None:
+        raise UserError(f"unknown card {name!r}: choose one of {', '.join(CARDS)}")
+    return card

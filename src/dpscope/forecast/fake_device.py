@@ -1,0 +1,273 @@
+"""A CUDA device that is not there: torch runs a step on fake tensors that say they lie on it.
+
+All that decides what a step allocates runs as it is: the model, autograd, autocast's rules for CUDA, the trainers,
+Opacus, flash clipping's engine with its cost model. Tensors have shapes, dtypes and storages, and no values. The same
+works in any build of torch, with or without a GPU.
+
+To Python a tensor of this device says `cuda:0`, and the dispatcher gives it CUDA's keys, by which autocast and autograd
+go. To C++ it lies on `meta`, so that neither streams nor device guards are asked for a GPU that is not there. Operators
+that C++ chooses by the device are chosen in `cuda_operators.py`; allocations are counted in `allocator.py`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils.weak import WeakIdKeyDictionary
+
+from dpscope.errors import UserError
+from dpscope.flash.dry_run import DryRun, dry_running
+from dpscope.forecast.allocator import Allocator
+from dpscope.forecast.cards import Card
+from dpscope.forecast.cuda_operators import cuda_operators
+from dpscope.forecast.fake_autocast import fake_autocast
+
+DEVICE = torch.device("cuda:0")
+LARGEST_VALUE = 2**22  # elements of whole numbers whose values are followed
+
+
+class ReadsValues(UserError):
+    """The model reads the value of a tensor that has none."""
+
+
+@contextmanager
+def open_device(card: Card, limit: int | None = None) -> Iterator[FakeDevice]:
+    """Open the device. Inside, tensors are fake; what they take is counted by its allocator.
+
+    `limit`: bytes that the allocator may reserve; a step that needs more ends with `OutOfFakeMemory`.
+    """
+    mode = _Mode()  # before the patches: it imports what looks at the functions that they replace
+    allocator = Allocator(card, limit)
+    run = DryRun(card.capability, card.multiprocessors, lambda: (allocator.current, allocator.peak))
+    with ExitStack() as stack:
+        for each in _patches():
+            stack.enter_context(each)
+        stack.enter_context(fake_autocast())
+        stack.enter_context(cuda_operators(card))
+        stack.enter_context(dry_running(run))
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))  # the modes are of this thread
+        stack.enter_context(mode)
+        stack.enter_context(allocator)
+        values = stack.enter_context(_Values())
+        yield FakeDevice(allocator, values)
+
+
+# Operators that write into what they are given, give nothing back, and have no kernel for fake tensors.
+_IN_PLACE = ("aten::_fused_sgd_", "aten::_fused_adagrad_")
+
+
+class _Mode(FakeTensorMode):
+    """Gives factories that C++ calls with the device that it sees, `meta`, the one that Python sees."""
+
+    def __deepcopy__(self, memo: object) -> _Mode:  # of a copied tensor
+        return self
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name in _IN_PLACE:
+            return None
+        device = (kwargs or {}).get("device")
+        if device is not None and device.type == "meta":
+            kwargs = {**kwargs, "device": DEVICE}
+        return super().__torch_dispatch__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+
+class FakeDevice:
+    """What is counted on the device, and the way for values to it."""
+
+    def __init__(self, allocator: Allocator, values: _Values) -> None:
+        self.allocator = allocator
+        self._values = values
+
+    def put(self, tensor: Tensor, rows: int | None = None) -> Tensor:
+        """A fake copy on the device of a tensor of the CPU, its first dimension repeated to `rows`.
+
+        Values of whole numbers are known: ids and masks decide what some models do.
+        """
+        if rows is not None and tensor.dim() and len(tensor) != rows:
+            with _disable_current_modes():
+                tensor = tensor[torch.arange(rows) % len(tensor)] if not tensor.is_floating_point() else tensor
+        shape = tensor.shape if rows is None or not tensor.dim() else (rows, *tensor.shape[1:])
+        fake = torch.empty(shape, dtype=tensor.dtype, device=DEVICE)
+        if not tensor.is_floating_point() and tensor.numel() <= LARGEST_VALUE:
+            self._values.know(fake, tensor)
+        return fake
+
+
+def _patches() -> Iterator[Any]:
+    """What asks for a GPU on the way to a fake tensor, answered without one."""
+    make = torch.Tensor._make_subclass
+
+    def on_meta(cls: type[Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        if issubclass(cls, FakeTensor):
+            kwargs["dispatch_device"] = False
+        return make(cls, *args, **kwargs)
+
+    yield patch.object(torch.Tensor, "_make_subclass", staticmethod(on_meta))
+    yield patch.object(torch.Tensor, "data_ptr", _address)
+    yield patch.object(torch.UntypedStorage, "data_ptr", _storage_address)
+    yield patch("torch.cuda.amp.common.amp_definitely_not_available", lambda: False)
+    yield patch("torch.cuda.is_bf16_supported", lambda *args, **kwargs: True)
+    yield patch("torch.cuda.current_device", lambda: 0)
+    for name in ("init_gpu_context", "init_cuda_context"):  # which would take memory of a GPU that is here
+        if hasattr(fake_tensor, name):
+            yield patch.object(fake_tensor, name, lambda *args: None)
+    yield patch("torch.cuda.get_rng_state", lambda device=None: torch.get_rng_state())
+    yield patch("torch.cuda.set_rng_state", lambda state, device=None: None)
+    yield patch.object(torch.amp.autocast_mode.autocast, "__init__", _begin_autocast)
+    yield patch.object(FakeTensor, "__deepcopy__", _copied)
+    yield patch.object(torch.nn.Module, "to", _moved)
+    yield patch("torch.utils.swap_tensors", _take)
+    for name in ("transformers.utils.import_utils", "transformers.masking_utils"):
+        if hasattr(sys.modules.get(name), "is_fake_tensor"):  # its models take a fake tensor for one that is exported
+            yield patch(f"{name}.is_fake_tensor", lambda tensor: False)
+    if (triton := sys.modules.get("triton")) is not None:
+        yield patch.object(triton.runtime.jit.JITFunction, "run", lambda *args, **kwargs: None)
+
+
+def _copied(tensor: FakeTensor, memo: dict[int, Any]) -> Tensor:
+    """A deep copy whose storage is counted."""
+    copy: Tensor = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    if isinstance(tensor, torch.nn.Parameter):
+        copy = torch.nn.Parameter(copy, tensor.requires_grad)
+    memo[id(tensor)] = copy
+    return copy
+
+
+def _take(parameter: Tensor, moved: Tensor) -> None:
+    """What `Module.to` and `Module.half` do with a fake parameter, which cannot be swapped with another tensor."""
+    if moved is not parameter:
+        parameter.data = moved.data
+
+
+_autocast = torch.amp.autocast_mode.autocast.__init__
+
+
+def _begin_autocast(context: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+    """Inside of vmap a tensor's device is what C++ sees."""
+    _autocast(context, "cuda" if device_type == "meta" else device_type, *args, **kwargs)
+
+
+_to = torch.nn.Module.to
+
+
+def _moved(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+    """`Module.to`. On `meta`, where Opacus puts copies of layers that it needs the shapes of, nothing is counted."""
+    if args[:1] not in (("meta",), (torch.device("meta"),)):
+        return _to(module, *args, **kwargs)
+    for part in module.modules():
+        for key, parameter in part._parameters.items():
+            if parameter is not None:
+                empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
+                part._parameters[key] = torch.nn.Parameter(empty, parameter.requires_grad)
+    return module
+
+
+_data_ptr: Callable[[Tensor], int] = torch.Tensor.data_ptr
+_storage_data_ptr: Callable[[torch.UntypedStorage], int] = torch.UntypedStorage.data_ptr
+
+
+def _address(tensor: Tensor) -> int:
+    """An address that no other storage has, aligned as CUDA's are."""
+    if not isinstance(tensor, FakeTensor):
+        return _data_ptr(tensor)
+    return int(tensor.untyped_storage()._cdata * 256 + tensor.storage_offset() * tensor.element_size())
+
+
+def _storage_address(storage: torch.UntypedStorage) -> int:
+    return storage._cdata * 256 if storage.device.type == "meta" else _storage_data_ptr(storage)
+
+
+class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Follows values where code may read them: of ids and masks of a batch, of counters.
+
+    Whole numbers and scalars that are made of such are computed on the CPU beside the fake tensors.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._values: Any = WeakIdKeyDictionary()
+
+    def know(self, tensor: Tensor, value: Tensor) -> None:
+        """Note what a fake tensor holds."""
+        self._values[tensor] = value
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        known = self._known_arguments(func, args, kwargs)
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return self._read(None if known is None else known[0][0])
+        if func is torch.ops.aten.equal.default and known is None:
+            raise ReadsValues("the model compares tensors of which a plan knows the shapes alone")
+        try:
+            result = func(*args, **kwargs)
+        except DynamicOutputShapeException:
+            return self._shaped_by_values(func, known)
+        if known is not None and _is_followed(result):
+            self._follow(func, known, result)
+        return result
+
+    def _shaped_by_values(self, func: Any, known: tuple[Any, Any] | None) -> Any:
+        """Return what an operator such as unique gives, whose shape depends on values, where those are known."""
+        if known is None:
+            raise ReadsValues(
+                f"{func._schema.name} gives a tensor whose shape depends on values that a plan does not know"
+            )
+        with _disable_current_modes():
+            value = func(*known[0], **known[1])
+        results = tree_map_only(Tensor, lambda each: torch.empty(each.shape, dtype=each.dtype, device=DEVICE), value)
+        for fake, each in zip(tree_leaves(results), tree_leaves(value), strict=True):
+            self._values[fake] = each
+        return results
+
+    def _known_arguments(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """The arguments with values in the place of fake tensors; None where one has no value."""
+        if func in _RANDOM or any(isinstance(each, FakeTensor) and each not in self._values for each in args):
+            return None
+        flat, spec = tree_flatten((args, kwargs))
+        values = []
+        for leaf in flat:
+            value = self._values.get(leaf) if isinstance(leaf, FakeTensor) else leaf
+            if value is None and leaf is not None:
+                return None
+            values.append(torch.device("cpu") if isinstance(leaf, torch.device) else value)
+        found: tuple[Any, Any] = tree_unflatten(values, spec)
+        return found
+
+    def _follow(self, func: Any, known: tuple[Any, Any], result: Any) -> None:
+        with _disable_current_modes():
+            try:
+                value = func(*known[0], **known[1])
+            except (RuntimeError, NotImplementedError, TypeError):
+                return
+        fakes, values = ([leaf for leaf in tree_leaves(each) if isinstance(leaf, Tensor)] for each in (result, value))
+        for fake, each in zip(fakes, values, strict=True):
+            self._values[fake] = each
+
+    def _read(self, value: Tensor | None) -> Any:
+        if value is None:
+            raise ReadsValues(
+                "the model reads the value of a tensor (.item(), a comparison in an if), and a plan knows shapes alone"
+            )
+        with _disable_current_modes():
+            return value.item()
+
+
+_RANDOM = {torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default, torch.ops.aten.empty_like.default}
+
+
+def _is_followed(result: Any) -> bool:
+    """Whether all that an operator gave is small enough, and of whole numbers or a scalar."""
+    tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+    return bool(tensors) and all(
+        each.numel() <= LARGEST_VALUE and (not each.dim() or not each.is_floating_point()) for each in tensors
+    )

@@ -1,0 +1,152 @@
+"""The largest physical batch for a training loop, found by trying forward and backward passes on the GPU at hand."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from dpscope.errors import UserError
+from dpscope.forecast.probe import Probe, extrapolate
+
+MARGIN = 0.05
+MOST_TRIALS = 8
+# Tensors of a parameter's size that an optimizer makes in its first step.
+_STATES = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "RMSprop": 1, "Adagrad": 0}
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """How much torch may have, in bytes, and what it took at most since `begin`."""
+
+    limit: Callable[[], int]
+    begin: Callable[[], None]
+    peak: Callable[[], int]
+    give_back: Callable[[], None]
+
+
+def find_physical_batch(
+    step: Callable[[Any], Tensor],
+    batch: Any,
+    *,
+    optimizer: Optimizer,
+    most: int = 4096,
+    margin: float = MARGIN,
+    memory: DeviceMemory | None = None,
+) -> int:
+    """Find the largest physical batch that trains on this GPU, for `BatchMemoryManager`.
+
+    Forward and backward passes of growing batches are tried; no optimizer step is taken, so that parameters, noise and
+    the accountant are as before. Running out of memory in a trial leaves the process usable.
+
+    Args:
+        step: takes a batch and returns its loss: what the training loop calls before `loss.backward()`.
+        batch: a few real samples, a pytree of tensors whose first dimension is the sample; they are repeated.
+        optimizer: the private optimizer of `make_private`.
+        most: the largest batch to look for, such as the logical batch.
+        margin: the share of the GPU's memory to leave free.
+        memory: counters of another device.
+
+    Returns:
+        The number of samples.
+
+    Raises:
+        UserError: where not even one sample fits, or nobody counts memory.
+
+    Example:
+        size = find_physical_batch(lambda b: loss_fn(model(b[0]), b[1]), next(iter(loader)), optimizer=optimizer)
+        with BatchMemoryManager(data_loader=loader, max_physical_batch_size=size, optimizer=optimizer) as batches:
+            ...
+    """
+    if not 0 <= margin < 1:
+        raise UserError(f"margin must be a share between 0 and 1, not {margin}")
+    memory = memory or _cuda_memory(batch)
+    allowed = int(memory.limit() * (1 - margin)) - _states_to_come(optimizer)
+    probes: list[Probe] = []
+    largest, failing = 0, most + 1
+    for _ in range(MOST_TRIALS):
+        size = _next_size(probes, largest, failing, allowed)
+        if size <= largest:
+            break
+        peak = _trial(step, batch, size, optimizer, memory)
+        if peak is None or peak > allowed:
+            failing = size
+        else:
+            largest = size
+            probes.append(Probe(size, peak, 0.0))
+    if not largest:
+        raise UserError(
+            "not even one sample fits into this GPU's memory: checkpoint blocks, train adapters, or use a larger card"
+        )
+    return largest
+
+
+def _next_size(probes: list[Probe], largest: int, failing: int, allowed: int) -> int:
+    if len(probes) < 2:
+        return min(max(1, 4 * largest), failing - 1) if failing > 4 * max(1, largest) else (largest + failing) // 2
+    ordered = sorted(probes, key=lambda each: each.batch_size)
+    slope = (ordered[-1].peak_bytes - ordered[-2].peak_bytes) / (ordered[-1].batch_size - ordered[-2].batch_size)
+    reached = math.inf if slope <= 0 else largest + (allowed - extrapolate(ordered, largest).peak_bytes) / slope
+    if failing - largest <= max(1, largest // 50):
+        return largest
+    return int(reached) if largest < reached < failing else min(failing - 1, max(largest + 1, (largest + failing) // 2))
+
+
+def _trial(
+    step: Callable[[Any], Tensor], batch: Any, size: int, optimizer: Optimizer, memory: DeviceMemory
+) -> int | None:
+    """Bytes at the peak of one forward and backward pass; None where memory does not suffice."""
+    memory.begin()
+    try:
+        step(_repeated(batch, size)).mean().backward()  # type: ignore[no-untyped-call]
+        return memory.peak()
+    except torch.OutOfMemoryError:
+        return None
+    finally:
+        optimizer.zero_grad(set_to_none=True)
+        memory.give_back()
+
+
+def _repeated(batch: Any, size: int) -> Any:
+    """The samples of a batch, repeated or cut to a size."""
+    return tree_map_only(
+        Tensor, lambda leaf: leaf[torch.arange(size, device=leaf.device) % len(leaf)] if leaf.dim() else leaf, batch
+    )
+
+
+def _states_to_come(optimizer: Optimizer) -> int:
+    """Bytes that the first update will allocate."""
+    plain = getattr(optimizer, "original_optimizer", optimizer)
+    if plain.state:
+        return 0
+    copies = _STATES.get(type(plain).__name__, int(any(group.get("momentum") for group in plain.param_groups)))
+    return sum(copies * p.nbytes for group in plain.param_groups for p in group["params"] if p.requires_grad)
+
+
+def _cuda_memory(batch: Any) -> DeviceMemory:
+    devices = {leaf.device for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)}
+    device = next((each for each in devices if each.type == "cuda"), None)
+    if device is None:
+        raise UserError("memory is counted on CUDA alone: give a batch that lies on a GPU, or a batch size of your own")
+
+    def give_back() -> None:
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    def limit() -> int:
+        give_back()
+        return int(torch.cuda.mem_get_info(device)[0]) + int(torch.cuda.memory_reserved(device))
+
+    return DeviceMemory(
+        limit,
+        lambda: torch.cuda.reset_peak_memory_stats(device),
+        lambda: int(torch.cuda.max_memory_reserved(device)),
+        give_back,
+    )

@@ -1,0 +1,256 @@
+"""`dpscope.plan`: for each method peak, largest batch, time, privacy, hours and money, before anything is run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from dpscope.errors import UserError
+from dpscope.forecast.accounting import Privacy, PrivacyGoal, account
+from dpscope.forecast.cards import CARDS, Card, find_card
+from dpscope.forecast.fitting import LEFT_FREE, BatchFit, Say, largest_batch, limited_by, memory_limit
+from dpscope.forecast.probe import Probe, extrapolate
+from dpscope.forecast.segments import OutOfFakeMemory
+from dpscope.forecast.step import StepForecast, forecast_step
+from dpscope.runner.planning import DEFAULT_METHODS
+from dpscope.runner.spec import RunSpec
+from dpscope.vocabulary.methods import resolve_method
+from dpscope.vocabulary.settings import EAGER
+from dpscope.workloads.configs import WorkloadConfig, find_workload
+
+DEFAULT_LOGICAL_BATCH = 256
+Prober = Callable[[RunSpec, Sequence[int], Say], list[Probe]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wish:
+    """What is asked of a plan beside the step itself. What is None is left open."""
+
+    card: str | None = None
+    samples: int | None = None
+    batch_size: int | None = None
+    logical_batch: int | None = None
+    epsilon: float | None = None
+    delta: float | None = None
+    noise_multiplier: float | None = None
+    epochs: float | None = None
+    hours: float | None = None
+    price_per_hour: float | None = None
+    accountant: str = "prv"
+
+    def __post_init__(self) -> None:
+        for name in ("hours", "price_per_hour", "samples", "batch_size", "logical_batch"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise UserError(f"{name.replace('_', ' ')} must be a number above 0, not {value}")
+        if self.hours is not None and self.epochs is not None:
+            raise UserError("--hours and --epochs both say how long to train: give one of them")
+        if self.samples is None and any(v is not None for v in (self.epsilon, self.epochs, self.hours)):
+            raise UserError("privacy and length depend on the data: give --samples")
+
+    @property
+    def logical(self) -> int:
+        return self.logical_batch or min(DEFAULT_LOGICAL_BATCH, self.samples or DEFAULT_LOGICAL_BATCH)
+
+    @property
+    def is_of_known_length(self) -> bool:
+        """Whether steps and noise follow without knowing how long a step takes."""
+        return self.samples is not None and self.hours is None and not (self.epsilon is None and self.epochs is None)
+
+    def goal(self, steps: int | None = None) -> PrivacyGoal:
+        """Return what is known of the privacy, with a number of steps that the hours allow."""
+        names = ("epsilon", "delta", "noise_multiplier", "epochs", "accountant")
+        known = {name: getattr(self, name) for name in names}
+        return PrivacyGoal(samples=self.samples or 1, logical_batch=self.logical, steps=steps, **known)
+
+
+def plan(
+    workload: WorkloadConfig | str | Any,
+    *,
+    methods: Iterable[str] = DEFAULT_METHODS,
+    seq_len: int | None = None,
+    say: Say = lambda line: None,
+    prober: Prober | None = None,
+    effects: bool = True,
+    settings: dict[str, Any] | None = None,
+    **wish: Any,
+) -> dict[str, Any]:
+    """Plan private training of a workload.
+
+    Args:
+        workload: a preset's name, a config, `FILE.py:function`, or a function that returns a `dpscope.Workload`.
+        methods: what to plan, side by side.
+        seq_len: the sequence length.
+        say: called with a line whenever something new is looked at.
+        prober: measures short steps on this machine's GPU; without it figures are predicted.
+        effects: whether to find out what would change most.
+        settings: of a row, such as `dtype="bf16"` (`TrainerSettings`).
+        **wish: fields of `Wish`: card, samples, epsilon, epochs, …
+
+    Returns:
+        The plan as plain data: what `dpscope plan --json` writes and `reports/plan_text.py` shows.
+
+    Raises:
+        UserError: for wrong input, in a sentence.
+    """
+    asked = Wish(**wish)
+    spent = account(asked.goal()) if asked.is_of_known_length else None  # wrong input is said before anything runs
+    config = find_workload(workload)
+    specs = [
+        RunSpec(
+            workload=config,
+            method=name,
+            seq_len=seq_len,
+            batch_size=asked.batch_size or 1,
+            **{**(settings or {}), "device": "cuda"},
+        )
+        for name in dict.fromkeys(resolve_method(name).name for name in methods)
+    ]
+    card, remarks = _card_for(asked, specs, say)
+    found = [_plan_method(spec, card, asked, spent, say, prober) for spec in specs]
+    if specs[0].compile != EAGER:
+        remarks.append("Figures are of the eager step: what torch.compile fuses is not predicted.")
+    if not card.measured and prober is None:
+        remarks.append(f"Times are scaled from the {card.title}'s data sheet: only an H200 was measured.")
+    private = any(resolve_method(spec.method).private for spec in specs)
+    return {
+        "how": "predicted" if prober is None else "probed",
+        "workload": config.name,
+        "seq_len": specs[0].seq_len,
+        "dtype": specs[0].dtype,
+        "card": {
+            **asdict(card),
+            "usable_bytes": card.usable_bytes,
+            "limit_bytes": memory_limit(card),
+            "margin": LEFT_FREE,
+        },
+        "wish": asdict(asked),
+        "methods": found,
+        "effects": _effects(specs, found, card, say) if effects and prober is None else [],
+        "remarks": remarks,
+        "fits": any(row["batch_size"] for row in found if resolve_method(row["method"]).private or not private),
+    }
+
+
+def _card_for(asked: Wish, specs: list[RunSpec], say: Say) -> tuple[Card, list[str]]:
+    if asked.card is not None:
+        return find_card(asked.card), []
+    if asked.batch_size is None:
+        raise UserError("the card and the batch are both open: give --gpu, or --batch-size to find the smallest card")
+    spec = next((each for each in specs if resolve_method(each.method).private), specs[0])
+    for card in sorted(CARDS.values(), key=lambda each: each.memory_gib):
+        say(f"{spec.method} on {card.title}")
+        try:
+            forecast_step(spec, card, detailed=False, limit=memory_limit(card))
+        except OutOfFakeMemory:
+            continue
+        return card, [
+            f"{card.title} is the smallest card on which a step of {spec.method} with {spec.batch_size} fits."
+        ]
+    return max(CARDS.values(), key=lambda each: each.memory_gib), []
+
+
+def _plan_method(
+    spec: RunSpec, card: Card, asked: Wish, spent: Privacy | None, say: Say, prober: Prober | None
+) -> dict[str, Any]:
+    logical = asked.logical
+    row: dict[str, Any] = {"method": spec.method, "batch_size": 0, "logical_batch": logical}
+    try:
+        fit = (
+            largest_batch(spec, card, asked.batch_size or logical, say)
+            if prober is None
+            else _probed_fit(spec, card, asked.batch_size or logical, say, prober)
+        )
+    except UserError as refusal:
+        return {**row, "refused": str(refusal)}
+    fits = fit.batch >= (asked.batch_size or 1)
+    row |= {"largest_batch": fit.batch, "peaks": dict(sorted(fit.points.items()))}
+    if not fits:
+        least = min(fit.points)
+        return {**row, "needs_bytes": fit.points[least], "needs_batch": least}
+    batch = asked.batch_size or _even(fit.batch, logical)
+    say(f"{spec.method}: a step of {batch} in detail")
+    step = forecast_step(replace(spec, batch_size=batch), card)
+    if prober is not None:
+        step = _corrected(spec, card, step, fit.probes, batch)
+    row |= {
+        "batch_size": batch,
+        "accumulation": math.ceil(logical / batch),
+        "step": asdict(step),
+        "limited_by": limited_by(step),
+    }
+    row["samples_per_second"] = batch / step.seconds
+    row["logical_seconds"] = logical / row["samples_per_second"]
+    return row | _training(asked, spent, row["logical_seconds"], private=resolve_method(spec.method).private)
+
+
+def _corrected(spec: RunSpec, card: Card, step: StepForecast, probes: list[Probe], batch: int) -> StepForecast:
+    """A prediction with the peak that probes give, and the time by which they differ from their own prediction."""
+    largest = max(probes, key=lambda each: each.batch_size)
+    predicted = forecast_step(replace(spec, batch_size=largest.batch_size), card)
+    seconds = largest.seconds * step.seconds / predicted.seconds
+    return replace(step, peak_bytes=extrapolate(probes, batch).peak_bytes, seconds=seconds)
+
+
+def _even(largest: int, logical: int) -> int:
+    """The batch with which a logical batch takes as few passes, and none of them is nearly empty."""
+    return min(largest, math.ceil(logical / math.ceil(logical / largest)))
+
+
+def _probed_fit(spec: RunSpec, card: Card, most: int, say: Say, prober: Prober) -> BatchFit:
+    """Probe small batches, and extrapolate to the card's memory."""
+    probes = prober(spec, [size for size in (2, 4, 8, 16) if size <= max(4, most)], say)
+    limit = memory_limit(card)
+    batch = max((size for size in range(1, most + 1) if extrapolate(probes, size).peak_bytes <= limit), default=0)
+    return BatchFit(batch, limit, {each.batch_size: each.peak_bytes for each in probes}, probes)
+
+
+def _training(asked: Wish, spent: Privacy | None, seconds: float, *, private: bool) -> dict[str, Any]:
+    """Privacy, hours and money of a run whose logical step takes so many seconds."""
+    if asked.samples is None or (spent is None and asked.hours is None):
+        return {}
+    steps = spent.steps if spent is not None else int(3600 * (asked.hours or 0) / seconds)
+    if private and spent is None:
+        spent = account(asked.goal(steps))
+    hours = steps * seconds / 3600
+    found: dict[str, Any] = {"steps": steps, "hours": hours}
+    if private and spent is not None:
+        found["privacy"] = asdict(spent)
+    return found if asked.price_per_hour is None else {**found, "price": hours * asked.price_per_hour}
+
+
+def _effects(specs: list[RunSpec], rows: list[dict[str, Any]], card: Card, say: Say) -> list[dict[str, Any]]:
+    """What a change would do to the last method that fits: flash, as a rule."""
+    fitting = [(spec, row) for spec, row in zip(specs, rows, strict=True) if row["batch_size"]]
+    if not fitting:
+        return []
+    spec, row = fitting[-1]
+    before = StepForecast(**row["step"])
+    spec = replace(spec, batch_size=row["batch_size"])
+    changes: dict[str, RunSpec] = {"twice the batch": replace(spec, batch_size=2 * spec.batch_size)}
+    if not spec.checkpoint_blocks and spec.method in ("standard", "flash"):
+        changes["checkpointed blocks"] = replace(spec, checkpoint_blocks=True)
+        if spec.method == "flash":
+            changes["checkpointed blocks, lean"] = replace(spec, checkpoint_blocks=True, memory_budget="lean")
+    if spec.dtype != "bf16":
+        changes["bf16"] = replace(spec, dtype="bf16")
+    found = []
+    for what, changed in changes.items():
+        say(f"{changed.method}: {what}")
+        try:
+            after = forecast_step(changed, card)
+        except UserError:
+            continue
+        rate = (after.seconds / changed.batch_size) / (before.seconds / spec.batch_size)
+        found.append(
+            {
+                "method": spec.method,
+                "what": what,
+                "peak_bytes": after.peak_bytes,
+                "peak_ratio": after.peak_bytes / before.peak_bytes,
+                "time_ratio": rate,
+            }
+        )
+    return found

@@ -1,0 +1,144 @@
+"""A step on the fake device: its peak by component, and what it works on. Nothing is trained, nothing is measured."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from dpscope.errors import UserError
+from dpscope.flash.oracle import tensors_of
+from dpscope.forecast.cards import Card
+from dpscope.forecast.fake_device import DEVICE, FakeDevice, open_device
+from dpscope.forecast.segments import OutOfFakeMemory
+from dpscope.forecast.work import Work
+from dpscope.instruments.memory import Tracker, attribute
+from dpscope.instruments.memory.record import Life
+from dpscope.runner.spec import RunSpec
+from dpscope.trainers.base import TrainerBase, load_trainer, require_batch_of
+from dpscope.vocabulary.components import INPUTS, UNATTRIBUTED
+from dpscope.vocabulary.methods import resolve_method
+from dpscope.vocabulary.settings import EAGER
+from dpscope.workloads.workload import Batch, Workload, build_model, build_workload
+
+SAMPLES = 4  # of a batch that are really made, for their ids and masks; others repeat them
+
+
+@dataclass(frozen=True)
+class StepForecast:
+    """What one step is predicted to take."""
+
+    peak_bytes: int  # that torch's allocator hands out at most
+    reserved_bytes: int  # that it takes from the device for that
+    components: dict[str, int] = field(default_factory=dict)  # of the peak; they add up to it
+    seconds: float = 0.0
+    gpu_seconds: float = 0.0
+    host_seconds: float = 0.0
+    families: dict[str, list[float]] = field(default_factory=dict)  # [flops, bytes, kernels, seconds]
+    operators: int = 0
+    kernels: int = 0
+
+
+def forecast_step(spec: RunSpec, card: Card, *, detailed: bool = True, limit: int | None = None) -> StepForecast:
+    """Run a few steps of a spec on the fake device.
+
+    `detailed`: also say which component each byte of the peak is, and how long the step takes.
+    `limit`: bytes that torch's allocator may reserve; `OutOfFakeMemory` is raised for a step that needs more.
+    """
+    _require_predictable(spec)
+    small = build_workload(spec.workload, batch_size=min(SAMPLES, spec.batch_size), seq_len=spec.seq_len)
+    batch = small.batch(spec.seed, torch.device("cpu"))
+    require_batch_of(batch, min(SAMPLES, spec.batch_size))
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    try:
+        with _quiet(), open_device(card, limit) as device:
+            return _step(spec, card, device, small, batch, detailed)
+    except (UserError, OutOfFakeMemory):
+        raise
+    except Exception as error:
+        said = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"a step of {spec.method} cannot be followed on fake tensors ({type(error).__name__}: {said}): make every "
+            "tensor inside of the workload's functions, or measure it on a GPU (--probe)"
+        ) from error
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.allow_tf32 = before[1]
+
+
+def _require_predictable(spec: RunSpec) -> None:
+    if spec.world_size > 1:
+        raise UserError(
+            "the peak of several processes is not predicted: leave out --gpus and --simulate-world, or measure one "
+            "rank with dpscope compare --simulate-world"
+        )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _step(
+    spec: RunSpec, card: Card, device: FakeDevice, workload: Workload, batch: Batch, detailed: bool
+) -> StepForecast:
+    trainer = _trainer(spec, workload)
+    batches = [tree_map_only(Tensor, lambda leaf: device.put(leaf, spec.batch_size), batch)] * spec.accumulate
+    # The second step is like all that follow; a checkpointed model's blocks are chosen by what the first ones took.
+    for _ in range(3 if spec.checkpoint_blocks else 2):
+        trainer.train_step(*batches)
+    peak, reserved = device.allocator.peak, device.allocator.segments.peak_reserved
+    if not detailed:
+        return StepForecast(peak, reserved)
+    work = Work(card, spec.method, tf32=spec.dtype == "tf32")
+    with work.watching():
+        trainer.train_step(*batches)
+    components = _components(trainer, batches, device)
+    seen = sum(components.values())
+    return StepForecast(
+        peak,
+        reserved,
+        {**components, UNATTRIBUTED: peak - seen},
+        work.seconds,
+        work.gpu_seconds,
+        work.host_seconds,
+        {family: list(total) for family, total in work.by_family.items()},
+        work.operators,
+        work.kernels,
+    )
+
+
+def _trainer(spec: RunSpec, workload: Workload) -> TrainerBase:
+    with torch.device(DEVICE):
+        model = build_model(workload, spec.param_dtype)
+    make: Any = load_trainer(resolve_method(spec.method))
+    eager = spec.settings if spec.compile == EAGER else type(spec.settings)(**{**vars(spec.settings), "compile": EAGER})
+    with patch.object(TrainerBase, "noise_generator", lambda trainer: None):  # there is no device to draw on
+        trainer: TrainerBase = make(model, workload.loss, eager)
+    return trainer
+
+
+class _FakeTracker(Tracker):  # type: ignore[no-untyped-call]
+    """Follows the storages of the fake device, which lie on `meta`, as those of the CPU do."""
+
+    def _lives_of(self, tensor: Tensor, operator: str) -> list[Life]:
+        return super()._lives_of(tensor, operator) if tensor.device.type == "cuda" else []
+
+
+def _components(trainer: TrainerBase, batches: list[Batch], device: FakeDevice) -> dict[str, int]:
+    def holdings() -> list[Any]:
+        return [*((INPUTS, "", tensor) for tensor in tensors_of(batches)), *trainer.holdings()]
+
+    tracker = _FakeTracker("meta", trainer.plain_model, holdings)
+    with tracker.tracking():
+        trainer.train_step(*batches)
+    return dict(attribute(tracker.record, trainer.memory_rules).peak_components)

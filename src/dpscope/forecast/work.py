@@ -1,0 +1,123 @@
+"""How long a step takes: its operators' bytes and operations against what a card sustains, and the host's pace.
+
+A kernel takes as long as the slower of its operations and its bytes need, at the share of the card's peak that such
+kernels reach, and a little to begin. The host takes some microseconds for each operator. Whoever is slower decides.
+The shares and the host's pace were fitted to steps on one H200 (benchmarks/results/…-plan.md).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dpscope.forecast.cards import Card
+from dpscope.instruments.families import operator_family
+from dpscope.instruments.operators import distinct_tensors, flops_of, moved_by, operator_name, tensor_bytes
+from dpscope.vocabulary import launches, phases
+from dpscope.vocabulary.families import ATTENTION, GEMM
+
+UNALIGNED = "gemm, unaligned"  # a vocabulary of 50,257 is the common case
+CONVOLUTION = "convolution"
+HALF, TF32, FP32 = "half", "tf32", "fp32"
+PRODUCTS = {HALF: 0.85, TF32: 0.75, FP32: 0.7}  # shares of the card's peak that matrix products reach
+SLOWER = {UNALIGNED: 0.4, CONVOLUTION: 0.22}  # times that
+ATTENDING = 0.7  # by attention's kernels; those of float32 without tensor cores
+MOVING = 0.53  # of the bandwidth, by kernels that move bytes
+BEGINNING = 5e-6  # seconds a kernel takes besides
+HOST = 17.5e-6  # seconds the host takes for an operator
+HOST_OF = {"flash": 1.32, "flat": 0.75, "ghost": 0.71}  # times that: Python between the operators, or less of autograd
+TOGETHER = 6  # how sharply the slower of GPU and host decides: the exponent of their norm
+
+
+def _format_of(tensors: Sequence[Tensor]) -> torch.dtype:
+    """In which products are made: the narrowest format among their operands."""
+    formats = [each.dtype for each in tensors if each.is_floating_point()]
+    return min(formats, key=lambda dtype: dtype.itemsize, default=torch.float32)
+
+
+def _is_unaligned(tensors: Sequence[Tensor]) -> bool:
+    """Whether rows of half-precision operands begin off 16-byte words, which the fast kernels do not serve."""
+    return any(size % 8 for each in tensors[-2:] if each.dtype.itemsize == 2 for size in each.shape[-2:])
+
+
+class Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Adds up what the operators of a step take on a card."""
+
+    def __init__(self, card: Card, method: str, *, tf32: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._card = card
+        self._method = method
+        self._tf32 = tf32
+        self.operators = 0
+        self.kernels = 0
+        self.by_family: dict[str, list[float]] = defaultdict(
+            lambda: [0.0, 0.0, 0.0, 0.0]
+        )  # flops, bytes, calls, seconds
+        self._phases: list[str] = []
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        with phases.listening(self._in_phase), launches.hearing(self._launched), self:
+            yield
+
+    @contextmanager
+    def _in_phase(self, name: str) -> Iterator[None]:
+        self._phases.append(name)
+        try:
+            yield
+        finally:
+            self._phases.pop()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        self.operators += 1
+        moved = moved_by(func, args, kwargs, out, "cuda")
+        if any(moved):
+            tensors = [each for each in args if isinstance(each, Tensor)]
+            phase = self._phases[-1] if self._phases else None
+            family = operator_family(operator_name(func), [each.shape for each in tensors], phase)
+            if family == GEMM:
+                convolves = "convolution" in operator_name(func)
+                family = CONVOLUTION if convolves else UNALIGNED if _is_unaligned(tensors) else GEMM
+            self._add(family, _format_of(tensors), flops_of(func, args, kwargs, out), sum(moved))
+        return out
+
+    def _launched(self, launch: launches.Launch) -> None:
+        moved = sum(map(tensor_bytes, distinct_tensors([*launch.reads, *launch.writes])))
+        self.operators += 1
+        self._add(launch.family, _format_of(launch.reads), launch.flops, moved)
+
+    def _add(self, family: str, dtype: torch.dtype, flops: int, moved: int) -> None:
+        seconds = max(self._computing(family, dtype, flops), moved / (MOVING * self._card.bytes_per_second)) + BEGINNING
+        total = self.by_family[family]
+        for place, value in enumerate((flops, moved, 1, seconds)):
+            total[place] += value
+        self.kernels += 1
+
+    def _computing(self, family: str, dtype: torch.dtype, flops: int) -> float:
+        card = self._card
+        kind = HALF if dtype.itemsize <= 2 else TF32 if self._tf32 else FP32
+        rates = {HALF: card.half_flops, TF32: card.tf32_flops, FP32: card.fp32_flops}
+        if family == ATTENTION:
+            return flops / (ATTENDING * (card.half_flops if kind == HALF else card.fp32_flops))
+        return flops / (rates[kind] * PRODUCTS[kind] * SLOWER.get(family, 1.0))
+
+    @property
+    def gpu_seconds(self) -> float:
+        return sum(total[3] for total in self.by_family.values())
+
+    @property
+    def host_seconds(self) -> float:
+        return self.operators * HOST * HOST_OF.get(self._method, 1.0)
+
+    @property
+    def seconds(self) -> float:
+        together: float = (self.gpu_seconds**TOGETHER + self.host_seconds**TOGETHER) ** (1 / TOGETHER)
+        return together

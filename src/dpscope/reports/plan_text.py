@@ -1,0 +1,167 @@
+"""A plan in words and as a page: a verdict first, then the table, then what would change most."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from typing import Any
+
+from dpscope.units import MISSING, format_bytes, format_ms, format_ratio, format_throughput
+
+PlanPart = Mapping[str, Any]
+
+HEADINGS = (
+    "method",
+    "batch × passes",
+    "peak",
+    "step",
+    "samples/s",
+    "steps",
+    "σ",
+    "ε (PRV)",
+    "ε (RDP)",
+    "hours",
+    "price",
+)
+
+
+def describe_plan(plan: Mapping[str, Any]) -> str:
+    """Everything a person reads of a plan, as plain text."""
+    parts = ["\n".join(verdict(plan)), _table([HEADINGS, *map(_cells, plan["methods"])])]
+    parts += [_components(row) for row in plan["methods"] if row["batch_size"]][-1:]
+    if plan["effects"]:
+        parts.append("\n".join(["What would change most:", *map(_effect, plan["effects"])]))
+    parts.append("\n".join(notes(plan)))
+    return "\n\n".join(part for part in parts if part)
+
+
+def verdict(plan: Mapping[str, Any]) -> Iterator[str]:
+    """A few sentences: what fits, what limits it, how long it takes."""
+    card = plan["card"]
+    length = "" if plan["seq_len"] is None else f", sequence {plan['seq_len']}"
+    how = "predicted, nothing was run" if plan["how"] == "predicted" else "probed on this GPU and extrapolated"
+    yield f"{plan['workload']}, {plan['dtype']}{length}, on {card['title']} ({how})."
+    for row in plan["methods"]:
+        yield f"  {row['method']}: {_sentence(row, card)}"
+
+
+def _sentence(row: PlanPart, card: PlanPart) -> str:
+    if "refused" in row:
+        return f"cannot be planned: {row['refused']}."
+    if not row["batch_size"]:
+        return (
+            f"does not fit. A batch of {row['needs_batch']} peaks at {format_bytes(row['needs_bytes'])}, and "
+            f"{format_bytes(card['limit_bytes'])} are there."
+        )
+    peak = format_bytes(row["step"]["peak_bytes"])
+    sentence = f"batches of {row['batch_size']} fit ({peak}, most of it {row['limited_by'].replace('_', ' ')})"
+    if "privacy" in row:
+        privacy = row["privacy"]
+        epsilon = privacy["epsilon"][privacy["accountant"]]
+        sentence += f"; ε = {epsilon:.3g} at δ = {privacy['delta']:.1e} with σ = {privacy['noise_multiplier']:.4g}"
+    if "hours" in row:
+        sentence += f"; {row['hours']:.3g} hours" + (f", {row['price']:.2f} in money" if "price" in row else "")
+    return sentence + "."
+
+
+def _cells(row: PlanPart) -> tuple[str, ...]:
+    if not row["batch_size"]:
+        why = "refused" if "refused" in row else f"needs {format_bytes(row['needs_bytes'])}"
+        return (row["method"], why, *[MISSING] * (len(HEADINGS) - 2))
+    privacy = row.get("privacy")
+    figures = [MISSING] * 3
+    if privacy:
+        figures = [
+            f"{privacy['noise_multiplier']:.4g}",
+            *(f"{privacy['epsilon'][name]:.3f}" for name in ("prv", "rdp")),
+        ]
+    return (
+        row["method"],
+        f"{row['batch_size']} × {row['accumulation']}",
+        format_bytes(row["step"]["peak_bytes"]),
+        format_ms(1e3 * row["step"]["seconds"]),
+        format_throughput(row["samples_per_second"]),
+        str(row.get("steps", MISSING)),
+        *figures,
+        f"{row['hours']:.3g}" if "hours" in row else MISSING,
+        f"{row['price']:.2f}" if "price" in row else MISSING,
+    )
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def _components(row: PlanPart) -> str:
+    parts = {name: size for name, size in row["step"]["components"].items() if size}
+    lines = [f"The peak of {row['method']} at {row['batch_size']} samples, by component:"]
+    lines += [
+        f"  {name.replace('_', ' '):24}{format_bytes(size):>12}"
+        for name, size in sorted(parts.items(), key=lambda item: -item[1])
+    ]
+    peaks = ", ".join(f"{batch}: {format_bytes(peak)}" for batch, peak in row["peaks"].items())
+    return "\n".join([*lines, f"Peaks by batch: {peaks}."])
+
+
+def _effect(effect: PlanPart) -> str:
+    return (
+        f"  {effect['what']} ({effect['method']}): {format_ratio(effect['peak_ratio'])} the peak "
+        f"({format_bytes(effect['peak_bytes'])}), {format_ratio(effect['time_ratio'])} the time a sample"
+    )
+
+
+def notes(plan: Mapping[str, Any]) -> Iterator[str]:
+    """What a reader should know beside the figures."""
+    card = plan["card"]
+    yield (
+        f"{card['title']}: {format_bytes(card['usable_bytes'])} for torch, of which {card['margin']:.0%} are left free "
+        f"({card['source']})."
+    )
+    private = [row for row in plan["methods"] if "privacy" in row]
+    if private:
+        privacy = private[0]["privacy"]
+        yield (
+            f"Poisson sampling at rate {privacy['sample_rate']:.4g}: {privacy['expected_batch']} samples a step are "
+            "expected, and a draw may hold more. Train with BatchMemoryManager(max_physical_batch_size=…): then none "
+            "is cut short."
+        )
+        yield from privacy["notes"]
+    yield from plan["remarks"]
+
+
+def plan_page(plan: Mapping[str, Any]) -> str:
+    """The same as one HTML file that needs no network."""
+
+    def row(cells: Sequence[str], tag: str) -> str:
+        return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+    table = "\n".join([row(HEADINGS, "th"), *(row(_cells(each), "td") for each in plan["methods"])])
+    lines = "".join(f"<p>{escape(line.strip())}</p>" for line in verdict(plan))
+    effects = "".join(f"<li>{escape(_effect(each).strip())}</li>" for each in plan["effects"])
+    details = "".join(f"<pre>{escape(_components(each))}</pre>" for each in plan["methods"] if each["batch_size"])
+    said = "".join(f"<p>{escape(line)}</p>" for line in notes(plan))
+    title = escape(f"Plan: {plan['workload']} on {plan['card']['title']}")
+    return _PAGE.format(title=title, verdict=lines, table=table, details=details, effects=effects, notes=said)
+
+
+_PAGE = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><title>{title}</title>
+<style>
+:root {{ color-scheme: light dark }}
+body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem }}
+table {{ border-collapse: collapse; width: 100% }}
+th, td {{ text-align: left; padding: .35rem .6rem; border-bottom: 1px solid #8886; font-variant-numeric: tabular-nums }}
+pre {{ background: #8881; padding: .8rem; overflow-x: auto }}
+</style>
+<h1>{title}</h1>
+{verdict}
+<table>{table}</table>
+{details}
+<h2>What would change most</h2>
+<ul>{effects}</ul>
+{notes}
+</html>
+"""

@@ -1,0 +1,183 @@
+"""A step on the fake device allocates what the memory instrument sees of the same step on real tensors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from dpscope.errors import UserError
+from dpscope.flash import dry_run
+from dpscope.forecast.cards import CARDS, find_card
+from dpscope.forecast.fake_device import DEVICE, ReadsValues, open_device
+from dpscope.forecast.segments import OutOfFakeMemory
+from dpscope.forecast.step import forecast_step
+from dpscope.instruments.memory import attribute, track
+from dpscope.runner.measurements.memory import _holdings
+from dpscope.runner.spec import RunSpec
+from dpscope.runner.steps import TrainingSteps
+from dpscope.workloads.configs import make_config, workload_of
+from dpscope.workloads.workload import Workload
+
+H200 = CARDS["h200"]
+
+
+CONFIG = make_config("tiny", num_layers=2, vocab_size=64, hidden_dim=64)
+
+
+def spec(method="standard", **settings):
+    settings = {"batch_size": 4, "seq_len": 32, "device": "cuda", **settings}
+    return RunSpec(workload=CONFIG, method=method, **settings)
+
+
+@pytest.mark.parametrize("method", ["standard", "flat", "ghost", "flash"])
+def test_components_add_up_to_the_peak(method):
+    step = forecast_step(spec(method), H200)
+    assert sum(step.components.values()) == step.peak_bytes
+    assert step.components["model_parameters"] == sum(p.nbytes for p in build().parameters())
+    assert step.reserved_bytes >= step.peak_bytes
+    assert step.seconds > 0
+
+
+def build():
+    from dpscope.workloads.workload import build_workload
+
+    return build_workload(CONFIG, batch_size=1, seq_len=32).model()
+
+
+def mlp_workload():
+    return Workload(
+        model=lambda: nn.Sequential(
+            nn.Linear(32, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 200), nn.Tanh(), nn.Linear(200, 4)
+        ),
+        batch=lambda seed, device: torch.randn(4, 16, 32, device=device),
+        loss=lambda model, batch: model(batch).square().flatten(1).sum(1),
+    )
+
+
+@pytest.mark.parametrize("method", ["standard", "flat", "ghost"])
+def test_the_peak_is_that_of_the_same_step_on_real_tensors(method):
+    real = RunSpec(workload=workload_of(mlp_workload), method=method, batch_size=4, optimizer="sgd", device="cpu")
+    step = TrainingSteps(real, warmup=2)
+    step.warm_up()
+    step.trainer.optimizer.zero_grad(set_to_none=True)
+    held = partial(_holdings, step.trainer, step.batches)
+    record = track(step, device="cpu", model=step.trainer.plain_model, holdings=held)
+    seen = attribute(record, step.trainer.memory_rules)
+    fake = forecast_step(replace(real, device="cuda"), H200)
+    of_libraries = fake.components.pop("unattributed")
+    assert fake.components == seen.peak_components
+    assert 0 <= of_libraries - H200.workspace_bytes <= 512 * len(record.lives)
+
+
+def test_flat_clipping_holds_a_gradient_for_each_sample():
+    weights = sum(p.nbytes for p in build().parameters())
+    step = forecast_step(spec("flat", batch_size=64, seq_len=2), H200)
+    assert step.components["per_sample_gradients"] >= 0.9 * 64 * weights
+
+
+def test_bf16_halves_what_products_leave_and_no_weight():
+    wide, narrow = (forecast_step(spec(dtype=dtype, batch_size=32, seq_len=256), H200) for dtype in ("fp32", "bf16"))
+    assert narrow.components["model_parameters"] == wide.components["model_parameters"]
+    assert narrow.components["activations"] < 0.75 * wide.components["activations"]
+
+
+def test_checkpointing_is_run_and_lean_flash_recomputes_blocks():
+    deep = {"workload": make_config("tiny", num_layers=6, vocab_size=64), "batch_size": 16, "seq_len": 256}
+    plain, checkpointed, lean = (
+        forecast_step(replace(spec("flash", dtype="bf16"), **deep, **more), H200, detailed=False).peak_bytes
+        for more in ({}, {"checkpoint_blocks": True}, {"checkpoint_blocks": True, "memory_budget": "lean"})
+    )
+    assert lean < checkpointed < plain
+
+
+def test_a_step_beyond_the_limit_runs_out_of_memory():
+    needed = forecast_step(spec(), H200, detailed=False).reserved_bytes
+    forecast_step(spec(), H200, detailed=False, limit=needed)
+    with pytest.raises(OutOfFakeMemory):
+        forecast_step(spec(), H200, detailed=False, limit=needed // 4)
+
+
+def test_nothing_of_a_dry_run_is_left_behind():
+    forecast_step(spec("flash"), H200, detailed=False)
+    assert dry_run.current() is None
+    kept = torch.ones(3)
+    assert kept.data_ptr() % 8 == 0
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
+    assert type(torch.empty(1)) is torch.Tensor
+
+
+def test_attention_is_the_kernel_that_the_card_would_take():
+    saved = {}
+    for name, dtype in (("h200", torch.bfloat16), ("a100-80gb", torch.bfloat16), ("h200", torch.float32)):
+        with open_device(find_card(name)):
+            q = torch.empty(2, 4, 16, 32, device=DEVICE, dtype=dtype, requires_grad=True)
+            saved[name, dtype] = type(nn.functional.scaled_dot_product_attention(q, q, q).grad_fn).__name__
+    assert "Cudnn" in saved["h200", torch.bfloat16]
+    assert "Flash" in saved["a100-80gb", torch.bfloat16]
+    assert "Efficient" in saved["h200", torch.float32]
+
+
+def test_groups_of_queries_in_float32_take_plain_products():
+    with open_device(H200):
+        q, k = (torch.empty(2, heads, 16, 32, device=DEVICE, requires_grad=True) for heads in (4, 2))
+        out = nn.functional.scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=True)
+        assert type(out.grad_fn).__name__ == "UnsafeViewBackward0"  # of a batched product
+        assert out.shape == q.shape
+        assert out.device == DEVICE
+
+
+class ReadsItself(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.linear(x)
+        return y * 2 if y.sum() > 0 else y
+
+
+def reading_workload():
+    return Workload(
+        model=ReadsItself,
+        batch=lambda seed, device: torch.randn(2, 4, device=device),
+        loss=lambda model, batch: model(batch).sum(1),
+    )
+
+
+def test_a_model_that_reads_values_is_refused_in_a_sentence():
+    with pytest.raises(ReadsValues, match="knows shapes alone"):
+        forecast_step(
+            RunSpec(workload=workload_of(reading_workload), method="standard", batch_size=2, device="cuda"), H200
+        )
+
+
+MADE_BEFORE = nn.Linear(4, 4)
+
+
+def early_workload():
+    return Workload(
+        model=lambda: MADE_BEFORE,
+        batch=lambda seed, device: torch.randn(2, 4, device=device),
+        loss=lambda model, batch: model(batch).sum(1),
+    )
+
+
+def test_a_model_that_was_made_before_is_refused_in_a_sentence():
+    early = RunSpec(workload=workload_of(early_workload), method="standard", batch_size=2, device="cuda")
+    with pytest.raises(UserError, match="cannot be followed on fake tensors"):
+        forecast_step(early, H200)
+
+
+def test_several_processes_are_refused_in_a_sentence():
+    with pytest.raises(UserError, match="several processes"):
+        forecast_step(spec(gpus=2), H200)
+
+
+def test_an_unknown_card_is_refused_with_the_names_there_are():
+    with pytest.raises(UserError, match=r"unknown card 'h300'.*h100-80gb"):
+        find_card("h300")
