@@ -102,10 +102,6 @@ def command(
         device=resolve_device(device),
         **{name: options.pop(name) for name in (*OF_A_STEP, "gpus", "parallel")},
     )
-    if json_file:  # before minutes are spent
-        if not json_file.parent.is_dir():
-            raise UserError(f"cannot write {json_file}: there is no folder {json_file.parent}")
-        require_writable(json_file)
     if spec.gpus > 1:
         _check_ranks(spec, methods, json_file, paths=paths, **options)
 
@@ -160,7 +156,7 @@ def _check_ranks(
     ok = any(ranks.ran for ranks in found) and all(ranks.ok for ranks in found if ranks.ran)
     if json_file:
         figures = {"ok": ok, "ranks": spec.gpus, "methods": [ranks.to_dict() for ranks in found]}
-        _write(json_file, json.dumps(figures, indent=2) + "\n")
+        write_json(json_file, json.dumps(figures, indent=2) + "\n")
         console.print(f"Written: {json_file}", highlight=False, markup=False)
     leave(ok)
 

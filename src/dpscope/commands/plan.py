@@ -8,9 +8,9 @@ from typing import Any
 
 import click
 
-from dpscope.commands.check import _their_mistakes, _write
+from dpscope.commands.check import _their_mistakes
 from dpscope.commands.console import make_console, name_files
-from dpscope.commands.options import CommaList, setting_option, workload_from, workload_options
+from dpscope.commands.options import CommaList, setting_option, workload_from, workload_options, write_json
 from dpscope.endings import leave
 from dpscope.errors import UserError
 from dpscope.runner.planning import DEFAULT_METHODS
@@ -103,10 +103,10 @@ def command(
     console.print(describe_plan(found), highlight=False, markup=False, soft_wrap=True)
     written = []
     if json_file is not None:
-        _write(json_file, json.dumps(found, indent=1, allow_nan=False))
+        write_json(json_file, json.dumps(found, indent=1, allow_nan=False))
         written.append(json_file)
     if page_file is not None:
-        _write(page_file, plan_page(found))
+        write_json(page_file, plan_page(found))
         written.append(page_file)
     if written:
         name_files(console, written)
