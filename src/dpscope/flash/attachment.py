@@ -183,6 +183,7 @@ class Attachment:
         With no module given a rehearsal was refused, perhaps for what was taken for samples by its size.
         """
         followed = [tap for tap in self.taps if isinstance(tap, BareTap)]
+        self._ladder.followed.update(tap.module for tap in followed)
         expanded = list(self._engine.rehearsals.expanded)
         self._engine.rehearsals.forget()
         if not strays and sum(tap.reconsider() for tap in followed if not modules or tap.module in modules):

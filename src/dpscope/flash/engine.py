@@ -208,6 +208,14 @@ class FlashEngine:
         """Return whether a module runs sample by sample."""
         return any(isinstance(tap, OpaqueTap) for tap in self._attachment.taps)
 
+    def run_by_loop(self) -> bool:
+        """Run samples one after the other where vmap runs them at once; return whether there is such a module."""
+        units = [tap for tap in self._attachment.taps if isinstance(tap, OpaqueTap) and not tap.by_loop]
+        for tap in units:
+            tap.by_loop = True
+            tap.describe("a loop over samples, because vmap failed in backward")
+        return bool(units)
+
     def trained(self) -> dict[str, nn.Parameter]:
         """The parameters that require a gradient, by name."""
         return {slot.name: slot.parameter for slot in self._slots.values() if slot.parameter.requires_grad}

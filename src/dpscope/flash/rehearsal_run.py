@@ -199,11 +199,15 @@ def untouched(model: nn.Module) -> Iterator[None]:
     numpy = sys.modules.get("numpy")
     numpy_state = numpy.random.get_state() if numpy is not None else None
     state = random.getstate()
+    generators = {id(v): v for m in model.modules() for v in vars(m).values() if isinstance(v, torch.Generator)}
+    own_states = [(generator, generator.get_state()) for generator in generators.values()]
     try:
         with torch.random.fork_rng(cuda_devices(model)):
             yield
     finally:
         random.setstate(state)
+        for generator, own_state in own_states:
+            generator.set_state(own_state)
         if numpy is not None:
             numpy.random.set_state(numpy_state)
         state_of_modules.take_changes()

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import _get_current_function_mode_stack
 
 from dpscope.errors import UserError
@@ -24,6 +25,7 @@ from dpscope.flash.module_state import BufferWatch
 from dpscope.flash.ranks.ranks import Ranks
 from dpscope.flash.rehearsal import Rehearsal, RootCall
 from dpscope.flash.rehearsal_run import ParametersUsed, Run, Sampled
+from dpscope.flash.saved_tensor_hooks import current_hooks
 from dpscope.flash.schedule import LookSchedule
 from dpscope.flash.self_test import SelfTest, TestedEngine
 from dpscope.flash.stand_in import NotFollowed
@@ -139,7 +141,7 @@ class RehearsedCalls:
                 "mix. A forward must give the same when it is called again with the same arguments"
             ) from begun.failure
         self.settle(unknown, begun.call)
-        if begun.way not in self._searched and (self.followed or begun.call.compiled is None):
+        if self.followed and begun.way not in self._searched:
             self._search_past_taps(output)
             if len(self._searched) >= MOST_WAYS:
                 self._searched.clear()
@@ -218,8 +220,15 @@ class RehearsedCalls:
             return
         rehearsal = self._rehearsal(call)
         test = SelfTest(self._engine, call, rehearsal.sampled_leaves(), rehearsal.rows(), seed=self.schedule.passes)
-        with self._engine.forwards.trial():
-            test.run()
+        # Hooks on saved tensors that are active, say of a checkpoint around the model, are to see nothing of it.
+        hidden = nullcontext() if current_hooks() is None else saved_tensors_hooks(lambda x: x, lambda x: x)
+        with self._engine.forwards.trial(), hidden:
+            try:
+                test.run()
+            except RuntimeError:
+                if not self._engine.run_by_loop():  # vmap went through forward, and not through backward
+                    raise
+                test.run()
 
     def _rehearsal(self, call: RootCall) -> Rehearsal:
         options = {"in_any_dim": self._in_any_dim, "only_first": self.only_first}

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from dpscope.flash.arguments import Leaf, replace_leaves, take, tensors_in
 from dpscope.flash.autocast import no_autocast
-from dpscope.flash.autograd_graph import leaves_behind
+from dpscope.flash.autograd_graph import leaves_behind, nodes_behind
 from dpscope.flash.microbatch import MicroBatch
 from dpscope.flash.oracle import gradients_of
 from dpscope.flash.parameter_hooks import OWN_GRADIENTS
@@ -61,6 +61,8 @@ class TestedEngine(Protocol):
     def without_taps(self) -> AbstractContextManager[None]: ...
 
     def runs_by_sample(self) -> bool: ...
+
+    def run_by_loop(self) -> bool: ...
 
     def trained(self) -> dict[str, nn.Parameter]: ...
 
@@ -255,14 +257,9 @@ class SelfTest:
 
 def _gradients(total: Tensor, parameters: list[nn.Parameter]) -> Sequence[Tensor | None]:
     """Ordinary autograd's. A reentrant checkpoint is entered by `backward` alone, which DDP's hooks must not see."""
-    try:
-        found = torch.autograd.grad(total, parameters, allow_unused=True, retain_graph=True)
-        if not any(gradient is None for gradient in found) or torch.distributed.is_initialized():
-            return found
-    except RuntimeError as error:
-        if "use_reentrant" not in str(error):
-            raise
-    return gradients_of(total, parameters)
+    if any(type(node).__name__ == "CheckpointFunctionBackward" for node in nodes_behind([total])):
+        return gradients_of(total, parameters)
+    return torch.autograd.grad(total, parameters, allow_unused=True)
 
 
 def _reads_tf32(tensor: Tensor) -> bool:

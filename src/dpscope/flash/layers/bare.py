@@ -28,6 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from dpscope.errors import UserError
 from dpscope.flash import dry_run
 from dpscope.flash.autograd_graph import leaves_behind
+from dpscope.flash.compiled.frames import uncompiled
 from dpscope.flash.compiled.traced import break_graph
 from dpscope.flash.layers.bare_gradients import flatten, key_of, rebuild
 from dpscope.flash.layers.bare_node import apply_used, operands_of
@@ -75,6 +76,7 @@ _Places = list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter | None]]
 _BEYOND = frozenset(("__set__", "register_hook", "retain_grad", "backward", "requires_grad_", "share_memory_"))
 
 
+@uncompiled("flash clipping: a parameter is followed to the operators that use it, outside of graphs")
 def follow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What `func` answers, some of its operands being stand-ins."""
     name = getattr(func, "__name__", "")
@@ -342,7 +344,7 @@ class BareTap(TapOfSamples):
     def _rehearsed(self, role: BareUse, leaves: list[Any], ys: list[Tensor]) -> list[Tensor]:
         run = self.rehearsal
         assert run is not None
-        role.look([leaf for leaf in leaves if type(leaf) is not Bare])
+        role.look(run, [leaf for leaf in leaves if type(leaf) is not Bare])
         for leaf, row in zip(leaves, role.rows, strict=True):
             if row and type(leaf) is not Bare:  # what a parameter that is zero, say a gate, keeps from sight
                 run.see(role.operand, role.block(leaf), (0,))

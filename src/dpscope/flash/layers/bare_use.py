@@ -85,10 +85,12 @@ class BareUse(_Seen):
         self.copies = self.rule is None or called == "expand_rows"
         self.moves = False  # whether other operands differ between the runs of a rehearsal
         self._prints: list[Tensor] | None = None
+        self._runs: set[int] = set()  # of rehearsals that met it
         self.why = f"used by {called}: per-sample gradients are taken in backward"
 
-    def look(self, operands: list[Any]) -> None:
+    def look(self, run: object, operands: list[Any]) -> None:
         """Remember the other operands of a rehearsal's run, and whether they are others than before."""
+        self._runs.add(id(run))
         prints = [fingerprints(x.unsqueeze(0), 0) for x in operands if isinstance(x, Tensor)]
         if self._prints is None:
             self._prints = prints
@@ -97,7 +99,7 @@ class BareUse(_Seen):
 
     def by_chance(self) -> bool:
         """Whether a rehearsal has met it, and nothing of the samples in it."""
-        return bool(self._prints) and not self.moves
+        return bool(self._prints) and len(self._runs) > 1 and not self.moves
 
     def fits(self, leaves: list[Any], batch: int) -> bool:
         """Whether the sizes leave no doubt that rows are as they were."""
