@@ -105,8 +105,9 @@ class Rehearsal:
     def rows(self) -> list[int]:
         """Some of the samples, two at least: a quarter, or all where an argument relates samples to one another."""
         sampled = self.sampled_leaves()
-        leaves = [leaf for leaf in leaves_in(self.call) if isinstance(leaf, Tensor) and id(leaf) in sampled]
-        if not sampled or any(self.batch in leaf.shape[1:] for leaf in leaves):
+        leaves = [leaf for leaf in leaves_in(self.call) if isinstance(leaf, Tensor)]
+        # Sizes of which it cannot be told that they have nothing to do with the number of samples.
+        if not sampled or any(self.batch in _without(leaf.shape, sampled.get(id(leaf))) for leaf in leaves):
             return list(range(self.batch))
         count = min(self.batch, max(2, self.batch // MOST_SHARE))
         return sorted(_RANDOM.sample(range(self.batch), count))
@@ -135,9 +136,10 @@ class Rehearsal:
 
         def chosen(leaf: Leaf) -> Leaf:
             if id(leaf) in self.sampled:
-                leaf = take(leaf, rows, self.sampled[id(leaf)])
+                place = self.sampled[id(leaf)]
+                leaf = take(leaf, rows, place)
                 if self.across is not None and isinstance(leaf, Tensor) and leaf.dim() > 1:
-                    leaf = _across(leaf, self.across)
+                    leaf = _across(leaf, self.across, place)
                 return _altered(leaf) if altered and isinstance(leaf, Tensor) else leaf
             return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
@@ -526,10 +528,14 @@ def _modules_of(taps: Iterable[Sampled]) -> list[nn.Module]:
     return list(dict.fromkeys(tap.module for tap in taps))
 
 
-def _across(leaf: Tensor, order: Tensor) -> Tensor:
-    """The leaf with its further dimensions of as many entries in that order: what relates samples to one another."""
+def _without(shape: torch.Size, dim: int | None) -> list[int]:
+    return [size for axis, size in enumerate(shape) if axis != dim]
+
+
+def _across(leaf: Tensor, order: Tensor, place: int) -> Tensor:
+    """The leaf with its other dimensions of as many entries in that order: what relates samples to one another."""
     for dim, size in enumerate(leaf.shape):
-        if dim and size == len(order):
+        if dim != place and size == len(order):
             leaf = leaf.index_select(dim, order.to(leaf.device).roll(1))
     return leaf
 

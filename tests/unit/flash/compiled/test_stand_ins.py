@@ -5,7 +5,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -103,17 +102,6 @@ def test_a_hook_on_a_layer():
         step(called, batch())
 
     assert_as_eager(run)
-
-
-def test_a_parameter_that_is_used_past_its_layer_is_refused():
-    model = made()
-    model.between = lambda x: F.linear(x, model.second.weight)
-    called = compiled(model)
-    with (
-        FlashEngine(called, max_grad_norm=CLIP),
-        pytest.raises(UserError, match=r"second\.weight received an ordinary"),
-    ):
-        step(called, batch())
 
 
 def test_a_head_that_takes_no_part_in_the_loss():

@@ -225,21 +225,11 @@ class BatchMean(nn.Module):
         return (x - x.mean(0, keepdim=True)) * self.weight
 
 
-class BatchSecond(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(6))
-
-    def forward(self, x):
-        return (x * self.weight).unsqueeze(0)
-
-
-@pytest.mark.parametrize(("unit", "sentence"), [(BatchMean, "mixes samples"), (BatchSecond, "batch as the first")])
-def test_units_that_do_not_treat_samples_apart_are_refused_at_the_first_batch(unit, sentence):
-    model = nn.Sequential(nn.Linear(6, 6), unit())
+def test_a_unit_that_does_not_treat_samples_apart_is_refused_at_the_first_batch():
+    model = nn.Sequential(nn.Linear(6, 6), BatchMean())
     with FlashEngine(model, max_grad_norm=1.0):
         for _ in range(2):  # and again at the next
-            with pytest.raises(UserError, match=f"1 .*{sentence}"):
+            with pytest.raises(UserError, match="samples mix"):
                 model(torch.randn(3, 6))
 
 
