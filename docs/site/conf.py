@@ -37,6 +37,7 @@ exclude_patterns = [".*", "node_modules", "site", "src", "tests"] + [
 extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
     "sphinx.ext.githubpages",
     "sphinx_click",
     "docstrings",

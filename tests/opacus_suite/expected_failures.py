@@ -24,6 +24,9 @@ EXPECTED_FAILURES: dict[str, str] = {
         "wants an error where zero_grad() is not called between the parts of a logical batch; with flash clipping "
         "nothing is summed twice there"
     ),
+    "gradient_accumulation_test.py::*::test_privacy_engine_no_poisson_accumulation": (
+        "reads sums that have no noise yet from .grad; flash clipping keeps them in the engine until noise is added"
+    ),
     "dp_multihead_attention_test.py::*::test_multihead_attention": BATCH_FIRST,
     "embedding_bag_test.py::*::test_input_across_dims": "refused: a trainable EmbeddingBag (docs/flash.md)",
     "privacy_engine_validation_test.py::*::test_custom_linear_hooks": INTERNAL,

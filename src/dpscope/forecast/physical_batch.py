@@ -62,8 +62,6 @@ def find_physical_batch(
 
     Example:
         size = find_physical_batch(lambda b: loss_fn(model(b[0]), b[1]), next(iter(loader)), optimizer=optimizer)
-        with BatchMemoryManager(data_loader=loader, max_physical_batch_size=size, optimizer=optimizer) as batches:
-            ...
     """
     if not 0 <= margin < 1:
         raise UserError(f"margin must be a share between 0 and 1, not {margin}")

@@ -78,7 +78,8 @@ def test_a_sum_that_is_cut_out_of_a_padded_one_is_a_gradient_too():
     assert 0 < largest("fused, odd widths")["gradients"] - 4 * summed <= 4 * 91 * 96
 
 
-DECLARED = dict(allocations._components)
+# What a dry run on fake tensors allocates in place of a kernel is declared, too, and no step here does that.
+DECLARED = {key: value for key, value in allocations._components.items() if key[0].co_name != "_like_launched"}
 
 
 @pytest.mark.parametrize(("code", "operator"), DECLARED, ids=lambda part: getattr(part, "co_name", part))

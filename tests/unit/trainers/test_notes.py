@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import nn
 
 from dpscope.comparison import Comparison
-from dpscope.exactness.check import check
 from dpscope.plain_text import render_plain
 from dpscope.reports.export import to_records
 from dpscope.reports.joining import compare_results
@@ -20,7 +17,8 @@ from dpscope.results.schema import parse_result, result_for
 from dpscope.results.store import UnreadableResult
 from dpscope.trainers.base import TrainerSettings
 from dpscope.trainers.flash import DPFlashClippingTrainer
-from tests.unit.trainers.refused_models import BATCH, LENGTH, WIDTH, Positions, Words, between, workload
+from tests.unit.flash.layers.whole_units import whole
+from tests.unit.trainers.refused_models import BATCH, WIDTH, Positions, Words, between
 
 
 class Scale(nn.Module):
@@ -58,17 +56,6 @@ def notes_of(model, batch_size=BATCH):
     return trainer.notes()
 
 
-def test_a_bare_parameter_that_cannot_be_followed_is_told_with_its_cost_and_what_to_write():
-    model = Hooked()
-    numbers = sum(p.numel() for p in model.parameters())
-    (note,) = notes_of(model, batch_size=5)
-    assert note["modules"] == [""]
-    assert note["parameter_share"] == 1
-    assert note["kept_bytes"] == 5 * numbers * 4
-    assert "the model itself (Hooked), 100% of the trainable parameters, runs sample by sample" in note["sentence"]
-    assert f"write self.positions = nn.Embedding({LENGTH}, {WIDTH})" in note["sentence"]
-
-
 def test_where_the_parameter_is_followed_there_is_nothing_to_tell():
     assert notes_of(Words()) == []
     assert notes_of(Positions()) == []
@@ -80,15 +67,6 @@ def test_small_parameters_of_leaf_modules_cost_nothing_worth_a_word():
     frozen = Positions()
     frozen.positions.requires_grad_(False)  # a frozen parameter does not take its module with it
     assert notes_of(frozen) == []
-
-
-def test_a_convolution_in_an_opaque_module_is_told_however_few_its_parameters():
-    model = nn.Sequential(Patches(), nn.Linear(4, 500))
-    model[0].register_forward_pre_hook(lambda module, args: None)
-    (note,) = notes_of(model)
-    assert note["parameter_share"] < 0.1
-    assert note["sentence"].startswith("0 (Patches), ")
-    assert "because Patches owns token itself" in note["sentence"]
 
 
 def test_a_layer_of_torch_without_a_rule_is_told_without_a_remedy_that_there_is_not():
@@ -117,14 +95,6 @@ def test_a_note_reaches_the_result_file_the_summary_the_page_and_the_records(not
     assert [record["notes"] for record in to_records(compare_results(results))] == [None, sentence]
 
 
-def test_a_note_is_told_once_however_many_sizes_have_it(make_result):
-    (note,), (other,) = (notes_of(Hooked(), batch_size=size) for size in (2, 7))
-    assert note["sentence"] == other["sentence"]
-    assert other["kept_bytes"] == 3.5 * note["kept_bytes"]
-    results = [replace(make_result(method="flash", batch_size=size), notes=[note]) for size in (2, 7)]
-    assert " ".join(render_plain(summary(Report.of(results))).split()).count(note["sentence"]) == 1
-
-
 def test_without_notes_there_is_no_column_for_them(make_result):
     assert "notes" not in to_records(compare_results([make_result()]))[0]
 
@@ -135,15 +105,19 @@ def test_a_result_whose_notes_are_none_is_not_read(make_result):
         parse_result(text)
 
 
-@pytest.mark.slow
-def test_check_tells_it_too_and_its_paths_are_sentences():
-    (flash,) = check(workload(Hooked), ["flash"]).methods
-    assert "runs sample by sample through torch.func.vmap" in flash.notes[0]
-    whys = {row["parameter"]: row["why"] for row in flash.paths}
-    expected = "the model itself (Hooked) owns positions itself, so all of it takes its per-sample gradients from"
-    assert whys["first.weight"].startswith(expected)
-    (flash,) = check(workload(between(lambda: nn.LSTM(WIDTH, WIDTH, batch_first=True))), ["flash"]).methods
-    whys = {row["parameter"]: row["why"] for row in flash.paths}
-    assert whys["middle.weight_ih_l0"].startswith(
-        "middle (LSTM) has no layer family; its per-sample gradients come from"
-    )
+def test_a_module_that_runs_by_sample_is_told_with_its_cost_once_it_has_run():
+    class Mix(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+        def forward(self, x):
+            return x @ self.weight
+
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), whole(Mix()))
+    losses = lambda m, b: m(b).flatten(1).mean(1)  # noqa: E731
+    trainer = DPFlashClippingTrainer(model, losses, TrainerSettings(batch_size=BATCH))
+    assert trainer.notes() == []
+    trainer.train_step(torch.randn(BATCH, WIDTH))
+    (note,) = trainer.notes()
+    assert note["modules"] == ["1"] and "sample by sample" in note["sentence"]

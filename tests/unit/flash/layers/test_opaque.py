@@ -8,6 +8,7 @@ from dpscope.errors import UserError
 from dpscope.flash import FlashEngine
 from tests.unit.flash.agreement import CLIPPING, REDUCTIONS, assert_exact, private_step
 from tests.unit.flash.flash_models import sine_losses
+from tests.unit.flash.layers.whole_units import whole
 
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")
 
@@ -84,17 +85,6 @@ class DataDependent(nn.Module):
 
     def forward(self, x):
         return x * self.weight if x.sum().item() > 0 else self.weight * x
-
-
-def whole(module: nn.Module) -> nn.Module:
-    """Run sample by sample as one: a hook before forward does with a parameter what cannot be followed."""
-
-    def touch(module, args):
-        for parameter in module.parameters():
-            parameter.requires_grad_()
-
-    module.register_forward_pre_hook(touch)
-    return module
 
 
 UNITS = {

@@ -9,7 +9,7 @@ from dpscope.errors import UserError
 from dpscope.flash import FlashEngine, run_oracle
 from tests.unit.flash.agreement import assert_exact, private_step
 from tests.unit.flash.flash_models import sine_losses
-from tests.unit.flash.layers.test_opaque import whole
+from tests.unit.flash.layers.whole_units import whole
 
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")
 

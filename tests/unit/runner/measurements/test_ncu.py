@@ -54,6 +54,9 @@ class Trainer:
     def train_step(self, batch):
         return None
 
+    def begin_measuring(self):
+        pass
+
 
 @pytest.fixture
 def spec_of(make_spec):
