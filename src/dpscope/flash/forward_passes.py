@@ -229,7 +229,10 @@ class ForwardPasses:
 
     def _run(self, call: RootCall, outermost: bool, again: bool) -> Any:
         forward, args, kwargs, _, compiled = call
+        above = self._budget.above
         begun = self._rehearsals.begin(call) if outermost and not again else None
+        if begun is not None and begun.verified:
+            self._budget.begin_again(above)
         self._depth += 1
         try:
             # The checkpoints of a compiled forward are the compiler's: what their layers leave is held.

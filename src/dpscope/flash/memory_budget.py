@@ -88,6 +88,16 @@ class MemoryBudget:
         self.close()
         self._before_forward = self._read()
 
+    @property
+    def above(self) -> int:
+        """How far forward and loss go above what is live at the first layer."""
+        return self._above
+
+    def begin_again(self, above: int) -> None:
+        """Begin the forward pass anew, after passes that were none of the step's: what they took says nothing of it."""
+        self._above = above
+        self.begin_forward()
+
     def begin_backward(self) -> None:
         """A backward pass has reached a layer; only a micro-batch's first counts."""
         if self._in_backward:

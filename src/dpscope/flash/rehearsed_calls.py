@@ -50,6 +50,7 @@ class BegunPass(NamedTuple):
     way: object
     buffers: list[tuple[Tensor | None, int]]
     failure: Exception | None
+    verified: bool = False
 
 
 class RehearsedCalls:
@@ -113,17 +114,17 @@ class RehearsedCalls:
         modes = tuple(map(type, _get_current_function_mode_stack()))  # type: ignore[no-untyped-call]
         trained = tuple([module.training for module in self._modules])
         way = signature((call.args, call.kwargs)), trained, modes, call.batch > 1  # one sample shows nothing of several
-        failure = None
+        failure, verified = None, False
         if self._is_dry(call):
             return BegunPass(call, way, self.buffers.look(), None)
         if way not in self._rehearsed:
             self._begin_way()
             if call.batch and dry_run.current() is None:
-                failure = self._rehearse(call)
+                failure, verified = self._rehearse(call), True
                 self._remember(way)
         elif self.schedule.is_due(call.batch):
-            failure = self._look_again(call)
-        return BegunPass(call, way, self.buffers.look(), failure)
+            failure, verified = self._look_again(call), True
+        return BegunPass(call, way, self.buffers.look(), failure, verified)
 
     @staticmethod
     def _is_dry(call: RootCall) -> bool:
