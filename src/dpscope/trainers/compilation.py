@@ -29,6 +29,11 @@ def compile_model(model: nn.Module, mode: str) -> nn.Module:
     return compiled  # type: ignore[no-any-return]
 
 
+def torch_folder() -> str:
+    """Where torch is installed."""
+    return str(torch.__path__[0])
+
+
 def compile_obstacle(device: str) -> str | None:
     """Why torch.compile cannot work for a device of this machine, and how to mend it; None where it can be tried."""
     if device == "cuda":
@@ -43,7 +48,7 @@ def compile_obstacle(device: str) -> str | None:
         get_cpp_compiler()
     except Exception:  # of a class that differs between versions of torch
         return "torch.compile finds no C++ compiler: install g++, or set CXX to one that works"
-    if " " in torch.__path__[0]:  # Inductor hands paths to the linker without quotes
+    if " " in torch_folder():  # Inductor hands paths to the linker without quotes
         return "torch.compile cannot link from a path with a space: make the environment in a folder without one"
     return None
 

@@ -82,6 +82,7 @@ def test_a_missing_package_is_named_with_what_it_is_for_and_what_to_type(monkeyp
 
 
 def test_torch_compile_without_a_cpp_compiler_comes_with_a_remedy(monkeypatch):
+    monkeypatch.setattr("dpscope.trainers.compilation.torch_folder", lambda: "/anywhere")
     (works,) = diagnosis.check_compile()
     assert works.status == PRESENT
 
