@@ -207,10 +207,7 @@ class Rehearsal:
         for first, second in zip(before, after, strict=True):
             dims = [dim for dim, size in enumerate(first.shape) if size == len(index)]
             if dims and all(_apart_from(first, second, dim, kept) for dim in dims):
-                raise UserError(
-                    f"in a batch of {self.batch} samples, what the model gives for one sample changes with the others: "
-                    f"samples mix in its forward, so no sample has a gradient of its own. {_ADVICE}"
-                )
+                raise self._mixing()
 
     def _outputs(self, index: list[int], seed: int | None) -> list[Tensor]:
         run = self._run(Run(len(index), keep=EVERY_OUTPUT), index, seed=seed)
@@ -469,18 +466,12 @@ class Rehearsal:
         """Refuse samples that mix; where only rows of layers are not the samples, have modules around them tapped."""
         wrong = list(self._suspects(plain, self.content()))
         if any(tap is None for tap, _ in wrong):
-            raise UserError(
-                f"in a batch of {self.batch} samples, what the model gives for one sample changes with the others: "
-                f"samples mix in its forward, so no sample has a gradient of its own. {_ADVICE}"
-            )
+            raise self._mixing()
         if not wrong:
             self._refuse_reaching(plain)
         found = [tap for tap, _ in wrong or [key] if tap is not None]
         if not found:
-            raise UserError(
-                f"in a batch of {self.batch} samples, what the model gives for one sample changes with the others. "
-                f"{_ADVICE}"
-            )
+            raise self._mixing()
         first = found[0]
         if isinstance(first, OutputOf):
             reason = f"{first.unit.name} ({type(first.unit.module).__name__}) mixes samples. {_ADVICE}"
@@ -491,6 +482,12 @@ class Rehearsal:
             )
         units = [tap.unit if isinstance(tap, OutputOf) else tap for tap in found]
         raise NotFollowed(_modules_of(units), reason, climb=True)
+
+    def _mixing(self) -> UserError:
+        return UserError(
+            f"in a batch of {self.batch} samples, what the model gives for one sample changes with the others: "
+            f"samples mix in its forward, so no sample has a gradient of its own. {_ADVICE}"
+        )
 
     def _refuse_reaching(self, plain: Run) -> None:
         """Find layers whose output, changed in one row, reaches other samples: their rows are not the samples.
