@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dpscope.flash import FlashEngine
 from dpscope.flash.private_optimizer import DPFlashOptimizer
-from dpscope.runner.measurements.world import measure_rank
+from dpscope.runner.measurements.time import measure_rank
 from dpscope.runner.rank_check import check_ranks
 from dpscope.runner.spec import RunSpec
 from dpscope.workloads.configs import PRESETS

@@ -30,7 +30,7 @@ LAYERS = (
     ("errors", "paths", "places", "plain_text", "sentences", "units"),
     ("numbers", "packages"),
     ("vocabulary",),
-    ("endings", "outcomes"),
+    ("endings",),
     ("flash", "workloads", "results"),
     ("transformers", "accelerate", "lightning"),
     ("instruments",),
