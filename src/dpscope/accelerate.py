@@ -27,9 +27,9 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from dpscope.errors import UserError
-from dpscope.flash.opacus import PrivacyEngine
-from dpscope.flash.privacy_spent import continued
-from dpscope.flash.private_optimizer import DPFlashOptimizer
+from dpscope.flash.opacus.privacy_engine import PrivacyEngine
+from dpscope.flash.opacus.privacy_spent import continued
+from dpscope.flash.opacus.private_optimizer import DPFlashOptimizer
 
 
 class PlacedLoader:

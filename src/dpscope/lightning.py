@@ -18,8 +18,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from dpscope.errors import UserError
-from dpscope.flash.opacus import PrivacyEngine
-from dpscope.flash.privacy_spent import continued
+from dpscope.flash.opacus.privacy_engine import PrivacyEngine
+from dpscope.flash.opacus.privacy_spent import continued
 
 
 class PrivateTraining(Callback):

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from dpscope.batches import cast_batch
 from dpscope.errors import UserError
 from dpscope.flash import FlashEngine, OracleResult, pad_batch, real_rows, run_oracle
-from dpscope.flash.oracle import cast_batch
 from tests.fuzz.blocks import without_checkpoints
 from tests.fuzz.random_models import Case, losses_of, make_case
 from tests.unit.flash.agreement import distance, one_loss, private_step, reference, whole_size

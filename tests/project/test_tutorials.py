@@ -60,7 +60,13 @@ def recorded(monkeypatch):
 @pytest.fixture(scope="module")
 def libraries():
     """What tutorials import, imported once."""
-    for name in ("matplotlib.pyplot", "pandas", "torch", "dpscope.flash.opacus", "dpscope.exactness.check"):
+    for name in (
+        "matplotlib.pyplot",
+        "pandas",
+        "torch",
+        "dpscope.flash.opacus.privacy_engine",
+        "dpscope.exactness.check",
+    ):
         importlib.import_module(name)
 
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from dpscope.batches import batch_size_of, map_tensors, tensors_of
 from dpscope.errors import UserError
-from dpscope.flash.oracle import batch_size_of, map_tensors, tensors_of
 from dpscope.workloads.workload import Batch
 
 LARGE_FACTOR = 100.0  # how many times larger than an ordinary sample a large one is

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice, pairwise
 from typing import Any
 
-from dpscope.flash.oracle import batch_size_of
+from dpscope.batches import batch_size_of
 
 UNLIKELY = 1e-9
 DRAWS_TRIED = 256  # at most

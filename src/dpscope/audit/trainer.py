@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 
 from dpscope.audit.loop import Loop, MakeLoop
+from dpscope.batches import LossFn, split_batch
 from dpscope.errors import UserError
-from dpscope.flash.oracle import LossFn, split_batch
 from dpscope.trainers.base import TrainerBase
 from dpscope.vocabulary.settings import EAGER, TrainerSettings
 from dpscope.workloads.workload import Batch

@@ -16,6 +16,7 @@ from dpscope import numbers
 from dpscope.audit.check import check_loop
 from dpscope.audit.trainer import StepSettings, loop_maker
 from dpscope.audit.verdict import Audit
+from dpscope.batches import cast_batch
 from dpscope.errors import UserError
 from dpscope.exactness.faults import Evidence, find_faults
 from dpscope.exactness.figures import measure_errors, measure_rounding
@@ -24,7 +25,6 @@ from dpscope.exactness.reference import Reference, compare, make_reference
 from dpscope.exactness.report import EXACT, NOT_EXACT, Check, MethodCheck
 from dpscope.exactness.subject import Subject, computes_in_float32, make_subject
 from dpscope.exactness.updates import measure_update
-from dpscope.flash.oracle import cast_batch
 from dpscope.outcomes import outcome_of_exception
 from dpscope.paths import is_own_source
 from dpscope.sentences import list_names

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from dpscope.batches import cast_batch, sample_of
 from dpscope.exactness.reference import Reference, compare
 from dpscope.exactness.subject import REPEATABLE, Subject
-from dpscope.flash.oracle import cast_batch, gradients_by_name, sample_of
+from dpscope.flash.oracle import gradients_by_name
 from dpscope.instruments.module_hooks import module_hooks
 from dpscope.sentences import name_module
 

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from dpscope.audit.loop import Tensors
 from dpscope.audit.memory import release_memory
+from dpscope.batches import sample_of
 from dpscope.exactness.subject import Subject
-from dpscope.flash.oracle import gradients_by_name, sample_of
+from dpscope.flash.oracle import gradients_by_name
 
 # A parameter whose gradient vanishes against the whole (a key's bias before a softmax) has no relative error to speak
 # of: what one sees of it is rounding. It is held against this share of the whole.

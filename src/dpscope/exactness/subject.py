@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpscope.audit.memory import free_memory
+from dpscope.batches import LossFn, batch_size_of, cast_batch
 from dpscope.errors import UserError
-from dpscope.flash.oracle import LossFn, batch_size_of, cast_batch, gradients_by_name
+from dpscope.flash.oracle import gradients_by_name
 from dpscope.sentences import list_names
 from dpscope.trainers.base import require_loss_per_sample, require_trainable
 from dpscope.workloads.silence import silence

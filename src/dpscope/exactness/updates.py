@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from dpscope.audit.loop import Tensors
 from dpscope.audit.memory import release_memory
 from dpscope.audit.trainer import HUGE_LEARNING_RATE, StepSettings
+from dpscope.batches import split_batch
 from dpscope.errors import UserError
 from dpscope.exactness.subject import Subject
-from dpscope.flash.oracle import split_batch
 from dpscope.trainers.base import TrainerBase
 from dpscope.vocabulary.settings import TrainerSettings
 

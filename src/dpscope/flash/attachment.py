@@ -11,21 +11,21 @@ from torch.utils.hooks import RemovableHandle
 
 from dpscope.errors import UserError
 from dpscope.flash import layers
-from dpscope.flash.compiled.frames import refuse_compiled_forwards
 from dpscope.flash.compiled.regions import Region, region_taps
-from dpscope.flash.distributed import ReplicaTap
-from dpscope.flash.instance_method import InstanceMethod, instance_method
+from dpscope.flash.gradients.parameter_hooks import OWN_GRADIENTS, refuse_hooks
+from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.layers.bare import BareTap
 from dpscope.flash.layers.ladder import Ladder
 from dpscope.flash.layers.opaque import OpaqueTap
 from dpscope.flash.layers.torchs_own import class_is_own, instance_is_own
-from dpscope.flash.module_state import BufferWatch
-from dpscope.flash.parameter_hooks import OWN_GRADIENTS, refuse_hooks
+from dpscope.flash.ranks.distributed import ReplicaTap
 from dpscope.flash.ranks.layout import refuse_compiled, refuse_shards_inside
 from dpscope.flash.ranks.ranks import Ranks
-from dpscope.flash.root_taps import RootTap, ZeroGradTap
-from dpscope.flash.slots import Slot
-from dpscope.flash.taps import Engine, LayerTap
+from dpscope.flash.taps.root_taps import RootTap, ZeroGradTap
+from dpscope.flash.taps.taps import Engine, LayerTap
+from dpscope.flash.torch_side.frames import refuse_compiled_forwards
+from dpscope.flash.torch_side.instance_method import InstanceMethod, instance_method
+from dpscope.flash.torch_side.module_state import BufferWatch
 
 
 @dataclass

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from dpscope.batches import tensors_of
 from dpscope.errors import UserError
-from dpscope.flash.oracle import tensors_of
 from dpscope.forecast.cards import Card
 from dpscope.forecast.fake_device import DEVICE, FakeDevice, open_device
 from dpscope.forecast.segments import OutOfFakeMemory

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from dpscope.flash.oracle import cast_batch
+from dpscope.batches import cast_batch
 from dpscope.instruments.processes import end_with_lifeline, run_limited
 from dpscope.outcomes import outcome_of_exception
 from dpscope.runner.assembly import build

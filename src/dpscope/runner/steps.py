@@ -7,9 +7,9 @@ import math
 import torch
 from torch import Tensor
 
+from dpscope.batches import tensors_of
 from dpscope.errors import MeasurementFailed
-from dpscope.flash.oracle import tensors_of
-from dpscope.flash.ranks.shards import local
+from dpscope.flash.torch_side.shards import local
 from dpscope.instruments.peaks import cpu_peak, cuda_peak
 from dpscope.instruments.timing import Progress, no_progress
 from dpscope.results.payloads.memory import MemoryPayload

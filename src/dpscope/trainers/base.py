@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dpscope.batches import LossFn, tensors_of
 from dpscope.errors import UserError
-from dpscope.flash.oracle import LossFn, tensors_of
 from dpscope.places import load_at
 from dpscope.results.schema import Note
 from dpscope.trainers.checkpointing import checkpoint_blocks

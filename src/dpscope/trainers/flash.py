@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dpscope.flash.contributions import Kept, Saved, Summed
 from dpscope.flash.engine import FlashEngine
-from dpscope.flash.explanation import OpaqueUnit, costly_units
-from dpscope.flash.memory_budget import LEAN, MemoryLimit
-from dpscope.flash.private_optimizer import DPFlashOptimizer
+from dpscope.flash.gradients.contributions import Kept, Saved, Summed
+from dpscope.flash.gradients.explanation import OpaqueUnit, costly_units
+from dpscope.flash.gradients.memory_budget import LEAN, MemoryLimit
+from dpscope.flash.opacus.private_optimizer import DPFlashOptimizer
 from dpscope.instruments.memory import Holding
 from dpscope.results.schema import Note
 from dpscope.trainers.logical_batch import keep_clipped_sums

@@ -13,8 +13,8 @@ from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClippi
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dpscope.batches import tensors_of
 from dpscope.errors import UserError
-from dpscope.flash.oracle import tensors_of
 from dpscope.instruments.memory import Holding
 from dpscope.trainers.base import TrainerBase
 from dpscope.trainers.logical_batch import keep_clipped_sums

@@ -11,7 +11,7 @@ from opacus.utils.module_utils import trainable_modules
 from torch import nn
 
 from dpscope.errors import UserError
-from dpscope.flash.torch_version import require, require_for_shards
+from dpscope.flash.torch_side.torch_version import require, require_for_shards
 from dpscope.sentences import list_names, name_module
 from dpscope.trainers.spreading import is_sharded, policy_of
 from dpscope.vocabulary.settings import TrainerSettings

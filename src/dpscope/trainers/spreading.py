@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dpscope.flash.torch_version import require_for_shards
+from dpscope.flash.torch_side.torch_version import require_for_shards
 from dpscope.trainers.checkpointing import find_blocks
 from dpscope.vocabulary.settings import TrainerSettings
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from dpscope.flash.derived_loaders import WrappedDataset, derive_loader
 from dpscope.flash.padding.loader import PaddingSampler
+from dpscope.flash.torch_side.derived_loaders import WrappedDataset, derive_loader
 
 Parts = list[list[int]]  # of a draw: the indices of each physical batch
 

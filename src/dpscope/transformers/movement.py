@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dpscope.errors import UserError
-from dpscope.flash.private_optimizer import DPFlashOptimizer
+from dpscope.flash.opacus.private_optimizer import DPFlashOptimizer
 
 WATCHED = 16  # elements of each parameter: all of a trained one receive noise, so any of them tells
 NAMED = 3

@@ -29,10 +29,10 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 
 from dpscope.errors import UserError
-from dpscope.flash.opacus import PrivacyEngine
+from dpscope.flash.opacus.privacy_engine import PrivacyEngine
+from dpscope.flash.opacus.privacy_spent import continued
+from dpscope.flash.opacus.private_optimizer import DPFlashOptimizer
 from dpscope.flash.padding.rows import real_rows
-from dpscope.flash.privacy_spent import continued
-from dpscope.flash.private_optimizer import DPFlashOptimizer
 from dpscope.transformers.arguments import refuse_data, refuse_settings, take_privacy
 from dpscope.transformers.budget import epsilon_of, steps_left
 from dpscope.transformers.callbacks import PrivacyCallback, noting_models

@@ -47,13 +47,13 @@ from operator import is_
 import torch
 from torch import Tensor
 
-from dpscope.flash import dry_run
 from dpscope.flash.kernels.float32_products import operand_rounding
 from dpscope.flash.kernels.gram_kernels import FLOOR, FLOOR_FLOAT64, NEGLIGIBLE, SMALL, UNDERFLOW
 from dpscope.flash.kernels.gram_launches import launch_gram
 from dpscope.flash.kernels.gram_tiles import GramTiles, is_worth_aligning
 from dpscope.flash.kernels.gram_units import GramUnit, KindPlan, UnitKind, plan_units
 from dpscope.flash.kernels.triton_runtime import Backend, rows_are_aligned, use_triton, with_aligned_rows
+from dpscope.flash.torch_side import dry_run
 
 CHUNK_BYTES = 64 * 2**20
 """The fallback holds no temporary larger than this."""

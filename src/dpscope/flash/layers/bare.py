@@ -26,16 +26,16 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from dpscope.errors import UserError
-from dpscope.flash import dry_run
-from dpscope.flash.autograd_graph import leaves_behind
-from dpscope.flash.compiled.frames import uncompiled
-from dpscope.flash.compiled.traced import break_graph
 from dpscope.flash.layers.bare_gradients import flatten, key_of, rebuild
 from dpscope.flash.layers.bare_node import apply_used, operands_of
 from dpscope.flash.layers.bare_use import BareUse, Constant, Expanded, Unrelated, learn, name_of, slot_of
-from dpscope.flash.saved_tensor_hooks import current_hooks
-from dpscope.flash.stand_in import NotFollowed, StandIn
-from dpscope.flash.taps import Engine, TapOfSamples, refuse_replaced
+from dpscope.flash.sample_rows.stand_in import NotFollowed, StandIn
+from dpscope.flash.taps.taps import Engine, TapOfSamples, refuse_replaced
+from dpscope.flash.taps.traced import break_graph
+from dpscope.flash.torch_side import dry_run
+from dpscope.flash.torch_side.autograd_graph import leaves_behind
+from dpscope.flash.torch_side.frames import uncompiled
+from dpscope.flash.torch_side.saved_tensor_hooks import current_hooks
 
 
 class Bare(StandIn):

@@ -17,16 +17,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from dpscope.flash import dry_run
-from dpscope.flash.autocast import no_autocast
-from dpscope.flash.autograd_graph import leaves_behind
-from dpscope.flash.contributions import Kept
+from dpscope.flash.gradients.contributions import Kept
+from dpscope.flash.gradients.parameter_hooks import OWN_GRADIENTS
+from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.layers.bare_gradients import RULES, Gradients, Operand, Rule, gradients_by_row, rebuild
-from dpscope.flash.parameter_hooks import OWN_GRADIENTS
-from dpscope.flash.rehearsal_run import OutputOf, fingerprints
-from dpscope.flash.slots import Slot
-from dpscope.flash.stand_in import StandIn
-from dpscope.flash.taps import TapOfSamples
+from dpscope.flash.sample_rows.rehearsal_run import OutputOf, fingerprints
+from dpscope.flash.sample_rows.stand_in import StandIn
+from dpscope.flash.taps.taps import TapOfSamples
+from dpscope.flash.torch_side import dry_run
+from dpscope.flash.torch_side.autocast import no_autocast
+from dpscope.flash.torch_side.autograd_graph import leaves_behind
 
 _IN_BLOCKS = frozenset(("add", "sub", "mul", "linear"))  # operators whose rules take rows as (B, k, ...) as well
 _MOST_OPEN = 5  # operands of which it is open whether they have a row for each sample

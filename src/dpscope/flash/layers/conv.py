@@ -16,13 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpscope.flash.contributions import Kept, Outer, Saved, chunks, wide, wide_product
+from dpscope.flash.gradients.contributions import Kept, Outer, Saved, chunks, wide, wide_product
+from dpscope.flash.gradients.paths import DIRECT, KEEP, RANK1, Decision, exact_path, stored_dtype
+from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.kernels.gram_norms import gram_norms_squared
 from dpscope.flash.kernels.gram_units import GramUnit
-from dpscope.flash.paths import DIRECT, KEEP, RANK1, Decision, exact_path, stored_dtype
-from dpscope.flash.saved_tensors import save, saved
-from dpscope.flash.slots import Slot
-from dpscope.flash.taps import Engine, LayerTap, Spec, TapOfSamples
+from dpscope.flash.taps.taps import Engine, LayerTap, Spec, TapOfSamples
+from dpscope.flash.torch_side.saved_tensors import save, saved
 from dpscope.vocabulary.allocations import allocates
 from dpscope.vocabulary.components import GRADIENTS
 

@@ -19,17 +19,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from dpscope.flash.autocast import autocast_dtype, no_autocast
-from dpscope.flash.compiled.traced import break_graph
-from dpscope.flash.contributions import Kept
+from dpscope.flash.gradients.contributions import Kept
+from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.kernels.sample_sums import bias_sums
 from dpscope.flash.layers.linear import keep_or_defer
 from dpscope.flash.layers.opaque import OpaqueTap
 from dpscope.flash.layers.sample_call import SampleCall
 from dpscope.flash.layers.torchs_own import class_is_own, instance_is_own
-from dpscope.flash.slots import Slot
-from dpscope.flash.stand_in import StandIn
-from dpscope.flash.taps import Engine, check_backward
+from dpscope.flash.sample_rows.stand_in import StandIn
+from dpscope.flash.taps.taps import Engine, check_backward
+from dpscope.flash.taps.traced import break_graph
+from dpscope.flash.torch_side.autocast import autocast_dtype, no_autocast
 
 _VF: Any = torch._VF
 _KERNELS = {"LSTM": _VF.lstm, "GRU": _VF.gru, "RNN_TANH": _VF.rnn_tanh, "RNN_RELU": _VF.rnn_relu}

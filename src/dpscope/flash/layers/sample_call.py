@@ -16,10 +16,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from dpscope.errors import UserError
-from dpscope.flash.arguments import KEEP_BATCH_FIRST
 from dpscope.flash.layers.unit import UnitTap
-from dpscope.flash.module_state import Remains, token, uncached_parametrizations
-from dpscope.flash.stand_in import StandIn
+from dpscope.flash.sample_rows.stand_in import StandIn
+from dpscope.flash.torch_side.arguments import KEEP_BATCH_FIRST
+from dpscope.flash.torch_side.module_state import Remains, token, uncached_parametrizations
 
 # What a forward may return besides tensors.
 _RETURNED = (type(None), bool, int, float, str)

@@ -25,11 +25,11 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import _StopRecomputationError
 
 from dpscope.errors import UserError
-from dpscope.flash import dry_run
-from dpscope.flash.arguments import KEEP_BATCH_FIRST
 from dpscope.flash.layers.sample_call import SampleCall, WrittenArguments
 from dpscope.flash.layers.unit import UnitTap
-from dpscope.flash.taps import Engine
+from dpscope.flash.taps.taps import Engine
+from dpscope.flash.torch_side import dry_run
+from dpscope.flash.torch_side.arguments import KEEP_BATCH_FIRST
 
 # How far two ways to compute the same may differ, relative to the largest value.
 _ANSWER_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}  # of float64 too: some modules compute in float32 inside

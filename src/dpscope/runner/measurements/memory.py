@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from dpscope.flash.oracle import tensors_of
+from dpscope.batches import tensors_of
 from dpscope.instruments.memory import Holding, MemoryUse, Tracker, attribute
 from dpscope.instruments.memory.snapshots import AFTER_WARMUP, Snapshots
 from dpscope.instruments.peaks import cpu_peak, cublas_workspace_bytes, cuda_peak, write_memory_history

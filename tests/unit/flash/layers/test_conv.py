@@ -6,7 +6,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from dpscope.flash import FlashEngine, contributions
+from dpscope.flash import FlashEngine
+from dpscope.flash.gradients import contributions
 from tests.unit.flash.agreement import CLIPPING, PATHS, REDUCTIONS, assert_exact
 from tests.unit.flash.flash_models import sine_losses
 
