@@ -119,6 +119,14 @@ class Rehearsal:
             found = {id(leaf): leaf.shape.index(self.batch) for leaf in tensors}
         return dict([*found.items()][:1]) if self.only_first else found
 
+    def has_different_samples(self) -> bool:
+        """Return whether any two samples differ: a batch of one sample many times shows nothing of several."""
+        sampled = self.sampled_leaves()
+        leaves = [leaf for leaf in leaves_in(self.call) if id(leaf) in sampled]
+        plain = [leaf.movedim(sampled[id(leaf)], 0) for leaf in leaves if isinstance(leaf, Tensor)]
+        # Packed sequences are not looked into.
+        return self.batch == 1 or len(plain) < len(leaves) or any(bool((leaf != leaf[:1]).any()) for leaf in plain)
+
     # -- running -----------------------------------------------------------------------------------------------------
 
     def _run(self, run: Run, index: list[int] | None = None, *, altered: bool = False, seed: int | None = None) -> Run:

@@ -121,7 +121,8 @@ class RehearsedCalls:
             self._begin_way()
             if call.batch and dry_run.current() is None:
                 failure, verified = self._rehearse(call), True
-                self._remember(way)
+                if self._rehearsal(call).has_different_samples():
+                    self._remember(way)
         elif self.schedule.is_due(call.batch):
             failure, verified = self._look_again(call), True
         return BegunPass(call, way, self.buffers.look(), failure, verified)
