@@ -198,3 +198,6 @@ BETWEEN: dict[str, tuple[Callable[[nn.Module], Any], bool]] = {
     "grad set": (_set, False),
     "zero_grad()": (lambda model: model.zero_grad(), True),
 }
+
+# What is refused, or fails in torch, so that the run ends with it.
+ENDING = ("max_norm", "scale_grad_by_freq", "replaced", "grad set", "clip_grad_value_")

@@ -17,12 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from tests.fuzz.blocks import TOKEN_LAYERS, WRAPPERS, Sizes
-from tests.fuzz.changes import BETWEEN, CHANGES, DURING, During
+from tests.fuzz.changes import BETWEEN, CHANGES, DURING, ENDING, During
 from tests.fuzz.mixing_blocks import Mixer, make_mixer
 from tests.fuzz.odd_layers import ODD_LAYERS
 from tests.fuzz.random_models import CLASSES, Model
 
 MOST_STEPS = 9
+FIXED_LENGTH = ("over", "position", "mask", "torch attention", "in place", "attention bias", "scale")
+"""Words in the names of blocks that take one length alone."""
 
 
 @dataclass
@@ -49,6 +51,7 @@ class Run:
     dtype: torch.dtype
     found: str = ""  # when mixing has to be refused (mixing_blocks.py); "" if nothing mixes
     names: list[str] = field(default_factory=list)
+    mistake: bool = False  # the user has done what is refused
 
     def __str__(self) -> str:
         sizes = [step.parts for step in self.steps]
@@ -81,7 +84,10 @@ def make_run(seed: int, device: str = "cpu") -> Run:
     torch.manual_seed(seed)
     first = rng.choice([2, 3, 4, 5, 8, 9])
     sizes = Sizes(
-        length=rng.choice([first, 2, 3, 5, 7]), width=rng.choice([first, 2, 4, 6]) if first > 1 else 4, side=4, vocabulary=9
+        length=rng.choice([first, 2, 3, 5, 7]),
+        width=rng.choice([first, 2, 4, 6]) if first > 1 else 4,
+        side=4,
+        vocabulary=9,
     )
     names: list[str] = []
     blocks = [_block(rng, sizes, names) for _ in range(rng.randint(1, 3))]
@@ -131,30 +137,33 @@ def _add_steps(
         run.found, begins = mixer.found, 0 if mixer.at_once else rng.randint(1, 3)
         # A look out of turn is not promised: the run goes on until the next one.
         count = max(count, begins + 1) if mixer.found != "look" else MOST_STEPS
-    fixed_length = any("over" in name or "positions" in name or "mask" in name for name in run.names)
+    fixed_length = any(word in name for name in run.names for word in FIXED_LENGTH)
     for index in range(count):
         size = first if index == 0 else rng.choice([first, first, rng.randint(1 if mixer is None else 2, 9)])
-        length = sizes.length if fixed_length or index == 0 else rng.choice([sizes.length, rng.randint(2, sizes.length)])
+        length = (
+            sizes.length if fixed_length or index == 0 else rng.choice([sizes.length, rng.randint(2, sizes.length)])
+        )
         inputs = torch.randint(sizes.vocabulary, (size, length)) if by_ids else torch.randn(size, length, 3)
         inputs = inputs.to(device, run.dtype if inputs.is_floating_point() else None)
         parts = _parts(rng, size) if mixer is None else [size]  # one sample mixes with nobody
         step = Step((inputs, torch.randint(CLASSES, (size,)).to(device)), parts)
         step.call = _call(rng, sizes)
         if len(step.parts) > 1:
-            step.between = rng.choice(list(BETWEEN))
+            step.between = rng.choice([name for name in BETWEEN if name not in ENDING or rng.random() < 0.1])
         if mixer is None and index and rng.random() < 0.6:
-            name = rng.choice(list(CHANGES))
+            name = rng.choice([name for name in CHANGES if name not in ENDING or rng.random() < 0.2])
             step.before.append(_changing(run, name, random.Random(f"{run.seed} {index}"), index))
         if mixer is None and index and rng.random() < 0.2:
             name = rng.choice(list(DURING))
             step.during = DURING[name]
             run.names.append(f"[{index}: {name}]")
         if begins is not None and index >= begins:
-            step.mixes = True
+            step.mixes = run.found != "count"
             step.call |= mixer.call if mixer is not None else {}
             if index == begins and mixer is not None:
                 step.before.append(mixer.arm)
         if step.between != "nothing":
+            step.before.append(lambda step=step: setattr(run, "mistake", run.mistake or step.between in ENDING))
             run.names.append(f"[{index}: {step.between}]")
         run.steps.append(step)
 
@@ -164,6 +173,7 @@ def _changing(run: Run, name: str, rng: random.Random, index: int) -> Callable[[
         done = CHANGES[name](run.model, rng)
         if done:
             run.names.append(f"[{index}: {done}]")
+            run.mistake = run.mistake or name in ENDING
 
     return change
 
@@ -184,4 +194,3 @@ def _call(rng: random.Random, sizes: Sizes) -> dict[str, Any]:
     if rng.random() < 0.25:
         options["shared"] = torch.randn(sizes.length, sizes.width)
     return options
-

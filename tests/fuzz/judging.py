@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dpscope.errors import UserError
-from dpscope.flash import FlashEngine, OracleResult, run_oracle
+from dpscope.flash import FlashEngine, OracleResult, rehearsal, run_oracle
 from dpscope.flash.oracle import copy_of, map_tensors
 from tests.fuzz.blocks import without_checkpoints
 from tests.fuzz.changes import BETWEEN
@@ -19,7 +19,7 @@ LOOKS = (2, 8, 32)  # passes at which even small batches are looked at
 
 
 class Verdict(NamedTuple):
-    """`kind`: exact, refused (samples do not mix), found (they do), error (torch's own), unseen
+    """`kind`: exact, refused (samples do not mix), found (they do), told (the user's mistake), error (torch's own), unseen
     (random mixing), untrainable (ordinary training fails, too)."""
 
     kind: str
@@ -37,6 +37,7 @@ def _micro_batches(step: Step) -> list[Any]:
 
 def judge(run: Run) -> Verdict:
     engine = None
+    rehearsal._RANDOM.seed(run.seed)  # which samples are looked at: so that a seed can be run again
     try:
         engine = FlashEngine(run.model, max_grad_norm=1.0, loss_reduction=run.loss_reduction, path=run.path)
         passes = 0
@@ -77,12 +78,13 @@ def _judge_step(run: Run, engine: FlashEngine, step: Step, index: int, passes: i
                 try:
                     BETWEEN[step.between][0](run.model)
                 except RuntimeError as error:  # torch's own, of gradients that are not there
-                    return Verdict("error", f"step {index}: {step.between}: {error}")
+                    return Verdict("told", f"step {index}: {step.between}: {error}")
             found = losses(run.model, part)
             (found.mean() if run.loss_reduction == "mean" else found.sum()).backward()
         engine.finish()
     except UserError as refusal:
-        return Verdict("found" if step.mixes else "refused", f"step {index}: {refusal}")
+        kind = "found" if step.mixes or run.found == "count" else "told" if run.mistake else "refused"
+        return Verdict(kind, f"step {index}: {refusal}")
     except Exception as error:
         if step.mixes:
             return Verdict("error", f"step {index}: {type(error).__name__}: {error}")
@@ -116,9 +118,7 @@ def _failure_of_ordinary_training(run: Run, engine: FlashEngine, parts: list[Any
     return ""
 
 
-def _truth(
-    run: Run, engine: FlashEngine, parts: list[Any], losses: Any
-) -> tuple[OracleResult, OracleResult, float]:
+def _truth(run: Run, engine: FlashEngine, parts: list[Any], losses: Any) -> tuple[OracleResult, OracleResult, float]:
     """The oracle's sums, in float64 and in the model's dtype, of all micro-batches together, and C."""
     batch = tuple(torch.cat(tensors) for tensors in zip(*parts, strict=True))
     with engine.without_taps(), without_checkpoints():

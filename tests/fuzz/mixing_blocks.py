@@ -4,6 +4,7 @@
 
     step    in the first step whose samples mix
     look    at the next look (docs/guarantees.md): what switches the mixing on is out of the engine's sight
+    count   in the first step, unless what comes after hides it, so that the step is exact
     random  with a probability: each look draws random numbers as the model does
 """
 
@@ -146,7 +147,7 @@ def _carried(rng: random.Random, width: int, effect: Callable[[Tensor], Tensor])
 def _divided(rng: random.Random, width: int, effect: Callable[[Tensor], Tensor]) -> Mixer:
     """Divides by the number of samples."""
     block = Block(lambda block, x: block.inner(x / len(x)).tanh(), inner=nn.Linear(width, width))
-    return Mixer(block, lambda: None, "step", at_once=True)
+    return Mixer(block, lambda: None, "count", at_once=True)
 
 
 MIXERS: dict[str, Callable[[random.Random, int, Callable[[Tensor], Tensor]], Mixer]] = {

@@ -1,10 +1,10 @@
 """Layers that are not what their class says, on tokens (B, T, d): every block treats samples apart.
 
-    overridden  subclasses with another forward, _conv_forward, weight, __getattr__, …; instances with methods of their own
-    hooked      forward hooks and pre-hooks that change what goes in and comes out
-    derived     weights that are made of parameters: standardised, parametrized, pruned, tied by hand
-    recurrent   LSTM, GRU and RNN with layers, directions, projections, states that are learned
-    keeping     modules that keep something of no sample from step to step
+overridden  subclasses with another forward, _conv_forward, weight, __getattr__, …; instances with methods of their own
+hooked      forward hooks and pre-hooks that change what goes in and comes out
+derived     weights that are made of parameters: standardised, parametrized, pruned, tied by hand
+recurrent   LSTM, GRU and RNN with layers, directions, projections, states that are learned
+keeping     modules that keep something of no sample from step to step
 """
 
 from __future__ import annotations
@@ -96,9 +96,7 @@ def _instance_norm(rng: random.Random, s: Sizes) -> nn.Module:
     def apply(self: nn.InstanceNorm1d, x: Tensor) -> Tensor:
         return effect(nn.InstanceNorm1d._apply_instance_norm(self, x))
 
-    return transposed(
-        _subclass(nn.InstanceNorm1d, _apply_instance_norm=apply)(s.width, affine=True, eps=0.1)
-    )
+    return transposed(_subclass(nn.InstanceNorm1d, _apply_instance_norm=apply)(s.width, affine=True, eps=0.1))
 
 
 def _weight_property(rng: random.Random, s: Sizes) -> nn.Module:
@@ -120,7 +118,9 @@ def _getattr(rng: random.Random, s: Sizes) -> nn.Module:
         found = nn.Module.__getattr__(self, name)
         return found * 3 if name == "weight" else found
 
-    return _placed(_subclass(cls, __getattr__=get)(*args, **kwargs))
+    layer = cls(*args, **kwargs)
+    layer.__class__ = _subclass(cls, __getattr__=get)
+    return _placed(layer)
 
 
 def _getattribute(rng: random.Random, s: Sizes) -> nn.Module:
