@@ -96,7 +96,7 @@ def make_run(seed: int, device: str = "cpu") -> Run:
         name, mixer = make_mixer(rng, sizes)
         names.append(name)
         blocks.insert(rng.randint(0, len(blocks)), mixer.block)
-    by_ids = rng.random() < 0.5
+    by_ids = rng.random() < 0.5 and mixer is None  # short samples of few ids may be one another in another order
     entry = nn.Embedding(sizes.vocabulary, sizes.width) if by_ids else nn.Linear(3, sizes.width)
     model: nn.Module = CalledModel(
         entry, blocks, lambda x: x.mean(1), nn.Linear(sizes.width, CLASSES), width=sizes.width

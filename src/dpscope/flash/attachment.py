@@ -118,14 +118,14 @@ class Attachment:
                 tap.install()
 
     def refresh(self) -> bool:
-        """Tap anew where layers are no longer what they were, or a class has another forward; return whether it is so.
+        """Tap anew where a layer is not what it was, or another module has another forward; return whether that was so.
 
         Asked at every pass: classes are looked at once each, instances by their class and the size of their dictionary.
         """
         changed = self._changed_layers()
         if changed:
             return self.retap(changed, "it is no longer the layer that it was")
-        if all(cls.forward is forward for cls, forward in self._forwards.items()):
+        if all(type(module).forward is forward for module, forward in self._forwards.items()):
             return False
         self._engine.rehearsals.forget()
         self._untap()
@@ -158,7 +158,8 @@ class Attachment:
                     _KnownLayer(unit.module, (type(unit.module), cls, names), len(unit.module.__dict__))
                 )
         self._classes = {layer.key for layer in self._layers}
-        self._forwards = {type(tap.module): type(tap.module).forward for tap in self.taps}
+        known = {layer.module for layer in self._layers}
+        self._forwards = {tap.module: type(tap.module).forward for tap in self.taps if tap.module not in known}
 
     def _install(self, tap: InstanceMethod) -> None:
         tap.install()

@@ -202,6 +202,7 @@ class ForwardPasses:
         if outermost and not again:
             self._rehearsals.schedule.begin_pass()
             if self.refresh():
+                self._rehearsals.schedule.begin_again()
                 return self.model.forward(*call.args, **call.kwargs)
         if not outermost or again:
             return self._run(call, outermost, again)
@@ -221,6 +222,7 @@ class ForwardPasses:
             if not self._retap(end.modules, reason, climb=end.climb, strays=end.strays):
                 first, self._first_misfit = self._first_misfit, ""
                 raise UserError(first) from None
+        self._rehearsals.schedule.begin_again()
         given = call.args, call.kwargs
         args, kwargs = given if self._rows is None else mark_batch(given, self._rows)
         return self.model.forward(*args, **kwargs)  # by the taps that are there now
