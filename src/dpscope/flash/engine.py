@@ -147,7 +147,7 @@ class FlashEngine:
             budget=self.path_rules.budget,
             ranks=self.ranks,
         )
-        self.forwards.changed_layers = self._attachment.changed_layers
+        self.forwards.refresh = self._attachment.refresh
         self._attachment.attach(self._slots.values())
 
     @property

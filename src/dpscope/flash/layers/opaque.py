@@ -85,10 +85,10 @@ class OpaqueTap(CheckedTap):
             return self._derive(given, args, kwargs)
         if not torch.is_grad_enabled():
             return self.original(*args, **kwargs) if self.rehearsal is None else self._rehearse(args, kwargs)
-        live = {key: slot for key, slot in self.slots.items() if slot.parameter.requires_grad}
+        whole = self.whole_parameters()  # one that was removed, as a bias may be, is not among them
+        live = {key: slot for key, slot in self.slots.items() if slot.parameter.requires_grad and key in whole}
         if not live:
             return self.original(*args, **kwargs)
-        whole = self.whole_parameters()
         sample_call = SampleCall(self, args, kwargs)
         sample_call.admit()
         if sample_call.batch:

@@ -96,7 +96,7 @@ class ForwardPasses:
         self._retap = retap
         self._rehearsals = rehearsals
         self._ranks = ranks
-        self.changed_layers: Callable[[], list[nn.Module]] = list  # of the attachment
+        self.refresh: Callable[[], bool] = bool  # of the attachment
         self._first_misfit = ""  # why a module could not be tapped as it was, where another way is being tried
         self.untapped = False  # taps are taken off for the moment
         self.in_trial = False
@@ -201,9 +201,8 @@ class ForwardPasses:
         self.state.open(call.batch, rows=self._rows, in_backward=again)
         if outermost and not again:
             self._rehearsals.schedule.begin_pass()
-            changed = self.changed_layers()
-            if changed:
-                self._retap(changed, "it is no longer the layer that it was")
+            if self.refresh():
+                self._rehearsals.schedule.begin_again()
                 return self.model.forward(*call.args, **call.kwargs)
         if not outermost or again:
             return self._run(call, outermost, again)
@@ -223,6 +222,7 @@ class ForwardPasses:
             if not self._retap(end.modules, reason, climb=end.climb, strays=end.strays):
                 first, self._first_misfit = self._first_misfit, ""
                 raise UserError(first) from None
+        self._rehearsals.schedule.begin_again()
         given = call.args, call.kwargs
         args, kwargs = given if self._rows is None else mark_batch(given, self._rows)
         return self.model.forward(*args, **kwargs)  # by the taps that are there now

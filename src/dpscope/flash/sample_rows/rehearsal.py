@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -61,6 +61,7 @@ _RANDOM = random.Random()
 # become all ones), which rounds differently.
 _ROW_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 _HALF_ROW_TOLERANCE = 5e-2
+_FULL_PRECISION = {torch.float32, torch.float64}
 
 
 class RootCall(NamedTuple):
@@ -78,7 +79,7 @@ class Rehearsal:
 
     rehearsing  a context in which taps tell a run what they are given
     in_any_dim  whether an argument may have its samples in another dimension than the first
-    only_first  whether the first argument alone has a row for each sample: others have as many by chance
+    shared      places of tensors, among the call's, that have as many rows as there are samples by chance
     """
 
     def __init__(
@@ -88,10 +89,10 @@ class Rehearsal:
         rehearsing: Callable[[Run], AbstractContextManager[None]],
         *,
         in_any_dim: bool,
-        only_first: bool = False,
+        shared: frozenset[int] = frozenset(),
     ) -> None:
         self.model = model
-        self.only_first = only_first
+        self.shared = shared
         self.rehearsing = rehearsing
         self.in_any_dim = in_any_dim
         self.forward, self.batch = call.forward, call.batch
@@ -113,11 +114,31 @@ class Rehearsal:
         return sorted(_RANDOM.sample(range(self.batch), count))
 
     def sampled_leaves(self) -> dict[int, int]:
-        found = {id(leaf): 0 for leaf in leaves_in(self.call) if rows_of(leaf) == self.batch}
-        if not found and self.in_any_dim:
-            tensors = [leaf for leaf in leaves_in(self.call) if isinstance(leaf, Tensor) and self.batch in leaf.shape]
-            found = {id(leaf): leaf.shape.index(self.batch) for leaf in tensors}
-        return dict([*found.items()][:1]) if self.only_first else found
+        leaves = [leaf for place, leaf in enumerate(leaves_in(self.call)) if place not in self.shared]
+        found = {id(leaf): 0 for leaf in leaves if rows_of(leaf) == self.batch}
+        if found or not self.in_any_dim:
+            return found
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and self.batch in leaf.shape]
+        return {id(leaf): leaf.shape.index(self.batch) for leaf in tensors}
+
+    def _readings(self) -> Iterator[None]:
+        """Set `shared` to what it may be, in turn: no argument, one, or all but the first (masks, tables)."""
+        sampled = self.sampled_leaves()
+        places = [place for place, leaf in enumerate(leaves_in(self.call)) if id(leaf) in sampled][1:]
+        given = self.shared
+        for more in dict.fromkeys([frozenset[int](), *(frozenset([place]) for place in places), frozenset(places)]):
+            self.shared, self._content = given | more, None
+            self.sampled = self.sampled_leaves()
+            yield
+        self.shared, self._content, self.sampled = given, None, sampled
+
+    def has_different_samples(self) -> bool:
+        """Return whether any two samples differ: a batch of one sample many times shows nothing of several."""
+        sampled = self.sampled_leaves()
+        leaves = [leaf for leaf in leaves_in(self.call) if id(leaf) in sampled]
+        plain = [leaf.movedim(sampled[id(leaf)], 0) for leaf in leaves if isinstance(leaf, Tensor)]
+        # Packed sequences are not looked into.
+        return self.batch == 1 or len(plain) < len(leaves) or any(bool((leaf != leaf[:1]).any()) for leaf in plain)
 
     # -- running -----------------------------------------------------------------------------------------------------
 
@@ -191,27 +212,82 @@ class Rehearsal:
                 self.across = None
 
     def look_again(self) -> None:
-        """Compare some rows with the random numbers of the step."""
-        self.sampled = self.sampled_leaves()
-        self._compare_rows(self.rows(), None)
+        """Compare some rows with the random numbers of the step, the first and the last of them replaced."""
+        refusals: list[UserError] = []
+        for _ in self._readings():
+            rows = self.rows()
+            try:
+                self._compare_rows(rows, None, (0, len(rows) - 1))
+                return
+            except UserError as error:
+                refusals.append(error)
+        raise refusals[0]
 
-    def _compare_rows(self, index: list[int], seed: int | None) -> None:
-        """Refuse a model in whose output other rows than that of a replaced sample change."""
-        place = _RANDOM.randrange(len(index))
-        others = [row for row in range(self.batch) if row not in index] or [row for row in index if row != index[place]]
-        replaced = [*index[:place], _RANDOM.choice(others), *index[place + 1 :]]
-        before, after = (self._outputs(rows, seed) for rows in (index, replaced))
-        if [each.shape for each in before] != [each.shape for each in after]:
-            return
-        kept = torch.tensor([row for row in range(len(index)) if row != place])
-        for first, second in zip(before, after, strict=True):
-            dims = [dim for dim, size in enumerate(first.shape) if size == len(index)]
-            if dims and all(_apart_from(first, second, dim, kept) for dim in dims):
-                raise self._mixing()
+    def _compare_rows(self, index: list[int], seed: int | None, places: Iterable[int] | None = None) -> None:
+        """Refuse a model in whose output other rows than that of a replaced sample change; one at random by default."""
+        before = self._outputs(index, seed)
+        for place in places or [_RANDOM.randrange(len(index))]:
+            others = [row for row in range(self.batch) if row not in index]
+            others = others or [row for row in index if row != index[place]]
+            after = self._outputs([*index[:place], _RANDOM.choice(others), *index[place + 1 :]], seed)
+            if [each.shape for each in before] != [each.shape for each in after]:
+                return
+            kept = torch.tensor([row for row in range(len(index)) if row != place])
+            for first, second in zip(before, after, strict=True):
+                dims = [dim for dim, size in enumerate(first.shape) if size == len(index)]
+                if dims and all(_apart_from(first, second, dim, kept) for dim in dims):
+                    raise self._mixing()
 
     def _outputs(self, index: list[int], seed: int | None) -> list[Tensor]:
         run = self._run(Run(len(index), keep=EVERY_OUTPUT), index, seed=seed)
         return [seen.value for (tap, _), seen in run.seen.items() if tap is None and seen.value is not None]
+
+    def compare_sizes(self) -> None:
+        """Refuse a model whose output for a sample depends on how many there are: one that divides by their number.
+
+        Every row has to differ. Where random numbers are drawn they are others for fewer samples: nothing is said then.
+        """
+        self.sampled = self.sampled_leaves()
+        rows = self.rows()
+        if len(rows) == self.batch:
+            rows = sorted(_RANDOM.sample(rows, max(1, self.batch // 2)))
+        try:
+            few = self._outputs(rows, 1)
+        except torch.OutOfMemoryError:
+            raise
+        except (Exception, NotFollowed):  # it takes no fewer
+            return
+        whole = self._outputs(list(range(self.batch)), 1)
+        if self._all_rows_differ(few, whole, rows) and not self._is_random(whole):
+            raise UserError(
+                "what the model gives for a sample depends on how many samples are in its batch, or on its place among "
+                f"them ({len(rows)} of {self.batch} alone give something else): no sample has a gradient of its own. "
+                "Divide by a fixed number, or leave the mean over samples to the loss"
+            )
+
+    def _all_rows_differ(self, few: list[Tensor], whole: list[Tensor], rows: list[int]) -> bool:
+        """Return whether every row of an output differs from that of the same sample in the whole batch."""
+        for mine, all_of_them in zip(few, whole, strict=False):
+            expected = [len(rows) if size == self.batch else size for size in all_of_them.shape]
+            dims = [dim for dim, size in enumerate(all_of_them.shape) if size == self.batch]
+            if len(dims) != 1 or list(mine.shape) != expected or not mine.is_floating_point():
+                continue
+            theirs = all_of_them.index_select(dims[0], torch.tensor(rows, device=mine.device))
+            a, b = (each.double().movedim(dims[0], 0).reshape(len(rows), -1) for each in (mine, theirs))
+            if bool(((a - b).norm(dim=1) > self._size_tolerance(b)).all()):
+                return True
+        return False
+
+    def _size_tolerance(self, rows: Tensor) -> Tensor:
+        """By how much each row may move: of what tells rows apart, or of their size where they are made of rounding."""
+        dtypes = {parameter.dtype for parameter in self.model.parameters()}
+        if is_coarse(rows) or not dtypes <= _FULL_PRECISION:
+            return 0.1 * rows.norm(dim=1)
+        return torch.maximum(1e-3 * (rows - rows.mean(0)).norm(dim=1), 1e-5 * rows.norm(dim=1))
+
+    def _is_random(self, outputs: list[Tensor]) -> bool:
+        again = self._outputs(list(range(self.batch)), 2)
+        return any(not torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(outputs, again, strict=True))
 
     def find_carried_state(self) -> None:
         """Refuse a model that keeps something of its samples for the next step, wherever it keeps it.
@@ -238,8 +314,9 @@ class Rehearsal:
                 self._refuse_carried(rows)
 
     def _shifted(self, rows: list[int]) -> list[int]:
-        """As many samples, others."""
-        return [(row + 1) % self.batch for row in rows]
+        """As many samples, others: not all of them in another order, of which a mean would say nothing."""
+        others = [(row + 1) % self.batch for row in rows]
+        return [others[1], *others[1:]] if len(rows) == self.batch else others
 
     def _refuse_carried(self, rows: list[int]) -> None:
         with untouched(self.model):
@@ -256,20 +333,13 @@ class Rehearsal:
 
     def judge(self) -> None:
         """Note what is known of every layer that was reached; raise UserError where rows are not samples."""
-        sampled = self.sampled_leaves()
         refusals: list[BaseException] = []
-        # An argument may be shared by all samples and have as many rows by chance: a mask, a table.
-        for hypothesis in (sampled, dict([*sampled.items()][:1])):
-            self.sampled, self._content = hypothesis, None
+        for _ in self._readings():
             try:
                 self._judge()
-                self.only_first = hypothesis is not sampled
                 return
             except (UserError, NotFollowed) as error:
                 refusals.append(error)
-                if len(sampled) < 2:
-                    break
-        self.sampled, self._content = sampled, None
         raise refusals[0]
 
     def _judge(self) -> None:
@@ -562,6 +632,12 @@ def _apart(plain: Tensor, first: Tensor, last: Tensor, dim: int) -> bool:
         for other in (first, last)
     )
     return not bool((of_first & of_last).any())
+
+
+def is_coarse(tensor: Tensor) -> bool:
+    """Return whether products that lead to the tensor may be rounded to less than its dtype: autocast, TF32."""
+    reads_tf32 = torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32
+    return torch.is_autocast_enabled(tensor.device.type) or (tensor.is_cuda and reads_tf32)
 
 
 def _inputs(run: Run) -> list[Key]:

@@ -28,7 +28,7 @@ from dpscope.flash.step.step_state import StepState
 from dpscope.flash.torch_side import dry_run
 from dpscope.flash.torch_side.arguments import KEEP_BATCH_FIRST, leaves_in, signature, tensors_in
 from dpscope.flash.torch_side.autograd_graph import leaves_behind
-from dpscope.flash.torch_side.module_state import BufferWatch
+from dpscope.flash.torch_side.module_state import BufferWatch, OptionWatch
 from dpscope.flash.torch_side.saved_tensor_hooks import current_hooks
 
 MOST_WAYS = 64
@@ -73,15 +73,16 @@ class RehearsedCalls:
         model = engine.model
         self.schedule = LookSchedule()
         self.buffers = BufferWatch(model, ())
+        self.options = OptionWatch(model)
         self.held_by_graphs: set[nn.Parameter] = set()  # parameters of tapped layers that ran in compiled graphs
         self._engine, self._model, self._state, self._ranks = engine, model, state, ranks
         self._modules = list(model.modules())
         self._begin_way = begin_way
         self._in_any_dim = in_any_dim
-        self._rehearsed: dict[object, None] = {}  # ways in which the root was called, in order
+        self._rehearsed: dict[object, frozenset[int]] = {}  # ways in which the root was called, in order, and `_shared`
         self._searched: set[object] = set()  # ways in which no parameter is reached past its taps
         self._warned_of_ways = False
-        self.only_first = False  # whether the first argument alone was found to hold the samples
+        self._shared: frozenset[int] = frozenset()  # of the way: tensors with as many rows by chance
 
     @contextmanager
     def rehearsing(self, run: Run) -> Iterator[None]:
@@ -117,13 +118,16 @@ class RehearsedCalls:
         failure, verified = None, False
         if self._is_dry(call):
             return BegunPass(call, way, self.buffers.look(), None)
-        if way not in self._rehearsed:
+        if self.options.has_changed() or way not in self._rehearsed:
             self._begin_way()
             if call.batch and dry_run.current() is None:
                 failure, verified = self._rehearse(call), True
-                self._remember(way)
+                if self._rehearsal(call).has_different_samples():
+                    self._remember(way)
         elif self.schedule.is_due(call.batch):
+            self._shared = self._rehearsed[way]
             failure, verified = self._look_again(call), True
+            self._rehearsed[way] = self._shared
         return BegunPass(call, way, self.buffers.look(), failure, verified)
 
     @staticmethod
@@ -133,6 +137,7 @@ class RehearsedCalls:
 
     def end(self, begun: BegunPass, unknown: list[UnknownCall], output: Any) -> None:
         """Refuse what the pass did wrong: buffers made of samples, rows that are no samples, parameters past taps."""
+        self.options.note()  # what forward itself has changed
         changed = self.buffers.changed(begun.buffers)
         if changed:
             self._judge_buffers(changed, begun.call)
@@ -167,7 +172,7 @@ class RehearsedCalls:
 
     def _remember(self, way: object) -> None:
         """Of a way that is forgotten samples are only told from other rows once more."""
-        self._rehearsed[way] = None
+        self._rehearsed[way] = self._shared
         if len(self._rehearsed) < MOST_WAYS:
             return
         del self._rehearsed[next(iter(self._rehearsed))]
@@ -182,13 +187,14 @@ class RehearsedCalls:
 
     def _rehearse(self, call: RootCall) -> Exception | None:
         """Rehearse the call; the error that kept it from being run, if there was one."""
-        self.only_first = False
+        self._shared = frozenset()
         try:
             rehearsal = self._rehearsal(call)
             if call.batch > 1:
                 rehearsal.judge()
                 rehearsal.draw_again()
-                self.only_first = rehearsal.only_first
+                rehearsal.compare_sizes()
+                self._shared = rehearsal.shared
             rehearsal.find_carried_state()
             self._self_test(call)
         except (UserError, torch.OutOfMemoryError):
@@ -206,6 +212,7 @@ class RehearsedCalls:
             rehearsal = self._rehearsal(call)
             if call.batch > 1:
                 rehearsal.look_again()
+                self._shared = rehearsal.shared
             if whole:
                 rehearsal.find_carried_state()
                 self._self_test(call)
@@ -232,8 +239,7 @@ class RehearsedCalls:
                 test.run()
 
     def _rehearsal(self, call: RootCall) -> Rehearsal:
-        options = {"in_any_dim": self._in_any_dim, "only_first": self.only_first}
-        return Rehearsal(call, self._model, self.rehearsing, **options)
+        return Rehearsal(call, self._model, self.rehearsing, in_any_dim=self._in_any_dim, shared=self._shared)
 
     def _judge_buffers(self, paths: list[str], call: RootCall) -> None:
         """Refuse buffers that forward changes differently when a sample is replaced."""

@@ -29,6 +29,10 @@ class LookSchedule:
         power_of_two = self.passes > 1 and self.passes & (self.passes - 1) == 0
         self._due = power_of_two or (self.passes > 1 and self._random.random() < RANDOM_SHARE)
 
+    def begin_again(self) -> None:
+        """Take back a pass that is not trained on: it begins anew, with other taps."""
+        self.passes -= 1
+
     def is_due(self, batch: int) -> bool:
         """Return whether the pass that runs is to be looked at."""
         if not self._due or self._paused:

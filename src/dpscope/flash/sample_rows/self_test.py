@@ -29,7 +29,7 @@ from dpscope.flash.gradients.clip_rules import ClipRule
 from dpscope.flash.gradients.parameter_hooks import OWN_GRADIENTS
 from dpscope.flash.gradients.paths import PathRules
 from dpscope.flash.oracle import gradients_of
-from dpscope.flash.sample_rows.rehearsal import RootCall
+from dpscope.flash.sample_rows.rehearsal import RootCall, is_coarse
 from dpscope.flash.sample_rows.rehearsal_run import untouched
 from dpscope.flash.sample_rows.stand_in import NotFollowed
 from dpscope.flash.step.microbatch import MicroBatch
@@ -202,7 +202,7 @@ class SelfTest:
     def _differing(self, outputs: list[Tensor], found: list[Tensor]) -> str:
         for mine, other in zip(found, outputs, strict=True):
             tolerance = _OUTPUTS.get(other.dtype, _HALF_OUTPUTS)
-            if torch.is_autocast_enabled(other.device.type) or _reads_tf32(other):
+            if is_coarse(other):
                 tolerance = max(tolerance, _HALF_OUTPUTS)
             apart = (mine.double() - other.double()).abs().nan_to_num(0).amax() if other.numel() else torch.zeros(())
             size = other.double().abs().nan_to_num(0, 0, 0).amax() if other.numel() else apart
@@ -233,7 +233,7 @@ class SelfTest:
             mine = found.get(parameter)
             truth = torch.zeros(()) if gradient is None else gradient
             share, floor = _SUMS.get(parameter.dtype, _HALF_SUMS)
-            if torch.is_autocast_enabled(parameter.device.type) or _reads_tf32(parameter):
+            if is_coarse(parameter):
                 share, floor = _HALF_SUMS
             mine = torch.zeros_like(truth) if mine is None else mine
             error = float((mine.double() - truth.double()).norm())
@@ -262,7 +262,3 @@ def _gradients(total: Tensor, parameters: list[nn.Parameter]) -> Sequence[Tensor
     if any(type(node).__name__ == "CheckpointFunctionBackward" for node in nodes_behind([total])):
         return gradients_of(total, parameters)
     return torch.autograd.grad(total, parameters, allow_unused=True)
-
-
-def _reads_tf32(tensor: Tensor) -> bool:
-    return tensor.is_cuda and (torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32)

@@ -9,8 +9,9 @@ running mean would go out without noise, and an auxiliary loss read from the mod
 from __future__ import annotations
 
 import copy
+import operator
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -24,6 +25,7 @@ from dpscope.errors import UserError
 
 _INTERNAL = frozenset(vars(nn.Module())) | {"forward", "_is_full_backward_hook"}
 _IMMUTABLE = frozenset({bool, int, float, str, type(None)})
+_MOST_CHANGES = 4  # of an option, by the user: then it is not watched any longer
 _DEPTH = 4  # levels of nested containers that are searched
 
 
@@ -87,6 +89,55 @@ class ModuleState:
             undo()
         for module, key, (value, _) in self._tokens.values():
             vars(module)[key] = value
+
+
+class OptionWatch:
+    """The numbers, flags and strings that modules hold, in dictionaries and objects (a configuration) of theirs, too.
+
+    They decide what a forward does with its samples. What forward itself changes (a counter) is not the user's doing;
+    what the user changes again and again is not watched any longer.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        owned = [vars(module) for module in model.modules()]
+        inner = [
+            value if isinstance(value, dict) else vars(value)
+            for own in owned
+            for value in own.values()
+            if type(value) is dict or _is_object(value)
+        ]
+        holders = {id(holder): holder for holder in (*owned, *inner)}
+        self._cells = [
+            (holder, key)
+            for holder in holders.values()
+            for key, value in holder.items()
+            if key not in _INTERNAL and _is_option(value)
+        ]
+        self._changes: Counter[int] = Counter()
+        self.note()
+
+    def note(self) -> None:
+        """Take everything as it is now for known."""
+        self._values = [holder.get(key) for holder, key in self._cells]
+
+    def has_changed(self) -> bool:
+        """Return whether an option is another than it was noted."""
+        values = [holder.get(key) for holder, key in self._cells]
+        if all(map(operator.is_, values, self._values)):
+            return False
+        both = zip(values, self._values, strict=True)
+        changed = [index for index, (new, old) in enumerate(both) if not (_is_option(new) and new == old)]
+        self._changes.update(changed)
+        tired = {index for index in changed if self._changes[index] >= _MOST_CHANGES}
+        if tired:
+            self._cells = [cell for index, cell in enumerate(self._cells) if index not in tired]
+            self._changes.clear()
+        self.note()
+        return bool(changed)
+
+
+def _is_option(value: Any) -> bool:
+    return type(value) in _IMMUTABLE or (type(value) is tuple and all(type(part) in _IMMUTABLE for part in value))
 
 
 def _is_object(value: Any) -> bool:
