@@ -1,6 +1,6 @@
 """Standard normals on a CPU: a function of key and element, made block by block in as many threads as torch uses.
 
-The key (seed, offset) is the 128-bit key of Philox 4×64-10, numpy's generator, and the block's number gives its counter.
+The key (seed, offset) is the 128-bit key of Philox 4×64-10 (numpy's), and the block's number gives its counter.
 A block's words are BLOCK numbers of 32 bits, w₀ those of the first half and w₁ those of the second:
 
     r = √(-2 ln((w₀ + ½)·2⁻³²)),  θ = 2π·w₁·2⁻³², w₁ signed:    r cos θ in the first half, r sin θ in the second.
