@@ -3,10 +3,10 @@
 A key is (seed, offset), drawn once a step (`NoiseSource`); i numbers the elements of all parameters of the optimizer in
 their order, each parameter from a multiple of four on (`noise_starts`), elements of a tensor in the order of their
 indices. On a GPU z_i is the i mod 4-th normal of the generator's block i // 4 (philox.py): the kernel here, the fused
-update's, and torch where they do not serve read the same z_i, to the rounding of ln, sin and cos. On a CPU it is another
-function of the same key and number (host_normals.py), which processors make faster; `backend="torch"` makes the kernels'
-there, too. How parameters are grouped into launches, which of them come at all, and which slice of a parameter a rank
-holds does not change z_i. `secure_mode` of Opacus has a noise of its own.
+update's, and torch where they do not serve read the same z_i, to the rounding of ln, sin and cos. On a CPU z_i is
+another function of the same key and number (host_normals.py), which processors make faster; `backend="torch"` makes the
+kernels' there, too. How parameters are grouped into launches, which of them come at all, and which slice of a parameter
+a rank holds does not change z_i. `secure_mode` of Opacus has a noise of its own.
 
 No element may be used twice under one key: two updates that share a number of the noise give it away.
 """
