@@ -423,8 +423,15 @@ def _torch(g: Tensor, x: Tensor, scale: Tensor, out: Tensor, accumulate: bool) -
             other = other.masked_fill(skipped[part], 0.0)
         left, right = (scaled, other) if scales_g else (other, scaled)
         beta = 1 if first or accumulate else 0  # zero ignores what `out` holds
-        out.addmm_(left.reshape(-1, g.shape[2]).T, right.reshape(-1, x.shape[2]), beta=beta)
+        out.addmm_(_positions_last(left), _positions_last(right).T, beta=beta)
     return out
+
+
+def _positions_last(rows: Tensor) -> Tensor:
+    """(b, T, n) -> (n, b·T), read in the order in which it lies: positions of an image are side by side."""
+    if rows.stride(2) != 1 and rows.stride(1) == 1:
+        return rows.permute(2, 0, 1).reshape(rows.shape[2], -1)
+    return rows.reshape(-1, rows.shape[2]).T
 
 
 def _rounds_products(g: Tensor, dtype: torch.dtype) -> bool:
