@@ -3,7 +3,7 @@
 With x: (B, C, *) and g: (B, O, *out), L = Π out, a sample's weight gradient is Σ_l g_l patch_lᵀ, where patch_l is the
 window of x under output position l: (C/groups · Π kernel). Groups are samples of their own to that product. Patches are
 Π kernel times as large as x: they are never stored, but made again, some samples at a time, when they are needed. They
-are made as (C/groups · Π kernel, L): positions lie side by side, as in x and g. That is one copy in the order of memory,
+are made as (C/groups · Π kernel, L), positions side by side as in x and g: one copy in the order of memory,
 and none for kernels of one element.
 
 On a GPU torch rounds the operands of convolutions to TF32 unless it is told otherwise, those of matrix products only if
