@@ -38,7 +38,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from dpscope.flash.kernels.float32_products import TF32_ROUNDING, convolutions_in_tf32, operand_rounding, reads_tf32
+from dpscope.flash.kernels.float32_products import TF32_ROUNDING, cudnn_in_tf32, operand_rounding, reads_tf32
 from dpscope.flash.memory_budget import LEAN, MemoryBudget
 
 RANK1, GRAM, DIRECT, KEEP = "rank-1", "gram", "direct", "keep"
@@ -329,7 +329,7 @@ class PathRules:
             rounding,
             x_held,
             unfolds,
-            x_held is not None and g.dtype == torch.float32 and convolutions_in_tf32(g.device),
+            x_held is not None and g.dtype == torch.float32 and cudnn_in_tf32(g.device, "conv"),
             width_freed,
             normed,
             self.forced,

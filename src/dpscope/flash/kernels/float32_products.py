@@ -44,18 +44,18 @@ def reads_tf32(device: torch.device) -> bool:
     return rounds and torch.version.hip is None and capability(device_index(device)) >= (8, 0)
 
 
-def convolutions_in_tf32(device: torch.device) -> bool:
-    """Whether convolutions of float32 on `device` may take their operands as TF32 holds them: by default they may."""
+def cudnn_in_tf32(device: torch.device, operator: str) -> bool:
+    """Whether cuDNN may take float32 operands as TF32 holds them, as it may by default. operator: "conv" or "rnn"."""
     if device.type != "cuda" or torch.version.hip is not None or capability(device_index(device)) < (8, 0):
         return False
-    chosen = getattr(getattr(torch.backends.cudnn, "conv", None), "fp32_precision", None)
+    chosen = getattr(getattr(torch.backends.cudnn, operator, None), "fp32_precision", None)
     return torch.backends.cudnn.allow_tf32 if chosen is None else chosen == "tf32"
 
 
 @contextmanager
-def as_convolutions(device: torch.device) -> Iterator[None]:
-    """Matrix products of float32 on `device` round their operands where convolutions do."""
-    if not convolutions_in_tf32(device) or operand_rounding(device) > 0.0:
+def rounded_as_cudnn(device: torch.device, operator: str) -> Iterator[None]:
+    """Matrix products of float32 on `device` round their operands where cuDNN's `operator` does."""
+    if not cudnn_in_tf32(device, operator) or operand_rounding(device) > 0.0:
         yield
         return
     matmul: Any = torch.backends.cuda.matmul

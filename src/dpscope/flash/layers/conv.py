@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpscope.flash.contributions import Kept, Outer, Saved, chunks, wide, wide_product
-from dpscope.flash.kernels.float32_products import as_convolutions
+from dpscope.flash.kernels.float32_products import rounded_as_cudnn
 from dpscope.flash.kernels.gram_norms import gram_norms_squared
 from dpscope.flash.kernels.gram_units import GramUnit
 from dpscope.flash.paths import DIRECT, KEEP, RANK1, Decision, exact_path, stored_dtype
@@ -106,7 +106,7 @@ class Patches(Saved):
 
     def materialise(self) -> Tensor:
         """(B, *shape), of operands that are rounded as the convolution's."""
-        with as_convolutions(self.g.device):
+        with rounded_as_cudnn(self.g.device, "conv"):
             pieces = self._chunks()
             if len(pieces) == 1:
                 return self._gradients(pieces[0])
