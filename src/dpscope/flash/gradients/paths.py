@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from dpscope.flash.gradients.memory_budget import LEAN, MemoryBudget
-from dpscope.flash.kernels.float32_products import TF32_ROUNDING, operand_rounding, reads_tf32
+from dpscope.flash.kernels.float32_products import TF32_ROUNDING, cudnn_in_tf32, operand_rounding, reads_tf32
 
 RANK1, GRAM, DIRECT, KEEP = "rank-1", "gram", "direct", "keep"
 FORCEABLE = (GRAM, DIRECT, KEEP)
@@ -138,18 +138,21 @@ def path_costs(
     stored_itemsize: int | None = None,
     rounding: float = 0.0,
     x_held: int | None = None,
+    unfolds: bool = False,
+    kept_in_tf32: bool = False,
     normed: bool = False,
 ) -> dict[str, PathCost]:
     """`stored_itemsize`: of per-sample gradients that are kept, if not `itemsize`. `rounding`: of float32 operands.
-    `x_held`: elements of x a sample where x is unfolded from something smaller (a convolution's input). `normed`: norms
-    come with the products that are kept."""
+    `x_held`: elements of x a sample where x is made of a convolution's input; `unfolds`: that takes a copy.
+    `kept_in_tf32`: products that are kept are rounded as convolutions. `normed`: norms come with them."""
     rates = TF32_RATES if rounding else DEVICE_RATES.get(itemsize, DEVICE_RATES[4])
     products = 2.0 * batch * length * d * p
     gemm = products / rates.products
     sums = gemm / SUM_EFFICIENCY
     grams = float(batch) * (d + p)
     held = float(batch * ((length * d if x_held is None else x_held) + length * p) * itemsize)
-    unfolded = 0.0 if x_held is None else 2.0 * batch * length * d * itemsize  # written and read
+    unfolded = 2.0 * batch * length * d * itemsize if unfolds else 0.0  # written and read
+    kept = products / TF32_RATES.products if kept_in_tf32 else gemm
     stored = float(batch * d * p * (stored_itemsize or itemsize))
     wide = float(batch * d * p * max(itemsize, 4))  # products for the norm alone are not rounded
     again = 2 * wide if rounding else 0.0  # rounded products are made sample by sample for the sum as well
@@ -165,7 +168,7 @@ def path_costs(
         GRAM: cost(products + length**2 * grams, total + again + copies + 2 * unfolded, held, sums + in_tiles),
         DIRECT: cost(2 * products, total + 2 * wide + again + 2 * unfolded, held, gemm + sums),
         KEEP: cost(
-            products, (2 if normed else 3) * stored + unfolded, stored, gemm + (NORMED_LAUNCH if normed else 0.0)
+            products, (2 if normed else 3) * stored + unfolded, stored, kept + (NORMED_LAUNCH if normed else 0.0)
         ),
     }
 
@@ -181,6 +184,8 @@ def choose_path(
     stored_itemsize: int | None = None,
     rounding: float = 0.0,
     x_held: int | None = None,
+    unfolds: bool = False,
+    kept_in_tf32: bool = False,
     width_freed: int | None = None,
     normed: bool = False,
     forced: str | None = None,
@@ -208,6 +213,8 @@ def choose_path(
             stored_itemsize=stored_itemsize,
             rounding=rounding,
             x_held=x_held,
+            unfolds=unfolds,
+            kept_in_tf32=kept_in_tf32,
             normed=normed,
         )
     )
@@ -244,6 +251,8 @@ def _choices(
     dtype: torch.dtype,
     rounding: float,
     x_held: int | None,
+    unfolds: bool,
+    kept_in_tf32: bool,
     width_freed: int | None,
     normed: bool,
     forced: str | None,
@@ -261,6 +270,8 @@ def _choices(
         stored_itemsize=max(4, dtype.itemsize) if sharded and x[0] == 1 else stored_dtype(dtype).itemsize,
         rounding=rounding,
         x_held=x_held,
+        unfolds=unfolds,
+        kept_in_tf32=kept_in_tf32,
         width_freed=width_freed,
         normed=normed,
         forced=forced,
@@ -301,10 +312,14 @@ class PathRules:
         *,
         p: int | None = None,
         x_held: int | None = None,
+        unfolds: bool = False,
         width_freed: int | None = None,
         normed: bool = False,
     ) -> Decision:
-        """Of a layer with x: (batch, length, d) and g: (batch, length, p), which `p` says where g has another shape."""
+        """Of a layer with x: (batch, length, d) and g: (batch, length, p), which `p` says where g has another shape.
+
+        x_held, unfolds: of a convolution, see `path_costs`
+        """
         rounding = _rounding_of(g)
         p = g.shape[-1] if p is None else p
         fitting, lean, more = _choices(
@@ -313,6 +328,8 @@ class PathRules:
             g.dtype,
             rounding,
             x_held,
+            unfolds,
+            x_held is not None and g.dtype == torch.float32 and cudnn_in_tf32(g.device, "conv"),
             width_freed,
             normed,
             self.forced,

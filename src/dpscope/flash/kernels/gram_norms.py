@@ -123,7 +123,8 @@ def _sums_by_torch(unit: GramUnit, dtype: torch.dtype) -> Tensor:
     x_width = sum(x.shape[2] for x in unit.xs)
     sums = torch.zeros(3, batch, dtype=dtype, device=unit.gs[0].device)
     squares, lengths, lost = sums.unbind(0)
-    rows = max(1, min(length, 512, CHUNK_BYTES // max(1, length * dtype.itemsize)))
+    # Shorter strips leave out more of the upper half, until products are too small for the processor.
+    rows = max(1, min(max(64, length // 4), 512, CHUNK_BYTES // max(1, length * dtype.itemsize)))
     samples = max(1, CHUNK_BYTES // max(1, rows * length * dtype.itemsize))
     for first in range(0, batch, samples):
         chosen = slice(first, first + samples)

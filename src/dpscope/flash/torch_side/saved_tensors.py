@@ -15,12 +15,13 @@ from torch import Tensor
 
 from dpscope.flash.torch_side.saved_tensor_hooks import current_hooks
 
-_keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+# Whether the backward pass that runs was asked to retain its graph; None where torch does not tell.
+keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
 
 
 def save(ctx: Any, *tensors: Tensor | None) -> None:
     """As ctx.save_for_backward; to be called before the layer computes."""
-    hooks = None if ctx.traced or _keeps_graph is None else current_hooks()
+    hooks = None if ctx.traced or keeps_graph is None else current_hooks()
     if hooks is None or getattr(hooks[0], "__module__", "") != "torch.utils.checkpoint":
         ctx.save_for_backward(*tensors)
     else:
@@ -39,7 +40,7 @@ def saved(ctx: Any) -> tuple[Any, ...]:
             "first time"
         )
     found = tuple(None if each is None else ctx.unpack(each) for each in ctx.packed)
-    assert _keeps_graph is not None
-    if not _keeps_graph():  # the hooks hold the checkpoint's input; the loss, alive, holds this node
+    assert keeps_graph is not None
+    if not keeps_graph():  # the hooks hold the checkpoint's input; the loss, alive, holds this node
         ctx.packed, ctx.unpack = (), None
     return found
