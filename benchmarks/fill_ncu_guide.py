@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from dpscope.reports.joining import compare_results
+from dpscope.reports.report import compare_results
 from dpscope.reports.traffic.data import Traffic, by_size
 from dpscope.reports.traffic.text import traffic_verdict
 from dpscope.results.payloads.ncu import READ, WRITE

@@ -22,8 +22,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from dpscope.instruments.trace.capture import WAIT, export_trace, module_ranges
 from dpscope.instruments.trace.events import read_trace
 from dpscope.instruments.trace.summary import summarise
+from dpscope.vocabulary.instruments import Schedule
 from dpscope.vocabulary.phases import BACKWARD, CLIP, FORWARD, OPTIMIZER, listening, phase
-from dpscope.vocabulary.schedules import Schedule
 
 NAME = "cuda_step_trace"
 BATCH, FEATURES, STEPS = 64, 128, 2

@@ -18,7 +18,7 @@ status=$?
 import sys
 from pathlib import Path
 
-from dpscope.reports.joining import compare_results
+from dpscope.reports.report import compare_results
 from dpscope.reports.trace.data import differences, traced
 from dpscope.results.store import ResultStore
 

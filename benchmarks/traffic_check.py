@@ -12,10 +12,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from dpscope.instruments.ncu.command import find_ncu, range_command
 from dpscope.instruments.ncu.metrics import PASSES, RANGE_METRICS, summarise_range
 from dpscope.instruments.ncu.reading import read_report
-from dpscope.instruments.ncu.running import one_pass_metrics, take_report
+from dpscope.instruments.ncu.running import find_ncu, one_pass_metrics, range_command, take_report
 from dpscope.units import GIB, MIB
 
 TOLERANCE = 0.10

@@ -13,7 +13,7 @@ import sys
 
 from door import ends_in_a_sentence
 
-from dpscope.commands.guide import guide_text
+from dpscope.commands.ncu import guide_text
 from dpscope.commands.selftest import run_local_test
 from dpscope.errors import UserError
 from dpscope.instruments.processes import end_with_lifeline

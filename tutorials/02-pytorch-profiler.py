@@ -151,7 +151,7 @@ The first steps of a run are not like the others: memory is allocated, kernels a
 
 # %%
 from dpscope.instruments.trace import early_training
-from dpscope.vocabulary.schedules import SCHEDULES
+from dpscope.vocabulary.instruments import SCHEDULES
 
 pictures.show(
     pictures.draw_schedules({name: SCHEDULES[name] for name in ("early_training", "steady_state", "periodic")}),

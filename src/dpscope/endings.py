@@ -1,12 +1,15 @@
-"""How a command ends when it does not end well: one sentence on standard error, and an exit code.
+"""Endings, each as one sentence that a person can act on: of a command, and of a measurement.
 
-The codes are in `vocabulary/exit_codes.py`. Whatever ends in another way is a fault of dpscope and keeps its traceback.
+A command that does not end well says so on standard error and exits with a code of `vocabulary/statuses.py`; whatever
+ends in another way is a fault of dpscope and keeps its traceback. A measurement's exception or exit code becomes a
+status and a reason.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import sys
 import threading
@@ -14,9 +17,9 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import NoReturn
 
-from dpscope.errors import UserError
+from dpscope.errors import MeasurementFailed, RankEnded, UserError
 from dpscope.packages import explain_import_error
-from dpscope.vocabulary.exit_codes import ALL_OK, BROKEN_PIPE, SOME_NOT_OK, WRONG_USAGE
+from dpscope.vocabulary.statuses import ALL_OK, BROKEN_PIPE, FAILED, OOM, SKIPPED, SOME_NOT_OK, WRONG_USAGE
 
 
 class Terminated(KeyboardInterrupt):
@@ -129,3 +132,60 @@ def _signals_raise(*numbers: signal.Signals) -> Iterator[None]:
     finally:
         for number in taken:
             signal.signal(number, signal.SIG_DFL)
+
+
+SMALLER = "try a smaller --batch-size or --seq-len, or --dtype bf16"
+NO_HOST_MEMORY = f"out of memory on the CPU: {SMALLER}, or a larger --memory-limit if one was given"
+
+# What torch's CPU allocator and the C++ runtime say when memory runs out.
+_OUT_OF_MEMORY = re.compile(
+    r"can't allocate memory|not enough memory|std::bad_alloc|Cannot allocate memory|MemoryError"
+    r"|Storage size calculation overflowed"
+)
+
+
+def outcome_of_exception(error: BaseException) -> tuple[str, str]:
+    if not any(kind.__name__ == "BackendCompilerFailed" for kind in type(error).__mro__):
+        return _outcome_of(error)
+    status, reason = _outcome_of(getattr(error, "inner_exception", error))
+    more = "`dpscope doctor` tells what torch.compile needs, and --compile none does without it"
+    return status, f"torch.compile failed ({reason}): {more}" if status == FAILED else reason
+
+
+def _outcome_of(error: BaseException) -> tuple[str, str]:
+    import torch
+
+    if isinstance(error, torch.OutOfMemoryError):
+        return OOM, f"out of GPU memory ({_first_sentence(str(error))}): {SMALLER}"
+    if isinstance(error, MemoryError) or _OUT_OF_MEMORY.search(str(error)):
+        return OOM, NO_HOST_MEMORY
+    if isinstance(error, MeasurementFailed):
+        return error.status if isinstance(error, RankEnded) else FAILED, str(error)
+    if isinstance(error, UserError):
+        return SKIPPED, str(error)
+    if isinstance(error, ImportError) and (sentence := explain_import_error(error)) is not None:
+        return SKIPPED, sentence
+    return FAILED, f"{type(error).__name__}: {_first_sentence(str(error))}"
+
+
+def outcome_of_exit(returncode: int, last_words: str, *, oom_killed: bool) -> tuple[str, str]:
+    """A child that ended without writing its result."""
+    if oom_killed and returncode == -signal.SIGKILL:
+        return OOM, f"killed by the kernel because the machine ran out of memory: {SMALLER}"
+    if _OUT_OF_MEMORY.search(last_words):
+        return OOM, NO_HOST_MEMORY
+    if returncode < 0:
+        return FAILED, f"the process was ended by {_signal_name(-returncode)}; its log says what it printed last"
+    return FAILED, f"the process exited with code {returncode} without a result; its log says what it printed last"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # the real-time signals between the first and the last have no name
+        return f"signal {number}"
+
+
+def _first_sentence(text: str) -> str:
+    line = next((line.strip() for line in text.splitlines() if line.strip()), "no message")
+    return line if len(line) <= 200 else line[:199] + "…"

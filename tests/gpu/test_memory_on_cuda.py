@@ -13,7 +13,7 @@ import torch
 
 from dpscope.instruments.memory import Tracker, attribute
 from dpscope.instruments.timing import no_progress
-from dpscope.results.checks import conservation_faults
+from dpscope.results.memory import conservation_faults
 from dpscope.results.schema import Result
 from dpscope.results.store import ResultStore
 from dpscope.runner.assembly import make_trainer

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dpscope.instruments.ncu.command import find_ncu
-from dpscope.instruments.ncu.running import try_counters
+from dpscope.instruments.ncu.running import find_ncu, try_counters
 from dpscope.runner.measure import measure
 from dpscope.runner.spec import RunSpec
 from dpscope.vocabulary.families import GEMM

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dpscope.instruments.nsys.finding import find_nsys
+from dpscope.instruments.nsys.command import find_nsys
 from dpscope.runner.measure import measure
 from dpscope.runner.spec import RunSpec
 from dpscope.workloads.configs import make_config

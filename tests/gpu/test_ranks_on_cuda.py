@@ -10,11 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from dpscope.runner.measurements.world import measure_rank
 from torch import Tensor, nn
 
 from dpscope.flash import FlashEngine
 from dpscope.flash.opacus.private_optimizer import DPFlashOptimizer
-from dpscope.runner.measurements.world import measure_rank
+from dpscope.runner.measurements.time import measure_rank
 from dpscope.runner.rank_check import check_ranks
 from dpscope.runner.spec import RunSpec
 from dpscope.workloads.configs import PRESETS

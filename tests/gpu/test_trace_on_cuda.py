@@ -10,8 +10,8 @@ from dpscope.instruments.trace.events import read_trace
 from dpscope.instruments.trace.summary import summarise
 from dpscope.runner.measure import measure
 from dpscope.runner.spec import RunSpec
+from dpscope.vocabulary.instruments import Schedule
 from dpscope.vocabulary.phases import CLIP, FORWARD, phase
-from dpscope.vocabulary.schedules import Schedule
 from dpscope.workloads.configs import make_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -15,12 +15,12 @@ from rich.console import Console
 
 import dpscope
 from dpscope.cli import main
-from dpscope.commands.progress import SweepProgress
+from dpscope.commands.console import SweepProgress
 from dpscope.commands.sweeping import _finished_rows_are_named
 from dpscope.endings import Ended, Terminated, ending_of, ends_in_a_sentence
 from dpscope.errors import UserError
 from dpscope.results.store import ResultStore
-from dpscope.vocabulary import exit_codes
+from dpscope.vocabulary import statuses
 
 GUIDE = [sys.executable, "-m", "dpscope", "ncu", "--guide"]  # prints much, imports little
 
@@ -151,9 +151,9 @@ def test_an_empty_value_is_not_taken_for_a_default(option, form, tmp_path, monke
 
 
 def test_no_exit_code_is_a_bare_number():
-    """Each has its name in `vocabulary/exit_codes.py`, and a meaning that no other shares."""
+    """Each has its name in `vocabulary/statuses.py`, and a meaning that no other shares."""
     bare = re.compile(r"(sys\.exit|SystemExit|os\._exit)\([^)]*\b\d")
     source = Path(dpscope.__file__).parent
     assert [str(path) for path in source.rglob("*.py") if bare.search(path.read_text("utf-8"))] == []
-    codes = [value for name, value in vars(exit_codes).items() if name.isupper()]
+    codes = [value for name, value in vars(statuses).items() if name.isupper() and isinstance(value, int)]
     assert len(set(codes)) == len(codes) == 7

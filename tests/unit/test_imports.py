@@ -30,7 +30,7 @@ LAYERS = (
     ("errors", "paths", "places", "plain_text", "sentences", "units"),
     ("batches", "numbers", "packages", "random_states"),
     ("vocabulary",),
-    ("endings", "outcomes"),
+    ("endings",),
     ("flash", "workloads", "results"),
     ("transformers", "accelerate", "lightning"),
     ("instruments",),

@@ -17,7 +17,7 @@ from practice import Program, describe
 
 from dpscope.reports.figures.style import new_figure, styled
 from dpscope.reports.palette import METHOD_COLOURS, METHOD_MARKERS
-from dpscope.vocabulary.schedules import Schedule
+from dpscope.vocabulary.instruments import Schedule
 
 HERE, H200, FAINT = "#88CCEE", "#332288", "#BBBBBB"
 CHINESE_FONTS = ("Noto Sans CJK SC", "Source Han Sans SC", "Microsoft YaHei", "PingFang SC", "WenQuanYi Micro Hei")

@@ -21,7 +21,7 @@ import torch
 from dpscope.instruments.nvtx import nvtx_range
 from dpscope.instruments.timing import time_steps
 from dpscope.instruments.trace import Detail, record
-from dpscope.vocabulary.schedules import Schedule
+from dpscope.vocabulary.instruments import Schedule
 
 Step = Callable[[], object]
 

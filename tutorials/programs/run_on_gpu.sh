@@ -36,7 +36,7 @@ name="\$(printf '%s\n' "\$@" | sed -n 's/^--output=//p')"
 raw="\$name.qdstrm"
 [ -e "\$raw" ] || raw="\$(sed -n "s/.*Generating '\(.*\.qdstrm\)'.*/\1/p" "$WORK/nsys.log" | tail -n 1)"
 if [ -n "\$name" ] && [ ! -e "\$name.nsys-rep" ] && [ -n "\$raw" ] && [ -e "\$raw" ]; then
-  importer="\$("$PYTHON" -c 'import sys; from dpscope.instruments.nsys.finding import find_importer; print(find_importer(sys.argv[1]) or "")' "${NSYS:-nsys}")"
+  importer="\$("$PYTHON" -c 'import sys; from dpscope.instruments.nsys.command import find_importer; print(find_importer(sys.argv[1]) or "")' "${NSYS:-nsys}")"
   echo "importing the raw capture with QdstrmImporter"
   [ -n "\$importer" ] && "\$importer" -i "\$raw" -o "\$name.nsys-rep" 2>&1 | tail -n 3
   [ -e "\$name.nsys-rep" ]

@@ -145,7 +145,7 @@ check("2.2", argument)
 
 # %%
 from dpscope.instruments.trace import early_training
-from dpscope.vocabulary.schedules import SCHEDULES
+from dpscope.vocabulary.instruments import SCHEDULES
 
 pictures.show(
     pictures.draw_schedules({name: SCHEDULES[name] for name in ("early_training", "steady_state", "periodic")}),

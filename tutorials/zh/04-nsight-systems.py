@@ -162,7 +162,7 @@ nsys profile --trace=cuda,nvtx --sample=none --cpuctxsw=none --capture-range=cud
 
 # %%
 from dpscope.instruments.nsys import views
-from dpscope.reports.trace.capture_figure import draw_capture
+from dpscope.reports.trace.figures import draw_capture
 
 annotated = recorded.timeline("annotated")
 pictures.show(

@@ -9,11 +9,9 @@ from dpscope.audit.accounting import AccountingTest
 from dpscope.audit.loop import LoopFactory, MakeLoop, StepFailed
 from dpscope.audit.neighbours import NeighbourTest, is_random
 from dpscope.audit.noise import NoiseTest
-from dpscope.audit.norms import UNCLIPPED, sample_norms, usual_clip_norm
-from dpscope.audit.plain_sgd import require_plain_sgd
+from dpscope.audit.norms import UNCLIPPED, require_plain_sgd, sample_norms, usual_clip_norm
 from dpscope.audit.randomness import left_alone
-from dpscope.audit.samples import Samples
-from dpscope.audit.sizes import sizes_to_try
+from dpscope.audit.samples import Samples, sizes_to_try
 from dpscope.audit.verdict import NOT_TRIED, Audit, Finding
 from dpscope.workloads.workload import Batch
 

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from dpscope.audit.memory import release_memory
 from dpscope.audit.randomness import RandomState, seed_all
 from dpscope.errors import UserError
-from dpscope.workloads.silence import silence
-from dpscope.workloads.workload import Batch
+from dpscope.workloads.workload import Batch, silence
 
 LARGE_MODEL = 2**26  # bytes
 Tensors = dict[str, Tensor]  # by the name of a parameter or buffer

@@ -24,12 +24,11 @@ from dpscope.commands.options import (
     workload_options,
     write_json,
 )
-from dpscope.endings import leave
+from dpscope.endings import leave, outcome_of_exception
 from dpscope.errors import UserError
-from dpscope.outcomes import outcome_of_exception
 from dpscope.runner.environment import resolve_device
+from dpscope.runner.measure import their_mistake
 from dpscope.runner.spec import RunSpec
-from dpscope.runner.tracebacks import their_mistake
 from dpscope.vocabulary.methods import resolve_method
 from dpscope.vocabulary.settings import COMPILE_MODES, EAGER, SETTINGS
 from dpscope.vocabulary.statuses import OOM

@@ -12,8 +12,8 @@ from dpscope.commands.sweeping import follow_sweep, plan_from, sweep_arguments
 from dpscope.endings import leave
 from dpscope.errors import UserError
 from dpscope.plain_text import as_json
-from dpscope.reports.conditions import Condition
-from dpscope.runner.instruments import ALL
+from dpscope.reports.findings import Condition
+from dpscope.runner.measure import ALL
 from dpscope.runner.planning import COMPARE_INSTRUMENTS
 from dpscope.runner.spec import RunSpec
 from dpscope.vocabulary.instruments import INSTRUMENTS

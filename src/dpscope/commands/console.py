@@ -1,17 +1,30 @@
-"""Where commands print: the terminal at its own width, or plain text of a fixed width into a pipe."""
+"""Where commands print: the terminal at its own width, or plain text of a fixed width into a pipe.
+
+A sweep as it happens is a live bar on a terminal, one plain line a row elsewhere.
+"""
+
+from __future__ import annotations
 
 import codecs
 import errno
 import io
 import os
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import mean
 
 from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from dpscope.plain_text import SUMMARY_WIDTH
+from dpscope.results.schema import Result
+from dpscope.runner.spec import RunSpec
+from dpscope.runner.sweep import SweepObserver
+from dpscope.units import format_bytes, format_duration, format_ms, format_traffic
 
 # For terminals that are not in Unicode: what says the same there.
 PLAIN = {"×": "x", "–": "-", "—": "-", "−": "-", "→": "->", "…": "...", "≈": "~", "·": ".", "≥": ">=", "’": "'"}
@@ -47,3 +60,95 @@ def name_files(console: Console, files: Sequence[Path]) -> None:
 def _say_plainly(error: UnicodeError) -> tuple[str, int]:
     assert isinstance(error, UnicodeEncodeError)
     return "".join(PLAIN.get(character, "?") for character in error.object[error.start : error.end]), error.end
+
+
+EARLY_ROWS = 4  # after fewer there is no telling how long the others take
+
+
+class SweepProgress(SweepObserver):
+    """Observes a sweep. Use as a context manager."""
+
+    def __init__(self, console: Console, instruments: Sequence[str]) -> None:
+        """`instruments`: that of each row, in order."""
+        self._console = console
+        self._instruments = instruments
+        self.rows = rows = len(instruments)
+        self.finished = 0
+        self._measured: dict[str, list[float]] = {}  # instrument -> seconds of its rows measured so far
+        self._started = 0.0
+        self._bar = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[note]}", markup=False),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._all = self._bar.add_task("sweep", total=rows, note="")
+        self._row = self._bar.add_task("", total=None, note="")
+
+    def __enter__(self) -> SweepProgress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.stop()
+
+    def row_started(self, row: int, spec: RunSpec) -> None:
+        self._started = time.monotonic()
+        self._bar.reset(self._row, description=escape(f"{spec.label} {spec.instrument}"), total=None, note="starting")
+
+    def row_progress(self, row: int, stage: str, done: int, total: int) -> None:
+        self._bar.update(self._row, completed=done, total=total, note=stage)
+
+    def row_finished(self, row: int, result: Result, *, kept: bool) -> None:
+        if not kept:
+            self._measured.setdefault(result.instrument, []).append(time.monotonic() - self._started)
+        self.finished += 1
+        left = self._time_left(row)
+        self._bar.update(self._all, note=left)
+        self._bar.advance(self._all)
+        self._console.print(self._line(row, result, kept=kept, left=left), highlight=False, soft_wrap=True)
+
+    def _time_left(self, row: int) -> str:
+        """From the rows measured so far, each instrument by its own: one may take ten times as long as another."""
+        everything = [seconds for found in self._measured.values() for seconds in found]
+        ahead = self._instruments[row + 1 :]
+        if not (everything and ahead):
+            return ""
+        left = format_duration(sum(mean(self._measured.get(name, everything)) for name in ahead))
+        # The first rows are ordinary training's, and of one instrument: others take longer.
+        early = set(ahead) - self._measured.keys() or self.finished < EARLY_ROWS
+        return f"at least {left} left" if early else f"about {left} left"
+
+    def _line(self, row: int, result: Result, *, kept: bool, left: str) -> str:
+        spec = RunSpec.from_dict(result.spec)
+        figures = ", ".join(_figures(result))
+        note = " (kept)" if kept else ""
+        # A terminal shows it on the bar; who reads a log wants to know it too.
+        left = f" ({left})" if left and not self._console.is_terminal else ""
+        return f"[{row + 1}/{self.rows}] {spec.label} {spec.instrument}: {figures}{note}{left}"
+
+
+def _figures(result: Result) -> Iterator[str]:
+    """The figures in a row's line: those that its instrument measured."""
+    if not result.ok:
+        yield f"{result.status}: {result.reason}"
+    if result.timing:
+        yield f"{format_ms(result.timing['median_ms'])} a step"
+    if compilation := result.timing.get("compilation"):
+        yield f"compiled in {format_duration(compilation['seconds'])}"
+    if result.memory:
+        yield f"peak {format_bytes(result.memory['peak_bytes'])}"
+    traffic = result.ncu.get("traffic", {})
+    if "dram_read_bytes" in traffic and "dram_write_bytes" in traffic:
+        read, written = (format_traffic(traffic[f"dram_{way}_bytes"]) for way in ("read", "write"))
+        label = "DRAM" if result.ncu["source"] == "measured" else "DRAM (estimate)"
+        yield f"{label} {read} read, {written} written a step"
+    if "gpu" in result.nsys:
+        gpu = result.nsys["gpu"]
+        yield f"{format_ms(gpu['busy_ms'])} GPU busy a step, {format_ms(gpu['idle_ms'])} idle"
+    if result.trace:
+        yield f"{result.trace['steps']} steps traced, {format_bytes(sum(result.trace['files'].values()))}"

@@ -9,7 +9,7 @@ import click
 from dpscope.commands.sweeping import follow_sweep, instrument_arguments, plan_instrument
 from dpscope.endings import leave
 from dpscope.errors import UserError
-from dpscope.runner.rules import resolve_rule
+from dpscope.runner.measurements.memory import resolve_rule
 
 
 @click.command(name="memory")

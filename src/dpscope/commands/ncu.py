@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import click
 
-from dpscope.commands.guide import guide_text
 from dpscope.commands.sweeping import follow_sweep, instrument_arguments, plan_instrument
 from dpscope.endings import leave
 from dpscope.errors import UserError
 
+GUIDE = "ncu-guide.md"  # of docs/, for `--guide`; wheels carry it beside this file
 GUIDE_HELP = "Print the guide to reading reports and traffic, and measure nothing."
+
+
+def guide_text() -> str:
+    """The guide as Markdown, from the installed package or from the checkout it runs in."""
+    here = Path(__file__)
+    places = (here.with_name(GUIDE), here.parents[3] / "docs" / GUIDE)
+    return next(place for place in places if place.is_file()).read_text(encoding="utf-8")
 
 
 def _print_guide(context: click.Context, parameter: click.Parameter, asked: bool) -> None:

@@ -11,9 +11,8 @@ import click
 from dpscope.errors import UserError
 from dpscope.numbers import WholeNumber
 from dpscope.results.store import new_folder, require_writable
-from dpscope.vocabulary.flags import flag_of
 from dpscope.vocabulary.instruments import INSTRUMENTS, Option
-from dpscope.vocabulary.settings import FLAGS, REPEATS, SETTINGS
+from dpscope.vocabulary.settings import FLAGS, REPEATS, SETTINGS, flag_of
 from dpscope.workloads.configs import (
     ATTENTIONS,
     MODEL_SIZES,

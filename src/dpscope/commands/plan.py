@@ -77,7 +77,7 @@ def command(
 
     prober = None
     if probing:
-        from dpscope.forecast.probing import local_card, probe_in_processes
+        from dpscope.forecast.probe import local_card, probe_in_processes
 
         prober = probe_in_processes
         options["card"] = options["card"] or local_card()

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from dpscope.commands.console import make_console, name_files
+from dpscope.commands.console import SweepProgress, make_console, name_files
 from dpscope.commands.options import (
     CommaList,
     F,
@@ -21,7 +21,6 @@ from dpscope.commands.options import (
     workload_from,
     workload_options,
 )
-from dpscope.commands.progress import SweepProgress
 from dpscope.comparison import Comparison, compare
 from dpscope.endings import Ended, ending_of, leave
 from dpscope.packages import MEASURING, require
@@ -133,7 +132,7 @@ def _say_what_will_not_fit(specs: Sequence[RunSpec]) -> None:
         return
     import torch
 
-    from dpscope.forecast.sweep_warnings import rows_that_will_not_fit
+    from dpscope.forecast.fitting import rows_that_will_not_fit
 
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)

@@ -17,6 +17,7 @@ from dpscope.audit.check import check_loop
 from dpscope.audit.trainer import StepSettings, loop_maker
 from dpscope.audit.verdict import Audit
 from dpscope.batches import cast_batch
+from dpscope.endings import outcome_of_exception
 from dpscope.errors import UserError
 from dpscope.exactness.faults import Evidence, find_faults
 from dpscope.exactness.figures import measure_errors, measure_rounding

@@ -16,8 +16,7 @@ from dpscope.errors import UserError
 from dpscope.flash.oracle import gradients_by_name
 from dpscope.sentences import list_names
 from dpscope.trainers.base import require_loss_per_sample, require_trainable
-from dpscope.workloads.silence import silence
-from dpscope.workloads.workload import Batch, Workload
+from dpscope.workloads.workload import Batch, Workload, silence
 
 # Two runs of the same float64 computation agree far better; models that go through float32 inside, only to this.
 REPEATABLE = 1e-5

@@ -1,8 +1,16 @@
-"""What the storages of fake tensors take of the fake device's memory, as they come and go."""
+"""torch's caching allocator on paper: segments that are reserved, blocks that are split and merged in them.
+
+After c10/cuda/CUDACachingAllocator.cpp with its default settings. A step needs what is reserved, not what is handed
+out: blocks that are free but too small, or of the other pool, are of no use. Where a segment would go beyond the
+limit, all segments that hold nothing are given back first, as torch does before it says that it is out of memory.
+What the storages of fake tensors take of it is counted as they come and go.
+"""
 
 from __future__ import annotations
 
 import weakref
+from bisect import bisect_left, insort
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,8 +20,110 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpscope.forecast.cards import Card
 from dpscope.forecast.cuda_operators import bytes_inside
-from dpscope.forecast.segments import MemoryBlock, Segments
 from dpscope.units import MIB
+
+UNIT = 512  # what sizes are rounded to
+LARGEST_SMALL = 2**20  # the largest allocation of the small pool
+SMALL_SEGMENT, LARGE_SEGMENT, HUGE = 2 * 2**20, 20 * 2**20, 10 * 2**20
+ROUND_SEGMENT = 2 * 2**20
+
+
+class OutOfFakeMemory(Exception):
+    """A step needs more than the limit."""
+
+
+@dataclass(eq=False)
+class MemoryBlock:
+    size: int
+    segment: int
+    start: int
+    previous: MemoryBlock | None = None
+    next: MemoryBlock | None = None
+    free: bool = True
+
+
+class Segments:
+    """Two pools of blocks. `limit`: bytes that may be reserved."""
+
+    def __init__(self, limit: int | None = None) -> None:
+        self.limit = limit
+        self.allocated = self.reserved = 0
+        self.peak_allocated = self.peak_reserved = 0
+        self._free: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])  # (size, address), small and large
+        self._at: dict[int, MemoryBlock] = {}  # free blocks by address
+        self._next_address = 0
+
+    def allocate(self, nbytes: int) -> MemoryBlock:
+        """Hand out a block of at least so many bytes."""
+        size = max(UNIT, -(-nbytes // UNIT) * UNIT)
+        pool = self._free[size > LARGEST_SMALL]
+        place = bisect_left(pool, (size, -1))
+        block = self._at.pop(pool.pop(place)[1]) if place < len(pool) else self._reserve(size)
+        rest = block.size - size
+        if rest >= UNIT if size <= LARGEST_SMALL else rest > LARGEST_SMALL:
+            remaining = MemoryBlock(rest, block.segment, block.start + size, block, block.next)
+            if block.next is not None:
+                block.next.previous = remaining
+            block.next, block.size = remaining, size
+            self._put(remaining, pool)
+        block.free = False
+        self.allocated += block.size
+        self.peak_allocated = max(self.peak_allocated, self.allocated)
+        return block
+
+    def free(self, block: MemoryBlock) -> None:
+        """Take a block back, and merge it with free neighbours."""
+        pool = self._free[self._is_large(block)]
+        self.allocated -= block.size
+        for other in (block.previous, block.next):
+            if other is not None and other.free:
+                del pool[bisect_left(pool, (other.size, other.start))]
+                del self._at[other.start]
+                first, second = (other, block) if other.start < block.start else (block, other)
+                first.size += second.size
+                first.next = second.next
+                if second.next is not None:
+                    second.next.previous = first
+                block = first
+        self._put(block, pool)
+
+    def _is_large(self, block: MemoryBlock) -> bool:
+        return block.segment > SMALL_SEGMENT
+
+    def _put(self, block: MemoryBlock, pool: list[tuple[int, int]]) -> None:
+        block.free = True
+        self._at[block.start] = block
+        insort(pool, (block.size, block.start))
+
+    def _reserve(self, size: int) -> MemoryBlock:
+        whole = (
+            SMALL_SEGMENT
+            if size <= LARGEST_SMALL
+            else LARGE_SEGMENT
+            if size < HUGE
+            else -(-size // ROUND_SEGMENT) * ROUND_SEGMENT
+        )
+        if self.limit is not None and self.reserved + whole > self.limit:
+            self.release()
+            if self.reserved + whole > self.limit:
+                raise OutOfFakeMemory
+        self.reserved += whole
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
+        self._next_address += 2**44
+        return MemoryBlock(whole, whole, self._next_address)
+
+    def release(self) -> None:
+        """Give segments back that hold nothing."""
+        for pool in self._free:
+            kept = []
+            for size, start in pool:
+                block = self._at[start]
+                if block.previous is None and block.next is None:
+                    self.reserved -= size
+                    del self._at[start]
+                else:
+                    kept.append((size, start))
+            pool[:] = kept
 
 
 class Allocator(TorchDispatchMode):  # type: ignore[no-untyped-call]

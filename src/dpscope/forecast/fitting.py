@@ -1,23 +1,26 @@
-"""The largest physical batch that fits a card: peaks are nearly lines in the batch size, so few steps are looked at."""
+"""The largest physical batch that fits a card, and rows of a sweep that do not fit the GPU at hand.
+
+Peaks are nearly lines in the batch size, so few steps are looked at.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from dpscope.forecast.cards import Card
-from dpscope.forecast.probe import Probe
-from dpscope.forecast.segments import OutOfFakeMemory
+from dpscope.errors import UserError
+from dpscope.forecast.allocator import OutOfFakeMemory
+from dpscope.forecast.cards import CARDS, Card
+from dpscope.forecast.probe import Probe, Say
 from dpscope.forecast.step import StepForecast, forecast_step
 from dpscope.runner.spec import RunSpec
+from dpscope.units import format_bytes
 
 LEFT_FREE = 0.02  # of a card's memory that a plan leaves free
 CLOSE = 0.02  # between a batch that fits and one that does not
 MOST_STEPS_TRIED = 10
 FARTHEST = 16  # times the largest batch that fits, to the next one that is tried
-
-Say = Callable[[str], None]
 
 
 @dataclass
@@ -95,3 +98,33 @@ def _guess(fit: BatchFit, failing: int, most: int) -> int:
 def limited_by(step: StepForecast) -> str:
     """The component that takes most of the peak."""
     return max(step.components, key=lambda name: step.components[name], default="")
+
+
+def rows_that_will_not_fit(specs: Sequence[RunSpec], memory_bytes: int, capability: tuple[int, int]) -> list[str]:
+    """Return a line for each row that is predicted to need more memory than there is; largest batches first."""
+    card = _card_like(memory_bytes, capability)
+    found: list[str] = []
+    kinds: dict[object, list[RunSpec]] = {}
+    for spec in dict.fromkeys(replace(each, instrument="time", options={}) for each in specs if each.world_size == 1):
+        kinds.setdefault(replace(spec, batch_size=1, seq_len=None), []).append(spec)
+    for rows in kinds.values():
+        for spec in sorted(rows, key=lambda each: -each.batch_size * (each.seq_len or 1)):
+            try:
+                peak = forecast_step(spec, card, detailed=False).peak_bytes
+            except (UserError, RuntimeError, NotImplementedError):
+                break  # the row itself will say what is wrong
+            if peak <= memory_bytes:
+                break
+            found.append(
+                f"{spec.label} is predicted to peak at {format_bytes(peak)}; the GPU has {format_bytes(memory_bytes)}"
+            )
+    return found
+
+
+def _card_like(memory_bytes: int, capability: tuple[int, int]) -> Card:
+    """The nearest card of the table, with this GPU's memory."""
+    alike = min(
+        CARDS.values(),
+        key=lambda card: (abs(card.capability[0] - capability[0]), abs(card.memory_bytes - memory_bytes)),
+    )
+    return replace(alike, memory_gib=memory_bytes / 2**30, capability=capability)

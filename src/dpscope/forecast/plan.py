@@ -9,10 +9,10 @@ from typing import Any
 
 from dpscope.errors import UserError
 from dpscope.forecast.accounting import Privacy, PrivacyGoal, account
+from dpscope.forecast.allocator import OutOfFakeMemory
 from dpscope.forecast.cards import CARDS, Card, find_card
-from dpscope.forecast.fitting import LEFT_FREE, BatchFit, Say, largest_batch, limited_by, memory_limit
-from dpscope.forecast.probe import Probe, extrapolate
-from dpscope.forecast.segments import OutOfFakeMemory
+from dpscope.forecast.fitting import LEFT_FREE, BatchFit, largest_batch, limited_by, memory_limit
+from dpscope.forecast.probe import Probe, Say, extrapolate
 from dpscope.forecast.step import StepForecast, forecast_step
 from dpscope.runner.planning import DEFAULT_METHODS
 from dpscope.runner.spec import RunSpec

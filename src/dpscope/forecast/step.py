@@ -15,9 +15,9 @@ from torch.utils._pytree import tree_map_only
 
 from dpscope.batches import tensors_of
 from dpscope.errors import UserError
+from dpscope.forecast.allocator import OutOfFakeMemory
 from dpscope.forecast.cards import Card
 from dpscope.forecast.fake_device import DEVICE, FakeDevice, open_device
-from dpscope.forecast.segments import OutOfFakeMemory
 from dpscope.forecast.work import Work
 from dpscope.instruments.memory import Tracker, attribute
 from dpscope.instruments.memory.record import Life

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpscope.forecast.cards import Card
+from dpscope.instruments.estimate import distinct_tensors, flops_of, moved_by, operator_name, tensor_bytes
 from dpscope.instruments.families import operator_family
-from dpscope.instruments.operators import distinct_tensors, flops_of, moved_by, operator_name, tensor_bytes
 from dpscope.vocabulary import launches, phases
 from dpscope.vocabulary.families import ATTENTION, GEMM
 

@@ -1,24 +1,176 @@
 """The bytes a step has to move, from the sizes of its operators' tensors: for machines whose counters cannot be read.
 
-One step runs under a dispatch mode. Every operator counts its inputs as read and its outputs as written once, in full
-(see operators.py), and kernels that the dispatcher does not see announce theirs (see launches.py). That is what would
-pass through DRAM if no operator left anything in a cache for the next one and none read anything twice.
+One step runs under a dispatch mode. Every distinct input of an operator is read once, every output is written once,
+what is changed in place is both; a view moves nothing. Tables hold the operators for which that is wrong; all other
+knowledge is in their schemas. Kernels that the dispatcher does not see announce theirs (see launches.py). That is what
+would pass through DRAM if no operator left anything in a cache for the next one and none read anything twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
 from dpscope.instruments.families import operator_family
-from dpscope.instruments.operators import Moved, distinct_tensors, flops_of, moved_by, operator_name, tensor_bytes
 from dpscope.instruments.sums import Sums
 from dpscope.results.payloads.ncu import Estimate
 from dpscope.vocabulary import launches, phases
+
+NamedTensors = dict[str, list[Tensor]]  # tensors on the device, by the argument that holds them
+
+
+class Moved(NamedTuple):
+    read: int  # bytes
+    written: int
+
+
+# Nothing is moved: memory is only set aside, or only sizes are looked at.
+_UNMOVED = (
+    "empty empty_like empty_strided empty_permuted new_empty new_empty_strided is_same_size resize_ set_ record_stream "
+    "_has_compatible_shallow_copy_type"
+)
+MOVES_NOTHING = frozenset(_UNMOVED.split())
+
+# Arguments that are overwritten without being read, or asked for their sizes alone.
+_OVERWRITTEN = (
+    "fill_ zero_ normal_ uniform_ bernoulli_ random_ exponential_ copy_ _foreach_zero_ _foreach_copy_ scatter_ "
+    "index_copy_ zeros_like ones_like full_like rand_like randn_like randint_like new_zeros new_ones new_full "
+    "nll_loss_backward nll_loss2d_backward"
+)
+OVERWRITTEN: dict[str, str] = dict.fromkeys(_OVERWRITTEN.split(), "self")
+
+# Fused optimizers may unscale gradients in place, and their schemas say so; without a loss scaler they only read them.
+UNWRITTEN = dict.fromkeys(("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"), "grads")
+
+
+def _selected_bytes(named: NamedTensors, values: dict[str, Any], outs: list[Tensor]) -> int:
+    """Of self[indices]: the indices' common shape times the dimensions that are not indexed."""
+    (target,) = named["self"]
+    indices = values["indices"]
+    if any(index is not None and index.dtype == torch.bool for index in indices):
+        return tensor_bytes(target)  # how many are chosen is known to the device alone
+    shapes = [index.shape for index in indices if index is not None]
+    chosen = torch.broadcast_shapes(*shapes).numel()  # type: ignore[no-untyped-call]
+    free = [n for n, index in zip(target.shape, [*indices, *[None] * target.dim()], strict=False) if index is None]
+    return int(chosen * torch.Size(free).numel() * target.element_size())
+
+
+def _bytes_like(argument: str) -> Callable[[NamedTensors, dict[str, Any], list[Tensor]], int]:
+    """One element of self for each element of `argument`."""
+    return lambda named, values, outs: values[argument].numel() * values["self"].element_size()
+
+
+def _output_bytes(named: NamedTensors, values: dict[str, Any], outs: list[Tensor]) -> int:
+    return tensor_bytes(outs[0])
+
+
+# Arguments of which only some places are touched: operator -> (argument, bytes touched).
+PARTLY_READ: dict[str, tuple[str, Callable[[NamedTensors, dict[str, Any], list[Tensor]], int]]] = {
+    "embedding": ("weight", _output_bytes),
+    "index": ("self", _output_bytes),
+    "index_select": ("self", _output_bytes),
+    "gather": ("self", _output_bytes),
+    "take": ("self", _output_bytes),
+    "nll_loss_forward": ("self", _bytes_like("target")),
+    "nll_loss2d_forward": ("self", _bytes_like("target")),
+    "index_put_": ("self", _selected_bytes),
+    "_index_put_impl_": ("self", _selected_bytes),
+    "index_add_": ("self", _bytes_like("source")),
+    "index_copy_": ("self", _bytes_like("source")),
+    "scatter_": ("self", _bytes_like("index")),
+    "scatter_add_": ("self", _bytes_like("index")),
+}
+
+
+def tensor_bytes(tensor: Tensor) -> int:
+    """Bytes behind a tensor: dimensions it was expanded along count once, and never more than its storage holds."""
+    if tensor.layout != torch.strided:
+        return sum(map(tensor_bytes, (tensor._indices(), tensor._values()))) if tensor.layout == torch.sparse_coo else 0
+    elements = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        elements *= 1 if stride == 0 and size else size
+    return min(elements * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+def _byte_range(tensor: Tensor) -> tuple[Any, ...]:
+    """Equal for tensors over the same bytes: a matrix and its transpose are read once."""
+    if tensor.layout != torch.strided:
+        return (id(tensor),)
+    return (_storage(tensor), tensor.storage_offset(), tensor_bytes(tensor))
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
+
+
+def distinct_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return list({_byte_range(tensor): tensor for tensor in tensors}.values())
+
+
+def moved_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, device: str) -> Moved:
+    """Bytes of `device`'s memory that one call of an operator reads and writes."""
+    schema = func._schema
+    name = operator_name(func)
+    if name in MOVES_NOTHING or schema.name.startswith("prim::"):
+        return Moved(0, 0)
+    values = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)} | kwargs
+    named = {argument: _tensors_on(device, value) for argument, value in values.items()}
+    outs = _tensors_on(device, out)
+    changed = {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+    sources = {_storage(tensor) for tensors in named.values() for tensor in tensors}
+    fresh = distinct_tensors(tensor for tensor in outs if _storage(tensor) not in sources)
+    if outs and not fresh and not changed:
+        return Moved(0, 0)  # a view
+    unread = {a.name for a in schema.arguments if a.is_out} | {OVERWRITTEN.get(name)}
+    if name == "index_put_" and not values.get("accumulate", False):
+        unread |= {"self"}
+    if kwargs.get("grad_scale") is None:
+        changed -= {UNWRITTEN.get(name)}
+    sparse, touched = PARTLY_READ.get(name, (None, None))
+
+    def size_of(argument: str) -> int:
+        whole = sum(map(tensor_bytes, distinct_tensors(named.get(argument, []))))
+        return min(whole, touched(named, values, outs)) if argument == sparse and touched and whole else whole
+
+    plain = distinct_tensors(t for argument, ts in named.items() if argument not in unread | {sparse} for t in ts)
+    read = sum(map(tensor_bytes, plain)) + (size_of(sparse) if sparse and sparse not in unread else 0)
+    return Moved(read, sum(map(size_of, changed)) + sum(map(tensor_bytes, fresh)))
+
+
+def _tensors_on(device: str, value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.device.type == device]
+
+
+def operator_name(func: Any) -> str:
+    """`mm` of aten::mm.default."""
+    return str(func._schema.name.partition("::")[2])
+
+
+# -- arithmetic --------------------------------------------------------------------------------------------------------
+
+# The CPU's attention takes its arguments in the same order as CUDA's, and has no formula of its own.
+_FORMULA_OF = {
+    f"_scaled_dot_product_flash_attention_for_cpu{end}": getattr(
+        torch.ops.aten, f"_scaled_dot_product_flash_attention{end}"
+    )
+    for end in ("", "_backward")
+}
+
+
+def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+    """Floating-point operations of matrix products, convolutions and attention (a multiply-add is two); others 0."""
+    formula = flop_registry.get(_FORMULA_OF.get(operator_name(func), func._overloadpacket))
+    if formula is None and operator_name(func) == "addmm_":
+        formula = flop_registry[torch.ops.aten.addmm]
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
+
 
 BLIND_SPOTS = (
     "Caches are not seen: what one operator leaves in L2 for the next is counted as DRAM traffic (too high).",

@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 from dpscope.instruments.timing import Step
 from dpscope.instruments.trace.chrome import chrome_trace
 from dpscope.results.payloads.memory import MemoryPayload
-from dpscope.vocabulary.peaks import CPU_ALLOCATOR, CUDA_ALLOCATOR
+from dpscope.vocabulary.components import CPU_ALLOCATOR, CUDA_ALLOCATOR
 
 
 def cuda_peak() -> MemoryPayload:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from dpscope.vocabulary.exit_codes import ORPHANED
+from dpscope.vocabulary.statuses import ORPHANED
 
 DRAIN_SECONDS = 5.0  # not for ever: a daemon that the command leaves behind may hold its output
 

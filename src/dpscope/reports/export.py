@@ -13,7 +13,7 @@ from dpscope.reports.report import Report
 from dpscope.reports.tables import Row
 from dpscope.reports.trace.data import traced_steps
 from dpscope.reports.traffic.data import Traffic, by_size
-from dpscope.results.composition import Composition
+from dpscope.results.memory import Composition
 from dpscope.results.payloads.ncu import BYTES, ESTIMATE, KERNEL_FIGURES, MEASURED, READ, WRITE
 from dpscope.vocabulary.components import KEYS, in_order
 from dpscope.vocabulary.settings import EAGER

@@ -13,9 +13,9 @@ from dpscope.reports.report import Report
 from dpscope.reports.story import compilation_notes
 from dpscope.reports.tables import SIZES, SPEEDS, Row, group_by_size, worth_a_column
 from dpscope.reports.words import distinct, peak_notes, spread_in_words
-from dpscope.results.composition import Composition
 from dpscope.results.environments import machine_of
 from dpscope.results.identity import step_in_words
+from dpscope.results.memory import Composition
 from dpscope.units import GIB, MIB, MISSING
 from dpscope.vocabulary.components import component_named
 from dpscope.vocabulary.settings import COMPARED

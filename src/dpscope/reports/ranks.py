@@ -11,8 +11,8 @@ from rich.text import Text
 from dpscope.plain_text import Column, table_of
 from dpscope.reports.doubt import marked
 from dpscope.reports.tables import BATCH_OF_A_RANK, BATCH_OF_A_STEP, Row, once_a_row
-from dpscope.reports.text_table import identity_columns
 from dpscope.reports.traffic.data import APPROXIMATELY
+from dpscope.reports.words import identity_columns
 from dpscope.results.ranks import COLLECTIVES, RankCosts, ranks_in
 from dpscope.units import MISSING, format_bytes, format_ms, format_ratio
 

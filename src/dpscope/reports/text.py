@@ -18,8 +18,7 @@ from dpscope.reports.output import Output, text_output
 from dpscope.reports.report import Report
 from dpscope.reports.story import compilation_notes
 from dpscope.reports.tables import SPEEDS, Row, group_by_size, grouped
-from dpscope.reports.text_table import NUMBERS, identity_columns
-from dpscope.reports.words import peak_notes, spread_in_words
+from dpscope.reports.words import NUMBERS, identity_columns, peak_notes, spread_in_words
 from dpscope.units import GIB, MISSING, format_bytes, format_ratio
 from dpscope.vocabulary.instruments import DETAILS, SECTIONS
 from dpscope.vocabulary.settings import COMPARED, REPEATS, SETTINGS

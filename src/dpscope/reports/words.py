@@ -1,12 +1,17 @@
-"""Names and sizes as people read them, in text and figures alike."""
+"""Names and sizes as people read them, in text and figures alike; and the columns that tell rows apart."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
+from rich.text import Text
+
+from dpscope.plain_text import Column, Item
+from dpscope.reports.tables import Row, heading_of, worth_a_column
 from dpscope.units import MISSING
-from dpscope.vocabulary.peaks import PEAK_SOURCES
+from dpscope.vocabulary.components import PEAK_SOURCES
+from dpscope.vocabulary.settings import COMPARED
 
 LONGEST_IN_PROSE = 96  # characters
 ARGUMENTS = re.compile(r"<[^<>]*>|\([^()]*\)")  # of templates and calls, innermost
@@ -58,3 +63,20 @@ def in_prose(name: str) -> str:
 def operator_label(name: str, length: int) -> str:
     """As short as it can be told apart: autograd's nodes without the engine's prefix."""
     return shorten(name.replace(*AUTOGRAD_NODE), length)
+
+
+LONGEST_METHOD = 24  # characters
+NUMBERS = {"batch": 5, "seq": 3, "warmup": 6, "steps": 5}  # fields that are, and the least that their columns take
+
+
+def identity_columns(
+    rows: Sequence[Row], row_of: Callable[[Item], Row], more: Sequence[str] = ()
+) -> list[Column[Item]]:
+    """The fields that tell the rows of some items apart, a long method shortened; `more`: other fields too."""
+
+    def column(name: str) -> Column[Item]:
+        longest = LONGEST_METHOD if name == "method" else 10**6
+        return heading_of(name), lambda item: Text(shorten(row_of(item).cell(name), longest))
+
+    names = worth_a_column(rows, ("model", "method", "batch_size", "seq_len", *COMPARED, *more))
+    return [column(name) for name in names]

@@ -1,4 +1,4 @@
-"""What results say of where and when they were measured."""
+"""What a measurement ran on, and when: the keys of result files, what people call them, and what results say of it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,20 @@ from typing import Any
 
 from dpscope.results.schema import Result
 from dpscope.units import GIB
-from dpscope.vocabulary.environment import ENVIRONMENT, MUST_BE_EQUAL
+
+LIBRARIES = {"opacus": "Opacus", "triton": "Triton", "transformers": "transformers", "peft": "PEFT"}
+
+# In the order of tables. What else a file says of its environment has no name of its own.
+ENVIRONMENT = {
+    **{"gpu": "GPU", "cpu": "CPU", "threads": "CPU threads", "cuda": "CUDA", "driver": "driver", "torch": "torch"},
+    **LIBRARIES,
+    **{"python": "Python", "dpscope": "dpscope", "git_commit": "dpscope's commit"},
+}
+
+# What changes what a measurement gives: `--resume` keeps a row only where these are the same, and the page warns where
+# rows differ in them.
+MUST_BE_EQUAL = tuple(key for key in ENVIRONMENT if key not in ("python", "git_commit"))
+
 
 Facts = dict[str, str]  # what people call a part of an environment -> what it is
 

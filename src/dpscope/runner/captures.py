@@ -11,9 +11,8 @@ from dpscope.errors import UserError
 from dpscope.instruments.ncu.kernels import add_up_metrics
 from dpscope.instruments.ncu.metrics import TRAFFIC_FORMULAS, make_figures, make_flops
 from dpscope.instruments.ncu.reading import UnreadableReport, read_report
-from dpscope.instruments.nsys.command import needed_variables
+from dpscope.instruments.nsys.command import find_nsys, needed_variables
 from dpscope.instruments.nsys.failures import NO_NSYS
-from dpscope.instruments.nsys.finding import find_nsys
 from dpscope.instruments.nsys.reading import read_timeline
 from dpscope.instruments.nsys.running import export_report
 from dpscope.instruments.nsys.summary import summarise_timeline

@@ -10,12 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from dpscope.instruments.ncu.command import find_ncu, ncu_version
-from dpscope.instruments.ncu.failures import NO_NCU
-from dpscope.instruments.ncu.running import try_counters
+from dpscope.instruments.ncu.running import NO_NCU, find_ncu, ncu_version, try_counters
 from dpscope.instruments.nsight import ask
+from dpscope.instruments.nsys.command import find_importer, find_nsys, inspect_nsys
 from dpscope.instruments.nsys.failures import NO_NSYS, missing_library, sampling_refused
-from dpscope.instruments.nsys.finding import find_importer, find_nsys, inspect_nsys
 from dpscope.packages import install_command, release_of, version_of
 from dpscope.units import GIB
 

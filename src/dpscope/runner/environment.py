@@ -15,7 +15,7 @@ from typing import Any
 
 from dpscope.errors import UserError
 from dpscope.packages import version_of
-from dpscope.vocabulary.environment import LIBRARIES, MUST_BE_EQUAL
+from dpscope.results.environments import LIBRARIES, MUST_BE_EQUAL
 from dpscope.vocabulary.settings import DEVICE_CHOICES, OneOf
 from dpscope.vocabulary.version import __version__
 

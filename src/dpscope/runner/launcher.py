@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import IO
 
 from dpscope import numbers
+from dpscope.endings import outcome_of_exit
 from dpscope.errors import UserError
-from dpscope.outcomes import outcome_of_exit
 from dpscope.results.schema import Result, UnreadableResult, result_for
 from dpscope.results.store import ResultStore, read_result
 from dpscope.runner.spec import RunSpec
 from dpscope.units import format_duration
-from dpscope.vocabulary.exit_codes import DISK_FULL
-from dpscope.vocabulary.statuses import TIMEOUT
+from dpscope.vocabulary.statuses import DISK_FULL, TIMEOUT
 
 WORKER = (sys.executable, "-m", "dpscope.runner.worker")
 

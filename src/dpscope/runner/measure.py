@@ -1,25 +1,74 @@
-"""Measure a run spec in the current process, with the function of its instrument in measurements/."""
+"""Measure a run spec in the current process, with the function of its instrument in measurements/.
+
+Which instruments can work on this machine is found here too, and tracebacks of errors in the user's code: from their
+first frame on, without frames of dpscope.
+"""
 
 from __future__ import annotations
 
 import importlib
+import os
+import sysconfig
 import tempfile
 import traceback
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 
+from dpscope.endings import outcome_of_exception
 from dpscope.errors import MeasurementFailed, UserError
 from dpscope.instruments.timing import Progress, no_progress
-from dpscope.outcomes import outcome_of_exception
+from dpscope.paths import is_own_source
 from dpscope.results.schema import Result, result_for
 from dpscope.results.store import NO_ROOM
 from dpscope.runner import environment
 from dpscope.runner.spec import RunSpec
-from dpscope.runner.tracebacks import details_of
 from dpscope.vocabulary.instruments import INSTRUMENTS
 from dpscope.vocabulary.statuses import FAILED
+from dpscope.workloads.configs import CustomConfig, WorkloadConfig
+
+_INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
+def details_of(error: BaseException, workload: WorkloadConfig) -> str:
+    """Format an error, with the user's own traceback where it passed through their code."""
+    own = own_traceback(error, workload)
+    return "".join(traceback.format_exception(error)) if own is None else own
+
+
+def their_mistake(error: BaseException, workload: WorkloadConfig) -> str | None:
+    """What went wrong in the user's workload; None if it was not there."""
+    if isinstance(error, SystemExit):  # its exit code would be taken for ours
+        return f"{workload.name} ended Python (SystemExit {error.code}) where it should have returned"
+    own = own_traceback(error, workload)
+    return None if own is None else f"{workload.name} failed:\n{own.rstrip()}"
+
+
+def own_traceback(error: BaseException, workload: WorkloadConfig) -> str | None:
+    """Format an error from the first of the user's frames on; None if no frame is theirs."""
+    if not isinstance(workload, CustomConfig):
+        return None
+    if isinstance(error, SyntaxError) and error.filename == workload.file:  # their code, though none of it ran
+        return "".join(traceback.format_exception_only(error))
+    frames = traceback.extract_tb(error.__traceback__)
+    first = next((at for at, frame in enumerate(frames) if _is_theirs(frame.filename, workload)), None)
+    if first is None:
+        return None
+    theirs = [frame for frame in frames[first:] if not _is_ours(frame.filename)]
+    lines = ["Traceback (most recent call last):\n", *traceback.format_list(theirs)]
+    return "".join([*lines, *traceback.format_exception_only(error)])
+
+
+def _is_theirs(file: str, workload: CustomConfig) -> bool:
+    if file == workload.file:
+        return True
+    return not (_is_ours(file) or file.startswith((*_INSTALLED, "<")))
+
+
+def _is_ours(file: str) -> bool:
+    return is_own_source(file) or file.startswith("<frozen importlib")
+
 
 # (spec, progress, folder for what the measurement leaves beside its figures) -> result
 Measurement = Callable[[RunSpec, Progress, Path], Result]
@@ -63,3 +112,38 @@ def measure_or_explain(spec: RunSpec, progress: Progress = no_progress, files: P
     # Outside the handler, so that the frames holding the memory that ran out are gone.
     where = environment.collect(spec.device)
     return result_for(spec.to_dict(), status=status, reason=reason, details=details, environment=where)
+
+
+ALL = "all"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Instruments, and a sentence for each that is left out or cannot do all it could."""
+
+    instruments: tuple[str, ...]
+    remarks: list[str] = field(default_factory=list)
+    named: bool = True  # one by one; not as "all"
+
+
+def choose_instruments(asked: str | Iterable[str], device: str) -> Choice:
+    """The instruments of a sweep: as asked for, by name or as `time,memory`, or `all` that can work here."""
+    names = [name.strip() for name in asked.split(",")] if isinstance(asked, str) else list(asked)
+    if ALL not in names:
+        return Choice(tuple(names))
+    obstacles = {name: _obstacle(name, device) for name in INSTRUMENTS}
+    left_out = {name for name, why in obstacles.items() if why and not INSTRUMENTS[name].instead}
+    remarks = [
+        f"{name} is left out: {why}" if name in left_out else f"{name}: {INSTRUMENTS[name].instead}: {why}"
+        for name, why in obstacles.items()
+        if why
+    ]
+    return Choice(tuple(name for name in INSTRUMENTS if name not in left_out), remarks, named=False)
+
+
+def _obstacle(name: str, device: str) -> str | None:
+    """Why an instrument cannot work on a device of this machine; None where it can."""
+    if INSTRUMENTS[name].works_everywhere:
+        return None
+    why: str | None = measurement_module(name).obstacle(device)
+    return why

@@ -9,7 +9,7 @@ from typing import Any
 
 from dpscope.errors import UserError
 from dpscope.runner.environment import resolve_device
-from dpscope.runner.instruments import choose_instruments
+from dpscope.runner.measure import choose_instruments
 from dpscope.runner.spec import RunSpec
 from dpscope.vocabulary.instruments import INSTRUMENTS
 from dpscope.vocabulary.methods import BUILT_IN, STANDARD, resolve_method

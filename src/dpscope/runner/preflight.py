@@ -11,17 +11,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from dpscope.endings import outcome_of_exception
 from dpscope.errors import UserError
-from dpscope.outcomes import outcome_of_exception
 from dpscope.runner import collector
 from dpscope.runner.launcher import Limits
+from dpscope.runner.measure import their_mistake
 from dpscope.runner.spec import RunSpec
-from dpscope.runner.tracebacks import their_mistake
 from dpscope.runner.worker import claim_stdout, limit_memory
-from dpscope.vocabulary.exit_codes import REFUSED
 from dpscope.vocabulary.methods import STANDARD, resolve_method
 from dpscope.vocabulary.settings import EAGER
-from dpscope.vocabulary.statuses import OOM
+from dpscope.vocabulary.statuses import OOM, REFUSED
 from dpscope.workloads.configs import CustomConfig
 
 

@@ -23,13 +23,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from dpscope.endings import outcome_of_exception
 from dpscope.instruments.ncu.reading import PHASE_RANGE
 from dpscope.instruments.processes import end_with_lifeline
-from dpscope.outcomes import outcome_of_exception
 from dpscope.runner.spec import RunSpec
-from dpscope.vocabulary.exit_codes import ALL_OK, SOME_NOT_OK
 from dpscope.vocabulary.phases import STEP, listening
-from dpscope.vocabulary.statuses import OK
+from dpscope.vocabulary.statuses import ALL_OK, OK, SOME_NOT_OK
 
 if TYPE_CHECKING:
     from dpscope.runner.steps import TrainingSteps

@@ -22,16 +22,15 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dpscope.batches import cast_batch
+from dpscope.endings import outcome_of_exception
 from dpscope.instruments.processes import end_with_lifeline, run_limited
-from dpscope.outcomes import outcome_of_exception
-from dpscope.runner.assembly import build
+from dpscope.runner.assembly import build, join_world
 from dpscope.runner.rank_launcher import end_rank, rank_command
 from dpscope.runner.spec import RunSpec
-from dpscope.runner.world import join_world
 from dpscope.trainers.base import load_trainer
 from dpscope.vocabulary.methods import resolve_method
 from dpscope.vocabulary.statuses import SKIPPED
-from dpscope.workloads.silence import silence
+from dpscope.workloads.workload import silence
 
 CHECKED_STEPS = 5
 # Number format -> torch's, and how far a parameter may be from where one process puts it, of how far it moved: sums

@@ -15,13 +15,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypedDict
 
+from dpscope.endings import outcome_of_exit
 from dpscope.errors import RankEnded
 from dpscope.instruments.processes import run_limited
 from dpscope.instruments.timing import Progress
-from dpscope.outcomes import outcome_of_exit
 from dpscope.runner.spec import RunSpec
-from dpscope.vocabulary.exit_codes import ALL_OK, SOME_NOT_OK
-from dpscope.vocabulary.statuses import FAILED, OK, OOM, SKIPPED
+from dpscope.vocabulary.statuses import ALL_OK, FAILED, OK, OOM, SKIPPED, SOME_NOT_OK
 
 # Signals that end a process, but for SIGTERM, by which torch.distributed.run ends those that are left.
 _KILLED = {-number for number in signal.Signals if number != signal.SIGTERM}

@@ -12,8 +12,8 @@ import sys
 import traceback
 from pathlib import Path
 
+from dpscope.endings import outcome_of_exception
 from dpscope.instruments.processes import end_with_lifeline
-from dpscope.outcomes import outcome_of_exception
 from dpscope.results.store import write_atomically
 from dpscope.runner import collector
 from dpscope.runner.rank_launcher import RankOutcome, end_rank

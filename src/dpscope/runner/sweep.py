@@ -1,16 +1,70 @@
-"""Measure specs one after another, each in a child process."""
+"""Measure specs one after another, each in a child process; `--resume` keeps finished rows that are still valid.
+
+What torch.compile makes is kept in a folder of the sweep's own, which is gone after it. The time instrument looks
+first, with an empty cache, so that seconds of compilation are those of a first run. Other instruments, and every pass
+of ncu, find what that row has compiled.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 from dpscope.errors import UserError
 from dpscope.results.schema import Result
 from dpscope.results.store import ResultStore
-from dpscope.runner.compile_cache import compile_caches
+from dpscope.runner.environment import collect_in_child, same_environment
 from dpscope.runner.launcher import Limits, launch
-from dpscope.runner.resume import finished_rows
 from dpscope.runner.spec import RunSpec
+from dpscope.vocabulary.settings import EAGER
+from dpscope.vocabulary.statuses import status_named
+
+
+def still_valid(result: Result, spec: RunSpec, environment: dict[str, Any]) -> bool:
+    """Was it the same spec, in the same environment, with a status that would come out the same again?"""
+    lasting = spec.device in status_named(result.status).kept_on
+    # What kept ncu from counting on this GPU (no ncu, no permission) may have been mended since.
+    lasting &= not (spec.instrument == "ncu" and spec.device == "cuda") or result.ncu.get("source") == "measured"
+    return lasting and result.spec == spec.to_dict() and same_environment(result.environment, environment)
+
+
+def finished_rows(store: ResultStore, specs: Iterable[RunSpec]) -> dict[RunSpec, Result]:
+    """The rows of `specs` that need not be measured again."""
+    found, _ = store.read_all()
+    candidates = {spec: found[path] for spec in specs if (path := store.path_of(spec.file_name)) in found}
+    if not candidates:
+        return {}
+    device = next(iter(candidates)).device
+    environment = collect_in_child(device)
+    return {spec: result for spec, result in candidates.items() if still_valid(result, spec, environment)}
+
+
+# Environment variables: where Inductor keeps graphs, and Triton kernels below it; its C++ headers are in the second.
+CACHE_FOLDER, TEMPORARY = "TORCHINDUCTOR_CACHE_DIR", "TMPDIR"
+Environment = dict[str, str]
+
+
+@contextmanager
+def compile_caches(specs: Sequence[RunSpec]) -> Iterator[Callable[[RunSpec], Environment]]:
+    """Gives what the environment of a spec's child has to hold."""
+    if all(spec.compile == EAGER for spec in specs):
+        yield lambda spec: {}
+        return
+    with tempfile.TemporaryDirectory(prefix="dpscope-compiled-", ignore_cleanup_errors=True) as folder:
+        yield partial(_environment, Path(folder))
+
+
+def _environment(folder: Path, spec: RunSpec) -> Environment:
+    if spec.compile == EAGER:
+        return {}
+    of_the_row = folder / replace(spec, instrument="time", options={}).digest  # the same for all its instruments
+    of_the_row.mkdir(exist_ok=True)
+    return {CACHE_FOLDER: str(of_the_row / "inductor"), TEMPORARY: str(of_the_row)}
 
 
 class SweepObserver:

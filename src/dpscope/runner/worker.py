@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TextIO
 
 from dpscope.runner import collector
-from dpscope.vocabulary.exit_codes import DISK_FULL, ORPHANED
+from dpscope.vocabulary.statuses import DISK_FULL, ORPHANED
 
 CHILD = "DPSCOPE_CHILD"  # set in the environment of a process that measures
 

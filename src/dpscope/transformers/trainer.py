@@ -34,12 +34,10 @@ from dpscope.flash.opacus.privacy_spent import continued
 from dpscope.flash.opacus.private_optimizer import DPFlashOptimizer
 from dpscope.flash.padding.rows import real_rows
 from dpscope.transformers.arguments import refuse_data, refuse_settings, take_privacy
-from dpscope.transformers.budget import epsilon_of, steps_left
-from dpscope.transformers.callbacks import PrivacyCallback, noting_models
+from dpscope.transformers.callbacks import FirstStep, PrivacyCallback, noting_models
 from dpscope.transformers.draws import DrawLoader, StepDraw, loader_of_draws, new_seed
 from dpscope.transformers.losses import check_losses, sample_losses, takes_cache, task_model
-from dpscope.transformers.movement import FirstStep
-from dpscope.transformers.records import PrivacyRecord
+from dpscope.transformers.records import PrivacyRecord, epsilon_of, steps_left
 
 HOOKS = ("_prepare_for_training", "_run_epoch", "_get_grad_norm")  # of the Trainer, of transformers 5
 _Host: Any = object  # the Trainer that a subclass names beside the mixin

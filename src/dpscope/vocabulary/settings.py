@@ -13,7 +13,6 @@ from typing import Any
 
 from dpscope import numbers
 from dpscope.errors import UserError
-from dpscope.vocabulary.flags import flag_of
 
 DTYPES = ("fp32", "tf32", "bf16")
 PARAM_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}  # name -> torch's
@@ -270,3 +269,15 @@ LATER_DEFAULTS = {name: each.default for name, each in SETTINGS.items() if each.
 COMPARED = tuple(name for name in FLAGS if SETTINGS[name].identity == EVERYWHERE)  # what tables show where it varies
 SWEPT = tuple(name for name in FLAGS if SETTINGS[name].several)
 REPEATS = tuple(name for name in FLAGS if SETTINGS[name].identity == NOWHERE)
+
+
+def flag_of(name: str) -> str:
+    """`--batch-size`."""
+    return f"--{name.replace('_', '-')}"
+
+
+def flags_of(values: Mapping[str, Any]) -> list[str]:
+    """`--batch-size 8`; a switch that is on has no value. Numbers are written in full."""
+    return [
+        word for name, value in values.items() for word in (flag_of(name), *([] if value is True else [str(value)]))
+    ]

@@ -1,7 +1,12 @@
-"""How a measurement can end. A new status is a line in `STATUS_TABLE`, named by whoever finds that a row ended so."""
+"""How a measurement can end, and with which code processes exit.
+
+A new status is a line in `STATUS_TABLE`, named by whoever finds that a row ended so. By a signal n a process exits with
+128 + n, as shells count (130 Ctrl-C, 143 SIGTERM).
+"""
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass
 
 from dpscope.vocabulary.settings import DEVICES
@@ -41,3 +46,15 @@ _BY_NAME = {status.name: status for status in STATUS_TABLE}
 def status_named(name: str) -> Status:
     """The status of a result; one that this version does not know is called by its name."""
     return _BY_NAME.get(name) or Status(name, f"ended as {name}", f"ended as {name}", name)
+
+
+# Commands.
+ALL_OK = 0
+SOME_NOT_OK = 1  # a row, a check, a part of the machine
+WRONG_USAGE = 2  # or a set-up that has to be mended: a missing package, a full disk
+BROKEN_PIPE = 128 + signal.SIGPIPE
+
+# Child processes, whose parent turns them into a result or a sentence.
+ORPHANED = 3  # the parent has died
+REFUSED = 4  # the user's workload cannot be trained: the sentence is on standard output
+DISK_FULL = 74  # EX_IOERR: one that a workload would hardly choose

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dpscope.commands.compare import _next_steps
-from dpscope.reports.joining import compare_results
+from dpscope.reports.report import compare_results
 from dpscope.results.store import ResultStore
 from dpscope.runner.spec import RunSpec
 from dpscope.workloads.configs import make_config

@@ -10,8 +10,8 @@ import sys
 
 import pytest
 
-from dpscope.commands import guide
-from dpscope.reports.joining import compare_results
+from dpscope.commands import ncu
+from dpscope.reports.report import compare_results
 from dpscope.reports.traffic.data import by_size
 from dpscope.results.store import ResultStore
 from tests import ROOT
@@ -28,22 +28,22 @@ def filling():
 
 
 def test_the_guide_is_the_page_in_docs():
-    assert guide.guide_text() == (ROOT / "docs" / "ncu-guide.md").read_text(encoding="utf-8")
+    assert ncu.guide_text() == (ROOT / "docs" / "ncu-guide.md").read_text(encoding="utf-8")
 
 
 def test_an_installed_package_reads_the_copy_beside_the_module(tmp_path, monkeypatch):
     package = tmp_path / "site-packages" / "dpscope" / "commands"
     package.mkdir(parents=True)
-    (package / guide.NAME).write_text("the copy in the wheel")
-    monkeypatch.setattr(guide, "__file__", str(package / "guide.py"))
-    assert guide.guide_text() == "the copy in the wheel"
+    (package / ncu.GUIDE).write_text("the copy in the wheel")
+    monkeypatch.setattr(ncu, "__file__", str(package / "ncu.py"))
+    assert ncu.guide_text() == "the copy in the wheel"
 
 
 def test_the_wheel_takes_the_guide_along():
     tomllib = pytest.importorskip("tomllib")  # Python 3.11
     built = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]["build"]
     carried = built["targets"]["wheel"]["force-include"]
-    assert carried["docs/ncu-guide.md"] == f"dpscope/commands/{guide.NAME}"
+    assert carried["docs/ncu-guide.md"] == f"dpscope/commands/{ncu.GUIDE}"
 
 
 @pytest.mark.parametrize(
@@ -55,17 +55,17 @@ def test_the_wheel_takes_the_guide_along():
     ],
 )
 def test_the_guide_answers_what_people_ask(name):
-    assert name in guide.guide_text()
+    assert name in ncu.guide_text()
 
 
 def test_links_of_the_guide_lead_somewhere():
-    for target in re.findall(r"\]\(([^)#:]+)\)", guide.guide_text()):
+    for target in re.findall(r"\]\(([^)#:]+)\)", ncu.guide_text()):
         assert (ROOT / "docs" / target).is_file(), target
 
 
 def test_measured_numbers_go_between_the_markers_and_replace_earlier_ones(filling):
     traffics = by_size(compare_results(results_for("standard", "flat")))
-    text = guide.guide_text()
+    text = ncu.guide_text()
     once = filling.fill(text, traffics, "2026-11-15", "dpscope ncu")
     assert "| `flat` | 4 | 256 | 2.19 GB | 1.96 GB | 1.93× | 4.05 MB | 26 |" in once
     assert "NVIDIA H200 (torch 2.11.0, Opacus 1.6.0, ncu 2025.3.1, 2026-11-15)" in once
@@ -103,5 +103,5 @@ def test_every_door_prints_the_guide_and_measures_nothing(command, tmp_path):
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True, timeout=120
     )
-    assert done.stdout == guide.guide_text()
+    assert done.stdout == ncu.guide_text()
     assert list(tmp_path.iterdir()) == []

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from dpscope.cli import main
-from dpscope.reports.joining import compare_results
+from dpscope.reports.report import compare_results
 from dpscope.reports.trace.data import differences, traced_steps
 from dpscope.results.store import ResultStore
 from tests import rows_here

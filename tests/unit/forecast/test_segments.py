@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dpscope.forecast.segments import OutOfFakeMemory, Segments
+from dpscope.forecast.allocator import OutOfFakeMemory, Segments
 
 MIB = 2**20
 

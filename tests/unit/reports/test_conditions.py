@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from dpscope.errors import UserError
-from dpscope.reports.conditions import Condition
-from dpscope.reports.joining import compare_results
+from dpscope.reports.findings import Condition
+from dpscope.reports.report import compare_results
 
 
 @pytest.fixture

@@ -12,11 +12,10 @@ from dpscope.reports.against.data import set_against
 from dpscope.reports.against.text import against_summary
 from dpscope.reports.doubt import FEW, NO_SPREAD, UNSTEADY, doubt_of_times, explain, marked
 from dpscope.reports.export import to_records
-from dpscope.reports.joining import compare_results
 from dpscope.reports.latex import to_latex
 from dpscope.reports.page.sections import make_cards
 from dpscope.reports.page.table import make_table
-from dpscope.reports.report import Report
+from dpscope.reports.report import Report, compare_results
 from dpscope.reports.story import tell
 from dpscope.reports.text import summary
 from dpscope.reports.time.charts import step_time

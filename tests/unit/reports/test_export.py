@@ -11,8 +11,8 @@ import pytest
 
 from dpscope.comparison import Comparison
 from dpscope.reports.export import CSV, to_pandas, to_records
-from dpscope.reports.joining import compare_results
 from dpscope.reports.latex import escape, to_latex
+from dpscope.reports.report import compare_results
 from dpscope.vocabulary.components import COMPONENTS
 from tests.unit.reports.writing import write
 

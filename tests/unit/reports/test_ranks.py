@@ -8,9 +8,8 @@ import pytest
 
 from dpscope.plain_text import render_plain
 from dpscope.reports.export import to_records
-from dpscope.reports.joining import compare_results
 from dpscope.reports.page.table import make_table
-from dpscope.reports.report import Report
+from dpscope.reports.report import Report, compare_results
 from dpscope.reports.tables import BATCH_OF_A_RANK, BATCH_OF_A_STEP
 from dpscope.reports.text import summary
 from tests.unit.rank_payloads import MEASURED, SIMULATED

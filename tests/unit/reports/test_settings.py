@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dpscope.reports.joining import compare_results
-from dpscope.reports.report import group_by_setting
+from dpscope.reports.report import compare_results, group_by_setting
 
 
 def labels(*results):

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dpscope.plain_text import render_plain
-from dpscope.reports.joining import compare_results
-from dpscope.reports.report import Report
+from dpscope.reports.report import Report, compare_results
 from dpscope.reports.text import summary, verdict
 
 

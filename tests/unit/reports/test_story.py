@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from dpscope.reports.joining import compare_results
+from dpscope.reports.report import compare_results
 from dpscope.reports.story import tell
 from tests.unit.reports.traffic_results import results_for
 

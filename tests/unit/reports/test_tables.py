@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from dpscope.reports.joining import compare_results
-from dpscope.reports.report import Report
+from dpscope.reports.report import Report, compare_results
 from dpscope.reports.tables import group_by_size, worth_a_column
 from dpscope.vocabulary.statuses import STATUSES
 

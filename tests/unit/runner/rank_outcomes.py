@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from dpscope.instruments.processes import FinishedCommand
+from dpscope.instruments.timing import Timing
 from dpscope.runner import rank_launcher
 from dpscope.runner.spec import RunSpec
 from dpscope.workloads.configs import PRESETS
@@ -25,7 +26,13 @@ def figures(times: list[float], peak: int) -> dict[str, Any]:
     memory = {"source": "made up", "peak_bytes": peak}
     moved = {"all-reduce": {"calls": 3, "bytes": 10**9, "sent_bytes": 10**9}}
     share = times[0] / 100
-    return {"step_ms": times, "memory": memory, "collectives": moved, "collective_share": share, "notes": []}
+    return {
+        "timing": Timing(times).to_dict(),
+        "memory": memory,
+        "collectives": moved,
+        "collective_share": share,
+        "notes": [],
+    }
 
 
 def left_by_ranks(monkeypatch: pytest.MonkeyPatch, *outcomes: dict[str, Any] | None, output: str = "") -> None:

@@ -8,7 +8,7 @@ from inspect import signature
 import pytest
 import torch
 
-from dpscope.outcomes import outcome_of_exception
+from dpscope.endings import outcome_of_exception
 from dpscope.runner.measure import measure_or_explain
 from dpscope.runner.spec import RunSpec
 from dpscope.workloads.configs import workload_at

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dpscope.runner.instruments import choose_instruments
+from dpscope.runner.measure import choose_instruments
 
 
 @pytest.fixture

@@ -12,15 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from dpscope.endings import outcome_of_exception, outcome_of_exit
 from dpscope.errors import UserError
-from dpscope.outcomes import outcome_of_exception, outcome_of_exit
 from dpscope.packages import install_command
 from dpscope.results.store import ResultStore, read_result
 from dpscope.runner import launcher
 from dpscope.runner.launcher import Limits, launch
 from dpscope.runner.measure import measure_or_explain
-from dpscope.vocabulary.exit_codes import DISK_FULL
-from dpscope.vocabulary.statuses import FAILED, OK, OOM, SKIPPED, TIMEOUT
+from dpscope.vocabulary.statuses import DISK_FULL, FAILED, OK, OOM, SKIPPED, TIMEOUT
 
 # How every stand-in worker begins: with the request that the parent hands it.
 READ_REQUEST = "import json, os, signal, sys, time\nrequest = json.loads(sys.stdin.readline())\n"

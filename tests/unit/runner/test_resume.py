@@ -7,13 +7,12 @@ from dataclasses import replace
 import pytest
 
 from dpscope.errors import UserError
+from dpscope.results.environments import MUST_BE_EQUAL
 from dpscope.results.store import ResultStore
-from dpscope.runner import resume, sweep
+from dpscope.runner import sweep
 from dpscope.runner.environment import collect
 from dpscope.runner.launcher import Limits
-from dpscope.runner.resume import finished_rows, still_valid
-from dpscope.runner.sweep import open_store, run_sweep
-from dpscope.vocabulary.environment import MUST_BE_EQUAL
+from dpscope.runner.sweep import finished_rows, open_store, run_sweep, still_valid
 from dpscope.vocabulary.statuses import FAILED, OK, OOM, SKIPPED, TIMEOUT
 
 
@@ -28,7 +27,7 @@ def store(tmp_path):
 def here(make_result, monkeypatch):
     """The environment of this run: the one that `make_result` measures in."""
     environment = make_result().environment
-    monkeypatch.setattr(resume, "collect_in_child", lambda device: environment)
+    monkeypatch.setattr(sweep, "collect_in_child", lambda device: environment)
     return environment
 
 
@@ -123,7 +122,7 @@ def test_finished_rows_are_found_among_damaged_and_foreign_files(make_spec, make
 
 
 def test_nothing_is_asked_of_the_machine_when_no_row_is_there(make_spec, store, monkeypatch):
-    monkeypatch.setattr(resume, "collect_in_child", lambda device: pytest.fail("a process was started for nothing"))
+    monkeypatch.setattr(sweep, "collect_in_child", lambda device: pytest.fail("a process was started for nothing"))
     assert finished_rows(store, [make_spec()]) == {}
 
 

@@ -9,9 +9,8 @@ from torch import nn
 from dpscope.comparison import Comparison
 from dpscope.plain_text import render_plain
 from dpscope.reports.export import to_records
-from dpscope.reports.joining import compare_results
 from dpscope.reports.page.render import render_page
-from dpscope.reports.report import Report
+from dpscope.reports.report import Report, compare_results
 from dpscope.reports.text import summary
 from dpscope.results.schema import parse_result, result_for
 from dpscope.results.store import UnreadableResult

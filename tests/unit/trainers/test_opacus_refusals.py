@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from dpscope.endings import outcome_of_exception
 from dpscope.errors import UserError
 from dpscope.exactness.check import check
-from dpscope.outcomes import outcome_of_exception
 from dpscope.trainers.base import TrainerSettings, load_trainer
 from dpscope.vocabulary.methods import resolve_method
 from tests.unit.trainers.refused_models import BATCH, REFUSED, WORKS, Positions, calling, features, workload

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from opacus.accountants import create_accountant
 
-from dpscope.transformers.budget import epsilon_of, steps_left
+from dpscope.transformers.records import epsilon_of, steps_left
 
 TARGET = {"noise_multiplier": 2.0, "sample_rate": 0.1, "epsilon": 3.0, "delta": 1e-5}
 

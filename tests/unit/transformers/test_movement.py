@@ -8,7 +8,7 @@ from torch import nn
 
 from dpscope.errors import UserError
 from dpscope.flash import DPFlashOptimizer, FlashEngine
-from dpscope.transformers.movement import FirstStep
+from dpscope.transformers.callbacks import FirstStep
 
 
 class Branches(nn.Module):

@@ -18,8 +18,7 @@ from dpscope.reports.page.missing import IN_ORDER, find_missing
 from dpscope.reports.report import Report
 from dpscope.reports.text import section_at, summary
 from dpscope.results.schema import parse_result, result_for
-from dpscope.runner.instruments import choose_instruments
-from dpscope.runner.measure import measure
+from dpscope.runner.measure import choose_instruments, measure
 from dpscope.runner.spec import RunSpec
 from dpscope.vocabulary.instruments import DETAILS, INSTRUMENTS, SECTIONS, Instrument, Option
 from dpscope.vocabulary.settings import FLAGS

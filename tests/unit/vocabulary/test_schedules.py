@@ -8,7 +8,7 @@ import pytest
 from torch.profiler import ProfilerAction
 
 from dpscope.errors import UserError
-from dpscope.vocabulary.schedules import SCHEDULES, early_training, make_schedule, periodic, steady_state
+from dpscope.vocabulary.instruments import SCHEDULES, early_training, make_schedule, periodic, steady_state
 
 RECORDING = (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
 

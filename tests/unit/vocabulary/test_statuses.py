@@ -8,7 +8,7 @@ from dpscope.plain_text import render_plain
 from dpscope.reports.page.sections import make_cards
 from dpscope.reports.report import Report
 from dpscope.reports.text import summary
-from dpscope.runner.resume import still_valid
+from dpscope.runner.sweep import still_valid
 from dpscope.vocabulary.statuses import OK, STATUS_TABLE, Status, status_named
 
 UNKNOWN = "preempted"

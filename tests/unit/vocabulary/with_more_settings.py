@@ -65,7 +65,7 @@ def look_at_specs(usual, other):
     from click.testing import CliRunner
 
     from dpscope.cli import main
-    from dpscope.reports.page.command_lines import command_lines
+    from dpscope.reports.page.missing import command_lines
     from dpscope.runner.spec import RunSpec
 
     return {
@@ -96,7 +96,7 @@ def look_at_results(usual, other):
     from dpscope.reports.report import Report
     from dpscope.reports.text import summary
     from dpscope.results.schema import parse_result
-    from dpscope.runner.resume import still_valid
+    from dpscope.runner.sweep import still_valid
 
     specs = {usual: 10.0, replace(usual, method="flat"): 30.0, other: 20.0, replace(other, method="flat"): 80.0}
     results = list(results_of(specs))

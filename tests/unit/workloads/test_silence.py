@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from dpscope.workloads.silence import silence
+from dpscope.workloads.workload import silence
 
 
 class StochasticDepth(nn.Module):

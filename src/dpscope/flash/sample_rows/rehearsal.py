@@ -55,6 +55,8 @@ MOST_SHARE = 4
 """Of the batch, a quarter is looked at where all of it need not be."""
 DRAWS = 4
 """Other orders of samples, and other random numbers, that the first batch is tried with."""
+SLICE = 2**22
+"""Elements of outputs that are compared at a time."""
 _RANDOM = random.Random()
 
 # How far other rows may move, of the largest element: another kernel may be chosen for another batch (a mask that has
@@ -482,18 +484,8 @@ class Rehearsal:
             return False
         assert before.value is not None
         assert after.value is not None
-        others = [row for row in range(self.batch) if row != self.row]
-        index = torch.tensor(others, device=before.value.device)
-        for dim in dims:
-            a, b = (value.index_select(dim, index) for value in (before.value, after.value))
-            if not a.is_floating_point():
-                if torch.equal(a, b):
-                    return False
-                continue
-            tolerance = _ROW_TOLERANCE.get(a.dtype, _HALF_ROW_TOLERANCE) * float(a.abs().nan_to_num(0).amax())
-            if bool(((a - b).abs() <= tolerance).logical_or(a.isnan() & b.isnan()).all()):
-                return False
-        return True
+        others = torch.tensor([row for row in range(self.batch) if row != self.row])
+        return all(_apart_from(before.value, after.value, dim, others) for dim in dims)
 
     def _check_constant(self, keys: list[Key], plain: Run) -> None:
         """Inputs that are the same whatever the samples are: they have one row more where there is one sample more."""
@@ -609,13 +601,22 @@ def _across(leaf: Tensor, order: Tensor, place: int) -> Tensor:
 
 def _apart_from(a: Tensor, b: Tensor, dim: int, rows: Tensor) -> bool:
     """Return whether these rows differ by more than rounding."""
-    a, b = (each.index_select(dim, rows.to(each.device)) for each in (a, b))
     if not a.is_floating_point():
-        return not torch.equal(a, b)
-    if not a.numel():
-        return False
-    tolerance = _ROW_TOLERANCE.get(a.dtype, _HALF_ROW_TOLERANCE) * float(a.abs().nan_to_num(0).amax())
-    return not bool(((a - b).abs() <= tolerance).logical_or(a.isnan() & b.isnan()).logical_or(a == b).all())
+        return any(not torch.equal(x, y) for x, y in zip(slices(a, dim, rows), slices(b, dim, rows), strict=True))
+    largest = max((float(x.abs().nan_to_num(0).amax()) for x in slices(a, dim, rows) if x.numel()), default=0.0)
+    tolerance = _ROW_TOLERANCE.get(a.dtype, _HALF_ROW_TOLERANCE) * largest
+    return any(
+        not bool(((x - y).abs() <= tolerance).logical_or(x.isnan() & y.isnan()).logical_or(x == y).all())
+        for x, y in zip(slices(a, dim, rows), slices(b, dim, rows), strict=True)
+    )
+
+
+def slices(tensor: Tensor, dim: int, rows: Tensor) -> Iterator[Tensor]:
+    """These rows, flat, `SLICE` elements at a time: what compares logits whole holds more than a step does."""
+    tensor = tensor.movedim(dim, 0)
+    for group in rows.split(max(1, SLICE // max(1, tensor[:1].numel()))):
+        part = tensor[int(group)] if len(group) == 1 else tensor.index_select(0, group.to(tensor.device))
+        yield from part.reshape(-1).split(SLICE)
 
 
 def _altered(leaf: Tensor) -> Tensor:

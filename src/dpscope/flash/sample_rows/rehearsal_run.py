@@ -118,8 +118,8 @@ class Run:
         for row in rows:
             part = y.select(dim, row)
             # Neither constant nor small, so that no normalisation and no rounding takes it away again.
-            wave = torch.arange(part.numel(), device=y.device).cos().view(part.shape)
-            part.add_((wave * (1 + part.abs().amax())).to(y.dtype))
+            size = 1 + torch.maximum(-part.amin(), part.amax())
+            part.add_(torch.arange(part.numel(), dtype=torch.int32, device=y.device).cos().mul_(size).view_as(part))
         return y
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Protocol
@@ -29,8 +29,8 @@ from dpscope.flash.gradients.clip_rules import ClipRule
 from dpscope.flash.gradients.parameter_hooks import OWN_GRADIENTS
 from dpscope.flash.gradients.paths import PathRules
 from dpscope.flash.oracle import gradients_of
-from dpscope.flash.sample_rows.rehearsal import RootCall, is_coarse
-from dpscope.flash.sample_rows.rehearsal_run import untouched
+from dpscope.flash.sample_rows.rehearsal import RootCall, is_coarse, slices
+from dpscope.flash.sample_rows.rehearsal_run import seed_all, untouched
 from dpscope.flash.sample_rows.stand_in import NotFollowed
 from dpscope.flash.step.microbatch import MicroBatch
 from dpscope.flash.step.step_state import Recorded, StepState
@@ -76,9 +76,9 @@ class SelfTest:
         self, engine: TestedEngine, call: RootCall, sampled: dict[int, int], rows: list[int], *, seed: int
     ) -> None:
         self.engine, self.model, self.call, self.sampled = engine, engine.model, call, sampled
-        self.random = torch.Generator().manual_seed(seed)
+        self.seed = seed
         self.rows = torch.tensor(rows)
-        self.weights = 0.5 + torch.rand(len(rows), generator=self.random, dtype=torch.float64)
+        self.weights = 0.5 + torch.rand(len(rows), generator=_seeded("cpu", seed), dtype=torch.float64)
 
     def run(self) -> None:
         """Raise NotFollowed for a module whose taps do not do what it does; UserError where nothing can be compared."""
@@ -93,8 +93,7 @@ class SelfTest:
         if expected is None:
             return
         with untouched(self.model), self.engine.state.trial(len(self.rows)):
-            found_outputs, sums, order = self._tapped(outputs)
-        wrong = self._differing(outputs, found_outputs)
+            wrong, sums, order = self._tapped(outputs)
         if wrong and self._is_random():
             return  # what draws random numbers sample by sample draws others than for a batch
         named = {parameter: name for name, parameter in names.items()}
@@ -131,35 +130,32 @@ class SelfTest:
         outputs = self._forward(self.model.forward)
         if not outputs:
             return [], None
-        self.cotangents = self._draw(outputs)
-        total = sum(
-            (output * (u * self._weights_of(output)).to(output)).sum()
-            for output, u in zip(outputs, self.cotangents, strict=True)
-        )
-        assert isinstance(total, Tensor)
+        self.has_rows = any(self._dim_of(output) is not None for output in outputs)
+        total = self._total(outputs, weighted=True)
         with OWN_GRADIENTS.taken(), no_autocast(total.device.type):
             found = _gradients(total, parameters)
         return [output.detach() for output in outputs], list(found)
 
-    def _tapped(
-        self, expected: Iterable[Tensor]
-    ) -> tuple[list[Tensor], dict[nn.Parameter, Tensor], list[nn.Parameter]]:
-        """Outputs, the engine's weighted sums, and the parameters in the order in which backward met them."""
+    def _tapped(self, expected: list[Tensor]) -> tuple[str, dict[nn.Parameter, Tensor], list[nn.Parameter]]:
+        """By how much outputs differ, the engine's weighted sums, and parameters in the order of the backward pass.
+
+        Empties `expected` before that: outputs may be the largest tensors of a step.
+        """
         outputs = self._forward(self.call.forward)
         if [output.shape for output in outputs] != [each.shape for each in expected]:
             raise NotFollowed([self.model], "with taps the model gives outputs of other shapes than without")
+        wrong = self._differing(expected, outputs)
+        expected.clear()
         past = {leaf for leaf in leaves_behind(outputs) if isinstance(leaf, nn.Parameter)}
         if past:
             owners = [
                 self.model.get_submodule(n.rpartition(".")[0]) for n, p in self.engine.trained().items() if p in past
             ]
             raise NotFollowed(owners, "a parameter is used outside of the module that owns it", strays=past)
-        total = sum((output * u.to(output)).sum() for output, u in zip(outputs, self.cotangents, strict=True))
-        assert isinstance(total, Tensor)
-        gradients_of(total, [])
+        gradients_of(self._total(outputs, weighted=False), [])
         recorded = self.engine.state.take_recorded()
         order = [slot.parameter for slot, _ in recorded]
-        return [output.detach() for output in outputs], self._sums(recorded), order
+        return wrong, self._sums(recorded), order
 
     def _sums(self, recorded: Recorded) -> dict[nn.Parameter, Tensor]:
         recorded = [(slot, parts) for slot, parts in recorded if parts]
@@ -181,21 +177,24 @@ class SelfTest:
         """The dimension of samples: the first of their number."""
         return next((dim for dim, size in enumerate(output.shape) if size == len(self.rows)), None)
 
-    def _draw(self, outputs: list[Tensor]) -> list[Tensor]:
-        """Random numbers for outputs with a row for each sample; for others only where there is none of those."""
-        self.has_rows = any(self._dim_of(output) is not None for output in outputs)
-        return [
-            torch.randn(output.shape, generator=self.random)
-            if self._dim_of(output) is not None or not self.has_rows
-            else torch.zeros(output.shape)
-            for output in outputs
-        ]
+    def _total(self, outputs: list[Tensor], *, weighted: bool) -> Tensor:
+        """Σ output · u, rows of u multiplied by the samples' weights if `weighted`.
 
-    def _weights_of(self, output: Tensor) -> Tensor:
-        dim = self._dim_of(output)
-        if dim is None:
-            return torch.ones((), dtype=torch.float64)
-        return self.weights.view([-1 if axis == dim else 1 for axis in range(output.dim())])
+        u is random for outputs with a row for each sample; for others only where there is none of those. It is drawn
+        again for each run, and not kept.
+        """
+        terms = []
+        for place, output in enumerate(outputs):
+            dim = self._dim_of(output)
+            if dim is None and self.has_rows:
+                terms.append(0 * output.sum())
+                continue
+            random = _seeded(output.device, self.seed + 1 + place)
+            u = torch.randn(output.shape, generator=random, device=output.device).to(output.dtype)
+            if weighted and dim is not None:
+                u *= self.weights.to(u).view([-1 if axis == dim else 1 for axis in range(output.dim())])
+            terms.append((output * u).sum())
+        return sum(terms[1:], terms[0])
 
     # -- comparing -----------------------------------------------------------------------------------------------------
 
@@ -204,10 +203,9 @@ class SelfTest:
             tolerance = _OUTPUTS.get(other.dtype, _HALF_OUTPUTS)
             if is_coarse(other):
                 tolerance = max(tolerance, _HALF_OUTPUTS)
-            apart = (mine.double() - other.double()).abs().nan_to_num(0).amax() if other.numel() else torch.zeros(())
-            size = other.double().abs().nan_to_num(0, 0, 0).amax() if other.numel() else apart
-            if float(apart) > tolerance * float(size) + 1e-30:
-                return f"{float(apart / size.clamp_min(1e-30)):.1e} of its size"
+            apart, size = _largest_difference(mine.detach(), other)
+            if apart > tolerance * size + 1e-30:
+                return f"{apart / max(size, 1e-30):.1e} of its size"
         return ""
 
     def _is_random(self) -> bool:
@@ -262,3 +260,18 @@ def _gradients(total: Tensor, parameters: list[nn.Parameter]) -> Sequence[Tensor
     if any(type(node).__name__ == "CheckpointFunctionBackward" for node in nodes_behind([total])):
         return gradients_of(total, parameters)
     return torch.autograd.grad(total, parameters, allow_unused=True)
+
+
+def _seeded(device: torch.device | str, seed: int) -> torch.Generator:
+    return torch.Generator(device).manual_seed(seed)
+
+
+def _largest_difference(found: Tensor, wanted: Tensor) -> tuple[float, float]:
+    """max|found − wanted| and max|wanted| in float64, a slice at a time: copies of logits would be the step's peak."""
+    apart = size = 0.0
+    whole = torch.arange(1)
+    for mine, other in zip(slices(found[None], 0, whole), slices(wanted[None], 0, whole), strict=True):
+        if other.numel():
+            apart = max(apart, float((mine.double() - other.double()).abs().nan_to_num(0).amax()))
+            size = max(size, float(other.double().abs().nan_to_num(0, 0, 0).amax()))
+    return apart, size

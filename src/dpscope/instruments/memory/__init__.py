@@ -6,10 +6,8 @@
 A rule is a function from a storage's birth to the name of a component, or None; see `Birth` and docs/memory.md.
 """
 
-from dpscope.instruments.memory.attribution import ComponentRule, attribute
-from dpscope.instruments.memory.holdings import model_holdings
 from dpscope.instruments.memory.record import Birth
 from dpscope.instruments.memory.tracker import Holding, Tracker, track
-from dpscope.instruments.memory.use import MemoryUse
+from dpscope.instruments.memory.use import ComponentRule, MemoryUse, attribute, model_holdings
 
 __all__ = ["Birth", "ComponentRule", "Holding", "MemoryUse", "Tracker", "attribute", "model_holdings", "track"]

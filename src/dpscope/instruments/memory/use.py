@@ -1,15 +1,35 @@
-"""A step's memory use: what was live when, and what the peak was made of."""
+"""A step's memory use: what was live when, and what the peak was made of.
+
+Each storage of a record belongs to exactly one component at every instant. In this order:
+
+1. what a rule says of its birth, or the function that asked for it declares (vocabulary/allocations.py),
+2. the component of whoever was seen to own it (weights, gradients, optimizer state, the batch, per-sample gradients,
+   norms), for the whole of its life,
+3. activations, from its birth until autograd lets go of it for the last time; what a checkpointed forward makes again
+   inside a backward pass, for the whole of its life,
+4. activation_hooks, if the method was seen to keep it,
+5. temp_matrices.
+
+So a storage changes its component at most once: when autograd lets go of what goes on living.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from dpscope.errors import UserError
 from dpscope.instruments.memory.record import BEFORE_STEP, DIED, OUTSIDE_PHASES, RELEASED, Birth, Life, Record
+from dpscope.instruments.memory.tracker import Holding
+from dpscope.results.memory import require_conserved, thin
 from dpscope.results.payloads.memory import (
     OTHER_MODULES,
     ModuleAtPeak,
@@ -18,7 +38,17 @@ from dpscope.results.payloads.memory import (
     TimelinePayload,
     TimelinePhase,
 )
-from dpscope.results.timeline import thin
+from dpscope.vocabulary.allocations import component_of
+from dpscope.vocabulary.components import (
+    ACTIVATION_HOOKS,
+    ACTIVATIONS,
+    GRADIENTS,
+    KEYS,
+    MODEL_PARAMETERS,
+    OPTIMIZER_STATES,
+    TEMP_MATRICES,
+    UNATTRIBUTED,
+)
 
 Belonging = tuple[str, str]  # a storage's component until autograd lets go of it for the last time, and after
 
@@ -152,3 +182,78 @@ def _describe(nbytes: int, component: str, pattern: str, lives: Sequence[Life]) 
         "line": "" if birth.line is None else str(birth.line),
         "by_autograd": birth.by_autograd,
     }
+
+
+ComponentRule = Callable[[Birth], str | None]
+
+
+def attribute(record: Record, rules: Iterable[ComponentRule] = ()) -> MemoryUse:
+    """Every byte of the record to its component. Raises if they do not add up to the live total at every event."""
+    asked = tuple(rules)
+    belongings = [_belonging(life, asked) for life in record.lives]
+    new = {name for belonging in belongings for name in belonging} - set(KEYS)
+    components = (*(key for key in KEYS if key != UNATTRIBUTED), *sorted(new))
+    releases = record.last_releases()
+    points = _points(record, belongings, releases, components)
+    require_conserved(points, record.totals())
+    return MemoryUse(record, components, points, belongings, releases)
+
+
+def _belonging(life: Life, rules: Sequence[ComponentRule]) -> Belonging:
+    if life.birth.operator != BEFORE_STEP:
+        for rule in rules:
+            name = rule(life.birth)
+            if name is not None:
+                return (_checked(name, rule),) * 2
+        declared = component_of(life.birth.function, life.birth.operator)
+        if declared is not None:
+            return declared, declared
+    if life.owner is not None:
+        return life.owner, life.owner
+    if life.birth.recomputed:
+        return ACTIVATIONS, ACTIVATIONS
+    beyond = ACTIVATION_HOOKS if life.kept else TEMP_MATRICES
+    return (ACTIVATIONS if life.was_saved else beyond), beyond
+
+
+def _checked(name: object, rule: ComponentRule) -> str:
+    if not isinstance(name, str) or not name.isidentifier() or name == UNATTRIBUTED:
+        known = ", ".join(key for key in KEYS if key != UNATTRIBUTED)
+        raise UserError(
+            f"the component rule {getattr(rule, '__name__', rule)!r} returned {name!r}: return None, one of {known}, "
+            "or a new name in lower_case_letters"
+        )
+    return name
+
+
+def _points(
+    record: Record, belongings: Sequence[Belonging], releases: Sequence[int | None], components: Sequence[str]
+) -> list[tuple[int, ...]]:
+    """Live bytes of each component after each event."""
+    place = {name: index for index, name in enumerate(components)}
+    amounts = [0] * len(components)
+    held: list[tuple[int, int]] = [(0, 0)] * len(record.lives)  # (place, bytes) of each storage now
+    points = []
+    for event, (kind, index, nbytes) in enumerate(record.events):
+        where, size = held[index]
+        amounts[where] -= size
+        where = place[component_at(event, belongings[index], releases[index])]
+        size = 0 if kind == DIED else size if kind == RELEASED else nbytes
+        amounts[where] += size
+        held[index] = where, size
+        points.append(tuple(amounts))
+    return points
+
+
+def model_holdings(model: nn.Module, optimizer: Optimizer) -> Iterator[Holding]:
+    """(component, module, tensor) for parameters, buffers, `.grad` and optimizer state as they are now."""
+    for name, buffer in model.named_buffers():
+        yield MODEL_PARAMETERS, name.rpartition(".")[0], buffer
+    for name, parameter in model.named_parameters():
+        module = name.rpartition(".")[0]
+        yield MODEL_PARAMETERS, module, parameter
+        if parameter.grad is not None:
+            yield GRADIENTS, module, parameter.grad
+        for leaf in tree_leaves(optimizer.state.get(parameter, {})):
+            if isinstance(leaf, Tensor):
+                yield OPTIMIZER_STATES, module, leaf

@@ -13,10 +13,8 @@ from pathlib import Path
 
 from dpscope.endings import ends_in_a_sentence
 from dpscope.errors import UserError
-from dpscope.instruments.ncu.command import find_ncu, ncu_version, range_command
-from dpscope.instruments.ncu.failures import NO_NCU
 from dpscope.instruments.ncu.metrics import RANGE_METRICS, resolve_metrics
-from dpscope.instruments.ncu.running import take_report
+from dpscope.instruments.ncu.running import NO_NCU, find_ncu, ncu_version, range_command, take_report
 
 
 def main() -> int:

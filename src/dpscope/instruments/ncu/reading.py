@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dpscope.errors import UserError
-from dpscope.instruments.ncu.command import csv_command, find_ncu
+from dpscope.instruments.ncu.running import csv_command, find_ncu
 from dpscope.packages import install_command
 from dpscope.vocabulary.phases import PHASES
 

@@ -2,7 +2,7 @@
 
 `gpu_timeline`: what ran when, on which stream. `host_and_gpu`: who waits for whom. `levels`: how busy the GPU was, from
 the whole capture down to a launch. `link`: what crossed between host and device. `libraries`: whose kernels they were.
-`lanes` is a whole capture, for `dpscope.reports.trace.capture_figure.draw_capture` to draw.
+`lanes` is a whole capture, for `dpscope.reports.trace.figures.draw_capture` to draw.
 Times are milliseconds from the first event of the capture.
 """
 

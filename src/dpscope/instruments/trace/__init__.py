@@ -16,7 +16,7 @@ from dpscope.instruments.trace.analysis import (
 from dpscope.instruments.trace.capture import Detail, export_trace, record
 from dpscope.instruments.trace.events import Trace, read_trace
 from dpscope.instruments.trace.summary import summarise
-from dpscope.vocabulary.schedules import early_training, periodic, steady_state
+from dpscope.vocabulary.instruments import early_training, periodic, steady_state
 
 __all__ = [
     "Detail",

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 from torch.profiler import profile
 
 from dpscope.errors import UserError
+from dpscope.instruments.trace.chrome import trace_from_profiler
 from dpscope.instruments.trace.events import OPERATOR, Event, Trace, read_trace
-from dpscope.instruments.trace.live import trace_from_profiler
 
 if TYPE_CHECKING:
     from pandas import DataFrame

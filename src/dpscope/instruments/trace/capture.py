@@ -17,8 +17,8 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_fun
 from dpscope.instruments.module_hooks import module_hooks
 from dpscope.instruments.timing import Progress, Step, no_progress
 from dpscope.instruments.trace.chrome import chrome_trace
+from dpscope.vocabulary.instruments import Schedule
 from dpscope.vocabulary.phases import listening
-from dpscope.vocabulary.schedules import Schedule
 
 WAIT = "wait for the GPU"  # our own synchronisation at the end of a step: none of the step's
 RECORDING = (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)

@@ -13,8 +13,7 @@ from dpscope.reports.against.data import Against, Pair, list_rows
 from dpscope.reports.against.quantities import MEMORY, TIME, UNDECIDED, Quantity, SweepChange
 from dpscope.reports.doubt import ADVICE, EXPLAINED, explain
 from dpscope.reports.output import Output, text_output
-from dpscope.reports.text_table import identity_columns
-from dpscope.reports.words import peak_notes, spread_in_words
+from dpscope.reports.words import identity_columns, peak_notes, spread_in_words
 from dpscope.units import MISSING
 from dpscope.vocabulary.methods import STANDARD
 

@@ -12,9 +12,8 @@ from dpscope.reports.memory.text import TRIFLE, signed
 from dpscope.reports.page.chart import Table, View, chart_by_size
 from dpscope.reports.palette import colour_of, is_dark, phase_colour
 from dpscope.reports.tables import Row
+from dpscope.results.memory import Timeline, maker_of, place_of, shape_in_words
 from dpscope.results.payloads.memory import TensorAtPeak, TensorsAtPeak
-from dpscope.results.tensors import maker_of, place_of, shape_in_words
-from dpscope.results.timeline import Timeline
 from dpscope.units import format_bytes, format_ratio
 from dpscope.vocabulary.components import component_named
 from dpscope.vocabulary.phases import BETWEEN_PHASES

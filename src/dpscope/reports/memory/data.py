@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from dpscope.reports.tables import Row, once_a_row
-from dpscope.results.composition import Composition, composition_in
+from dpscope.results.memory import Composition, Timeline, composition_in, timeline_in
 from dpscope.results.payloads.memory import TensorsAtPeak
-from dpscope.results.timeline import Timeline, timeline_in
 from dpscope.units import MIB
 from dpscope.vocabulary.components import in_order
 from dpscope.vocabulary.methods import STANDARD

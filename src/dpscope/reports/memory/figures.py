@@ -15,7 +15,7 @@ from dpscope.reports.output import figure_output
 from dpscope.reports.palette import colour_of
 from dpscope.reports.tables import Row
 from dpscope.reports.words import shorten
-from dpscope.results.timeline import PhaseSpan, Timeline
+from dpscope.results.memory import PhaseSpan, Timeline
 from dpscope.units import three_digits
 from dpscope.vocabulary.components import component_named
 

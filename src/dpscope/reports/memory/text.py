@@ -14,9 +14,8 @@ from dpscope.reports.doubt import explain, marked
 from dpscope.reports.memory import data
 from dpscope.reports.tables import SPEEDS, Row, group_by_size
 from dpscope.reports.words import in_longest_order, shorten
-from dpscope.results.composition import Composition
+from dpscope.results.memory import Composition, maker_of, place_of, shape_in_words
 from dpscope.results.payloads.memory import OTHER_MODULES
-from dpscope.results.tensors import maker_of, place_of, shape_in_words
 from dpscope.units import MIB, MISSING, format_bytes, format_ratio, mib
 from dpscope.vocabulary.components import ACTIVATION_HOOKS, ACTIVATIONS, UNATTRIBUTED, component_named
 from dpscope.vocabulary.methods import STANDARD

@@ -1,16 +1,86 @@
-"""What the page cannot show, and why: rows that failed, files that were left out, instruments that did not look."""
+"""What the page cannot show, and why: rows that failed, files that were left out, instruments that did not look.
+
+The command lines beside it measure what is missing and nothing else, made from what results say of their specs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+import json
+import shlex
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dpscope.reports.page.command_lines import can_be_typed, command_lines
 from dpscope.reports.report import Report, Size
-from dpscope.reports.tables import Row, grouped
+from dpscope.reports.tables import SIZES, Row, grouped
 from dpscope.results.identity import hashable, identity_of
 from dpscope.vocabulary.instruments import INSTRUMENTS
+from dpscope.vocabulary.settings import FLAGS, flags_of
+from dpscope.workloads.configs.described import import_root, workload_flags
+
+RowSpec = Mapping[str, Any]
+SizeOf = tuple[int, int | None]  # batch, sequence
+
+
+def command_lines(specs: Sequence[RowSpec]) -> list[str]:
+    """As few commands as measure each of the specs once and nothing else; to be run in the folder of the results.
+
+    Commands measure every method at every batch size and every sequence length that they name, so only sizes that are
+    a whole product share one. Specs that no command can express (see `can_be_typed`) have none.
+    """
+    beside = dict.fromkeys(("method", *SIZES))  # what the specs of one command may differ in
+    groups = grouped(filter(can_be_typed, specs), lambda spec: json.dumps({**spec, **beside}, sort_keys=True))
+    return [
+        _line(group[0], methods, batches, lengths)
+        for group in groups.values()
+        for methods, sizes in _sizes_by_methods(group).items()
+        for batches, lengths in products(sizes)
+    ]
+
+
+def can_be_typed(spec: RowSpec) -> bool:
+    """Is there a command for this spec? Not for a model that was made in Python, nor for a name with a comma in it."""
+    return workload_flags(spec["workload"]) is not None and "," not in spec["method"]
+
+
+def products(sizes: Iterable[SizeOf]) -> list[tuple[tuple[int, ...], list[int | None]]]:
+    """Sizes as products of batch sizes and sequence lengths that hold each size once, and no other."""
+    at_length = {
+        length: tuple(batch for batch, _ in own) for length, own in grouped(sizes, lambda size: size[1]).items()
+    }
+    alike = grouped(at_length, lambda length: (length is None, at_length[length]))
+    return [(batches, lengths) for (_, batches), lengths in alike.items()]
+
+
+def _sizes_by_methods(specs: Sequence[RowSpec]) -> dict[tuple[str, ...], list[SizeOf]]:
+    at_size = grouped(specs, lambda spec: (spec["batch_size"], spec.get("seq_len")))
+    methods = {size: tuple(dict.fromkeys(spec["method"] for spec in own)) for size, own in at_size.items()}
+    return grouped(sorted(methods, key=lambda size: (size[0], size[1] or 0)), methods.__getitem__)
+
+
+def _line(spec: RowSpec, methods: Sequence[str], batches: Sequence[int], lengths: Sequence[int | None]) -> str:
+    lists = {"methods": methods, "batch_size": batches, "seq_len": [length for length in lengths if length]}
+    told = {name: ",".join(map(str, values)) for name, values in lists.items() if values}
+    told |= {name: spec[name] for name in FLAGS if name in spec}
+    words = [*_subcommand(spec), *(workload_flags(spec["workload"]) or ()), *flags_of(told), "--out", ".", "--resume"]
+    root = import_root(spec["workload"])
+    return " ".join([*([f"PYTHONPATH={_quote(root)}:$PYTHONPATH"] if root else []), "dpscope", *map(_quote, words)])
+
+
+def _subcommand(spec: RowSpec) -> list[str]:
+    """`compare` measures with one instrument alone; an instrument's own command knows how else it can look."""
+    instrument, options = spec["instrument"], spec.get("options") or {}
+    log = ["--no-log"] if instrument == "trace" else []  # which is no part of the results
+    return [instrument, *flags_of(options), *log] if options else ["compare", "--instruments", instrument]
+
+
+def _quote(word: str) -> str:
+    """Quote a word for a shell, except a leading ~, which the shell replaces by the home folder."""
+    home, slash, rest = word.partition("/")
+    if home != "~":
+        return shlex.quote(word)
+    return home + slash + (shlex.quote(rest) if rest else "")
+
 
 # Instruments in the order in which they are missed: those that need tools of their own come last.
 IN_ORDER = sorted(INSTRUMENTS, key=lambda name: not INSTRUMENTS[name].works_everywhere)

@@ -11,8 +11,8 @@ from rich.text import Text
 from dpscope.plain_text import Column, FirstThatFits, bare_table, table_of
 from dpscope.reports.doubt import marked
 from dpscope.reports.tables import Row
-from dpscope.reports.text_table import NUMBERS, identity_columns
 from dpscope.reports.traffic import data
+from dpscope.reports.words import NUMBERS, identity_columns
 from dpscope.results.kernels import moved
 from dpscope.results.payloads.ncu import BYTES, READ, WRITE, Direction
 from dpscope.units import MISSING, format_ms, format_rate, format_ratio, format_traffic

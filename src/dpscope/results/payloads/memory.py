@@ -76,7 +76,7 @@ class Remainder(TypedDict):
 
 
 class MemoryPayload(TypedDict, total=False):
-    source: str  # how the peak was measured: a key of `PEAK_SOURCES` in vocabulary/peaks.py
+    source: str  # how the peak was measured: a key of `PEAK_SOURCES` in vocabulary/components.py
     peak_bytes: int
     peak_allocated_bytes: int  # of the CUDA allocator, with the next three
     peak_reserved_bytes: int

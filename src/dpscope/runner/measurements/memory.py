@@ -10,29 +10,65 @@ the allocator's peak is shown, what was there before it by component, and the re
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from dpscope.batches import tensors_of
+from dpscope.errors import UserError
 from dpscope.instruments.memory import Holding, MemoryUse, Tracker, attribute
 from dpscope.instruments.memory.snapshots import AFTER_WARMUP, Snapshots
 from dpscope.instruments.peaks import cpu_peak, cublas_workspace_bytes, cuda_peak, write_memory_history
 from dpscope.instruments.timing import Progress
-from dpscope.results.checks import NotConserved, conservation_faults
+from dpscope.places import Place, parse_place
+from dpscope.results.memory import NotConserved, conservation_faults
 from dpscope.results.payloads.memory import MemoryPayload, Remainder
 from dpscope.results.schema import Result, result_for
-from dpscope.runner.rules import load_rule
 from dpscope.runner.spec import RunSpec
 from dpscope.runner.steps import TrainingSteps
 from dpscope.trainers.base import TrainerBase
 from dpscope.units import mib
-from dpscope.vocabulary.components import INPUTS, KEYS, UNATTRIBUTED
+from dpscope.vocabulary.components import COMPILED, INPUTS, KEYS, TRACKER, UNATTRIBUTED
 from dpscope.vocabulary.methods import resolve_method
-from dpscope.vocabulary.peaks import COMPILED, TRACKER
 from dpscope.vocabulary.phases import listening
 from dpscope.workloads.workload import Batch
+
+
+def resolve_rule(where: str) -> str:
+    """Return the place with its file's absolute path, for a child process."""
+    place = _place_of(where)
+    if not place.is_file:
+        return where
+    file = Path(place.source)
+    if not file.is_file():
+        raise UserError(f"--rule {where!r}: there is no file {place.source}")
+    return str(Place(str(file.resolve()), place.name))
+
+
+def load_rule(where: str) -> Callable[[Any], str | None]:
+    place = _place_of(where)
+    try:
+        rule: Callable[[Any], str | None] = place.load()
+    except FileNotFoundError:
+        raise UserError(f"--rule {where!r}: there is no file {place.source}") from None
+    except ModuleNotFoundError as error:
+        raise UserError(f"--rule {where!r}: there is no module {error.name!r}") from None
+    except AttributeError:
+        raise UserError(f"--rule {where!r}: {place.source} has no {place.name!r}") from None
+    if not callable(rule):
+        raise UserError(f"--rule {where!r}: {place.name} is not a function")
+    return rule
+
+
+def _place_of(where: str) -> Place:
+    place = parse_place(where)
+    if place is None:
+        raise UserError(f"--rule {where!r}: expected FILE.py:function or package.module:function")
+    return place
+
 
 ITERATIONS = 3  # untracked steps with snapshots, at most: every step of a run is like the next
 MEMORY_VIZ = "memory_viz.pickle"

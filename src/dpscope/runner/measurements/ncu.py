@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from dpscope.errors import MeasurementFailed, UserError
-from dpscope.instruments.ncu.command import find_ncu, kernel_command, ncu_version, range_command
-from dpscope.instruments.ncu.failures import NO_GPU_TO_COUNT, NO_NCU
 from dpscope.instruments.ncu.kernels import count_launches, describe_kernels
 from dpscope.instruments.ncu.metrics import (
     KERNEL_METRICS,
@@ -27,7 +25,17 @@ from dpscope.instruments.ncu.metrics import (
     summarise_range,
 )
 from dpscope.instruments.ncu.reading import Action, UnreadableReport, read_report
-from dpscope.instruments.ncu.running import NcuCapture, one_pass_metrics, take_report
+from dpscope.instruments.ncu.running import (
+    NO_GPU_TO_COUNT,
+    NO_NCU,
+    NcuCapture,
+    find_ncu,
+    kernel_command,
+    ncu_version,
+    one_pass_metrics,
+    range_command,
+    take_report,
+)
 from dpscope.instruments.timing import Progress
 from dpscope.results.payloads.ncu import ESTIMATE, MEASURED, READ, WRITE, Estimate, Kernels, NcuPayload
 from dpscope.results.schema import Result, result_for

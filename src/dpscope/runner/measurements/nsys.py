@@ -15,14 +15,16 @@ from typing import Any
 
 from dpscope.errors import UserError
 from dpscope.instruments.nsys.command import (
+    Nsys,
     NsysOptions,
+    find_nsys,
+    inspect_nsys,
     interactive_commands,
     needed_variables,
     profile_command,
     shell_line,
 )
 from dpscope.instruments.nsys.failures import NO_GPU_TO_RECORD, NO_NSYS, sampling_refused
-from dpscope.instruments.nsys.finding import Nsys, find_nsys, inspect_nsys
 from dpscope.instruments.nsys.reading import UnreadableCapture, read_timeline
 from dpscope.instruments.nsys.running import NsysCapture, take_capture
 from dpscope.instruments.nsys.summary import summarise_timeline

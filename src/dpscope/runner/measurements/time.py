@@ -1,35 +1,121 @@
-"""How long a step takes, and the memory it peaked at."""
+"""How long a step takes, and the memory it peaked at.
+
+Over several processes: the time of the slowest rank, and the peak of the rank that needs most. A simulated world is
+one process, this one, and none of the others.
+"""
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TypedDict
 
-from dpscope.instruments.timing import Progress, time_steps
-from dpscope.results.schema import Result, result_for
-from dpscope.runner.measurements.world import measure_rank, measure_world
+import torch
+
+from dpscope.instruments.collectives import CollectiveBytes
+from dpscope.instruments.timing import Progress, Timing, no_progress, time_steps
+from dpscope.instruments.trace.capture import record
+from dpscope.instruments.trace.collectives import collective_time
+from dpscope.instruments.trace.events import read_trace
+from dpscope.results.payloads.memory import MemoryPayload, TimingPayload
+from dpscope.results.payloads.ranks import Collective, RanksPayload
+from dpscope.results.schema import Note, Result, result_for
+from dpscope.runner.rank_launcher import run_ranks
 from dpscope.runner.spec import RunSpec
 from dpscope.runner.steps import TrainingSteps
 from dpscope.units import mib
+from dpscope.vocabulary.instruments import Schedule
 
-__all__ = ["measure_rank", "measure_time"]
+
+class RankFigures(TypedDict):
+    timing: TimingPayload
+    memory: MemoryPayload
+    collectives: dict[str, Collective]  # of a step
+    collective_share: float | None  # of a profiled step; None where there are no other processes
+    notes: list[Note]
 
 
 def measure_time(spec: RunSpec, progress: Progress, files: Path) -> Result:
-    if spec.world_size > 1:
-        return measure_world(spec, progress, files)
-    step = TrainingSteps(spec)
-    step.warm_up(progress)
-    timing = time_steps(step, device=spec.device, warmup=0, steps=spec.steps, progress=progress).to_dict()
-    notes = step.notes()
-    if step.compilation is not None:
-        timing["compilation"] = step.compilation.to_dict()
-    memory = step.peak()
-    step.require_finite()
+    ranks: list[RankFigures]
+    ranks = run_ranks(spec, progress, files) if spec.gpus > 1 else [measure_rank(spec, files, progress)]
+    # A step is over when the slowest rank is.
+    slowest = Timing([max(times) for times in zip(*(rank["timing"]["step_ms"] for rank in ranks), strict=True)])
+    timing: TimingPayload = {**ranks[0]["timing"], **slowest.to_dict()}
+    memory = max((rank["memory"] for rank in ranks), key=lambda each: each["peak_bytes"])
     return result_for(
         spec.to_dict(),
         avg_time_ms=timing["mean_ms"],
         peak_memory_mb=mib(memory["peak_bytes"]),
         timing=timing,
         memory=memory,
-        notes=notes,
+        notes=[*notes_on_simulation(spec), *ranks[0]["notes"]],
+        **({"ranks": _ranks(spec, ranks)} if spec.world_size > 1 else {}),
     )
+
+
+def _ranks(spec: RunSpec, ranks: Sequence[RankFigures]) -> RanksPayload:
+    payload: RanksPayload = {
+        "simulated": spec.simulate_world > 1,
+        "time_ms": [rank["timing"]["median_ms"] for rank in ranks],
+        "peak_bytes": [rank["memory"]["peak_bytes"] for rank in ranks],
+        "collectives": ranks[0]["collectives"],
+    }
+    if spec.simulate_world > 1:
+        sent = sum(each["sent_bytes"] for each in payload["collectives"].values())
+        payload["link"] = {"gbps": spec.link_gbps, "send_ms": 1e3 * 8 * sent / (spec.link_gbps * 1e9)}
+    else:
+        payload["collective_share"] = [rank["collective_share"] or 0.0 for rank in ranks]
+    return payload
+
+
+def notes_on_simulation(spec: RunSpec) -> list[Note]:
+    """That figures are of one rank without the others; nothing where they are not."""
+    if spec.simulate_world == 1:
+        return []
+    return [
+        {
+            "topic": "simulation",
+            "sentence": (
+                f"Simulated: one rank of {spec.simulate_world} ({spec.parallel}) without the others. Collectives "
+                "return at once, so neither their time nor waiting is in the figures."
+            ),
+        }
+    ]
+
+
+def measure_rank(spec: RunSpec, files: Path, progress: Progress = no_progress) -> RankFigures:
+    """What this process sees of the spec's steps."""
+    step = TrainingSteps(spec)
+    if spec.device == "cuda" and spec.world_size > 1:  # a model is whole where it is born, before it is sharded
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    step.warm_up(progress)
+    seen = CollectiveBytes()
+    if spec.world_size > 1:
+        with seen:
+            step()
+    timing = time_steps(step, device=spec.device, warmup=0, steps=spec.steps, progress=progress).to_dict()
+    notes = step.notes()
+    if step.compilation is not None:
+        timing["compilation"] = step.compilation.to_dict()
+    memory = step.peak()
+    share = _share_of_collectives(step, spec.device) if spec.gpus > 1 else None
+    step.require_finite_losses()
+    if spec.world_size == 1:
+        step.require_finite()
+    return {
+        "timing": timing,
+        "memory": memory,
+        "collectives": seen.collectives,
+        "collective_share": share,
+        "notes": notes,
+    }
+
+
+def _share_of_collectives(step: TrainingSteps, device: str) -> float:
+    """How much of a step, recorded with torch.profiler, has a collective under way."""
+    with tempfile.TemporaryDirectory() as folder:
+        recording = record(step, Path(folder), device=device, schedule=Schedule(active=1))
+        found = collective_time([read_trace(path) for path in recording.paths])
+    return found["under_way_ms"] / found["step_ms"]

@@ -15,12 +15,11 @@ from dpscope.instruments.trace.events import read_trace
 from dpscope.instruments.trace.summary import summarise
 from dpscope.results.payloads.trace import TracedRank, TracePayload
 from dpscope.results.schema import Note, Result, result_for
-from dpscope.runner.measurements.world import notes_on_simulation
+from dpscope.runner.measurements.time import notes_on_simulation
 from dpscope.runner.rank_launcher import run_ranks
 from dpscope.runner.spec import RunSpec
 from dpscope.runner.steps import TrainingSteps
-from dpscope.vocabulary.instruments import ALL_RANKS
-from dpscope.vocabulary.schedules import Schedule, make_schedule
+from dpscope.vocabulary.instruments import ALL_RANKS, Schedule, make_schedule
 from dpscope.vocabulary.settings import EAGER
 
 

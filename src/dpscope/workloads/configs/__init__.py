@@ -11,10 +11,9 @@ from typing import Any
 
 from dpscope.errors import UserError
 from dpscope.workloads.configs import huggingface, transformer, vision
-from dpscope.workloads.configs.base import WorkloadConfig
+from dpscope.workloads.configs.base import LoraSettings, WorkloadConfig, parse_lora
 from dpscope.workloads.configs.custom import CustomConfig, workload_at, workload_of
 from dpscope.workloads.configs.huggingface import HuggingFaceConfig, config_from_file, config_from_json
-from dpscope.workloads.configs.lora import LoraSettings, parse_lora
 from dpscope.workloads.configs.transformer import ATTENTIONS, TransformerConfig
 from dpscope.workloads.configs.vision import NORMS, CNNConfig, ImageConfig, ResNetConfig
 

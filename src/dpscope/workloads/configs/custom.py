@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from dpscope.errors import UserError
 from dpscope.places import parse_place
-from dpscope.vocabulary.flags import flag_of
+from dpscope.vocabulary.settings import flag_of
 from dpscope.workloads.configs.base import WorkloadConfig
 
 WORKLOAD_USAGE = "give --workload FILE.py:function or --workload package.module:function"

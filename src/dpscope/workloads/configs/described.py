@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import PurePath
 from typing import Any
 
-from dpscope.vocabulary.flags import flags_of
+from dpscope.vocabulary.settings import flags_of
 from dpscope.workloads.configs import MODEL_SIZES, PRESETS
 from dpscope.workloads.configs.huggingface import OUR_SIZES
 

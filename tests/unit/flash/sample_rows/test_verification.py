@@ -14,7 +14,10 @@ from torch.overrides import TorchFunctionMode
 
 from dpscope.errors import UserError
 from dpscope.flash import FlashEngine
+from dpscope.flash.opacus.private_optimizer import DPFlashOptimizer
+from dpscope.flash.sample_rows import rehearsal
 from tests.unit.flash.agreement import assert_agrees, assert_exact, private_step, reference
+from tests.unit.flash.live_bytes import LiveBytes
 
 
 def losses(model, batch):
@@ -541,3 +544,26 @@ def test_the_random_numbers_of_training_are_those_of_an_untouched_model():
     torch.manual_seed(3)
     with FlashEngine(model, max_grad_norm=1.0):
         torch.testing.assert_close(model(batch["x"]), expected)
+
+
+# -- what it takes
+
+
+def test_the_first_step_peaks_no_higher_than_the_next_where_outputs_are_the_largest_tensors(monkeypatch):
+    monkeypatch.setattr(rehearsal, "SLICE", 2**12)  # of outputs of half a million elements
+    model = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 4096))
+    ids = torch.randint(50, (2, 64))
+    engine = FlashEngine(model, max_grad_norm=1.0, loss_reduction="mean")
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = DPFlashOptimizer(sgd, engine=engine, noise_multiplier=0.0, max_grad_norm=1.0, expected_batch_size=2)
+
+    def peak_of_a_step():
+        with LiveBytes(*model.parameters()) as live:
+            tokens = F.cross_entropy(model(ids).flatten(0, 1), ids.flatten(), reduction="none")
+            tokens.view(2, -1).mean(1).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return live.peak
+
+    first, second = peak_of_a_step(), peak_of_a_step()
+    assert first <= 1.05 * second  # the gradients that it compares are held besides

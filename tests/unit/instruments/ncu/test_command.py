@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dpscope.instruments import nsight
-from dpscope.instruments.ncu.command import csv_command, find_ncu, kernel_command, ncu_version, range_command
+from dpscope.instruments.ncu.running import csv_command, find_ncu, kernel_command, ncu_version, range_command
 
 
 def executable(path):

@@ -1,6 +1,6 @@
 """What ncu says, and what is made of it."""
 
-from dpscope.instruments.ncu.failures import unknown_metrics
+from dpscope.instruments.ncu.running import unknown_metrics
 
 
 def test_a_metric_that_cannot_be_counted_in_a_range_is_one_to_leave_out():

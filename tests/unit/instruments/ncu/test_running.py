@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dpscope.instruments.ncu.command import range_command
-from dpscope.instruments.ncu.failures import why_no_counts
 from dpscope.instruments.ncu.metrics import KERNEL_METRICS, L2_RED, LSU_STORE, RANGE_METRICS, TENSOR_OPS
-from dpscope.instruments.ncu.running import one_pass_metrics, take_report, try_counters
+from dpscope.instruments.ncu.running import one_pass_metrics, range_command, take_report, try_counters, why_no_counts
 from dpscope.instruments.processes import LIFELINE, run_limited
 from tests.stand_ins.ncu import COUNTED, NO_PERMISSION
 

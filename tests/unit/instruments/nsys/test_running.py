@@ -13,13 +13,16 @@ import pytest
 from dpscope.instruments import nsight
 from dpscope.instruments.nsys import failures
 from dpscope.instruments.nsys.command import (
+    Nsys,
     NsysOptions,
+    find_importer,
+    find_nsys,
+    inspect_nsys,
     interactive_commands,
     needed_variables,
     profile_command,
     shell_line,
 )
-from dpscope.instruments.nsys.finding import Nsys, find_importer, find_nsys, inspect_nsys
 from dpscope.instruments.nsys.running import take_capture
 from tests.stand_ins import nsys as fake_nsys
 from tests.stand_ins.nsys_exports import a_step
@@ -190,7 +193,7 @@ TAKE = """
 import os, sys
 from pathlib import Path
 from dpscope.instruments.nsys.command import NsysOptions, needed_variables
-from dpscope.instruments.nsys.finding import inspect_nsys
+from dpscope.instruments.nsys.command import inspect_nsys
 from dpscope.instruments.nsys.running import take_capture
 variables = needed_variables(os.environ)
 nsys, folder = inspect_nsys(sys.argv[1]), Path(sys.argv[2])

@@ -18,8 +18,8 @@ from dpscope.instruments.trace.summary import summarise
 from dpscope.results.payloads.trace import TracePayload
 from dpscope.results.store import NO_ROOM
 from dpscope.results.validation import find_mismatch
+from dpscope.vocabulary.instruments import Schedule
 from dpscope.vocabulary.phases import BACKWARD, CLIP, FORWARD, OPTIMIZER, phase
-from dpscope.vocabulary.schedules import Schedule
 
 EVERYTHING = Detail(shapes=True, memory=True, stacks=True, modules=True, flops=True)
 

@@ -8,11 +8,10 @@ from itertools import accumulate
 
 import pytest
 
-from dpscope.reports.joining import compare_results
 from dpscope.reports.memory.charts import PANELS, memory_peak, memory_timeline
 from dpscope.reports.memory.data import timeline_of
 from dpscope.reports.page.render import render_page
-from dpscope.reports.report import Report
+from dpscope.reports.report import Report, compare_results
 from dpscope.reports.trace.layers_chart import MOST_LINES, layers_memory, layers_time
 from tests.made_up import renamed
 from tests.unit.memory_results import MIB, make_timeline

@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from dpscope.reports.joining import compare_results
 from dpscope.reports.memory.data import composition_of, snapshots_of, timeline_of
-from dpscope.results.composition import Composition
-from dpscope.results.timeline import PhaseSpan
+from dpscope.reports.report import compare_results
+from dpscope.results.memory import Composition, PhaseSpan
 
 MIB = 2**20
 

@@ -7,11 +7,10 @@ from dataclasses import replace
 import pytest
 
 from dpscope.plain_text import render_plain
-from dpscope.reports.joining import compare_results
 from dpscope.reports.memory.charts import tensors_at_peak
 from dpscope.reports.memory.data import tensors_of
 from dpscope.reports.memory.text import SHOWN_TENSORS
-from dpscope.reports.report import Report
+from dpscope.reports.report import Report, compare_results
 from dpscope.reports.text import summary
 
 MIB = 2**20

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from dpscope.reports.joining import compare_results
 from dpscope.reports.page.chart import Table, View, chart_by_size
 from dpscope.reports.page.render import make_charts
-from dpscope.reports.report import Report
+from dpscope.reports.report import Report, compare_results
 from tests.unit.reports.traffic_results import results_for
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dpscope.reports.joining import compare_results
 from dpscope.reports.palette import method_looks
+from dpscope.reports.report import compare_results
 from dpscope.reports.time.charts import scaling_over_batch, scaling_over_sequence, tradeoff
 
 MIB = 2**20

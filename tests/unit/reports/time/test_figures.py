@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from matplotlib.container import ErrorbarContainer
 
-from dpscope.reports.joining import compare_results
+from dpscope.reports.report import compare_results
 from dpscope.reports.time.figures import draw_tradeoff
 from tests.unit.reports.figure_words import extent, written
 

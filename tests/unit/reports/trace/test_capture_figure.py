@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dpscope.instruments.nsys.reading import read_timeline
 from dpscope.instruments.nsys.views import lanes
-from dpscope.reports.trace.capture_figure import draw_capture
+from dpscope.reports.trace.figures import draw_capture
 from tests import DATA
 
 

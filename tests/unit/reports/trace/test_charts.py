@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dpscope.reports.joining import compare_results
+from dpscope.reports.report import compare_results
 from dpscope.reports.trace.charts import DRAWN_CHANGES, operators, phases
 from tests.unit.reports.trace_results import make_trace, operator
 

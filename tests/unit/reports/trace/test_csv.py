@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dpscope.reports.export import TRACE_CSV
-from dpscope.reports.joining import compare_results
+from dpscope.reports.report import compare_results
 from tests.unit.reports.trace_results import FLAT, STANDARD, make_trace
 from tests.unit.reports.writing import write
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dpscope.reports.joining import compare_results
+from dpscope.reports.report import compare_results
 from dpscope.reports.trace.figures import DRAWINGS
 from tests.unit.reports.figure_words import extent, overlapping, texts
 from tests.unit.reports.trace_results import GPU, make_trace, operator

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dpscope.reports.trace.module_lines import fold
+from dpscope.reports.trace.layers_chart import fold
 
 
 def test_layers_that_hold_more_than_earlier_ones_are_a_run_of_their_own():

@@ -8,7 +8,7 @@ import pytest
 
 from dpscope.instruments.ncu.metrics import TRAFFIC_FORMULAS
 from dpscope.reports.export import TRAFFIC_CSV
-from dpscope.reports.joining import compare_results
+from dpscope.reports.report import compare_results
 from dpscope.results.payloads.ncu import BYTES
 from tests.unit.reports.traffic_results import CAPTURE, kernel_rows, results_for
 from tests.unit.reports.writing import write

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dpscope.reports.joining import compare_results
 from dpscope.reports.outputs import write_reports
-from dpscope.reports.report import Report
+from dpscope.reports.report import Report, compare_results
 from dpscope.reports.traffic import data
 from dpscope.reports.traffic.data import by_size
 from dpscope.results.schema import result_for

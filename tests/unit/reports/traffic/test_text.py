@@ -6,8 +6,7 @@ import pytest
 from rich.console import Group
 
 from dpscope.plain_text import render_plain
-from dpscope.reports.joining import compare_results
-from dpscope.reports.report import Report
+from dpscope.reports.report import Report, compare_results
 from dpscope.reports.text import summary
 from dpscope.reports.traffic.data import by_size
 from dpscope.reports.traffic.text import traffic_section, traffic_verdict

@@ -11,7 +11,7 @@ from dpscope.instruments.memory.snapshots import live_tensor_bytes
 from dpscope.results.schema import merge_results
 from dpscope.runner.measure import measure, measure_or_explain
 from dpscope.runner.measurements import memory as measurement
-from dpscope.runner.rules import load_rule
+from dpscope.runner.measurements.memory import load_rule
 from dpscope.vocabulary.components import KEYS
 
 STAGES = ["0_model_loaded", "1_wrapped_with_dp", "2_optimizer_created", "3_after_warmup"]

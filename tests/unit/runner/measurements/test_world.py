@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from dpscope.results.schema import parse_result
 from dpscope.runner.measure import measure, measure_or_explain
-from dpscope.runner.measurements import world
+from dpscope.runner.measurements import time
 from dpscope.runner.spec import RunSpec
 from tests.torch_here import CAN_SHARD, takes_shards
 from tests.unit.flash.ranks.world import FSDP_OR_DDP
@@ -38,7 +38,7 @@ def test_a_step_takes_as_long_as_its_slowest_rank_and_needs_what_the_largest_nee
 def test_what_a_simulated_rank_sends_is_computed_from_the_stated_link(
     monkeypatch: pytest.MonkeyPatch, gbps: float
 ) -> None:
-    monkeypatch.setattr(world, "measure_rank", lambda spec, files, progress: figures([10.0, 10.0], 1))
+    monkeypatch.setattr(time, "measure_rank", lambda spec, files, progress: figures([10.0, 10.0], 1))
     result = measure_or_explain(spec(gpus=1, simulate_world=8, link_gbps=gbps))
     assert result.ranks["simulated"]
     assert result.ranks["link"] == {"gbps": gbps, "send_ms": pytest.approx(8e3 / gbps)}  # 10^9 bytes
@@ -68,10 +68,10 @@ def test_one_rank_of_a_simulated_world_has_times_a_peak_and_collectives(parallel
         parallel=parallel,
     )
     try:
-        figures = world.measure_rank(one, tmp_path)
+        figures = time.measure_rank(one, tmp_path)
     finally:
         dist.destroy_process_group()
-    assert len(figures["step_ms"]) == 2
+    assert len(figures["timing"]["step_ms"]) == 2
     assert figures["memory"]["peak_bytes"] > 0
     reduces = {"ddp": {"all-reduce"}, "fsdp": {"reduce-scatter"}, "hsdp": {"reduce-scatter", "all-reduce"}}[parallel]
     gathers = set() if parallel == "ddp" else {"all-gather"}
