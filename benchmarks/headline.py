@@ -318,16 +318,29 @@ def table(run: dict[str, Any], *, chinese: bool) -> list[str]:
     return lines
 
 
+def reasons(run: dict[str, Any], *, chinese: bool) -> list[str]:
+    """Return a sentence for each cell that was tried and has no figure."""
+    return [
+        f"{row['label_zh']}，{CELLS[key].title_zh}：{cell['reason'].rstrip('.')}。"
+        if chinese
+        else f"{row['label']}, {CELLS[key].title}: {cell['reason'].rstrip('.')}."
+        for row in run["rows"].values()
+        for key, cell in row["cells"].items()
+        if cell["status"] in ("refused", "failed", "oom")
+    ]
+
+
 def block(run: dict[str, Any], link: Callable[[str], str], *, chinese: bool) -> str:
     """Return what stands between the markers: where the figures come from, the table, and how to read it."""
     used = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
     raw = link("benchmarks/results/headline.json")
     peak, peak_zh = run.get("peak", "of a clear step"), run.get("peak_zh", "取首步校验之后的步")
+    without = "".join(f"\n{line}" for line in reasons(run, chinese=chinese))
     if chinese:
         head = f"一块 {run['device']}，bf16，AdamW，{run['date']}（{used}）。每步时间和显存峰值，相对同一次运行的普通训练："
         foot = (
             f"编译后的 flash 相对编译后的普通训练。峰值{peak_zh}。数值大于 1 表示更慢或更占显存。"
-            f"命令：`{run['command']}`；[原始数据]({raw})。"
+            f"命令：`{run['command']}`；[原始数据]({raw})。{without}"
         )
     else:
         head = (
@@ -336,7 +349,7 @@ def block(run: dict[str, Any], link: Callable[[str], str], *, chinese: bool) -> 
         )
         foot = (
             f"Compiled flash is relative to compiled ordinary training. Peaks are {peak}. Above 1 is slower or larger. "
-            f"Command: `{run['command']}`; [raw figures]({raw})."
+            f"Command: `{run['command']}`; [raw figures]({raw}).{without}"
         )
     return "\n".join([head, "", *table(run, chinese=chinese), "", foot])
 
