@@ -67,7 +67,7 @@ class LazyGroup(click.Group):
 
 
 def _refuse_empty(arguments: list[str]) -> None:
-    """An empty value, mostly of a shell variable that was never set, is not taken for a default."""
+    """Refuse an empty value, mostly of a shell variable that was never set."""
     for before, argument in pairwise(["", *arguments]):
         name, equals, value = argument.partition("=")
         if not argument or (equals and not value and name.startswith("-")):

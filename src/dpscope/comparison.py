@@ -62,7 +62,7 @@ class Comparison:
 
     @classmethod
     def read(cls, folder: Path | str) -> Comparison:
-        """The results that are in a folder, without measuring; files that are none are in `skipped`."""
+        """Return the results that are in a folder, without measuring; files that are none are in `skipped`."""
         folder = Path(folder)
         if not folder.is_dir():
             raise UserError(f"{folder} is not a folder: give the --out folder of a `dpscope compare`")
@@ -74,7 +74,7 @@ class Comparison:
         return cls(results, folder, list(found), skipped)
 
     def to_pandas(self) -> pandas.DataFrame:
-        """A record for each method at each size; units are in the columns' names."""
+        """Return a record for each method at each size; units are in the columns' names."""
         return export.to_pandas(self.rows)
 
     def to_csv(self, path: Path | str) -> None:
@@ -82,11 +82,11 @@ class Comparison:
         write_atomically(Path(path), export.frame_to_csv(self.to_pandas()))
 
     def to_latex(self) -> str:
-        """Tables for a paper that uses booktabs: time and peak memory, and components where they were measured."""
+        """Return LaTeX tables (booktabs) of time and peak memory, and of components where they were measured."""
         return to_latex(self.rows)
 
     def against(self, before: Comparison | Path | str) -> Against:
-        """What changed since another sweep: `print` it, or take `pairs` or `to_pandas()`."""
+        """Compare with an earlier sweep: `print` the result, or take its `pairs` or `to_pandas()`."""
         other = before if isinstance(before, Comparison) else Comparison.read(before)
         older = Report.of(other.results, other.skipped, folder=self.folder)
         return set_against(self.report, older, names=(str(self.folder), str(other.folder)))
@@ -116,7 +116,7 @@ class Comparison:
         return table + "".join(f"<p>{html.escape(sentence)}</p>" for sentence in said)
 
     def summary(self, width: int = SUMMARY_WIDTH) -> RenderableType:
-        """The table and what it says, for a console of `width` columns."""
+        """Return the table and what it says, for a console of `width` columns."""
         return summary(self.report, width=width)
 
     def __str__(self) -> str:
@@ -179,7 +179,7 @@ def compare(
 
 
 def specs_of(workload: Any, sweep: dict[str, Any]) -> list[RunSpec]:
-    """The run specs that `compare` measures."""
+    """Return the run specs that `compare` measures."""
     if isinstance(workload, list | tuple):
         if sweep:
             raise UserError(

@@ -1,4 +1,4 @@
-"""How a command ends when it does not end well: one sentence on standard error, and an exit code.
+"""Endings of a command that does not end well: one sentence on standard error, and an exit code.
 
 The codes are in `vocabulary/exit_codes.py`. Whatever ends in another way is a fault of dpscope and keeps its traceback.
 """
@@ -60,7 +60,7 @@ def leave(ok: bool) -> NoReturn:
 
 
 def ending_of(error: BaseException) -> Ended | None:
-    """What to say and how to exit; None for a fault of dpscope, or an exit that was meant."""
+    """Return the sentence and the exit code; None for a fault of dpscope, or an intended exit."""
     if isinstance(error, Ended):
         return error
     if isinstance(error, KeyboardInterrupt):
@@ -88,7 +88,7 @@ def _refused_by_system(error: OSError) -> str:
 
 
 def _stdout_is_broken() -> bool:
-    """An error in writing does not say which stream it was: try again with an empty line."""
+    """Tell if standard output is broken, by writing an empty line: an error in writing names no stream."""
     try:
         print(flush=True)
     except OSError:
@@ -97,7 +97,7 @@ def _stdout_is_broken() -> bool:
 
 
 def _flush() -> None:
-    """What is only found at the interpreter's end would be a message of its own and exit code 120."""
+    """Flush the streams now: at the interpreter's end a failure would print its own message and exit with 120."""
     if sys.stdout is not None and not sys.stdout.closed:
         sys.stdout.flush()
 

@@ -44,7 +44,7 @@ def _outcome_of(error: BaseException) -> tuple[str, str]:
 
 
 def outcome_of_exit(returncode: int, last_words: str, *, oom_killed: bool) -> tuple[str, str]:
-    """A child that ended without writing its result."""
+    """Describe a child that ended without writing its result."""
     if oom_killed and returncode == -signal.SIGKILL:
         return OOM, f"killed by the kernel because the machine ran out of memory: {SMALLER}"
     if _OUT_OF_MEMORY.search(last_words):

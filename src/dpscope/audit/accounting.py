@@ -46,7 +46,7 @@ class AccountingTest:
         return conclude(faults, sum(taken.values()), "steps", untried=self.untried, figures=figures)
 
     def _take(self, sizes: tuple[int, ...]) -> tuple[RunningLoop, dict[str, int]]:
-        """Steps taken, by kind. A loop that refuses empty batches is tried without them."""
+        """Return the steps taken, by kind. A loop that refuses empty batches is tried without them."""
         run = self.factory.loop(max_grad_norm=self.clip_norm, noise_multiplier=self.noise_multiplier)
         for size in sizes if run.loop.accountant is not None else ():
             try:
@@ -86,7 +86,7 @@ class AccountingTest:
             self.untried.append("the sample rate: the loop does not say at which rate its batches are drawn")
 
     def _sampling(self, run: RunningLoop) -> Iterator[str]:
-        """Is the loader one that draws as the accountant assumes?"""
+        """Test that the loader draws as the accountant assumes."""
         loop = run.loop
         if getattr(loop.accountant, "dpscope_poisson", None) is False and loop.loader is None:
             yield f"poisson_sampling=False was given to make_private, and the accountant assumes it; {USE_POISSON}"
@@ -122,7 +122,7 @@ class AccountingTest:
 
 
 def _history(accountant: Any) -> list[tuple[float, float, int]]:
-    """Steps by (noise multiplier, sample rate)."""
+    """Return the steps by (noise multiplier, sample rate)."""
     steps: dict[tuple[float, float], int] = {}
     for noise_multiplier, sample_rate, count in accountant.history:
         key = (float(noise_multiplier), float(sample_rate))

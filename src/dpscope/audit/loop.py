@@ -60,7 +60,7 @@ class ObservedStep:
     buffers: Tensors
 
     def distance(self, other: ObservedStep) -> float:
-        """‖Σ − Σ'‖ over all parameters; infinite where either is not finite."""
+        """Return ‖Σ − Σ'‖ over all parameters; infinite if either is not finite."""
         return _norm(self.sums[name].double() - other.sums[name].double() for name in self.sums)
 
     @property
@@ -91,11 +91,11 @@ class LoopFactory:
         self.random = False  # whether a step without noise depends on what it draws (dropout)
 
     def loop(self, *, max_grad_norm: float, noise_multiplier: float = 0.0, silent: bool = False) -> RunningLoop:
-        """`silent`: with dropout and the like switched off."""
+        """Return a running loop; `silent`: with dropout and the like switched off."""
         return RunningLoop(self, max_grad_norm, noise_multiplier, silent=silent)
 
     def make(self, max_grad_norm: float, noise_multiplier: float) -> Loop:
-        """A new loop with a seed of its own."""
+        """Return a new loop with a seed of its own."""
         if sum(p.nbytes for p in self.start.values()) > LARGE_MODEL:
             release_memory()  # of loops before
         self.made += 1
@@ -116,7 +116,7 @@ class LoopFactory:
         return loop
 
     def rounding(self, scale: float) -> float:
-        """What an update loses by being added to the parameters: a norm, in the unit of the sums."""
+        """Return what an update loses by being added to the parameters: a norm, in the unit of the sums."""
         square = sum(
             (float(p.double().norm()) * torch.finfo(p.dtype).eps) ** 2
             for p in self.start.values()
@@ -146,7 +146,7 @@ class RunningLoop:
         return loop
 
     def step(self, batch: Batch, factor: float = 1.0, *, state: RandomState | int = 0) -> ObservedStep:
-        """One step from the parameters of the start, times `factor`.
+        """Take one step from the parameters of the start, times `factor`.
 
         state   without noise, where random generators stand before it, or another seed than the usual one
         """

@@ -13,7 +13,7 @@ COMPANIONS = 4  # samples in a batch for losses that compare samples
 
 
 def sample_norms(unclipped: RunningLoop, samples: Samples) -> dict[int, float]:
-    """The finite norms, by sample. An extreme sample that the loop refuses has none."""
+    """Return the finite norms, by sample. An extreme sample that the loop refuses has none."""
     norms = {index: unclipped.step(samples.batch([index])).norm for index in samples.ordinary}
     for index in samples.extremes.values():
         try:
@@ -26,7 +26,7 @@ def sample_norms(unclipped: RunningLoop, samples: Samples) -> dict[int, float]:
 
 
 def _norm_in_batch(unclipped: RunningLoop, samples: Samples) -> float:
-    """The norm of the batch's sum over its size: about that of one sample's gradient in it."""
+    """Return the norm of the batch's sum over its size: about that of one sample's gradient in it."""
     together = samples.ordinary[:COMPANIONS]
     try:
         return unclipped.step(samples.batch(together)).norm / len(together)
@@ -35,6 +35,6 @@ def _norm_in_batch(unclipped: RunningLoop, samples: Samples) -> float:
 
 
 def usual_clip_norm(norms: dict[int, float], samples: Samples) -> float:
-    """One that about half of the ordinary samples exceed."""
+    """Return a clip norm that about half of the ordinary samples exceed."""
     known = [norm for index in samples.ordinary if (norm := norms.get(index))]
     return statistics.median(known) if known else 1.0

@@ -23,12 +23,12 @@ def _large(row: Tensor, others: Tensor) -> Tensor:
 
 
 def _full(row: Tensor, others: Tensor) -> Tensor:
-    """The largest value met, everywhere: a mask of ones, a sentence of one word."""
+    """Return the largest value met, everywhere: a mask of ones, a sentence of one word."""
     return row if row.is_floating_point() else others.amax().expand_as(row).clone()
 
 
 def _short(row: Tensor, others: Tensor) -> Tensor:
-    """All but the first position takes the smallest value met, and so does a lone number: padding, a length of one."""
+    """Return the sample with all but its first position at the smallest value met, as padding does."""
     short, smallest = row.clone(), others.amin()
     if row.dim():
         short[1:] = 0 if row.is_floating_point() else smallest
@@ -67,7 +67,7 @@ class Samples:
         return next((len(rows) for rows in self.rows if rows is not None), 0)
 
     def ordinary_batch(self, size: int) -> Batch:
-        """Ordinary samples, again from the first where there are too few."""
+        """Return ordinary samples, again from the first if there are too few."""
         return self.batch([self.ordinary[k % len(self.ordinary)] for k in range(size)])
 
     def batch(self, indices: Sequence[int]) -> Batch:
@@ -80,7 +80,7 @@ class Samples:
         return map_tensors(self.template, take)
 
     def shapes(self) -> list[torch.Size]:
-        """The shapes of one sample's tensors."""
+        """Return the shapes of one sample's tensors."""
         return [rows.shape[1:] for rows in self.rows if rows is not None]
 
     def _add_batch(self, batch: Batch) -> int:

@@ -1,4 +1,4 @@
-"""How a loader draws its batches: each sample with the sample rate, independently (Poisson), as accountants assume.
+"""Tests of how a loader draws its batches: each sample with the sample rate, independently (Poisson).
 
 Seen by the indices that its batch sampler gives, over many draws. Every test raises a false alarm with a probability of
 at most `UNLIKELY`.
@@ -22,7 +22,7 @@ Indices = Sequence[int]
 
 
 def find_sampling_faults(loader: Any, sample_rate: float | None) -> Iterator[str]:
-    """What about the loader's draws is not Poisson sampling at this rate: one sentence, or none."""
+    """Say what about the loader's draws is not Poisson sampling at this rate: one sentence, or none."""
     draws = _draws(loader)
     samples = len(loader.dataset)
     rate = sample_rate or sum(map(len, draws)) / max(1, samples * len(draws))
@@ -34,7 +34,7 @@ def find_sampling_faults(loader: Any, sample_rate: float | None) -> Iterator[str
 
 
 def _draws(loader: Any) -> list[Indices]:
-    """The indices of batches, over several epochs; where there is no batch sampler, numbers of samples alone."""
+    """Return the indices of batches, over several epochs; where there is no batch sampler, numbers of samples alone."""
     found: list[Indices] = []
     sampler = getattr(loader, "batch_sampler", None)
     while len(found) < DRAWS_TRIED:

@@ -21,7 +21,7 @@ MANY_SAMPLES = 8  # samples in a batch are enough
 
 
 def sizes_to_try(loop: RunningLoop, samples: Samples) -> list[int]:
-    """The lengths that coincide with a dimension, the likeliest first: positions, heads and groups, features."""
+    """Return the lengths that coincide with a dimension, the likeliest first: positions, heads and groups, features."""
     model = loop.loop.model
     found = [
         *(length for shape in samples.shapes() for length in shape),
@@ -39,7 +39,7 @@ def sizes_to_try(loop: RunningLoop, samples: Samples) -> list[int]:
 
 
 def _counts(model: nn.Module) -> Iterator[int]:
-    """Attributes such as `num_heads` and `num_groups`."""
+    """Yield attributes such as `num_heads` and `num_groups`."""
     for module in model.modules():
         for name, value in vars(module).items():
             if type(value) is int and ("head" in name or "group" in name):
@@ -47,7 +47,7 @@ def _counts(model: nn.Module) -> Iterator[int]:
 
 
 def _activation_lengths(loop: RunningLoop, batch: Batch) -> list[int]:
-    """The lengths, but for the first dimension, of all tensors that go through the model's modules."""
+    """Return the lengths, but for the first dimension, of all tensors that go through the model's modules."""
     shapes: list[torch.Size] = []
 
     def note(name: str, module: nn.Module, args: Any, output: Any) -> None:

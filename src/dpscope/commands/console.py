@@ -1,4 +1,4 @@
-"""Where commands print: the terminal at its own width, or plain text of a fixed width into a pipe."""
+"""Console of the commands: the terminal at its own width, or plain text of a fixed width into a pipe."""
 
 import codecs
 import errno
@@ -38,7 +38,7 @@ def files_written(files: Sequence[Path]) -> str:
 
 
 def name_files(console: Console, files: Sequence[Path]) -> None:
-    """Every file that was written, and at last the one to open."""
+    """Print every file that was written, and last the one to open."""
     console.print(f"\n{files_written(files)}", highlight=False, soft_wrap=True)
     for page in (path for path in files if path.suffix == ".html"):
         console.print(Text(f"\nOpen: {page}", style="bold"), soft_wrap=True)

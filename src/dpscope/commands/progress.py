@@ -22,7 +22,7 @@ class SweepProgress(SweepObserver):
     """Observes a sweep. Use as a context manager."""
 
     def __init__(self, console: Console, instruments: Sequence[str]) -> None:
-        """`instruments`: that of each row, in order."""
+        """Take the instrument of each row, in order, as `instruments`."""
         self._console = console
         self._instruments = instruments
         self.rows = rows = len(instruments)
@@ -66,7 +66,7 @@ class SweepProgress(SweepObserver):
         self._console.print(self._line(row, result, kept=kept, left=left), highlight=False, soft_wrap=True)
 
     def _time_left(self, row: int) -> str:
-        """From the rows measured so far, each instrument by its own: one may take ten times as long as another."""
+        """Estimate the time left from the rows so far, for each instrument by its own rows."""
         everything = [seconds for found in self._measured.values() for seconds in found]
         ahead = self._instruments[row + 1 :]
         if not (everything and ahead):
@@ -86,7 +86,7 @@ class SweepProgress(SweepObserver):
 
 
 def _figures(result: Result) -> Iterator[str]:
-    """The figures in a row's line: those that its instrument measured."""
+    """Yield the figures in a row's line: those that its instrument measured."""
     if not result.ok:
         yield f"{result.status}: {result.reason}"
     if result.timing:

@@ -135,7 +135,7 @@ def check(
 
 
 def _named_trainer(method: str | type[TrainerBase]) -> tuple[str, LoadTrainer]:
-    """A method's name, and what gives its trainer class: importing it may fail, and is then a verdict."""
+    """Return a method's name, and what gives its trainer class: importing it may fail, and is then a verdict."""
     if isinstance(method, str):
         found = resolve_method(method)
         return found.name, partial(load_trainer, found)
@@ -151,7 +151,7 @@ def _require_gradients(reference: Reference, mixing: str | None) -> None:
 
 @dataclass(frozen=True)
 class Yardstick:
-    """What every method is held against, and how near it has to come."""
+    """Reference that every method is compared with, and how near it has to come."""
 
     subject: Subject
     reference: Reference
@@ -276,7 +276,7 @@ def _rounding_warnings(yardstick: Yardstick, narrow: bool) -> Iterator[str]:
 
 
 def _traceback_outside_dpscope(error: BaseException) -> str | None:
-    """What of a traceback is not dpscope's."""
+    """Return the part of a traceback that is not dpscope's."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not is_own_source(frame.filename)]
     lines = [*traceback.format_list(frames), *traceback.format_exception_only(error)]
     return "".join(lines).rstrip() if frames else None

@@ -1,4 +1,4 @@
-"""What the storages of fake tensors take of the fake device's memory, as they come and go."""
+"""Memory of the fake device that storages of fake tensors take, as they come and go."""
 
 from __future__ import annotations
 

@@ -34,12 +34,12 @@ class Card:
 
     @property
     def context_bytes(self) -> int:
-        """What the driver, the CUDA context and loaded kernels take beside torch's allocator."""
+        """Memory of the driver, the CUDA context and loaded kernels, beside torch's allocator."""
         return int(0.6 * GIB)
 
     @property
     def usable_bytes(self) -> int:
-        """What torch's allocator can have."""
+        """Memory that torch's allocator can have."""
         return self.memory_bytes - self.context_bytes
 
     @property

@@ -26,7 +26,7 @@ NO_PHASE = "outside"
 
 @dataclass(frozen=True)
 class Probe:
-    """What steps of one batch size took. Peaks are of bytes that were asked for, which are lines; blocks are not."""
+    """Peaks and times of steps of one batch size. Peaks are of requested bytes, which are linear in the batch."""
 
     batch_size: int
     peak_bytes: int

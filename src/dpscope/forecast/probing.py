@@ -52,7 +52,7 @@ def probe_in_processes(spec: RunSpec, batches: Sequence[int], say: Say) -> list[
 
 
 def _ask(spec: RunSpec) -> Probe | str:
-    """A probe, or what kept it from being taken."""
+    """Return a probe, or what kept it from being taken."""
     command = [sys.executable, "-m", "dpscope.forecast.probing", json.dumps(spec.to_dict())]
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST_PROBE, check=False)

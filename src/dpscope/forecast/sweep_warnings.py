@@ -34,7 +34,7 @@ def rows_that_will_not_fit(specs: Sequence[RunSpec], memory_bytes: int, capabili
 
 
 def _card_like(memory_bytes: int, capability: tuple[int, int]) -> Card:
-    """The nearest card of the table, with this GPU's memory."""
+    """Return the nearest card of the table, with this GPU's memory."""
     alike = min(
         CARDS.values(),
         key=lambda card: (abs(card.capability[0] - capability[0]), abs(card.memory_bytes - memory_bytes)),

@@ -77,7 +77,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def estimate_traffic(step: Callable[[], object], *, device: str) -> Estimate:
-    """Bytes that one `step` reads from and writes to the memory of `device`, by operator and phase; most bytes first.
+    """Return the bytes that one `step` reads and writes on `device`, by operator and phase; most bytes first.
 
     The step is an ordinary one: it trains, and nothing is left behind.
     """

@@ -30,7 +30,7 @@ def nvtx_available() -> bool:
 
 @contextmanager
 def nvtx_range(name: str) -> Iterator[None]:
-    """A range of the calling thread. Ranges nest; the innermost is the one a profiler shows at the bottom."""
+    """Push a range of the calling thread. Ranges nest; a profiler shows the innermost at the bottom."""
     if not nvtx_available():
         yield
         return

@@ -23,7 +23,7 @@ OnLine = Callable[[str], None]
 
 @dataclass(frozen=True)
 class FinishedCommand:
-    """How a command ended and what it printed, both streams together."""
+    """Ending of a command, and what it printed, both streams together."""
 
     returncode: int
     output: str
@@ -106,7 +106,7 @@ def _children(pid: int) -> list[int]:
 
 
 def end_with_lifeline() -> None:
-    """In a program that `run_limited` started, directly or not: end when the process that called it is gone."""
+    """End when the process that called `run_limited`, directly or not, is gone."""
 
     def wait() -> None:
         os.read(0, 1)

@@ -32,7 +32,7 @@ ADVICE = {
 
 
 def doubt_of_times(spread: tuple[float, float] | None, steps: int | None) -> str:
-    """One of `REASONS`, or nothing. `spread`: 10th and 90th percentile; `steps`: how many were timed, where known."""
+    """Return one of `REASONS`, or nothing. `spread`: 10th and 90th percentile; `steps`: number timed, if known."""
     if spread is None:
         return NO_SPREAD
     if steps is not None and steps < FEWEST_STEPS:
@@ -41,7 +41,7 @@ def doubt_of_times(spread: tuple[float, float] | None, steps: int | None) -> str
 
 
 def marked(text: str, doubt: str) -> str:
-    """A figure as it is shown: with a `?` where it is doubtful."""
+    """Return a figure as it is shown: with a `?` where it is doubtful."""
     return text + MARK if doubt and text != MISSING else text
 
 

@@ -14,7 +14,7 @@ from dpscope.vocabulary.settings import EAGER, LATER_DEFAULTS
 
 
 def compare_results(results: Iterable[Result]) -> list[Row]:
-    """A row for each method at each size, in order of first appearance."""
+    """Return a row for each method at each size, in order of first appearance."""
     joined = join_instruments(list(results))
     # Peaks of two definitions are not compared: the instrument that gives most rows one, of equals the memory one.
     counts = Counter(name for row in joined for name in row.peaks)
@@ -33,7 +33,7 @@ def compare_results(results: Iterable[Result]) -> list[Row]:
 
 
 def _in_one_process(row: Row, rows: Sequence[Row]) -> Row | None:
-    """The row of the same method in one process whose batch is that of a rank or, if there is none, of a step."""
+    """Return the single-process row of the same method with the batch of a rank or, failing that, of a step."""
     one = {**row.identity, **{name: LATER_DEFAULTS[name] for name in ("gpus", "parallel")}}
     batches = (row.field("batch_size"), row.field("batch_size") * row.field("gpus"))
     wanted = [hashable({**one, "batch_size": batch}) for batch in batches]

@@ -50,7 +50,7 @@ class Report:
         return [tell(size.rows) for size in self.sizes]
 
     def rows_of(self, instrument: str) -> list[Row]:
-        """Rows without those that would tell again what the instrument saw of an earlier one; "": every row."""
+        """Return the rows without those that repeat what the instrument saw of an earlier one; "": every row."""
         first = {id(row.measured[instrument]): row for row in reversed(self.rows) if instrument in row.measured}
         return [row for row in self.rows if instrument not in row.measured or row in first.values()]
 

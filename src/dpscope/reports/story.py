@@ -32,7 +32,7 @@ class Story:
 
 
 def tell(rows: Sequence[Row]) -> Story:
-    """The story of rows that are compared with each other."""
+    """Return the story of rows that are compared with each other."""
     private = [row for row in rows if row.method != STANDARD]
     leaders = _leaders(private)
     winner, (praise, badge) = leaders.winner, leaders.praise

@@ -136,13 +136,13 @@ class Row:
         return hashable(self.identity)
 
     def field(self, name: str) -> Any:
-        """The value in a column of this name: of the model, the method, the numbers of steps or the spec."""
+        """Return the value in a column of this name: of the model, the method, the numbers of steps or the spec."""
         workload = self.spec["workload"]
         own = {"model": workload["name"], "method": self.method, **self.repeats}
         return {**LATER_DEFAULTS, **workload, **self.spec, **own}.get(name)
 
     def cell(self, name: str) -> str:
-        """The same as a table shows it."""
+        """Return the same as a table shows it."""
         value = self.field(name)
         return SETTINGS[name].cell({name: value}) if name in SETTINGS else str(value or MISSING)
 
@@ -271,7 +271,7 @@ def once_a_row(compute: Callable[[Row], Value]) -> Callable[[Row], Value]:
 
 
 def figure_of(*candidates: Any) -> float | None:
-    """The first that is a number, and one that can be measured: finite, and not below zero."""
+    """Return the first that is a number, and one that can be measured: finite, and not below zero."""
     numbers = (value for value in candidates if isinstance(value, int | float) and not isinstance(value, bool))
     return next((value for value in numbers if math.isfinite(value) and value >= 0), None)
 
@@ -291,7 +291,7 @@ def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list
 
 
 def group_by_size(rows: Iterable[Row]) -> list[list[Row]]:
-    """Rows that are compared with each other."""
+    """Return the rows that are compared with each other."""
     return list(grouped(rows, attrgetter("comparison")).values())
 
 

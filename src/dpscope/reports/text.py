@@ -31,7 +31,7 @@ NARROW_SUMMARY = 86  # columns
 
 
 def summary(report: Report, *, width: int = SUMMARY_WIDTH, detailed: bool = False) -> RenderableType:
-    """Everything there is to say about a set of results; `detailed` for readers who have the time."""
+    """Return everything there is to say about a set of results; `detailed` for readers who have the time."""
     parts: list[RenderableType] = [Text(line, style="bold") for line in _headline(report)]
     if lines := _cost(report, width):
         parts += ["", *lines]
@@ -116,7 +116,7 @@ def _table(report: Report, narrow: bool, most_rates: int, bars: Bars) -> Table:
 
 
 def _troubles(report: Report) -> list[str]:
-    """A line for each reason why rows have no figures: what became of which, and what to do."""
+    """Return a line for each reason why rows have no figures: what became of which, and what to do."""
     failed = [(row, size.label) for size in report.sizes for row in size.rows if not row.result.ok]
     alike = grouped(failed, lambda each: (each[0].result.status, each[0].result.reason))
     lines = [f"{status}: {_which(found)}: {reason}" for (status, reason), found in alike.items()]

@@ -18,7 +18,7 @@ NUMBERS = {"batch": 5, "seq": 3, "warmup": 6, "steps": 5}  # fields that are, an
 def identity_columns(
     rows: Sequence[Row], row_of: Callable[[Item], Row], more: Sequence[str] = ()
 ) -> list[Column[Item]]:
-    """The fields that tell the rows of some items apart, a long method shortened; `more`: other fields too."""
+    """Return the fields that tell the rows of some items apart, a long method shortened; `more`: other fields too."""
 
     def column(name: str) -> Column[Item]:
         longest = LONGEST_METHOD if name == "method" else 10**6

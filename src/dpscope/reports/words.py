@@ -33,17 +33,17 @@ def shorten(text: str, length: int) -> str:
 
 
 def in_longest_order(lists: Iterable[Collection[str]]) -> list[str]:
-    """Every name of some lists once, in the order of the longest."""
+    """Return every name of some lists once, in the order of the longest."""
     return list(dict.fromkeys(name for names in sorted(lists, key=len, reverse=True) for name in names))
 
 
 def distinct(names: Sequence[str]) -> list[str]:
-    """The same names, those that were there before with a number: `flat`, `flat (2)`."""
+    """Return the same names, those that were there before with a number: `flat`, `flat (2)`."""
     return [name if name not in names[:n] else f"{name} ({names[:n].count(name) + 1})" for n, name in enumerate(names)]
 
 
 def in_prose(name: str) -> str:
-    """The name itself. One that is too long loses its template arguments, and then whole words at its end."""
+    """Return the name itself. One that is too long loses its template arguments, and then whole words at its end."""
     plain = name.replace(*AUTOGRAD_NODE)
     if len(plain) <= LONGEST_IN_PROSE:
         return plain

@@ -12,7 +12,7 @@ class NotConserved(AssertionError):
 
 
 def require_conserved(points: Sequence[Sequence[int]], totals: Sequence[int]) -> None:
-    """At every point the components add up to the live total, and no component is negative."""
+    """Raise unless the components add up to the live total at every point, and none is negative."""
     if len(points) != len(totals):
         raise NotConserved(f"{len(points)} points of components, {len(totals)} totals")
     for event, (point, total) in enumerate(zip(points, totals, strict=True)):
@@ -21,7 +21,7 @@ def require_conserved(points: Sequence[Sequence[int]], totals: Sequence[int]) ->
 
 
 def conservation_faults(result: Result) -> list[str]:
-    """What does not add up in a result of the memory instrument, a sentence each; empty if all does."""
+    """Return what does not add up in a result of the memory instrument, a sentence each; empty if all does."""
     memory, timeline = result.memory, result.timeline
     parts = memory["peak"]["components"]
     tracked = sum(amount for key, amount in parts.items() if key != "unattributed")

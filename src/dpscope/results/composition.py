@@ -1,4 +1,4 @@
-"""What the bytes of a result's peak were for, in files of older scripts too."""
+"""Composition of a result's peak, in files of older scripts too."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Composition:
         return sum(self.components.values())
 
     def extra_over(self, other: Composition) -> dict[str, float]:
-        """Bytes of each component beyond another's; below zero where this one holds less."""
+        """Return the bytes of each component beyond another's; below zero where this one holds less."""
         keys = in_order([*self.components, *other.components])
         return {key: self.components.get(key, 0.0) - other.components.get(key, 0.0) for key in keys}
 
@@ -38,13 +38,13 @@ class Composition:
 
     @property
     def maker(self) -> str | None:
-        """What reached the peak: `backward: aten::bmm in blocks.3.up`."""
+        """Operator that reached the peak: `backward: aten::bmm in blocks.3.up`."""
         what = " in ".join(filter(None, (self.operator, self.module)))
         return ": ".join(filter(None, (self.phase, what))) or None
 
 
 def composition_in(result: Result) -> Composition | None:
-    """None where the instrument did not see what the peak was made of."""
+    """Return what the peak was made of; None if the instrument did not see it."""
     peak = result.memory.get("peak")
     if peak and peak["components"]:
         modules = [(each["module"], sorted_components(each["components"])) for each in result.memory.get("modules", [])]

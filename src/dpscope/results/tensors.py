@@ -7,18 +7,17 @@ from dpscope.units import MISSING
 
 
 def shape_in_words(tensor: TensorAtPeak) -> str:
-    """`8×1024 float32`."""
+    """Return `8×1024 float32`."""
     return f"{'×'.join(map(str, tensor['shape'])) or 'scalar'} {tensor['dtype']}"
 
 
 def maker_of(tensor: TensorAtPeak) -> str:
-    """Module and operator; a tensor that was there before the step has only the module it belongs to."""
+    """Return module and operator; a tensor from before the step has only its module."""
     return " · ".join(filter(None, (tensor["module"], tensor["operator"].removeprefix("aten::")))) or MISSING
 
 
 def place_of(tensor: TensorAtPeak, *, short: bool = False) -> str:
-    """The line of code; whose backward it is, where autograd made it. Short, the file without its folder, and the
-    line: `model.py:12`, `model.py:12, backward`."""
+    """Return the line of code, and `backward` if autograd made the tensor; `short`: `model.py:12, backward`."""
     line, by_autograd = tensor["line"], tensor["by_autograd"]
     if not tensor["operator"]:
         return "before the step"

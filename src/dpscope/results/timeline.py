@@ -1,4 +1,4 @@
-"""How the bytes of one step come and go, as a result file holds it; and how few of its events a reader needs."""
+"""Timeline of a step's bytes, as a result file holds it, and the few events that a reader needs."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class Timeline:
         return self.totals.index(max(self.totals))
 
     def is_in(self, phase: PhaseSpan, event: int) -> bool:
-        """An event on a border is the later phase's; the last of all is in the phase that it ends."""
+        """Return the phase of each event; one on a border belongs to the later phase, the last to the one it ends."""
         return phase.start <= event and (event < phase.end or phase.end == self.events[-1])
 
     def phase_at(self, event: int) -> str | None:
-        """The innermost: what runs inside `clip` inside `backward` belongs to `clip`. None between phases."""
+        """Return the innermost phase at a moment: `clip` inside `backward` is `clip`. None between phases."""
         inside = [phase for phase in self.phases if self.is_in(phase, event)]
         return min(inside, key=lambda phase: phase.end - phase.start).name if inside else None
 
@@ -66,8 +66,11 @@ class Timeline:
         return whole
 
     def moments(self, most: int) -> list[int]:
-        """Indices of the events that a drawing needs, about `most`: the ends, every component's maximum, those at the
-        borders of phases, and the highest and the lowest total of each stretch: the peak is one of them."""
+        """Return the indices of about `most` events that a drawing needs.
+
+        These are the ends, every component's maximum, the borders of phases, and the highest and lowest total of each
+        stretch: the peak is one of them.
+        """
         count = len(self.events)
         kept = {0, count - 1, *(level.index(max(level)) for level in self.levels.values())}
         for edge in (edge for phase in self.phases for edge in (phase.start, phase.end)):
@@ -77,7 +80,7 @@ class Timeline:
 
 
 def timeline_in(payload: TimelinePayload) -> Timeline | None:
-    """None where there is none, or none that can be drawn."""
+    """Return the timeline of a result; None if there is none that can be drawn."""
     keys, points = payload.get("components"), payload.get("points", [])
     if not keys or len(points) < 2 or any(len(point) != len(keys) + 1 for point in points):
         return None
@@ -91,8 +94,7 @@ def timeline_in(payload: TimelinePayload) -> Timeline | None:
 
 
 def thin(totals: Sequence[int], kept: Iterable[int], most: int) -> list[int]:
-    """Indices of about `most` events: those of `kept`, and the highest and the lowest total of each stretch; of all
-    events where there are no more."""
+    """Return the indices of about `most` events: those of `kept`, and the highest and lowest total of each stretch."""
     chosen, count = set(kept), len(totals)
     if count <= most:
         return list(range(count))

@@ -1,4 +1,4 @@
-"""Where the rows of a sweep keep what torch.compile makes: a folder of the sweep's own, which is gone after it.
+"""Compiler cache of a sweep: a folder of its own for what torch.compile makes, removed after it.
 
 The time instrument looks first, with an empty cache, so that seconds of compilation are those of a first run. Other
 instruments, and every pass of ncu, find what that row has compiled.
@@ -23,7 +23,7 @@ Environment = dict[str, str]
 
 @contextmanager
 def compile_caches(specs: Sequence[RunSpec]) -> Iterator[Callable[[RunSpec], Environment]]:
-    """Gives what the environment of a spec's child has to hold."""
+    """Give a function that returns the variables for the environment of a spec's child."""
     if all(spec.compile == EAGER for spec in specs):
         yield lambda spec: {}
         return

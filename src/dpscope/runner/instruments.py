@@ -1,4 +1,4 @@
-"""Which instruments can work on this machine: what `--all` and `instruments="all"` stand for."""
+"""Instruments that can work on this machine: what `--all` and `instruments="all"` stand for."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Choice:
 
 
 def choose_instruments(asked: str | Iterable[str], device: str) -> Choice:
-    """The instruments of a sweep: as asked for, by name or as `time,memory`, or `all` that can work here."""
+    """Return the instruments of a sweep: as asked for, by name or as `time,memory`, or `all` that can work here."""
     names = [name.strip() for name in asked.split(",")] if isinstance(asked, str) else list(asked)
     if ALL not in names:
         return Choice(tuple(names))
@@ -36,7 +36,7 @@ def choose_instruments(asked: str | Iterable[str], device: str) -> Choice:
 
 
 def _obstacle(name: str, device: str) -> str | None:
-    """Why an instrument cannot work on a device of this machine; None where it can."""
+    """Return why an instrument cannot work on a device of this machine; None if it can."""
     if INSTRUMENTS[name].works_everywhere:
         return None
     why: str | None = measurement_module(name).obstacle(device)

@@ -1,4 +1,4 @@
-"""Measure a run spec in the current process, with the function of its instrument in measurements/."""
+"""Measurement of a run spec in the current process, with the function of its instrument in measurements/."""
 
 from __future__ import annotations
 
@@ -26,8 +26,11 @@ Measurement = Callable[[RunSpec, Progress, Path], Result]
 
 
 def measurement_module(instrument: str) -> ModuleType:
-    """The module with an instrument's `measure_NAME`; `obstacle(device)` if it cannot work everywhere; `measure_rank`
-    (spec, folder for files) -> figures, if it can look at rows of several processes."""
+    """Return the module with an instrument's `measure_NAME`.
+
+    It has `obstacle(device)` if the instrument cannot work everywhere, and `measure_rank(spec, folder)` if it can
+    measure rows of several processes.
+    """
     return importlib.import_module(f"dpscope.runner.measurements.{instrument}")
 
 

@@ -82,7 +82,7 @@ def make_sweep(
     options: Mapping[str, Mapping[str, Any]] | None = None,
     **settings: Any,
 ) -> list[RunSpec]:
-    """Every method at every size under every instrument, each once; what is compared with each other stands together.
+    """Return the specs of every method, size and instrument, each once; compared rows stand together.
 
     `standard` comes first, since it is the denominator. `options`: instrument -> option -> value.
     """
@@ -113,7 +113,7 @@ def _can_be_seen(spec: RunSpec) -> bool:
 
 
 def _of_one_process(spec: RunSpec) -> RunSpec:
-    """A row of one process is spread in no way, and is that of any other sweep."""
+    """Return the spec without `parallel` if it has one process: it is then the row of any other sweep."""
     return spec if spec.world_size > 1 else replace(spec, parallel=LATER_DEFAULTS["parallel"])
 
 

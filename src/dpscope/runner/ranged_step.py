@@ -40,7 +40,7 @@ GRACE = 5.0  # seconds for a step to end after its range was closed
 
 
 def program(spec: RunSpec, *more: str) -> list[str]:
-    """The command line that runs this file."""
+    """Return the command line that runs this file."""
     return [sys.executable, "-m", "dpscope.runner.ranged_step", json.dumps(spec.to_dict()), *more]
 
 

@@ -1,4 +1,4 @@
-"""Which finished rows `--resume` keeps."""
+"""Rows that `--resume` keeps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dpscope.vocabulary.statuses import status_named
 
 
 def still_valid(result: Result, spec: RunSpec, environment: dict[str, Any]) -> bool:
-    """Was it the same spec, in the same environment, with a status that would come out the same again?"""
+    """Tell if it is the same spec and environment, with a status that would come out the same again."""
     lasting = spec.device in status_named(result.status).kept_on
     # What kept ncu from counting on this GPU (no ncu, no permission) may have been mended since.
     lasting &= not (spec.instrument == "ncu" and spec.device == "cuda") or result.ncu.get("source") == "measured"
@@ -21,7 +21,7 @@ def still_valid(result: Result, spec: RunSpec, environment: dict[str, Any]) -> b
 
 
 def finished_rows(store: ResultStore, specs: Iterable[RunSpec]) -> dict[RunSpec, Result]:
-    """The rows of `specs` that need not be measured again."""
+    """Return the rows of `specs` that need not be measured again."""
     found, _ = store.read_all()
     candidates = {spec: found[path] for spec in specs if (path := store.path_of(spec.file_name)) in found}
     if not candidates:

@@ -86,12 +86,12 @@ class RunSpec(TrainerSettings):
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
     def option(self, name: str) -> Any:
-        """What the instrument was asked for, or its default."""
+        """Return the given value of an instrument's option, or its default."""
         return self.options.get(name, INSTRUMENTS[self.instrument].options[name].default)
 
     @property
     def label(self) -> str:
-        """What a person calls this run: `ghost tiny bs4 seq128 fp32`."""
+        """Name of this run for people: `ghost tiny bs4 seq128 fp32`."""
         length = "" if self.seq_len is None else f" seq{self.seq_len}"
         later = (
             SETTINGS[name].flag[2:] + ("" if value is True else f"={value}") for name, value in self.changed().items()

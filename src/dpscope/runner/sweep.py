@@ -1,4 +1,4 @@
-"""Measure specs one after another, each in a child process."""
+"""Sweep over specs: one measurement after another, each in a child process."""
 
 from __future__ import annotations
 

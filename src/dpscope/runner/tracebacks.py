@@ -19,7 +19,7 @@ def details_of(error: BaseException, workload: WorkloadConfig) -> str:
 
 
 def their_mistake(error: BaseException, workload: WorkloadConfig) -> str | None:
-    """What went wrong in the user's workload; None if it was not there."""
+    """Return what went wrong in the user's workload; None if the fault was elsewhere."""
     if isinstance(error, SystemExit):  # its exit code would be taken for ours
         return f"{workload.name} ended Python (SystemExit {error.code}) where it should have returned"
     own = own_traceback(error, workload)

@@ -51,7 +51,7 @@ class Checkpointed(nn.Module):
 
 
 def _options(checkpoints: Checkpoints | None) -> dict[str, Any]:
-    """Of torch's checkpoint. torch.compile takes no `context_fn` but a function of its own."""
+    """Return options of torch's checkpoint. torch.compile takes no `context_fn` but a function of its own."""
     return {"use_reentrant": False, **({} if checkpoints is None else {"context_fn": checkpoints})}
 
 
@@ -71,13 +71,13 @@ def checkpoint_blocks(model: nn.Module, *, compiled: bool = False) -> Checkpoint
 
 
 def find_blocks(module: nn.Module) -> list[nn.Module]:
-    """The outermost blocks in a module."""
+    """Return the outermost blocks in a module."""
     found = _blocks_of(module)
     return [*found, *(block for child in module.children() if child not in found for block in find_blocks(child))]
 
 
 def _checkpoint_in(module: nn.Module, checkpoints: Checkpoints | None) -> int:
-    """Checkpoint the outermost blocks in a module; how many there are."""
+    """Checkpoint the outermost blocks in a module; return how many there are."""
     if _enable_in_transformers(module, checkpoints):
         return 1
     blocks = _blocks_of(module)
@@ -102,7 +102,7 @@ def _enable_in_transformers(module: nn.Module, checkpoints: Checkpoints | None) 
 
 
 def _blocks_of(module: nn.Module) -> list[nn.Module]:
-    """The children of a container that are blocks: called, made of layers, not the only one of their class."""
+    """Return the children of a container that are blocks: called, made of layers, not the only one of their class."""
     if not isinstance(module, nn.ModuleList | nn.Sequential):
         return []
     children = [child for child in module.children() if not isinstance(child, nn.ModuleList | nn.ModuleDict)]
@@ -113,7 +113,7 @@ def _blocks_of(module: nn.Module) -> list[nn.Module]:
 
 @cache
 def _checkpointed(kind: type[nn.Module]) -> type[nn.Module]:
-    """The class with checkpointed calls. As a class, and not a wrapper, so that names and copies stay what they are."""
+    """Return the class with checkpointed calls: a class and not a wrapper, so that names and copies stay."""
     if issubclass(kind, Checkpointed):
         return kind
     return type(kind.__name__, (Checkpointed, kind), {"__module__": kind.__module__})

@@ -1,4 +1,4 @@
-"""What a private trainer does between the steps of the Trainer's own loop."""
+"""Work of a private trainer between the steps of the Trainer's own loop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 
 @contextmanager
 def noting_models(accelerator: Any) -> Iterator[list[nn.Module]]:
-    """Inside, the models that `accelerator.prepare` returns are noted: wrapped, spread and compiled."""
+    """Record the models that `accelerator.prepare` returns inside: wrapped, spread and compiled."""
     found: list[nn.Module] = []
     prepare = accelerator.prepare
 

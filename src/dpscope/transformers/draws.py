@@ -93,7 +93,7 @@ class DrawCollate:
 
 
 class DrawLoader(DataLoader[Any]):
-    """See `loader_of_draws`."""
+    """Loader of draws; see `loader_of_draws`."""
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch is drawn next; the Trainer does."""

@@ -46,7 +46,7 @@ _Host: Any = object  # the Trainer that a subclass names beside the mixin
 
 
 class PrivateTrainerMixin(_Host):
-    """What makes a Trainer private; to be the first base of a class whose second is the Trainer.
+    """Mixin that makes a Trainer private. It comes first among the bases, the Trainer second.
 
     Beside the Trainer's own arguments it takes those of `PrivacyArguments`, as keywords or as fields of `args`.
 
@@ -208,7 +208,7 @@ class PrivateTrainerMixin(_Host):
         return bool(self.args.torch_compile or self.args.fsdp) if asked is None else asked
 
     def _noise_multiplier(self, steps: int) -> float:
-        """That of the run which is resumed; otherwise the given one, or what the target ε needs for all steps."""
+        """Return the noise multiplier: of the resumed run, as given, or what the target ε needs for all steps."""
         if self._resumed is not None and self.privacy.noise_multiplier is None:
             if abs(self._resumed.sample_rate - self._sample_rate) > 1e-9:
                 raise UserError(
@@ -273,7 +273,7 @@ class PrivateTrainerMixin(_Host):
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """In training, the mean over samples of each sample's own loss; in evaluation, the Trainer's own loss."""
+        """Return the mean of the samples' own losses in training; the Trainer's own loss in evaluation."""
         if not model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         real = real_rows(inputs)

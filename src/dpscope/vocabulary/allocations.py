@@ -1,4 +1,4 @@
-"""What functions allocate and hold in local variables only, declared at the function, for whoever attributes memory.
+"""Declarations of what functions allocate and hold in local variables only, for the memory instrument.
 
     @allocates(GRADIENTS, "aten::mv")
     def sum_rows(...): ...
@@ -19,7 +19,7 @@ _components: dict[tuple[CodeType, str], str] = {}
 
 
 def allocates(component: str, *operators: str) -> Callable[[F], F]:
-    """`component`: of vocabulary/components.py; `operators`: as `aten::mv`, called by the function itself."""
+    """Declare that calls of `operators` (`aten::mv`) by the function itself make `component`."""
 
     def declare(function: F) -> F:
         for operator in operators:
@@ -30,5 +30,5 @@ def allocates(component: str, *operators: str) -> Callable[[F], F]:
 
 
 def component_of(function: CodeType | None, operator: str) -> str | None:
-    """What `function` has declared its calls of `operator` to make."""
+    """Return what `function` has declared its calls of `operator` to make."""
     return None if function is None else _components.get((function, operator))

@@ -1,4 +1,4 @@
-"""What a measurement ran on: the keys of result files, and what people call them."""
+"""Environment of a measurement: the keys of result files, and their names for people."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the command line spells what Python and result files call `batch_size`."""
+"""Spelling of flags: what Python and result files call `batch_size`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 
 def flag_of(name: str) -> str:
-    """`--batch-size`."""
+    """Return `--batch-size`."""
     return f"--{name.replace('_', '-')}"
 
 
 def flags_of(values: Mapping[str, Any]) -> list[str]:
-    """`--batch-size 8`; a switch that is on has no value. Numbers are written in full."""
+    """Return `--batch-size 8`; a switch that is on has no value. Numbers are written in full."""
     return [
         word for name, value in values.items() for word in (flag_of(name), *([] if value is True else [str(value)]))
     ]

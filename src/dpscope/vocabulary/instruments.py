@@ -27,7 +27,7 @@ class Option:
     metavar: str | None = None
 
     def checked(self, name: str, value: Any) -> Any:
-        """The value as its check returns it, or as it is if it is the default or of the default's type."""
+        """Return the value as its check returns it, or as it is if it is the default or of the default's type."""
         if value is self.default:
             return value
         if self.check is not None:
@@ -40,7 +40,7 @@ class Option:
 
 @dataclass(frozen=True, kw_only=True)
 class Instrument:
-    """What is known of an instrument without loading it."""
+    """Description of an instrument, without loading it."""
 
     shows: str  # what a page lacks without it
     summary: str = ""  # of its subcommand in `dpscope --help`; one without has none
@@ -134,7 +134,7 @@ INSTRUMENTS: dict[str, Instrument] = {
 
 
 def changed_options(instrument: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """What differs from the instrument's defaults, in its order: equal requests are equal specs."""
+    """Return what differs from the instrument's defaults, in its order: equal requests are equal specs."""
     known = INSTRUMENTS[instrument].options
     if foreign := sorted(set(options) - set(known)):
         allowed = f"it knows {', '.join(known)}" if known else "it has none"

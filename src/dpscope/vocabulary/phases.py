@@ -35,14 +35,14 @@ R = TypeVar("R")
 
 
 def phase(name: str) -> AbstractContextManager[object]:
-    """A stretch of a step. Nests: what runs inside `clip` inside `backward` belongs to `clip`."""
+    """Mark a phase of a step. Phases nest: `clip` inside `backward` is `clip`."""
     if not _listeners:
         return nullcontext()
     return _announced(name)
 
 
 def moment(name: str) -> None:
-    """A phase of no length."""
+    """Mark a phase of no length."""
     with phase(name):
         pass
 
@@ -72,7 +72,7 @@ def listening(listener: PhaseListener) -> Iterator[None]:
 
 
 def in_phase(name: str, function: Callable[P, R]) -> Callable[P, R]:
-    """`function`, with each call a phase: for methods of libraries that we call but did not write."""
+    """Return `function` with each call a phase: for functions of other libraries."""
 
     @wraps(function)
     def announced(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -1,4 +1,4 @@
-"""When to record: which steps of a training run the profiler looks at."""
+"""Schedules of a profiler: which steps of a training run it records."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Schedule:
         return self.skip_first + self.repeat * (self.wait + self.warmup + self.active)
 
     def to_torch(self) -> Callable[[int], Any]:
-        """As `torch.profiler.profile(schedule=…)` wants it."""
+        """Return what `torch.profiler.profile(schedule=…)` takes."""
         from torch.profiler import schedule
 
         return schedule(**asdict(self))
@@ -46,7 +46,7 @@ periodic = SCHEDULES["periodic"].to_torch
 
 
 def make_schedule(name: str, *, warmup: int, active: int | None = None) -> Schedule:
-    """A schedule by name; `short` skips the run's `warmup` steps, and `active` changes how many are recorded."""
+    """Return a schedule by name; `short` skips the run's `warmup` steps, and `active` changes how many are recorded."""
     if name not in SCHEDULES:
         raise UserError(f"unknown schedule {name!r}: choose one of {', '.join(SCHEDULES)}")
     schedule = SCHEDULES[name]

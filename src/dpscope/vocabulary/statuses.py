@@ -1,4 +1,4 @@
-"""How a measurement can end. A new status is a line in `STATUS_TABLE`, named by whoever finds that a row ended so."""
+"""Statuses of a measurement. A new status is a line in `STATUS_TABLE`."""
 
 from __future__ import annotations
 
@@ -39,5 +39,5 @@ _BY_NAME = {status.name: status for status in STATUS_TABLE}
 
 
 def status_named(name: str) -> Status:
-    """The status of a result; one that this version does not know is called by its name."""
+    """Return the status of a result; one that this version does not know is called by its name."""
     return _BY_NAME.get(name) or Status(name, f"ended as {name}", f"ended as {name}", name)

@@ -28,7 +28,7 @@ ComponentRule = Callable[[Birth], str | None]
 
 
 def attribute(record: Record, rules: Iterable[ComponentRule] = ()) -> MemoryUse:
-    """Every byte of the record to its component. Raises if they do not add up to the live total at every event."""
+    """Attribute every byte of the record to a component. Raise if they do not add up to the live total at an event."""
     asked = tuple(rules)
     belongings = [_belonging(life, asked) for life in record.lives]
     new = {name for belonging in belongings for name in belonging} - set(KEYS)
@@ -69,7 +69,7 @@ def _checked(name: object, rule: ComponentRule) -> str:
 def _points(
     record: Record, belongings: Sequence[Belonging], releases: Sequence[int | None], components: Sequence[str]
 ) -> list[tuple[int, ...]]:
-    """Live bytes of each component after each event."""
+    """Return the live bytes of each component after each event."""
     place = {name: index for index, name in enumerate(components)}
     amounts = [0] * len(components)
     held: list[tuple[int, int]] = [(0, 0)] * len(record.lives)  # (place, bytes) of each storage now

@@ -1,4 +1,4 @@
-"""What every training step holds, whatever the method: weights, gradients, optimizer state."""
+"""Holdings of every training step, whatever the method: weights, gradients, optimizer state."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dpscope.vocabulary.components import GRADIENTS, MODEL_PARAMETERS, OPTIMIZER
 
 
 def model_holdings(model: nn.Module, optimizer: Optimizer) -> Iterator[Holding]:
-    """(component, module, tensor) for parameters, buffers, `.grad` and optimizer state as they are now."""
+    """Yield (component, module, tensor) for parameters, buffers, `.grad` and optimizer state as they are now."""
     for name, buffer in model.named_buffers():
         yield MODEL_PARAMETERS, name.rpartition(".")[0], buffer
     for name, parameter in model.named_parameters():

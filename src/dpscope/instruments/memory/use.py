@@ -79,7 +79,7 @@ class MemoryUse:
         ]
 
     def modules_at_peak(self, limit: int = 1000) -> list[ModuleAtPeak]:
-        """Bytes of the peak by module, the largest first; the rest as one row."""
+        """Return the bytes of the peak by module, the largest first; the rest as one row."""
         table: dict[str, dict[str, int]] = {}
         for life, component, nbytes in self.live_at_peak:
             row = table.setdefault(life.module or OUTSIDE_MODULES, {})
@@ -91,7 +91,7 @@ class MemoryUse:
         return [{"module": name, "components": {k: v for k, v in row.items() if v}} for name, row in listed]
 
     def tensors_at_peak(self, limit: int = 30) -> TensorsAtPeak:
-        """The tensors at the peak: the largest first, equal ones of several layers as one row; then the rest.
+        """Return the tensors at the peak: the largest first, equal ones of several layers as one row; then the rest.
 
         `bytes` is the size of one; they and the rest add up to the peak.
         """
@@ -109,7 +109,7 @@ class MemoryUse:
         }
 
     def phases(self) -> list[TimelinePhase]:
-        """Stretches of the timeline by innermost phase: a phase inside another interrupts it."""
+        """Return the stretches of the timeline by innermost phase: a phase inside another interrupts it."""
         marks = [*self.record.marks, (len(self.record.events), OUTSIDE_PHASES)]
         first = self.record.start
         return [
@@ -119,7 +119,7 @@ class MemoryUse:
         ]
 
     def timeline(self, limit: int = 1500) -> TimelinePayload:
-        """At most `limit` points: the peak, both sides of every phase's ends, and the highs and lows in between."""
+        """Return at most `limit` points: the peak, both sides of every phase's ends, and highs and lows in between."""
         first = self.record.start
         chosen = self._chosen(limit)
         return {

@@ -1,4 +1,4 @@
-"""Which ncu there is, and the command line that makes it count."""
+"""Location of ncu, and the command line that makes it count."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COMMON_OPTIONS = (
 
 
 def find_ncu() -> str | None:
-    """$NCU, or `ncu` on the PATH, or the newest in the usual folders."""
+    """Return $NCU, or `ncu` on the PATH, or the newest in the usual folders."""
     if asked := os.environ.get("NCU"):
         return shutil.which(asked)
     return shutil.which("ncu") or newest(NCU_PATTERNS)
@@ -35,21 +35,21 @@ def ncu_version(ncu: str) -> str | None:
 
 
 def range_command(ncu: str, program: Sequence[str], report: Path, metrics: Iterable[str]) -> list[str]:
-    """One row for everything between `cudaProfilerStart` and `Stop`; the program runs once a pass."""
+    """Return the command for one row from `cudaProfilerStart` to `Stop`; the program runs once for each pass."""
     return [ncu, "--replay-mode=app-range", *_what(report, metrics), *program]
 
 
 def kernel_command(
     ncu: str, program: Sequence[str], report: Path, metrics: Iterable[str], *, kernel: str | None = None
 ) -> list[str]:
-    """One row a kernel between `cudaProfilerStart` and `Stop`, with the phase it ran in (NVTX)."""
+    """Return the command for one row a kernel from `cudaProfilerStart` to `Stop`, with its phase (NVTX)."""
     only = ["--kernel-name-base=demangled", f"--kernel-name=regex:{kernel}"] if kernel else []
     mode = ["--replay-mode=kernel", "--profile-from-start=off", "--nvtx", *only]
     return [ncu, *mode, *_what(report, metrics), *program]
 
 
 def csv_command(ncu: str, report: Path) -> list[str]:
-    """Everything in a report as CSV: row 1 names, row 2 units, numbers with thousands separators."""
+    """Return the command that prints a report as CSV: names, units, then numbers with thousands separators."""
     shown = ["--csv", "--page=raw", "--print-units=base", "--print-kernel-base=demangled"]
     return [ncu, "--import", str(report), *shown]
 

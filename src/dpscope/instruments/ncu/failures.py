@@ -45,7 +45,7 @@ _UNKNOWN_METRIC = re.compile(
 
 
 def unknown_metrics(output: str) -> list[str]:
-    """The metrics that ncu says this GPU does not have, or cannot count in this way."""
+    """Return the metrics that ncu says this GPU does not have, or cannot count in this way."""
     found = (absent or unsupported for absent, unsupported in _UNKNOWN_METRIC.findall(output))
     return list(dict.fromkeys(name.rstrip(".") for name in found))
 
@@ -58,7 +58,7 @@ def took_too_long(seconds: float) -> str:
 
 
 def why_no_counts(output: str, returncode: int) -> str:
-    """Why ncu left no report, as a sentence with the remedy."""
+    """Return why ncu left no report, as a sentence with the remedy."""
     if remedy := find_remedy(output, _REMEDIES):
         return remedy
     if option := unknown_option(output):

@@ -32,7 +32,7 @@ class NcuCapture:
 
 
 def try_counters(ncu: str) -> str | None:
-    """Why counters cannot be read, or None: only counting one small kernel tells."""
+    """Return why counters cannot be read, or None. It counts one small kernel to find out."""
     done = _try_kernel(ncu, [DRAM_READ])
     if done.timed_out:
         return took_too_long(PROBE_SECONDS)
@@ -41,7 +41,7 @@ def try_counters(ncu: str) -> str | None:
 
 
 def one_pass_metrics(ncu: str, tensor_operations: str) -> tuple[str, ...]:
-    """What can be counted of a kernel without running it twice, tried on one small kernel: chips differ."""
+    """Return the metrics of a kernel that fit in one pass, tried on one small kernel: chips differ."""
     wanted = (*KERNEL_METRICS, tensor_operations)
     passes = re.search(r"- (\d+) pass", _try_kernel(ncu, wanted).output)
     return wanted if passes is not None and passes.group(1) == "1" else KERNEL_METRICS

@@ -31,7 +31,7 @@ SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|KEY|AUTH", re.IGNORECASE)
 
 @dataclass(frozen=True, kw_only=True)
 class NsysOptions:
-    """What nsys is asked to record."""
+    """Options of a recording by nsys."""
 
     trace: str = TRACED_APIS
     cpu_sampling: bool = False  # where host threads are, by interrupts: needs permission, slows the host
@@ -39,7 +39,7 @@ class NsysOptions:
 
 
 def needed_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """What of an environment the profiled program gets: what is listed above, and nothing that sounds secret."""
+    """Return the variables that the profiled program gets: those listed above, and none that sounds secret."""
     known = {name for names in PASSED_VARIABLES.values() for name in names}
     return {
         name: value
@@ -80,7 +80,7 @@ def interactive_commands(
 
 
 def shell_line(command: Sequence[str], environment: Mapping[str, str]) -> str:
-    """A command as one types it, with the environment it would get and no other."""
+    """Return a command as one types it, with the environment it would get and no other."""
     variables = [f"{name}={value}" for name, value in sorted(environment.items())]
     return shlex.join(["env", "-i", *variables, *command])
 

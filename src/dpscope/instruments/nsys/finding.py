@@ -1,4 +1,4 @@
-"""Which nsys there is, what its version can do, and where the importer lies that turns a raw capture into a report."""
+"""Location of nsys, what its version can do, and the importer that turns a raw capture into a report."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ class Nsys:
     options: frozenset[str]
 
     def knows(self, option: str) -> bool:
-        """Whether this version has the option. Where its help could not be read, nsys itself will refuse it."""
+        """Tell if this version has the option. If its help could not be read, nsys itself will refuse it."""
         return not self.options or option in self.options
 
 
 def find_nsys() -> str | None:
-    """$NSYS, or `nsys` on the PATH, or beside ncu, or the newest in the usual folders."""
+    """Return $NSYS, or `nsys` on the PATH, or beside ncu, or the newest in the usual folders."""
     if asked := os.environ.get("NSYS"):
         return shutil.which(asked)
     return shutil.which("nsys") or _beside_ncu() or newest(NSYS_PATTERNS)
@@ -62,7 +62,7 @@ def inspect_nsys(path: str) -> Nsys:
 
 
 def find_importer(nsys: str) -> str | None:
-    """What turns a `.qdstrm` into a `.nsys-rep`: in the host folder of the same installation, or of another."""
+    """Return the program that turns a `.qdstrm` into a `.nsys-rep`, of the same installation or of another."""
     if beside := newest(IMPORTER_BESIDE, [Path(nsys).resolve().parent]):
         return str(Path(beside).resolve())
     return shutil.which(IMPORTER) or newest(IMPORTER_INSTALLED)

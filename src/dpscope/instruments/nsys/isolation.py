@@ -24,7 +24,7 @@ _AS_ORDINARY_USER = ("--user", "--map-current-user")
 
 @cache
 def isolation_prefix() -> tuple[str, ...]:
-    """What to put before a command so that it sees no process but its own; nothing where the system cannot."""
+    """Return a prefix with which a command sees no process but its own; nothing if the system cannot do that."""
     unshare = shutil.which("unshare")
     if unshare is None:
         return ()
@@ -37,7 +37,7 @@ def isolation_prefix() -> tuple[str, ...]:
 
 
 def foreign_assignments(passed_on: Mapping[str, str]) -> set[Assignment]:
-    """NAME=VALUE of every process whose environment can be read now, without those given to the profiled process."""
+    """Return NAME=VALUE of every process whose environment can be read, except those given to the profiled process."""
     found: set[Assignment] = set()
     for environment in Path("/proc").glob("[0-9]*/environ"):
         try:
@@ -48,6 +48,6 @@ def foreign_assignments(passed_on: Mapping[str, str]) -> set[Assignment]:
 
 
 def assigned_in(file: Path, assignments: Iterable[Assignment]) -> list[str]:
-    """The names of the variables whose assignment a file holds."""
+    """Return the names of the variables whose assignment a file holds."""
     content = file.read_bytes()
     return sorted({each.partition(b"=")[0].decode(errors="replace") for each in assignments if each in content})

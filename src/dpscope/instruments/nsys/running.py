@@ -17,7 +17,7 @@ from dpscope.instruments.processes import OnLine, run_limited
 
 @dataclass(frozen=True)
 class NsysCapture:
-    """What a run of nsys left, and the sentence that says what is missing and how to get it."""
+    """Files that a run of nsys left, and the sentence that says what is missing and how to get it."""
 
     command: list[str]
     report: Path | None = None  # .nsys-rep, or the raw .qdstrm where it could not be imported
@@ -63,7 +63,7 @@ def take_capture(
 
 
 def _raw_capture(expected: Path, output: str) -> Path | None:
-    """What nsys left where it could not make a report: beside it, or still where it says that it generated it."""
+    """Return the raw capture that nsys left if it could not make a report: beside it, or where nsys says it is."""
     if expected.exists():
         return expected
     said = re.findall(r"Generating '([^']+\.qdstrm)'", output)
@@ -74,7 +74,7 @@ def _raw_capture(expected: Path, output: str) -> Path | None:
 
 
 def export_report(nsys: str, report: Path, *, environment: Mapping[str, str]) -> tuple[Path | None, str | None, str]:
-    """A report's SQLite export beside it, or why there is none; and what nsys said."""
+    """Return a report's SQLite export beside it, or why there is none; and what nsys said."""
     database = report.with_suffix(".sqlite")
     database.unlink(missing_ok=True)
     said = run_limited(export_command(nsys, report, database), environment=environment).output

@@ -1,4 +1,4 @@
-"""What torch.profiler recorded, as the text of a Chrome trace."""
+"""Chrome trace of what torch.profiler recorded, as text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LAST_KEY = b'"traceName"'  # of the document that torch.profiler writes
 
 
 def chrome_trace(profiler: profile) -> bytes:
-    """The trace as JSON. It can be had once of each recording, and only by way of a file in TMPDIR.
+    """Return the trace as JSON, once for each recording; torch writes it by way of a file in TMPDIR.
 
     Raises `OSError` (no room) where the file is missing or cut short: torch.profiler returns as if all were well.
     """

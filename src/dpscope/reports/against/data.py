@@ -159,7 +159,7 @@ class Against:
         return [quantity for quantity in QUANTITIES if any(pair.change(quantity).known for pair in self.pairs)]
 
     def to_pandas(self) -> pandas.DataFrame:
-        """A record for each row of either sweep; units are in the columns' names, changes are fractions of before."""
+        """Return a record for each row of either sweep; columns name their units, changes are fractions of before."""
         return frame_of(to_records(self))
 
     def __str__(self) -> str:
@@ -200,7 +200,7 @@ def list_rows(rows: Sequence[Row], most: int = 6) -> str:
 
 
 def _memory_sources(pairs: Sequence[tuple[Row, Row]]) -> tuple[str, str]:
-    """One definition of the peak for the whole table: the way in which most pairs have it on both sides.
+    """Return one definition of the peak for the whole table: the way in which most pairs have it on both sides.
 
     Where no pair has, each sweep's own: then the two are shown and not compared.
     """

@@ -119,7 +119,7 @@ class SweepChange:
 
 
 def judge_by_spread(before: Reading, now: Reading, relative: float) -> int | str:
-    """A change where the two spreads do not overlap, both were steady, and it is not too small to repeat."""
+    """Return a change where the two spreads do not overlap, both were steady, and it is not too small to repeat."""
     if before.spread is None or now.spread is None:
         return NO_SPREAD
     if doubt := next((reason for reason in (FEW, *REASONS) if reason in (before.doubt, now.doubt)), None):
@@ -150,7 +150,7 @@ def _time(row: Row, source: str) -> tuple[Reading, Reading]:
 
 
 def peaks_by_source(row: Row) -> dict[str, float]:
-    """How it was measured -> peak in bytes, the memory instrument's first."""
+    """Return how it was measured -> peak in bytes, the memory instrument's first."""
     found: dict[str, float] = {}
     for instrument, peak in row.peaks.items():
         found.setdefault(str(row.measured[instrument].memory.get("source") or "stated"), peak)

@@ -46,7 +46,7 @@ def headline(against: Against) -> str:
 
 
 def sentences(against: Against) -> list[str]:
-    """Everything that changed, the worst of it first; then what nobody can say."""
+    """Return everything that changed, the worst first; then what is undecided."""
     found = [_sentence(against, each, word) for each in against.quantities for word in (each.more, each.less)]
     others = [*_standard_sentences(against), *_undecided_sentences(against)]
     return [*_status_sentences(against), *filter(None, found), *others]
@@ -151,8 +151,10 @@ def _notes(against: Against, quantity: Quantity) -> list[str]:
 
 
 def _tables(pairs: Sequence[Pair], quantity: Quantity) -> FirstThatFits:
-    """A line a pair: before, now, the change, and the ratios to each sweep's own standard. On a narrow terminal the
-    spread goes first, then the ratios."""
+    """Return a line a pair: before, now, the change, and the ratios to each sweep's own standard.
+
+    A narrow terminal loses the spread first, then the ratios.
+    """
     identity: list[Column[Pair]] = identity_columns([pair.now for pair in pairs], lambda pair: pair.now)
 
     figures: list[Column[Pair]] = [

@@ -108,7 +108,7 @@ def _write_values(ax: Axes) -> None:
 
 
 def filled(colour: str | None, hatched: bool = False) -> dict[str, Any]:
-    """How a part is filled: hatched for what only private training has; dotted without a colour."""
+    """Return how a part is filled: hatched for what only private training has; dotted without a colour."""
     if colour is None:
         return {"facecolor": BLANK, "edgecolor": "0.6", "linewidth": 0.4, "hatch": "...."}
     edge = "0.4" if colour == BLANK else "white"

@@ -82,7 +82,7 @@ def new_figure(height: float) -> Figure:
 def new_panels(
     count: int, columns: int, margin: float, heights: Sequence[float], **shared: Any
 ) -> tuple[Figure, list[Axes]]:
-    """A new figure and its panels, `columns` side by side; inches: `heights` of the lines, and `margin` around them."""
+    """Return a new figure and its panels, `columns` side by side, with row `heights` and a `margin` in inches."""
     figure = new_figure(margin + sum(heights))
     axes = figure.subplots(len(heights), columns, squeeze=False, height_ratios=heights, **shared).flatten()
     for spare in axes[count:]:
@@ -100,7 +100,7 @@ def settle(figure: Figure) -> None:
 
 @styled
 def save(figure: Figure, folder: Path, name: str, formats: Sequence[str]) -> list[Path]:
-    """One file a format, each replaced at once; a reader never sees half a picture."""
+    """Write one file for each format, replaced atomically, so that no reader sees half a picture."""
     paths = [folder / f"{name}.{kind}" for kind in formats]
     for path, kind in zip(paths, formats, strict=True):
         picture = io.BytesIO()
@@ -110,7 +110,7 @@ def save(figure: Figure, folder: Path, name: str, formats: Sequence[str]) -> lis
 
 
 def byte_unit(largest: float) -> tuple[float, str]:
-    """The unit an axis is read in, and its size in bytes: the largest of which there are two."""
+    """Return the unit an axis is read in, and its size in bytes: the largest of which there are two."""
     units = ((float(GIB), "GiB"), (float(MIB), "MiB"), (1024.0, "KiB"))
     return next((unit for unit in units if largest >= 2 * unit[0]), (1.0, "B"))
 
@@ -120,7 +120,7 @@ def set_title(figure: Figure, *lines: str) -> None:
 
 
 def not_drawn(reasons: Sequence[tuple[Row, str]]) -> list[str]:
-    """The note that names rows which a figure leaves out."""
+    """Return the note that names rows which a figure leaves out."""
     return [f"Not drawn: {', '.join(f'{row.method} ({reason})' for row, reason in reasons)}"] if reasons else []
 
 

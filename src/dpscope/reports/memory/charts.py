@@ -25,7 +25,7 @@ MOMENTS = 400  # of a timeline: a panel is hardly wider in pixels
 
 
 def look_of(key: str) -> dict[str, Any]:
-    """How a component is drawn and named."""
+    """Return how a component is drawn and named."""
     component, colour = component_named(key), colour_of(key)
     ink = "#ffffff" if is_dark(colour) else "#000000"
     named = {"name": component.label, "label": component.marked()}
@@ -38,7 +38,7 @@ def unit_for(largest: float) -> dict[str, Any]:
 
 
 def _without(reasons: Sequence[tuple[Row, str]]) -> str:
-    """The sentence that names the rows which a chart leaves out, to follow another."""
+    """Return the sentence that names the rows which a chart leaves out, to follow another."""
     return "".join(f" {note}." for note in not_drawn(reasons))
 
 
@@ -183,7 +183,7 @@ def _changes(values: Sequence[int]) -> list[int]:
 
 
 def _by_phase(method: str, timeline: Timeline, keys: Sequence[str]) -> list[tuple[Any, ...]]:
-    """The fullest moment of each phase."""
+    """Return the fullest moment of each phase."""
     lines: list[tuple[Any, ...]] = []
     for phase in timeline.phases:
         within = [n for n, event in enumerate(timeline.events) if timeline.is_in(phase, event)]

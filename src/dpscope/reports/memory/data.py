@@ -14,7 +14,7 @@ from dpscope.vocabulary.methods import STANDARD
 
 
 def present(held: Iterable[Mapping[str, float]]) -> list[str]:
-    """The components of which anything was held, as they are stacked."""
+    """Return the components of which anything was held, as they are stacked."""
     return in_order(key for each in held for key, count in each.items() if count)
 
 
@@ -25,12 +25,12 @@ def composition_of(row: Row) -> Composition | None:
 
 
 def described_of(rows: Iterable[Row]) -> dict[Row, Composition]:
-    """The rows whose peaks have a composition."""
+    """Return the rows whose peaks have a composition."""
     return {row: composition for row in rows if (composition := composition_of(row))}
 
 
 def undescribed(rows: Iterable[Row]) -> list[tuple[Row, str]]:
-    """The others, and why they have none."""
+    """Return the others, and why they have none."""
     return [(row, row.why_none("no breakdown by component was measured")) for row in rows if not composition_of(row)]
 
 
@@ -45,7 +45,7 @@ def timeline_of(row: Row) -> Timeline | None:
 
 
 def snapshots_of(row: Row) -> dict[str, float]:
-    """The named stages of a run and the bytes that were allocated at each."""
+    """Return the named stages of a run and the bytes that were allocated at each."""
     taken = row.first_of(lambda result: result.snapshots) or []
     return {stage["name"]: stage["allocated_mb"] * MIB for stage in taken}
 

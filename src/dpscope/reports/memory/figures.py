@@ -34,7 +34,7 @@ MANY_PANELS = 4  # beyond that they stand in two columns
 
 
 def draw_breakdown(rows: Sequence[Row]) -> Figure | None:
-    """The chart of peaks, of rows of one size, and beside it what each method holds beyond standard."""
+    """Return the chart of peaks, of rows of one size, and beside it what each method holds beyond standard."""
     chart = memory_peak(rows)
     if chart is None:
         return None
@@ -55,7 +55,7 @@ def draw_breakdown(rows: Sequence[Row]) -> Figure | None:
 def _extra(
     names: Sequence[str], held: Sequence[Sequence[float]], standard: int | None, looks: Iterable[str]
 ) -> BarPanel:
-    """Each method's bytes beyond standard's, component by component: more to the right, less to the left."""
+    """Draw each method's bytes beyond standard's by component: more to the right, less to the left."""
     if standard is None or len(names) == 1:
         reason = "no standard at this size" if standard is None else "standard is the only method"
         return BarPanel(names=(), parts={}, ends=(), axis=f"nothing to compare with:\n{reason}")
@@ -77,7 +77,7 @@ def _parts(labels: Iterable[str], stacks: Sequence[Sequence[float]], unit: float
 
 @style.styled
 def draw_timeline(rows: Sequence[Row]) -> Figure | None:
-    """Rows of one size; None if none of them has a timeline or snapshots."""
+    """Return the rows of one size; None if none of them has a timeline or snapshots."""
     found = [(row, data.timeline_of(row), data.snapshots_of(row)) for row in rows]
     drawn = [(row, timeline, stages) for row, timeline, stages in found if timeline or stages]
     if not drawn:

@@ -57,7 +57,7 @@ def tensor_section(rows: Sequence[Row], width: int) -> list[RenderableType]:
 
 
 def _at_peak(rows: Sequence[Row], width: int) -> list[RenderableType]:
-    """Components by method, what private training adds, who makes the peak."""
+    """Return the components by method, what private training adds, who makes the peak."""
     described = data.described_of(rows)
     if not described:
         return []
@@ -78,7 +78,7 @@ def _at_stages(rows: Sequence[Row], width: int) -> list[RenderableType]:
 
 
 def _by_component(described: Mapping[Row, Composition], width: int) -> list[RenderableType]:
-    """A line a component and a column a method; the totals, times and ratios below."""
+    """Return a line a component and a column a method; the totals, times and ratios below."""
     rows, compositions = list(described), list(described.values())
     standard = data.standard_of(described)
     lines = [
@@ -107,7 +107,7 @@ def _memory_for_time(row: Row, composition: Composition) -> str:
 def _tables(
     first: str, rows: Sequence[Row], lines: Sequence[tuple[str, Sequence[str]]], width: int
 ) -> list[RenderableType]:
-    """One table with a column a method, or as many below each other as the width asks for."""
+    """Return one table with a column a method, or as many below each other as the width asks for."""
     names = [shorten(row.method, LONGEST_HEADING) for row in rows]
     widths = [max(len(name), *(len(cells[n]) for _, cells in lines)) + 2 for n, name in enumerate(names)]
     tables: list[RenderableType] = []

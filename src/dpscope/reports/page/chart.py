@@ -23,7 +23,7 @@ class Table:
 
     @classmethod
     def of(cls, records: Sequence[Mapping[str, TableValue]]) -> Table:
-        """A row a record; all have the columns of the first."""
+        """Return a row a record; all have the columns of the first."""
         return cls(columns=list(records[0]), rows=[list(record.values()) for record in records])
 
 
@@ -70,8 +70,10 @@ def chart_of(
 
 
 def chart_by_size(*, key: str, title: str, nav_label: str) -> Callable[[ViewOf], ChartOf]:
-    """A chart with a view of each size, from a function of the rows that are compared with each other. Its docstring is
-    what the page says of how it was measured, and what it does not see."""
+    """Make a chart with a view of each size from a function of the rows that are compared with each other.
+
+    The function's docstring is text of the page: how it was measured, and what it does not see.
+    """
 
     def chart(view_of: ViewOf) -> ChartOf:
         about = {"key": key, "title": title, "nav_label": nav_label, "how": " ".join((view_of.__doc__ or "").split())}

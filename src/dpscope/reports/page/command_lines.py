@@ -38,7 +38,7 @@ def can_be_typed(spec: RowSpec) -> bool:
 
 
 def products(sizes: Iterable[SizeOf]) -> list[tuple[tuple[int, ...], list[int | None]]]:
-    """Sizes as products of batch sizes and sequence lengths that hold each size once, and no other."""
+    """Return the sizes as products of batch sizes and sequence lengths that hold each size once, and no other."""
     at_length = {
         length: tuple(batch for batch, _ in own) for length, own in grouped(sizes, lambda size: size[1]).items()
     }

@@ -67,7 +67,7 @@ def _gap(instrument: str, sizes: Sequence[Size]) -> InstrumentGap | None:
 
 
 def _lacking(instrument: str, sizes: Sequence[Size]) -> Iterator[Lacking]:
-    """Rows that the instrument did not look at, though it could: each once, with however many steps it was timed."""
+    """Yield the rows that the instrument could have measured and did not, each once."""
     seen: set[Hashable] = set()
     for size in sizes:
         for row in size.rows:
@@ -87,14 +87,14 @@ def _works(row: Row, instrument: str) -> bool:
 
 
 def _options(instrument: str, size: Size, sizes: Sequence[Size]) -> dict[str, Any]:
-    """How the instrument looked at rows of this size, or of this setting: what is compared is measured alike."""
+    """Return how the instrument looked at rows of this size, or of this setting: what is compared is measured alike."""
     nearest = [size, *(other for other in sizes if other.setting == size.setting)]
     found = (row.measured[instrument].spec for near in nearest for row in near.rows if instrument in row.measured)
     return dict(next(found, {}).get("options") or {})
 
 
 def _where(lacking: Sequence[Lacking], most: int = 4) -> str:
-    """The sizes; where some of a size's methods were looked at, also which were not."""
+    """Return the sizes; where some of a size's methods were looked at, also which were not."""
     words = []
     for size, found in grouped(lacking, lambda each: each[1]).items():
         whole = len(found) == len({row.method for row in size.rows})

@@ -91,7 +91,7 @@ def render_page(
 
 
 def render_template(name: str, **values: Any) -> str:
-    """A template of the page, filled in; what it is given is escaped."""
+    """Return a template of the page, filled in; what it is given is escaped."""
     return _templates().get_template(name).render(**values)
 
 
@@ -109,7 +109,7 @@ def _templates() -> Environment:
 
 
 def _own_script() -> str:
-    """The page's own script: what drawings share, the drawings, and at last what sets them up."""
+    """Return the page's own script: what drawings share, the drawings, and at last what sets them up."""
     drawings = sorted(f"drawings/{path.name}" for path in (HERE / "static/drawings").glob("*.js"))
     shared, own, last = ([_text(f"static/{name}") for name in names] for names in (SHARED, drawings, SCRIPTS))
     return "\n".join(('"use strict";', *shared, *(f"{{\n{script}}}" for script in own), *last))  # own: with own names
@@ -120,7 +120,7 @@ def _text(name: str) -> str:
 
 
 def make_charts(settings: Sequence[Setting]) -> list[Chart]:
-    """Each chart with its views of every setting: a size in words names one comparison only within a setting."""
+    """Return each chart with its views of every setting: a size in words names one comparison only within a setting."""
     charts = []
     for make in CHARTS:
         if made := [(setting.label, chart) for setting in settings if (chart := make(setting.rows))]:

@@ -24,7 +24,7 @@ VERSIONS = ("torch", "Opacus", "dpscope")
 
 
 def make_cards(size: Size, story: Story) -> list[dict[str, Any]]:
-    """The winner has a badge; a method without figures, what became of it."""
+    """Return the card of a method: the winner has a badge, a method without figures says what became of it."""
     return [
         {
             **{"row": row, "colour": looks_of(size.rows)[row.method]["colour"], "figures": _figures(row)},

@@ -61,7 +61,7 @@ class RowFigure:
 
 
 def _derived(find: Callable[[Row], Any], name: str, show: Callable[[Any], str], why: str) -> RowFigure:
-    """A figure of something that only some rows have."""
+    """Return a figure of something that only some rows have."""
     return RowFigure(lambda row: getattr(find(row), name, None), lambda row: show(find(row)), why)
 
 

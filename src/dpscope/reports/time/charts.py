@@ -65,12 +65,12 @@ def _range(values: Iterable[float | None], read: Callable[[float], str]) -> str:
 
 
 def _doubt_of(rows: Sequence[Row]) -> str:
-    """A mark where the time of any is doubtful."""
+    """Return a mark if the time of any is doubtful."""
     return marked("", "".join(row.ratio_doubt for row in rows))
 
 
 def _naming(what: str, reasons: Sequence[tuple[Row, str]]) -> str:
-    """A sentence that names some rows and why; the chart's table has them all. Nothing without any."""
+    """Return a sentence that names some rows and why; the chart's table has them all. Nothing without any."""
     told = list_names([f"{row.method} at {row.size} ({why})" for row, why in reasons], NAMED_ROWS)
     return f" {what}: {told}." if told else ""
 

@@ -25,7 +25,7 @@ CLOSEST = 0.3  # of the largest value: the least that an axis spans
 
 @style.styled
 def draw_tradeoff(rows: Sequence[Row]) -> Figure | None:
-    """Rows of one size; None if none of them has both a time and a peak."""
+    """Return the rows of one size; None if none of them has both a time and a peak."""
     drawn = [row for row in rows if row.median_ms and row.peak_bytes]
     if not drawn:
         return None

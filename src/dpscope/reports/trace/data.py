@@ -127,5 +127,5 @@ def _series(names: Sequence[str], times: Sequence[Mapping[str, float]]) -> Serie
 
 
 def differences(steps: Sequence[TracedStep]) -> list[StepDifference]:
-    """Every traced method against standard; empty without a traced standard."""
+    """Return every traced method against standard; empty without a traced standard."""
     return [step.difference for step in steps if step.difference]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def draw_phases(rows: Sequence[Row]) -> Figure | None:
-    """The chart of phases, of rows of one size."""
+    """Return the chart of phases, of rows of one size."""
     chart, steps = phases(rows), data.traced_steps(rows)
     if chart is None:
         return None
@@ -59,7 +59,7 @@ def _draw_stacks(
 
 
 def draw_differences(rows: Sequence[Row]) -> Figure | None:
-    """The chart of operators that grew, of rows of one size: a panel a method."""
+    """Return the chart of operators that grew, of rows of one size: a panel a method."""
     chart, found = operators(rows), data.differences(data.traced_steps(rows))
     if chart is None:
         return None

@@ -94,7 +94,7 @@ def _rest(drawn: Sequence[ModuleLine], place: int, costs: Costs) -> float:
 
 
 def _bar(modules: Costs) -> dict[str, Any] | None:
-    """One module, or all that are alike together; None where the results do not list it."""
+    """Return one module, or all that are alike together; None where the results do not list it."""
     if not modules:
         return None
     parts = Counter[str]()
@@ -105,7 +105,7 @@ def _bar(modules: Costs) -> dict[str, Any] | None:
 
 
 def _in_words(methods: Sequence[str], lines: Sequence[dict[str, Any]], rests: Sequence[float], unit: str) -> str:
-    """The heaviest named line of each method, and how much is not drawn by name."""
+    """Return the heaviest named line of each method, and how much is not drawn by name."""
     show, verb = (format_bytes, "hold") if unit == "bytes" else (format_ms, "take")
     told = []
     for place, method in enumerate(methods):

@@ -60,7 +60,7 @@ def _to_depth(costs: Costs, depth: int) -> Costs:
 
 
 def fold(methods: Sequence[Costs]) -> list[ModuleLine]:
-    """The heaviest in any method first; of equals, in the order of the results."""
+    """Return the heaviest in any method first; of equals, in the order of the results."""
     listed = dict.fromkeys(name for costs in methods for name in costs)
     lines = []
     for pattern, names in grouped(listed, pattern_of).items():

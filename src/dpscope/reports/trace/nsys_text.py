@@ -48,7 +48,7 @@ class Capture:
 
 
 def nsys_section(rows: Sequence[Row], width: int) -> list[RenderableType]:
-    """Everything nsys saw of the rows that it looked at; nothing if there are none."""
+    """Return everything nsys saw of the rows that it looked at; nothing if there are none."""
     parts: list[RenderableType] = []
     groups = group_by_size(rows)
     for group in groups:
@@ -66,7 +66,7 @@ def capture_of(row: Row) -> Capture | None:
 
 
 def describe_captures(captures: Sequence[Capture], *, where: str = "") -> list[RenderableType]:
-    """Tables and sentences of captures that are compared with each other."""
+    """Return the tables and sentences of captures that are compared with each other."""
     phases = any(each.seen["phases"] for each in captures)
     what = "GPU time by phase, of an average captured step" if phases else "GPU time of the whole capture"
     parts: list[RenderableType] = [Text(f"Nsight Systems{where}: {what}", style="bold"), _phase_table(captures), ""]
@@ -103,7 +103,7 @@ def _sentences(capture: Capture) -> list[str]:
 
 
 def _warning(capture: Capture) -> str:
-    """A report that holds more than it should."""
+    """Warn of a report that holds more than it should."""
     if not (foreign := capture.seen.get("foreign_variables")):
         return ""
     some = ", ".join(foreign[:MOST_NAMES]) + (" …" if len(foreign) > MOST_NAMES else "")
@@ -166,12 +166,12 @@ def _share(value: float, whole: float) -> str:
 
 
 def _time(ms: float | None) -> str:
-    """Kernels are short: below a millisecond microseconds say more."""
+    """Format a short time: below a millisecond in microseconds."""
     return format_ms(ms) if ms is None or ms >= 1 or ms == 0 else f"{1e3 * ms:.1f} µs"
 
 
 def agreement(rows: Sequence[Row]) -> list[str]:
-    """How far nsys and torch.profiler agree on GPU time by phase, where both looked at the same row."""
+    """Return how far nsys and torch.profiler agree on GPU time by phase, where both looked at the same row."""
     lines = []
     for row in rows:
         capture, step = capture_of(row), traced_step(row)

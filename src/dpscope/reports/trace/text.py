@@ -55,7 +55,7 @@ def _ms(milliseconds: float | None) -> str:
 
 
 def _phase_table(steps: Sequence[data.TracedStep]) -> Table:
-    """A column a method (two on a GPU); the host's column sums to the step."""
+    """Return a column a method (two on a GPU); the host's column sums to the step."""
     gpu = any(step.gpu for step in steps)
     headings = [(f"{step.method} host", "GPU") if gpu else (step.method,) for step in steps]
     table = bare_table("phase", *(heading for pair in headings for heading in pair))

@@ -137,7 +137,7 @@ def _point(x: float | None, y: float | None, name: str, method: str, **kind: boo
 
 
 def _kernel_points(group: Sequence[data.Traffic]) -> list[dict[str, Any]]:
-    """The measured kernels that move most, of those that have operations to count."""
+    """Return the measured kernels that move most, of those that have operations to count."""
     found = []
     for traffic in group:
         kernels = [] if traffic.kernels is None or traffic.kernels.estimated else traffic.kernels.rows
@@ -173,7 +173,7 @@ def _point_notes(traffics: Sequence[data.Traffic], views: Sequence[View]) -> str
 
 
 def _roofline_says(group: Sequence[data.Traffic]) -> str:
-    """How much each step computes of what the lower of the two roofs over it allows."""
+    """Return how much each step computes of what the lower of the two roofs over it allows."""
     shares, told = [], []
     for each in group:
         roofs = _roofs_over(each)

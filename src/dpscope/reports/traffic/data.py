@@ -24,7 +24,7 @@ UNSEEN = "not seen kernel by kernel"
 
 
 def marked_estimate(text: str, estimated: bool) -> str:
-    """A figure as it is shown: an estimate is marked as one."""
+    """Return a figure as it is shown: an estimate is marked as one."""
     return APPROXIMATELY + text if estimated and text != MISSING else text
 
 
@@ -72,11 +72,11 @@ class Traffic:
         return self.source == ESTIMATE
 
     def figure(self, name: str) -> float | None:
-        """A count of bytes by its name in the result file."""
+        """Return a count of bytes by its name in the result file."""
         return self.data["traffic"].get(name)
 
     def show(self, text: str) -> str:
-        """A figure of these bytes as it is shown."""
+        """Return a figure of these bytes as it is shown."""
         return marked_estimate(text, self.estimated)
 
     @cached_property
@@ -180,13 +180,13 @@ TrafficGroups = Sequence[Sequence[Traffic]]  # by size
 
 
 def by_size(rows: Sequence[Row], is_wanted: Callable[[Traffic], object] = bool) -> list[list[Traffic]]:
-    """The traffic of rows that are compared with each other, as far as it is wanted; no empty groups."""
+    """Return the traffic of rows that are compared with each other, as far as it is wanted; no empty groups."""
     groups = ([t for row in group if (t := traffic_of(row)) and is_wanted(t)] for group in group_by_size(rows))
     return [group for group in groups if group]
 
 
 def families_of(group: Sequence[Traffic]) -> dict[str, list[float | None]]:
-    """Bytes of families that any has, and what the whole step moved beyond its kernels' sum."""
+    """Return the bytes of families that any has, and what the whole step moved beyond its kernels' sum."""
     counts = {family: [each.family_bytes.get(family) for each in group] for family in (*FAMILIES, UNSEEN)}
     return {family: own for family, own in counts.items() if any(own)}
 

@@ -42,7 +42,7 @@ def _heading(what: str, rows: Sequence[Row], estimated: Iterable[bool], note: st
 
 
 def draw_traffic_bytes(rows: Sequence[Row]) -> Figure | None:
-    """Every size in a panel of its own, on one scale; families of kernels where every bar has them."""
+    """Return every size in a panel of its own, on one scale; families of kernels where every bar has them."""
     chart = traffic(rows)
     if chart is None:
         return None
@@ -81,7 +81,7 @@ def draw_traffic_bytes(rows: Sequence[Row]) -> Figure | None:
 
 @styled
 def draw_roofline(rows: Sequence[Row]) -> Figure | None:
-    """Every size in a panel of its own, on one scale; None if no row has bytes, operations and a time."""
+    """Return every size in a panel of its own, on one scale; None if no row has bytes, operations and a time."""
     chart = roofline(rows)
     if chart is None:
         return None
@@ -103,7 +103,7 @@ def draw_roofline(rows: Sequence[Row]) -> Figure | None:
 
 
 def _points(drawn: Sequence[dict[str, Any]]) -> list[Point]:
-    """Every step has its name, and so have the largest kernels, each name once."""
+    """Name every step and the largest kernels, each name once."""
     points, kernels = [], set[str]()
     for each in drawn:
         label = shorten(each["name"], LONGEST_POINT) + (" (estimate)" if each["estimated"] else "")
@@ -137,7 +137,7 @@ def _limits(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _draw_roofs(ax: Axes, roofs: dict[str, Any]) -> list[Box]:
-    """The measured ceilings with their values; the places they take, in pixels."""
+    """Draw the measured ceilings with their values; return the places they take, in pixels."""
     bandwidth = roofs["bytes_per_second"]
     (left, right), (low, _) = ax.get_xlim(), ax.get_ylim()
     highest = max(roofs["levels"].values(), default=None)
@@ -157,7 +157,7 @@ def _draw_roofs(ax: Axes, roofs: dict[str, Any]) -> list[Box]:
 
 
 def _draw_line(ax: Axes, start: Pixel, end: Pixel, style: str) -> list[Box]:
-    """A straight line; boxes over it, one if it is level: what labels keep away from."""
+    """Draw a straight line; return the boxes that labels keep away from."""
     line: dict[str, Any] = {"color": "0.35", "linewidth": 0.9, "zorder": 1, "scalex": False, "scaley": False}
     ax.plot(*zip(start, end, strict=True), linestyle=style, **line)
     (x0, y0), (x1, y1) = ax.transData.transform([start, end])

@@ -133,7 +133,7 @@ def _family_table(group: Sequence[data.Traffic]) -> list[RenderableType]:
 
 
 def _kernel_table(traffic: data.Traffic, *, narrow: bool) -> list[RenderableType]:
-    """The measured kernels that move most."""
+    """Return the measured kernels that move most."""
     kernels = traffic.kernels
     if kernels is None or kernels.estimated:
         return []
@@ -192,7 +192,7 @@ def _families_in_words(extra: data.ExtraBytes) -> str:
 
 
 def _explain_time(traffic: data.Traffic) -> str:
-    """How much of the extra time the extra bytes alone account for; nothing where either is too small to say."""
+    """Return how much of the extra time the extra bytes alone account for; nothing where either is too small to say."""
     moving, slower, whole = traffic.extra_seconds_at_peak, traffic.extra_seconds, traffic.seconds
     if moving is None or slower is None or whole is None or traffic.row.ratio_doubt:
         return ""

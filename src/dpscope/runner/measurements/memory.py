@@ -1,4 +1,4 @@
-"""Where every byte of a step's peak goes: one step under the tracker, after steps that nothing watches.
+"""Measurement of memory: one step under the tracker, after steps that nothing watches.
 
 On CUDA the peaks shown are the allocator's own, of the steps that ran untracked; the tracker says what they are made
 of, and what it did not see is `unattributed`. The CPU allocator keeps no statistics: there the tracked peak is the
@@ -81,7 +81,7 @@ def _holdings(trainer: TrainerBase, batches: list[Batch]) -> list[Holding]:
 def _on_cuda(
     step: TrainingSteps, tracker: Tracker, snapshots: Snapshots, iterations: int, progress: Progress
 ) -> MemoryPayload:
-    """The allocator's peaks over untracked steps, with a snapshot at each stage; then the tracked step."""
+    """Take the allocator's peaks over untracked steps, with a snapshot at each stage; then track a step."""
     torch.cuda.synchronize()
     if step.compilation is None:  # replays of CUDA graphs allocate nothing: their peak is that of the recording
         torch.cuda.reset_peak_memory_stats()
@@ -107,7 +107,7 @@ def _on_cuda(
 def _on_cpu(
     step: TrainingSteps, tracker: Tracker, snapshots: Snapshots, iterations: int, progress: Progress
 ) -> MemoryPayload:
-    """The tracked step, with a snapshot at each stage; then one under the profiler to compare with."""
+    """Track a step, with a snapshot at each stage; then take one under the profiler to compare with."""
     with tracker.tracking(), listening(snapshots.in_iteration(0, lambda: tracker.live_bytes)):
         step()
         step.require_finite_losses()
@@ -123,7 +123,7 @@ def _on_cpu(
 def _on_cpu_compiled(
     step: TrainingSteps, tracker: Tracker, snapshots: Snapshots, iterations: int, progress: Progress
 ) -> MemoryPayload:
-    """One step under the profiler, which sees what compiled code allocates."""
+    """Take one step under the profiler, which sees what compiled code allocates."""
     peaks = step.peak()
     _note_before_step(step, tracker)
     progress("profiled step", 1, 1)
@@ -163,7 +163,7 @@ def _memory(use: MemoryUse, allocator: MemoryPayload, *, compiled: bool) -> Memo
 
 
 def _unattributed(use: MemoryUse, allocator: MemoryPayload, rest: str) -> list[Remainder]:
-    """What makes up the allocator's peak beyond the tracked one; `rest`: what the most of it is."""
+    """Return the parts of the allocator's peak beyond the tracked one; `rest`: what most of it is."""
     if "peak_allocated_bytes" not in allocator:
         untracked = allocator["allocator_peak_bytes"] - use.peak_bytes
         return [{"what": rest, "bytes": untracked}] if rest == IN_COMPILED and untracked else []

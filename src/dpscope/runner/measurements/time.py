@@ -1,4 +1,4 @@
-"""How long a step takes, and the memory it peaked at."""
+"""Measurement of step time, and of the memory it peaked at."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which adapters to train: `r=8,alpha=16,target=q_proj,v_proj`."""
+"""Adapters to train: `r=8,alpha=16,target=q_proj,v_proj`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class LoraSettings:
 
 
 def parse_lora(text: str) -> LoraSettings:
-    """`r=8,alpha=16,target=q_proj,v_proj`; alpha left out is 2r. What follows `target=` without a name is one more."""
+    """Parse `r=8,alpha=16,target=q_proj,v_proj`; alpha defaults to 2r. Names after `target=` are more targets."""
     values: dict[str, list[str]] = {}
     key = None
     for part in text.split(","):
