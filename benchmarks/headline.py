@@ -337,7 +337,10 @@ def block(run: dict[str, Any], link: Callable[[str], str], *, chinese: bool) -> 
     peak, peak_zh = run.get("peak", "of a clear step"), run.get("peak_zh", "取首步校验之后的步")
     without = "".join(f"\n{line}" for line in reasons(run, chinese=chinese))
     if chinese:
-        head = f"一块 {run['device']}，bf16，AdamW，{run['date']}（{used}）。每步时间和显存峰值，相对同一次运行的普通训练："
+        head = (
+            f"一块 {run['device']}，bf16，AdamW，{run['date']}（{used}）。"
+            "每步时间和显存峰值，相对同一次运行的普通训练："
+        )
         foot = (
             f"编译后的 flash 相对编译后的普通训练。峰值{peak_zh}。数值大于 1 表示更慢或更占显存。"
             f"命令：`{run['command']}`；[原始数据]({raw})。{without}"

@@ -7,10 +7,10 @@ import importlib
 import os
 import re
 import sys
-import tomllib
 from pathlib import Path
 from typing import Any
 
+import tomllib
 from sphinx.application import Sphinx
 
 HERE = Path(__file__).parent
@@ -86,7 +86,7 @@ html_sidebars = {
 templates_path = ["templates"]
 folder_pages = {"benchmarks/results": "docs/benchmarks", "examples": "docs/examples"}
 
-# The repository's address, for "edit this page" and for files that are no pages: GitHub says it where it builds the site.
+# The repository's address, for "edit this page" and for files that are no pages: known where GitHub builds the site.
 project_urls = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"].get("urls", {})
 if "GITHUB_REPOSITORY" in os.environ:
     repository = "{GITHUB_SERVER_URL}/{GITHUB_REPOSITORY}".format(**os.environ)

@@ -43,8 +43,9 @@ def bare_table(
     *headings: str, left: Collection[str] = (), wrap: Collection[str] = (), least: Mapping[str, int] | None = None
 ) -> Table:
     """Return a table without lines: the first column and those of `left` are text, the others numbers.
-    
-    `wrap`: columns that may be broken into lines; `least`: the least width of a column, in cells."""
+
+    `wrap`: columns that may be broken into lines; `least`: the least width of a column, in cells.
+    """
     table = Table(box=None, pad_edge=False, header_style="bold")
     for place, heading in enumerate(headings):
         justify: JustifyMethod = "left" if place == 0 or heading in left else "right"
@@ -107,8 +108,10 @@ def _fill(cells: float, ramp: str) -> str:
 
 @dataclass(frozen=True)
 class FirstThatFits:
-    """The first of some tables whose text is not cut; the last if none is. With bars, as long as there is room for, on
-    a terminal, where there are ratios to draw."""
+    """First of some tables whose text is not cut; the last if none is.
+
+    On a terminal with room it has bars for the ratios.
+    """
 
     tables: Callable[[Bars], Iterable[Table]]  # the preferred first
     ratios: Sequence[float | None] = ()

@@ -1,4 +1,4 @@
-"""The accountant: does it count every step that is taken, empty batches too, at the right rate and noise?"""
+"""Test of the accountant: it counts every step, empty batches too, at the right rate and noise."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ Tensors = dict[str, Tensor]  # by the name of a parameter or buffer
 
 @dataclass(frozen=True, kw_only=True)
 class Loop:
-    """A model, and a function that does one private step on a batch, with plain SGD:
+    """Training loop to check: a model, and a function that takes one private step on a batch with plain SGD.
 
         p ← p − scale · (Σ_b c_b v_b + σC·z)        scale = learning rate / expected batch size
 

@@ -1,4 +1,4 @@
-"""Batches that differ in one sample: how far does the noiseless sum move?
+"""Test of neighbouring batches, which differ in one sample: how far the noiseless sum moves.
 
 With every sample's share of the sum at most C in norm, removing a sample moves it by at most C and replacing one by at
 most 2C, whatever the other samples are. All privacy accounting rests on this and on nothing else of the gradient.

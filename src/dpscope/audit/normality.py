@@ -38,8 +38,7 @@ SAME_COSINE = 0.99  # the cosine of vectors that are the same but for rounding
 
 @dataclass(frozen=True)
 class NoisyStep:
-    """The noise of one step. By parameter: how many values, their sum, that of their squares, the largest |value|, and
-    the first of them."""
+    """Noise of one step, by parameter: number of values, their sum and squares' sum, largest |value|, first values."""
 
     label: str
     size: int  # of the batch

@@ -1,4 +1,4 @@
-"""`dpscope check`: is a method exact on this workload?"""
+"""`dpscope check`: tests if a method is exact on a workload."""
 
 from __future__ import annotations
 

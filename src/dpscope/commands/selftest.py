@@ -1,4 +1,4 @@
-"""`dpscope selftest`: does every trainer work here?"""
+"""`dpscope selftest`: tests if every trainer works here."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def _explain_by_exchange(evidence: FactorEvidence, factors: Tensor, right: Tenso
 
 
 def _explain_by_omission(evidence: FactorEvidence, taken: Tensor) -> str | None:
-    """Do the norms lack one parameter, or all those of one name (bias)?"""
+    """Explain factors by norms that lack one parameter, or all those of one name (bias)."""
     missing = evidence.reference.norms**2 - taken**2
     squares = {name: gram.diagonal() for name, gram in evidence.reference.grams.items()}
     groups: dict[str, list[str]] = {}

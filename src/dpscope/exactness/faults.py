@@ -207,7 +207,7 @@ def _wrong_factors(evidence: Evidence, *, gradients_wrong: bool) -> Iterator[str
 
 
 def _not_flat(evidence: Evidence, step: int, names: Sequence[str]) -> str:
-    """Explain an update that has no single factor for a sample: does every parameter have its own?"""
+    """Explain an update without a single factor for a sample: every parameter may have its own."""
     sizes = {name: parameter.numel() for name, parameter in evidence.subject.model.named_parameters()}
     large = [name for name in names if sizes[name] >= 4 * evidence.subject.batch_size]
     fits = {name: evidence.fit(step, [name]) for name in large}

@@ -44,7 +44,7 @@ class Card:
 
     @property
     def workspace_bytes(self) -> int:
-        """cuBLAS's workspaces in torch's allocator: one for forward's thread and one for backward's, and cuBLASLt's."""
+        """Workspaces of cuBLAS in torch's allocator: one each for forward's and backward's thread, and cuBLASLt's."""
         each = 32 * MIB if self.capability[0] >= 9 else 4096 * 2 * 1024 + 16 * 8 * 1024
         return 2 * each + MIB
 

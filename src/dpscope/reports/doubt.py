@@ -1,4 +1,4 @@
-"""What makes a figure doubtful: the one definition that every table, chart, figure and export asks.
+"""Doubt of a figure: the one definition that every table, chart, figure and export uses.
 
 A time is doubtful where its steps varied too much, were too few, or where nothing is known of their spread. So is every
 figure made from it: ratios, rates, verdicts. The parts of a traced step are doubtful where the profiler made that step
@@ -46,7 +46,7 @@ def marked(text: str, doubt: str) -> str:
 
 
 def explain(doubts: Iterable[str]) -> str:
-    """`? marks figures of times that …`, or nothing where there is no doubt."""
+    """Return `? marks figures of times that …`, or nothing if there is no doubt."""
     found = set(doubts)
     reasons = [EXPLAINED[reason] for reason in REASONS if reason in found]
     return f"{MARK} marks a figure of time that is doubtful: {'; '.join(reasons)}." if reasons else ""

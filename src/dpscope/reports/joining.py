@@ -42,7 +42,7 @@ def _in_one_process(row: Row, rows: Sequence[Row]) -> Row | None:
 
 
 def join_instruments(results: Sequence[Result]) -> list[Row]:
-    """What was measured of the same method at the same size, together; in order of first appearance.
+    """Join what was measured of the same method at the same size, in order of first appearance.
 
     Numbers of steps keep rows apart only where one instrument looked with several of them; what another saw, with
     one number of steps, belongs to each of those rows.

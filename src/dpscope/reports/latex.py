@@ -42,7 +42,7 @@ SPECIAL = str.maketrans(
 
 
 def escape(text: object) -> str:
-    """Text as LaTeX prints it."""
+    """Escape text for LaTeX."""
     return " ".join(str(text).split()).translate(SPECIAL)
 
 

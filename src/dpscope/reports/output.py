@@ -29,7 +29,7 @@ SUFFIX = r"(_.*bs\d+.*)?"  # matches every suffix, and none
 
 
 def suffixed(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """What is compared with each other, under what tells it apart: `_bs8_seq1024`, or nothing for the only size."""
+    """Return the groups of compared rows by a suffix: `_bs8_seq1024`, or nothing for the only size."""
     groups = group_by_size(rows)
     if len(groups) == 1:
         return {"": groups[0]}
@@ -61,7 +61,7 @@ class Output(Generic[Content]):
     mark: str = ""  # what its first characters hold, for names that others use too
 
     def is_own(self, path: Path) -> bool:
-        """Is this file one that dpscope wrote as this output?"""
+        """Tell if dpscope wrote this file as this output."""
         return self.has_name(path.name) and path.is_file() and self.is_marked(path)
 
     def has_name(self, name: str) -> bool:

@@ -114,7 +114,7 @@ def _effect(effect: PlanPart) -> str:
 
 
 def notes(plan: Mapping[str, Any]) -> Iterator[str]:
-    """What a reader should know beside the figures."""
+    """Yield what a reader should know beside the figures."""
     card = plan["card"]
     yield (
         f"{card['title']}: {format_bytes(card['usable_bytes'])} for torch, of which {card['margin']:.0%} are left free "

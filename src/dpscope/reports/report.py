@@ -1,4 +1,4 @@
-"""What reports say of some results, computed once and handed to text, page, figures and exports."""
+"""Contents of a report, computed once and handed to text, page, figures and exports."""
 
 from __future__ import annotations
 
@@ -84,12 +84,12 @@ class Setting:
 
 
 def group_by_setting(rows: Sequence[Row]) -> list[Setting]:
-    """In order of first appearance. Where numbers of steps keep rows apart, all settings name theirs."""
+    """Group rows in order of first appearance. If numbers of steps keep rows apart, all settings name theirs."""
     apart = any(row.step_counts for row in rows)
     first = {row.comparison: row for row in reversed(rows)}  # of the rows that are compared with each other
 
     def settings(row: Row) -> dict[str, Any]:
-        """What a row is, without its size; the model's dimensions among it."""
+        """Return what a row is, without its size; the model's dimensions among it."""
         rest = {name: value for name, value in row.identity.items() if name not in (*SIZES, "workload")}
         return {**row.spec["workload"], **rest, **(first[row.comparison].repeats if apart else {})}
 
@@ -99,7 +99,7 @@ def group_by_setting(rows: Sequence[Row]) -> list[Setting]:
 
 
 def _labels(described: Sequence[dict[str, Any]]) -> list[str]:
-    """As few words as tell one from the other; a number where no words do. Of several each has a label."""
+    """Return as few words as tell one from the other; a number if no words do. Of several each has a label."""
     spoken = [name for name in _varying(described) if name in UNLABELLED]
     short = [_words(settings, spoken) for settings in described]
     labels = []

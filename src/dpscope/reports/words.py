@@ -15,17 +15,17 @@ AUTOGRAD_NODE = ("autograd::engine::evaluate_function: ", "autograd: ")  # as to
 
 
 def peak_notes(sources: Iterable[str]) -> list[str]:
-    """What the peaks of a table are, a sentence for each way in which they were measured."""
+    """Return what the peaks of a table are, a sentence for each way in which they were measured."""
     return [f"Peak memory: {PEAK_SOURCES[source]}." for source in dict.fromkeys(sources) if source in PEAK_SOURCES]
 
 
 def spread_in_words(spread: tuple[float, float] | None) -> str:
-    """`12.1–12.6`: 10th and 90th percentile in milliseconds."""
+    """Return `12.1–12.6`: 10th and 90th percentile in milliseconds."""
     return MISSING if spread is None else f"{spread[0]:.1f}–{spread[1]:.1f}"
 
 
 def shorten(text: str, length: int) -> str:
-    """Both ends of a long name: they are what tells modules apart."""
+    """Keep both ends of a long name: they are what tells modules apart."""
     if len(text) <= length:
         return text
     tail = (length - 1) // 2
@@ -56,5 +56,5 @@ def in_prose(name: str) -> str:
 
 
 def operator_label(name: str, length: int) -> str:
-    """As short as it can be told apart: autograd's nodes without the engine's prefix."""
+    """Return a short label that still tells operators apart: autograd's nodes without the engine's prefix."""
     return shorten(name.replace(*AUTOGRAD_NODE), length)

@@ -1,4 +1,4 @@
-"""Validation: is a value that was read from JSON of the type that is declared for it?
+"""Validation of values that were read from JSON against their declared types.
 
 Types are those that JSON can hold: `TypedDict`, `list[X]`, `dict[str, X]`, `tuple[X, Y]`, `X | None`, `Literal`, `str`,
 `bool`, `int`, `float` and `Any`. Keys that are not declared are left alone: a later version may have written them.

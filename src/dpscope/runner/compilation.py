@@ -72,7 +72,7 @@ class Compilation:
         return CompileCounts(now.graphs - self._first.graphs, now.breaks - self._first.breaks)
 
     def _compiles_in(self, step: Callable[[], None]) -> bool:
-        """Take a step; did it compile?"""
+        """Take a step; tell if it compiled."""
         before, start = CompileCounts.now(), time.perf_counter()
         step()
         self.steps += 1

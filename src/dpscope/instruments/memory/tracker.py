@@ -175,7 +175,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _tensors_in(value: object) -> Iterator[Tensor]:
-    """Yield the tensors in an operator's arguments. (pytree knows more containers, but takes longer.)"""
+    """Yield the tensors in an operator's arguments; pytree knows more containers, but takes longer."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):
@@ -226,7 +226,7 @@ def _recomputing() -> bool:
 
 @contextmanager
 def _saved_tensors_packed(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Iterator[None]:
-    """Hook what autograd saves, except while torch.func.grad runs, which refuses to run under hooks.
+    """Put hooks on what autograd saves, except while torch.func.grad runs, which refuses hooks.
 
     Opacus takes per-sample gradients that way for layers it has no rule for.
     """

@@ -68,7 +68,7 @@ def _add_up(rows: Iterable[FigureRow]) -> list[FigureRow]:
 
 
 def add_up_metrics(actions: Iterable[Action]) -> dict[str, float]:
-    """Add up the raw counts of several ranges or kernels. (Only sums can be added; rates and shares are left out.)"""
+    """Add up the raw counts of several ranges or kernels; rates and shares cannot be added and are left out."""
     total: dict[str, float] = defaultdict(float)
     for action in actions:
         for name, value in action.metrics.items():

@@ -1,4 +1,4 @@
-"""What is compared between two sweeps: how it is read off a row, and what counts as a change of it.
+"""Quantities that two sweeps are compared by: how each is read off a row, and what counts as a change.
 
 Times have a spread, so a time changed only beyond it (`judge_by_spread`). Peak memory and bytes are counted once and
 repeat, so they changed beyond a small share (`judge_by_share`). Readings of two sources are shown and never compared.
@@ -44,7 +44,7 @@ Read = Callable[[Row, str], tuple[Reading, Reading]]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Quantity:
-    """What is compared, with the words for less and for more of it."""
+    """Quantity to compare, with the words for less and for more of it."""
 
     key: str
     less: str

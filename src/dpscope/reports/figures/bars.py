@@ -44,7 +44,7 @@ def draw_bars(
     columns: int = 1,
     one_scale: bool = True,
 ) -> Figure:
-    """`looks`: how each part is filled, with a legend of them."""
+    """Draw stacked bars; `looks`: how each part is filled, with a legend of them."""
     columns = min(columns, len(panels))
     lines = [panels[start : start + columns] for start in range(0, len(panels), columns)]
     bars = [max(len(panel.names) * BAR_HEIGHTS[panel.inside] for panel in line) for line in lines]
@@ -92,7 +92,7 @@ def _draw_panel(
 
 
 def _write_values(ax: Axes) -> None:
-    """The value inside every segment that has room for it."""
+    """Write the value inside every segment that has room for it."""
     from matplotlib.colors import to_hex
 
     bar: Any

@@ -45,7 +45,7 @@ class Point:
 
 
 def draw_points(ax: Axes, points: Sequence[Point]) -> None:
-    """The small ones below the others."""
+    """Draw the points, the small ones below the others."""
     for point in points:
         low, high = point.spread or (point.x, point.x)
         spread = [[max(point.x - low, 0.0)], [max(high - point.x, 0.0)]] if point.spread else None
@@ -109,7 +109,7 @@ def _best_place(
 
 
 def _shared(one: Box, other: Box) -> float:
-    """Square pixels that two boxes have in common."""
+    """Return the square pixels that two boxes have in common."""
     width = min(one[2], other[2]) - max(one[0], other[0])
     height = min(one[3], other[3]) - max(one[1], other[1])
     return max(width, 0.0) * max(height, 0.0)

@@ -1,5 +1,4 @@
-"""What all figures share: sizes that fit a paper's columns, type that can be read there, files that do not change
-from one drawing to the next."""
+"""Style of all figures: sizes that fit a paper's columns, readable type, and reproducible files."""
 
 from __future__ import annotations
 
@@ -70,7 +69,7 @@ def styled(draw: Draw) -> Draw:
 
 
 def new_figure(height: float) -> Figure:
-    """As wide as a page, `height` inches high, drawn without a display or any global state."""
+    """Make a figure as wide as a page, `height` inches high, drawn without a display or any global state."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -125,7 +124,7 @@ def not_drawn(reasons: Sequence[tuple[Row, str]]) -> list[str]:
 
 
 def describe(rows: Sequence[Row]) -> str:
-    """What a figure was measured on; its size where it is of one."""
+    """Return what a figure was measured on, and its size if it is of one."""
     about = [(row.field("model"), row.size, step_in_words(row.spec), row.machine or "") for row in rows]
     models, sizes, steps, machines = (list(dict.fromkeys(filter(None, each))) for each in zip(*about, strict=True))
     what = ["/".join(models), *(sizes if len(sizes) == 1 else ()), "/".join(steps)]
@@ -133,7 +132,7 @@ def describe(rows: Sequence[Row]) -> str:
 
 
 def patch_legend(figure: Figure, looks: Mapping[str, Mapping[str, Any]], columns: int) -> None:
-    """Below the panels: a patch that looks so for each label."""
+    """Add a legend below the panels: a patch for each label."""
     from matplotlib.patches import Patch
 
     patches = [Patch(label=label, **look) for label, look in looks.items()]

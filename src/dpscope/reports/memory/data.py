@@ -1,4 +1,4 @@
-"""What the bytes of a row's peak were for, and how they came and went."""
+"""Memory of a row: what the bytes of its peak were for, and how they came and went."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def present(held: Iterable[Mapping[str, float]]) -> list[str]:
 
 @once_a_row
 def composition_of(row: Row) -> Composition | None:
-    """None where no instrument saw what the peak was made of."""
+    """Return what the peak was made of; None if no instrument saw it."""
     return row.first_of(composition_in)
 
 
@@ -40,7 +40,7 @@ def standard_of(described: Mapping[Row, Composition]) -> Composition | None:
 
 @once_a_row
 def timeline_of(row: Row) -> Timeline | None:
-    """None where there is no timeline, or none that can be drawn."""
+    """Return the timeline of a row; None if there is none that can be drawn."""
     return row.first_of(lambda result: timeline_in(result.timeline))
 
 
@@ -51,6 +51,6 @@ def snapshots_of(row: Row) -> dict[str, float]:
 
 
 def tensors_of(row: Row) -> TensorsAtPeak | None:
-    """None where a file has none: older ones have not."""
+    """Return the tensors at the peak; None if a file has none, as older ones."""
     tensors = row.first_of(lambda result: result.memory.get("tensors"))
     return tensors if tensors and tensors["largest"] else None

@@ -1,4 +1,4 @@
-"""Where the bytes of each method's peak go, in tables and sentences."""
+"""Text on the bytes of each method's peak, in tables and sentences."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TENSOR_NOTE = (
 def _by_size(
     rows: Sequence[Row], heading: str, describe: Callable[[Sequence[Row]], list[RenderableType]]
 ) -> list[RenderableType]:
-    """Under a heading, what there is to say of each size; nothing of sizes without figures."""
+    """Return, under a heading, what there is to say of each size; nothing of sizes without figures."""
     told = [(group[0].where, parts) for group in group_by_size(rows) if (parts := describe(group))]
     headed = [["", Text(f"{heading}: {size}", style="bold"), "", *parts] for size, parts in told]
     return [part for parts in headed for part in parts][1:]
@@ -51,7 +51,7 @@ def snapshot_section(rows: Sequence[Row], width: int) -> list[RenderableType]:
 
 
 def tensor_section(rows: Sequence[Row], width: int) -> list[RenderableType]:
-    """For each size: the largest tensors at each method's peak, their shape and use, and the line that made them."""
+    """Return for each size the largest tensors at each method's peak: shape, use, and the line that made them."""
     parts = _by_size(rows, "Largest tensors at the peak", _largest_tensors)
     return [*parts, "", Text(TENSOR_NOTE, style="dim")] if parts else []
 
@@ -124,7 +124,7 @@ def _tables(
 
 
 def extra_in_words(described: Mapping[Row, Composition]) -> list[str]:
-    """`ghost holds 4.20 GiB more than standard at the peak: temporary matrices +4.00 GiB, …`, a sentence a method."""
+    """Return `ghost holds 4.20 GiB more than standard at the peak: temporary matrices +4.00 GiB, …` by method."""
     standard = data.standard_of(described)
     if standard is None:
         return ["No standard at this size to compare with: measure it with --methods standard,…"]
@@ -149,7 +149,7 @@ def signed(count: float) -> str:
 
 
 def _makers(described: Mapping[Row, Composition]) -> Table:
-    """Who reaches the peak, and which modules hold the most then."""
+    """Return a table of who reaches the peak, and which modules hold the most then."""
     headings = ("method", "the peak is reached in", "heaviest activations")
     table = bare_table(*headings, left=headings, wrap=headings)
     for row, composition in described.items():

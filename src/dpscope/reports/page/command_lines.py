@@ -17,7 +17,7 @@ SizeOf = tuple[int, int | None]  # batch, sequence
 
 
 def command_lines(specs: Sequence[RowSpec]) -> list[str]:
-    """As few commands as measure each of the specs once and nothing else; to be run in the folder of the results.
+    """Return as few commands as measure each of the specs once and nothing else, to run in the results' folder.
 
     Commands measure every method at every batch size and every sequence length that they name, so only sizes that are
     a whole product share one. Specs that no command can express (see `can_be_typed`) have none.
@@ -33,7 +33,7 @@ def command_lines(specs: Sequence[RowSpec]) -> list[str]:
 
 
 def can_be_typed(spec: RowSpec) -> bool:
-    """Is there a command for this spec? Not for a model that was made in Python, nor for a name with a comma in it."""
+    """Tell if a command exists for this spec: not for a model made in Python, nor for a name with a comma."""
     return workload_flags(spec["workload"]) is not None and "," not in spec["method"]
 
 
@@ -62,7 +62,7 @@ def _line(spec: RowSpec, methods: Sequence[str], batches: Sequence[int], lengths
 
 
 def _subcommand(spec: RowSpec) -> list[str]:
-    """`compare` measures with one instrument alone; an instrument's own command knows how else it can look."""
+    """Return the subcommand: `compare` for one instrument alone, or the instrument's own for its options."""
     instrument, options = spec["instrument"], spec.get("options") or {}
     log = ["--no-log"] if instrument == "trace" else []  # which is no part of the results
     return [instrument, *flags_of(options), *log] if options else ["compare", "--instruments", instrument]

@@ -1,4 +1,4 @@
-"""What the page cannot show, and why: rows that failed, files that were left out, instruments that did not look."""
+"""Gaps of the page: rows that failed, files that were left out, instruments that were not used."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _lacking(instrument: str, sizes: Sequence[Size]) -> Iterator[Lacking]:
 
 
 def _works(row: Row, instrument: str) -> bool:
-    """Could the instrument measure this row? Not if the row failed, nor on a CPU if it needs a GPU."""
+    """Tell if the instrument could measure this row: not if it failed, nor on a CPU if it needs a GPU."""
     plain = row.measured.get("time")
     trains = plain.ok if plain is not None else all(result.ok for result in row.measured.values())
     return trains and not (INSTRUMENTS[instrument].gpu_only and row.looked_at.get("device") == "cpu")

@@ -56,8 +56,7 @@ SCRIPTS = ("save.js", "theme.js", "drawn.js", "rows.js", "page.js")  # after wha
 def render_page(
     report: Report, *, title: str = TITLE, before: Sequence[Markup] = (), charts: Sequence[Chart] | None = None
 ) -> str:
-    """`before`: sections in the headline's place, as markup that is trusted; `charts`: instead of those that the
-    results allow."""
+    """Render the page; `before`: trusted markup in the headline's place; `charts`: instead of the default ones."""
     scripts = [_text("vendor/echarts.common.min.js"), _own_script()]
     first: dict[str, Any] = report.rows[0].spec if report.rows else {}
     settings = list(dict.fromkeys(size.setting for size in report.sizes))

@@ -129,7 +129,7 @@ def make_table(report: Report) -> RowsTable:
 
 
 def _fields(rows: Sequence[Row], name: str) -> list[TableCell]:
-    """Numbers sort as numbers."""
+    """Return the cells of a row; numbers sort as numbers."""
     cells = []
     for row in rows:
         text, value = row.cell(name), row.field(name)

@@ -51,7 +51,7 @@ def draw_tradeoff(rows: Sequence[Row]) -> Figure | None:
 
 
 def _points(rows: Sequence[Row], second: float, unit: float) -> tuple[list[Point], list[Point]]:
-    """Absolute, and as multiples of standard, where it has both figures."""
+    """Return points, absolute and as multiples of standard if it has both figures."""
     points, ratios = [], []
     for row in rows:
         name = shorten(row.method, LONGEST_LABEL)
@@ -77,14 +77,14 @@ def _scatter(ax: Axes, points: Sequence[Point], x: str, y: str) -> None:
 
 
 def _limits(values: Sequence[float]) -> tuple[float, float]:
-    """Room for labels around the values, and never so close up that noise looks like a difference."""
+    """Return limits with room for labels, and never so close that noise looks like a difference."""
     low, high = min(values), max(values)
     middle, span = (low + high) / 2, max(high - low, CLOSEST * high)
     return max(middle - 0.7 * span, 0.0), middle + 0.7 * span
 
 
 def _legend(figure: Figure, points: Sequence[Point]) -> None:
-    """For more methods than can be named beside their markers."""
+    """Draw a legend, for more methods than can be named beside their markers."""
     from matplotlib.lines import Line2D
 
     handles = [Line2D([], [], linestyle="", label=point.label, **point.look) for point in points]

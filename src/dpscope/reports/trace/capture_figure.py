@@ -51,7 +51,7 @@ def draw_capture(lanes: DataFrame, *, title: str = "", window_ms: tuple[float, f
 
 
 def _draw_ranges(ax: Axes, events: DataFrame, place: int, window: tuple[float, float]) -> None:
-    """Bars of NVTX ranges, with their names where there is room."""
+    """Draw bars of NVTX ranges, with their names if there is room."""
     left, right = window
     for name, start, length in zip(events["name"], events["start_ms"], events["ms"], strict=True):
         colour, lane = phase_colour(name), (place - LANE_HEIGHT / 2, LANE_HEIGHT)

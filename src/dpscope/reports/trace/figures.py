@@ -1,4 +1,4 @@
-"""Where the time goes: phases, kernel families and what a method adds to ordinary training."""
+"""Figures of time: phases, kernel families and what a method adds to ordinary training."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def draw_phases(rows: Sequence[Row]) -> Figure | None:
 
 
 def draw_families(rows: Sequence[Row]) -> Figure | None:
-    """Kernel time by family, a bar a method; None without a GPU trace."""
+    """Draw kernel time by family, a bar a method; None without a GPU trace."""
     steps = [step for step in data.traced_steps(rows) if step.trace.get("families")]
     found = data.family_series(steps)
     if not found:
@@ -52,7 +52,7 @@ def draw_families(rows: Sequence[Row]) -> Figure | None:
 def _draw_stacks(
     steps: Sequence[data.TracedStep], series: data.Series, looks: dict[str, Any], axis: str, told: Sequence[str]
 ) -> Figure:
-    """`told`: the title and its notes."""
+    """Draw stacks; `told`: the title and its notes."""
     totals = [three_digits(sum(filter(None, times))) for times in zip(*series.values(), strict=True)]
     panel = BarPanel(names=[step.method for step in steps], parts=series, ends=totals, axis=axis)
     return draw_bars([told[0], describe([step.row for step in steps]), *told[1:]], [panel], looks)

@@ -1,4 +1,4 @@
-"""What single modules cost: bytes they hold at the peak, and milliseconds where a trace has ranges around modules."""
+"""Costs of single modules: bytes at the peak, and milliseconds if a trace has ranges around modules."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _held(rows: Sequence[Row]) -> dict[Row, Costs]:
 
 
 def _spent(rows: Sequence[Row]) -> dict[Row, Costs]:
-    """GPU time where every trace has it, else the host's."""
+    """Return GPU time if every trace has it, else the host's."""
     steps = [step for step in traced_steps(rows) if step.trace.get("modules")]
     gpu = on_gpu(steps)
     return {
@@ -55,7 +55,7 @@ def _spent(rows: Sequence[Row]) -> dict[Row, Costs]:
 
 
 def _phases(module: ModuleTime, *, gpu: bool, known: bool) -> Cost:
-    """Phases are told in one of the two times only."""
+    """Return the phases of one of the two times."""
     phases = module.get("phases") if known else None
     return phases or {"in all phases": module["gpu_ms"] if gpu else module["cpu_ms"]}
 
@@ -87,7 +87,7 @@ def _view(rows: Sequence[Row], measure: Callable[[Sequence[Row]], dict[Row, Cost
 
 
 def _rest(drawn: Sequence[ModuleLine], place: int, costs: Costs) -> float:
-    """What a method's modules without a line cost; what is lost in rounding is nothing."""
+    """Return what a method's modules without a line cost; a rounding error counts as nothing."""
     whole = sum(map(total, costs.values()))
     rest = whole - sum(total(cost) for line in drawn for cost in line.modules[place].values())
     return rest if rest > 1e-9 * whole else 0.0

@@ -23,7 +23,7 @@ class ModuleLine:
     modules: list[dict[str, Cost]]
 
     def cost(self, place: int) -> float:
-        """What its modules cost one method."""
+        """Return what its modules cost one method."""
         return sum(map(total, self.modules[place].values()))
 
 
@@ -32,8 +32,11 @@ def total(cost: Cost) -> float:
 
 
 def choose_lines(methods: Sequence[Costs], most: int) -> list[ModuleLine]:
-    """At most so many lines: of the deepest level of modules at which they hold `LEAST_SHARE` of every method's cost,
-    or of the level at which they hold most. A module's cost is its own and that of submodules below the level."""
+    """Choose at most so many lines, of one level of modules.
+
+    It is the deepest level at which they hold `LEAST_SHARE` of every method's cost, or the level at which they hold
+    most. A module's cost is its own and that of submodules below the level.
+    """
     named = [{name: cost for name, cost in costs.items() if not is_sum_of_others(name)} for costs in methods]
     wholes = [sum(map(total, costs.values())) for costs in methods]
     best: list[ModuleLine] = []
@@ -72,7 +75,7 @@ def fold(methods: Sequence[Costs]) -> list[ModuleLine]:
 
 
 def _runs(names: Sequence[str], methods: Sequence[Costs]) -> list[list[str]]:
-    """Neighbours that cost alike in every method: at a peak in the backward pass the later layers hold gradients."""
+    """Return runs of neighbours that cost alike in every method."""
     runs: list[list[str]] = []
     for name in names:
         longer = [*(runs[-1] if runs else []), name]

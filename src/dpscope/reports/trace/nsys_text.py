@@ -1,4 +1,4 @@
-"""What Nsight Systems saw, for people: GPU time by phase, kernels, copies, CUDA calls, and when the GPU was idle.
+"""Text on what Nsight Systems saw: GPU time by phase, kernels, copies, CUDA calls, and idle GPU time.
 
 Figures are of an average captured step. They come from a profiled run and stand beside, not for, the step times.
 """
@@ -40,7 +40,7 @@ class Capture:
 
     @property
     def launch_bound(self) -> bool:
-        """nsys slows the host, not the kernels: where the step's time without it is known, that decides."""
+        """True if the GPU waits for the host, by the unprofiled time if known: nsys slows the host, not the kernels."""
         gpu = self.seen["gpu"]
         if self.unprofiled_ms:
             return gpu["busy_ms"] < BUSY_ENOUGH * self.unprofiled_ms
@@ -80,7 +80,7 @@ def describe_captures(captures: Sequence[Capture], *, where: str = "") -> list[R
 
 
 def _phase_table(captures: Sequence[Capture]) -> Table:
-    """Phases in the order of the capture that has most of them."""
+    """Return the phases in the order of the capture that has most of them."""
     names = in_longest_order(each.gpu_ms for each in captures)
     base = next((each.seen["gpu"]["total_ms"] for each in captures if each.name == STANDARD), None)
     table = bare_table("method", *names, "GPU time", "×", "busy", "kernels")

@@ -2,7 +2,8 @@
 
 `traffic_bytes`: DRAM bytes, read and written or family by family, a bar a method. `roofline`: how fast a step computes
 against how much it computes for each DRAM byte, below the machine's own roofs; both axes are logarithmic, the sloping
-roof is the measured DRAM bandwidth, the level ones the measured rates of matrix products."""
+roof is the measured DRAM bandwidth, the level ones the measured rates of matrix products.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ ROOM = 3.0  # an axis goes this factor beyond its points
 
 
 def _heading(what: str, rows: Sequence[Row], estimated: Iterable[bool], note: str) -> list[str]:
-    """What is shown, of what and on what; an estimate is called one before anything else."""
+    """Return what is shown, of what and on what; an estimate is named first."""
     told = f"{what}: an ESTIMATE from tensor sizes, not measured" if all(estimated) else what
     return [told, describe([row for row in rows if traffic_of(row)]), note]
 
@@ -130,7 +131,7 @@ def _set_axes(ax: Axes, roofs: dict[str, Any], points: Sequence[dict[str, Any]])
 
 
 def _limits(values: Sequence[float]) -> tuple[float, float]:
-    """Room around the values, and two powers of ten at least: an axis is read by them."""
+    """Return limits with room around the values, and at least two powers of ten, by which the axis is read."""
     low, high = min(values) / ROOM, max(values) * ROOM
     widen = max(1.0, SPAN / (high / low)) ** 0.5
     return low / widen, high * widen
