@@ -27,11 +27,19 @@ class Loop:
 
         p ← p − scale · (Σ_b c_b v_b + σC·z)        scale = learning rate / expected batch size
 
-    accountant    Opacus's, or anything whose `history` is [(noise multiplier, sample rate, steps), …]; where it has
-                  `get_epsilon(delta)`, that is tried too
-    sample_rate   what the accountant should be told
-    loader        what it trains on: how batches are drawn is tried where it is a DataLoader
-    save, resume  give what a checkpoint holds, and take it in a new loop
+    Args:
+        model: The model. Its parameters are read, and restored after each step.
+        step: Takes a batch and does one private step.
+        scale: The learning rate over the expected batch size.
+        accountant: Opacus's, or anything whose `history` is [(noise multiplier, sample rate, steps), …]. If it has
+            `get_epsilon(delta)`, that is tested too.
+        sample_rate: The rate that the accountant should be told.
+        loader: The data that it trains on. If it is a DataLoader, the sampling of batches is tested.
+        save: Returns what a checkpoint holds.
+        resume: Takes what `save` returned, in a new loop.
+
+    Example:
+        >>> loop = dpscope.Loop(model=model, step=step, scale=learning_rate / batch_size)
     """
 
     model: nn.Module

@@ -66,16 +66,34 @@ def check(
     time_paths: bool = False,
     progress: ReportProgress = lambda _: None,
 ) -> Check:
-    """Is each method exact on the workload? Default: every private method that is installed.
+    """Check that each method is exact on the workload, and private.
 
-    A method is a name or a trainer class of one's own: `print(dpscope.check(workload, ["flash", MyTrainer]))`.
-    `max_grad_norm` replaces the middle one of the three clip norms, which otherwise half of the samples exceed;
-    `accumulate`: take each step in so many physical batches, into which the workload's batch is cut; `batch_size` is
-    what each of them must hold, where one knows. `checkpoint_blocks`: with every block of the model checkpointed;
-    `compile`: with the model compiled in a mode of torch.compile; what it is held against is not. `time_paths`: have
-    flash clipping measure what each path of a layer takes on this device.
-    `neighbours`: try neighbouring batches, the noise and the accountant too, at batch sizes that coincide with other
-    lengths of the model, or at `sizes`.
+    Args:
+        workload: Model, batch and loss.
+        methods: Names, or trainer classes of your own. Default: every private method that is installed.
+        name: What the output calls the workload.
+        dtype: `fp32`, or `fp64` to check to 1e-9.
+        max_grad_norm: Replaces the middle one of three clip norms, which by default half of the samples exceed.
+        tolerance: Largest relative error of a clipped sum; by default 1e-5, or 1e-9 in fp64.
+        neighbours: Also test neighbouring batches, noise and accounting.
+        sizes: Batch sizes of those tests, instead of those that coincide with other lengths of the model.
+        seed: Seed of the model and the batch.
+        device: `cpu` or `cuda`.
+        batch_size: Samples that each physical batch must hold, if known.
+        accumulate: Take each step in so many physical batches, into which the workload's batch is cut.
+        checkpoint_blocks: Checkpoint every block of the model.
+        compile: Mode of torch.compile for the method; the reference stays eager.
+        time_paths: Let flash clipping measure what each path of a layer takes on this device.
+        progress: Called with a line about what is done now.
+
+    Returns:
+        The verdict of each method. `print` it, or read `ok`, `methods` and `to_json()`.
+
+    Raises:
+        UserError: The workload cannot be checked: it is random, or its loss is not one per sample.
+
+    Example:
+        >>> print(dpscope.check(workload, ["flash", MyTrainer]))
     """
     if dtype not in NUMBER_FORMATS:
         raise UserError(f"unknown dtype {dtype!r}: choose one of {', '.join(NUMBER_FORMATS)}")

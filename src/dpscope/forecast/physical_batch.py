@@ -58,10 +58,10 @@ def find_physical_batch(
         The number of samples.
 
     Raises:
-        UserError: where not even one sample fits, or nobody counts memory.
+        UserError: Not even one sample fits, or the device does not count memory.
 
     Example:
-        size = find_physical_batch(lambda b: loss_fn(model(b[0]), b[1]), next(iter(loader)), optimizer=optimizer)
+        >>> size = find_physical_batch(lambda b: loss_fn(model(b[0]), b[1]), next(iter(loader)), optimizer=optimizer)
     """
     if not 0 <= margin < 1:
         raise UserError(f"margin must be a share between 0 and 1, not {margin}")

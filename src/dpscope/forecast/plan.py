@@ -93,7 +93,10 @@ def plan(
         The plan as plain data: what `dpscope plan --json` writes and `reports/plan_text.py` shows.
 
     Raises:
-        UserError: for wrong input, in a sentence.
+        UserError: The input is wrong, in a sentence.
+
+    Example:
+        >>> planned = dpscope.plan("hf:gpt2", card="h100-80gb", samples=100_000, epsilon=8, epochs=3)  # doctest: +SKIP
     """
     asked = Wish(**wish)
     spent = account(asked.goal()) if asked.is_of_known_length else None  # wrong input is said before anything runs

@@ -82,9 +82,28 @@ def make_sweep(
     options: Mapping[str, Mapping[str, Any]] | None = None,
     **settings: Any,
 ) -> list[RunSpec]:
-    """Return the specs of every method, size and instrument, each once; compared rows stand together.
+    """Return the specs of every method, size and instrument, each once.
 
-    `standard` comes first, since it is the denominator. `options`: instrument -> option -> value.
+    `standard` comes first at each size, because it is the denominator.
+
+    Args:
+        workload: What is trained.
+        methods: Names or aliases.
+        batch_sizes: Samples in a batch.
+        seq_lens: Sequence lengths; None for the workload's own.
+        instruments: How steps are observed.
+        options: Instrument -> option -> value.
+        **settings: Further settings of `RunSpec`. `compile` and `gpus` may be lists.
+
+    Returns:
+        The specs, for `compare`.
+
+    Raises:
+        UserError: A name or a setting is wrong.
+
+    Example:
+        >>> specs = dpscope.make_sweep(config, methods=["standard", "flash"], batch_sizes=[4, 8], seq_lens=[128])
+        >>> dpscope.compare(specs)  # doctest: +SKIP
     """
     names = dict.fromkeys(resolve_method(name).name for name in methods)
     swept = [_several(settings.pop(name, SETTINGS[name].default)) for name in SWEPT]

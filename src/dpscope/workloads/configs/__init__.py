@@ -58,7 +58,21 @@ _KINDS: dict[str, type[WorkloadConfig]] = {
 
 
 def make_config(model: str, **sizes: Any) -> WorkloadConfig:
-    """Return a preset with some of its sizes changed; `None` leaves a size as it is."""
+    """Return a preset with some of its sizes changed.
+
+    Args:
+        model: Name of a preset, such as `1b` or `hf:gpt2`.
+        **sizes: Sizes by name, such as `num_layers=2`. None leaves a size as it is.
+
+    Returns:
+        The config, for `compare`, `plan` and `RunSpec`.
+
+    Raises:
+        UserError: There is no such preset, or it has no such size.
+
+    Example:
+        >>> config = dpscope.make_config("1b", num_layers=2)
+    """
     try:
         preset = PRESETS[model]
     except KeyError:
