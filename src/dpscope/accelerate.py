@@ -1,15 +1,7 @@
 """Private training with Hugging Face's Accelerate: `prepare_private` instead of `accelerator.prepare`.
 
-    model, optimizer, loader, privacy_engine = prepare_private(
-        accelerator, model, optimizer, loader, noise_multiplier=1.0, max_grad_norm=1.0
-    )
-    for batch in loader:
-        accelerator.backward(loss_of(model, batch))
-        optimizer.step()
-        optimizer.zero_grad()
-
 Accelerate wraps, shards and compiles the model, replaces samplers, scales losses and clips gradients. So the model is
-prepared first and made private then, and the loader stays the engine's own: a rank's share of one Poisson draw.
+prepared first and then made private, and the loader stays the engine's own: a rank's share of one Poisson draw.
 `accelerator.save_state` and `load_state` keep the spent privacy.
 """
 

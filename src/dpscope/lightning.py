@@ -1,10 +1,6 @@
 """Private training with Lightning: a callback that makes the module, its optimizer and its data private.
 
-    private = PrivateTraining(target_epsilon=3.0, target_delta=1e-5, max_grad_norm=1.0)
-    Trainer(max_epochs=4, callbacks=[private]).fit(module, loader)
-    private.get_epsilon()
-
-The training step stays as it is: it returns the mean over samples of each sample's loss. Checkpoints keep ε.
+The training step returns the mean over samples of each sample's loss, as usual. Checkpoints keep ε.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Check of ranks: is a run on several ranks that of one process? A rank runs `dpscope.runner.rank_check SPEC DTYPE.pt`.
 
-All train the same model on the same batches with the same noise: some steps with the batch dealt out, some with all of
-it on one rank and nothing on the others. Afterwards every parameter has to be where one process puts it.
+All train the same model with the same noise; in some steps all samples are on one rank.
 """
 
 from __future__ import annotations

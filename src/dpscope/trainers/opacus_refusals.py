@@ -1,12 +1,9 @@
 """Models that Opacus cannot train, each with a sentence that names the module and what to write instead.
 
-Three moments show it: the model before it is wrapped (`require_supported`), the first call of each module that Opacus
-hooks (`CallWatch`), and the errors that Opacus then raises (`refusals`). An error that is none of these is not
-explained here: it stays an error.
-
-Why calls are looked at: Opacus's hooks see positional arguments alone. A module that owns parameters and for which
-Opacus has no rule is run a second time under torch.func.vmap, with its first argument and nothing else. Where that
-leaves out a mask or a flag, Opacus raises no error and the per-sample gradients are those of another function.
+Three moments show it: the model before it is wrapped (`require_supported`), the first call of each hooked module
+(`CallWatch`), and the errors that Opacus then raises (`refusals`). Calls matter because Opacus's hooks see positional
+arguments alone, and run a module without a rule again under torch.func.vmap with its first argument: a mask or a flag
+is left out without an error.
 """
 
 from __future__ import annotations

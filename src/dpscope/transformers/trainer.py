@@ -1,18 +1,4 @@
-"""`PrivateTrainer`: Hugging Face's Trainer whose steps are private.
-
-What the Trainer does by itself, and what is done here instead:
-
-| the Trainer                                      | here                                                              |
-| ------------------------------------------------ | ----------------------------------------------------------------- |
-| shuffles the data and cuts it into batches       | draws each sample independently (Poisson), as ε assumes           |
-| accumulates `gradient_accumulation_steps`        | cuts each draw into physical batches of at most                   |
-| batches of the same size                         | `per_device_train_batch_size`; the draw is one step               |
-| divides the loss by the tokens of the batch      | means over each sample's own tokens, then over samples            |
-| clips the summed gradient (`max_grad_norm`)      | clips each sample's gradient at `max_grad_norm`                   |
-| saves and loads the optimizer                    | saves and loads the spent privacy and the draws as well           |
-
-Nothing of clipping is here: it is `dpscope.flash.PrivacyEngine`'s.
-"""
+"""`PrivateTrainer`: Hugging Face's Trainer whose steps are private. docs/trainer.md says what it does differently."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
     @allocates(GRADIENTS, "aten::mv")
     def sum_rows(...): ...
 
-What an operator makes when this very function calls it belongs to that component. It hangs on the function and not on
-its name: a function may be renamed, moved or wrapped, and one that is gone is an error where it was declared.
+It belongs to the function and not to its name: a function may be renamed, moved or wrapped.
 """
 
 from __future__ import annotations

@@ -1,16 +1,7 @@
-"""From a record to components: each storage belongs to exactly one at every instant.
+"""Attribution of a record: each storage belongs to exactly one component at every instant.
 
-In this order:
-
-1. what a rule says of its birth, or the function that asked for it declares (vocabulary/allocations.py),
-2. the component of whoever was seen to own it (weights, gradients, optimizer state, the batch, per-sample gradients,
-   norms), for the whole of its life,
-3. activations, from its birth until autograd lets go of it for the last time; what a checkpointed forward makes again
-   inside a backward pass, for the whole of its life,
-4. activation_hooks, if the method was seen to keep it,
-5. temp_matrices.
-
-So a storage changes its component at most once: when autograd lets go of what goes on living.
+docs/memory.md has the order of the rules. A storage changes its component at most once: when autograd frees it and it
+lives on.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
-"""The tracker: watches every operator of a step and follows each storage from birth to death.
+"""Tracker of a step: it watches every operator and follows each storage from birth to death.
 
-It counts storages, not tensors: views, in-place operators and detached tensors share one. Storages are held weakly:
-the tracker keeps none alive, and allocates nothing on the device. Autograd's saved tensors are seen as they are packed
-and let go of; `holdings` says who holds what, and is asked whenever a phase begins or ends. A step takes a few times as
-long under the tracker: no time is ever taken here.
-
-Not seen: what an operator allocates and frees inside itself, and what never comes from torch's allocator.
+It counts storages, not tensors, holds them weakly, and allocates nothing on the device. `holdings` says who holds what,
+and is asked whenever a phase begins or ends. No time is ever taken here: a step takes a few times as long.
 """
 
 from __future__ import annotations

@@ -1,14 +1,8 @@
-"""Figures from a timeline: what the GPU spent its time on, in which phase, and when it had nothing to do.
+"""Figures from a timeline: what the GPU spent its time on, in which phase, and when it was idle.
 
-**GPU time by phase.** A kernel belongs to the phase in which it was *launched*: a range covers a stretch of host time,
-the CUDA calls made in it lead by their correlation ids to what they started on the GPU, whenever that then ran. Phases
-are pushed by the thread that runs the step, but the kernels of a backward pass are launched by autograd's own threads.
-That thread waits in `backward()` meanwhile, so a range covers the calls of *all* threads of its process that fall into
-it. Where ranges nest (ghost clipping's `clip` within `backward`) the innermost has it.
-
-**Idle.** The GPU is busy while at least one kernel, copy or memset runs; the holes between are idle. A hole is
-*waiting for the host* if what ended it was not yet launched when the hole began. The others are the GPU's own latencies
-between two things that were both queued.
+A kernel belongs to the phase in which it was launched, from any thread of the process (autograd has its own), and to
+the innermost if ranges nest. A gap is *waiting for the host* if what ended it was not yet launched when it began.
+docs/nsys.md has the details.
 """
 
 from __future__ import annotations

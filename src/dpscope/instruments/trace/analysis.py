@@ -1,15 +1,7 @@
 """Analyses for people who work in Python: data frames first, printing second.
 
 Every function takes a profiler that has recorded something (`torch.profiler.profile`), a trace that was read, or the
-path of one that was exported. `print()` shows what it returns as tables.
-
->>> from dpscope.instruments.trace.analysis import basic_analysis, detect_bottlenecks
->>> with torch.profiler.profile(record_shapes=True) as profiler:                         # doctest: +SKIP
-...     train_step()
->>> print(basic_analysis(profiler))                                                       # doctest: +SKIP
->>> detect_bottlenecks(profiler, threshold_ms=5.0)                                        # doctest: +SKIP
-
-Times are in milliseconds, memory in bytes. `device` is the GPU: those columns are left out of CPU traces.
+path of one. Times are in milliseconds, memory in bytes. `device` is the GPU: CPU traces have no such columns.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """Measurement of memory: one step under the tracker, after steps that nothing watches.
 
-On CUDA the peaks shown are the allocator's own, of the steps that ran untracked; the tracker says what they are made
-of, and what it did not see is `unattributed`. The CPU allocator keeps no statistics: there the tracked peak is the
-figure, and a step under the profiler checks it.
-
-Inductor's code allocates without the dispatcher, so that no tracker sees what a compiled model makes. Of such a step
-the allocator's peak is shown, what was there before it by component, and the rest as what it is: unattributed.
+On CUDA the peaks shown are the allocator's own, of untracked steps; the tracker says what they are made of. The CPU
+allocator keeps no statistics, so the tracked peak is shown, and a step under the profiler checks it. Compiled code
+allocates without the dispatcher: what such a step makes is `unattributed`.
 """
 
 from __future__ import annotations
