@@ -26,7 +26,7 @@ COMMANDS = {
     "report": "Show results that exist again, without measuring.",
     "check": "Is a method exact? Its clipped gradient against micro-batches of one.",
     "selftest": "One CPU step of every trainer on a small model.",
-    "doctor": "What works on this machine, what does not, and how to mend it.",
+    "doctor": "What works on this machine, what does not, and how to fix it.",
 }
 
 

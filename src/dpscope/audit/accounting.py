@@ -13,7 +13,7 @@ from dpscope.audit.verdict import Finding, conclude, not_tried
 
 DELTA = 1e-5
 EPSILON_TOLERANCE = 1e-6  # relative: epsilons of the same accountant on the same history
-TIGHTEST = 0.99  # of the tightest known epsilon: nobody can truthfully say less
+TIGHTEST = 0.99  # of the tightest known epsilon: less cannot be true
 
 
 @dataclass

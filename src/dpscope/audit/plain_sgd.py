@@ -24,7 +24,7 @@ def require_plain_sgd(unclipped: RunningLoop, samples: Samples) -> None:
             f"the optimizer moves every entry equally far, as Adam does in its first step: {USE_PLAIN_SGD}"
         )
     ratio = float(second.norm() / first.norm())
-    # Gradients that nobody clears make it exactly 2, which is a fault and not momentum.
+    # Gradients that are not cleared make it exactly 2, which is a fault and not momentum.
     if float(torch.cosine_similarity(first, second, 0)) > COLLINEAR and 1.01 < ratio < 1.999:
         raise StepFailed(f"the optimizer goes {ratio:.3g} times as far the second time (momentum): {USE_PLAIN_SGD}")
 

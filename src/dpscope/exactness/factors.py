@@ -13,7 +13,7 @@ from dpscope.exactness.reference import Reference
 
 @dataclass(frozen=True)
 class FactorEvidence:
-    """Factors as read off the updates at three clip norms (nobody, some, everybody clipped), and what is right."""
+    """Factors as read off the updates at three clip norms (none, some, all clipped), and what is right."""
 
     clip_norms: Sequence[float]
     factors: Sequence[Tensor]  # (B,) each; NaN where a sample has no gradient

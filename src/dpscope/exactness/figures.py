@@ -56,8 +56,8 @@ def measure_rounding(
     has_share = norms.isfinite() & (norms > 0)
     if not has_share.any():
         raise UserError(
-            "in float32 the gradient of every sample is zero, inf or NaN, in float64 it is not: scale the loss into "
-            "float32's range (1e-38 to 1e38), give --dtype fp64, or look for state that the loss keeps between calls"
+            "in float32 the gradient of every sample is zero, inf or NaN, in float64 it is not: scale the loss to "
+            "1e-38 to 1e38, give --dtype fp64, or look for state that the loss keeps"
         )
     factors = [(clip_norm / norms).clamp(max=1.0)[has_share] for clip_norm in clip_norms]
     comparing = [Comparing(reference.factors(clip_norm)) for clip_norm in clip_norms]

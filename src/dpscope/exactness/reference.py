@@ -54,7 +54,7 @@ class Reference:
                 self._held[number] = _gradients(self.subject, self.turns[number], self.finite)
             turn = {name: v for name, v in self._held[number].items() if wanted is None or name in wanted}
             yield turn
-            turn.clear()  # whoever walks still has it while the next is computed
+            turn.clear()  # the caller still has it while the next is computed
 
     def release(self) -> None:
         """Let go of what is held, where that is not all."""

@@ -56,7 +56,7 @@ class Wish:
 
     @property
     def is_of_known_length(self) -> bool:
-        """True if steps and noise follow without the time of a step."""
+        """True if steps and noise follow without knowing the step time."""
         return self.samples is not None and self.hours is None and not (self.epsilon is None and self.epochs is None)
 
     def goal(self, steps: int | None = None) -> PrivacyGoal:

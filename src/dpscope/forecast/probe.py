@@ -106,7 +106,7 @@ class _PhasePeaks:
 
 
 def extrapolate(probes: Sequence[Probe], batch_size: int) -> Extrapolation:
-    """Predict the peak and the time of a step of another batch size from two probes or more."""
+    """Predict the peak and the step time of another batch size from two probes or more."""
     ordered = sorted(probes, key=lambda each: each.batch_size)
     low, high = ordered[-2:]
     names = [name for name in high.phases if name in low.phases]

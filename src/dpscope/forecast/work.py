@@ -1,7 +1,7 @@
-"""Time of a step: its operators' bytes and operations against what a card sustains, and the host's pace.
+"""Step time: its operators' bytes and operations against what a card sustains, and the host's pace.
 
 A kernel takes as long as the slower of its operations and its bytes need, at the share of the card's peak that such
-kernels reach, and a little to begin. The host takes some microseconds for each operator. Whoever is slower decides.
+kernels reach, and a little to begin. The host takes some microseconds for each operator. The slower one decides.
 The shares and the host's pace were fitted to steps on one H200 (benchmarks/results/…-plan.md).
 """
 

@@ -73,7 +73,7 @@ class Result:
     files: dict[str, str] = field(default_factory=dict)  # what it is -> path below the folder of the sweep
     notes: list[Note] = field(default_factory=list)
     environment: dict[str, Any] = field(default_factory=dict)
-    details: str | None = None  # traceback or last lines of the child, for whoever has to mend it
+    details: str | None = None  # traceback or last lines of the child, for the person who has to fix it
     schema_version: int = SCHEMA_VERSION
     parts: dict[str, dict[str, Any]] = field(
         default_factory=dict

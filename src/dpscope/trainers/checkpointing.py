@@ -32,9 +32,8 @@ class Checkpoints:
         """Raise `UserError` if blocks were found, but a forward pass went by their checkpoints."""
         if not self.runs:
             raise UserError(
-                "the blocks of the model ran without checkpoints: a model of Hugging Face has them in training mode "
-                "alone (call model.train()), any other has to call its blocks as modules, block(x). Mend that, or "
-                "leave out --checkpoint-blocks"
+                "the model's blocks ran without checkpoints: call model.train() for a Hugging Face model, call blocks "
+                "as modules (block(x)) in any other, or leave out --checkpoint-blocks"
             )
 
 
@@ -63,9 +62,8 @@ def checkpoint_blocks(model: nn.Module, *, compiled: bool = False) -> Checkpoint
     checkpoints = None if compiled else Checkpoints()
     if not _checkpoint_in(model, checkpoints):
         raise UserError(
-            "the model has no blocks to checkpoint: no nn.ModuleList or nn.Sequential holds two modules of one class "
-            "that have layers of their own. Keep the layers that repeat in such modules, or leave out "
-            "--checkpoint-blocks"
+            "the model has no blocks to checkpoint: no nn.ModuleList or nn.Sequential repeats a module with layers. "
+            "Put repeated layers into such modules, or leave out --checkpoint-blocks"
         )
     return checkpoints
 

@@ -64,13 +64,12 @@ def must_compile() -> Iterator[None]:
         return
     if after.breaks > before.breaks:
         raise UserError(
-            "torch.compile compiled nothing: it can trace no part of the model (TORCH_LOGS=graph_breaks says why, "
-            "docs/compiled.md what flash clipping breaks). Change the model, or leave out --compile"
+            "torch.compile compiled nothing: it can trace no part of the model. See TORCH_LOGS=graph_breaks and "
+            "docs/compiled.md, or leave out --compile"
         )
     raise UserError(
-        "torch.compile compiled nothing: the loss function calls parts of the model and never the model itself, or "
-        "torch.compile is switched off (TORCHDYNAMO_DISABLE). Write model(inputs) in the loss function, or leave out "
-        "--compile"
+        "torch.compile compiled nothing: the loss never calls the model itself, or TORCHDYNAMO_DISABLE is set. Write "
+        "model(inputs) in the loss function, or leave out --compile"
     )
 
 

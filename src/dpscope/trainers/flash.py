@@ -41,7 +41,7 @@ def note_on_opaque(units: Sequence[OpaqueUnit], batch_size: int) -> list[Note]:
         f"{how} ({why}), which takes more time and keeps {format_bytes(kept)} of gradients for each sample."
     )
     if first.instead:
-        sentence += f" To be rid of it, {first.instead} (docs/flash.md)."
+        sentence += f" To avoid it, {first.instead} (docs/flash-how-it-works.md)."
     data = {"modules": [unit.name for unit in costly], "parameter_share": share, "kept_bytes": batch_size * kept}
     return [{"topic": OPAQUE, "sentence": sentence, **data}]
 

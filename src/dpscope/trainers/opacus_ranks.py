@@ -76,8 +76,8 @@ def _require_copyable(model: nn.Module) -> None:
         if has_shards and type(module) not in {*rules.GRAD_SAMPLERS, *rules.NORM_SAMPLERS}:
             raise UserError(
                 f"Opacus cannot train this model sharded: {name_module(name, module)} owns parameters beside its "
-                "submodules, and Opacus, which has no rule for it, copies it, which shards do not allow. Give its own "
-                "parameters to a submodule, or compare --methods standard,flash"
+                "submodules, and Opacus cannot copy its shards. Move them to a submodule, or compare --methods "
+                "standard,flash"
             )
 
 

@@ -64,9 +64,8 @@ def require_supported(model: nn.Module) -> None:
         raise UserError(f"{REFUSES}: {_one_line(errors[0])}: call model.train()")
     if narrow := [name for name, p in model.named_parameters() if p.requires_grad and p.dtype in HALF_PRECISION]:
         raise UserError(
-            f"{CANNOT}: it trains parameters of 16 bits ({list_names(narrow, 1)}), and Opacus takes norms and sums in "
-            "the format of the parameters, before the noise, where rounding lets a sample move the sum by more than "
-            "the clip norm. Leave out --param-dtype, train adapters (--lora), or compare --methods standard,flash"
+            f"{CANNOT}: it trains parameters of 16 bits ({list_names(narrow, 1)}), and Opacus rounds sums before the "
+            "noise. Leave out --param-dtype, train adapters (--lora), or compare --methods standard,flash"
         )
     if GradSampleModule.validate(model):
         holders = [

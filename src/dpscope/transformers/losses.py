@@ -89,9 +89,8 @@ def check_losses(losses: Any, rows: int, source: str) -> Tensor:
     if not isinstance(losses, torch.Tensor) or losses.shape != (rows,):
         shape = tuple(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
         raise UserError(
-            f"{source} has to give one loss for each sample, a tensor of shape ({rows},), and gave {shape}: a mean "
-            "over the batch cannot be told apart into samples. Use reduction='none' and average over each sample's own "
-            "tokens"
+            f"{source} has to give one loss for each sample, a tensor of shape ({rows},), and gave {shape}: use "
+            "reduction='none' and average over each sample's own tokens"
         )
     return losses
 

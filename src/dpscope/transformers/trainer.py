@@ -241,7 +241,7 @@ class PrivateTrainerMixin(_Host):
                 losses = torch.where(losses.isfinite(), losses, torch.nan)
             return losses.nanmean() if self._filters_losses else losses.mean()
         usual: Tensor = self._tr_loss / max(1, self.state.global_step - self._globalstep_last_logged)
-        return usual  # nobody was drawn: what the log then averages is not moved
+        return usual  # an empty draw: the average in the log stays
 
     def _add_up(self, optimizer: DPFlashOptimizer) -> None:
         """Clip the physical batch and keep its sum; the draw goes on."""
@@ -348,7 +348,7 @@ class PrivateTrainerMixin(_Host):
             record.save(Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}")
 
     def hyperparameter_search(self, *args: Any, **keywords: Any) -> Any:
-        """Refuse: every trial spends privacy on the same data, which nobody would add up."""
+        """Refuse: every trial spends privacy on the same data, and the sum would not be counted."""
         raise UserError(
             "hyperparameter_search trains on the private data once for each trial, and each spends ε: train the trials "
             "one by one and add up their privacy, or search on public data"

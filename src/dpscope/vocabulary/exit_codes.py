@@ -7,7 +7,7 @@ import signal
 # Commands.
 ALL_OK = 0
 SOME_NOT_OK = 1  # a row, a check, a part of the machine
-WRONG_USAGE = 2  # or a set-up that has to be mended: a missing package, a full disk
+WRONG_USAGE = 2  # or a set-up that has to be fixed: a missing package, a full disk
 BROKEN_PIPE = 128 + signal.SIGPIPE
 
 # Child processes, whose parent turns them into a result or a sentence.

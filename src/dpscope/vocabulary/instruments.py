@@ -59,7 +59,7 @@ class Instrument:
 ALL_RANKS = "all"
 
 INSTRUMENTS: dict[str, Instrument] = {
-    "time": Instrument(shows="The time of a step", of_ranks=True),
+    "time": Instrument(shows="Step time", of_ranks=True),
     "memory": Instrument(
         summary="Where every byte of the peak goes: memory by component, by module, over time.",
         shows="Memory by component and over the step",

@@ -1,4 +1,4 @@
-"""The named stretches of a training step, defined once and announced to whoever listens.
+"""Phases of a training step, defined once and announced to listeners.
 
 Trainers enter phases; instruments listen (memory snapshots, `record_function`, NVTX). Without a listener a phase
 costs one attribute look-up, so the time instrument sees an undisturbed step.

@@ -26,7 +26,7 @@ class Status:
 OK, OOM, FAILED, TIMEOUT, SKIPPED = "ok", "oom", "failed", "timeout", "skipped"
 
 # In the order in which reports tell of them. The memory of a GPU does not change from day to day; that of a host, and
-# what else runs there, do. What failed or took too long may have been mended since.
+# what else runs there, do. What failed or took too long may have been fixed since.
 STATUS_TABLE = (
     Status(OK, "ended well", "ended well", "ok", kept_on=DEVICES),
     Status(OOM, "ran out of memory", "ran out of memory", "out of memory", kept_on=("cuda",)),

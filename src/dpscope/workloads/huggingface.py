@@ -124,7 +124,7 @@ def _next_tokens(settings: Any, batch_size: int, length: int, generator: torch.G
     return {
         "input_ids": tokens[:, :-1].contiguous(),
         "labels": tokens[:, 1:].contiguous(),
-        # All ones: said, so that nobody has to look for sequences packed into one.
+        # All ones, given so that models do not look for packed sequences.
         "attention_mask": torch.ones(batch_size, length, dtype=torch.long),
         "position_ids": _positions(batch_size, length),
     }

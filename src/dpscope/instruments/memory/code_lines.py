@@ -32,7 +32,7 @@ class CodeLine(NamedTuple):
 
 
 class Asker(NamedTuple):
-    """Who asked for a tensor. `line` is None where the engine did, on nobody's behalf that is on the stack."""
+    """Origin of a tensor. `line` is None if autograd's engine made it without a known line."""
 
     code: str  # the innermost function outside torch; comprehensions and lambdas count as the function around them
     line: CodeLine | None

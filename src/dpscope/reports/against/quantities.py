@@ -36,7 +36,7 @@ class Reading:
     source: str | None = None  # how it was measured
 
 
-# Less (-1) or more (1) than before; otherwise the verdict in words: no change, or why nobody can say.
+# Less (-1) or more (1) than before; otherwise the verdict in words: no change, or why it is undecided.
 Judge = Callable[[Reading, Reading, float], "int | str"]
 # Of a row, with the way in which its peak was measured: itself, and its ratio to standard of the same sweep.
 Read = Callable[[Row, str], tuple[Reading, Reading]]
@@ -170,7 +170,7 @@ def _traffic(row: Row, source: str) -> tuple[Reading, Reading]:
 
 TIME = Quantity(
     key="time",
-    title="Time of a step",
+    title="Step time",
     unit="ms",
     less="faster",
     more="slower",

@@ -13,7 +13,7 @@ TableValue = str | float | int | None
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """The same figures as rows of text and numbers: for the CSV button, and for whoever cannot see a drawing.
+    """The same figures as rows of text and numbers: for the CSV button, and for readers who cannot see a drawing.
 
     Units are in the columns' names; numbers are not rounded.
     """

@@ -28,7 +28,7 @@ NOT_SEEN = {
 
 @chart_by_size(
     key="step-time",
-    title="Time of a step",
+    title="Step time",
     nav_label="Time",
     how=(
         "A bar is the median of the timed steps after warm-up; below it each point is one step, and the line "
@@ -145,7 +145,7 @@ def _scaling(rows: Sequence[Row], way: Way) -> Chart | None:
         nav_label=way.axis.partition(" ")[0].capitalize(),
         kind="scaling",
         how=(
-            f"Median time of a step{', as a multiple of the time of standard at the same size' if relative else ''}, "
+            f"Median step time{', as a multiple of the time of standard at the same size' if relative else ''}, "
             "and peak of allocated bytes, each size in a process of its own; a cross at the top is a size that could "
             "not be measured. It does not see sizes between the points."
         ),

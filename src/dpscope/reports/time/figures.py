@@ -38,7 +38,7 @@ def draw_tradeoff(rows: Sequence[Row]) -> Figure | None:
     unit, name = style.byte_unit(max(row.peak_bytes or 0.0 for row in drawn))
     second, clock = (1e3, "s") if max(row.median_ms or 0.0 for row in drawn) >= 10_000 else (1.0, "ms")
     points, ratios = _points(drawn, second, unit)
-    _scatter(axes[0], points, f"time of a step ({clock}), median and p10–p90", f"peak memory ({name})")
+    _scatter(axes[0], points, f"step time ({clock}), median and p10–p90", f"peak memory ({name})")
     for line in (axes[1].axvline, axes[1].axhline) if ratios else ():
         line(1.0, color="0.6", linewidth=0.6, linestyle=(0, (4, 2)), zorder=0, gid="standard")
     _scatter(axes[1], ratios, "time (× standard)", "peak memory (× standard)")

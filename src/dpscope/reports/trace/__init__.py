@@ -1,1 +1,1 @@
-"""Time of a step by phase, operator and layer: data, text, CSV, figures and charts of the page."""
+"""Step time by phase, operator and layer: data, text, CSV, figures and charts of the page."""

@@ -38,7 +38,7 @@ def phases(rows: Sequence[Row]) -> Chart | None:
     return chart_of(
         map(_phases_view, groups),
         key="phases",
-        title="Where the time of a step goes",
+        title="Where step time goes",
         nav_label="Phases",
         how=" ".join(HOW_PHASES[gpu] for gpu in dict.fromkeys(map(data.on_gpu, groups))),
     )

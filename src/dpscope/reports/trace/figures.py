@@ -26,7 +26,7 @@ def draw_phases(rows: Sequence[Row]) -> Figure | None:
     chart, steps = phases(rows), data.traced_steps(rows)
     if chart is None:
         return None
-    # Nobody should read a step's time off a bar that was drawn under a profiler.
+    # A bar drawn under a profiler should not be read as a step time.
     timed = [step.row for step in steps if step.row.median_ms]
     told = ", ".join(f"{row.method} {marked(f'{row.median_ms:.1f} ms', row.time_doubt)}" for row in timed)
     notes = [f"Unprofiled steps: {told}" if told else "Steps were not timed without the profiler"]
@@ -85,7 +85,7 @@ def draw_differences(rows: Sequence[Row]) -> Figure | None:
 
 
 DRAWINGS = {
-    "trace_phases": ("where the time of a step goes, by phase", draw_phases),
+    "trace_phases": ("where step time goes, by phase", draw_phases),
     "trace_families": ("what the GPU works on, by family of kernels", draw_families),
     "trace_differences": ("operators that make a step longer than standard's", draw_differences),
 }
