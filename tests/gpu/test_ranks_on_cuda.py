@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from dpscope.runner.measurements.world import measure_rank
 from torch import Tensor, nn
 
 from dpscope.flash import FlashEngine

@@ -71,9 +71,10 @@ def libraries():
 
 
 def prose_of(source):
-    """The Markdown of a tutorial, without its code blocks."""
+    """The Markdown of a tutorial, without its code blocks and the table that benchmarks/headline.py writes."""
     cells = [cell.source for cell in jupytext.read(source).cells if cell.cell_type == "markdown"]
-    return re.sub(r"```.*?```", "", "\n\n".join(cells), flags=re.DOTALL)
+    text = re.sub(r"<!-- headline: begin -->.*?<!-- headline: end -->", "", "\n\n".join(cells), flags=re.DOTALL)
+    return re.sub(r"```.*?```", "", text, flags=re.DOTALL)
 
 
 def commands_in(source):

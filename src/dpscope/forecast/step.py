@@ -33,7 +33,7 @@ SAMPLES = 4  # of a batch that are really made, for their ids and masks; others 
 
 @dataclass(frozen=True)
 class StepForecast:
-    """What one step is predicted to take."""
+    """Predicted peak and time of one step."""
 
     peak_bytes: int  # that torch's allocator hands out at most
     reserved_bytes: int  # that it takes from the device for that

@@ -63,11 +63,11 @@ class TrainingSteps:
         self.compilation = Compilation.of(step, self._spec.device, progress)
 
     def notes(self) -> list[Note]:
-        """What a reader of the row's figures should know. To be called when all were taken."""
+        """Return what a reader of the row's figures should know. Call it after all steps."""
         return [*self.trainer.notes(), *(self.compilation.notes() if self.compilation else ())]
 
     def peak(self) -> MemoryPayload:
-        """The peak of the steps so far on CUDA, that of one more step on the CPU. To be called when all were timed."""
+        """Return the peak of the steps so far (CUDA), or of one more step (CPU). Call it after all timed steps."""
         if self._spec.device == "cuda":
             return cuda_peak()
         self.require_finite_losses()  # what is kept of the losses is none of the step's

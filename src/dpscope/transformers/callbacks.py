@@ -22,7 +22,7 @@ from dpscope.flash.opacus.private_optimizer import DPFlashOptimizer
 
 @contextmanager
 def noting_models(accelerator: Any) -> Iterator[list[nn.Module]]:
-    """Inside, the models that `accelerator.prepare` returns are noted: wrapped, spread and compiled."""
+    """Record the models that `accelerator.prepare` returns inside: wrapped, spread and compiled."""
     found: list[nn.Module] = []
     prepare = accelerator.prepare
 

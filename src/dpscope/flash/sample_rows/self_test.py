@@ -30,7 +30,7 @@ from dpscope.flash.gradients.parameter_hooks import OWN_GRADIENTS
 from dpscope.flash.gradients.paths import PathRules
 from dpscope.flash.oracle import gradients_of
 from dpscope.flash.sample_rows.rehearsal import RootCall, is_coarse, slices
-from dpscope.flash.sample_rows.rehearsal_run import seed_all, untouched
+from dpscope.flash.sample_rows.rehearsal_run import untouched
 from dpscope.flash.sample_rows.stand_in import NotFollowed
 from dpscope.flash.step.microbatch import MicroBatch
 from dpscope.flash.step.step_state import Recorded, StepState
