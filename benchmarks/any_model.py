@@ -1,10 +1,11 @@
 """Models whose layers are not fed sample by sample: flash clipping next to ordinary training, time and peak memory.
 
-python benchmarks/any_model.py OUT           # all rows on a GPU, about two minutes on an H200
-python benchmarks/any_model.py OUT --tiny    # the same models, small, on a CPU: does it run?
+python benchmarks/any_model.py OUT                             # all rows on a GPU
+python benchmarks/any_model.py OUT --only resnet wrn lstm gru    # those without transformers, about 90 s on an H200
+python benchmarks/any_model.py OUT --tiny                      # the same models, small, on a CPU: does it run?
 
 Standard and flash steps alternate in blocks of one process; a ratio is the median over blocks, with its range. The
-first step is timed apart: the engine verifies the model in it.
+first step is timed apart: the engine verifies the model in it. Kernels of the slowest row are listed last, by time.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,37 +35,42 @@ class StandardisedConv(nn.Conv2d):
         return F.conv2d(x, flat.view_as(self.weight), self.bias, self.stride, self.padding)
 
 
-class Bottleneck(nn.Module):
-    def __init__(self, width_in: int, width: int, stride: int, conv: type[nn.Conv2d]) -> None:
+class Block(nn.Module):
+    """Convolutions of the given kernels and widths, each with its norm, beside a shortcut; the first of 3 strides."""
+
+    def __init__(
+        self, width_in: int, widths: list[int], kernels: list[int], stride: int, conv: type[nn.Conv2d]
+    ) -> None:
         super().__init__()
-        out = 4 * width
+        strided = kernels.index(3)
+        inputs = [width_in, *widths[:-1]]
         self.convs = nn.ModuleList(
-            [
-                conv(width_in, width, 1, bias=False),
-                conv(width, width, 3, stride, 1, bias=False),
-                conv(width, out, 1, bias=False),
-            ]
+            conv(a, b, k, stride if i == strided else 1, k // 2, bias=False)
+            for i, (a, b, k) in enumerate(zip(inputs, widths, kernels, strict=True))
         )
-        self.norms = nn.ModuleList(nn.GroupNorm(min(32, size // 2), size) for size in (width, width, out))
-        self.short = conv(width_in, out, 1, stride, bias=False) if stride > 1 or width_in != out else nn.Identity()
+        self.norms = nn.ModuleList(nn.GroupNorm(min(32, size // 2), size) for size in widths)
+        straight = stride == 1 and width_in == widths[-1]
+        self.short = nn.Identity() if straight else conv(width_in, widths[-1], 1, stride, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         y = x
         for index, (conv, norm) in enumerate(zip(self.convs, self.norms, strict=True)):
             y = norm(conv(y))
-            y = F.relu(y) if index < 2 else y
+            y = F.relu(y) if index + 1 < len(self.convs) else y
         return F.relu(y + self.short(x))
 
 
-def resnet50(conv: type[nn.Conv2d], base: int = 64) -> nn.Module:
-    layers: list[nn.Module] = [conv(3, base, 7, 2, 3, bias=False), nn.GroupNorm(min(32, base), base), nn.ReLU()]
-    layers.append(nn.MaxPool2d(3, 2, 1))
+def resnet(conv: type[nn.Conv2d], base: int, depths: tuple[int, ...], bottleneck: bool, large: bool) -> nn.Module:
+    """ResNet with GroupNorm, for images of 224² (`large`) or 32²."""
+    layers: list[nn.Module] = [conv(3, base, 7, 2, 3, bias=False) if large else conv(3, base, 3, 1, 1, bias=False)]
+    layers += [nn.GroupNorm(min(32, base // 2), base), nn.ReLU(), *([nn.MaxPool2d(3, 2, 1)] if large else [])]
     width_in = base
-    for stage, depth in enumerate((3, 4, 6, 3)):
+    for stage, depth in enumerate(depths):
+        width = base * 2**stage
+        widths, kernels = ([width, width, 4 * width], [1, 3, 1]) if bottleneck else ([width, width], [3, 3])
         for block in range(depth):
-            width = base * 2**stage
-            layers.append(Bottleneck(width_in, width, 2 if stage and not block else 1, conv))
-            width_in = 4 * width
+            layers.append(Block(width_in, widths, kernels, 2 if stage and not block else 1, conv))
+            width_in = widths[-1]
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width_in, 1000))
 
 
@@ -87,14 +94,12 @@ class Row(NamedTuple):
 
 
 def rows(tiny: bool) -> list[Row]:
-    import transformers
-
     def ids(batch: int, length: int, words: int) -> Callable[[], Tensor]:
         return lambda: torch.randint(5, words, (2, 12) if tiny else (batch, length))
 
-    def images() -> tuple[Tensor, Tensor]:
-        count, size = (2, 32) if tiny else (64, 224)
-        return torch.randn(count, 3, size, size), torch.randint(10, (count,))
+    def images(count: int, size: int) -> Callable[[], tuple[Tensor, Tensor]]:
+        count, size = (2, 32) if tiny else (count, size)
+        return lambda: (torch.randn(count, 3, size, size), torch.randint(10, (count,)))
 
     def seq2seq(model: nn.Module, x: Tensor) -> Tensor:
         logits = model(input_ids=x, decoder_input_ids=x, use_cache=False).logits
@@ -119,27 +124,49 @@ def rows(tiny: bool) -> list[Row]:
     base = 8 if tiny else 64
     width = 32 if tiny else 1024
     half = None if tiny else torch.bfloat16
-    models = transformers
 
     def t5_base() -> nn.Module:
+        import transformers as models
+
         return models.T5ForConditionalGeneration(models.T5Config(**t5))
 
     def bart_base() -> nn.Module:
+        import transformers as models
+
         return models.BartForConditionalGeneration(models.BartConfig(**(bart | size)))
 
     def mixtral() -> nn.Module:
+        import transformers as models
+
         return models.MixtralForCausalLM(models.MixtralConfig(**moe))
 
-    return [
+    def resnet50(conv: type[nn.Conv2d] = nn.Conv2d) -> nn.Module:
+        return resnet(conv, base, (3, 4, 6, 3), True, True)
+
+    def resnet18() -> nn.Module:
+        return resnet(nn.Conv2d, base, (2, 2, 2, 2), False, True)
+
+    def wide_resnet() -> nn.Module:
+        return resnet(nn.Conv2d, base, (6, 6, 6), False, False)
+
+    large, small_images = images(64, 224), images(256, 32)
+    standardised = partial(resnet50, StandardisedConv)
+    sequences = ids(64, 128, 1000)
+    found = [
         Row("t5-base 16x256", t5_base, ids(16, 256, 32000), seq2seq, half, 1.3),
         Row("bart-base 16x256", bart_base, ids(16, 256, 50000), seq2seq, half, 1.3),
-        Row("ws-resnet50 64", lambda: resnet50(StandardisedConv, base), images, classes, None, 1.5),
-        Row("ws-resnet50 64 bf16", lambda: resnet50(StandardisedConv, base), images, classes, half, None),
-        Row("resnet50 64", lambda: resnet50(nn.Conv2d, base), images, classes, None, None),
-        Row("lstm 64x128", lambda: Recurrent(nn.LSTM, width), ids(64, 128, 1000), next_token, None, 2.0),
-        Row("gru 64x128", lambda: Recurrent(nn.GRU, width), ids(64, 128, 1000), next_token, None, 2.0),
         Row("mixture 8x128", mixtral, ids(8, 128, 1000), next_token, None, None),
-    ]  # fmt: skip
+    ]
+    for dtype, suffix in ((None, ""), (torch.bfloat16, " bf16")):
+        found += [
+            Row(f"resnet50 64{suffix}", resnet50, large, classes, dtype, 1.25),
+            Row(f"resnet18 64{suffix}", resnet18, large, classes, dtype, 1.25),
+            Row(f"ws-resnet50 64{suffix}", standardised, large, classes, dtype, 1.5),
+            Row(f"wrn-40-4 256{suffix}", wide_resnet, small_images, classes, dtype, 1.25),
+            Row(f"lstm 64x128{suffix}", lambda: Recurrent(nn.LSTM, width), sequences, next_token, dtype, 2.0),
+            Row(f"gru 64x128{suffix}", lambda: Recurrent(nn.GRU, width), sequences, next_token, dtype, 2.0),
+        ]
+    return found
 
 
 class Loop:
@@ -181,25 +208,21 @@ class Loop:
 
 def measure(row: Row, device: str) -> dict[str, Any]:
     found: dict[str, Any] = {"name": row.name, "bar": row.bar}
-    peaks = {}
-    for private in (False, True):  # peaks one after the other: nothing of one is there while the other is measured
+    peaks, loops = [], []
+    for private in (False, True):
+        before = torch.cuda.memory_allocated() if device == "cuda" else 0  # of the other loop, at rest
         loop = Loop(row, device, private)
         found[f"first_step_ms_{'flash' if private else 'standard'}"] = loop.block(1)
         loop.block(WARMUP)
+        if private:
+            found["by_sample"] = [unit.name for unit in loop.engine.opaque_units()]
+            loop.engine.rehearsals.schedule.pause()
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
             loop.block(2)
-            peaks[private] = torch.cuda.max_memory_allocated()
-        if private:
-            found["by_sample"] = [unit.name for unit in loop.engine.opaque_units()]
-        del loop
-        if device == "cuda":
-            torch.cuda.empty_cache()
-    loops = [Loop(row, device, private) for private in (False, True)]
-    for loop in loops:
-        loop.block(WARMUP)
-        if hasattr(loop, "engine"):
-            loop.engine.rehearsals.schedule.pause()
+            peaks.append(torch.cuda.max_memory_allocated() - before)
+        loop.optimizer.zero_grad()
+        loops.append(loop)
     times = [[loop.block(STEPS) for loop in loops] for _ in range(BLOCKS)]
     ratios = sorted(flash / standard for standard, flash in times)
     found |= {
@@ -207,9 +230,23 @@ def measure(row: Row, device: str) -> dict[str, Any]:
         "flash_ms": statistics.median(flash for _, flash in times),
         "ratio": statistics.median(ratios),
         "range": [ratios[0], ratios[-1]],
-        "peak": peaks[True] / peaks[False] if peaks else None,
+        "peak": peaks[1] / peaks[0] if peaks else None,
     }
     return found
+
+
+def profile(row: Row, device: str) -> str:
+    """The kernels of a private step that take most time."""
+    loop = Loop(row, device, True)
+    loop.block(WARMUP)
+    loop.engine.rehearsals.schedule.pause()
+    with torch.profiler.profile() as profiler:
+        loop.block(2)
+    kind = "device" if device == "cuda" else "cpu"
+    table = profiler.key_averages().table(
+        sort_by=f"self_{kind}_time_total", row_limit=15, max_name_column_width=60, top_level_events_only=False
+    )
+    return f"{row.name}: two private steps\n{table}"
 
 
 def main() -> None:
@@ -221,11 +258,13 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     device = "cuda" if torch.cuda.is_available() and not options.tiny else "cpu"
     lines = []
+    slowest: tuple[float, Row | None] = (0.0, None)
     for row in rows(options.tiny):
         if options.only and not any(word in row.name for word in options.only):
             continue
         try:
             found = measure(row, device)
+            slowest = max(slowest, (found["ratio"], row), key=lambda pair: pair[0])
             low, high = found["range"]
             first = found["first_step_ms_flash"] / found["standard_ms"]
             lines.append(
@@ -241,6 +280,11 @@ def main() -> None:
         print(lines[-1], flush=True)
         if device == "cuda":
             torch.cuda.empty_cache()
+    if slowest[1] is not None:
+        text = profile(slowest[1], device)
+        (options.out / "slowest-profile.txt").write_text(text)
+        print(text)
+    print(*lines, sep="\n")
 
 
 if __name__ == "__main__":

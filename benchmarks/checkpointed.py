@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from dpscope.flash.engine import FlashEngine
-from dpscope.flash.private_optimizer import DPFlashOptimizer
+from dpscope.flash.opacus.private_optimizer import DPFlashOptimizer
 from dpscope.workloads.configs import TransformerConfig
 from dpscope.workloads.transformer import SimpleBigModel
 

@@ -11,7 +11,7 @@ WORK="$(mktemp -d)"
 cp -r "$RESULTS" "$WORK/results"
 "$PYTHON" -m dpscope report "$WORK" >"$WORK/log" || { cat "$WORK/log"; exit 1; }
 cp "$WORK/report.html" "$DOCS/example-report.html"
-"$PYTHON" "$HERE/picture_of_page.py" "$DOCS/example-report.html" "$DOCS/report.png" --width 1200 --height 1440
-"$PYTHON" "$HERE/picture_of_page.py" "$DOCS/example-report.html" "$DOCS/report-dark.png" --width 1200 --height 1440 --dark
+"$PYTHON" "$HERE/picture_of_page.py" "$DOCS/example-report.html" "$DOCS/report.png" --width 1200 --height 640
+"$PYTHON" "$HERE/picture_of_page.py" "$DOCS/example-report.html" "$DOCS/report-dark.png" --width 1200 --height 640 --dark
 ls -l "$DOCS"/example-report.html "$DOCS"/report.png "$DOCS"/report-dark.png
 rm -r "$WORK"

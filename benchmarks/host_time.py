@@ -33,8 +33,8 @@ if not torch.cuda.is_available():
 
 from dpscope.flash import kernels
 from dpscope.flash.engine import FlashEngine
-from dpscope.flash.paths import FORCEABLE, GRAM
-from dpscope.flash.private_optimizer import DPFlashOptimizer
+from dpscope.flash.gradients.paths import FORCEABLE, GRAM
+from dpscope.flash.opacus.private_optimizer import DPFlashOptimizer
 from dpscope.trainers.checkpointing import checkpoint_blocks
 from dpscope.workloads.configs import TransformerConfig, WorkloadConfig, make_config
 from dpscope.workloads.workload import build_workload
@@ -81,7 +81,8 @@ def leave_out_launches() -> None:
                 module.is_hopper = lambda device: True
             elif type(value).__module__.startswith("triton.runtime") and name.endswith("_kernel"):
                 setattr(module, name, NotLaunched(name))
-    from dpscope.flash import block_reruns, optimizer
+    from dpscope.flash.checkpointing import block_reruns
+    from dpscope.flash.update import optimizer
 
     # What no kernel has written is not the same twice.
     block_reruns.BlockReruns._refuse_other_gradients = lambda self, each: None

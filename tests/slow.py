@@ -22,7 +22,7 @@ SLOW = (
     "unit/flash/layers/test_bare.py",
     "unit/flash/layers/test_layouts.py",
     "unit/flash/layers/test_time_major.py",
-    "unit/flash/test_sensitivity.py",
+    "unit/flash/step/test_sensitivity.py",
     "unit/forecast/test_step.py",
     "unit/instruments/memory/test_methods.py",
     "unit/runner/test_interruption.py",

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from dpscope.flash.kernels.triton_runtime import tl
-from dpscope.flash.torch_version import OLDEST_COMPILED, OLDEST_SHARDED, is_at_least
+from dpscope.flash.torch_side.torch_version import OLDEST_COMPILED, OLDEST_SHARDED, is_at_least
 
 CAN_COMPILE, CAN_SHARD = is_at_least(OLDEST_COMPILED), is_at_least(OLDEST_SHARDED)
 

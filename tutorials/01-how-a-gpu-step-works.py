@@ -530,7 +530,7 @@ this lesson. On an H200, a transformer of 1.17 billion parameters, batch 8, sequ
 | `ghost` (Opacus) | 345.1 ms<!-- = ms("page", "ghost") --> | 2.72×<!-- = times("page", "ghost") --> | a second backward pass, and products for the norms |
 | `flash` (dpscope) | 137.8 ms<!-- = ms("page", "flash") --> | 1.09×<!-- = times("page", "flash") --> | products for the norms, inside one backward pass |
 
-Flash clipping has become faster since: 1.03×<!-- = price("8 × 1024")["time"] --> on 2026-11-16. Lesson 5 comes back to it with all tools.
+Flash clipping has become faster since. Lesson 5 comes back to it with all tools.
 """
 
 # %%

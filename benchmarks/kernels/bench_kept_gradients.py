@@ -10,11 +10,11 @@ from bench_fused_update import parameter_shapes
 from measurement import Report, host_ms, largest_relative_error
 from torch import Tensor
 
+from dpscope.flash.gradients.memory_budget import allocated_on
 from dpscope.flash.kernels import kept_gradients, sample_chunks, tensor_lists
 from dpscope.flash.kernels.fused_update import fused_adam_
 from dpscope.flash.kernels.kept_gradients import kept_norms_squared, kept_sums
 from dpscope.flash.kernels.tensor_lists import Cut
-from dpscope.flash.memory_budget import allocated_on
 
 POSITIONS = 8192  # of a batch: 8 × 1024, 4 × 2048, 2 × 4096
 

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 from triton.testing import do_bench
 
-from dpscope.flash.contributions import Outer, sample_products
+from dpscope.flash.gradients.contributions import Outer, sample_products
+from dpscope.flash.gradients.paths import BYTES_PER_SECOND, DIRECT, GRAM, KEEP, choose_path
 from dpscope.flash.kernels.float32_products import operand_rounding
 from dpscope.flash.kernels.fused_update import fused_adam_
 from dpscope.flash.kernels.gram_norms import gram_norms_squared
 from dpscope.flash.kernels.gram_units import GramUnit
 from dpscope.flash.kernels.kept_gradients import kept_norms_squared
 from dpscope.flash.kernels.scaled_sum import scaled_sums
-from dpscope.flash.paths import BYTES_PER_SECOND, DIRECT, GRAM, KEEP, choose_path
 
 LAYERS = 4  # of one shape, as in a model: one launch for all of them where the engine makes one
 DTYPES = {"bf16": (torch.bfloat16, "highest"), "fp32": (torch.float32, "highest"), "tf32": (torch.float32, "high")}

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import html
 import importlib
 import os
+import re
 import sys
 from pathlib import Path
+from typing import Any
 
+import tomllib
 from sphinx.application import Sphinx
 
 HERE = Path(__file__).parent
@@ -61,7 +65,8 @@ nitpicky = True
 nitpick_ignore_regex = [("py:.*", ".*")]  # types in signatures: other projects', or the package's own business
 
 html_theme = "furo"
-html_title = "dpscope"
+html_title = f"dpscope {version}"
+html_favicon = "static/favicon.svg"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_js_files = ["offline.js"]
@@ -81,15 +86,38 @@ html_sidebars = {
 templates_path = ["templates"]
 folder_pages = {"benchmarks/results": "docs/benchmarks", "examples": "docs/examples"}
 
-# Where files and folders that are no pages can be seen: GitHub says so where it builds the site.
+# The repository's address, for "edit this page" and for files that are no pages: known where GitHub builds the site.
+project_urls = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"].get("urls", {})
 if "GITHUB_REPOSITORY" in os.environ:
-    repository_url = "{GITHUB_SERVER_URL}/{GITHUB_REPOSITORY}/tree/{GITHUB_SHA}/".format(**os.environ)
+    repository = "{GITHUB_SERVER_URL}/{GITHUB_REPOSITORY}".format(**os.environ)
+    repository_url = f"{repository}/tree/{os.environ['GITHUB_SHA']}/"
+    owner, _, name = os.environ["GITHUB_REPOSITORY"].partition("/")
+    html_baseurl = f"https://{owner}.github.io/{name}/"
+else:
+    repository = project_urls.get("Repository", "")
+    html_baseurl = project_urls.get("Documentation", "")
+if repository:
+    html_theme_options = {"source_repository": repository, "source_branch": "main", "source_directory": ""}
+
+DESCRIPTION = "See what differentially private training costs on a GPU, then stop paying it."
+
+
+def add_social_preview(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+    """Add the tags from which a link to the page gets its title and picture; pictures need the site's address."""
+    title = html.escape(re.sub("<.*?>", "", context.get("title", project)))
+    tags = {"title": title, "description": DESCRIPTION, "type": "website", "site_name": project}
+    if html_baseurl:
+        tags["image"] = f"{html_baseurl}_static/social.png"
+    context["metatags"] = context.get("metatags", "") + "".join(
+        f'<meta property="og:{name}" content="{text}" />\n' for name, text in tags.items()
+    )
 
 
 def keep_pictures_in_cache(app: Sphinx) -> None:
-    """Pictures of notebooks would lie in a folder beside the site."""
+    """Keep pictures of notebooks out of the folder beside the site."""
     app.env.mystnb_config = app.env.mystnb_config.copy(output_folder=str(app.doctreedir / "notebooks"))
 
 
 def setup(app: Sphinx) -> None:
     app.connect("builder-inited", keep_pictures_in_cache, priority=900)  # after myst-nb
+    app.connect("html-page-context", add_social_preview)

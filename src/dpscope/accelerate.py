@@ -1,15 +1,7 @@
 """Private training with Hugging Face's Accelerate: `prepare_private` instead of `accelerator.prepare`.
 
-    model, optimizer, loader, privacy_engine = prepare_private(
-        accelerator, model, optimizer, loader, noise_multiplier=1.0, max_grad_norm=1.0
-    )
-    for batch in loader:
-        accelerator.backward(loss_of(model, batch))
-        optimizer.step()
-        optimizer.zero_grad()
-
 Accelerate wraps, shards and compiles the model, replaces samplers, scales losses and clips gradients. So the model is
-prepared first and made private then, and the loader stays the engine's own: a rank's share of one Poisson draw.
+prepared first and then made private, and the loader stays the engine's own: a rank's share of one Poisson draw.
 `accelerator.save_state` and `load_state` keep the spent privacy.
 """
 
@@ -27,9 +19,9 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from dpscope.errors import UserError
-from dpscope.flash.opacus import PrivacyEngine
-from dpscope.flash.privacy_spent import continued
-from dpscope.flash.private_optimizer import DPFlashOptimizer
+from dpscope.flash.opacus.privacy_engine import PrivacyEngine
+from dpscope.flash.opacus.privacy_spent import continued
+from dpscope.flash.opacus.private_optimizer import DPFlashOptimizer
 
 
 class PlacedLoader:
@@ -77,6 +69,9 @@ def prepare_private(
     """Prepare a model, its optimizer and its data with Accelerate, and make them private.
 
     Args:
+        accelerator: The accelerator of the script.
+        model: The model, not yet prepared.
+        optimizer: Its optimizer, not yet prepared.
         data_loader: An ordinary loader over the whole data set, with the batch size of all processes together.
         privacy_engine: One to go on with; a new one by default.
         privacy: Arguments of `PrivacyEngine.make_private` (`noise_multiplier`, `max_grad_norm`, `pad_batches`, …); with
@@ -87,6 +82,11 @@ def prepare_private(
 
     Raises:
         UserError: Accelerate is set to something that cannot be private: fp16, accumulation, DeepSpeed, FSDP1.
+
+    Example:
+        >>> model, optimizer, loader, engine = prepare_private(
+        ...     accelerator, model, optimizer, loader, noise_multiplier=1.0, max_grad_norm=1.0
+        ... )
     """
     _refuse(accelerator, model, optimizer, data_loader)
     engine = PrivacyEngine() if privacy_engine is None else privacy_engine

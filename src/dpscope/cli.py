@@ -26,7 +26,7 @@ COMMANDS = {
     "report": "Show results that exist again, without measuring.",
     "check": "Is a method exact? Its clipped gradient against micro-batches of one.",
     "selftest": "One CPU step of every trainer on a small model.",
-    "doctor": "What works on this machine, what does not, and how to mend it.",
+    "doctor": "What works on this machine, what does not, and how to fix it.",
 }
 
 
@@ -67,7 +67,7 @@ class LazyGroup(click.Group):
 
 
 def _refuse_empty(arguments: list[str]) -> None:
-    """An empty value, mostly of a shell variable that was never set, is not taken for a default."""
+    """Refuse an empty value, mostly of a shell variable that was never set."""
     for before, argument in pairwise(["", *arguments]):
         name, equals, value = argument.partition("=")
         if not argument or (equals and not value and name.startswith("-")):

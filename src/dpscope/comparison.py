@@ -39,7 +39,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class Comparison:
-    """Results side by side, with `standard` as the denominator. `print(comparison)` shows the table."""
+    """Results side by side, with `standard` as the denominator. `print(comparison)` shows the table.
+
+    Args:
+        results: The results, one for each method, size and instrument.
+        folder: Where they are.
+        files: The files they were read from.
+        skipped: Files in the folder that are no results, with the reason.
+
+    Example:
+        >>> comparison = dpscope.Comparison.read("results")
+        >>> comparison.to_pandas()[["method", "time_ratio", "memory_ratio"]]
+    """
 
     results: list[Result]
     folder: Path
@@ -57,12 +68,22 @@ class Comparison:
 
     @property
     def ok(self) -> bool:
-        """Was everything measured? A row that failed, was skipped or ran out of memory was not."""
+        """True if everything was measured: no row failed, was skipped or ran out of memory."""
         return all(result.ok for result in self.results)
 
     @classmethod
     def read(cls, folder: Path | str) -> Comparison:
-        """The results that are in a folder, without measuring; files that are none are in `skipped`."""
+        """Read the results in a folder, without measuring.
+
+        Args:
+            folder: The `--out` folder of a measuring command.
+
+        Returns:
+            The comparison. Files that are no results are in its `skipped`.
+
+        Raises:
+            UserError: The folder does not exist, or holds no results.
+        """
         folder = Path(folder)
         if not folder.is_dir():
             raise UserError(f"{folder} is not a folder: give the --out folder of a `dpscope compare`")
@@ -74,7 +95,7 @@ class Comparison:
         return cls(results, folder, list(found), skipped)
 
     def to_pandas(self) -> pandas.DataFrame:
-        """A record for each method at each size; units are in the columns' names."""
+        """Return a record for each method at each size; units are in the columns' names."""
         return export.to_pandas(self.rows)
 
     def to_csv(self, path: Path | str) -> None:
@@ -82,11 +103,11 @@ class Comparison:
         write_atomically(Path(path), export.frame_to_csv(self.to_pandas()))
 
     def to_latex(self) -> str:
-        """Tables for a paper that uses booktabs: time and peak memory, and components where they were measured."""
+        """Return LaTeX tables (booktabs) of time and peak memory, and of components where they were measured."""
         return to_latex(self.rows)
 
     def against(self, before: Comparison | Path | str) -> Against:
-        """What changed since another sweep: `print` it, or take `pairs` or `to_pandas()`."""
+        """Compare with an earlier sweep: `print` the result, or take its `pairs` or `to_pandas()`."""
         other = before if isinstance(before, Comparison) else Comparison.read(before)
         older = Report.of(other.results, other.skipped, folder=self.folder)
         return set_against(self.report, older, names=(str(self.folder), str(other.folder)))
@@ -116,7 +137,7 @@ class Comparison:
         return table + "".join(f"<p>{html.escape(sentence)}</p>" for sentence in said)
 
     def summary(self, width: int = SUMMARY_WIDTH) -> RenderableType:
-        """The table and what it says, for a console of `width` columns."""
+        """Return the table and what it says, for a console of `width` columns."""
         return summary(self.report, width=width)
 
     def __str__(self) -> str:
@@ -148,15 +169,28 @@ def compare(
     observer: SweepObserver | None = None,
     **sweep: Any,
 ) -> Comparison:
-    """Measure every method at every size, each in a process of its own; results and `summary.txt` go to `out`.
+    """Measure every method at every size, each in a process of its own.
 
-    `workload`: a preset ("tiny", "hf:gpt2"), a config (`make_config`), or your own: a function at the top level of a
-    file that returns a `Workload`, or the text "FILE.py:function". `sweep`: see `runner.planning.plan_sweep`.
-    With `instruments="all"` a warning says which cannot work here, and why. A list of run specs instead of both is
-    measured as it is.
+    Args:
+        workload: A preset ("tiny", "hf:gpt2"), a config (`make_config`), "FILE.py:function", or a function at the top
+            level of a file that returns a `Workload`. Or a list of run specs, which are measured as they are.
+        out: The folder for results and reports; by default a new one below `dpscope-results`.
+        resume: Keep finished rows of the folder.
+        overwrite: Remove earlier results and reports of the folder first.
+        limits: Time and memory that a row may take.
+        observer: Is told what is measured now and what it gave.
+        **sweep: `methods`, `batch_size`, `seq_len` (each a value or a list), `instruments` (names, or "all"), `device`,
+            `options` (instrument -> option -> value), and any setting of a row: `dtype`, `compile`, `steps`, …
 
-    >>> import dpscope
-    >>> print(dpscope.compare("tiny", methods=["standard", "ghost"], batch_size=[4], seq_len=64))  # doctest: +SKIP
+    Returns:
+        The comparison. It is written to `out` as `summary.txt`, `report.html` and more.
+
+    Raises:
+        UserError: The workload or a setting is wrong, or the folder holds other results.
+
+    Example:
+        >>> import dpscope
+        >>> print(dpscope.compare("tiny", methods=["standard", "ghost"], batch_size=[4], seq_len=64))  # doctest: +SKIP
     """
     refuse_in_child()
     require(*MEASURING)
@@ -179,7 +213,7 @@ def compare(
 
 
 def specs_of(workload: Any, sweep: dict[str, Any]) -> list[RunSpec]:
-    """The run specs that `compare` measures."""
+    """Return the run specs that `compare` measures."""
     if isinstance(workload, list | tuple):
         if sweep:
             raise UserError(

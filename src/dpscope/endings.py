@@ -63,7 +63,7 @@ def leave(ok: bool) -> NoReturn:
 
 
 def ending_of(error: BaseException) -> Ended | None:
-    """What to say and how to exit; None for a fault of dpscope, or an exit that was meant."""
+    """Return the sentence and the exit code; None for a fault of dpscope, or an intended exit."""
     if isinstance(error, Ended):
         return error
     if isinstance(error, KeyboardInterrupt):
@@ -91,7 +91,7 @@ def _refused_by_system(error: OSError) -> str:
 
 
 def _stdout_is_broken() -> bool:
-    """An error in writing does not say which stream it was: try again with an empty line."""
+    """Tell if standard output is broken, by writing an empty line: an error in writing names no stream."""
     try:
         print(flush=True)
     except OSError:
@@ -100,7 +100,7 @@ def _stdout_is_broken() -> bool:
 
 
 def _flush() -> None:
-    """What is only found at the interpreter's end would be a message of its own and exit code 120."""
+    """Flush the streams now: at the interpreter's end a failure would print its own message and exit with 120."""
     if sys.stdout is not None and not sys.stdout.closed:
         sys.stdout.flush()
 
@@ -169,7 +169,7 @@ def _outcome_of(error: BaseException) -> tuple[str, str]:
 
 
 def outcome_of_exit(returncode: int, last_words: str, *, oom_killed: bool) -> tuple[str, str]:
-    """A child that ended without writing its result."""
+    """Describe a child that ended without writing its result."""
     if oom_killed and returncode == -signal.SIGKILL:
         return OOM, f"killed by the kernel because the machine ran out of memory: {SMALLER}"
     if _OUT_OF_MEMORY.search(last_words):

@@ -2,7 +2,7 @@
 
 
 class UserError(ValueError):
-    """What happened, what was expected, what to type next. The command line prints it and exits with 2."""
+    """Mistake of the user: what happened, what was expected, what to type next. The command line exits with 2."""
 
 
 class MeasurementFailed(Exception):

@@ -1,10 +1,6 @@
 """Private training with Lightning: a callback that makes the module, its optimizer and its data private.
 
-    private = PrivateTraining(target_epsilon=3.0, target_delta=1e-5, max_grad_norm=1.0)
-    Trainer(max_epochs=4, callbacks=[private]).fit(module, loader)
-    private.get_epsilon()
-
-The training step stays as it is: it returns the mean over samples of each sample's loss. Checkpoints keep ε.
+The training step returns the mean over samples of each sample's loss, as usual. Checkpoints keep ε.
 """
 
 from __future__ import annotations
@@ -18,12 +14,12 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from dpscope.errors import UserError
-from dpscope.flash.opacus import PrivacyEngine
-from dpscope.flash.privacy_spent import continued
+from dpscope.flash.opacus.privacy_engine import PrivacyEngine
+from dpscope.flash.opacus.privacy_spent import continued
 
 
 class PrivateTraining(Callback):
-    """Makes a fit private.
+    """Callback that makes a fit private.
 
     Args:
         max_grad_norm: The bound C on each sample's gradient.
@@ -31,7 +27,12 @@ class PrivateTraining(Callback):
         target_delta: The δ at which `get_epsilon` tells ε, and at which it is logged.
         module: Name of the module that training_step calls with a batch; by default the only child that is trained, or
             the LightningModule itself, whose training_step then has to call `self(x)`.
+        target_epsilon: The ε that all epochs together may spend, instead of `noise_multiplier`.
         options: Further arguments of `PrivacyEngine.make_private` (`pad_batches`, `memory_budget`, …).
+
+    Example:
+        >>> private = PrivateTraining(target_epsilon=3.0, target_delta=1e-5, max_grad_norm=1.0)
+        >>> Trainer(max_epochs=4, callbacks=[private]).fit(module, loader)
     """
 
     def __init__(

@@ -22,7 +22,7 @@ TABLE_PACKAGES = ("pandas",)  # CSV and LaTeX
 
 
 def install_command(*packages: str, upgrade: bool = False) -> str:
-    """What to type, in any folder, to install packages (by their import names) for the Python that runs this.
+    """Return what to type, in any folder, to install packages (by import name) for the Python that runs this.
 
     The packages themselves are named and not an extra of dpscope, which is on no index.
     """
@@ -31,7 +31,7 @@ def install_command(*packages: str, upgrade: bool = False) -> str:
 
 
 def _installer() -> list[str]:
-    """`pip` where that is this Python's own; an environment that uv made has none."""
+    """Return `pip` if it is this Python's own; an environment that uv made has none."""
     if not _is_there("pip"):
         return ["uv", "pip", "install", "--python", sys.executable]
     pip = shutil.which("pip")
@@ -46,7 +46,7 @@ def require(*packages: str) -> None:
 
 
 def explain_import_error(error: ImportError) -> str | None:
-    """The sentence for a package that is missing or broken; None if it is dpscope's own module that is."""
+    """Return the sentence for a package that is missing or broken; None if it is dpscope's own module that is."""
     name = error.name or ""
     package = name.partition(".")[0]
     if not package or package == "dpscope":
@@ -57,7 +57,7 @@ def explain_import_error(error: ImportError) -> str | None:
 
 
 def version_of(package: str) -> str | None:
-    """The version of an installed package (by its import name); None where there is none."""
+    """Return the version of an installed package (by its import name); None where there is none."""
     from importlib.metadata import PackageNotFoundError, version  # which few commands need
 
     try:
@@ -67,7 +67,7 @@ def version_of(package: str) -> str | None:
 
 
 def release_of(version: str) -> tuple[int, ...]:
-    """(2, 8) of "2.8.0a0+git1234": what a package can do comes before the release that is named after it."""
+    """Return (2, 8) of "2.8.0a0+git1234": a pre-release counts as the release that is named after it."""
     return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
 
 

@@ -15,12 +15,12 @@ SOMEBODYS = (*FOLDERS_OF_HOMES, Path("/root"))
 
 
 def is_own_source(file: str) -> bool:
-    """Whether a file is one of dpscope's. With the separator: dpscope_experiments.py beside the package is not."""
+    """Tell if a file is one of dpscope's; dpscope_experiments.py beside the package is not."""
     return file.startswith(f"{PACKAGE}{os.sep}")
 
 
 def path_from(folder: Path, file: str) -> str:
-    """A file as it is found from a folder: `../model.py`; `~/model.py` from outside of one's home.
+    """Return a file as it is found from a folder: `../model.py`; `~/model.py` from outside of one's home.
 
     A path in somebody else's home, which a command typed here cannot use, is the file's name alone. Elsewhere a path
     says nothing of a person and stays as it is.
@@ -39,7 +39,7 @@ def path_from(folder: Path, file: str) -> str:
 
 @cache
 def shorten_path(file: str) -> str:
-    """A line of code's file: from the folder that Python imports it from, or from the working folder."""
+    """Return a line of code's file: from the folder that Python imports it from, or from the working folder."""
     if file.startswith("<"):
         return file
     path = Path(file)
@@ -53,14 +53,14 @@ def _bases() -> Iterable[Path]:
 
 
 def _is_above_homes(folder: Path) -> bool:
-    """A path from there would name whose home it passes through."""
+    """Tell if a path from there would name a home directory on the way."""
     return folder in (Path("/"), *FOLDERS_OF_HOMES) or any(
         folder != home and home.is_relative_to(folder) for home in _homes()
     )
 
 
 def _homes() -> list[Path]:
-    """The home of who runs this, as it is called and, where that is a link, as it is."""
+    """Return the home of who runs this, as it is called and, where that is a link, as it is."""
     try:
         return list(dict.fromkeys((Path.home(), Path.home().resolve())))
     except RuntimeError:  # a user without one

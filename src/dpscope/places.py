@@ -29,20 +29,20 @@ class Place:
 
 
 def parse_place(text: str) -> Place | None:
-    """None for what names no place."""
+    """Parse the name of a place; None if it names none."""
     source, _, name = text.rpartition(":")
     return Place(source, name) if source and name.isidentifier() else None
 
 
 def load_at(text: str) -> Any:
-    """What is at a place that dpscope, or a package's entry point, names."""
+    """Load what is at a place that dpscope, or a package's entry point, names."""
     place = parse_place(text)
     assert place is not None, text
     return place.load()
 
 
 def load_file(file: Path) -> ModuleType:
-    """A file as a module; its name is one of its own, so that `if __name__ == "__main__"` holds."""
+    """Return a file as a module; its name is one of its own, so that `if __name__ == "__main__"` holds."""
     name = f"dpscope_loaded_{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None

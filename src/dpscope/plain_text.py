@@ -1,4 +1,4 @@
-"""What is made for a terminal: tables, small bars for ratios where there is room, and all of it as plain text."""
+"""Text for a terminal: tables, small bars for ratios where there is room, and all of it as plain text."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BARS_NOTE = "Bars: shaded up to 1.00× (standard), solid beyond; all solid where
 
 
 def render_plain(renderable: RenderableType, width: int = SUMMARY_WIDTH) -> str:
-    """The same without colours or terminal control."""
+    """Return the same without colours or terminal control."""
     console = Console(
         file=io.StringIO(),
         width=width,
@@ -42,8 +42,10 @@ def render_plain(renderable: RenderableType, width: int = SUMMARY_WIDTH) -> str:
 def bare_table(
     *headings: str, left: Collection[str] = (), wrap: Collection[str] = (), least: Mapping[str, int] | None = None
 ) -> Table:
-    """Columns without lines between them: the first and those of `left` are text, the others numbers. `wrap`: those
-    that may be broken into lines; `least`: cells that a column takes at least."""
+    """Return a table without lines: the first column and those of `left` are text, the others numbers.
+
+    `wrap`: columns that may be broken into lines; `least`: the least width of a column, in cells.
+    """
     table = Table(box=None, pad_edge=False, header_style="bold")
     for place, heading in enumerate(headings):
         justify: JustifyMethod = "left" if place == 0 or heading in left else "right"
@@ -61,7 +63,7 @@ def table_of(
     wrap: Collection[str] = (),
     least: Mapping[str, int] | None = None,
 ) -> Table:
-    """A line for each item."""
+    """Return a line for each item."""
     table = bare_table(*(heading for heading, _ in columns), left=left, wrap=wrap, least=least)
     for item in items:
         table.add_row(*(cell(item) for _, cell in columns))
@@ -70,7 +72,7 @@ def table_of(
 
 @dataclass(frozen=True)
 class Bars:
-    """How long a ratio is drawn: one scale for all bars of a table. Without cells there are none."""
+    """Scale of a table's bars: how long a ratio is drawn. Without cells there are none."""
 
     cells: int = 0
     largest: float = 1.0
@@ -83,7 +85,7 @@ class Bars:
         return float(int(exact)) if exact >= 1 else exact
 
     def column(self, ratio: Callable[[Item], float | None]) -> list[Column[Item]]:
-        """Nothing where there are no bars."""
+        """Return the column of bars; nothing if there are none."""
         return [("", lambda item: self.draw(ratio(item)))] if self.cells else []
 
     def draw(self, ratio: float | None) -> Text:
@@ -98,7 +100,7 @@ class Bars:
 
 
 def _fill(cells: float, ramp: str) -> str:
-    """Whole cells, and a part of one as finely as the characters allow."""
+    """Return whole cells, and a part of one as finely as the characters allow."""
     finest = len(ramp) - 1
     whole, part = divmod(round(cells * finest), finest)
     return ramp[-1] * whole + (ramp[part] if part else "")
@@ -106,8 +108,10 @@ def _fill(cells: float, ramp: str) -> str:
 
 @dataclass(frozen=True)
 class FirstThatFits:
-    """The first of some tables whose text is not cut; the last if none is. With bars, as long as there is room for, on
-    a terminal, where there are ratios to draw."""
+    """First of some tables whose text is not cut; the last if none is.
+
+    On a terminal with room it has bars for the ratios.
+    """
 
     tables: Callable[[Bars], Iterable[Table]]  # the preferred first
     ratios: Sequence[float | None] = ()
@@ -127,12 +131,12 @@ class FirstThatFits:
 
 
 def as_json(value: Any) -> str:
-    """JSON, in which null stands for inf and NaN."""
+    """Return JSON in which null stands for inf and NaN."""
     return json.dumps(_finite(value), indent=2, allow_nan=False) + "\n"
 
 
 def _finite(value: Any) -> Any:
-    """The value with None for every float that is not finite."""
+    """Return the value with None for every float that is not finite."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -8,7 +8,7 @@ MISSING = "—"
 
 
 def mib(count: float) -> float:
-    """Bytes to MiB (1 MB = 2^20 bytes in every `_mb` key)."""
+    """Convert bytes to MiB (1 MB = 2^20 bytes in every `_mb` key)."""
     return count / MIB
 
 
@@ -23,22 +23,22 @@ def format_bytes(count: float | None) -> str:
 
 
 def three_digits(value: float) -> str:
-    """As much of a figure as is worth showing: 4.38, 87.2, 1234."""
+    """Format the digits worth showing: 4.38, 87.2, 1234."""
     return f"{value:.{0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2}f}"
 
 
 def format_traffic(count: float | None) -> str:
-    """Bytes that were moved, in decimal units: what bandwidths are given in."""
+    """Format moved bytes in decimal units, like bandwidths."""
     return MISSING if count is None else _decimal(count, "B")
 
 
 def format_rate(per_second: float | None, unit: str = "B") -> str:
-    """1.92 TB/s; with another unit, 624 TFLOP/s."""
+    """Format a rate: 1.92 TB/s; with another unit, 624 TFLOP/s."""
     return MISSING if per_second is None else _decimal(per_second, unit) + "/s"
 
 
 def _decimal(value: float, unit: str) -> str:
-    """Three digits and a prefix: 168 GB, 1.14 GB, 35.0 MB."""
+    """Format three digits and a prefix: 168 GB, 1.14 GB, 35.0 MB."""
     for size, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) / size >= 0.9995:
             return f"{three_digits(value / size)} {prefix}{unit}"
@@ -46,7 +46,7 @@ def _decimal(value: float, unit: str) -> str:
 
 
 def format_throughput(per_second: float | None) -> str:
-    """Samples or tokens in a second: three digits or whole numbers, 4.38, 87.2, 1,234, 2.51 M."""
+    """Format samples or tokens a second: three digits or whole numbers, 4.38, 87.2, 1,234, 2.51 M."""
     if per_second is None:
         return MISSING
     if per_second >= 999_999.5:

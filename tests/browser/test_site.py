@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -101,6 +102,24 @@ def test_every_link_between_pages_is_a_link_on_the_site(site, pages):
     assert lost == []
 
 
+def test_every_page_shows_the_version_an_icon_and_a_preview(site, pages):
+    for page in pages:
+        if page != site / "index.html":  # it leads on
+            text = page.read_text(encoding="utf-8")
+            assert f'brand-text">dpscope {dpscope.__version__}<' in text, page
+            assert 'icon" href=' in text and 'property="og:title"' in text, page
+    assert "pip install" in (site / "docs" / "index.html").read_text(encoding="utf-8")
+
+
+def test_pages_can_be_edited_where_the_repository_is_known(monkeypatch):
+    for name, value in {"REPOSITORY": "someone/dpscope", "SERVER_URL": "https://github.com", "SHA": "0" * 40}.items():
+        monkeypatch.setenv(f"GITHUB_{name}", value)
+    settings = runpy.run_path(str(ROOT / "docs" / "site" / "conf.py"))
+    assert settings["html_theme_options"]["source_repository"] == "https://github.com/someone/dpscope"
+    assert settings["html_baseurl"] == "https://someone.github.io/dpscope/"
+    assert (ROOT / "docs" / "site" / "static" / "social.png").is_file()
+
+
 def test_pages_load_nothing_from_a_network(site, pages):
     loaded = {
         (str(page.relative_to(site)), link)
@@ -157,7 +176,8 @@ def test_chinese_pages_list_what_is_translated_once(site, pages):
     linked = {link for _, _, link in pages[site / "docs" / "zh" / "index.html"].links}
     assert "../../tutorials/zh/01-how-a-gpu-step-works.html" in linked
     assert "../../tutorials/01-how-a-gpu-step-works.html" not in linked
-    assert "../flash.html" in linked
+    assert "flash.html" in linked and "../flash.html" not in linked
+    assert "../distributed.html" in linked
 
 
 @pytest.fixture

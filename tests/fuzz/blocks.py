@@ -42,7 +42,7 @@ class Block(nn.Module):
         return self.run(self, x)
 
 
-def _transposed(inner: nn.Module) -> Block:
+def transposed(inner: nn.Module) -> Block:
     """A module that works on (B, d, T)."""
     return Block(lambda block, x: block.inner(x.transpose(1, 2)).transpose(1, 2), inner=inner)
 
@@ -227,7 +227,7 @@ def _frozen_batch_norm(width: int) -> nn.Module:
     norm = nn.BatchNorm1d(width).eval()
     norm.running_mean.normal_()
     norm.train = lambda mode=True: norm  # type: ignore[method-assign]
-    return _transposed(_frozen(norm))
+    return transposed(_frozen(norm))
 
 
 def _divisor(rng: random.Random, number: int) -> int:
@@ -242,10 +242,10 @@ TOKEN_LAYERS: dict[str, Make] = {
     "layer norm": lambda rng, s: nn.LayerNorm(s.width, bias=rng.random() < 0.7),
     "layer norm over (T, d)": lambda rng, s: nn.LayerNorm((s.length, s.width)),
     "rms norm": lambda rng, s: nn.RMSNorm(s.width, eps=1e-5),
-    "group norm": lambda rng, s: _transposed(nn.GroupNorm(_divisor(rng, s.width), s.width)),
-    "instance norm": lambda rng, s: _transposed(nn.InstanceNorm1d(s.width, affine=True, eps=0.1)),
-    "conv": lambda rng, s: _transposed(nn.Conv1d(s.width, s.width, 3, padding=1, groups=_divisor(rng, s.width))),
-    "linear over T": lambda rng, s: _transposed(nn.Linear(s.length, s.length)),
+    "group norm": lambda rng, s: transposed(nn.GroupNorm(_divisor(rng, s.width), s.width)),
+    "instance norm": lambda rng, s: transposed(nn.InstanceNorm1d(s.width, affine=True, eps=0.1)),
+    "conv": lambda rng, s: transposed(nn.Conv1d(s.width, s.width, 3, padding=1, groups=_divisor(rng, s.width))),
+    "linear over T": lambda rng, s: transposed(nn.Linear(s.length, s.length)),
     "attention": lambda rng, s: _attention(s.width, _divisor(rng, s.width)),
     "torch attention": lambda rng, s: _torch_attention(s.width, _divisor(rng, s.width), s.length),
     "recurrent": lambda rng, s: _recurrent(rng.choice([nn.LSTM, nn.GRU, nn.RNN]), s.width),
@@ -253,7 +253,7 @@ TOKEN_LAYERS: dict[str, Make] = {
     "positions": lambda rng, s: _positions(s.length, s.width),
     "shared mask": lambda rng, s: _shared_mask(s.width, s.length),
     "position table, rows": lambda rng, s: _position_table(s.length, s.width, "rows"),
-    "prelu": lambda rng, s: _transposed(nn.PReLU(s.width)),
+    "prelu": lambda rng, s: transposed(nn.PReLU(s.width)),
     "bilinear": lambda rng, s: _pairs(s.width),
     "weight norm": lambda rng, s: parametrizations.weight_norm(nn.Linear(s.width, s.width)),
     "frozen batch norm": lambda rng, s: _frozen_batch_norm(s.width),

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpscope.flash import FlashEngine
-from dpscope.flash.private_optimizer import DPFlashOptimizer
+from dpscope.flash.opacus.private_optimizer import DPFlashOptimizer
 from dpscope.runner.measurements.time import measure_rank
 from dpscope.runner.rank_check import check_ranks
 from dpscope.runner.spec import RunSpec

@@ -5,7 +5,6 @@ TAKEN = "the test wants a refusal, and flash clipping takes the model"
 INTERNAL = "reads an internal of Opacus's GradSampleModule: ft_compute_sample_grad"
 
 EXPECTED_FAILURES: dict[str, str] = {
-    "privacy_engine_test.py::*::test_per_layer_clipping": "refused: clipping='per_layer' (docs/flash.md)",
     **{
         f"privacy_engine_test.py::PrivacyEngineText*Test::test_{name}": BATCH_FIRST
         for name in (

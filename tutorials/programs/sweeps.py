@@ -13,24 +13,12 @@ from dpscope.reports.tables import Row
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 DAY = "2026-11-15"
-TODAY = "2026-11-16"  # of what was measured again with the current version
 
 
 @cache
 def sweep(name: str, day: str = DAY) -> Comparison:
     """Return a sweep by its short name: `page`, `traffic`, `flash-grid/bf16-1024`."""
     return Comparison.read(RESULTS / f"{day}-h200-{name}")
-
-
-@cache
-def price(row: str) -> dict[str, Any]:
-    """Return a row of the table of prices of 2026-11-16, the current version: its ratios and its ordinary step."""
-    for line in (RESULTS / f"{TODAY}-h200-price.md").read_text(encoding="utf-8").splitlines():
-        cells = [cell.strip() for cell in line.strip("| ").split("|")]
-        if cells[0] == row and len(cells) == 7:
-            standard, time, fastest, peak = cells[1], *(float(cell.rstrip("!")) for cell in cells[3:6])
-            return {"standard_ms": float(standard.split()[0]), "time": time, "fastest": fastest, "memory": peak}
-    raise LookupError(f"no row {row!r} in the table of prices")
 
 
 def row(name: str, method: str, batch: int = 8, seq: int | None = 1024, model: str = "1b") -> Row:

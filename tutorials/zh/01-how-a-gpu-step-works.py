@@ -474,7 +474,7 @@ check("1.10", first_tool)
 | `ghost`（Opacus） | 345.1 ms<!-- = ms("page", "ghost") --> | 2.72×<!-- = times("page", "ghost") --> | 第二遍反向传播，以及计算范数的矩阵乘 |
 | `flash`（dpscope） | 137.8 ms<!-- = ms("page", "flash") --> | 1.09×<!-- = times("page", "flash") --> | 在同一遍反向传播里计算范数的矩阵乘 |
 
-flash 裁剪此后又变快了：2026-11-16 为 1.03×<!-- = price("8 × 1024")["time"] -->。第 5 课会用全部工具再来看它。
+flash 裁剪此后又变快了。第 5 课会用全部工具再来看它。
 """
 
 # %%

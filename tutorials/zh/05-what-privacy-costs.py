@@ -6,7 +6,7 @@
 
 **难度**：实践。**预备知识**：第 [1](01-how-a-gpu-step-works.ipynb)、[2](02-pytorch-profiler.ipynb) 课；知道什么是梯度。**时间**：阅读约 15 分钟，练习另需 40 分钟左右。
 
-现在把所有工具用在一个问题上：**差分隐私训练比同一模型的普通训练多花多少，为什么？** 下面 H200 的每个数字都由代码从提交的结果里读出。Opacus 各方法的时间、显存、trace 和字节是 2026-11-15 测的；flash 裁剪用当前版本在 2026-11-16 重新测过，正文会注明。最后你会测量自己的模型。
+现在把所有工具用在一个问题上：**差分隐私训练比同一模型的普通训练多花多少，为什么？** 下面 H200 的每个数字都由代码从提交的结果里读出。除了 5.6 节里注明运行日期的那张表，都是 2026-11-15 同一天测的；flash 裁剪此后又变快了。最后你会测量自己的模型。
 
 **读完之后你能够**
 
@@ -110,7 +110,7 @@ print("\n".join(str(page).splitlines()[:14]))
 
 # %% [markdown]
 """
-flat 裁剪的时间是普通训练的 2.10×<!-- = times("page", "flat") -->，显存是 1.42×<!-- = memory_times("page", "flat") -->；ghost 是 2.72×<!-- = times("page", "ghost") --> 和 1.14×<!-- = memory_times("page", "ghost") -->；flash 是 1.09×<!-- = times("page", "flash") --> 和 0.96×<!-- = memory_times("page", "flash") -->，当前版本是 1.03×<!-- = price("8 × 1024")["time"] --> 和 0.96×<!-- = price("8 × 1024")["memory"] -->。每次运行会有差异：同一行的 flat 在同一天的三次运行里是 2.10×<!-- = times("page", "flat") -->、2.01×<!-- = times("flash-grid/bf16-1024", "flat") --> 和 1.99×<!-- = times("traffic", "flat") -->。引用时要注明是哪次运行，不要过度解读第二位小数。
+flat 裁剪的时间是普通训练的 2.10×<!-- = times("page", "flat") -->，显存是 1.42×<!-- = memory_times("page", "flat") -->；ghost 是 2.72×<!-- = times("page", "ghost") --> 和 1.14×<!-- = memory_times("page", "ghost") -->；flash 是 1.09×<!-- = times("page", "flash") --> 和 0.96×<!-- = memory_times("page", "flash") -->。每次运行会有差异：同一行的 flat 在同一天的三次运行里是 2.10×<!-- = times("page", "flat") -->、2.01×<!-- = times("flash-grid/bf16-1024", "flat") --> 和 1.99×<!-- = times("traffic", "flat") -->。引用时要注明是哪次运行，不要过度解读第二位小数。
 
 **练习 5.2。** 一步 `ms` 毫秒，每秒训练多少个 token？
 """
@@ -216,7 +216,7 @@ check("5.5", explained)
 """
 ## 5.6 怎样增长
 
-只看一个尺寸说明不了问题。下面是时间和显存与同一次运行的普通训练之比。flat 和 ghost 是 2026-11-15 的；flash 是当前版本在 2026-11-16 的：
+只看一个尺寸说明不了问题。下面是时间和显存与同一次运行的普通训练之比。都是 2026-11-15 的：
 """
 
 # %%
@@ -232,19 +232,34 @@ for folder, batch, seq in (
     ("flash-grid/bf16-16384", 1, 16384),
 ):
     line = {"batch × sequence": f"{batch} × {seq}"}
-    for method in ("flat", "ghost"):
+    for method in ("flat", "ghost", "flash"):
         line[method] = (
             f"{recorded.times(folder, method, batch, seq):.2f}× {recorded.memory_times(folder, method, batch, seq):.2f}×"
         )
-    now = recorded.price(f"{batch} × {seq}")
-    lines.append(line | {"flash, current": f"{now['time']:.2f}× {now['memory']:.2f}×"})
+    lines.append(line)
 DataFrame(lines)
 
 # %% [markdown]
 """
 一列一列地看。flat 在短样本很多时最差（8 × 256 时 4.79×<!-- = times("traffic", "flat", 8, 256) -->），因为它的代价按样本计。ghost 在那里也不好，对长样本同样如此（1 × 16384 时 4.47×<!-- = times("flash-grid/bf16-16384", "ghost", 1, 16384) -->），因为它的范数按 T² 增长。flash 在大多数尺寸上接近一。
 
-它并非处处没有代价。8 × 256 时当前版本在这次运行中是 1.35×<!-- = price("8 × 256")["time"] -->：小的训练步受主机限制，比值取决于 CPU（当天其他运行为 0.99×<!-- given: README.md, 2026-11-16 --> 到 1.35×<!-- given: README.md, 2026-11-16 -->）。ViT-B/16 批次 64 是 1.21×<!-- = price("ViT-B/16, batch 64")["time"] -->，8 × 1024 用 TF32 是 1.17×<!-- = price("8 × 1024, TF32")["time"] -->。用 LoRA 时逐样本梯度很小，flash 现在是 1.00×<!-- = price("Llama 1.2B, LoRA r=16, 8 × 2048")["time"] -->，flat 在 2026-11-15 是 1.05×<!-- = times("your-model/first/llama-lora", "flat", 8, 2048, model="hf:llama+lora-r16") -->。请测量**你自己的**模型。
+它并非处处没有代价，也随版本变化。下面是大家常训练的模型，用的是当前版本；这张表与 README 里的相同，由同一个脚本写出：
+
+<!-- headline: begin -->
+一块 NVIDIA H200，bf16，AdamW，2026-11-16（torch 2.11.0, triton 3.6.0, opacus 1.6.0, transformers 5.17.0, peft 0.21.0）。每步时间和显存峰值，相对同一次运行的普通训练：
+
+| 模型，批大小 | 普通训练 | Opacus flat | Opacus ghost | **flash clipping** | 普通训练，编译后 | **flash，编译后** |
+| --- | --- | --- | --- | --- | --- | --- |
+| GPT-2 124M，16 × 512 | 53 ms，11.5 GiB | 2.01×，1.15× | 不支持 | 0.92×，0.99× | 未测 | 未测 |
+| 解码器 1.17B，4 × 1024 | 73 ms，22.7 GiB | 2.58×，1.42× | 3.16×，1.19× | 0.99×，1.14× | 未测 | 未测 |
+| ViT-B/16，批大小 32 | 21 ms，3.5 GiB | 3.68×，2.01× | 5.14×，1.13× | 1.44×，0.91× | 未测 | 未测 |
+| Llama 1.2B，LoRA r=16，8 × 512 | 71 ms，17.0 GiB | 1.10×，1.03× | 1.89×，1.08× | 1.08×，0.98× | 未测 | 未测 |
+
+编译后的 flash 相对编译后的普通训练。峰值取所有步，包括 flash clipping 校验模型的第一步。数值大于 1 表示更慢或更占显存。命令：`python benchmarks/rivals.py OUT`；[原始数据](../../benchmarks/results/headline.json)。
+GPT-2 124M，16 × 512，Opacus ghost：Opacus refuses this model: Parameter tying is not supported with Ghost Clipping (at lm_head (Linear))。
+<!-- headline: end -->
+
+小的训练步受主机限制：比值取决于 CPU，编译会有帮助。用 LoRA 时逐样本梯度很小，连 flat 裁剪也不贵。请测量**你自己的**模型。
 
 **练习 5.6。** 根据这张表，哪种方法对哪种形状最差？
 """

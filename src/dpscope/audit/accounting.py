@@ -1,4 +1,4 @@
-"""The accountant: does it count every step that is taken, empty batches too, at the right rate and noise?
+"""Test of the accountant: it counts every step, empty batches too, at the right rate and noise.
 
 Accountants assume that a loader draws each sample with the sample rate, independently (Poisson). That is seen by the
 indices that its batch sampler gives, over many draws; every such test raises a false alarm with a probability of at
@@ -16,7 +16,7 @@ from typing import Any
 from dpscope.audit.loop import LoopFactory, RunningLoop, StepFailed
 from dpscope.audit.samples import Samples
 from dpscope.audit.verdict import Finding, conclude, not_tried
-from dpscope.flash.oracle import batch_size_of
+from dpscope.batches import batch_size_of
 
 UNLIKELY = 1e-9
 DRAWS_TRIED = 256  # at most
@@ -27,7 +27,7 @@ Indices = Sequence[int]
 
 
 def find_sampling_faults(loader: Any, sample_rate: float | None) -> Iterator[str]:
-    """What about the loader's draws is not Poisson sampling at this rate: one sentence, or none."""
+    """Say what about the loader's draws is not Poisson sampling at this rate: one sentence, or none."""
     draws = _draws(loader)
     samples = len(loader.dataset)
     rate = sample_rate or sum(map(len, draws)) / max(1, samples * len(draws))
@@ -39,7 +39,7 @@ def find_sampling_faults(loader: Any, sample_rate: float | None) -> Iterator[str
 
 
 def _draws(loader: Any) -> list[Indices]:
-    """The indices of batches, over several epochs; where there is no batch sampler, numbers of samples alone."""
+    """Return the indices of batches, over several epochs; where there is no batch sampler, numbers of samples alone."""
     found: list[Indices] = []
     sampler = getattr(loader, "batch_sampler", None)
     while len(found) < DRAWS_TRIED:
@@ -80,7 +80,7 @@ def _sentences(draws: Sequence[Indices], samples: int, rate: float) -> Iterator[
 
 DELTA = 1e-5
 EPSILON_TOLERANCE = 1e-6  # relative: epsilons of the same accountant on the same history
-TIGHTEST = 0.99  # of the tightest known epsilon: nobody can truthfully say less
+TIGHTEST = 0.99  # of the tightest known epsilon: less cannot be true
 
 
 @dataclass
@@ -113,7 +113,7 @@ class AccountingTest:
         return conclude(faults, sum(taken.values()), "steps", untried=self.untried, figures=figures)
 
     def _take(self, sizes: tuple[int, ...]) -> tuple[RunningLoop, dict[str, int]]:
-        """Steps taken, by kind. A loop that refuses empty batches is tried without them."""
+        """Return the steps taken, by kind. A loop that refuses empty batches is tried without them."""
         run = self.factory.loop(max_grad_norm=self.clip_norm, noise_multiplier=self.noise_multiplier)
         for size in sizes if run.loop.accountant is not None else ():
             try:
@@ -153,7 +153,7 @@ class AccountingTest:
             self.untried.append("the sample rate: the loop does not say at which rate its batches are drawn")
 
     def _sampling(self, run: RunningLoop) -> Iterator[str]:
-        """Is the loader one that draws as the accountant assumes?"""
+        """Test that the loader draws as the accountant assumes."""
         loop = run.loop
         if getattr(loop.accountant, "dpscope_poisson", None) is False and loop.loader is None:
             yield f"poisson_sampling=False was given to make_private, and the accountant assumes it; {USE_POISSON}"
@@ -189,7 +189,7 @@ class AccountingTest:
 
 
 def _history(accountant: Any) -> list[tuple[float, float, int]]:
-    """Steps by (noise multiplier, sample rate)."""
+    """Return the steps by (noise multiplier, sample rate)."""
     steps: dict[tuple[float, float], int] = {}
     for noise_multiplier, sample_rate, count in accountant.history:
         key = (float(noise_multiplier), float(sample_rate))

@@ -29,12 +29,27 @@ def check_loop(
     seed: int = 0,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Audit:
-    """Try neighbouring batches, the noise and the accountant of a training loop, whatever it is made of.
+    """Test neighbouring batches, the noise and the accountant of any training loop.
 
-    `make_loop(noise_multiplier=…, max_grad_norm=…, seed=…)` gives a new `dpscope.Loop`; it is called some ten times,
-    and each loop starts from the parameters of the first. `batches` are where samples are taken from: tensors, or lists
-    and dictionaries of them, whose first dimension is the sample. Clip norms are chosen by the samples' norms, and
-    `max_grad_norm` is tried as well; `sizes` replaces the batch sizes that coincide with other lengths of the model.
+    Args:
+        make_loop: Called as `make_loop(noise_multiplier=…, max_grad_norm=…, seed=…)`, about ten times. Returns a new
+            `dpscope.Loop`; each starts from the parameters of the first.
+        batches: Samples to use: tensors, or lists and dictionaries of them; the first dimension is the sample.
+        noise_multiplier: Noise of a step divided by the clip norm.
+        max_grad_norm: A clip norm to try besides those that follow from the samples' norms.
+        sizes: Batch sizes to try, instead of those that coincide with other lengths of the model.
+        seed: Seed of all random numbers.
+        progress: Called with a line about what is done now.
+
+    Returns:
+        The verdicts: `neighbours`, `noise`, `accounting`, and `ok`. `print` it, or take `to_json()`.
+
+    Raises:
+        UserError: The loop or the batches cannot be used.
+
+    Example:
+        >>> found = dpscope.check_loop(make_loop, loader)
+        >>> assert found.ok, found
     """
     noise_multiplier = TRIED_NOISE(noise_multiplier)
     max_grad_norm = None if max_grad_norm is None else numbers.MAX_GRAD_NORM(max_grad_norm)

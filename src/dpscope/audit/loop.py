@@ -22,15 +22,23 @@ Tensors = dict[str, Tensor]  # by the name of a parameter or buffer
 
 @dataclass(frozen=True, kw_only=True)
 class Loop:
-    """A model, and a function that does one private step on a batch, with plain SGD:
+    """Training loop to check: a model, and a function that takes one private step on a batch with plain SGD.
 
         p ← p − scale · (Σ_b c_b v_b + σC·z)        scale = learning rate / expected batch size
 
-    accountant    Opacus's, or anything whose `history` is [(noise multiplier, sample rate, steps), …]; where it has
-                  `get_epsilon(delta)`, that is tried too
-    sample_rate   what the accountant should be told
-    loader        what it trains on: how batches are drawn is tried where it is a DataLoader
-    save, resume  give what a checkpoint holds, and take it in a new loop
+    Args:
+        model: The model. Its parameters are read, and restored after each step.
+        step: Takes a batch and does one private step.
+        scale: The learning rate over the expected batch size.
+        accountant: Opacus's, or anything whose `history` is [(noise multiplier, sample rate, steps), …]. If it has
+            `get_epsilon(delta)`, that is tested too.
+        sample_rate: The rate that the accountant should be told.
+        loader: The data that it trains on. If it is a DataLoader, the sampling of batches is tested.
+        save: Returns what a checkpoint holds.
+        resume: Takes what `save` returned, in a new loop.
+
+    Example:
+        >>> loop = dpscope.Loop(model=model, step=step, scale=learning_rate / batch_size)
     """
 
     model: nn.Module
@@ -59,7 +67,7 @@ class ObservedStep:
     buffers: Tensors
 
     def distance(self, other: ObservedStep) -> float:
-        """‖Σ − Σ'‖ over all parameters; infinite where either is not finite."""
+        """Return ‖Σ − Σ'‖ over all parameters; infinite if either is not finite."""
         return _norm(self.sums[name].double() - other.sums[name].double() for name in self.sums)
 
     @property
@@ -90,11 +98,11 @@ class LoopFactory:
         self.random = False  # whether a step without noise depends on what it draws (dropout)
 
     def loop(self, *, max_grad_norm: float, noise_multiplier: float = 0.0, silent: bool = False) -> RunningLoop:
-        """`silent`: with dropout and the like switched off."""
+        """Return a running loop; `silent`: with dropout and the like switched off."""
         return RunningLoop(self, max_grad_norm, noise_multiplier, silent=silent)
 
     def make(self, max_grad_norm: float, noise_multiplier: float) -> Loop:
-        """A new loop with a seed of its own."""
+        """Return a new loop with a seed of its own."""
         if sum(p.nbytes for p in self.start.values()) > LARGE_MODEL:
             release_memory()  # of loops before
         self.made += 1
@@ -115,7 +123,7 @@ class LoopFactory:
         return loop
 
     def rounding(self, scale: float) -> float:
-        """What an update loses by being added to the parameters: a norm, in the unit of the sums."""
+        """Return what an update loses by being added to the parameters: a norm, in the unit of the sums."""
         square = sum(
             (float(p.double().norm()) * torch.finfo(p.dtype).eps) ** 2
             for p in self.start.values()
@@ -145,7 +153,7 @@ class RunningLoop:
         return loop
 
     def step(self, batch: Batch, factor: float = 1.0, *, state: RandomState | int = 0) -> ObservedStep:
-        """One step from the parameters of the start, times `factor`.
+        """Take one step from the parameters of the start, times `factor`.
 
         state   without noise, where random generators stand before it, or another seed than the usual one
         """

@@ -18,7 +18,7 @@ def release_memory() -> None:
 
 
 def free_memory() -> int | None:
-    """Bytes that this process can still take, by the system and by the limit of its control group; None: not known."""
+    """Return the bytes that this process can still take, by the system and its control group; None if unknown."""
     found = [_kilobytes("/proc/meminfo", "MemAvailable:")]
     for limit, used in (
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),

@@ -1,4 +1,4 @@
-"""Batches that differ in one sample: how far does the noiseless sum move?
+"""Test of neighbouring batches, which differ in one sample: how far the noiseless sum moves.
 
 With every sample's share of the sum at most C in norm, removing a sample moves it by at most C and replacing one by at
 most 2C, whatever the other samples are. All privacy accounting rests on this and on nothing else of the gradient.
@@ -93,7 +93,7 @@ class NeighbourTest:
         return conclude(self._faults(), len(self.trials), "trials", untried=untried, figures=figures)
 
     def _ways(self) -> list[tuple[bool, bool]]:
-        """How the model runs: (its randomness off, samples removed)."""
+        """Return how the model runs: (its randomness off, samples removed)."""
         if not self.factory.random:
             return [(False, True)]
         if not is_random(self._loop(UNCLIPPED, silent=True), self.samples):
@@ -110,7 +110,7 @@ class NeighbourTest:
     # -- batches -------------------------------------------------------------------------------------------------------
 
     def _copies(self, usable: list[int]) -> None:
-        """Batches of one sample repeated, C just above its norm in such a batch."""
+        """Try batches of one sample repeated, with C just above its norm in such a batch."""
         extremes = [i for name, i in self.samples.extremes.items() if name != ZEROS and self.norms.get(i)]
         by_norm = sorted(usable, key=lambda index: self.norms[index])
         bases = list(dict.fromkeys([by_norm[0], by_norm[-1], *extremes]))
@@ -138,7 +138,7 @@ class NeighbourTest:
             self._sequence(clip_norm, list(dict.fromkeys(sizes)), usable)
 
     def _sequence(self, clip_norm: float, sizes: list[int], usable: list[int]) -> None:
-        """Batches of these sizes on one loop, as Poisson sampling gives them; then the first one again."""
+        """Try batches of these sizes on one loop, as Poisson sampling gives them; then the first one again."""
         loop = self._loop(clip_norm)
         extremes = [index for index in self.samples.extremes.values() if index in self.norms]
         first: tuple[list[int], ObservedStep] | None = None
@@ -170,7 +170,7 @@ class NeighbourTest:
     def _try_neighbours(
         self, loop: RunningLoop, clip_norm: float, batch: list[int], position: int, others: Sequence[int]
     ) -> ObservedStep | None:
-        """The batch, then its neighbours: others in the place of one sample, and without it."""
+        """Return the batch, then its neighbours: others in the place of one sample, and without it."""
         rounding = self._rounding(loop, clip_norm)
         if rounding > MAX_ROUNDING_OF_CLIP_NORM:
             lost = (
@@ -198,7 +198,7 @@ class NeighbourTest:
         return self.removes or len(batch) == 1
 
     def _at_other_parameters(self, loop: RunningLoop, clip_norm: float, sample: int) -> None:
-        """A sample alone, at other parameters: norms that were taken at those of the first steps do not fit there."""
+        """Try a sample alone at other parameters, where norms kept from the first steps do not fit."""
         for factor in OTHER_PARAMETERS:
             try:
                 alone, nobody = (loop.step(self.samples.batch(batch), factor) for batch in ([sample], []))
@@ -259,7 +259,7 @@ class NeighbourTest:
         return next((name for name, i in self.samples.extremes.items() if i == index), "another")
 
     def _locate(self, beyond: list[Trial]) -> Iterator[str]:
-        """Where the rows of other samples moved: found by replacing, so that rows stay in their places."""
+        """Say where the rows of other samples moved, found by replacing a sample so that rows stay in place."""
         replaced = [trial for trial in beyond if trial.other is not None and len(trial.batch) > 1]
         if replaced:
             trial = max(replaced, key=lambda trial: trial.share)
@@ -298,7 +298,7 @@ class NeighbourTest:
                 return
 
     def _explain_share(self, sample: int, share: float, clip_norm: float) -> str:
-        """A sample's share is too large whatever its batch is."""
+        """Explain a sample's share that is too large whatever its batch is."""
         norm = self.norms.get(sample, 0.0)
         if abs(share * clip_norm - norm) <= 0.01 * norm:
             return f"a sample's gradient of norm {norm:.3g} goes into the sum as it is: it is not clipped"
@@ -307,7 +307,7 @@ class NeighbourTest:
 
 
 def is_random(loop: RunningLoop, samples: Samples) -> bool:
-    """Whether a step without noise depends on random numbers that it draws, and on nothing that steps leave behind."""
+    """Tell if a step without noise depends on random numbers that it draws."""
     batch = samples.batch(samples.ordinary[:COMPANIONS])
     first, again = loop.step(batch), loop.step(batch)
     if again.distance(first) > CHANGED * first.norm:

@@ -59,7 +59,7 @@ class NoiseTest:
             self.untried.append(f"an empty batch: {error}")
 
     def _noisy_steps(self) -> None:
-        """A run of steps; runs resumed from a checkpoint in its middle; and a run of another seed."""
+        """Take a run of steps, runs resumed from a checkpoint in its middle, and a run of another seed."""
         count = self._number_of_steps()
         run, saved = self._new_run(), None
         for index in range(count):
@@ -74,7 +74,7 @@ class NoiseTest:
         self._draw(self._new_run(), "step 1 of a run with another seed", 1)
 
     def _number_of_steps(self) -> int:
-        """So many that every parameter shows at least `VALUES_PER_PARAMETER` values, and all of them `TAIL_VALUES`."""
+        """Return enough steps for `VALUES_PER_PARAMETER` values of each parameter and `TAIL_VALUES` in all."""
         sizes = [self.factory.start[name].numel() for name in self.factory.trainable]
         needed = max(VALUES_PER_PARAMETER / max(1, min(sizes)), TAIL_VALUES / max(1, sum(sizes)))
         return min(MAX_STEPS, max(MIN_STEPS, math.ceil(needed)))
@@ -93,7 +93,7 @@ class NoiseTest:
             return None
 
     def _resumed(self, saved: tuple[Any] | None) -> list[RunningLoop]:
-        """Two runs that go on from the same checkpoint."""
+        """Return two runs that go on from the same checkpoint."""
         runs = []
         for _ in range(2 if saved else 0):
             run = self._new_run()
@@ -121,7 +121,7 @@ class NoiseTest:
         self.steps.append(NoisyStep.of(label, size, ((n, z) for n, z in noise if self._trains(n, z))))
 
     def _trains(self, name: str, noise: Tensor) -> bool:
-        """A parameter that no sample moves needs no noise."""
+        """Tell if a parameter trains: one that no sample moves needs no noise."""
         return bool(noise.any()) or any(bool(step.sums[name].any()) for step in self.without.values())
 
     def _rounding(self) -> str | None:

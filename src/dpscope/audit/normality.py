@@ -38,8 +38,7 @@ SAME_COSINE = 0.99  # the cosine of vectors that are the same but for rounding
 
 @dataclass(frozen=True)
 class NoisyStep:
-    """The noise of one step. By parameter: how many values, their sum, that of their squares, the largest |value|, and
-    the first of them."""
+    """Noise of one step, by parameter: number of values, their sum and squares' sum, largest |value|, first values."""
 
     label: str
     size: int  # of the batch
@@ -51,7 +50,7 @@ class NoisyStep:
 
     @classmethod
     def of(cls, label: str, size: int, noise: Iterable[tuple[str, Tensor]]) -> NoisyStep:
-        """Of the noise of each parameter, looked at one after the other."""
+        """Summarise the noise of each parameter, one after the other."""
         step = cls(label, size, {}, {}, {}, {}, {})
         for name, values in noise:
             z = values.flatten()
@@ -67,7 +66,7 @@ class NoisyStep:
 
 
 class Kind(Enum):
-    """What a test measures."""
+    """Quantity that a test measures."""
 
     SIZE = "standard deviation of a parameter's noise"
     STEP_SIZE = "standard deviation of a step's noise"
@@ -89,7 +88,7 @@ class TestResult:
 
 
 def find_noise_faults(steps: Sequence[NoisyStep]) -> list[str]:
-    """What is wrong with the noise, a sentence each; none if nothing is."""
+    """Return the faults of the noise, a sentence each."""
     if not all(math.isfinite(step.variance) for step in steps):
         return ["noisy steps leave inf or NaN in the parameters"]
     if all(step.variance < NO_VARIANCE for step in steps):
@@ -117,7 +116,7 @@ def find_noise_faults(steps: Sequence[NoisyStep]) -> list[str]:
 
 
 def _run_tests(steps: Sequence[NoisyStep], names: Sequence[str]) -> Iterator[TestResult]:
-    """All tests but that of repeated steps, on steps that repeat none."""
+    """Yield all tests but that of repeated steps, on steps that repeat none."""
     yield from _sizes(steps, names)
     yield from _tails(steps, names)
     rows = {name: torch.stack([_unit_variance(step, name) for step in steps]) for name in names}  # (steps, values) each
@@ -136,7 +135,7 @@ def _run_tests(steps: Sequence[NoisyStep], names: Sequence[str]) -> Iterator[Tes
 
 
 def _unit_variance(step: NoisyStep, name: str) -> Tensor:
-    """Scaled to unit variance, so that the other tests do not depend on the size of the noise."""
+    """Scale to unit variance, so that the other tests do not depend on the size of the noise."""
     return step.kept[name] / math.sqrt(step.variance)
 
 
@@ -156,7 +155,7 @@ def _sizes(steps: Sequence[NoisyStep], names: Sequence[str]) -> Iterator[TestRes
 
 
 def _tails(steps: Sequence[NoisyStep], names: Sequence[str]) -> Iterator[TestResult]:
-    """The largest value of each parameter, and of all together: noise that is cut off has none beyond."""
+    """Yield the largest value of each parameter, and of all together: noise that is cut off has none beyond."""
     for group in [*([name] for name in names), list(names)]:
         count = sum(step.counts[name] for step in steps for name in group)
         square = sum(step.squares[name] for step in steps for name in group)
@@ -172,13 +171,13 @@ def _chi_square(square: float, count: float) -> float:
 
 
 def _repetitions(steps: Sequence[NoisyStep]) -> Iterator[TestResult]:
-    """Every two steps, over all parameters."""
+    """Yield every two steps, over all parameters."""
     whole = torch.stack([torch.cat(list(step.kept.values())) for step in steps])
     yield from _pairwise_cosines(Kind.REPEATED, [step.label for step in steps], whole)
 
 
 def _sharing(rows: dict[str, Tensor]) -> Iterator[TestResult]:
-    """Every two parameters, as far as both go: those of other shapes may start with the same values."""
+    """Yield every two parameters, as far as both go: those of other shapes may start with the same values."""
     lengths = {row.shape[1] for row in rows.values()}
     for length in sorted({n for n in lengths if n < 64} | {n for n in (64, KEPT_VALUES) if n <= max(lengths)}):
         names = [name for name, row in rows.items() if row.shape[1] >= length]
@@ -187,7 +186,7 @@ def _sharing(rows: dict[str, Tensor]) -> Iterator[TestResult]:
 
 
 def _pairwise_cosines(kind: Kind, names: Sequence[str], vectors: Tensor) -> Iterator[TestResult]:
-    """vectors: (names, values)."""
+    """Yield the cosines of all pairs; vectors: (names, values)."""
     unit = F.normalize(vectors, dim=1)
     cosines = (unit @ unit.T).tolist()
     for i, j in combinations(range(len(names)), 2):
@@ -252,7 +251,7 @@ def _values(steps: Sequence[NoisyStep], alarm: TestResult, names: Sequence[str])
 
 
 def _expected_largest(steps: Sequence[NoisyStep], alarm: TestResult, names: Sequence[str]) -> float:
-    """About the largest |z| of so many normals: one value in n is beyond it."""
+    """Return about the largest |z| of so many normals: one value in n is beyond it."""
     return float(stats.norm.isf(0.5 / _values(steps, alarm, names)))
 
 

@@ -18,7 +18,7 @@ COMPANIONS = 4  # samples in a batch for losses that compare samples
 
 
 def sample_norms(unclipped: RunningLoop, samples: Samples) -> dict[int, float]:
-    """The finite norms, by sample. An extreme sample that the loop refuses has none."""
+    """Return the finite norms, by sample. An extreme sample that the loop refuses has none."""
     norms = {index: unclipped.step(samples.batch([index])).norm for index in samples.ordinary}
     for index in samples.extremes.values():
         try:
@@ -31,7 +31,7 @@ def sample_norms(unclipped: RunningLoop, samples: Samples) -> dict[int, float]:
 
 
 def _norm_in_batch(unclipped: RunningLoop, samples: Samples) -> float:
-    """The norm of the batch's sum over its size: about that of one sample's gradient in it."""
+    """Return the norm of the batch's sum over its size: about that of one sample's gradient in it."""
     together = samples.ordinary[:COMPANIONS]
     try:
         return unclipped.step(samples.batch(together)).norm / len(together)
@@ -40,7 +40,7 @@ def _norm_in_batch(unclipped: RunningLoop, samples: Samples) -> float:
 
 
 def usual_clip_norm(norms: dict[int, float], samples: Samples) -> float:
-    """One that about half of the ordinary samples exceed."""
+    """Return a clip norm that about half of the ordinary samples exceed."""
     known = [norm for index in samples.ordinary if (norm := norms.get(index))]
     return statistics.median(known) if known else 1.0
 
@@ -62,7 +62,7 @@ def require_plain_sgd(unclipped: RunningLoop, samples: Samples) -> None:
             f"the optimizer moves every entry equally far, as Adam does in its first step: {USE_PLAIN_SGD}"
         )
     ratio = float(second.norm() / first.norm())
-    # Gradients that nobody clears make it exactly 2, which is a fault and not momentum.
+    # Gradients that are not cleared make it exactly 2, which is a fault and not momentum.
     if float(torch.cosine_similarity(first, second, 0)) > COLLINEAR and 1.01 < ratio < 1.999:
         raise StepFailed(f"the optimizer goes {ratio:.3g} times as far the second time (momentum): {USE_PLAIN_SGD}")
 

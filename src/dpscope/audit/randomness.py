@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class RandomState(NamedTuple):
-    """Where the generators stand that everybody shares: torch's, on every device, Python's and numpy's."""
+    """States of the generators that all code shares: torch's on every device, Python's and numpy's."""
 
     torch: Tensor
     cuda: list[Tensor]
@@ -48,7 +48,7 @@ def seed_all(seed: int) -> None:
 
 @contextmanager
 def left_alone() -> Iterator[None]:
-    """Afterwards they stand where they stood."""
+    """Restore the random states afterwards."""
     before = RandomState.now()
     try:
         yield

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from dpscope.audit.loop import RunningLoop, StepFailed
+from dpscope.batches import batch_size_of, map_tensors, tensors_of
 from dpscope.errors import UserError
-from dpscope.flash.oracle import batch_size_of, map_tensors, tensors_of
 from dpscope.instruments.module_hooks import module_hooks
 from dpscope.workloads.workload import Batch
 
@@ -31,12 +31,12 @@ def _large(row: Tensor, others: Tensor) -> Tensor:
 
 
 def _full(row: Tensor, others: Tensor) -> Tensor:
-    """The largest value met, everywhere: a mask of ones, a sentence of one word."""
+    """Return the largest value met, everywhere: a mask of ones, a sentence of one word."""
     return row if row.is_floating_point() else others.amax().expand_as(row).clone()
 
 
 def _short(row: Tensor, others: Tensor) -> Tensor:
-    """All but the first position takes the smallest value met, and so does a lone number: padding, a length of one."""
+    """Return the sample with all but its first position at the smallest value met, as padding does."""
     short, smallest = row.clone(), others.amin()
     if row.dim():
         short[1:] = 0 if row.is_floating_point() else smallest
@@ -75,7 +75,7 @@ class Samples:
         return next((len(rows) for rows in self.rows if rows is not None), 0)
 
     def ordinary_batch(self, size: int) -> Batch:
-        """Ordinary samples, again from the first where there are too few."""
+        """Return ordinary samples, again from the first if there are too few."""
         return self.batch([self.ordinary[k % len(self.ordinary)] for k in range(size)])
 
     def batch(self, indices: Sequence[int]) -> Batch:
@@ -88,7 +88,7 @@ class Samples:
         return map_tensors(self.template, take)
 
     def shapes(self) -> list[torch.Size]:
-        """The shapes of one sample's tensors."""
+        """Return the shapes of one sample's tensors."""
         return [rows.shape[1:] for rows in self.rows if rows is not None]
 
     def _add_batch(self, batch: Batch) -> int:
@@ -126,7 +126,7 @@ MANY_SAMPLES = 8  # samples in a batch are enough
 
 
 def sizes_to_try(loop: RunningLoop, samples: Samples) -> list[int]:
-    """The lengths that coincide with a dimension, the likeliest first: positions, heads and groups, features."""
+    """Return the lengths that coincide with a dimension, the likeliest first: positions, heads and groups, features."""
     model = loop.loop.model
     found = [
         *(length for shape in samples.shapes() for length in shape),
@@ -144,7 +144,7 @@ def sizes_to_try(loop: RunningLoop, samples: Samples) -> list[int]:
 
 
 def _counts(model: nn.Module) -> Iterator[int]:
-    """Attributes such as `num_heads` and `num_groups`."""
+    """Yield attributes such as `num_heads` and `num_groups`."""
     for module in model.modules():
         for name, value in vars(module).items():
             if type(value) is int and ("head" in name or "group" in name):
@@ -152,7 +152,7 @@ def _counts(model: nn.Module) -> Iterator[int]:
 
 
 def _activation_lengths(loop: RunningLoop, batch: Batch) -> list[int]:
-    """The lengths, but for the first dimension, of all tensors that go through the model's modules."""
+    """Return the lengths, but for the first dimension, of all tensors that go through the model's modules."""
     shapes: list[torch.Size] = []
 
     def note(name: str, module: nn.Module, args: Any, output: Any) -> None:

@@ -1,4 +1,4 @@
-"""Which module mixes samples: the first whose values for other samples change when one sample is replaced."""
+"""Search for the module that mixes samples: the first whose values for other samples change with one sample."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class ModuleValues:
 
 
 class MeetingPlace(NamedTuple):
-    """Where samples meet, as a sentence; `found`: it names a module, or the loss."""
+    """Place where samples meet, as a sentence; `found`: it names a module, or the loss."""
 
     sentence: str
     found: bool
 
 
 def locate_mixing(loop: RunningLoop, batch: Batch, neighbour: Batch, position: int, size: int) -> MeetingPlace:
-    """The first module whose input, output or output gradient changed for another sample."""
+    """Return the first module whose input, output or output gradient changed for another sample."""
     try:
         first, second = _trace(loop, batch), _trace(loop, neighbour)
     except StepFailed as error:
@@ -60,7 +60,7 @@ def locate_mixing(loop: RunningLoop, batch: Batch, neighbour: Batch, position: i
 
 
 def _trace(loop: RunningLoop, batch: Batch) -> ModuleValues:
-    """The shortest of several steps: an engine may run the model more often in some of them, to check it."""
+    """Return the shortest of several steps: an engine may run the model more often in some of them, to check it."""
     traces = []
     for _ in range(STEPS_TRACED):
         with _recording(loop.loop.model) as trace:
@@ -90,12 +90,12 @@ def _recording(model: nn.Module) -> Iterator[ModuleValues]:
 
 
 def _is_plain(leaf: object) -> bool:
-    """Whether a leaf is a tensor, and none of a function transform."""
+    """Tell if a leaf is a plain tensor, outside of function transforms."""
     return isinstance(leaf, Tensor) and not torch._C._functorch.is_functorch_wrapped_tensor(leaf)
 
 
 def _has_rows(a: Tensor, b: Tensor, size: int) -> bool:
-    """Whether both hold something for each sample, first dimension first."""
+    """Tell if both hold something for each sample, in the first dimension."""
     return a.shape == b.shape and a.dim() > 0 and a.numel() > 0 and a.shape[0] % size == 0
 
 

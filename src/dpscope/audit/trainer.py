@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 
 from dpscope.audit.loop import Loop, MakeLoop
+from dpscope.batches import LossFn, split_batch
 from dpscope.errors import UserError
-from dpscope.flash.oracle import LossFn, split_batch
 from dpscope.trainers.base import TrainerBase
 from dpscope.vocabulary.settings import EAGER, TrainerSettings
 from dpscope.workloads.workload import Batch
@@ -24,14 +24,14 @@ DATASET_BATCHES = 100  # batches in the data set that the accountant is told of
 
 @dataclass(frozen=True)
 class StepSettings:
-    """How a method takes the steps that it is tried in."""
+    """Settings of the steps that a method is tested in."""
 
     accumulate: int = 1  # physical batches of a step
     checkpoint_blocks: bool = False
     compile: str = EAGER
 
     def divide(self, samples: int) -> dict[str, Any]:
-        """The settings of a trainer whose steps are of so many samples."""
+        """Return the settings of a trainer whose steps are of so many samples."""
         if samples % self.accumulate:
             raise UserError(
                 f"a batch of {samples} samples cannot be {self.accumulate} batches of one size: give a batch size that "
@@ -77,13 +77,13 @@ def loop_maker(
 
 
 def trained_model(trainer: TrainerBase, model: nn.Module) -> nn.Module:
-    """The module whose parameters move. A trainer may wrap the model it was given, or train a copy."""
+    """Return the module whose parameters move. A trainer may wrap the model it was given, or train a copy."""
     own = {id(p) for p in model.parameters()}
     return model if own & {id(p) for p in trainer.model.parameters()} else trainer.model
 
 
 def _account(trainer: TrainerBase, sample_rate: float) -> Any:
-    """Opacus's accountant, attached to an optimizer that has step hooks; None where it has none."""
+    """Return Opacus's accountant, attached to an optimizer that has step hooks; None if it has none."""
     attach = getattr(trainer.optimizer, "attach_step_hook", None)
     if attach is None:
         return None

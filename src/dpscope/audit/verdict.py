@@ -1,4 +1,4 @@
-"""What an audit found: as plain data, and told to a person."""
+"""Findings of an audit: as plain data, and as text."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def audit_sentences(audits: dict[str, Audit]) -> Iterator[str]:
 
 
 def conclusion(audits: dict[str, Audit]) -> str:
-    """The last line. What held is not proved."""
+    """Return the last line, which says that what held is not proved."""
     endings = group_names((method, _ending(audit)) for method, audit in audits.items())
     return "; ".join(f"{methods}: {ending}" for ending, methods in endings.items()) + "."
 

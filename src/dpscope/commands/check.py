@@ -1,4 +1,4 @@
-"""`dpscope check`: is a method exact on this workload?"""
+"""`dpscope check`: tests if a method is exact on a workload."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def _check_ranks(
 
 @contextmanager
 def _progress(console: Console) -> Iterator[Callable[[str], None]]:
-    """What says what is done now: in place on a terminal, else a line on standard error every few seconds."""
+    """Give a function that reports progress: in place on a terminal, else a line on standard error now and then."""
     if console.is_terminal:
         with console.status("") as status:
             yield lambda what: status.update(f"checking: {what}")
@@ -179,7 +179,7 @@ def _progress(console: Console) -> Iterator[Callable[[str], None]]:
 
 
 def _described(spec: RunSpec) -> Iterator[str]:
-    """What is checked: the model, its sequence length, and what is not usual of a step."""
+    """Yield words for what is checked: the model, its sequence length, and unusual settings of a step."""
     yield spec.workload.name
     if spec.seq_len is not None:
         yield f"sequence {spec.seq_len}"

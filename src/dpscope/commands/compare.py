@@ -72,7 +72,7 @@ def command(
 
 
 def _next_steps(spec: RunSpec, *, whole: bool) -> str:
-    """Options to try next: those not used yet that this workload takes."""
+    """Return options to try next: those not used yet that this workload takes."""
     sizes = f"--batch-size {spec.batch_size},{2 * spec.batch_size}"
     if spec.seq_len is not None and spec.seq_len > 1:
         sizes += f" --seq-len {spec.seq_len // 2},{spec.seq_len}"

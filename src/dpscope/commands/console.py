@@ -51,7 +51,7 @@ def files_written(files: Sequence[Path]) -> str:
 
 
 def name_files(console: Console, files: Sequence[Path]) -> None:
-    """Every file that was written, and at last the one to open."""
+    """Print every file that was written, and last the one to open."""
     console.print(f"\n{files_written(files)}", highlight=False, soft_wrap=True)
     for page in (path for path in files if path.suffix == ".html"):
         console.print(Text(f"\nOpen: {page}", style="bold"), soft_wrap=True)
@@ -69,7 +69,7 @@ class SweepProgress(SweepObserver):
     """Observes a sweep. Use as a context manager."""
 
     def __init__(self, console: Console, instruments: Sequence[str]) -> None:
-        """`instruments`: that of each row, in order."""
+        """Take the instrument of each row, in order, as `instruments`."""
         self._console = console
         self._instruments = instruments
         self.rows = rows = len(instruments)
@@ -113,7 +113,7 @@ class SweepProgress(SweepObserver):
         self._console.print(self._line(row, result, kept=kept, left=left), highlight=False, soft_wrap=True)
 
     def _time_left(self, row: int) -> str:
-        """From the rows measured so far, each instrument by its own: one may take ten times as long as another."""
+        """Estimate the time left from the rows so far, for each instrument by its own rows."""
         everything = [seconds for found in self._measured.values() for seconds in found]
         ahead = self._instruments[row + 1 :]
         if not (everything and ahead):
@@ -133,7 +133,7 @@ class SweepProgress(SweepObserver):
 
 
 def _figures(result: Result) -> Iterator[str]:
-    """The figures in a row's line: those that its instrument measured."""
+    """Yield the figures in a row's line: those that its instrument measured."""
     if not result.ok:
         yield f"{result.status}: {result.reason}"
     if result.timing:

@@ -1,4 +1,4 @@
-"""`dpscope doctor`: what works on this machine, what does not, and how to mend it."""
+"""`dpscope doctor`: what works on this machine, what does not, and how to fix it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COLOURS = {PRESENT: "green", ABSENT: "yellow", BROKEN: "bold red"}
 @click.command(name="doctor")
 @json_option
 def command(json_file: Path | None) -> None:
-    """Check Python, torch, CUDA, Opacus, Triton, torch.compile, packages, Nsight and disk; say how to mend them."""
+    """Check Python, torch, CUDA, Opacus, Triton, torch.compile, packages, Nsight and disk; say how to fix them."""
     diagnoses = diagnose()
     blocked = [each.name for each in diagnoses if each.required and each.status != PRESENT]
     if json_file is not None:
@@ -30,11 +30,11 @@ def command(json_file: Path | None) -> None:
     headings = ("what", "status", "found")
     table = bare_table(*headings, left=headings, wrap=headings)
     for each in diagnoses:
-        found = each.found if each.status == PRESENT else f"{each.found}. To mend: {each.remedy}"
+        found = each.found if each.status == PRESENT else f"{each.found}. To fix: {each.remedy}"
         table.add_row(each.name, Text(each.status, style=COLOURS[each.status]), found)
     console = make_console()
     console.print(table)
     if blocked:
-        console.print(f"\nNothing can be measured before this is mended: {', '.join(blocked)}.")
+        console.print(f"\nNothing can be measured before this is fixed: {', '.join(blocked)}.")
         leave(False)
     console.print("\nReady: try `dpscope compare`.")

@@ -15,7 +15,7 @@ from dpscope.runner.measurements.memory import resolve_rule
 @click.command(name="memory")
 @instrument_arguments("memory")
 def command(**options: Any) -> None:
-    """Memory by component: what each method's peak is made of, over time and by module.
+    """Show memory by component: what each method's peak is made of, over time and by module.
 
     \b
     dpscope memory

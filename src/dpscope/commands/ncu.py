@@ -17,7 +17,7 @@ GUIDE_HELP = "Print the guide to reading reports and traffic, and measure nothin
 
 
 def guide_text() -> str:
-    """The guide as Markdown, from the installed package or from the checkout it runs in."""
+    """Return the guide as Markdown, from the installed package or from the checkout it runs in."""
     here = Path(__file__)
     places = (here.with_name(GUIDE), here.parents[3] / "docs" / GUIDE)
     return next(place for place in places if place.is_file()).read_text(encoding="utf-8")

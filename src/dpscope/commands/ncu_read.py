@@ -30,7 +30,7 @@ COLUMNS = {
 @click.option("--steps", type=click.IntRange(min=1), default=1, show_default=True, help="Steps in each report.")
 @click.option("--csv", "as_csv", is_flag=True, help="CSV in bytes, with every figure, instead of the table.")
 def command(paths: Sequence[Path], steps: int, as_csv: bool) -> None:
-    """Bytes per step in reports of ncu, next to the report whose name has `standard` or `vanilla` and the same size.
+    """Show bytes per step in reports of ncu, next to the report named `standard` or `vanilla` of the same size.
 
     A report of kernels is added up. Needs ncu or the package ncu-report, and no GPU.
 
@@ -69,7 +69,7 @@ def _show(figures: dict[Path, Figures], steps: int) -> None:
 
 
 def _ratio(path: Path, figures: dict[Path, Figures]) -> float | None:
-    """DRAM bytes next to the standard report of the same size: report_dpsgd_bs8_seq256 / report_standard_bs8_seq256."""
+    """Return DRAM bytes relative to the standard report of the same size (report_standard_bs8_seq256)."""
     size = path.stem.partition("_bs")[2]
     names = {f"report_{name}_bs{size}" for name in ("standard", "vanilla")}
     beside = next((seen for other, seen in figures.items() if size and other.stem in names), None)

@@ -89,7 +89,7 @@ def write_json(path: Path, text: str) -> None:
 
 
 def workload_options(function: F) -> F:
-    """What is trained: --model, --hf-config or --workload, every dimension of it, and adapters on it."""
+    """Add the options of a workload: --model, --hf-config or --workload, its dimensions, and adapters."""
     sizes = [
         click.option(flag_of(name), type=int, help=f"Instead of the preset's {name.replace('_', ' ')}.")
         for name in MODEL_SIZES
@@ -125,7 +125,7 @@ def workload_options(function: F) -> F:
 
 
 def setting_option(name: str, **instead: Any) -> Callable[[F], F]:
-    """The flag of a setting; `instead`: what this command says of it otherwise."""
+    """Return the flag of a setting; `instead`: what this command says of it otherwise."""
     setting = SETTINGS[name]
     default = setting.default if setting.flag_default is None else setting.flag_default
     kind: dict[str, Any] = {"type": type(default), "show_default": True}
@@ -137,7 +137,7 @@ def setting_option(name: str, **instead: Any) -> Callable[[F], F]:
 
 
 def instrument_options(name: str) -> Callable[[F], F]:
-    """The options of an instrument, from its entry in `INSTRUMENTS`."""
+    """Return the options of an instrument, from its entry in `INSTRUMENTS`."""
     return lambda function: _apply(
         function, [_instrument_option(key, option) for key, option in INSTRUMENTS[name].options.items()]
     )
@@ -156,12 +156,12 @@ def _instrument_option(name: str, option: Option) -> Callable[[F], F]:
 
 
 def step_options(function: F) -> F:
-    """What a step is: number format, optimizer, privacy, seed, device."""
+    """Add the options of a step: number format, optimizer, privacy, seed, device."""
     return _apply(function, [setting_option(name) for name in FLAGS if name not in REPEATS])
 
 
 def sweep_options(function: F) -> F:
-    """How a sweep runs and where its results go."""
+    """Return how a sweep runs and where its results go."""
     return _apply(
         function,
         [

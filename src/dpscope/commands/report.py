@@ -113,7 +113,7 @@ def failing_rows(change: Against, words: Sequence[str]) -> list[str]:
 
 
 def parse_formats(text: str) -> tuple[str, ...]:
-    """`png,svg`: of figures."""
+    """Parse formats of figures: `png,svg`."""
     names = tuple(dict.fromkeys(name.strip().lower().lstrip(".") for name in text.split(",") if name.strip()))
     if unknown := [name for name in names if name not in FORMATS]:
         raise UserError(f"no figure format {', '.join(map(repr, unknown))}: choose from {', '.join(FORMATS)}")

@@ -1,4 +1,4 @@
-"""`dpscope selftest`: does every trainer work here?"""
+"""`dpscope selftest`: tests if every trainer works here."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from dpscope.packages import explain_import_error, require
 
 @click.command(name="selftest")
 def command() -> None:
-    """One CPU step of every trainer on a model of about 1M parameters; says what passed."""
+    """Take one CPU step of every trainer on a model of about 1M parameters, and say what passed."""
     leave(run_local_test())
 
 
 def run_local_test(say: Callable[[str], object] = click.echo) -> bool:
-    """One step of every method; True if all passed."""
+    """Take one step with every method; return True if all passed."""
     require("torch")
     from dpscope.vocabulary.methods import methods
 

@@ -1,4 +1,4 @@
-"""What measuring subcommands share: options, planning, progress while rows are measured, the summary at the end."""
+"""Parts that measuring subcommands share: options, planning, progress, the summary at the end."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from dpscope.vocabulary.settings import FLAGS
 
 
 def sweep_arguments(function: F) -> F:
-    """Which rows to measure, what a step is, and how the sweep runs: the options of `plan_from` and `follow_sweep`."""
+    """Add the options of `plan_from` and `follow_sweep`: rows, steps, and how the sweep runs."""
     methods = click.option(
         "--methods",
         type=CommaList(str),
@@ -57,7 +57,7 @@ def sweep_arguments(function: F) -> F:
 
 
 def instrument_arguments(instrument: str) -> Callable[[F], F]:
-    """The same for the subcommand of an instrument, with the instrument's own options after them."""
+    """Return the same for the subcommand of an instrument, with the instrument's own options after them."""
     return lambda function: sweep_arguments(instrument_options(instrument)(function))
 
 
@@ -81,13 +81,13 @@ def plan_from(
 
 
 def plan_instrument(options: dict[str, Any], instrument: str, *, for_other_machine: bool = False) -> list[RunSpec]:
-    """The rows of an instrument's subcommand."""
+    """Return the rows of an instrument's subcommand."""
     beside = ["time"] if INSTRUMENTS[instrument].with_time else []
     return plan_from(options, [*beside, instrument], for_other_machine=for_other_machine).specs
 
 
 def instrument_command(instrument: str) -> click.Command:
-    """The subcommand of an instrument that asks for nothing but its options."""
+    """Return the subcommand of an instrument that asks for nothing but its options."""
 
     @click.command(name=instrument, help=INSTRUMENTS[instrument].summary)
     @instrument_arguments(instrument)
@@ -147,7 +147,7 @@ def _argument(path: Path) -> str:
 
 @contextmanager
 def _finished_rows_are_named(progress: SweepProgress, folder: Path, *, overwrite: bool) -> Iterator[None]:
-    """If the sweep ends early, say where the finished rows are and how to go on."""
+    """Say where the finished rows are, and how to go on, if the sweep ends early."""
     try:
         yield
     except BaseException as error:

@@ -78,7 +78,7 @@ def _write_scalars(writer: Any, step: TracedStep) -> None:
 
 
 def _tables(trace: TracePayload) -> dict[str, str]:
-    """Every table of the trace as Markdown, as much of it as a page can hold."""
+    """Return every table of the trace as Markdown, as much of it as a page can hold."""
     parts: dict[str, Any] = {**trace}
     tables = {name: parts.get(name) for name in TRACE_TABLES} | {"memory": parts.get("memory", {}).get("operators")}
     return {f"trace/{name}": markdown(found[:TABLE_LINES]) for name, found in tables.items() if found}

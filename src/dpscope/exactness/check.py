@@ -16,6 +16,7 @@ from dpscope import numbers
 from dpscope.audit.check import check_loop
 from dpscope.audit.trainer import StepSettings, loop_maker
 from dpscope.audit.verdict import Audit
+from dpscope.batches import cast_batch
 from dpscope.endings import outcome_of_exception
 from dpscope.errors import UserError
 from dpscope.exactness.faults import Evidence, find_faults
@@ -25,7 +26,6 @@ from dpscope.exactness.reference import Reference, compare, make_reference
 from dpscope.exactness.report import EXACT, NOT_EXACT, Check, MethodCheck
 from dpscope.exactness.subject import Subject, computes_in_float32, make_subject
 from dpscope.exactness.updates import measure_update
-from dpscope.flash.oracle import cast_batch
 from dpscope.paths import is_own_source
 from dpscope.sentences import list_names
 from dpscope.trainers.base import TrainerBase, allow_tf32, load_trainer, require_batch_of
@@ -66,16 +66,34 @@ def check(
     time_paths: bool = False,
     progress: ReportProgress = lambda _: None,
 ) -> Check:
-    """Is each method exact on the workload? Default: every private method that is installed.
+    """Check that each method is exact on the workload, and private.
 
-    A method is a name or a trainer class of one's own: `print(dpscope.check(workload, ["flash", MyTrainer]))`.
-    `max_grad_norm` replaces the middle one of the three clip norms, which otherwise half of the samples exceed;
-    `accumulate`: take each step in so many physical batches, into which the workload's batch is cut; `batch_size` is
-    what each of them must hold, where one knows. `checkpoint_blocks`: with every block of the model checkpointed;
-    `compile`: with the model compiled in a mode of torch.compile; what it is held against is not. `time_paths`: have
-    flash clipping measure what each path of a layer takes on this device.
-    `neighbours`: try neighbouring batches, the noise and the accountant too, at batch sizes that coincide with other
-    lengths of the model, or at `sizes`.
+    Args:
+        workload: Model, batch and loss.
+        methods: Names, or trainer classes of your own. Default: every private method that is installed.
+        name: What the output calls the workload.
+        dtype: `fp32`, or `fp64` to check to 1e-9.
+        max_grad_norm: Replaces the middle one of three clip norms, which by default half of the samples exceed.
+        tolerance: Largest relative error of a clipped sum; by default 1e-5, or 1e-9 in fp64.
+        neighbours: Also test neighbouring batches, noise and accounting.
+        sizes: Batch sizes of those tests, instead of those that coincide with other lengths of the model.
+        seed: Seed of the model and the batch.
+        device: `cpu` or `cuda`.
+        batch_size: Samples that each physical batch must hold, if known.
+        accumulate: Take each step in so many physical batches, into which the workload's batch is cut.
+        checkpoint_blocks: Checkpoint every block of the model.
+        compile: Mode of torch.compile for the method; the reference stays eager.
+        time_paths: Let flash clipping measure what each path of a layer takes on this device.
+        progress: Called with a line about what is done now.
+
+    Returns:
+        The verdict of each method. `print` it, or read `ok`, `methods` and `to_json()`.
+
+    Raises:
+        UserError: The workload cannot be checked: it is random, or its loss is not one per sample.
+
+    Example:
+        >>> print(dpscope.check(workload, ["flash", MyTrainer]))
     """
     if dtype not in NUMBER_FORMATS:
         raise UserError(f"unknown dtype {dtype!r}: choose one of {', '.join(NUMBER_FORMATS)}")
@@ -135,7 +153,7 @@ def check(
 
 
 def _named_trainer(method: str | type[TrainerBase]) -> tuple[str, LoadTrainer]:
-    """A method's name, and what gives its trainer class: importing it may fail, and is then a verdict."""
+    """Return a method's name, and what gives its trainer class: importing it may fail, and is then a verdict."""
     if isinstance(method, str):
         found = resolve_method(method)
         return found.name, partial(load_trainer, found)
@@ -151,7 +169,7 @@ def _require_gradients(reference: Reference, mixing: str | None) -> None:
 
 @dataclass(frozen=True)
 class Yardstick:
-    """What every method is held against, and how near it has to come."""
+    """Reference that every method is compared with, and how near it has to come."""
 
     subject: Subject
     reference: Reference
@@ -276,7 +294,7 @@ def _rounding_warnings(yardstick: Yardstick, narrow: bool) -> Iterator[str]:
 
 
 def _traceback_outside_dpscope(error: BaseException) -> str | None:
-    """What of a traceback is not dpscope's."""
+    """Return the part of a traceback that is not dpscope's."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not is_own_source(frame.filename)]
     lines = [*traceback.format_list(frames), *traceback.format_exception_only(error)]
     return "".join(lines).rstrip() if frames else None

@@ -1,4 +1,4 @@
-"""Which rule a method's clipping factors follow, when it is not min(1, C/norm)."""
+"""Rules that a method's clipping factors may follow when they are not min(1, C/norm)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dpscope.exactness.reference import Reference
 
 @dataclass(frozen=True)
 class FactorEvidence:
-    """Factors as read off the updates at three clip norms (nobody, some, everybody clipped), and what is right."""
+    """Factors as read off the updates at three clip norms (none, some, all clipped), and what is right."""
 
     clip_norms: Sequence[float]
     factors: Sequence[Tensor]  # (B,) each; NaN where a sample has no gradient
@@ -73,7 +73,7 @@ FACTOR_RULES: tuple[tuple[Callable[[float, Tensor, FactorEvidence], Tensor], str
 
 
 def explain_factors(evidence: FactorEvidence) -> Iterator[str]:
-    """Sentences that explain wrong factors; none if the factors are right."""
+    """Yield sentences that explain wrong factors; none if the factors are right."""
     active, norms = evidence.active, evidence.reference.norms
     found = torch.stack([factors[active] for factors in evidence.factors])
     for index, (rule, sentence) in enumerate(FACTOR_RULES):
@@ -120,7 +120,7 @@ def _explain_norms(evidence: FactorEvidence, scale: float) -> Iterator[str]:
 
 
 def _explain_by_exchange(evidence: FactorEvidence, factors: Tensor, right: Tensor) -> str | None:
-    """The right factors, given to the wrong samples."""
+    """Explain the update by the right factors given to the wrong samples."""
     near = (factors[:, None] / right[None, :] - 1).abs() <= evidence.precision  # (found for, factor of)
     owners = near.int().argmax(1)
     moved = [i for i in range(len(right)) if not near[i, i]]
@@ -131,7 +131,7 @@ def _explain_by_exchange(evidence: FactorEvidence, factors: Tensor, right: Tenso
 
 
 def _explain_by_omission(evidence: FactorEvidence, taken: Tensor) -> str | None:
-    """Do the norms lack one parameter, or all those of one name (bias)?"""
+    """Explain factors by norms that lack one parameter, or all those of one name (bias)."""
     missing = evidence.reference.norms**2 - taken**2
     squares = {name: gram.diagonal() for name, gram in evidence.reference.grams.items()}
     groups: dict[str, list[str]] = {}
@@ -160,7 +160,7 @@ def _explain_by_tying(evidence: FactorEvidence, taken: Tensor) -> str | None:
 
 
 def _explain_by_constant(evidence: FactorEvidence, taken: Tensor) -> str | None:
-    """A constant that guards against division by zero."""
+    """Explain the update by a constant that guards against division by zero."""
     extra = (taken - evidence.reference.norms)[evidence.active]
     middle = float(extra.median())
     if middle <= 0 or float((extra / middle - 1).abs().max()) > 0.1:

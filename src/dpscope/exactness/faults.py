@@ -1,4 +1,4 @@
-"""What is wrong with a method, as sentences: from three updates, against the samples' own gradients.
+"""Faults of a method, as sentences: from three updates, against the samples' own gradients.
 
 at a clip norm that   no sample exceeds     is the gradient right, of which parameters, at which scale?
                       all exceed by far     every factor is C/norm: are the norms right? whose are they?
@@ -61,7 +61,7 @@ class Evidence:
         return fit_factors(self.reference, self.comparisons[step], self.trusted if names is None else names)
 
     def residuals(self, step: int, names: Sequence[str]) -> dict[str, float]:
-        """What the fit leaves of the update of these parameters."""
+        """Return what the fit leaves of the update of these parameters."""
         key = (step, tuple(names))
         if key not in self._residuals:
             found = find_residuals(self.reference, self.updates[step].sums, self.fit(step, names), names)
@@ -69,7 +69,7 @@ class Evidence:
         return self._residuals[key]
 
     def explained(self, step: int, names: Sequence[str]) -> bool:
-        """Is the update of these parameters made of the samples' gradients, with one factor a sample?"""
+        """Tell if the update of these parameters is made of the samples' gradients, with one factor a sample."""
         residuals = self.residuals(step, names)
         error = max(self.errors[step][name] for name in names)
         return all(r <= max(10 * self.limits[name], MAX_UNEXPLAINED_SHARE * error) for name, r in residuals.items())
@@ -80,7 +80,7 @@ class Evidence:
 
 
 def find_faults(evidence: Evidence) -> list[str]:
-    """Nothing, if the method is exact; otherwise at least one sentence."""
+    """Return nothing if the method is exact; otherwise at least one sentence."""
     for look in (_not_finite, _random):
         if sentences := list(look(evidence)):
             return sentences
@@ -131,7 +131,7 @@ def _unmoved(evidence: Evidence) -> Iterator[str]:
 
 
 def _wrong_gradients(evidence: Evidence) -> Iterator[str]:
-    """Parameters whose sum is wrong even where nothing is clipped."""
+    """Yield the parameters whose sum is wrong even where nothing is clipped."""
     wrong = [name for name in evidence.reference.names if name not in (*evidence.trusted, *evidence.unmoved)]
     if not wrong:
         if not evidence.explained(0, evidence.trusted):
@@ -170,7 +170,7 @@ def _how_wrong(evidence: Evidence, name: str, update: Tensors) -> str:
 
 
 def _in_one_row(evidence: Evidence, name: str, difference: Tensor) -> str | None:
-    """Does one row of a table hold all of the error?"""
+    """Tell if one row of a table holds all of the error."""
     if difference.dim() < 2:
         return None
     squares = difference.flatten(1).square().sum(1)
@@ -207,7 +207,7 @@ def _wrong_factors(evidence: Evidence, *, gradients_wrong: bool) -> Iterator[str
 
 
 def _not_flat(evidence: Evidence, step: int, names: Sequence[str]) -> str:
-    """The update has no one factor a sample: does every parameter have its own?"""
+    """Explain an update without a single factor for a sample: every parameter may have its own."""
     sizes = {name: parameter.numel() for name, parameter in evidence.subject.model.named_parameters()}
     large = [name for name in names if sizes[name] >= 4 * evidence.subject.batch_size]
     fits = {name: evidence.fit(step, [name]) for name in large}

@@ -1,4 +1,4 @@
-"""How far a method's steps are from the reference: errors of norms, factors and clipped sums, and of rounding alone."""
+"""Errors of a method's steps: of norms, factors and clipped sums, and of rounding alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_CONDITION = 1e3
 def measure_errors(
     reference: Reference, clip_norms: Sequence[float], comparisons: Sequence[UpdateComparison]
 ) -> tuple[float | None, list[StepErrors]]:
-    """The error of norms, read off the step in which every factor is C/norm; and those of each step."""
+    """Return the error of norms, read off the step in which every factor is C/norm; and those of each step."""
     norm_error, steps = None, []
     for clip_norm, comparison in zip(clip_norms, comparisons, strict=True):
         by_parameter = comparison.errors
@@ -49,15 +49,15 @@ def _largest(errors: Tensor) -> float:
 def measure_rounding(
     subject: Subject, reference: Reference, clip_norms: Sequence[float], dtype: torch.dtype
 ) -> MethodCheck:
-    """Micro-batches of one in the number format that is checked: the yardstick's own error."""
+    """Run micro-batches of one in the number format that is checked: the error of rounding alone."""
     if not clip_norms:  # no sample has a gradient of its own
         return MethodCheck("rounding", EXACT)
     norms = torch.tensor([_norm_of(found.values()) for found in sample_gradients(subject, dtype, reference.names)])
     has_share = norms.isfinite() & (norms > 0)
     if not has_share.any():
         raise UserError(
-            "in float32 the gradient of every sample is zero, inf or NaN, in float64 it is not: scale the loss into "
-            "float32's range (1e-38 to 1e38), give --dtype fp64, or look for state that the loss keeps between calls"
+            "in float32 the gradient of every sample is zero, inf or NaN, in float64 it is not: scale the loss to "
+            "1e-38 to 1e38, give --dtype fp64, or look for state that the loss keeps"
         )
     factors = [(clip_norm / norms).clamp(max=1.0)[has_share] for clip_norm in clip_norms]
     comparing = [Comparing(reference.factors(clip_norm)) for clip_norm in clip_norms]

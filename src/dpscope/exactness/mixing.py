@@ -1,4 +1,4 @@
-"""Does a sample's loss depend on the other samples of its batch? If it does, no sample has a gradient of its own.
+"""Test of mixing: if a sample's loss depends on the other samples of its batch, it has no gradient of its own.
 
 Found by trying: each sample's loss in the batch against its loss alone. Where they differ, the first module whose
 output for a sample differs says where the samples meet.
@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from dpscope.batches import cast_batch, sample_of
 from dpscope.exactness.reference import Reference, compare
 from dpscope.exactness.subject import REPEATABLE, Subject
-from dpscope.flash.oracle import cast_batch, gradients_by_name, sample_of
+from dpscope.flash.oracle import gradients_by_name
 from dpscope.instruments.module_hooks import module_hooks
 from dpscope.sentences import name_module
 
@@ -25,7 +26,7 @@ Outputs = list[tuple[str, list[Tensor]]]  # (module, tensors in its output), in 
 
 
 def find_mixing(subject: Subject) -> str | None:
-    """Where the samples of a batch meet, as a sentence; None if they do not."""
+    """Say where the samples of a batch meet; None if they do not."""
     model, _ = subject.fresh(torch.float64)
     together, whole = _run(subject, model, subject.batch)
     for index in range(subject.batch_size):
@@ -42,14 +43,14 @@ def find_mixing(subject: Subject) -> str | None:
 
 
 def gradient_of_the_batch(subject: Subject) -> dict[str, Tensor | None]:
-    """The gradient of the sum of all losses, by parameter; None where the loss does not depend on it."""
+    """Return the gradient of the sum of all losses, by parameter; None where the loss does not depend on it."""
     model, batch = subject.fresh(torch.float64)
     found = gradients_by_name(subject.loss(model, batch).sum(), model)
     return {name: None if g is None else g.cpu().double() for name, g in found.items()}
 
 
 def find_mixing_in_backward(gradient: dict[str, Tensor | None], reference: Reference) -> str | None:
-    """The batch's gradient against the sum of its samples': they differ only in a backward pass written by hand."""
+    """Compare the batch's gradient with its samples' sum: only a hand-written backward pass makes them differ."""
     if not all(reference.finite):
         return None  # a sum with such a sample in it says nothing
     found = {name: g for name, g in gradient.items() if g is not None}
@@ -87,7 +88,7 @@ def _first_difference(whole: Outputs, single: Outputs, index: int, batch_size: i
 
 
 def _sample_part(together: Tensor, alone: Tensor, index: int, batch_size: int) -> Tensor | None:
-    """The sample's part of a tensor: along the one dimension that is `batch_size` times longer than for one sample."""
+    """Return the sample's part of a tensor, along the dimension that is `batch_size` times longer."""
     if together.dim() != alone.dim():
         return None
     longer = [d for d, (a, b) in enumerate(zip(together.shape, alone.shape, strict=True)) if a != b]
@@ -97,7 +98,7 @@ def _sample_part(together: Tensor, alone: Tensor, index: int, batch_size: int) -
 
 
 def _relative_error(found: Tensor, wanted: Tensor) -> float:
-    """‖found − wanted‖ / ‖wanted‖; infinite where only one of them is zero or anything is not finite."""
+    """Return ‖found − wanted‖ / ‖wanted‖; infinite if only one of them is zero or anything is not finite."""
     difference, size = float((found - wanted).norm()), float(wanted.norm())
     if difference == 0:
         return 0.0

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from dpscope.audit.loop import Tensors
 from dpscope.audit.memory import release_memory
+from dpscope.batches import sample_of
 from dpscope.exactness.subject import Subject
-from dpscope.flash.oracle import gradients_by_name, sample_of
+from dpscope.flash.oracle import gradients_by_name
 
 # A parameter whose gradient vanishes against the whole (a key's bias before a softmax) has no relative error to speak
 # of: what one sees of it is rounding. It is held against this share of the whole.
@@ -43,7 +44,7 @@ class Reference:
         return [name for turn in self.turns for name in turn]
 
     def walk(self, names: Iterable[str] | None = None) -> Iterator[Turn]:
-        """The gradients of all parameters, or of these, some at a time; the turn that is held comes first."""
+        """Yield the gradients of all parameters, or of these, some at a time; the turn that is held comes first."""
         wanted = None if names is None else set(names)
         for number in sorted(range(len(self.turns)), key=lambda number: number not in self._held):
             if wanted is not None and wanted.isdisjoint(self.turns[number]):
@@ -54,7 +55,7 @@ class Reference:
                 self._held[number] = _gradients(self.subject, self.turns[number], self.finite)
             turn = {name: v for name, v in self._held[number].items() if wanted is None or name in wanted}
             yield turn
-            turn.clear()  # whoever walks still has it while the next is computed
+            turn.clear()  # the caller still has it while the next is computed
 
     def release(self) -> None:
         """Let go of what is held, where that is not all."""
@@ -68,16 +69,16 @@ class Reference:
         return torch.stack([gram.diagonal() for gram in self.grams.values()]).sum(0).sqrt()
 
     def factors(self, clip_norm: float) -> Tensor:
-        """(B,) min(1, C/‖v_b‖)."""
+        """Return the factors min(1, C/‖v_b‖): (B,)."""
         return (clip_norm / self.norms).clamp(max=1.0)
 
     def sums(self, factors: Tensor, names: Sequence[str] | None = None) -> Tensors:
-        """Σ_b c_b v_b of each parameter."""
+        """Return Σ_b c_b v_b of each parameter."""
         found = {name: weighted(factors, v) for turn in self.walk(names) for name, v in turn.items()}
         return {name: found[name] for name in (self.names if names is None else names)}
 
     def clip_norms(self, middle: float | None = None) -> list[float]:
-        """At which norms a check clips: no sample exceeds the first, some the second, all the third by far.
+        """Return the clip norms of a check: no sample exceeds the first, some the second, all the third by far.
 
         From the first one learns whether the gradient is right before clipping comes in, from the third every norm
         (each factor is C/‖v_b‖ then), from the second that the two cases are told apart.
@@ -87,7 +88,7 @@ class Reference:
 
 
 def weighted(factors: Tensor, gradients: Sequence[Tensor]) -> Tensor:
-    """Σ_b c_b v_b of one parameter."""
+    """Return Σ_b c_b v_b of one parameter."""
     return sum((c * v for c, v in zip(factors, gradients, strict=True)), torch.zeros(()))
 
 
@@ -137,7 +138,7 @@ def _gradients(subject: Subject, names: Sequence[str], finite: Sequence[bool]) -
 
 
 def sample_gradients(subject: Subject, dtype: torch.dtype, names: Sequence[str]) -> Iterator[Tensors]:
-    """Of these parameters, one sample at a time, computed in `dtype`; on the CPU."""
+    """Yield the gradients of these parameters, one sample at a time, computed in `dtype`; on the CPU."""
     model, batch = subject.fresh(dtype)
     shapes = dict(model.named_parameters())
     for name in set(subject.trainable).difference(names):
@@ -153,7 +154,7 @@ def _drop_gradient(parameter: Tensor) -> None:
 
 
 def _middle_clip_norm(norms: Tensor) -> float:
-    """Half of the samples exceed it, half do not; all do where norms are about equal."""
+    """Return a norm that half of the samples exceed; all do if norms are about equal."""
     middle = (len(norms) - 1) // 2
     lower, upper = float(norms[middle]), float(norms[min(middle + 1, len(norms) - 1)])
     return (lower + upper) / 2 if lower < 0.999 * upper else 0.9 * lower
@@ -187,7 +188,7 @@ class Comparing:
 
 
 def compare(reference: Reference, updates: Sequence[Tensors], factors: Sequence[Tensor]) -> list[UpdateComparison]:
-    """Each update against the sums with its factors."""
+    """Compare each update with the sums that its factors give."""
     comparing = [Comparing(each) for each in factors]
     for turn in reference.walk(updates[0]):
         for name, gradients in turn.items():
@@ -208,7 +209,7 @@ class Fit:
 
 
 def fit_factors(reference: Reference, comparison: UpdateComparison, names: Sequence[str]) -> Fit:
-    """The factors that explain the update of these parameters: least squares, gradients scaled to length one.
+    """Return the factors that explain the update of these parameters: least squares, gradients scaled to length one.
 
     Nothing of a method is needed for it but what it did to the parameters.
     """
@@ -224,7 +225,7 @@ def fit_factors(reference: Reference, comparison: UpdateComparison, names: Seque
 
 
 def find_residuals(reference: Reference, update: Tensors, fit: Fit, names: Sequence[str]) -> dict[str, float]:
-    """By parameter, what a fit leaves of an update, relative to it."""
+    """Return by parameter what a fit leaves of an update, relative to it."""
     factors = fit.factors.nan_to_num(0.0)
     differences, sizes = {}, {}
     for turn in reference.walk(names):
@@ -235,7 +236,7 @@ def find_residuals(reference: Reference, update: Tensors, fit: Fit, names: Seque
 
 
 def relative_errors(found: Tensors, wanted: Tensors) -> dict[str, float]:
-    """‖found − wanted‖ / ‖wanted‖ by parameter of `found`; infinite where it is not a number."""
+    """Return ‖found − wanted‖ / ‖wanted‖ by parameter of `found`; infinite where it is not a number."""
     differences = {name: float((value.double() - wanted[name].double()).norm()) for name, value in found.items()}
     return _relative(differences, {name: float(wanted[name].double().norm()) for name in found})
 

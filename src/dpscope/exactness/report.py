@@ -1,4 +1,4 @@
-"""What a check found: as plain data, and told to a person."""
+"""Findings of a check: as plain data, and as text."""
 
 from __future__ import annotations
 

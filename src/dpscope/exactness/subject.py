@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpscope.audit.memory import free_memory
+from dpscope.batches import LossFn, batch_size_of, cast_batch
 from dpscope.errors import UserError
-from dpscope.flash.oracle import LossFn, batch_size_of, cast_batch, gradients_by_name
+from dpscope.flash.oracle import gradients_by_name
 from dpscope.sentences import list_names
 from dpscope.trainers.base import require_loss_per_sample, require_trainable
 from dpscope.workloads.workload import Batch, Workload, silence
@@ -36,7 +37,7 @@ class Subject:
     notes: list[str] = field(default_factory=list)  # what was changed for the check
 
     def fresh(self, dtype: torch.dtype) -> tuple[nn.Module, Batch]:
-        """A new copy of the model, and the batch, with floating-point numbers in `dtype`."""
+        """Return a new copy of the model, and the batch, with floating-point numbers in `dtype`."""
         return copy.deepcopy(self.model).to(dtype), cast_batch(self.batch, dtype)
 
     @property
@@ -53,7 +54,7 @@ class Subject:
 
 
 def make_subject(workload: Workload, *, seed: int, device: str) -> Subject:
-    """The workload's model and batch, with its randomness off and zeros filled in; `notes` say what was changed."""
+    """Return the workload's model and batch, with randomness off and zeros filled in; `notes` list the changes."""
     where = torch.device(device)
     torch.manual_seed(seed)
     with where:
@@ -84,14 +85,13 @@ def require_memory(model: nn.Module, device: torch.device) -> None:
         if free is not None and copies * copy_bytes > free and copy_bytes > SMALL_COPY:
             raise UserError(
                 f"a check of {copy_bytes / 8e6:.0f} million parameters takes about {copies * copy_bytes / 1e9:.3g} GB, "
-                f"parameters in turns, and {free / 1e9:.2g} GB of {place} are free: take fewer layers (--num-layers 2: "
-                "they are the same layers), a smaller width or vocabulary, or a GPU with its host (--device cuda) that "
-                "has as much"
+                f"parameters in turns, and {free / 1e9:.2g} GB of {place} are free: take fewer layers (--num-layers 2) "
+                "or a smaller width or vocabulary, or use a larger machine"
             )
 
 
 def _hidden_parameters(subject: Subject) -> list[str]:
-    """Trainable parameters whose gradient is zero although the loss depends on them: LoRA's A, while B is zero.
+    """Return trainable parameters whose gradient is zero although the loss depends on them: LoRA's A, while B is zero.
 
     A zero says nothing about who computes it right.
     """
@@ -150,7 +150,7 @@ class _Narrowing(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def computes_in_float32(subject: Subject) -> bool:
-    """Does the model compute in float32 inside, whatever it is given? (Hugging Face's RMSNorm does.)"""
+    """Tell if the model computes in float32 inside, whatever it is given, as Hugging Face's RMSNorm does."""
     model, batch = subject.fresh(torch.float64)
     with _Narrowing() as mode:  # type: ignore[no-untyped-call]
         subject.loss(model, batch)

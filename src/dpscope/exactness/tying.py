@@ -13,7 +13,7 @@ from dpscope.exactness.subject import Subject
 
 
 def untie(subject: Subject) -> Subject:
-    """The same model with a parameter of its own for every name."""
+    """Return the same model with a parameter of its own for every name."""
     model = copy.deepcopy(subject.model)
     for first, *others in subject.tied:
         for name in others:
@@ -25,12 +25,12 @@ def untie(subject: Subject) -> Subject:
 
 
 def norms_without_ties(subject: Subject) -> Tensor:
-    """(B,) √Σ‖use‖², where ‖Σ uses‖ is right."""
+    """Return √Σ‖use‖² of each sample, (B,), where ‖Σ uses‖ is right."""
     return make_reference(untie(subject)).norms
 
 
 def sums_by_use(subject: Subject, name: str) -> dict[str, Tensor]:
-    """What each name of a tied parameter contributes to its unclipped sum."""
+    """Return what each name of a tied parameter contributes to its unclipped sum."""
     group = next(group for group in subject.tied if group[0] == name)
     reference = make_reference(untie(subject))
     sums = reference.sums(torch.ones(subject.batch_size))

@@ -1,4 +1,4 @@
-"""What a method does to the parameters in one step, read off the parameters alone."""
+"""Updates of a method in one step, read off the parameters alone."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from dpscope.audit.loop import Tensors
 from dpscope.audit.memory import release_memory
 from dpscope.audit.trainer import HUGE_LEARNING_RATE, StepSettings
+from dpscope.batches import split_batch
 from dpscope.errors import UserError
 from dpscope.exactness.subject import Subject
-from dpscope.flash.oracle import split_batch
 from dpscope.trainers.base import TrainerBase
 from dpscope.vocabulary.settings import TrainerSettings
 
@@ -39,7 +39,7 @@ def measure_update(
     how: StepSettings,
     time_paths: bool = False,
 ) -> Update:
-    """One step without noise. `seed` is all that the method could draw from: an exact step does not depend on it.
+    """Take one step without noise. `seed` is all that the method can draw from; an exact step ignores it.
 
     `time_paths`: have an engine that explains its paths measure them, too.
     """
@@ -72,7 +72,7 @@ def measure_update(
 
 
 def _trained_parameters(trainer: TrainerBase, model: nn.Module) -> dict[str, Tensor]:
-    """The model's parameters after the step, under the model's own names. A trainer may wrap the model or copy it."""
+    """Return the parameters after the step, under the model's own names. A trainer may wrap or copy the model."""
     own = dict(model.named_parameters())
     trained = list(trainer.model.parameters())
     if {id(p) for p in own.values()} & {id(p) for p in trained}:

@@ -10,28 +10,28 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dpscope.flash.engine import FlashEngine
-    from dpscope.flash.explanation import PathTable
+    from dpscope.flash.gradients.explanation import PathTable
+    from dpscope.flash.gradients.paths import Decision, choose_path
     from dpscope.flash.layers import register_layer
-    from dpscope.flash.opacus import PrivacyEngine
+    from dpscope.flash.opacus.privacy_engine import PrivacyEngine
+    from dpscope.flash.opacus.private_optimizer import DPFlashOptimizer
+    from dpscope.flash.opacus.scaler import GradScaler
+    from dpscope.flash.opacus.training_state import TrainingState
     from dpscope.flash.oracle import OracleResult, run_oracle
     from dpscope.flash.padding.rows import pad_batch, real_rows, same_rows
-    from dpscope.flash.paths import Decision, choose_path
-    from dpscope.flash.private_optimizer import DPFlashOptimizer
-    from dpscope.flash.ranks.checkpoints import TrainingState
-    from dpscope.flash.scaler import GradScaler
-    from dpscope.flash.taps import LayerTap
+    from dpscope.flash.taps.taps import LayerTap
 
 _HOME = {
-    "Decision": "paths",
-    "DPFlashOptimizer": "private_optimizer",
+    "Decision": "gradients.paths",
+    "DPFlashOptimizer": "opacus.private_optimizer",
     "FlashEngine": "engine",
-    "GradScaler": "scaler",
-    "LayerTap": "taps",
+    "GradScaler": "opacus.scaler",
+    "LayerTap": "taps.taps",
     "OracleResult": "oracle",
-    "PathTable": "explanation",
-    "PrivacyEngine": "opacus",
-    "TrainingState": "ranks.checkpoints",
-    "choose_path": "paths",
+    "PathTable": "gradients.explanation",
+    "PrivacyEngine": "opacus.privacy_engine",
+    "TrainingState": "opacus.training_state",
+    "choose_path": "gradients.paths",
     "pad_batch": "padding.rows",
     "real_rows": "padding.rows",
     "register_layer": "layers",

@@ -11,21 +11,21 @@ from torch.utils.hooks import RemovableHandle
 
 from dpscope.errors import UserError
 from dpscope.flash import layers
-from dpscope.flash.compiled.frames import refuse_compiled_forwards
 from dpscope.flash.compiled.regions import Region, region_taps
-from dpscope.flash.distributed import ReplicaTap
-from dpscope.flash.instance_method import InstanceMethod, instance_method
+from dpscope.flash.gradients.parameter_hooks import OWN_GRADIENTS, refuse_hooks
+from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.layers.bare import BareTap
 from dpscope.flash.layers.ladder import Ladder
 from dpscope.flash.layers.opaque import OpaqueTap
 from dpscope.flash.layers.torchs_own import class_is_own, instance_is_own
-from dpscope.flash.module_state import BufferWatch
-from dpscope.flash.parameter_hooks import OWN_GRADIENTS, refuse_hooks
+from dpscope.flash.ranks.distributed import ReplicaTap
 from dpscope.flash.ranks.layout import refuse_compiled, refuse_shards_inside
 from dpscope.flash.ranks.ranks import Ranks
-from dpscope.flash.root_taps import RootTap, ZeroGradTap
-from dpscope.flash.slots import Slot
-from dpscope.flash.taps import Engine, LayerTap
+from dpscope.flash.taps.root_taps import RootTap, ZeroGradTap
+from dpscope.flash.taps.taps import Engine, LayerTap
+from dpscope.flash.torch_side.frames import refuse_compiled_forwards
+from dpscope.flash.torch_side.instance_method import InstanceMethod, instance_method
+from dpscope.flash.torch_side.module_state import BufferWatch
 
 
 @dataclass
@@ -117,11 +117,23 @@ class Attachment:
             for tap in self.taps:
                 tap.install()
 
-    def changed_layers(self) -> list[nn.Module]:
-        """Return layers whose class, methods or functions are no longer those that their family stands for.
+    def refresh(self) -> bool:
+        """Tap anew where a layer is not what it was, or another module has another forward; return whether that was so.
 
         Asked at every pass: classes are looked at once each, instances by their class and the size of their dictionary.
         """
+        changed = self._changed_layers()
+        if changed:
+            return self.retap(changed, "it is no longer the layer that it was")
+        if all(type(module).forward is forward for module, forward in self._forwards.items()):
+            return False
+        self._engine.rehearsals.forget()
+        self._untap()
+        self._tap()
+        return True
+
+    def _changed_layers(self) -> list[nn.Module]:
+        """Return layers whose class, methods or functions are no longer those that their family stands for."""
         own = {key: class_is_own(*key) for key in self._classes}
         if not all(own.values()):
             return [layer.module for layer in self._layers if not own[layer.key]]
@@ -146,6 +158,8 @@ class Attachment:
                     _KnownLayer(unit.module, (type(unit.module), cls, names), len(unit.module.__dict__))
                 )
         self._classes = {layer.key for layer in self._layers}
+        known = {layer.module for layer in self._layers}
+        self._forwards = {tap.module: type(tap.module).forward for tap in self.taps if tap.module not in known}
 
     def _install(self, tap: InstanceMethod) -> None:
         tap.install()

@@ -13,7 +13,6 @@ the next forward with gradients enabled (or `finish()`). Row b of each of those 
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
@@ -23,30 +22,31 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from dpscope.errors import UserError
-from dpscope.flash.anchor import Anchor
 from dpscope.flash.attachment import Attachment
-from dpscope.flash.autocast import SharedCast, no_autocast
-from dpscope.flash.block_tails import Tail
-from dpscope.flash.checkpointed_blocks import CheckpointedBlock, CheckpointedBlocks
-from dpscope.flash.closing import local_sums, one_by_one, reduced_sums, zero_sums
-from dpscope.flash.compiled.frames import original_of, require_module
-from dpscope.flash.compiled.traced import GraphCast
-from dpscope.flash.contributions import Contribution
-from dpscope.flash.explanation import OpaqueUnit, PathTable, describe_opaque, explain_slots
-from dpscope.flash.forward_passes import BatchSizeOf, ForwardPasses
+from dpscope.flash.checkpointing.checkpointed_blocks import CheckpointedBlock, CheckpointedBlocks
+from dpscope.flash.checkpointing.recomputation import BlockPass
+from dpscope.flash.gradients.clip_rules import Bounds, ClipRule, make_rule
+from dpscope.flash.gradients.contributions import Contribution
+from dpscope.flash.gradients.explanation import OpaqueUnit, PathTable, describe_opaque, explain_slots
+from dpscope.flash.gradients.memory_budget import MemoryBudget, MemoryLimit
+from dpscope.flash.gradients.parameter_hooks import refuse_hooks
+from dpscope.flash.gradients.paths import FORCEABLE, PathRules
+from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.layers.opaque import OpaqueTap
-from dpscope.flash.memory_budget import MemoryBudget, MemoryLimit
-from dpscope.flash.microbatch import MicroBatch, RunningSum, SumBatch
 from dpscope.flash.padding.rows import PaddingCount, Rows
-from dpscope.flash.parameter_hooks import refuse_hooks
-from dpscope.flash.paths import FORCEABLE, PathRules
 from dpscope.flash.ranks.layout import SHARDED_BLOCKS
 from dpscope.flash.ranks.ranks import ranks_of
-from dpscope.flash.recomputation import BlockPass
-from dpscope.flash.rehearsed_calls import RehearsedCalls
-from dpscope.flash.running_sums import RunningSums
-from dpscope.flash.slots import Slot
-from dpscope.flash.step_state import Recorded, StepState
+from dpscope.flash.sample_rows.forward_passes import BatchSizeOf, ForwardPasses
+from dpscope.flash.sample_rows.rehearsed_calls import RehearsedCalls
+from dpscope.flash.step.closing import local_sums, one_by_one, reduced_sums, zero_sums
+from dpscope.flash.step.microbatch import MicroBatch, RunningSum, SumBatch
+from dpscope.flash.step.running_sums import RunningSums
+from dpscope.flash.step.step_state import Recorded, StepState
+from dpscope.flash.taps.block_tails import Tail
+from dpscope.flash.taps.traced import GraphCast
+from dpscope.flash.torch_side.anchor import Anchor
+from dpscope.flash.torch_side.autocast import SharedCast, no_autocast
+from dpscope.flash.torch_side.frames import original_of, require_module
 
 LOSS_REDUCTIONS = ("mean", "sum")
 NO_SUMS = SumBatch([], [], None)
@@ -55,6 +55,8 @@ NO_SUMS = SumBatch([], [], None)
 class FlashEngine:
     """Attached to `model` from construction until `detach()` or the end of a `with` block.
 
+    max_grad_norm    C; a list for clipping="per_layer", a dictionary for "per_group"
+    clipping         the rule that gives factors: its name, or a `ClipRule` (gradients/clip_rules.py)
     loss_reduction   how the loss combines samples: their mean or their sum
     path             forces "gram", "direct" or "keep" for every layer (tests); None lets the cost model choose
     memory_budget    how much may be held so that a step is faster: None (as much as ordinary training would at its
@@ -70,7 +72,8 @@ class FlashEngine:
         self,
         model: nn.Module,
         *,
-        max_grad_norm: float,
+        max_grad_norm: Bounds = 1.0,
+        clipping: str | ClipRule = "flat",
         loss_reduction: str = "mean",
         path: str | None = None,
         memory_budget: MemoryLimit = None,
@@ -85,7 +88,7 @@ class FlashEngine:
         self.ranks = ranks_of(model)
         given = model if self.ranks is None else self.ranks.module  # perhaps compiled
         self.model = model = original_of(given)
-        self.max_grad_norm = max_grad_norm
+        self.clip = make_rule(clipping, max_grad_norm)
         self.loss_reduction = loss_reduction
         sharded = self.ranks is not None and self.ranks.layout.mesh is not None
         budget = MemoryBudget(memory_budget, list(model.parameters()))
@@ -112,19 +115,18 @@ class FlashEngine:
     @property
     def max_grad_norm(self) -> float:
         """C. May be changed at any time: a micro-batch is clipped at what it is when the micro-batch is closed."""
-        return self._max_grad_norm
+        return self.clip.max_grad_norm
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float) -> None:
-        if not (math.isfinite(value) and value > 0):
-            raise UserError(f"max_grad_norm must be a finite number above 0, not {value}")
-        self._max_grad_norm = float(value)
+        self.clip.max_grad_norm = value
 
     # -- attaching ---------------------------------------------------------------------------------------------------
 
     def _attach(self, given: nn.Module, batch_size_of: BatchSizeOf | None) -> None:
         slots = (Slot(name, p, name.rpartition(".")[0]) for name, p in self.model.named_parameters())
         self._slots = {slot.parameter: slot for slot in slots}
+        self.clip.bind([slot.name for slot in self._slots.values() if slot.parameter.requires_grad])
         self.running_sums = RunningSums(self._slots.values())
         self._attachment = Attachment(self, given, self.ranks)
         self.rehearsals = RehearsedCalls(
@@ -145,7 +147,7 @@ class FlashEngine:
             budget=self.path_rules.budget,
             ranks=self.ranks,
         )
-        self.forwards.changed_layers = self._attachment.changed_layers
+        self.forwards.refresh = self._attachment.refresh
         self._attachment.attach(self._slots.values())
 
     @property
@@ -274,7 +276,7 @@ class FlashEngine:
             micro = self._norm(recorded, passes, rows)
             of_blocks = self._sum_again(passes, micro, into if self.ranks is None else None)
         self.path_rules.close()
-        self.state.count(micro.size if rows is None else rows.real, self.max_grad_norm, rows)
+        self.state.count(micro.size if rows is None else rows.real, self.clip.sensitivity(), rows)
         if self.ranks is None:
             return local_sums(micro, of_blocks, self._slots, device, into, factored=factored)
         return reduced_sums(self.ranks, micro, of_blocks, self._slots, device, into)
@@ -287,15 +289,19 @@ class FlashEngine:
             recorded,
             normed=[each.norms for each in passes if each.norms is not None],
             rules=self.path_rules,
-            max_grad_norm=self.max_grad_norm,
+            clip=self.clip,
             mean=self.loss_reduction == "mean",
             loss_scale=scale,
             real=real,
         )
         if rows is not None:
             self.padding.add(rows)
-        self.norms, self.factors = micro.clipping.norms[:real], micro.clipping.factors[:real]
-        dropped = (~micro.clipping.finite[:real]).sum()
+        found = micro.clipping
+        self.state.observe(self.clip.observe(found.norms, found.finite))
+        several = len(found.norms) > 1
+        self.norms = (found.norms.norm(dim=0) if several else found.norms[0])[:real]
+        self.factors = found.factors[:, :real].mT if several else found.factors[0, :real]
+        dropped = (~found.finite[:real]).sum()
         self.nonfinite_samples = dropped if self.nonfinite_samples is None else self.nonfinite_samples + dropped
         return micro
 

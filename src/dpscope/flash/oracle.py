@@ -4,87 +4,33 @@ For sample b with gradient v_b over all trainable parameters together (norms in 
 
     norm_b = ||v_b||,   factor_b = min(1, C / norm_b)  (0 where norm_b is not finite),   sum = Σ_b factor_b v_b
 
-It shares no code with the engine. The model is deep-copied first, which gives an ordinary model even where an engine
-is attached, so the caller's gradients, buffers and taps are never touched.
+for flat clipping, and as the other rules say. It shares no code with the engine. The model is deep-copied first, which
+gives an ordinary model even where an engine is attached, so the caller's gradients, buffers and taps are never touched.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections import UserDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import pairwise
+from fnmatch import fnmatchcase
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
-from dpscope.errors import UserError
-
-Batch = Any
-LossFn = Callable[[nn.Module, Batch], Tensor]
+from dpscope.batches import Batch, LossFn, batch_size_of, cast_batch, sample_of
 
 
 @dataclass(frozen=True)
 class OracleResult:
-    """`norms`, `factors`: (B,) float64. `clipped_sums`: qualified parameter name -> Σ_b factor_b v_b."""
+    """Norms and factors in float64; `clipped_sums`: qualified parameter name -> Σ_b factor_b v_b."""
 
     norms: Tensor
     factors: Tensor
     clipped_sums: dict[str, Tensor]
-
-
-def batch_size_of(batch: Batch) -> int:
-    """The length of dimension 0 of the batch's first tensor."""
-    sizes = [tensor.shape[0] for tensor in tensors_of(batch) if tensor.dim()]
-    if not sizes:
-        raise UserError("the batch holds no tensor whose first dimension is the sample")
-    return sizes[0]
-
-
-def map_tensors(batch: Batch, change: Callable[[Tensor], Any]) -> Batch:
-    """The batch with every tensor in it changed: lists, tuples, dictionaries, and what behaves like a dictionary."""
-
-    def visit(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return change(leaf)
-        if isinstance(leaf, UserDict):  # what tokenizers return; torch's pytrees take it for a leaf
-            return type(leaf)({key: map_tensors(value, change) for key, value in leaf.items()})
-        return leaf
-
-    return pytree.tree_map(visit, batch)
-
-
-def tensors_of(batch: Batch) -> list[Tensor]:
-    """Every tensor in the batch."""
-    found: list[Tensor] = []
-    map_tensors(batch, found.append)
-    return found
-
-
-def sample_of(batch: Batch, index: int, size: int) -> Batch:
-    """The batch cut down to sample `index`: tensors whose dim 0 is the batch are sliced, the rest stays."""
-    return map_tensors(batch, lambda x: x[index : index + 1] if x.dim() and x.shape[0] == size else x)
-
-
-def split_batch(batch: Batch, parts: int) -> list[Batch]:
-    """The batch in `parts` of about the same size, or in fewer, so that none is empty (one, if the batch itself is)."""
-    size = batch_size_of(batch)
-    parts = max(1, min(parts, size))
-    edges = [size * part // parts for part in range(parts + 1)]
-
-    def cut(x: Tensor, start: int, end: int) -> Tensor:
-        return x[start:end] if x.dim() and x.shape[0] == size else x
-
-    return [map_tensors(batch, partial(cut, start=start, end=end)) for start, end in pairwise(edges)]
-
-
-def cast_batch(batch: Batch, dtype: torch.dtype) -> Batch:
-    return map_tensors(batch, lambda x: x.to(dtype) if x.is_floating_point() else x)
 
 
 def gradients_of(loss: Tensor, parameters: Sequence[Tensor]) -> list[Tensor | None]:
@@ -141,32 +87,76 @@ def run_oracle(
     batch: Batch,
     loss_fn: LossFn,
     *,
-    max_grad_norm: float,
+    max_grad_norm: Any,
+    clipping: str = "flat",
+    rows_per_sample: int = 1,
+    gamma: float = 0.01,
+    r: float = 0.1,
     dtype: torch.dtype | None = None,
 ) -> OracleResult:
-    """Per-sample norms, factors and clipped sums of `loss_fn(model, batch)`.
+    """Return per-sample norms, factors and clipped sums of `loss_fn(model, batch)`, by micro-batches of one.
 
-    `loss_fn` is called with one sample at a time and returns that sample's loss: for such a batch of one a `mean` and
-    a `sum` over samples are the same thing. `dtype` runs the whole computation in another precision (float64 as the
-    reference for a float32 model).
+    Args:
+        model: The model; a copy of it is used.
+        batch: Tensors in any structure, the sample in their first dimension.
+        loss_fn: Called with one sample at a time, it returns that sample's loss. For such a batch of one a mean and a
+            sum over samples are the same thing.
+        max_grad_norm: C; a list for `clipping="per_layer"`, a dictionary for `"per_group"`.
+        clipping: A rule of `dpscope.flash` ("adaptive" is "flat" within a step).
+        rows_per_sample: Rows of the batch that belong to one sample: its gradient is the mean over them.
+        gamma: Of the rule "automatic".
+        r: Of the rule "psac".
+        dtype: Runs the whole computation in another precision (float64 as the reference of a float32 model).
+
+    Returns:
+        Norms and factors in float64, (B,) or (B, groups) for rules with several groups, and the sums by name.
     """
     model = copy_of(model)
     if dtype is not None:
         model, batch = model.to(dtype), cast_batch(batch, dtype)
+    named = [name for name, p in model.named_parameters() if p.requires_grad]
+    groups, bounds = _groups(clipping, max_grad_norm, named)
+    factor_of: dict[str, Callable[[float, float], float]] = {
+        "automatic": lambda n, c: c / (n + gamma),
+        "normalised": lambda n, c: c / n if n > 1e-7 * c else 0.0,
+        "psac": lambda n, c: c / (n + r / (n + r)),
+    }
+    factor = factor_of.get(clipping, lambda n, c: 1.0 if n <= c else c / n)
     norms: list[float] = []
-    factors: list[float] = []
+    factors: list[list[float]] = []
     sums = {name: torch.zeros_like(p) for name, p in model.named_parameters() if p.requires_grad}
-    for gradients in per_sample_gradients(model, batch, loss_fn):
-        norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
-        finite = math.isfinite(norm)
-        factor = (1.0 if norm <= max_grad_norm else max_grad_norm / norm) if finite else 0.0
-        norms.append(norm)
-        factors.append(factor)
+    for gradients in _means(per_sample_gradients(model, batch, loss_fn), rows_per_sample):
+        squares = [0.0] * len(bounds)
+        for name, gradient in gradients.items():
+            squares[groups[name]] += float(gradient.double().square().sum())
+        finite = all(map(math.isfinite, squares))
+        norms.append(math.sqrt(sum(squares)) if finite else math.inf)
+        factors.append([factor(math.sqrt(n), c) if finite else 0.0 for n, c in zip(squares, bounds, strict=True)])
         if finite:
             for name, gradient in gradients.items():
-                sums[name] += factor * gradient
+                sums[name] += factors[-1][groups[name]] * gradient
     return OracleResult(
         norms=torch.tensor(norms, dtype=torch.float64),
-        factors=torch.tensor(factors, dtype=torch.float64),
+        factors=torch.tensor([each if len(each) > 1 else each[0] for each in factors], dtype=torch.float64),
         clipped_sums=sums,
     )
+
+
+def _groups(clipping: str, max_grad_norm: Any, names: list[str]) -> tuple[dict[str, int], list[float]]:
+    """Return the group of each parameter, and the bound of each group."""
+    if clipping == "per_layer":
+        alike = isinstance(max_grad_norm, int | float)
+        bounds = [max_grad_norm / math.sqrt(len(names))] * len(names) if alike else list(max_grad_norm)
+        return {name: index for index, name in enumerate(names)}, bounds
+    if clipping == "per_group":
+        patterns = list(max_grad_norm)
+        groups = {name: next(i for i, each in enumerate(patterns) if fnmatchcase(name, each)) for name in names}
+        return groups, list(max_grad_norm.values())
+    return dict.fromkeys(names, 0), [max_grad_norm]
+
+
+def _means(rows: Iterator[dict[str, Tensor]], count: int) -> Iterator[dict[str, Tensor]]:
+    """Yield the mean gradient of every `count` rows."""
+    rows = iter(rows)
+    while found := list(islice(rows, count)):
+        yield {name: sum(each[name] for each in found) / count for name in found[0]} if count > 1 else found[0]

@@ -1,1 +1,1 @@
-"""What private training will take: peak, time and privacy of a step that nobody has run yet."""
+"""Forecast of private training: peak, time and privacy of a step that has not run yet."""

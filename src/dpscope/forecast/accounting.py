@@ -38,7 +38,7 @@ class Privacy:
 
 @dataclass(frozen=True, kw_only=True)
 class PrivacyGoal:
-    """What is known of a training run's privacy. Of epsilon, noise and length one may be left open."""
+    """Known values of a run's privacy. One of epsilon, noise and length may be left open."""
 
     samples: int
     logical_batch: int
@@ -65,7 +65,7 @@ class PrivacyGoal:
 
     @property
     def batches(self) -> int:
-        """Of an epoch, as Opacus's loader has them."""
+        """Number of batches in an epoch, as Opacus's loader has them."""
         return int(1 / self.sample_rate)
 
     @property
@@ -110,7 +110,7 @@ def epsilon_of(noise: float, rate: float, steps: int, delta: float, accountant: 
 
 
 def _solved(goal: PrivacyGoal, delta: float, rate: float) -> tuple[int, float]:
-    """Steps and noise multiplier."""
+    """Return the number of steps and the noise multiplier."""
     steps = goal.steps
     if steps is None and goal.epochs is not None:
         whole = float(goal.epochs).is_integer()
@@ -138,7 +138,7 @@ def _solved(goal: PrivacyGoal, delta: float, rate: float) -> tuple[int, float]:
 
 
 def _most_steps(goal: PrivacyGoal, delta: float, rate: float) -> int:
-    """The most steps whose epsilon is within the goal's."""
+    """Return the most steps whose epsilon is within the goal's."""
     assert goal.epsilon is not None
     assert goal.noise_multiplier is not None
 

@@ -34,17 +34,17 @@ class Card:
 
     @property
     def context_bytes(self) -> int:
-        """What the driver, the CUDA context and loaded kernels take beside torch's allocator."""
+        """Memory of the driver, the CUDA context and loaded kernels, beside torch's allocator."""
         return int(0.6 * GIB)
 
     @property
     def usable_bytes(self) -> int:
-        """What torch's allocator can have."""
+        """Memory that torch's allocator can have."""
         return self.memory_bytes - self.context_bytes
 
     @property
     def workspace_bytes(self) -> int:
-        """cuBLAS's workspaces in torch's allocator: one for forward's thread and one for backward's, and cuBLASLt's."""
+        """Workspaces of cuBLAS in torch's allocator: one each for forward's and backward's thread, and cuBLASLt's."""
         each = 32 * MIB if self.capability[0] >= 9 else 4096 * 2 * 1024 + 16 * 8 * 1024
         return 2 * each + MIB
 

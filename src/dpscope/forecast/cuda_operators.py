@@ -78,7 +78,7 @@ def _attend(
 
 
 def _bias_of(mask: Tensor | None, q: Tensor) -> Tensor | None:
-    """The mask as the memory-efficient kernel reads it: added numbers, rows on 16-byte words."""
+    """Return the mask as the memory-efficient kernel reads it: added numbers, rows on 16-byte words."""
     if mask is None:
         return None
     if mask.dtype == torch.bool:
@@ -114,7 +114,7 @@ def _drop_out(input: Tensor, p: float, train: bool) -> Tensor:
 
 
 def _cudnn_backward(args: tuple[Any, ...], card: Card) -> int:
-    """float32 sums of q's gradient, and one number a row."""
+    """Return the bytes of float32 sums of q's gradient, and one number a row."""
     q = args[1]
     return int(4 * q.numel() + 4 * math.prod(q.shape[:3]))
 
@@ -133,7 +133,7 @@ def _efficient_backward(args: tuple[Any, ...], card: Card) -> int:
 
 
 def _sorted_ids(args: tuple[Any, ...], card: Card) -> int:
-    """embedding_dense_backward sorts the ids with their places, and counts those that repeat."""
+    """Return the bytes that embedding_dense_backward needs to sort the ids and count repeated ones."""
     ids = args[1]
     return int(8 * ids.numel() * 6) if ids.numel() > 3072 else 0
 

@@ -26,8 +26,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dpscope.errors import UserError
-from dpscope.flash.dry_run import DryRun, dry_running
 from dpscope.flash.ranks.shards import is_shard_type
+from dpscope.flash.torch_side.dry_run import DryRun, dry_running
 from dpscope.forecast.allocator import Allocator
 from dpscope.forecast.cards import Card
 from dpscope.forecast.cuda_operators import cuda_operators
@@ -83,14 +83,14 @@ class _Mode(FakeTensorMode):
 
 
 class FakeDevice:
-    """What is counted on the device, and the way for values to it."""
+    """Fake CUDA device that counts what is allocated on it, and copies values to it."""
 
     def __init__(self, allocator: Allocator, values: _Values) -> None:
         self.allocator = allocator
         self._values = values
 
     def put(self, tensor: Tensor, rows: int | None = None) -> Tensor:
-        """A fake copy on the device of a tensor of the CPU, its first dimension repeated to `rows`.
+        """Return a fake copy on the device of a tensor of the CPU, its first dimension repeated to `rows`.
 
         Values of whole numbers are known: ids and masks decide what some models do.
         """
@@ -105,7 +105,7 @@ class FakeDevice:
 
 
 def _patches() -> Iterator[Any]:
-    """What asks for a GPU on the way to a fake tensor, answered without one."""
+    """Yield patches for calls that ask for a GPU on the way to a fake tensor."""
     make = torch.Tensor._make_subclass
 
     def on_meta(cls: type[Tensor], *args: Any, **kwargs: Any) -> Tensor:
@@ -147,7 +147,7 @@ def _resizing(allocator: Allocator) -> Callable[[torch.UntypedStorage, int], tor
 
 
 def _copied(tensor: FakeTensor, memo: dict[int, Any]) -> Tensor:
-    """A deep copy whose storage is counted."""
+    """Return a deep copy whose storage is counted."""
     copy: Tensor = tensor.detach().clone().requires_grad_(tensor.requires_grad)
     if isinstance(tensor, torch.nn.Parameter):
         copy = torch.nn.Parameter(copy, tensor.requires_grad)
@@ -156,7 +156,7 @@ def _copied(tensor: FakeTensor, memo: dict[int, Any]) -> Tensor:
 
 
 def _take(parameter: Tensor, moved: Tensor) -> None:
-    """What `Module.to` and `Module.half` do with a fake parameter, which cannot be swapped with another tensor."""
+    """Do what `Module.to` and `Module.half` do, with a fake parameter, which cannot be swapped with another tensor."""
     if moved is not parameter:
         parameter.data = moved.data
 
@@ -165,7 +165,7 @@ _autocast = torch.amp.autocast_mode.autocast.__init__
 
 
 def _begin_autocast(context: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
-    """Inside of vmap a tensor's device is what C++ sees."""
+    """Begin autocast for the device that C++ sees inside of vmap."""
     _autocast(context, "cuda" if device_type == "meta" else device_type, *args, **kwargs)
 
 
@@ -173,7 +173,7 @@ _to = torch.nn.Module.to
 
 
 def _moved(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
-    """`Module.to`. On `meta`, where Opacus puts copies of layers that it needs the shapes of, nothing is counted."""
+    """Do `Module.to`. On `meta`, where Opacus puts copies of layers to learn their shapes, nothing is counted."""
     if args[:1] not in (("meta",), (torch.device("meta"),)):
         return _to(module, *args, **kwargs)
     for part in module.modules():
@@ -189,7 +189,7 @@ _storage_data_ptr: Callable[[torch.UntypedStorage], int] = torch.UntypedStorage.
 
 
 def _address(tensor: Tensor) -> int:
-    """An address that no other storage has, aligned as CUDA's are."""
+    """Return an address that no other storage has, aligned as CUDA's are."""
     if not isinstance(tensor, FakeTensor):
         return _data_ptr(tensor)
     return int(tensor.untyped_storage()._cdata * 256 + tensor.storage_offset() * tensor.element_size())
@@ -245,7 +245,7 @@ class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return results
 
     def _known_arguments(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """The arguments with values in the place of fake tensors; None where one has no value."""
+        """Return the arguments with values in the place of fake tensors; None where one has no value."""
         if func in _RANDOM or any(isinstance(each, FakeTensor) and each not in self._values for each in args):
             return None
         flat, spec = tree_flatten((args, kwargs))
@@ -281,7 +281,7 @@ _RANDOM = {torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.defa
 
 
 def _is_followed(result: Any) -> bool:
-    """Whether all that an operator gave is small enough, and of whole numbers or a scalar."""
+    """Tell if all that an operator returned is small enough, and of whole numbers or a scalar."""
     tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
     return bool(tensors) and all(
         each.numel() <= LARGEST_VALUE and (not each.dim() or not each.is_floating_point()) for each in tensors

@@ -43,7 +43,7 @@ class _Reducer:
 
 
 def _bucket_by_dtype(tensors: list[Tensor], *args: Any) -> tuple[list[list[int]], list[int]]:
-    """Buckets hold all gradients together, however many they are."""
+    """Return a bucket for each dtype: together they are as large as DDP's, however many those are."""
     places: dict[torch.dtype, list[int]] = {}
     for place, tensor in enumerate(tensors):
         places.setdefault(tensor.dtype, []).append(place)
@@ -92,7 +92,7 @@ def _patches(allocator: Allocator) -> Iterator[Any]:
 
 
 def _with_values(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that reads tensors of its own, on the host."""
+    """Let a function read tensors of its own, on the host."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with _disable_current_modes():
@@ -102,7 +102,7 @@ def _with_values(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _uncounted(allocator: Allocator, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function whose tensors are fake on a real device, too: whole ones, by which DTensor finds out shapes."""
+    """Leave a function's tensors uncounted: whole ones, fake on a real device too, by which DTensor finds shapes."""
 
     def call(*args: Any) -> Any:
         counting, allocator.counting = allocator.counting, False

@@ -34,7 +34,7 @@ class BatchFit:
 
 
 def memory_limit(card: Card) -> int:
-    """What a plan lets torch's allocator reserve."""
+    """Return what a plan lets torch's allocator reserve."""
     return int(card.usable_bytes * (1 - LEFT_FREE))
 
 
@@ -77,7 +77,7 @@ def _try(spec: RunSpec, card: Card, batch: int, limit: int) -> StepForecast:
 
 
 def _guess(fit: BatchFit, failing: int, most: int) -> int:
-    """Where the line through the two largest batches that fit reaches the limit, between the bounds.
+    """Return where the line through the two largest batches that fit reaches the limit, between the bounds.
 
     The line of small batches may be that of another phase than the one that counts later: no step is too large.
     """
@@ -96,7 +96,7 @@ def _guess(fit: BatchFit, failing: int, most: int) -> int:
 
 
 def limited_by(step: StepForecast) -> str:
-    """The component that takes most of the peak."""
+    """Return the component that takes most of the peak."""
     return max(step.components, key=lambda name: step.components[name], default="")
 
 
@@ -122,7 +122,7 @@ def rows_that_will_not_fit(specs: Sequence[RunSpec], memory_bytes: int, capabili
 
 
 def _card_like(memory_bytes: int, capability: tuple[int, int]) -> Card:
-    """The nearest card of the table, with this GPU's memory."""
+    """Return the nearest card of the table, with this GPU's memory."""
     alike = min(
         CARDS.values(),
         key=lambda card: (abs(card.capability[0] - capability[0]), abs(card.memory_bytes - memory_bytes)),

@@ -24,7 +24,7 @@ _STATES = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "RMSprop": 1, "Adagrad
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """How much torch may have, in bytes, and what it took at most since `begin`."""
+    """Memory that torch may have, in bytes, and its peak since `begin`."""
 
     limit: Callable[[], int]
     begin: Callable[[], None]
@@ -58,10 +58,10 @@ def find_physical_batch(
         The number of samples.
 
     Raises:
-        UserError: where not even one sample fits, or nobody counts memory.
+        UserError: Not even one sample fits, or the device does not count memory.
 
     Example:
-        size = find_physical_batch(lambda b: loss_fn(model(b[0]), b[1]), next(iter(loader)), optimizer=optimizer)
+        >>> size = find_physical_batch(lambda b: loss_fn(model(b[0]), b[1]), next(iter(loader)), optimizer=optimizer)
     """
     if not 0 <= margin < 1:
         raise UserError(f"margin must be a share between 0 and 1, not {margin}")
@@ -100,7 +100,7 @@ def _next_size(probes: list[Probe], largest: int, failing: int, allowed: int) ->
 def _trial(
     step: Callable[[Any], Tensor], batch: Any, size: int, optimizer: Optimizer, memory: DeviceMemory
 ) -> int | None:
-    """Bytes at the peak of one forward and backward pass; None where memory does not suffice."""
+    """Return the bytes at the peak of one forward and backward pass; None where memory does not suffice."""
     memory.begin()
     try:
         step(_repeated(batch, size)).mean().backward()  # type: ignore[no-untyped-call]
@@ -113,14 +113,14 @@ def _trial(
 
 
 def _repeated(batch: Any, size: int) -> Any:
-    """The samples of a batch, repeated or cut to a size."""
+    """Return the samples of a batch, repeated or cut to a size."""
     return tree_map_only(
         Tensor, lambda leaf: leaf[torch.arange(size, device=leaf.device) % len(leaf)] if leaf.dim() else leaf, batch
     )
 
 
 def _states_to_come(optimizer: Optimizer) -> int:
-    """Bytes that the first update will allocate."""
+    """Return the bytes that the first update will allocate."""
     plain = getattr(optimizer, "original_optimizer", optimizer)
     if plain.state:
         return 0

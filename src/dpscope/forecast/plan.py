@@ -26,7 +26,7 @@ Prober = Callable[[RunSpec, Sequence[int], Say], list[Probe]]
 
 @dataclass(frozen=True, kw_only=True)
 class Wish:
-    """What is asked of a plan beside the step itself. What is None is left open."""
+    """Wishes for a plan beside the step itself. A value of None is left open."""
 
     card: str | None = None
     samples: int | None = None
@@ -56,7 +56,7 @@ class Wish:
 
     @property
     def is_of_known_length(self) -> bool:
-        """Whether steps and noise follow without knowing how long a step takes."""
+        """True if steps and noise follow without knowing the step time."""
         return self.samples is not None and self.hours is None and not (self.epsilon is None and self.epochs is None)
 
     def goal(self, steps: int | None = None) -> PrivacyGoal:
@@ -93,7 +93,10 @@ def plan(
         The plan as plain data: what `dpscope plan --json` writes and `reports/plan_text.py` shows.
 
     Raises:
-        UserError: for wrong input, in a sentence.
+        UserError: The input is wrong, in a sentence.
+
+    Example:
+        >>> planned = dpscope.plan("hf:gpt2", card="h100-80gb", samples=100_000, epsilon=8, epochs=3)  # doctest: +SKIP
     """
     asked = Wish(**wish)
     spent = account(asked.goal()) if asked.is_of_known_length else None  # wrong input is said before anything runs
@@ -196,7 +199,7 @@ def _plan_method(
 
 
 def _corrected(spec: RunSpec, card: Card, step: StepForecast, probes: list[Probe], batch: int) -> StepForecast:
-    """A prediction with the peak that probes give, and the time by which they differ from their own prediction."""
+    """Return a prediction with the peak of the probes, and its time scaled by how far they missed theirs."""
     largest = max(probes, key=lambda each: each.batch_size)
     predicted = forecast_step(replace(spec, batch_size=largest.batch_size), card)
     seconds = largest.seconds * step.seconds / predicted.seconds
@@ -212,7 +215,7 @@ def _probed_fit(spec: RunSpec, card: Card, most: int, say: Say, prober: Prober) 
 
 
 def _training(asked: Wish, spent: Privacy | None, seconds: float, cards: int, *, private: bool) -> dict[str, Any]:
-    """Privacy, hours and money of a run whose logical step takes so many seconds."""
+    """Return privacy, hours and money of a run whose logical step takes so many seconds."""
     if asked.samples is None or (spent is None and asked.hours is None):
         return {}
     steps = spent.steps if spent is not None else int(3600 * (asked.hours or 0) / seconds)
@@ -226,7 +229,7 @@ def _training(asked: Wish, spent: Privacy | None, seconds: float, cards: int, *,
 
 
 def _effects(specs: list[RunSpec], rows: list[dict[str, Any]], card: Card, say: Say) -> list[dict[str, Any]]:
-    """What a change would do to the last method that fits: flash, as a rule."""
+    """Return what a change would do to the last method that fits, usually flash."""
     fitting = [(spec, row) for spec, row in zip(specs, rows, strict=True) if row["batch_size"]]
     if not fitting:
         return []

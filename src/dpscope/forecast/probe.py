@@ -32,7 +32,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Probe:
-    """What steps of one batch size took. Peaks are of bytes that were asked for, which are lines; blocks are not."""
+    """Peaks and times of steps of one batch size. Peaks are of requested bytes, which are linear in the batch."""
 
     batch_size: int
     peak_bytes: int
@@ -112,7 +112,7 @@ class _PhasePeaks:
 
 
 def extrapolate(probes: Sequence[Probe], batch_size: int) -> Extrapolation:
-    """Predict the peak and the time of a step of another batch size from two probes or more."""
+    """Predict the peak and the step time of another batch size from two probes or more."""
     ordered = sorted(probes, key=lambda each: each.batch_size)
     low, high = ordered[-2:]
     names = [name for name in high.phases if name in low.phases]
@@ -165,7 +165,7 @@ def probe_in_processes(spec: RunSpec, batches: Sequence[int], say: Say) -> list[
 
 
 def _ask(spec: RunSpec) -> Probe | str:
-    """A probe, or what kept it from being taken."""
+    """Return a probe, or what kept it from being taken."""
     command = [sys.executable, "-m", "dpscope.forecast.probe", json.dumps(spec.to_dict())]
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST_PROBE, check=False)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from dpscope.batches import tensors_of
 from dpscope.errors import UserError
-from dpscope.flash.oracle import tensors_of
 from dpscope.flash.ranks.shards import is_shard_type, local
 from dpscope.forecast.allocator import OutOfFakeMemory
 from dpscope.forecast.cards import Card
@@ -36,7 +36,7 @@ SAMPLES = 4  # of a batch that are really made, for their ids and masks; others 
 
 @dataclass(frozen=True)
 class StepForecast:
-    """What one step is predicted to take."""
+    """Predicted peak and time of one step."""
 
     peak_bytes: int  # that torch's allocator hands out at most
     reserved_bytes: int  # that it takes from the device for that

@@ -1,7 +1,7 @@
-"""How long a step takes: its operators' bytes and operations against what a card sustains, and the host's pace.
+"""Step time: its operators' bytes and operations against what a card sustains, and the host's pace.
 
 A kernel takes as long as the slower of its operations and its bytes need, at the share of the card's peak that such
-kernels reach, and a little to begin. The host takes some microseconds for each operator. Whoever is slower decides.
+kernels reach, and a little to begin. The host takes some microseconds for each operator. The slower one decides.
 The shares and the host's pace were fitted to steps on one H200 (benchmarks/results/…-plan.md).
 """
 
@@ -37,13 +37,13 @@ TOGETHER = 6  # how sharply the slower of GPU and host decides: the exponent of 
 
 
 def _format_of(tensors: Sequence[Tensor]) -> torch.dtype:
-    """In which products are made: the narrowest format among their operands."""
+    """Return the format in which products are made: the narrowest among their operands."""
     formats = [each.dtype for each in tensors if each.is_floating_point()]
     return min(formats, key=lambda dtype: dtype.itemsize, default=torch.float32)
 
 
 def _is_unaligned(tensors: Sequence[Tensor]) -> bool:
-    """Whether rows of half-precision operands begin off 16-byte words, which the fast kernels do not serve."""
+    """Tell if rows of half-precision operands begin off 16-byte words, which the fast kernels do not serve."""
     return any(size % 8 for each in tensors[-2:] if each.dtype.itemsize == 2 for size in each.shape[-2:])
 
 

@@ -1,1 +1,1 @@
-"""How a step is observed. Instruments receive a step callable and know nothing of methods."""
+"""Instruments: how a step is observed. They receive a step callable and know nothing of methods."""

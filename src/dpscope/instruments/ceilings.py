@@ -18,7 +18,7 @@ CEILING_REPEATS = 10
 
 
 def measure_ceilings(device: str) -> Ceilings:
-    """Best of several repeats. Empty without a GPU: a CPU's caches and clocks give no single roof."""
+    """Measure the best of several repeats. Empty without a GPU: a CPU's caches and clocks give no single roof."""
     if device != "cuda":
         return {}
     best_copy = _best_seconds(*_copy())

@@ -1,4 +1,4 @@
-"""Which collectives a step calls, the bytes they are about, and what one rank sends for them."""
+"""Collectives of a step: which it calls, their bytes, and what one rank sends for them."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _tensors(arg: Any) -> list[Tensor]:
 
 
 def _group_size(args: Any) -> int:
-    """Of the process group among the arguments of one of c10d's operators."""
+    """Return the size of the process group among the arguments of one of c10d's operators."""
     for arg in args:
         if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
             return dist.ProcessGroup.unbox(arg).size()

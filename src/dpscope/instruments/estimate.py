@@ -51,7 +51,7 @@ UNWRITTEN = dict.fromkeys(("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fus
 
 
 def _selected_bytes(named: NamedTensors, values: dict[str, Any], outs: list[Tensor]) -> int:
-    """Of self[indices]: the indices' common shape times the dimensions that are not indexed."""
+    """Return the bytes of self[indices]: the indices' common shape times the dimensions that are not indexed."""
     (target,) = named["self"]
     indices = values["indices"]
     if any(index is not None and index.dtype == torch.bool for index in indices):
@@ -63,7 +63,7 @@ def _selected_bytes(named: NamedTensors, values: dict[str, Any], outs: list[Tens
 
 
 def _bytes_like(argument: str) -> Callable[[NamedTensors, dict[str, Any], list[Tensor]], int]:
-    """One element of self for each element of `argument`."""
+    """Count one element of self for each element of `argument`."""
     return lambda named, values, outs: values[argument].numel() * values["self"].element_size()
 
 
@@ -90,7 +90,7 @@ PARTLY_READ: dict[str, tuple[str, Callable[[NamedTensors, dict[str, Any], list[T
 
 
 def tensor_bytes(tensor: Tensor) -> int:
-    """Bytes behind a tensor: dimensions it was expanded along count once, and never more than its storage holds."""
+    """Return the bytes behind a tensor: expanded dimensions count once, and never more than its storage holds."""
     if tensor.layout != torch.strided:
         return sum(map(tensor_bytes, (tensor._indices(), tensor._values()))) if tensor.layout == torch.sparse_coo else 0
     elements = 1
@@ -100,7 +100,7 @@ def tensor_bytes(tensor: Tensor) -> int:
 
 
 def _byte_range(tensor: Tensor) -> tuple[Any, ...]:
-    """Equal for tensors over the same bytes: a matrix and its transpose are read once."""
+    """Return a key that is equal for tensors over the same bytes: a matrix and its transpose are read once."""
     if tensor.layout != torch.strided:
         return (id(tensor),)
     return (_storage(tensor), tensor.storage_offset(), tensor_bytes(tensor))
@@ -115,7 +115,7 @@ def distinct_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def moved_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, device: str) -> Moved:
-    """Bytes of `device`'s memory that one call of an operator reads and writes."""
+    """Return the bytes of `device`'s memory that one call of an operator reads and writes."""
     schema = func._schema
     name = operator_name(func)
     if name in MOVES_NOTHING or schema.name.startswith("prim::"):
@@ -149,7 +149,7 @@ def _tensors_on(device: str, value: Any) -> list[Tensor]:
 
 
 def operator_name(func: Any) -> str:
-    """`mm` of aten::mm.default."""
+    """Return `mm` of aten::mm.default."""
     return str(func._schema.name.partition("::")[2])
 
 
@@ -165,7 +165,7 @@ _FORMULA_OF = {
 
 
 def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-    """Floating-point operations of matrix products, convolutions and attention (a multiply-add is two); others 0."""
+    """Count the operations of matrix products, convolutions and attention (a multiply-add is two); others 0."""
     formula = flop_registry.get(_FORMULA_OF.get(operator_name(func), func._overloadpacket))
     if formula is None and operator_name(func) == "addmm_":
         formula = flop_registry[torch.ops.aten.addmm]
@@ -229,7 +229,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def estimate_traffic(step: Callable[[], object], *, device: str) -> Estimate:
-    """Bytes that one `step` reads from and writes to the memory of `device`, by operator and phase; most bytes first.
+    """Return the bytes that one `step` reads and writes on `device`, by operator and phase; most bytes first.
 
     The step is an ordinary one: it trains, and nothing is left behind.
     """

@@ -66,7 +66,7 @@ _KERNEL_FAMILIES = tuple((family, re.compile(pattern)) for family, pattern in _K
 
 
 def kernel_family(name: str, phase: str | None = None) -> str:
-    """The family of a kernel by its demangled name and, for generic kernels, the phase it ran in."""
+    """Return the family of a kernel by its demangled name and, for generic kernels, the phase it ran in."""
     return _in_phase(next((family for family, pattern in _KERNEL_FAMILIES if pattern.search(name)), OTHER), phase)
 
 
@@ -75,7 +75,7 @@ def _in_phase(family: str, phase: str | None) -> str:
 
 
 def short_kernel_name(name: str, length: int = 80) -> str:
-    """A demangled name without return type, namespaces and arguments, but with what it was instantiated for."""
+    """Return a demangled name without return type, namespaces and arguments, but with what it was instantiated for."""
     name = name.removeprefix("void ").replace("<unnamed>::", "").replace("(anonymous namespace)::", "")
     head, _, arguments = name.partition("<")
     head = head.partition("(")[0].rpartition("::")[2]
@@ -109,7 +109,7 @@ _OPERATOR_FAMILIES = {name: family for family, names in _OPERATOR_NAMES.items() 
 
 
 def operator_family(name: str, shapes: Sequence[Sequence[int]], phase: str | None) -> str:
-    """The family of an operator (`mm`), by the shapes of its tensors and, for generic ones, the phase it ran in."""
+    """Return the family of an operator (`mm`), by its tensors' shapes and, if generic, its phase."""
     if "attention" in name:
         return ATTENTION
     family = _OPERATOR_FAMILIES.get(name, ELEMENTWISE)
@@ -117,7 +117,7 @@ def operator_family(name: str, shapes: Sequence[Sequence[int]], phase: str | Non
 
 
 def _family_of_product(shapes: Sequence[Sequence[int]]) -> str:
-    """A product with a single row or column is a weighted sum: flat clipping sums per-sample gradients that way."""
+    """Return the family of a product: one with a single row or column is a weighted sum, a reduction."""
     if len(shapes) == 2 and {len(shape) for shape in shapes} in ({2}, {3}):
         (rows, inner), columns = shapes[0][-2:], shapes[1][-1]
         if inner == 1:

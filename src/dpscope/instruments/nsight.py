@@ -1,4 +1,4 @@
-"""What Nsight Compute and Nsight Systems have in common: where they are installed, and how their messages are read."""
+"""Common parts of Nsight Compute and Nsight Systems: where they are installed, and how their messages are read."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ _UNKNOWN_OPTION = re.compile(r"unrecogni[sz]ed option '?(--[\w-]+)")
 
 
 def newest(patterns: Iterable[str], folders: Iterable[Path] | None = None) -> str | None:
-    """The newest version of what the first successful pattern finds. Patterns are relative to `folders`, or to /."""
+    """Return the newest file that the first successful pattern finds. Patterns are relative to `folders`, or to /."""
     found = (list(folder.glob(pattern)) for folder in folders or (ROOT,) for pattern in patterns)
     return next((str(max(paths, key=_version)) for paths in found if paths), None)
 
 
 def _version(path: Path) -> tuple[list[tuple[int, ...]], Path]:
-    """The numbers in each part of a path: cuda-12.4 is newer than cuda-9.2, 2025.1.1 than 2025.1."""
+    """Return the numbers in each part of a path: cuda-12.4 is newer than cuda-9.2, 2025.1.1 than 2025.1."""
     return [tuple(map(int, re.findall(r"\d+", part))) for part in path.parts], path
 
 
 def ask(*command: str) -> str:
-    """What a command prints within 30 seconds, both streams; nothing where it cannot be run."""
+    """Return what a command prints within 30 seconds, both streams; nothing if it cannot be run."""
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30, check=False
@@ -35,17 +35,17 @@ def ask(*command: str) -> str:
 
 
 def find_version(output: str, numbers: int) -> str | None:
-    """With three `numbers`, `2025.3.1` of "Version 2025.3.1.0 (build …)"."""
+    """Find `2025.3.1` (with three `numbers`) in "Version 2025.3.1.0 (build …)"."""
     match = re.search(rf"[Vv]ersion\s+(\d+(?:\.\d+){{1,{numbers - 1}}})", output)
     return match.group(1) if match else None
 
 
 def find_remedy(output: str, remedies: Mapping[str, str]) -> str | None:
-    """The sentence of the first pattern that is found in what a tool printed."""
+    """Return the sentence of the first pattern that is found in what a tool printed."""
     return next((sentence for pattern, sentence in remedies.items() if re.search(pattern, output)), None)
 
 
 def unknown_option(output: str) -> str | None:
-    """The option that this version of the tool refuses, if that is what it says."""
+    """Return the option that this version of the tool refuses, if that is what it says."""
     match = _UNKNOWN_OPTION.search(output)
     return match.group(1) if match else None

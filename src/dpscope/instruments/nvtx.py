@@ -1,16 +1,7 @@
-"""Phases as NVTX ranges: named stretches on the timeline of Nsight Systems and Nsight Compute.
+"""Phases as NVTX ranges on the timelines of Nsight Systems and Nsight Compute; docs/nsys.md shows how to use them.
 
-    with nvtx_phases():                    # every phase of every step in here is a range
-        trainer.train_step(batch)
-
-    with nvtx_phases(autograd=True): ...   # and every operator, forward and backward: many ranges, slower steps
-
-    with nvtx_range("load"): ...           # one's own ranges, as a context
-    @nvtx_range("augment")                 # or on a function
-    def augment(batch): ...
-
-Outside `nvtx_phases` nothing is pushed and a phase costs what it costs without a listener. On builds of torch without
-CUDA, where `torch.cuda.nvtx` raises, ranges are silently nothing, so that the same program runs everywhere.
+Outside `nvtx_phases` nothing is pushed. On builds of torch without CUDA, where `torch.cuda.nvtx` raises, ranges do
+nothing, so that the same program runs everywhere.
 """
 
 from __future__ import annotations
@@ -30,7 +21,7 @@ def nvtx_available() -> bool:
 
 @contextmanager
 def nvtx_range(name: str) -> Iterator[None]:
-    """A range of the calling thread. Ranges nest; the innermost is the one a profiler shows at the bottom."""
+    """Push a range of the calling thread. Ranges nest; a profiler shows the innermost at the bottom."""
     if not nvtx_available():
         yield
         return

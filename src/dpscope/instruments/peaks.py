@@ -1,4 +1,4 @@
-"""How much memory a step peaked at, from torch's own allocators.
+"""Peak memory of a step, from torch's own allocators.
 
 On CUDA the caching allocator keeps the figures itself. torch's CPU allocator keeps none, so one more step is run
 under the profiler after everything else was measured, its allocations and frees are added up, and the tensors that
@@ -26,7 +26,7 @@ from dpscope.vocabulary.components import CPU_ALLOCATOR, CUDA_ALLOCATOR
 
 
 def cuda_peak() -> MemoryPayload:
-    """Peaks of the caching allocator since the process began, or since they were reset, in bytes."""
+    """Return the peaks of the caching allocator since the process began, or since they were reset, in bytes."""
     stats = torch.cuda.memory_stats()
     return {
         "source": CUDA_ALLOCATOR,
@@ -38,7 +38,7 @@ def cuda_peak() -> MemoryPayload:
 
 
 def cublas_workspace_bytes() -> int:
-    """What cuBLAS holds of the caching allocator's memory. Gives it back: call it when all is measured."""
+    """Return the bytes that cuBLAS holds of the caching allocator. It frees them: call it when all is measured."""
     torch.cuda.synchronize()
     before: int = torch.cuda.memory_stats()["requested_bytes.all.current"]
     torch._C._cuda_clearCublasWorkspaces()
@@ -46,7 +46,7 @@ def cublas_workspace_bytes() -> int:
 
 
 def write_memory_history(step: Step, path: Path) -> None:
-    """One step with every allocation and its stack recorded, as a file for PyTorch's memory_viz page. CUDA only."""
+    """Record one step with every allocation and its stack, as a file for PyTorch's memory_viz page. CUDA only."""
     torch.cuda.memory._record_memory_history(stacks="python")
     try:
         step()
@@ -58,7 +58,7 @@ def write_memory_history(step: Step, path: Path) -> None:
 
 
 def cpu_peak(step: Step, live: Iterable[Tensor]) -> MemoryPayload:
-    """Peak of live bytes in one `step` that starts with the tensors of `live`, and the process's resident peak."""
+    """Return the peak of live bytes in one `step` that starts with the tensors of `live`, and the resident peak."""
     before = storage_bytes(live)
     with _quiet_stderr(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step()
@@ -73,7 +73,7 @@ def cpu_peak(step: Step, live: Iterable[Tensor]) -> MemoryPayload:
 
 @contextlib.contextmanager
 def _quiet_stderr() -> Iterator[None]:
-    """The profiler's native part reports its start, its end and frees it cannot place on the terminal itself."""
+    """Silence the profiler's native part, which reports its start, its end and some frees on the terminal."""
     sys.stderr.flush()
     kept = os.dup(2)
     try:
@@ -86,13 +86,13 @@ def _quiet_stderr() -> Iterator[None]:
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the distinct storages behind `tensors`: views and shared parameters count once."""
+    """Return the bytes of the distinct storages behind `tensors`: views and shared parameters count once."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
 
 
 def peak_growth(deltas: Iterable[int]) -> int:
-    """The highest running sum of allocations (+) and frees (-), starting from 0."""
+    """Return the highest running sum of allocations (+) and frees (-), starting from 0."""
     level = highest = 0
     for delta in deltas:
         level += delta
@@ -101,14 +101,14 @@ def peak_growth(deltas: Iterable[int]) -> int:
 
 
 def _memory_events(profiler: profile) -> list[int]:
-    """Bytes of every allocation (+) and free (-) on the CPU, in order of time."""
+    """Return the bytes of every allocation (+) and free (-) on the CPU, in order of time."""
     events = json.loads(chrome_trace(profiler))["traceEvents"]
     memory = [e for e in events if e.get("name") == "[memory]" and e["args"]["Device Type"] == 0]
     return [e["args"]["Bytes"] for e in sorted(memory, key=lambda e: (e["ts"], e["args"].get("Ev Idx", 0)))]
 
 
 def _peak_rss() -> int | None:
-    """The process's highest resident set in bytes; None where the platform does not say."""
+    """Return the process's highest resident set in bytes; None where the platform does not say."""
     try:
         import resource
     except ImportError:

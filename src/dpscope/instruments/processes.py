@@ -23,7 +23,7 @@ OnLine = Callable[[str], None]
 
 @dataclass(frozen=True)
 class FinishedCommand:
-    """How a command ended and what it printed, both streams together."""
+    """Ending of a command, and what it printed, both streams together."""
 
     returncode: int
     output: str
@@ -39,8 +39,8 @@ def run_limited(
 ) -> FinishedCommand:
     """Run a command and hand on its lines as they come. Past `limit` seconds it is ended with all it has started.
 
-    It sees the variables of `environment` and no others, or all of ours. Its standard input is a pipe that nobody
-    writes to and that closes when this process dies (`end_with_lifeline`).
+    It sees the variables of `environment` and no others, or all of ours. Its standard input is a pipe without a
+    writer that closes when this process dies (`end_with_lifeline`).
     """
     lifeline, held = os.pipe()
     try:
@@ -86,7 +86,7 @@ def _read(stream: IO[str], lines: list[str], on_line: OnLine) -> None:
 def end_with_descendants(pid: int) -> None:
     """Kill a process and all it has started. The process is stopped first, so that it starts no more meanwhile.
 
-    (Not by its group: it stays in ours, so that whoever ends our group ends it too.)
+    (Not by its group: it stays in ours, so that ending our group ends it too.)
     """
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGSTOP)
@@ -106,11 +106,11 @@ def _children(pid: int) -> list[int]:
 
 
 def end_with_lifeline() -> None:
-    """In a program that `run_limited` started, directly or not: end when the process that called it is gone."""
+    """End when the process that called `run_limited`, directly or not, is gone."""
 
     def wait() -> None:
         os.read(0, 1)
         os._exit(ORPHANED)
 
-    if os.environ.get(LIFELINE) == str(os.fstat(0).st_ino):  # whoever started us may have given us another
+    if os.environ.get(LIFELINE) == str(os.fstat(0).st_ino):  # our parent may have given us another
         threading.Thread(target=wait, daemon=True).start()

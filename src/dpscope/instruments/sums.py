@@ -23,7 +23,7 @@ class Sums:
             sums[place] += value
 
     def rows(self, by: str, *keys: str) -> list[Any]:
-        """A row for each key, with the parts of the key under the names of `keys`; who asks declares its shape."""
+        """Return a row for each key, with the parts of the key under the names of `keys`."""
         found = []
         for key, sums in self._sums.items():
             parts = key if isinstance(key, tuple) else (key,)
@@ -33,7 +33,7 @@ class Sums:
 
 
 def shorten_rows(rows: list[Any], keys: Sequence[str], most: int, *, leave_out: Sequence[str] = ()) -> list[Any]:
-    """The first `most` rows, and the rest added up as one, without the figures to `leave_out`."""
+    """Return the first `most` rows, and the rest added up as one, without the figures to `leave_out`."""
     if len(rows) <= most + 1:
         return rows
     shown, rest = rows[:most], rows[most:]

@@ -19,7 +19,7 @@ Progress = Callable[[str, int, int], None]  # (stage, done, total)
 
 
 def no_progress(stage: str, done: int, total: int) -> None:
-    """Reports to nobody."""
+    """Report nothing."""
 
 
 class CpuClock:

@@ -1,4 +1,4 @@
-"""What makes a figure doubtful: the one definition that every table, chart, figure and export asks.
+"""Doubt of a figure: the one definition that every table, chart, figure and export uses.
 
 A time is doubtful where its steps varied too much, were too few, or where nothing is known of their spread. So is every
 figure made from it: ratios, rates, verdicts. The parts of a traced step are doubtful where the profiler made that step
@@ -32,7 +32,7 @@ ADVICE = {
 
 
 def doubt_of_times(spread: tuple[float, float] | None, steps: int | None) -> str:
-    """One of `REASONS`, or nothing. `spread`: 10th and 90th percentile; `steps`: how many were timed, where known."""
+    """Return one of `REASONS`, or nothing. `spread`: 10th and 90th percentile; `steps`: number timed, if known."""
     if spread is None:
         return NO_SPREAD
     if steps is not None and steps < FEWEST_STEPS:
@@ -41,12 +41,12 @@ def doubt_of_times(spread: tuple[float, float] | None, steps: int | None) -> str
 
 
 def marked(text: str, doubt: str) -> str:
-    """A figure as it is shown: with a `?` where it is doubtful."""
+    """Return a figure as it is shown: with a `?` where it is doubtful."""
     return text + MARK if doubt and text != MISSING else text
 
 
 def explain(doubts: Iterable[str]) -> str:
-    """`? marks figures of times that …`, or nothing where there is no doubt."""
+    """Return `? marks figures of times that …`, or nothing if there is no doubt."""
     found = set(doubts)
     reasons = [EXPLAINED[reason] for reason in REASONS if reason in found]
     return f"{MARK} marks a figure of time that is doubtful: {'; '.join(reasons)}." if reasons else ""

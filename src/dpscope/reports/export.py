@@ -28,12 +28,12 @@ SOFTWARE = ("torch", "opacus", "dpscope")
 
 
 def line_identity(rows: Iterable[Row]) -> tuple[str, ...]:
-    """The fields that every line of a table of these rows begins with."""
+    """Return the fields that every line of a table of these rows begins with."""
     return (*IDENTITY, *(("compile",) if any(row.field("compile") != EAGER for row in rows) else ()))
 
 
 def to_records(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """All that is known of each row; None where nothing was measured."""
+    """Return all that is known of each row; None where nothing was measured."""
     names = dict.fromkeys(name for row in rows for name in (*row.spec, *row.spec["workload"]))
     settings = [name for name in names if name not in NOT_SETTINGS and len({repr(row.field(name)) for row in rows}) > 1]
     compositions = [composition for row in rows if (composition := composition_of(row))]
@@ -106,7 +106,7 @@ def _memory(row: Row, components: Sequence[str]) -> dict[str, Any]:
 
 
 def _points(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
-    """A record for each event of each timeline, with the phase it fell in."""
+    """Yield a record for each event of each timeline, with the phase it fell in."""
     identity = line_identity(rows)
     for row in rows:
         if timeline := timeline_of(row):

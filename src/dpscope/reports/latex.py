@@ -42,12 +42,12 @@ SPECIAL = str.maketrans(
 
 
 def escape(text: object) -> str:
-    """Text as LaTeX prints it."""
+    """Escape text for LaTeX."""
     return " ".join(str(text).split()).translate(SPECIAL)
 
 
 def to_latex(rows: Sequence[Row]) -> str:
-    """A table of time and peak memory, and one of components for each size that has them."""
+    """Return a table of time and peak memory, and one of components for each size that has them."""
     described = [found for group in group_by_size(rows) if (found := described_of(group))]
     return HEAD + "\n".join([_cost_table(rows), *(_component_table(*each) for each in enumerate(described, start=1))])
 
@@ -98,7 +98,7 @@ def _component_table(number: int, described: Mapping[Row, Composition]) -> str:
 
 
 def _table(lines: Sequence[dict[str, Any]], caption: str, label: str) -> str:
-    """Lines of text and numbers, the first column to the left."""
+    """Return the lines of text and numbers, the first column to the left."""
     import pandas
 
     escaped = [{escape(name): escape(MISSING if v is None else v) for name, v in line.items()} for line in lines]
@@ -108,7 +108,7 @@ def _table(lines: Sequence[dict[str, Any]], caption: str, label: str) -> str:
 
 
 def _measured_on(rows: Sequence[Row]) -> str:
-    """The model and the machine, as a caption has to name them."""
+    """Return the model and the machine, as a caption has to name them."""
     machines = []
     for environment in (row.first.environment for row in rows if row.first.environment):
         software = ", ".join(f"{name} {environment[name]}" for name in ("torch", "opacus") if environment.get(name))

@@ -29,7 +29,7 @@ SUFFIX = r"(_.*bs\d+.*)?"  # matches every suffix, and none
 
 
 def suffixed(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """What is compared with each other, under what tells it apart: `_bs8_seq1024`, or nothing for the only size."""
+    """Return the groups of compared rows by a suffix: `_bs8_seq1024`, or nothing for the only size."""
     groups = group_by_size(rows)
     if len(groups) == 1:
         return {"": groups[0]}
@@ -61,7 +61,7 @@ class Output(Generic[Content]):
     mark: str = ""  # what its first characters hold, for names that others use too
 
     def is_own(self, path: Path) -> bool:
-        """Is this file one that dpscope wrote as this output?"""
+        """Tell if dpscope wrote this file as this output."""
         return self.has_name(path.name) and path.is_file() and self.is_marked(path)
 
     def has_name(self, name: str) -> bool:
@@ -79,7 +79,7 @@ class Output(Generic[Content]):
 def text_output(
     name: str, holds: str, render: Callable[[Content], str], *, asked_for: str = "", mark: str = ""
 ) -> Output[Content]:
-    """A file of text; none where `render` gives an empty one."""
+    """Return a file of text; none where `render` gives an empty one."""
 
     def write(subject: Content, folder: Path, formats: Sequence[str]) -> list[Path]:
         if not (text := render(subject)):
@@ -98,7 +98,7 @@ def figure_output(
     instrument: str = "",
     sizes_apart: bool = True,
 ) -> Output[Report]:
-    """A picture in each format; with several sizes one for each of them, named by its size, or all in one."""
+    """Return a picture in each format; with several sizes one for each of them, named by its size, or all in one."""
 
     def write(report: Report, folder: Path, formats: Sequence[str]) -> list[Path]:
         rows = report.rows_of(instrument)
@@ -112,7 +112,7 @@ def figure_output(
 def csv_output(
     name: str, holds: str, lines: Callable[[Sequence[Row]], Sequence[Mapping[str, Any]]], *, instrument: str
 ) -> Output[Report]:
-    """A table for spreadsheets, its columns those of the first line."""
+    """Return a table for spreadsheets, its columns those of the first line."""
     return text_output(name, holds, lambda report: to_csv(lines(report.rows_of(instrument))))
 
 

@@ -36,13 +36,13 @@ AGAINST_OUTPUTS: tuple[Output[Against], ...] = (AGAINST_TEXT, AGAINST_PAGE, AGAI
 def write_reports(
     report: Report, folder: Path, *, formats: Sequence[str] = ("png",), wishes: Collection[str] = ()
 ) -> list[Path]:
-    """The summary and whatever else the results allow, figures in each of `formats`; the files written."""
+    """Write the summary and whatever else the results allow, figures in each of `formats`; return the files."""
     told_from_here = report if report.folder == folder else Report.of(report.results, report.skipped, folder=folder)
     return _write(OUTPUTS, told_from_here, folder, formats, wishes)
 
 
 def write_against(against: Against, folder: Path, *, wishes: Collection[str] = ()) -> list[Path]:
-    """Two sweeps side by side, in files of their own: the reports of each sweep stay as they are."""
+    """Write the comparison of two sweeps into files of its own; the reports of each sweep stay as they are."""
     return _write(AGAINST_OUTPUTS, against, folder, (), wishes)
 
 

@@ -80,7 +80,7 @@ def colour_of(component: str) -> str:
 
 
 def method_looks(methods: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Method -> colour and marker, which tell methods apart in grey print, and where there are more than colours.
+    """Return colour and marker of each method, which tell methods apart in grey print too.
 
     Built-in methods have theirs; another package's is chosen by name, so that it is the same in every report. Only
     where two of one report would look alike does the later in the alphabet take the next that is free.
@@ -105,12 +105,12 @@ def phase_colour(phase: str) -> str:
 
 
 def is_dark(colour: str) -> bool:
-    """Is white text the readable one on it? (Relative luminance below that of middle grey.)"""
+    """Tell if white text is readable on it: its relative luminance is below that of middle grey."""
     shares = (0.2126, 0.7152, 0.0722)  # of red, green and blue light
     levels = (int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5))
     return sum(share * float(level**2.2) for share, level in zip(shares, levels, strict=True)) < 0.18
 
 
 def looks_of(rows: Sequence[Row]) -> dict[str, dict[str, str]]:
-    """Method -> its look, for all methods that were compared with these rows' results."""
+    """Return the look of each method that was compared with these rows' results."""
     return method_looks(method for row in rows for method in (*row.methods, row.method))

@@ -26,7 +26,7 @@ HEADINGS = (
 
 
 def describe_plan(plan: Mapping[str, Any]) -> str:
-    """Everything a person reads of a plan, as plain text."""
+    """Return everything a person reads of a plan, as plain text."""
     parts = ["\n".join(verdict(plan)), _table([HEADINGS, *map(_cells, plan["methods"])])]
     parts += [_components(row) for row in plan["methods"] if row["batch_size"]][-1:]
     if plan["effects"]:
@@ -36,7 +36,7 @@ def describe_plan(plan: Mapping[str, Any]) -> str:
 
 
 def verdict(plan: Mapping[str, Any]) -> Iterator[str]:
-    """A few sentences: what fits, what limits it, how long it takes."""
+    """Yield a few sentences: what fits, what limits it, how long it takes."""
     card = plan["card"]
     length = "" if plan["seq_len"] is None else f", sequence {plan['seq_len']}"
     how = "predicted, nothing was run" if plan["how"] == "predicted" else "probed on this GPU and extrapolated"
@@ -114,7 +114,7 @@ def _effect(effect: PlanPart) -> str:
 
 
 def notes(plan: Mapping[str, Any]) -> Iterator[str]:
-    """What a reader should know beside the figures."""
+    """Yield what a reader should know beside the figures."""
     card = plan["card"]
     yield (
         f"{card['title']}: {format_bytes(card['usable_bytes'])} for torch, of which {card['margin']:.0%} are left free "
@@ -133,7 +133,7 @@ def notes(plan: Mapping[str, Any]) -> Iterator[str]:
 
 
 def plan_page(plan: Mapping[str, Any]) -> str:
-    """The same as one HTML file that needs no network."""
+    """Return the same as one HTML file that needs no network."""
 
     def row(cells: Sequence[str], tag: str) -> str:
         return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"

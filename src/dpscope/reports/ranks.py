@@ -1,4 +1,4 @@
-"""What a row over several processes shows beside its time and peak."""
+"""Figures of rows over several processes, beside time and peak."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class RankView(NamedTuple):
 
 @once_a_row
 def ranks_of(row: Row) -> RankCosts | None:
-    """None of a row of one process."""
+    """Return the costs of a row's ranks; None if it is of one process."""
     return row.first_of(ranks_in)
 
 
 def rank_records(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """A record for each row, all with the same columns; without any where no row is of several processes."""
+    """Return a record for each row, all with the same columns; without any where no row is of several processes."""
     found = [_record(row, ranks) if (ranks := ranks_of(row)) else {} for row in rows]
     names = dict.fromkeys(name for record in found for name in record)
     return [{name: record.get(name) for name in names} for record in found]
@@ -69,7 +69,7 @@ def _record(row: Row, ranks: RankCosts) -> dict[str, Any]:
 
 
 def ranks_section(rows: Sequence[Row], width: int) -> list[RenderableType]:
-    """Ranks, collectives and scaling of every row over several processes."""
+    """Return ranks, collectives and scaling of every row over several processes."""
     views = [RankView(row, ranks) for row in rows if (ranks := ranks_of(row))]
     parts: list[RenderableType] = []
     for heading, columns in ((OVER_RANKS, _measured_columns), (SIMULATED_RANK, _simulated_columns)):
@@ -114,18 +114,18 @@ def _collective_columns(views: Sequence[RankView]) -> list[Column[RankView]]:
 
 
 def _peaks(view: RankView) -> str:
-    """`12.4 MiB`, or `12.4–15.8 MiB (0)` where ranks differ."""
+    """Return `12.4 MiB`, or `12.4–15.8 MiB (0)` if ranks differ."""
     least, most = (format_bytes(choose(view.ranks.peaks)) for choose in (min, max))
     return most if least == most else f"{_range(least, most)} ({view.ranks.largest})"
 
 
 def _range(low: str, high: str) -> str:
-    """`85.0–85.8 ms`: the unit once where both have it."""
+    """Return `85.0–85.8 ms`: the unit once if both have it."""
     return f"{low.removesuffix(' ' + high.rpartition(' ')[2])}–{high}"
 
 
 def scaling_shown(row: Row) -> str:
-    """`1.62× of 2`."""
+    """Return `1.62× of 2`."""
     if row.scaling is None or row.alone is None:
         return MISSING
     return marked(f"{format_ratio(row.scaling)} of {row.field('gpus')}", row.time_doubt or row.alone.time_doubt)

@@ -24,7 +24,7 @@ from dpscope.vocabulary.settings import EAGER, LATER_DEFAULTS, SETTINGS
 
 
 def compare_results(results: Iterable[Result]) -> list[Row]:
-    """A row for each method at each size, in order of first appearance."""
+    """Return a row for each method at each size, in order of first appearance."""
     joined = join_instruments(list(results))
     # Peaks of two definitions are not compared: the instrument that gives most rows one, of equals the memory one.
     counts = Counter(name for row in joined for name in row.peaks)
@@ -43,7 +43,7 @@ def compare_results(results: Iterable[Result]) -> list[Row]:
 
 
 def _in_one_process(row: Row, rows: Sequence[Row]) -> Row | None:
-    """The row of the same method in one process whose batch is that of a rank or, if there is none, of a step."""
+    """Return the single-process row of the same method with the batch of a rank or, failing that, of a step."""
     one = {**row.identity, **{name: LATER_DEFAULTS[name] for name in ("gpus", "parallel")}}
     batches = (row.field("batch_size"), row.field("batch_size") * row.field("gpus"))
     wanted = [hashable({**one, "batch_size": batch}) for batch in batches]
@@ -52,7 +52,7 @@ def _in_one_process(row: Row, rows: Sequence[Row]) -> Row | None:
 
 
 def join_instruments(results: Sequence[Result]) -> list[Row]:
-    """What was measured of the same method at the same size, together; in order of first appearance.
+    """Join what was measured of the same method at the same size, in order of first appearance.
 
     Numbers of steps keep rows apart only where one instrument looked with several of them; what another saw, with
     one number of steps, belongs to each of those rows.
@@ -111,7 +111,7 @@ class Report:
         return [tell(size.rows) for size in self.sizes]
 
     def rows_of(self, instrument: str) -> list[Row]:
-        """Rows without those that would tell again what the instrument saw of an earlier one; "": every row."""
+        """Return the rows without those that repeat what the instrument saw of an earlier one; "": every row."""
         first = {id(row.measured[instrument]): row for row in reversed(self.rows) if instrument in row.measured}
         return [row for row in self.rows if instrument not in row.measured or row in first.values()]
 
@@ -145,12 +145,12 @@ class Setting:
 
 
 def group_by_setting(rows: Sequence[Row]) -> list[Setting]:
-    """In order of first appearance. Where numbers of steps keep rows apart, all settings name theirs."""
+    """Group rows in order of first appearance. If numbers of steps keep rows apart, all settings name theirs."""
     apart = any(row.step_counts for row in rows)
     first = {row.comparison: row for row in reversed(rows)}  # of the rows that are compared with each other
 
     def settings(row: Row) -> dict[str, Any]:
-        """What a row is, without its size; the model's dimensions among it."""
+        """Return what a row is, without its size; the model's dimensions among it."""
         rest = {name: value for name, value in row.identity.items() if name not in (*SIZES, "workload")}
         return {**row.spec["workload"], **rest, **(first[row.comparison].repeats if apart else {})}
 
@@ -160,7 +160,7 @@ def group_by_setting(rows: Sequence[Row]) -> list[Setting]:
 
 
 def _labels(described: Sequence[dict[str, Any]]) -> list[str]:
-    """As few words as tell one from the other; a number where no words do. Of several each has a label."""
+    """Return as few words as tell one from the other; a number if no words do. Of several each has a label."""
     spoken = [name for name in _varying(described) if name in UNLABELLED]
     short = [_words(settings, spoken) for settings in described]
     labels = []

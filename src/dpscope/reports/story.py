@@ -1,4 +1,4 @@
-"""What a comparison comes to, in sentences: which private method to take at a size, what it costs and what it saves.
+"""Story of a comparison, in sentences: which private method to take at a size, what it costs and saves.
 
 Nothing is called better on a difference that the measurement does not carry: times whose 10th to 90th percentiles
 overlap are equal, and so are peaks within `SAME_MEMORY` of each other.
@@ -32,7 +32,7 @@ class Story:
 
 
 def tell(rows: Sequence[Row]) -> Story:
-    """The story of rows that are compared with each other."""
+    """Return the story of rows that are compared with each other."""
     private = [row for row in rows if row.method != STANDARD]
     leaders = _leaders(private)
     winner, (praise, badge) = leaders.winner, leaders.praise
@@ -58,7 +58,7 @@ class Leaders:
 
     @property
     def praise(self) -> tuple[str, str]:
-        """What being the winner means here, for a sentence and for a label."""
+        """Words for the winner, for a sentence and for a label."""
         if self.time and self.memory:
             return "costs least", "costs least"
         return ("is the fastest", "fastest") if self.time else ("needs the least memory", "least memory")
@@ -73,7 +73,7 @@ class Leaders:
         return self.unbeaten[0] if len(self.unbeaten) == 1 else None
 
     def undecided(self) -> list[str]:
-        """Why nobody wins, where there was a race."""
+        """Return why there is no winner, if there was a race."""
         if not self.time and not self.memory:
             return []
         if not self.unbeaten:
@@ -110,8 +110,7 @@ def _same_memory(row: Row, other: Row) -> bool:
 
 
 def _of_savings(winner: Row, others: Sequence[Row]) -> list[str]:
-    """What is surely saved, time beyond the spread and memory beyond rounding: against what people usually have, else
-    against the next best, by time first."""
+    """Return what is surely saved in time and memory, against Opacus's methods or else the next best."""
     usual = next((row for row in others if row.method == USUAL), None) or min(
         others, key=lambda row: (row.median_ms is None, row.median_ms or 0.0, row.peak_bytes or 0.0)
     )
@@ -126,7 +125,7 @@ def _of_savings(winner: Row, others: Sequence[Row]) -> list[str]:
 
 
 def cost_in_words(row: Row) -> str:
-    """`1.09× the time and 0.96× the memory of ordinary training`; absolute where there is no standard."""
+    """Return `1.09× the time and 0.96× the memory of ordinary training`; absolute without a standard."""
     ratios = {"time": None if row.ratio_doubt else row.time_ratio, "memory": row.memory_ratio}
     parts = [f"{format_ratio(ratio)} the {what}" for what, ratio in ratios.items() if ratio is not None]
     if (moved := traffic_of(row)) and moved.ratio is not None:
@@ -138,7 +137,7 @@ def cost_in_words(row: Row) -> str:
 
 
 def _of_doubt(rows: Sequence[Row]) -> list[str]:
-    """On whose time there is no verdict, and what to do about it."""
+    """Return whose time allows no verdict, and what to do about it."""
     timed = [row for row in rows if row.median_ms is not None and row.method != STANDARD]
     doubtful = {reason: [row for row in timed if row.ratio_doubt == reason] for reason in EXPLAINED}
     return [
@@ -177,7 +176,7 @@ def _and(words: Sequence[str]) -> str:
 
 
 def compilation_notes(rows: Sequence[Row]) -> list[str]:
-    """What the ratios of compiled rows are, and how long torch.compile took."""
+    """Return what the ratios of compiled rows are, and how long torch.compile took."""
     notes = []
     if any(row.eager_time_ratio for row in rows):
         notes.append("× of a compiled row is the ratio to compiled standard, × eager that to eager standard.")
@@ -188,7 +187,7 @@ def compilation_notes(rows: Sequence[Row]) -> list[str]:
 
 
 def ordinary_training(row: Row) -> str:
-    """What the ratios of a row are to, and how its time compares with eager ordinary training."""
+    """Return what the ratios of a row are to, and how its time compares with eager ordinary training."""
     if row.field("compile") == EAGER:
         return "ordinary training"
     ratio = None if row.eager_ratio_doubt else row.eager_time_ratio

@@ -55,12 +55,12 @@ class Row:
 
     @property
     def ratio_doubt(self) -> str:
-        """What makes the ratio of times doubtful: this row's times, or standard's."""
+        """Reason why the ratio of times is doubtful: this row's times, or standard's."""
         return self._doubt_against(self.standard if self.median_ms is not None else None)
 
     @property
     def eager_time_ratio(self) -> float | None:
-        """Of a compiled row, to ordinary training that is not compiled."""
+        """Ratio of a compiled row to ordinary training that is not compiled."""
         return _ratio(self, self.eager_standard, attrgetter("median_ms"))
 
     @property
@@ -127,7 +127,7 @@ class Row:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """What rows that are compared with each other have in common; numbers of steps where rows differ in those."""
+        """Values that compared rows have in common; numbers of steps where rows differ in those."""
         return {**identity_of(self.spec), **dict(self.step_counts)}
 
     @cached_property
@@ -136,13 +136,13 @@ class Row:
         return hashable(self.identity)
 
     def field(self, name: str) -> Any:
-        """The value in a column of this name: of the model, the method, the numbers of steps or the spec."""
+        """Return the value in a column of this name: of the model, the method, the numbers of steps or the spec."""
         workload = self.spec["workload"]
         own = {"model": workload["name"], "method": self.method, **self.repeats}
         return {**LATER_DEFAULTS, **workload, **self.spec, **own}.get(name)
 
     def cell(self, name: str) -> str:
-        """The same as a table shows it."""
+        """Return the same as a table shows it."""
         value = self.field(name)
         return SETTINGS[name].cell({name: value}) if name in SETTINGS else str(value or MISSING)
 
@@ -150,7 +150,7 @@ class Row:
         return {name: self.field(name) for name in names}
 
     def why_none(self, unmeasured: str) -> str:
-        """Why the row has no figure of a kind: how it ended, or that nobody measured it."""
+        """Return why the row has no figure of a kind: how it ended, or that it was not measured."""
         return unmeasured if self.result.ok else status_named(self.result.status).instead
 
     @property
@@ -158,7 +158,7 @@ class Row:
         return [result for result in self.measured.values() if result.ok]
 
     def first_of(self, read: Callable[[Result], Value]) -> Value | None:
-        """What the first measurement that ended well has of something; None where none has any of it."""
+        """Return what the first successful measurement has of something; None if none has any of it."""
         return next((found for result in self.ended_well if (found := read(result))), None)
 
     @property
@@ -182,12 +182,12 @@ class Row:
 
     @property
     def time_doubt(self) -> str:
-        """What makes this row's times doubtful; empty where nothing does, or there are none."""
+        """Reason why this row's times are doubtful; empty if there is none, or no times."""
         return "" if self.median_ms is None else doubt_of_times(self.spread_ms, self.steps)
 
     @property
     def samples(self) -> int:
-        """Of a step: those of all its batches."""
+        """Samples of a step: those of all its batches."""
         return int(self.field("batch_size") * self.field("accumulate") * self.field("gpus"))
 
     @property
@@ -205,7 +205,7 @@ class Row:
 
     @property
     def speeds(self) -> dict[str, float]:
-        """Of `SPEEDS` those that are known: samples in a second and, for a workload with a sequence, tokens."""
+        """Speeds that are known, of `SPEEDS`: samples a second and, with a sequence, tokens."""
         if not self.median_ms:
             return {}
         samples, length = 1e3 * self.samples / self.median_ms, self.spec.get("seq_len")
@@ -230,7 +230,7 @@ class Row:
 
     @property
     def memory(self) -> MemoryPayload:
-        """What goes with the peak that is shown."""
+        """Memory payload that goes with the peak that is shown."""
         result = self.measured.get(self.peak_instrument or next(iter(self.peaks), ""))
         return result.memory if result is not None and result.ok else MemoryPayload()
 
@@ -246,19 +246,19 @@ class Row:
 
     @property
     def scaling_batch(self) -> str:
-        """Which batch is as large in one process: that of a rank, or that of a step."""
+        """Batch that is as large in one process: that of a rank, or that of a step."""
         if self.alone is None:
             return ""
         return BATCH_OF_A_RANK if self.alone.field("batch_size") == self.field("batch_size") else BATCH_OF_A_STEP
 
     @property
     def notes(self) -> list[str]:
-        """What is worth knowing beside the figures, each sentence once."""
+        """Notes worth knowing beside the figures, each sentence once."""
         return list(dict.fromkeys(note["sentence"] for result in self.measured.values() for note in result.notes))
 
 
 def once_a_row(compute: Callable[[Row], Value]) -> Callable[[Row], Value]:
-    """`compute`, whose value for a row is kept with the row: text, page, figures and exports share it."""
+    """Return `compute` with its value kept for each row: text, page, figures and exports share it."""
 
     @wraps(compute)
     def kept(row: Row) -> Value:
@@ -271,19 +271,19 @@ def once_a_row(compute: Callable[[Row], Value]) -> Callable[[Row], Value]:
 
 
 def figure_of(*candidates: Any) -> float | None:
-    """The first that is a number, and one that can be measured: finite, and not below zero."""
+    """Return the first that is a number, and one that can be measured: finite, and not below zero."""
     numbers = (value for value in candidates if isinstance(value, int | float) and not isinstance(value, bool))
     return next((value for value in numbers if math.isfinite(value) and value >= 0), None)
 
 
 def _ratio(row: Row, other: Row | None, read: Callable[[Row], float | None]) -> float | None:
-    """Of a figure of a row to that of another; None where either has none, or there is no other."""
+    """Return the ratio of a row's figure to another's; None if either is missing."""
     value, denominator = read(row), read(other) if other else None
     return value / denominator if value and denominator else None
 
 
 def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
-    """Items that have the same key, together; in order of first appearance."""
+    """Group items of the same key, in order of first appearance."""
     groups: dict[Key, list[Item]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
@@ -291,12 +291,12 @@ def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list
 
 
 def group_by_size(rows: Iterable[Row]) -> list[list[Row]]:
-    """Rows that are compared with each other."""
+    """Return the rows that are compared with each other."""
     return list(grouped(rows, attrgetter("comparison")).values())
 
 
 def worth_a_column(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
-    """Of the fields of rows those that tell them apart: always the method and the batch, never a lacking sequence.
+    """Return the fields that tell rows apart: always the method and the batch, never a missing sequence.
 
     Numbers of steps do where rows differ in nothing else.
     """
@@ -307,5 +307,5 @@ def worth_a_column(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
 
 
 def heading_of(name: str) -> str:
-    """Of the column of a field: `batch`, `seq`, `noise multiplier`."""
+    """Return the heading of a field's column: `batch`, `seq`, `noise multiplier`."""
     return {"batch_size": "batch", "seq_len": "seq"}.get(name, name.replace("_", " "))

@@ -30,7 +30,7 @@ NARROW_SUMMARY = 86  # columns
 
 
 def summary(report: Report, *, width: int = SUMMARY_WIDTH, detailed: bool = False) -> RenderableType:
-    """Everything there is to say about a set of results; `detailed` for readers who have the time."""
+    """Return everything there is to say about a set of results; `detailed` for readers who have the time."""
     parts: list[RenderableType] = [Text(line, style="bold") for line in _headline(report)]
     if lines := _cost(report, width):
         parts += ["", *lines]
@@ -43,7 +43,7 @@ def summary(report: Report, *, width: int = SUMMARY_WIDTH, detailed: bool = Fals
 
 
 def section_at(where: str) -> Callable[[Sequence[Row], int], list[RenderableType]]:
-    """What an instrument's section is made by: a function of rows and the width, empty without anything to say."""
+    """Return the function that makes an instrument's section from rows and the width; empty with nothing to say."""
     module, _, name = where.partition(":")
     function: Callable[[Sequence[Row], int], list[RenderableType]]
     function = getattr(import_module(f"dpscope.reports.{module}"), name)
@@ -91,7 +91,7 @@ def _describe_environment(environment: dict[str, Any]) -> str:
 
 
 def _table(report: Report, narrow: bool, most_rates: int, bars: Bars) -> Table:
-    """`most_rates`: columns for samples and tokens in a second; of one, it is tokens where there is a sequence."""
+    """Return the main table; `most_rates`: columns for rates (of one, it is tokens if there is a sequence)."""
     rows = [row for group in group_by_size(report.rows) for row in group]
     rates = [rate for rate in SPEEDS if any(rate in row.speeds for row in rows)]
     identity: list[Column[Row]] = identity_columns(report.rows, lambda row: row, REPEATS)
@@ -115,7 +115,7 @@ def _table(report: Report, narrow: bool, most_rates: int, bars: Bars) -> Table:
 
 
 def _troubles(report: Report) -> list[str]:
-    """A line for each reason why rows have no figures: what became of which, and what to do."""
+    """Return a line for each reason why rows have no figures: what became of which, and what to do."""
     failed = [(row, size.label) for size in report.sizes for row in size.rows if not row.result.ok]
     alike = grouped(failed, lambda each: (each[0].result.status, each[0].result.reason))
     lines = [f"{status}: {_which(found)}: {reason}" for (status, reason), found in alike.items()]
@@ -123,14 +123,14 @@ def _troubles(report: Report) -> list[str]:
 
 
 def _which(failed: Sequence[tuple[Row, str]]) -> str:
-    """`flat, ghost at batch 4; batch 8`; methods that met it at other sizes stand for themselves."""
+    """Return `flat, ghost at batch 4; batch 8`; methods that met it at other sizes are named apart."""
     by_method = grouped(failed, lambda each: each[0].method)
     sizes = {method: "; ".join(size for _, size in own) for method, own in by_method.items()}
     return ", ".join(f"{', '.join(names)} at {where}" for where, names in grouped(sizes, sizes.__getitem__).items())
 
 
 def _own_tracebacks(rows: Sequence[Row]) -> list[str]:
-    """Where the user's own code failed, each place once."""
+    """Return where the user's own code failed, each place once."""
     results = (row.result for row in rows if row.result.spec["workload"].get("kind") == "custom")
     shown = (result.details for result in results if status_named(result.status).shows_traceback)
     found = dict.fromkeys(filter(None, shown))
@@ -138,7 +138,7 @@ def _own_tracebacks(rows: Sequence[Row]) -> list[str]:
 
 
 def verdict(report: Report) -> list[str]:
-    """What the figures come to, a paragraph for each size, and each note on rows once: the page's own sentences."""
+    """Return the conclusions, a paragraph for each size, and each note on rows once: the page's own sentences."""
     told = list(zip(report.sizes, report.stories, strict=True))
     paragraphs = [
         f"{size.label if size.setting else size.size.capitalize()}. {' '.join(story.sentences)}"

@@ -20,17 +20,17 @@ AUTOGRAD_NODE = ("autograd::engine::evaluate_function: ", "autograd: ")  # as to
 
 
 def peak_notes(sources: Iterable[str]) -> list[str]:
-    """What the peaks of a table are, a sentence for each way in which they were measured."""
+    """Return what the peaks of a table are, a sentence for each way in which they were measured."""
     return [f"Peak memory: {PEAK_SOURCES[source]}." for source in dict.fromkeys(sources) if source in PEAK_SOURCES]
 
 
 def spread_in_words(spread: tuple[float, float] | None) -> str:
-    """`12.1–12.6`: 10th and 90th percentile in milliseconds."""
+    """Return `12.1–12.6`: 10th and 90th percentile in milliseconds."""
     return MISSING if spread is None else f"{spread[0]:.1f}–{spread[1]:.1f}"
 
 
 def shorten(text: str, length: int) -> str:
-    """Both ends of a long name: they are what tells modules apart."""
+    """Keep both ends of a long name: they are what tells modules apart."""
     if len(text) <= length:
         return text
     tail = (length - 1) // 2
@@ -38,17 +38,17 @@ def shorten(text: str, length: int) -> str:
 
 
 def in_longest_order(lists: Iterable[Collection[str]]) -> list[str]:
-    """Every name of some lists once, in the order of the longest."""
+    """Return every name of some lists once, in the order of the longest."""
     return list(dict.fromkeys(name for names in sorted(lists, key=len, reverse=True) for name in names))
 
 
 def distinct(names: Sequence[str]) -> list[str]:
-    """The same names, those that were there before with a number: `flat`, `flat (2)`."""
+    """Return the same names, those that were there before with a number: `flat`, `flat (2)`."""
     return [name if name not in names[:n] else f"{name} ({names[:n].count(name) + 1})" for n, name in enumerate(names)]
 
 
 def in_prose(name: str) -> str:
-    """The name itself. One that is too long loses its template arguments, and then whole words at its end."""
+    """Return the name itself. One that is too long loses its template arguments, and then whole words at its end."""
     plain = name.replace(*AUTOGRAD_NODE)
     if len(plain) <= LONGEST_IN_PROSE:
         return plain
@@ -61,7 +61,7 @@ def in_prose(name: str) -> str:
 
 
 def operator_label(name: str, length: int) -> str:
-    """As short as it can be told apart: autograd's nodes without the engine's prefix."""
+    """Return a short label that still tells operators apart: autograd's nodes without the engine's prefix."""
     return shorten(name.replace(*AUTOGRAD_NODE), length)
 
 
@@ -72,7 +72,7 @@ NUMBERS = {"batch": 5, "seq": 3, "warmup": 6, "steps": 5}  # fields that are, an
 def identity_columns(
     rows: Sequence[Row], row_of: Callable[[Item], Row], more: Sequence[str] = ()
 ) -> list[Column[Item]]:
-    """The fields that tell the rows of some items apart, a long method shortened; `more`: other fields too."""
+    """Return the fields that tell the rows of some items apart, a long method shortened; `more`: other fields too."""
 
     def column(name: str) -> Column[Item]:
         longest = LONGEST_METHOD if name == "method" else 10**6

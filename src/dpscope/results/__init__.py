@@ -1,1 +1,1 @@
-"""What measurements gave: one versioned, self-describing JSON file each. No torch here."""
+"""Results of measurements: one versioned, self-describing JSON file each. No torch here."""

@@ -49,14 +49,14 @@ def merge_facts(environments: Sequence[Facts]) -> list[Facts]:
 
 
 def differing_facts(environments: Sequence[Facts]) -> dict[str, list[str]]:
-    """The names on which environments disagree, with each value."""
+    """Return the names on which environments disagree, with each value."""
     names = [ENVIRONMENT[key] for key in MUST_BE_EQUAL]
     values = {name: list(dict.fromkeys(f[name] for f in environments if name in f)) for name in names}
     return {name: found for name, found in values.items() if len(found) > 1}
 
 
 def days_of(results: Sequence[Result]) -> str:
-    """The day or days, in UTC, as far as memory snapshots know the time."""
+    """Return the day or days, in UTC, as far as memory snapshots know the time."""
     stamps = [snapshot.get("timestamp") for result in results for snapshot in result.snapshots[:1]]
     days = sorted({time.strftime("%Y-%m-%d", time.gmtime(stamp)) for stamp in stamps if isinstance(stamp, int | float)})
     return " to ".join(dict.fromkeys((days[0], days[-1]))) if days else ""

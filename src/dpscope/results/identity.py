@@ -1,4 +1,4 @@
-"""What a result's spec says of the row it belongs to: which others it is compared with, its size and its step."""
+"""Identity of a row, by its result's spec: which others it is compared with, its size and its step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ StepNumbers = tuple[tuple[str, Any], ...]  # (warmup, steps) by name
 
 
 def identity_of(spec: dict[str, Any]) -> dict[str, Any]:
-    """Everything in a spec but the method and how it was measured."""
+    """Return everything in a spec but the method and how it was measured."""
     return {name: value for name, value in {**LATER_DEFAULTS, **spec}.items() if name not in MEASUREMENT_FIELDS}
 
 
@@ -21,19 +21,19 @@ def step_counts_of(spec: dict[str, Any]) -> StepNumbers:
 
 
 def hashable(value: Any) -> Hashable:
-    """The same value for a key of a dictionary."""
+    """Return the same value for a key of a dictionary."""
     if isinstance(value, dict):
         return tuple(sorted((name, hashable(each)) for name, each in value.items()))
     return tuple(map(hashable, value)) if isinstance(value, list | tuple) else value
 
 
 def size_in_words(spec: dict[str, Any]) -> str:
-    """`batch 8, sequence 1024`; images have no sequence."""
+    """Return `batch 8, sequence 1024`; images have no sequence."""
     length = spec.get("seq_len")
     return f"batch {spec['batch_size']}" + (f", sequence {length}" if length else "")
 
 
 def step_in_words(spec: dict[str, Any]) -> str:
-    """`bf16, adamw`, and later settings where they are not the usual."""
+    """Return `bf16, adamw`, and later settings that are not the default."""
     told = [SETTINGS["dtype"], SETTINGS["optimizer"], *(each for each in SETTINGS.values() if each.is_later)]
     return ", ".join(each.in_words(spec) for each in told if each.name in spec)

@@ -1,4 +1,4 @@
-"""Where the DRAM bytes of a step go, kernel by kernel, as the instrument `ncu` wrote it down."""
+"""DRAM bytes of a step, kernel by kernel, as the instrument `ncu` wrote them down."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class KernelRows:
         return self.calls_total is None or self.calls_seen >= self.calls_total
 
     def bytes_by_family(self) -> dict[str, float]:
-        """DRAM bytes of each family that moved any, in the families' order."""
+        """Return the DRAM bytes of each family that moved any, in the families' order."""
         totals: dict[str, float] = dict.fromkeys(FAMILIES, 0)
         for row in self.rows:
             totals[row["family"] if row["family"] in totals else OTHER] += moved(row)
@@ -35,12 +35,12 @@ class KernelRows:
 
 
 def moved(row: KernelRow) -> float:
-    """DRAM bytes of one kernel row, read and written."""
+    """Return the DRAM bytes of one kernel row, read and written."""
     return (row.get(READ) or 0) + (row.get(WRITE) or 0)
 
 
 def kernels_in(payload: NcuPayload, source: str) -> KernelRows | None:
-    """The rows that were measured, or those of the estimate, which stands beside a measurement too."""
+    """Return the rows that were measured, or those of the estimate, which stands beside a measurement too."""
     own, estimated = payload.get("kernels", {}), payload.get("estimate", {}).get("kernels", {})
     for found, whose in ((own, payload["source"]), (estimated, ESTIMATE)):
         if whose == source and (rows := found.get("rows")):

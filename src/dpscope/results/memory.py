@@ -44,11 +44,11 @@ class Timeline:
         return self.totals.index(max(self.totals))
 
     def is_in(self, phase: PhaseSpan, event: int) -> bool:
-        """An event on a border is the later phase's; the last of all is in the phase that it ends."""
+        """Return the phase of each event; one on a border belongs to the later phase, the last to the one it ends."""
         return phase.start <= event and (event < phase.end or phase.end == self.events[-1])
 
     def phase_at(self, event: int) -> str | None:
-        """The innermost: what runs inside `clip` inside `backward` belongs to `clip`. None between phases."""
+        """Return the innermost phase at a moment: `clip` inside `backward` is `clip`. None between phases."""
         inside = [phase for phase in self.phases if self.is_in(phase, event)]
         return min(inside, key=lambda phase: phase.end - phase.start).name if inside else None
 
@@ -68,8 +68,11 @@ class Timeline:
         return whole
 
     def moments(self, most: int) -> list[int]:
-        """Indices of the events that a drawing needs, about `most`: the ends, every component's maximum, those at the
-        borders of phases, and the highest and the lowest total of each stretch: the peak is one of them."""
+        """Return the indices of about `most` events that a drawing needs.
+
+        These are the ends, every component's maximum, the borders of phases, and the highest and lowest total of each
+        stretch: the peak is one of them.
+        """
         count = len(self.events)
         kept = {0, count - 1, *(level.index(max(level)) for level in self.levels.values())}
         for edge in (edge for phase in self.phases for edge in (phase.start, phase.end)):
@@ -79,7 +82,7 @@ class Timeline:
 
 
 def timeline_in(payload: TimelinePayload) -> Timeline | None:
-    """None where there is none, or none that can be drawn."""
+    """Return the timeline of a result; None if there is none that can be drawn."""
     keys, points = payload.get("components"), payload.get("points", [])
     if not keys or len(points) < 2 or any(len(point) != len(keys) + 1 for point in points):
         return None
@@ -93,8 +96,7 @@ def timeline_in(payload: TimelinePayload) -> Timeline | None:
 
 
 def thin(totals: Sequence[int], kept: Iterable[int], most: int) -> list[int]:
-    """Indices of about `most` events: those of `kept`, and the highest and the lowest total of each stretch; of all
-    events where there are no more."""
+    """Return the indices of about `most` events: those of `kept`, and the highest and lowest total of each stretch."""
     chosen, count = set(kept), len(totals)
     if count <= most:
         return list(range(count))
@@ -124,7 +126,7 @@ class Composition:
         return sum(self.components.values())
 
     def extra_over(self, other: Composition) -> dict[str, float]:
-        """Bytes of each component beyond another's; below zero where this one holds less."""
+        """Return the bytes of each component beyond another's; below zero where this one holds less."""
         keys = in_order([*self.components, *other.components])
         return {key: self.components.get(key, 0.0) - other.components.get(key, 0.0) for key in keys}
 
@@ -133,13 +135,13 @@ class Composition:
 
     @property
     def maker(self) -> str | None:
-        """What reached the peak: `backward: aten::bmm in blocks.3.up`."""
+        """Operator that reached the peak: `backward: aten::bmm in blocks.3.up`."""
         what = " in ".join(filter(None, (self.operator, self.module)))
         return ": ".join(filter(None, (self.phase, what))) or None
 
 
 def composition_in(result: Result) -> Composition | None:
-    """None where the instrument did not see what the peak was made of."""
+    """Return what the peak was made of; None if the instrument did not see it."""
     peak = result.memory.get("peak")
     if peak and peak["components"]:
         modules = [(each["module"], sorted_components(each["components"])) for each in result.memory.get("modules", [])]
@@ -159,18 +161,17 @@ def composition_in(result: Result) -> Composition | None:
 
 
 def shape_in_words(tensor: TensorAtPeak) -> str:
-    """`8×1024 float32`."""
+    """Return `8×1024 float32`."""
     return f"{'×'.join(map(str, tensor['shape'])) or 'scalar'} {tensor['dtype']}"
 
 
 def maker_of(tensor: TensorAtPeak) -> str:
-    """Module and operator; a tensor that was there before the step has only the module it belongs to."""
+    """Return module and operator; a tensor from before the step has only its module."""
     return " · ".join(filter(None, (tensor["module"], tensor["operator"].removeprefix("aten::")))) or MISSING
 
 
 def place_of(tensor: TensorAtPeak, *, short: bool = False) -> str:
-    """The line of code; whose backward it is, where autograd made it. Short, the file without its folder, and the
-    line: `model.py:12`, `model.py:12, backward`."""
+    """Return the line of code, and `backward` if autograd made the tensor; `short`: `model.py:12, backward`."""
     line, by_autograd = tensor["line"], tensor["by_autograd"]
     if not tensor["operator"]:
         return "before the step"
@@ -186,7 +187,7 @@ class NotConserved(AssertionError):
 
 
 def require_conserved(points: Sequence[Sequence[int]], totals: Sequence[int]) -> None:
-    """At every point the components add up to the live total, and no component is negative."""
+    """Raise unless the components add up to the live total at every point, and none is negative."""
     if len(points) != len(totals):
         raise NotConserved(f"{len(points)} points of components, {len(totals)} totals")
     for event, (point, total) in enumerate(zip(points, totals, strict=True)):
@@ -195,7 +196,7 @@ def require_conserved(points: Sequence[Sequence[int]], totals: Sequence[int]) ->
 
 
 def conservation_faults(result: Result) -> list[str]:
-    """What does not add up in a result of the memory instrument, a sentence each; empty if all does."""
+    """Return what does not add up in a result of the memory instrument, a sentence each; empty if all does."""
     memory, timeline = result.memory, result.timeline
     parts = memory["peak"]["components"]
     tracked = sum(amount for key, amount in parts.items() if key != "unattributed")

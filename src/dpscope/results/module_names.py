@@ -10,7 +10,7 @@ SUMS = re.compile(r"\((\d+ )?others?\)")  # what instruments call the modules th
 
 
 def is_summary(name: str) -> bool:
-    """Like `(outside the modules)`: the name of no module."""
+    """Tell if the name is of no module, like `(outside the modules)`."""
     return name.startswith("(")
 
 
@@ -23,12 +23,12 @@ def depth_of(name: str) -> int:
 
 
 def ancestor(name: str, depth: int) -> str:
-    """The module at a depth that holds it, or itself."""
+    """Return the module at a depth that holds it, or itself."""
     return name if is_summary(name) else ".".join(name.split(".")[:depth])
 
 
 def pattern_of(name: str) -> str:
-    """`blocks.*.up`: equal in layers that differ in their numbers alone."""
+    """Return `blocks.*.up`: equal for layers that differ only in their numbers."""
     return NUMBER.sub("*", name)
 
 
@@ -37,7 +37,7 @@ def layer_numbers(name: str) -> list[int]:
 
 
 def name_of_run(run: Sequence[str], pattern: str) -> str:
-    """`blocks.*.up` for all of a family, `blocks.0–9.up` for some, `blocks.3.up` for one."""
+    """Return `blocks.*.up` for all of a family, `blocks.0–9.up` for some, `blocks.3.up` for one."""
     if len(run) == 1:
         return run[0]
     first, last = layer_numbers(run[0]), layer_numbers(run[-1])

@@ -1,4 +1,4 @@
-"""What a result over several processes says of its ranks, and of what travels between them in a step."""
+"""Ranks of a result over several processes, and what travels between them in a step."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class RankCosts:
 
     @property
     def share(self) -> float | None:
-        """Of a profiled step, how much has a collective under way, on the rank that waits least; None if simulated."""
+        """Share of a profiled step with a collective under way, on the rank that waits least; None if simulated."""
         return min(self.payload.get("collective_share") or [], default=None)
 
     @property
@@ -62,14 +62,14 @@ class RankCosts:
         return self.payload.get("link")
 
     def with_sending(self, step_ms: float | None) -> tuple[float, float] | None:
-        """A simulated step if all sending were hidden behind computing, and if none were."""
+        """Return the time of a simulated step if all sending is hidden behind computing, and if none is."""
         if self.link is None or step_ms is None:
             return None
         return max(step_ms, self.link["send_ms"]), step_ms + self.link["send_ms"]
 
 
 def ranks_in(result: Result) -> RankCosts | None:
-    """None of a result of one process."""
+    """Return the costs of a result's ranks; None if it is of one process."""
     ranks = result.ranks
     if not ranks or not ranks["time_ms"] or not ranks["peak_bytes"]:
         return None

@@ -48,7 +48,7 @@ class UnreadableResult(UserError):
 
 
 def _nothing() -> Any:
-    """The part of an instrument that did not look."""
+    """Return the empty part of an instrument that was not used."""
     return {}
 
 
@@ -73,7 +73,7 @@ class Result:
     files: dict[str, str] = field(default_factory=dict)  # what it is -> path below the folder of the sweep
     notes: list[Note] = field(default_factory=list)
     environment: dict[str, Any] = field(default_factory=dict)
-    details: str | None = None  # traceback or last lines of the child, for whoever has to mend it
+    details: str | None = None  # traceback or last lines of the child, for the person who has to fix it
     schema_version: int = SCHEMA_VERSION
     parts: dict[str, dict[str, Any]] = field(
         default_factory=dict
@@ -94,7 +94,7 @@ class Result:
 
 
 def result_for(spec: dict[str, Any], **values: Any) -> Result:
-    """A result of a spec (as a dict), with the keys that older consumers read filled in from it."""
+    """Return a result of a spec (as a dict), with the keys that older consumers read filled in from it."""
     workload = {name: value for name, value in spec["workload"].items() if name not in ("kind", "name")}
     config = {**workload, "model": spec["workload"]["name"]}
     config |= {
@@ -104,7 +104,7 @@ def result_for(spec: dict[str, Any], **values: Any) -> Result:
 
 
 def merge_results(time: Result, memory: Result) -> Result:
-    """What two instruments saw of the same step, as one result; the first that is not ok speaks for both."""
+    """Merge what two instruments saw of the same step; the first that is not ok speaks for both."""
     for result in (time, memory):
         if not result.ok:
             return result
@@ -112,7 +112,7 @@ def merge_results(time: Result, memory: Result) -> Result:
 
 
 def with_paths_from(folder: Path, result: Result) -> Result:
-    """The same result with paths as they are found from a folder: of the workload's file, and in tracebacks."""
+    """Return the same result with paths as they are found from a folder: of the workload's file, and in tracebacks."""
     workload = result.spec["workload"]
     if isinstance(file := workload.get("file"), str):
         workload = {**workload, "file": path_from(folder, file)}
@@ -124,7 +124,7 @@ def with_paths_from(folder: Path, result: Result) -> Result:
 
 
 def parse_result(text: str) -> Result:
-    """The result in a file's text, or `UnreadableResult` with a sentence."""
+    """Parse the result in a file's text. Raise `UnreadableResult` with a sentence if it is none."""
     try:
         data = json.loads(text, parse_int=_parse_int)
     except json.JSONDecodeError as error:
@@ -153,7 +153,7 @@ def parse_result(text: str) -> Result:
 
 
 def _parse_int(digits: str) -> int:
-    """A whole number that is also a float: bytes and operations are divided by other figures."""
+    """Accept a whole number given as a float: bytes and operations are divided by other figures."""
     if len(digits) > 300:
         raise ValueError("beyond measure")
     return int(digits)

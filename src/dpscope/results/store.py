@@ -90,7 +90,7 @@ class ResultStore:
         return path
 
     def read_all(self) -> tuple[dict[Path, Result], list[Skipped]]:
-        """Every result, and every file that is none with the reason. Also reads a bare folder of results."""
+        """Return every result, and every file that is none with the reason. Also reads a bare folder of results."""
         folder = self.results if self.results.is_dir() else self.folder
         results: dict[Path, Result] = {}
         skipped: list[Skipped] = []
@@ -129,7 +129,7 @@ def read_result(path: Path) -> Result:
 
 
 def new_folder(command: str) -> Path:
-    """Where a sweep's results go if nobody said where."""
+    """Return where a sweep's results go by default."""
     return Path("dpscope-results") / f"{command}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
@@ -146,7 +146,7 @@ def require_writable(path: Path) -> None:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Readers see the old file or the whole new one, whatever moment this process dies at.
+    """Write a file so that readers see the old one or the whole new one, whenever this process dies.
 
     An `OSError` names the file, which one of writing alone does not.
     """

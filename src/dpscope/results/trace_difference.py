@@ -1,4 +1,4 @@
-"""What one traced step takes beyond another, operator by operator."""
+"""Difference of two traced steps, operator by operator."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class OperatorChange:
 
 @dataclass(frozen=True)
 class StepDifference:
-    """Why a method's traced step is longer than standard's. The changes sum to `total_ms`."""
+    """Difference of a method's traced step from standard's. The changes sum to `total_ms`."""
 
     method: str
     basis: str
@@ -42,14 +42,14 @@ class StepDifference:
     doubt: str  # what makes its total, and all time on the host, doubtful
 
     def biggest(self, most: int) -> tuple[list[OperatorChange], float, int]:
-        """The changes that matter most, whichever way, the longest first; what all others sum to; how many they are."""
+        """Return the largest changes either way, longest first, then the sum and the number of all others."""
         kept = sorted(self.changes, key=lambda change: -abs(change.ms))[:most]
         rest = self.total_ms - sum(change.ms for change in kept)
         return sorted(kept, key=lambda change: -change.ms), rest, len(self.changes) - len(kept)
 
 
 def compare_traces(method: str, trace: TracePayload, standard: TracePayload, *, doubt: str) -> StepDifference:
-    """GPU time where both were traced on a GPU, else self time on the host."""
+    """Compare GPU time if both were traced on a GPU, else self time on the host."""
     traces = (standard, trace)
     basis = GPU if all(each.get("gpu") for each in traces) else CPU
     clock: Literal["gpu_ms", "self_cpu_ms"] = "gpu_ms" if basis == GPU else "self_cpu_ms"
@@ -68,7 +68,7 @@ def compare_traces(method: str, trace: TracePayload, standard: TracePayload, *, 
 
 
 def _rest(trace: TracePayload, basis: str) -> dict[str, float]:
-    """What a step's time is beside its operators'."""
+    """Return the step time beside its operators'."""
     if basis == CPU:
         return {OUTSIDE: trace["outside_operators_ms"]}
     return {IDLE: trace["gpu"]["idle_ms"], SIDE_BY_SIDE: -trace["gpu"]["overlap_ms"]}

@@ -1,4 +1,4 @@
-"""Is a value that was read from JSON of the type that is declared for it?
+"""Validation of values that were read from JSON against their declared types.
 
 Types are those that JSON can hold: `TypedDict`, `list[X]`, `dict[str, X]`, `tuple[X, Y]`, `X | None`, `Literal`, `str`,
 `bool`, `int`, `float` and `Any`. Keys that are not declared are left alone: a later version may have written them.
@@ -22,7 +22,7 @@ _WORDS |= {list: "a list", dict: "an object", type(None): "nothing"}
 
 
 def find_mismatch(value: object, expected: Any, where: str = "") -> str | None:
-    """`peak.phase: text expected, not 3`, of the first place that is not as declared; None where all is."""
+    """Return `peak.phase: text expected, not 3` for the first place that is not as declared; None if all is."""
     return next(_mismatches(value, expected, where), None)
 
 
@@ -48,7 +48,7 @@ def _mismatches(value: object, expected: Any, where: str) -> Iterator[str]:
 
 @cache
 def _take_apart(expected: Any) -> tuple[Any, tuple[Any, ...], bool]:
-    """Origin and arguments of a type, and whether it is a `TypedDict`: looked up once, not for every value."""
+    """Return origin and arguments of a type, and whether it is a `TypedDict`: looked up once, not for every value."""
     return get_origin(expected), get_args(expected), is_typeddict(expected)
 
 
@@ -58,7 +58,7 @@ def _in_each(values: list[Any], expected: Any, where: str) -> Iterator[str]:
 
 
 def _all_numbers(values: list[Any], kind: Any) -> bool:
-    """Most of a file is long lists of numbers: those that fit are passed in one go. A sum is NaN if one of them is."""
+    """Tell if a long list holds numbers only, in one go: a sum is NaN if one of them is."""
     allowed, largest = _NUMBERS.get(kind, ((), 0))
     return set(map(type, values)).issubset(allowed) and sum(map(abs, values)) < largest
 

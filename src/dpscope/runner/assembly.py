@@ -43,7 +43,7 @@ def _join(spec: RunSpec) -> None:
 
 
 def assemble(spec: RunSpec) -> tuple[TrainerBase, list[Batch]]:
-    """The trainer of a spec and the batches of a step, all on the spec's device."""
+    """Return the trainer of a spec and the batches of a step, all on the spec's device."""
     trainer_class = load_trainer(resolve_method(spec.method))
     collector.resume()  # before there is any tensor: instruments ask it for those
     rank = join_world(spec)
@@ -58,7 +58,7 @@ def assemble(spec: RunSpec) -> tuple[TrainerBase, list[Batch]]:
 
 
 def build(spec: RunSpec, batch_size: int) -> tuple[Workload, nn.Module]:
-    """The workload of a spec with batches of a size, and its model, on the spec's device."""
+    """Return the workload of a spec with batches of a size, and its model, on the spec's device."""
     workload = build_workload(spec.workload, batch_size=batch_size, seq_len=spec.seq_len)
     torch.manual_seed(spec.seed)
     with torch.device(spec.device):  # parameters are born where they are used: no copy of a large model on the host
@@ -66,6 +66,6 @@ def build(spec: RunSpec, batch_size: int) -> tuple[Workload, nn.Module]:
 
 
 def make_trainer(spec: RunSpec) -> tuple[TrainerBase, Batch]:
-    """The same for steps of one batch."""
+    """Return the same for steps of one batch."""
     trainer, (batch,) = assemble(spec)
     return trainer, batch

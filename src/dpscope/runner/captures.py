@@ -22,7 +22,7 @@ Figures = dict[str, Any]
 
 
 def read_ncu_reports(reports: Iterable[Path], steps: int) -> tuple[dict[Path, Figures], dict[Path, str]]:
-    """Figures of an average step by report, the kernels of each added up; and why others could not be read."""
+    """Return the figures of an average step by report, kernels added up; and why others could not be read."""
     figures: dict[Path, Figures] = {}
     broken: dict[Path, str] = {}
     for report in reports:
@@ -40,7 +40,7 @@ def read_ncu_reports(reports: Iterable[Path], steps: int) -> tuple[dict[Path, Fi
 
 
 def read_nsys_capture(path: Path) -> NsysPayload:
-    """The summary of a `.sqlite` or `.nsys-rep` file; the latter is exported first, beside it."""
+    """Return the summary of a `.sqlite` or `.nsys-rep` file; the latter is exported first, beside it."""
     return summarise_timeline(read_timeline(_exported(path)))
 
 

@@ -14,7 +14,7 @@ def rest() -> None:
 
 
 def resume() -> None:
-    """After `rest`: collect again, but nothing of what is there by now."""
+    """Collect garbage again after `rest`, but nothing of what exists by now."""
     if not gc.isenabled():
         gc.freeze()
         gc.enable()

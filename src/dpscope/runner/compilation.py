@@ -18,7 +18,7 @@ TOPIC = "compilation"
 
 
 class Compilation:
-    """What torch.compile did for a row: seconds, graphs, and whether it went on while steps were measured."""
+    """Work of torch.compile for a row: seconds, graphs, and whether it continued while steps were measured."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -39,7 +39,7 @@ class Compilation:
         return compilation
 
     def begin_measuring(self) -> None:
-        """From here on, what is compiled is compiled while steps are measured."""
+        """Count what is compiled from here on as compiled during measured steps."""
         self._before_measuring = CompileCounts.now()
 
     def to_dict(self) -> CompilationPayload:
@@ -72,7 +72,7 @@ class Compilation:
         return CompileCounts(now.graphs - self._first.graphs, now.breaks - self._first.breaks)
 
     def _compiles_in(self, step: Callable[[], None]) -> bool:
-        """Take a step; did it compile?"""
+        """Take a step; tell if it compiled."""
         before, start = CompileCounts.now(), time.perf_counter()
         step()
         self.steps += 1

@@ -1,4 +1,4 @@
-"""What works on this machine, what does not, and how to mend it."""
+"""Diagnosis of this machine: what works, what does not, and how to fix it."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def check_triton() -> list[Diagnosis]:
 
 
 def check_compile() -> list[Diagnosis]:
-    """What `--compile` needs: a C++ compiler for the CPU, Triton for a GPU."""
+    """Check what `--compile` needs: a C++ compiler for the CPU, Triton for a GPU."""
     name = "torch.compile"
     try:
         import torch
@@ -128,7 +128,7 @@ def _not_tried(name: str) -> Diagnosis:
 
 
 def check_packages() -> list[Diagnosis]:
-    """What pages, figures, exports and models of others need. Nothing here is imported: that would take seconds."""
+    """Check what pages, figures, exports and other models need, without importing it: that would take seconds."""
     return [_check_package(*row) for row in PACKAGES]
 
 
@@ -173,7 +173,7 @@ def check_nsys() -> list[Diagnosis]:
 
 
 def _check_importer(nsys: str) -> list[Diagnosis]:
-    """nsys records raw captures; what makes reports of them is a program of its own, with libraries of its own."""
+    """Check the program that turns nsys's raw captures into reports, and its libraries."""
     name = "nsys importer"
     importer = find_importer(nsys)
     if importer is None:

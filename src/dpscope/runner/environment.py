@@ -1,4 +1,4 @@
-"""What a measurement ran on. Printed as JSON by `python -m dpscope.runner.environment`.
+"""Environment of a measurement, printed as JSON by `python -m dpscope.runner.environment`.
 
 The parent of a sweep asks a child for it, so that the parent itself never opens a CUDA context.
 """
@@ -21,7 +21,7 @@ from dpscope.vocabulary.version import __version__
 
 
 def collect(device: str) -> dict[str, Any]:
-    """Versions and hardware; opens a CUDA context only when the measurement uses one."""
+    """Return versions and hardware; open a CUDA context only if the measurement uses one."""
     import torch
 
     environment: dict[str, Any] = {
@@ -76,7 +76,7 @@ def resolve_device(device: str) -> str:
 
 
 def _git_commit() -> str | None:
-    """The commit of a source checkout of dpscope; None for an installed package."""
+    """Return the commit of a source checkout of dpscope; None for an installed package."""
     root = Path(__file__).parents[3]
     if not (root / ".git").exists():
         return None

@@ -33,7 +33,7 @@ ProgressListener = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a child may use; one that exceeds it is killed."""
+    """Limits of a child; one that exceeds them is killed."""
 
     timeout: float | None = None  # seconds
     memory: float | None = None  # bytes of data (CPU)
@@ -157,7 +157,7 @@ def _end(child: subprocess.Popen[str]) -> None:
 
 
 def _oom_kills() -> int:
-    """How often the kernel has killed for memory since boot; 0 where it does not say."""
+    """Return how often the kernel has killed for memory since boot; 0 where it does not say."""
     try:
         for line in Path("/proc/vmstat").read_text().splitlines():
             if line.startswith("oom_kill "):

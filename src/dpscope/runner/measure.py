@@ -38,7 +38,7 @@ def details_of(error: BaseException, workload: WorkloadConfig) -> str:
 
 
 def their_mistake(error: BaseException, workload: WorkloadConfig) -> str | None:
-    """What went wrong in the user's workload; None if it was not there."""
+    """Return what went wrong in the user's workload; None if the fault was elsewhere."""
     if isinstance(error, SystemExit):  # its exit code would be taken for ours
         return f"{workload.name} ended Python (SystemExit {error.code}) where it should have returned"
     own = own_traceback(error, workload)
@@ -75,8 +75,11 @@ Measurement = Callable[[RunSpec, Progress, Path], Result]
 
 
 def measurement_module(instrument: str) -> ModuleType:
-    """The module with an instrument's `measure_NAME`; `obstacle(device)` if it cannot work everywhere; `measure_rank`
-    (spec, folder for files) -> figures, if it can look at rows of several processes."""
+    """Return the module with an instrument's `measure_NAME`.
+
+    It has `obstacle(device)` if the instrument cannot work everywhere, and `measure_rank(spec, folder)` if it can
+    measure rows of several processes.
+    """
     return importlib.import_module(f"dpscope.runner.measurements.{instrument}")
 
 
@@ -127,7 +130,7 @@ class Choice:
 
 
 def choose_instruments(asked: str | Iterable[str], device: str) -> Choice:
-    """The instruments of a sweep: as asked for, by name or as `time,memory`, or `all` that can work here."""
+    """Return the instruments of a sweep: as asked for, by name or as `time,memory`, or `all` that can work here."""
     names = [name.strip() for name in asked.split(",")] if isinstance(asked, str) else list(asked)
     if ALL not in names:
         return Choice(tuple(names))
@@ -142,7 +145,7 @@ def choose_instruments(asked: str | Iterable[str], device: str) -> Choice:
 
 
 def _obstacle(name: str, device: str) -> str | None:
-    """Why an instrument cannot work on a device of this machine; None where it can."""
+    """Return why an instrument cannot work on a device of this machine; None if it can."""
     if INSTRUMENTS[name].works_everywhere:
         return None
     why: str | None = measurement_module(name).obstacle(device)

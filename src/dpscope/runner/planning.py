@@ -82,9 +82,28 @@ def make_sweep(
     options: Mapping[str, Mapping[str, Any]] | None = None,
     **settings: Any,
 ) -> list[RunSpec]:
-    """Every method at every size under every instrument, each once; what is compared with each other stands together.
+    """Return the specs of every method, size and instrument, each once.
 
-    `standard` comes first, since it is the denominator. `options`: instrument -> option -> value.
+    `standard` comes first at each size, because it is the denominator.
+
+    Args:
+        workload: What is trained.
+        methods: Names or aliases.
+        batch_sizes: Samples in a batch.
+        seq_lens: Sequence lengths; None for the workload's own.
+        instruments: How steps are observed.
+        options: Instrument -> option -> value.
+        **settings: Further settings of `RunSpec`. `compile` and `gpus` may be lists.
+
+    Returns:
+        The specs, for `compare`.
+
+    Raises:
+        UserError: A name or a setting is wrong.
+
+    Example:
+        >>> specs = dpscope.make_sweep(config, methods=["standard", "flash"], batch_sizes=[4, 8], seq_lens=[128])
+        >>> dpscope.compare(specs)  # doctest: +SKIP
     """
     names = dict.fromkeys(resolve_method(name).name for name in methods)
     swept = [_several(settings.pop(name, SETTINGS[name].default)) for name in SWEPT]
@@ -113,7 +132,7 @@ def _can_be_seen(spec: RunSpec) -> bool:
 
 
 def _of_one_process(spec: RunSpec) -> RunSpec:
-    """A row of one process is spread in no way, and is that of any other sweep."""
+    """Return the spec without `parallel` if it has one process: it is then the row of any other sweep."""
     return spec if spec.world_size > 1 else replace(spec, parallel=LATER_DEFAULTS["parallel"])
 
 

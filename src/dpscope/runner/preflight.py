@@ -1,4 +1,4 @@
-"""Checks before the first row: can the workload be built and trained at all?"""
+"""Checks before the first row: the workload can be built and trained at all."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The program that ncu and nsys look at: `python -m dpscope.runner.ranged_step SPEC [MORE]`, SPEC a run spec as JSON.
 
 Builds the trainer and warms it up; what then lies between `cudaProfilerStart` and `cudaProfilerStop` is up to the
-spec's instrument. Whoever starts it learns of its end from one line, `dpscope-outcome: {"status": …, "reason": …}`.
+spec's instrument. Its last line tells how it ended: `dpscope-outcome: {"status": …, "reason": …}`.
 
 **ncu**: exactly one step. In application-range replay ncu runs the program once a pass, so everything it does follows
 from its arguments. MORE is a number of seconds after which the range is closed, wherever the step then is: ncu counts
@@ -39,7 +39,7 @@ GRACE = 5.0  # seconds for a step to end after its range was closed
 
 
 def program(spec: RunSpec, *more: str) -> list[str]:
-    """The command line that runs this file."""
+    """Return the command line that runs this file."""
     return [sys.executable, "-m", "dpscope.runner.ranged_step", json.dumps(spec.to_dict()), *more]
 
 

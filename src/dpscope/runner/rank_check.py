@@ -1,7 +1,6 @@
-"""Is a run on several ranks that of one process? `python -m dpscope.runner.rank_check SPEC DTYPE.pt` is one.
+"""Check of ranks: is a run on several ranks that of one process? A rank runs `dpscope.runner.rank_check SPEC DTYPE.pt`.
 
-All train the same model on the same batches with the same noise: some steps with the batch dealt out, some with all of
-it on one rank and nothing on the others. Afterwards every parameter has to be where one process puts it.
+All train the same model with the same noise; in some steps all samples are on one rank.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from dpscope.batches import cast_batch
 from dpscope.endings import outcome_of_exception
-from dpscope.flash.oracle import cast_batch
 from dpscope.instruments.processes import end_with_lifeline, run_limited
 from dpscope.runner.assembly import build, join_world
 from dpscope.runner.rank_launcher import end_rank, rank_command
@@ -42,7 +41,7 @@ Values = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class RankCheck:
-    """How far the parameters are from those of one process, relative to how far they moved, at most."""
+    """Largest distance of the parameters from those of one process, relative to how far they moved."""
 
     spec: RunSpec
     dtype: str
@@ -106,7 +105,7 @@ def compare(result: RankCheck, before: Values, expected: Values, found: Values) 
 
 
 def train(spec: RunSpec, dtype: str, steps: int = CHECKED_STEPS) -> Values:
-    """Every parameter, whole, after some steps as one of the spec's ranks."""
+    """Train some steps as one of the spec's ranks and return every parameter, whole."""
     rank = join_world(spec)
     workload, model = build(spec, spec.logical_batch_size)
     number_format, _ = RANK_TOLERANCES[dtype]
@@ -120,7 +119,7 @@ def train(spec: RunSpec, dtype: str, steps: int = CHECKED_STEPS) -> Values:
 
 
 def share_of_step(step: int, samples: int, rank: int, ranks: int) -> list[int]:
-    """Dealt out in even steps; all of it on one rank in odd ones."""
+    """Return the samples of a step: dealt out in even steps, all of them on one rank in odd ones."""
     if step % 2 == 0:
         return list(range(samples))[rank::ranks]
     return list(range(samples)) if rank == step % ranks else []

@@ -28,7 +28,7 @@ _TELLING = (SKIPPED, OOM, FAILED)  # of several outcomes, the one that says most
 
 
 class RankOutcome(TypedDict):
-    """What a rank leaves in a file."""
+    """File that a rank leaves: its figures, or how it ended."""
 
     status: str
     reason: str | None
@@ -36,7 +36,7 @@ class RankOutcome(TypedDict):
 
 
 def run_ranks(spec: RunSpec, progress: Progress, files: Path) -> list[Any]:
-    """What each rank of the spec saw (`runner/rank_steps.py`), or `RankEnded` with how the row ended."""
+    """Run the ranks of a spec (`runner/rank_steps.py`) and return what each measured. Raise `RankEnded` otherwise."""
     with tempfile.TemporaryDirectory() as folder:
         progress(f"{spec.gpus} ranks", 0, 1)
         finished = run_limited(rank_command("rank_steps", spec, files, Path(folder)))
@@ -72,7 +72,7 @@ def _exit_codes(output: str) -> dict[int, int]:
 
 
 def rank_command(program: str, spec: RunSpec, *files: Path) -> list[str]:
-    """The command that runs a program of `runner/` on every rank of a spec."""
+    """Return the command that runs a program of `runner/` on every rank of a spec."""
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={spec.gpus}"]
     return [*run, "-m", f"dpscope.runner.{program}", json.dumps(spec.to_dict()), *map(str, files)]
 

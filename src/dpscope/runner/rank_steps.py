@@ -22,7 +22,7 @@ from dpscope.vocabulary.statuses import OK
 
 
 def measure_or_explain(spec: RunSpec, files: Path) -> RankOutcome:
-    """What this rank saw, or why it saw nothing. The traceback goes to standard error."""
+    """Measure this rank, or say why it could not. The traceback goes to standard error."""
     from dpscope.runner.measure import measurement_module
 
     try:

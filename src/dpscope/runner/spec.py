@@ -19,7 +19,42 @@ from dpscope.workloads.configs import WorkloadConfig, config_from_dict, config_t
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpec(TrainerSettings):
-    """The settings of a row, with the workload, the method and the instrument: all that decides what is measured."""
+    """Description of one measurement: workload, method, instrument, and the settings of the row.
+
+    It is frozen and hashable. Two equal specs have the same `digest` on every machine.
+
+    Args:
+        workload: What is trained, as `make_config` returns it.
+        method: `standard`, `flat`, `ghost`, `flash`, or another method's name or alias.
+        seq_len: The sequence length; by default the workload's. None for images.
+        instrument: How the step is observed: `time`, `memory`, `trace`, `ncu` or `nsys`.
+        options: Options of the instrument; defaults are left out.
+        batch_size: Samples in a batch.
+        dtype: Number format of the step: `fp32`, `tf32` or `bf16` (autocast).
+        param_dtype: Number format of the weights: `fp32` or `bf16`.
+        checkpoint_blocks: Recompute activations inside blocks in the backward pass.
+        compile: Mode of torch.compile; `none` runs eagerly.
+        accumulate: Batches that make one step.
+        gpus: Processes that train the model together.
+        parallel: How they hold it: `ddp`, `fsdp` or `hsdp`.
+        simulate_world: Be one of so many processes, without the others.
+        link_gbps: Bandwidth of a rank's link, for a simulated world.
+        memory_budget: Memory that `flash` may hold to be faster: `auto`, `lean` or GiB.
+        optimizer: `adamw`, `adam` or `sgd`.
+        learning_rate: Learning rate of the optimizer.
+        noise_multiplier: Noise of a step divided by the clip norm.
+        max_grad_norm: The clip norm C.
+        warmup: Steps that are not timed.
+        steps: Steps that are timed.
+        seed: Seed of weights and data.
+        device: `cpu` or `cuda`.
+
+    Raises:
+        UserError: A setting is wrong, or two do not go together.
+
+    Example:
+        >>> spec = dpscope.RunSpec(workload=dpscope.make_config("tiny"), method="flash", batch_size=4, seq_len=64)
+    """
 
     workload: WorkloadConfig
     method: str
@@ -86,12 +121,12 @@ class RunSpec(TrainerSettings):
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
     def option(self, name: str) -> Any:
-        """What the instrument was asked for, or its default."""
+        """Return the given value of an instrument's option, or its default."""
         return self.options.get(name, INSTRUMENTS[self.instrument].options[name].default)
 
     @property
     def label(self) -> str:
-        """What a person calls this run: `ghost tiny bs4 seq128 fp32`."""
+        """Name of this run for people: `ghost tiny bs4 seq128 fp32`."""
         length = "" if self.seq_len is None else f" seq{self.seq_len}"
         later = (
             SETTINGS[name].flag[2:] + ("" if value is True else f"={value}") for name, value in self.changed().items()

@@ -7,9 +7,9 @@ import math
 import torch
 from torch import Tensor
 
+from dpscope.batches import tensors_of
 from dpscope.errors import MeasurementFailed
-from dpscope.flash.oracle import tensors_of
-from dpscope.flash.ranks.shards import local
+from dpscope.flash.torch_side.shards import local
 from dpscope.instruments.peaks import cpu_peak, cuda_peak
 from dpscope.instruments.timing import Progress, no_progress
 from dpscope.results.payloads.memory import MemoryPayload
@@ -63,11 +63,11 @@ class TrainingSteps:
         self.compilation = Compilation.of(step, self._spec.device, progress)
 
     def notes(self) -> list[Note]:
-        """What a reader of the row's figures should know. To be called when all were taken."""
+        """Return what a reader of the row's figures should know. Call it after all steps."""
         return [*self.trainer.notes(), *(self.compilation.notes() if self.compilation else ())]
 
     def peak(self) -> MemoryPayload:
-        """The peak of the steps so far on CUDA, that of one more step on the CPU. To be called when all were timed."""
+        """Return the peak of the steps so far (CUDA), or of one more step (CPU). Call it after all timed steps."""
         if self._spec.device == "cuda":
             return cuda_peak()
         self.require_finite_losses()  # what is kept of the losses is none of the step's

@@ -26,15 +26,15 @@ from dpscope.vocabulary.statuses import status_named
 
 
 def still_valid(result: Result, spec: RunSpec, environment: dict[str, Any]) -> bool:
-    """Was it the same spec, in the same environment, with a status that would come out the same again?"""
+    """Tell if it is the same spec and environment, with a status that would come out the same again."""
     lasting = spec.device in status_named(result.status).kept_on
-    # What kept ncu from counting on this GPU (no ncu, no permission) may have been mended since.
+    # What kept ncu from counting on this GPU (no ncu, no permission) may have been fixed since.
     lasting &= not (spec.instrument == "ncu" and spec.device == "cuda") or result.ncu.get("source") == "measured"
     return lasting and result.spec == spec.to_dict() and same_environment(result.environment, environment)
 
 
 def finished_rows(store: ResultStore, specs: Iterable[RunSpec]) -> dict[RunSpec, Result]:
-    """The rows of `specs` that need not be measured again."""
+    """Return the rows of `specs` that need not be measured again."""
     found, _ = store.read_all()
     candidates = {spec: found[path] for spec in specs if (path := store.path_of(spec.file_name)) in found}
     if not candidates:
@@ -51,7 +51,7 @@ Environment = dict[str, str]
 
 @contextmanager
 def compile_caches(specs: Sequence[RunSpec]) -> Iterator[Callable[[RunSpec], Environment]]:
-    """Gives what the environment of a spec's child has to hold."""
+    """Give a function that returns the variables for the environment of a spec's child."""
     if all(spec.compile == EAGER for spec in specs):
         yield lambda spec: {}
         return

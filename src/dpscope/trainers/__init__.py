@@ -1,1 +1,1 @@
-"""How a step is made private: one trainer a method. Importing this package does not import torch."""
+"""Trainers: one for each way to make a step private. Importing this package does not import torch."""

@@ -1,4 +1,4 @@
-"""What every trainer has in common: a model, a loss, an optimizer, and a step in named phases."""
+"""Base of all trainers: a model, a loss, an optimizer, and a step in named phases."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dpscope.batches import LossFn, tensors_of
 from dpscope.errors import UserError
-from dpscope.flash.oracle import LossFn, tensors_of
 from dpscope.places import load_at
 from dpscope.results.schema import Note
 from dpscope.trainers.checkpointing import checkpoint_blocks
@@ -58,7 +58,7 @@ class TrainerBase(ABC):
         moment(OPTIMIZER_CREATED)
 
     def train_step(self, *batches: Batch) -> Tensor:
-        """One step on one batch, or on several that are one logical batch; the mean loss, detached, not waited for."""
+        """Take one step on one batch, or on several that form a logical batch; return the detached mean loss."""
         self.optimizer.zero_grad(set_to_none=True)
         first, *more = batches
         loss = self._differentiate(first)
@@ -69,7 +69,7 @@ class TrainerBase(ABC):
         return loss / len(batches) if more else loss
 
     def _differentiate(self, batch: Batch) -> Tensor:
-        """Forward and backward pass of one batch; its mean loss."""
+        """Run the forward and backward pass of one batch; return its mean loss."""
         with phase(FORWARD), self._autocast():
             losses = self.loss(self.model, batch)
         if self.checkpoints is not None:
@@ -82,14 +82,14 @@ class TrainerBase(ABC):
         """Raise `UserError` for a model that this method cannot train."""
 
     def spread(self, model: nn.Module) -> nn.Module:
-        """The model over `settings.world_size` processes. Its parameters are replaced in place, if at all."""
+        """Return the model over `settings.world_size` processes. Its parameters are replaced in place, if at all."""
         raise UserError(
             f"{type(self).__name__} trains in one process: over several, compare standard and flash "
             "(--methods standard,flash)"
         )
 
     def compile(self, model: nn.Module) -> nn.Module:
-        """The model as torch.compile runs it. A method that can train such a model returns `compile_model(…)`."""
+        """Return the model as torch.compile runs it. A method that can train it returns `compile_model(…)`."""
         raise UserError(
             f"{type(self).__name__} does not say that it can train a compiled model (its method compile()): compare "
             f"--methods standard,flash, or measure it with --compile {EAGER}"
@@ -97,19 +97,19 @@ class TrainerBase(ABC):
 
     @abstractmethod
     def prepare_model(self, model: nn.Module) -> nn.Module:
-        """The model as this method trains it."""
+        """Return the model as this method trains it."""
 
     @abstractmethod
     def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """The optimizer as this method uses it."""
+        """Return the optimizer as this method uses it."""
 
     @abstractmethod
     def backward(self, losses: Tensor) -> None:
-        """Gradients from one loss per sample, (B,)."""
+        """Compute gradients from one loss per sample, (B,)."""
 
     @abstractmethod
     def update(self) -> None:
-        """One optimizer step from those gradients."""
+        """Take one optimizer step from those gradients."""
 
     def accumulate(self) -> None:
         """Keep those gradients for the step: another batch of the same logical batch follows."""
@@ -119,7 +119,7 @@ class TrainerBase(ABC):
         )
 
     def holdings(self) -> Iterator[Holding]:
-        """What is held now, as (component, path of the module it belongs to, tensor)."""
+        """Yield what is held now, as (component, path of the module it belongs to, tensor)."""
         from dpscope.instruments.memory import model_holdings
 
         yield from model_holdings(self.plain_model, self.optimizer)
@@ -128,7 +128,7 @@ class TrainerBase(ABC):
         """Leave out of the steps from now on what not every step does."""
 
     def notes(self) -> list[Note]:
-        """What a reader of this row's figures should know about how the method trains this model."""
+        """Return what a reader of this row's figures should know about how the method trains this model."""
         return []
 
     def noise_generator(self) -> torch.Generator:
@@ -149,12 +149,12 @@ class TrainerBase(ABC):
 
 
 def fastest_options(optimizer: Callable[..., Optimizer], device: str) -> dict[str, bool]:
-    """The fused CUDA implementation is what ordinary training would use: an honest denominator. Not all have one."""
+    """Ask for the fused CUDA implementation, as ordinary training would: an honest denominator."""
     return {"fused": True} if device == "cuda" and "fused" in signature(optimizer).parameters else {}
 
 
 def allow_tf32(allowed: bool) -> None:
-    """fp32 means fp32: "high" lets CUDA's matrix products use TF32; convolutions use it unless told not to."""
+    """Set TF32 for matrix products and convolutions, which use it unless told not to: fp32 means fp32."""
     torch.set_float32_matmul_precision("high" if allowed else "highest")
     torch.backends.cudnn.allow_tf32 = allowed
 

@@ -32,9 +32,8 @@ class Checkpoints:
         """Raise `UserError` if blocks were found, but a forward pass went by their checkpoints."""
         if not self.runs:
             raise UserError(
-                "the blocks of the model ran without checkpoints: a model of Hugging Face has them in training mode "
-                "alone (call model.train()), any other has to call its blocks as modules, block(x). Mend that, or "
-                "leave out --checkpoint-blocks"
+                "the model's blocks ran without checkpoints: call model.train() for a Hugging Face model, call blocks "
+                "as modules (block(x)) in any other, or leave out --checkpoint-blocks"
             )
 
 
@@ -51,7 +50,7 @@ class Checkpointed(nn.Module):
 
 
 def _options(checkpoints: Checkpoints | None) -> dict[str, Any]:
-    """Of torch's checkpoint. torch.compile takes no `context_fn` but a function of its own."""
+    """Return options of torch's checkpoint. torch.compile takes no `context_fn` but a function of its own."""
     return {"use_reentrant": False, **({} if checkpoints is None else {"context_fn": checkpoints})}
 
 
@@ -63,21 +62,20 @@ def checkpoint_blocks(model: nn.Module, *, compiled: bool = False) -> Checkpoint
     checkpoints = None if compiled else Checkpoints()
     if not _checkpoint_in(model, checkpoints):
         raise UserError(
-            "the model has no blocks to checkpoint: no nn.ModuleList or nn.Sequential holds two modules of one class "
-            "that have layers of their own. Keep the layers that repeat in such modules, or leave out "
-            "--checkpoint-blocks"
+            "the model has no blocks to checkpoint: no nn.ModuleList or nn.Sequential repeats a module with layers. "
+            "Put repeated layers into such modules, or leave out --checkpoint-blocks"
         )
     return checkpoints
 
 
 def find_blocks(module: nn.Module) -> list[nn.Module]:
-    """The outermost blocks in a module."""
+    """Return the outermost blocks in a module."""
     found = _blocks_of(module)
     return [*found, *(block for child in module.children() if child not in found for block in find_blocks(child))]
 
 
 def _checkpoint_in(module: nn.Module, checkpoints: Checkpoints | None) -> int:
-    """Checkpoint the outermost blocks in a module; how many there are."""
+    """Checkpoint the outermost blocks in a module; return how many there are."""
     if _enable_in_transformers(module, checkpoints):
         return 1
     blocks = _blocks_of(module)
@@ -102,7 +100,7 @@ def _enable_in_transformers(module: nn.Module, checkpoints: Checkpoints | None) 
 
 
 def _blocks_of(module: nn.Module) -> list[nn.Module]:
-    """The children of a container that are blocks: called, made of layers, not the only one of their class."""
+    """Return the children of a container that are blocks: called, made of layers, not the only one of their class."""
     if not isinstance(module, nn.ModuleList | nn.Sequential):
         return []
     children = [child for child in module.children() if not isinstance(child, nn.ModuleList | nn.ModuleDict)]
@@ -113,7 +111,7 @@ def _blocks_of(module: nn.Module) -> list[nn.Module]:
 
 @cache
 def _checkpointed(kind: type[nn.Module]) -> type[nn.Module]:
-    """The class with checkpointed calls. As a class, and not a wrapper, so that names and copies stay what they are."""
+    """Return the class with checkpointed calls: a class and not a wrapper, so that names and copies stay."""
     if issubclass(kind, Checkpointed):
         return kind
     return type(kind.__name__, (Checkpointed, kind), {"__module__": kind.__module__})

@@ -19,7 +19,7 @@ CACHE_SIZE_LIMITS = ("cache_size_limit", "accumulated_cache_size_limit")
 
 
 def compile_model(model: nn.Module, mode: str) -> nn.Module:
-    """The model as `torch.compile` runs it; it is compiled when it is first called."""
+    """Return the model as `torch.compile` runs it; it is compiled when it is first called."""
     if trouble := compile_obstacle(next(model.parameters()).device.type):
         raise MeasurementFailed(f"{trouble}, or leave out --compile")
     try:
@@ -30,12 +30,12 @@ def compile_model(model: nn.Module, mode: str) -> nn.Module:
 
 
 def torch_folder() -> str:
-    """Where torch is installed."""
+    """Return the folder where torch is installed."""
     return str(torch.__path__[0])
 
 
 def compile_obstacle(device: str) -> str | None:
-    """Why torch.compile cannot work for a device of this machine, and how to mend it; None where it can be tried."""
+    """Return why torch.compile cannot work for a device of this machine, and how to fix it; None if it may work."""
     if device == "cuda":
         from torch.utils._triton import has_triton
 
@@ -64,13 +64,12 @@ def must_compile() -> Iterator[None]:
         return
     if after.breaks > before.breaks:
         raise UserError(
-            "torch.compile compiled nothing: it can trace no part of the model (TORCH_LOGS=graph_breaks says why, "
-            "docs/compiled.md what flash clipping breaks). Change the model, or leave out --compile"
+            "torch.compile compiled nothing: it can trace no part of the model. See TORCH_LOGS=graph_breaks and "
+            "docs/compiled.md, or leave out --compile"
         )
     raise UserError(
-        "torch.compile compiled nothing: the loss function calls parts of the model and never the model itself, or "
-        "torch.compile is switched off (TORCHDYNAMO_DISABLE). Write model(inputs) in the loss function, or leave out "
-        "--compile"
+        "torch.compile compiled nothing: the loss never calls the model itself, or TORCHDYNAMO_DISABLE is set. Write "
+        "model(inputs) in the loss function, or leave out --compile"
     )
 
 
@@ -84,7 +83,7 @@ def any_number_of_graphs() -> AbstractContextManager[object]:
 
 
 def eager_calls() -> AbstractContextManager[object]:
-    """Compiled models run eager in here, for what looks at operators: a graph has none."""
+    """Run compiled models eagerly, for instruments that look at operators: a graph has none."""
     context: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
     return context
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dpscope.flash.contributions import Kept, Saved, Summed
 from dpscope.flash.engine import FlashEngine
-from dpscope.flash.explanation import OpaqueUnit, costly_units
-from dpscope.flash.memory_budget import LEAN, MemoryLimit
-from dpscope.flash.private_optimizer import DPFlashOptimizer
+from dpscope.flash.gradients.contributions import Kept, Saved, Summed
+from dpscope.flash.gradients.explanation import OpaqueUnit, costly_units
+from dpscope.flash.gradients.memory_budget import LEAN, MemoryLimit
+from dpscope.flash.opacus.private_optimizer import DPFlashOptimizer
 from dpscope.instruments.memory import Holding
 from dpscope.results.schema import Note
 from dpscope.trainers.logical_batch import keep_clipped_sums
@@ -25,7 +25,7 @@ OPAQUE = "opaque modules"
 
 
 def note_on_opaque(units: Sequence[OpaqueUnit], batch_size: int) -> list[Note]:
-    """Which modules go through torch.func.vmap where that is costly, what it costs, what to write instead."""
+    """Return a note on modules that torch.func.vmap makes costly: which, what it costs, what to write instead."""
     costly = costly_units(units)
     if not costly:
         return []
@@ -41,13 +41,13 @@ def note_on_opaque(units: Sequence[OpaqueUnit], batch_size: int) -> list[Note]:
         f"{how} ({why}), which takes more time and keeps {format_bytes(kept)} of gradients for each sample."
     )
     if first.instead:
-        sentence += f" To be rid of it, {first.instead} (docs/flash.md)."
+        sentence += f" To avoid it, {first.instead} (docs/flash-how-it-works.md)."
     data = {"modules": [unit.name for unit in costly], "parameter_share": share, "kept_bytes": batch_size * kept}
     return [{"topic": OPAQUE, "sentence": sentence, **data}]
 
 
 def memory_limit(setting: str) -> MemoryLimit:
-    """The engine's word for the setting of a row."""
+    """Return the engine's word for the setting of a row."""
     if setting == "auto":
         return None
     return LEAN if setting == LEAN else float(setting) * 2**30
@@ -81,7 +81,7 @@ class DPFlashClippingTrainer(StandardTrainer):
         return [*note_on_opaque(self.engine.opaque_units(), self.settings.batch_size), *self._note_on_blocks()]
 
     def _note_on_blocks(self) -> list[Note]:
-        """That a memory budget does not decide about checkpointed blocks, where that is so."""
+        """Return a note where a memory budget does not apply to checkpointed blocks."""
         blocks = self.engine.blocks
         if blocks is None or not blocks.always_held or not blocks.choices.rows:
             return []

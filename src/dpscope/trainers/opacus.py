@@ -13,8 +13,8 @@ from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClippi
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dpscope.batches import tensors_of
 from dpscope.errors import UserError
-from dpscope.flash.oracle import tensors_of
 from dpscope.instruments.memory import Holding
 from dpscope.trainers.base import TrainerBase
 from dpscope.trainers.logical_batch import keep_clipped_sums
@@ -50,7 +50,7 @@ allocates(PER_SAMPLE_GRADIENTS, "aten::zeros")(create_or_accumulate_grad_sample)
 
 
 class _OpacusTrainer(TrainerBase):
-    """What flat and ghost share: an Opacus optimizer that makes the gradient private before the step."""
+    """Base of flat and ghost: an Opacus optimizer that makes the gradient private before the step."""
 
     optimizer: DPOptimizer
 
@@ -79,7 +79,7 @@ class _OpacusTrainer(TrainerBase):
         return wrapped
 
     def wrap(self, model: nn.Module, **options: object) -> GradSampleModule:
-        """The model in Opacus's hooks."""
+        """Return the model in Opacus's hooks."""
         return get_gsm_class(self.mode)(model, batch_first=True, loss_reduction="mean", **options)
 
     def train_step(self, *batches: Batch) -> Tensor:
@@ -95,7 +95,7 @@ class _OpacusTrainer(TrainerBase):
 
     @abstractmethod
     def private_backward(self, losses: Tensor) -> None:
-        """Per-sample gradients, or the clipped gradient, from one loss per sample, (B,)."""
+        """Compute per-sample gradients, or the clipped gradient, from one loss per sample, (B,)."""
 
     def holdings(self) -> Iterator[Holding]:
         yield from super().holdings()

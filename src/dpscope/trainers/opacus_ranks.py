@@ -1,4 +1,4 @@
-"""How Opacus trains over several processes: DDP of its own for flat and ghost clipping, FSDP2 for ghost clipping."""
+"""Opacus over several processes: its own DDP for flat and ghost clipping, FSDP2 for ghost clipping."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from opacus.utils.module_utils import trainable_modules
 from torch import nn
 
 from dpscope.errors import UserError
-from dpscope.flash.torch_version import require, require_for_shards
+from dpscope.flash.torch_side.torch_version import require, require_for_shards
 from dpscope.sentences import list_names, name_module
 from dpscope.trainers.spreading import is_sharded, policy_of
 from dpscope.vocabulary.settings import TrainerSettings
@@ -55,7 +55,7 @@ def require_spreadable(model: nn.Module, mode: str, settings: TrainerSettings) -
 
 
 def _require_untied(model: nn.Module) -> None:
-    """FSDP2Wrapper shards each layer by itself: of a shared parameter each would get its own, and train it apart."""
+    """Refuse tied parameters: FSDP2Wrapper shards each layer by itself, and each would train its own copy."""
     holders = defaultdict(list)
     for module_name, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -68,7 +68,7 @@ def _require_untied(model: nn.Module) -> None:
 
 
 def _require_copyable(model: nn.Module) -> None:
-    """Opacus copies a module that owns parameters and for which it has no rule; one with shards has no copy."""
+    """Refuse shards in a module that Opacus has no rule for and copies: they have no copy."""
     rules = get_gsm_class("ghost_fsdp")
     for name, module in trainable_modules(model):
         below = (each for each in module.modules() if each is not module)
@@ -76,13 +76,13 @@ def _require_copyable(model: nn.Module) -> None:
         if has_shards and type(module) not in {*rules.GRAD_SAMPLERS, *rules.NORM_SAMPLERS}:
             raise UserError(
                 f"Opacus cannot train this model sharded: {name_module(name, module)} owns parameters beside its "
-                "submodules, and Opacus, which has no rule for it, copies it, which shards do not allow. Give its own "
-                "parameters to a submodule, or compare --methods standard,flash"
+                "submodules, and Opacus cannot copy its shards. Move them to a submodule, or compare --methods "
+                "standard,flash"
             )
 
 
 def _require_rows_for_all(model: nn.Module, ranks: int) -> None:
-    """Opacus adds noise by DTensor's rules, by which the sum of so small a gradient is whole on every rank."""
+    """Refuse parameters with fewer rows than ranks: DTensor keeps such a gradient whole on every rank."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.dim() and len(parameter) < ranks:
             raise UserError(
@@ -92,7 +92,7 @@ def _require_rows_for_all(model: nn.Module, ranks: int) -> None:
 
 
 def spread(model: nn.Module, settings: TrainerSettings) -> nn.Module:
-    """As Opacus's documentation says: the model whole on each process, or every layer sharded by itself."""
+    """Spread the model as Opacus's documentation says: whole on each process, or every layer sharded by itself."""
     if not is_sharded(settings):
         whole: nn.Module = DifferentiallyPrivateDistributedDataParallel(model)
         return whole

@@ -1,12 +1,9 @@
-"""What Opacus cannot train, each as a sentence that names the module and says what to write instead.
+"""Models that Opacus cannot train, each with a sentence that names the module and what to write instead.
 
-Three moments show it: the model before it is wrapped (`require_supported`), the first call of each module that Opacus
-hooks (`CallWatch`), and the errors that Opacus then raises (`refusals`). An error that is none of these is not
-explained here: it stays an error.
-
-Why calls are looked at: Opacus's hooks see positional arguments alone. A module that owns parameters and for which
-Opacus has no rule is run a second time under torch.func.vmap, with its first argument and nothing else. Where that
-leaves out a mask or a flag, Opacus raises no error and the per-sample gradients are those of another function.
+Three moments show it: the model before it is wrapped (`require_supported`), the first call of each hooked module
+(`CallWatch`), and the errors that Opacus then raises (`refusals`). Calls matter because Opacus's hooks see positional
+arguments alone, and run a module without a rule again under torch.func.vmap with its first argument: a mask or a flag
+is left out without an error.
 """
 
 from __future__ import annotations
@@ -67,9 +64,8 @@ def require_supported(model: nn.Module) -> None:
         raise UserError(f"{REFUSES}: {_one_line(errors[0])}: call model.train()")
     if narrow := [name for name, p in model.named_parameters() if p.requires_grad and p.dtype in HALF_PRECISION]:
         raise UserError(
-            f"{CANNOT}: it trains parameters of 16 bits ({list_names(narrow, 1)}), and Opacus takes norms and sums in "
-            "the format of the parameters, before the noise, where rounding lets a sample move the sum by more than "
-            "the clip norm. Leave out --param-dtype, train adapters (--lora), or compare --methods standard,flash"
+            f"{CANNOT}: it trains parameters of 16 bits ({list_names(narrow, 1)}), and Opacus rounds sums before the "
+            "noise. Leave out --param-dtype, train adapters (--lora), or compare --methods standard,flash"
         )
     if GradSampleModule.validate(model):
         holders = [
@@ -145,7 +141,7 @@ class CallWatch:
 
 
 def _unseen_input(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> str | None:
-    """Why Opacus's hooks would not see a module's input, and what to do about it."""
+    """Return why Opacus's hooks would not see a module's input, and what to do about it."""
     strange = [type(value).__name__ for value in args if not isinstance(value, Tensor)]
     if strange:
         instead = _replacement_for(module)
@@ -171,7 +167,7 @@ def _takes_by_position(module: nn.Module, name: str) -> bool:
 
 @torch.no_grad()
 def _ignores_further_arguments(module: nn.Module, first: Tensor, output: Tensor) -> bool:
-    """Whether the module gives the same output for its first argument alone, which is all that Opacus passes on."""
+    """Tell if the module gives the same output for its first argument alone, which is all that Opacus passes on."""
     with torch.random.fork_rng([output.device] if output.is_cuda else []):
         try:
             alone = module.forward(first)
@@ -182,7 +178,7 @@ def _ignores_further_arguments(module: nn.Module, first: Tensor, output: Tensor)
 
 
 def _replacement_for(module: nn.Module) -> str:
-    """What to write in place of a module that owns parameters and that Opacus cannot run through vmap."""
+    """Return what to write in place of a module that owns parameters and that Opacus cannot run through vmap."""
     for kind in type(module).__mro__:
         if kind.__module__.startswith("torch.nn."):
             if replacement := getattr(opacus.layers, f"DP{kind.__name__}", None):
@@ -261,7 +257,7 @@ def _is_opacus(frame: FrameType) -> bool:
 
 
 def _hooked_module(frames: Sequence[FrameType]) -> nn.Module | None:
-    """The module in whose hook an error was raised."""
+    """Return the module in whose hook an error was raised."""
     hooks = ("capture_activations_hook", "capture_backprops_hook")
     return next((frame.f_locals.get("module") for frame in frames if frame.f_code.co_name in hooks), None)
 

@@ -68,7 +68,7 @@ class OpakeTrainer(TrainerBase):
         return self._functions[structure]
 
     def backward(self, losses: Tensor) -> None:
-        """Done together with the forward pass."""
+        """Do nothing: the forward pass has done it."""
 
     def update(self) -> None:
         with phase(NOISE):

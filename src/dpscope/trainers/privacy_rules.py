@@ -1,4 +1,4 @@
-"""Which layers cannot be trained privately, and what to use instead."""
+"""Layers that cannot be trained privately, and what to use instead."""
 
 from __future__ import annotations
 

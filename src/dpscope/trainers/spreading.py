@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dpscope.flash.torch_version import require_for_shards
+from dpscope.flash.torch_side.torch_version import require_for_shards
 from dpscope.trainers.checkpointing import find_blocks
 from dpscope.vocabulary.settings import TrainerSettings
 
@@ -20,12 +20,12 @@ REPLICAS = 2  # of hsdp
 
 
 def is_sharded(settings: TrainerSettings) -> bool:
-    """Whether FSDP2 holds the model. Its policy then does what autocast would: parameters travel in bf16."""
+    """Tell if FSDP2 holds the model. Its policy then replaces autocast: parameters travel in bf16."""
     return settings.world_size > 1 and settings.parallel != "ddp"
 
 
 def policy_of(settings: TrainerSettings, **more: Any) -> MixedPrecisionPolicy:
-    """FSDP2's policy for the number format of a row; gradients are reduced in float32."""
+    """Return FSDP2's policy for the number format of a row; gradients are reduced in float32."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     if settings.dtype != "bf16":
@@ -34,7 +34,7 @@ def policy_of(settings: TrainerSettings, **more: Any) -> MixedPrecisionPolicy:
 
 
 def _reduced_alone(buffer: Tensor) -> torch.futures.Future[Tensor]:
-    """DDP's reduction in a simulated world, whose collectives return nothing to wait for: DDP asks for a tensor."""
+    """Reduce for DDP in a simulated world, whose collectives return nothing to wait for."""
     dist.all_reduce(buffer)
     done: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else [])
     done.set_result(buffer)
@@ -42,7 +42,7 @@ def _reduced_alone(buffer: Tensor) -> torch.futures.Future[Tensor]:
 
 
 def spread(model: nn.Module, settings: TrainerSettings) -> nn.Module:
-    """The model on `settings.world_size` processes: whole on each (ddp), or each block sharded, and the rest."""
+    """Return the model on `settings.world_size` processes: whole on each (ddp), or each block sharded, and the rest."""
     device = next(model.parameters()).device
     if settings.parallel == "ddp":
         whole = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)

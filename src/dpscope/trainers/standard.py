@@ -36,6 +36,6 @@ class StandardTrainer(TrainerBase):
             self.optimizer.step()
 
     def accumulate(self) -> None:
-        """The next backward pass adds to `.grad`. A method made of this one has to say what it does instead."""
+        """Let the next backward pass add to `.grad`. A subclass has to say what it does instead."""
         if type(self) is not StandardTrainer:
             super().accumulate()

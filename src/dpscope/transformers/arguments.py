@@ -15,7 +15,7 @@ from dpscope.errors import UserError
 
 @dataclass
 class PrivacyArguments:
-    """What private training needs beside `TrainingArguments`: `target_epsilon` or `noise_multiplier`, and δ.
+    """Privacy settings beside `TrainingArguments`: `target_epsilon` or `noise_multiplier`, and δ.
 
     The clipping bound C is `TrainingArguments.max_grad_norm`: here it bounds each sample's gradient.
     """

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from dpscope.errors import UserError
-from dpscope.flash.private_optimizer import DPFlashOptimizer
+from dpscope.flash.opacus.private_optimizer import DPFlashOptimizer
 
 
 @contextmanager
 def noting_models(accelerator: Any) -> Iterator[list[nn.Module]]:
-    """Inside, the models that `accelerator.prepare` returns are noted: wrapped, spread and compiled."""
+    """Record the models that `accelerator.prepare` returns inside: wrapped, spread and compiled."""
     found: list[nn.Module] = []
     prepare = accelerator.prepare
 

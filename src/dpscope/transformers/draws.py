@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from dpscope.flash.derived_loaders import WrappedDataset, derive_loader
 from dpscope.flash.padding.loader import PaddingSampler
+from dpscope.flash.torch_side.derived_loaders import WrappedDataset, derive_loader
 
 Parts = list[list[int]]  # of a draw: the indices of each physical batch
 
@@ -42,7 +42,7 @@ class DrawSampler(Sampler[Parts]):
     sampler     gives lists of indices, of a padded loader already cut into batches
     size        of a physical batch, at most
     generator   that `sampler` draws from
-    seed        of all draws; unpredictable unless given, because privacy by sampling needs draws that nobody knows
+    seed        of all draws; unpredictable unless given, because privacy by sampling needs secret draws
     """
 
     def __init__(self, sampler: Any, size: int, generator: torch.Generator, seed: int | None) -> None:
@@ -93,7 +93,7 @@ class DrawCollate:
 
 
 class DrawLoader(DataLoader[Any]):
-    """See `loader_of_draws`."""
+    """Loader of draws; see `loader_of_draws`."""
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch is drawn next; the Trainer does."""

@@ -31,7 +31,7 @@ def task_model(model: nn.Module) -> nn.Module:
 
 @cache
 def takes_cache(kind: Any) -> bool:
-    """Whether a class of models may return keys and values for generation, which training has no use for."""
+    """Tell if a class of models may return keys and values for generation, which training does not use."""
     return "use_cache" in inspect.signature(kind.forward).parameters
 
 
@@ -49,13 +49,13 @@ def sample_losses(model: nn.Module, outputs: Any, labels: Tensor, *, smoothing: 
 
 
 def _shifts(model: nn.Module) -> bool:
-    """Whether logits of a position are about the next token."""
+    """Tell if logits of a position are about the next token."""
     config = getattr(model, "config", None)
     return type(model).__name__.endswith(_SHIFTING) and not getattr(config, "is_encoder_decoder", False)
 
 
 def _token_losses(logits: Tensor, labels: Tensor, *, shifts: bool, smoothing: float) -> Tensor:
-    """logits: (B, T, V), labels: (B, T). Prompt tuning puts virtual tokens first, which have no labels."""
+    """Return the token losses; logits: (B, T, V), labels: (B, T). Virtual tokens of prompt tuning have no labels."""
     labels = F.pad(labels, (logits.shape[1] - labels.shape[1], 0), value=IGNORED)
     if shifts:
         labels = F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
@@ -71,7 +71,7 @@ def _token_losses(logits: Tensor, labels: Tensor, *, shifts: bool, smoothing: fl
 
 
 def _class_losses(model: nn.Module, logits: Tensor, labels: Tensor, smoothing: float) -> Tensor:
-    """logits: (B, K). As transformers decides: regression, one label or several, by config.problem_type or dtype."""
+    """Return the class losses; logits: (B, K). As in transformers: by config.problem_type or dtype."""
     kind = getattr(getattr(model, "config", None), "problem_type", None)
     if kind == "regression" or (
         kind is None and (logits.shape[1] == 1 or (labels.dim() == 1 and labels.is_floating_point()))
@@ -89,9 +89,8 @@ def check_losses(losses: Any, rows: int, source: str) -> Tensor:
     if not isinstance(losses, torch.Tensor) or losses.shape != (rows,):
         shape = tuple(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
         raise UserError(
-            f"{source} has to give one loss for each sample, a tensor of shape ({rows},), and gave {shape}: a mean "
-            "over the batch cannot be told apart into samples. Use reduction='none' and average over each sample's own "
-            "tokens"
+            f"{source} has to give one loss for each sample, a tensor of shape ({rows},), and gave {shape}: use "
+            "reduction='none' and average over each sample's own tokens"
         )
     return losses
 

@@ -20,4 +20,7 @@ class PrivateSFTTrainer(PrivateTrainerMixin, SFTTrainer):
 
     Texts, prompts with completions and conversations are prepared as TRL does; the loss is a mean over each sample's
     own tokens, where TRL divides by those of the batch.
+
+    Example:
+        >>> trainer = PrivateSFTTrainer(model=model, train_dataset=data, target_epsilon=3.0, target_delta=1e-5)
     """

@@ -1,18 +1,4 @@
-"""`PrivateTrainer`: Hugging Face's Trainer whose steps are private.
-
-What the Trainer does by itself, and what is done here instead:
-
-| the Trainer                                      | here                                                              |
-| ------------------------------------------------ | ----------------------------------------------------------------- |
-| shuffles the data and cuts it into batches       | draws each sample independently (Poisson), as ε assumes           |
-| accumulates `gradient_accumulation_steps`        | cuts each draw into physical batches of at most                   |
-| batches of the same size                         | `per_device_train_batch_size`; the draw is one step               |
-| divides the loss by the tokens of the batch      | means over each sample's own tokens, then over samples            |
-| clips the summed gradient (`max_grad_norm`)      | clips each sample's gradient at `max_grad_norm`                   |
-| saves and loads the optimizer                    | saves and loads the spent privacy and the draws as well           |
-
-Nothing of clipping is here: it is `dpscope.flash.PrivacyEngine`'s.
-"""
+"""`PrivateTrainer`: Hugging Face's Trainer whose steps are private. docs/trainer.md says what it does differently."""
 
 from __future__ import annotations
 
@@ -29,10 +15,10 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 
 from dpscope.errors import UserError
-from dpscope.flash.opacus import PrivacyEngine
+from dpscope.flash.opacus.privacy_engine import PrivacyEngine
+from dpscope.flash.opacus.privacy_spent import continued
+from dpscope.flash.opacus.private_optimizer import DPFlashOptimizer
 from dpscope.flash.padding.rows import real_rows
-from dpscope.flash.privacy_spent import continued
-from dpscope.flash.private_optimizer import DPFlashOptimizer
 from dpscope.transformers.arguments import refuse_data, refuse_settings, take_privacy
 from dpscope.transformers.callbacks import FirstStep, PrivacyCallback, noting_models
 from dpscope.transformers.draws import DrawLoader, StepDraw, loader_of_draws, new_seed
@@ -44,7 +30,7 @@ _Host: Any = object  # the Trainer that a subclass names beside the mixin
 
 
 class PrivateTrainerMixin(_Host):
-    """What makes a Trainer private; to be the first base of a class whose second is the Trainer.
+    """Mixin that makes a Trainer private. It comes first among the bases, the Trainer second.
 
     Beside the Trainer's own arguments it takes those of `PrivacyArguments`, as keywords or as fields of `args`.
 
@@ -206,7 +192,7 @@ class PrivateTrainerMixin(_Host):
         return bool(self.args.torch_compile or self.args.fsdp) if asked is None else asked
 
     def _noise_multiplier(self, steps: int) -> float:
-        """That of the run which is resumed; otherwise the given one, or what the target ε needs for all steps."""
+        """Return the noise multiplier: of the resumed run, as given, or what the target ε needs for all steps."""
         if self._resumed is not None and self.privacy.noise_multiplier is None:
             if abs(self._resumed.sample_rate - self._sample_rate) > 1e-9:
                 raise UserError(
@@ -253,7 +239,7 @@ class PrivateTrainerMixin(_Host):
                 losses = torch.where(losses.isfinite(), losses, torch.nan)
             return losses.nanmean() if self._filters_losses else losses.mean()
         usual: Tensor = self._tr_loss / max(1, self.state.global_step - self._globalstep_last_logged)
-        return usual  # nobody was drawn: what the log then averages is not moved
+        return usual  # an empty draw: the average in the log stays
 
     def _add_up(self, optimizer: DPFlashOptimizer) -> None:
         """Clip the physical batch and keep its sum; the draw goes on."""
@@ -271,7 +257,7 @@ class PrivateTrainerMixin(_Host):
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """In training, the mean over samples of each sample's own loss; in evaluation, the Trainer's own loss."""
+        """Return the mean of the samples' own losses in training; the Trainer's own loss in evaluation."""
         if not model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         real = real_rows(inputs)
@@ -360,7 +346,7 @@ class PrivateTrainerMixin(_Host):
             record.save(Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}")
 
     def hyperparameter_search(self, *args: Any, **keywords: Any) -> Any:
-        """Refuse: every trial spends privacy on the same data, which nobody would add up."""
+        """Refuse: every trial spends privacy on the same data, and the sum would not be counted."""
         raise UserError(
             "hyperparameter_search trains on the private data once for each trial, and each spends ε: train the trials "
             "one by one and add up their privacy, or search on public data"

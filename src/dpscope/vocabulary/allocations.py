@@ -1,10 +1,9 @@
-"""What functions allocate and hold in local variables only, declared at the function, for whoever attributes memory.
+"""Declarations of what functions allocate and hold in local variables only, for the memory instrument.
 
     @allocates(GRADIENTS, "aten::mv")
     def sum_rows(...): ...
 
-What an operator makes when this very function calls it belongs to that component. It hangs on the function and not on
-its name: a function may be renamed, moved or wrapped, and one that is gone is an error where it was declared.
+It belongs to the function and not to its name: a function may be renamed, moved or wrapped.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _components: dict[tuple[CodeType, str], str] = {}
 
 
 def allocates(component: str, *operators: str) -> Callable[[F], F]:
-    """`component`: of vocabulary/components.py; `operators`: as `aten::mv`, called by the function itself."""
+    """Declare that calls of `operators` (`aten::mv`) by the function itself make `component`."""
 
     def declare(function: F) -> F:
         for operator in operators:
@@ -30,5 +29,5 @@ def allocates(component: str, *operators: str) -> Callable[[F], F]:
 
 
 def component_of(function: CodeType | None, operator: str) -> str | None:
-    """What `function` has declared its calls of `operator` to make."""
+    """Return what `function` has declared its calls of `operator` to make."""
     return None if function is None else _components.get((function, operator))

@@ -18,7 +18,7 @@ class Component:
     private_only: bool = False  # ordinary training holds nothing of it
 
     def marked(self, private: str = " (private only)") -> str:
-        """Its label, with a mark behind what only private training holds."""
+        """Return its label, with a mark if only private training holds it."""
         return self.label + (private if self.private_only else "")
 
 
@@ -54,12 +54,12 @@ _BY_KEY = {component.key: component for component in COMPONENTS}
 
 
 def component_named(key: str) -> Component:
-    """The component of a key; one that a user's own rule named is called by its name."""
+    """Return the component of a key; one that a user's own rule named is called by its name."""
     return _BY_KEY.get(key) or Component(key, key.replace("_", " "))
 
 
 def in_order(keys: Iterable[str]) -> list[str]:
-    """Components as they are stacked and listed: the known ones, users' own, and what is left."""
+    """Return the components as they are stacked and listed: the known ones, users' own, and what is left."""
     places = {key: place for place, key in enumerate(KEYS)}
     last = places[UNATTRIBUTED]
     return sorted(dict.fromkeys(keys), key=lambda key: (places.get(key, last - 0.5), key))

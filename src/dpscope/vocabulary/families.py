@@ -1,6 +1,6 @@
 """The families of kernels and operators that traffic is told apart by: work a person recognises, not symbol names.
 
-Whoever measures sorts names into families; reports show them in this order. Nothing here needs torch.
+Instruments sort names into families; reports show them in this order. Nothing here needs torch.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class Schedule:
         return self.skip_first + self.repeat * (self.wait + self.warmup + self.active)
 
     def to_torch(self) -> Callable[[int], Any]:
-        """As `torch.profiler.profile(schedule=…)` wants it."""
+        """Return what `torch.profiler.profile(schedule=…)` takes."""
         from torch.profiler import schedule
 
         return schedule(**asdict(self))
@@ -52,7 +52,7 @@ periodic = SCHEDULES["periodic"].to_torch
 
 
 def make_schedule(name: str, *, warmup: int, active: int | None = None) -> Schedule:
-    """A schedule by name; `short` skips the run's `warmup` steps, and `active` changes how many are recorded."""
+    """Return a schedule by name; `short` skips the run's `warmup` steps, and `active` changes how many are recorded."""
     if name not in SCHEDULES:
         raise UserError(f"unknown schedule {name!r}: choose one of {', '.join(SCHEDULES)}")
     schedule = SCHEDULES[name]
@@ -72,7 +72,7 @@ class Option:
     metavar: str | None = None
 
     def checked(self, name: str, value: Any) -> Any:
-        """The value as its check returns it, or as it is if it is the default or of the default's type."""
+        """Return the value as its check returns it, or as it is if it is the default or of the default's type."""
         if value is self.default:
             return value
         if self.check is not None:
@@ -85,7 +85,7 @@ class Option:
 
 @dataclass(frozen=True, kw_only=True)
 class Instrument:
-    """What is known of an instrument without loading it."""
+    """Description of an instrument, without loading it."""
 
     shows: str  # what a page lacks without it
     summary: str = ""  # of its subcommand in `dpscope --help`; one without has none
@@ -104,7 +104,7 @@ class Instrument:
 ALL_RANKS = "all"
 
 INSTRUMENTS: dict[str, Instrument] = {
-    "time": Instrument(shows="The time of a step", of_ranks=True),
+    "time": Instrument(shows="Step time", of_ranks=True),
     "memory": Instrument(
         summary="Where every byte of the peak goes: memory by component, by module, over time.",
         shows="Memory by component and over the step",
@@ -179,7 +179,7 @@ INSTRUMENTS: dict[str, Instrument] = {
 
 
 def changed_options(instrument: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """What differs from the instrument's defaults, in its order: equal requests are equal specs."""
+    """Return what differs from the instrument's defaults, in its order: equal requests are equal specs."""
     known = INSTRUMENTS[instrument].options
     if foreign := sorted(set(options) - set(known)):
         allowed = f"it knows {', '.join(known)}" if known else "it has none"

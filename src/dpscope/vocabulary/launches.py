@@ -1,6 +1,6 @@
-"""Kernels that torch's dispatcher does not see, announced to whoever listens.
+"""Kernels that torch's dispatcher does not see, announced to listeners.
 
-A hand-written kernel gets bare pointers, so no dispatch mode learns what it moves. Whoever launches one says it here:
+A hand-written kernel gets bare pointers, so no dispatch mode learns what it moves. Announce its launch here:
 which tensors are read and written in full, and how many floating-point operations are done. Without a listener a launch
 costs one look at an empty list.
 """
@@ -33,7 +33,7 @@ _listeners: list[LaunchListener] = []
 
 
 def announce(describe: Callable[[], Launch]) -> None:
-    """Tell listeners of a launch; `describe` is not called where nobody listens."""
+    """Tell listeners of a launch; `describe` is not called without listeners."""
     if _listeners:
         launch = describe()
         for listener in list(_listeners):

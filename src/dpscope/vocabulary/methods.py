@@ -48,7 +48,7 @@ RIVALS = (
 
 @cache
 def methods() -> dict[str, Method]:
-    """Every method by name: the built-in ones first, then those of installed packages."""
+    """Return every method by name: the built-in ones first, then those of installed packages."""
     found = {method.name: method for method in BUILT_IN}
     taken = {name for method in (*BUILT_IN, *RIVALS) for name in (method.name, *method.aliases)}
     for entry in entry_points(group=ENTRY_POINT_GROUP):
@@ -58,7 +58,7 @@ def methods() -> dict[str, Method]:
 
 
 def resolve_method(name: str) -> Method:
-    """The method of a name or alias."""
+    """Return the method of a name or alias."""
     known = {**methods(), **{method.name: method for method in RIVALS}}
     aliases = {alias: method for method in known.values() for alias in method.aliases}
     try:

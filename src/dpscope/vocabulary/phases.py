@@ -1,4 +1,4 @@
-"""The named stretches of a training step, defined once and announced to whoever listens.
+"""Phases of a training step, defined once and announced to listeners.
 
 Trainers enter phases; instruments listen (memory snapshots, `record_function`, NVTX). Without a listener a phase
 costs one attribute look-up, so the time instrument sees an undisturbed step.
@@ -35,14 +35,14 @@ R = TypeVar("R")
 
 
 def phase(name: str) -> AbstractContextManager[object]:
-    """A stretch of a step. Nests: what runs inside `clip` inside `backward` belongs to `clip`."""
+    """Mark a phase of a step. Phases nest: `clip` inside `backward` is `clip`."""
     if not _listeners:
         return nullcontext()
     return _announced(name)
 
 
 def moment(name: str) -> None:
-    """A phase of no length."""
+    """Mark a phase of no length."""
     with phase(name):
         pass
 
@@ -72,7 +72,7 @@ def listening(listener: PhaseListener) -> Iterator[None]:
 
 
 def in_phase(name: str, function: Callable[P, R]) -> Callable[P, R]:
-    """`function`, with each call a phase: for methods of libraries that we call but did not write."""
+    """Return `function` with each call a phase: for functions of other libraries."""
 
     @wraps(function)
     def announced(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -71,7 +71,7 @@ class Switch:
 
 
 def memory_budget(value: object) -> str:
-    """A check for what flash clipping may hold: a word, or a number of GiB as people write it."""
+    """Return a check for what flash clipping may hold: a word, or a number of GiB as people write it."""
     if value in MEMORY_BUDGETS:
         return str(value)
     try:
@@ -84,7 +84,7 @@ def memory_budget(value: object) -> str:
 
 @dataclass(frozen=True)
 class SettingField:
-    """What is known of a setting beside its value. `name` and `default` are those of its field."""
+    """Description of a setting beside its value. `name` and `default` are those of its field."""
 
     check: Callable[[Any], Any]  # returns the value in its plain type, or raises `UserError`
     help: str = ""  # of its flag; a setting without has none
@@ -116,15 +116,15 @@ class SettingField:
         return self.words == "{}"
 
     def of(self, spec: Mapping[str, Any]) -> Any:
-        """Its value in a result's spec."""
+        """Return its value in a result's spec."""
         return spec.get(self.name, self.default)
 
     def cell(self, spec: Mapping[str, Any]) -> str:
-        """That value in a table."""
+        """Return that value for a table."""
         return self._shown(self.of(spec), on="yes", off="no")
 
     def in_words(self, spec: Mapping[str, Any]) -> str:
-        """That value in a sentence: `noise multiplier 0.5`, `bf16`, `3 warm-up`."""
+        """Return that value for a sentence: `noise multiplier 0.5`, `bf16`, `3 warm-up`."""
         value = self.of(spec)
         shown = self._shown(value, on=self.label, off=f"no {self.label}")
         return shown if isinstance(value, bool) else self.words.format(shown)
@@ -136,13 +136,13 @@ class SettingField:
 
 
 def setting(default: Any, *about: Any, **more: Any) -> Any:
-    """A field of `TrainerSettings`; what follows the default are fields of `SettingField`."""
+    """Return a field of `TrainerSettings`; what follows the default are fields of `SettingField`."""
     return field(default=default, metadata={"setting": SettingField(*about, **more)})
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerSettings:
-    """How a step is made and how often it is taken, whatever the method."""
+    """Settings of a step, whatever the method: how it is made and how often it is taken."""
 
     # expected samples in a (physical) batch; the noisy sum of a step is divided by `logical_batch_size`
     batch_size: int = field(metadata={"setting": SettingField(numbers.BATCH_SIZE)})
@@ -243,15 +243,15 @@ class TrainerSettings:
         return max(self.gpus, self.simulate_world)
 
     def checked(self) -> dict[str, Any]:
-        """Every setting as its check returns it: 1, 1.0 and numpy's are one value, one digest."""
+        """Return every setting as its check returns it: 1, 1.0 and numpy's are one value, one digest."""
         return {name: each.check(getattr(self, name)) for name, each in SETTINGS.items()}
 
     def written(self) -> dict[str, Any]:
-        """What result files hold of the settings, and digests are made of."""
+        """Return what result files hold of the settings, and digests are made of."""
         return {name: getattr(self, name) for name in FIRST_SETTINGS} | self.changed()
 
     def changed(self) -> dict[str, Any]:
-        """The later settings that differ from their defaults."""
+        """Return the later settings that differ from their defaults."""
         later = {name: getattr(self, name) for name in LATER_DEFAULTS}
         return {name: value for name, value in later.items() if value != LATER_DEFAULTS[name]}
 
@@ -272,12 +272,12 @@ REPEATS = tuple(name for name in FLAGS if SETTINGS[name].identity == NOWHERE)
 
 
 def flag_of(name: str) -> str:
-    """`--batch-size`."""
+    """Return `--batch-size`."""
     return f"--{name.replace('_', '-')}"
 
 
 def flags_of(values: Mapping[str, Any]) -> list[str]:
-    """`--batch-size 8`; a switch that is on has no value. Numbers are written in full."""
+    """Return `--batch-size 8`; a switch that is on has no value. Numbers are written in full."""
     return [
         word for name, value in values.items() for word in (flag_of(name), *([] if value is True else [str(value)]))
     ]

@@ -31,7 +31,7 @@ class Status:
 OK, OOM, FAILED, TIMEOUT, SKIPPED = "ok", "oom", "failed", "timeout", "skipped"
 
 # In the order in which reports tell of them. The memory of a GPU does not change from day to day; that of a host, and
-# what else runs there, do. What failed or took too long may have been mended since.
+# what else runs there, do. What failed or took too long may have been fixed since.
 STATUS_TABLE = (
     Status(OK, "ended well", "ended well", "ok", kept_on=DEVICES),
     Status(OOM, "ran out of memory", "ran out of memory", "out of memory", kept_on=("cuda",)),
@@ -44,14 +44,14 @@ _BY_NAME = {status.name: status for status in STATUS_TABLE}
 
 
 def status_named(name: str) -> Status:
-    """The status of a result; one that this version does not know is called by its name."""
+    """Return the status of a result; one that this version does not know is called by its name."""
     return _BY_NAME.get(name) or Status(name, f"ended as {name}", f"ended as {name}", name)
 
 
 # Commands.
 ALL_OK = 0
 SOME_NOT_OK = 1  # a row, a check, a part of the machine
-WRONG_USAGE = 2  # or a set-up that has to be mended: a missing package, a full disk
+WRONG_USAGE = 2  # or a set-up that has to be fixed: a missing package, a full disk
 BROKEN_PIPE = 128 + signal.SIGPIPE
 
 # Child processes, whose parent turns them into a result or a sentence.

@@ -1,1 +1,1 @@
-"""What is trained: a model, one batch, a loss. Importing this package does not import torch."""
+"""Workloads: a model, one batch, a loss. Importing this package does not import torch."""

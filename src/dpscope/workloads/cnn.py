@@ -38,7 +38,7 @@ class SmallCNN(nn.Sequential):
 
 
 def class_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Cross-entropy of each image: (B,)."""
+    """Return the cross-entropy of each image: (B,)."""
     images, labels = batch
     return F.cross_entropy(model(images), labels, reduction="none")
 

@@ -17,7 +17,7 @@ from dpscope.workloads.workload import Workload
 
 
 def build(config: CustomConfig, *, batch_size: int, seq_len: int | None) -> Workload:
-    """What the user's function returns; it is told the batch size and the sequence length where it takes them."""
+    """Call the user's function, with the batch size and the sequence length if it takes them."""
     if file_hash(Path(config.file)) != config.sha256:
         raise UserError(f"{config.file} was changed while its rows were measured: start the sweep again")
     function = load_function(config)
@@ -43,7 +43,7 @@ def load_function(config: CustomConfig) -> Callable[..., Any]:
 
 
 def _load_module(config: CustomConfig) -> ModuleType:
-    """As `python FILE.py` would find its neighbours."""
+    """Load a file as `python FILE.py` would, so that it finds its neighbours."""
     if str(config.import_root) not in sys.path:
         sys.path.insert(0, str(config.import_root))
     if config.module is not None:

@@ -24,7 +24,7 @@ def get_random_dataloader(
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> DataLoader[tuple[Tensor, ...]]:
-    """Batches of (inputs, targets) that already lie on `device`.
+    """Return batches of (inputs, targets) that already lie on `device`.
 
     Drawn on the CPU and then moved, so that a seed means the same data everywhere.
     """
@@ -51,7 +51,7 @@ def random_workload(
     batch_size: int,
     seq_len: int | None,
 ) -> Workload:
-    """A model made of a config, on one random batch."""
+    """Return a model made of a config, on one random batch."""
 
     def batch(seed: int, device: torch.device) -> tuple[Tensor, ...]:
         loader = get_random_dataloader(config, batch_size=batch_size, seq_len=seq_len, seed=seed, device=device)

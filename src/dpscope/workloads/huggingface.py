@@ -64,7 +64,7 @@ def _library(name: str) -> ModuleType:
 
 
 def _settings(transformers: ModuleType, config: HuggingFaceConfig) -> Any:
-    """The configuration as transformers knows it, without dropout and caches, which would make steps incomparable."""
+    """Return the transformers configuration, without dropout and caches, which make steps incomparable."""
     if config.model_type not in transformers.CONFIG_MAPPING:
         raise UserError(
             f"transformers {transformers.__version__} knows no model of type {config.model_type!r}: check "
@@ -109,7 +109,7 @@ def _make_batch(
 
 
 def _tokens(settings: Any, shape: tuple[int, int], generator: torch.Generator) -> Tensor:
-    """Random tokens, none of them the one for padding."""
+    """Return random tokens, none of them the padding token."""
     tokens = torch.randint(settings.vocab_size, shape, generator=generator)
     padding = getattr(settings, "pad_token_id", None)
     return tokens if padding is None else torch.where(tokens == padding, (padding + 1) % settings.vocab_size, tokens)
@@ -124,14 +124,14 @@ def _next_tokens(settings: Any, batch_size: int, length: int, generator: torch.G
     return {
         "input_ids": tokens[:, :-1].contiguous(),
         "labels": tokens[:, 1:].contiguous(),
-        # All ones: said, so that nobody has to look for sequences packed into one.
+        # All ones, given so that models do not look for packed sequences.
         "attention_mask": torch.ones(batch_size, length, dtype=torch.long),
         "position_ids": _positions(batch_size, length),
     }
 
 
 def _padded_sequences(settings: Any, batch_size: int, length: int, generator: torch.Generator) -> HFBatch:
-    """Sequences of different lengths, from half the longest to all of it, padded on the right."""
+    """Return sequences of different lengths, from half the longest to all of it, padded on the right."""
     lengths = torch.randint((length + 1) // 2, length + 1, (batch_size, 1), generator=generator)
     mask = _positions(batch_size, length) < lengths
     ids = _tokens(settings, (batch_size, length), generator)
@@ -162,14 +162,14 @@ def _logits(model: nn.Module, batch: HFBatch) -> Tensor:
 
 
 def hf_token_loss(model: nn.Module, batch: HFBatch) -> Tensor:
-    """Cross-entropy of the next token, mean over each sample's tokens: (B,)."""
+    """Return the cross-entropy of the next token, averaged over each sample's tokens: (B,)."""
     labels = batch["labels"]
     losses = F.cross_entropy(_logits(model, batch).flatten(0, 1), labels.flatten(), reduction="none")
     return losses.view_as(labels).mean(dim=1)
 
 
 def hf_class_loss(model: nn.Module, batch: HFBatch) -> Tensor:
-    """Cross-entropy of the class of each sample: (B,)."""
+    """Return the cross-entropy of the class of each sample: (B,)."""
     return F.cross_entropy(_logits(model, batch), batch["labels"], reduction="none")
 
 

@@ -14,7 +14,7 @@ ALL_LINEAR = "all-linear"
 
 
 def adapt(model: nn.Module, lora: LoraSettings) -> nn.Module:
-    """The model with adapters on the modules that `lora.target` names.
+    """Return the model with adapters on the modules that `lora.target` names.
 
     Both factors are drawn at random. peft's own start, B = 0, would give A no gradient in the first step, and a step
     that is compared or checked should be one in which every adapter moves.
@@ -51,7 +51,7 @@ def _require_targets(model: nn.Module, targets: tuple[str, ...]) -> None:
 
 
 def _adaptable(model: nn.Module) -> str:
-    """The last parts of the names of modules that hold a matrix, each once: what people give as targets."""
+    """Return the last parts of the names of modules that hold a matrix, each once: what people give as targets."""
     found = dict.fromkeys(
         name.rpartition(".")[2]
         for name, module in model.named_modules()

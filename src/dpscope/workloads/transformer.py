@@ -100,7 +100,7 @@ def _initialise(module: nn.Module) -> None:
 
 
 def token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Cross-entropy, mean over each sample's tokens: (B,)."""
+    """Return the cross-entropy, averaged over each sample's tokens: (B,)."""
     tokens, targets = batch
     logits = model(tokens)
     losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")

@@ -21,11 +21,22 @@ Batch = Any  # a pytree of tensors whose first dimension is the sample
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A model, one batch and a loss, each built fresh by a callable.
+    """Model, batch and loss that are trained, each built fresh by a callable.
 
-    `model()` builds the model on torch's default device; `batch(seed, device)` gives one batch, a pytree of tensors
-    whose first dimension is the sample; `loss(model, batch)` returns one loss per sample, shape (B,): the trainers take
-    its mean over samples, and private methods need it sample by sample.
+    Args:
+        model: Builds the model on torch's default device.
+        batch: Takes a seed and a device; returns one batch, a pytree of tensors whose first dimension is the sample.
+        loss: Takes the model and a batch; returns one loss for each sample, shape (B,). Trainers take its mean.
+
+    Raises:
+        UserError: A part is not a function that can be called like this.
+
+    Example:
+        >>> def make(batch_size):
+        ...     def batch(seed, device):
+        ...         return torch.randn(batch_size, 64, device=device)
+        ...
+        ...     return dpscope.Workload(model=MyModel, batch=batch, loss=lambda model, x: model(x).square().mean(1))
     """
 
     model: Callable[[], nn.Module]
@@ -66,7 +77,7 @@ def build_workload(config: WorkloadConfig, *, batch_size: int, seq_len: int | No
 
 
 def build_model(workload: Workload, param_dtype: str) -> nn.Module:
-    """The workload's model on torch's default device, its weights in `param_dtype` from the first moment on.
+    """Return the workload's model on torch's default device, its weights in `param_dtype` from the first moment on.
 
     Where a part of the model is frozen, what is trained keeps the format that it is built in: peft makes adapters of
     bf16 weights in float32.

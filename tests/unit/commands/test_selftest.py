@@ -57,4 +57,4 @@ def test_doctor_says_no_when_what_is_needed_is_not_there(run, monkeypatch):
     outcome = run("doctor")
     assert outcome.exit_code == 1
     assert "pip install torch" in outcome.output
-    assert "Nothing can be measured before this is mended: torch." in outcome.output
+    assert "Nothing can be measured before this is fixed: torch." in outcome.output

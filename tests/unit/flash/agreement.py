@@ -10,8 +10,9 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
+from dpscope.batches import cast_batch
 from dpscope.flash import FlashEngine, OracleResult, run_oracle
-from dpscope.flash.oracle import cast_batch, per_sample_gradients
+from dpscope.flash.oracle import per_sample_gradients
 
 Losses = Callable[[nn.Module, Any], Tensor]  # (model, batch) -> (B,), one loss a sample
 

@@ -12,17 +12,17 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dpscope.flash.memory_budget import Allocated
+from dpscope.flash.gradients.memory_budget import Allocated
 
 # Kernels that hold nothing besides their results on a GPU; what stands for them on a CPU does.
 KERNELS = (
-    ("norms", "gram_norms_squared"),
-    ("norms", "kept_norms_squared"),
-    ("contributions", "kept_norms_squared"),
-    ("contributions", "kept_sums"),
-    ("contributions", "scaled_sums"),
-    ("microbatch", "kept_sums"),
-    ("block_fingerprints", "projections"),
+    ("gradients.norms", "gram_norms_squared"),
+    ("gradients.norms", "kept_norms_squared"),
+    ("gradients.contributions", "kept_norms_squared"),
+    ("gradients.contributions", "kept_sums"),
+    ("gradients.contributions", "scaled_sums"),
+    ("step.microbatch", "kept_sums"),
+    ("checkpointing.block_fingerprints", "projections"),
 )
 
 

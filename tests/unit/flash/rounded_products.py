@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from dpscope.flash import block_reruns, microbatch, norms, paths
+from dpscope.flash.checkpointing import block_reruns
+from dpscope.flash.gradients import norms, paths
 from dpscope.flash.kernels import gram_norms, scaled_sum
 from dpscope.flash.kernels.float32_products import ROUNDING
+from dpscope.flash.step import microbatch
 
 
 def to_tf32(tensor: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dpscope.errors import UserError
 from dpscope.flash import FlashEngine, run_oracle
-from dpscope.flash.contributions import Outer
+from dpscope.flash.gradients.contributions import Outer
 from tests.torch_here import takes_compiled
 from tests.unit.flash.agreement import (
     CLIPPING,

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from dpscope.errors import UserError
-from dpscope.flash import dry_run
+from dpscope.flash.torch_side import dry_run
 from dpscope.forecast.allocator import OutOfFakeMemory
 from dpscope.forecast.cards import CARDS, find_card
 from dpscope.forecast.fake_device import DEVICE, ReadsValues, open_device

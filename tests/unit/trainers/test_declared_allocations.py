@@ -7,9 +7,9 @@ from functools import cache
 import pytest
 
 import dpscope.flash.layers  # noqa: F401  (every file that declares something is loaded)
+from dpscope.flash.gradients.paths import KEEP
 from dpscope.flash.kernels import scaled_sum
-from dpscope.flash.optimizer import FusedUpdate
-from dpscope.flash.paths import KEEP
+from dpscope.flash.update.optimizer import FusedUpdate
 from dpscope.instruments.memory import attribute
 from dpscope.vocabulary import allocations
 from dpscope.vocabulary.allocations import allocates, component_of

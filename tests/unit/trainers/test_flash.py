@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dpscope.errors import UserError
-from dpscope.flash.memory_budget import LEAN
+from dpscope.flash.gradients.memory_budget import LEAN
 from dpscope.trainers.flash import memory_limit
 from dpscope.vocabulary.settings import SETTINGS
 

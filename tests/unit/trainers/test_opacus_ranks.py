@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dpscope.errors import UserError
-from dpscope.flash.torch_version import is_at_least
+from dpscope.flash.torch_side.torch_version import is_at_least
 from dpscope.trainers.base import TrainerBase, load_trainer
 from dpscope.trainers.opacus_ranks import OLDEST_SHARDED_ON_CPU
 from dpscope.vocabulary.methods import resolve_method

@@ -12,16 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from dpscope.errors import UserError
-from dpscope.flash.arguments import replace_leaves, sizes_of, tensors_in
-from dpscope.flash.autograd_graph import nodes_behind
-from dpscope.flash.checkpoint_calls import watching
-from dpscope.flash.compiled.frames import is_wrapper, original_of
 from dpscope.flash.compiled.stand_ins import CallPlan, CallShapes, Handout
-from dpscope.flash.instance_method import instance_method
-from dpscope.flash.rehearsal_run import untouched
-from dpscope.flash.root_taps import RootTap
-from dpscope.flash.taps import Engine, EngineTap, LayerTap
-from dpscope.flash.torch_version import require_for_compiled
+from dpscope.flash.sample_rows.rehearsal_run import untouched
+from dpscope.flash.taps.root_taps import RootTap
+from dpscope.flash.taps.taps import Engine, EngineTap, LayerTap
+from dpscope.flash.torch_side.arguments import replace_leaves, sizes_of, tensors_in
+from dpscope.flash.torch_side.autograd_graph import nodes_behind
+from dpscope.flash.torch_side.checkpoint_calls import watching
+from dpscope.flash.torch_side.frames import is_wrapper, original_of
+from dpscope.flash.torch_side.instance_method import instance_method
+from dpscope.flash.torch_side.torch_version import require_for_compiled
 
 # A plan holds a small tensor for each stand-in of each layer; another one takes an eager run without gradients.
 MOST_PLANS = 16

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from dpscope.errors import UserError
-from dpscope.flash.compiled.traced import Handed
-from dpscope.flash.rehearsal_run import Run
-from dpscope.flash.taps import Engine, LayerTap, Spec, check_backward
+from dpscope.flash.sample_rows.rehearsal_run import Run
+from dpscope.flash.taps.taps import Engine, LayerTap, Spec, check_backward
+from dpscope.flash.taps.traced import Handed
 
 _TICKET = Spec((), torch.float32)
 

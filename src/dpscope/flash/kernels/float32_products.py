@@ -7,6 +7,10 @@ operands that TF32 holds as they are (`truncated_to_tf32`).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -38,6 +42,30 @@ def reads_tf32(device: torch.device) -> bool:
     """
     rounds = device.type == "cuda" and operand_rounding(device) == TF32_ROUNDING
     return rounds and torch.version.hip is None and capability(device_index(device)) >= (8, 0)
+
+
+def cudnn_in_tf32(device: torch.device, operator: str) -> bool:
+    """Whether cuDNN may take float32 operands as TF32 holds them, as it may by default. operator: "conv" or "rnn"."""
+    if device.type != "cuda" or torch.version.hip is not None or capability(device_index(device)) < (8, 0):
+        return False
+    chosen = getattr(getattr(torch.backends.cudnn, operator, None), "fp32_precision", None)
+    return torch.backends.cudnn.allow_tf32 if chosen is None else chosen == "tf32"
+
+
+@contextmanager
+def rounded_as_cudnn(device: torch.device, operator: str) -> Iterator[None]:
+    """Matrix products of float32 on `device` round their operands where cuDNN's `operator` does."""
+    if not cudnn_in_tf32(device, operator) or operand_rounding(device) > 0.0:
+        yield
+        return
+    matmul: Any = torch.backends.cuda.matmul
+    option, rounded = ("fp32_precision", "tf32") if hasattr(matmul, "fp32_precision") else ("allow_tf32", True)
+    before = getattr(matmul, option)
+    setattr(matmul, option, rounded)
+    try:
+        yield
+    finally:
+        setattr(matmul, option, before)
 
 
 def truncated_to_tf32(tensor: Tensor) -> Tensor:

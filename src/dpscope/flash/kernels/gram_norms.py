@@ -47,13 +47,13 @@ from operator import is_
 import torch
 from torch import Tensor
 
-from dpscope.flash import dry_run
 from dpscope.flash.kernels.float32_products import operand_rounding
 from dpscope.flash.kernels.gram_kernels import FLOOR, FLOOR_FLOAT64, NEGLIGIBLE, SMALL, UNDERFLOW
 from dpscope.flash.kernels.gram_launches import launch_gram
 from dpscope.flash.kernels.gram_tiles import GramTiles, is_worth_aligning
 from dpscope.flash.kernels.gram_units import GramUnit, KindPlan, UnitKind, plan_units
 from dpscope.flash.kernels.triton_runtime import Backend, rows_are_aligned, use_triton, with_aligned_rows
+from dpscope.flash.torch_side import dry_run
 
 CHUNK_BYTES = 64 * 2**20
 """The fallback holds no temporary larger than this."""
@@ -123,7 +123,8 @@ def _sums_by_torch(unit: GramUnit, dtype: torch.dtype) -> Tensor:
     x_width = sum(x.shape[2] for x in unit.xs)
     sums = torch.zeros(3, batch, dtype=dtype, device=unit.gs[0].device)
     squares, lengths, lost = sums.unbind(0)
-    rows = max(1, min(length, 512, CHUNK_BYTES // max(1, length * dtype.itemsize)))
+    # Shorter strips leave out more of the upper half, until products are too small for the processor.
+    rows = max(1, min(max(64, length // 4), 512, CHUNK_BYTES // max(1, length * dtype.itemsize)))
     samples = max(1, CHUNK_BYTES // max(1, rows * length * dtype.itemsize))
     for first in range(0, batch, samples):
         chosen = slice(first, first + samples)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dpscope.flash import dry_run
 from dpscope.flash.kernels.gram_units import UnitKind
 from dpscope.flash.kernels.triton_runtime import is_hopper, table_on
+from dpscope.flash.torch_side import dry_run
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,11 @@
 
 A key is (seed, offset), drawn once a step (`NoiseSource`); i numbers the elements of all parameters of the optimizer in
 their order, each parameter from a multiple of four on (`noise_starts`), elements of a tensor in the order of their
-indices. z_i is the i mod 4-th normal of the generator's block i // 4 (philox.py). Everything that adds this noise (the
-kernel here, the fused update's, and torch where they do not serve, on any device) reads the same z_i, to the rounding
-of ln, sin and cos: how parameters are grouped into launches, which of them come at all, and on which device they are
-does not change it. `secure_mode` of Opacus has a noise of its own.
+indices. On a GPU z_i is the i mod 4-th normal of the generator's block i // 4 (philox.py): the kernel here, the fused
+update's, and torch where they do not serve read the same z_i, to the rounding of ln, sin and cos. On a CPU z_i is
+another function of the same key and number (host_normals.py), which processors make faster; `backend="torch"` makes the
+kernels' there, too. How parameters are grouped into launches, which of them come at all, and which slice of a parameter
+a rank holds does not change z_i. `secure_mode` of Opacus has a noise of its own.
 
 No element may be used twice under one key: two updates that share a number of the noise give it away.
 """
@@ -18,11 +19,13 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from dpscope.flash.kernels.host_normals import BLOCK, host_normals
 from dpscope.flash.kernels.philox import normal_block, normals  # the generator, in Triton and in torch
 from dpscope.flash.kernels.tensor_lists import (
     as_word,
@@ -39,9 +42,9 @@ from dpscope.vocabulary.launches import Launch, announce
 
 __all__ = ["HostStream", "add_noise_", "chunks", "noise_values", "normal_block"]
 
-# Elements of noise torch makes at a time: the words stay in cache. 13 ns an element on one core of an AMD EPYC
-# (2026-11-15), 17 ns with 2¹⁶; shared between tensors, because a call costs 200 µs however few they are.
-_WINDOW = 2**17
+# Elements of noise made at a time, shared between tensors: a call of torch's operators costs 200 µs however few they
+# are, and the threads of a CPU want blocks to make.
+_WINDOW = 2**18
 
 
 def noise_values(
@@ -102,13 +105,17 @@ def _add(
                 num_warps=8,
             )
         announce(partial(_described, tensors, launch.members))
-    stream = HostStream(seed, offset, [(starts[i], tensors[i].numel()) for i in left])
-    for i in sorted(left, key=starts.__getitem__):
-        for part, first in chunks(tensors[i]):
-            wide = part.to(torch.promote_types(part.dtype, torch.float32), copy=True)
-            if std:
-                wide.add_(stream.normals(starts[i] + first, part), alpha=std)
-            part.copy_(wide.mul_(scale))
+    if not left:
+        return
+    with HostStream(seed, offset, [(starts[i], tensors[i].numel()) for i in left], backend) as stream:
+        for i in sorted(left, key=starts.__getitem__):
+            for part, number in chunks(tensors[i], starts[i]):
+                wide = part.to(torch.promote_types(part.dtype, torch.float32))
+                if std:
+                    wide.add_(stream.normals(number, part), alpha=std)
+                wide.mul_(scale)
+                if wide is not part:
+                    part.copy_(wide)
 
 
 def _described(tensors: Sequence[Tensor], members: Sequence[int]) -> Launch:
@@ -150,25 +157,31 @@ def _add_noise_kernel(
 # -- torch -------------------------------------------------------------------------------------------------------------
 
 
-def chunks(tensor: Tensor) -> Iterator[tuple[Tensor, int]]:
-    """Views of `tensor` with the number of their first element; one view if its elements do not lie in order."""
+def chunks(tensor: Tensor, start: int) -> Iterator[tuple[Tensor, int]]:
+    """Views of `tensor` with the number of their first element; one view if its elements do not lie in order.
+
+    start: the number of the tensor's first element. Views end where windows of the stream do.
+    """
     if not tensor.is_contiguous():
-        yield tensor, 0
+        yield tensor, start
         return
-    flat = tensor.view(-1)
-    for first in range(0, flat.numel(), _WINDOW):
-        yield flat[first : first + _WINDOW], first
+    flat, first = tensor.view(-1), 0
+    while first < flat.numel():
+        end = first + _WINDOW - (start + first) % _WINDOW
+        yield flat[first:end], start + first
+        first = end
 
 
 class HostStream:
     """z under the key (seed, offset), made by torch a window at a time, for tensors that ask in the order of elements.
 
     spans: (first element, number of elements) of those that will ask. A window goes on into the next of them where the
-    elements do.
+    elements do. On a CPU threads make the noise, unless `backend` asks for that of the kernels.
     """
 
-    def __init__(self, seed: int, offset: int, spans: Sequence[tuple[int, int]]) -> None:
-        self.seed, self.offset = as_word(seed), as_word(offset)
+    def __init__(self, seed: int, offset: int, spans: Sequence[tuple[int, int]], backend: Backend) -> None:
+        self.seed, self.offset, self.backend = as_word(seed), as_word(offset), backend
+        self._threads = ThreadPoolExecutor(torch.get_num_threads())  # starts none before the first task
         self.first = 0
         self.window = torch.empty(0)
         self._stretches: list[tuple[int, int]] = []  # (begin, end) of stretches without a gap
@@ -177,6 +190,12 @@ class HostStream:
             begin = self._stretches.pop()[0] if goes_on else start
             self._stretches.append((begin, start + count))
 
+    def __enter__(self) -> HostStream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._threads.shutdown()
+
     def normals(self, start: int, like: Tensor) -> Tensor:
         """One float32 normal for each element of `like`, the first of which has the number `start`."""
         if like.is_complex():
@@ -184,9 +203,19 @@ class HostStream:
         count = like.numel()
         inside = self.first <= start and start + count <= self.first + self.window.numel()
         if not inside or self.window.device != like.device:
-            _, end = self._stretches[bisect_right(self._stretches, (start, math.inf)) - 1]
-            self.first = start // 4 * 4  # a shard may begin inside a block
-            size = start - self.first + max(count, min(_WINDOW, end - start))
-            block = torch.arange(start // 4, start // 4 + -(-size // 4), dtype=torch.int64, device=like.device)
-            self.window = normals(block, self.seed, self.offset)
+            _, stretch_end = self._stretches[bisect_right(self._stretches, (start, math.inf)) - 1]
+            window_end = start + _WINDOW - start % _WINDOW
+            self._make(start, max(start + count, min(window_end, stretch_end)), like.device)
         return self.window[start - self.first :][:count].view(like.shape)
+
+    def _make(self, start: int, end: int, device: torch.device) -> None:
+        """Fill the window with the blocks that hold the elements from start to end."""
+        of_host = device.type == "cpu" and self.backend == "auto"
+        size = BLOCK if of_host else 4
+        first, last = start // size, -(-end // size)
+        self.first = first * size
+        if of_host:
+            self.window = host_normals(first, last - first, self.seed, self.offset, self._threads)
+        else:
+            blocks = torch.arange(first, last, dtype=torch.int64, device=device)
+            self.window = normals(blocks, self.seed, self.offset)

@@ -17,11 +17,11 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from dpscope.flash import dry_run
 from dpscope.flash.kernels.kept_gradients import row_norms_squared
 from dpscope.flash.kernels.sample_chunks import add_sums_of_chunks
 from dpscope.flash.kernels.tensor_lists import chunk_size, find_tensor, pointer_at, size_at
 from dpscope.flash.kernels.triton_runtime import Backend, jit, tl
+from dpscope.flash.torch_side import dry_run
 
 _STRIDE = 32 * 40_503
 """Between the numbers of the first elements of two tensors: their signs are others."""

@@ -37,7 +37,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dpscope.flash import dry_run
 from dpscope.flash.kernels.triton_runtime import (
     INTERPRETED,
     capability,
@@ -45,6 +44,7 @@ from dpscope.flash.kernels.triton_runtime import (
     rows_are_aligned,
     triton,
 )
+from dpscope.flash.torch_side import dry_run
 from dpscope.vocabulary.allocations import allocates
 from dpscope.vocabulary.components import PER_SAMPLE_GRADIENTS
 from dpscope.vocabulary.families import GEMM

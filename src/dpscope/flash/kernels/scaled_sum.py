@@ -404,22 +404,34 @@ def _described(groups: list[_SumGroup], scale: Tensor) -> Launch:
 
 
 def _torch(g: Tensor, x: Tensor, scale: Tensor, out: Tensor, accumulate: bool) -> Tensor:
-    """A few samples at a time: mask both operands where the sample is skipped, scale one, multiply."""
-    if not accumulate:
-        out.zero_()
+    """A few samples at a time: scale the smaller operand, put zeros where a sample is skipped, multiply."""
     if g.shape[:2].numel() == 0:
-        return out
+        return out if accumulate else out.zero_()
     if _rounds_products(g, out.dtype):
-        return _sum_products(g, x, scale, out)
+        return _sum_products(g, x, scale, out if accumulate else out.zero_())
     factors = scale.to(out.dtype)[:, None, None]
     skipped = ~(scale.abs() >= MIN_SCALE)[:, None, None]
+    masks = g.device.type != "cpu" or bool(skipped.any())  # only the host is asked without waiting
     samples = max(1, CHUNK_BYTES // (g.shape[1] * max(g.shape[2], x.shape[2], 1) * out.dtype.itemsize))
+    scales_g = g.shape[2] <= x.shape[2]
     for first in range(0, g.shape[0], samples):
         part = slice(first, first + samples)
-        left = (g[part] * factors[part]).masked_fill_(skipped[part], 0.0)  # computed in the factors' dtype
-        right = x[part].to(out.dtype).masked_fill(skipped[part], 0.0)
-        out.addmm_(left.reshape(-1, g.shape[2]).T, right.reshape(-1, x.shape[2]))
+        scaled = (g if scales_g else x)[part] * factors[part]  # computed in the factors' dtype
+        other = (x if scales_g else g)[part].to(out.dtype)
+        if masks:
+            scaled.masked_fill_(skipped[part], 0.0)
+            other = other.masked_fill(skipped[part], 0.0)
+        left, right = (scaled, other) if scales_g else (other, scaled)
+        beta = 1 if first or accumulate else 0  # zero ignores what `out` holds
+        out.addmm_(_positions_last(left), _positions_last(right).T, beta=beta)
     return out
+
+
+def _positions_last(rows: Tensor) -> Tensor:
+    """(b, T, n) -> (n, b·T), read in the order in which it lies: positions of an image are side by side."""
+    if rows.stride(2) != 1 and rows.stride(1) == 1:
+        return rows.permute(2, 0, 1).reshape(rows.shape[2], -1)
+    return rows.reshape(-1, rows.shape[2]).T
 
 
 def _rounds_products(g: Tensor, dtype: torch.dtype) -> bool:

@@ -26,8 +26,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dpscope.flash import dry_run
 from dpscope.flash.kernels.triton_runtime import TRITON_DTYPES, Backend, jit, table_on, tl, use_triton
+from dpscope.flash.torch_side import dry_run
 
 
 class Cut(NamedTuple):

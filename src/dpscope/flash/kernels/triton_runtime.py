@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dpscope.flash import dry_run
+from dpscope.flash.torch_side import dry_run
 
 try:
     import triton

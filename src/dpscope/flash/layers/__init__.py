@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.nn.utils import parametrize
 
-from dpscope.flash.compiled.frames import is_wrapper, original_of, refuse_compiled_forwards
-from dpscope.flash.contributions import refuse_complex
-from dpscope.flash.instance_method import InstanceMethod, instance_method
+from dpscope.flash.gradients.contributions import refuse_complex
 from dpscope.flash.layers.bare import BareTap, own_parameters
 from dpscope.flash.layers.conv import ConvTap
 from dpscope.flash.layers.embedding import EmbeddingTap, ScaledEmbeddingTap
@@ -21,8 +19,10 @@ from dpscope.flash.layers.recurrent import RecurrentTap
 from dpscope.flash.layers.refusals import RefusedTap, refusal_of, refuse_trained
 from dpscope.flash.layers.sample_dims import hides_samples_from_its_layers, is_recurrent
 from dpscope.flash.layers.torchs_own import class_is_own, instance_is_own, remember
-from dpscope.flash.ranks.shards import is_sharded
-from dpscope.flash.taps import Engine, LayerTap
+from dpscope.flash.taps.taps import Engine, LayerTap
+from dpscope.flash.torch_side.frames import is_wrapper, original_of, refuse_compiled_forwards
+from dpscope.flash.torch_side.instance_method import InstanceMethod, instance_method
+from dpscope.flash.torch_side.shards import is_sharded
 
 MakeTap = Callable[[Engine, str, nn.Module], InstanceMethod]
 

@@ -14,7 +14,7 @@ module is then run sample by sample (opaque.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -26,16 +26,16 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from dpscope.errors import UserError
-from dpscope.flash import dry_run
-from dpscope.flash.autograd_graph import leaves_behind
-from dpscope.flash.compiled.frames import uncompiled
-from dpscope.flash.compiled.traced import break_graph
 from dpscope.flash.layers.bare_gradients import flatten, key_of, rebuild
 from dpscope.flash.layers.bare_node import apply_used, operands_of
 from dpscope.flash.layers.bare_use import BareUse, Constant, Expanded, Unrelated, learn, name_of, slot_of
-from dpscope.flash.saved_tensor_hooks import current_hooks
-from dpscope.flash.stand_in import NotFollowed, StandIn
-from dpscope.flash.taps import Engine, TapOfSamples, refuse_replaced
+from dpscope.flash.sample_rows.stand_in import NotFollowed, StandIn
+from dpscope.flash.taps.taps import Engine, TapOfSamples, refuse_replaced
+from dpscope.flash.taps.traced import break_graph
+from dpscope.flash.torch_side import dry_run
+from dpscope.flash.torch_side.autograd_graph import leaves_behind
+from dpscope.flash.torch_side.frames import uncompiled
+from dpscope.flash.torch_side.saved_tensor_hooks import current_hooks
 
 
 class Bare(StandIn):
@@ -136,6 +136,20 @@ def _write(tap: BareTap, func: Any, name: str, args: Any, kwargs: dict[str, Any]
     return None if name == "__setitem__" else target
 
 
+class EarlyHook:
+    """A hook of a tap on its module. Copied or pickled with the module, it does nothing: the copy has no tap."""
+
+    def __init__(self, run: Callable[[], None] | None = None) -> None:
+        self.run = run
+
+    def __call__(self, *call: object) -> None:
+        if self.run is not None:
+            self.run()
+
+    def __reduce__(self) -> tuple[type[EarlyHook], tuple[()]]:
+        return EarlyHook, ()
+
+
 class BareTap(TapOfSamples):
     """The forward of a module that owns parameters itself, its own children apart."""
 
@@ -190,8 +204,8 @@ class BareTap(TapOfSamples):
         if not self.module._forward_pre_hooks or self.module is self.engine.model:  # the root's run before it is called
             return []
         self._handles = [
-            self.module.register_forward_pre_hook(self._begin_early, prepend=True),
-            self.module.register_forward_hook(self._end_early, always_call=True),
+            self.module.register_forward_pre_hook(EarlyHook(self._begin_early), prepend=True),
+            self.module.register_forward_hook(EarlyHook(self._end_early), always_call=True),
         ]
         return self._handles
 
@@ -199,13 +213,13 @@ class BareTap(TapOfSamples):
         """Remove the hooks, and stand-ins of a call that ended before forward was reached."""
         for handle in self._handles:
             handle.remove()
-        self._end_early(self.module, (), None)
+        self._end_early()
 
-    def _begin_early(self, module: nn.Module, args: Any) -> None:
+    def _begin_early(self) -> None:
         if (torch.is_grad_enabled() or self.rehearsal is not None) and not self.engine.forwards.untapped:
             self._early = self._put_stand_ins()
 
-    def _end_early(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _end_early(self) -> None:
         if self._early is not None:  # forward was not reached
             self._take_off(self._early)
             self._early = None

@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.func import vjp, vmap
 from torch.utils import _pytree as pytree
 
-from dpscope.flash.contributions import Lookup, sample_products, wide
+from dpscope.flash.gradients.contributions import Lookup, sample_products, wide
+from dpscope.flash.gradients.paths import KEEP, Decision
+from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.kernels.sample_sums import bias_sums, layer_norm_sums
 from dpscope.flash.layers.conv import Patches, add_patches, setting_of
 from dpscope.flash.layers.linear import as_sequences, keep_or_defer
-from dpscope.flash.paths import KEEP, Decision
-from dpscope.flash.slots import Slot
-from dpscope.flash.taps import TapOfSamples
+from dpscope.flash.taps.taps import TapOfSamples
 
 
 class Operand(NamedTuple):

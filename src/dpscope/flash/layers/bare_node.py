@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpscope.flash.autocast import autocast_dtype, no_autocast
 from dpscope.flash.layers.bare_gradients import Operand
-from dpscope.flash.stand_in import StandIn
-from dpscope.flash.taps import check_backward
+from dpscope.flash.sample_rows.stand_in import StandIn
+from dpscope.flash.taps.taps import check_backward
+from dpscope.flash.torch_side.autocast import autocast_dtype, no_autocast
 
 
 class Used(torch.autograd.Function):

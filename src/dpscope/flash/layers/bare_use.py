@@ -17,21 +17,22 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from dpscope.flash import dry_run
-from dpscope.flash.autocast import no_autocast
-from dpscope.flash.autograd_graph import leaves_behind
-from dpscope.flash.contributions import Kept
+from dpscope.flash.gradients.contributions import Kept, chunks
+from dpscope.flash.gradients.parameter_hooks import OWN_GRADIENTS
+from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.layers.bare_gradients import RULES, Gradients, Operand, Rule, gradients_by_row, rebuild
-from dpscope.flash.parameter_hooks import OWN_GRADIENTS
-from dpscope.flash.rehearsal_run import OutputOf, fingerprints
-from dpscope.flash.slots import Slot
-from dpscope.flash.stand_in import StandIn
-from dpscope.flash.taps import TapOfSamples
+from dpscope.flash.sample_rows.rehearsal_run import OutputOf, fingerprints
+from dpscope.flash.sample_rows.stand_in import StandIn
+from dpscope.flash.taps.taps import TapOfSamples
+from dpscope.flash.torch_side import dry_run
+from dpscope.flash.torch_side.autocast import no_autocast
+from dpscope.flash.torch_side.autograd_graph import leaves_behind
 
 _IN_BLOCKS = frozenset(("add", "sub", "mul", "linear"))  # operators whose rules take rows as (B, k, ...) as well
 _MOST_OPEN = 5  # operands of which it is open whether they have a row for each sample
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 _HALF_TOLERANCE = 2e-2
+_TEMPORARIES = 4  # of the size of a derived parameter's gradients, that its derivative takes
 
 
 def name_of(func: Any) -> str:
@@ -168,13 +169,26 @@ class BareUse(_Seen):
 
 
 def _pulled_back(q: Tensor, parameters: list[nn.Parameter], rows: Tensor) -> Sequence[Tensor | None]:
-    """(B, *q.shape) gradients of q -> (B, *shape) of the parameters it is made of: one vjp, over all samples."""
+    """(B, *q.shape) gradients of q -> (B, *shape) of the parameters it is made of: one vjp, over many samples."""
+    parts = list(chunks(len(rows), _TEMPORARIES * q.nbytes))
     with OWN_GRADIENTS.taken():
-        try:
-            return torch.autograd.grad(q, parameters, rows, retain_graph=True, is_grads_batched=True, allow_unused=True)
-        except RuntimeError:  # an operator that vmap has no rule for
-            each = [torch.autograd.grad(q, parameters, row, retain_graph=True, allow_unused=True) for row in rows]
-        return [None if values[0] is None else torch.stack(values) for values in zip(*each, strict=True)]
+        first = _vjp(q, parameters, rows[parts[0]])
+        if len(parts) == 1:
+            return first
+        found = [None if each is None else each.new_empty((len(rows), *each.shape[1:])) for each in first]
+        for part in parts:
+            for whole, some in zip(found, first if not part.start else _vjp(q, parameters, rows[part]), strict=True):
+                if whole is not None and some is not None:
+                    whole[part] = some
+    return found
+
+
+def _vjp(q: Tensor, parameters: list[nn.Parameter], rows: Tensor) -> Sequence[Tensor | None]:
+    try:
+        return torch.autograd.grad(q, parameters, rows, retain_graph=True, is_grads_batched=True, allow_unused=True)
+    except RuntimeError:  # an operator that vmap has no rule for
+        each = [torch.autograd.grad(q, parameters, row, retain_graph=True, allow_unused=True) for row in rows]
+    return [None if values[0] is None else torch.stack(values) for values in zip(*each, strict=True)]
 
 
 def _overlaps(q: Tensor) -> bool:

@@ -2,13 +2,19 @@
 
 With x: (B, C, *) and g: (B, O, *out), L = Π out, a sample's weight gradient is Σ_l g_l patch_lᵀ, where patch_l is the
 window of x under output position l: (C/groups · Π kernel). Groups are samples of their own to that product. Patches are
-Π kernel times as large as x: they are never stored, but made again, some samples at a time, when they are needed.
+Π kernel times as large as x: they are never stored, but made again, some samples at a time, when they are needed. They
+are made as (C/groups · Π kernel, L), positions side by side as in x and g: one copy in the order of memory,
+and none for kernels of one element.
+
+On a GPU torch rounds the operands of convolutions to TF32 unless it is told otherwise, those of matrix products only if
+it is told to. Per-sample gradients that are kept are rounded as the convolution is, for norm and sum are of the values
+that are kept. All else is of products that are rounded as the user has them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,13 +22,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpscope.flash.contributions import Kept, Outer, Saved, chunks, wide, wide_product
+from dpscope.flash.gradients.contributions import Kept, Outer, Saved, chunks, wide, wide_product
+from dpscope.flash.gradients.paths import DIRECT, KEEP, RANK1, Decision, exact_path, stored_dtype
+from dpscope.flash.gradients.slots import Slot
+from dpscope.flash.kernels.float32_products import rounded_as_cudnn
 from dpscope.flash.kernels.gram_norms import gram_norms_squared
 from dpscope.flash.kernels.gram_units import GramUnit
-from dpscope.flash.paths import DIRECT, KEEP, RANK1, Decision, exact_path, stored_dtype
-from dpscope.flash.saved_tensors import save, saved
-from dpscope.flash.slots import Slot
-from dpscope.flash.taps import Engine, LayerTap, Spec, TapOfSamples
+from dpscope.flash.taps.taps import Engine, LayerTap, Spec, TapOfSamples
+from dpscope.flash.torch_side.saved_tensors import save, saved
 from dpscope.vocabulary.allocations import allocates
 from dpscope.vocabulary.components import GRADIENTS
 
@@ -39,8 +46,13 @@ class Geometry:
     dilation: tuple[int, ...]
     groups: int
 
+    @property
+    def copies(self) -> bool:
+        """Whether patches are something else than x itself."""
+        return any(size > 1 for size in (*self.kernel, *self.stride)) or any(self.padding)
+
     def unfold(self, x: Tensor, out: tuple[int, ...]) -> Tensor:
-        """x: (b, C, *) -> (b·groups, L, C/groups · Π kernel), the windows under the `out` positions."""
+        """x: (b, C, *) -> (b·groups, C/groups · Π kernel, L), the windows under the `out` positions."""
         if any(self.padding):
             x = F.pad(x, [side for pad in reversed(self.padding) for side in (pad, pad)])
         batch, channels, spatial = x.shape[0], x.shape[1] // self.groups, x.stride()[2:]
@@ -49,8 +61,8 @@ class Geometry:
         taps = [stride * step for stride, step in zip(spatial, self.dilation, strict=True)]
         windows = x.as_strided(size, (x.stride(0), x.stride(1) * channels, x.stride(1), *steps, *taps))
         n = len(out)
-        windows = windows.permute(0, 1, *range(3, 3 + n), 2, *range(3 + n, 3 + 2 * n))
-        return windows.reshape(batch * self.groups, math.prod(out), -1)
+        windows = windows.permute(0, 1, 2, *range(3 + n, 3 + 2 * n), *range(3, 3 + n))
+        return windows.reshape(batch * self.groups, channels * math.prod(self.kernel), math.prod(out))
 
 
 class Patches(Saved):
@@ -74,24 +86,34 @@ class Patches(Saved):
         images = math.prod(g.shape[1 : -len(self.geometry.kernel) - 1])
         if g.dim() > len(self.geometry.kernel) + 2:
             x, g = x.flatten(0, 1), g.flatten(0, 1)
-        out = tuple(g.shape[2:])
-        rows = g.reshape(g.shape[0] * groups, g.shape[1] // groups, -1).transpose(1, 2)
-        patches = self.geometry.unfold(x, out)
+        rows = g.reshape(g.shape[0] * groups, g.shape[1] // groups, -1)
+        patches = self.geometry.unfold(x, tuple(g.shape[2:]))
         if images > 1:
             patches, rows = (_images_along_positions(each, images, groups) for each in (patches, rows))
-        return Outer(patches, rows, self.decision)
+        missing = -rows.shape[2] % (16 // rows.element_size()) if rows.is_cuda and rows.element_size() < 8 else 0
+        if missing:  # an image of 7 × 7: products are several times as fast where positions fill 16-byte words
+            patches, rows = (F.pad(each, (0, missing)) for each in (patches, rows))
+        return Outer(patches.mT, rows.mT, self.decision)
 
-    def _chunks(self) -> Iterator[slice]:
+    def _chunks(self) -> list[slice]:
         n = len(self.geometry.kernel)
         positions = math.prod(self.g.shape[1:]) // self.g.shape[-n - 1]  # of all images of a sample
-        patches = positions * self.first.shape[-n - 1] * math.prod(self.geometry.kernel)
-        return chunks(self.batch_size, patches * self.first.element_size())
+        patches = positions * self.first.shape[-n - 1] * math.prod(self.geometry.kernel) * self.geometry.copies
+        return list(chunks(self.batch_size, patches * self.first.element_size()))
 
     def _gradients(self, samples: slice) -> Tensor:
         return self._outer(samples).materialise().view(-1, *self.shape)
 
     def materialise(self) -> Tensor:
-        return torch.cat([self._gradients(samples) for samples in self._chunks()])
+        """(B, *shape), of operands that are rounded as the convolution's."""
+        with rounded_as_cudnn(self.g.device, "conv"):
+            pieces = self._chunks()
+            if len(pieces) == 1:
+                return self._gradients(pieces[0])
+            values = self.g.new_empty((self.batch_size, *self.shape), dtype=stored_dtype(self.g.dtype))
+            for samples in pieces:
+                values[samples] = self._gradients(samples)
+        return values
 
     def norms_squared(self) -> Tensor:
         return torch.cat([self._norms_squared(samples) for samples in self._chunks()])
@@ -247,7 +269,7 @@ def _decide(tap: TapOfSamples, x: Tensor, g: Tensor, geometry: Geometry) -> Deci
     d, p = x.shape[channel] // groups * math.prod(geometry.kernel), g.shape[channel] // groups
     length, held = math.prod(g.shape[1:]) // g.shape[channel], math.prod(x.shape[1:])
     rules = tap.engine.path_rules
-    decision = rules.of_product((x.shape[0], length, d), g, p=p, x_held=held)
+    decision = rules.of_product((x.shape[0], length, d), g, p=p, x_held=held, unfolds=geometry.copies)
     kept = groups * d * p * stored_dtype(g.dtype).itemsize
     freed = held * x.element_size() + math.prod(g.shape[1:]) * g.element_size()
     if groups > 1 and rules.forced is None and kept <= freed:
@@ -261,9 +283,9 @@ def _apart(images: Tensor, x: Tensor) -> Tensor:
 
 
 def _images_along_positions(rows: Tensor, images: int, groups: int) -> Tensor:
-    """(b·images·groups, L, ·) -> (b·groups, images·L, ·): the images of a sample are more positions of it."""
-    apart = rows.reshape(-1, images, groups, *rows.shape[1:]).transpose(1, 2)
-    return apart.reshape(-1, images * rows.shape[1], rows.shape[2])
+    """(b·images·groups, ·, L) -> (b·groups, ·, images·L): the images of a sample are more positions of it."""
+    apart = rows.reshape(-1, images, groups, *rows.shape[1:]).permute(0, 2, 3, 1, 4)
+    return apart.reshape(-1, rows.shape[1], images * rows.shape[2])
 
 
 def _same_padding(kernel: tuple[int, ...], dilation: tuple[int, ...]) -> list[tuple[int, int]]:

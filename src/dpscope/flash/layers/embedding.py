@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpscope.flash.contributions import Kept, Lookup
+from dpscope.flash.gradients.contributions import Kept, Lookup
+from dpscope.flash.gradients.paths import KEEP, stored_dtype
 from dpscope.flash.layers.refusals import refuse_trained
-from dpscope.flash.paths import KEEP, stored_dtype
-from dpscope.flash.taps import Engine, LayerTap, Spec
+from dpscope.flash.taps.taps import Engine, LayerTap, Spec
 
 
 class EmbeddingTap(LayerTap):

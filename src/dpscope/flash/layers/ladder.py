@@ -41,17 +41,13 @@ class Ladder:
 
     def move(self, modules: Sequence[nn.Module], reason: str, *, climb: bool) -> bool:
         """Take modules to the next way; return whether there was one for any of them."""
-        moved = False
-        for module in modules:
-            if not climb and self._may_be_followed(module):
-                self.followed.add(module)
-                moved = True
-                continue
-            target = self._next_whole(module, climb)
-            if target is not None:
-                self.whole[target] = reason
-                moved = True
-        return moved
+        followed = [module for module in modules if not climb and self._may_be_followed(module)]
+        # All of them before any is noted: modules with one parent climb to it, and no further.
+        targets = [self._next_whole(module, climb) for module in modules if module not in followed]
+        wholes = {target: reason for target in targets if target is not None}
+        self.followed.update(followed)
+        self.whole.update(wholes)
+        return bool(followed or wholes)
 
     def _may_be_followed(self, module: nn.Module) -> bool:
         inside_of_followed = module in self.followed or module in self.whole or is_recurrent(module)

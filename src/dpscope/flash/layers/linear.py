@@ -14,14 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpscope.flash import dry_run
-from dpscope.flash.contributions import WIDE_OUTPUT, Kept, Outer, kept_products, wide
+from dpscope.flash.gradients.contributions import WIDE_OUTPUT, Kept, Outer, kept_products, wide
+from dpscope.flash.gradients.paths import KEEP, Decision, stored_dtype
+from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.kernels.sample_products import makes_norms
 from dpscope.flash.kernels.sample_sums import bias_sums
-from dpscope.flash.paths import KEEP, Decision, stored_dtype
-from dpscope.flash.saved_tensors import save, saved
-from dpscope.flash.slots import Slot
-from dpscope.flash.taps import LayerTap, Spec, TapOfSamples
+from dpscope.flash.taps.taps import LayerTap, Spec, TapOfSamples
+from dpscope.flash.torch_side import dry_run
+from dpscope.flash.torch_side.saved_tensors import save, saved
 
 
 def as_sequences(x: Tensor) -> Tensor:

@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpscope.flash.autocast import autocast_dtype, autocast_output_dtype
-from dpscope.flash.contributions import wide
+from dpscope.flash.gradients.contributions import wide
 from dpscope.flash.kernels.kept_gradients import last_norms
 from dpscope.flash.kernels.sample_sums import layer_norm_sums, rms_norm_sums
-from dpscope.flash.taps import Engine, LayerTap, Spec
+from dpscope.flash.taps.taps import Engine, LayerTap, Spec
+from dpscope.flash.torch_side.autocast import autocast_dtype, autocast_output_dtype
 
 _layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default
 

@@ -19,15 +19,15 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from dpscope.errors import UserError
-from dpscope.flash.compiled.traced import break_graph
-from dpscope.flash.contributions import Kept
-from dpscope.flash.explanation import why_opaque
+from dpscope.flash.gradients.contributions import Kept
+from dpscope.flash.gradients.explanation import why_opaque
+from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.layers.sample_call import SampleCall
 from dpscope.flash.layers.unit_check import CheckedTap
-from dpscope.flash.rehearsal_run import OutputOf
-from dpscope.flash.slots import Slot
-from dpscope.flash.stand_in import StandIn
-from dpscope.flash.taps import Engine, check_backward
+from dpscope.flash.sample_rows.rehearsal_run import OutputOf
+from dpscope.flash.sample_rows.stand_in import StandIn
+from dpscope.flash.taps.taps import Engine, check_backward
+from dpscope.flash.taps.traced import break_graph
 
 
 class Expand(torch.autograd.Function):
@@ -85,10 +85,10 @@ class OpaqueTap(CheckedTap):
             return self._derive(given, args, kwargs)
         if not torch.is_grad_enabled():
             return self.original(*args, **kwargs) if self.rehearsal is None else self._rehearse(args, kwargs)
-        live = {key: slot for key, slot in self.slots.items() if slot.parameter.requires_grad}
+        whole = self.whole_parameters()  # one that was removed, as a bias may be, is not among them
+        live = {key: slot for key, slot in self.slots.items() if slot.parameter.requires_grad and key in whole}
         if not live:
             return self.original(*args, **kwargs)
-        whole = self.whole_parameters()
         sample_call = SampleCall(self, args, kwargs)
         sample_call.admit()
         if sample_call.batch:

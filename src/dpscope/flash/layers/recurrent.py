@@ -3,7 +3,8 @@
 With u_t = W_ih x_t + b_ih and v_t = W_hh h_{t-1} + b_hh a cell computes its gates from u_t and v_t. Once ∂u and ∂v are
 known for every step, per-sample gradients are those of two Linears over the sequence: Σ_t ∂u_t x_tᵀ and
 Σ_t ∂v_t h_{t-1}ᵀ. torch's kernels do not give ∂u out, but they give the gradient of their *input*: run on u itself with
-the identity for W_ih, that is ∂u. In backward each layer runs so once more, and no weight's gradient is asked for.
+the identity for W_ih, that is ∂u, and no weight's gradient is asked for. Forward runs so at once where that loses
+nothing; in half precision, where u would be rounded, and in checkpoints a layer runs so once more in backward.
 
 ∂v = ∂u, except for GRU's new gate, n_t = tanh(u_n + r_t v_n): there ∂v_n = r_t ∂u_n.
 
@@ -12,6 +13,7 @@ Anything else (projections, inputs without a batch, modules that are not torch's
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,17 +21,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from dpscope.flash.autocast import autocast_dtype, no_autocast
-from dpscope.flash.compiled.traced import break_graph
-from dpscope.flash.contributions import Kept
+from dpscope.flash.gradients.contributions import Kept
+from dpscope.flash.gradients.slots import Slot
+from dpscope.flash.kernels.float32_products import rounded_as_cudnn
 from dpscope.flash.kernels.sample_sums import bias_sums
 from dpscope.flash.layers.linear import keep_or_defer
 from dpscope.flash.layers.opaque import OpaqueTap
 from dpscope.flash.layers.sample_call import SampleCall
 from dpscope.flash.layers.torchs_own import class_is_own, instance_is_own
-from dpscope.flash.slots import Slot
-from dpscope.flash.stand_in import StandIn
-from dpscope.flash.taps import Engine, check_backward
+from dpscope.flash.sample_rows.stand_in import StandIn
+from dpscope.flash.taps.taps import Engine, check_backward
+from dpscope.flash.taps.traced import break_graph
+from dpscope.flash.torch_side.autocast import autocast_dtype, no_autocast
+from dpscope.flash.torch_side.saved_tensor_hooks import current_hooks
+from dpscope.flash.torch_side.saved_tensors import keeps_graph
 
 _VF: Any = torch._VF
 _KERNELS = {"LSTM": _VF.lstm, "GRU": _VF.gru, "RNN_TANH": _VF.rnn_tanh, "RNN_RELU": _VF.rnn_relu}
@@ -166,7 +171,7 @@ class RecurrentTap(OpaqueTap):
 
     def record(self, weights: Weights, x: Tensor, before: Tensor, du: Tensor, dv: Tensor) -> None:
         """Give the engine what (T, B, ·) inputs and gradients leave for the weights."""
-        x, before, du, dv = (each.transpose(0, 1).contiguous() for each in (x, before, du, dv))
+        x, before, du, dv = (each.transpose(0, 1) for each in (x, before, du, dv))
         of_ih, of_hh, bias_ih, bias_hh = weights.slots
         for slot, side, g in ((of_ih, x, du), (of_hh, before, dv)):
             if slot is not None:
@@ -195,16 +200,19 @@ class _Layer(torch.autograd.Function):
         ctx.tap, ctx.weights, ctx.lengths, ctx.generation = tap, weights, lengths, tap.engine.state.generation
         ctx.block = tap.engine.block
         ctx.dtype = dtype = autocast_dtype(x) or x.dtype
-        cast = [None if each is None else each.detach().to(dtype) for each in weights.tensors]
+        # Held where torch says when to let it go, and nothing packs what it saves.
+        holds = dtype.itemsize >= 4 and keeps_graph is not None and current_hooks() is None
         with no_autocast(x.device.type):
-            y, *last = tap.kernel(
-                x.to(dtype),
-                [each.to(dtype).unsqueeze(0) for each in states],
-                [w for w in cast if w is not None],
-                lengths,
-            )
-        ctx.save_for_backward(x, y, *states)
-        return y, *(each.squeeze(0) for each in last)
+            ctx.run = run = _run_on_gates(ctx, x, states) if holds else None
+            if run is None:
+                weights_given = [each for each in _cast_weights(ctx) if each is not None]
+                given = [each.to(dtype).unsqueeze(0) for each in states]
+                y, *last = tap.kernel(x.to(dtype), given, weights_given, lengths)
+                outputs = [y, *(each.squeeze(0) for each in last)]
+            else:
+                outputs = [each.detach() for each in run.outputs]
+        ctx.save_for_backward(x, outputs[0], *states)
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *gs: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -229,21 +237,40 @@ class _Layer(torch.autograd.Function):
         return (None, None, None, None, dx, *dstates)
 
 
-def _gate_gradients(ctx: Any, x: Tensor, states: list[Tensor], gs: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """∂u: (T, B, G), and the gradients of x and of the first states."""
-    tap, dtype = ctx.tap, ctx.dtype
+class _Run(NamedTuple):
+    """A layer as a function of u: (T, B, G) and the first states, with its history. outputs: y and the last states."""
+
+    u: Tensor
+    firsts: list[Tensor]
+    outputs: list[Tensor]
+
+
+def _run_on_gates(ctx: Any, x: Tensor, states: Sequence[Tensor]) -> _Run:
     w_ih, w_hh, b_ih, b_hh = _cast_weights(ctx)
     with torch.enable_grad():
-        u = F.linear(x.detach().to(dtype), w_ih, b_ih).detach().requires_grad_()
-        firsts = [each.detach().to(dtype).requires_grad_() for each in states]
-        identity = torch.eye(u.shape[-1], dtype=dtype, device=u.device)
+        with rounded_as_cudnn(x.device, "rnn"):
+            u = F.linear(x.detach().to(ctx.dtype), w_ih, b_ih).detach().requires_grad_()
+        firsts = [each.detach().to(ctx.dtype).requires_grad_() for each in states]
+        identity = torch.eye(u.shape[-1], dtype=ctx.dtype, device=u.device)
         given = [identity, w_hh] if b_hh is None else [identity, w_hh, torch.zeros_like(b_hh), b_hh]
-        y, *last = tap.kernel(u, [each.unsqueeze(0) for each in firsts], given, ctx.lengths)
-        outputs = [y, *(each.squeeze(0) for each in last)]
-        reached = [(out, g.to(out.dtype)) for out, g in zip(outputs, gs, strict=True) if g is not None]
-        found = torch.autograd.grad([out for out, _ in reached], [u, *firsts], [g for _, g in reached])
+        y, *last = ctx.tap.kernel(u, [each.unsqueeze(0) for each in firsts], given, ctx.lengths)
+        return _Run(u, firsts, [y, *(each.squeeze(0) for each in last)])
+
+
+def _gate_gradients(ctx: Any, x: Tensor, states: list[Tensor], gs: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """∂u: (T, B, G), and the gradients of x and of the first states."""
+    run: _Run = ctx.run or _run_on_gates(ctx, x, states)
+    keeps = ctx.run is not None and keeps_graph()
+    if not keeps:  # the loss, alive, holds this node
+        ctx.run = None
+    reached = [(out, g.to(out.dtype)) for out, g in zip(run.outputs, gs, strict=True) if g is not None]
+    found = torch.autograd.grad(
+        [out for out, _ in reached], [run.u, *run.firsts], [g for _, g in reached], retain_graph=keeps
+    )
     du, *dstates = found
-    return du, F.linear(du, w_ih.t()).to(x.dtype), [g.to(each.dtype) for g, each in zip(dstates, states, strict=True)]
+    with rounded_as_cudnn(x.device, "rnn"):
+        dx = F.linear(du, _cast_weights(ctx)[0].t()).to(x.dtype)
+    return du, dx, [g.to(each.dtype) for g, each in zip(dstates, states, strict=True)]
 
 
 def _cast_weights(ctx: Any) -> list[Any]:
@@ -260,8 +287,9 @@ def _of_hidden_gates(ctx: Any, x: Tensor, before: Tensor, du: Tensor) -> Tensor:
     """∂v of a GRU: the new gate's is multiplied by the reset gate, which is computed once more for all steps."""
     w_ih, w_hh, b_ih, b_hh = _cast_weights(ctx)
     size = before.shape[-1]
-    reset = F.linear(x.to(ctx.dtype), w_ih[:size], None if b_ih is None else b_ih[:size])
-    reset = reset + F.linear(before, w_hh[:size], None if b_hh is None else b_hh[:size])
+    with rounded_as_cudnn(x.device, "rnn"):
+        reset = F.linear(x.to(ctx.dtype), w_ih[:size], None if b_ih is None else b_ih[:size])
+        reset = reset + F.linear(before, w_hh[:size], None if b_hh is None else b_hh[:size])
     return torch.cat([du[..., : 2 * size], du[..., 2 * size :] * reset.sigmoid()], -1)
 
 

@@ -12,7 +12,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from dpscope.errors import UserError
-from dpscope.flash.taps import EngineTap
+from dpscope.flash.taps.taps import EngineTap
 
 _EMBEDDING_OPTIONS = ("scale_grad_by_freq", "sparse", "max_norm")
 

@@ -16,10 +16,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from dpscope.errors import UserError
-from dpscope.flash.arguments import KEEP_BATCH_FIRST
 from dpscope.flash.layers.unit import UnitTap
-from dpscope.flash.module_state import Remains, token, uncached_parametrizations
-from dpscope.flash.stand_in import StandIn
+from dpscope.flash.sample_rows.stand_in import StandIn
+from dpscope.flash.torch_side.arguments import KEEP_BATCH_FIRST
+from dpscope.flash.torch_side.module_state import Remains, token, uncached_parametrizations
 
 # What a forward may return besides tensors.
 _RETURNED = (type(None), bool, int, float, str)
@@ -228,7 +228,7 @@ class SampleCall:
             plain = {path: value for path, value in changes.items() if path not in state}
             shape[:] = [found, spec, remains.agreed([plain])]
             tensors = [leaf for leaf in found if isinstance(leaf, Tensor)]
-            return tuple(self._without_batch(leaf, position) for position, leaf in enumerate(tensors)), state
+            return tuple(self._with_rows(leaf, position) for position, leaf in enumerate(tensors)), state
 
         inputs = [self.leaves[index] for index in self.mapped]
         with _Semantics(self.tap.name), _no_efficient_attention(), _no_checkpoints():
@@ -238,16 +238,17 @@ class SampleCall:
         agreed.update({path: remains.agreed_rows(path, rows) for path, rows in state.items()})
         if commit:
             remains.commit(agreed)
-        tensors = iter([leaf.movedim(0, self.output_dim(position)) for position, leaf in enumerate(stacked)])
+        dims = map(self.output_dim, range(len(stacked)))
+        tensors = iter([leaf.movedim(0, dim).flatten(dim, dim + 1) for leaf, dim in zip(stacked, dims, strict=True)])
         return pytree.tree_unflatten([next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in found], spec)
 
-    def _without_batch(self, leaf: Tensor, position: int) -> Tensor:
-        dim = self.output_dim(position)
-        if leaf.dim() <= dim or leaf.shape[dim] != 1:
+    def _with_rows(self, leaf: Tensor, position: int) -> Tensor:
+        """Return an output of one sample: a row of the batch's output, or a block of rows (a router's, of tokens)."""
+        if leaf.dim() <= self.output_dim(position):
             raise self.tap.does_not_fit(
                 f"{self.tap.name} gave a tensor of shape {tuple(leaf.shape)} for one sample: {KEEP_BATCH_FIRST}"
             )
-        return leaf.squeeze(dim)
+        return leaf
 
     def by_loop(self, expanded: dict[str, Tensor], *, commit: bool = True) -> Any:
         split = {key: value.unbind(0) for key, value in expanded.items()}
@@ -266,9 +267,8 @@ class SampleCall:
         joined, position = [], 0
         for leaves in zip(*answers, strict=True):
             if isinstance(leaves[0], Tensor):
-                for leaf in leaves:
-                    self._without_batch(leaf, position)
-                joined.append(torch.cat(leaves, self.output_dim(position)))
+                rows = [self._with_rows(leaf, position) for leaf in leaves]
+                joined.append(torch.cat(rows, self.output_dim(position)))
                 position += 1
             else:
                 joined.append(leaves[0])

@@ -7,9 +7,9 @@ from typing import Any, cast
 from torch import nn
 
 from dpscope.flash.layers.sample_dims import sample_dims
-from dpscope.flash.module_state import ModuleState
-from dpscope.flash.stand_in import StandIn
-from dpscope.flash.taps import Engine, TapOfSamples, refuse_replaced
+from dpscope.flash.sample_rows.stand_in import StandIn
+from dpscope.flash.taps.taps import Engine, TapOfSamples, refuse_replaced
+from dpscope.flash.torch_side.module_state import ModuleState
 
 
 class UnitCall(nn.Module):

@@ -13,12 +13,12 @@ from typing import Any, NoReturn
 from torch.utils.data import DataLoader, Sampler
 
 from dpscope.errors import UserError
-from dpscope.flash.arguments import leaves_in, rows_of
-from dpscope.flash.derived_loaders import WrappedDataset, derive_loader
 from dpscope.flash.padding.rows import Rows, pad_leaves
 from dpscope.flash.padding.sizes import Sizes, SizesInTurn, given_sizes, poisson_sizes
 from dpscope.flash.ranks.sampling import ABSENT_SAMPLE, PresentSamples
-from dpscope.flash.recomputation import ForwardState
+from dpscope.flash.torch_side.arguments import leaves_in, rows_of
+from dpscope.flash.torch_side.derived_loaders import WrappedDataset, derive_loader
+from dpscope.random_states import random_states_kept
 
 PadBatches = bool | int | Sequence[int]
 
@@ -94,10 +94,8 @@ class PaddedCollate:
     @classmethod
     def of(cls, collate: Callable[[list[Any]], Any], dataset: Any) -> PaddedCollate:
         """Found out by two batches, of two and of three samples, which leave random states as they were."""
-        state = ForwardState.now(())
-        batches = [leaves_in(collate([dataset[0] for _ in range(count)])) for count in (2, 3)]
-        with state.restored():
-            pass
+        with random_states_kept():
+            batches = [leaves_in(collate([dataset[0] for _ in range(count)])) for count in (2, 3)]
         if len(batches[0]) != len(batches[1]):
             _refuse_batch("it returns a number of tensors that depends on the number of samples")
         has_samples = [rows_of(two) == 2 and rows_of(three) == 3 for two, three in zip(*batches, strict=True)]

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from dpscope.errors import UserError
-from dpscope.flash.arguments import Leaf, leaves_in, replace_leaves, rows_of, take
 from dpscope.flash.padding.row_functions import KEEPS, READS, may_write
+from dpscope.flash.torch_side.arguments import Leaf, leaves_in, replace_leaves, rows_of, take
 
 BatchLike = TypeVar("BatchLike")
 

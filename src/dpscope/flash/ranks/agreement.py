@@ -5,6 +5,7 @@ It goes through the host (gloo), a few bytes at a time, so that no rank waits fo
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -111,6 +112,10 @@ class Control:
             raise told(UserError(_difference(self._gather(facts))))
         seed, offset = (word % 2**64 for word in rows[0, 1:].tolist())
         return seed, offset
+
+    def add_up(self, value: float) -> float:
+        """Return the sum of every rank's value, the same on all of them."""
+        return math.fsum(self._gather(value))
 
     def agree(self, what: str, facts: Sequence[str]) -> None:
         """Raises UserError on all ranks where `facts` are not the same on all of them."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dpscope.flash.arguments import Leaf, leaves_in, replace_leaves
+from dpscope.flash.torch_side.arguments import Leaf, leaves_in, replace_leaves
 
 ModelCall = tuple[tuple[Any, ...], dict[str, Any]]  # args and kwargs
 

@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dpscope.errors import UserError
-from dpscope.flash.distributed import is_initialised
-from dpscope.flash.ranks.shards import is_sharded
-from dpscope.flash.torch_version import require_for_shards
+from dpscope.flash.ranks.distributed import is_initialised
+from dpscope.flash.torch_side.shards import is_sharded
+from dpscope.flash.torch_side.torch_version import require_for_shards
 
 # Wrappers that are refused, by the names of their classes: torch's, or of libraries that need not be installed.
 _REFUSED = {

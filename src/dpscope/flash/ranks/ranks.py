@@ -13,13 +13,13 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from dpscope.errors import UserError
-from dpscope.flash.distributed import is_initialised
-from dpscope.flash.instance_method import InstanceMethod
 from dpscope.flash.ranks.agreement import TRAINED, WHAT, Control, RankFacts, control, told
+from dpscope.flash.ranks.distributed import is_initialised
 from dpscope.flash.ranks.layout import Layout, is_fsdp, is_spread, layout_of, require_initialised
 from dpscope.flash.ranks.reduction import Reduction
-from dpscope.flash.ranks.shards import cut_of, is_sharded, local
 from dpscope.flash.ranks.stand_ins import without_collectives
+from dpscope.flash.torch_side.instance_method import InstanceMethod
+from dpscope.flash.torch_side.shards import cut_of, is_sharded, local
 
 
 class WrapperTap(InstanceMethod):

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dpscope.flash.contributions import wide
+from dpscope.flash.gradients.contributions import wide
 from dpscope.flash.ranks.agreement import naming_lost_ranks
 from dpscope.flash.ranks.layout import Layout, blocks
-from dpscope.flash.ranks.shards import ShardCut, cut_of, is_sharded, local, shard_dim
+from dpscope.flash.torch_side.shards import ShardCut, cut_of, is_sharded, local, shard_dim
 
 _DOING = "adding up clipped sums"
 BUCKET_BYTES = 25 * 2**20  # of whole parameters, as in torch's DistributedDataParallel

@@ -16,8 +16,8 @@ from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSample
 from torch.utils.data import DataLoader
 
 from dpscope.errors import UserError
-from dpscope.flash.derived_loaders import WrappedDataset, derive_loader
 from dpscope.flash.ranks.agreement import WHAT, Control
+from dpscope.flash.torch_side.derived_loaders import WrappedDataset, derive_loader
 
 ABSENT_SAMPLE = -1
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from dpscope.flash.ranks.shards import local
+from dpscope.flash.torch_side.shards import local
 
 _STEP = 7  # elements between the beginnings of two rows
 

@@ -32,7 +32,7 @@ class CodeLine(NamedTuple):
 
 
 class Asker(NamedTuple):
-    """Who asked for a tensor. `line` is None where the engine did, on nobody's behalf that is on the stack."""
+    """Origin of a tensor. `line` is None if autograd's engine made it without a known line."""
 
     code: str  # the innermost function outside torch; comprehensions and lambdas count as the function around them
     line: CodeLine | None
@@ -70,7 +70,7 @@ class ForwardLines:
         self._next = _next_number()  # when it was last looked at
 
     def note(self) -> None:
-        """To be called in every operator of a forward pass: its node has just been made."""
+        """Record the line of a node that was just made. Call it in every operator of a forward pass."""
         number = _next_number()
         if number > self._next:
             line = find_asker(sys._getframe(1)).line
@@ -79,7 +79,7 @@ class ForwardLines:
             self._next = number
 
     def current(self) -> CodeLine | None:
-        """The line whose node the engine runs now; None for nodes that no line made, such as those that add up."""
+        """Return the line whose node the engine runs now; None for nodes that no line made, such as sums."""
         node = torch._C._current_autograd_node()
         return None if node is None else self._lines.get(node._sequence_nr())
 

@@ -1,4 +1,4 @@
-"""Which module an operator works for, in the forward pass and in the backward pass, without touching the graph.
+"""Modules of operators, in the forward pass and in the backward pass, without touching the graph.
 
 Autograd numbers the nodes of its graph as they are made. Hooks around every module's forward note the number at which
 the module begins and ends, so the module of a node that runs in a backward pass is found by its number.
@@ -31,7 +31,7 @@ class ModulePaths:
             yield
 
     def current(self) -> str:
-        """The module that the calling thread's operator works for; empty if none."""
+        """Return the module that the calling thread's operator works for; empty if none."""
         if self._running:
             return self._running[-1]
         node = torch._C._current_autograd_node()

@@ -18,7 +18,7 @@ StorageEvent = tuple[int, int, int]  # (kind, index of the life, bytes: of a bir
 
 @dataclass(frozen=True, kw_only=True)
 class Birth:
-    """How a storage came to be. This is all that a component rule is given.
+    """Birth of a storage: all that a component rule is given.
 
     operator    the operator that made it, as `aten::mm`; empty for what was there before the step
     phase       forward, backward, clip, noise, optimizer; `step` outside of them
@@ -77,7 +77,7 @@ class Record:
         return max(0, self.marks[0][0] - 1) if self.marks else 0
 
     def last_releases(self) -> list[int | None]:
-        """For each life, the last event at which autograd released it; None if there is none."""
+        """Return for each life the last event at which autograd released it; None if there is none."""
         found: list[int | None] = [None] * len(self.lives)
         for event, (kind, index, _) in enumerate(self.events):
             if kind == RELEASED and not self.lives[index].saves:
@@ -85,7 +85,7 @@ class Record:
         return found
 
     def totals(self) -> list[int]:
-        """Live bytes after each event, counted without components: what these have to add up to."""
+        """Return the live bytes after each event, counted without components: what these have to add up to."""
         sizes = [0] * len(self.lives)
         totals, total = [], 0
         for kind, index, nbytes in self.events:

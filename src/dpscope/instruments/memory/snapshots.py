@@ -49,13 +49,13 @@ class Snapshots:
 
     @contextmanager
     def at_stage(self, name: str) -> Iterator[None]:
-        """A phase listener for the making of a trainer."""
+        """Listen to the phases in which a trainer is made."""
         if name in SNAPSHOT_NAMES and (self._private or name != MODEL_WRAPPED):
             self.take(SNAPSHOT_NAMES[name])
         yield
 
     def in_iteration(self, iteration: int, allocated: Callable[[], int] | None = None) -> Callable[[str], Any]:
-        """A phase listener for a step. Of a logical batch, the second physical batch and those after it are named."""
+        """Return a phase listener for a step; it names physical batches from the second on."""
         batch = 0
 
         @contextmanager
@@ -76,7 +76,7 @@ class Snapshots:
 
 
 def live_tensor_bytes() -> int:
-    """Bytes of the CPU tensors that Python can reach; between steps those are all there are."""
+    """Return the bytes of the CPU tensors that Python can reach; between steps those are all there are."""
     tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
     return storage_bytes(
         tensor
@@ -88,8 +88,7 @@ def live_tensor_bytes() -> int:
 
 
 def _has_cpu_bytes(tensor: Tensor) -> bool:
-    """Tensors of torch.compile's tracing, and of torch.func's transforms that an error left behind, have no bytes, and
-    some of them no device."""
+    """Tell if a tensor has bytes on the CPU: those of torch.compile's tracing and of torch.func have none."""
     try:
         if tensor.device.type != "cpu" or tensor.layout != torch.strided:
             return False
@@ -100,7 +99,7 @@ def _has_cpu_bytes(tensor: Tensor) -> bool:
 
 
 def resident_bytes() -> int:
-    """The process's resident set; 0 where the platform does not say."""
+    """Return the process's resident set; 0 where the platform does not say."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError):

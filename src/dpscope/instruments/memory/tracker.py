@@ -1,11 +1,7 @@
-"""The tracker: watches every operator of a step and follows each storage from birth to death.
+"""Tracker of a step: it watches every operator and follows each storage from birth to death.
 
-It counts storages, not tensors: views, in-place operators and detached tensors share one. Storages are held weakly:
-the tracker keeps none alive, and allocates nothing on the device. Autograd's saved tensors are seen as they are packed
-and let go of; `holdings` says who holds what, and is asked whenever a phase begins or ends. A step takes a few times as
-long under the tracker: no time is ever taken here.
-
-Not seen: what an operator allocates and frees inside itself, and what never comes from torch's allocator.
+It counts storages, not tensors, holds them weakly, and allocates nothing on the device. `holdings` says who holds what,
+and is asked whenever a phase begins or ends. No time is ever taken here: a step takes a few times as long.
 """
 
 from __future__ import annotations
@@ -97,7 +93,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _lives_of(self, tensor: Tensor, operator: str) -> list[Life]:
-        """The lives of the storages behind a tensor. Register new storages, record resizes."""
+        """Return the lives of the storages behind a tensor; register new storages and record resizes."""
         lives = []
         for storage in _storages(tensor):
             if storage.device.type != self._device:
@@ -175,7 +171,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _tensors_in(value: object) -> Iterator[Tensor]:
-    """Operators are given tensors, numbers, and lists and dicts of them; pytree, which knows more, takes longer."""
+    """Yield the tensors in an operator's arguments; pytree knows more containers, but takes longer."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):
@@ -186,7 +182,7 @@ def _tensors_in(value: object) -> Iterator[Tensor]:
 
 
 class _Saved:
-    """What autograd's graph holds in place of a saved tensor; deleted when the graph releases it."""
+    """Stand-in for a saved tensor in autograd's graph; deleted when the graph releases it."""
 
     __slots__ = ("_firsts", "_lives", "_released", "_tensor")
 
@@ -220,13 +216,13 @@ def _storages(tensor: Tensor) -> list[torch.UntypedStorage]:
 
 
 def _recomputing() -> bool:
-    """A forward that runs again inside a backward pass: gradients are enabled there, and by no function transform."""
+    """Tell if a forward runs again inside a backward pass: gradients are enabled there."""
     return in_backward() and torch.is_grad_enabled() and torch._C._functorch.peek_interpreter_stack() is None
 
 
 @contextmanager
 def _saved_tensors_packed(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Iterator[None]:
-    """Hooks on what autograd saves, taken out while torch.func.grad runs, which refuses to run under any.
+    """Put hooks on what autograd saves, except while torch.func.grad runs, which refuses hooks.
 
     Opacus takes per-sample gradients that way for layers it has no rule for.
     """
@@ -260,7 +256,7 @@ def _saved_tensors_packed(pack: Callable[[Tensor], Any], unpack: Callable[[Any],
 
 @contextmanager
 def _resizes_reported(report: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """Resizing a storage is no operator: `UntypedStorage.resize_` is replaced while the context is open."""
+    """Report resizes of storages, which are no operators, by replacing `UntypedStorage.resize_`."""
     storage_class: Any = torch.UntypedStorage
     original, own = storage_class.resize_, "resize_" in vars(storage_class)
 
@@ -280,7 +276,7 @@ def _resizes_reported(report: Callable[[torch.UntypedStorage], None]) -> Iterato
 
 
 def track(step: Step, *, device: str, model: nn.Module, holdings: Callable[[], Iterable[Holding]]) -> Record:
-    """The record of one step."""
+    """Record one step."""
     with Tracker(device, model, holdings).tracking() as record:
         step()
     return record

@@ -1,16 +1,7 @@
 """A step's memory use: what was live when, and what the peak was made of.
 
-Each storage of a record belongs to exactly one component at every instant. In this order:
-
-1. what a rule says of its birth, or the function that asked for it declares (vocabulary/allocations.py),
-2. the component of whoever was seen to own it (weights, gradients, optimizer state, the batch, per-sample gradients,
-   norms), for the whole of its life,
-3. activations, from its birth until autograd lets go of it for the last time; what a checkpointed forward makes again
-   inside a backward pass, for the whole of its life,
-4. activation_hooks, if the method was seen to keep it,
-5. temp_matrices.
-
-So a storage changes its component at most once: when autograd lets go of what goes on living.
+Each storage of a record belongs to exactly one component at every instant. docs/memory.md has the order of the rules.
+A storage changes its component at most once: when autograd frees it and it lives on.
 """
 
 from __future__ import annotations
@@ -109,7 +100,7 @@ class MemoryUse:
         ]
 
     def modules_at_peak(self, limit: int = 1000) -> list[ModuleAtPeak]:
-        """Bytes of the peak by module, the largest first; the rest as one row."""
+        """Return the bytes of the peak by module, the largest first; the rest as one row."""
         table: dict[str, dict[str, int]] = {}
         for life, component, nbytes in self.live_at_peak:
             row = table.setdefault(life.module or OUTSIDE_MODULES, {})
@@ -121,7 +112,7 @@ class MemoryUse:
         return [{"module": name, "components": {k: v for k, v in row.items() if v}} for name, row in listed]
 
     def tensors_at_peak(self, limit: int = 30) -> TensorsAtPeak:
-        """The tensors at the peak: the largest first, equal ones of several layers as one row; then the rest.
+        """Return the tensors at the peak: the largest first, equal ones of several layers as one row; then the rest.
 
         `bytes` is the size of one; they and the rest add up to the peak.
         """
@@ -139,7 +130,7 @@ class MemoryUse:
         }
 
     def phases(self) -> list[TimelinePhase]:
-        """Stretches of the timeline by innermost phase: a phase inside another interrupts it."""
+        """Return the stretches of the timeline by innermost phase: a phase inside another interrupts it."""
         marks = [*self.record.marks, (len(self.record.events), OUTSIDE_PHASES)]
         first = self.record.start
         return [
@@ -149,7 +140,7 @@ class MemoryUse:
         ]
 
     def timeline(self, limit: int = 1500) -> TimelinePayload:
-        """At most `limit` points: the peak, both sides of every phase's ends, and the highs and lows in between."""
+        """Return at most `limit` points: the peak, both sides of every phase's ends, and highs and lows in between."""
         first = self.record.start
         chosen = self._chosen(limit)
         return {
@@ -188,7 +179,7 @@ ComponentRule = Callable[[Birth], str | None]
 
 
 def attribute(record: Record, rules: Iterable[ComponentRule] = ()) -> MemoryUse:
-    """Every byte of the record to its component. Raises if they do not add up to the live total at every event."""
+    """Attribute every byte of the record to a component. Raise if they do not add up to the live total at an event."""
     asked = tuple(rules)
     belongings = [_belonging(life, asked) for life in record.lives]
     new = {name for belonging in belongings for name in belonging} - set(KEYS)
@@ -229,7 +220,7 @@ def _checked(name: object, rule: ComponentRule) -> str:
 def _points(
     record: Record, belongings: Sequence[Belonging], releases: Sequence[int | None], components: Sequence[str]
 ) -> list[tuple[int, ...]]:
-    """Live bytes of each component after each event."""
+    """Return the live bytes of each component after each event."""
     place = {name: index for index, name in enumerate(components)}
     amounts = [0] * len(components)
     held: list[tuple[int, int]] = [(0, 0)] * len(record.lives)  # (place, bytes) of each storage now
@@ -246,7 +237,7 @@ def _points(
 
 
 def model_holdings(model: nn.Module, optimizer: Optimizer) -> Iterator[Holding]:
-    """(component, module, tensor) for parameters, buffers, `.grad` and optimizer state as they are now."""
+    """Yield (component, module, tensor) for parameters, buffers, `.grad` and optimizer state as they are now."""
     for name, buffer in model.named_buffers():
         yield MODEL_PARAMETERS, name.rpartition(".")[0], buffer
     for name, parameter in model.named_parameters():

@@ -65,14 +65,14 @@ class KernelDetails:
     advice: list[Advice]
 
     def number(self, name: str) -> float:
-        """The value of a metric by the name that the Details page shows, in its own unit."""
+        """Return the value of a metric by the name that the Details page shows, in its own unit."""
         found = next((metric for metric in self.metrics if metric.name == name), None)
         if found is None:
             raise KeyError(f"no metric {name!r}; there are: {', '.join(metric.name for metric in self.metrics)}")
         return found.number
 
     def section(self, name: str) -> DataFrame:
-        """The metrics of the sections whose name contains `name`."""
+        """Return the metrics of the sections whose name contains `name`."""
         import pandas as pd
 
         rows = [m for m in self.metrics if name.lower() in m.section.lower()]
@@ -87,7 +87,7 @@ class KernelDetails:
 
 
 def read_details(path: Path | str) -> list[KernelDetails]:
-    """Every launch in a CSV file of ncu's Details page, in order. Lines before the header are passed over."""
+    """Return every launch in a CSV file of ncu's Details page, in order. Lines before the header are passed over."""
     lines = Path(path).read_text(encoding="utf-8").splitlines()
     first = next((number for number, line in enumerate(lines) if line.startswith('"ID"')), None)
     if first is None:

@@ -1,4 +1,4 @@
-"""Which kernels moved the bytes: launches added up by kernel and phase, the largest first."""
+"""Kernels that moved the bytes: launches added up by kernel and phase, the largest first."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TENSOR_ONLY = "operations are those of the tensor cores"
 
 
 def describe_kernels(actions: Sequence[Action], *, top: int, kernel: str = "") -> Kernels:
-    """The kernels of a step as a result holds them; how many the step launches in all is known only without ncu."""
+    """Return the kernels of a step as a result holds them; the number of launches is counted without ncu."""
     only = [f"only kernels matching {kernel!r} were counted"] if kernel else []
     no_phases = ["no NVTX ranges in the report: phases are unknown"] if not any(a.phase for a in actions) else []
     note = "; ".join([*only, *no_phases, CACHED, TENSOR_ONLY])
@@ -26,12 +26,12 @@ def describe_kernels(actions: Sequence[Action], *, top: int, kernel: str = "") -
 
 
 def kernel_rows(actions: Iterable[Action]) -> list[Any]:
-    """A row for each kernel in each phase, those that move the most DRAM bytes first."""
+    """Return a row for each kernel in each phase, those that move the most DRAM bytes first."""
     return _add_up(map(_row, actions))
 
 
 def keep_top(rows: Sequence[Any], top: int) -> list[Any]:
-    """The first `top` rows, and the rest added up by family and phase, so that sums stay whole."""
+    """Return the first `top` rows, and the rest added up by family and phase, so that sums stay whole."""
     return [*rows[:top], *_add_up({**row, "name": "others"} for row in rows[top:])]
 
 
@@ -55,7 +55,7 @@ def _row(action: Action) -> FigureRow:
 
 
 def _add_up(rows: Iterable[FigureRow]) -> list[FigureRow]:
-    """Rows of one name, family and phase as one; a figure that one of them lacks is lacking in the sum."""
+    """Return the rows of one name, family and phase as one; a figure that one of them lacks is lacking in the sum."""
     groups: dict[tuple[Any, ...], list[FigureRow]] = {}
     for row in rows:
         groups.setdefault((row["name"], row["family"], row["phase"]), []).append(row)
@@ -68,7 +68,7 @@ def _add_up(rows: Iterable[FigureRow]) -> list[FigureRow]:
 
 
 def add_up_metrics(actions: Iterable[Action]) -> dict[str, float]:
-    """Raw counts of several ranges or kernels together. (Only sums can be added; rates and shares are left out.)"""
+    """Add up the raw counts of several ranges or kernels; rates and shares cannot be added and are left out."""
     total: dict[str, float] = defaultdict(float)
     for action in actions:
         for name, value in action.metrics.items():
@@ -78,7 +78,7 @@ def add_up_metrics(actions: Iterable[Action]) -> dict[str, float]:
 
 
 def count_launches(step: Callable[[], object]) -> int | None:
-    """Kernels (no copies, no fills) that one step launches; without ncu, and None where torch.profiler sees none."""
+    """Count the kernels (no copies, no fills) of one step without ncu; None if torch.profiler sees none."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 

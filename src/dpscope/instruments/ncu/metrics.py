@@ -1,4 +1,4 @@
-"""What is counted: ncu's metrics, the figures made of them, and the nvprof names that people still type.
+"""Metrics of ncu, the figures made of them, and the nvprof names that people still type.
 
 A report holds raw metrics (`dram__bytes_read.sum`); tables show figures (`dram_read_bytes`). Every figure is a
 weighted sum of raw metrics, so that a range and a single kernel are read by the same rules.
@@ -105,14 +105,14 @@ FLOP_FORMULAS: dict[str, tuple[Formula, ...]] = {
 
 
 def resolve_metrics(names: Iterable[str]) -> list[str]:
-    """ncu's names for a list that may hold nvprof's, each once."""
+    """Return ncu's names for a list that may hold nvprof's, each once."""
     return list(dict.fromkeys(metric for name in names for metric in METRIC_ALIASES.get(name, (name,))))
 
 
 def make_figures(
     values: Mapping[str, float], formulas: Mapping[str, tuple[Formula, ...]]
 ) -> tuple[dict[str, int], dict[str, str]]:
-    """Figures from raw metrics, and for each that cannot be made the metrics it lacks."""
+    """Make figures from raw metrics; for each that cannot be made, return the metrics it lacks."""
     figures: dict[str, int] = {}
     lacking: dict[str, str] = {}
     for figure, ways in formulas.items():
@@ -125,12 +125,12 @@ def make_figures(
 
 
 def make_flops(values: Mapping[str, float]) -> dict[str, int]:
-    """Operations by unit, and their total where every unit was counted."""
+    """Return the operations by unit, and their total if every unit was counted."""
     flops, lacking = make_figures(values, FLOP_FORMULAS)
     return flops if lacking else {**flops, "total": sum(flops.values())}
 
 
 def summarise_range(values: Mapping[str, float]) -> Counted:
-    """What a result says of one range: figures, operations, the raw metrics, and what could not be made of them."""
+    """Return what a result says of one range: figures, operations, raw metrics, and what could not be made."""
     traffic, lacking = make_figures(values, TRAFFIC_FORMULAS)
     return {"traffic": traffic, "flops": make_flops(values), "metrics": dict(values), "missing": lacking}

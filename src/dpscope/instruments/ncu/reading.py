@@ -32,7 +32,7 @@ class UnreadableReport(UserError):
 
 @dataclass(frozen=True)
 class Action:
-    """What ncu saw of one range or one kernel: raw metrics by name, in base units."""
+    """Metrics of one range or one kernel: raw, by name, in base units."""
 
     name: str
     metrics: dict[str, float]
@@ -40,7 +40,7 @@ class Action:
 
 
 def read_report(path: Path, *, ncu: str | None = None) -> list[Action]:
-    """Every range or kernel of a report in order of launch. Raises `UnreadableReport` with a sentence."""
+    """Return every range or kernel of a report in order of launch. Raise `UnreadableReport` with a sentence."""
     if not path.is_file():
         raise UnreadableReport(f"{path} is not there: give a .ncu-rep file")
     ncu = ncu or find_ncu()
@@ -70,7 +70,7 @@ def _read_with_ncu(ncu: str, path: Path) -> list[Action]:
 
 
 def parse_raw_csv(text: str) -> list[Action]:
-    """The output of `--csv --page raw --print-units base`. Lines before the header (`==PROF== …`) are passed over."""
+    """Parse the output of `--csv --page raw --print-units base`, skipping lines before the header (`==PROF== …`)."""
     lines = iter(text.splitlines())
     header = next((line for line in lines if line.startswith('"ID"')), None)
     if header is None:
@@ -92,7 +92,7 @@ def _is_counted(name: str) -> bool:
 
 
 def _number(cell: str) -> float | None:
-    """`1,135,307,776` as a number; None for what is not one (`n/a`, names, enumerations)."""
+    """Parse `1,135,307,776`; None for what is no number (`n/a`, names, enumerations)."""
     try:
         return float(cell.replace(",", ""))
     except ValueError:
@@ -100,7 +100,7 @@ def _number(cell: str) -> float | None:
 
 
 def find_phase(texts: Iterable[str]) -> str | None:
-    """The phase among a row's NVTX ranges; their column's layout differs from version to version."""
+    """Return the phase among a row's NVTX ranges; their column's layout differs from version to version."""
     return next((match.group(1) for text in texts if (match := _PHASE.search(text))), None)
 
 

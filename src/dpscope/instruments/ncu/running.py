@@ -35,7 +35,7 @@ COMMON_OPTIONS = (
 
 
 def find_ncu() -> str | None:
-    """$NCU, or `ncu` on the PATH, or the newest in the usual folders."""
+    """Return $NCU, or `ncu` on the PATH, or the newest in the usual folders."""
     if asked := os.environ.get("NCU"):
         return shutil.which(asked)
     return shutil.which("ncu") or newest(NCU_PATTERNS)
@@ -46,21 +46,21 @@ def ncu_version(ncu: str) -> str | None:
 
 
 def range_command(ncu: str, program: Sequence[str], report: Path, metrics: Iterable[str]) -> list[str]:
-    """One row for everything between `cudaProfilerStart` and `Stop`; the program runs once a pass."""
+    """Return the command for one row from `cudaProfilerStart` to `Stop`; the program runs once for each pass."""
     return [ncu, "--replay-mode=app-range", *_what(report, metrics), *program]
 
 
 def kernel_command(
     ncu: str, program: Sequence[str], report: Path, metrics: Iterable[str], *, kernel: str | None = None
 ) -> list[str]:
-    """One row a kernel between `cudaProfilerStart` and `Stop`, with the phase it ran in (NVTX)."""
+    """Return the command for one row a kernel from `cudaProfilerStart` to `Stop`, with its phase (NVTX)."""
     only = ["--kernel-name-base=demangled", f"--kernel-name=regex:{kernel}"] if kernel else []
     mode = ["--replay-mode=kernel", "--profile-from-start=off", "--nvtx", *only]
     return [ncu, *mode, *_what(report, metrics), *program]
 
 
 def csv_command(ncu: str, report: Path) -> list[str]:
-    """Everything in a report as CSV: row 1 names, row 2 units, numbers with thousands separators."""
+    """Return the command that prints a report as CSV: names, units, then numbers with thousands separators."""
     shown = ["--csv", "--page=raw", "--print-units=base", "--print-kernel-base=demangled"]
     return [ncu, "--import", str(report), *shown]
 
@@ -108,7 +108,7 @@ _UNKNOWN_METRIC = re.compile(
 
 
 def unknown_metrics(output: str) -> list[str]:
-    """The metrics that ncu says this GPU does not have, or cannot count in this way."""
+    """Return the metrics that ncu says this GPU does not have, or cannot count in this way."""
     found = (absent or unsupported for absent, unsupported in _UNKNOWN_METRIC.findall(output))
     return list(dict.fromkeys(name.rstrip(".") for name in found))
 
@@ -121,7 +121,7 @@ def took_too_long(seconds: float) -> str:
 
 
 def why_no_counts(output: str, returncode: int) -> str:
-    """Why ncu left no report, as a sentence with the remedy."""
+    """Return why ncu left no report, as a sentence with the remedy."""
     if remedy := find_remedy(output, _REMEDIES):
         return remedy
     if option := unknown_option(output):
@@ -153,7 +153,7 @@ class NcuCapture:
 
 
 def try_counters(ncu: str) -> str | None:
-    """Why counters cannot be read, or None: only counting one small kernel tells."""
+    """Return why counters cannot be read, or None. It counts one small kernel to find out."""
     done = _try_kernel(ncu, [DRAM_READ])
     if done.timed_out:
         return took_too_long(PROBE_SECONDS)
@@ -162,7 +162,7 @@ def try_counters(ncu: str) -> str | None:
 
 
 def one_pass_metrics(ncu: str, tensor_operations: str) -> tuple[str, ...]:
-    """What can be counted of a kernel without running it twice, tried on one small kernel: chips differ."""
+    """Return the metrics of a kernel that fit in one pass, tried on one small kernel: chips differ."""
     wanted = (*KERNEL_METRICS, tensor_operations)
     passes = re.search(r"- (\d+) pass", _try_kernel(ncu, wanted).output)
     return wanted if passes is not None and passes.group(1) == "1" else KERNEL_METRICS

@@ -50,12 +50,12 @@ class Nsys:
     options: frozenset[str]
 
     def knows(self, option: str) -> bool:
-        """Whether this version has the option. Where its help could not be read, nsys itself will refuse it."""
+        """Tell if this version has the option. If its help could not be read, nsys itself will refuse it."""
         return not self.options or option in self.options
 
 
 def find_nsys() -> str | None:
-    """$NSYS, or `nsys` on the PATH, or beside ncu, or the newest in the usual folders."""
+    """Return $NSYS, or `nsys` on the PATH, or beside ncu, or the newest in the usual folders."""
     if asked := os.environ.get("NSYS"):
         return shutil.which(asked)
     return shutil.which("nsys") or _beside_ncu() or newest(NSYS_PATTERNS)
@@ -68,7 +68,7 @@ def inspect_nsys(path: str) -> Nsys:
 
 
 def find_importer(nsys: str) -> str | None:
-    """What turns a `.qdstrm` into a `.nsys-rep`: in the host folder of the same installation, or of another."""
+    """Return the program that turns a `.qdstrm` into a `.nsys-rep`, of the same installation or of another."""
     if beside := newest(IMPORTER_BESIDE, [Path(nsys).resolve().parent]):
         return str(Path(beside).resolve())
     return shutil.which(IMPORTER) or newest(IMPORTER_INSTALLED)
@@ -100,7 +100,7 @@ SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|KEY|AUTH", re.IGNORECASE)
 
 @dataclass(frozen=True, kw_only=True)
 class NsysOptions:
-    """What nsys is asked to record."""
+    """Options of a recording by nsys."""
 
     trace: str = TRACED_APIS
     cpu_sampling: bool = False  # where host threads are, by interrupts: needs permission, slows the host
@@ -108,7 +108,7 @@ class NsysOptions:
 
 
 def needed_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """What of an environment the profiled program gets: what is listed above, and nothing that sounds secret."""
+    """Return the variables that the profiled program gets: those listed above, and none that sounds secret."""
     known = {name for names in PASSED_VARIABLES.values() for name in names}
     return {
         name: value
@@ -149,7 +149,7 @@ def interactive_commands(
 
 
 def shell_line(command: Sequence[str], environment: Mapping[str, str]) -> str:
-    """A command as one types it, with the environment it would get and no other."""
+    """Return a command as one types it, with the environment it would get and no other."""
     variables = [f"{name}={value}" for name, value in sorted(environment.items())]
     return shlex.join(["env", "-i", *variables, *command])
 

@@ -49,13 +49,13 @@ _MISSING_LIBRARY = re.compile(r"(lib[\w+.-]+\.so[\w.]*): cannot open shared obje
 
 
 def missing_library(output: str) -> str | None:
-    """The shared library that a program could not be started without, if that is what it says."""
+    """Return the shared library that a program could not be started without, if that is what it says."""
     match = _MISSING_LIBRARY.search(output)
     return match.group(1) if match else None
 
 
 def why_no_report(output: str, returncode: int) -> str:
-    """Why `nsys profile` left no report, as a sentence with the remedy."""
+    """Return why `nsys profile` left no report, as a sentence with the remedy."""
     if remedy := find_remedy(output, _REMEDIES):
         return remedy
     if option := unknown_option(output):
@@ -69,7 +69,7 @@ def why_no_report(output: str, returncode: int) -> str:
 
 
 def why_not_imported(raw: Path, importer: str | None, output: str = "") -> str:
-    """nsys left a raw capture; what turns it into a report, and why that did not happen here."""
+    """Return how to turn nsys's raw capture into a report, and why that did not happen here."""
     by_hand = f"{importer or 'QdstrmImporter'} -i {raw} -o {raw.with_suffix('.nsys-rep')}"
     left = f"nsys left a raw capture, {raw}, that is no report yet"
     if importer is None:
@@ -98,7 +98,7 @@ def why_not_exported(report: Path, output: str) -> str:
 
 
 def sampling_refused() -> str | None:
-    """Why the host's threads cannot be sampled here, if they cannot."""
+    """Return why the host's threads cannot be sampled here; None if they can."""
     try:
         level = int(PARANOID.read_text())
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""What a capture holds, from the SQLite file that `nsys export` makes of a report. All times are nanoseconds.
+"""Contents of a capture, from the SQLite file that `nsys export` makes of a report. All times are nanoseconds.
 
 Tables are there only if something of their kind was recorded: no copies, no table of copies. A file is refused, with a
 sentence, if it is no export, is damaged, or holds no GPU work at all.
@@ -77,7 +77,7 @@ class CapturedTimeline:
 
 
 def read_timeline(path: Path) -> CapturedTimeline:
-    """Everything in an export that the summary is made of."""
+    """Return everything in an export that the summary is made of."""
     if not path.is_file():
         raise UnreadableCapture(f"{path} is not there: give the .sqlite file of an `nsys export`")
     try:
@@ -108,7 +108,7 @@ def _read(database: sqlite3.Connection, path: Path) -> CapturedTimeline:
         raise UnreadableCapture(f"{path} is no export of Nsight Systems: it has no table StringIds")
 
     def rows(table: str, query: str, make: Callable[..., T]) -> Iterator[T]:
-        """What a query gives, row by row; nothing where the table is not there."""
+        """Yield what a query gives, row by row; nothing if the table is not there."""
         return (make(*row) for row in database.execute(query)) if table in tables else iter(())
 
     copy_columns = {column for _, column, *_ in database.execute("PRAGMA table_info(CUPTI_ACTIVITY_KIND_MEMCPY)")}
@@ -154,7 +154,7 @@ _RANGES = """
 
 
 def _copies(tables: set[str], columns: set[str]) -> str:
-    """Exports name the kinds of copies in a table of their own; older ones leave them as CUPTI's numbers."""
+    """Return the query for copies. Exports name their kinds in a table; older ones leave CUPTI's numbers."""
     pageable = f"{PAGEABLE} IN (c.srcKind, c.dstKind)" if {"srcKind", "dstKind"} <= columns else "NULL"
     named = "ENUM_CUDA_MEMCPY_OPER" in tables
     kind = "COALESCE(e.label, 'kind ' || c.copyKind)" if named else "'kind ' || c.copyKind"
@@ -174,7 +174,7 @@ def _calls(table: str, correlation: str = "c.correlationId") -> str:
 
 
 def _activity(*row: Any) -> Activity:
-    """A row of `_KERNELS`, `_MEMSETS` or `_copies`."""
+    """Make an activity from a row of `_KERNELS`, `_MEMSETS` or `_copies`."""
     kind, name, start, end, device, process, correlation, size, stream, pageable = row
     return Activity(kind, name, start, end, device, _launch(process, correlation), size, stream, bool(pageable))
 

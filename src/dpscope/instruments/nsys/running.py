@@ -37,7 +37,7 @@ _AS_ORDINARY_USER = ("--user", "--map-current-user")
 
 @cache
 def isolation_prefix() -> tuple[str, ...]:
-    """What to put before a command so that it sees no process but its own; nothing where the system cannot."""
+    """Return a prefix with which a command sees no process but its own; nothing if the system cannot do that."""
     unshare = shutil.which("unshare")
     if unshare is None:
         return ()
@@ -50,7 +50,7 @@ def isolation_prefix() -> tuple[str, ...]:
 
 
 def foreign_assignments(passed_on: Mapping[str, str]) -> set[Assignment]:
-    """NAME=VALUE of every process whose environment can be read now, without those given to the profiled process."""
+    """Return NAME=VALUE of every process whose environment can be read, except those given to the profiled process."""
     found: set[Assignment] = set()
     for environment in Path("/proc").glob("[0-9]*/environ"):
         try:
@@ -61,14 +61,14 @@ def foreign_assignments(passed_on: Mapping[str, str]) -> set[Assignment]:
 
 
 def assigned_in(file: Path, assignments: Iterable[Assignment]) -> list[str]:
-    """The names of the variables whose assignment a file holds."""
+    """Return the names of the variables whose assignment a file holds."""
     content = file.read_bytes()
     return sorted({each.partition(b"=")[0].decode(errors="replace") for each in assignments if each in content})
 
 
 @dataclass(frozen=True)
 class NsysCapture:
-    """What a run of nsys left, and the sentence that says what is missing and how to get it."""
+    """Files that a run of nsys left, and the sentence that says what is missing and how to get it."""
 
     command: list[str]
     report: Path | None = None  # .nsys-rep, or the raw .qdstrm where it could not be imported
@@ -114,7 +114,7 @@ def take_capture(
 
 
 def _raw_capture(expected: Path, output: str) -> Path | None:
-    """What nsys left where it could not make a report: beside it, or still where it says that it generated it."""
+    """Return the raw capture that nsys left if it could not make a report: beside it, or where nsys says it is."""
     if expected.exists():
         return expected
     said = re.findall(r"Generating '([^']+\.qdstrm)'", output)
@@ -125,7 +125,7 @@ def _raw_capture(expected: Path, output: str) -> Path | None:
 
 
 def export_report(nsys: str, report: Path, *, environment: Mapping[str, str]) -> tuple[Path | None, str | None, str]:
-    """A report's SQLite export beside it, or why there is none; and what nsys said."""
+    """Return a report's SQLite export beside it, or why there is none; and what nsys said."""
     database = report.with_suffix(".sqlite")
     database.unlink(missing_ok=True)
     said = run_limited(export_command(nsys, report, database), environment=environment).output

@@ -1,14 +1,8 @@
-"""Figures from a timeline: what the GPU spent its time on, in which phase, and when it had nothing to do.
+"""Figures from a timeline: what the GPU spent its time on, in which phase, and when it was idle.
 
-**GPU time by phase.** A kernel belongs to the phase in which it was *launched*: a range covers a stretch of host time,
-the CUDA calls made in it lead by their correlation ids to what they started on the GPU, whenever that then ran. Phases
-are pushed by the thread that runs the step, but the kernels of a backward pass are launched by autograd's own threads.
-That thread waits in `backward()` meanwhile, so a range covers the calls of *all* threads of its process that fall into
-it. Where ranges nest (ghost clipping's `clip` within `backward`) the innermost has it.
-
-**Idle.** The GPU is busy while at least one kernel, copy or memset runs; the holes between are idle. A hole is
-*waiting for the host* if what ended it was not yet launched when the hole began. The others are the GPU's own latencies
-between two things that were both queued.
+A kernel belongs to the phase in which it was launched, from any thread of the process (autograd has its own), and to
+the innermost if ranges nest. A gap is *waiting for the host* if what ended it was not yet launched when it began.
+docs/nsys.md has the details.
 """
 
 from __future__ import annotations
@@ -27,7 +21,7 @@ KEPT_GAPS = 10
 
 
 def summarise_timeline(timeline: CapturedTimeline) -> NsysPayload:
-    """Milliseconds, calls and bytes of an average step; of the whole capture where no range says what a step is."""
+    """Return milliseconds, calls and bytes of an average step; of the whole capture if no range marks a step."""
     ranges = phase_ranges(timeline.ranges)
     steps = sum(r.name == STEP for r in ranges)
     average = StepAverage(steps or 1)
@@ -67,7 +61,7 @@ class StepAverage:
         return {**total, "bytes": size / self.steps} if size else total
 
     def by_name(self, events: Sequence[Activity] | Sequence[Call]) -> list[Named]:
-        """What each name took, the longest first; beyond KEPT_NAMES the rest is one row."""
+        """Return what each name took, the longest first; beyond KEPT_NAMES the rest is one row."""
         groups: dict[str, list[Activity | Call]] = defaultdict(list)
         for event in events:
             groups[event.name].append(event)
@@ -80,13 +74,13 @@ class StepAverage:
 
 
 def phase_ranges(ranges: Sequence[Range]) -> list[Range]:
-    """The steps and phases, on the threads that run steps: a library's own `forward` elsewhere is none of them."""
+    """Return the steps and phases on the threads that run steps; a library's own `forward` elsewhere is ignored."""
     threads = {r.thread for r in ranges if r.name == STEP} or {r.thread for r in ranges}
     return [r for r in ranges if r.name in (STEP, *PHASES) and r.thread in threads]
 
 
 def _launches(timeline: CapturedTimeline) -> dict[tuple[int, int] | None, Call]:
-    """What launched an activity, by process and correlation id; of nested calls the outer one."""
+    """Return the call that launched an activity, by process and correlation id; of nested calls the outer one."""
     launches: dict[tuple[int, int] | None, Call] = {}
     for call in timeline.calls:
         if call.id is not None:
@@ -97,7 +91,7 @@ def _launches(timeline: CapturedTimeline) -> dict[tuple[int, int] | None, Call]:
 def _phase_of_each(
     activities: Sequence[Activity], launches: dict[tuple[int, int] | None, Call], ranges: Sequence[Range]
 ) -> list[str]:
-    """The innermost phase open when each activity was launched. Ranges come by start, outer before inner."""
+    """Return the innermost phase open when each activity was launched. Ranges come by start, outer before inner."""
     moments = sorted((launches[a.call].start, index) for index, a in enumerate(activities) if a.call in launches)
     phases = [BETWEEN_PHASES] * len(activities)
     waiting, open_ranges = list(reversed(ranges)), list[Range]()
@@ -114,7 +108,7 @@ def _phase_of_each(
 def _gaps(
     activities: Sequence[Activity], launches: dict[tuple[int, int] | None, Call], phases: Sequence[str]
 ) -> list[IdleGap]:
-    """When the GPU had nothing to do, between the first activity of the capture and the last."""
+    """Return when the GPU had nothing to do, between the first activity of the capture and the last."""
     gaps: list[IdleGap] = []
     busy_until = activities[0].end
     for activity, phase in zip(activities, phases, strict=True):
@@ -153,7 +147,7 @@ def _by_phase(
     gaps: Iterable[IdleGap],
     average: StepAverage,
 ) -> list[CapturedPhase]:
-    """GPU time and kernels of each phase, the host's own time in it, and how long the GPU idled before its work."""
+    """Return GPU time and kernels of each phase, the host's time in it, and the GPU's idle time before its work."""
     launched: dict[str, list[Activity]] = defaultdict(list)
     for activity, phase in zip(activities, phases, strict=True):
         launched[phase].append(activity)
@@ -176,7 +170,7 @@ def _by_phase(
 
 
 def _own_time(ranges: Sequence[Range]) -> dict[str, int]:
-    """How long the host was in each range and in none within it. Ranges come by start, outer before inner."""
+    """Return how long the host was in each range and in none within it. Ranges come by start, outer before inner."""
     own: dict[str, int] = defaultdict(int)
     enclosing: list[Range] = []
     for r in ranges:

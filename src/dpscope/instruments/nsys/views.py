@@ -31,7 +31,7 @@ KERNEL_LIBRARIES = (
 
 
 def gpu_timeline(timeline: CapturedTimeline) -> DataFrame:
-    """A row a kernel, copy or memset in order of time: which stream, when, how long, how many bytes."""
+    """Return a row a kernel, copy or memset in order of time: which stream, when, how long, how many bytes."""
     import pandas as pd
 
     began = beginning(timeline)
@@ -49,7 +49,7 @@ def gpu_timeline(timeline: CapturedTimeline) -> DataFrame:
 
 
 def host_and_gpu(timeline: CapturedTimeline) -> DataFrame:
-    """The host's calls of CUDA by name: how many, how long in all, and whether they wait for the GPU."""
+    """Return the host's calls of CUDA by name: how many, how long in all, and whether they wait for the GPU."""
     import pandas as pd
 
     calls = pd.DataFrame(
@@ -61,12 +61,12 @@ def host_and_gpu(timeline: CapturedTimeline) -> DataFrame:
 
 
 def is_waiting(call: str) -> bool:
-    """Whether a call returns only when the GPU has caught up, by its name."""
+    """Tell by its name if a call returns only when the GPU has caught up."""
     return "Synchronize" in call or call in ("cudaMemcpy", "cudaFree", "cudaFreeHost")
 
 
 def levels(timeline: CapturedTimeline) -> dict[str, float]:
-    """From the whole capture down to a launch: busy shares in percent, lengths in microseconds."""
+    """Return busy shares in percent and lengths in microseconds, from the whole capture down to a launch."""
     seen = summarise_timeline(timeline)
     gpu = seen["gpu"]
     kernels = [a.end - a.start for a in timeline.activities if a.kind == KERNEL]
@@ -87,7 +87,7 @@ def levels(timeline: CapturedTimeline) -> dict[str, float]:
 
 
 def link(timeline: CapturedTimeline) -> DataFrame:
-    """Copies by direction and kind of host memory: bytes, and bytes a second while they ran."""
+    """Return the copies by direction and kind of host memory: bytes, and bytes a second while they ran."""
     import pandas as pd
 
     copies = [a for a in timeline.activities if a.kind == MEMCPY]
@@ -112,7 +112,7 @@ def host_memory_of(direction: str, *, pageable: bool) -> str:
 
 
 def libraries(timeline: CapturedTimeline) -> DataFrame:
-    """Kernels by the library they come from and by family: calls and milliseconds."""
+    """Return the kernels by the library they come from and by family: calls and milliseconds."""
     import pandas as pd
 
     rows = pd.DataFrame(
@@ -129,12 +129,12 @@ def libraries(timeline: CapturedTimeline) -> DataFrame:
 
 
 def library_of(kernel: str) -> str:
-    """Whose kernel it is, by its name."""
+    """Return whose kernel it is, by its name."""
     return next((library for library, marks in KERNEL_LIBRARIES if any(mark in kernel for mark in marks)), "other")
 
 
 def lanes(timeline: CapturedTimeline) -> DataFrame:
-    """Every event with the lane it is drawn in: NVTX ranges by depth, CUDA calls, and each stream of the GPU."""
+    """Return every event with the lane it is drawn in: NVTX ranges by depth, CUDA calls, and each stream of the GPU."""
     import pandas as pd
 
     depths = nesting([(r.start, r.end) for r in timeline.ranges])
@@ -155,7 +155,7 @@ def lanes(timeline: CapturedTimeline) -> DataFrame:
 
 
 def nesting(spans: Iterable[tuple[int, int]]) -> list[int]:
-    """How many earlier spans are still open at the start of each; spans come by start."""
+    """Return how many earlier spans are still open at the start of each; spans come by start."""
     open_until: list[int] = []
     depths = []
     for start, end in spans:
@@ -166,5 +166,5 @@ def nesting(spans: Iterable[tuple[int, int]]) -> list[int]:
 
 
 def beginning(timeline: CapturedTimeline) -> int:
-    """The first moment of a capture, in its own nanoseconds."""
+    """Return the first moment of a capture, in its own nanoseconds."""
     return min(each[0].start for each in (timeline.activities, timeline.calls, timeline.ranges) if each)

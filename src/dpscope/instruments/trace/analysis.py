@@ -1,15 +1,7 @@
 """Analyses for people who work in Python: data frames first, printing second.
 
 Every function takes a profiler that has recorded something (`torch.profiler.profile`), a trace that was read, or the
-path of one that was exported. `print()` shows what it returns as tables.
-
->>> from dpscope.instruments.trace.analysis import basic_analysis, detect_bottlenecks
->>> with torch.profiler.profile(record_shapes=True) as profiler:                         # doctest: +SKIP
-...     train_step()
->>> print(basic_analysis(profiler))                                                       # doctest: +SKIP
->>> detect_bottlenecks(profiler, threshold_ms=5.0)                                        # doctest: +SKIP
-
-Times are in milliseconds, memory in bytes. `device` is the GPU: those columns are left out of CPU traces.
+path of one. Times are in milliseconds, memory in bytes. `device` is the GPU: CPU traces have no such columns.
 """
 
 from __future__ import annotations
@@ -70,7 +62,7 @@ class Bottleneck:
 
 
 def as_trace(source: Source) -> Trace:
-    """The trace of a profiler, a file, or a trace itself."""
+    """Return the trace of a profiler, a file, or a trace itself."""
     if isinstance(source, Trace):
         return source
     if isinstance(source, profile):
@@ -79,7 +71,7 @@ def as_trace(source: Source) -> Trace:
 
 
 def operator_table(source: Source, *, by_shape: bool = False) -> DataFrame:
-    """A row an operator (and input shape): calls, time with and without what it calls, memory it keeps."""
+    """Return a row an operator (and input shape): calls, time with and without what it calls, memory it keeps."""
     import pandas as pd
 
     trace = as_trace(source)
@@ -129,12 +121,12 @@ def _shape(event: Event) -> str:
 
 
 def _is_recursive(event: Event) -> bool:
-    """Whether an event lies within a call of the same operator, whose time includes it."""
+    """Tell if an event lies within a call of the same operator, whose time includes it."""
     return any(around.name == event.name and around.category == OPERATOR for around in event.ancestors())
 
 
 def _distinct(events: Iterable[Event]) -> list[Event]:
-    """The operators among the events, each name once."""
+    """Return the operators among the events, each name once."""
     return list({event.name: event for event in events if event.category == OPERATOR}.values())
 
 
@@ -143,7 +135,7 @@ def _most(table: DataFrame, column: str, limit: int) -> DataFrame:
 
 
 def basic_analysis(source: Source, *, limit: int = 15, show: bool = False) -> Analysis:
-    """Operators by device time, by CPU time and by the memory they asked for, as far as each was recorded."""
+    """Return the operators by device time, CPU time and memory, as far as each was recorded."""
     table = operator_table(source)
     order = {
         "by device time": "device_ms",
@@ -156,7 +148,7 @@ def basic_analysis(source: Source, *, limit: int = 15, show: bool = False) -> An
 
 
 def advanced_analysis(source: Source, *, limit: int = 15, show: bool = False) -> Analysis:
-    """By operator, by operator and input shape (with `record_shapes=True`), and totals over the whole recording."""
+    """Analyse by operator, by operator and input shape (`record_shapes=True`), and in total."""
     trace = as_trace(source)
     by_operator, by_shape = operator_table(trace), operator_table(trace, by_shape=True)
     first, own = ("device_ms", "self_device_ms") if trace.on_gpu else ("cpu_ms", "self_cpu_ms")
@@ -183,7 +175,7 @@ def _totals(trace: Trace) -> dict[str, float]:
 
 
 def memory_analysis(source: Source, *, limit: int = 15, show: bool = False) -> Analysis:
-    """Memory by operator and over time. Needs `profile_memory=True`."""
+    """Analyse memory by operator and over time. Needs `profile_memory=True`."""
     import pandas as pd
 
     trace = as_trace(source)
@@ -205,7 +197,7 @@ def memory_analysis(source: Source, *, limit: int = 15, show: bool = False) -> A
 
 
 def detect_bottlenecks(source: Source, threshold_ms: float = 10.0, *, show: bool = False) -> list[Bottleneck]:
-    """Operators that take longer than a threshold over the whole recording, on GPU or host; slowest first."""
+    """Return the operators that take longer than a threshold in all, on GPU or host, slowest first."""
     trace = as_trace(source)
     shapes: dict[str, dict[str, None]] = {}
     for event in trace.operators:
@@ -231,7 +223,7 @@ def detect_bottlenecks(source: Source, threshold_ms: float = 10.0, *, show: bool
 
 
 def generate_performance_report(source: Source, name: str = "model", *, limit: int = 20) -> str:
-    """The analyses above as one text."""
+    """Return the analyses above as one text."""
     trace = as_trace(source)
     parts = [f"Performance of {name}", "", str(advanced_analysis(trace, limit=limit))]
     if trace.memory:

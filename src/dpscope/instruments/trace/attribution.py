@@ -39,7 +39,7 @@ class PhaseTimeline:
         return self._names[place] if place >= 0 else BETWEEN_PHASES
 
     def within(self, start: float, end: float) -> Iterator[tuple[str, float]]:
-        """Every stretch between two moments, with its length. The lengths sum to `end - start`."""
+        """Yield every stretch between two moments, with its length. The lengths sum to `end - start`."""
         moment = start
         place = bisect_right(self._starts, start)
         while place < len(self._starts) and self._starts[place] < end:
@@ -50,7 +50,7 @@ class PhaseTimeline:
 
 
 def union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The stretches covered by at least one interval, in order, without overlap."""
+    """Return the stretches covered by at least one interval, in order, without overlap."""
     merged: list[tuple[float, float]] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
@@ -61,14 +61,14 @@ def union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]
 
 
 def clip_to(step: Event, events: Iterable[Event]) -> list[tuple[float, float]]:
-    """The parts of the events that lie within a step."""
+    """Return the parts of the events that lie within a step."""
     pairs = ((max(event.start, step.start), min(event.end, step.end)) for event in events)
     return [(start, end) for start, end in pairs if end > start]
 
 
 @dataclass(frozen=True)
 class StepView:
-    """What belongs to one recorded step."""
+    """Events of one recorded step."""
 
     trace: Trace
     step: Event
@@ -78,17 +78,17 @@ class StepView:
     device_work: list[Event]  # what the step launched
 
     def phase_of(self, work: Event) -> str:
-        """The phase in which the host launched the work."""
+        """Return the phase in which the host launched the work."""
         return self.phases.at(launch_or_operator(self.trace, work).start)
 
 
 def launch_or_operator(trace: Trace, work: Event) -> Event:
-    """The host's side of a piece of work on the GPU; the work itself where that was not recorded."""
+    """Return the host's side of a piece of work on the GPU; the work itself where that was not recorded."""
     return trace.launch_of(work) or trace.operator_of(work) or work
 
 
 def step_views(trace: Trace) -> list[StepView]:
-    """One view a recorded step. Work on the GPU belongs to the step that launched it."""
+    """Return one view a recorded step. Work on the GPU belongs to the step that launched it."""
     phases = PhaseTimeline(trace.annotations)
     steps = trace.steps
 

@@ -27,7 +27,7 @@ MODULE = "module: "  # before a module's name, in the name of its range
 
 @dataclass(frozen=True, kw_only=True)
 class Detail:
-    """What the profiler records beside names and times. Each makes the trace larger and the step slower."""
+    """Details that the profiler records beside names and times. Each makes trace and step larger."""
 
     shapes: bool = False
     memory: bool = False
@@ -115,7 +115,7 @@ def _add_flops(flops: dict[str, float], profiler: profile, steps: int) -> None:
 
 @contextlib.contextmanager
 def module_ranges(model: nn.Module) -> Iterator[None]:
-    """A range around every submodule's forward pass, named by its path."""
+    """Push a range around every submodule's forward pass, named by its path."""
     open_ranges: list[record_function] = []
 
     def enter(name: str) -> None:

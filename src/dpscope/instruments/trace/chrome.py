@@ -22,7 +22,7 @@ LAST_KEY = b'"traceName"'  # of the document that torch.profiler writes
 
 
 def chrome_trace(profiler: profile) -> bytes:
-    """The trace as JSON. It can be had once of each recording, and only by way of a file in TMPDIR.
+    """Return the trace as JSON, once for each recording; torch writes it by way of a file in TMPDIR.
 
     Raises `OSError` (no room) where the file is missing or cut short: torch.profiler returns as if all were well.
     """
@@ -40,7 +40,7 @@ _KINDS = {"Memcpy": "gpu_memcpy", "Memset": "gpu_memset"}
 
 
 def trace_from_profiler(profiler: profile) -> Trace:
-    """What a profiler recorded, or `UserError` if that is nothing."""
+    """Return what a profiler recorded. Raise `UserError` if that is nothing."""
     try:
         recorded = list(profiler.events() or [])  # type: ignore[no-untyped-call]
     except (AssertionError, AttributeError):
@@ -53,7 +53,7 @@ def trace_from_profiler(profiler: profile) -> Trace:
 
 
 def _chrome_events(each: Any) -> Iterator[dict[str, Any]]:
-    """An operator or annotation as a Chrome trace has it, and what it launched, placed where it began."""
+    """Yield the Chrome events of an operator or annotation and of what it launched, placed where it began."""
     begin = {"ph": "X", "ts": each.time_range.start, "pid": ""}
     args = {"External id": each.id, "Sequence number": each.sequence_nr}
     if each.input_shapes:
@@ -68,7 +68,7 @@ def _chrome_events(each: Any) -> Iterator[dict[str, Any]]:
 
 
 def _memory_events(on_host: list[Any]) -> Iterator[dict[str, Any]]:
-    """What each operator itself asked for and freed, as one change at its end; totals since the recording began."""
+    """Yield what each operator itself allocated and freed, as one change at its end; totals since the start."""
     totals = [0, 0]
     for order, each in enumerate(sorted(on_host, key=lambda event: event.time_range.end)):
         for device, size in enumerate((each.self_cpu_memory_usage, each.self_device_memory_usage)):

@@ -19,7 +19,7 @@ GLOO = "gloo:"  # before the name of a collective, in the range around it on one
 
 
 def collective_time(traces: Sequence[Trace]) -> payload.CollectiveTime:
-    """Of an average step; times that overlap are counted once in `under_way_ms`, as often as they are in `kinds`."""
+    """Return the collectives of an average step; overlaps count once in `under_way_ms`, each time in `kinds`."""
     views = [view for trace in traces for view in step_views(trace)]
     sums = Sums("count", "ms", steps=len(views))
     under_way = exposed = 0.0
@@ -42,7 +42,7 @@ def collective_time(traces: Sequence[Trace]) -> payload.CollectiveTime:
 
 
 def _collectives(view: StepView) -> Iterator[Event]:
-    """What runs within the step, kernels or ranges of gloo's threads."""
+    """Yield what runs within the step: kernels, or ranges of gloo's threads."""
     yield from (work for work in view.device_work if kernel_family(work.name) == COLLECTIVE)
     yield from (
         event

@@ -42,25 +42,25 @@ class Event:
 
     @property
     def self_time(self) -> float:
-        """What is left when everything directly within it is taken away; never below zero."""
+        """Time of the event without everything directly within it; never below zero."""
         inner = sum(min(child.end, self.end) - child.start for child in self.children)
         return max(self.duration - inner, 0.0)
 
     def ancestors(self) -> Iterator[Event]:
-        """From the innermost outwards, itself left out."""
+        """Yield the events around it, from the innermost outwards."""
         event = self.parent
         while event is not None:
             yield event
             event = event.parent
 
     def nearest(self, wanted: Callable[[Event], bool]) -> Event | None:
-        """The innermost event around it, or itself, that is wanted."""
+        """Return the innermost event around it, or itself, that is wanted."""
         return self if wanted(self) else next(filter(wanted, self.ancestors()), None)
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What one recording holds. Every list is in order of time."""
+    """Contents of one recording. Every list is in order of time."""
 
     operators: list[Event]
     annotations: list[Event]
@@ -86,18 +86,18 @@ class Trace:
         return [Event("the recording", ANNOTATION, start, end - start, events[0].thread, {})]
 
     def launch_of(self, work: Event) -> Event | None:
-        """The call on the host that asked for this kernel, copy or fill."""
+        """Return the call on the host that asked for this kernel, copy or fill."""
         return self.launches.get(work.args.get("correlation", -1))
 
     def operator_of(self, event: Event) -> Event | None:
-        """The innermost operator that made this call or launched this work."""
+        """Return the innermost operator that made this call or launched this work."""
         call = self.launch_of(event) if event.category in DEVICE_WORK else event
         around = call.nearest(lambda e: e.category == OPERATOR) if call is not None else None
         return around or self.by_id.get(event.args.get("External id", -1))
 
 
 def read_trace(path: Path | str) -> Trace:
-    """The trace in a `.json` or `.json.gz` file, or `UserError` with a sentence."""
+    """Read the trace in a `.json` or `.json.gz` file. Raise `UserError` if it is none."""
     path = Path(path)
     try:
         raw = path.read_bytes()
@@ -122,7 +122,7 @@ def read_trace(path: Path | str) -> Trace:
 
 
 def parse_events(raw: Iterable[dict[str, Any]]) -> Trace:
-    """The events of a Chrome trace, nested."""
+    """Return the events of a Chrome trace, nested."""
     raw = list(raw)
     found: dict[str, list[Event]] = defaultdict(list)
     complete = [each for each in raw if each.get("ph") == "X" and each.get("cat") != "Trace"]

@@ -1,4 +1,4 @@
-"""What slows a step down without being arithmetic: waits, copies between host and device, casts."""
+"""Findings that slow a step down without being arithmetic: waits, copies between host and device, casts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _KIND = re.compile(r"\b([HDP]to[HDPA])\b")
 
 
 def synchronisations(views: Sequence[StepView], *, on_gpu: bool) -> list[Synchronisation]:
-    """Where the host waited for the GPU (or, in a CPU trace, would have), longest first: calls of an average step."""
+    """Return where the host waited for the GPU (or would have, in a CPU trace), longest first, for an average step."""
     sums = Sums("count", "ms", steps=len(views))
     for view in views:
         places = _SourceLines(view.trace)
@@ -34,7 +34,7 @@ def _reads_a_value(event: Event) -> bool:
 
 
 def _waits(view: StepView) -> list[Event]:
-    """Calls that return only when the GPU has caught up."""
+    """Return the calls that return only when the GPU has caught up."""
     to_pageable = {
         work.args.get("correlation") for work in view.device_work if "DtoH" in work.name and "Pageable" in work.name
     }
@@ -46,7 +46,7 @@ def _waits(view: StepView) -> list[Event]:
 
 
 def _outermost_operator(trace: Trace, event: Event) -> str:
-    """The operator a person would recognise: the outermost around it, autograd's own frames left out."""
+    """Return the operator a person would recognise: the outermost around it, autograd's own frames left out."""
     inner = trace.operator_of(event)
     if inner is None:
         return "(no operator)"
@@ -74,7 +74,7 @@ def _is_user_code(frame: Event) -> bool:
 
 
 def copies(views: Sequence[StepView]) -> list[Copy]:
-    """Copies of an average step by direction (H host, D device), with their bytes and who asked for them."""
+    """Return the copies of an average step by direction (H host, D device), with their bytes and who asked for them."""
     sums = Sums("count", "bytes", "ms", steps=len(views))
     for view in views:
         for work in view.device_work:
@@ -90,7 +90,7 @@ def copies(views: Sequence[StepView]) -> list[Copy]:
 
 
 def casts(views: Sequence[StepView]) -> list[Cast]:
-    """Copies from one number format to another, by phase. The formats are known where shapes were recorded.
+    """Return the copies from one number format to another, by phase. The formats are known where shapes were recorded.
 
     A kernel that converts while it does something else is no cast here.
     """
@@ -108,7 +108,7 @@ def casts(views: Sequence[StepView]) -> list[Cast]:
 
 
 def _formats(event: Event) -> str | None:
-    """`float to bfloat16` for a cast, None for any other operator."""
+    """Return `float to bfloat16` for a cast, None for any other operator."""
     if event.name != "aten::copy_":
         return None
     types = event.args.get("Input type")

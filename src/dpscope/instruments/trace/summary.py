@@ -31,7 +31,7 @@ KEYWORDS = ("clip", "norm", "einsum", "elementwise", "reduce")  # what readers o
 
 
 def summarise(traces: Sequence[Trace]) -> payload.TracePayload:
-    """The recorded steps of one or several traces, averaged.
+    """Return the recorded steps of one or several traces, averaged.
 
     `phases` sum to `step_ms` (host); on a GPU `operators`' `gpu_ms` plus `gpu.idle_ms` less `gpu.overlap_ms` sum to
     it too; without one, `operators`' `self_cpu_ms` on the step's thread plus `outside_operators_ms`.
@@ -75,7 +75,7 @@ def _ms(microseconds: float) -> float:
 
 
 def _phases(views: Sequence[StepView]) -> list[payload.Phase]:
-    """Host and GPU time of each phase; what lies between them is a row of its own, so that the host column sums."""
+    """Return host and GPU time of each phase; what lies between is a row of its own, so that the host column sums."""
     sums = Sums("cpu_ms", "gpu_ms", steps=len(views))
     for view in views:
         for name, length in view.phases.within(view.step.start, view.step.end):
@@ -87,7 +87,7 @@ def _phases(views: Sequence[StepView]) -> list[payload.Phase]:
 
 
 def _operators(views: Sequence[StepView]) -> list[payload.Operator]:
-    """Self time of every operator in every phase. A kernel that no operator launched goes under its own name."""
+    """Return the self time of every operator in every phase. A kernel without an operator has its own name."""
     sums = Sums("count", "self_cpu_ms", "gpu_ms", steps=len(views))
     for view in views:
         for event in main_thread_operators(view) if not view.trace.on_gpu else view.operators:
@@ -101,7 +101,7 @@ def _operators(views: Sequence[StepView]) -> list[payload.Operator]:
 
 
 def _gpu(views: Sequence[StepView]) -> payload.GpuTime:
-    """How long the GPU was busy and idle within the steps, and why it was idle."""
+    """Return how long the GPU was busy and idle within the steps, and why it was idle."""
     busy = idle_host = idle_queued = idle_end = total = 0.0
     for view in views:
         total += sum(work.duration for work in view.device_work)
@@ -132,7 +132,7 @@ def _gpu(views: Sequence[StepView]) -> payload.GpuTime:
 
 
 def _launch_times(view: StepView) -> dict[float, float]:
-    """When each piece of work on the GPU began -> when the host had finished asking for it."""
+    """Return when each piece of work on the GPU began -> when the host had finished asking for it."""
     times = {}
     for work in view.trace.device_work:
         launch = view.trace.launch_of(work)
@@ -163,7 +163,7 @@ def _families(views: Sequence[StepView]) -> list[payload.Family]:
 
 
 def _by_keyword(views: Sequence[StepView]) -> list[payload.NamedWork]:
-    """Kernels and operators with one of `KEYWORDS` in their names. An operator's time includes what it calls."""
+    """Return kernels and operators with one of `KEYWORDS` in their names. An operator's time includes its callees."""
     sums = Sums("kernels", "kernel_ms", "operators", "operator_cpu_ms", "operator_gpu_ms", steps=len(views))
     for view in views:
         for word in KEYWORDS:
@@ -207,7 +207,7 @@ def _modules(views: Sequence[StepView]) -> list[payload.ModuleTime]:
 
 
 def _memory(traces: Sequence[Trace], steps: int) -> payload.TracedMemory:
-    """Bytes that operators asked for (less what they freed), and what was allocated over time, with its highest."""
+    """Return the bytes that operators allocated less what they freed, and allocated memory over time."""
     keys = ("operator", "device")
     sums = Sums("allocations", "allocated_bytes", "net_bytes", steps=steps)
     highest: dict[str, float] = {}
@@ -225,7 +225,7 @@ def _memory(traces: Sequence[Trace], steps: int) -> payload.TracedMemory:
 
 
 def _over_time(trace: Trace, device: str) -> list[tuple[float, int]]:
-    """(milliseconds, bytes allocated) of one recording: in each of `MEMORY_POINTS` stretches its highest moment.
+    """Return (milliseconds, bytes allocated) of one recording: the highest moment of each of `MEMORY_POINTS` stretches.
 
     The allocator's own total where it keeps one; torch's on the CPU does not, and there it is what came since the
     recording began.

@@ -38,7 +38,7 @@ Difference = tuple[str, str, str]  # what is not the same in both sweeps, as it 
 
 
 def pair_rows(now: Sequence[Row], before: Sequence[Row]) -> list[tuple[Row, Row]]:
-    """(row of before, row of now), in the order of now. Each row is in one pair at most.
+    """Return (row of before, row of now), in the order of now. Each row is in one pair at most.
 
     Where a sweep has several rows that could be compared (two numbers of steps, say), those come together that were
     looked at with the same instruments, and then those with the most settings in common.
@@ -65,7 +65,7 @@ def _likeness(one: Row, other: Row) -> float:
 
 
 def list_differences(pairs: Sequence[tuple[Row, Row]]) -> list[Difference]:
-    """Of the rows that are compared: environment first, then settings; each value once, where sides differ."""
+    """Return differences of the compared rows: environment first, then settings; each value once."""
     sides = [[result for pair in pairs for result in pair[side].measured.values()] for side in (0, 1)]
     others = {name: name for side in sides for each in side for name in each.environment if name not in ENVIRONMENT}
     found = []
@@ -91,7 +91,7 @@ class Pair:
 
     @classmethod
     def of(cls, before: Row, now: Row, sources: tuple[str, str]) -> Pair:
-        """`sources`: how the peaks that are compared were measured, before and now."""
+        """Pair two rows; `sources`: how the compared peaks were measured, before and now."""
         changes = []
         for quantity in QUANTITIES:
             then, today = (quantity.read(row, source) for row, source in zip((before, now), sources, strict=True))
@@ -102,7 +102,7 @@ class Pair:
         return self.changes[quantity.key]
 
     def ratio(self, quantity: Quantity) -> SweepChange:
-        """Of its ratio to standard."""
+        """Return the change of its ratio to standard."""
         return self.change(quantity.ratio)
 
     @property
@@ -118,7 +118,7 @@ class Pair:
         return self.status_changed or any(self.change(quantity).tone for quantity in QUANTITIES)
 
     def verdict(self, quantity: Quantity) -> str:
-        """Of its quantity; of the row where that ended in another way than before, or without figures."""
+        """Return the verdict of its quantity, or of the row if that ended differently or without figures."""
         if self.status_changed:
             return " → ".join(self.statuses)
         return self.change(quantity).verdict or ("" if self.now.result.ok else self.statuses[1])
@@ -147,7 +147,7 @@ class Against:
         return worth_a_column([pair.now for pair in self.pairs], ("model", *COMPARED))
 
     def name_of(self, pair: Pair) -> str:
-        """`flash at batch 8, sequence 256`, and whatever else tells it from the others."""
+        """Return `flash at batch 8, sequence 256`, and whatever else tells it from the others."""
         row = pair.now
         model = f" on {row.field('model')}" if "model" in self.telling else ""
         told = [SETTINGS[name].in_words(row.spec) for name in self.telling if name in SETTINGS]
@@ -155,11 +155,11 @@ class Against:
 
     @property
     def quantities(self) -> list[Quantity]:
-        """Those that any pair has something to say about."""
+        """Quantities that any pair has something to say about."""
         return [quantity for quantity in QUANTITIES if any(pair.change(quantity).known for pair in self.pairs)]
 
     def to_pandas(self) -> pandas.DataFrame:
-        """A record for each row of either sweep; units are in the columns' names, changes are fractions of before."""
+        """Return a record for each row of either sweep; columns name their units, changes are fractions of before."""
         return frame_of(to_records(self))
 
     def __str__(self) -> str:
@@ -192,7 +192,7 @@ def set_against(now: Report, before: Report, *, names: tuple[str, str]) -> Again
 
 
 def list_rows(rows: Sequence[Row], most: int = 6) -> str:
-    """`standard, flat on 1b at batch 8, sequence 256, bf16`: the methods of each size together."""
+    """Return `standard, flat on 1b at batch 8, sequence 256, bf16`: the methods of each size together."""
     groups = grouped(rows, lambda row: f"{row.field('model')} at {row.size}, {step_in_words(row.spec)}")
     named = [f"{', '.join(row.method for row in own)} on {where}" for where, own in groups.items()]
     more = [f"and {len(named) - most} more sizes"] if len(named) > most else []
@@ -200,7 +200,7 @@ def list_rows(rows: Sequence[Row], most: int = 6) -> str:
 
 
 def _memory_sources(pairs: Sequence[tuple[Row, Row]]) -> tuple[str, str]:
-    """One definition of the peak for the whole table: the way in which most pairs have it on both sides.
+    """Return one definition of the peak for the whole table: the way in which most pairs have it on both sides.
 
     Where no pair has, each sweep's own: then the two are shown and not compared.
     """
@@ -213,7 +213,7 @@ def _memory_sources(pairs: Sequence[tuple[Row, Row]]) -> tuple[str, str]:
 
 
 def to_records(against: Against) -> list[dict[str, Any]]:
-    """`in`: both, before or now. A row that only one sweep has keeps its status; the rest of it is in that sweep."""
+    """Return a record for each row; `in`: both, before or now. A row of only one sweep keeps its status."""
     return [
         {**row.fields(*IDENTITY, *COMPARED), "in": sweeps, "status_before": before, "status_now": now, **figures}
         for row, sweeps, before, now, figures in (

@@ -1,4 +1,4 @@
-"""What is compared between two sweeps: how it is read off a row, and what counts as a change of it.
+"""Quantities that two sweeps are compared by: how each is read off a row, and what counts as a change.
 
 Times have a spread, so a time changed only beyond it (`judge_by_spread`). Peak memory and bytes are counted once and
 repeat, so they changed beyond a small share (`judge_by_share`). Readings of two sources are shown and never compared.
@@ -36,7 +36,7 @@ class Reading:
     source: str | None = None  # how it was measured
 
 
-# Less (-1) or more (1) than before; otherwise the verdict in words: no change, or why nobody can say.
+# Less (-1) or more (1) than before; otherwise the verdict in words: no change, or why it is undecided.
 Judge = Callable[[Reading, Reading, float], "int | str"]
 # Of a row, with the way in which its peak was measured: itself, and its ratio to standard of the same sweep.
 Read = Callable[[Row, str], tuple[Reading, Reading]]
@@ -44,7 +44,7 @@ Read = Callable[[Row, str], tuple[Reading, Reading]]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Quantity:
-    """What is compared, with the words for less and for more of it."""
+    """Quantity to compare, with the words for less and for more of it."""
 
     key: str
     less: str
@@ -119,7 +119,7 @@ class SweepChange:
 
 
 def judge_by_spread(before: Reading, now: Reading, relative: float) -> int | str:
-    """A change where the two spreads do not overlap, both were steady, and it is not too small to repeat."""
+    """Return a change where the two spreads do not overlap, both were steady, and it is not too small to repeat."""
     if before.spread is None or now.spread is None:
         return NO_SPREAD
     if doubt := next((reason for reason in (FEW, *REASONS) if reason in (before.doubt, now.doubt)), None):
@@ -150,7 +150,7 @@ def _time(row: Row, source: str) -> tuple[Reading, Reading]:
 
 
 def peaks_by_source(row: Row) -> dict[str, float]:
-    """How it was measured -> peak in bytes, the memory instrument's first."""
+    """Return how it was measured -> peak in bytes, the memory instrument's first."""
     found: dict[str, float] = {}
     for instrument, peak in row.peaks.items():
         found.setdefault(str(row.measured[instrument].memory.get("source") or "stated"), peak)
@@ -170,7 +170,7 @@ def _traffic(row: Row, source: str) -> tuple[Reading, Reading]:
 
 TIME = Quantity(
     key="time",
-    title="Time of a step",
+    title="Step time",
     unit="ms",
     less="faster",
     more="slower",

@@ -23,7 +23,7 @@ NAMED_PAIRS = 8  # rows named one by one in a sentence; the table has all of the
 
 
 def headline(against: Against) -> str:
-    """What there is to know, in one sentence."""
+    """Return the main point in one sentence."""
     rows = _count(len(against.pairs), "row")
     tallies = [
         f"{count} {word} {quantity.tally}".rstrip()
@@ -45,14 +45,14 @@ def headline(against: Against) -> str:
 
 
 def sentences(against: Against) -> list[str]:
-    """Everything that changed, the worst of it first; then what nobody can say."""
+    """Return everything that changed, the worst first; then what is undecided."""
     found = [_sentence(against, each, word) for each in against.quantities for word in (each.more, each.less)]
     others = [*_standard_sentences(against), *_undecided_sentences(against)]
     return [*_status_sentences(against), *filter(None, found), *others]
 
 
 def format_change(relative: float | None) -> str:
-    """−3.1%; what would round to nothing has no sign."""
+    """Return −3.1%; what would round to nothing has no sign."""
     if relative is None:
         return MISSING
     share = f"{abs(relative):.1%}"
@@ -65,7 +65,7 @@ def arrow(change: SweepChange) -> str:
 
 
 def _sentence(against: Against, quantity: Quantity, word: str) -> str:
-    """`Faster: flash at batch 8 (174.4 ms → 111.9 ms, −35.9%; 1.73× → 1.11× of standard).`"""
+    """Return `Faster: flash at batch 8 (174.4 ms → 111.9 ms, −35.9%; 1.73× → 1.11× of standard)`."""
     pairs = [pair for pair in against.pairs if pair.change(quantity).verdict == word]
     pairs.sort(key=lambda pair: -abs(pair.change(quantity).relative or 0.0))
     named = []
@@ -89,7 +89,7 @@ def _status_sentences(against: Against) -> list[str]:
 
 
 def _standard_sentences(against: Against) -> list[str]:
-    """Ordinary training that changed points at the machine or the libraries: then the ratios tell the rest."""
+    """Return a hint at the machine or the libraries if ordinary training changed: then read the ratios."""
     moved = [pair for pair in against.pairs if pair.now.method == STANDARD and pair.change(TIME).tone]
     if not moved or len(moved) == len(against.pairs):
         return []
@@ -117,7 +117,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def against_summary(against: Against) -> RenderableType:
-    """What differs about the machines, what changed, and by which rule."""
+    """Return what differs about the machines, what changed, and by which rule."""
     headings = ("not the same", "before", "now")
     differences = table_of(
         against.differences, [(name, itemgetter(n)) for n, name in enumerate(headings)], left=headings, wrap=headings
@@ -141,7 +141,7 @@ def against_summary(against: Against) -> RenderableType:
 
 
 def _notes(against: Against, quantity: Quantity) -> list[str]:
-    """What `?` marks, and which peak it is."""
+    """Return what `?` marks, and which peak it is."""
     if quantity is MEMORY:
         return peak_notes(against.memory_sources)
     changes = [change for pair in against.pairs for change in (pair.change(quantity), pair.ratio(quantity))]
@@ -150,8 +150,10 @@ def _notes(against: Against, quantity: Quantity) -> list[str]:
 
 
 def _tables(pairs: Sequence[Pair], quantity: Quantity) -> FirstThatFits:
-    """A line a pair: before, now, the change, and the ratios to each sweep's own standard. On a narrow terminal the
-    spread goes first, then the ratios."""
+    """Return a line a pair: before, now, the change, and the ratios to each sweep's own standard.
+
+    A narrow terminal loses the spread first, then the ratios.
+    """
     identity: list[Column[Pair]] = identity_columns([pair.now for pair in pairs], lambda pair: pair.now)
 
     figures: list[Column[Pair]] = [

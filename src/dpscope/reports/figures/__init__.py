@@ -1,1 +1,1 @@
-"""What pictures for papers have in common. matplotlib is loaded when the first is drawn."""
+"""Common parts of pictures for papers. matplotlib is loaded when the first is drawn."""

@@ -44,7 +44,7 @@ def draw_bars(
     columns: int = 1,
     one_scale: bool = True,
 ) -> Figure:
-    """`looks`: how each part is filled, with a legend of them."""
+    """Draw stacked bars; `looks`: how each part is filled, with a legend of them."""
     columns = min(columns, len(panels))
     lines = [panels[start : start + columns] for start in range(0, len(panels), columns)]
     bars = [max(len(panel.names) * BAR_HEIGHTS[panel.inside] for panel in line) for line in lines]
@@ -92,7 +92,7 @@ def _draw_panel(
 
 
 def _write_values(ax: Axes) -> None:
-    """The value inside every segment that has room for it."""
+    """Write the value inside every segment that has room for it."""
     from matplotlib.colors import to_hex
 
     bar: Any
@@ -108,7 +108,7 @@ def _write_values(ax: Axes) -> None:
 
 
 def filled(colour: str | None, hatched: bool = False) -> dict[str, Any]:
-    """How a part is filled: hatched for what only private training has; dotted without a colour."""
+    """Return how a part is filled: hatched for what only private training has; dotted without a colour."""
     if colour is None:
         return {"facecolor": BLANK, "edgecolor": "0.6", "linewidth": 0.4, "hatch": "...."}
     edge = "0.4" if colour == BLANK else "white"

@@ -37,7 +37,7 @@ class Point:
         return {"marker": self.marker, "color": self.colour, "markersize": self.size, "markerfacecolor": fill}
 
     def box(self, ax: Axes) -> Box:
-        """The pixels that its marker and its spread take."""
+        """Return the pixels that its marker and its spread take."""
         half = (self.size / 2 + 1) * ax.figure.dpi / 72
         ends = (self.x, *(self.spread or ()))
         (left, y), (right, _) = ax.transData.transform([(min(ends), self.y), (max(ends), self.y)])
@@ -45,7 +45,7 @@ class Point:
 
 
 def draw_points(ax: Axes, points: Sequence[Point]) -> None:
-    """The small ones below the others."""
+    """Draw the points, the small ones below the others."""
     for point in points:
         low, high = point.spread or (point.x, point.x)
         spread = [[max(point.x - low, 0.0)], [max(high - point.x, 0.0)]] if point.spread else None
@@ -74,13 +74,13 @@ def name_points(ax: Axes, points: Sequence[Point], taken: Sequence[Box] = ()) ->
 
 
 def box_of(artist: Any, pad: float = 0.0) -> Box:
-    """The pixels that something takes, and some around it."""
+    """Return the pixels that something takes, and some around it."""
     left, bottom, right, top = artist.get_window_extent().padded(pad).extents
     return left, bottom, right, top
 
 
 def in_figure(ax: Axes, pixel: Pixel) -> Pixel:
-    """The same place as a fraction of the figure: pixels are others in a file of another resolution."""
+    """Return the same place as a fraction of the figure: pixels are others in a file of another resolution."""
     x, y = ax.figure.transFigure.inverted().transform(pixel)
     return float(x), float(y)
 
@@ -88,11 +88,11 @@ def in_figure(ax: Axes, pixel: Pixel) -> Pixel:
 def _best_place(
     pixel: Pixel, size: Pixel, scale: float, frame: Box, obstacles: Sequence[Box], written: Sequence[Box]
 ) -> tuple[float, Pixel, Box]:
-    """The nearest place where a label covers nothing, or else the one where it covers least."""
+    """Return the nearest place where a label covers nothing, or else the one where it covers least."""
     width, height = size
 
     def place(radius: float, angle: float) -> tuple[float, Pixel, Box]:
-        """A box whose nearest edge or corner is `radius` away in that direction, and the way to its centre."""
+        """Return a box whose nearest edge or corner is `radius` away in that direction, and the way to its centre."""
         cos, sin = (round(f(math.radians(angle)), 3) for f in (math.cos, math.sin))
         dx = radius * scale * cos + ((cos > 0) - (cos < 0)) * width / 2
         dy = radius * scale * sin + ((sin > 0) - (sin < 0)) * height / 2
@@ -109,14 +109,14 @@ def _best_place(
 
 
 def _shared(one: Box, other: Box) -> float:
-    """Square pixels that two boxes have in common."""
+    """Return the square pixels that two boxes have in common."""
     width = min(one[2], other[2]) - max(one[0], other[0])
     height = min(one[3], other[3]) - max(one[1], other[1])
     return max(width, 0.0) * max(height, 0.0)
 
 
 def _crossed(pixel: Pixel, box: Box, written: Sequence[Box]) -> int:
-    """How many labels a line from the marker to a box would run through; each weighs as much as a square pixel."""
+    """Return the cost of labels that a line from the marker to a box crosses; each costs one square pixel."""
     end = _nearest(pixel, box)
     line = [(pixel[0] + t / 20 * (end[0] - pixel[0]), pixel[1] + t / 20 * (end[1] - pixel[1])) for t in range(21)]
     return sum(any(b[0] <= x <= b[2] and b[1] <= y <= b[3] for x, y in line) for b in written)

@@ -1,5 +1,4 @@
-"""What all figures share: sizes that fit a paper's columns, type that can be read there, files that do not change
-from one drawing to the next."""
+"""Style of all figures: sizes that fit a paper's columns, readable type, and reproducible files."""
 
 from __future__ import annotations
 
@@ -70,7 +69,7 @@ def styled(draw: Draw) -> Draw:
 
 
 def new_figure(height: float) -> Figure:
-    """As wide as a page, `height` inches high, drawn without a display or any global state."""
+    """Make a figure as wide as a page, `height` inches high, drawn without a display or any global state."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -82,7 +81,7 @@ def new_figure(height: float) -> Figure:
 def new_panels(
     count: int, columns: int, margin: float, heights: Sequence[float], **shared: Any
 ) -> tuple[Figure, list[Axes]]:
-    """A new figure and its panels, `columns` side by side; inches: `heights` of the lines, and `margin` around them."""
+    """Return a new figure and its panels, `columns` side by side, with row `heights` and a `margin` in inches."""
     figure = new_figure(margin + sum(heights))
     axes = figure.subplots(len(heights), columns, squeeze=False, height_ratios=heights, **shared).flatten()
     for spare in axes[count:]:
@@ -100,7 +99,7 @@ def settle(figure: Figure) -> None:
 
 @styled
 def save(figure: Figure, folder: Path, name: str, formats: Sequence[str]) -> list[Path]:
-    """One file a format, each replaced at once; a reader never sees half a picture."""
+    """Write one file for each format, replaced atomically, so that no reader sees half a picture."""
     paths = [folder / f"{name}.{kind}" for kind in formats]
     for path, kind in zip(paths, formats, strict=True):
         picture = io.BytesIO()
@@ -110,7 +109,7 @@ def save(figure: Figure, folder: Path, name: str, formats: Sequence[str]) -> lis
 
 
 def byte_unit(largest: float) -> tuple[float, str]:
-    """The unit an axis is read in, and its size in bytes: the largest of which there are two."""
+    """Return the unit an axis is read in, and its size in bytes: the largest of which there are two."""
     units = ((float(GIB), "GiB"), (float(MIB), "MiB"), (1024.0, "KiB"))
     return next((unit for unit in units if largest >= 2 * unit[0]), (1.0, "B"))
 
@@ -120,12 +119,12 @@ def set_title(figure: Figure, *lines: str) -> None:
 
 
 def not_drawn(reasons: Sequence[tuple[Row, str]]) -> list[str]:
-    """The note that names rows which a figure leaves out."""
+    """Return the note that names rows which a figure leaves out."""
     return [f"Not drawn: {', '.join(f'{row.method} ({reason})' for row, reason in reasons)}"] if reasons else []
 
 
 def describe(rows: Sequence[Row]) -> str:
-    """What a figure was measured on; its size where it is of one."""
+    """Return what a figure was measured on, and its size if it is of one."""
     about = [(row.field("model"), row.size, step_in_words(row.spec), row.machine or "") for row in rows]
     models, sizes, steps, machines = (list(dict.fromkeys(filter(None, each))) for each in zip(*about, strict=True))
     what = ["/".join(models), *(sizes if len(sizes) == 1 else ()), "/".join(steps)]
@@ -133,7 +132,7 @@ def describe(rows: Sequence[Row]) -> str:
 
 
 def patch_legend(figure: Figure, looks: Mapping[str, Mapping[str, Any]], columns: int) -> None:
-    """Below the panels: a patch that looks so for each label."""
+    """Add a legend below the panels: a patch for each label."""
     from matplotlib.patches import Patch
 
     patches = [Patch(label=label, **look) for label, look in looks.items()]

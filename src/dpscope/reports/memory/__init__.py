@@ -1,1 +1,1 @@
-"""What memory was for: data, text, figures and charts of the page."""
+"""Memory in reports: data, text, figures and charts of the page."""

@@ -24,7 +24,7 @@ MOMENTS = 400  # of a timeline: a panel is hardly wider in pixels
 
 
 def look_of(key: str) -> dict[str, Any]:
-    """How a component is drawn and named."""
+    """Return how a component is drawn and named."""
     component, colour = component_named(key), colour_of(key)
     ink = "#ffffff" if is_dark(colour) else "#000000"
     named = {"name": component.label, "label": component.marked()}
@@ -32,20 +32,27 @@ def look_of(key: str) -> dict[str, Any]:
 
 
 def unit_for(largest: float) -> dict[str, Any]:
-    """What an axis is read in: ticks that are round numbers of bytes are not round in GiB."""
+    """Return the unit of an axis: ticks that are round numbers of bytes are not round in GiB."""
     return dict(zip(("size", "name"), byte_unit(largest), strict=True))
 
 
 def _without(reasons: Sequence[tuple[Row, str]]) -> str:
-    """The sentence that names the rows which a chart leaves out, to follow another."""
+    """Return the sentence that names the rows which a chart leaves out, to follow another."""
     return "".join(f" {note}." for note in not_drawn(reasons))
 
 
-@chart_by_size(key="memory-peak", title="Memory at the peak, by component", nav_label="Memory")
+@chart_by_size(
+    key="memory-peak",
+    title="Memory at the peak, by component",
+    nav_label="Memory",
+    how=(
+        "Every storage was followed from birth to death through one step; shown is the moment at which most bytes "
+        "were live, and unattributed is what the allocator counted beyond that. It does not see memory outside "
+        "PyTorch's allocator, nor what the allocator keeps in reserve."
+    ),
+)
 def memory_peak(rows: Sequence[Row]) -> View | None:
-    """Every storage was followed from birth to death through one step; shown is the moment at which most bytes were
-    live, and unattributed is what the allocator counted beyond that. It does not see memory outside PyTorch's
-    allocator, nor what the allocator keeps in reserve."""
+    """Return the bars of each peak by component."""
     described = data.described_of(rows)
     if not described:
         return None
@@ -83,12 +90,19 @@ def memory_peak(rows: Sequence[Row]) -> View | None:
     )
 
 
-@chart_by_size(key="tensors", title="Largest tensors at the peak", nav_label="Tensors")
+@chart_by_size(
+    key="tensors",
+    title="Largest tensors at the peak",
+    nav_label="Tensors",
+    how=(
+        "Every storage that was live at the peak of a tracked step, the largest first, with the shape it was made "
+        "in, what it is for, and the innermost line of Python outside torch that asked for it; alike ones of "
+        "several layers share a bar, which is as long as one of them. It does not see what an operator allocates "
+        "and frees inside itself."
+    ),
+)
 def tensors_at_peak(rows: Sequence[Row]) -> View | None:
-    """Every storage that was live at the peak of a tracked step, the largest first, with the shape it was made in,
-    what it is for, and the innermost line of Python outside torch that asked for it; alike ones of several layers
-    share a bar, which is as long as one of them. It does not see what an operator allocates and frees inside
-    itself."""
+    """Return the largest tensors at each peak."""
     known = [(row.method, tensors) for row in rows if (tensors := data.tensors_of(row))]
     if not known:
         return None
@@ -132,11 +146,18 @@ def _tensor_lines(method: str, tensors: TensorsAtPeak) -> list[dict[str, Any]]:
     return [*lines, dict.fromkeys(lines[0], "") | rest] if rest["bytes"] else lines
 
 
-@chart_by_size(key="memory-timeline", title="Memory over one training step", nav_label="Timeline")
+@chart_by_size(
+    key="memory-timeline",
+    title="Memory over one training step",
+    nav_label="Timeline",
+    how=(
+        "Live bytes after every allocation and free of one step, thinned out for this page; every highest value "
+        "is kept as measured. It does not see time (a step to the right is an event, not a millisecond), nor what "
+        "is unattributed."
+    ),
+)
 def memory_timeline(rows: Sequence[Row]) -> View | None:
-    """Live bytes after every allocation and free of one step, thinned out for this page; every highest value is
-    kept as measured. It does not see time (a step to the right is an event, not a millisecond), nor what is
-    unattributed."""
+    """Return the live bytes of each method over a step."""
     timelines = [(row, timeline) for row in rows if (timeline := data.timeline_of(row))]
     if not timelines:
         return None
@@ -165,7 +186,7 @@ def memory_timeline(rows: Sequence[Row]) -> View | None:
 
 
 def _panel(row: Row, timeline: Timeline, keys: Sequence[str]) -> dict[str, Any]:
-    """Events and levels as changes from one moment to the next: most are 0, which keeps the page small, to the byte."""
+    """Return events and levels as changes from one moment to the next: most are 0, which keeps the page small."""
     kept, at, composition = timeline.moments(MOMENTS), timeline.peak, data.composition_of(row)
     return {
         "method": row.method,
@@ -182,7 +203,7 @@ def _changes(values: Sequence[int]) -> list[int]:
 
 
 def _by_phase(method: str, timeline: Timeline, keys: Sequence[str]) -> list[tuple[Any, ...]]:
-    """The fullest moment of each phase."""
+    """Return the fullest moment of each phase."""
     lines: list[tuple[Any, ...]] = []
     for phase in timeline.phases:
         within = [n for n, event in enumerate(timeline.events) if timeline.is_in(phase, event)]

@@ -1,4 +1,4 @@
-"""What the bytes of a row's peak were for, and how they came and went."""
+"""Memory of a row: what the bytes of its peak were for, and how they came and went."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from dpscope.vocabulary.methods import STANDARD
 
 
 def present(held: Iterable[Mapping[str, float]]) -> list[str]:
-    """The components of which anything was held, as they are stacked."""
+    """Return the components of which anything was held, as they are stacked."""
     return in_order(key for each in held for key, count in each.items() if count)
 
 
 @once_a_row
 def composition_of(row: Row) -> Composition | None:
-    """None where no instrument saw what the peak was made of."""
+    """Return what the peak was made of; None if no instrument saw it."""
     return row.first_of(composition_in)
 
 
 def described_of(rows: Iterable[Row]) -> dict[Row, Composition]:
-    """The rows whose peaks have a composition."""
+    """Return the rows whose peaks have a composition."""
     return {row: composition for row in rows if (composition := composition_of(row))}
 
 
 def undescribed(rows: Iterable[Row]) -> list[tuple[Row, str]]:
-    """The others, and why they have none."""
+    """Return the others, and why they have none."""
     return [(row, row.why_none("no breakdown by component was measured")) for row in rows if not composition_of(row)]
 
 
@@ -39,17 +39,17 @@ def standard_of(described: Mapping[Row, Composition]) -> Composition | None:
 
 @once_a_row
 def timeline_of(row: Row) -> Timeline | None:
-    """None where there is no timeline, or none that can be drawn."""
+    """Return the timeline of a row; None if there is none that can be drawn."""
     return row.first_of(lambda result: timeline_in(result.timeline))
 
 
 def snapshots_of(row: Row) -> dict[str, float]:
-    """The named stages of a run and the bytes that were allocated at each."""
+    """Return the named stages of a run and the bytes that were allocated at each."""
     taken = row.first_of(lambda result: result.snapshots) or []
     return {stage["name"]: stage["allocated_mb"] * MIB for stage in taken}
 
 
 def tensors_of(row: Row) -> TensorsAtPeak | None:
-    """None where a file has none: older ones have not."""
+    """Return the tensors at the peak; None if a file has none, as older ones."""
     tensors = row.first_of(lambda result: result.memory.get("tensors"))
     return tensors if tensors and tensors["largest"] else None

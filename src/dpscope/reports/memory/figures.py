@@ -1,5 +1,8 @@
-"""`memory_breakdown_comparison`, what each method's peak is made of and what it holds beyond ordinary training, and
-`memory_timeline`, how the bytes of one step come and go: a panel a method, on one scale."""
+"""Figures of memory: `memory_breakdown_comparison` and `memory_timeline`.
+
+The first shows what each method's peak is made of and what it holds beyond ordinary training, the second how the bytes
+of one step come and go: a panel a method, on one scale.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ MANY_PANELS = 4  # beyond that they stand in two columns
 
 
 def draw_breakdown(rows: Sequence[Row]) -> Figure | None:
-    """The chart of peaks, of rows of one size, and beside it what each method holds beyond standard."""
+    """Return the chart of peaks, of rows of one size, and beside it what each method holds beyond standard."""
     chart = memory_peak(rows)
     if chart is None:
         return None
@@ -55,7 +58,7 @@ def draw_breakdown(rows: Sequence[Row]) -> Figure | None:
 def _extra(
     names: Sequence[str], held: Sequence[Sequence[float]], standard: int | None, looks: Iterable[str]
 ) -> BarPanel:
-    """Each method's bytes beyond standard's, component by component: more to the right, less to the left."""
+    """Draw each method's bytes beyond standard's by component: more to the right, less to the left."""
     if standard is None or len(names) == 1:
         reason = "no standard at this size" if standard is None else "standard is the only method"
         return BarPanel(names=(), parts={}, ends=(), axis=f"nothing to compare with:\n{reason}")
@@ -71,13 +74,13 @@ def _extra(
 
 
 def _parts(labels: Iterable[str], stacks: Sequence[Sequence[float]], unit: float) -> dict[str, list[float | None]]:
-    """From bytes of each bar's components to each component's in every bar."""
+    """Turn the components of each bar into the bars of each component."""
     return {label: [stack[n] / unit for stack in stacks] for n, label in enumerate(labels)}
 
 
 @style.styled
 def draw_timeline(rows: Sequence[Row]) -> Figure | None:
-    """Rows of one size; None if none of them has a timeline or snapshots."""
+    """Return the rows of one size; None if none of them has a timeline or snapshots."""
     found = [(row, data.timeline_of(row), data.snapshots_of(row)) for row in rows]
     drawn = [(row, timeline, stages) for row, timeline, stages in found if timeline or stages]
     if not drawn:
@@ -120,7 +123,7 @@ def _look_of(component: str) -> dict[str, Any]:
 
 
 def _draw_components(ax: Axes, timeline: Timeline, unit: float) -> None:
-    """Stacked areas; a level holds from its event to the next."""
+    """Draw stacked areas; a level holds from its event to the next."""
     events = timeline.events
     floor = [0.0] * len(events)
     for key, level in timeline.levels.items():
@@ -134,7 +137,7 @@ def _draw_components(ax: Axes, timeline: Timeline, unit: float) -> None:
 
 
 def _draw_stages(ax: Axes, stages: Mapping[str, float], unit: float) -> None:
-    """What older files have: the total at named stages of the run."""
+    """Draw what older files have: the total at named stages of the run."""
     places, names = range(len(stages)), [shorten(name, 22) for name in stages]
     ax.step(places, [count / unit for count in stages.values()], where="post", color="black", linewidth=1.0)
     step = -(-len(stages) // 12)
@@ -142,8 +145,7 @@ def _draw_stages(ax: Axes, stages: Mapping[str, float], unit: float) -> None:
 
 
 def _name_phases(ax: Axes, phases: Sequence[PhaseSpan]) -> None:
-    """The longest phases whose names fit side by side, in a strip above the panel: moved aside where phases are short,
-    with a line to the phase they name."""
+    """Name the longest phases in a strip above the panel, moved aside with a line if a phase is short."""
     from matplotlib.lines import Line2D
 
     scale, in_page, (left, _, right, top) = ax.figure.dpi / 72, ax.figure.transFigure, box_of(ax)
@@ -166,7 +168,7 @@ def _name_phases(ax: Axes, phases: Sequence[PhaseSpan]) -> None:
 
 
 def spread(centres: Sequence[float], widths: Sequence[float], low: float, high: float, gap: float) -> list[float]:
-    """Centres moved as little as a left-to-right pass allows, so that the widths neither overlap nor leave the range.
+    """Move centres as little as a left-to-right pass allows, so that widths neither overlap nor leave the range.
 
     Takes centres in ascending order; the widths and gaps together have to fit between `low` and `high`.
     """
@@ -183,7 +185,7 @@ def spread(centres: Sequence[float], widths: Sequence[float], low: float, high: 
 
 
 def _mark_peak(ax: Axes, row: Row, timeline: Timeline, unit: tuple[float, str], longest: int) -> None:
-    """A marker at the peak and, in the headroom above, its value and what made it."""
+    """Mark the peak and, in the headroom above, write its value and what made it."""
     from matplotlib.text import Text
 
     event, total = timeline.events[timeline.peak], timeline.totals[timeline.peak] / unit[0]

@@ -1,4 +1,4 @@
-"""Where the bytes of each method's peak go, in tables and sentences."""
+"""Text on the bytes of each method's peak, in tables and sentences."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TENSOR_NOTE = (
 def _by_size(
     rows: Sequence[Row], heading: str, describe: Callable[[Sequence[Row]], list[RenderableType]]
 ) -> list[RenderableType]:
-    """Under a heading, what there is to say of each size; nothing of sizes without figures."""
+    """Return, under a heading, what there is to say of each size; nothing of sizes without figures."""
     told = [(group[0].where, parts) for group in group_by_size(rows) if (parts := describe(group))]
     headed = [["", Text(f"{heading}: {size}", style="bold"), "", *parts] for size, parts in told]
     return [part for parts in headed for part in parts][1:]
@@ -50,13 +50,13 @@ def snapshot_section(rows: Sequence[Row], width: int) -> list[RenderableType]:
 
 
 def tensor_section(rows: Sequence[Row], width: int) -> list[RenderableType]:
-    """For each size: the largest tensors at each method's peak, their shape and use, and the line that made them."""
+    """Return for each size the largest tensors at each method's peak: shape, use, and the line that made them."""
     parts = _by_size(rows, "Largest tensors at the peak", _largest_tensors)
     return [*parts, "", Text(TENSOR_NOTE, style="dim")] if parts else []
 
 
 def _at_peak(rows: Sequence[Row], width: int) -> list[RenderableType]:
-    """Components by method, what private training adds, who makes the peak."""
+    """Return the components by method, what private training adds, who makes the peak."""
     described = data.described_of(rows)
     if not described:
         return []
@@ -77,7 +77,7 @@ def _at_stages(rows: Sequence[Row], width: int) -> list[RenderableType]:
 
 
 def _by_component(described: Mapping[Row, Composition], width: int) -> list[RenderableType]:
-    """A line a component and a column a method; the totals, times and ratios below."""
+    """Return a line a component and a column a method; the totals, times and ratios below."""
     rows, compositions = list(described), list(described.values())
     standard = data.standard_of(described)
     lines = [
@@ -106,7 +106,7 @@ def _memory_for_time(row: Row, composition: Composition) -> str:
 def _tables(
     first: str, rows: Sequence[Row], lines: Sequence[tuple[str, Sequence[str]]], width: int
 ) -> list[RenderableType]:
-    """One table with a column a method, or as many below each other as the width asks for."""
+    """Return one table with a column a method, or as many below each other as the width asks for."""
     names = [shorten(row.method, LONGEST_HEADING) for row in rows]
     widths = [max(len(name), *(len(cells[n]) for _, cells in lines)) + 2 for n, name in enumerate(names)]
     tables: list[RenderableType] = []
@@ -123,7 +123,7 @@ def _tables(
 
 
 def extra_in_words(described: Mapping[Row, Composition]) -> list[str]:
-    """`ghost holds 4.20 GiB more than standard at the peak: temporary matrices +4.00 GiB, …`, a sentence a method."""
+    """Return `ghost holds 4.20 GiB more than standard at the peak: temporary matrices +4.00 GiB, …` by method."""
     standard = data.standard_of(described)
     if standard is None:
         return ["No standard at this size to compare with: measure it with --methods standard,…"]
@@ -148,7 +148,7 @@ def signed(count: float) -> str:
 
 
 def _makers(described: Mapping[Row, Composition]) -> Table:
-    """Who reaches the peak, and which modules hold the most then."""
+    """Return a table of who reaches the peak, and which modules hold the most then."""
     headings = ("method", "the peak is reached in", "heaviest activations")
     table = bare_table(*headings, left=headings, wrap=headings)
     for row, composition in described.items():

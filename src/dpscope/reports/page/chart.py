@@ -1,4 +1,4 @@
-"""What a chart of the page is: data in Python, drawn in the browser by the function of its kind."""
+"""Chart of the page: data in Python, drawn in the browser by the function of its kind."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TableValue = str | float | int | None
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """The same figures as rows of text and numbers: for the CSV button, and for whoever cannot see a drawing.
+    """The same figures as rows of text and numbers: for the CSV button, and for readers who cannot see a drawing.
 
     Units are in the columns' names; numbers are not rounded.
     """
@@ -23,7 +23,7 @@ class Table:
 
     @classmethod
     def of(cls, records: Sequence[Mapping[str, TableValue]]) -> Table:
-        """A row a record; all have the columns of the first."""
+        """Return a row a record; all have the columns of the first."""
         return cls(columns=list(records[0]), rows=[list(record.values()) for record in records])
 
 
@@ -52,7 +52,7 @@ class Chart:
     views: Sequence[View]  # the reader chooses one; those of a size without figures are left out
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON. Figures are not copied, as `asdict` would: there are many."""
+        """Return a dictionary for JSON. Figures are not copied, as `asdict` would: there are many."""
         views = [{**vars(view), "table": vars(view.table)} for view in self.views]
         return {**vars(self), "views": views}
 
@@ -64,20 +64,20 @@ ChartOf = Callable[[Sequence[Row]], Chart | None]  # None where no row has figur
 def chart_of(
     views: Iterable[View | None], *, key: str, title: str, how: str, nav_label: str, kind: str = ""
 ) -> Chart | None:
-    """None without a view. `kind`: that of its key, unless it is another."""
+    """Make a chart of views; None without a view. `kind` defaults to the key."""
     found = [view for view in views if view]
     return Chart(key=key, title=title, kind=kind or key, how=how, nav_label=nav_label, views=found) if found else None
 
 
-def chart_by_size(*, key: str, title: str, nav_label: str) -> Callable[[ViewOf], ChartOf]:
-    """A chart with a view of each size, from a function of the rows that are compared with each other. Its docstring is
-    what the page says of how it was measured, and what it does not see."""
+def chart_by_size(*, key: str, title: str, nav_label: str, how: str) -> Callable[[ViewOf], ChartOf]:
+    """Make a chart with a view of each size from a function of the rows that are compared with each other.
+
+    `how` is text of the page: how it was measured, and what it does not see.
+    """
 
     def chart(view_of: ViewOf) -> ChartOf:
-        about = {"key": key, "title": title, "nav_label": nav_label, "how": " ".join((view_of.__doc__ or "").split())}
-
         def make(rows: Sequence[Row]) -> Chart | None:
-            return chart_of(views_by_size(rows, view_of), **about)
+            return chart_of(views_by_size(rows, view_of), key=key, title=title, nav_label=nav_label, how=how)
 
         return make
 

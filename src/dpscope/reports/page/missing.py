@@ -23,7 +23,7 @@ SizeOf = tuple[int, int | None]  # batch, sequence
 
 
 def command_lines(specs: Sequence[RowSpec]) -> list[str]:
-    """As few commands as measure each of the specs once and nothing else; to be run in the folder of the results.
+    """Return as few commands as measure each of the specs once and nothing else, to run in the results' folder.
 
     Commands measure every method at every batch size and every sequence length that they name, so only sizes that are
     a whole product share one. Specs that no command can express (see `can_be_typed`) have none.
@@ -39,12 +39,12 @@ def command_lines(specs: Sequence[RowSpec]) -> list[str]:
 
 
 def can_be_typed(spec: RowSpec) -> bool:
-    """Is there a command for this spec? Not for a model that was made in Python, nor for a name with a comma in it."""
+    """Tell if a command exists for this spec: not for a model made in Python, nor for a name with a comma."""
     return workload_flags(spec["workload"]) is not None and "," not in spec["method"]
 
 
 def products(sizes: Iterable[SizeOf]) -> list[tuple[tuple[int, ...], list[int | None]]]:
-    """Sizes as products of batch sizes and sequence lengths that hold each size once, and no other."""
+    """Return the sizes as products of batch sizes and sequence lengths that hold each size once, and no other."""
     at_length = {
         length: tuple(batch for batch, _ in own) for length, own in grouped(sizes, lambda size: size[1]).items()
     }
@@ -68,7 +68,7 @@ def _line(spec: RowSpec, methods: Sequence[str], batches: Sequence[int], lengths
 
 
 def _subcommand(spec: RowSpec) -> list[str]:
-    """`compare` measures with one instrument alone; an instrument's own command knows how else it can look."""
+    """Return the subcommand: `compare` for one instrument alone, or the instrument's own for its options."""
     instrument, options = spec["instrument"], spec.get("options") or {}
     log = ["--no-log"] if instrument == "trace" else []  # which is no part of the results
     return [instrument, *flags_of(options), *log] if options else ["compare", "--instruments", instrument]
@@ -137,7 +137,7 @@ def _gap(instrument: str, sizes: Sequence[Size]) -> InstrumentGap | None:
 
 
 def _lacking(instrument: str, sizes: Sequence[Size]) -> Iterator[Lacking]:
-    """Rows that the instrument did not look at, though it could: each once, with however many steps it was timed."""
+    """Yield the rows that the instrument could have measured and did not, each once."""
     seen: set[Hashable] = set()
     for size in sizes:
         for row in size.rows:
@@ -150,21 +150,21 @@ def _lacking(instrument: str, sizes: Sequence[Size]) -> Iterator[Lacking]:
 
 
 def _works(row: Row, instrument: str) -> bool:
-    """Could the instrument measure this row? Not if the row failed, nor on a CPU if it needs a GPU."""
+    """Tell if the instrument could measure this row: not if it failed, nor on a CPU if it needs a GPU."""
     plain = row.measured.get("time")
     trains = plain.ok if plain is not None else all(result.ok for result in row.measured.values())
     return trains and not (INSTRUMENTS[instrument].gpu_only and row.looked_at.get("device") == "cpu")
 
 
 def _options(instrument: str, size: Size, sizes: Sequence[Size]) -> dict[str, Any]:
-    """How the instrument looked at rows of this size, or of this setting: what is compared is measured alike."""
+    """Return how the instrument looked at rows of this size, or of this setting: what is compared is measured alike."""
     nearest = [size, *(other for other in sizes if other.setting == size.setting)]
     found = (row.measured[instrument].spec for near in nearest for row in near.rows if instrument in row.measured)
     return dict(next(found, {}).get("options") or {})
 
 
 def _where(lacking: Sequence[Lacking], most: int = 4) -> str:
-    """The sizes; where some of a size's methods were looked at, also which were not."""
+    """Return the sizes; where some of a size's methods were looked at, also which were not."""
     words = []
     for size, found in grouped(lacking, lambda each: each[1]).items():
         whole = len(found) == len({row.method for row in size.rows})

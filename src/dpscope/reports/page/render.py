@@ -56,8 +56,7 @@ SCRIPTS = ("save.js", "theme.js", "drawn.js", "rows.js", "page.js")  # after wha
 def render_page(
     report: Report, *, title: str = TITLE, before: Sequence[Markup] = (), charts: Sequence[Chart] | None = None
 ) -> str:
-    """`before`: sections in the headline's place, as markup that is trusted; `charts`: instead of those that the
-    results allow."""
+    """Render the page; `before`: trusted markup in the headline's place; `charts`: instead of the default ones."""
     scripts = [_text("vendor/echarts.common.min.js"), _own_script()]
     first: dict[str, Any] = report.rows[0].spec if report.rows else {}
     settings = list(dict.fromkeys(size.setting for size in report.sizes))
@@ -91,7 +90,7 @@ def render_page(
 
 
 def render_template(name: str, **values: Any) -> str:
-    """A template of the page, filled in; what it is given is escaped."""
+    """Return a template of the page, filled in; what it is given is escaped."""
     return _templates().get_template(name).render(**values)
 
 
@@ -109,7 +108,7 @@ def _templates() -> Environment:
 
 
 def _own_script() -> str:
-    """The page's own script: what drawings share, the drawings, and at last what sets them up."""
+    """Return the page's own script: what drawings share, the drawings, and at last what sets them up."""
     drawings = sorted(f"drawings/{path.name}" for path in (HERE / "static/drawings").glob("*.js"))
     shared, own, last = ([_text(f"static/{name}") for name in names] for names in (SHARED, drawings, SCRIPTS))
     return "\n".join(('"use strict";', *shared, *(f"{{\n{script}}}" for script in own), *last))  # own: with own names
@@ -120,7 +119,7 @@ def _text(name: str) -> str:
 
 
 def make_charts(settings: Sequence[Setting]) -> list[Chart]:
-    """Each chart with its views of every setting: a size in words names one comparison only within a setting."""
+    """Return each chart with its views of every setting: a size in words names one comparison only within a setting."""
     charts = []
     for make in CHARTS:
         if made := [(setting.label, chart) for setting in settings if (chart := make(setting.rows))]:

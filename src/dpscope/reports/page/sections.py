@@ -24,7 +24,7 @@ VERSIONS = ("torch", "Opacus", "dpscope")
 
 
 def make_cards(size: Size, story: Story) -> list[dict[str, Any]]:
-    """The winner has a badge; a method without figures, what became of it."""
+    """Return the card of a method: the winner has a badge, a method without figures says what became of it."""
     return [
         {
             **{"row": row, "colour": looks_of(size.rows)[row.method]["colour"], "figures": _figures(row)},
@@ -36,7 +36,7 @@ def make_cards(size: Size, story: Story) -> list[dict[str, Any]]:
 
 
 def first_size(sizes: Sequence[Size]) -> int:
-    """Where the reader begins: the size most is known of, and of those the largest."""
+    """Return where the reader begins: the size with most figures, and of those the largest."""
     return max(range(len(sizes)), key=lambda place: (*_known(sizes[place].rows), -place), default=0)
 
 
@@ -47,7 +47,7 @@ def _known(rows: Sequence[Row]) -> tuple[int, int, int]:
 
 
 def _figures(row: Row) -> list[dict[str, str]]:
-    """Ratios to ordinary training with the absolute figures below; what makes one doubtful, for whoever asks."""
+    """Return ratios to ordinary training with the absolute figures below, and what makes one doubtful."""
     # `12.3 ms, 650 samples/s`; tokens where there is a sequence
     rates = [f"{format_throughput(speed)} {name}" for name, speed in row.speeds.items()]
     took = ", ".join(marked(text, row.time_doubt) for text in (format_ms(row.median_ms), *rates[-1:]))
@@ -63,8 +63,7 @@ def _figures(row: Row) -> list[dict[str, str]]:
 
 
 def files_beside(report: Report) -> list[tuple[str, str, str, str]]:
-    """Row, instrument, name and link of those that are there now. A page that is sent alone has none, nor has one whose
-    folder is not known."""
+    """Return row, instrument, name and link of files that exist now; none without a known folder."""
     found = [
         (f"{row.method}, {size.label}", instrument, PurePosixPath(path).name, quote(path))
         for size in report.sizes
@@ -77,7 +76,7 @@ def files_beside(report: Report) -> list[tuple[str, str, str, str]]:
 
 
 def _is_below(path: object, folder: Path | None) -> bool:
-    """Paths come from results, which may be anybody's: only what is a file in the folder itself is linked."""
+    """Tell if a path is a file in the folder itself: results may come from anybody, and name any path."""
     if folder is None or not isinstance(path, str) or "\0" in path:
         return False
     pure = PurePosixPath(path)
@@ -85,7 +84,7 @@ def _is_below(path: object, folder: Path | None) -> bool:
 
 
 def describe_configuration(settings: Sequence[Setting], results: Sequence[Result]) -> dict[str, Any]:
-    """`differing`: a warning, where results come from unlike environments; `summary`: all of it in a line."""
+    """Describe the configuration; `differing`: a warning about unlike environments; `summary`: all in a line."""
     shown = merge_facts([facts_of(result.environment) for result in results if result.environment])
     if measured := days_of(results):
         shown = [{**facts, "measured on": f"{measured} (UTC)"} for facts in shown] or [{"measured on": measured}]
@@ -95,7 +94,7 @@ def describe_configuration(settings: Sequence[Setting], results: Sequence[Result
 
 
 def _in_a_line(settings: Sequence[Setting], environments: Sequence[Facts]) -> str:
-    """`1b in bf16 on NVIDIA H200 (140 GiB); torch 2.11.0, Opacus 1.6.0, dpscope 0.1.0`."""
+    """Return `1b in bf16 on NVIDIA H200 (140 GiB); torch 2.11.0, Opacus 1.6.0, dpscope 0.1.0`."""
     specs = [setting.rows[0].spec for setting in settings]
     models = dict.fromkeys(f"{spec['workload']['name']} in {spec['dtype']}" for spec in specs)
     machines = dict.fromkeys(facts.get("GPU") or facts.get("CPU") or "an unknown machine" for facts in environments)

@@ -61,7 +61,7 @@ class RowFigure:
 
 
 def _derived(find: Callable[[Row], Any], name: str, show: Callable[[Any], str], why: str) -> RowFigure:
-    """A figure of something that only some rows have."""
+    """Return a figure of something that only some rows have."""
     return RowFigure(lambda row: getattr(find(row), name, None), lambda row: show(find(row)), why)
 
 
@@ -129,7 +129,7 @@ def make_table(report: Report) -> RowsTable:
 
 
 def _fields(rows: Sequence[Row], name: str) -> list[TableCell]:
-    """Numbers sort as numbers."""
+    """Return the cells of a row; numbers sort as numbers."""
     cells = []
     for row in rows:
         text, value = row.cell(name), row.field(name)

@@ -1,1 +1,1 @@
-"""Time of a step against batch, sequence and memory: charts of the page and the trade-off figure."""
+"""Step time against batch, sequence and memory: charts of the page and the trade-off figure."""

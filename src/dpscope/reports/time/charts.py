@@ -26,11 +26,18 @@ NOT_SEEN = {
 }
 
 
-@chart_by_size(key="step-time", title="Time of a step", nav_label="Time")
+@chart_by_size(
+    key="step-time",
+    title="Step time",
+    nav_label="Time",
+    how=(
+        "A bar is the median of the timed steps after warm-up; below it each point is one step, and the line "
+        "spans their 10th to 90th percentile, in a process without any profiler. It does not see data loading: "
+        "every step trains on the same batch."
+    ),
+)
 def step_time(rows: Sequence[Row]) -> View | None:
-    """A bar is the median of the timed steps after warm-up; below it each point is one step, and the line spans
-    their 10th to 90th percentile, in a process without any profiler. It does not see data loading: every step
-    trains on the same batch."""
+    """Return the bars and points of step times."""
     timed = [row for row in rows if row.median_ms is not None]
     if not timed:
         return None
@@ -59,18 +66,18 @@ def step_time(rows: Sequence[Row]) -> View | None:
 
 
 def _range(values: Iterable[float | None], read: Callable[[float], str]) -> str:
-    """From the first to the last of those that are known: `1.02×`, or `1.02× to 1.31×`."""
+    """Return the first to the last of those that are known: `1.02×`, or `1.02× to 1.31×`."""
     found = [value for value in values if value]
     return " to ".join(dict.fromkeys((read(found[0]), read(found[-1])))) if found else ""
 
 
 def _doubt_of(rows: Sequence[Row]) -> str:
-    """A mark where the time of any is doubtful."""
+    """Return a mark if the time of any is doubtful."""
     return marked("", "".join(row.ratio_doubt for row in rows))
 
 
 def _naming(what: str, reasons: Sequence[tuple[Row, str]]) -> str:
-    """A sentence that names some rows and why; the chart's table has them all. Nothing without any."""
+    """Return a sentence that names some rows and why; the chart's table has them all. Nothing without any."""
     told = list_names([f"{row.method} at {row.size} ({why})" for row, why in reasons], NAMED_ROWS)
     return f" {what}: {told}." if told else ""
 
@@ -89,7 +96,7 @@ def _costs(row: Row, to_standard: str = "") -> dict[str, float | None]:
 
 @dataclass(frozen=True)
 class Way:
-    """What varies along the horizontal axis, and what a panel holds fixed."""
+    """Horizontal axis of a chart: what varies, and what a panel holds fixed."""
 
     varies: str
     word: str
@@ -101,7 +108,7 @@ class Way:
         return int(row.spec[self.varies])
 
     def fixed_at(self, row: Row, before: str = "") -> str:
-        """`sequence 1024`, or nothing where there is none."""
+        """Return `sequence 1024`, or nothing if there is none."""
         return f"{before}{self.fixed_word} {fixed}" if (fixed := row.spec.get(self.fixed)) else ""
 
 
@@ -112,7 +119,7 @@ Panel = list[Row]
 
 
 def _scaling(rows: Sequence[Row], way: Way) -> Chart | None:
-    """None unless something was measured at two values of what varies, all else being equal."""
+    """Return the chart of scaling; None unless something was measured at two values, all else being equal."""
     panels = _panels(rows, way)
     if not panels:
         return None
@@ -138,7 +145,7 @@ def _scaling(rows: Sequence[Row], way: Way) -> Chart | None:
         nav_label=way.axis.partition(" ")[0].capitalize(),
         kind="scaling",
         how=(
-            f"Median time of a step{', as a multiple of the time of standard at the same size' if relative else ''}, "
+            f"Median step time{', as a multiple of the time of standard at the same size' if relative else ''}, "
             "and peak of allocated bytes, each size in a process of its own; a cross at the top is a size that could "
             "not be measured. It does not see sizes between the points."
         ),
@@ -168,7 +175,7 @@ def _panel(panel: Panel, way: Way, rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _scaling_in_words(panels: Sequence[Panel], way: Way, *, relative: bool) -> str:
-    """Of the panel with most sizes: from its smallest to its largest."""
+    """Return the scaling of the panel with most sizes, from its smallest to its largest."""
     panel = max(panels, key=len)
     told = []
     for method, own in grouped(panel, METHOD).items():
@@ -183,7 +190,7 @@ def _scaling_in_words(panels: Sequence[Panel], way: Way, *, relative: bool) -> s
 
 
 def tradeoff(rows: Sequence[Row]) -> Chart | None:
-    """Every method at every size, as multiples of ordinary training; None unless two rows have a time and a peak."""
+    """Return every method at every size relative to standard; None unless two rows have a time and a peak."""
     whole = [row for row in rows if row.median_ms and row.peak_bytes]
     compared = [row for row in whole if row.time_ratio is not None and row.memory_ratio is not None]
     relative = any(row.method != STANDARD for row in compared)

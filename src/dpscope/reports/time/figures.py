@@ -25,7 +25,7 @@ CLOSEST = 0.3  # of the largest value: the least that an axis spans
 
 @style.styled
 def draw_tradeoff(rows: Sequence[Row]) -> Figure | None:
-    """Rows of one size; None if none of them has both a time and a peak."""
+    """Return the rows of one size; None if none of them has both a time and a peak."""
     drawn = [row for row in rows if row.median_ms and row.peak_bytes]
     if not drawn:
         return None
@@ -38,7 +38,7 @@ def draw_tradeoff(rows: Sequence[Row]) -> Figure | None:
     unit, name = style.byte_unit(max(row.peak_bytes or 0.0 for row in drawn))
     second, clock = (1e3, "s") if max(row.median_ms or 0.0 for row in drawn) >= 10_000 else (1.0, "ms")
     points, ratios = _points(drawn, second, unit)
-    _scatter(axes[0], points, f"time of a step ({clock}), median and p10–p90", f"peak memory ({name})")
+    _scatter(axes[0], points, f"step time ({clock}), median and p10–p90", f"peak memory ({name})")
     for line in (axes[1].axvline, axes[1].axhline) if ratios else ():
         line(1.0, color="0.6", linewidth=0.6, linestyle=(0, (4, 2)), zorder=0, gid="standard")
     _scatter(axes[1], ratios, "time (× standard)", "peak memory (× standard)")
@@ -51,7 +51,7 @@ def draw_tradeoff(rows: Sequence[Row]) -> Figure | None:
 
 
 def _points(rows: Sequence[Row], second: float, unit: float) -> tuple[list[Point], list[Point]]:
-    """Absolute, and as multiples of standard, where it has both figures."""
+    """Return points, absolute and as multiples of standard if it has both figures."""
     points, ratios = [], []
     for row in rows:
         name = shorten(row.method, LONGEST_LABEL)
@@ -77,14 +77,14 @@ def _scatter(ax: Axes, points: Sequence[Point], x: str, y: str) -> None:
 
 
 def _limits(values: Sequence[float]) -> tuple[float, float]:
-    """Room for labels around the values, and never so close up that noise looks like a difference."""
+    """Return limits with room for labels, and never so close that noise looks like a difference."""
     low, high = min(values), max(values)
     middle, span = (low + high) / 2, max(high - low, CLOSEST * high)
     return max(middle - 0.7 * span, 0.0), middle + 0.7 * span
 
 
 def _legend(figure: Figure, points: Sequence[Point]) -> None:
-    """For more methods than can be named beside their markers."""
+    """Draw a legend, for more methods than can be named beside their markers."""
     from matplotlib.lines import Line2D
 
     handles = [Line2D([], [], linestyle="", label=point.label, **point.look) for point in points]

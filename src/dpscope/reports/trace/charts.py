@@ -1,4 +1,4 @@
-"""Where the time of a step goes, phase by phase, and the operators that make a method's step longer than standard's."""
+"""Charts of step time by phase, and of the operators that make a method's step longer than standard's."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def phases(rows: Sequence[Row]) -> Chart | None:
     return chart_of(
         map(_phases_view, groups),
         key="phases",
-        title="Where the time of a step goes",
+        title="Where step time goes",
         nav_label="Phases",
         how=" ".join(HOW_PHASES[gpu] for gpu in dict.fromkeys(map(data.on_gpu, groups))),
     )
@@ -72,7 +72,7 @@ def _phases_view(steps: Sequence[data.TracedStep]) -> View:
 
 
 def _phases_in_words(times: Sequence[tuple[str, dict[str, float]]]) -> list[str]:
-    """What each method adds to ordinary training and where most of that is; without standard, its longest phase."""
+    """Return what each method adds to ordinary training and where most of it is; else its longest phase."""
     standard, told = dict(times).get(STANDARD), []
     for method, own in times:
         total = sum(own.values())
@@ -88,11 +88,18 @@ def _phases_in_words(times: Sequence[tuple[str, dict[str, float]]]) -> list[str]
     return told
 
 
-@chart_by_size(key="operators", title="Operators that grew", nav_label="Operators")
+@chart_by_size(
+    key="operators",
+    title="Operators that grew",
+    nav_label="Operators",
+    how=(
+        "Each operator's own time in a step under torch.profiler, less its time in standard's: the bars of a "
+        "method sum to how much longer its traced step is. It does not see single kernels within an operator, and "
+        "the profiler stretches what the host does."
+    ),
+)
 def operators(rows: Sequence[Row]) -> View | None:
-    """Each operator's own time in a step under torch.profiler, less its time in standard's: the bars of a method
-    sum to how much longer its traced step is. It does not see single kernels within an operator, and the profiler
-    stretches what the host does."""
+    """Return the operators that differ from standard."""
     found = data.differences(data.traced_steps(rows))
     if not found:
         return None
@@ -123,7 +130,7 @@ def _panel(found: StepDifference) -> dict[str, Any]:
 
 
 def _parts(found: StepDifference) -> list[tuple[str, float]]:
-    """Where the difference is. A GPU that waits does not work: its idle time is told apart."""
+    """Return where the difference is; idle time of the GPU is kept apart from work."""
     if found.basis != GPU:
         return [("on the host", found.total_ms)]
     idle = sum(change.ms for change in found.changes if change.operator == IDLE)
@@ -143,7 +150,7 @@ def _operators_in_words(found: StepDifference) -> str:
 
 
 def _lines(found: StepDifference) -> list[tuple[Any, ...]]:
-    """As many as matter, and a last one so that they sum to the whole."""
+    """Return as many lines as matter, and a last one so that they sum to the whole."""
     biggest, rest, others = found.biggest(LISTED_CHANGES)
     lines: list[tuple[Any, ...]] = [(c.operator, c.phase, c.kind, c.before_ms, c.after_ms, c.ms) for c in biggest]
     lines += [(REST_BAR, "", "", None, None, rest)] if others else []

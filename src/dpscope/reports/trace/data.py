@@ -1,4 +1,4 @@
-"""What traces say of the rows of a comparison, and of two of them: pure functions of results."""
+"""Traces of the rows of a comparison, and of two of them: pure functions of results."""
 
 from __future__ import annotations
 
@@ -45,8 +45,7 @@ class TracedStep:
         return self.row.median_ms or self.trace["step_ms"]
 
     def phase_times(self, *, gpu: bool) -> dict[str, float]:
-        """Host time; or GPU time and, since the profiler leaves kernels alone but not the host, what the unprofiled
-        step takes beyond it."""
+        """Return host time; or GPU time and what the unprofiled step takes beyond it."""
         times = {part["phase"]: part["gpu_ms"] if gpu else part["cpu_ms"] for part in self.trace["phases"]}
         return times | ({IDLE: max(self.step_ms - sum(times.values()), 0.0)} if gpu else {})
 
@@ -61,8 +60,10 @@ class TracedStep:
 
     @property
     def bound(self) -> str:
-        """Does the GPU wait for the host? Kernels take as long under the profiler as without it; the host does not:
-        so busy time over unprofiled time. Empty without a GPU."""
+        """Verdict on whether the GPU waits for the host; empty without a GPU.
+
+        It is busy time over unprofiled time, because the profiler slows the host and not the kernels.
+        """
         if self.gpu is None or not self.step_ms:
             return ""
         share = min(self.gpu["busy_ms"] / self.step_ms, 1.0)
@@ -73,7 +74,7 @@ class TracedStep:
 
 @once_a_row
 def traced_step(row: Row) -> TracedStep | None:
-    """None if the trace instrument did not look at the row, or failed."""
+    """Return the traced step of a row; None if the trace instrument was not used, or failed."""
     result = row.measured.get("trace")
     return TracedStep(row, result.trace) if result is not None and result.ok and result.trace else None
 
@@ -83,17 +84,17 @@ def traced_steps(rows: Sequence[Row]) -> list[TracedStep]:
 
 
 def traced(rows: Sequence[Row]) -> list[list[TracedStep]]:
-    """Traces that are compared with each other."""
+    """Return the traces that are compared with each other."""
     return [steps for group in group_by_size(rows) if (steps := traced_steps(group))]
 
 
 def on_gpu(steps: Sequence[TracedStep]) -> bool:
-    """Were all of them traced on a GPU?"""
+    """Tell if all of them were traced on a GPU."""
     return all(step.gpu for step in steps)
 
 
 def stretched_in_words(steps: Sequence[TracedStep]) -> str:
-    """`? The profiler makes a step of flat 10.2× as long …`; nothing where it leaves every step about as it is."""
+    """Return `? The profiler makes a step of flat 10.2× as long …`; nothing if every step stays about as it is."""
     found = [f"{step.method} {format_ratio(step.stretch)}" for step in steps if step.stretch > STRETCHED]
     if not found:
         return ""
@@ -104,18 +105,18 @@ def stretched_in_words(steps: Sequence[TracedStep]) -> str:
 
 
 def phase_names(steps: Sequence[TracedStep]) -> list[str]:
-    """In the order of a step: as the method with most of them has them."""
+    """Return the phases in the order of a step, as the method with most of them has them."""
     return in_longest_order([part["phase"] for part in step.trace["phases"]] for step in steps)
 
 
 def phase_series(steps: Sequence[TracedStep]) -> Series:
-    """Of the phases that take any time; GPU time where all were traced on one."""
+    """Return the phases that take any time; GPU time if all were traced on one."""
     times = [step.phase_times(gpu=on_gpu(steps)) for step in steps]
     return _series((*phase_names(steps), IDLE), times)
 
 
 def family_series(steps: Sequence[TracedStep]) -> Series:
-    """Kernel time by family, the families in order of the most time any method spends in them."""
+    """Return kernel time by family, the families in order of the most time any method spends in them."""
     times = [{part["family"]: part["ms"] for part in step.trace.get("families", [])} for step in steps]
     names = {name for own in times for name in own}
     return _series(sorted(names, key=lambda name: -max(own.get(name, 0.0) for own in times)), times)
@@ -127,5 +128,5 @@ def _series(names: Sequence[str], times: Sequence[Mapping[str, float]]) -> Serie
 
 
 def differences(steps: Sequence[TracedStep]) -> list[StepDifference]:
-    """Every traced method against standard; empty without a traced standard."""
+    """Return every traced method against standard; empty without a traced standard."""
     return [step.difference for step in steps if step.difference]

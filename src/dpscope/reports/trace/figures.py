@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
 
 def draw_phases(rows: Sequence[Row]) -> Figure | None:
-    """The chart of phases, of rows of one size."""
+    """Return the chart of phases, of rows of one size."""
     chart, steps = phases(rows), data.traced_steps(rows)
     if chart is None:
         return None
-    # Nobody should read a step's time off a bar that was drawn under a profiler.
+    # A bar drawn under a profiler should not be read as a step time.
     timed = [step.row for step in steps if step.row.median_ms]
     told = ", ".join(f"{row.method} {marked(f'{row.median_ms:.1f} ms', row.time_doubt)}" for row in timed)
     notes = [f"Unprofiled steps: {told}" if told else "Steps were not timed without the profiler"]
@@ -48,7 +48,7 @@ def draw_phases(rows: Sequence[Row]) -> Figure | None:
 
 
 def draw_families(rows: Sequence[Row]) -> Figure | None:
-    """Kernel time by family, a bar a method; None without a GPU trace."""
+    """Draw kernel time by family, a bar a method; None without a GPU trace."""
     steps = [step for step in data.traced_steps(rows) if step.trace.get("families")]
     found = data.family_series(steps)
     if not found:
@@ -62,14 +62,14 @@ def draw_families(rows: Sequence[Row]) -> Figure | None:
 def _draw_stacks(
     steps: Sequence[data.TracedStep], series: data.Series, looks: dict[str, Any], axis: str, told: Sequence[str]
 ) -> Figure:
-    """`told`: the title and its notes."""
+    """Draw stacks; `told`: the title and its notes."""
     totals = [three_digits(sum(filter(None, times))) for times in zip(*series.values(), strict=True)]
     panel = BarPanel(names=[step.method for step in steps], parts=series, ends=totals, axis=axis)
     return draw_bars([told[0], describe([step.row for step in steps]), *told[1:]], [panel], looks)
 
 
 def draw_differences(rows: Sequence[Row]) -> Figure | None:
-    """The chart of operators that grew, of rows of one size: a panel a method."""
+    """Return the chart of operators that grew, of rows of one size: a panel a method."""
     chart, found = operators(rows), data.differences(data.traced_steps(rows))
     if chart is None:
         return None
@@ -95,7 +95,7 @@ def draw_differences(rows: Sequence[Row]) -> Figure | None:
 
 
 DRAWINGS = {
-    "trace_phases": ("where the time of a step goes, by phase", draw_phases),
+    "trace_phases": ("where step time goes, by phase", draw_phases),
     "trace_families": ("what the GPU works on, by family of kernels", draw_families),
     "trace_differences": ("operators that make a step longer than standard's", draw_differences),
 }
@@ -141,7 +141,7 @@ def draw_capture(lanes: DataFrame, *, title: str = "", window_ms: tuple[float, f
 
 
 def _draw_ranges(ax: Axes, events: DataFrame, place: int, window: tuple[float, float]) -> None:
-    """Bars of NVTX ranges, with their names where there is room."""
+    """Draw bars of NVTX ranges, with their names if there is room."""
     left, right = window
     for name, start, length in zip(events["name"], events["start_ms"], events["ms"], strict=True):
         colour, lane = phase_colour(name), (place - LANE_HEIGHT / 2, LANE_HEIGHT)

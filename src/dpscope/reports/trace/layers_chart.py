@@ -46,7 +46,7 @@ class ModuleLine:
     modules: list[dict[str, Cost]]
 
     def cost(self, place: int) -> float:
-        """What its modules cost one method."""
+        """Return what its modules cost one method."""
         return sum(map(total, self.modules[place].values()))
 
 
@@ -55,8 +55,11 @@ def total(cost: Cost) -> float:
 
 
 def choose_lines(methods: Sequence[Costs], most: int) -> list[ModuleLine]:
-    """At most so many lines: of the deepest level of modules at which they hold `LEAST_SHARE` of every method's cost,
-    or of the level at which they hold most. A module's cost is its own and that of submodules below the level."""
+    """Choose at most so many lines, of one level of modules.
+
+    It is the deepest level at which they hold `LEAST_SHARE` of every method's cost, or the level at which they hold
+    most. A module's cost is its own and that of submodules below the level.
+    """
     named = [{name: cost for name, cost in costs.items() if not is_sum_of_others(name)} for costs in methods]
     wholes = [sum(map(total, costs.values())) for costs in methods]
     best: list[ModuleLine] = []
@@ -83,7 +86,7 @@ def _to_depth(costs: Costs, depth: int) -> Costs:
 
 
 def fold(methods: Sequence[Costs]) -> list[ModuleLine]:
-    """The heaviest in any method first; of equals, in the order of the results."""
+    """Return the heaviest in any method first; of equals, in the order of the results."""
     listed = dict.fromkeys(name for costs in methods for name in costs)
     lines = []
     for pattern, names in grouped(listed, pattern_of).items():
@@ -95,7 +98,7 @@ def fold(methods: Sequence[Costs]) -> list[ModuleLine]:
 
 
 def _runs(names: Sequence[str], methods: Sequence[Costs]) -> list[list[str]]:
-    """Neighbours that cost alike in every method: at a peak in the backward pass the later layers hold gradients."""
+    """Return runs of neighbours that cost alike in every method."""
     runs: list[list[str]] = []
     for name in names:
         longer = [*(runs[-1] if runs else []), name]
@@ -129,7 +132,7 @@ def _held(rows: Sequence[Row]) -> dict[Row, Costs]:
 
 
 def _spent(rows: Sequence[Row]) -> dict[Row, Costs]:
-    """GPU time where every trace has it, else the host's."""
+    """Return GPU time if every trace has it, else the host's."""
     steps = [step for step in traced_steps(rows) if step.trace.get("modules")]
     gpu = on_gpu(steps)
     return {
@@ -142,7 +145,7 @@ def _spent(rows: Sequence[Row]) -> dict[Row, Costs]:
 
 
 def _phases(module: ModuleTime, *, gpu: bool, known: bool) -> Cost:
-    """Phases are told in one of the two times only."""
+    """Return the phases of one of the two times."""
     phases = module.get("phases") if known else None
     return phases or {"in all phases": module["gpu_ms"] if gpu else module["cpu_ms"]}
 
@@ -174,14 +177,14 @@ def _view(rows: Sequence[Row], measure: Callable[[Sequence[Row]], dict[Row, Cost
 
 
 def _rest(drawn: Sequence[ModuleLine], place: int, costs: Costs) -> float:
-    """What a method's modules without a line cost; what is lost in rounding is nothing."""
+    """Return what a method's modules without a line cost; a rounding error counts as nothing."""
     whole = sum(map(total, costs.values()))
     rest = whole - sum(total(cost) for line in drawn for cost in line.modules[place].values())
     return rest if rest > 1e-9 * whole else 0.0
 
 
 def _bar(modules: Costs) -> dict[str, Any] | None:
-    """One module, or all that are alike together; None where the results do not list it."""
+    """Return one module, or all that are alike together; None where the results do not list it."""
     if not modules:
         return None
     parts = Counter[str]()
@@ -192,7 +195,7 @@ def _bar(modules: Costs) -> dict[str, Any] | None:
 
 
 def _in_words(methods: Sequence[str], lines: Sequence[dict[str, Any]], rests: Sequence[float], unit: str) -> str:
-    """The heaviest named line of each method, and how much is not drawn by name."""
+    """Return the heaviest named line of each method, and how much is not drawn by name."""
     show, verb = (format_bytes, "hold") if unit == "bytes" else (format_ms, "take")
     told = []
     for place, method in enumerate(methods):

@@ -1,4 +1,4 @@
-"""What Nsight Systems saw, for people: GPU time by phase, kernels, copies, CUDA calls, and when the GPU was idle.
+"""Text on what Nsight Systems saw: GPU time by phase, kernels, copies, CUDA calls, and idle GPU time.
 
 Figures are of an average captured step. They come from a profiled run and stand beside, not for, the step times.
 """
@@ -40,7 +40,7 @@ class Capture:
 
     @property
     def launch_bound(self) -> bool:
-        """nsys slows the host, not the kernels: where the step's time without it is known, that decides."""
+        """True if the GPU waits for the host, by the unprofiled time if known: nsys slows the host, not the kernels."""
         gpu = self.seen["gpu"]
         if self.unprofiled_ms:
             return gpu["busy_ms"] < BUSY_ENOUGH * self.unprofiled_ms
@@ -48,7 +48,7 @@ class Capture:
 
 
 def nsys_section(rows: Sequence[Row], width: int) -> list[RenderableType]:
-    """Everything nsys saw of the rows that it looked at; nothing if there are none."""
+    """Return everything nsys saw of the rows that it looked at; nothing if there are none."""
     parts: list[RenderableType] = []
     groups = group_by_size(rows)
     for group in groups:
@@ -66,7 +66,7 @@ def capture_of(row: Row) -> Capture | None:
 
 
 def describe_captures(captures: Sequence[Capture], *, where: str = "") -> list[RenderableType]:
-    """Tables and sentences of captures that are compared with each other."""
+    """Return the tables and sentences of captures that are compared with each other."""
     phases = any(each.seen["phases"] for each in captures)
     what = "GPU time by phase, of an average captured step" if phases else "GPU time of the whole capture"
     parts: list[RenderableType] = [Text(f"Nsight Systems{where}: {what}", style="bold"), _phase_table(captures), ""]
@@ -80,7 +80,7 @@ def describe_captures(captures: Sequence[Capture], *, where: str = "") -> list[R
 
 
 def _phase_table(captures: Sequence[Capture]) -> Table:
-    """Phases in the order of the capture that has most of them."""
+    """Return the phases in the order of the capture that has most of them."""
     names = in_longest_order(each.gpu_ms for each in captures)
     base = next((each.seen["gpu"]["total_ms"] for each in captures if each.name == STANDARD), None)
     table = bare_table("method", *names, "GPU time", "×", "busy", "kernels")
@@ -103,7 +103,7 @@ def _sentences(capture: Capture) -> list[str]:
 
 
 def _warning(capture: Capture) -> str:
-    """A report that holds more than it should."""
+    """Warn of a report that holds more than it should."""
     if not (foreign := capture.seen.get("foreign_variables")):
         return ""
     some = ", ".join(foreign[:MOST_NAMES]) + (" …" if len(foreign) > MOST_NAMES else "")
@@ -166,12 +166,12 @@ def _share(value: float, whole: float) -> str:
 
 
 def _time(ms: float | None) -> str:
-    """Kernels are short: below a millisecond microseconds say more."""
+    """Format a short time: below a millisecond in microseconds."""
     return format_ms(ms) if ms is None or ms >= 1 or ms == 0 else f"{1e3 * ms:.1f} µs"
 
 
 def agreement(rows: Sequence[Row]) -> list[str]:
-    """How far nsys and torch.profiler agree on GPU time by phase, where both looked at the same row."""
+    """Return how far nsys and torch.profiler agree on GPU time by phase, where both looked at the same row."""
     lines = []
     for row in rows:
         capture, step = capture_of(row), traced_step(row)

@@ -28,7 +28,7 @@ TRACE_NOTE = (
 
 
 def trace_section(rows: Sequence[Row], width: int) -> list[RenderableType]:
-    """Phases, GPU, waits and differences of every size that was traced."""
+    """Return phases, GPU, waits and differences of every size that was traced."""
     parts: list[RenderableType] = []
     for steps in data.traced(rows):
         heading = f"Where the time goes ({steps[0].row.where}): milliseconds of a traced step"
@@ -55,7 +55,7 @@ def _ms(milliseconds: float | None) -> str:
 
 
 def _phase_table(steps: Sequence[data.TracedStep]) -> Table:
-    """A column a method (two on a GPU); the host's column sums to the step."""
+    """Return a column a method (two on a GPU); the host's column sums to the step."""
     gpu = any(step.gpu for step in steps)
     headings = [(f"{step.method} host", "GPU") if gpu else (step.method,) for step in steps]
     table = bare_table("phase", *(heading for pair in headings for heading in pair))
@@ -146,7 +146,7 @@ def _waits(step: data.TracedStep) -> str:
 
 
 def _collectives(step: data.TracedStep) -> str:
-    """What a rank spends in collectives, by kind; how ranks differ, where all were traced."""
+    """Return what a rank spends in collectives, by kind, and how ranks differ if all were traced."""
     found = step.trace.get("collectives")
     if found is None:
         return ""

@@ -41,7 +41,7 @@ def traffic(rows: Sequence[Row]) -> Chart | None:
 
 
 def _estimate_in_title(traffics: Sequence[data.Traffic]) -> str:
-    """No reader should take an estimate for a measurement, not even one who reads titles only."""
+    """Mark an estimate in the title, so that no reader takes it for a measurement."""
     estimated = [each.estimated for each in traffics]
     return f" ({'' if all(estimated) else 'partly '}{data.APPROXIMATELY} estimate)" if any(estimated) else ""
 
@@ -66,7 +66,7 @@ def _view(group: Sequence[data.Traffic]) -> View:
 
 
 def _parts(stack: str, counts: Mapping[str, Sequence[float | None]]) -> list[dict[str, Any]]:
-    """Segments of the bars: bytes of each bar, and how they look; blank without a colour."""
+    """Return the segments of the bars: bytes of each bar, and how they look; blank without a colour."""
     parts = []
     for name, own in counts.items():
         colour = {**FAMILY_COLOURS, **DIRECTION_COLOURS}.get(name)
@@ -94,8 +94,10 @@ def _says(group: Sequence[data.Traffic]) -> str:
 
 
 def roofline(rows: Sequence[Row]) -> Chart | None:
-    """How fast work computes against how much it computes for each DRAM byte. Whole steps combine bytes and operations
-    with the unprofiled time; kernels carry their own times. None if no row has bytes, operations and a time."""
+    """Return operations a second against operations a DRAM byte; None if no row has bytes, operations and a time.
+
+    Whole steps combine bytes and operations with the unprofiled time; kernels carry their own times.
+    """
     groups = data.by_size(rows, lambda traffic: traffic.intensity and traffic.flop_rate)
     every = [traffic for group in groups for traffic in group]
     views = [_roofline_view(group, looks_of(rows)) for group in groups]
@@ -131,13 +133,13 @@ def _roofline_view(group: Sequence[data.Traffic], looks: dict[str, dict[str, str
 
 
 def _point(x: float | None, y: float | None, name: str, method: str, **kind: bool) -> dict[str, Any]:
-    """FLOP a byte, FLOP a second; `hollow`: the operations are an estimate; `estimated`: the bytes are."""
+    """Return a point: FLOP a byte, FLOP a second; `hollow`: estimated operations; `estimated`: estimated bytes."""
     kinds = {"hollow": False, "estimated": False, "kernel": False, **kind}
     return {"x": x, "y": y, "name": name, "method": method, **kinds}
 
 
 def _kernel_points(group: Sequence[data.Traffic]) -> list[dict[str, Any]]:
-    """The measured kernels that move most, of those that have operations to count."""
+    """Return the measured kernels that move most, of those that have operations to count."""
     found = []
     for traffic in group:
         kernels = [] if traffic.kernels is None or traffic.kernels.estimated else traffic.kernels.rows
@@ -151,7 +153,7 @@ def _kernel_points(group: Sequence[data.Traffic]) -> list[dict[str, Any]]:
 
 
 def _roofs_over(traffic: data.Traffic) -> dict[str, Any]:
-    """What the machine reaches, as far as it was measured: DRAM bytes a second, FLOP a second of matrix products."""
+    """Return the measured ceilings: DRAM bytes a second, FLOP a second of matrix products."""
     found = traffic.ceilings
     levels = {"tensor cores": found.get("tensor_flops_per_second"), "FP32": found.get("fp32_flops_per_second")}
     known = {label: rate for label, rate in levels.items() if rate}
@@ -159,7 +161,7 @@ def _roofs_over(traffic: data.Traffic) -> dict[str, Any]:
 
 
 def _point_notes(traffics: Sequence[data.Traffic], views: Sequence[View]) -> str:
-    """What the markers mean."""
+    """Return what the markers mean."""
     points = [point for view in views for point in view.data["points"]]
     notes = ["Whole steps, over their unprofiled time"]
     if any(point["kernel"] for point in points):
@@ -173,7 +175,7 @@ def _point_notes(traffics: Sequence[data.Traffic], views: Sequence[View]) -> str
 
 
 def _roofline_says(group: Sequence[data.Traffic]) -> str:
-    """How much each step computes of what the lower of the two roofs over it allows."""
+    """Return how much each step computes of what the lower of the two roofs over it allows."""
     shares, told = [], []
     for each in group:
         roofs = _roofs_over(each)

@@ -1,4 +1,4 @@
-"""What a step moves, and what follows from it: pure functions of rows.
+"""Traffic of a step, and what follows from it: pure functions of rows.
 
 Bytes come from the instrument `ncu`: counted by the GPU, or estimated from tensor sizes. Times come from the unprofiled
 run of the same spec (the instrument `time`), since a profiler stretches a step. The two kinds of bytes are never
@@ -24,7 +24,7 @@ UNSEEN = "not seen kernel by kernel"
 
 
 def marked_estimate(text: str, estimated: bool) -> str:
-    """A figure as it is shown: an estimate is marked as one."""
+    """Return a figure as it is shown: an estimate is marked as one."""
     return APPROXIMATELY + text if estimated and text != MISSING else text
 
 
@@ -72,11 +72,11 @@ class Traffic:
         return self.source == ESTIMATE
 
     def figure(self, name: str) -> float | None:
-        """A count of bytes by its name in the result file."""
+        """Return a count of bytes by its name in the result file."""
         return self.data["traffic"].get(name)
 
     def show(self, text: str) -> str:
-        """A figure of these bytes as it is shown."""
+        """Return a figure of these bytes as it is shown."""
         return marked_estimate(text, self.estimated)
 
     @cached_property
@@ -97,12 +97,12 @@ class Traffic:
 
     @property
     def extra_seconds_at_peak(self) -> float | None:
-        """What moving the extra bytes takes at this machine's measured bandwidth: no schedule can be faster."""
+        """Time to move the extra bytes at this machine's measured bandwidth: no schedule can be faster."""
         extra = _subtract(self.dram_bytes, self.standard.dram_bytes) if self.standard else None
         return _divide(extra, self.ceilings.get("dram_bytes_per_second"))
 
     def estimate_error(self, name: ncu.Direction) -> float | None:
-        """(estimate - measurement) / measurement, where both exist."""
+        """Return (estimate - measurement) / measurement, if both exist."""
         return None if self.estimated else _subtract(_divide(self.estimate.get(name), self.figure(name)), 1)
 
     @cached_property
@@ -112,12 +112,12 @@ class Traffic:
 
     @property
     def by_family(self) -> bool:
-        """Are there kernel rows of the same kind as the bytes of the whole step?"""
+        """True if there are kernel rows of the same kind as the bytes of the whole step."""
         return self.kernels is not None and self.kernels.source == self.source
 
     @cached_property
     def family_bytes(self) -> dict[str, float]:
-        """What the bytes of the whole step are made of: families, and as UNSEEN what its kernels leave over."""
+        """Bytes of the whole step: families, and as UNSEEN what its kernels leave over."""
         parts = self.kernels.bytes_by_family() if self.kernels else {}
         whole = self.dram_bytes or 0.0
         rest = whole - sum(parts.values())
@@ -125,7 +125,7 @@ class Traffic:
 
     @cached_property
     def extra_bytes(self) -> ExtraBytes | None:
-        """Which families make the difference to ordinary training; None unless kernels of both were looked at alike."""
+        """Families that make the difference to ordinary training; None unless kernels of both were seen alike."""
         alike = kernels_alike([self, self.standard]) if self.standard else None
         if alike is None:
             return None
@@ -135,7 +135,7 @@ class Traffic:
 
 
 def kernels_alike(traffics: Sequence[Traffic]) -> list[KernelRows] | None:
-    """Kernel rows of all, from one source: measured, or else all estimates. None if some have neither."""
+    """Return kernel rows of all, from one source: measured, or else all estimates. None if some have neither."""
     for source in (MEASURED, ESTIMATE):
         found = [rows for traffic in traffics if (rows := kernels_in(traffic.data, source))]
         if len(found) == len(traffics):
@@ -145,7 +145,7 @@ def kernels_alike(traffics: Sequence[Traffic]) -> list[KernelRows] | None:
 
 @once_a_row
 def traffic_of(row: Row) -> Traffic | None:
-    """None for a row without an `ncu` result."""
+    """Return the traffic of a row; None without an `ncu` result."""
     if not (data := row.first_of(lambda result: result.ncu)):
         return None
     estimate, ceilings = data.get("estimate", {}), data.get("ceilings", {})
@@ -180,13 +180,13 @@ TrafficGroups = Sequence[Sequence[Traffic]]  # by size
 
 
 def by_size(rows: Sequence[Row], is_wanted: Callable[[Traffic], object] = bool) -> list[list[Traffic]]:
-    """The traffic of rows that are compared with each other, as far as it is wanted; no empty groups."""
+    """Return the traffic of rows that are compared with each other, as far as it is wanted; no empty groups."""
     groups = ([t for row in group if (t := traffic_of(row)) and is_wanted(t)] for group in group_by_size(rows))
     return [group for group in groups if group]
 
 
 def families_of(group: Sequence[Traffic]) -> dict[str, list[float | None]]:
-    """Bytes of families that any has, and what the whole step moved beyond its kernels' sum."""
+    """Return the bytes of families that any has, and what the whole step moved beyond its kernels' sum."""
     counts = {family: [each.family_bytes.get(family) for each in group] for family in (*FAMILIES, UNSEEN)}
     return {family: own for family, own in counts.items() if any(own)}
 

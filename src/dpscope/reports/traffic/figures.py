@@ -2,7 +2,8 @@
 
 `traffic_bytes`: DRAM bytes, read and written or family by family, a bar a method. `roofline`: how fast a step computes
 against how much it computes for each DRAM byte, below the machine's own roofs; both axes are logarithmic, the sloping
-roof is the measured DRAM bandwidth, the level ones the measured rates of matrix products."""
+roof is the measured DRAM bandwidth, the level ones the measured rates of matrix products.
+"""
 
 from __future__ import annotations
 
@@ -36,13 +37,13 @@ ROOM = 3.0  # an axis goes this factor beyond its points
 
 
 def _heading(what: str, rows: Sequence[Row], estimated: Iterable[bool], note: str) -> list[str]:
-    """What is shown, of what and on what; an estimate is called one before anything else."""
+    """Return what is shown, of what and on what; an estimate is named first."""
     told = f"{what}: an ESTIMATE from tensor sizes, not measured" if all(estimated) else what
     return [told, describe([row for row in rows if traffic_of(row)]), note]
 
 
 def draw_traffic_bytes(rows: Sequence[Row]) -> Figure | None:
-    """Every size in a panel of its own, on one scale; families of kernels where every bar has them."""
+    """Return every size in a panel of its own, on one scale; families of kernels where every bar has them."""
     chart = traffic(rows)
     if chart is None:
         return None
@@ -81,7 +82,7 @@ def draw_traffic_bytes(rows: Sequence[Row]) -> Figure | None:
 
 @styled
 def draw_roofline(rows: Sequence[Row]) -> Figure | None:
-    """Every size in a panel of its own, on one scale; None if no row has bytes, operations and a time."""
+    """Return every size in a panel of its own, on one scale; None if no row has bytes, operations and a time."""
     chart = roofline(rows)
     if chart is None:
         return None
@@ -103,7 +104,7 @@ def draw_roofline(rows: Sequence[Row]) -> Figure | None:
 
 
 def _points(drawn: Sequence[dict[str, Any]]) -> list[Point]:
-    """Every step has its name, and so have the largest kernels, each name once."""
+    """Name every step and the largest kernels, each name once."""
     points, kernels = [], set[str]()
     for each in drawn:
         label = shorten(each["name"], LONGEST_POINT) + (" (estimate)" if each["estimated"] else "")
@@ -130,14 +131,14 @@ def _set_axes(ax: Axes, roofs: dict[str, Any], points: Sequence[dict[str, Any]])
 
 
 def _limits(values: Sequence[float]) -> tuple[float, float]:
-    """Room around the values, and two powers of ten at least: an axis is read by them."""
+    """Return limits with room around the values, and at least two powers of ten, by which the axis is read."""
     low, high = min(values) / ROOM, max(values) * ROOM
     widen = max(1.0, SPAN / (high / low)) ** 0.5
     return low / widen, high * widen
 
 
 def _draw_roofs(ax: Axes, roofs: dict[str, Any]) -> list[Box]:
-    """The measured ceilings with their values; the places they take, in pixels."""
+    """Draw the measured ceilings with their values; return the places they take, in pixels."""
     bandwidth = roofs["bytes_per_second"]
     (left, right), (low, _) = ax.get_xlim(), ax.get_ylim()
     highest = max(roofs["levels"].values(), default=None)
@@ -157,7 +158,7 @@ def _draw_roofs(ax: Axes, roofs: dict[str, Any]) -> list[Box]:
 
 
 def _draw_line(ax: Axes, start: Pixel, end: Pixel, style: str) -> list[Box]:
-    """A straight line; boxes over it, one if it is level: what labels keep away from."""
+    """Draw a straight line; return the boxes that labels keep away from."""
     line: dict[str, Any] = {"color": "0.35", "linewidth": 0.9, "zorder": 1, "scalex": False, "scaley": False}
     ax.plot(*zip(start, end, strict=True), linestyle=style, **line)
     (x0, y0), (x1, y1) = ax.transData.transform([start, end])

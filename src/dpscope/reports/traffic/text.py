@@ -28,7 +28,7 @@ CellOf = Callable[[data.Traffic], str]
 
 
 def traffic_section(rows: Sequence[Row], width: int) -> list[RenderableType]:
-    """Nothing unless some row has traffic."""
+    """Return the section on traffic; nothing unless some row has it."""
     groups = data.by_size(rows)
     traffics = [traffic for group in groups for traffic in group]
     if not traffics:
@@ -51,7 +51,7 @@ def traffic_section(rows: Sequence[Row], width: int) -> list[RenderableType]:
 
 
 def _warnings(traffics: Sequence[data.Traffic]) -> list[RenderableType]:
-    """What has to be read before any number."""
+    """Return what has to be read before any number."""
     estimates = [traffic for traffic in traffics if traffic.estimated]
     if not estimates:
         return []
@@ -103,7 +103,7 @@ def _known(columns: Mapping[str, CellOf], traffics: Sequence[data.Traffic]) -> d
 
 
 def _table(traffics: Sequence[data.Traffic], columns: Mapping[str, CellOf]) -> RenderableType:
-    """What tells rows apart, and as many of the columns as there is room for."""
+    """Return a table of what tells rows apart, and as many of the columns as there is room for."""
     identity: list[Column[data.Traffic]] = identity_columns([each.row for each in traffics], lambda each: each.row)
     left = [heading for heading, _ in identity if heading not in NUMBERS]
     items = "/".join(dict.fromkeys(traffic.items[1] for traffic in traffics))
@@ -116,7 +116,7 @@ def _table(traffics: Sequence[data.Traffic], columns: Mapping[str, CellOf]) -> R
 
 
 def _family_table(group: Sequence[data.Traffic]) -> list[RenderableType]:
-    """Where the bytes of rows of one size go, all of them seen in the same way."""
+    """Return where the bytes of rows of one size go, all of them seen in the same way."""
     alike = data.kernels_alike(group)
     if not alike:
         return []
@@ -133,7 +133,7 @@ def _family_table(group: Sequence[data.Traffic]) -> list[RenderableType]:
 
 
 def _kernel_table(traffic: data.Traffic, *, narrow: bool) -> list[RenderableType]:
-    """The measured kernels that move most."""
+    """Return the measured kernels that move most."""
     kernels = traffic.kernels
     if kernels is None or kernels.estimated:
         return []
@@ -153,7 +153,7 @@ def _kernel_table(traffic: data.Traffic, *, narrow: bool) -> list[RenderableType
 
 
 def traffic_verdict(groups: data.TrafficGroups) -> list[str]:
-    """What the figures say: a paragraph for each size, a sentence for each private method."""
+    """Return the conclusions: a paragraph for each size, a sentence for each private method."""
     compared = [[t for t in group if t.method != STANDARD and t.ratio is not None] for group in groups]
     return [f"{group[0].row.where.capitalize()}: {' '.join(map(_sentence, group))}" for group in compared if group]
 
@@ -165,7 +165,7 @@ def _sentence(traffic: data.Traffic) -> str:
 
 
 def _explain(traffic: data.Traffic) -> str:
-    """Which families make up most of the extra, where kernels were looked at."""
+    """Say which families make up most of the extra, if kernels were counted."""
     extra = traffic.extra_bytes
     if extra is None or extra.total <= 0 or (traffic.ratio or 0) <= 1:
         return ""
@@ -177,7 +177,7 @@ def _explain(traffic: data.Traffic) -> str:
 
 
 def _families_in_words(extra: data.ExtraBytes) -> str:
-    """`61% of the extra is clipping, 20% noise`; where one family's extra is beyond the whole, what the others save."""
+    """Return `61% of the extra is clipping, 20% noise`; if one family exceeds the whole, what the others save."""
     (most, added), (least, saved) = extra.by_family[0], extra.by_family[-1]
     if added > extra.total:
         more = f"{FAMILY_LABELS[most]}: {format_traffic(added)} more"
@@ -192,7 +192,7 @@ def _families_in_words(extra: data.ExtraBytes) -> str:
 
 
 def _explain_time(traffic: data.Traffic) -> str:
-    """How much of the extra time the extra bytes alone account for; nothing where either is too small to say."""
+    """Return how much of the extra time the extra bytes alone account for; nothing where either is too small to say."""
     moving, slower, whole = traffic.extra_seconds_at_peak, traffic.extra_seconds, traffic.seconds
     if moving is None or slower is None or whole is None or traffic.row.ratio_doubt:
         return ""

@@ -1,4 +1,4 @@
-"""What each instrument adds to a result: the shape of its part of the file, as `TypedDict`s, one file an instrument.
+"""Parts of a result that each instrument adds, as `TypedDict`s, one file an instrument.
 
 A reader may take for granted what is declared here: `parse_result` holds every row that is ok against it. A row that
 failed holds what there was until then.

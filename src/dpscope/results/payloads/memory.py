@@ -1,4 +1,4 @@
-"""What the instruments `time` and `memory` write: milliseconds of steps, bytes by component. 1 MB = 2^20 bytes."""
+"""Payloads of the instruments `time` and `memory`: milliseconds of steps, bytes by component. 1 MB = 2^20 bytes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Components = dict[str, int]  # component -> bytes; only `unattributed` may be be
 
 
 class CompilationPayload(TypedDict):
-    """What torch.compile did for a row."""
+    """Work of torch.compile for a row."""
 
     seconds: float  # of the steps in which it compiled, before warm-up; with an empty cache
     graphs: int

@@ -1,4 +1,4 @@
-"""What the instrument `ncu` writes: the bytes of one step, counted by Nsight Compute or estimated from tensor sizes."""
+"""Payload of the instrument `ncu`: the bytes of one step, counted by Nsight Compute or estimated."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Estimate(TypedDict, total=False):
 
 
 class Ceilings(TypedDict, total=False):
-    """What this machine reaches at its best; empty without a GPU."""
+    """Best rates of this machine; empty without a GPU."""
 
     dram_bytes_per_second: float
     tensor_flops_per_second: float
@@ -73,7 +73,7 @@ class Ceilings(TypedDict, total=False):
 
 
 class Counted(TypedDict):
-    """What one range comes to."""
+    """Totals of one range."""
 
     traffic: dict[str, int]  # figures named in `BYTES`
     flops: NotRequired[dict[str, int]]

@@ -1,4 +1,4 @@
-"""What the instrument `nsys` writes: milliseconds, calls and bytes of an average step that Nsight Systems captured."""
+"""Payload of the instrument `nsys`: milliseconds, calls and bytes of an average step of Nsight Systems."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a row over several processes has beside its time and peak: each rank's, and what travels between them."""
+"""Payload of a row over several processes: each rank's time and peak, and what travels between them."""
 
 from __future__ import annotations
 

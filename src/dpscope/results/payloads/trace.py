@@ -1,4 +1,4 @@
-"""What the instrument `trace` writes: milliseconds of an average step under torch.profiler, and whose they were."""
+"""Payload of the instrument `trace`: milliseconds of an average step under torch.profiler, and whose they were."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class CollectiveKind(TypedDict):
 
 
 class CollectiveTime(TypedDict):
-    """Of a step of one rank: moving data, or waiting for other ranks."""
+    """Time of a rank's step in collectives: moving data, or waiting for other ranks."""
 
     kinds: list[CollectiveKind]
     under_way_ms: float  # at least one of them
@@ -122,7 +122,7 @@ class CollectiveTime(TypedDict):
 
 
 class TracedRank(TypedDict):
-    """Of one rank, where all were traced: an average step, and how much of it had a collective under way."""
+    """Average step of one rank, where all were traced, and how much of it had a collective under way."""
 
     rank: int
     step_ms: float

@@ -1,11 +1,8 @@
-"""Where every byte of a step's peak goes: one step under the tracker, after steps that nothing watches.
+"""Measurement of memory: one step under the tracker, after steps that nothing watches.
 
-On CUDA the peaks shown are the allocator's own, of the steps that ran untracked; the tracker says what they are made
-of, and what it did not see is `unattributed`. The CPU allocator keeps no statistics: there the tracked peak is the
-figure, and a step under the profiler checks it.
-
-Inductor's code allocates without the dispatcher, so that no tracker sees what a compiled model makes. Of such a step
-the allocator's peak is shown, what was there before it by component, and the rest as what it is: unattributed.
+On CUDA the peaks shown are the allocator's own, of untracked steps; the tracker says what they are made of. The CPU
+allocator keeps no statistics, so the tracked peak is shown, and a step under the profiler checks it. Compiled code
+allocates without the dispatcher: what such a step makes is `unattributed`.
 """
 
 from __future__ import annotations
@@ -17,8 +14,8 @@ from typing import Any
 
 import torch
 
+from dpscope.batches import tensors_of
 from dpscope.errors import UserError
-from dpscope.flash.oracle import tensors_of
 from dpscope.instruments.memory import Holding, MemoryUse, Tracker, attribute
 from dpscope.instruments.memory.snapshots import AFTER_WARMUP, Snapshots
 from dpscope.instruments.peaks import cpu_peak, cublas_workspace_bytes, cuda_peak, write_memory_history
@@ -117,7 +114,7 @@ def _holdings(trainer: TrainerBase, batches: list[Batch]) -> list[Holding]:
 def _on_cuda(
     step: TrainingSteps, tracker: Tracker, snapshots: Snapshots, iterations: int, progress: Progress
 ) -> MemoryPayload:
-    """The allocator's peaks over untracked steps, with a snapshot at each stage; then the tracked step."""
+    """Take the allocator's peaks over untracked steps, with a snapshot at each stage; then track a step."""
     torch.cuda.synchronize()
     if step.compilation is None:  # replays of CUDA graphs allocate nothing: their peak is that of the recording
         torch.cuda.reset_peak_memory_stats()
@@ -143,7 +140,7 @@ def _on_cuda(
 def _on_cpu(
     step: TrainingSteps, tracker: Tracker, snapshots: Snapshots, iterations: int, progress: Progress
 ) -> MemoryPayload:
-    """The tracked step, with a snapshot at each stage; then one under the profiler to compare with."""
+    """Track a step, with a snapshot at each stage; then take one under the profiler to compare with."""
     with tracker.tracking(), listening(snapshots.in_iteration(0, lambda: tracker.live_bytes)):
         step()
         step.require_finite_losses()
@@ -159,7 +156,7 @@ def _on_cpu(
 def _on_cpu_compiled(
     step: TrainingSteps, tracker: Tracker, snapshots: Snapshots, iterations: int, progress: Progress
 ) -> MemoryPayload:
-    """One step under the profiler, which sees what compiled code allocates."""
+    """Take one step under the profiler, which sees what compiled code allocates."""
     peaks = step.peak()
     _note_before_step(step, tracker)
     progress("profiled step", 1, 1)
@@ -199,7 +196,7 @@ def _memory(use: MemoryUse, allocator: MemoryPayload, *, compiled: bool) -> Memo
 
 
 def _unattributed(use: MemoryUse, allocator: MemoryPayload, rest: str) -> list[Remainder]:
-    """What makes up the allocator's peak beyond the tracked one; `rest`: what the most of it is."""
+    """Return the parts of the allocator's peak beyond the tracked one; `rest`: what most of it is."""
     if "peak_allocated_bytes" not in allocator:
         untracked = allocator["allocator_peak_bytes"] - use.peak_bytes
         return [{"what": rest, "bytes": untracked}] if rest == IN_COMPILED and untracked else []

@@ -1,4 +1,4 @@
-"""Which bytes a step moves: counted by Nsight Compute, or estimated from tensor sizes with the reason why.
+"""Measurement of the bytes a step moves: counted by Nsight Compute, or estimated, with the reason why.
 
 ncu looks at a program of its own (`ranged_step`), started from here, so that this process holds no GPU memory
 meanwhile. What is measured without ncu (the machine's ceilings, the estimate beside the figures) comes after it.
@@ -85,30 +85,30 @@ def _result(spec: RunSpec, payload: NcuPayload, files: dict[str, str], **outcome
 
 
 def obstacle(device: str) -> str | None:
-    """Why ncu cannot count on a device here; None where it can be tried."""
+    """Return why ncu cannot count on a device here; None if it may work."""
     if device != "cuda":
         return NO_GPU_TO_COUNT
     return None if find_ncu() else NO_NCU
 
 
 def ncu_here() -> str:
-    """This machine's ncu, or the name by which another has it."""
+    """Return this machine's ncu, or the name by which another has it."""
     return find_ncu() or "ncu"
 
 
 def step_command(spec: RunSpec, ncu: str, report: Path, metrics: Sequence[str] | None = None) -> list[str]:
-    """The command that counts one step as a whole."""
+    """Return the command that counts one step as a whole."""
     return range_command(ncu, program(spec), report, metrics or step_metrics(spec))
 
 
 def kernels_command(spec: RunSpec, ncu: str, report: Path, metrics: Sequence[str] = KERNEL_METRICS) -> list[str]:
-    """The command that counts a step's kernels one by one."""
+    """Return the command that counts a step's kernels one by one."""
     limited = program(spec, str(spec.option("budget")))
     return kernel_command(ncu, limited, report, metrics, kernel=spec.option("kernel") or None)
 
 
 def printed_commands(spec: RunSpec) -> Iterator[str]:
-    """Lines for a shell that count what a measurement would count, each command after what it is."""
+    """Yield the lines for a shell that count what a measurement would count, each command after what it is."""
     ncu, name = ncu_here(), spec.label.replace(" ", "_")
     yield f"# {spec.label}: one step as a whole"
     yield shlex.join(step_command(spec, ncu, Path(f"{name}.ncu-rep")))
@@ -184,7 +184,7 @@ def _capture(
 
 
 def _limit() -> float:
-    """Seconds for a run of ncu: fewer than the row has, so that the row can still estimate after ncu hangs."""
+    """Return the seconds for a run of ncu: fewer than the row has, so that it can still estimate after ncu hangs."""
     return min(MOST_SECONDS, 0.6 * float(os.environ.get(ROW_SECONDS, MOST_SECONDS)))
 
 
@@ -198,7 +198,7 @@ def _read(taken: NcuCapture, ncu: str, report: Path) -> list[Action]:
 
 
 def _add_estimate(spec: RunSpec, payload: NcuPayload) -> None:
-    """Bytes from the operators' tensor sizes: in place of a measurement, or beside it to show how far off they are."""
+    """Add bytes from the operators' tensor sizes: in place of a measurement, or beside it to show their error."""
     measured = payload["source"] == MEASURED
     try:
         estimate = _estimate(spec, payload["kernels"] if measured else {})
@@ -217,7 +217,7 @@ def _add_estimate(spec: RunSpec, payload: NcuPayload) -> None:
 
 
 def _estimate(spec: RunSpec, kernels: Kernels) -> Estimate:
-    """The estimate of a step; on the way, how many kernels that step launches is noted in `kernels`."""
+    """Return the estimate of a step; on the way, how many kernels that step launches is noted in `kernels`."""
     from dpscope.instruments.estimate import estimate_traffic
     from dpscope.runner.steps import TrainingSteps
     from dpscope.trainers.compilation import eager_calls

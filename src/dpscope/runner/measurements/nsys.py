@@ -1,4 +1,4 @@
-"""What the GPU and the host do in a few steps, recorded by Nsight Systems around a program of its own.
+"""Recording of a few steps by Nsight Systems, around a program of its own.
 
 The program is started from here with only the variables it needs, since nsys writes its whole environment into the
 report. Times under nsys are never step times: those are `time`'s.
@@ -74,14 +74,14 @@ def measure_nsys(spec: RunSpec, progress: Progress, files: Path) -> Result:
 
 
 def obstacle(device: str) -> str | None:
-    """Why nsys cannot record on a device here; None where it can be tried."""
+    """Return why nsys cannot record on a device here; None if it may work."""
     if device != "cuda":
         return NO_GPU_TO_RECORD
     return None if find_nsys() else NO_NSYS
 
 
 def require_nsys(spec: RunSpec) -> str:
-    """Where nsys is, or a sentence that says why this spec cannot be looked at here."""
+    """Return where nsys is, or raise a sentence that says why this spec cannot be recorded here."""
     if (why := obstacle(spec.device)) is not None:
         raise UserError(why)
     path = find_nsys()
@@ -96,12 +96,12 @@ def capture_settings(spec: RunSpec) -> NsysOptions:
 
 
 def report_name(spec: RunSpec) -> str:
-    """The report's file name, which says what was measured."""
+    """Return the report's file name, which says what was measured."""
     return spec.label.replace(" ", "_")
 
 
 def find_or_assume_nsys() -> Nsys:
-    """This machine's nsys, or one that knows every option, since a printed command is for another machine."""
+    """Return this machine's nsys, or one that knows every option: a printed command is for another machine."""
     if path := find_nsys():
         return inspect_nsys(path)
     print("No nsys on this machine: the command is for one that has a recent one on its PATH.", file=sys.stderr)
@@ -109,13 +109,13 @@ def find_or_assume_nsys() -> Nsys:
 
 
 def printed_command(spec: RunSpec, nsys: Nsys, folder: Path) -> str:
-    """The command that records a spec's steps, with the environment it gets."""
+    """Return the command that records a spec's steps, with the environment it gets."""
     command = profile_command(nsys, program(spec), folder / report_name(spec), capture_settings(spec))
     return shell_line(command, needed_variables(os.environ))
 
 
 def recording_commands(spec: RunSpec, nsys: Nsys) -> list[str]:
-    """What to type to record by hand while a spec's workload trains: launch, start, stop."""
+    """Return what to type to record by hand while a spec's workload trains: launch, start, stop."""
     return interactive_commands(
         nsys,
         program(spec, KEEP_GOING),

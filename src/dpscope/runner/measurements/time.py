@@ -70,7 +70,7 @@ def _ranks(spec: RunSpec, ranks: Sequence[RankFigures]) -> RanksPayload:
 
 
 def notes_on_simulation(spec: RunSpec) -> list[Note]:
-    """That figures are of one rank without the others; nothing where they are not."""
+    """Return a note that figures are of one rank without the others; nothing otherwise."""
     if spec.simulate_world == 1:
         return []
     return [
@@ -85,7 +85,7 @@ def notes_on_simulation(spec: RunSpec) -> list[Note]:
 
 
 def measure_rank(spec: RunSpec, files: Path, progress: Progress = no_progress) -> RankFigures:
-    """What this process sees of the spec's steps."""
+    """Measure the spec's steps in this process."""
     step = TrainingSteps(spec)
     if spec.device == "cuda" and spec.world_size > 1:  # a model is whole where it is born, before it is sharded
         torch.cuda.empty_cache()
@@ -114,7 +114,7 @@ def measure_rank(spec: RunSpec, files: Path, progress: Progress = no_progress) -
 
 
 def _share_of_collectives(step: TrainingSteps, device: str) -> float:
-    """How much of a step, recorded with torch.profiler, has a collective under way."""
+    """Return how much of a step, recorded with torch.profiler, has a collective under way."""
     with tempfile.TemporaryDirectory() as folder:
         recording = record(step, Path(folder), device=device, schedule=Schedule(active=1))
         found = collective_time([read_trace(path) for path in recording.paths])

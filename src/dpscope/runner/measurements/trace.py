@@ -1,4 +1,4 @@
-"""Where a step's time goes, recorded with torch.profiler. Its times are never step times: those are `time`'s."""
+"""Recording of a step with torch.profiler. Its times are never step times: those are `time`'s."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dpscope.vocabulary.settings import EAGER
 
 
 class TracedSteps(TypedDict):
-    """What one process saw. `trace` is None on a rank that took the steps without a profiler."""
+    """Record of one process. `trace` is None on a rank that took the steps without a profiler."""
 
     trace: TracePayload | None
     files: dict[str, str]  # what it is -> name
@@ -54,7 +54,7 @@ def _of_rank(rank: int, trace: TracePayload) -> TracedRank:
 
 
 def measure_rank(spec: RunSpec, files: Path) -> TracedSteps:
-    """One of several processes: rank 0 records, and all do with `--rank all`."""
+    """Record one of several processes: rank 0, or every rank with `--rank all`."""
     step = TrainingSteps(spec)  # joins the others
     rank = dist.get_rank()
     if rank and spec.option("rank") != ALL_RANKS:

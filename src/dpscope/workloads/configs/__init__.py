@@ -1,4 +1,4 @@
-"""What can be trained, as data: a file for each family of workloads, its presets, and the table of them all.
+"""Workloads as data: a file for each family, its presets, and the table of them all.
 
 Importing this imports neither torch nor any library of models.
 """
@@ -57,7 +57,21 @@ _KINDS: dict[str, type[WorkloadConfig]] = {
 
 
 def make_config(model: str, **sizes: Any) -> WorkloadConfig:
-    """A preset with some of its sizes changed; `None` leaves a size as it is."""
+    """Return a preset with some of its sizes changed.
+
+    Args:
+        model: Name of a preset, such as `1b` or `hf:gpt2`.
+        **sizes: Sizes by name, such as `num_layers=2`. None leaves a size as it is.
+
+    Returns:
+        The config, for `compare`, `plan` and `RunSpec`.
+
+    Raises:
+        UserError: There is no such preset, or it has no such size.
+
+    Example:
+        >>> config = dpscope.make_config("1b", num_layers=2)
+    """
     try:
         preset = PRESETS[model]
     except KeyError:
@@ -71,7 +85,7 @@ def make_config(model: str, **sizes: Any) -> WorkloadConfig:
 
 
 def find_workload(workload: object) -> WorkloadConfig:
-    """The config of a preset's name, of `FILE.py:function`, or of a function that returns a `Workload`."""
+    """Return the config of a preset's name, of `FILE.py:function`, or of a function that returns a `Workload`."""
     if isinstance(workload, WorkloadConfig):
         return workload
     if isinstance(workload, str):
@@ -86,7 +100,7 @@ def find_workload(workload: object) -> WorkloadConfig:
 
 
 def with_lora(config: WorkloadConfig, lora: LoraSettings) -> WorkloadConfig:
-    """The same workload with adapters trained instead of the model."""
+    """Return the same workload with adapters trained instead of the model."""
     return replace(config, lora=lora, name=f"{config.name}+lora-r{lora.r}")
 
 

@@ -29,7 +29,7 @@ class LoraSettings:
 
 
 def parse_lora(text: str) -> LoraSettings:
-    """`r=8,alpha=16,target=q_proj,v_proj`; alpha left out is 2r. What follows `target=` without a name is one more."""
+    """Parse `r=8,alpha=16,target=q_proj,v_proj`; alpha defaults to 2r. Names after `target=` are more targets."""
     values: dict[str, list[str]] = {}
     key = None
     for part in text.split(","):
@@ -76,15 +76,15 @@ class WorkloadConfig:
 
     @property
     def is_known_trainable(self) -> bool:
-        """Whether every method surely can train the model, which need not be built to see that."""
+        """True if every method can surely train the model, which need not be built to see that."""
         return False
 
     def resolve_seq_len(self, seq_len: int | None) -> int | None:
-        """The sequence length of a run: as asked for and checked, or the default; None where there is none."""
+        """Return the sequence length of a run: as asked for and checked, or the default; None where there is none."""
         raise NotImplementedError
 
     def resized(self: C, **sizes: Any) -> C:
-        """The same with some sizes changed."""
+        """Return the same with some sizes changed."""
         known = {field.name for field in fields(self)} - {"name", "lora"}
         refuse_foreign_sizes(self.name, set(sizes) - known)
         return replace(self, **sizes)
@@ -120,7 +120,7 @@ def require_divisible(hidden_dim: int, num_heads: int) -> None:
 
 
 def resolve_length(seq_len: int | None, positions: int | None, model: str) -> int:
-    """A sequence length that the model has positions for; 256, or all of them, where none was asked for."""
+    """Return a sequence length that the model has positions for; 256, or all of them, where none was asked for."""
     if seq_len is None:
         return min(256, positions or 256)
     if positions is not None and seq_len > positions:

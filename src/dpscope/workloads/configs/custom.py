@@ -55,7 +55,7 @@ class CustomConfig(WorkloadConfig):
 
 
 def workload_at(target: str) -> CustomConfig:
-    """`FILE.py:function` or `package.module:function`."""
+    """Return the workload at `FILE.py:function` or `package.module:function`."""
     place = parse_place(target)
     if place is None:
         raise UserError(f"--workload {target}: {WORKLOAD_USAGE}")
@@ -77,7 +77,7 @@ def workload_at(target: str) -> CustomConfig:
 
 
 def workload_of(function: Callable[..., Any]) -> CustomConfig:
-    """The config of a module-level function. One from the running script is found again by its file."""
+    """Return the config of a module-level function. One from the running script is found again by its file."""
     name = getattr(function, "__qualname__", "")
     code = getattr(function, "__code__", None)
     if code is None or not name.isidentifier():  # <lambda>, make.<locals>.inner, Class.method
@@ -114,7 +114,7 @@ def file_hash(file: Path) -> str:
 
 
 def _file_of_module(name: str) -> Path | None:
-    """Where a module is, without importing it or the packages around it."""
+    """Return the file of a module, without importing it or the packages around it."""
     where: list[str] | None = [str(Path.cwd()), *sys.path]
     parts = name.split(".")
     for depth in range(1, len(parts) + 1):

@@ -18,7 +18,7 @@ SITE = ("site-packages", "dist-packages")  # what is installed there is found wi
 
 
 def workload_flags(workload: Described) -> list[str] | None:
-    """The flags that name a workload and all its sizes; None where none do: it was made in Python."""
+    """Return the flags that name a workload and all its sizes; None where none do: it was made in Python."""
     lora = workload.get("lora")
     name = str(workload["name"])
     adapters: list[str] = []
@@ -42,14 +42,14 @@ def _is_preset(name: str, workload: Described) -> bool:
 
 
 def _custom(name: str, workload: Described) -> list[str] | None:
-    """The dotted name of a module if it has one: it is imported as a part of its package."""
+    """Return the dotted name of a module if it has one: it is imported as a part of its package."""
     file, function, module = (workload.get(key) for key in ("file", "function", "module"))
     known = file and function and name == f"{module or PurePath(str(file)).name}:{function}"
     return ["--workload", f"{module or file}:{function}"] if known else None
 
 
 def _hugging_face(name: str, workload: Described) -> list[str] | None:
-    """A configuration from a file always says how many labels there are. All of it stands in the result."""
+    """Return the flags of a Hugging Face model. A configuration from a file always has its number of labels."""
     model_type, settings = workload.get("model_type"), workload.get("settings") or {}
     if name == f"hf:{model_type}" and "num_labels" in settings:
         whole = {"model_type": model_type, "architectures": [workload.get("architecture")], **settings}
@@ -59,7 +59,7 @@ def _hugging_face(name: str, workload: Described) -> list[str] | None:
 
 
 def import_root(workload: Described) -> str:
-    """The folder that has to be on PYTHONPATH for the package of a user's module; empty for other workloads."""
+    """Return the folder that has to be on PYTHONPATH for the package of a user's module; empty for other workloads."""
     module, file = workload.get("module"), workload.get("file")
     if workload.get("kind") != "custom" or not module or not file:
         return ""
@@ -69,7 +69,7 @@ def import_root(workload: Described) -> str:
 
 
 def workload_sizes(workload: Described) -> Iterator[str]:
-    """What describes a workload, and the numbers of what is nested in it (a model's own configuration)."""
+    """Yield what describes a workload, and the numbers nested in it (a model's own configuration)."""
     for name, value in workload.items():
         if name == "lora":
             yield f"LoRA r {value['r']}, alpha {value['alpha']} on {' '.join(value['target'])}"

@@ -95,7 +95,7 @@ class HuggingFaceConfig(WorkloadConfig):
         )
 
     def size(self, name: str) -> Any:
-        """A size under our name; None where the configuration does not say."""
+        """Return a size under our name; None where the configuration does not say."""
         key = self._key(name)
         return None if key is None else self.settings[key]
 
@@ -109,7 +109,7 @@ class HuggingFaceConfig(WorkloadConfig):
         return resolve_length(seq_len, self.size("max_seq_len"), self.name)
 
     def resized(self, **sizes: Any) -> HuggingFaceConfig:
-        """Sizes by our names. A feed-forward width that is not asked for stays in proportion to the hidden size."""
+        """Return the config with other sizes. An unset feed-forward width stays in proportion to the hidden size."""
         keys = {name: self._key(name) if name in _SIZE_NAMES else None for name in sizes}
         refuse_foreign_sizes(self.name, {name for name, key in keys.items() if key is None})
         changed = {str(keys[name]): whole_size(name, value) for name, value in sizes.items()}
@@ -120,7 +120,7 @@ class HuggingFaceConfig(WorkloadConfig):
 
 
 def _require_few_modules(settings: Mapping[str, Any]) -> None:
-    """Whatever a configuration calls its layers, experts or stages, also in the configurations of its parts."""
+    """Refuse a huge number of layers, experts or stages, under any name and in nested configurations."""
     for name, value in settings.items():
         if isinstance(value, Mapping):
             _require_few_modules(value)
@@ -130,7 +130,7 @@ def _require_few_modules(settings: Mapping[str, Any]) -> None:
 
 
 def config_from_file(path: Path) -> HuggingFaceConfig:
-    """The architecture that a `config.json` describes."""
+    """Return the architecture that a `config.json` describes."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -143,7 +143,7 @@ def config_from_file(path: Path) -> HuggingFaceConfig:
 
 
 def config_from_json(text: str, *, source: str = "{…}") -> HuggingFaceConfig:
-    """The same from the text of such a file; `source`: what errors call it."""
+    """Return the same from the text of such a file; `source`: what errors call it."""
     try:
         data = json.loads(text)
     except ValueError:

@@ -9,7 +9,7 @@ from torch import nn
 from dpscope.errors import UserError
 from dpscope.flash import FlashEngine, PrivacyEngine
 from dpscope.flash.compiled import regions
-from dpscope.flash.contributions import Outer
+from dpscope.flash.gradients.contributions import Outer
 from tests.unit.flash.agreement import assert_agrees, reference
 from tests.unit.flash.compiled.compiling import Graphs, assert_compiled_exact, by_wrapper, in_place
 from tests.unit.flash.flash_models import Decoder, token_batch, token_losses

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dpscope.flash.kernels import float32_products
-from dpscope.flash.kernels.float32_products import operand_rounding, reads_tf32, truncated_to_tf32
+from dpscope.flash.kernels.float32_products import operand_rounding, reads_tf32, rounded_as_cudnn, truncated_to_tf32
 from tests.unit.flash.rounded_products import to_tf32
 
 # What a user says -> how operands are rounded on CUDA and on the CPU; None: it depends on the processor.
@@ -82,3 +82,20 @@ def test_truncation_leaves_infinity_and_nan() -> None:
     assert found[:2].tolist() == [float("inf"), -float("inf")]
     assert found[2].isnan()
     assert found[3:].tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("operator", ["conv", "rnn"])
+@pytest.mark.parametrize("allowed", [True, False])
+def test_products_are_rounded_as_by_cudnn_for_a_while(
+    allowed: bool, operator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(float32_products, "capability", lambda index: (9, 0))
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", allowed)
+    gpu = torch.device("cuda", 0)
+    with rounded_as_cudnn(torch.device("cpu"), operator):
+        assert operand_rounding(gpu) == 0.0
+    with pytest.raises(KeyError), rounded_as_cudnn(gpu, operator):
+        assert (operand_rounding(gpu) > 0.0) == (allowed and torch.version.hip is None)
+        raise KeyError
+    assert operand_rounding(gpu) == 0.0
+    assert torch.get_float32_matmul_precision() == "highest"  # torch can be asked in the old way, still

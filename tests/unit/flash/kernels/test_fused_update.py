@@ -193,7 +193,7 @@ def test_samples_without_a_factor_leave_the_step_to_the_others_and_the_noise(
         seed=3,
         offset=1,
         factors=torch.tensor([left_out, 0.5, left_out]),
-        backend="auto" if dtype == torch.float64 else backend,
+        backend="torch" if dtype == torch.float64 else backend,
     )
     for param, noise in zip(params, noisy(zeros(), 2.0, 0.5, 3, 1), strict=True):
         torch.testing.assert_close(param.float(), -(noise + 0.25), rtol=0, atol=1e-5)

@@ -12,8 +12,16 @@ from torch import Tensor
 from dpscope.flash.kernels import noise, philox
 from dpscope.flash.kernels.noise import add_noise_, noise_values
 from dpscope.flash.kernels.tensor_lists import noise_starts
+from dpscope.flash.kernels.triton_runtime import INTERPRETED
 
 N = 2**15
+KERNELS = "triton" if INTERPRETED else "torch"
+
+
+@pytest.fixture(params=["auto", KERNELS])
+def backend(request: pytest.FixtureRequest) -> str:
+    """The noise of a CPU, and that of the kernels."""
+    return request.param
 
 
 @cache  # it takes seconds in the interpreter, and nobody changes it
@@ -29,8 +37,9 @@ def test_the_generator_is_philox_4x32_10() -> None:
     assert [int(word) for word in ones] == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
 
 
+@pytest.mark.parametrize("backend", [KERNELS])  # a CPU has a stream of its own
 @pytest.mark.parametrize(("seed", "offset", "first"), [(0, 0, 0), (2**63 + 5, 7, 4), (-3, 2**40 + 1, 2**36)])
-def test_every_backend_gives_the_same_stream(seed: int, offset: int, first: int, backend: str) -> None:
+def test_kernels_and_torch_give_the_same_stream(seed: int, offset: int, first: int, backend: str) -> None:
     """Up to the rounding of ln, sin and cos: a few units in the last place of values up to seven."""
     got = noise_values((5001,), seed, offset, first=first, backend=backend)
     expected = noise_values((5001,), seed, offset, first=first, backend="torch")
@@ -77,12 +86,12 @@ def test_neighbouring_elements_are_uncorrelated(backend: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_add_noise_draws_from_one_stream_for_the_whole_list(dtype: torch.dtype, backend: str) -> None:
     """(g + std·z)·scale, each tensor with its own stretch of the stream; sizes that cross chunks and are ragged."""
-    shapes = [(3, 5), (20000,), (1,), (7, 9)]
+    shapes = [(3, 5), (20000,), (1,), (7, 9), (14000,)]
     before = [torch.randn(shape).to(dtype) for shape in shapes]
     after = [tensor.clone() for tensor in before]
     add_noise_(after, 2.0, 0.25, 9, 4, backend=backend)
     for old, new, first in zip(before, after, noise_starts(before), strict=True):
-        z = noise_values(old.shape, 9, 4, first=first, backend="torch")
+        z = noise_values(old.shape, 9, 4, first=first, backend="auto" if backend == "auto" else "torch")
         expected = ((old.float() + 2.0 * z) * 0.25).to(dtype)
         tolerance = 2**-7 if dtype == torch.bfloat16 else 1e-5  # one rounding, or the interpreter's truncation
         torch.testing.assert_close(new, expected, rtol=tolerance, atol=1e-5)
@@ -106,7 +115,7 @@ def test_first_must_be_a_multiple_of_four() -> None:
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 1, 0, 2], [2], [3, 0]])
-@pytest.mark.parametrize("window", [4, 2**17])
+@pytest.mark.parametrize("window", [4, 2**18])
 def test_a_part_of_the_parameters_in_any_order_gets_its_own_noise(
     order: list[int], window: int, backend: str, monkeypatch
 ) -> None:
@@ -118,3 +127,26 @@ def test_a_part_of_the_parameters_in_any_order_gets_its_own_noise(
     add_noise_(some, 1.0, 1.0, 9, 4, starts=[starts[i] for i in order], backend=backend)
     for i, tensor in zip(order, some, strict=True):
         assert torch.equal(tensor, whole[i])
+
+
+@pytest.mark.parametrize("start", [8, 2**16 - 6, 2**18 - 1, 2**18 + 2**16 + 3])
+def test_a_shard_gets_the_noise_of_its_elements(start: int) -> None:
+    """Wherever it begins, in a block of the stream or between windows of it."""
+    whole = noise_values((2**19,), 9, 4)
+    shard = torch.zeros(40_000)
+    add_noise_([shard], 1.0, 1.0, 9, 4, starts=[start])
+    assert torch.equal(shard, whole[start : start + 40_000])
+
+
+def test_the_noise_of_a_cpu_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors that follow one another share windows, and no block is made for two of them."""
+    asked: list[int] = []
+
+    def counted(first: int, count: int, *rest: object) -> Tensor:
+        asked.extend(range(first, first + count))
+        return torch.zeros(count * noise.BLOCK)
+
+    monkeypatch.setattr(noise, "host_normals", counted)
+    add_noise_([torch.zeros(n) for n in (1000, 500_001, 7, 70_000)], 1.0, 1.0, 9, 4)
+    assert asked == list(range(len(asked)))
+    assert len(asked) == -(-571_012 // noise.BLOCK)

@@ -6,7 +6,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from dpscope.flash import FlashEngine, contributions
+from dpscope.flash import FlashEngine
+from dpscope.flash.gradients import contributions
+from dpscope.flash.layers.conv import Geometry
 from tests.unit.flash.agreement import CLIPPING, PATHS, REDUCTIONS, assert_exact
 from tests.unit.flash.flash_models import sine_losses
 
@@ -86,3 +88,17 @@ def test_bfloat16_norms_are_those_of_the_very_values_that_are_summed(path, group
         (output * 1.0078125).float().sum().backward()
         engine.finish()
     assert model[0].weight.grad.norm() == pytest.approx(2 * c, rel=1e-5)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_a_kernel_of_one_element_needs_no_copy_of_its_input(layout):
+    x = torch.randn(2, 3, 4, 5).to(memory_format=layout)
+    patches = Geometry((1, 1), (1, 1), (0, 0), (1, 1), 1).unfold(x, (4, 5))
+    assert patches.data_ptr() == x.data_ptr()
+    assert torch.equal(patches, x.flatten(2))
+
+
+def test_patches_are_those_of_torch():
+    x = torch.randn(2, 3, 7, 6)
+    patches = Geometry((3, 2), (2, 1), (1, 0), (1, 2), 1).unfold(x, (4, 4))
+    assert torch.equal(patches, nn.functional.unfold(x, (3, 2), dilation=(1, 2), padding=(1, 0), stride=(2, 1)))

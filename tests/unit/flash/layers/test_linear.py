@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpscope.errors import UserError
 from dpscope.flash import FlashEngine
-from dpscope.flash.contributions import Kept, Summed
+from dpscope.flash.gradients.contributions import Kept, Summed
 from dpscope.flash.layers import linear
 from tests.torch_here import takes_compiled
 from tests.unit.flash.agreement import CLIPPING, PATHS, REDUCTIONS, assert_exact

@@ -10,7 +10,7 @@ from torch import nn
 
 from dpscope.flash.ranks.layout import Layout
 from dpscope.flash.ranks.reduction import BUCKET_BYTES, Reduction, _lay_out
-from dpscope.flash.ranks.shards import ShardCut
+from dpscope.flash.torch_side.shards import ShardCut
 from tests.torch_here import takes_shards
 
 

@@ -196,7 +196,7 @@ def test_the_chart_shows_each_change_with_what_the_spreads_allow(timed):
     assert (first["relative"], first["tone"]) == (pytest.approx(-0.1), "less")
     assert first["range"] == pytest.approx((90 * 0.98 / 102 - 1, 90 * 1.02 / 98 - 1))
     assert (second["relative"], second["tone"]) == (0.0, "none")
-    assert chart.views[0].says == "Time of a step: 1 of 2 rows changed, −10.0% (standard at batch 2, sequence 8)."
+    assert chart.views[0].says == "Step time: 1 of 2 rows changed, −10.0% (standard at batch 2, sequence 8)."
 
 
 def test_of_very_many_rows_those_that_changed_most_are_drawn_and_all_are_in_the_csv(timed):

@@ -10,16 +10,14 @@ from dpscope.reports.report import Report, compare_results
 from tests.unit.reports.traffic_results import results_for
 
 
-@chart_by_size(key="speed", title="Speed", nav_label="Speed")
+@chart_by_size(key="speed", title="Speed", nav_label="Speed", how="Counted by hand. It does not see stops.")
 def speed(rows):
-    """Counted by hand,
-    twice. It does not see stops."""
     return View(says=rows[0].method, data={}, table=Table(columns=(), rows=())) if rows[0].median_ms else None
 
 
-def test_the_page_says_of_a_chart_what_its_docstring_says(make_result):
+def test_a_chart_says_how_it_was_measured(make_result):
     chart = speed(compare_results([make_result()]))
-    assert (chart.key, chart.kind, chart.how) == ("speed", "speed", "Counted by hand, twice. It does not see stops.")
+    assert (chart.key, chart.kind, chart.how) == ("speed", "speed", "Counted by hand. It does not see stops.")
 
 
 def test_each_size_is_a_view_and_one_without_figures_is_left_out(make_result):

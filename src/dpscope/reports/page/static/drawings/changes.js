@@ -1,4 +1,4 @@
-// Diverging bars: less than before to the left of zero, more to the right; what nobody can tell from chance stays pale.
+// Diverging bars: less than before to the left of zero, more to the right; what cannot be told from chance stays pale.
 drawings["changes"] = (data, theme) => {
   const tones = { ...data.tones, none: theme.faint };
   const value = data.unit === "ms" ? format.ms : format.bytes;

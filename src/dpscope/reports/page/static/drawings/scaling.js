@@ -36,7 +36,7 @@ drawings["scaling"].height = (data, theme) => {
 
 const scalingTime = (data) => data.relative
   ? { title: "time (× standard)", of: (point) => point.time_ratio, least: 1, shared: true }
-  : { title: "time of a step (ms)", of: (point) => point.median_ms, least: 0 };
+  : { title: "step time (ms)", of: (point) => point.median_ms, least: 0 };
 
 function scalingMemory(data) {
   const points = scalingPoints(data);

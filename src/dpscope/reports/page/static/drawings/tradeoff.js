@@ -9,7 +9,7 @@ drawings["tradeoff"] = (data, theme) => {
     legend: methodLegend(theme, tradeoffMethods(data)),
     tooltip: tooltipOf(theme, ({ data: item }) => item.tip),
     // No grid: its lines would strike names.
-    xAxis: { ...valueAxis(theme, data.relative ? "time of a step (× standard)" : "time of a step (ms)", x), ...UNGRIDDED(x) },
+    xAxis: { ...valueAxis(theme, data.relative ? "step time (× standard)" : "step time (ms)", x), ...UNGRIDDED(x) },
     yAxis: { ...uprightAxis(theme, data.relative ? "peak memory (× standard)" : `peak memory (${unitName})`, y), ...UNGRIDDED(y) },
     graphic: [
       { type: "text", silent: true, z: 6, x: TRADEOFF.left + better, y: top + height - 13, style: { text: BETTER, fill: theme.accent, fontSize: 12, fontFamily: "system-ui, sans-serif", verticalAlign: "middle" } },

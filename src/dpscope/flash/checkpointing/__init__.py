@@ -1,0 +1,1 @@
+"""Checkpointed blocks: held, or run again when the factors are known."""

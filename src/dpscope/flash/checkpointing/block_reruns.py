@@ -1,0 +1,202 @@
+"""Checkpointed blocks run again when a micro-batch is closed: their layers' contributions are summed where they arrive.
+
+No weight changes before the last block has run: sums are handed out afterwards. Random states, buffers and attributes
+of the model are put back.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpscope.errors import UserError
+from dpscope.flash.checkpointing.block_choices import BlockChoices
+from dpscope.flash.checkpointing.block_fingerprints import Left, different, project
+from dpscope.flash.checkpointing.recomputation import BlockInput, BlockPass, ForwardState
+from dpscope.flash.gradients.combination import combine
+from dpscope.flash.gradients.contributions import Contribution
+from dpscope.flash.gradients.norms import as_summed
+from dpscope.flash.gradients.slots import Slot
+from dpscope.flash.kernels.float32_products import operand_rounding
+from dpscope.flash.sample_rows.rehearsal_run import untouched
+from dpscope.flash.step.microbatch import MicroBatch, RunningSum, SumBatch
+from dpscope.flash.step.step_state import Recorded
+from dpscope.flash.taps.block_tails import Tail
+from dpscope.flash.taps.taps import Engine
+from dpscope.random_states import cuda_devices
+
+# Sums of what is held are made in pieces of about this size: they are there before the x and g of the piece are free.
+HELD_GROUP_BYTES = 1 << 27
+
+
+class BlockReruns:
+    """`take`: what becomes of contributions while blocks run again."""
+
+    def __init__(self, engine: Engine, choices: BlockChoices) -> None:
+        self.engine = engine
+        self.choices = choices
+        self.devices = cuda_devices(engine.model)
+        self.take: Callable[[Slot, Contribution], None] | None = None
+        self._weights: list[tuple[nn.Parameter, int]] = []
+        self._modes: list[tuple[nn.Module, bool]] = []
+        self._rounding = 0.0
+        self._numpy_state: Any = None  # where the micro-batch's forward began
+        self._draws_from_numpy = True
+        self._left_out: dict[int, tuple[Any, int | None]] = {}  # of each block: its form, and the product to leave out
+        self._whole: set[int] = set()  # blocks that were refused once: should their step be tried again, all is made
+
+    def begin_micro_batch(self) -> None:
+        self._numpy_state = _numpy_state()
+
+    def note_input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockInput:
+        """What a block is called with when backward runs it. Forward has run it before, and may have drawn numbers."""
+        state = ForwardState.now(self.devices, numpy_state=self._draws_from_numpy)
+        return BlockInput.of(args, kwargs, state)
+
+    def note_model(self) -> None:
+        """A micro-batch's first block is to be run again: weights, modes and precision have to stay what they are."""
+        self._weights = [(p, p._version) for p in self.engine.parameters]
+        self._modes = [(module, module.training) for module in self.engine.model.modules()]
+        self._rounding = self._rounding_now()
+        self._draws_from_numpy = not _is_same(self._numpy_state, _numpy_state())
+
+    def _rounding_now(self) -> float:
+        return operand_rounding(next(iter(self.engine.parameters)).device)
+
+    def separate(self, passes: list[BlockPass], recorded: Recorded) -> list[BlockPass]:
+        """The passes whose norms are those of their parameters; others are run again now, and held.
+
+        A parameter may have been used outside its block or in several passes: the norm is then that of all uses.
+        """
+        held = dict(recorded)
+        uses = Counter(slot for slot, parts in recorded if parts)
+        uses.update(slot for each in passes for slot in each.slots)
+        clashing = [each for each in passes if any(uses[slot] > 1 for slot in each.slots)]
+        for each in clashing:
+            name = next(slot.name for slot in each.slots if uses[slot] > 1)
+            self.choices.hold_shared(each.index, f"{name} is used elsewhere, too: its norm is that of all uses")
+
+        def hold(left: Left) -> None:
+            for slot, contributions in left.items():
+                held[slot].extend(contributions)
+
+        self._run(clashing, hold, None)
+        return [each for each in passes if each not in clashing]
+
+    def sums(self, passes: list[BlockPass], micro: MicroBatch, into: RunningSum | None) -> SumBatch:
+        """Σ_b c_b v_b of all parameters, added into what there is: those that are held first, which frees x and g."""
+        found = SumBatch([], [], None)
+
+        def add(batches: Iterator[SumBatch]) -> None:
+            for batch in batches:
+                found.parameters.extend(batch.parameters)
+                found.tensors.extend(batch.tensors)
+
+        add(micro.sums(into=into, factored=False, group_bytes=HELD_GROUP_BYTES))
+
+        def add_up(left: Left) -> None:
+            rules = self.engine.path_rules
+            slots = list(left)
+            parts = [as_summed(combine(each, slot.parameter.dtype, rules)) for slot, each in left.items()]
+            left.clear()
+            add(micro.sums_of_others(slots, parts, into))
+
+        self._run(passes, add_up, micro.clipping.finite)
+        return found
+
+    def _run(self, passes: list[BlockPass], use: Callable[[Left], None], finite: Tensor | None) -> None:
+        """Run the blocks again and `use` what their layers leave. `finite`: samples that have a share, if known."""
+        if not passes:
+            return
+        self._refuse_changes(passes[0])
+        engine = self.engine
+        engine.path_rules.runs_again = engine.forwards.rerunning = True
+        try:
+            with (
+                engine.state.rehearsing(passes[0].batch_size),
+                untouched(engine.model),
+                engine.anchor.renewed() as anchor,
+            ):
+                tails = [Tail(self._product_left_out(each)) for each in passes]
+                again = [self._run_one(each, use, anchor, tail) for each, tail in zip(passes, tails, strict=True)]
+        finally:
+            engine.path_rules.runs_again = engine.forwards.rerunning = False
+            self.take = engine.wanted = engine.tail = None
+        before = [each.fingerprint for each in passes if each.fingerprint is not None]
+        refused = []
+        for each, tail, differs in zip(passes, tails, different(before, again, finite), strict=True):
+            if differs or not tail.is_as_expected:
+                refused.append(each)
+                self._whole.add(each.index)
+            elif tail.left_out is None:
+                self._left_out[each.index] = (_form(each), tail.can_be_left_out)
+        if refused:
+            self._refuse_other_gradients(refused[0])
+
+    @torch.no_grad()
+    def _run_one(self, each: BlockPass, use: Callable[[Left], None], anchor: Tensor, tail: Tail) -> dict[str, Tensor]:
+        """The projections of what the layers of the block were given."""
+        left: Left = {slot: [] for slot in each.slots}
+        self.engine.wanted, self.engine.tail = left.keys(), tail
+
+        def take(slot: Slot, part: Contribution) -> None:
+            tail.note_layer()
+            if slot in left:  # layers that backward came to when it had left the block are held
+                left[slot].append(part)
+
+        self.take = take
+        each.run_again(anchor, self.choices.name(each.index), tail)
+        projected = project(left)
+        found = {slot: parts for slot, parts in left.items() if parts}
+        left.clear()
+        use(found)
+        return projected
+
+    def _product_left_out(self, each: BlockPass) -> int | None:
+        """Known from the run before, of samples of the same shape and with the same layers trained."""
+        form, number = self._left_out.get(each.index, (None, None))
+        return number if form == _form(each) and each.index not in self._whole else None
+
+    def _refuse_changes(self, each: BlockPass) -> None:
+        modes_changed = any(module.training != training for module, training in self._modes)
+        rounds_otherwise = self._rounding != self._rounding_now()
+        if modes_changed or rounds_otherwise or any(p._version != version for p, version in self._weights):
+            raise UserError(
+                "a weight, train()/eval() of the model or the precision of float32 products "
+                "(torch.set_float32_matmul_precision, allow_tf32) was changed between backward and the optimizer step, "
+                f"where checkpointed blocks ({self.choices.name(each.index)} is one) run again under this "
+                "memory_budget; change them after the step, call engine.finish() right after loss.backward(), or leave "
+                "memory_budget at None"
+            )
+
+    def _refuse_other_gradients(self, each: BlockPass) -> None:
+        raise UserError(
+            f"the checkpointed block {self.choices.name(each.index)} gave its layers other gradients or inputs when it "
+            "was run again at the step, as memory_budget asks for: a tensor from inside it is used in the loss without "
+            "being an output of it (hidden states or router logits that are collected, an auxiliary loss on self), or "
+            "its forward does not repeat itself (a counter, a generator of its own, an attribute that was changed "
+            "between backward and the step); return such tensors from the block, or leave memory_budget at None"
+        )
+
+
+def _form(each: BlockPass) -> tuple[Any, ...]:
+    """What has to be equal for two passes through a block to make the same products."""
+    return each.shapes, [id(slot) for slot in each.slots]
+
+
+def _numpy_state() -> Any:
+    """NumPy's global random state, as a dictionary of numbers and arrays; None where NumPy is not in use."""
+    numpy = sys.modules.get("numpy")
+    return None if numpy is None else numpy.random.get_state(legacy=False)
+
+
+def _is_same(before: Any, after: Any) -> bool:
+    if isinstance(before, dict) and isinstance(after, dict):
+        return before.keys() == after.keys() and all(_is_same(before[key], after[key]) for key in before)
+    same = before == after
+    return bool(same if isinstance(same, bool) else same.all())

@@ -1,0 +1,293 @@
+"""Checkpointed blocks under a memory budget: what their layers leave is held, or made again when factors are known.
+
+Of a block that is recomputed the norms are taken when backward leaves it, and x and g of its layers are let go. Its
+input and the gradients of its outputs stay. Once the factors are known it runs forward and backward again
+(block_reruns.py), and each layer's sum is made where its g arrives.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
+from torch.utils import _pytree as pytree
+
+from dpscope.flash.checkpointing.block_choices import BlockChoices
+from dpscope.flash.checkpointing.block_fingerprints import Fingerprint, gradient_of
+from dpscope.flash.checkpointing.block_reruns import BlockReruns
+from dpscope.flash.checkpointing.recomputation import BlockPass
+from dpscope.flash.gradients.combination import combine
+from dpscope.flash.gradients.contributions import Contribution, Kept
+from dpscope.flash.gradients.norms import GroupedNorms
+from dpscope.flash.gradients.slots import Slot
+from dpscope.flash.taps.taps import Engine
+from dpscope.flash.torch_side import dry_run
+from dpscope.flash.torch_side.autograd_graph import in_backward
+from dpscope.flash.torch_side.checkpoint_calls import can_be_watched, watching
+
+_PLAIN = (bool, int, float, str, type(None))  # what a block may give back besides tensors
+_unsafe_view = torch.ops.aten._unsafe_view.default
+
+
+class BlockEngine(Engine, Protocol):
+    """What is asked of the engine that the blocks belong to."""
+
+    block: CheckpointedBlock | None
+
+
+class CheckpointedBlock:
+    """One call of torch.utils.checkpoint.checkpoint in a forward pass; stands for the function that it was given."""
+
+    def __init__(
+        self, blocks: CheckpointedBlocks, index: int, function: Callable[..., Any], *, reentrant: bool
+    ) -> None:
+        self.blocks = blocks
+        self.index = index
+        self.function = function
+        self.reentrant = reentrant
+        self.places: list[int] = []
+        self.must_hold = False
+        self.open: BlockPass | None = None  # the last backward pass through it, if that is to be run again
+        self.keeps = True  # its layers may keep per-sample gradients
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.running():
+            if in_backward():
+                self.blocks.begin_run(self)
+                if self.open is not None:
+                    self.open.input = self.blocks.reruns.note_input(args, kwargs)
+                    if self.open.is_measured:
+                        with self.blocks.measuring(self.open):
+                            return self.function(*args, **kwargs)
+            return self.function(*args, **kwargs)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Inside, layers that run forward or backward are the block's."""
+        engine = self.blocks.engine
+        rules = engine.path_rules
+        before, runs_again = engine.block, rules.runs_again
+        engine.block = self
+        rules.runs_again = self.open is not None or not self.keeps
+        try:
+            yield
+        finally:
+            engine.block, rules.runs_again = before, runs_again
+
+    def receive(self, outputs: Any, given: tuple[Any, ...]) -> Any:
+        """What the block gives back, with the gradients of it watched."""
+        leaves, spec = pytree.tree_flatten(outputs)
+        self.places = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        storages = {leaf.untyped_storage().data_ptr() for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)}
+        if any(leaves[at].untyped_storage().data_ptr() in storages for at in self.places):
+            self.blocks.hold(self, "it gives back what it is given")
+        elif not all(isinstance(leaf, (Tensor, *_PLAIN)) for leaf in leaves):
+            self.blocks.hold(self, "it gives back objects that may hide tensors")
+        elif self.places:
+            for at, leaf in zip(self.places, Boundary.apply(self, *(leaves[at] for at in self.places)), strict=True):  # type: ignore[no-untyped-call]
+                leaves[at] = leaf
+            return pytree.tree_unflatten(leaves, spec)
+        return outputs
+
+
+class Boundary(torch.autograd.Function):
+    """The identity, where a block ends: all gradients that its outputs get from outside pass here, before any layer."""
+
+    @staticmethod
+    def forward(ctx: Any, block: CheckpointedBlock, *outputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.block = block
+        ctx.set_materialize_grads(False)
+        return tuple(_unsafe_view(output, output.shape) for output in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        ctx.block.blocks.begin_backward(ctx.block, grads)
+        return None, *grads
+
+
+class CheckpointedBlocks:
+    """`always_held`: why no block can be run again, if so."""
+
+    def __init__(self, engine: BlockEngine, always_held: str = "") -> None:
+        self.engine = engine
+        self.always_held = always_held
+        self.choices = BlockChoices(engine.path_rules.budget)
+        self.reruns = BlockReruns(engine, self.choices)
+        self._calls = 0  # of this micro-batch
+        self._trained: int | None = None  # parameters, in this micro-batch
+        self._passes: list[BlockPass] = []
+        self._gathering: BlockPass | None = None
+        engine.state.when_dropped(self.clear)
+
+    # -- forward -----------------------------------------------------------------------------------------------------
+
+    def watching(self) -> AbstractContextManager[None]:
+        """Inside, checkpointed blocks of this engine's model are noted."""
+        if can_be_watched():
+            return watching(self._call)
+        self.choices.hold(0, "this version of torch does not tell of its checkpoints: what their layers leave is held")
+        return nullcontext()
+
+    def begin_micro_batch(self) -> None:
+        self._calls = 0
+        self._trained = None
+        self.choices.begin_micro_batch()
+        self.reruns.begin_micro_batch()
+
+    def _call(self, checkpoint: Callable[..., Any], function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        outer = self.engine.block
+        if outer is not None:
+            self.hold(outer, "it holds a checkpoint of its own")
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        planned = dry_run.current() is not None
+        transformed = any(
+            torch._C._functorch.maybe_get_level(tensor) > 0 or (isinstance(tensor, FakeTensor) and not planned)
+            for tensor in tensors
+        )
+        if outer is not None or transformed or not torch.is_grad_enabled():
+            return checkpoint(function, *args, **kwargs)
+        if self.always_held:
+            if not self.choices.rows:
+                warnings.warn(f"memory_budget does not apply to checkpointed blocks: {self.always_held}", stacklevel=2)
+            self.choices.hold(self._calls, self.always_held)
+            self._calls += 1
+            return checkpoint(function, *args, **kwargs)
+        reentrant = kwargs.get("use_reentrant") in (None, True)
+        block = CheckpointedBlock(self, self._calls, function, reentrant=reentrant)
+        self._calls += 1
+        held_by_function = [getattr(function, name, None) for name in ("args", "keywords")]  # a partial call's
+        return block.receive(checkpoint(block, *args, **kwargs), (args, kwargs, held_by_function))
+
+    def hold(self, block: CheckpointedBlock, why: str) -> None:
+        block.must_hold = True
+        self.choices.hold(block.index, why)
+
+    # -- backward ----------------------------------------------------------------------------------------------------
+
+    def begin_backward(self, block: CheckpointedBlock, grads: tuple[Tensor | None, ...]) -> None:
+        """A backward pass reaches the block."""
+        self.flush()
+        before, block.open = block.open, None
+        # The parameters' gradients of a reentrant checkpoint are asked for in a backward pass of its own, always.
+        if block.must_hold or not (block.reentrant or self.engine.anchor.is_recording()):
+            return
+        self.engine.path_rules.budget.begin_backward()
+        samples, shape = self.engine.state.size_in_backward or 0, self._shape(grads)
+        if self.choices.is_held(block.index, samples, shape, self._calls):
+            block.keeps = self.choices.keeps(block.index, samples)
+            return
+        if not self._passes:
+            self.reruns.note_model()
+        block.open = BlockPass(block.index, block.function, block.places, grads)
+        block.open.is_measured = not self.choices.knows(block.index, samples, shape)
+        block.open.input = before.input if before is not None else None  # torch may run it once for several passes
+        self._passes.append(block.open)
+
+    def _shape(self, grads: Sequence[Tensor | None]) -> Any:
+        """What decides how much a block takes for a sample: the shapes of its outputs, and which layers are trained."""
+        if self._trained is None:
+            self._trained = sum(p.requires_grad for p in self.engine.parameters)
+        return self._trained, [None if grad is None else grad.shape[1:] for grad in grads]
+
+    def begin_run(self, block: CheckpointedBlock) -> None:
+        """Backward runs the block's forward again; some of its layers may have left something before."""
+        if self._gathering is not block.open:
+            self.flush()
+
+    @contextmanager
+    def measuring(self, each: BlockPass) -> Iterator[None]:
+        """Inside, backward runs the block's forward: what that adds to what is live."""
+        before = self.engine.path_rules.budget.allocated()
+        try:
+            yield
+        finally:  # a checkpoint may end the run where nothing more is needed of it
+            now = self.engine.path_rules.budget.allocated()
+            if before is not None and now is not None:
+                each.activations = max(0, now.current - before.current)
+
+    def add(self, slot: Slot, contribution: Contribution) -> bool:
+        """Whether the contribution was taken; if not, it is to be held."""
+        if self.reruns.take is not None:
+            self.reruns.take(slot, contribution)
+            return True
+        block, gathering = self.engine.block, None
+        if block is not None:
+            self.choices.note_layer(block.index, slot.module)
+            gathering = block.open
+        if gathering is not self._gathering:
+            self.flush()
+        if gathering is None or not gathering.is_open:
+            return False
+        self._gathering = gathering
+        self.engine.state.record(slot)
+        gathering.gathered.setdefault(slot, []).append(contribution)
+        return True
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Take the norms of the block that backward has left, and let go of what its layers left."""
+        done, self._gathering = self._gathering, None
+        if done is None:
+            return
+        done.is_open = False
+        if done.input is None:  # backward did not run it again: there is nothing to run it from
+            self._passes.remove(done)
+            self.choices.hold(done.index, "backward needs nothing of it, and does not run it again")
+            for slot, contributions in done.gathered.items():
+                for part in contributions:
+                    slot.add(part)
+            return
+        slot, (part, *_) = next(iter(done.gathered.items()))
+        device, samples = slot.parameter.device, part.batch_size
+        del part
+        rules = self.engine.path_rules
+        if done.is_measured:
+            self.choices.note_cost(done, samples, self._shape(done.grads))
+        self._hold_sums(done)
+        before, rules.runs_again = rules.runs_again, True  # several uses of a layer take the path of the sum
+        try:
+            with torch.autocast(device.type, enabled=False):
+                done.fingerprint = Fingerprint.of(done.gathered, done.dtypes)
+                clip = self.engine.clip
+                norms = GroupedNorms(len(clip.bounds), samples, device)
+                for slot, contributions in done.gathered.items():
+                    norms.add_parts(clip.group_of(slot.name), combine(contributions, slot.parameter.dtype, rules))
+                done.close(norms.result())
+        finally:
+            rules.runs_again = before
+
+    @staticmethod
+    def _hold_sums(done: BlockPass) -> None:
+        """Hold per-sample sums over positions (biases, norm layers) that are small beside the block's boundary.
+
+        The block need not make them once more, and all blocks' are normed and summed at once.
+        """
+        room = (done.input_bytes + done.grad_bytes) // 8
+        sums = {slot: parts for slot, parts in done.gathered.items() if all(isinstance(part, Kept) for part in parts)}
+        if len(sums) == len(done.gathered):
+            return
+        for slot, parts in sums.items():
+            room -= sum(gradient_of(part).nbytes for part in parts)
+            if room < 0:
+                return
+            del done.gathered[slot]
+            for part in parts:
+                slot.add(part)
+
+    def clear(self) -> None:
+        """Forget the micro-batch's backward passes."""
+        self._passes, self._gathering = [], None
+
+    def close(self) -> list[BlockPass]:
+        """The backward passes through blocks that are to be run again, their norms taken."""
+        self.flush()
+        passes, self._passes = self._passes, []
+        for each in passes:
+            if not each.is_normed:  # no layer of it is trained: the next time its boundary need not be kept
+                self.choices.note_cost(each, self.engine.state.size_in_backward or 1, self._shape(each.grads))
+        return [each for each in passes if each.is_normed]

@@ -1,0 +1,275 @@
+"""Clipping rules: how a sample's factors follow from its norms, and how far one sample can move the sum.
+
+With n the norm of a sample's gradient (over all parameters, or over the parameters of a group) and C its bound:
+
+| rule         | factor                | groups                 | remarks                                      |
+| ------------ | --------------------- | ---------------------- | -------------------------------------------- |
+| `flat`       | min(1, C / n)         | one                    | the default                                  |
+| `automatic`  | C / (n + γ)           | one                    | Bu et al. 2022 (AUTO-S): no C to tune        |
+| `normalised` | C / n                 | one                    | every sample has the norm C                  |
+| `psac`       | C / (n + r / (n + r)) | one                    | Xia et al. 2023: small gradients stay small  |
+| `per_layer`  | min(1, C_g / n_g)     | one for each parameter | Opacus's `per_layer`                         |
+| `per_group`  | min(1, C_g / n_g)     | by patterns of names   |                                              |
+| `adaptive`   | min(1, C / n)         | one                    | C follows a quantile of the norms, privately |
+
+In each group a sample's share has a norm of at most C_g, so all of it is at most `sensitivity()`: the noise multiplier
+times that is the standard deviation of the noise. A new rule is a class here and an entry of `RULES`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import secrets
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from dpscope.errors import UserError
+
+Bounds = float | Sequence[float] | Mapping[str, float]
+
+
+class ClipRule:
+    """One group, clipped at C: `flat`. Subclasses change the factors, the groups, or what a step changes of C."""
+
+    name: ClassVar[str] = "flat"
+    learns: ClassVar[bool] = False  # whether a step changes the bounds
+    bounds: list[float]
+
+    def __init__(self, max_grad_norm: float = 1.0) -> None:
+        self.bounds = [_bound(max_grad_norm)]
+
+    def bind(self, names: Sequence[str]) -> None:
+        """Learn which parameters are trained; called once, before the first step."""
+
+    def group_of(self, name: str) -> int:
+        """Return the group of a parameter."""
+        return 0
+
+    def factors(self, norms: Tensor, bounds: Tensor | float) -> Tensor:
+        """Return the factors of norms, (G, B), given the bounds: (G, 1), or a number for one group."""
+        return (bounds / norms).clamp(max=1.0)
+
+    def sensitivity(self) -> float:
+        """Return how far adding or removing one sample can move the clipped sum, in the Euclidean norm."""
+        return math.hypot(*self.bounds)
+
+    @property
+    def max_grad_norm(self) -> float:
+        """C: the bound of all groups together. Setting it scales the bound of every group."""
+        return self.sensitivity()
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: float) -> None:
+        ratio = _bound(value) / self.sensitivity()
+        self.bounds = [_bound(value)] if len(self.bounds) == 1 else [bound * ratio for bound in self.bounds]
+
+    # -- rules that learn from a step ----------------------------------------------------------------------------------
+
+    def observe(self, norms: Tensor, finite: Tensor) -> Tensor | None:
+        """Return what the rule counts in a micro-batch, of its norms (G, B) and which samples have a share (B,)."""
+
+    def noise_multiplier(self, given: float) -> float:
+        """Return the noise multiplier of the sums: more than what is accounted for, if the rule releases something."""
+        return given
+
+    def count_noise(self) -> float:
+        """Draw the noise of what the step releases besides the sums."""
+        return 0.0
+
+    def end_step(self, released: float, samples: float) -> None:
+        """Use what was counted in the step on all ranks, with its noise. `samples`: the expected batch size."""
+
+
+class Automatic(ClipRule):
+    """Every sample is scaled by C / (n + γ): there is no threshold to tune (Bu et al. 2022, AUTO-S)."""
+
+    name = "automatic"
+
+    def __init__(self, max_grad_norm: float = 1.0, *, gamma: float = 0.01) -> None:
+        super().__init__(max_grad_norm)
+        self.gamma = _bound(gamma, "gamma")
+
+    def factors(self, norms: Tensor, bounds: Tensor | float) -> Tensor:
+        return bounds / (norms + self.gamma)
+
+
+class Normalised(ClipRule):
+    """Every sample has the norm C. A gradient below 1e-7 of C counts as zero and stays what it is: nothing."""
+
+    name = "normalised"
+
+    def factors(self, norms: Tensor, bounds: Tensor | float) -> Tensor:
+        return torch.where(norms > 1e-7 * bounds, bounds / norms, 0.0)
+
+
+class Psac(ClipRule):
+    """Per-sample adaptive clipping, C / (n + r / (n + r)): small gradients keep small shares (Xia et al. 2023)."""
+
+    name = "psac"
+
+    def __init__(self, max_grad_norm: float = 1.0, *, r: float = 0.1) -> None:
+        super().__init__(max_grad_norm)
+        self.r = _bound(r, "r")
+
+    def factors(self, norms: Tensor, bounds: Tensor | float) -> Tensor:
+        return bounds / (norms + self.r / (norms + self.r))
+
+
+class PerLayer(ClipRule):
+    """Each parameter is clipped by itself, as by Opacus's `per_layer`.
+
+    Args:
+        max_grad_norm: One bound for each trained parameter, in their order; or one number C for all of them together,
+            of which each of the G parameters gets C / √G.
+    """
+
+    name = "per_layer"
+
+    def __init__(self, max_grad_norm: float | Sequence[float] = 1.0) -> None:
+        self._given = max_grad_norm
+        self.bounds = [_bound(each) for each in _listed(max_grad_norm)]
+        self._groups: dict[str, int] = {}
+
+    def bind(self, names: Sequence[str]) -> None:
+        self._groups = {name: index for index, name in enumerate(names)}
+        if not isinstance(self._given, int | float):
+            if len(self.bounds) != len(names):
+                raise UserError(
+                    f"clipping='per_layer' was given {len(self.bounds)} bounds for {len(names)} trained parameters: "
+                    "give one for each, or one number for all of them together"
+                )
+        else:
+            self.bounds = [self.bounds[0] / math.sqrt(len(names) or 1)] * len(names)
+
+    def group_of(self, name: str) -> int:
+        if name not in self._groups:
+            raise UserError(
+                f"{name} was frozen when clipping='per_layer' was set up and has no bound: make the model private anew "
+                "after unfreezing it"
+            )
+        return self._groups[name]
+
+
+class PerGroup(ClipRule):
+    """Groups of parameters, each clipped by itself.
+
+    Args:
+        max_grad_norm: Pattern of names (as in `fnmatch`) -> bound of its group. A parameter belongs to the first
+            pattern that matches its name; every trained parameter has to match one.
+    """
+
+    name = "per_group"
+
+    def __init__(self, max_grad_norm: Mapping[str, float]) -> None:
+        if not isinstance(max_grad_norm, Mapping) or not max_grad_norm:
+            raise UserError(
+                "clipping='per_group' needs max_grad_norm as a dictionary, pattern of parameter names -> bound, "
+                'for example {"*embed*": 0.5, "*": 1.0}'
+            )
+        self.patterns = list(max_grad_norm)
+        self.bounds = [_bound(each) for each in max_grad_norm.values()]
+
+    def bind(self, names: Sequence[str]) -> None:
+        for name in names:
+            self.group_of(name)
+
+    def group_of(self, name: str) -> int:
+        for index, pattern in enumerate(self.patterns):
+            if fnmatchcase(name, pattern):
+                return index
+        raise UserError(f'{name} matches no pattern of clipping="per_group": add a last group "*" for all others')
+
+
+class Adaptive(ClipRule):
+    """C follows a quantile of the norms, from a noisy count of samples below it (Andrew et al. 2021).
+
+    The count is released with noise of standard deviation `unclipped_num_std`. More noise on the sums pays for it:
+    σ_sums = (σ⁻² − (2 · unclipped_num_std)⁻²)^(−½), so that both releases together are one Gaussian mechanism with the
+    noise multiplier σ that is accounted for. Arguments are named as in Opacus.
+    """
+
+    name = "adaptive"
+    learns = True
+
+    def __init__(
+        self,
+        max_grad_norm: float = 1.0,
+        *,
+        target_unclipped_quantile: float = 0.5,
+        clipbound_learning_rate: float = 0.2,
+        max_clipbound: float = 1e8,
+        min_clipbound: float = 1e-8,
+        unclipped_num_std: float = 10.0,
+    ) -> None:
+        super().__init__(max_grad_norm)
+        if not 0 < target_unclipped_quantile < 1:
+            raise UserError(f"target_unclipped_quantile must lie between 0 and 1, not {target_unclipped_quantile}")
+        if not 0 < min_clipbound < max_clipbound:
+            raise UserError("max_clipbound must be larger than min_clipbound, and both above 0")
+        self.target = float(target_unclipped_quantile)
+        self.rate = float(clipbound_learning_rate)
+        self.max_clipbound, self.min_clipbound = float(max_clipbound), float(min_clipbound)
+        self.unclipped_num_std = _bound(unclipped_num_std, "unclipped_num_std")
+        self._random = secrets.SystemRandom()
+
+    def observe(self, norms: Tensor, finite: Tensor) -> Tensor:
+        # Centred: a sample moves the count by one half in either direction, which is the 2 in `noise_multiplier`.
+        return ((norms[0] <= self.bounds[0]) & finite).sum() - finite.sum() / 2
+
+    def noise_multiplier(self, given: float) -> float:
+        if given == 0:
+            return 0.0
+        if given >= 2 * self.unclipped_num_std:
+            raise UserError(
+                f"clipping='adaptive': noise_multiplier {given:g} must be smaller than 2 · unclipped_num_std "
+                f"({2 * self.unclipped_num_std:g}); give a larger unclipped_num_std"
+            )
+        return float((given**-2 - (2 * self.unclipped_num_std) ** -2) ** -0.5)
+
+    def count_noise(self) -> float:
+        return self._random.gauss(0.0, self.unclipped_num_std)
+
+    def end_step(self, released: float, samples: float) -> None:
+        share = released / max(samples, 1.0) + 0.5
+        bound = self.bounds[0] * math.exp(-self.rate * (share - self.target))
+        self.bounds = [min(self.max_clipbound, max(self.min_clipbound, bound))]
+
+
+RULES: dict[str, type[ClipRule]] = {
+    rule.name: rule for rule in (ClipRule, Automatic, Normalised, Psac, PerLayer, PerGroup, Adaptive)
+}
+
+
+def make_rule(clipping: str | ClipRule, max_grad_norm: Any, **options: Any) -> ClipRule:
+    """Return the rule of that name, or the rule that is given."""
+    if isinstance(clipping, ClipRule):
+        if options:
+            raise UserError(f"{', '.join(options)}: give such options to the rule itself")
+        return clipping
+    if clipping not in RULES:
+        raise UserError(f"clipping must be one of {', '.join(RULES)}, not {clipping!r}")
+    try:
+        return RULES[clipping](max_grad_norm, **options)
+    except TypeError as error:
+        raise UserError(f"clipping={clipping!r}: {error}") from None
+
+
+def options_of(clipping: str | ClipRule) -> set[str]:
+    """Return the names of the options that a rule takes besides its bounds."""
+    rule = RULES.get(clipping) if isinstance(clipping, str) else None
+    return set() if rule is None else set(inspect.signature(rule).parameters) - {"max_grad_norm"}
+
+
+def _bound(value: Any, name: str = "max_grad_norm") -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value > 0):
+        raise UserError(f"{name} must be a finite number above 0, not {value!r}")
+    return float(value)
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    return [value] if isinstance(value, int | float) else list(value)

@@ -1,0 +1,358 @@
+"""What a backward pass leaves behind for a parameter: the pieces of its per-sample gradients.
+
+A parameter's gradient for sample b is a sum of contributions, one for each use of the parameter:
+
+    Kept    values: (B, *shape)                  the per-sample gradient itself
+    Outer   x: (B, T, d), g: (B, T, p)           Σ_t g_t x_tᵀ, shape (p, d)
+    Lookup  ids: (B, T), g: (B, T, d)            row ids_t receives g_t, shape (rows, d)
+    Patches x, g of a convolution                Outer over unfolded patches, made again when needed (layers/conv.py)
+    Summed  g: (B, T, p)                         Σ_t g_t, shape (p,): a bias beside an Outer, which holds that g anyway;
+                                                 or g is sums of stretches of positions
+
+x and g are the very tensors of the backward pass, not copies. They are read again when the factors are known, so each
+contribution remembers their version counters: a tensor changed in place meanwhile is an error, never a wrong norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import ClassVar, NoReturn, Protocol
+
+import torch
+from torch import Tensor
+
+from dpscope.errors import UserError
+from dpscope.flash.gradients.paths import Decision, stored_dtype
+from dpscope.flash.kernels.kept_gradients import kept_norms_squared, kept_sums
+from dpscope.flash.kernels.sample_products import products_and_norms
+from dpscope.flash.kernels.sample_sums import bias_sums
+from dpscope.flash.kernels.scaled_sum import scaled_sums
+from dpscope.flash.kernels.triton_runtime import rows_are_aligned
+from dpscope.vocabulary.allocations import allocates
+from dpscope.vocabulary.components import GRADIENTS
+
+# Scratch memory for per-sample gradients that are only squared (`direct`) and for gathered rows. It is taken when
+# backward has freed its activations; with an eighth of it the host is slower than the GPU.
+SCRATCH_BYTES = 2**29
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Sums and squares are taken in float32, those of float64 tensors in float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def refuse_complex(name: str, parameter: Tensor) -> None:
+    if parameter.is_complex():
+        raise UserError(
+            f"{name} is a complex parameter: norms and noise are taken of real ones; keep its real and imaginary parts "
+            "as one real parameter (..., 2) and call torch.view_as_complex on it in forward, or freeze it"
+        )
+
+
+# torch 2.8 and later write the float32 product of half-precision matrices themselves, on CUDA.
+WIDE_OUTPUT: bool = "dtype" in torch.ops.aten.bmm.overloads()  # type: ignore[no-untyped-call]
+
+
+def wide_product(left: Tensor, right: Tensor) -> Tensor:
+    """left @ right, batched, in float32 (float64 for float64)."""
+    dtype = wide(left.dtype)
+    if left.dtype != dtype and left.is_cuda and WIDE_OUTPUT:
+        return torch.bmm(left, right, out_dtype=dtype)
+    return torch.bmm(left.to(dtype), right.to(dtype))
+
+
+def sample_products(x: Tensor, g: Tensor) -> Tensor:
+    """(B, T, d), (B, T, p) -> (B, p, d): g_bᵀ x_b as it is stored.
+
+    cuBLAS is fast where it may read 16-byte words along p: the columns beyond the last whole word are made apart.
+    """
+    left = g.transpose(1, 2)
+    if stored_dtype(g.dtype) != g.dtype:
+        return wide_product(left, x)
+    whole = g.shape[2] - g.shape[2] % 8
+    if whole in (0, g.shape[2]) or not g.is_cuda or not rows_are_aligned(g):
+        return torch.bmm(left, x)
+    out = g.new_empty(g.shape[0], g.shape[2], x.shape[2])
+    for columns in (slice(whole), slice(whole, None)):
+        torch.bmm(left[:, columns], x, out=out[:, columns])
+    return out
+
+
+def chunks(count: int, bytes_each: int) -> Iterator[slice]:
+    """Slices over samples, or features, such that each slice's scratch stays within `SCRATCH_BYTES` (one at least)."""
+    step = max(1, SCRATCH_BYTES // max(1, bytes_each))
+    for start in range(0, count, step):
+        yield slice(start, min(count, start + step))
+
+
+class Contribution(Protocol):
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def batch_size(self) -> int: ...
+
+    def check_unchanged(self, name: str) -> None: ...
+
+    def absorb(self, other: Kept, dtype: torch.dtype) -> bool:
+        """Whether `other`, of the same parameter, was added into this one, so that only one need be held."""
+
+    def materialise(self) -> Tensor:
+        """(B, *shape): the per-sample gradients."""
+
+    def norms_squared(self) -> Tensor:
+        """(B,): without keeping per-sample gradients."""
+
+    def clipped_sum(self, scale: Tensor, out: Tensor | None) -> Tensor:
+        """Σ_b scale_b v_b, added into `out` where given. A sample with scale 0 is left out, even if it holds NaN."""
+
+
+class Kept:
+    """Per-sample gradients themselves. `owned`: nobody else holds the storage, it may be overwritten.
+
+    squares: (B, n), whose sums over n are the squared norms, where they are known: of the values as they are given here
+    """
+
+    __slots__ = ("owned", "squares", "values", "version")
+    kind = "kept"
+
+    def __init__(self, values: Tensor, *, squares: Tensor | None = None, owned: bool = True) -> None:
+        self.values = values
+        self.squares = squares
+        self.owned = owned
+        self.version = values._version
+
+    def known_squares(self) -> Tensor | None:
+        return self.squares if self.values._version == self.version else None
+
+    @property
+    def batch_size(self) -> int:
+        return self.values.shape[0]
+
+    def check_unchanged(self, name: str) -> None:
+        if not self.owned and self.values._version != self.version:
+            refuse_changed(name)
+
+    def absorb(self, other: Kept, dtype: torch.dtype) -> bool:
+        if not self.owned or self.values.dtype != dtype or self.values.shape != other.values.shape:
+            return False
+        self.values.add_(other.values)
+        return True
+
+    def materialise(self) -> Tensor:
+        return self.values
+
+    def norms_squared(self) -> Tensor:
+        known = self.known_squares()
+        return kept_norms_squared([self.values]) if known is None else known.sum(1)
+
+    def clipped_sum(self, scale: Tensor, out: Tensor | None) -> Tensor:
+        return kept_sums([self.values], scale, outs=[out])[0]
+
+
+def kept_products(x: Tensor, g: Tensor) -> Kept:
+    """(B, T, d), (B, T, p) -> g_bᵀ x_b of several samples, with their norms where one kernel makes both."""
+    made = products_and_norms(x, g)
+    return Kept(sample_products(x, g)) if made is None else Kept(made[0], squares=made[1])
+
+
+class Summed:
+    """Σ_t g_t for each sample, g: (B, T, p): taken with those of other layers when the micro-batch is closed.
+
+    owned: g is the sums of stretches of positions, which nobody else holds; otherwise an Outer holds it
+    """
+
+    __slots__ = ("g", "owned", "version")
+    kind = "kept"
+
+    def __init__(self, g: Tensor, *, owned: bool = False) -> None:
+        self.g = g
+        self.owned = owned
+        self.version = g._version
+
+    @property
+    def batch_size(self) -> int:
+        return self.g.shape[0]
+
+    def check_unchanged(self, name: str) -> None:
+        if self.g._version != self.version:
+            refuse_changed(name)
+
+    def absorb(self, other: Kept, dtype: torch.dtype) -> bool:
+        return False
+
+    def materialise(self) -> Tensor:
+        return bias_sums(self.g)
+
+    def norms_squared(self) -> Tensor:
+        return kept_norms_squared([self.materialise()])
+
+    def clipped_sum(self, scale: Tensor, out: Tensor | None) -> Tensor:
+        return kept_sums([self.materialise()], scale, outs=[out])[0]
+
+
+def refuse_changed(name: str) -> NoReturn:
+    raise UserError(
+        f"the input or output gradient of the layer that owns {name} was changed in place between backward "
+        "and the optimizer step, where flash clipping still needs it; copy the batch into fresh tensors, or "
+        "call engine.finish() right after loss.backward()"
+    )
+
+
+def held(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy where its memory is not torch's: numpy's, say, where writes to it would go unnoticed, or
+    that of a CUDA graph, which writes there again."""
+    return tensor if tensor.untyped_storage().resizable() else tensor.clone()
+
+
+class Saved:
+    """Tensors of the backward pass, watched for in-place changes until they are summed.
+
+    `decision`: the path their norms take; `kind` and `names` of the two tensors are for explain().
+    """
+
+    __slots__ = ("copied", "decision", "first", "g", "versions")
+    kind: ClassVar[str]
+    names: ClassVar[tuple[str, str]] = ("x", "g")
+
+    def __init__(self, first: Tensor, g: Tensor, decision: Decision) -> None:
+        # The tensor without its history: holding it must not hold the graph of the forward pass.
+        self.first = first.detach() if first.requires_grad else held(first)
+        self.g = held(g)
+        self.copied = self.g is not g
+        self.versions = (self.first._version, self.g._version)
+        self.decision = decision
+
+    @property
+    def batch_size(self) -> int:
+        return self.g.shape[0]
+
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        return dict(zip(self.names, (self.first.shape, self.g.shape), strict=True))
+
+    def absorb(self, other: Kept, dtype: torch.dtype) -> bool:
+        return False
+
+    def check_unchanged(self, name: str) -> None:
+        if self.versions != (self.first._version, self.g._version):
+            refuse_changed(name)
+
+
+class Outer(Saved):
+    """Σ_t g_t x_tᵀ for each sample. `x`: (B, T, d), `g`: (B, T, p)."""
+
+    __slots__ = ()
+    kind = "outer"
+
+    @property
+    def x(self) -> Tensor:
+        return self.first
+
+    def form(self) -> tuple[object, ...]:
+        """What has to be equal for two products to be made together."""
+        x, g = self.first, self.g
+        return x.shape, x.dtype, g.shape, g.dtype
+
+    def materialise(self) -> Tensor:
+        return sample_products(self.x, self.g)
+
+    def norms_squared(self) -> Tensor:
+        """The direct path: per-sample gradients in slices of the batch, squared, not kept.
+
+        Never rounded to half precision: the sum is not, and a norm of rounded values may fall short of it by 2⁻⁹.
+        """
+        each = self.x.shape[-1] * self.g.shape[-1] * wide(self.g.dtype).itemsize
+        norms = [
+            kept_norms_squared([wide_product(self.g[part].transpose(1, 2), self.x[part])])
+            for part in chunks(self.batch_size, each)
+        ]
+        return torch.cat(norms)
+
+    def rank1_norms_squared(self) -> Tensor:
+        """T = 1: ||g xᵀ||² = ||x||²||g||²."""
+        return kept_norms_squared([self.x]) * kept_norms_squared([self.g])
+
+    def clipped_sum(self, scale: Tensor, out: Tensor | None) -> Tensor:
+        return outer_sums([self], scale, [out])[0]
+
+
+def outer_sums(
+    outers: Sequence[Outer], scale: Tensor, outs: Sequence[Tensor | None], *, let_go_together: bool = False
+) -> list[Tensor]:
+    """The clipped sums of many products at once, each added into its `out` where given: see `scaled_sums`."""
+    first = outers[0]
+    dtype = wide(torch.promote_types(first.g.dtype, first.x.dtype))
+    # A half-precision parameter's gradient cannot be added into by the product itself.
+    direct = [out if out is not None and out.dtype == dtype else None for out in outs]
+    gs, xs = [outer.g for outer in outers], [outer.first for outer in outers]
+    totals = scaled_sums(gs, xs, scale.to(dtype), outs=direct, let_go_together=let_go_together)
+    return [
+        out.add_(total) if out is not None and out is not total else total
+        for out, total in zip(outs, totals, strict=True)
+    ]
+
+
+# (g, ids, rows, no padding, not divided by counts): row ids_t of a table of zeros receives g_t.
+_add_rows = torch.ops.aten.embedding_dense_backward
+
+
+class Lookup(Saved):
+    """Row `ids[b, t]` of the table receives `g[b, t]`; `padding_idx` receives nothing."""
+
+    __slots__ = ("padding_idx", "rows")
+    kind = "lookup"
+    names = ("ids", "g")
+
+    def __init__(self, ids: Tensor, g: Tensor, rows: int, padding_idx: int | None, decision: Decision) -> None:
+        super().__init__(ids, g, decision)
+        self.rows = rows
+        self.padding_idx = padding_idx
+
+    @property
+    def ids(self) -> Tensor:
+        return self.first
+
+    def without_padding(self, g: Tensor) -> Tensor:
+        return g if self.padding_idx is None else g.masked_fill((self.ids == self.padding_idx).unsqueeze(-1), 0)
+
+    def materialise(self) -> Tensor:
+        batch = self.batch_size
+        first_row = torch.arange(batch, device=self.ids.device).unsqueeze(1) * self.rows
+        g = self.without_padding(self.g).to(stored_dtype(self.g.dtype))
+        table: Tensor = _add_rows(g, self.ids + first_row, batch * self.rows, -1, False)
+        return table.view(batch, self.rows, -1)
+
+    def added_up(self) -> tuple[Tensor, Tensor]:
+        """ids (B, T) and rows (B, T, d), in float32: those of one id added up at its first place, zeros at the others.
+
+        T·d operations where comparing all pairs of ids takes T²·d. Repeats are found by sorting; so the table to add
+        up in has T rows a sample, and not as many as the embedding.
+        """
+        batch, length = self.ids.shape
+        ordered, order = self.ids.sort(dim=1)
+        positions = torch.arange(length, device=ordered.device).expand(batch, length)
+        repeats = torch.zeros_like(ordered, dtype=torch.bool)
+        repeats[:, 1:] = ordered[:, 1:] == ordered[:, :-1]
+        first = positions.masked_fill(repeats, 0).cummax(1).values
+        labels = torch.empty_like(order).scatter_(1, order, first)
+        labels += torch.arange(batch, device=labels.device).unsqueeze(1) * length
+        g = self.without_padding(self.g)
+        rows = _add_rows(g.to(wide(g.dtype)), labels, batch * length, -1, False)
+        return ordered, rows.view(batch, length, -1)
+
+    def norms_squared(self) -> Tensor:
+        return kept_norms_squared([self.added_up()[1]])
+
+    def add_into(self, table: Tensor) -> None:
+        """Add the samples' gradients to `table`: (B, rows, d), whose dtype they are rounded to."""
+        ids, rows = self.added_up()
+        ids = ids + torch.arange(len(ids), device=ids.device).unsqueeze(1) * self.rows
+        table.view(-1, table.shape[-1]).index_add_(0, ids.flatten(), rows.flatten(0, 1).to(table.dtype))
+
+    @allocates(GRADIENTS, "aten::embedding_dense_backward")
+    def clipped_sum(self, scale: Tensor, out: Tensor | None) -> Tensor:
+        factors = scale.to(wide(self.g.dtype)).view(-1, 1, 1)
+        scaled = torch.where(factors != 0, self.without_padding(self.g) * factors, 0)
+        table: Tensor = _add_rows(scaled, self.ids, self.rows, -1, False)
+        return table if out is None else out.add_(table)

@@ -1,0 +1,180 @@
+"""Which path each parameter's norms take, as a table, and which modules run sample by sample at a cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import astuple, dataclass, fields
+
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+
+from dpscope.flash.gradients.contributions import Outer
+from dpscope.flash.gradients.path_timing import time_paths
+from dpscope.flash.gradients.paths import in_microseconds
+from dpscope.flash.gradients.slots import Slot
+from dpscope.sentences import name_module
+
+# Share of the trainable parameters from which opaque modules are costly: below, the per-sample gradients that they keep
+# are a small part of a step's memory. Convolutions and recurrent layers cost time at any size: under vmap a convolution
+# becomes a grouped one, and a recurrent layer does without cuDNN. Measured in docs/flash.md.
+COSTLY_SHARE = 0.1
+SLOW_UNDER_VMAP = (_ConvNd, nn.RNNBase)
+
+
+@dataclass(frozen=True)
+class PathRow:
+    parameter: str
+    module: str
+    kind: str
+    shapes: str
+    path: str
+    measured: str  # what each path took on this device, if that was asked for
+    why: str
+
+
+@dataclass(frozen=True)
+class BlockRow:
+    """A checkpointed block under a memory budget: whether what its layers leave is held, or the block runs again."""
+
+    block: str
+    how: str  # "held" or "recomputed"
+    why: str
+
+
+class PathTable(Sequence[PathRow]):
+    """Rows, and a table of them through str(); below it, `blocks`: checkpointed ones, if there is a memory budget, and
+    `padding`: how much of the batches was padding, if they were padded."""
+
+    def __init__(self, rows: Iterable[PathRow], blocks: Iterable[BlockRow] = (), padding: str = "") -> None:
+        self.rows = list(rows)
+        self.blocks = list(blocks)
+        self.padding = padding
+
+    def __getitem__(self, index: int) -> PathRow:  # type: ignore[override]
+        return self.rows[index]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[PathRow]:
+        return iter(self.rows)
+
+    def __str__(self) -> str:
+        tables = [_aligned(PathRow, self.rows), *([_aligned(BlockRow, self.blocks)] if self.blocks else [])]
+        return "\n\n".join([*tables, *([self.padding] if self.padding else [])])
+
+
+def _aligned(row_type: type[PathRow] | type[BlockRow], rows: Sequence[PathRow] | Sequence[BlockRow]) -> str:
+    lines = [tuple(field.name for field in fields(row_type)), *map(astuple, rows)]
+    if not any(getattr(row, "measured", "-") for row in rows):
+        lines = [tuple(cell for name, cell in zip(lines[0], line, strict=True) if name != "measured") for line in lines]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+
+
+def explain_slots(
+    slots: Iterable[Slot], blocks: Iterable[BlockRow] = (), padding: str = "", *, measured: bool = False
+) -> PathTable:
+    """`measured`: time the paths of each product's shape, too."""
+    rows = []
+    found: dict[object, str] = {}  # layers of one shape are measured once
+    for slot in slots:
+        path, why = "" if slot.decision is None else slot.decision.path, slot.why
+        if len(slot.contributions) > 1:
+            path, why = "", "used several times since the last step: decided when the micro-batch is closed"
+        shapes = ", ".join(f"{name} {tuple(shape)}".lstrip() for name, shape in slot.shapes.items())
+        took = _measured(slot, found) if measured and path and slot.kind == Outer.kind else ""
+        rows.append(PathRow(slot.name, slot.module, slot.kind, shapes, path, took, why))
+    return PathTable(rows, blocks, padding)
+
+
+def _measured(slot: Slot, found: dict[object, str]) -> str:
+    """What the paths of a product of this shape take, in words."""
+    assert slot.decision is not None and slot.decision.dtype is not None
+    product = slot.shapes["x"], slot.shapes["g"][-1], slot.decision.dtype, slot.parameter.device
+    if product not in found:
+        seconds = time_paths(*product)
+        found[product] = ", ".join(f"{path} {_in_words(took)}" for path, took in seconds.items())
+    return found[product]
+
+
+def _in_words(seconds: float) -> str:
+    return "out of memory" if math.isinf(seconds) else in_microseconds(seconds)
+
+
+@dataclass(frozen=True)
+class OpaqueUnit:
+    """A module that runs sample by sample with all it contains, because it owns parameters and has no layer family."""
+
+    name: str  # "" for the model itself
+    called: str  # its name and class, in sentences
+    kind: str
+    own: tuple[str, ...]  # the parameters that it owns itself
+    numbers: int  # trainable, all it contains together
+    bytes_a_sample: int  # of the per-sample gradients that it keeps
+    share: float  # of the model's trainable numbers
+    slow: bool  # holds layers that vmap makes slow
+    instead: str  # what to write
+
+
+def why_opaque(name: str, module: nn.Module, how: str) -> str:
+    """Why a parameter's gradients come from its module, for `explain()`."""
+    called = name_module(name, module)
+    if _is_torchs(module):
+        return f"{called} has no layer family; its per-sample gradients come from {how}"
+    own = ", ".join(key for key, parameter in module._parameters.items() if parameter is not None)
+    because = f"owns {own} itself" if own else "has parametrized weights"
+    return f"{called} {because}, so all of it takes its per-sample gradients from {how}"
+
+
+def describe_opaque(model: nn.Module, units: Iterable[tuple[str, nn.Module]]) -> list[OpaqueUnit]:
+    """The opaque units of a model, given by name, the largest first."""
+    total = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    found = []
+    for name, module in units:
+        live = [p for p in module.parameters() if p.requires_grad]
+        numbers = sum(p.numel() for p in live)
+        if not numbers:
+            continue
+        found.append(
+            OpaqueUnit(
+                name=name,
+                called=name_module(name, module),
+                kind=type(module).__name__,
+                own=tuple(key for key, p in module._parameters.items() if p is not None),
+                numbers=numbers,
+                bytes_a_sample=sum(p.numel() * p.element_size() for p in live),
+                share=numbers / total,
+                slow=any(isinstance(each, SLOW_UNDER_VMAP) for each in module.modules()),
+                instead=_instead(module),
+            )
+        )
+    return sorted(found, key=lambda unit: -unit.numbers)
+
+
+def costly_units(units: Sequence[OpaqueUnit]) -> list[OpaqueUnit]:
+    """Those whose time or memory should be reported: all, or only slow ones where all together are small."""
+    if sum(unit.share for unit in units) >= COSTLY_SHARE:
+        return list(units)
+    return [unit for unit in units if unit.slow]
+
+
+def _instead(module: nn.Module) -> str:
+    if isinstance(module, nn.MultiheadAttention):
+        return "write its projections as four nn.Linear around F.scaled_dot_product_attention"
+    if _is_torchs(module):
+        return ""
+    own = {key: p for key, p in module._parameters.items() if p is not None}
+    tables = {key: [n for n in p.shape if n > 1] for key, p in own.items()}
+    table = next(((key, shape) for key, shape in tables.items() if len(shape) == 2), None)
+    if not own:
+        return ""
+    submodule = f"give {', '.join(own)} to a small submodule that takes and returns a tensor"
+    if table is None:
+        return submodule
+    return f"{submodule}, or, for positions, write self.{table[0]} = nn.Embedding({table[1][0]}, {table[1][1]})"
+
+
+def _is_torchs(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn.")

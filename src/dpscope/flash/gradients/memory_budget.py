@@ -1,0 +1,146 @@
+"""How much a step may hold: what decides whether per-sample gradients are kept where that is faster, and blocks held.
+
+Ordinary training of the same model peaks where backward begins, with all activations and what the loss needs besides,
+or where backward ends, with all gradients. Until backward reaches its first layer an engine holds just what ordinary
+training holds, so both peaks are known there:
+
+    beginning   what is live at the first layer, and how far forward and loss went above that
+    end         what was live before forward, and the gradients that are not there yet
+
+Where blocks are checkpointed, the activations of one of them come in the place of forward and loss, or, at the end, in
+that of its gradients, whatever is more.
+
+As backward goes on it frees activations. Kept gradients may take their place up to the larger of the two, so that the
+peak stays that of ordinary training. Forward and loss are seen only where they raise the allocator's peak; where they
+do not, for something larger ran before, what they need besides counts as nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection
+from numbers import Real
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from dpscope.errors import UserError
+from dpscope.flash.torch_side import dry_run
+from dpscope.flash.torch_side.shards import local
+
+LEAN = "lean"
+
+MemoryLimit = float | str | None
+
+
+class Allocated(NamedTuple):
+    """Bytes that torch's allocator has handed out: now, and at most since its peak was last reset."""
+
+    current: int
+    peak: int
+
+
+def allocated_on(device: torch.device) -> Allocated | None:
+    """None where nobody counts: torch's allocator does on CUDA. Takes some microseconds, and waits for no device."""
+    if (planned := dry_run.current()) is not None:
+        return Allocated(*planned.allocated())
+    if device.type != "cuda":
+        return None
+    counted = torch.cuda.memory_stats_as_nested_dict(device).get("allocated_bytes", {}).get("all", {})
+    return Allocated(counted["current"], counted["peak"]) if counted.get("current") else None
+
+
+def check_limit(limit: MemoryLimit) -> None:
+    if limit is None or limit == LEAN:
+        return
+    is_number = isinstance(limit, Real) and not isinstance(limit, bool)  # True would be one byte
+    if not is_number or not 0 < float(limit) < math.inf:
+        raise UserError(f'memory_budget must be a number of bytes above 0, "{LEAN}" or None, not {limit!r}')
+
+
+class MemoryBudget:
+    """limit: bytes on the device, all of torch's memory counted; None: the peak of ordinary training; "lean": the same
+    for checkpointed blocks that are held, and no gradient is kept that takes more than has to be held anyway."""
+
+    def __init__(
+        self,
+        limit: MemoryLimit,
+        parameters: Collection[nn.Parameter],
+        read: Callable[[], Allocated | None] | None = None,
+    ) -> None:
+        check_limit(limit)
+        self.limit = limit
+        self._parameters = parameters
+        self._read = read or (lambda: allocated_on(next(iter(parameters)).device) if parameters else None)
+        self._before_forward: Allocated | None = None
+        self._first_layer: Allocated | None = None
+        self._ceiling: float | None = None  # of this micro-batch, once somebody has asked
+        self._in_backward = False
+        self._above = 0  # how far forward and loss go above what is live at the first layer
+        self.reserved = 0  # bytes that checkpointed blocks will take in this micro-batch, besides what is live
+
+    def allocated(self) -> Allocated | None:
+        return self._read()
+
+    def begin_forward(self) -> None:
+        """A micro-batch's first forward pass begins."""
+        self.close()
+        self._before_forward = self._read()
+
+    @property
+    def above(self) -> int:
+        """How far forward and loss go above what is live at the first layer."""
+        return self._above
+
+    def begin_again(self, above: int) -> None:
+        """Begin the forward pass anew, after passes that were none of the step's: what they took says nothing of it."""
+        self._above = above
+        self.begin_forward()
+
+    def begin_backward(self) -> None:
+        """A backward pass has reached a layer; only a micro-batch's first counts."""
+        if self._in_backward:
+            return
+        self._in_backward = True
+        self._first_layer = now = self._read()
+        before = self._before_forward
+        if now is not None and before is not None and now.peak > before.peak:
+            self._above = max(self._above, now.peak - now.current)
+
+    def close(self) -> None:
+        """The micro-batch is closed: what was live in it says nothing of the next."""
+        self._before_forward = self._first_layer = self._ceiling = None
+        self._in_backward = False
+
+    def fits(self, more: float) -> bool:
+        """Whether `more` bytes may be kept besides what is live, for that is faster."""
+        room = None if self.limit == LEAN else self.room()
+        return room is not None and more + self.reserved <= room
+
+    def room(self) -> float | None:
+        """Bytes between what is live and the peak of ordinary training, or the limit; None where nobody counts."""
+        ceiling = self.ceiling()
+        now = None if ceiling is None else self._read()
+        return None if now is None or ceiling is None else ceiling - now.current
+
+    def ceiling(self, activations: int = 0, gradients: int = 0) -> float | None:
+        """Bytes that a step may take at its peak; None where nobody counts, and before backward begins.
+
+        activations, gradients: of one checkpointed block, while backward is in it
+        """
+        if self._first_layer is None:
+            return None
+        if self.limit is not None and not isinstance(self.limit, str):
+            return float(self.limit)
+        if self._ceiling is None:
+            self._ceiling = self._ordinary_peak(activations, gradients)
+        return self._ceiling
+
+    def _ordinary_peak(self, activations: int, gradients: int) -> float:
+        assert self._first_layer is not None
+        beginning = self._first_layer.current + max(self._above, activations)
+        if self._before_forward is None:
+            return beginning
+        missing = sum(local(p).nbytes for p in self._parameters if p.requires_grad and p.grad is None)
+        return max(beginning, self._before_forward.current + missing + max(0, activations - gradients))

@@ -1,0 +1,219 @@
+"""Per-sample squared norms over all parameters of a closed micro-batch, and the factors that follow from them.
+
+Everything is normed here together, not layer by layer: one call for all Gram units, in which layers that read the same
+x (q, k, v) share a unit; one call for all per-sample gradients that are kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dpscope.flash.gradients.clip_rules import ClipRule
+from dpscope.flash.gradients.combination import cross_terms, place_of, tied_norms_squared
+from dpscope.flash.gradients.contributions import Contribution, Kept, Lookup, Outer
+from dpscope.flash.gradients.paths import DIRECT, GRAM, KEEP, RANK1, exact_path
+from dpscope.flash.kernels.float32_products import operand_rounding, reads_tf32, truncated_to_tf32
+from dpscope.flash.kernels.gram_norms import gram_norms_squared
+from dpscope.flash.kernels.gram_units import GramUnit
+from dpscope.flash.kernels.kept_gradients import kept_norms_squared
+from dpscope.flash.kernels.scaled_sum import MIN_SCALE
+
+# Larger norms of what was recorded count as not finite, and so do samples whose factor is too small to be applied
+# (`MIN_SCALE`). Beyond, a product overflows float32 on some paths and not on others, and the path depends on the batch:
+# without this bound the other samples of a batch would decide whether such a sample has a share.
+LARGEST_NORM = 1e30
+
+# ‖A + B‖² of a tied embedding and head is ‖A‖² + ‖B‖² + 2⟨A, B⟩, each known to about 1e-5 in float32. Where the uses
+# cancel, that error is all that is left; below this share of ‖A‖² + ‖B‖² the norm is over-estimated instead, which only
+# clips more.
+TIED_FLOOR = 2.0**-7
+TIED_FLOOR_FLOAT64 = 2.0**-30
+
+
+def as_summed(parts: tuple[Contribution, ...]) -> tuple[Contribution, ...]:
+    """One parameter's contributions as norm and sum are taken of them: where they are kept, per-sample gradients."""
+    outer = parts[-1]
+    if not isinstance(outer, Outer) or outer.decision.path != KEEP:
+        return parts
+    values = outer.materialise()
+    for lookup in parts[:-1]:
+        values = values + lookup.materialise().to(values.dtype)
+    return (Kept(values),)
+
+
+class NormSum:
+    """Adds up squared norms; Gram units and kept gradients wait until all are known."""
+
+    def __init__(self, batch: int, device: torch.device) -> None:
+        # float64 costs nothing for so few numbers; MPS has none.
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        self.total = torch.zeros(batch, dtype=dtype, device=device)
+        self._sharing: dict[tuple[object, ...], tuple[Tensor, list[Tensor]]] = {}
+        self._rounds = operand_rounding(device) > 0.0  # the operands of float32 products
+        self._reads_tf32 = reads_tf32(device)
+        self._truncated: dict[tuple[object, ...], Tensor] = {}
+        self._lookups: list[GramUnit] = []
+        self._kept: list[Tensor] = []
+        self._squares: list[Tensor] = []
+
+    def add(self, norms_squared: Tensor) -> None:
+        self.total += norms_squared.to(self.total)
+
+    def add_all(self, parts: list[tuple[Contribution, ...]]) -> None:
+        """Counts the contributions of every parameter, and puts what is to be kept from now on in their place."""
+        for index, of_one in enumerate(parts):
+            part = of_one[0]
+            if len(of_one) == 1 and type(part) is Kept:  # as most are, of hundreds in a step
+                self._add_kept(part)
+            elif len(of_one) == 1 and type(part) is Outer and part.decision.path == GRAM and self._has_gram(part):
+                if self._rounds and part.g.dtype == torch.float32:
+                    part = self._truncate(part)
+                    parts[index] = (part,)
+                self._share(part)
+            else:
+                parts[index] = self.add_parts(of_one)
+
+    def add_parts(self, parts: tuple[Contribution, ...]) -> tuple[Contribution, ...]:
+        """Counts one parameter's contributions; returns them, with what is to be kept from now on in their place."""
+        parts = as_summed(parts)
+        if len(parts) == 1:
+            self._add_one(parts[0])
+            return parts
+        lookup, outer = parts
+        assert isinstance(lookup, Lookup) and isinstance(outer, Outer)
+        if outer.decision.path == DIRECT:
+            self.add(tied_norms_squared(lookup, outer))
+            return parts
+        alone = NormSum(outer.batch_size, self.total.device)
+        alone._add_one(lookup)
+        alone._add_one(outer)
+        apart = alone.result()  # ‖A‖² + ‖B‖²
+        floor = TIED_FLOOR_FLOAT64 if outer.g.dtype == torch.float64 else TIED_FLOOR
+        self.add(torch.maximum(apart + 2 * cross_terms(lookup, outer).to(apart), apart * floor))
+        return parts
+
+    def _add_one(self, part: Contribution) -> None:
+        if isinstance(part, Lookup) and part.decision.path == GRAM:
+            self._lookups.append(GramUnit(gs=(part.g,), ids=part.ids, padding_idx=part.padding_idx))
+        elif isinstance(part, Outer):
+            self._add_outer(part)
+        elif isinstance(part, Kept):
+            self._add_kept(part)
+        else:
+            self.add(part.norms_squared())
+
+    def _add_kept(self, part: Kept) -> None:
+        squares = part.known_squares()
+        if squares is None:
+            self._kept.append(part.values)
+        else:
+            self._squares.append(squares)
+
+    def _add_outer(self, part: Outer) -> None:
+        path = exact_path(part.decision.path, part.g)
+        if path == RANK1:
+            self.add(part.rank1_norms_squared())
+        elif path == DIRECT:
+            self.add(part.norms_squared())
+        else:
+            self._share(part)
+
+    def _has_gram(self, part: Outer) -> bool:
+        """Whether a Gram norm is that of the product as it is summed, or of a truncated one."""
+        return not self._rounds or self._reads_tf32 or exact_path(GRAM, part.g) == GRAM
+
+    def _truncate(self, part: Outer) -> Outer:
+        """The product whose Gram norm is that of its sum, where torch rounds operands to TF32; less than that rounding
+        is taken off both, once from what several layers read."""
+        key = place_of(part.first)
+        x = self._truncated.get(key)
+        if x is None:
+            x = self._truncated[key] = truncated_to_tf32(part.first)
+        return Outer(x, truncated_to_tf32(part.g), part.decision)
+
+    def _share(self, part: Outer) -> None:
+        """Layers that read the same x (q, k, v) are one Gram unit."""
+        x, g = part.first, part.g
+        self._sharing.setdefault((*place_of(x), g.dtype), (x, []))[1].append(g)
+
+    def result(self) -> Tensor:
+        """(B,) squared norms. May hold inf or NaN: those samples are dropped, not repaired."""
+        units = [
+            GramUnit(gs=tuple(gs), xs=(x,), in_tf32=self._reads_tf32 and gs[0].dtype == torch.float32)
+            for x, gs in self._sharing.values()
+        ] + self._lookups
+        if units:
+            self.add(gram_norms_squared(units))
+        if self._kept:
+            self.add(kept_norms_squared(self._kept))
+        if self._squares:
+            self.add(torch.cat(self._squares, 1).sum(1))
+        self._sharing, self._truncated, self._lookups, self._kept, self._squares = {}, {}, [], [], []
+        return self.total
+
+
+class GroupedNorms:
+    """Squared norms of G groups of parameters, each added up by itself: (G, B)."""
+
+    def __init__(self, groups: int, batch: int, device: torch.device) -> None:
+        self._sums = [NormSum(batch, device) for _ in range(groups)]
+
+    def add(self, norms_squared: Tensor) -> None:
+        """Add squared norms of all groups, (G, B)."""
+        for each, squared in zip(self._sums, norms_squared, strict=True):
+            each.add(squared)
+
+    def add_parts(self, group: int, parts: tuple[Contribution, ...]) -> tuple[Contribution, ...]:
+        """Count one parameter's contributions; return what takes their place from now on."""
+        return self._sums[group].add_parts(parts)
+
+    def add_all(self, parts: list[tuple[Contribution, ...]], groups: list[int]) -> None:
+        """Count the contributions of every parameter, given its group, and put what is kept in their place."""
+        if len(self._sums) == 1:
+            self._sums[0].add_all(parts)
+            return
+        for group, each in enumerate(self._sums):
+            places = [at for at, number in enumerate(groups) if number == group]
+            chosen = [parts[at] for at in places]
+            each.add_all(chosen)
+            for at, of_one in zip(places, chosen, strict=True):
+                parts[at] = of_one
+
+    def result(self) -> Tensor:
+        """Return (G, B) squared norms. They may hold inf or NaN: such samples are dropped, not repaired."""
+        return torch.stack([each.result() for each in self._sums])
+
+
+@dataclass(frozen=True)
+class Factors:
+    """Norms of the true per-sample gradients, factors, and what recorded gradients are multiplied by: (G, B) each.
+
+    finite: (B,) which rows have a share; padding has none.
+    """
+
+    norms: Tensor
+    factors: Tensor
+    scale: Tensor
+    finite: Tensor
+
+
+def clip_factors(squared: Tensor, rule: ClipRule, multiplier: float | Tensor, real: int | None = None) -> Factors:
+    """Return the factors of a rule; 0 where a norm is not finite or above `LARGEST_NORM`.
+
+    `squared`: (G, B). `multiplier` turns a recorded gradient into the sample's own: B for a mean over B samples, over
+    the loss scale. `real`: rows from there on are padding, with factor 0 whatever their norm.
+    """
+    recorded = squared.clamp_min(0.0).sqrt()
+    norms = recorded * multiplier
+    several = len(rule.bounds) > 1
+    factors = rule.factors(norms, norms.new_tensor(rule.bounds).unsqueeze(1) if several else rule.bounds[0])
+    scale = factors * multiplier
+    small = (scale < MIN_SCALE) & (factors != 0)
+    finite = (torch.isfinite(squared) & (recorded <= LARGEST_NORM) & ~small).all(0)
+    if real is not None:
+        finite &= torch.arange(len(finite), device=finite.device) < real
+    zero = torch.zeros_like(norms)
+    return Factors(norms, torch.where(finite, factors, zero), torch.where(finite, scale, zero), finite)

@@ -1,0 +1,354 @@
+"""Which way a layer's per-sample norms are taken: a cost model over shapes, and room for what is faster to keep.
+
+A layer that saw x: (B, T, d) and g: (B, T, p) has per-sample weight gradients g_bᵀ x_b (p×d). Norm, clipped sum and the
+update's reading of it cost, in multiply-adds counted as two operations:
+
+| path   | operations            | bytes moved besides the operands                      | bytes held until the sum |
+| ------ | --------------------- | ----------------------------------------------------- | ------------------------ |
+| rank-1 | 2BTdp + 2BT(d+p)      | operands read once more; the sum written and read     | x and g                  |
+| gram   | 2BTdp + BT²(d+p)      | the sum written and read                              | x and g                  |
+| direct | 4BTdp                 | the same; per-sample gradients written and read       | x and g                  |
+| keep   | 2BTdp                 | per-sample gradients written and read once or twice   | per-sample gradients     |
+
+Kept gradients are read by the update and, unless their product takes the norms as it writes them
+(kernels/sample_products.py), for their norms. Half of a Gram matrix is enough, by symmetry: T²(d+p) and not 2T²(d+p);
+it is made of whole tiles, though. Per-sample gradients are stored in the dtype of x and g, those of float16 in float32:
+other samples may change the path, and must not change whether a gradient overflows.
+
+`keep` is a candidate where the per-sample gradients take no more memory than what they replace (the output gradient,
+and x unless it is another layer's as well: q, k and v share one), or where they fit (memory_budget.py). In a
+checkpointed block that is to run again nothing is kept: products for the norm would be thrown away with all the rest.
+
+Where the operands of float32 products are rounded (TF32), norm and sum have to be of the same rounded products.
+`direct` and `keep` make them. `gram` takes copies of x and g that are rounded already, which a product of TF32 leaves
+as they are; where the sum is made of other tensors (a convolution's patches, a block that runs again), or the device
+may round but need not (a CPU), it is no candidate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
+from types import MappingProxyType
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from dpscope.flash.gradients.memory_budget import LEAN, MemoryBudget
+from dpscope.flash.kernels.float32_products import TF32_ROUNDING, cudnn_in_tf32, operand_rounding, reads_tf32
+
+RANK1, GRAM, DIRECT, KEEP = "rank-1", "gram", "direct", "keep"
+FORCEABLE = (GRAM, DIRECT, KEEP)
+
+# Samples with more ids than this are normed by adding up the rows that repeat, which are found by sorting; those of
+# shorter ones meet in the Gram kernel, all embeddings' in one launch.
+LONGEST_GRAM_LOOKUP = 256
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a device sustains on one kind of operands."""
+
+    products: float  # operations a second
+    gram: float  # the same, in the tiles of Gram matrices
+    tile: int  # positions
+
+
+# Of an H200 (2026-11-15, preset 1b), by the bytes of an element. In bf16: products of weights 22.9 ms at 8 × 1024, Gram
+# norms 22.7 ms at 16 × 1024 and 2.0 ms at 16 × 256. In float32: Gram norms at 65 TFLOP/s, by three products of tf32
+# halves. Only ratios decide, and those differ little between devices. benchmarks/kernels/bench_paths.py checks them.
+DEVICE_RATES: Mapping[int, Rates] = MappingProxyType(
+    {2: Rates(7.6e14, 5.9e14, 128), 4: Rates(5e13, 6.5e13, 64), 8: Rates(3e13, 3e13, 512)}
+)
+TF32_RATES = Rates(3e14, 2.5e14, 128)
+BYTES_PER_SECOND = 4.2e12
+SUM_EFFICIENCY = 0.95  # of the products' rate: products with factors, in one launch
+NORMED_LAUNCH = 2e-5  # seconds that the host gives to a kernel of its own, where Gram norms of all layers share one
+
+
+@dataclass(frozen=True)
+class PathCost:
+    operations: float
+    bytes_moved: float
+    bytes_held: float
+    seconds: float
+
+    def __str__(self) -> str:
+        return in_microseconds(self.seconds)
+
+
+def in_microseconds(seconds: float) -> str:
+    return f"{seconds * 1e6:.0f} µs" if seconds >= 1e-5 else f"{seconds * 1e6:.2g} µs"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The path taken, why, and what each path was predicted to cost (norm, clipped sum and the update's reading)."""
+
+    path: str
+    reason: str
+    costs: Mapping[str, PathCost] = field(default_factory=dict)
+    kept_if_held: float | None = None  # where a block runs again: bytes of what would be kept if it were held
+    dtype: torch.dtype | None = None  # of g, where costs are those of a product
+
+
+LOOKUP_KEPT = Decision(KEEP, "one sample: its gradient is the gradient")
+LOOKUP_SORTED = Decision(DIRECT, "rows that repeat in a sample are found by sorting, and add up first")
+LOOKUP_COMPARED = Decision(GRAM, f"at most {LONGEST_GRAM_LOOKUP} ids a sample, compared in the Gram kernel")
+
+
+def stored_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In which per-sample gradients of several samples are stored."""
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
+def _rounding_of(g: Tensor) -> float:
+    """Of the operands of g's products. Those of float16 are made in float32: TF32 holds float16, bfloat16 does not."""
+    if g.dtype not in (torch.float32, torch.float16):
+        return 0.0
+    rounding = operand_rounding(g.device)
+    return rounding if g.dtype == torch.float32 or rounding > TF32_ROUNDING else 0.0
+
+
+def exact_path(path: str, g: Tensor) -> str:
+    """The path that was chosen in backward; `direct` where torch rounds operands by now, and did not when it was."""
+    if path not in (GRAM, RANK1):
+        return path
+    return DIRECT if _rounding_of(g) > (0.0 if path == GRAM else TF32_ROUNDING) else path
+
+
+def tiled_square(length: int, tile: int) -> int:
+    """T² for a Gram matrix whose lower half is made of whole tiles."""
+    side = min(tile, 64 * math.ceil(max(1, length) / 64))
+    tiles = math.ceil(length / side)
+    return tiles * (tiles + 1) * side**2
+
+
+def path_costs(
+    batch: int,
+    length: int,
+    d: int,
+    p: int,
+    itemsize: int,
+    *,
+    stored_itemsize: int | None = None,
+    rounding: float = 0.0,
+    x_held: int | None = None,
+    unfolds: bool = False,
+    kept_in_tf32: bool = False,
+    normed: bool = False,
+) -> dict[str, PathCost]:
+    """`stored_itemsize`: of per-sample gradients that are kept, if not `itemsize`. `rounding`: of float32 operands.
+    `x_held`: elements of x a sample where x is made of a convolution's input; `unfolds`: that takes a copy.
+    `kept_in_tf32`: products that are kept are rounded as convolutions. `normed`: norms come with them."""
+    rates = TF32_RATES if rounding else DEVICE_RATES.get(itemsize, DEVICE_RATES[4])
+    products = 2.0 * batch * length * d * p
+    gemm = products / rates.products
+    sums = gemm / SUM_EFFICIENCY
+    grams = float(batch) * (d + p)
+    held = float(batch * ((length * d if x_held is None else x_held) + length * p) * itemsize)
+    unfolded = 2.0 * batch * length * d * itemsize if unfolds else 0.0  # written and read
+    kept = products / TF32_RATES.products if kept_in_tf32 else gemm
+    stored = float(batch * d * p * (stored_itemsize or itemsize))
+    wide = float(batch * d * p * max(itemsize, 4))  # products for the norm alone are not rounded
+    again = 2 * wide if rounding else 0.0  # rounded products are made sample by sample for the sum as well
+    copies = 2 * held if rounding else 0.0  # of x and g, rounded
+    total = 2.0 * d * p * max(itemsize, 4)  # the sum, written and read
+
+    def cost(operations: float, moved: float, kept: float, seconds: float) -> PathCost:
+        return PathCost(operations, moved, kept, seconds + moved / BYTES_PER_SECOND)
+
+    in_tiles = grams * tiled_square(length, rates.tile) / rates.gram
+    return {
+        RANK1: cost(products + 2.0 * length * grams, total + held + 2 * unfolded, held, sums),
+        GRAM: cost(products + length**2 * grams, total + again + copies + 2 * unfolded, held, sums + in_tiles),
+        DIRECT: cost(2 * products, total + 2 * wide + again + 2 * unfolded, held, gemm + sums),
+        KEEP: cost(
+            products, (2 if normed else 3) * stored + unfolded, stored, kept + (NORMED_LAUNCH if normed else 0.0)
+        ),
+    }
+
+
+@lru_cache(maxsize=4096)
+def choose_path(
+    batch: int,
+    length: int,
+    d: int,
+    p: int,
+    *,
+    itemsize: int = 4,
+    stored_itemsize: int | None = None,
+    rounding: float = 0.0,
+    x_held: int | None = None,
+    unfolds: bool = False,
+    kept_in_tf32: bool = False,
+    width_freed: int | None = None,
+    normed: bool = False,
+    forced: str | None = None,
+    keep_fits: bool = False,
+    sharded: bool = False,
+    runs_again: bool = False,
+    in_tf32: bool = True,
+) -> Decision:
+    """The cheapest exact path for x: (batch, length, d) and g: (batch, length, p). Pure: shapes in, decision out.
+
+    width_freed: features of what nothing holds any more once per-sample gradients are kept: those of the output
+    gradient and, where no other layer reads it, those of x; p if not given.
+    keep_fits: per-sample gradients may be kept although they take more memory than that.
+    runs_again: x and g are made once more for the sum.
+    in_tf32: products whose operands are rounded to TF32 leave those alone that TF32 holds.
+    sharded: the gradient is reduced to a shard block by block, so even that of a lone sample is not held for nothing.
+    """
+    costs = MappingProxyType(
+        path_costs(
+            batch,
+            length,
+            d,
+            p,
+            itemsize,
+            stored_itemsize=stored_itemsize,
+            rounding=rounding,
+            x_held=x_held,
+            unfolds=unfolds,
+            kept_in_tf32=kept_in_tf32,
+            normed=normed,
+        )
+    )
+    rounded_gram = not rounding or (rounding <= TF32_ROUNDING and in_tf32 and x_held is None and not runs_again)
+    if forced is not None:
+        if forced not in FORCEABLE:
+            raise ValueError(f"path {forced!r} is not one of {', '.join(FORCEABLE)}")
+        if forced == GRAM and not rounded_gram:
+            return Decision(DIRECT, "gram was asked for, but products are rounded (TF32): norms are of those", costs)
+        return Decision(forced, "forced by the caller", costs)
+    if batch == 1 and not sharded:
+        return Decision(KEEP, "one sample: its gradient is the gradient, no second GEMM", costs)
+    if length == 1 and rounding <= TF32_ROUNDING:
+        return Decision(RANK1, "one position a sample: |g xᵀ|² = |x|²|g|²", costs)
+    allowed = {name: costs[name] for name in ((GRAM, DIRECT) if rounded_gram else (DIRECT,))}
+    freed = batch * length * (p if width_freed is None else width_freed) * itemsize
+    if not runs_again and (keep_fits or costs[KEEP].bytes_held <= freed):
+        allowed[KEEP] = costs[KEEP]
+    best = min(allowed, key=lambda name: allowed[name].seconds)
+    reason = f"cheapest of {', '.join(f'{name} {cost}' for name, cost in allowed.items())}"
+    if runs_again:
+        reason += "; nothing is kept in its checkpointed block, which runs again for the sum, or is held in less memory"
+    elif KEEP not in allowed:
+        reason += f"; keep ({costs[KEEP]}) would take more memory than it frees, and has no room"
+    if rounding:
+        reason += "; products are rounded (TF32), and norms are of those"
+    return Decision(best, reason, costs)
+
+
+@lru_cache(maxsize=4096)  # asked by every layer in every backward pass
+def _choices(
+    x: tuple[int, ...],
+    p: int,
+    dtype: torch.dtype,
+    rounding: float,
+    x_held: int | None,
+    unfolds: bool,
+    kept_in_tf32: bool,
+    width_freed: int | None,
+    normed: bool,
+    forced: str | None,
+    sharded: bool,
+    runs_again: bool,
+    in_tf32: bool,
+) -> tuple[Decision, Decision, float]:
+    """The decision where there is room to keep, that where there is none, and how much room in bytes."""
+    choose = partial(
+        choose_path,
+        *x,
+        p,
+        itemsize=dtype.itemsize,
+        # A lone sample's gradient is stored in the parameter's dtype.
+        stored_itemsize=max(4, dtype.itemsize) if sharded and x[0] == 1 else stored_dtype(dtype).itemsize,
+        rounding=rounding,
+        x_held=x_held,
+        unfolds=unfolds,
+        kept_in_tf32=kept_in_tf32,
+        width_freed=width_freed,
+        normed=normed,
+        forced=forced,
+        sharded=sharded,
+        in_tf32=in_tf32,
+    )
+    if runs_again:
+        held, again = choose(), choose(runs_again=True)
+        kept = held.costs[KEEP].bytes_held if held.path == KEEP else None
+        again = replace(again, kept_if_held=kept, dtype=dtype)
+        return again, again, 0.0
+    fitting = replace(choose(keep_fits=True), dtype=dtype)
+    lean = fitting if forced is not None or fitting.path != KEEP else replace(choose(), dtype=dtype)
+    if lean is fitting or lean.path == KEEP:
+        return lean, lean, 0.0
+    # Besides, autograd casts the gradient of a half-precision x to float32; in float32 its largest next step is that of
+    # attention, which makes three of x's size next to it.
+    beside = 4 if dtype.itemsize < 4 else 4 * dtype.itemsize
+    return fitting, lean, fitting.costs[KEEP].bytes_held + math.prod(x) * beside
+
+
+class PathRules:
+    """How an engine chooses: a path forced on every layer, or the cheapest for which there is room."""
+
+    def __init__(self, forced: str | None = None, budget: MemoryBudget | None = None, *, sharded: bool = False) -> None:
+        self.forced = forced
+        self.sharded = sharded
+        self.budget = budget or MemoryBudget(LEAN, ())
+        # By the address of an x that a layer has read in this micro-batch: that x, while it lives, and the layer.
+        self.readers: dict[int, tuple[ref[Tensor], Any]] = {}
+        self._largest_copy = 0.0  # bytes of x and g of a product, of which Gram norms of TF32's products take copies
+        self.runs_again = False  # the layers that ask are in a checkpointed block that is to run again, or does
+
+    def of_product(
+        self,
+        x: Sequence[int],
+        g: Tensor,
+        *,
+        p: int | None = None,
+        x_held: int | None = None,
+        unfolds: bool = False,
+        width_freed: int | None = None,
+        normed: bool = False,
+    ) -> Decision:
+        """Of a layer with x: (batch, length, d) and g: (batch, length, p), which `p` says where g has another shape.
+
+        x_held, unfolds: of a convolution, see `path_costs`
+        """
+        rounding = _rounding_of(g)
+        p = g.shape[-1] if p is None else p
+        fitting, lean, more = _choices(
+            tuple(x),
+            p,
+            g.dtype,
+            rounding,
+            x_held,
+            unfolds,
+            x_held is not None and g.dtype == torch.float32 and cudnn_in_tf32(g.device, "conv"),
+            width_freed,
+            normed,
+            self.forced,
+            self.sharded,
+            self.runs_again,
+            bool(rounding) and reads_tf32(g.device),
+        )
+        if rounding and lean.path == GRAM:
+            self._largest_copy = max(self._largest_copy, lean.costs[GRAM].bytes_held)
+            more += self._largest_copy
+        return fitting if fitting is lean or self.budget.fits(more) else lean
+
+    def close(self) -> None:
+        """The micro-batch is closed: the next one's tensors may lie where its own did."""
+        self.budget.close()
+        self.readers.clear()
+
+    def of_lookup(self, batch: int, length: int) -> Decision:
+        """Of an embedding with ids: (batch, length)."""
+        if self.forced is None and batch == 1 and not self.sharded:
+            return LOOKUP_KEPT
+        return LOOKUP_SORTED if self.forced == DIRECT or length > LONGEST_GRAM_LOOKUP else LOOKUP_COMPARED

@@ -1,0 +1,54 @@
+"""A slot for each trainable parameter: where what backward passes leave for it gathers until the micro-batch closes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from dpscope.flash.gradients.contributions import Contribution, Kept
+from dpscope.flash.gradients.paths import Decision
+from dpscope.flash.torch_side.shards import is_sharded
+
+NO_SHAPES: Mapping[str, torch.Size] = MappingProxyType({})
+
+
+class Slot:
+    __slots__ = ("contributions", "decision", "kind", "module", "name", "parameter", "shapes", "why")
+
+    decision: Decision | None
+
+    def __init__(self, name: str, parameter: nn.Parameter, module: str) -> None:
+        self.name = name
+        self.parameter = parameter
+        self.module = module
+        self.contributions: list[Contribution] = []
+        self.describe("", "not reached by a backward pass yet")
+
+    def describe(self, kind: str, why: str | Decision, shapes: Mapping[str, torch.Size] = NO_SHAPES) -> None:
+        """For explain(): what was seen last, and what was decided of it."""
+        self.kind, self.shapes = kind, shapes
+        self.decision, self.why = (None, why) if isinstance(why, str) else (why, why.reason)
+
+    def add(self, contribution: Contribution) -> None:
+        """Per-sample gradients are added into those that are there, where that is possible: only one need be held."""
+        held = self.contributions
+        if not (held and isinstance(contribution, Kept) and held[-1].absorb(contribution, self.parameter.dtype)):
+            held.append(contribution)
+
+    def is_whole(self, parameter: nn.Parameter | None) -> bool:
+        """Whether it is the whole of which this slot's parameter is a shard."""
+        return (
+            is_sharded(self.parameter)
+            and type(parameter) in (nn.Parameter, FakeTensor)  # the latter in a dry run
+            and parameter.shape == self.parameter.shape
+            and parameter.requires_grad == self.parameter.requires_grad
+        )
+
+    def take(self) -> list[Contribution]:
+        """The contributions, which are no longer here afterwards."""
+        taken, self.contributions = self.contributions, []
+        return taken

@@ -1,0 +1,1 @@
+"""Flash clipping for Opacus users."""

@@ -1,0 +1,351 @@
+"""Flash clipping for Opacus users: `opacus.PrivacyEngine` with another engine inside.
+
+    from dpscope.flash import PrivacyEngine
+    model, optimizer, loader = PrivacyEngine().make_private(module=model, optimizer=optimizer, data_loader=loader, …)
+
+and the training loop stays as it is: loss.backward(); optimizer.step(); optimizer.zero_grad(). Accountants, the Poisson
+loader, BatchMemoryManager, checkpoints, noise and clip schedulers are Opacus's own.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
+
+from opacus import PrivacyEngine as OpacusPrivacyEngine
+from opacus.accountants.utils import get_noise_multiplier
+from opacus.grad_sample import AbstractGradSampleModule
+from opacus.optimizers import DPOptimizer
+from opacus.utils.module_utils import clone_module
+from opacus.validators.module_validator import ModuleValidator
+from torch import nn
+from torch.distributed import get_world_size
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+from torch.utils.hooks import RemovableHandle
+
+from dpscope.errors import UserError
+from dpscope.flash.engine import FlashEngine
+from dpscope.flash.gradients.clip_rules import make_rule, options_of
+from dpscope.flash.gradients.memory_budget import MemoryLimit, check_limit
+from dpscope.flash.opacus.opacus_arguments import (
+    FLASH,
+    UnsupportedModelError,
+    as_number,
+    check_arguments,
+    detach_previous,
+    is_flash,
+    is_valid,
+    validate,
+    warn_of_untrained,
+)
+from dpscope.flash.opacus.privacy_spent import Spending, count_draws
+from dpscope.flash.opacus.private_optimizer import DPFlashOptimizer
+from dpscope.flash.padding.loader import PadBatches, pad_loader, unpadded
+from dpscope.flash.ranks.ranks import refusing_together, reshard
+from dpscope.flash.ranks.sampling import loader_of_rank
+from dpscope.flash.sample_rows.forward_passes import BatchSizeOf
+from dpscope.flash.torch_side.frames import require_module
+from dpscope.flash.update.noise_source import used_keys_of
+
+OPACUS_PREFIX = "_module."  # Opacus's wrapper keeps the model under this name, and so do its checkpoints
+USED_NOISE_KEYS = "dpscope_used_noise_keys"  # in checkpoints of runs with a noise generator
+# What make_private_with_epsilon hands to the search for the noise multiplier and to the accountant.
+ACCOUNTING_OPTIONS = ("epsilon_tolerance", "alphas", "eps_error", "delta_error", "poisson")
+
+
+class FlashHooks:
+    """What make_private(wrap_model=False) returns beside the optimizer; the model itself is used as before."""
+
+    def __init__(self, engine: FlashEngine) -> None:
+        self.engine = engine
+
+    def forbid_grad_accumulation(self) -> None:
+        """For Opacus's make_private, which calls it under Poisson sampling."""
+        self.engine.state.forbid_accumulation()
+
+    def cleanup(self) -> None:
+        """Restore the model."""
+        self.engine.detach()
+
+
+class PrivacyEngine(OpacusPrivacyEngine):
+    """`opacus.PrivacyEngine` with `grad_sample_mode="flash"`, which is the default here.
+
+    In flash mode the model is returned as it was given: no wrapper, the same names, `state_dict` and class. Its
+    `FlashEngine` is `privacy_engine.flash_engine` (and `optimizer.engine`); `flash_engine.detach()` undoes it all.
+    """
+
+    flash_engine: FlashEngine | None = None
+    spending: Spending | None = None  # of the last make_private: steps, draws, and what makes ε doubtful
+    _prepared: FlashHooks | None = None
+    # Of the call of make_private that runs:
+    _engine_options: Mapping[str, Any] = MappingProxyType({})
+    _pad_batches: PadBatches = False
+    _counted_sampler: Any = None
+
+    def make_private(
+        self,
+        *,
+        module: nn.Module,
+        grad_sample_mode: str = FLASH,
+        wrap_model: bool = True,
+        batch_size_of: BatchSizeOf | None = None,
+        memory_budget: MemoryLimit = None,
+        pad_batches: PadBatches = False,
+        **kwargs: Any,
+    ) -> Any:
+        """As Opacus's. `fused` (of `DPFlashOptimizer`), `batch_size_of` and `memory_budget` (of `FlashEngine`) may be
+        given besides.
+
+        `pad_batches`: have the loader fill batches up to a few sizes, for models that are compiled for each size: True
+        (sizes follow from the sample rate), the one size that all batches are to have, or a list of sizes. Rows that
+        fill up have no share in anything; a draw larger than the largest size comes as several batches, of which the
+        last takes the step, as under BatchMemoryManager.
+        """
+        if not is_flash(grad_sample_mode):
+            if pad_batches:
+                raise UserError("pad_batches needs flash clipping: leave out grad_sample_mode")
+            return super().make_private(
+                module=module,
+                grad_sample_mode=grad_sample_mode,
+                **({} if wrap_model else {"wrap_model": False}),
+                **kwargs,
+            )
+        for name in ("max_grad_norm", "noise_multiplier"):
+            if name in kwargs:
+                kwargs[name] = as_number(kwargs[name])
+        clipping = kwargs.pop("clipping", "flat")
+        options = {name: kwargs.pop(name) for name in options_of(clipping) if name in kwargs}
+        require_module(module)
+        reshard(module)
+        try:
+            with refusing_together(module):
+                rule = make_rule(clipping, kwargs["max_grad_norm"], **options)
+                kwargs["max_grad_norm"] = rule.max_grad_norm
+                check_arguments(module, **kwargs)
+                check_limit(memory_budget)
+                detach_previous(module, kwargs["optimizer"])
+                self._engine_options = {
+                    "batch_size_of": batch_size_of,
+                    "memory_budget": memory_budget,
+                    "clipping": rule,
+                }
+                self._pad_batches = pad_batches
+                _, optimizer, loader = super().make_private(module=module, grad_sample_mode=FLASH, **kwargs)
+        except BaseException:
+            if self._prepared is not None:
+                self._prepared.cleanup()
+                self._prepared = None
+            raise
+        finally:
+            self._engine_options = MappingProxyType({})
+            self._pad_batches = False
+        hooks, self._prepared = self._prepared, None
+        self.flash_engine = engine = optimizer.engine
+        engine.forwards.expects_padding = pad_batches is not False
+        engine.remove_on_detach(_accept_opacus_names(module))
+        self.accountant.dpscope_poisson = kwargs.get("poisson_sampling", True)  # for audits: what ε assumes
+        optimizer.accountant = self.accountant
+        self.spending = Spending(optimizer.step_hook, self._counted_sampler)
+        optimizer.attach_step_hook(self.spending)
+        warn_of_untrained(engine, optimizer)
+        return module if wrap_model else hooks, optimizer, loader
+
+    def make_private_with_epsilon(
+        self,
+        *,
+        data_loader: DataLoader[Any],
+        target_epsilon: float,
+        target_delta: float,
+        epochs: int,
+        grad_sample_mode: str = FLASH,
+        **kwargs: Any,
+    ) -> Any:
+        """As Opacus's; `epsilon_tolerance` and the accountant's options (`alphas`, …) may be given besides."""
+        if len(self.accountant) > 0:
+            warnings.warn(
+                "make_private_with_epsilon takes the privacy budget to be unspent, but this engine has counted steps "
+                "already: the total will be larger than target_epsilon",
+                stacklevel=2,
+            )
+        options = {name: kwargs.pop(name) for name in ACCOUNTING_OPTIONS if name in kwargs}
+        noise_multiplier = get_noise_multiplier(
+            target_epsilon=float(target_epsilon),
+            target_delta=float(target_delta),
+            sample_rate=1 / len(data_loader),
+            epochs=epochs,
+            accountant=self.accountant.mechanism(),
+            **options,
+        )
+        self.spending = None
+        private = self.make_private(
+            data_loader=data_loader, noise_multiplier=noise_multiplier, grad_sample_mode=grad_sample_mode, **kwargs
+        )
+        if self.spending is not None:  # of flash clipping
+            self.spending.plan(int(epochs * len(data_loader)), float(target_epsilon))
+        return private
+
+    def get_epsilon(self, delta: float) -> float:
+        """Return ε at δ of all steps so far; warn where it does not hold, or is beyond the target."""
+        for doubt in [] if self.spending is None else self.spending.doubts():
+            warnings.warn(doubt, stacklevel=2)
+        epsilon: float = super().get_epsilon(delta)
+        return epsilon
+
+    # -- which models ------------------------------------------------------------------------------------------------
+
+    def validate(self, *, module: nn.Module, optimizer: Any = None, data_loader: Any = None) -> None:
+        """Raise UnsupportedModelError for a model that make_private would refuse."""
+        validate(module)
+
+    def is_compatible(self, *, module: nn.Module, optimizer: Any = None, data_loader: Any = None) -> bool:
+        """Whether make_private would take the model."""
+        return is_valid(module)
+
+    @classmethod
+    def get_compatible_module(cls, module: nn.Module) -> nn.Module:
+        """A copy in which the layers that flash clipping refuses are replaced by Opacus's replacements for them."""
+        module = clone_module(module)
+        for name, layer in list(module.named_modules()):
+            replace = ModuleValidator.FIXERS.get(type(layer))
+            if replace is not None and not is_valid(layer):
+                replacement = replace(layer).to(next(layer.parameters()).device)
+                module = ModuleValidator._replace_sub_module(
+                    root=module, sub_module_name=name, new_sub_module=replacement
+                )
+        validate(module)
+        return module
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        *,
+        module: nn.Module,
+        module_state_dict_kwargs: dict[str, Any] | None = None,
+        checkpoint_dict: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Opacus's file, which Opacus can load: parameters are named as in its wrapper."""
+        if not isinstance(module, AbstractGradSampleModule):
+            module_state_dict_kwargs = {"prefix": OPACUS_PREFIX, **(module_state_dict_kwargs or {})}
+        if used := used_keys_of(module):
+            checkpoint_dict = {**(checkpoint_dict or {}), USED_NOISE_KEYS: used.state()}
+        super().save_checkpoint(
+            module=module,
+            module_state_dict_kwargs=module_state_dict_kwargs,
+            checkpoint_dict=checkpoint_dict,
+            **kwargs,
+        )
+
+    def load_checkpoint(
+        self, *, module: nn.Module, optimizer: Any = None, resume_noise: bool = False, **kwargs: Any
+    ) -> Any:
+        """Load a checkpoint of this engine or of Opacus. The noise of the saved run is not added again, with or
+        without its optimizer.
+
+        `resume_noise`: see `DPFlashOptimizer.load_state_dict`; without it noise is fresh.
+        """
+        if resume_noise:
+            if not isinstance(optimizer, DPFlashOptimizer):
+                raise UserError("resume_noise=True needs the private optimizer: load_checkpoint(optimizer=…)")
+            load_state_dict = partial(optimizer.load_state_dict, resume_noise=True)
+            optimizer = SimpleNamespace(load_state_dict=load_state_dict)
+        with _accepting_opacus_names(module):
+            checkpoint = super().load_checkpoint(module=module, optimizer=optimizer, **kwargs)
+        used = checkpoint.pop(USED_NOISE_KEYS, None)
+        if used is not None and not resume_noise:
+            used_keys_of(module).update(used.tolist())
+        return checkpoint
+
+    # -- what Opacus's make_private calls ----------------------------------------------------------------------------
+
+    def _prepare_model(self, module: nn.Module, *, grad_sample_mode: str = FLASH, **kwargs: Any) -> Any:
+        if grad_sample_mode != FLASH:
+            return super()._prepare_model(module, grad_sample_mode=grad_sample_mode, **kwargs)
+        try:
+            engine = FlashEngine(
+                module,
+                loss_reduction=kwargs.get("loss_reduction", "mean"),
+                **self._engine_options,
+            )
+        except UserError as refusal:
+            raise UnsupportedModelError(str(refusal)) from None
+        engine.refusal = UnsupportedModelError
+        self._prepared = FlashHooks(engine)
+        return self._prepared
+
+    def _prepare_data_loader(self, data_loader: DataLoader[Any], *, distributed: bool, **kwargs: Any) -> Any:
+        poisson = kwargs["poisson_sampling"]
+        loader = self._sampling_loader(unpadded(data_loader), distributed=distributed, **kwargs)
+        self._counted_sampler = loader.batch_sampler if poisson else None
+        if poisson:
+            count_draws(loader.batch_sampler)
+        return loader if self._pad_batches is False else pad_loader(loader, self._pad_batches, poisson=poisson)
+
+    def _sampling_loader(self, data_loader: DataLoader[Any], *, distributed: bool, **kwargs: Any) -> Any:
+        """The loader under the sampling that is asked for, with this rank's share of it."""
+        ranks = None if self._prepared is None else self._prepared.engine.ranks
+        if ranks is None:
+            return super()._prepare_data_loader(data_loader, distributed=distributed, **kwargs)
+        if kwargs.get("rand_on_empty"):
+            raise UserError(
+                "rand_on_empty=True makes up a sample on each rank whose share is empty, which one process would not: "
+                "leave it out"
+            )
+        loader = super()._prepare_data_loader(data_loader, distributed=False, **kwargs)
+        ranks.control.shares_given = 0
+        return loader_of_rank(loader, ranks.control) if kwargs["poisson_sampling"] else loader
+
+    def _prepare_optimizer(self, *, optimizer: Optimizer, grad_sample_mode: str = FLASH, **kwargs: Any) -> Any:
+        if grad_sample_mode != FLASH:
+            return super()._prepare_optimizer(optimizer=optimizer, grad_sample_mode=grad_sample_mode, **kwargs)
+        assert self._prepared is not None
+        if isinstance(optimizer, DPOptimizer):
+            optimizer = optimizer.original_optimizer
+        if self._prepared.engine.ranks is not None:
+            self._prepared.engine.ranks.agree_on(optimizer)
+        # Opacus divides by the number of processes; sums here are over all of them.
+        if kwargs.pop("distributed", False):
+            kwargs["expected_batch_size"] = round(kwargs["expected_batch_size"] * get_world_size())
+        kwargs.pop("clipping", None)
+        kwargs["max_grad_norm"] = self._prepared.engine.max_grad_norm
+        generator = kwargs.pop("noise_generator", None)
+        return DPFlashOptimizer(
+            optimizer,
+            engine=self._prepared.engine,
+            generator=self.secure_rng if self.secure_mode else generator,
+            secure_mode=self.secure_mode,
+            **kwargs,
+        )
+
+
+@contextmanager
+def _accepting_opacus_names(module: nn.Module) -> Iterator[None]:
+
+    if isinstance(module, AbstractGradSampleModule):
+        yield
+        return
+    hook = _accept_opacus_names(module)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _accept_opacus_names(module: nn.Module) -> RemovableHandle:
+    """From now on `module` loads a state_dict of Opacus's wrapper around it as well as its own."""
+    hook: RemovableHandle = module.register_load_state_dict_pre_hook(_strip_prefix)  # type: ignore[no-untyped-call]
+    return hook
+
+
+def _strip_prefix(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    wrapped = prefix + OPACUS_PREFIX
+    if state and all(name.startswith(wrapped) for name in state):
+        for name in list(state):
+            state[prefix + name[len(wrapped) :]] = state.pop(name)

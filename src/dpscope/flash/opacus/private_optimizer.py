@@ -1,0 +1,380 @@
+"""DPFlashOptimizer: an Opacus optimizer whose clipped sums come from a `FlashEngine`."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from inspect import Parameter, signature
+from typing import Any, NoReturn
+
+import torch
+from opacus.optimizers import DPOptimizer
+from opacus.optimizers.optimizer import _generate_noise
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dpscope.errors import UserError
+from dpscope.flash.engine import FlashEngine
+from dpscope.flash.opacus.privacy_spent import HISTORY, continued
+from dpscope.flash.ranks.distributed import refuse_several_processes
+from dpscope.flash.step.microbatch import SumBatch
+from dpscope.flash.torch_side.captures import refuse_capture
+from dpscope.flash.torch_side.frames import uncompiled
+from dpscope.flash.update.noise_source import NO_KEY, Key, NoiseSource, used_keys_of
+from dpscope.flash.update.optimizer import FusedUpdate, Privatisation, privatise_gradients
+
+NOISE_STATE = "dpscope_noise_generator"
+CLIP_BOUNDS = "dpscope_clip_bounds"  # of a rule that follows the norms
+
+_OUTSIDE_OF_GRAPHS = uncompiled("flash clipping: the step draws its noise, counts and accounts outside of graphs")
+
+
+class DPFlashOptimizer(DPOptimizer):
+    """An Opacus optimizer whose clipped sums come from a `FlashEngine`.
+
+    `fused`: update SGD, Adam and AdamW in the same pass that adds the noise (default: on a GPU with Triton, wherever
+    that is torch's own update). The gradient then never exists as a whole and `.grad` is None after a step.
+    """
+
+    # torch's GradScaler then leaves gradients alone and tells step() that it is there, which refuses.
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        engine: FlashEngine,
+        noise_multiplier: float,
+        max_grad_norm: float,
+        expected_batch_size: int | None,
+        loss_reduction: str = "mean",
+        generator: torch.Generator | None = None,
+        secure_mode: bool = False,
+        fused: bool | None = None,
+    ) -> None:
+        _require_noise(noise_multiplier)
+        _refuse_closures(optimizer)
+        if engine.ranks is None:
+            refuse_several_processes()
+        elif secure_mode:
+            raise UserError(
+                "secure_mode draws its noise on each rank apart, which adds it once for every rank: leave it out; "
+                "the keys of flash clipping's own noise come from the operating system"
+            )
+        if expected_batch_size is not None and expected_batch_size <= 0:
+            raise UserError(
+                f"the expected batch size is {expected_batch_size}: give the data loader a batch size of at least 1"
+            )
+        if fused and not FusedUpdate.supports(optimizer):
+            raise UserError(f"{type(optimizer).__name__} with these options has no fused update: leave out fused=True")
+        self.engine = engine
+        self.noise = NoiseSource(generator, used_keys_of(engine.model))
+        self._key: Key | None = None  # of the step that runs
+        self._steps = 0
+        self._own = frozenset(map(id, engine.parameters))
+        self._fused_update = FusedUpdate(optimizer) if FusedUpdate.supports(optimizer) else None
+        self._fused = fused
+        self.accountant: Any = None  # whose history is saved with this optimizer; make_private sets it
+        self.resumes_noise = False  # what load_state_dict does where it is not told
+        super().__init__(
+            optimizer,
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=max_grad_norm,
+            expected_batch_size=expected_batch_size,
+            loss_reduction=loss_reduction,
+            generator=generator,
+            secure_mode=secure_mode,
+        )
+        engine.running_sums.clear()  # what is in p.grad by now was not clipped
+        # Whatever saves or restores the wrapped optimizer, the noise it was trained with is remembered.
+        engine.remove_on_detach(optimizer.register_state_dict_post_hook(self._save_noise))
+        engine.remove_on_detach(optimizer.register_load_state_dict_pre_hook(self._load_noise))
+        if engine.ranks is not None:
+            for hook in engine.ranks.watch_forwards():
+                engine.remove_on_detach(hook)
+
+    @property
+    def max_grad_norm(self) -> float:
+        """C; schedulers set it here."""
+        return self.engine.max_grad_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: float) -> None:
+        self.engine.max_grad_norm = value
+
+    @property
+    def padding_share(self) -> float:
+        """Of all rows trained on so far, those that were padding (`make_private(pad_batches=…)`)."""
+        return self.engine.padding.share
+
+    @property
+    def accumulated_iterations(self) -> int:
+        """Micro-batches in this step. Opacus's accountants multiply the sample rate by it."""
+        return max(1, self.engine.state.micro_batches)
+
+    @property
+    def _is_last_step_skipped(self) -> bool:
+        """Opacus's name for it: a logical batch is open."""
+        return self.engine.state.accumulating
+
+    @_is_last_step_skipped.setter
+    def _is_last_step_skipped(self, value: bool) -> None:
+        if value:
+            self.engine.state.skip_step()
+        else:
+            self.engine.state.complete()
+
+    # -- the step ----------------------------------------------------------------------------------------------------
+
+    @_OUTSIDE_OF_GRAPHS
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        trained = self._begin()
+        if self._skips():
+            return None
+        if self._uses_fused_update():
+            self._fused_step(trained)
+            return None
+        self._privatise()
+        result: float | None = self.original_optimizer.step()
+        return result
+
+    @_OUTSIDE_OF_GRAPHS
+    def pre_step(self, closure: Callable[[], float] | None = None) -> bool:
+        """All of a step except the update: for code that calls the two halves itself."""
+        self._begin()
+        if self._skips():
+            return False
+        self._privatise()
+        return True
+
+    def _privatise(self) -> None:
+        """From what backward has left to the private gradient in `.grad`."""
+        self.clip_and_accumulate()
+        self.add_noise()
+        self._account()
+
+    def _begin(self) -> list[nn.Parameter]:
+        """Refuse a step that would not be private. Returns the parameters that are trained."""
+        refuse_capture()
+        if "found_inf" in vars(self):
+            del self.found_inf, self.grad_scale
+            raise UserError(
+                "torch's GradScaler scales the loss without flash clipping's knowledge, which then clips scaled "
+                "gradients: use dpscope.flash.GradScaler(optimizer=optimizer)"
+            )
+        if self.engine.ranks is None:
+            refuse_several_processes()
+        if not self.engine.attached:
+            raise UserError(
+                "the flash engine was detached: gradients are no longer clipped; make the model private anew"
+            )
+        _require_noise(self.noise_multiplier)  # schedulers set it
+        trained: list[nn.Parameter] = self.params  # Opacus leaves frozen ones out
+        if not self._own.issuperset(map(id, trained)):
+            raise UserError(
+                "the optimizer was given parameters that are not the private model's: their gradients are not clipped; "
+                "make them part of the model before make_private, or leave them out and freeze them"
+            )
+        self.engine.state.begin_step()
+        return trained
+
+    def _skips(self) -> bool:
+        """Whether the physical batch does not end its logical batch; then add up its sums and keep them."""
+        goes_on = self.engine.state.draw_goes_on
+        skips = bool(self._check_skip_next_step() or goes_on)
+        self._meet_ranks(skips)
+        if skips:
+            self.clip_and_accumulate()
+            self._is_last_step_skipped = True
+        else:
+            self._is_last_step_skipped = False
+        return self._is_last_step_skipped
+
+    def _meet_ranks(self, skips: bool) -> None:
+        """Wait for the other ranks to take the same step, before any sum travels; its key is that of the first."""
+        self._key, ranks = None, self.engine.ranks
+        if ranks is None:
+            return
+        how = self._privatisation()
+        facts = {
+            "backward passes since the last step": self.engine.state.micro_batches,
+            "batches that BatchMemoryManager drew and the loop did not train on": len(self._step_skip_queue),
+            "the standard deviation of the noise": how.noise_std,
+            "the divisor of the sums": 1 / how.grad_scale,
+            "the clipping bound": self.max_grad_norm,
+            "the noise of earlier steps": (len(self.noise.used), self.noise.used.last()),
+        }
+        doing = f"{'add a batch to' if skips else 'take'} step {self._steps + 1}"
+        key = ranks.meet_to_step(doing, self.original_optimizer, facts, NO_KEY if skips else self.noise.draw())
+        self._key = None if skips else key
+
+    def clip_and_accumulate(self) -> None:
+        """Close the micro-batch: its clipped sums are added to those that the engine holds."""
+        self.engine.accumulate()
+
+    def add_noise(self) -> None:
+        """From the clipped sums to the private gradient in `.grad`: noise and division in one pass."""
+        parameters = self.params
+        self.engine.running_sums.ignore_gradients()
+        sums = [(p, total) for p in parameters if (total := self.engine.running_sums.get(p)) is not None]
+        if self._key is None:
+            self._meet_ranks(skips=False)
+        how = self._privatisation()
+        if self.secure_mode:
+            self._add_secure_noise([total for _, total in sums], how)
+        else:
+            privatise_gradients(self.original_optimizer, sums, how)
+        # Parameters frozen since backward, or another optimizer's, have no noise: their sums stay here.
+        self.engine.running_sums.hand_out(parameters)
+
+    def scale_grad(self) -> None:
+        """Done together with the noise."""
+
+    def _uses_fused_update(self) -> bool:
+        if self._fused_update is None or self._fused is False or self.secure_mode:
+            return False
+        if not FusedUpdate.supports(self.original_optimizer):
+            return False
+        return bool(self._fused) or FusedUpdate.is_worthwhile(self.original_optimizer)
+
+    def _fused_step(self, trained: list[nn.Parameter]) -> None:
+        assert self._fused_update is not None
+        running = self.engine.running_sums.get
+        self.engine.running_sums.ignore_gradients()
+        if self.engine.running_sums:  # of earlier micro-batches
+            self.clip_and_accumulate()
+            summed = [p for p in trained if running(p) is not None]
+            sums = [total for p in summed if (total := running(p)) is not None]
+            how = self._privatisation()
+            self._account()
+            self._fused_update([SumBatch(summed, sums, None)], how)
+            self.engine.clear_gradients()
+        else:
+            stream = self.engine.factored_sums()
+            how = self._privatisation()
+            self._account()
+            self._fused_update(stream, how)
+
+    def _account(self) -> None:
+        self._steps += 1
+        counted = self.engine.state.observed
+        self.engine.state.apply(lambda: self.step_hook(self) if self.step_hook else None)
+        self._adapt(counted)
+
+    def _adapt(self, counted: float) -> None:
+        """Have a clipping rule that follows the norms change its bound for the next step."""
+        clip, ranks = self.engine.clip, self.engine.ranks
+        if not clip.learns:
+            return
+        if self.noise_multiplier > 0 and (ranks is None or ranks.control.rank == 0):
+            counted += clip.count_noise()
+        released = counted if ranks is None else ranks.control.add_up(counted)
+        clip.end_step(released, self.expected_batch_size or 1)
+
+    def _privatisation(self) -> Privatisation:
+        divisor = self.expected_batch_size * self.accumulated_iterations if self.loss_reduction == "mean" else 1
+        # C may have changed since a micro-batch was summed.
+        clip = max(self.engine.clip.sensitivity(), self.engine.state.largest_clip)
+        key, self._key = self._key, None
+        return Privatisation(
+            noise_std=self.engine.clip.noise_multiplier(self.noise_multiplier) * clip,
+            grad_scale=1.0 / divisor,
+            noise=self.noise,
+            key=key,
+        )
+
+    @torch.no_grad()
+    def _add_secure_noise(self, sums: list[Tensor], how: Privatisation) -> None:
+        for total in sums:
+            noise = _generate_noise(how.noise_std, total, generator=self.generator, secure_mode=True)
+            total.add_(noise).mul_(how.grad_scale)
+
+    # -- bookkeeping -------------------------------------------------------------------------------------------------
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget gradients; after a skipped step the sums of the logical batch are kept."""
+        if self.engine.zero_grad(set_to_none):
+            self.original_optimizer.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's, the accountant's history and, given a noise generator, its stream and used keys.
+
+        With that and the weights before and after a step anyone can take the noise off again: a checkpoint of a run
+        with a noise generator is a secret. Without a generator nothing of the noise is saved.
+        """
+        state: dict[str, Any] = dict(self.original_optimizer.state_dict())
+        if self.accountant is not None:
+            state[HISTORY] = [tuple(steps) for steps in self.accountant.history]
+        if self.engine.clip.learns:
+            state[CLIP_BOUNDS] = list(self.engine.clip.bounds)
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any], *, resume_noise: bool | None = None) -> None:
+        """Restore the wrapped optimizer's state, and count the privacy that the saved run has spent.
+
+        A noise generator goes on from where it is now, with fresh noise. `resume_noise=True` sets it back to where it
+        stood when the state was saved. Steps from there repeat noise that the saved run may have used already: only for
+        a run that ended at this checkpoint and published nothing later.
+        """
+        if self.resumes_noise if resume_noise is None else resume_noise:
+            self.check_noise(state_dict.get(NOISE_STATE), resume_noise=True)
+            state_dict = {key: value for key, value in state_dict.items() if key != NOISE_STATE}
+        own = {key: value for key, value in state_dict.items() if key not in (HISTORY, CLIP_BOUNDS)}
+        if self.engine.clip.learns and CLIP_BOUNDS in state_dict:
+            self.engine.clip.bounds = list(state_dict[CLIP_BOUNDS])
+        self.original_optimizer.load_state_dict(own)
+        self._count_spent(state_dict)
+
+    def _count_spent(self, state: dict[str, Any]) -> None:
+        if self.accountant is None:
+            return
+        if HISTORY in state:
+            self.accountant.history = continued(self.accountant.history, state[HISTORY])
+        elif state["state"] and not self.accountant.history:
+            warnings.warn(
+                "the optimizer's state holds no privacy history: if the run that saved it was private, load its "
+                "accountant too (privacy_engine.load_checkpoint), or ε counts only the steps from here",
+                stacklevel=3,
+            )
+
+    def check_noise(self, saved: dict[str, Any] | None, *, resume_noise: bool) -> None:
+        """Set the noise generator back to where a saved run's stood, or refuse one that would repeat its noise."""
+        if resume_noise and saved is None:
+            raise UserError("the state holds no noise stream to resume: it was saved by a run without noise_generator")
+        if saved is not None and not self.secure_mode:
+            (self.noise.resume if resume_noise else self.noise.take_over)(saved)
+
+    def _save_noise(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        noise = None if self.secure_mode else self.noise.state()
+        if noise is not None:
+            state_dict[NOISE_STATE] = noise
+
+    def _load_noise(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        self.check_noise(state_dict.get(NOISE_STATE), resume_noise=False)
+        return {key: value for key, value in state_dict.items() if key != NOISE_STATE}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise UserError(
+            "a private optimizer belongs to one model and cannot be copied: save optimizer.state_dict() instead"
+        )
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        self.__deepcopy__({})
+
+
+def _refuse_closures(optimizer: Optimizer) -> None:
+    closure = signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is Parameter.empty:
+        raise UserError(
+            f"{type(optimizer).__name__} calls its closure several times a step, and each call would need noise and "
+            "accounting of its own: use an optimizer that takes one gradient a step (SGD, AdamW)"
+        )
+
+
+def _require_noise(multiplier: float) -> None:
+    if not (math.isfinite(multiplier) and multiplier >= 0):
+        raise UserError(f"noise_multiplier must be zero or more, not {multiplier}")

@@ -1,0 +1,73 @@
+"""Checkpoints with torch.distributed.checkpoint: written by any number of ranks, read by any other.
+
+state = TrainingState(model, optimizer, privacy_engine)
+torch.distributed.checkpoint.save({"training": state}, checkpoint_id=folder)
+torch.distributed.checkpoint.load({"training": state}, checkpoint_id=folder)
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.stateful import Stateful
+
+from dpscope.flash.opacus.private_optimizer import DPFlashOptimizer
+from dpscope.flash.ranks.ranks import reshard
+
+
+class TrainingState(Stateful):
+    """Model, optimizer, privacy spent and, where make_private was given a `noise_generator`, where the noise stands.
+
+    With the noise's state a checkpoint is a secret. `resume_noise`: go on with the saved run's noise when loading, see
+    `DPFlashOptimizer.load_state_dict`.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: DPFlashOptimizer, privacy_engine: Any, *, resume_noise: bool = False
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.privacy_engine = privacy_engine
+        self.resume_noise = resume_noise
+
+    def state_dict(self) -> dict[str, Any]:
+        reshard(self.model)
+        model, optimizer = get_state_dict(self.model, self.optimizer.original_optimizer)
+        accountant = self.privacy_engine.accountant.state_dict()
+        return {
+            "model": model,
+            "optimizer": optimizer,
+            # One entry each: what torch.distributed.checkpoint finds in a dictionary has to be there when it loads.
+            "accountant": json.dumps(accountant),
+            "noise": _as_text(self.optimizer.noise.state()),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        noise = _from_text(state_dict["noise"])
+        self.optimizer.check_noise(noise, resume_noise=self.resume_noise)
+        reshard(self.model)
+        set_state_dict(
+            self.model,
+            self.optimizer.original_optimizer,
+            model_state_dict=state_dict["model"],
+            optim_state_dict=state_dict["optimizer"],
+        )
+        accountant = json.loads(state_dict["accountant"])
+        accountant["history"] = [tuple(step) for step in accountant["history"]]
+        self.privacy_engine.accountant.load_state_dict(accountant)
+
+
+def _as_text(noise: dict[str, Any] | None) -> str:
+    return "" if noise is None else json.dumps({name: tensor.tolist() for name, tensor in noise.items()})
+
+
+def _from_text(text: str) -> dict[str, Any] | None:
+    if not text:
+        return None
+    noise: dict[str, Any] = json.loads(text)
+    dtypes = {"generator": torch.uint8, "used": torch.int64}
+    return {name: torch.tensor(value, dtype=dtypes[name]) if name in dtypes else value for name, value in noise.items()}

@@ -1,0 +1,339 @@
+"""Forward passes of a model with an engine: how many samples they have, and whether rows are samples.
+
+The root's forward tells the number of samples; layers are let in where it is known that row b of what they are given
+belongs to sample b. The first time the root is called in some way, its forward is rehearsed to find that out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from dpscope.errors import UserError
+from dpscope.flash.gradients.memory_budget import MemoryBudget
+from dpscope.flash.padding.rows import Rows, has_marks, mark_batch, rows_in, without_marks
+from dpscope.flash.ranks.distributed import refuse_ddp_forward
+from dpscope.flash.ranks.empty_shares import make_up_sample, without_rows
+from dpscope.flash.ranks.layout import compiled_over_ranks
+from dpscope.flash.ranks.ranks import Ranks
+from dpscope.flash.sample_rows.rehearsal import RootCall
+from dpscope.flash.sample_rows.rehearsal_run import Sampled
+from dpscope.flash.sample_rows.rehearsed_calls import RehearsedCalls, UnknownCall
+from dpscope.flash.sample_rows.stand_in import NotFollowed, StandIn
+from dpscope.flash.step.step_state import CLOSED, StepState
+from dpscope.flash.torch_side.arguments import KEEP_BATCH_FIRST, leaves_in, replace_leaves, rows_of
+from dpscope.flash.torch_side.autograd_graph import in_backward
+from dpscope.flash.torch_side.captures import refuse_capture
+from dpscope.flash.torch_side.module_state import uncached_parametrizations
+from dpscope.flash.torch_side.torch_version import require_for_compiled
+
+
+class Retap(Protocol):
+    def __call__(
+        self, modules: Sequence[nn.Module], reason: str, *, climb: bool = False, strays: Collection[nn.Parameter] = ()
+    ) -> bool: ...
+
+
+BatchSizeOf = Callable[[tuple[Any, ...], dict[str, Any]], int]  # of a call's args and kwargs
+
+
+class SampledLayer(Sampled, Protocol):
+    def admit(self, x: Tensor) -> None:
+        """Raise where x has no room for a batch dimension in front."""
+
+
+class WatchedBlocks(Protocol):
+    """Checkpointed blocks that are noted in forward passes."""
+
+    def begin_micro_batch(self) -> None: ...
+
+    def watching(self) -> AbstractContextManager[None]: ...
+
+
+def refuse_unknown_rows(count: int) -> NoReturn:
+    raise UserError(
+        f"the model was called with {count} rows that do not say how many of them are padding, as the batches of a "
+        "padded loader do: copies (.to), arithmetic, columns (x[:, 1:]) and reshaping keep that, and what may reorder "
+        "rows does not. If row b is still sample b, say so: dpscope.flash.same_rows(new, batch). For batches of your "
+        "own there is dpscope.flash.pad_batch; evaluate under torch.no_grad()"
+    )
+
+
+class ForwardPasses:
+    """`close`: closes the micro-batch, adding its sums to those before it.
+
+    `abandon`: drops the sums of a logical batch that is not complete.
+    `retap`: taps some modules in the next way that may fit them, given with a reason; all, if none is given.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        state: StepState,
+        rehearsals: RehearsedCalls,
+        *,
+        close: Callable[[], None],
+        abandon: Callable[[], None],
+        retap: Retap,
+        batch_size_of: BatchSizeOf | None,
+        budget: MemoryBudget,
+        ranks: Ranks | None,
+    ) -> None:
+        self.model = model
+        self.state = state
+        self.batch_size_of = batch_size_of
+        self.rerunning = False  # checkpointed blocks run again, after backward
+        self.blocks: WatchedBlocks | None = None
+        self._budget = budget
+        self._close = close
+        self._abandon = abandon
+        self.expects_padding = False  # batches come from a padded loader
+        self._rows: Rows | None = None  # of the root's forward pass that runs
+        self._retap = retap
+        self._rehearsals = rehearsals
+        self._ranks = ranks
+        self.refresh: Callable[[], bool] = bool  # of the attachment
+        self._first_misfit = ""  # why a module could not be tapped as it was, where another way is being tried
+        self.untapped = False  # taps are taken off for the moment
+        self.in_trial = False
+        self.is_made_up = False  # the micro-batch: this process has no sample in it
+        self._depth = 0  # of calls of the root's forward
+        self._unknown: list[UnknownCall] = []  # of this forward
+
+    @property
+    def can_begin_again(self) -> bool:
+        """Whether the root's forward runs for the first time, and may be run anew with other taps."""
+        return (self._depth > 0 or self._rehearsals.run is not None) and not self.runs_again()
+
+    @contextmanager
+    def trial(self) -> Iterator[None]:
+        """Inside, the model's own forward runs for a trial, as if the root had been called."""
+        before = self._unknown, self.in_trial
+        self._unknown, self.in_trial = [], True
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            self._unknown, self.in_trial = before
+
+    def _close_recorded(self) -> None:
+        """A forward pass after a backward pass begins a new micro-batch."""
+        if self.state.recorded and not self.in_trial and not self.runs_again():
+            self._close()
+
+    def runs_again(self) -> bool:
+        """Whether a forward pass now is that of a checkpoint, run again."""
+        return self.rerunning or in_backward()
+
+    # -- the root ----------------------------------------------------------------------------------------------------
+
+    def call_root(
+        self,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        compiled: Callable[..., Any] | None = None,
+    ) -> Any:
+        """The root's forward, gradients enabled; the first time it is called in some way it is rehearsed.
+
+        compiled  what is called in its place; rehearsals call the forward
+        """
+        if self._depth == 0:
+            refuse_capture()
+            self._rows, (args, kwargs) = self._take_rows(args, kwargs)
+        if self._ranks is None:
+            refuse_ddp_forward()
+            if compiled is not None:
+                require_for_compiled()
+        elif compiled is not None:
+            raise compiled_over_ranks("")
+        call = RootCall(forward, args, kwargs, self._count(args, kwargs), compiled)
+        if self._depth or (self._ranks is None and call.batch and not self.is_made_up):
+            return self._call_root(call)
+        self._close_recorded()  # the micro-batch before, of which `is_made_up` still speaks
+        made_up = make_up_sample(args, kwargs) if call.batch == 0 else None
+        self.is_made_up = False
+        if made_up is None:
+            return self._call_root(call)
+        if self._ranks is None:
+            try:
+                return self._call_root(call)  # many models can take none
+            except UserError:
+                raise
+            except (RuntimeError, ValueError, IndexError):
+                pass
+        self.is_made_up = True
+        return without_rows(self._call_root(RootCall(forward, *made_up, self._count(*made_up))))
+
+    def _take_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Rows | None, Any]:
+        """Which rows of a call are samples, if its batch is padded, and the call with plain tensors."""
+        if not self.expects_padding and not has_marks(args, kwargs):
+            return None, (args, kwargs)
+        rows = rows_in((args, kwargs))
+        count = self._count(args, kwargs)
+        if rows is None:
+            if self.expects_padding and not (self.runs_again() and self.state.rows is not None):
+                refuse_unknown_rows(count)
+        elif rows.size != count:
+            raise UserError(
+                f"the model was called with {count} samples, made of a padded batch of {rows.size} rows: which of them "
+                "are padding is not known; call it with the rows that the loader gave"
+            )
+        if self.state.leaves_out_rest(rows):
+            self._abandon()
+        return rows, without_marks((args, kwargs))
+
+    def _call_root(self, call: RootCall) -> Any:
+        self._close_recorded()
+        again = self.runs_again()
+        outermost = self._depth == 0
+        real = None if call.compiled is None else self._settled(call.compiled)
+        call = call._replace(forward=self._settled(call.forward), compiled=real)
+        if self.state.micro_batch is CLOSED:
+            self._budget.begin_forward()
+            if self.blocks is not None:
+                self.blocks.begin_micro_batch()
+        self.state.open(call.batch, rows=self._rows, in_backward=again)
+        if outermost and not again:
+            self._rehearsals.schedule.begin_pass()
+            if self.refresh():
+                self._rehearsals.schedule.begin_again()
+                return self.model.forward(*call.args, **call.kwargs)
+        if not outermost or again:
+            return self._run(call, outermost, again)
+        try:
+            with uncached_parametrizations():
+                output = self._run(call, outermost, again)
+            self._first_misfit = ""
+            return output
+        except UserError as refusal:
+            followed = self._rehearsals.followed
+            if not followed or not self._retap((), str(refusal).partition(". ")[0]):
+                self._first_misfit = ""
+                raise
+        except NotFollowed as end:
+            self._first_misfit = self._first_misfit or str(end)  # the nearest to what the user wrote
+            reason = str(end).partition(". ")[0]
+            if not self._retap(end.modules, reason, climb=end.climb, strays=end.strays):
+                first, self._first_misfit = self._first_misfit, ""
+                raise UserError(first) from None
+        self._rehearsals.schedule.begin_again()
+        given = call.args, call.kwargs
+        args, kwargs = given if self._rows is None else mark_batch(given, self._rows)
+        return self.model.forward(*args, **kwargs)  # by the taps that are there now
+
+    def _run(self, call: RootCall, outermost: bool, again: bool) -> Any:
+        forward, args, kwargs, _, compiled = call
+        above = self._budget.above
+        begun = self._rehearsals.begin(call) if outermost and not again else None
+        if begun is not None and begun.verified:
+            self._budget.begin_again(above)
+        self._depth += 1
+        try:
+            # The checkpoints of a compiled forward are the compiler's: what their layers leave is held.
+            watched = not again and compiled is None
+            with self.blocks.watching() if self.blocks is not None and watched else nullcontext():
+                output = (compiled or forward)(*args, **kwargs)
+        finally:
+            self._depth -= 1
+            unknown = self._unknown
+            if outermost:
+                self._unknown = []
+        if begun is not None:
+            self._rehearsals.end(begun, unknown, output)
+        elif outermost:
+            self._rehearsals.settle(unknown, call)
+        return output
+
+    def _settled(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """The forward, with ordinary tensors for stand-ins that it gives back."""
+        if not self._rehearsals.followed or self._depth:
+            return forward
+
+        def settled(*args: Any, **kwargs: Any) -> Any:
+            output = forward(*args, **kwargs)
+            if not any(isinstance(leaf, StandIn) for leaf in leaves_in(output)):
+                return output
+            return replace_leaves(output, lambda leaf: leaf.samples() if isinstance(leaf, StandIn) else leaf)
+
+        return settled
+
+    def _count(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """The number of samples of a call."""
+        if self.batch_size_of is not None:
+            return self.batch_size_of(args, kwargs)
+        leaves = leaves_in((args, kwargs))
+        if not leaves:
+            raise UserError(
+                "the number of samples is not known: there is no tensor in what the model was called with; say it with "
+                "batch_size_of (of FlashEngine or make_private), a function of the call's args and kwargs"
+            )
+        return rows_of(leaves[0])
+
+    def size(self) -> int | None:
+        return self.state.size_in_backward if in_backward() else self.state.batch_size
+
+    # -- layers ------------------------------------------------------------------------------------------------------
+
+    def admit(self, tap: SampledLayer, x: Tensor) -> Tensor:
+        """Check a layer's input where it is not the usual one: a new micro-batch, a broadcast input, a wrong shape."""
+        self._close_recorded()
+        if torch._C._functorch.maybe_get_level(x) > 0:
+            raise UserError(
+                f"{tap.name} was called inside a transform of torch.func (vmap, grad), where its samples cannot be "
+                "told; call it with the whole batch"
+            )
+        tap.admit(x)
+        batch = self.batch_for(tap, (x,), {})
+        size = x.shape[0]
+        shared = size == 1 != batch
+        if size != batch and not shared:
+            raise UserError(
+                f"{tap.name} was given a tensor of shape {tuple(x.shape)} in a batch of {batch} samples: "
+                f"{KEEP_BATCH_FIRST}"
+            )
+        self.admit_unit(tap, x.dim(), shared=shared)
+        return x.expand(batch, *x.shape[1:]) if shared else x
+
+    def batch_for(self, tap: Sampled, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """The number of samples, which the root's forward tells; outside of it, `batch_size_of`."""
+        self._close_recorded()
+        known = self.size()
+        if self._depth == 0 and self.batch_size_of is not None and not self.runs_again():
+            if self.expects_padding or has_marks(args, kwargs):
+                raise UserError(
+                    f"{tap.name} was called outside of the model's own forward with a padded batch: which rows are "
+                    "padding is told by what the model itself is called with; call the model, or leave out pad_batches"
+                )
+            size = self.batch_size_of(args, kwargs)
+            if known not in (None, size):
+                raise UserError(
+                    f"{tap.name} was called with {size} samples after a forward pass of {known}: forward "
+                    "passes before a backward pass are about the same samples"
+                )
+            self.state.open(size)
+            return size
+        if known is None:
+            raise UserError(
+                f"{tap.name} was called outside of the model's own forward: the number of samples is not known; "
+                "call the model itself, or say it with batch_size_of (of FlashEngine or make_private), which is then "
+                "asked with the args and kwargs of each layer called so"
+            )
+        return known
+
+    def admit_unit(self, tap: Sampled, dim: int, *, shared: bool) -> None:
+        """Accept a call whose rows are known to be samples; note any other, to be rehearsed after the forward."""
+        if self._rehearsals.run is not None or (self.size() or 0) < 2 or dim in (tap.shared if shared else tap.known):
+            return
+        if self._depth:
+            self._unknown.append(UnknownCall(tap, dim, shared))
+        elif self.batch_size_of is None or shared:
+            raise UserError(
+                f"{tap.name} was called outside of the model's own forward with what was not seen there: whether its "
+                "rows are the samples is not known; call the model itself"
+            )

@@ -1,0 +1,270 @@
+"""Which calls of the root were rehearsed, and what its forward passes may not do: the record of all rehearsals.
+
+The root is called in one way as long as the shapes, numbers and options that it is given and the modes of its modules
+are the same. The first time it is called in some way, that call is rehearsed (rehearsal.py).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import _get_current_function_mode_stack
+
+from dpscope.errors import UserError
+from dpscope.flash.ranks.ranks import Ranks
+from dpscope.flash.sample_rows.rehearsal import Rehearsal, RootCall
+from dpscope.flash.sample_rows.rehearsal_run import ParametersUsed, Run, Sampled
+from dpscope.flash.sample_rows.schedule import LookSchedule
+from dpscope.flash.sample_rows.self_test import SelfTest, TestedEngine
+from dpscope.flash.sample_rows.stand_in import NotFollowed
+from dpscope.flash.step.step_state import StepState
+from dpscope.flash.torch_side import dry_run
+from dpscope.flash.torch_side.arguments import KEEP_BATCH_FIRST, leaves_in, signature, tensors_in
+from dpscope.flash.torch_side.autograd_graph import leaves_behind
+from dpscope.flash.torch_side.module_state import BufferWatch, OptionWatch
+from dpscope.flash.torch_side.saved_tensor_hooks import current_hooks
+
+MOST_WAYS = 64
+"""In which a model is called, as far as they are remembered."""
+
+
+class UnknownCall(NamedTuple):
+    """A call of a layer, or of a unit, that no rehearsal has seen: `dim` dimensions, one row for all if `shared`."""
+
+    tap: Sampled
+    dim: int
+    shared: bool
+
+
+class BegunPass(NamedTuple):
+    """A forward pass of the root that begins. `failure`: what kept it from being rehearsed just now."""
+
+    call: RootCall
+    way: object
+    buffers: list[tuple[Tensor | None, int]]
+    failure: Exception | None
+    verified: bool = False
+
+
+class RehearsedCalls:
+    """begin_way   called before the root runs in a way that was not rehearsed
+    in_any_dim  whether an argument may have its samples in another dimension than the first
+    """
+
+    def __init__(
+        self,
+        engine: TestedEngine,
+        state: StepState,
+        *,
+        begin_way: Callable[[], None],
+        in_any_dim: bool,
+        ranks: Ranks | None,
+    ) -> None:
+        self.run: Run | None = None  # of the rehearsal that runs
+        self.followed: list[nn.Module] = []  # modules whose own parameters are followed (layers/bare.py)
+        self.expanded: set[nn.Module] = set()  # layers that were given a row of parameters, expanded to all samples
+        model = engine.model
+        self.schedule = LookSchedule()
+        self.buffers = BufferWatch(model, ())
+        self.options = OptionWatch(model)
+        self.held_by_graphs: set[nn.Parameter] = set()  # parameters of tapped layers that ran in compiled graphs
+        self._engine, self._model, self._state, self._ranks = engine, model, state, ranks
+        self._modules = list(model.modules())
+        self._begin_way = begin_way
+        self._in_any_dim = in_any_dim
+        self._rehearsed: dict[object, frozenset[int]] = {}  # ways in which the root was called, in order, and `_shared`
+        self._searched: set[object] = set()  # ways in which no parameter is reached past its taps
+        self._warned_of_ways = False
+        self._shared: frozenset[int] = frozenset()  # of the way: tensors with as many rows by chance
+
+    @contextmanager
+    def rehearsing(self, run: Run) -> Iterator[None]:
+        """Inside, taps tell `run` what they are given."""
+        outer, self.run = self.run, run
+        try:
+            communication = nullcontext() if self._ranks is None else self._ranks.rehearsing()
+            with self._state.rehearsing(run.batch), communication:
+                if not self.followed:
+                    yield
+                    return
+                with ParametersUsed(run) as used:
+                    yield
+        finally:
+            self.run = outer
+        self._begin_again_without(used.found, "a layer's parameter is used outside of the layer")
+
+    def forget(self) -> None:
+        """Forget what rehearsals have shown: there are other taps now."""
+        self.expanded.clear()
+        self._rehearsed.clear()
+        self._searched.clear()
+
+    # -- a forward pass of the root ----------------------------------------------------------------------------------
+
+    def begin(self, call: RootCall) -> BegunPass:
+        """Rehearse the call, if it is the first of its way."""
+        # train() or eval() of every module: what a forward does with its samples may hang on any of them
+        # and so may modes of torch functions that are active
+        modes = tuple(map(type, _get_current_function_mode_stack()))  # type: ignore[no-untyped-call]
+        trained = tuple([module.training for module in self._modules])
+        way = signature((call.args, call.kwargs)), trained, modes, call.batch > 1  # one sample shows nothing of several
+        failure, verified = None, False
+        if self._is_dry(call):
+            return BegunPass(call, way, self.buffers.look(), None)
+        if self.options.has_changed() or way not in self._rehearsed:
+            self._begin_way()
+            if call.batch and dry_run.current() is None:
+                failure, verified = self._rehearse(call), True
+                if self._rehearsal(call).has_different_samples():
+                    self._remember(way)
+        elif self.schedule.is_due(call.batch):
+            self._shared = self._rehearsed[way]
+            failure, verified = self._look_again(call), True
+            self._rehearsed[way] = self._shared
+        return BegunPass(call, way, self.buffers.look(), failure, verified)
+
+    @staticmethod
+    def _is_dry(call: RootCall) -> bool:
+        """Return whether the call is a dry run on fake tensors, which have no values to look at."""
+        return any(isinstance(leaf, FakeTensor) for leaf in leaves_in((call.args, call.kwargs)))
+
+    def end(self, begun: BegunPass, unknown: list[UnknownCall], output: Any) -> None:
+        """Refuse what the pass did wrong: buffers made of samples, rows that are no samples, parameters past taps."""
+        self.options.note()  # what forward itself has changed
+        changed = self.buffers.changed(begun.buffers)
+        if changed:
+            self._judge_buffers(changed, begun.call)
+        if begun.failure is not None:
+            raise UserError(
+                f"the model's forward ran, but could not be run again to verify it ({begun.failure}): its samples may "
+                "mix. A forward must give the same when it is called again with the same arguments"
+            ) from begun.failure
+        self.settle(unknown, begun.call)
+        if self.followed and begun.way not in self._searched:
+            self._search_past_taps(output)
+            if len(self._searched) >= MOST_WAYS:
+                self._searched.clear()
+            self._searched.add(begun.way)
+
+    def settle(self, unknown: list[UnknownCall], call: RootCall, failure: Exception | None = None) -> None:
+        """Refuse a pass in which it is not known of all layers whether their rows are samples."""
+        if not unknown:
+            return
+        if dry_run.current() is not None:
+            for tap, dim, shared in unknown:
+                (tap.shared if shared else tap.known).add(dim)
+            return
+        failure = failure or self._rehearse(call)
+        for tap, dim, shared in unknown:
+            if dim not in (tap.shared if shared else tap.known):
+                reason = f"the forward could not be run again to find out: {failure}" if failure else "it changes"
+                raise UserError(
+                    f"whether the rows of what {tap.name} was given are the samples is not known ({reason}): "
+                    f"{KEEP_BATCH_FIRST}"
+                )
+
+    def _remember(self, way: object) -> None:
+        """Of a way that is forgotten samples are only told from other rows once more."""
+        self._rehearsed[way] = self._shared
+        if len(self._rehearsed) < MOST_WAYS:
+            return
+        del self._rehearsed[next(iter(self._rehearsed))]
+        if not self._warned_of_ways:
+            self._warned_of_ways = True
+            warnings.warn(
+                f"the model was called in {MOST_WAYS} ways, which differ in their numbers, options or modes. Each new "
+                "one is tried out before it is trained on, for samples may mix in it, and that takes longer than a "
+                "step: give it numbers that change from step to step as tensors",
+                stacklevel=2,
+            )
+
+    def _rehearse(self, call: RootCall) -> Exception | None:
+        """Rehearse the call; the error that kept it from being run, if there was one."""
+        self._shared = frozenset()
+        try:
+            rehearsal = self._rehearsal(call)
+            if call.batch > 1:
+                rehearsal.judge()
+                rehearsal.draw_again()
+                rehearsal.compare_sizes()
+                self._shared = rehearsal.shared
+            rehearsal.find_carried_state()
+            self._self_test(call)
+        except (UserError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            if self.expanded:
+                raise NotFollowed(list(self.expanded), "it is given a tensor that is made of parameters") from error
+            return error
+        return None
+
+    def _look_again(self, call: RootCall) -> Exception | None:
+        """Look at a call of a way that was rehearsed, at some of its rows."""
+        try:
+            whole = self.schedule.note_look()
+            rehearsal = self._rehearsal(call)
+            if call.batch > 1:
+                rehearsal.look_again()
+                self._shared = rehearsal.shared
+            if whole:
+                rehearsal.find_carried_state()
+                self._self_test(call)
+        except (UserError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            return error
+        return None
+
+    def _self_test(self, call: RootCall) -> None:
+        """Hold the taps against the untouched model. A sharded model's weights are elsewhere: it is not tested here."""
+        if self._ranks is not None and self._ranks.layout.mesh is not None:
+            return
+        rehearsal = self._rehearsal(call)
+        test = SelfTest(self._engine, call, rehearsal.sampled_leaves(), rehearsal.rows(), seed=self.schedule.passes)
+        # Hooks on saved tensors that are active, say of a checkpoint around the model, are to see nothing of it.
+        hidden = nullcontext() if current_hooks() is None else saved_tensors_hooks(lambda x: x, lambda x: x)
+        with self._engine.forwards.trial(), hidden:
+            try:
+                test.run()
+            except RuntimeError:
+                if not self._engine.run_by_loop():  # vmap went through forward, and not through backward
+                    raise
+                test.run()
+
+    def _rehearsal(self, call: RootCall) -> Rehearsal:
+        return Rehearsal(call, self._model, self.rehearsing, in_any_dim=self._in_any_dim, shared=self._shared)
+
+    def _judge_buffers(self, paths: list[str], call: RootCall) -> None:
+        """Refuse buffers that forward changes differently when a sample is replaced."""
+        seen: list[list[Tensor | None]] = []
+
+        def observed(*args: Any, **kwargs: Any) -> Any:
+            output = call.forward(*args, **kwargs)
+            seen.append(self.buffers.values(paths))
+            return output
+
+        if call.batch:
+            self._rehearsal(call._replace(forward=observed)).run_with_others()
+        for index, path in enumerate(paths):
+            self.buffers.judge(path, [values[index] for values in seen])
+
+    def _search_past_taps(self, output: Any) -> None:
+        """Find parameters that autograd reaches from the output as in ordinary training, past all taps."""
+        reached = {tensor for tensor in leaves_behind(tensors_in(output)) if isinstance(tensor, nn.Parameter)}
+        # A compiled graph has them as inputs, whatever it does with them: an ordinary gradient of one will be refused.
+        reached -= self.held_by_graphs
+        if reached:
+            self._begin_again_without(reached, "a parameter is used where that cannot be followed")
+            raise NotFollowed((), "a parameter is used outside of the module that owns it", strays=reached)
+
+    def _begin_again_without(self, parameters: Collection[nn.Parameter], reason: str) -> None:
+        modules = [module for module in self.followed if any(p in parameters for p in module.parameters())]
+        if modules:
+            raise NotFollowed(modules, reason)

@@ -1,0 +1,51 @@
+"""When the model is looked at again: samples may begin to mix, and layers to change, after the first batch.
+
+The first time the model is called in some way everything is checked. After that its rows are looked at again at passes
+2, 4, 8, 16, … and now and then at random, and every third time the self-test is made as well, on a quarter of the
+batch. Instruments pause all of it while they measure.
+"""
+
+from __future__ import annotations
+
+import random
+
+RANDOM_SHARE = 1 / 1000
+"""Of passes that are looked at besides."""
+SMALL_BATCH = 8
+"""Below, a look costs more than half a step: every second one is left out."""
+
+
+class LookSchedule:
+    def __init__(self) -> None:
+        self.passes = 0
+        self.looks: list[int] = []  # passes at which the model was looked at again
+        self._due = False
+        self._paused = False
+        self._random = random.Random()
+
+    def begin_pass(self) -> None:
+        """Count a forward pass that is trained on."""
+        self.passes += 1
+        power_of_two = self.passes > 1 and self.passes & (self.passes - 1) == 0
+        self._due = power_of_two or (self.passes > 1 and self._random.random() < RANDOM_SHARE)
+
+    def begin_again(self) -> None:
+        """Take back a pass that is not trained on: it begins anew, with other taps."""
+        self.passes -= 1
+
+    def is_due(self, batch: int) -> bool:
+        """Return whether the pass that runs is to be looked at."""
+        if not self._due or self._paused:
+            return False
+        self._due = False
+        even = (self.passes.bit_length() - 1) % 2 == 0
+        return batch >= SMALL_BATCH or not even
+
+    def note_look(self) -> bool:
+        """Count a look; return whether the self-test belongs to it."""
+        self.looks.append(self.passes)
+        return len(self.looks) % 3 == 2
+
+    def pause(self) -> None:
+        """Look at nothing again from now on: for measurements, which end before training does."""
+        self._paused = True

@@ -1,0 +1,277 @@
+"""The self-test: on rows of the user's own batch, the tapped model does what the untouched model does.
+
+The model runs twice from the same random state, once with all taps taken off and once as it is trained. For random
+cotangents u of the output, and random weights w_b of the samples:
+
+    outputs   the tapped model's are the untouched model's
+    sums      Σ_b w_b v_b, which the engine makes of what its backward pass left for the cotangent u, is the gradient
+              that ordinary autograd gives for the cotangent with row b multiplied by w_b; for every trained parameter
+
+Rows of the output belong to samples (rehearsal.py), so that both sides are the same function of w. They agree for
+random w only where every v_b is right: a layer that is not what its class says, whose options change, whose hooks do
+more than they seem to, is found whatever the reason. A difference names the parameter; its module is tapped in another
+way (layers/ladder.py), and the test is made again.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from dpscope.flash.gradients.clip_rules import ClipRule
+from dpscope.flash.gradients.parameter_hooks import OWN_GRADIENTS
+from dpscope.flash.gradients.paths import PathRules
+from dpscope.flash.oracle import gradients_of
+from dpscope.flash.sample_rows.rehearsal import RootCall, is_coarse, slices
+from dpscope.flash.sample_rows.rehearsal_run import untouched
+from dpscope.flash.sample_rows.stand_in import NotFollowed
+from dpscope.flash.step.microbatch import MicroBatch
+from dpscope.flash.step.step_state import Recorded, StepState
+from dpscope.flash.torch_side.arguments import Leaf, replace_leaves, take, tensors_in
+from dpscope.flash.torch_side.autocast import no_autocast
+from dpscope.flash.torch_side.autograd_graph import leaves_behind, nodes_behind
+from dpscope.random_states import cuda_devices, seed_all
+
+# How far two ways to compute the same may be apart: of the tensor itself, and (gradients that nearly cancel) of all.
+_OUTPUTS = {torch.float64: 1e-6, torch.float32: 1e-3}
+_HALF_OUTPUTS = 0.05
+_SUMS = {torch.float64: (1e-6, 1e-9), torch.float32: (1e-2, 1e-4)}
+_HALF_SUMS = (0.15, 0.02)
+
+
+class Trials(Protocol):
+    def trial(self) -> AbstractContextManager[None]: ...
+
+
+class TestedEngine(Protocol):
+    """What the test asks of the engine."""
+
+    model: nn.Module
+    state: StepState
+    path_rules: PathRules
+
+    @property
+    def forwards(self) -> Trials: ...
+
+    def without_taps(self) -> AbstractContextManager[None]: ...
+
+    def runs_by_sample(self) -> bool: ...
+
+    def run_by_loop(self) -> bool: ...
+
+    def trained(self) -> dict[str, nn.Parameter]: ...
+
+
+class SelfTest:
+    """One test of a call, of the samples `rows`. `sampled`: arguments with a row for each: id -> dimension."""
+
+    def __init__(
+        self, engine: TestedEngine, call: RootCall, sampled: dict[int, int], rows: list[int], *, seed: int
+    ) -> None:
+        self.engine, self.model, self.call, self.sampled = engine, engine.model, call, sampled
+        self.seed = seed
+        self.rows = torch.tensor(rows)
+        self.weights = 0.5 + torch.rand(len(rows), generator=_seeded("cpu", seed), dtype=torch.float64)
+
+    def run(self) -> None:
+        """Raise NotFollowed for a module whose taps do not do what it does; UserError where nothing can be compared."""
+        names = self.engine.trained()
+        if not names:
+            return
+        versions = [parameter._version for parameter in names.values()]
+        with untouched(self.model), self.engine.without_taps():
+            outputs, expected = self._ordinary(list(names.values()))
+            if [parameter._version for parameter in names.values()] != versions:  # a forward that writes into them
+                outputs, expected = self._ordinary(list(names.values()))
+        if expected is None:
+            return
+        with untouched(self.model), self.engine.state.trial(len(self.rows)):
+            wrong, sums, order = self._tapped(outputs)
+        if wrong and self._is_random():
+            return  # what draws random numbers sample by sample draws others than for a batch
+        named = {parameter: name for name, parameter in names.items()}
+        gradients = dict(zip(names.values(), expected, strict=True))
+        bad = self._bad_sums(gradients, sums)
+        if bad:
+            self._raise_for(bad, order, named)
+        if wrong:
+            raise NotFollowed([self.model], f"with taps the model gives another output than without ({wrong})")
+
+    # -- the two runs --------------------------------------------------------------------------------------------------
+
+    def _arguments(self) -> tuple[Any, Any]:
+        def chosen(leaf: Leaf) -> Leaf:
+            if id(leaf) in self.sampled:
+                leaf = take(leaf, self.rows, self.sampled[id(leaf)])
+            if not isinstance(leaf, Tensor):
+                return leaf
+            fresh = leaf.detach().clone()
+            return fresh.requires_grad_() if leaf.requires_grad else fresh
+
+        found: tuple[Any, Any] = replace_leaves((self.call.args, self.call.kwargs), chosen)
+        return found
+
+    def _forward(self, forward: Callable[..., Any]) -> list[Tensor]:
+        args, kwargs = self._arguments()
+        with torch.enable_grad(), warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):
+            warnings.simplefilter("ignore")
+            output = forward(*args, **kwargs)
+        return [leaf for leaf in tensors_in(output) if leaf.requires_grad and leaf.is_floating_point()]
+
+    def _ordinary(self, parameters: list[nn.Parameter]) -> tuple[list[Tensor], list[Tensor | None] | None]:
+        """Outputs, and the gradients for cotangents whose rows are multiplied by the weights."""
+        outputs = self._forward(self.model.forward)
+        if not outputs:
+            return [], None
+        self.has_rows = any(self._dim_of(output) is not None for output in outputs)
+        total = self._total(outputs, weighted=True)
+        with OWN_GRADIENTS.taken(), no_autocast(total.device.type):
+            found = _gradients(total, parameters)
+        return [output.detach() for output in outputs], list(found)
+
+    def _tapped(self, expected: list[Tensor]) -> tuple[str, dict[nn.Parameter, Tensor], list[nn.Parameter]]:
+        """By how much outputs differ, the engine's weighted sums, and parameters in the order of the backward pass.
+
+        Empties `expected` before that: outputs may be the largest tensors of a step.
+        """
+        outputs = self._forward(self.call.forward)
+        if [output.shape for output in outputs] != [each.shape for each in expected]:
+            raise NotFollowed([self.model], "with taps the model gives outputs of other shapes than without")
+        wrong = self._differing(expected, outputs)
+        expected.clear()
+        past = {leaf for leaf in leaves_behind(outputs) if isinstance(leaf, nn.Parameter)}
+        if past:
+            owners = [
+                self.model.get_submodule(n.rpartition(".")[0]) for n, p in self.engine.trained().items() if p in past
+            ]
+            raise NotFollowed(owners, "a parameter is used outside of the module that owns it", strays=past)
+        gradients_of(self._total(outputs, weighted=False), [])
+        recorded = self.engine.state.take_recorded()
+        order = [slot.parameter for slot, _ in recorded]
+        return wrong, self._sums(recorded), order
+
+    def _sums(self, recorded: Recorded) -> dict[nn.Parameter, Tensor]:
+        recorded = [(slot, parts) for slot, parts in recorded if parts]
+        if not recorded:
+            return {}
+        with torch.no_grad(), no_autocast(recorded[0][0].parameter.device.type):
+            micro = MicroBatch(recorded, rules=self.engine.path_rules, clip=ClipRule(), mean=False, loss_scale=1.0)
+            weights = self.weights if self.has_rows else torch.ones_like(self.weights)
+            micro.clipping = replace(micro.clipping, scale=weights.to(micro.clipping.scale).unsqueeze(0))
+            found: dict[nn.Parameter, Tensor] = {}
+            for batch in micro.sums(into=None, factored=False):
+                found.update(zip(batch.parameters, batch.tensors, strict=True))
+        self.engine.path_rules.close()
+        return found
+
+    # -- cotangents ----------------------------------------------------------------------------------------------------
+
+    def _dim_of(self, output: Tensor) -> int | None:
+        """The dimension of samples: the first of their number."""
+        return next((dim for dim, size in enumerate(output.shape) if size == len(self.rows)), None)
+
+    def _total(self, outputs: list[Tensor], *, weighted: bool) -> Tensor:
+        """Σ output · u, rows of u multiplied by the samples' weights if `weighted`.
+
+        u is random for outputs with a row for each sample; for others only where there is none of those. It is drawn
+        again for each run, and not kept.
+        """
+        terms = []
+        for place, output in enumerate(outputs):
+            dim = self._dim_of(output)
+            if dim is None and self.has_rows:
+                terms.append(0 * output.sum())
+                continue
+            random = _seeded(output.device, self.seed + 1 + place)
+            u = torch.randn(output.shape, generator=random, device=output.device).to(output.dtype)
+            if weighted and dim is not None:
+                u *= self.weights.to(u).view([-1 if axis == dim else 1 for axis in range(output.dim())])
+            terms.append((output * u).sum())
+        return sum(terms[1:], terms[0])
+
+    # -- comparing -----------------------------------------------------------------------------------------------------
+
+    def _differing(self, outputs: list[Tensor], found: list[Tensor]) -> str:
+        for mine, other in zip(found, outputs, strict=True):
+            tolerance = _OUTPUTS.get(other.dtype, _HALF_OUTPUTS)
+            if is_coarse(other):
+                tolerance = max(tolerance, _HALF_OUTPUTS)
+            apart, size = _largest_difference(mine.detach(), other)
+            if apart > tolerance * size + 1e-30:
+                return f"{apart / max(size, 1e-30):.1e} of its size"
+        return ""
+
+    def _is_random(self) -> bool:
+        """Return whether samples run one by one and the model draws random numbers."""
+        if not self.engine.runs_by_sample():
+            return False
+        runs = []
+        for seed in (1, 2):
+            with untouched(self.model), self.engine.without_taps(), torch.no_grad():
+                seed_all(cuda_devices(self.model), seed)
+                args, kwargs = self._arguments()
+                runs.append(tensors_in(self.model.forward(*args, **kwargs)))
+        return any(not torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(*runs, strict=True))
+
+    def _bad_sums(
+        self, expected: dict[nn.Parameter, Tensor | None], found: dict[nn.Parameter, Tensor]
+    ) -> dict[nn.Parameter, float]:
+        """The parameters whose sums differ, with the relative error."""
+        norms = [g.double().norm() for g in expected.values() if g is not None]
+        whole = float(torch.stack(norms).norm()) if norms else 0.0
+        bad = {}
+        for parameter, gradient in expected.items():
+            mine = found.get(parameter)
+            truth = torch.zeros(()) if gradient is None else gradient
+            share, floor = _SUMS.get(parameter.dtype, _HALF_SUMS)
+            if is_coarse(parameter):
+                share, floor = _HALF_SUMS
+            mine = torch.zeros_like(truth) if mine is None else mine
+            error = float((mine.double() - truth.double()).norm())
+            size = float(truth.double().norm())
+            if not math.isnan(error) and error > share * size + floor * whole:  # NaN on both sides is not a difference
+                bad[parameter] = error / max(size, 1e-30)
+        return bad
+
+    def _raise_for(
+        self, bad: dict[nn.Parameter, float], order: list[nn.Parameter], names: dict[nn.Parameter, str]
+    ) -> None:
+        """Name the parameter that backward meets first: what it passes on may be wrong for all before it."""
+        missed = [parameter for parameter in bad if parameter not in set(order)]
+        first = missed[0] if missed else next(parameter for parameter in order if parameter in bad)
+        name = names[first]
+        owner = self.model.get_submodule(name.rpartition(".")[0])
+        reason = (
+            f"the gradient of {name} that flash clipping makes is not ordinary autograd's (off by {bad[first]:.1e} of "
+            "its size)"
+        )
+        raise NotFollowed([owner], reason)
+
+
+def _gradients(total: Tensor, parameters: list[nn.Parameter]) -> Sequence[Tensor | None]:
+    """Ordinary autograd's. A reentrant checkpoint is entered by `backward` alone, which DDP's hooks must not see."""
+    if any(type(node).__name__ == "CheckpointFunctionBackward" for node in nodes_behind([total])):
+        return gradients_of(total, parameters)
+    return torch.autograd.grad(total, parameters, allow_unused=True)
+
+
+def _seeded(device: torch.device | str, seed: int) -> torch.Generator:
+    return torch.Generator(device).manual_seed(seed)
+
+
+def _largest_difference(found: Tensor, wanted: Tensor) -> tuple[float, float]:
+    """max|found − wanted| and max|wanted| in float64, a slice at a time: copies of logits would be the step's peak."""
+    apart = size = 0.0
+    whole = torch.arange(1)
+    for mine, other in zip(slices(found[None], 0, whole), slices(wanted[None], 0, whole), strict=True):
+        if other.numel():
+            apart = max(apart, float((mine.double() - other.double()).abs().nan_to_num(0).amax()))
+            size = max(size, float(other.double().abs().nan_to_num(0, 0, 0).amax()))
+    return apart, size

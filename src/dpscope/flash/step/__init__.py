@@ -1,0 +1,1 @@
+"""A training step: its micro-batches, and the clipped sums they give."""

@@ -1,0 +1,261 @@
+"""A closed micro-batch: contributions in, norms and factors, clipped sums out, one parameter at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from dpscope.errors import UserError
+from dpscope.flash.gradients.clip_rules import ClipRule
+from dpscope.flash.gradients.combination import combine, describe_combined
+from dpscope.flash.gradients.contributions import Contribution, Kept, Outer, Saved, Summed, outer_sums, refuse_complex
+from dpscope.flash.gradients.norms import Factors, GroupedNorms, clip_factors
+from dpscope.flash.gradients.paths import PathRules
+from dpscope.flash.gradients.slots import Slot
+from dpscope.flash.kernels.float32_products import operand_rounding
+from dpscope.flash.kernels.kept_gradients import kept_sums
+from dpscope.flash.kernels.sample_sums import many_bias_sums
+from dpscope.flash.step.step_state import Recorded
+
+# Sums of at most about this size are made at once: few launches, and x and g are freed as they come.
+GROUP_BYTES = 1 << 30
+# What a CUDA graph gave out was copied, and the graph keeps its memory: that comes on top. On an H200 at 8 × 256 of
+# preset 1b torch reserves 22.8 GiB with this, 24.7 with the other, and 22.7 for ordinary training (2026-11-16).
+GROUP_BYTES_OF_COPIES = 1 << 28
+# Where a step may take little more than it does already, groups are as small as this, and as much is left for scratch.
+LEAST_GROUP_BYTES = 1 << 28
+
+RunningSum = Callable[[nn.Parameter], Tensor | None]
+
+
+class SumBatch(NamedTuple):
+    """Clipped sums that were made at once, in columns: a step has hundreds of them, and the host is in a hurry.
+
+    The sum of parameter i is Σ_b factors_b·tensors[i]_b, with tensors[i]: (B, *shape), or tensors[i] itself where
+    factors is None. A sample whose factor is 0 is to be ignored: it may hold NaN.
+    """
+
+    parameters: list[nn.Parameter]
+    tensors: list[Tensor]
+    factors: Tensor | None
+
+
+class MicroBatch:
+    """On construction norms and factors are computed, sums are not yet.
+
+    `normed`: (G, B) squared norms of parameters that are not among the recorded ones, by group of `clip`. `real`: how
+    many of the B rows are samples, the first ones; the others are padding.
+    """
+
+    def __init__(
+        self,
+        recorded: Recorded,
+        *,
+        normed: Sequence[Tensor] = (),
+        rules: PathRules,
+        clip: ClipRule,
+        mean: bool,
+        loss_scale: float | Tensor,
+        real: int | None = None,
+    ) -> None:
+        self.size = _checked_batch_size(recorded, normed)
+        self.parameters = [slot.parameter for slot, _ in recorded]
+        self._clip, self._groups = clip, [clip.group_of(slot.name) for slot, _ in recorded]
+        self._parts = [
+            tuple(contributions) if len(contributions) == 1 else _put_together(slot, contributions, rules)
+            for slot, contributions in recorded
+        ]
+        recorded.clear()  # what was put together need not outlive this
+        _take_sums(self._parts)
+        device = normed[0].device if normed else self.parameters[0].device
+        norms = GroupedNorms(len(clip.bounds), self.size, device)
+        for squared in normed:
+            norms.add(squared)
+        norms.add_all(self._parts, self._groups)
+        multiplier = (self.size if mean else 1) / loss_scale  # the mean is over all rows
+        self.clipping: Factors = clip_factors(norms.result(), clip, multiplier, real)
+        self._room = rules.budget.room()
+        self._rounding = operand_rounding(device)
+
+    def sums(self, *, into: RunningSum | None, factored: bool, group_bytes: int | None = None) -> Iterator[SumBatch]:
+        """The clipped sums: see `sum_parts`."""
+        if group_bytes is None:
+            group_bytes = self._group_bytes(factored)
+        for scale, parameters, parts in self._by_group(self.parameters, self._parts, self._groups):
+            batches = sum_parts(parameters, parts, scale, into=into, factored=factored, group_bytes=group_bytes)
+            while True:
+                self._refuse_other_rounding()
+                batch = next(batches, None)
+                if batch is None:
+                    break
+                yield batch
+                del batch
+
+    def _by_group(
+        self, parameters: list[nn.Parameter], parts: list[tuple[Contribution, ...]], groups: list[int]
+    ) -> Iterator[tuple[Tensor, list[nn.Parameter], list[tuple[Contribution, ...]]]]:
+        """The scale, parameters and parts of each group of the clipping rule; what is handed out is let go here."""
+        scales = self.clipping.scale
+        if len(scales) == 1:
+            yield scales[0], parameters, parts
+            return
+        for group in sorted(set(groups)):
+            places = [at for at, number in enumerate(groups) if number == group]
+            chosen = [parts[at] for at in places]
+            for at in places:
+                parts[at] = ()
+            yield scales[group], [parameters[at] for at in places], chosen
+
+    def _refuse_other_rounding(self) -> None:
+        """Sums are of products as norms were: other ones may exceed the bound."""
+        if operand_rounding(self.clipping.scale.device) != self._rounding:
+            raise UserError(
+                "the precision of float32 products (torch.set_float32_matmul_precision, allow_tf32) was changed "
+                "between the norms of a micro-batch and its clipped sums; change it before backward or after the step"
+            )
+
+    def _group_bytes(self, factored: bool) -> int:
+        """How much is summed at once: per-sample gradients that are kept come first, and leave others their memory."""
+        alone = [parts[0] for parts in self._parts if len(parts) == 1]
+        if any(isinstance(part, Saved) and part.copied for part in alone):
+            return GROUP_BYTES_OF_COPIES
+        if self._room is None:
+            return GROUP_BYTES
+        kept = [part.values for part in alone if isinstance(part, Kept)]
+        freed = sum(each.nbytes - (0 if factored else 4 * each[0].numel()) for each in kept if len(each))
+        return int(min(GROUP_BYTES, max(LEAST_GROUP_BYTES, self._room + freed - LEAST_GROUP_BYTES)))
+
+    @cached_property
+    def _index(self) -> dict[nn.Parameter, int]:
+        return {parameter: index for index, parameter in enumerate(self.parameters)}
+
+    def sums_of(self, parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
+        """The clipped sums of these parameters, where backward has reached them; what they were made of is let go."""
+        places = [self._index[parameter] for parameter in parameters if parameter in self._index]
+        chosen = [self.parameters[at] for at in places]
+        parts = [self._parts[at] for at in places]
+        for at in places:
+            self._parts[at] = ()
+        found: dict[nn.Parameter, Tensor] = {}
+        self._refuse_other_rounding()
+        for scale, some, of_them in self._by_group(chosen, parts, [self._groups[at] for at in places]):
+            for batch in sum_parts(some, of_them, scale, into=None):
+                found.update(zip(batch.parameters, batch.tensors, strict=True))
+        return found
+
+    def sums_of_others(
+        self, slots: Sequence[Slot], parts: list[tuple[Contribution, ...]], into: RunningSum | None
+    ) -> Iterator[SumBatch]:
+        """The clipped sums of parameters whose norms were given: their contributions were made again."""
+        groups = [self._clip.group_of(slot.name) for slot in slots]
+        for scale, some, of_them in self._by_group([slot.parameter for slot in slots], parts, groups):
+            yield from sum_parts(some, of_them, scale, into=into)
+
+
+def sum_parts(
+    parameters: list[nn.Parameter],
+    parts: list[tuple[Contribution, ...]],
+    scale: Tensor,
+    *,
+    into: RunningSum | None,
+    factored: bool = False,
+    group_bytes: int = GROUP_BYTES,
+) -> Iterator[SumBatch]:
+    """The clipped sums, every parameter once. What a batch was made of is taken from `parts` before it is handed out.
+
+    `factored`: per-sample gradients that are kept come as they are, with the factors, so that a fused update may sum
+    them in its own pass. `into`: what a parameter's sum is added into, where there is something. Sums are as wide as
+    they were accumulated, so that noise can be added before they are rounded to a half-precision parameter's dtype.
+    """
+    for group in _groups(parameters, parts, group_bytes):
+        chosen = [parameters[index] for index in group]
+        # No variable here holds what the sums are made of while they are handed out.
+        yield _sum_group(chosen, _take(parts, group), scale, into=into, factored=factored)
+    for index, parameter in enumerate(parameters):
+        if parts[index]:
+            left, parts[index] = parts[index], ()
+            out = into(parameter) if into else None
+            for part in left:
+                out = part.clipped_sum(scale, out)
+            assert out is not None
+            del left
+            yield SumBatch([parameter], [out], None)
+
+
+def _put_together(slot: Slot, contributions: list[Contribution], rules: PathRules) -> tuple[Contribution, ...]:
+    """All uses of one parameter."""
+    uses = len(contributions)
+    parts = combine(contributions, slot.parameter.dtype, rules)
+    describe_combined(slot, parts, uses)
+    return parts
+
+
+def _take_sums(parts: list[tuple[Contribution, ...]]) -> None:
+    """Per-sample gradients in place of g, where those are the sums over its positions."""
+    summed = [(index, of_it[0].g) for index, of_it in enumerate(parts) if type(of_it[0]) is Summed]
+    for (index, _), sums in zip(summed, many_bias_sums([g for _, g in summed]), strict=True):
+        parts[index] = (Kept(sums),)
+
+
+def _groups(parameters: list[nn.Parameter], parts: list[tuple[Contribution, ...]], group_bytes: int) -> list[list[int]]:
+    """Parameters that are summed in one launch: per-sample gradients that are kept, then products of equal shapes."""
+    open_groups: dict[object, list[int]] = {}
+    sizes: dict[object, int] = {}
+    full: list[list[int]] = []
+    for index, (parameter, of_it) in enumerate(zip(parameters, parts, strict=True)):
+        kind = type(of_it[0]) if len(of_it) == 1 else None
+        if kind is Kept or kind is Outer:
+            key = kind if kind is Kept else of_it[0].form()  # type: ignore[attr-defined]
+            open_groups.setdefault(key, []).append(index)
+            sizes[key] = sizes.get(key, 0) + 4 * parameter.numel()
+            if sizes[key] >= group_bytes:
+                full.append(open_groups.pop(key))
+                del sizes[key]
+    groups = [*full, *open_groups.values()]
+    return sorted(groups, key=lambda group: type(parts[group[0]][0]) is not Kept)
+
+
+def _take(parts: list[tuple[Contribution, ...]], group: list[int]) -> list[Contribution]:
+    taken = [part for index in group for part in parts[index]]
+    for index in group:
+        parts[index] = ()
+    return taken
+
+
+def _sum_group(
+    parameters: list[nn.Parameter],
+    parts: list[Contribution],
+    scale: Tensor,
+    *,
+    into: RunningSum | None,
+    factored: bool,
+) -> SumBatch:
+    kept = [part.values for part in parts if isinstance(part, Kept)]
+    outers = [part for part in parts if isinstance(part, Outer)]
+    if kept and factored:
+        return SumBatch(parameters, kept, scale)
+    outs = [into(p) if into else None for p in parameters]
+    # Whoever takes per-sample gradients as they are has used all sums of a batch before it asks for the next.
+    sums = kept_sums(kept, scale, outs=outs) if kept else outer_sums(outers, scale, outs, let_go_together=factored)
+    return SumBatch(parameters, sums, None)
+
+
+def _checked_batch_size(recorded: Recorded, normed: Sequence[Tensor]) -> int:
+    """The number of samples, which all contributions share; none of them was changed since."""
+    sizes = {squared.shape[1] for squared in normed}
+    for slot, contributions in recorded:
+        if slot.parameter.dtype.is_complex:
+            refuse_complex(slot.name, slot.parameter)
+        for part in contributions:
+            part.check_unchanged(slot.name)
+            sizes.add(part.batch_size)
+    if len(sizes) > 1:
+        raise UserError(
+            f"one backward pass holds micro-batches of {sorted(sizes)} samples; flash clipping takes the forward "
+            "passes that share a backward pass to be about the same samples: call backward on each before the next "
+            "forward, or give them equal batches"
+        )
+    return sizes.pop()

@@ -1,0 +1,324 @@
+"""Where a training step stands: the micro-batch that is open, and the clipped sums of the micro-batches before it.
+
+The micro-batch is in one of three states:
+
+    CLOSED        no forward pass since the last closing or zero_grad()
+    OPENED        a forward pass has told the number of samples
+    RECORDED      a backward pass has left contributions, or was that of an empty batch
+
+and the sums of the micro-batches that are closed are in one of three:
+
+    COLLECTING    no optimizer has used them; zero_grad() drops them
+    ACCUMULATING  they belong to a logical batch that is not complete; zero_grad() keeps them
+    APPLIED       an optimizer has used them; zero_grad() has to come before its next step
+
+| transition        | called by                         | micro-batch              | sums                              |
+| ----------------- | --------------------------------- | ------------------------ | --------------------------------- |
+| open(size, rows)  | a forward pass                    | CLOSED, OPENED -> OPENED |                                   |
+|                   | one that backward runs again      | RECORDED stays           |                                   |
+| record(slot)      | a backward pass                   | any -> RECORDED          | refused if one is counted already |
+|                   |                                   |                          | and accumulation is forbidden, or |
+|                   |                                   |                          | its draw goes on                  |
+| close()           | finish(), clipped_sums()          | any -> CLOSED            | refused if OPENED and none is     |
+|                   |                                   |                          | counted                           |
+| count(size, clip) | the same, when norms are taken    |                          | one micro-batch more is counted   |
+| observe(counted)  | the same, before it               |                          | the clipping rule's count adds up |
+| drop()            | detach()                          | any -> CLOSED            |                                   |
+| discard()         | discard()                         | any -> CLOSED            | none is counted, unless           |
+|                   |                                   |                          | ACCUMULATING                      |
+| clear()           | zero_grad()                       | any -> CLOSED            | the same, and APPLIED ->          |
+|                   |                                   |                          | COLLECTING                        |
+| begin_step()      | step()                            |                          | refused if APPLIED                |
+| skip_step()       | step() within a logical batch     |                          | -> ACCUMULATING, none is counted  |
+| complete()        | step() at the end of one          |                          | ACCUMULATING -> COLLECTING        |
+| apply(account)    | the same, before the update       |                          | -> APPLIED, none is counted       |
+
+Every transition is legal from every state, except what is said to be refused, and open() of a RECORDED micro-batch
+outside of backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import Enum, auto
+
+from torch import Tensor
+
+from dpscope.errors import UserError
+from dpscope.flash.gradients.contributions import Contribution
+from dpscope.flash.gradients.slots import Slot
+from dpscope.flash.padding.rows import Rows
+
+Recorded = list[tuple[Slot, list[Contribution]]]  # what a micro-batch's backward passes have left
+
+
+class MicroBatchState(Enum):
+    CLOSED = auto()
+    OPENED = auto()
+    RECORDED = auto()
+
+
+class SumsState(Enum):
+    COLLECTING = auto()
+    ACCUMULATING = auto()
+    APPLIED = auto()
+
+
+CLOSED, OPENED, RECORDED = MicroBatchState
+COLLECTING, ACCUMULATING, APPLIED = SumsState
+
+
+class StepState:
+    """Only the transitions change it; everything else is to be read."""
+
+    def __init__(self) -> None:
+        self._micro_batch = CLOSED
+        self._sums = COLLECTING
+        self._size: int | None = None  # of the last forward pass whose graph can be run backward
+        self._rows: Rows | None = None  # of the same, if its batch was padded
+        self._last_rows: Rows | None = None  # of the last micro-batch in the sums
+        self._generation = 0
+        self._touched: dict[Slot, None] = {}
+        self._micro_batches = 0
+        self._samples = 0
+        self._largest_clip = 0.0
+        self._observed: Tensor | None = None
+        self._forbids_accumulation = False
+        self._forget: list[Callable[[], None]] = []
+
+    # -- reading -----------------------------------------------------------------------------------------------------
+
+    @property
+    def micro_batch(self) -> MicroBatchState:
+        return self._micro_batch
+
+    @property
+    def sums(self) -> SumsState:
+        return self._sums
+
+    @property
+    def recorded(self) -> bool:
+        return self._micro_batch is RECORDED
+
+    @property
+    def accumulating(self) -> bool:
+        return self._sums is ACCUMULATING
+
+    @property
+    def batch_size(self) -> int | None:
+        """The number of samples of the micro-batch; None where there is none."""
+        return None if self._micro_batch is CLOSED else self._size
+
+    @property
+    def opened_size(self) -> int | None:
+        """The number of samples of a micro-batch that no backward pass has reached; None where there is none."""
+        return self._size if self._micro_batch is OPENED else None
+
+    @property
+    def size_in_backward(self) -> int | None:
+        """The number of samples of a forward that backward runs again: zero_grad() may have come between the two."""
+        return self._size
+
+    @property
+    def rows(self) -> Rows | None:
+        """Which rows of the micro-batch are samples, if its batch was padded."""
+        return self._rows
+
+    @property
+    def draw_goes_on(self) -> bool:
+        """Whether the draw that the last backward pass was of has parts that are still to come."""
+        rows = self._rows if self.recorded else self._last_rows
+        return rows is not None and rows.more
+
+    def leaves_out_rest(self, rows: Rows | None) -> bool:
+        """Whether the sums hold a part of a draw, and a batch with these rows is of another one."""
+        last = self._last_rows
+        return self.accumulating and last is not None and last.more and rows is not None and rows.draw != last.draw
+
+    @property
+    def generation(self) -> int:
+        """Counts micro-batches that were closed or dropped after a backward pass, and forward passes of other padded
+        batches: older graphs cannot be run again."""
+        return self._generation
+
+    @property
+    def micro_batches(self) -> int:
+        """Those that a step now would use: counted ones, and the one that a backward pass has reached."""
+        return self._micro_batches + self.recorded
+
+    @property
+    def samples(self) -> int:
+        """Of the micro-batches that were counted since the last discarding."""
+        return self._samples
+
+    @property
+    def largest_clip(self) -> float:
+        """The largest sensitivity of the micro-batches in the sums: it may have changed between them."""
+        return self._largest_clip
+
+    @property
+    def observed(self) -> float:
+        """What the clipping rule counted in the micro-batches in the sums."""
+        return 0.0 if self._observed is None else float(self._observed)
+
+    def check_graph(self, module: str, generation: int) -> None:
+        """Refuse a backward pass through a forward pass of an earlier generation."""
+        if generation != self._generation:
+            raise UserError(
+                f"backward reached {module} through a forward pass whose samples are already clipped and summed, or "
+                "which was followed by that of another padded batch; call backward for all losses of a forward pass "
+                "before the next forward pass and before the step"
+            )
+
+    # -- the micro-batch ---------------------------------------------------------------------------------------------
+
+    def open(self, size: int, *, rows: Rows | None = None, in_backward: bool = False) -> None:
+        if self._micro_batch is not RECORDED:
+            self._micro_batch = OPENED
+            # Backward passes are of this forward pass from now on, or it is not known of which rows.
+            if rows != self._rows:
+                self._generation += 1
+                self._rows = rows
+        elif not in_backward:
+            raise RuntimeError("a micro-batch with a backward pass has to be closed before the next is opened")
+        self._size = size
+
+    @contextmanager
+    def rehearsing(self, size: int) -> Iterator[None]:
+        """Inside, forward passes are of `size` samples and leave nothing."""
+        before = self._micro_batch, self._size
+        self._micro_batch, self._size = OPENED, size
+        try:
+            yield
+        finally:
+            self._micro_batch, self._size = before
+
+    @contextmanager
+    def trial(self, size: int) -> Iterator[None]:
+        """Inside, passes of `size` samples leave what `take_recorded` takes; afterwards all is as it was before."""
+        names = ("_micro_batch", "_size", "_rows", "_last_rows", "_micro_batches", "_touched", "_sums")
+        before = {name: getattr(self, name) for name in names}
+        self._micro_batch, self._size, self._rows, self._last_rows = OPENED, size, None, None
+        self._micro_batches, self._touched, self._sums = 0, {}, COLLECTING
+        try:
+            yield
+        finally:
+            self.take_recorded()
+            vars(self).update(before)
+
+    def take_recorded(self) -> Recorded:
+        """Take what backward passes have left, in the order in which they met parameters."""
+        recorded = [(slot, slot.take()) for slot in self._touched]
+        self._touched.clear()
+        return recorded
+
+    def when_dropped(self, forget: Callable[[], None]) -> None:
+        """`forget` is called where a micro-batch is dropped or closed."""
+        self._forget.append(forget)
+
+    def forbid_accumulation(self) -> None:
+        """From now on a step has one micro-batch: under Poisson sampling it is the whole draw."""
+        self._forbids_accumulation = True
+
+    def record(self, slot: Slot | None = None) -> None:
+        """A backward pass reaches a parameter. One of an empty batch reaches none, and is a micro-batch as well."""
+        if self._micro_batch is not RECORDED:
+            if self._micro_batches and self._last_rows is not None and self._last_rows.more:
+                raise UserError(
+                    "a second backward pass since the last step, but the padded loader has cut this draw into several "
+                    "batches: call optimizer.step() and zero_grad() for each of them; the step is taken at the last"
+                )
+            if self._forbids_accumulation and self._micro_batches:
+                raise UserError(
+                    "a second backward pass since the last step, but Poisson sampling makes each batch a whole step: "
+                    "call optimizer.step() and zero_grad(), use opacus.utils.batch_memory_manager.BatchMemoryManager, "
+                    "or leave out Poisson sampling with poisson_sampling=False"
+                )
+            self._micro_batch = RECORDED
+        if slot is not None:
+            self._touched[slot] = None
+
+    def close(self) -> Recorded | None:
+        """What backward passes have left: nothing for an empty batch, None where there was no backward pass."""
+        if self._micro_batch is OPENED and self._size and not self._micro_batches:
+            raise UserError(
+                f"there was a forward pass of {self._size} samples, but no backward pass that accumulates the "
+                "parameters' gradients: call loss.backward() without inputs=..., and freeze what is not to be trained "
+                "with requires_grad_(False); zero_grad() forgets the forward pass"
+            )
+        was_recorded = self.recorded
+        recorded = self.take_recorded()
+        self.drop()
+        return recorded if was_recorded else None
+
+    def count(self, size: int = 0, clip: float = 0.0, rows: Rows | None = None) -> None:
+        """The micro-batch that was closed is in the sums: `size` samples, clipped at `clip`."""
+        self._micro_batches += 1
+        self._last_rows = rows
+        self._samples += size
+        self._largest_clip = max(self._largest_clip, clip)
+
+    def observe(self, counted: Tensor | None) -> None:
+        """Add up what the clipping rule counts in a micro-batch that is closed."""
+        if counted is not None:
+            self._observed = counted if self._observed is None else self._observed + counted
+
+    def drop(self) -> None:
+        """Forget the micro-batch with all that backward passes have left."""
+        for slot in self._touched:
+            slot.take()
+        self._touched.clear()
+        for forget in self._forget:
+            forget()
+        if self._micro_batch is RECORDED:
+            self._generation += 1
+            self._size = self._rows = None
+        self._micro_batch = CLOSED
+
+    # -- the sums ----------------------------------------------------------------------------------------------------
+
+    def discard(self) -> None:
+        self.drop()
+        if self._sums is not ACCUMULATING:
+            self._samples = 0
+            self._empty()
+
+    def clear(self) -> bool:
+        """Whether the sums are to be cleared, too."""
+        self.discard()
+        if self._sums is ACCUMULATING:
+            return False
+        self._sums = COLLECTING
+        return True
+
+    def begin_step(self) -> None:
+        if self._sums is APPLIED:
+            raise ValueError(
+                "Gradients haven't been cleared since the last optimizer step. In order to obtain privacy guarantees "
+                "you must call optimizer.zero_grad() on each step"
+            )
+
+    def skip_step(self) -> None:
+        """The logical batch goes on; all of it counts as one micro-batch."""
+        self.begin_step()
+        self._sums = ACCUMULATING
+        self._micro_batches = 0
+
+    def complete(self) -> None:
+        """The logical batch ends here: should its step fail, zero_grad() drops its sums."""
+        if self._sums is ACCUMULATING:
+            self._sums = COLLECTING
+
+    def apply(self, account: Callable[[], None]) -> None:
+        """The sums are used up; `account` still sees how many micro-batches they were."""
+        self.begin_step()
+        self._sums = APPLIED
+        account()
+        self._empty()
+
+    def _empty(self) -> None:
+        self._micro_batches = 0
+        self._last_rows = None
+        self._observed = None
+        self._largest_clip = 0.0

@@ -1,0 +1,86 @@
+"""Taps on the root: where a forward pass begins, and where gradients are cleared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+
+from dpscope.errors import UserError
+from dpscope.flash.sample_rows.stand_in import NotFollowed
+from dpscope.flash.taps.taps import EngineTap
+from dpscope.flash.torch_side.frames import run_outside
+
+
+class CompiledRegion(Protocol):
+    """Something that is compiled, called with stand-ins for its taps (compiled/regions.py)."""
+
+    eager: Callable[..., Any]
+
+    def entered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]: ...
+
+
+class RootTap(EngineTap):
+    """The root's forward: tells the engine that a pass begins, and with how many samples."""
+
+    region: CompiledRegion  # of a model that is compiled after it was made private
+    entered = False  # in a graph: whether `run` has begun the pass outside of it
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            if self.entered or not torch.is_grad_enabled():
+                return self.original(*args, **kwargs)
+            return run_outside(self, args, kwargs)
+        if not torch.is_grad_enabled():
+            return self.original(*args, **kwargs)
+        return self.run(None, self.original, args, kwargs)
+
+    def run_compiled(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.run(self.region, forward, args, kwargs)
+
+    def run(
+        self,
+        region: CompiledRegion | None,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """A pass of the model: `forward` is its own, or what was compiled of it, the region."""
+
+        def in_region(*args: Any, **kwargs: Any) -> Any:
+            assert region is not None
+            if not self.engine.forwards.size():  # an empty batch
+                return region.eager(*args, **kwargs)
+            before, self.entered = self.entered, True
+            try:
+                with region.entered(args, kwargs):
+                    return forward(*args, **kwargs)
+            finally:
+                self.entered = before
+
+        try:
+            if region is None:
+                return self.engine.forwards.call_root(forward, args, kwargs)
+            return self.engine.forwards.call_root(region.eager, args, kwargs, compiled=in_region)
+        except UserError as refusal:
+            if isinstance(refusal, self.engine.refusal):
+                raise
+            raise self.engine.refusal(str(refusal)) from refusal
+        except NotFollowed as end:
+            if self.engine.forwards.can_begin_again:
+                raise
+            raise self.engine.refusal(str(end)) from None
+
+
+class ZeroGradTap(EngineTap):
+    """The root's zero_grad: also drops what backward passes have left and was not summed.
+
+    The sums of a logical batch that is not complete are kept, as the optimizer's zero_grad keeps them.
+    """
+
+    attribute = "zero_grad"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.original(*args, **kwargs) if self.engine.zero_grad(*args, **kwargs) else None

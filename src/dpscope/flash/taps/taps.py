@@ -1,0 +1,396 @@
+"""Taps: what stands in for a module's forward while an engine is attached."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar, NamedTuple, NoReturn, Protocol
+
+import torch
+from torch import Tensor, is_grad_enabled, nn
+from torch.compiler import is_compiling
+
+from dpscope.errors import UserError
+from dpscope.flash.gradients.clip_rules import ClipRule
+from dpscope.flash.gradients.contributions import Contribution, Kept, Summed
+from dpscope.flash.gradients.paths import PathRules
+from dpscope.flash.gradients.slots import Slot
+from dpscope.flash.sample_rows.forward_passes import ForwardPasses
+from dpscope.flash.sample_rows.rehearsal_run import Run
+from dpscope.flash.sample_rows.rehearsed_calls import RehearsedCalls
+from dpscope.flash.sample_rows.stand_in import NotFollowed, StandIn
+from dpscope.flash.step.step_state import StepState
+from dpscope.flash.taps.block_tails import Tail
+from dpscope.flash.taps.traced import GraphCast, Handed, call_traced
+from dpscope.flash.torch_side.anchor import Anchor
+from dpscope.flash.torch_side.arguments import KEEP_BATCH_FIRST
+from dpscope.flash.torch_side.autocast import SharedCast, autocast_dtype
+from dpscope.flash.torch_side.instance_method import InstanceMethod
+
+
+class LayerBlock(Protocol):
+    """A checkpointed block whose layers are told from others."""
+
+    def running(self) -> AbstractContextManager[None]: ...
+
+
+class Engine(Protocol):
+    """What taps and checkpointed blocks ask of the engine they belong to."""
+
+    model: nn.Module
+    state: StepState
+    forwards: ForwardPasses
+    rehearsals: RehearsedCalls
+    path_rules: PathRules
+    clip: ClipRule
+    cast: SharedCast
+    graph_cast: GraphCast
+    anchor: Anchor
+    refusal: type[UserError]
+    wanted: Collection[Slot] | None
+    tail: Tail | None
+
+    @property
+    def block(self) -> LayerBlock | None: ...
+
+    @property
+    def blocks(self) -> object | None: ...
+
+    @property
+    def parameters(self) -> Collection[nn.Parameter]: ...
+
+    def slot(self, parameter: Tensor | None) -> Slot: ...
+
+    def add(self, slot: Slot, contribution: Contribution) -> None: ...
+
+    def zero_grad(self, set_to_none: bool = True) -> bool: ...
+
+
+class Spec(NamedTuple):
+    """Of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class EngineTap(InstanceMethod):
+    def __init__(self, engine: Engine, name: str, module: nn.Module) -> None:
+        super().__init__(module)
+        self.engine = engine
+        self.name = name  # "" of the root
+
+
+class Tapped(torch.autograd.Function):
+    """One tapped call: `tap.forward` and `tap.backward` do the work.
+
+    Parameters are not inputs of this function, so autograd has no ordinary gradient to give them and no
+    weight-gradient GEMM to run. `anchor` stands for them: it makes the output require a gradient, and whether autograd
+    would reach it tells whether a backward pass asks for the parameters' gradients at all.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tap: LayerTap, x: Tensor, live: Sequence[bool], anchor: Tensor) -> Tensor:
+        if x.is_neg():  # lazily negated: kernels that read memory by its address would see the other sign
+            x = x.resolve_neg()
+        engine = tap.engine
+        ctx.tap, ctx.live, ctx.generation = tap, live, engine.state.generation
+        if engine.block is not None:
+            ctx.block = engine.block
+        if not x.size(0):
+            ctx.empty = x.shape
+        output: Tensor = tap.forward(ctx, x) if ctx.empty is None else tap.call_original(x)
+        if output._is_view():  # autograd forbids in-place operations on views made in here, such as ReLU(inplace=True)
+            (output,) = torch.unsafe_chunk(output, 1)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        tap: LayerTap = ctx.tap
+        engine = tap.engine
+        recording = engine.anchor.is_recording()
+        if torch.is_grad_enabled() or (recording and ctx.generation != engine.state.generation):
+            check_backward(tap, ctx.generation)
+        if ctx.empty is not None:
+            if recording:
+                engine.state.record()
+            return None, g.new_zeros(ctx.empty), None, None
+        if g.is_neg():
+            g = g.resolve_neg()
+        if not recording:
+            return None, _input_gradient(ctx, g) if ctx.needs_input_grad[1] else None, None, None
+        if ctx.block is not None:
+            with ctx.block.running():
+                return None, _without_autocast(ctx, g), None, None
+        if _is_any_autocast_enabled():
+            return None, _without_autocast(ctx, g), None, None
+        return None, tap.backward(ctx, g), None, None
+
+
+_is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
+
+# What Function.apply calls after it has looked for torch.func's transforms, which taps do not run in (`admit` refuses).
+_apply_tapped: Callable[..., Any] = super(torch.autograd.Function, Tapped).apply
+_Node: Any = Tapped._backward_cls  # the class of `ctx`
+_Node.apply = Tapped.backward  # what autograd calls, without torch's search for the function
+_Node.block = None  # the checkpointed block whose layer this is
+_Node.empty = None  # the shape of an x without samples
+_Node.packed = None
+_Node.traced = False
+
+
+def check_backward(tap: TapOfSamples, generation: int) -> None:
+    """Refuse what is no first-order backward pass through a forward pass of the open micro-batch."""
+    tap.engine.state.check_graph(tap.name, generation)
+    if torch.is_grad_enabled():
+        raise UserError("backward(create_graph=True) is not supported: per-sample gradients of gradients are not taken")
+
+
+def _without_autocast(ctx: Any, g: Tensor) -> Tensor | None:
+    """The layer's backward. No cast is wanted in it, also where backward() is called inside an autocast context."""
+    with torch.autocast(g.device.type, enabled=False):
+        gradient: Tensor | None = ctx.tap.backward(ctx, g)
+        return gradient
+
+
+def _input_gradient(ctx: Any, g: Tensor) -> Tensor | None:
+    """The gradient of x alone: to a family's backward, the parameters are frozen."""
+    live, ctx.live = ctx.live, [False] * len(ctx.live)
+    try:
+        return _without_autocast(ctx, g)
+    finally:
+        ctx.live = live
+
+
+def refuse_replaced(tap: TapOfSamples, key: str) -> NoReturn:
+    """Refuse a parameter that was replaced; one that forward itself replaces may be seen from further out."""
+    reason = f"{tap.name}.{key} was replaced after the engine was attached; detach the engine and attach a new one"
+    raise tap.does_not_fit(reason)
+
+
+class TapOfSamples(EngineTap):
+    """A tap whose module is given the samples of a batch."""
+
+    def __init__(self, engine: Engine, name: str, module: nn.Module) -> None:
+        super().__init__(engine, name or type(module).__name__, module)
+        # Numbers of dimensions of x for which it is known that its rows are the samples, or one row for all of them.
+        self.known: set[int] = set()
+        self.shared: set[int] = set()
+
+    def does_not_fit(self, reason: str) -> BaseException:
+        """Return what to raise where the module cannot be tapped so: one around it is, where the pass may begin again.
+
+        Where none is left, `reason` is what the user reads.
+        """
+        if self.engine.forwards.can_begin_again:
+            return NotFollowed([self.module], reason, climb=True)
+        return UserError(reason)
+
+    @property
+    def rehearsal(self) -> Run | None:
+        """The rehearsal's forward pass that runs now, if one does."""
+        return self.engine.rehearsals.run
+
+
+class LayerTap(TapOfSamples):
+    """The forward of one layer. A family says how in `forward` and `backward`; what they share is here.
+
+    `names`: the parameters the family knows; `slots` and `ctx.live` (does it require a gradient?) go in that order.
+    """
+
+    names: ClassVar[tuple[str, ...]] = ("weight", "bias")
+    min_dim = 2  # of x, the batch dimension included
+    casts_input: ClassVar[bool] = False  # under autocast: `forward` begins with `operands`
+
+    def __init__(self, engine: Engine, name: str, module: nn.Module) -> None:
+        super().__init__(engine, name, module)
+        self.parameters = module._parameters
+        self.handed: tuple[Handed, ...] = ()
+        self.calls = 0
+        self.counted = True
+        self.expected = [(key, module._parameters.get(key)) for key in self.names]
+        self.slots = [
+            None if module._parameters.get(key) is None else engine.slot(module._parameters[key]) for key in self.names
+        ]
+
+    def install(self) -> None:
+        self.install_bound()
+
+    @classmethod
+    def accepts(cls, module: nn.Module) -> bool:
+        """Return whether the module's parameters are those the family knows (not weight_g, not a buffer)."""
+        owned = {key for key, parameter in module._parameters.items() if parameter is not None}
+        return bool(owned) and owned <= set(cls.names) and all(key in module._parameters for key in cls.names)
+
+    def __call__(self, *args: Tensor, **kwargs: Tensor) -> Any:  # noqa: PLR0911
+        if not isinstance(self, LayerTap):  # in a copy of the module: the method that this one stands in for
+            return self(*args, **kwargs)
+        if is_compiling():
+            return self._call_in_graph(*args, **kwargs)
+        if not is_grad_enabled():
+            return self.original(*args, **kwargs) if self.rehearsal is None else self.rehearse(*args, **kwargs)
+        (x,) = (*args, *kwargs.values()) if kwargs else args
+        if type(x) is not Tensor and isinstance(x, StandIn):
+            x = x.samples(self.module)
+        parameters = self.parameters
+        live = []
+        for key, expected in self.expected:  # a plain loop: this runs for every layer of every forward
+            parameter = parameters.get(key)
+            if parameter is not expected and self._accept_whole(key, parameter):
+                return self.original(x)
+            live.append(parameter is not None and parameter.requires_grad)
+        if True not in live:
+            return self.original(x)
+        engine = self.engine
+        if x.dim() not in self.known or x.shape[0] != engine.state.opened_size:
+            blocks = self.blocks_in(x, engine.forwards.batch_for(self, (x,), {}))
+            if blocks is not None:
+                return self(blocks).flatten(0, 1)
+            x = engine.forwards.admit(self, x)
+        if engine.wanted is not None:
+            wanted = engine.wanted
+            live = [is_live and slot in wanted for is_live, slot in zip(live, self.slots, strict=True)]
+        return _apply_tapped(self, self.prepare(x), live, engine.anchor.tensor)
+
+    def _call_in_graph(self, *args: Tensor, **kwargs: Tensor) -> Any:
+        """What torch.compile traces: pure tensor work. What is checked above was checked before the graph began."""
+        live = self.live()
+        if not torch.is_grad_enabled() or True not in live:
+            return self.original(*args, **kwargs)
+        (x,) = (*args, *kwargs.values())
+        return call_traced(self, x, live)
+
+    def live(self) -> tuple[bool, ...]:
+        """Which of the parameters `names` require a gradient."""
+        parameters = [self.parameters.get(key) for key in self.names]
+        return tuple([parameter is not None and parameter.requires_grad for parameter in parameters])
+
+    def is_traceable(self) -> bool:
+        """Whether a graph may hold the calls: `gradients` says what backward does, and no subclass says otherwise."""
+        says = next((cls for cls in type(self).__mro__ if {"gradients", "backward"} & vars(cls).keys()), LayerTap)
+        return says is not LayerTap and "gradients" in vars(says)
+
+    def check_parameters(self) -> None:
+        """Refuse parameters that were replaced."""
+        for key, expected in self.expected:
+            if self.parameters.get(key) is not expected:
+                self._accept_whole(key, self.parameters.get(key))
+
+    def _accept_whole(self, key: str, parameter: nn.Parameter | None) -> bool:
+        """Around forward FSDP2 puts the whole parameter where its shard is: expect that one. Refuse any other.
+
+        Return whether a frozen layer has something else in that place now: what it is made of is followed elsewhere.
+        """
+        index = self.names.index(key)
+        slot = self.slots[index]
+        if isinstance(parameter, StandIn) and parameter.plain is self.expected[index][1]:
+            return False  # the parameter is used elsewhere, too, and followed there
+        if parameter is None and not any(slot is not None and slot.parameter.requires_grad for slot in self.slots):
+            return True
+        if slot is None or self.expected[index][1] is not slot.parameter or not slot.is_whole(parameter):
+            refuse_replaced(self, key)
+        self.expected[index] = (key, parameter)
+        return False
+
+    def rehearse(self, *args: Tensor, **kwargs: Tensor) -> Any:
+        """Run the layer for a rehearsal, which records its input and may change its output."""
+        run = self.rehearsal
+        assert run is not None
+        if not any(parameter is not None and parameter.requires_grad for parameter in self.parameters.values()):
+            return self.original(*args, **kwargs)
+        (x,) = (*args, *kwargs.values())
+        x = x.samples(self.module) if isinstance(x, StandIn) else x
+        blocks = self.blocks_in(x, run.batch)
+        if blocks is not None:
+            return self.rehearse(blocks).flatten(0, 1)
+        self.admit(x)
+        shared = x.shape[0] == 1 != run.batch
+        run.see(self, x, (0,), shared=shared)
+        with run.inside_layer():
+            output = self.call_original(x)
+        run.note_layer(self, x, output, shared=shared)
+        return run.answer(self, output, shared=shared)
+
+    def call_original(self, x: Tensor) -> Any:
+        """Run the module's own forward. A family whose dimensions are fixed folds the rows of a sample back in."""
+        return self.original(x)
+
+    def blocks_in(self, x: Tensor, batch: int) -> Tensor | None:
+        """Return x as (B, k, ...) where it has k·B rows: k of each sample, one block after the other."""
+        if not batch or x.dim() < self.min_dim or x.shape[0] <= batch or x.shape[0] % batch:
+            return None
+        return x.reshape(batch, -1, *x.shape[1:])
+
+    def prepare(self, x: Tensor) -> Tensor:
+        """What x becomes before it is the input of the autograd node: autograd knows of that itself."""
+        return x
+
+    def operand_dtype(self, x: Tensor) -> torch.dtype | None:
+        """In which `forward` reads x, where it takes its operands from `operands` and x is not float64."""
+        weight = self.parameters.get("weight")
+        if not self.casts_input or weight is None or torch.float64 in (weight.dtype, x.dtype):
+            return None
+        return autocast_dtype(x) if x.is_floating_point() else None
+
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """x, weight and bias of a matrix product or convolution, as autocast would hand them to it."""
+        weight: Tensor | None = self.parameters["weight"]
+        bias: Tensor | None = self.parameters["bias"]
+        assert weight is not None
+        dtype = autocast_dtype(x)
+        if dtype is not None and weight.dtype != torch.float64:
+            if x.dtype != dtype:
+                x = x.to(dtype) if is_compiling() else self.engine.cast(x, dtype)
+            weight = weight.to(dtype)
+            bias = None if bias is None else bias.to(dtype)
+        return x, weight, bias
+
+    def admit(self, x: Tensor) -> None:
+        """Raise where x has no room for a batch dimension in front."""
+        if x.dim() < self.min_dim:
+            raise UserError(f"{self.name} was given a tensor of shape {tuple(x.shape)}: {KEEP_BATCH_FIRST}")
+
+    def keep(self, index: int, gradients: Tensor, *, owned: bool = True) -> None:
+        """Give the engine per-sample gradients (B, ...) of the parameter `names[index]`.
+
+        owned  nobody else holds them: the engine may overwrite them
+        """
+        slot = self._described(index, gradients.shape)
+        shape = slot.parameter.shape
+        values = gradients if gradients.shape[1:] == shape else gradients.view(-1, *shape)
+        self.engine.add(slot, Kept(values, owned=owned))
+
+    def defer_sums(self, index: int, g: Tensor, *, owned: bool = False) -> None:
+        """The per-sample gradients of `names[index]` are Σ_t g_t, g: (B, T, p). `owned`: no product holds g."""
+        batch, _, width = g.shape
+        self.engine.add(self._described(index, torch.Size((batch, width))), Summed(g, owned=owned))
+
+    def _described(self, index: int, shape: torch.Size) -> Slot:
+        slot = self.slots[index]
+        assert slot is not None
+        if slot.shapes.get("") != shape:
+            slot.describe("kept", "per-sample sums over positions", {"": shape})
+        return slot
+
+    def forward(self, ctx: Any, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def gradients(self, ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradient of x where `ctx.needs_input_grad[1]`, then what `record` wants, where `ctx.live` says so.
+
+        Pure tensor work: compiled graphs hold it.
+        """
+        raise NotImplementedError
+
+    def piece_specs(self, x: Spec, y: Spec, live: Sequence[bool]) -> tuple[Spec | None, ...]:
+        """Shapes and dtypes of what `gradients` gives for `record`; None where it gives nothing."""
+        raise NotImplementedError
+
+    def record(self, pieces: Sequence[Tensor | None], *, owned: bool = True) -> None:
+        """Give the engine the pieces of the parameters' per-sample gradients; `owned` as in `keep`."""
+        raise NotImplementedError
+
+    def backward(self, ctx: Any, g: Tensor) -> Tensor | None:
+        """The gradient of x where `ctx.needs_input_grad[1]`; those of the parameters go to the engine, in pieces."""
+        dx, *pieces = self.gradients(ctx, g)
+        self.record(pieces)
+        return dx

@@ -1,0 +1,178 @@
+"""A tapped call inside a compiled graph: a pure function, whose backward gives x and g out as gradients of stand-ins.
+
+Recording is a side effect, and side effects of a backward pass can vanish from a compiled graph. So a traced call
+takes, besides x, one stand-in for each tensor that the engine wants of its backward: x, g, per-sample sums. They are
+zeros of the right shape that nothing reads. Their *gradients* are what is wanted, and no compiler may leave out a
+gradient. The node that made the stand-ins (stand_ins.py) runs outside of the graph and receives them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch._dynamo.comptime import comptime
+
+from dpscope.flash.torch_side.frames import uncompiled
+
+
+class Handed(NamedTuple):
+    """What a tap was handed for one call. `like`: a tensor of the shape and dtype that x has to have."""
+
+    like: Tensor
+    stand_ins: tuple[Tensor, ...]
+    last: bool  # of the calls in this forward
+
+
+class _TraceVersions:
+    """Whether a tensor of a graph that is being traced was written into: looked up while it is traced.
+
+    In a graph a tensor's version is a number of the run. Its fake, on which the compiler tries each operation, counts
+    writes as well, and is there when the code is traced.
+    """
+
+    def __init__(self) -> None:
+        self._traces: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._numbers = itertools.count()
+        self._last: str = ""
+
+    def look(self, context: Any) -> None:
+        """Note the version of the local variable x where this is called: that of a trace, of a fake."""
+        try:
+            fake = context.get_local("x").as_fake()
+            trace = self._traces.setdefault(fake.fake_mode, next(self._numbers))
+            self._last = f"{trace}.{fake._version}"
+        except Exception:  # a version of torch that does not tell: a tensor is then never the one before
+            self._last = f"? {next(self._numbers)}"
+
+    def last(self) -> str:
+        return self._last
+
+
+_versions = _TraceVersions()
+
+
+def _look(context: Any) -> None:
+    _versions.look(context)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _version_seen() -> str:
+    return _versions.last()
+
+
+class GraphCast:
+    """The last cast of an input that a graph holds: q, k and v read one tensor, and give out one cast of it.
+
+    A compiler would merge equal casts, but not those that leave the graph. Both tensors are forgotten at the last call,
+    before the graph ends: what an object of Python's still holds then would be an output of the graph.
+    """
+
+    def __init__(self) -> None:
+        self.source: Tensor | None = None
+        self.result: Tensor | None = None
+        self.version = ""
+
+    def of(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """x in `dtype`, without a history."""
+        comptime(_look)
+        version = _version_seen()
+        if self.source is not x or self.version != version or self.result is None or self.result.dtype != dtype:
+            self.source, self.version, self.result = x, version, x.detach().to(dtype)
+        return self.result
+
+    def clear(self) -> None:
+        self.source = self.result = None
+        self.version = ""
+
+
+class TracedEngine(Protocol):
+    @property
+    def graph_cast(self) -> GraphCast: ...
+
+
+class TracedTap(Protocol):
+    handed: tuple[Handed, ...]  # for the calls of this forward, in their order
+    calls: int  # that were traced in it
+    counted: bool
+
+    @property
+    def engine(self) -> TracedEngine: ...
+
+    def prepare(self, x: Tensor) -> Tensor: ...
+
+    def operand_dtype(self, x: Tensor) -> torch.dtype | None: ...
+
+    def forward(self, ctx: Any, x: Tensor) -> Tensor: ...
+
+    def gradients(self, ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]: ...
+
+    def __call__(self, x: Tensor) -> Any: ...
+
+
+class Traced(torch.autograd.Function):
+    """`tap.forward` and `tap.gradients`, the pieces of which become the gradients of the stand-ins.
+
+    A call in a checkpoint has one stand-in more, a ticket: its gradient is 1. The sum of two calls would be 2.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, tap: TracedTap, x: Tensor, cast: Tensor | None, live: tuple[bool, ...], *stand_ins: Tensor
+    ) -> Tensor:
+        """`cast`: x in the dtype that the layer reads it in, without a history; None: x is in it, or `tap` casts it."""
+        ctx.tap, ctx.live, ctx.traced = tap, live, True
+        ctx.dtypes = tuple(each.dtype for each in stand_ins)
+        output = tap.forward(ctx, x if cast is None else cast)
+        # Autograd forbids in-place operations on a view made in here, such as ReLU(inplace=True).
+        return torch.ops.aten._unsafe_view.default(output, output.shape)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        dx, *pieces = ctx.tap.gradients(ctx, g)
+        given = [piece for piece in pieces if piece is not None]
+        if len(given) < len(ctx.dtypes):
+            given.append(torch.ones((), dtype=torch.float32, device=g.device))
+        # Autograd would round a gradient to its stand-in's dtype in silence.
+        for piece, dtype in zip(given, ctx.dtypes, strict=True):
+            assert torch.promote_types(piece.dtype, dtype) == dtype
+        return None, dx, None, None, *given
+
+
+def call_traced(tap: TracedTap, x: Tensor, live: tuple[bool, ...]) -> Any:
+    """The tap's call in a graph, where it was handed stand-ins that fit; otherwise the graph breaks around it."""
+    index = tap.calls
+    if index >= len(tap.handed):
+        return break_graph(tap, (x,), {})
+    like, stand_ins, last = tap.handed[index]
+    if like.dim() == x.dim() + 1 and like.shape[0] * like.shape[1] == x.shape[0]:  # a block of rows for each sample
+        return call_traced(tap, x.reshape(like.shape[0], like.shape[1], *x.shape[1:]), live).flatten(0, 1)
+    given, x = x, tap.prepare(x)
+    if x.shape != like.shape or x.dtype != like.dtype:
+        return break_graph(tap, (given,), {})
+    rows = stand_ins[0].shape[0]
+    if x.shape[0] != rows:  # one row for all samples
+        x = x.expand(rows, *x.shape[1:])
+    cast, dtype = None, tap.operand_dtype(x)
+    # Autocast may have been on when the stand-ins were made, and be off now: what the layer leaves would be rounded.
+    if any(each.dim() and torch.promote_types(dtype or x.dtype, each.dtype) != each.dtype for each in stand_ins):
+        return break_graph(tap, (given,), {})
+    if tap.counted:
+        tap.calls = index + 1
+    if tap.counted and dtype is not None and dtype != x.dtype:  # a checkpoint's graph may not remember anything
+        cast = tap.engine.graph_cast.of(x, dtype)
+    if tap.counted and last:
+        tap.engine.graph_cast.clear()
+    return Traced.apply(tap, x, cast, live, *stand_ins)  # type: ignore[no-untyped-call]
+
+
+@uncompiled(
+    "flash clipping: stand-ins do not fit this call of a layer, or its module runs sample by sample; it runs eagerly"
+)
+def break_graph(tap: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The tap's call, not compiled."""
+    return tap(*args, **kwargs)

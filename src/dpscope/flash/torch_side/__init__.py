@@ -1,0 +1,1 @@
+"""What the engine needs to know of torch's own machinery."""

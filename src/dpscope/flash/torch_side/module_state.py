@@ -1,0 +1,314 @@
+"""What a module keeps between calls besides its parameters: buffers, and attributes of it and its children.
+
+A unit without a layer family runs once for each sample, and each run has to find the state as it was. What a run leaves
+behind is taken off again and compared between samples. If all leave the same (the singular vectors of a spectral norm,
+a counter, a cache of positions) it depends on no sample and is written to the module once. If not, it is refused: a
+running mean would go out without noise, and an auxiliary loss read from the module would be that of one sample.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from dpscope.errors import UserError
+
+_INTERNAL = frozenset(vars(nn.Module())) | {"forward", "_is_full_backward_hook"}
+_IMMUTABLE = frozenset({bool, int, float, str, type(None)})
+_MOST_CHANGES = 4  # of an option, by the user: then it is not watched any longer
+_DEPTH = 4  # levels of nested containers that are searched
+
+
+@contextmanager
+def uncached_parametrizations() -> Iterator[None]:
+    """Inside parametrize.cached() a weight made of one pass, or of one sample's copy, would be handed to others."""
+    enabled, cache = parametrize._cache_enabled, parametrize._cache
+    parametrize._cache_enabled, parametrize._cache = 0, {}
+    try:
+        yield
+    finally:
+        parametrize._cache_enabled, parametrize._cache = enabled, cache
+
+
+class ModuleState:
+    """The attributes of a module and its children as they are now, and what a run has changed of them."""
+
+    def __init__(self, unit: nn.Module) -> None:
+        self.unit = unit
+        self._undo: list[Callable[[], None]] = []
+        seen: set[int] = set()
+        self._tokens: dict[str, tuple[nn.Module, str, Any]] = {}
+        for name, module in unit.named_modules():
+            for key, value in vars(module).items():
+                if key not in _INTERNAL:
+                    path = f"{name}.{key}" if name else key
+                    if type(value) in _IMMUTABLE:  # most are: no container to look into
+                        self._tokens[path] = (module, key, (value, value))
+                        continue
+                    self._tokens[path] = (module, key, (value, token(value)))
+                    self._undo += _undo_of(value, seen)
+
+    def take_changes(self) -> dict[str, Any]:
+        """Attributes that are new or differ, by their path; the modules are as they were afterwards.
+
+        Of a container that holds tensors only they are given. Notes of the parameters themselves (nn.LSTM's flat
+        weights) say nothing of samples, and are left out.
+        """
+        own: set[int] | None = None
+        changed: dict[str, Any] = {}
+        for name, module in self.unit.named_modules():
+            attributes = vars(module)
+            for key in [key for key in attributes if key not in _INTERNAL]:
+                path = f"{name}.{key}" if name else key
+                known = self._tokens.get(path)
+                value = attributes[key]
+                if known is None:
+                    del attributes[key]
+                elif value is known[2][0] and (type(value) in _IMMUTABLE or token(value) == known[2][1]):
+                    continue
+                if own is None:
+                    own = {id(tensor) for tensor in (*self.unit.parameters(), *self.unit.buffers())}
+                tensors = list(_tensors(value))
+                if not tensors or any(id(tensor) not in own for tensor in tensors):
+                    changed[path] = value if isinstance(value, Tensor) else tensors or copy.copy(value)
+        self.restore()
+        return changed
+
+    def restore(self) -> None:
+        for undo in self._undo:
+            undo()
+        for module, key, (value, _) in self._tokens.values():
+            vars(module)[key] = value
+
+
+class OptionWatch:
+    """The numbers, flags and strings that modules hold, in dictionaries and objects (a configuration) of theirs, too.
+
+    They decide what a forward does with its samples. What forward itself changes (a counter) is not the user's doing;
+    what the user changes again and again is not watched any longer.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        owned = [vars(module) for module in model.modules()]
+        inner = [
+            value if isinstance(value, dict) else vars(value)
+            for own in owned
+            for value in own.values()
+            if type(value) is dict or _is_object(value)
+        ]
+        holders = {id(holder): holder for holder in (*owned, *inner)}
+        self._cells = [
+            (holder, key)
+            for holder in holders.values()
+            for key, value in holder.items()
+            if key not in _INTERNAL and _is_option(value)
+        ]
+        self._changes: Counter[int] = Counter()
+        self.note()
+
+    def note(self) -> None:
+        """Take everything as it is now for known."""
+        self._values = [holder.get(key) for holder, key in self._cells]
+
+    def has_changed(self) -> bool:
+        """Return whether an option is another than it was noted."""
+        values = [holder.get(key) for holder, key in self._cells]
+        if all(map(operator.is_, values, self._values)):
+            return False
+        both = zip(values, self._values, strict=True)
+        changed = [index for index, (new, old) in enumerate(both) if not (_is_option(new) and new == old)]
+        self._changes.update(changed)
+        tired = {index for index in changed if self._changes[index] >= _MOST_CHANGES}
+        if tired:
+            self._cells = [cell for index, cell in enumerate(self._cells) if index not in tired]
+            self._changes.clear()
+        self.note()
+        return bool(changed)
+
+
+def _is_option(value: Any) -> bool:
+    return type(value) in _IMMUTABLE or (type(value) is tuple and all(type(part) in _IMMUTABLE for part in value))
+
+
+def _is_object(value: Any) -> bool:
+    """An instance of an ordinary class, whose attributes may be state."""
+    if isinstance(value, (nn.Module, Tensor, type, torch.Generator)) or callable(value):
+        return False
+    return hasattr(value, "__dict__")
+
+
+def _parts(value: Any) -> Sequence[Any] | None:
+    """What a container, or an ordinary object, holds; None for everything else."""
+    if isinstance(value, (list, tuple, deque, set)):
+        return list(value)
+    if isinstance(value, Mapping):
+        return list(value.values())
+    return list(vars(value).values()) if _is_object(value) else None
+
+
+def token(value: Any, depth: int = _DEPTH, *, identity: bool = True) -> Any:
+    """Equal for two looks at a value between which nothing in it changed; without `identity`, for equal contents."""
+    if isinstance(value, Tensor):
+        return id(value), 0 if value.is_inference() else value._version
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, weakref.ref):
+        return weakref.ref  # it holds nothing
+    parts = _parts(value) if depth else None
+    if parts is None:
+        return id(value)
+    return id(value) if identity else type(value), *(token(part, depth - 1, identity=identity) for part in parts)
+
+
+def _undo_of(value: Any, seen: set[int], depth: int = _DEPTH) -> Iterator[Callable[[], None]]:
+    """Functions that put back what containers hold now."""
+    parts = _parts(value) if depth else None
+    if parts is None or id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, (list, deque)):
+        yield partial(_refill, value, value.extend, parts)
+    elif isinstance(value, (set, dict)):
+        yield partial(_refill, value, value.update, value.copy())
+    elif _is_object(value):
+        attributes = vars(value)
+        yield partial(_refill, attributes, attributes.update, attributes.copy())
+    for part in parts:
+        yield from _undo_of(part, seen, depth - 1)
+
+
+def _refill(container: Any, fill: Callable[[Any], None], content: Any) -> None:
+    container.clear()
+    fill(content)
+
+
+def _tensors(value: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    for part in (_parts(value) if depth else None) or ():
+        yield from _tensors(part, depth - 1)
+
+
+class BufferWatch:
+    """Real-valued buffers of a model outside of units that run sample by sample: none may be made of the samples.
+
+    Those that are not saved (persistent=False) may be replaced, as caches are, but not written to.
+    """
+
+    def __init__(self, model: nn.Module, units: Iterable[nn.Module]) -> None:
+        inside = {id(module) for unit in units for module in unit.modules()}
+        self.independent: set[str] = set()  # paths of buffers that change, whatever the samples are in the same way
+        self._places = [
+            (f"{name}.{key}" if name else key, module, key)
+            for name, module in model.named_modules()
+            if id(module) not in inside
+            for key, buffer in module._buffers.items()
+            if buffer is not None and buffer.is_floating_point() and not buffer.is_inference()
+        ]
+
+    def look(self) -> list[tuple[Tensor | None, int]]:
+        buffers = [module._buffers.get(key) for _, module, key in self._places]
+        return [(buffer, -1 if buffer is None else buffer._version) for buffer in buffers]
+
+    def changed(self, before: list[tuple[Tensor | None, int]]) -> list[str]:
+        """Paths of buffers that are others than when `before` was looked, and may depend on the samples."""
+        found = []
+        for (path, module, key), (buffer, version) in zip(self._places, before, strict=True):
+            replaced = module._buffers.get(key) is not buffer and key not in module._non_persistent_buffers_set
+            if path not in self.independent and (replaced or (buffer is not None and buffer._version != version)):
+                found.append(path)
+        return found
+
+    def values(self, paths: list[str]) -> list[Tensor | None]:
+        buffers = {path: module._buffers.get(key) for path, module, key in self._places if path in paths}
+        return [None if buffer is None else buffer.detach().clone() for buffer in map(buffers.get, paths)]
+
+    def judge(self, path: str, values: list[Tensor | None]) -> None:
+        """`values`: what forward makes of the buffer, given different samples. Raises UserError where they differ."""
+        first = values[0]
+        if len(values) > 1 and all(v is not None and first is not None and _equal(first, v) for v in values):
+            self.independent.add(path)
+            return
+        raise UserError(
+            f"{path} is a buffer that forward computes from the samples: it would leave training without noise; put "
+            "its module into eval() mode, or leave the buffer out"
+        )
+
+
+class Remains:
+    """What the runs of all samples have left on the unit."""
+
+    def __init__(self, unit: nn.Module, name: str) -> None:
+        self.unit, self.name = unit, name
+        self.buffers = {key for key, _ in unit.named_buffers()}
+
+    def agreed(self, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Path -> value, the same for all samples. Raises UserError where samples differ, or autograd would be cut."""
+        paths = {path for run in runs for path in run}
+        return {path: self._agreed(path, [run.get(path) for run in runs]) for path in sorted(paths)}
+
+    def _agreed(self, path: str, values: list[Any]) -> Any:
+        first = values[0]
+        if isinstance(first, Tensor):
+            same = all(isinstance(value, Tensor) and _equal(first, value) for value in values[1:])
+            agree = same and not first.requires_grad
+        else:
+            contents = [token(value, identity=False) for value in values]
+            agree = contents.count(contents[0]) == len(contents) and not any(map(list, map(_tensors, values)))
+        if not agree:
+            self.refuse(path)
+        return first
+
+    def agreed_rows(self, path: str, rows: Tensor) -> Tensor:
+        """The same for values (B, ...), one a sample."""
+        first = rows[0]
+        if rows.requires_grad or not _equal(first.expand_as(rows), rows):
+            self.refuse(path)
+        return first.clone()
+
+    def refuse(self, path: str) -> NoReturn:
+        kind = f"{self.name} ({type(self.unit).__name__})"
+        if path in self.buffers:
+            raise UserError(
+                f"{kind} computes its buffer {path} from the samples of the batch in forward: it would leave training "
+                "without noise; put the module into eval() mode, or leave the buffer out"
+            )
+        raise UserError(
+            f"{kind} keeps {path} on the module in forward, a value of each sample or of the parameters, and its "
+            "samples run one by one here: whoever reads it would see one sample alone; return it from forward instead "
+            "(an auxiliary loss: one value a sample), or do not keep it in training"
+        )
+
+    @torch.no_grad()
+    def commit(self, agreed: dict[str, Any]) -> None:
+        """Write what all samples have left to the unit, once."""
+        for path, value in agreed.items():
+            owner, _, key = path.rpartition(".")
+            module = self.unit.get_submodule(owner)
+            buffer = module._buffers.get(key)
+            known = vars(module).get(key)
+            if key not in module._buffers:
+                if type(known) is type(value) and _is_object(value):
+                    vars(known).update(vars(value))
+                else:
+                    vars(module)[key] = value
+            elif buffer is not None and buffer.shape == value.shape and buffer.dtype == value.dtype:
+                buffer.copy_(value)
+            else:
+                module._buffers[key] = value
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return bool(((a == b) | (a.isnan() & b.isnan())).all())

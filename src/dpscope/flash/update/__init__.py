@@ -1,0 +1,1 @@
+"""Noise and the optimizer's step."""

@@ -1,0 +1,261 @@
+"""The optimizer side of flash clipping: noise, division by the batch size, and the step.
+
+With s = Σ_b c_b v_b from the engine, the gradient that is applied is (s + σC·z) / expected batch size, z standard
+normal. For SGD, Adam and AdamW all of it is one pass over each parameter (`FusedUpdate`); any other optimizer finds
+the private gradient in `.grad` (`privatise_gradients`). Nothing here knows Opacus.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import compress
+from operator import attrgetter, itemgetter
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from dpscope.flash.kernels.fused_update import fused_adam_, fused_sgd_
+from dpscope.flash.kernels.noise import add_noise_
+from dpscope.flash.kernels.triton_runtime import use_triton
+from dpscope.flash.step.microbatch import SumBatch
+from dpscope.flash.torch_side.shards import local_parts
+from dpscope.flash.update.noise_source import Key, NoiseSource
+from dpscope.flash.update.step_counts import StepCounts
+
+# Sums are handed to the fused update in pieces of about this size: few launches, and little of the gradient at a time.
+PIECE_BYTES = 2**30
+
+_Value = TypeVar("_Value")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Privatisation:
+    """What turns a clipped sum into a private gradient: (sum + noise_std·z)·grad_scale. For one step."""
+
+    noise_std: float
+    grad_scale: float
+    noise: NoiseSource
+    key: Key | None = None  # of the step; None draws one
+
+    def draw(self) -> Key:
+        """The step's key, which is used up."""
+        key = self.noise.draw() if self.key is None else self.key
+        if self.noise_std:
+            self.noise.use(key)
+        return key
+
+
+def privatise_gradients(
+    optimizer: Optimizer, gradients: Sequence[tuple[nn.Parameter, Tensor]], how: Privatisation
+) -> None:
+    """From clipped sums of parameters to private gradients, in place, without a full-size temporary."""
+    starts = how.noise.starts(optimizer)
+    add_noise_(
+        [gradient for _, gradient in gradients],
+        how.noise_std,
+        how.grad_scale,
+        *how.draw(),
+        starts=[starts[id(parameter)] for parameter, _ in gradients],
+    )
+
+
+class FusedUpdate:
+    """Noise, scaling and the step of `optimizer` in one pass. Its state stays where torch keeps it."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self._update = _RULES[type(optimizer)]
+        self._counts = StepCounts()
+
+    @staticmethod
+    def supports(optimizer: Optimizer) -> bool:
+        """Whether the fused update does what torch's does: the exact class, no hooks to be called, plain numbers."""
+        return (
+            type(optimizer) in _RULES
+            and not optimizer._optimizer_step_pre_hooks
+            and not optimizer._optimizer_step_post_hooks
+            and not any(
+                group.get("capturable") or group.get("differentiable") or isinstance(group["lr"], Tensor)
+                for group in optimizer.param_groups
+            )
+        )
+
+    @staticmethod
+    def is_worthwhile(optimizer: Optimizer) -> bool:
+        """Whether its kernels run where the parameters are; elsewhere torch's own update is as good."""
+        return all(
+            use_triton("auto", p.device, served=True) for group in optimizer.param_groups for p in group["params"][:1]
+        )
+
+    @torch.no_grad()
+    def __call__(self, batches: Iterable[SumBatch], how: Privatisation) -> None:
+        """Update every parameter that comes with a clipped sum, piece by piece as sums arrive."""
+        optimizer = self.optimizer
+        group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        starts = how.noise.starts(optimizer)
+        seed, offset = how.draw()
+        privacy = {"grad_scale": how.grad_scale, "noise_std": how.noise_std, "seed": seed, "offset": offset}
+        self._counts.begin_step()
+        pieces: dict[_Kind, _Piece] = {}
+        waiting = 0
+        for batch in batches:
+            waiting += _collect(batch, group_of, starts, pieces)
+            as_gradients = batch.factors is not None
+            del batch  # the next is made when it is asked for: nothing here holds what this one takes
+            if as_gradients or waiting >= PIECE_BYTES:
+                self._apply(pieces, privacy)
+                waiting = 0
+        self._apply(pieces, privacy)
+
+    def _apply(self, pieces: dict[_Kind, _Piece], privacy: dict[str, Any]) -> None:
+        for piece in pieces.values():
+            self._update(piece, self.optimizer.state, self._counts, {**privacy, "factors": piece.factors})
+        pieces.clear()
+
+
+_Group = dict[str, Any]
+_Kind = tuple[int, bool]  # of a parameter: its group's id, and whether its sum is made already
+_IS_TRAINED = attrgetter("requires_grad")
+
+
+def _collect(
+    batch: SumBatch, group_of: Mapping[int, _Group], starts: Mapping[int, int], pieces: dict[_Kind, _Piece]
+) -> int:
+    """Put the batch to what waits for an update; how many bytes its sums have, or will have."""
+    waiting = 0
+    for group, (parameters, sums, factors) in _by_group(batch, group_of):
+        kind = (id(group), factors is None)
+        if kind not in pieces:
+            pieces[kind] = _Piece(group, factors)
+        piece = pieces[kind]
+        piece.parameters += parameters
+        piece.sums += sums
+        piece.starts += map(starts.__getitem__, map(id, parameters))
+        # However many samples: tables are kept for the next step. Of a sharded parameter, this rank's part.
+        waiting += 4 * sum(map(Tensor.numel, sums if factors is None else parameters))
+    return waiting
+
+
+def _by_group(batch: SumBatch, group_of: Mapping[int, _Group]) -> Iterable[tuple[_Group, SumBatch]]:
+    """The batch by groups of the optimizer, without parameters that are not its, or were frozen since backward."""
+    parameters, sums, factors = batch
+    groups = list(map(group_of.get, map(id, parameters)))
+    first = groups[0]
+    if first is not None and len(set(map(id, groups))) == 1 and all(map(_IS_TRAINED, parameters)):  # as a rule
+        return [(first, batch)]
+    found: dict[int, tuple[_Group, SumBatch]] = {}
+    for parameter, total, group in zip(parameters, sums, groups, strict=True):
+        if group is not None and parameter.requires_grad:
+            of_group = found.setdefault(id(group), (group, SumBatch([], [], factors)))[1]
+            of_group.parameters.append(parameter)
+            of_group.tensors.append(total)
+    return found.values()
+
+
+@dataclass
+class _Piece:
+    """Parameters of one group, with their sums, on their way to one launch."""
+
+    group: _Group
+    factors: Tensor | None  # of the samples whose gradients stand for the sums, the same for all
+    parameters: list[nn.Parameter] = field(default_factory=list)
+    sums: list[Tensor] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)  # see kernels/noise.py
+
+    def by_value(
+        self, values: Sequence[_Value], states: list[list[Tensor]]
+    ) -> Iterable[tuple[_Value, _Piece, list[list[Tensor]]]]:
+        """The piece and the columns of its states, parameters of equal values together: as a rule, all."""
+        if len(set(values)) == 1:
+            return [(values[0], self, states)]
+        return [(value, *self._chosen([each == value for each in values], states)) for value in dict.fromkeys(values)]
+
+    def _chosen(self, chosen: list[bool], states: list[list[Tensor]]) -> tuple[_Piece, list[list[Tensor]]]:
+        piece = _Piece(self.group, self.factors)
+        piece.parameters += compress(self.parameters, chosen)
+        piece.sums += compress(self.sums, chosen)
+        piece.starts += compress(self.starts, chosen)
+        return piece, [list(compress(column, chosen)) for column in states]
+
+
+_State = MutableMapping[Any, dict[str, Any]]  # torch's: makes an entry when one is asked for
+_Rule = Callable[[_Piece, _State, StepCounts, dict[str, Any]], None]
+
+
+def _sgd(piece: _Piece, state_of: _State, counts: StepCounts, privacy: dict[str, Any]) -> None:
+    group = piece.group
+    fresh = [True] * len(piece.parameters)
+    buffers: list[list[Tensor]] = []
+    if group["momentum"]:
+        states = [state_of[parameter] for parameter in piece.parameters]
+        fresh = [state.get("momentum_buffer") is None for state in states]
+        for parameter, state in zip(piece.parameters, states, strict=True):
+            if state.get("momentum_buffer") is None:
+                # What it holds is ignored on a first step: dampening applies from the second on.
+                state["momentum_buffer"] = torch.empty_like(parameter, memory_format=torch.preserve_format)
+        buffers = [[state["momentum_buffer"] for state in states]]
+    options = {key: group[key] for key in ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")}
+    for first, part, columns in piece.by_value(fresh, buffers):
+        fused_sgd_(
+            local_parts(part.parameters),
+            part.sums,
+            local_parts(columns[0]) if columns else (),
+            first_step=first,
+            starts=part.starts,
+            **options,
+            **privacy,
+        )
+
+
+def _adam(
+    piece: _Piece, state_of: _State, counts: StepCounts, privacy: dict[str, Any], *, decoupled: bool = False
+) -> None:
+    group = piece.group
+    moments = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
+    options: dict[str, Any] = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")}
+    options["decoupled_weight_decay"] = decoupled or group.get("decoupled_weight_decay", False)
+    states = _state_columns(piece, state_of, moments)
+    for step, part, (counters, *columns) in piece.by_value(counts.next_values(states[0]), states):
+        counts.advance(counters, step)
+        exp_avgs, exp_avg_sqs, *maxima = map(local_parts, columns)
+        fused_adam_(
+            local_parts(part.parameters),
+            part.sums,
+            exp_avgs,
+            exp_avg_sqs,
+            maxima[0] if maxima else (),
+            step=step,
+            starts=part.starts,
+            **options,
+            **privacy,
+        )
+
+
+def _state_columns(piece: _Piece, state_of: _State, moments: Sequence[str]) -> list[list[Tensor]]:
+    """The counters of steps, and each of the moments, of all parameters; made where they are not there yet."""
+    entries: Callable[[Any], tuple[Tensor, ...]] = itemgetter("step", *moments)
+    try:
+        rows = list(map(entries, map(state_of.get, piece.parameters)))
+    except (TypeError, KeyError):  # no state, or not all of it
+        made = (_with_moments(state_of[parameter], parameter, piece.group, moments) for parameter in piece.parameters)
+        rows = list(map(entries, made))
+    return list(map(list, zip(*rows, strict=True)))
+
+
+def _with_moments(
+    state: dict[str, Any], parameter: nn.Parameter, group: dict[str, Any], moments: Sequence[str]
+) -> dict[str, Any]:
+    if "step" not in state:
+        where = parameter.device if group.get("fused") else "cpu"
+        state["step"] = torch.zeros((), dtype=torch.float32, device=where)
+    for moment in moments:
+        if moment not in state:
+            state[moment] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+    return state
+
+
+_RULES: dict[type[Optimizer], _Rule] = {SGD: _sgd, Adam: _adam, AdamW: partial(_adam, decoupled=True)}

@@ -1,0 +1,67 @@
+"""Random states of a process: torch's on the CPU and on some GPUs, Python's and NumPy's."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class RandomStates(NamedTuple):
+    """One look at all of them."""
+
+    cpu: Tensor
+    cuda: dict[torch.device, Tensor]
+    python: Any
+    numpy: Any
+
+    @classmethod
+    def now(cls, devices: Sequence[torch.device] = (), *, numpy_state: bool = True) -> RandomStates:
+        """Look at them. NumPy's takes longer than all others: `numpy_state=False` leaves it out."""
+        numpy = sys.modules.get("numpy") if numpy_state else None
+        return cls(
+            torch.get_rng_state(),
+            {device: torch.cuda.get_rng_state(device) for device in devices},
+            random.getstate(),
+            None if numpy is None else numpy.random.get_state(),
+        )
+
+    def put_back(self) -> None:
+        """Set all of them to what they were."""
+        torch.set_rng_state(self.cpu)
+        for device, state in self.cuda.items():
+            torch.cuda.set_rng_state(state, device)
+        random.setstate(self.python)
+        if self.numpy is not None:
+            sys.modules["numpy"].random.set_state(self.numpy)
+
+
+@contextmanager
+def random_states_kept(devices: Sequence[torch.device] = ()) -> Iterator[None]:
+    """Afterwards random states are what they were before."""
+    before = RandomStates.now(devices)
+    try:
+        yield
+    finally:
+        before.put_back()
+
+
+def seed_all(devices: Sequence[torch.device], seed: int) -> None:
+    """Seed every generator that `RandomStates` holds, and no other: torch.manual_seed would seed all GPUs."""
+    random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    for device in devices:
+        torch.cuda.default_generators[device.index].manual_seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed)
+
+
+def cuda_devices(model: nn.Module) -> list[torch.device]:
+    """Return the GPUs that hold parameters of the model."""
+    return list({p.device for p in model.parameters() if p.device.type == "cuda"})

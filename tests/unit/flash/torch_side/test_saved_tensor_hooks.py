@@ -1,0 +1,87 @@
+"""The hooks in force are known on every torch: where it does not tell, from who entered them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from dpscope.flash import FlashEngine
+from dpscope.flash.torch_side import saved_tensor_hooks
+from dpscope.flash.torch_side.saved_tensor_hooks import Entered, current_hooks, note_entries
+
+
+@pytest.fixture(params=[False, True], ids=["as it is", "of a torch that does not tell"])
+def _torch(request, monkeypatch):
+    if not request.param:
+        return
+    entered = Entered()
+    for name in ("__enter__", "__exit__"):
+        monkeypatch.setattr(saved_tensors_hooks, name, getattr(saved_tensors_hooks, name))
+    note_entries(saved_tensors_hooks, entered)
+    monkeypatch.setattr(saved_tensor_hooks, "_top", None)
+    monkeypatch.setattr(saved_tensor_hooks, "_entered", entered)
+
+
+def identity(x):
+    return x
+
+
+@pytest.mark.usefixtures("_torch")
+def test_the_innermost_hooks_are_told_until_they_are_left():
+    def other(x):
+        return x
+
+    assert current_hooks() is None
+    with saved_tensors_hooks(identity, identity):
+        with pytest.raises(KeyError), saved_tensors_hooks(other, identity):
+            assert current_hooks() == (other, identity)
+            raise KeyError
+        assert current_hooks() == (identity, identity)
+    assert current_hooks() is None
+
+
+class Owner(nn.Module):
+    """Uses its parameter, in a checkpoint of its own if told so."""
+
+    def __init__(self, inside: bool) -> None:
+        super().__init__()
+        self.scale, self.inside = nn.Parameter(torch.rand(6)), inside
+
+    def forward(self, x):
+        return checkpoint(self.scaled, x, use_reentrant=False) if self.inside else self.scaled(x)
+
+    def scaled(self, x):
+        return torch.tanh(x * torch.tanh(self.scale))
+
+
+class Blocks(nn.Module):
+    def __init__(self, inside: bool) -> None:
+        super().__init__()
+        self.first, self.owner = nn.Linear(6, 6), Owner(inside)
+
+    def forward(self, x):
+        return checkpoint(self.owner, self.first(x), use_reentrant=False)
+
+
+@pytest.mark.usefixtures("_torch")
+def test_a_parameter_that_a_checkpoint_around_its_module_uses_is_followed():
+    torch.manual_seed(0)
+    model, x = Blocks(inside=False), torch.randn(3, 6)
+    per_sample = [torch.autograd.grad(model(x[b : b + 1]).square().sum(), model.owner.scale)[0] for b in range(3)]
+    with FlashEngine(model, max_grad_norm=1e9, loss_reduction="sum") as engine:
+        model(x).square().sum().backward()
+        engine.finish()
+        assert "opaque" not in {row.kind for row in engine.explain()}
+    torch.testing.assert_close(model.owner.scale.grad, torch.stack(per_sample).sum(0))
+
+
+@pytest.mark.usefixtures("_torch")
+def test_a_parameter_that_a_checkpoint_inside_a_checkpointed_module_uses_is_not_followed():
+    """Its hooks would run it again for each use."""
+    model = Blocks(inside=True)
+    with FlashEngine(model, max_grad_norm=1.0) as engine:
+        model(torch.randn(3, 6))
+        assert "opaque" in {row.kind for row in engine.explain()}
