@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dpscope.flash.ranks.shards import is_shard_type
+from dpscope.flash.torch_side.shards import is_shard_type
 from dpscope.forecast.cards import Card
 from dpscope.forecast.cuda_operators import bytes_inside
 from dpscope.units import MIB

@@ -26,8 +26,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dpscope.errors import UserError
-from dpscope.flash.ranks.shards import is_shard_type
 from dpscope.flash.torch_side.dry_run import DryRun, dry_running
+from dpscope.flash.torch_side.shards import is_shard_type
 from dpscope.forecast.allocator import Allocator
 from dpscope.forecast.cards import Card
 from dpscope.forecast.cuda_operators import cuda_operators

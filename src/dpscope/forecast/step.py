@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from dpscope.batches import tensors_of
 from dpscope.errors import UserError
-from dpscope.flash.ranks.shards import is_shard_type, local
+from dpscope.flash.torch_side.shards import is_shard_type, local
 from dpscope.forecast.allocator import OutOfFakeMemory
 from dpscope.forecast.cards import Card
 from dpscope.forecast.fake_device import DEVICE, FakeDevice, open_device

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dpscope.flash.ranks.shards import is_shard_type
+from dpscope.flash.torch_side.shards import is_shard_type
 from dpscope.forecast.cards import Card
 from dpscope.instruments.estimate import distinct_tensors, flops_of, moved_by, operator_name, tensor_bytes
 from dpscope.instruments.families import operator_family
