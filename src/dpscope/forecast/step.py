@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -56,6 +56,8 @@ def forecast_step(spec: RunSpec, card: Card, *, detailed: bool = True, limit: in
     `detailed`: also say which component each byte of the peak is, and how long the step takes.
     `limit`: bytes that torch's allocator may reserve; `OutOfFakeMemory` is raised for a step that needs more.
     """
+    if spec.simulate_world > 1:
+        spec = replace(spec, gpus=spec.simulate_world, simulate_world=1)
     small = build_workload(spec.workload, batch_size=min(SAMPLES, spec.batch_size), seq_len=spec.seq_len)
     batch = small.batch(spec.seed, torch.device("cpu"))
     require_batch_of(batch, min(SAMPLES, spec.batch_size))
