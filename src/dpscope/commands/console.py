@@ -121,7 +121,7 @@ class SweepProgress(SweepObserver):
         self._console.print(self._line(row, result, kept=kept, left=left), highlight=False, soft_wrap=True)
 
     def _time_left(self, row: int) -> str:
-        """Estimate the time left: for each row a start, and its work at the rate of the instrument's own rows so far."""
+        """Estimate the time left: for each row a start, and its work at the rate of the instrument's rows so far."""
         ahead = self._specs[row + 1 :]
         if not (self._measured and ahead):
             return ""

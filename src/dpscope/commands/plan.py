@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,7 @@ def command(
             say=say,
             prober=prober,
             effects=effects,
+            workers=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1,
             settings=settings,
             **options,
         )

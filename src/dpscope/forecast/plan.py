@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from dpscope.errors import UserError
@@ -13,6 +14,7 @@ from dpscope.forecast.allocator import OutOfFakeMemory
 from dpscope.forecast.cards import CARDS, Card, find_card
 from dpscope.forecast.fitting import LEFT_FREE, BatchFit, largest_batch, limited_by, memory_limit
 from dpscope.forecast.probe import Probe, Say, extrapolate
+from dpscope.forecast.side_by_side import run_side_by_side
 from dpscope.forecast.step import StepForecast, forecast_step
 from dpscope.runner.planning import DEFAULT_METHODS
 from dpscope.runner.spec import RunSpec
@@ -74,6 +76,7 @@ def plan(
     say: Say = lambda line: None,
     prober: Prober | None = None,
     effects: bool = True,
+    workers: int = 1,
     settings: dict[str, Any] | None = None,
     **wish: Any,
 ) -> dict[str, Any]:
@@ -86,6 +89,7 @@ def plan(
         say: called with a line whenever something new is looked at.
         prober: measures short steps on this machine's GPU; without it figures are predicted.
         effects: whether to find out what would change most.
+        workers: processes that work side by side; more than one only where this process has not trained.
         settings: of a row, such as `dtype="bf16"` (`TrainerSettings`).
         **wish: fields of `Wish`: card, samples, epsilon, epochs, …
 
@@ -114,7 +118,8 @@ def plan(
     if prober is not None and specs[0].world_size > 1:
         raise UserError("--probe measures on one GPU: leave it out for a prediction of several, or leave out --gpus")
     card, remarks = _card_for(asked, specs, say)
-    found = [_plan_method(spec, card, asked, spent, say, prober) for spec in specs]
+    workers = workers if prober is None else 1
+    found = run_side_by_side([partial(_plan_method, spec, card, asked, spent, prober) for spec in specs], workers, say)
     if specs[0].compile != EAGER:
         remarks.append("Figures are of the eager step: what torch.compile fuses is not predicted.")
     if specs[0].world_size > 1:
@@ -138,7 +143,7 @@ def plan(
         },
         "wish": asdict(asked),
         "methods": found,
-        "effects": _effects(specs, found, card, say) if effects and prober is None else [],
+        "effects": _effects(specs, found, card, workers, say) if effects and prober is None else [],
         "remarks": remarks,
         "fits": any(row["batch_size"] for row in found if resolve_method(row["method"]).private or not private),
     }
@@ -163,7 +168,7 @@ def _card_for(asked: Wish, specs: list[RunSpec], say: Say) -> tuple[Card, list[s
 
 
 def _plan_method(
-    spec: RunSpec, card: Card, asked: Wish, spent: Privacy | None, say: Say, prober: Prober | None
+    spec: RunSpec, card: Card, asked: Wish, spent: Privacy | None, prober: Prober | None, say: Say
 ) -> dict[str, Any]:
     logical, ranks = asked.logical, spec.world_size
     share = math.ceil(logical / ranks)  # of a logical batch, on each process
@@ -228,7 +233,9 @@ def _training(asked: Wish, spent: Privacy | None, seconds: float, cards: int, *,
     return found if asked.price_per_hour is None else {**found, "price": hours * cards * asked.price_per_hour}
 
 
-def _effects(specs: list[RunSpec], rows: list[dict[str, Any]], card: Card, say: Say) -> list[dict[str, Any]]:
+def _effects(
+    specs: list[RunSpec], rows: list[dict[str, Any]], card: Card, workers: int, say: Say
+) -> list[dict[str, Any]]:
     """Return what a change would do to the last method that fits, usually flash."""
     fitting = [(spec, row) for spec, row in zip(specs, rows, strict=True) if row["batch_size"]]
     if not fitting:
@@ -243,21 +250,23 @@ def _effects(specs: list[RunSpec], rows: list[dict[str, Any]], card: Card, say: 
             changes["checkpointed blocks, lean"] = replace(spec, checkpoint_blocks=True, memory_budget="lean")
     if spec.dtype != "bf16":
         changes["bf16"] = replace(spec, dtype="bf16")
-    found = []
-    for what, changed in changes.items():
-        say(f"{changed.method}: {what}")
-        try:
-            after = forecast_step(changed, card)
-        except UserError:
-            continue
-        rate = (after.seconds / changed.batch_size) / (before.seconds / spec.batch_size)
-        found.append(
-            {
-                "method": spec.method,
-                "what": what,
-                "peak_bytes": after.peak_bytes,
-                "peak_ratio": after.peak_bytes / before.peak_bytes,
-                "time_ratio": rate,
-            }
-        )
-    return found
+    tasks = [partial(_effect, what, changed, spec, before, card) for what, changed in changes.items()]
+    return [found for found in run_side_by_side(tasks, workers, say) if found]
+
+
+def _effect(
+    what: str, changed: RunSpec, spec: RunSpec, before: StepForecast, card: Card, say: Say
+) -> dict[str, Any] | None:
+    """Return what a change does to a step; None where it cannot be made."""
+    say(f"{changed.method}: {what}")
+    try:
+        after = forecast_step(changed, card, attributed=False)
+    except UserError:
+        return None
+    return {
+        "method": spec.method,
+        "what": what,
+        "peak_bytes": after.peak_bytes,
+        "peak_ratio": after.peak_bytes / before.peak_bytes,
+        "time_ratio": (after.seconds / changed.batch_size) / (before.seconds / spec.batch_size),
+    }

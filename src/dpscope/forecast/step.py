@@ -50,10 +50,12 @@ class StepForecast:
     kernels: int = 0
 
 
-def forecast_step(spec: RunSpec, card: Card, *, detailed: bool = True, limit: int | None = None) -> StepForecast:
+def forecast_step(
+    spec: RunSpec, card: Card, *, detailed: bool = True, attributed: bool = True, limit: int | None = None
+) -> StepForecast:
     """Run a few steps of a spec on the fake device.
 
-    `detailed`: also say which component each byte of the peak is, and how long the step takes.
+    `detailed`: also say how long the step takes, and which component each byte of the peak is, if `attributed`.
     `limit`: bytes that torch's allocator may reserve; `OutOfFakeMemory` is raised for a step that needs more.
     """
     if spec.simulate_world > 1:
@@ -73,7 +75,7 @@ def forecast_step(spec: RunSpec, card: Card, *, detailed: bool = True, limit: in
             if not alone:  # a model that is sharded is whole where it is born, unless that is nowhere (meta)
                 device.allocator.begin_again(limit)
             batches = [tree_map_only(Tensor, lambda leaf: device.put(leaf, spec.batch_size), batch)] * spec.accumulate
-            return _step(spec, card, device, trainer, batches, detailed)
+            return _step(spec, card, device, trainer, batches, detailed, attributed)
     except (UserError, OutOfFakeMemory):
         raise
     except Exception as error:
@@ -95,24 +97,31 @@ def _quiet() -> Iterator[None]:
 
 
 def _step(
-    spec: RunSpec, card: Card, device: FakeDevice, trainer: TrainerBase, batches: list[Batch], detailed: bool
+    spec: RunSpec,
+    card: Card,
+    device: FakeDevice,
+    trainer: TrainerBase,
+    batches: list[Batch],
+    detailed: bool,
+    attributed: bool,
 ) -> StepForecast:
     # The second step is like all that follow; a checkpointed model's blocks are chosen by what the first ones took.
-    for _ in range(3 if spec.checkpoint_blocks else 2):
+    for _ in range(2 if spec.checkpoint_blocks else 1):
         trainer.train_step(*batches)
-    peak, reserved = device.allocator.peak, device.allocator.segments.peak_reserved
+    segments = device.allocator.segments
     if not detailed:
-        return StepForecast(peak, reserved)
+        trainer.train_step(*batches)
+        return StepForecast(segments.peak_allocated, segments.peak_reserved)
     work = Work(card, spec.method, tf32=spec.dtype == "tf32")
     with work.watching(), CollectiveBytes() as sent:
         trainer.train_step(*batches)
+    peak, reserved = segments.peak_allocated, segments.peak_reserved
+    components = _components(trainer, batches, device) if attributed else {}
     sending = 8e-9 * sum(each["sent_bytes"] for each in sent.collectives.values()) / spec.link_gbps
-    components = _components(trainer, batches, device)
-    seen = sum(components.values())
     return StepForecast(
         peak,
         reserved,
-        {**components, UNATTRIBUTED: peak - seen},
+        {**components, UNATTRIBUTED: peak - sum(components.values())},
         max(work.seconds, sending),
         work.gpu_seconds,
         work.host_seconds,

@@ -1,0 +1,67 @@
+"""Predictions side by side, one on each core: each in a copy of this process, which imports nothing again."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+
+from dpscope.errors import UserError
+from dpscope.forecast.probe import Say
+
+Task = Callable[[Say], Any]
+SAID, DONE, FAILED = "said", "done", "failed"
+
+
+def run_side_by_side(tasks: Sequence[Task], workers: int, say: Say) -> list[Any]:
+    """Call every task, `workers` at a time, and return what they return, in order.
+
+    With one worker they run in this process. Copies are for a process that has not trained and holds no GPU.
+    """
+    if workers < 2 or len(tasks) < 2:
+        return [task(say) for task in tasks]
+    context = multiprocessing.get_context("fork")
+    waiting = list(enumerate(tasks))
+    running: dict[Any, tuple[int, Any]] = {}
+    results: dict[int, Any] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < workers:
+                place, task = waiting.pop(0)
+                receiver, sender = context.Pipe(duplex=False)
+                process = context.Process(target=_report, args=(task, sender), daemon=True)
+                process.start()
+                sender.close()
+                running[receiver] = place, process
+            for ready in wait(list(running)):
+                kind, value = _receive(ready)
+                if kind == SAID:
+                    say(value)
+                elif kind == FAILED:
+                    raise value
+                else:
+                    results[running.pop(ready)[0]] = value
+    finally:
+        for _, process in running.values():
+            process.kill()
+    return [results[place] for place in range(len(tasks))]
+
+
+def _receive(receiver: Any) -> tuple[str, Any]:
+    try:
+        kind, value = receiver.recv()
+    except EOFError:
+        return FAILED, UserError("a process that made a part of the plan ended early: is the machine out of memory?")
+    return kind, value
+
+
+def _report(task: Task, sender: Connection) -> None:
+    torch.set_num_threads(1)  # threads of the original are not in its copy
+    try:
+        answer = DONE, task(lambda line: sender.send((SAID, line)))
+    except Exception as error:
+        answer = FAILED, error if isinstance(error, UserError) else RuntimeError(f"{type(error).__name__}: {error}")
+    sender.send(answer)
