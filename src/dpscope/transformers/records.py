@@ -60,6 +60,7 @@ def steps_left(accountant: Any, *, noise_multiplier: float, sample_rate: float, 
 
 
 PRIVACY_FILE = "privacy.json"
+NOISE_FILE = "noise.pt"  # of sharded models: where the noise of a given seed stands, and which keys were used
 VERSION = 1
 
 

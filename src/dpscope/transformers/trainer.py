@@ -23,7 +23,7 @@ from dpscope.transformers.arguments import refuse_data, refuse_settings, take_pr
 from dpscope.transformers.callbacks import FirstStep, PrivacyCallback, noting_models
 from dpscope.transformers.draws import DrawLoader, StepDraw, loader_of_draws, new_seed
 from dpscope.transformers.losses import check_losses, sample_losses, takes_cache, task_model
-from dpscope.transformers.records import PrivacyRecord, epsilon_of, steps_left
+from dpscope.transformers.records import NOISE_FILE, PrivacyRecord, epsilon_of, steps_left
 
 HOOKS = ("_prepare_for_training", "_run_epoch", "_get_grad_norm")  # of the Trainer, of transformers 5
 _Host: Any = object  # the Trainer that a subclass names beside the mixin
@@ -331,6 +331,18 @@ class PrivateTrainerMixin(_Host):
             self._norms = []
         super().log(logs, *rest, **keywords)
 
+    def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
+        """Load as the Trainer does; of a sharded optimizer torch keeps nothing of the noise, which has its own file."""
+        private = self._optimizer
+        if checkpoint is None or private is None or not self.is_fsdp_enabled:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        resumes, private.resumes_noise = private.resumes_noise, False
+        super()._load_optimizer_and_scheduler(checkpoint)
+        private.resumes_noise = resumes
+        file = Path(checkpoint) / NOISE_FILE
+        private.check_noise(torch.load(file) if file.exists() else None, resume_noise=resumes)
+
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
         if self.args.should_save and self._optimizer is not None and self._loader is not None:
@@ -343,7 +355,10 @@ class PrivateTrainerMixin(_Host):
                 sample_rate=self._sample_rate,
                 draw_seed=sampler.seed,
             )
-            record.save(Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}")
+            folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
+            record.save(folder)
+            if self.is_fsdp_enabled and (noise := self._optimizer.noise.state()) is not None:
+                torch.save(noise, folder / NOISE_FILE)
 
     def hyperparameter_search(self, *args: Any, **keywords: Any) -> Any:
         """Refuse: every trial spends privacy on the same data, and the sum would not be counted."""

@@ -14,7 +14,14 @@ from accelerate.utils import DistributedType
 
 from tests.unit.transformers.small_training import LOGICAL, PHYSICAL, logged, private_trainer, weights
 
-FSDP = {"fsdp": "full_shard", "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}}
+FSDP = {
+    "fsdp": "full_shard",
+    "fsdp_config": {
+        "version": 2,
+        "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+        "state_dict_type": "SHARDED_STATE_DICT",
+    },
+}
 
 
 def shard_on_the_cpu() -> None:
@@ -29,6 +36,12 @@ def shard_on_the_cpu() -> None:
     accelerate.state.AcceleratorState.__init__ = init
 
 
+def whole_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in weights(model).items()
+    }
+
+
 def main(folder: str, parallel: str) -> None:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     settings: dict[str, Any] = {"gradient_accumulation_steps": LOGICAL // PHYSICAL // world}
@@ -37,18 +50,20 @@ def main(folder: str, parallel: str) -> None:
     if parallel == "fsdp":
         shard_on_the_cpu()
         settings |= FSDP
+        settings |= {"save_strategy": "steps", "save_steps": 2}
     trainer = private_trainer(folder, settings=settings)
     trainer.train()
-    whole = {
-        name: value.full_tensor() if hasattr(value, "full_tensor") else value
-        for name, value in weights(trainer.model).items()
-    }
     state = {
-        "weights": whole,
+        "weights": whole_weights(trainer.model),
         "history": trainer.privacy_engine.accountant.history,
         "losses": logged(trainer, "loss"),
         "sharded": any(hasattr(parameter, "full_tensor") for parameter in trainer.model.parameters()),
     }
+    if parallel == "fsdp":
+        resumed = private_trainer(folder, settings=settings)
+        resumed.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+        state |= {"resumed": whole_weights(resumed.model), "resumed_epsilon": resumed.get_epsilon()}
+        state["epsilon"] = trainer.get_epsilon()
     if int(os.environ.get("RANK", "0")) == 0:
         torch.save(state, Path(folder) / f"{parallel}.pt")
     if world > 1:

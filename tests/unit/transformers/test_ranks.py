@@ -37,3 +37,6 @@ def test_two_ranks_take_the_steps_of_one_process(tmp_path, parallel):
     assert two["history"] == one["history"]
     assert_same(two["weights"], one["weights"])
     assert two["losses"] == pytest.approx(one["losses"], rel=0.01)  # a mean of the ranks' means
+    if parallel == "fsdp":  # resumed from a checkpoint of shards
+        assert_same(two["resumed"], two["weights"], tolerance=0)
+        assert two["resumed_epsilon"] == two["epsilon"]
