@@ -15,15 +15,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpscope.flash.gradients.contributions import Kept, Outer, Saved, chunks, wide, wide_product
-from dpscope.flash.gradients.paths import DIRECT, KEEP, RANK1, Decision, exact_path, stored_dtype
+from dpscope.flash.gradients.contributions import Kept, Outer, Saved, chunks, fold, take_rows, wide, wide_product
+from dpscope.flash.gradients.paths import DIRECT, KEEP, RANK1, Decision, PathRules, exact_path, stored_dtype
 from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.kernels.float32_products import rounded_as_cudnn
 from dpscope.flash.kernels.gram_norms import gram_norms_squared
@@ -94,6 +94,17 @@ class Patches(Saved):
         if missing:  # an image of 7 × 7: products are several times as fast where positions fill 16-byte words
             patches, rows = (F.pad(each, (0, missing)) for each in (patches, rows))
         return Outer(patches.mT, rows.mT, self.decision)
+
+    def taken(self, index: Tensor) -> Patches:
+        x, g = take_rows(self.first, index), take_rows(self.g, index)
+        return Patches(x, g, self.geometry, self.shape, self.decision)
+
+    def folded(self, each: int, rules: PathRules) -> Patches:
+        x, g = fold(self.first, each), fold(self.g, each)
+        if self.first.dim() > len(self.geometry.kernel) + 2:  # there are several images in a row already
+            x, g = x.flatten(1, 2), g.flatten(1, 2)
+        decision = replace(self.decision, path=DIRECT) if self.decision.path == RANK1 else self.decision
+        return Patches(x, g, self.geometry, self.shape, decision)
 
     def _chunks(self) -> list[slice]:
         n = len(self.geometry.kernel)
