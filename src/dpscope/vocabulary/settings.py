@@ -22,6 +22,7 @@ DEVICE_CHOICES = ("auto", *DEVICES)  # auto: the one that is there
 
 PARALLEL = ("ddp", "fsdp", "hsdp")  # DistributedDataParallel, fully_shard, fully_shard over replicas
 MEMORY_BUDGETS = ("auto", "lean")  # or a number of GiB
+CLIPPING = ("flat", "automatic", "normalised", "psac", "per_layer", "adaptive")  # those that need no names
 EAGER = "none"
 CUDA_GRAPHS = "reduce-overhead"
 # mode of torch.compile -> what reports call a row that ran so
@@ -223,6 +224,14 @@ class TrainerSettings:
     learning_rate: float = setting(1e-4, numbers.LEARNING_RATE, "Step size.", WITHIN_A_SWEEP)
     noise_multiplier: float = setting(1.0, numbers.NOISE_MULTIPLIER, "Noise per clip norm.", heading="Noise multiplier")
     max_grad_norm: float = setting(1.0, numbers.MAX_GRAD_NORM, "Clip norm.", heading="Clipping norm")
+    clipping: str = setting(
+        "flat",
+        OneOf("clipping rule", CLIPPING),
+        f"{'|'.join(CLIPPING)}: how flash clips, or several, as flat,per_layer.",
+        words="{} clipping",
+        heading="Clipping rule of flash",
+        several=True,
+    )
     warmup: int = setting(
         3, numbers.WARMUP_STEPS, "Steps before the timed ones.", NOWHERE, label="warm-up steps", words="{} warm-up"
     )
