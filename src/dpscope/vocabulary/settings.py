@@ -22,7 +22,7 @@ DEVICE_CHOICES = ("auto", *DEVICES)  # auto: the one that is there
 
 PARALLEL = ("ddp", "fsdp", "hsdp")  # DistributedDataParallel, fully_shard, fully_shard over replicas
 MEMORY_BUDGETS = ("auto", "lean")  # or a number of GiB
-CLIPPING = ("flat", "automatic", "normalised", "psac", "per_layer", "adaptive")  # those that need no names
+CLIPPING_RULES = ("flat", "automatic", "normalised", "psac", "per_layer", "adaptive")  # those that need no names
 EAGER = "none"
 CUDA_GRAPHS = "reduce-overhead"
 # mode of torch.compile -> what reports call a row that ran so
@@ -226,8 +226,8 @@ class TrainerSettings:
     max_grad_norm: float = setting(1.0, numbers.MAX_GRAD_NORM, "Clip norm.", heading="Clipping norm")
     clipping: str = setting(
         "flat",
-        OneOf("clipping rule", CLIPPING),
-        f"{'|'.join(CLIPPING)}: how flash clips, or several, as flat,per_layer.",
+        OneOf("clipping rule", CLIPPING_RULES),
+        f"{'|'.join(CLIPPING_RULES)}: how flash clips, or several, as flat,per_layer.",
         words="{} clipping",
         heading="Clipping rule of flash",
         several=True,
