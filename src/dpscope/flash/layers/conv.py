@@ -23,9 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpscope.flash.gradients.contributions import Kept, Outer, Saved, chunks, wide, wide_product
-from dpscope.flash.gradients.paths import DIRECT, KEEP, RANK1, Decision, exact_path, stored_dtype
+from dpscope.flash.gradients.paths import DIRECT, KEEP, RANK1, Decision, Unfolded, exact_path, stored_dtype
 from dpscope.flash.gradients.slots import Slot
-from dpscope.flash.kernels.float32_products import rounded_as_cudnn
+from dpscope.flash.kernels.float32_products import cudnn_in_tf32, rounded_as_cudnn
 from dpscope.flash.kernels.gram_norms import gram_norms_squared
 from dpscope.flash.kernels.gram_units import GramUnit
 from dpscope.flash.taps.taps import Engine, LayerTap, Spec, TapOfSamples
@@ -269,7 +269,9 @@ def _decide(tap: TapOfSamples, x: Tensor, g: Tensor, geometry: Geometry) -> Deci
     d, p = x.shape[channel] // groups * math.prod(geometry.kernel), g.shape[channel] // groups
     length, held = math.prod(g.shape[1:]) // g.shape[channel], math.prod(x.shape[1:])
     rules = tap.engine.path_rules
-    decision = rules.of_product((x.shape[0], length, d), g, p=p, x_held=held, unfolds=geometry.copies)
+    in_tf32 = g.dtype == torch.float32 and cudnn_in_tf32(g.device, "conv")
+    unfolded = Unfolded(held, geometry.copies, in_tf32)
+    decision = rules.of_product((x.shape[0], length, d), g, p=p, unfolded=unfolded)
     kept = groups * d * p * stored_dtype(g.dtype).itemsize
     freed = held * x.element_size() + math.prod(g.shape[1:]) * g.element_size()
     if groups > 1 and rules.forced is None and kept <= freed:
