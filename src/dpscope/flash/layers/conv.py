@@ -102,7 +102,19 @@ class Patches(Saved):
         return list(chunks(self.batch_size, patches * self.first.element_size()))
 
     def _gradients(self, samples: slice) -> Tensor:
+        if self.shape[1] == 1 < self.geometry.groups and self.g.dim() == len(self.shape):
+            return self._by_channels(samples)
         return self._outer(samples).materialise().view(-1, *self.shape)
+
+    def _by_channels(self, samples: slice) -> Tensor:
+        """The same where a group has one input channel: samples are more channels to torch's depthwise kernel."""
+        at, dtype = self.geometry, stored_dtype(self.g.dtype)
+        g, x = (each[samples].to(dtype).flatten(0, 1).unsqueeze(0) for each in (self.g, self.first))
+        weight = x.new_empty(g.shape[1], *self.shape[1:])  # only its shape is read
+        groups, wanted = x.shape[1], [False, True, False]
+        options = (at.stride, at.padding, at.dilation, False, [0] * len(at.kernel), groups, wanted)
+        gradients: Tensor = torch.ops.aten.convolution_backward(g, x, weight, None, *options)[1]
+        return gradients.view(-1, *self.shape)
 
     def materialise(self) -> Tensor:
         """(B, *shape), of operands that are rounded as the convolution's."""

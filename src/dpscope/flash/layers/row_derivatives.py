@@ -32,7 +32,9 @@ def pulled_back_by_rows(w: Tensor, rows: Tensor, vjp: Callable[[Tensor], Tensor]
     probes = torch.stack([*basis, free, other])
     images = vjp(probes.view(PROBES, *w.shape)).flatten(2)
     scale = (images[2] * free).sum(1) / free.square().sum(1)
-    inner = torch.einsum("ion,jon->oij", basis, images[:2]) - scale.view(-1, 1, 1) * torch.eye(2, dtype=w.dtype, device=w.device)
+    inner = torch.einsum("ion,jon->oij", basis, images[:2]) - scale.view(-1, 1, 1) * torch.eye(
+        2, dtype=w.dtype, device=w.device
+    )
     error = (images - _applied(probes, scale, inner, basis)).norm(dim=2)
     fits = (error <= _TOLERANCE * (images.norm(dim=2) + scale.abs() * probes.norm(dim=2))).all(0)
     return _applied(rows.flatten(2), scale.where(fits, torch.nan), inner, basis).view_as(rows), fits
