@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from dpscope.flash.gradients.contributions import Kept, chunks
+from dpscope.flash.gradients.contributions import Kept
 from dpscope.flash.gradients.parameter_hooks import OWN_GRADIENTS
 from dpscope.flash.gradients.slots import Slot
 from dpscope.flash.layers.bare_gradients import RULES, Gradients, Operand, Rule, gradients_by_row, rebuild
@@ -33,7 +33,6 @@ _IN_BLOCKS = frozenset(("add", "sub", "mul", "linear"))  # operators whose rules
 _MOST_OPEN = 5  # operands of which it is open whether they have a row for each sample
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 _HALF_TOLERANCE = 2e-2
-_TEMPORARIES = 4  # of the size of a derived parameter's gradients, that its derivative takes
 
 
 def name_of(func: Any) -> str:
@@ -175,34 +174,21 @@ class BareUse(_Seen):
         alike = [index for index, each in enumerate(parameters) if each.shape == q.shape and each.dtype == q.dtype]
         wide = q.dim() > 1 and q.dtype.itemsize >= 4 and q[0].numel() >= 2 * PROBES
         if len(alike) != 1 or not wide or len(rows) <= PROBES or not self.by_rows or dry_run.current() is not None:
-            return _vjp_in_chunks(q, parameters, rows)
+            return _vjp(q, parameters, rows)
         (index,), weight = alike, parameters[alike[0]]
         values, fits = pulled_back_by_rows(weight, rows, lambda probes: _vjp(q, [weight], probes, zeros=True)[0])
         self._pulls += 1
         if self._pulls & (self._pulls - 1) == 0:  # the 1st, 2nd, 4th, 8th, … time: looking waits for the device
             self.by_rows = bool(fits.all())
             if not self.by_rows:
-                return _vjp_in_chunks(q, parameters, rows)
+                return _vjp(q, parameters, rows)
         others = parameters[:index] + parameters[index + 1 :]
-        found = list(_vjp_in_chunks(q, others, rows)) if others else []
+        found = list(_vjp(q, others, rows)) if others else []
         return [*found[:index], values, *found[index:]]
 
 
-def _vjp_in_chunks(q: Tensor, parameters: list[nn.Parameter], rows: Tensor) -> Sequence[Tensor | None]:
-    parts = list(chunks(len(rows), _TEMPORARIES * q.nbytes))
-    first = _vjp(q, parameters, rows[parts[0]])
-    if len(parts) == 1:
-        return first
-    found = [None if each is None else each.new_empty((len(rows), *each.shape[1:])) for each in first]
-    for part in parts:
-        for whole, some in zip(found, first if not part.start else _vjp(q, parameters, rows[part]), strict=True):
-            if whole is not None and some is not None:
-                whole[part] = some
-    return found
-
-
 def _vjp(q: Tensor, parameters: list[nn.Parameter], rows: Tensor, *, zeros: bool = False) -> Sequence[Any]:
-    """The parameters' gradients, None or `zeros` for those that have none, of each of the rows."""
+    """One vjp over all rows: the parameters' gradients, None or `zeros` for those that have none."""
     options: dict[str, bool] = {"retain_graph": True, "allow_unused": True, "materialize_grads": zeros}
     with OWN_GRADIENTS.taken():
         try:
