@@ -260,7 +260,7 @@ def _run_on_gates(ctx: Any, x: Tensor, states: Sequence[Tensor]) -> _Run:
 def _gate_gradients(ctx: Any, x: Tensor, states: list[Tensor], gs: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
     """∂u: (T, B, G), and the gradients of x and of the first states."""
     run: _Run = ctx.run or _run_on_gates(ctx, x, states)
-    keeps = ctx.run is not None and keeps_graph()
+    keeps = ctx.run is not None and keeps_graph is not None and keeps_graph()
     if not keeps:  # the loss, alive, holds this node
         ctx.run = None
     reached = [(out, g.to(out.dtype)) for out, g in zip(run.outputs, gs, strict=True) if g is not None]
