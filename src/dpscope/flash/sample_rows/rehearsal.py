@@ -138,8 +138,9 @@ class Rehearsal:
         """Return whether any two samples differ: a batch of one sample many times shows nothing of several."""
         sampled = self.sampled_leaves()
         leaves = [leaf for leaf in leaves_in(self.call) if id(leaf) in sampled]
-        plain = [leaf.movedim(sampled[id(leaf)], 0) for leaf in leaves if isinstance(leaf, Tensor)]
-        # Packed sequences are not looked into.
+        dense = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.layout == torch.strided]
+        plain = [leaf.movedim(sampled[id(leaf)], 0) for leaf in dense]
+        # Packed and sparse ones are not looked into.
         return self.batch == 1 or len(plain) < len(leaves) or any(bool((leaf != leaf[:1]).any()) for leaf in plain)
 
     # -- running -----------------------------------------------------------------------------------------------------
@@ -342,7 +343,8 @@ class Rehearsal:
                 return
             except (UserError, NotFollowed) as error:
                 refusals.append(error)
-        raise refusals[0]
+        # Other taps may fit where the model is called as one of the readings has it.
+        raise next((each for each in refusals if isinstance(each, NotFollowed)), refusals[0])
 
     def _judge(self) -> None:
         plain = self._first_run()
