@@ -127,7 +127,7 @@ class RecurrentTap(OpaqueTap):
             zeros = x.new_zeros(count, x.shape[1], module.hidden_size)
             return [zeros, zeros] if self.mode == "LSTM" else [zeros]
         states = list(hx) if self.mode == "LSTM" else [hx]
-        return [state.samples(module) if isinstance(state, StandIn) else state for state in states]
+        return [_with_samples(state, module) if isinstance(state, StandIn) else state for state in states]
 
     def _run_layer(
         self, x: Tensor, states: list[Tensor], layer: int, direction: int, lengths: Tensor | None
@@ -301,6 +301,12 @@ def _reversed(x: Tensor, lengths: Tensor | None) -> Tensor:
     ends = lengths.to(x.device)
     index = torch.where(times < ends, ends - 1 - times, times)
     return x.gather(0, index.unsqueeze(-1).expand_as(x))
+
+
+def _with_samples(state: Tensor, module: nn.Module) -> Tensor:
+    """Return a state (layers, B, d) that is made of parameters with a row for each sample, in dimension 1."""
+    turned = state.transpose(0, 1)
+    return (turned.samples(module) if isinstance(turned, StandIn) else turned).transpose(0, 1)
 
 
 def _has_batch(given: Any) -> bool:
